@@ -1,0 +1,148 @@
+"""The documents that are scored: text tokenised on the way, or prepared shards; only those long enough, truncated."""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from tqdm import tqdm
+
+from megatron_coca.data import Shard, read_documents
+from megatron_coca.data.corpora import corpus_files
+from megatron_coca.evaluation.results import DocumentsRecord, EvaluationError
+
+SHARD_SUFFIXES = (".bin", ".idx")
+
+
+class Encoder(Protocol):
+    """What is asked of a tokenizer: `eod` separates documents."""
+
+    eod: int
+
+    def encode(self, text: str) -> list[int]: ...
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Token arrays (int64, one dimension, at most `max_length`) and where they come from."""
+
+    arrays: tuple[np.ndarray, ...]
+    sources: tuple[str, ...]
+    max_length: int
+
+    @property
+    def sha256(self) -> str:
+        """Of the lengths and the token ids as little-endian int64, whatever the files stored."""
+        digest = hashlib.sha256()
+        for tokens in self.arrays:
+            digest.update(len(tokens).to_bytes(8, "little"))
+            digest.update(tokens.astype("<i8").tobytes())
+        return digest.hexdigest()
+
+    def record(self) -> DocumentsRecord:
+        """For the result file."""
+        return DocumentsRecord(
+            sha256=self.sha256,
+            count=len(self.arrays),
+            tokens=sum(len(tokens) for tokens in self.arrays),
+            max_length=self.max_length,
+            sources=list(self.sources),
+        )
+
+
+@dataclass(frozen=True)
+class Source:
+    """A shard by its prefix, or one text file."""
+
+    place: str
+    is_shard: bool
+
+
+def find_sources(names: Sequence[str]) -> list[Source]:
+    """What `names` stand for: a shard's prefix (or its .bin or .idx), a text file, or a folder's text files, sorted.
+
+    Raises EvaluationError for a name that is none of these or where there is no name, DataError for an unknown format.
+    """
+    if not names:
+        raise EvaluationError("no test data: name text files or shard prefixes with --data")
+    found = []
+    for name in names:
+        prefix = name.removesuffix(".bin").removesuffix(".idx")
+        if any(Path(prefix + suffix).is_file() for suffix in SHARD_SUFFIXES):
+            found.append(Source(prefix, True))
+        elif Path(name).exists():
+            found += [Source(str(file), False) for file in corpus_files([Path(name)])]
+        else:
+            raise EvaluationError(
+                f"{name}: no text file or folder is there, and no shard ({name}.bin and {name}.idx); correct --data, "
+                "or prepare the corpus first"
+            )
+    return found
+
+
+def tokens_of(source: Source, tokenizer: Encoder | None) -> Iterator[np.ndarray]:
+    """The documents of one source, in its order, each ending with the tokenizer's `eod` as in prepared shards.
+
+    Raises DataError for files that cannot be read, EvaluationError where a tokenizer is needed and there is none.
+    """
+    if source.is_shard:
+        shard = Shard(source.place)
+        yield from (np.asarray(shard.document(index), dtype=np.int64) for index in range(shard.documents))
+    elif tokenizer is None:
+        raise EvaluationError(
+            f"{source.place}: is text, and the checkpoint carries no tokenizer; name a shard prepared with the model's"
+        )
+    else:
+        for document in read_documents(Path(source.place)):
+            yield np.array([*tokenizer.encode(document.text), tokenizer.eod], dtype=np.int64)
+
+
+def check_vocabulary(tokens: np.ndarray, vocab_size: int, source: Source) -> None:
+    """Raises EvaluationError for a token id that the model has no row for."""
+    if len(tokens) and (tokens.max() >= vocab_size or tokens.min() < 0):
+        worst = int(tokens.max() if tokens.max() >= vocab_size else tokens.min())
+        raise EvaluationError(
+            f"{source.place}: token id {worst} is outside the model's vocabulary of {vocab_size}; the data was made "
+            "with another tokenizer than the model's, prepare it again with the tokenizer of the checkpoint"
+        )
+
+
+def collect_documents(
+    names: Sequence[str],
+    tokenizer: Encoder | None,
+    vocab_size: int,
+    max_length: int,
+    num_documents: int | None = None,
+    progress: bool = True,
+) -> Documents:
+    """The first `num_documents` (None: all) documents of at least `max_length` tokens, truncated to it.
+
+    `names` as for `find_sources`; the tokenizer is needed for text. Raises DataError and EvaluationError: sources that
+    cannot be read, token ids outside 0 .. vocab_size-1, no document long enough.
+    """
+    kept: list[np.ndarray] = []
+    longest = 0
+    with tqdm(desc="documents read", unit="document", disable=not progress) as bar:
+        for source, tokens in all_documents(find_sources(names), tokenizer):
+            bar.update()
+            check_vocabulary(tokens, vocab_size, source)
+            longest = max(longest, len(tokens))
+            if len(tokens) >= max_length:
+                kept.append(tokens[:max_length].copy())
+            if len(kept) == num_documents:
+                break
+    if not kept:
+        raise EvaluationError(
+            f"{', '.join(names)}: no document has the {max_length} tokens that are wanted, the longest has {longest}; "
+            "use smaller windows, or a corpus with longer documents"
+        )
+    return Documents(tuple(kept), tuple(names), max_length)
+
+
+def all_documents(sources: Iterable[Source], tokenizer: Encoder | None) -> Iterator[tuple[Source, np.ndarray]]:
+    """Every document with the source it is from, in order."""
+    for source in sources:
+        for tokens in tokens_of(source, tokenizer):
+            yield source, tokens

@@ -1,0 +1,211 @@
+"""Sliding-window perplexity (Press, Smith and Lewis 2021, "Shortformer"; the CoCA paper's figure and table).
+
+The tokens that count are the same for every window size, all but the first of each document, so that two
+window sizes differ only in how much context each token has.
+"""
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+from tqdm import tqdm
+
+from megatron_coca.evaluation.results import EvaluationError, WindowResult
+
+PROTOCOL = (
+    "sliding window: the model reads exactly W tokens at a time, positions counted from the window's start, no "
+    "token added; the first window of a document scores all of its tokens but the first, every later one the next "
+    "S tokens, each from the at least W-S+1 and at most W tokens before it that it reads, and the last one of a "
+    "document what is left; every token of a document but its first is scored exactly once for every W; "
+    "perplexity = exp(sum of nll / number of scored tokens) over all documents; nll in nats from the float32 "
+    "log-softmax over the padded vocabulary, summed in float64"
+)
+
+# 1,024 positions of a 50k vocabulary are 0.2 GB of float32 logits.
+POSITIONS_PER_CHUNK = 1024
+
+
+class LanguageModel(Protocol):
+    """What is asked of a model, in evaluation mode; a torch module."""
+
+    training: bool
+
+    def parameters(self) -> Iterator[Tensor]: ...
+
+    def hidden_states(self, input_ids: Tensor) -> Tensor:
+        """[batch, length] int64 -> [batch, length, hidden_size], after the final norm."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., hidden_size] -> [..., padded vocabulary]."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """The model reads tokens [start, start + W) of a document and scores tokens [first_scored, end)."""
+
+    document: int
+    start: int
+    first_scored: int
+    end: int
+
+    @property
+    def tokens_scored(self) -> int:
+        return self.end - self.first_scored
+
+
+def plan_windows(length: int, window: int, stride: int, document: int = 0) -> list[Window]:
+    """The windows of one document of `length` tokens; together they score tokens 1 .. length-1 once each.
+
+    A token is predicted at the position before it, so a later window reads one token further to the left than
+    the tokens it scores. Hence stride == window (windows that do not overlap) scores every token too.
+    """
+    windows = [Window(document, 0, 1, window)]
+    while windows[-1].end < length:
+        end = min(windows[-1].end + stride, length)
+        windows.append(Window(document, end - 1 - window, windows[-1].end, end))
+    return windows
+
+
+def check_windows(windows: Sequence[int], stride: int) -> None:
+    """Raises EvaluationError unless the stride fits every window."""
+    if stride < 1:
+        raise EvaluationError(f"stride {stride}: must be at least 1 token")
+    if not windows:
+        raise EvaluationError("no window: name at least one window size")
+    if len(set(windows)) != len(windows):
+        raise EvaluationError(f"windows {', '.join(map(str, windows))}: the same size twice; name each once")
+    too_short = [window for window in windows if window < max(stride, 2)]
+    if too_short:
+        raise EvaluationError(
+            f"window {too_short[0]} is shorter than the stride {stride} (or than 2): the tokens between two windows "
+            "would not be scored; choose a smaller stride or a larger window"
+        )
+
+
+def check_lengths(documents: Sequence[np.ndarray], windows: Sequence[int]) -> None:
+    """Raises EvaluationError unless every window fits into every document."""
+    if not documents:
+        raise EvaluationError("no document: at least one is needed")
+    shortest = min(range(len(documents)), key=lambda index: len(documents[index]))
+    if max(windows) > len(documents[shortest]):
+        raise EvaluationError(
+            f"window {max(windows)} is longer than document {shortest}, which has {len(documents[shortest])} tokens; "
+            "use longer documents or a smaller window"
+        )
+
+
+def batches(windows: Sequence[Window], size: int) -> Iterator[Sequence[Window]]:
+    """Cuts the windows into runs of `size`."""
+    for first in range(0, len(windows), size):
+        yield windows[first : first + size]
+
+
+def nll_sum(model: LanguageModel, hidden: Tensor, targets: Tensor) -> Tensor:
+    """Sum of the negative log-likelihoods in nats, float64 scalar; hidden [n, hidden_size], targets [n] int64."""
+    total = torch.zeros((), dtype=torch.float64, device=hidden.device)
+    for first in range(0, len(targets), POSITIONS_PER_CHUNK):
+        chunk = slice(first, first + POSITIONS_PER_CHUNK)
+        logits = model.logits(hidden[chunk]).float()
+        total += functional.cross_entropy(logits, targets[chunk], reduction="none").double().sum()
+    return total
+
+
+def score_batch(
+    model: LanguageModel, documents: Sequence[np.ndarray], batch: Sequence[Window], window: int, device: torch.device
+) -> tuple[Tensor, int]:
+    """Returns the batch's sum of nll (float64 scalar) and the number of tokens that went into it."""
+    rows = np.stack([documents[each.document][each.start : each.start + window] for each in batch])
+    hidden = model.hidden_states(torch.from_numpy(rows).to(device))
+    scored = [
+        hidden[row, each.first_scored - 1 - each.start : each.end - 1 - each.start] for row, each in enumerate(batch)
+    ]
+    targets = np.concatenate([documents[each.document][each.first_scored : each.end] for each in batch])
+    return nll_sum(model, torch.cat(scored), torch.from_numpy(targets).to(device)), len(targets)
+
+
+def score_window(
+    model: LanguageModel,
+    documents: Sequence[np.ndarray],
+    window: int,
+    stride: int,
+    tokens_per_batch: int,
+    progress: bool,
+) -> WindowResult:
+    """Scores all documents (int64 arrays) with one window size."""
+    device = next(model.parameters()).device
+    plan = [each for index, tokens in enumerate(documents) for each in plan_windows(len(tokens), window, stride, index)]
+    wanted = sum(len(tokens) - 1 for tokens in documents)
+    total, count = torch.zeros((), dtype=torch.float64, device=device), 0
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    began = time.perf_counter()
+    with tqdm(total=wanted, desc=f"window {window}", unit="token", unit_scale=True, disable=not progress) as bar:
+        for batch in batches(plan, max(1, tokens_per_batch // window)):
+            nll, scored = score_batch(model, documents, batch, window, device)
+            total += nll
+            count += scored
+            bar.update(scored)
+    if count != wanted:
+        raise RuntimeError(f"window {window}, stride {stride}: {count} tokens were scored instead of {wanted}")
+    return summarise(window, total.item(), count, time.perf_counter() - began, len(documents), device)
+
+
+def exponential(nll: float) -> float:
+    """exp, with infinity instead of an overflow: an untrained length can cost more than 709 nats a token."""
+    try:
+        return math.exp(nll)
+    except OverflowError:
+        return math.inf
+
+
+def summarise(
+    window: int, nll_total: float, count: int, seconds: float, documents: int, device: torch.device
+) -> WindowResult:
+    """`seconds` must be read after `nll_total`, which waits for the device."""
+    nll = nll_total / count
+    return WindowResult(
+        window=window,
+        perplexity=exponential(nll),
+        nll=nll,
+        tokens_scored=count,
+        seconds=seconds,
+        tokens_per_second=count / seconds,
+        documents=documents,
+        peak_memory_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+    )
+
+
+@torch.inference_mode()
+def sliding_window_perplexity(
+    model: LanguageModel,
+    documents: Sequence[np.ndarray],
+    windows: Sequence[int],
+    stride: int,
+    *,
+    tokens_per_batch: int = 16384,
+    progress: bool = True,
+) -> list[WindowResult]:
+    """Perplexity of `documents` (one-dimensional integer arrays of token ids) for each window size, by PROTOCOL.
+
+    `tokens_per_batch` bounds the tokens in one forward pass (at least one window) and with it the memory; the head
+    sees only the scored positions, a chunk at a time. Results come in the order of `windows`, on which, as on the
+    order of the documents, no number depends. `progress` shows a bar for each window.
+
+    Raises EvaluationError for windows, stride or documents that do not fit, ValueError for a model in training mode.
+    """
+    check_windows(windows, stride)
+    check_lengths(documents, windows)
+    if tokens_per_batch < 1:
+        raise EvaluationError(f"tokens per batch {tokens_per_batch}: must be at least 1")
+    if model.training:
+        raise ValueError("the model is in training mode, dropout would change the result: call model.eval()")
+    arrays = [np.ascontiguousarray(tokens, dtype=np.int64) for tokens in documents]
+    # The last bits of a matrix product depend on the other rows of its batch: one fixed order makes them repeatable.
+    arrays.sort(key=lambda tokens: tokens.tobytes())
+    return [score_window(model, arrays, window, stride, tokens_per_batch, progress) for window in windows]
