@@ -9,17 +9,17 @@ from typing import Protocol
 import numpy as np
 from tqdm import tqdm
 
-from megatron_coca.data import Shard, read_documents
-from megatron_coca.data.corpora import corpus_files
+from megatron_coca.data import Shard, corpus_files, read_documents, read_manifest
 from megatron_coca.evaluation.results import DocumentsRecord, EvaluationError
 
 SHARD_SUFFIXES = (".bin", ".idx")
 
 
 class Encoder(Protocol):
-    """What is asked of a tokenizer: `eod` separates documents."""
+    """What is asked of a tokenizer: `eod` ends a document, `fingerprint` names its files."""
 
     eod: int
+    fingerprint: str
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -82,12 +82,28 @@ def find_sources(names: Sequence[str]) -> list[Source]:
     return found
 
 
+def check_tokenizer(prefix: str, tokenizer: Encoder | None) -> None:
+    """Raises EvaluationError for a shard whose manifest names another tokenizer, DataError for a damaged manifest.
+
+    Vocabularies of one size hide such a mistake from every other check, and the perplexity would mean nothing.
+    """
+    manifest = Path(prefix).parent / "manifest.json"
+    if tokenizer is not None and manifest.is_file():
+        fingerprint = read_manifest(manifest)["tokenizer"]["fingerprint"]
+        if fingerprint != tokenizer.fingerprint:
+            raise EvaluationError(
+                f"{prefix}: prepared with another tokenizer ({fingerprint[:12]}, by {manifest}) than the checkpoint's "
+                f"({tokenizer.fingerprint[:12]}); name text with --data, or prepare the corpus with the checkpoint's"
+            )
+
+
 def tokens_of(source: Source, tokenizer: Encoder | None) -> Iterator[np.ndarray]:
     """The documents of one source, in its order, each ending with the tokenizer's `eod` as in prepared shards.
 
     Raises DataError for files that cannot be read, EvaluationError where a tokenizer is needed and there is none.
     """
     if source.is_shard:
+        check_tokenizer(source.place, tokenizer)
         shard = Shard(source.place)
         yield from (np.asarray(shard.document(index), dtype=np.int64) for index in range(shard.documents))
     elif tokenizer is None:

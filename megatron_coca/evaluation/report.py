@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator
+from matplotlib.ticker import LogFormatter, NullLocator
 
 from megatron_coca.evaluation.results import (
     DocumentsRecord,
@@ -146,7 +146,7 @@ def plot(rows: Sequence[Row], training_lengths: set[int], title: str) -> bytes:
     axes.set_xticks(windows, [str(window) for window in windows])
     axes.xaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 1)))
     axes.set(xlabel="window (tokens)", ylabel="perplexity", title=title)
     axes.grid(alpha=0.3, which="both")
     axes.legend()

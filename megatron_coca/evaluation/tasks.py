@@ -9,8 +9,15 @@ import torch
 
 from megatron_coca.attention.backends.select import BACKENDS, BackendError
 from megatron_coca.checkpoints import CheckpointError, Loaded, load_checkpoint
-from megatron_coca.config import ConfigError
-from megatron_coca.data import DataError, load_saved_tokenizer
+from megatron_coca.config import Config, ConfigError
+from megatron_coca.data import (
+    DataError,
+    Tokenizer,
+    ensure_builtin,
+    load_saved_tokenizer,
+    load_tokenizer,
+    read_manifest,
+)
 from megatron_coca.evaluation.documents import Documents, collect_documents
 from megatron_coca.evaluation.perplexity import PROTOCOL, check_windows, sliding_window_perplexity
 from megatron_coca.evaluation.report import build_report, format_table
@@ -94,9 +101,9 @@ def run_perplexity(args: Namespace) -> None:
     if args.output is not None:
         check_writable(args.output)
     loaded = load_checkpoint(args.checkpoint, args.overrides, device=resolve_device(args.device))
-    tokenizer = load_saved_tokenizer(loaded.tokenizer_folder) if loaded.tokenizer_folder is not None else None
+    tokenizer = find_tokenizer(loaded, Path(args.checkpoint))
     documents = collect_documents(
-        args.data or loaded.config.data.test_data_paths or (),
+        args.data or default_data(loaded.config),
         tokenizer,
         loaded.config.model.vocab_size or loaded.config.model.padded_vocab_size,
         args.max_length or max(args.windows),
@@ -108,6 +115,29 @@ def run_perplexity(args: Namespace) -> None:
         if args.output is not None:
             write_record(args.output, result)
     print(console_table(result))
+
+
+def find_tokenizer(loaded: Loaded, path: Path) -> Tokenizer | None:
+    """The tokenizer of a checkpoint of ours or of a Hugging Face folder; None where there is none. Raises DataError."""
+    if loaded.tokenizer_folder is not None:
+        return load_saved_tokenizer(loaded.tokenizer_folder)
+    if (path / "tokenizer.json").is_file():
+        return load_tokenizer("HFTokenizer", path / "tokenizer.json")
+    return None
+
+
+def default_data(config: Config) -> list[str]:
+    """The run's own test shards; those of the built-in corpus where the run names no data at all.
+
+    Raises EvaluationError for a run that names training data only, DataError where the corpus cannot be made.
+    """
+    if config.data.test_data_paths:
+        return list(config.data.test_data_paths)
+    if config.data.data_path or config.data.train_data_paths:
+        raise EvaluationError("the run's config has no test_data_paths; name text files or shard prefixes with --data")
+    manifest = ensure_builtin(Path(config.data.data_root))
+    prefixes = [source["test"]["prefix"] for source in read_manifest(manifest)["sources"]]
+    return [str(manifest.parent / prefix) for prefix in prefixes if prefix is not None]
 
 
 def measure(args: Namespace, loaded: Loaded, documents: Documents, window: int) -> WindowResult:

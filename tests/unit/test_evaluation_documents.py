@@ -1,0 +1,99 @@
+"""Where evaluation documents come from: text and shards alike, long ones only, and what is refused."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_coca.data import DataError, SourceSpec, load_tokenizer, prepare
+from megatron_coca.evaluation import EvaluationError
+from megatron_coca.evaluation.documents import Documents, collect_documents
+
+TOKENIZER = load_tokenizer("CharLevelTokenizer")
+VOCABULARY = 512
+TEXTS = ["short", "a longer document", "the longest document of them all", "one that is also long enough"]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return path
+
+
+@pytest.fixture
+def shard(tmp_path: Path, corpus: Path) -> str:
+    prepare([SourceSpec("all", [corpus])], tmp_path / "shards", TOKENIZER, test_fraction=0.999999, progress=False)
+    return str(tmp_path / "shards" / "all_test")
+
+
+def collect(*names: str | Path, **changes: object):
+    arguments = {"tokenizer": TOKENIZER, "vocab_size": VOCABULARY, "max_length": 16, "progress": False, **changes}
+    return collect_documents([str(name) for name in names], **arguments)
+
+
+def test_long_documents_in_order_truncated(corpus: Path) -> None:
+    found = collect(corpus)
+    assert [bytes(tokens.tolist()).decode() for tokens in found.arrays] == [text[:16] for text in TEXTS[1:]]
+    assert [len(tokens) for tokens in collect(corpus, num_documents=2).arrays] == [16, 16]
+    record = found.record()
+    assert (record.count, record.tokens, record.max_length, record.sources) == (3, 48, 16, [str(corpus)])
+
+
+def test_end_of_document_counts_as_in_shards(corpus: Path) -> None:
+    length = len(TEXTS[2]) + 1
+    (tokens,) = collect(corpus, max_length=length).arrays
+    assert tokens[-1] == TOKENIZER.eod
+
+
+@pytest.mark.parametrize("suffix", ["", ".bin", ".idx"])
+def test_text_and_shard_are_the_same_documents(corpus: Path, shard: str, suffix: str) -> None:
+    assert collect(shard + suffix).sha256 == collect(corpus).sha256
+
+
+def test_folder_of_texts(tmp_path: Path, corpus: Path) -> None:
+    folder = tmp_path / "books"
+    folder.mkdir()
+    for number, text in enumerate(TEXTS):
+        (folder / f"{number}.txt").write_text(text)
+    assert collect(folder).sha256 == collect(corpus).sha256
+
+
+def test_hash_depends_on_the_boundaries() -> None:
+    tokens = np.arange(8)
+    hashes = {Documents(tuple(np.split(tokens, [cut])), (), 8).sha256 for cut in (2, 3, 4)}
+    assert len(hashes) == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_length": 34}, r"no document has the 34 tokens .* the longest has 33"),
+        ({"vocab_size": 100}, r"token id \d+ is outside the model's vocabulary of 100"),
+        ({"tokenizer": None}, r"corpus.jsonl: is text, and the checkpoint carries no tokenizer"),
+    ],
+)
+def test_documents_that_do_not_fit(corpus: Path, changes: dict[str, object], message: str) -> None:
+    with pytest.raises(EvaluationError, match=message):
+        collect(corpus, **changes)
+
+
+def test_sources_that_are_not_there(tmp_path: Path, corpus: Path) -> None:
+    with pytest.raises(EvaluationError, match="absent: no text file or folder is there, and no shard"):
+        collect(corpus, tmp_path / "absent")
+    with pytest.raises(EvaluationError, match="no test data"):
+        collect()
+    (tmp_path / "book.pdf").write_bytes(b"%PDF")
+    with pytest.raises(DataError, match=r"book.pdf: unknown type"):
+        collect(tmp_path / "book.pdf")
+
+
+def test_shard_of_another_tokenizer(shard: str) -> None:
+    manifest = Path(shard).parent / "manifest.json"
+    content = json.loads(manifest.read_text())
+    content["tokenizer"]["fingerprint"] = "0" * 64
+    manifest.write_text(json.dumps(content))
+    with pytest.raises(EvaluationError, match=r"all_test: prepared with another tokenizer \(000000000000, "):
+        collect(shard)
+    assert len(collect(shard, tokenizer=None).arrays) == 3
