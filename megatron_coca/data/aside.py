@@ -1,0 +1,49 @@
+"""Writing that is complete or absent: into a folder aside, flushed to the disk, then renamed."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron_coca.data.errors import DataError
+
+
+@contextmanager
+def written_aside(final: Path) -> Iterator[Path]:
+    """A folder to fill, which becomes ``final`` when the block ends well and is removed when it does not.
+
+    Raises ``DataError`` where ``final`` exists, and for a disk that is full or read-only.
+    """
+    if final.exists():
+        raise DataError(f"{final}: exists already, and is left as it is. Remove it or choose another folder.")
+    aside: Path | None = None
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        aside = Path(tempfile.mkdtemp(prefix=f".{final.name}.partial-", dir=final.parent))
+        aside.chmod(0o777 & ~_umask())
+        yield aside
+        for path in aside.rglob("*"):
+            if path.is_file():
+                _flush(path)
+        aside.rename(final)
+    except OSError as error:
+        raise DataError(
+            f"{final}: cannot be written ({error.strerror or error}). Nothing was left behind; free some space or "
+            "choose another folder."
+        ) from error
+    finally:
+        if aside is not None and aside.exists():
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _flush(path: Path) -> None:
+    with path.open("rb") as stream:
+        os.fsync(stream.fileno())

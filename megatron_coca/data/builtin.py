@@ -1,0 +1,118 @@
+"""The embedded default corpus: English and code out of the running Python installation, without a download.
+
+It is written as JSONL and then takes the same way as any other corpus (tokenizer, split by key, shards). Its split key
+is the module's name in both sources, so that a module is wholly trained on or wholly held out.
+"""
+
+import hashlib
+import json
+import logging
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+from tqdm import tqdm
+
+from megatron_coca.data import stdlib_source
+from megatron_coca.data.aside import written_aside
+from megatron_coca.data.corpora import Problems
+from megatron_coca.data.errors import DataError
+from megatron_coca.data.prepare import MANIFEST, SPLITS, SourceSpec, prepare, read_manifest, training_texts
+from megatron_coca.data.shards import token_dtype
+from megatron_coca.data.tokenizer import train_sentencepiece
+
+_LOGGER = logging.getLogger(__name__)
+
+FOLDER = "builtin"
+SOURCES = ("text", "code")
+WEIGHTS = (0.75, 0.25)  # by tokens: the paper's mixture
+VOCAB_SIZE = 1024
+TEST_FRACTION = 0.1  # larger than for a large corpus, so that long documents are held out in both sources
+_TOKENIZER_CHARACTERS = 2_000_000
+_MIN_CHARACTERS = 200
+
+
+def _records(problems: Problems, progress: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(source, record) of every document."""
+    origin = {"python": platform.python_version()}
+    for name, text in stdlib_source.topics().items():
+        yield "text", {"text": text, "key": f"topic/{name}", "meta": origin | {"topic": name}}
+    found = list(stdlib_source.modules())
+    for name, path in tqdm(found, desc="read the standard library", unit="module", disable=not progress):
+        for source, text in zip(SOURCES, stdlib_source.read_module(path, problems), strict=True):
+            yield source, {"text": text, "key": name, "meta": origin | {"module": name}}
+
+
+def _write_jsonl(folder: Path, progress: bool) -> list[SourceSpec]:
+    """Write ``<source>.jsonl``, without documents that are very short or the same as an earlier one."""
+    seen: set[bytes] = set()
+    problems = Problems()
+    paths = {source: folder / f"{source}.jsonl" for source in SOURCES}
+    with paths["text"].open("w") as text, paths["code"].open("w") as code:
+        streams = {"text": text, "code": code}
+        for source, record in _records(problems, progress):
+            digest = hashlib.sha256(record["text"].encode()).digest()
+            if len(record["text"]) >= _MIN_CHARACTERS and digest not in seen:
+                seen.add(digest)
+                streams[source].write(json.dumps(record) + "\n")
+    for line in problems.named:
+        _LOGGER.warning("left out of the built-in corpus: %s", line)
+    return [SourceSpec(source, [path]) for source, path in paths.items()]
+
+
+def prepare_builtin(root: Path, vocab_size: int = VOCAB_SIZE, progress: bool = True) -> Path:
+    """Make ``<root>/builtin``: text.jsonl, code.jsonl, tokenizer.model, shards/. It appears only when complete.
+
+    Returns:
+        Path of ``<root>/builtin/shards/manifest.json``.
+
+    Raises:
+        DataError: ``<root>/builtin`` exists or cannot be written.
+    """
+    final = Path(root) / FOLDER
+    with written_aside(final) as folder:
+        sources = _write_jsonl(folder, progress)
+        texts = training_texts(sources, TEST_FRACTION, _TOKENIZER_CHARACTERS)
+        tokenizer = train_sentencepiece(texts, vocab_size, folder / "tokenizer.model")
+        prepare(sources, folder / "shards", tokenizer, TEST_FRACTION, strict=True, progress=progress)
+    return final / "shards" / MANIFEST
+
+
+def ensure_builtin(root: Path, vocab_size: int = VOCAB_SIZE, progress: bool = True) -> Path:
+    """The manifest of the built-in corpus under ``root``, prepared by the first of any number of processes that ask.
+
+    Raises:
+        DataError: what is there has another vocabulary size or is damaged; the message says what to remove.
+    """
+    folder = Path(root) / FOLDER
+    if not folder.exists():
+        try:
+            Path(root).mkdir(parents=True, exist_ok=True)
+            with FileLock(Path(root) / f".{FOLDER}.lock"):
+                if not folder.exists():
+                    return prepare_builtin(root, vocab_size, progress)
+        except OSError as error:
+            raise DataError(f"{root}: cannot be written ({error}). Choose another data_root.") from error
+    return _checked(folder, vocab_size)
+
+
+def _checked(folder: Path, vocab_size: int) -> Path:
+    """The manifest's path, when the files that it names are there in full; reads no token."""
+    path = folder / "shards" / MANIFEST
+    try:
+        manifest = read_manifest(path)
+    except DataError as error:
+        raise DataError(f"{error} Remove {folder}; it is made anew when it is asked for.") from error
+    found = manifest["tokenizer"]["vocab_size"]
+    if found != vocab_size:
+        raise DataError(
+            f"{folder}: prepared with {found} tokens, asked for {vocab_size}. Remove it, or set vocab_size."
+        )
+    for report in (source[split] for source in manifest["sources"] for split in SPLITS):
+        shard = path.parent / f"{report['prefix']}.bin"
+        due = report["tokens"] * token_dtype(vocab_size)().itemsize
+        if not shard.is_file() or not shard.with_suffix(".idx").is_file() or shard.stat().st_size != due:
+            raise DataError(f"{shard}: missing or truncated. Remove {folder}; it is made anew when it is asked for.")
+    return path
