@@ -1,0 +1,213 @@
+"""What must hold between keys. Each check is one line of a literal table."""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from megatron_coca.config.position import ROTATED_METHODS
+from megatron_coca.config.running import split_shares
+from megatron_coca.config.schema import Settings
+
+FULL_ATTENTION = frozenset({"global", "flash"})
+
+
+class Check(NamedTuple):
+    """A rule: the keys it reads, the first of which is to blame, and a finder of the fault."""
+
+    keys: tuple[str, ...]
+    find: Callable[[Settings], str | None]
+
+
+def _heads(settings: Settings) -> str | None:
+    width, heads = settings.model.hidden_size, settings.model.num_attention_heads
+    return f"{heads} heads do not divide hidden_size {width}" if width % heads else None
+
+
+def _kv_heads(settings: Settings) -> str | None:
+    kv_heads, heads = settings.model.num_kv_heads, settings.model.num_attention_heads
+    return f"{kv_heads} key/value heads do not divide num_attention_heads {heads}" if heads % kv_heads else None
+
+
+def _inner_width(settings: Settings) -> str | None:
+    both = settings.model.intermediate_size is not None and settings.model.expansion_factor is not None
+    return "contradicts intermediate_size; set one of the two" if both else None
+
+
+def _length(settings: Settings) -> str | None:
+    length, rows = settings.model.seq_length, settings.model.max_position_embeddings
+    return f"{length} exceeds max_position_embeddings {rows}; raise it or leave it out" if length > rows else None
+
+
+def _rotary_dims(settings: Settings) -> str | None:
+    model, position = settings.model, settings.position
+    dims = int(model.head_dim * position.rotary_pct)
+    if position.pos_emb not in ROTATED_METHODS or (dims >= 2 and dims % 2 == 0):
+        return None
+    return (
+        f"{position.rotary_pct} of {model.head_dim} features per head (hidden_size / num_attention_heads) is {dims};"
+        " the rotated features must be even and at least 2"
+    )
+
+
+def _scaling_dims(settings: Settings) -> str | None:
+    scaling = settings.position.rope_scaling
+    dims = int(settings.model.head_dim * settings.position.rotary_pct)
+    by_base = scaling is not None and scaling.rope_type in ("ntk", "dynamic")
+    return "changing the base needs at least 4 rotated features per head" if by_base and dims < 4 else None
+
+
+def _scaling(settings: Settings) -> str | None:
+    scaling, method = settings.position.rope_scaling, settings.position.pos_emb
+    if scaling is None:
+        return None
+    if scaling.rope_type == "default":
+        stray = scaling.factor != 1.0
+        return f"factor {scaling.factor} has no effect without a rope_type (linear | ntk | dynamic)" if stray else None
+    if method in ROTATED_METHODS:
+        return None
+    return (
+        f"rope_type {scaling.rope_type} has no meaning with pos_emb {method}, which has no frequencies to scale;"
+        " set rope_scaling to null"
+    )
+
+
+def _attention_types(settings: Settings) -> str | None:
+    config, layers = settings.model.attention_config, settings.model.num_layers
+    if config is None:
+        return None
+    types = _expanded(config, layers)
+    if types is None:
+        return 'expected the form [[["global"], 12]]'
+    absent = sorted(set(types) - FULL_ATTENTION)
+    if absent:
+        return f"attention type {absent[0]} is not supported yet (global | flash)"
+    return None if len(types) == layers else f"names {len(types)} layers, but num_layers is {layers}; leave it out"
+
+
+def _expanded(config: list[object], layers: int) -> list[str] | None:
+    """The attention type of every layer, or None where the form is not GPT-NeoX's."""
+    types: list[str] = []
+    for item in config:
+        match item:
+            case str():
+                types.append(item)
+            case [[*names], "all"] if names:
+                types += [str(name) for name in names] * max(1, layers // len(names))
+            case [[*names], int(count)] if count <= layers:
+                types += [str(name) for name in names] * count
+            case _:
+                return None
+    return types
+
+
+def _lowest_rate(settings: Settings) -> str | None:
+    rate, lowest = settings.optimizer.lr, settings.schedule.min_lr
+    return f"{lowest} exceeds the learning rate {rate}" if rate is not None and lowest > rate else None
+
+
+def _warmup_start(settings: Settings) -> str | None:
+    rate, start = settings.optimizer.lr, settings.schedule.lr_warmup_init
+    return f"{start} exceeds the learning rate {rate}" if rate is not None and start > rate else None
+
+
+def _batch(settings: Settings) -> str | None:
+    sizes = settings.batch
+    micro, steps = sizes.train_micro_batch_size_per_gpu or 1, sizes.gradient_accumulation_steps or 1
+    if sizes.train_batch_size is None or sizes.train_batch_size % (micro * steps) == 0:
+        return None
+    return f"{sizes.train_batch_size} is not a multiple of micro batch {micro} x accumulation {steps}"
+
+
+def _precision(settings: Settings) -> str | None:
+    asked = sorted(settings.precision.requested)
+    if len(asked) <= 1:
+        return None
+    return f"{' and '.join(asked)} are both asked for by precision, fp16 and bf16; leave one (others: null)"
+
+
+def _zero_stage(settings: Settings) -> str | None:
+    stage = (settings.parallel.zero_optimization or {}).get("stage", 0)
+    valid = isinstance(stage, int) and not isinstance(stage, bool) and 0 <= stage <= 3
+    return None if valid else f"stage {stage!r} is not one of 0 | 1 | 2 | 3"
+
+
+def _pipeline(settings: Settings) -> str | None:
+    stages = settings.parallel.pipe_parallel_size
+    return f"pipeline parallelism is not supported yet ({stages} given); set 0 or 1" if stages > 1 else None
+
+
+def _tensor(settings: Settings) -> str | None:
+    ranks = settings.parallel.model_parallel_size
+    return f"tensor parallelism is not supported yet ({ranks} given); set 1" if ranks > 1 else None
+
+
+def _checkpoint_ratio(settings: Settings) -> str | None:
+    keep = settings.checkpoint
+    endless = keep.checkpoint_scale == "log" and keep.checkpoint_factor == 1
+    return "1 is no ratio; with checkpoint_scale log set at least 2" if endless else None
+
+
+def _one_source(settings: Settings) -> str | None:
+    data = settings.data
+    lists = [name for name in ("train", "valid", "test") if getattr(data, f"{name}_data_paths")]
+    both = data.data_path is not None and lists
+    return f"contradicts {lists[0]}_data_paths; set one of the two" if both else None
+
+
+def _split(settings: Settings) -> str | None:
+    split = settings.data.split
+    return None if split_shares(split) else f"{split!r} is not up to three numbers such as `969, 30, 1`"
+
+
+def _paths(name: str) -> Callable[[Settings], str | None]:
+    others = [other for other in ("train", "valid", "test") if other != name]
+
+    def find(settings: Settings) -> str | None:
+        given = [other for other in others if getattr(settings.data, f"{other}_data_paths")]
+        missing = getattr(settings.data, f"{name}_data_paths") is None and given
+        return f"missing although {given[0]}_data_paths is set; give all three or none" if missing else None
+
+    return find
+
+
+def _weights(name: str) -> Callable[[Settings], str | None]:
+    def find(settings: Settings) -> str | None:
+        weights = getattr(settings.data, f"{name}_data_weights")
+        paths = getattr(settings.data, f"{name}_data_paths") or []
+        unequal = weights is not None and len(weights) != len(paths)
+        return f"{len(weights)} weights for {len(paths)} {name}_data_paths; give one each" if unequal else None
+
+    return find
+
+
+_ALL_PATHS = ("train_data_paths", "valid_data_paths", "test_data_paths")
+
+CHECKS: tuple[Check, ...] = (
+    Check(("num_attention_heads", "hidden_size"), _heads),
+    Check(("num_kv_heads", "num_attention_heads"), _kv_heads),
+    Check(("expansion_factor", "intermediate_size"), _inner_width),
+    Check(("seq_length", "max_position_embeddings"), _length),
+    Check(("rotary_pct", "pos_emb", "hidden_size", "num_attention_heads"), _rotary_dims),
+    Check(("rope_scaling", "rotary_pct", "hidden_size", "num_attention_heads"), _scaling_dims),
+    Check(("rope_scaling", "pos_emb"), _scaling),
+    Check(("attention_config", "num_layers"), _attention_types),
+    Check(("min_lr", "optimizer.params.lr"), _lowest_rate),
+    Check(("lr_warmup_init", "optimizer.params.lr"), _warmup_start),
+    Check(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), _batch),
+    Check(("precision", "fp16", "bf16"), _precision),
+    Check(("zero_optimization",), _zero_stage),
+    Check(("pipe_parallel_size",), _pipeline),
+    Check(("model_parallel_size",), _tensor),
+    Check(("checkpoint_factor", "checkpoint_scale"), _checkpoint_ratio),
+    Check(("data_path", *_ALL_PATHS), _one_source),
+    Check(("split",), _split),
+    *(Check((f"{name}_data_paths", *_ALL_PATHS), _paths(name)) for name in ("train", "valid", "test")),
+    *(Check((f"{name}_data_weights", *_ALL_PATHS), _weights(name)) for name in ("train", "valid", "test")),
+)
+
+
+def find_faults(settings: Settings, unreliable: frozenset[str]) -> Iterator[tuple[str, str]]:
+    """Key and fault of every check that fails and reads none of the `unreliable` keys."""
+    for check in CHECKS:
+        fault = check.find(settings) if unreliable.isdisjoint(check.keys) else None
+        if fault is not None:
+            yield check.keys[0], fault

@@ -1,0 +1,105 @@
+"""Keys around the training step: data, checkpoints, logging, launch, seed."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from megatron_coca.config.fields import Count, Group, Positive, WholeNumber, key
+
+Paths = Annotated[list[str], Field(min_length=1)]
+Weights = Annotated[list[Positive], Field(min_length=1)]
+TokenizerType = Literal[
+    "GPT2BPETokenizer", "HFTokenizer", "HFGPT2Tokenizer", "SPMTokenizer", "CharLevelTokenizer", "TiktokenTokenizer"
+]
+
+
+def _join(split: Any) -> Any:
+    return ", ".join(str(part) for part in split) if isinstance(split, list | tuple) else split
+
+
+class DataConfig(Group):
+    """The corpus and the tokenizer."""
+
+    data_path: str | None = key(None, "Prefix of one indexed shard, divided by `split`.")
+    train_data_paths: Paths | None = key(None, "Prefixes of the training shards.")
+    valid_data_paths: Paths | None = key(None, "Prefixes of the validation shards.")
+    test_data_paths: Paths | None = key(None, "Prefixes of the test shards.")
+    train_data_weights: Weights | None = key(None, "Weights of the training shards; null means equal.")
+    valid_data_weights: Weights | None = key(None, "Weights of the validation shards; null means equal.")
+    test_data_weights: Weights | None = key(None, "Weights of the test shards; null means equal.")
+    split: Annotated[str, BeforeValidator(_join)] = key(
+        "969, 30, 1", "Shares of train, validation and test documents of data_path; text or a list."
+    )
+    data_impl: Literal["infer", "mmap"] = key("infer", "Format of the shards; both mean memory-mapped.")
+    num_workers: WholeNumber = key(2, "Background readers.")
+    tokenizer_type: TokenizerType = key("GPT2BPETokenizer", "Kind of tokenizer.")
+    vocab_file: str | None = key(None, "Vocabulary or model file of the tokenizer.")
+    merge_file: str | None = key(None, "Merges of the tokenizer, where it has any.")
+    data_root: str = key("data", "Folder of the built-in corpus, which is used when no data path is given.")
+
+
+class CheckpointConfig(Group):
+    """When and where the state of a run is kept."""
+
+    save: str | None = key(None, "Folder for checkpoints; null means none are written.")
+    load: str | None = key(None, "Folder to resume from.")
+    checkpoint_factor: Count | None = key(None, "Steps between checkpoints (linear), or the ratio of steps (log).")
+    checkpoint_scale: Literal["linear", "log"] = key("linear", "Spacing of the checkpoints.")
+    extra_save_iters: list[WholeNumber] | None = key(None, "Further steps at which to write a checkpoint.")
+    keep_last_n_checkpoints: Count | None = key(None, "Delete older checkpoints; null keeps all.")
+    finetune: bool = key(False, "Load the weights only and start at step 0.")
+    iteration: WholeNumber | None = key(None, "Step to load; null means the latest.")
+
+
+class LoggingConfig(Group):
+    """What is reported, how often and where to. Intervals are in steps."""
+
+    log_interval: Count = key(100, "Steps between reports of the loss.")
+    eval_interval: Count = key(1000, "Steps between validations.")
+    eval_iters: WholeNumber = key(100, "Batches in one validation.")
+    exit_interval: Count | None = key(None, "Stop, after saving, once this step is reached.")
+    log_dir: str | None = key(None, "Folder for log files.")
+    tensorboard_dir: str | None = key(None, "Folder for TensorBoard files.")
+    use_wandb: bool = key(False, "Report to Weights & Biases.")
+    wandb_project: str = key("neox", "Project at Weights & Biases.")
+    wandb_group: str | None = key(None, "Group at Weights & Biases.")
+    wandb_run_name: str | None = key(None, "Name of the run at Weights & Biases.")
+    wandb_team: str | None = key(None, "Team at Weights & Biases.")
+    wandb_host: str | None = key(None, "Server of Weights & Biases; null means its default.")
+
+
+class LaunchConfig(Group):
+    """How processes are started; DeepSpeed's launcher reads these."""
+
+    hostfile: str | None = key(None, "File of host names and slots.")
+    include: str | None = key(None, "Hosts and devices to use, in DeepSpeed's notation.")
+    exclude: str | None = key(None, "Hosts and devices to leave out, in DeepSpeed's notation.")
+    num_nodes: int = Field(default=-1, ge=-1, description="Hosts to use; -1 means all of the hostfile.")
+    num_gpus: Count | None = key(None, "Processes per host; null means one per device.")
+    master_addr: str | None = key(None, "Address of the first process.")
+    master_port: int = Field(default=29500, ge=1, le=65535, description="Port of the first process.")
+    launcher: Literal["pdsh", "openmpi", "mvapich", "slurm"] = key("pdsh", "How other hosts are reached.")
+    force_multi: bool = key(False, "Use the multi-host launcher for one host too.")
+    no_ssh_check: bool = key(False, "Do not test whether the hosts are reachable.")
+    comment: str | None = key(None, "Comment of the Slurm job.")
+    account: str | None = key(None, "Account of the Slurm job.")
+    deepspeed_slurm: bool = key(False, "Read rank and world size from Slurm.")
+
+
+class GeneralConfig(Group):
+    """Keys that concern the whole run."""
+
+    seed: WholeNumber = key(1234, "Seed of initialisation, dropout and data order.")
+
+
+def split_shares(split: str) -> tuple[float, float, float] | None:
+    """Shares of train, validation and test as written in `split`, or None where it is not up to three numbers."""
+    parts = [part.strip() for part in split.replace("/", ",").split(",")]
+    if len(parts) > 3 or not all(_is_share(part) for part in parts):
+        return None
+    train, valid, test = ([float(part) for part in parts] + [0.0, 0.0])[:3]
+    return (train, valid, test) if train + valid + test > 0 else None
+
+
+def _is_share(part: str) -> bool:
+    return part.replace(".", "", 1).isdecimal()
