@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from megatron_coca.attention.backends.select import BACKENDS, BackendError
+from megatron_coca.attention.layer import SelfAttention
 from megatron_coca.checkpoints import CheckpointError, Loaded, load_checkpoint
 from megatron_coca.config import Config, ConfigError
 from megatron_coca.data import (
@@ -156,7 +157,7 @@ def measure(args: Namespace, loaded: Loaded, documents: Documents, window: int) 
 def describe(args: Namespace, loaded: Loaded, documents: Documents, fingerprint: str | None) -> PerplexityResult:
     """The result file without results."""
     weight = next(loaded.model.parameters())
-    backend = loaded.model.blocks[0].attention.backend
+    backend = next(module.backend for module in loaded.model.modules() if isinstance(module, SelfAttention))
     config = loaded.config
     return PerplexityResult(
         label=args.label or " ".join([Path(args.checkpoint).resolve().name, *args.overrides]),
