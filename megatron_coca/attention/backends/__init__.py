@@ -1,0 +1,1 @@
+"""Attention backends: each turns `AttentionInputs` into the attention output, and knows what it cannot do."""

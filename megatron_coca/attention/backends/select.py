@@ -1,0 +1,40 @@
+"""The choice of a backend: made once, when a model is built, and logged with what was passed over and why."""
+
+import logging
+
+from megatron_coca.attention.backends.flex import FlexBackend
+from megatron_coca.attention.backends.reference import ReferenceBackend
+from megatron_coca.attention.backends.sdpa import SdpaBackend
+from megatron_coca.attention.inputs import Backend, Needs
+
+logger = logging.getLogger(__name__)
+
+BACKENDS: dict[str, Backend] = {"sdpa": SdpaBackend(), "flex": FlexBackend(), "reference": ReferenceBackend()}
+AUTOMATIC = ("sdpa", "flex")
+"""What `auto` may take, in order of preference; the reference is never taken unasked, because it needs O(N^2) memory."""
+
+
+class BackendError(ValueError):
+    """No backend can serve the model, or the one that was named cannot."""
+
+
+def select_backend(name: str, needs: Needs) -> tuple[str, Backend]:
+    """(name, backend) for `attention_backend: name`.
+
+    Raises:
+        BackendError: the named backend cannot serve `needs` (it is never replaced silently), or none of the automatic ones can.
+    """
+    candidates = AUTOMATIC if name == "auto" else (name,)
+    reasons = {}
+    for candidate in candidates:
+        reason = BACKENDS[candidate].supports(needs)
+        if reason is None:
+            logger.info("attention backend %s%s", candidate, _passed_over(reasons))
+            return candidate, BACKENDS[candidate]
+        reasons[candidate] = reason
+    remedy = "; set attention_backend to another one or to auto" if name != "auto" else "; attention_backend: reference runs anything, slowly"
+    raise BackendError(f"attention_backend {name} cannot serve this model{_passed_over(reasons)}{remedy}")
+
+
+def _passed_over(reasons: dict[str, str]) -> str:
+    return "".join(f"; not {name}: {reason}" for name, reason in reasons.items())

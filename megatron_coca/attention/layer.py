@@ -1,0 +1,50 @@
+"""Self-attention: project, prepare, attend, project."""
+
+import torch.nn as nn
+from torch import Tensor
+
+from megatron_coca.attention.inputs import Backend
+from megatron_coca.attention.method import PositionMethod
+from megatron_coca.attention.rotary import RotaryTables
+
+
+class SelfAttention(nn.Module):
+    """Causal self-attention of hidden states [batch, length, hidden_size] with any position method and backend.
+
+    Parameter names and the packing of `query_key_value` are GPT-NeoX's: with as many key heads as query heads its rows are
+    [q | k | v] head by head, with fewer (grouped-query attention) all queries, then all keys, then all values. For CoCA the k rows are
+    the T projection.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        method: PositionMethod,
+        backend: Backend,
+        bias: bool = True,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, hidden_size // num_heads
+        self.method, self.backend, self.dropout = method, backend, dropout
+        self.query_key_value = nn.Linear(hidden_size, (num_heads + 2 * num_kv_heads) * self.head_dim, bias=bias)
+        self.dense = nn.Linear(hidden_size, hidden_size, bias=bias)
+
+    def forward(self, hidden: Tensor, tables: RotaryTables | None) -> Tensor:
+        """[batch, length, hidden_size] -> the same; `tables` come from `method.tables` and are shared by all layers."""
+        q, k, v = self._heads(self.query_key_value(hidden))
+        inputs = self.method.prepare(q, k, v, tables, self.dropout if self.training else 0.0)
+        out = self.backend.attend(inputs)
+        return self.dense(out.transpose(1, 2).reshape(hidden.shape))
+
+    def _heads(self, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[batch, length, rows] -> q [batch, heads, length, head_dim], k and v [batch, kv_heads, length, head_dim]."""
+        batch, length, _ = packed.shape
+        if self.num_kv_heads == self.num_heads:
+            q, k, v = packed.view(batch, length, self.num_heads, 3 * self.head_dim).chunk(3, dim=-1)
+        else:
+            heads = packed.view(batch, length, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
+            q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=2)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)

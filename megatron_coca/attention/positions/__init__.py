@@ -1,0 +1,1 @@
+"""Position mathematics: pure functions and literal tables, without configuration and without backends."""

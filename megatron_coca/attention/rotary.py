@@ -1,0 +1,32 @@
+"""Cosine and sine tables and the rotation of paired dimensions.
+
+Pairing is that of GPT-NeoX and Hugging Face: dimension i turns with dimension i + d/2. Tables are made in float64 and rounded once, because a
+float32 phase at position 32k is already off by 1e-3, and they are never module buffers, which `.bfloat16()` or an engine could cast.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class RotaryTables(NamedTuple):
+    """cos and sin of position times frequency, each [length, rotary_dim/2] or [batch, 1, length, rotary_dim/2]."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+def rotary_tables(positions: Tensor, inverse_frequencies: Tensor, dtype: torch.dtype) -> RotaryTables:
+    """Tables for integer `positions` ([length] or [batch, length]) in at least float32 (float64 where `dtype` is)."""
+    phases = positions.to(torch.float64)[..., None] * inverse_frequencies.to(positions.device)
+    if positions.dim() == 2:
+        phases = phases[:, None]
+    table_dtype = torch.promote_types(dtype, torch.float32)
+    return RotaryTables(phases.cos().to(table_dtype), phases.sin().to(table_dtype))
+
+
+def rotate(x: Tensor, tables: RotaryTables) -> Tensor:
+    """R_p x for x [batch, heads, length, rotary_dim], computed and returned in the tables' dtype."""
+    first, second = x.to(tables.cos.dtype).chunk(2, dim=-1)
+    return torch.cat((first * tables.cos - second * tables.sin, second * tables.cos + first * tables.sin), dim=-1)

@@ -1,0 +1,148 @@
+"""Reading Hugging Face folders of GPT-NeoX and LLaMA shape, the CoCA authors' own among them."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megatron_coca.checkpoints import weight_map
+from megatron_coca.checkpoints.errors import CheckpointError
+from megatron_coca.checkpoints.native import read_json
+
+ACTIVATIONS = {"gelu": "gelu", "relu": "relu", "silu": "silu", "gelu_new": "gelu", "gelu_fast": "gelu", "gelu_pytorch_tanh": "gelu"}
+TANH_GELU = frozenset({"gelu_new", "gelu_fast", "gelu_pytorch_tanh"})
+
+
+def is_huggingface_folder(path: Path) -> bool:
+    """Whether `path` holds a Hugging Face config.json."""
+    return (path / "config.json").is_file()
+
+
+def read_keys(folder: Path) -> dict[str, Any]:
+    """Our configuration keys for the model in `folder`.
+
+    CoCA is recognised in LLaMA folders by their T projection. The authors' GPT-NeoX folders look like plain ones: say pos_emb=coca.
+    """
+    config = read_json(folder / "config.json")
+    readers = {"gpt_neox": _neox_keys, "llama": _llama_keys}
+    kind = config.get("model_type")
+    if kind not in readers:
+        raise CheckpointError(f"{folder / 'config.json'}: model_type {kind!r} is not supported; known: {', '.join(sorted(readers))}")
+    try:
+        return _common_keys(config) | readers[kind](config, folder)
+    except KeyError as missing:
+        raise CheckpointError(f"{folder / 'config.json'}: has no {missing}") from missing
+
+
+def read_weights(folder: Path, num_layers: int, num_heads: int, tied: bool) -> dict[str, Tensor]:
+    """The state dict of our model, in the dtype on disk."""
+    available = _index(folder)
+    kind = read_json(folder / "config.json")["model_type"]
+    rows = weight_map.GPT_NEOX if kind == "gpt_neox" else weight_map.llama("t_proj" if _has_t_proj(available) else "k_proj")
+    state = {}
+    for row in weight_map.expand(rows, num_layers):
+        if tied and row.ours == "final_linear.weight":
+            continue
+        if not any(name in available for name in row.theirs) and row.ours.endswith(".bias"):
+            continue
+        state[row.ours] = row.join([_tensor(available, name, folder) for name in row.theirs], num_heads)
+    return state
+
+
+def _common_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    keys = {
+        "num_layers": config["num_hidden_layers"],
+        "hidden_size": config["hidden_size"],
+        "num_attention_heads": config["num_attention_heads"],
+        "num_kv_heads": config.get("num_key_value_heads") or config["num_attention_heads"],
+        "seq_length": config["max_position_embeddings"],
+        "vocab_size": config["vocab_size"],
+        "make_vocab_size_divisible_by": 1,
+        "no_weight_tying": not config.get("tie_word_embeddings", False),
+    }
+    return keys | _rope_keys(config)
+
+
+def _rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary base and extension, from either spelling that transformers has used."""
+    parameters = config.get("rope_parameters") or {}
+    base = parameters.get("rope_theta", config.get("rope_theta", config.get("rotary_emb_base", 10000)))
+    scaling = config.get("rope_scaling") or parameters
+    keys: dict[str, Any] = {"rotary_emb_base": int(base)}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind != "default":
+        keys["rope_scaling"] = {"rope_type": kind, "factor": float(scaling.get("factor", 1.0))}
+        if "original_max_position_embeddings" in scaling:
+            keys["rope_scaling"]["original_max_position_embeddings"] = scaling["original_max_position_embeddings"]
+    return keys
+
+
+def _neox_keys(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    parameters = config.get("rope_parameters") or {}
+    return {
+        "pos_emb": "rotary",
+        "rotary_pct": float(config.get("rotary_pct", parameters.get("partial_rotary_factor", 0.25))),
+        "intermediate_size": config["intermediate_size"],
+        "norm": "layernorm",
+        "layernorm_epsilon": float(config.get("layer_norm_eps", 1e-5)),
+        "gpt_j_residual": config.get("use_parallel_residual", True),
+        "use_bias_in_attn_linear": config.get("attention_bias", True),
+        **_activation_keys(config, folder),
+    }
+
+
+def _llama_keys(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    if config.get("attention_bias") or config.get("mlp_bias"):
+        raise CheckpointError(f"{folder / 'config.json'}: LLaMA with attention_bias or mlp_bias is not supported")
+    if config.get("head_dim", config["hidden_size"] // config["num_attention_heads"]) * config["num_attention_heads"] != config["hidden_size"]:
+        raise CheckpointError(f"{folder / 'config.json'}: head_dim other than hidden_size / num_attention_heads is not supported")
+    if config.get("hidden_act", "silu") != "silu":
+        raise CheckpointError(f"{folder / 'config.json'}: hidden_act {config['hidden_act']!r} is not supported for LLaMA; known: silu")
+    return {
+        "pos_emb": "coca" if _has_t_proj(_index(folder)) else "rotary",
+        "intermediate_size": 3 * config["intermediate_size"],  # upstream counts both halves of a gated layer, times 3/2
+        "activation": "swiglu",
+        "norm": "rmsnorm",
+        "rms_norm_epsilon": float(config.get("rms_norm_eps", 1e-6)),
+        "use_bias_in_attn_linear": False,
+        "use_bias_in_mlp": False,
+        "use_bias_in_norms": False,
+    }
+
+
+def _activation_keys(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    name = config.get("hidden_act", "gelu")
+    if name not in ACTIVATIONS:
+        raise CheckpointError(f"{folder / 'config.json'}: hidden_act {name!r} is not supported; known: {', '.join(ACTIVATIONS)}")
+    return {"activation": ACTIVATIONS[name], "bias_gelu_fusion": name in TANH_GELU}
+
+
+def _index(folder: Path) -> dict[str, Path]:
+    """Which safetensors file holds each weight."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return {name: folder / file for name, file in read_json(index)["weight_map"].items()}
+    single = folder / "model.safetensors"
+    if not single.is_file():
+        raise CheckpointError(f"{folder}: no model.safetensors and no model.safetensors.index.json (pickled .bin weights are not read)")
+    try:
+        with safe_open(single, framework="pt") as file:
+            return dict.fromkeys(file.keys(), single)
+    except SafetensorError as error:
+        raise CheckpointError(f"{single}: is not a readable safetensors file: {error}") from error
+
+
+def _has_t_proj(available: Mapping[str, Path]) -> bool:
+    return any(name.endswith("self_attn.t_proj.weight") for name in available)
+
+
+def _tensor(available: Mapping[str, Path], name: str, folder: Path) -> Tensor:
+    if name not in available:
+        raise CheckpointError(f"{folder}: has no weight {name}")
+    try:
+        with safe_open(available[name], framework="pt") as file:
+            return file.get_tensor(name)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{available[name]}: cannot be read: {error}") from error

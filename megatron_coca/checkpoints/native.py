@@ -1,0 +1,180 @@
+"""The folder layout of a checkpoint, written so that it is complete or absent.
+
+    <save>/latest                       the newest step's folder name
+    <save>/global_step100/manifest.json size and sha256 of every file below, written last
+                          meta.json     step, code and library versions, parallel layout
+                          config.yml    the resolved configuration
+                          model.safetensors  all weights, in the training dtype
+                          tokenizer/    the tokenizer's files
+                          engine/       DeepSpeed's optimizer and parameter state
+                          rng/          one random state per rank
+
+A checkpoint is filled in under a hidden name beside its final one, hashed, flushed to disk and only then renamed; `latest` moves last.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_coca.checkpoints.errors import CheckpointError
+
+CONFIG, META, MANIFEST, WEIGHTS, TOKENIZER, ENGINE, RNG = (
+    "config.yml",
+    "meta.json",
+    "manifest.json",
+    "model.safetensors",
+    "tokenizer",
+    "engine",
+    "rng",
+)
+LATEST = "latest"
+FORMAT = 1
+_STEP = re.compile(r"global_step(\d+)")
+
+
+def step_folder(save: Path, step: int) -> Path:
+    """Where the checkpoint of `step` (completed iterations) lies under the run's `save` folder."""
+    return save / f"global_step{step}"
+
+
+def steps(save: Path) -> list[int]:
+    """The steps of all complete checkpoints under `save`, ascending."""
+    found = (_STEP.fullmatch(path.parent.name) for path in save.glob(f"global_step*/{MANIFEST}"))
+    return sorted(int(match.group(1)) for match in found if match)
+
+
+def partial_folder(save: Path, step: int) -> Path:
+    """Where the checkpoint of `step` is filled in before it is complete."""
+    return save / f".global_step{step}.partial"
+
+
+def begin(save: Path, step: int) -> Path:
+    """An empty folder to fill in; whatever an interrupted save left behind is removed."""
+    for leftover in save.glob(".global_step*.partial"):
+        shutil.rmtree(leftover)
+    partial = partial_folder(save, step)
+    partial.mkdir(parents=True)
+    return partial
+
+
+def commit(save: Path, step: int) -> Path:
+    """Hash, flush and rename the filled folder of `step`, then move `latest`. Returns the final folder."""
+    partial, final = partial_folder(save, step), step_folder(save, step)
+    manifest = {"format": FORMAT, "files": {name: _describe(partial / name) for name in _files(partial)}}
+    write_json(partial / MANIFEST, manifest)
+    for path in (*(partial / name for name in _files(partial)), *_folders(partial)):
+        _flush(path)
+    if final.exists():
+        shutil.rmtree(final)
+    partial.rename(final)
+    _flush(save)
+    _write_atomically(save / LATEST, final.name)
+    return final
+
+
+def abandon(save: Path, step: int) -> None:
+    """Remove a folder that could not be filled in."""
+    shutil.rmtree(partial_folder(save, step), ignore_errors=True)
+
+
+def prune(save: Path, keep_last: int | None) -> None:
+    """Remove all but the newest `keep_last` checkpoints (None keeps all)."""
+    for step in steps(save)[: -keep_last or None] if keep_last else []:
+        folder = step_folder(save, step)
+        doomed = partial_folder(save, step)
+        folder.rename(doomed)
+        shutil.rmtree(doomed)
+
+
+def locate(path: str | Path, step: int | None = None) -> Path:
+    """The checkpoint folder that `path` means: a run's `save` folder (its newest checkpoint, or that of `step`) or one step's folder."""
+    path = Path(path)
+    if (path / MANIFEST).is_file():
+        return path
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such checkpoint folder")
+    available = steps(path)
+    if step is not None:
+        if step not in available:
+            raise CheckpointError(f"{path}: no checkpoint of step {step}; there are {available or 'none'}")
+        return step_folder(path, step)
+    if not available:
+        raise CheckpointError(f"{path}: holds no complete checkpoint (no global_step<N>/{MANIFEST})")
+    latest = path / LATEST
+    named = path / latest.read_text().strip() if latest.is_file() else None
+    return named if named is not None and (named / MANIFEST).is_file() else step_folder(path, available[-1])
+
+
+def verify(folder: Path) -> dict[str, Any]:
+    """Check every file of a checkpoint against its manifest and return the manifest.
+
+    Raises:
+        CheckpointError: a file is missing, truncated or altered, or the manifest is of a newer format.
+    """
+    manifest = read_json(folder / MANIFEST)
+    if manifest.get("format") != FORMAT:
+        raise CheckpointError(f"{folder}: checkpoint format {manifest.get('format')!r}, this version reads format {FORMAT}")
+    for name, expected in manifest["files"].items():
+        path = folder / name
+        if not path.is_file():
+            raise CheckpointError(f"{path}: is missing from the checkpoint")
+        if path.stat().st_size != expected["size"]:
+            raise CheckpointError(f"{path}: has {path.stat().st_size} bytes, the checkpoint was written with {expected['size']}")
+        if _sha256(path) != expected["sha256"]:
+            raise CheckpointError(f"{path}: its content has changed since the checkpoint was written (sha256 differs)")
+    return manifest
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON mapping of a checkpoint, or a CheckpointError that names the file."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: is not a mapping")
+    return content
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a mapping as indented JSON."""
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _files(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def _folders(folder: Path) -> Iterator[Path]:
+    yield folder
+    yield from (path for path in folder.rglob("*") if path.is_dir())
+
+
+def _describe(path: Path) -> dict[str, Any]:
+    return {"size": path.stat().st_size, "sha256": _sha256(path)}
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    aside = path.with_name(f".{path.name}.partial")
+    aside.write_text(text)
+    _flush(aside)
+    aside.rename(path)
+    _flush(path.parent)

@@ -1,0 +1,23 @@
+"""From configuration to model: the last place that reads it."""
+
+from megatron_coca.attention.backends.select import select_backend
+from megatron_coca.attention.inputs import Needs
+from megatron_coca.attention.method import build_method
+from megatron_coca.config import Config
+from megatron_coca.model.gpt import GPT
+from megatron_coca.model.init import initialize
+
+
+def build_model(config: Config, device: str = "cpu") -> GPT:
+    """An initialised float32 model on `device`, with the position method composed and the attention backend chosen for that device.
+
+    Raises:
+        ConfigError: `vocab_size` is not known.
+        BackendError: the named attention backend cannot serve the model.
+    """
+    method = build_method(config.position, config.model)
+    needs = Needs(device.partition(":")[0], method.bias is not None, config.model.attention_dropout)
+    _, backend = select_backend(config.position.attention_backend, needs)
+    model = GPT(config.model, method, backend)
+    initialize(model, config.model, config.seed)
+    return model.to(device)

@@ -1,0 +1,120 @@
+"""From the data keys of a configuration to blends of shards."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_coca.config import Config, ConfigError, split_shares
+from megatron_coca.data import Blend, DataError, Shard, Tokenizer, ensure_builtin, load_saved_tokenizer, load_tokenizer
+from megatron_coca.data.tokenizer_kinds import DESCRIPTION
+
+BUILTIN_WEIGHTS = {"text": 0.75, "code": 0.25}
+"""The paper's mixture by tokens."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What a run reads.
+
+    Attributes:
+        config: the configuration with data paths and vocabulary size filled in.
+        train: the order of the training samples.
+        valid: the order of the validation samples, or None where no validation data is named.
+        tokenizer: what the shards were made with, or None where nothing says (shards of another program, no vocab_file).
+    """
+
+    config: Config
+    train: Blend
+    valid: Blend | None
+    tokenizer: Tokenizer | None
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What must not change when a run is resumed: sizes and weights of the sources, and the tokenizer."""
+        return {
+            "tokens": [shard.len_tokens for shard in self.train.shards],
+            "weights": list(self.train.weights),
+            "tokenizer": self.tokenizer.fingerprint if self.tokenizer else None,
+        }
+
+
+def open_corpus(config: Config) -> Corpus:
+    """Open the shards that the configuration names; without any, the built-in corpus, prepared at first use.
+
+    Raises:
+        DataError: a shard is missing, damaged, too short, or made with another tokenizer than the rest.
+        ConfigError: the tokenizer has more tokens than the model's vocabulary.
+    """
+    config = _with_paths(config)
+    train, valid = _open_shards(config)
+    tokenizer = _common_tokenizer(config)
+    config = _with_vocabulary(config, tokenizer)
+    data, length = config.data, config.model.seq_length
+    return Corpus(
+        config,
+        Blend(train, data.train_data_weights or [1.0] * len(train), length, config.seed),
+        Blend(valid, data.valid_data_weights or [1.0] * len(valid), length, config.seed) if valid else None,
+        tokenizer,
+    )
+
+
+def _with_paths(config: Config) -> Config:
+    """The configuration with the built-in corpus where no data path is given."""
+    if config.data.data_path or config.data.train_data_paths:
+        return config
+    folder = ensure_builtin(Path(config.data.data_root)).parent
+    weights = list(BUILTIN_WEIGHTS.values())
+    keys: dict[str, Any] = {}
+    for split, part in (("train", "train"), ("valid", "test"), ("test", "test")):
+        keys[f"{split}_data_paths"] = [str(folder / f"{name}_{part}") for name in BUILTIN_WEIGHTS]
+        keys[f"{split}_data_weights"] = weights
+    return config.override(keys)
+
+
+def _open_shards(config: Config) -> tuple[list[Shard], list[Shard]]:
+    data = config.data
+    if data.train_data_paths:
+        return [Shard(path) for path in data.train_data_paths], [Shard(path) for path in data.valid_data_paths or ()]
+    assert data.data_path is not None
+    train, valid, _ = split_shard(Shard(data.data_path), split_shares(data.split) or ())
+    return [train], [valid] if valid is not None else []
+
+
+def split_shard(shard: Shard, shares: Sequence[float]) -> list[Any]:
+    """Consecutive parts of a shard by shares of its documents, as GPT-NeoX's `split`; None for a part without documents."""
+    edges = np.rint(np.cumsum([0.0, *shares]) / sum(shares) * shard.documents).astype(int)
+    return [
+        shard.part(int(first), int(last)) if last > first else None for first, last in zip(edges, edges[1:], strict=False)
+    ]
+
+
+def _common_tokenizer(config: Config) -> Tokenizer | None:
+    """The tokenizer that lies beside the shards; all of them and `vocab_file`, where given, must agree."""
+    found = {}
+    for prefix in [*(config.data.train_data_paths or ()), *([config.data.data_path] if config.data.data_path else ())]:
+        folder = Path(prefix).parent
+        if (folder / DESCRIPTION).is_file():
+            found[str(folder)] = load_saved_tokenizer(folder)
+    if config.data.vocab_file:
+        named = load_tokenizer(config.data.tokenizer_type, config.data.vocab_file, config.data.merge_file)
+        found[config.data.vocab_file] = named
+    if len({tokenizer.fingerprint for tokenizer in found.values()}) > 1:
+        raise DataError(f"the tokenizers of {', '.join(found)} differ; shards of one run must be made with one tokenizer")
+    return next(iter(found.values()), None)
+
+
+def _with_vocabulary(config: Config, tokenizer: Tokenizer | None) -> Config:
+    wanted = config.model.vocab_size
+    if wanted is None and tokenizer is not None:
+        return config.override({"vocab_size": tokenizer.vocab_size})
+    if wanted is not None and tokenizer is not None and tokenizer.vocab_size > wanted:
+        raise ConfigError(
+            [
+                f"vocab_size: {wanted}, but the tokenizer of the data has {tokenizer.vocab_size} tokens; "
+                f"set vocab_size={tokenizer.vocab_size} or larger, or leave it out"
+            ]
+        )
+    return config

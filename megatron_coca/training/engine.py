@@ -1,0 +1,169 @@
+"""The one place that knows DeepSpeed."""
+
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import deepspeed
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+
+from megatron_coca.config import BatchSizes, Config
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_TAG = "state"
+
+
+class StepResult(NamedTuple):
+    """What one optimizer step reports: mean loss in nats per token over all ranks, and the gradient norm before clipping.
+
+    The norm is None where the step was skipped for an overflow.
+    """
+
+    loss: float
+    grad_norm: float | None
+
+
+def init_distributed() -> None:
+    """Join the process group that the launcher's environment describes (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT)."""
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # On CPU DeepSpeed would compile a shared-memory all-reduce at start; gloo needs no compiler on the machine.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed("nccl" if torch.cuda.is_available() else "gloo", verbose=False)
+
+
+class Engine:
+    """A model being trained: forward, backward, reduction, clipping, optimizer, and its state on disk."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, config: Config, sizes: BatchSizes) -> None:
+        """`model` maps samples [micro_batch, length + 1] to a scalar loss; `sizes` are those of this world size."""
+        self._engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=deepspeed_config(config, sizes))
+        self._sharded = config.parallel.stage == 3
+        self.device = self._engine.device
+
+    @property
+    def module(self) -> nn.Module:
+        """The module given at construction, its parameters in the training dtype (and sharded under ZeRO 3)."""
+        return self._engine.module
+
+    def train_step(self, micro_batches: Sequence[Tensor], learning_rate: float) -> StepResult:
+        """One optimizer step over this rank's micro batches [micro_batch, length + 1] int64."""
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = learning_rate
+        total = torch.zeros((), device=self.device, dtype=torch.float64)
+        norm = None
+        for index, samples in enumerate(micro_batches):
+            loss = self._engine(samples.to(self.device, non_blocking=True))
+            total += loss.detach()
+            self._engine.backward(loss)
+            if index == len(micro_batches) - 1:
+                norm = self._norm_before_step()
+            self._engine.step()
+        return StepResult(self._mean(total / len(micro_batches)), self._norm_after_step(norm))
+
+    @torch.no_grad()
+    def mean_loss(self, micro_batches: Sequence[Tensor]) -> float:
+        """The loss of held-out samples, averaged over all ranks."""
+        self._engine.eval()
+        losses = [self._engine(samples.to(self.device)).double() for samples in micro_batches]
+        self._engine.train()
+        return self._mean(torch.stack(losses).mean())
+
+    def weights(self) -> dict[str, Tensor]:
+        """All weights of the module on the CPU, in the training dtype. Every rank must call it; the first one gets the result."""
+        if self._sharded:
+            gathered = self._engine._zero3_consolidated_16bit_state_dict() or {}
+        else:
+            gathered = self._engine.module.state_dict()
+        return {name: tensor.detach().cpu().contiguous() for name, tensor in gathered.items()}
+
+    def save(self, folder: Path) -> None:
+        """Write optimizer and parameter state below `folder`. Every rank must call it."""
+        self._engine.save_checkpoint(str(folder), tag=_TAG, save_latest=False)
+
+    def load(self, folder: Path) -> None:
+        """Restore what `save` wrote, at the same world size and ZeRO stage. Every rank must call it."""
+        self._engine.load_checkpoint(str(folder), tag=_TAG, load_lr_scheduler_states=False)
+
+    def reload_weights(self) -> None:
+        """Take over weights that were copied into `module` after construction (the optimizer keeps float32 masters of its own)."""
+        if hasattr(self._engine.optimizer, "refresh_fp32_params"):
+            self._engine.optimizer.refresh_fp32_params()
+
+    def _mean(self, value: Tensor) -> float:
+        if world_size() > 1:
+            dist.all_reduce(value)
+        return float(value) / world_size()
+
+    def _norm_before_step(self) -> float | None:
+        """DeepSpeed reports no norm for plain float32 without ZeRO; there the reduced gradients lie in the parameters."""
+        if isinstance(self._engine.optimizer, torch.optim.Optimizer):
+            gradients = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
+            return float(nn.utils.get_total_norm(gradients))
+        return None
+
+    def _norm_after_step(self, before: float | None) -> float | None:
+        reported = before if before is not None else self._engine.get_global_grad_norm()
+        skipped = getattr(self._engine.optimizer, "overflow", False)
+        return None if skipped or reported is None else float(reported)
+
+
+def deepspeed_config(config: Config, sizes: BatchSizes) -> dict[str, Any]:
+    """DeepSpeed's own configuration. Every value that matters is spelled out, so that its defaults never decide a result."""
+    section: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": sizes.micro,
+        "gradient_accumulation_steps": sizes.accumulation,
+        "train_batch_size": sizes.total,
+        "gradient_clipping": config.optimizer.gradient_clipping,
+        "zero_optimization": {**(config.parallel.zero_optimization or {}), "stage": config.parallel.stage},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 2**62,
+    }
+    if config.precision.dtype == "bf16":
+        section["bf16"] = {**(config.precision.bf16 or {}), "enabled": True}
+    if config.precision.dtype == "fp16":
+        section["fp16"] = {**(config.precision.fp16 or {}), "enabled": True}
+    return section | (config.parallel.deepspeed_extra_args or {})
+
+
+def rank() -> int:
+    """This process's number in the run."""
+    return dist.get_rank()
+
+
+def world_size() -> int:
+    """Processes in the run."""
+    return dist.get_world_size()
+
+
+def is_main() -> bool:
+    """Whether this process writes what is written once."""
+    return rank() == 0
+
+
+def barrier() -> None:
+    """Wait for all ranks."""
+    if world_size() > 1:
+        dist.barrier()
+
+
+def everyone_succeeded(succeeded: bool) -> bool:
+    """Whether all ranks say so: a failure on one rank must end the save on all."""
+    flag = torch.tensor(int(succeeded), device=local_device())
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+    return bool(flag.item())
+
+
+def local_device() -> str:
+    """The device of this process: its own GPU, or the CPU."""
+    return f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_available() else "cpu"
+
+
+def shut_down() -> None:
+    """Leave the process group."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
