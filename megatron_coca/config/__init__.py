@@ -2,7 +2,24 @@
 
 from megatron_coca.config.errors import ConfigError
 from megatron_coca.config.load import Config, load_config
-from megatron_coca.config.position import RopeScaling
-from megatron_coca.config.training import BatchSizes
+from megatron_coca.config.model import ModelConfig
+from megatron_coca.config.position import PositionConfig, RopeScaling
+from megatron_coca.config.running import CheckpointConfig, LaunchConfig, split_shares
+from megatron_coca.config.schema import KEYS
+from megatron_coca.config.training import BatchSizes, OptimizerConfig, ScheduleConfig
 
-__all__ = ["BatchSizes", "Config", "ConfigError", "RopeScaling", "load_config"]
+__all__ = [
+    "KEYS",
+    "BatchSizes",
+    "CheckpointConfig",
+    "Config",
+    "ConfigError",
+    "LaunchConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "PositionConfig",
+    "RopeScaling",
+    "ScheduleConfig",
+    "load_config",
+    "split_shares",
+]

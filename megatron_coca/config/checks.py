@@ -72,31 +72,28 @@ def _scaling(settings: Settings) -> str | None:
 
 def _attention_types(settings: Settings) -> str | None:
     config, layers = settings.model.attention_config, settings.model.num_layers
+    runs = [_attention_run(item, layers) for item in config or ()]
     if config is None:
         return None
-    types = _expanded(config, layers)
-    if types is None:
+    if None in runs:
         return 'expected the form [[["global"], 12]]'
-    absent = sorted(set(types) - FULL_ATTENTION)
+    absent = sorted({name for run in runs if run for name in run[0]} - FULL_ATTENTION)
     if absent:
         return f"attention type {absent[0]} is not supported yet (global | flash)"
-    return None if len(types) == layers else f"names {len(types)} layers, but num_layers is {layers}; leave it out"
+    total = sum(run[1] for run in runs if run)
+    return None if total == layers else f"names {total} layers, but num_layers is {layers}; leave it out"
 
 
-def _expanded(config: list[object], layers: int) -> list[str] | None:
-    """The attention type of every layer, or None where the form is not GPT-NeoX's."""
-    types: list[str] = []
-    for item in config:
-        match item:
-            case str():
-                types.append(item)
-            case [[*names], "all"] if names:
-                types += [str(name) for name in names] * max(1, layers // len(names))
-            case [[*names], int(count)] if count <= layers:
-                types += [str(name) for name in names] * count
-            case _:
-                return None
-    return types
+def _attention_run(item: object, layers: int) -> tuple[list[str], int] | None:
+    """The types an item of GPT-NeoX's form names and how many layers it covers, or None for another form."""
+    match item:
+        case str():
+            return [item], 1
+        case [[*names], "all"] if names and layers % len(names) == 0:
+            return [str(name) for name in names], layers
+        case [[*names], int(count)] if names:
+            return [str(name) for name in names], count * len(names)
+    return None
 
 
 def _lowest_rate(settings: Settings) -> str | None:

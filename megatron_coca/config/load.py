@@ -30,15 +30,23 @@ class Config(Settings):
         were set.
         """
         problems: list[str] = []
-        given = Layer("configuration", self._flat(only_set=True), {})
+        given = Layer("configuration", self._nested(only_set=True), {})
         layers = [given, *_override_layers(overrides, problems)]
         return self._from_layers(layers, problems)
 
     def to_yaml(self) -> str:
         """Every key with its resolved value, as flat YAML from which load_config makes an equal Config."""
-        return dump(self._flat(only_set=False))
+        return dump(self._nested(only_set=False))
 
-    def _flat(self, only_set: bool) -> dict[str, Any]:
+    def flat(self) -> dict[str, Any]:
+        """Every resolved value by the dotted path of its key, for example `num_layers` or `optimizer.params.lr`."""
+        return {
+            path: value
+            for name in type(self).model_fields
+            for path, value in getattr(self, name).model_dump(by_alias=True).items()
+        }
+
+    def _nested(self, only_set: bool) -> dict[str, Any]:
         """Values as they stand in YAML, without group names."""
         flat: dict[str, Any] = {}
         for name in type(self).model_fields:

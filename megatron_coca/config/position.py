@@ -29,4 +29,4 @@ class PositionConfig(Group):
     rotary_pct: float = Field(default=1.0, gt=0.0, le=1.0, description="Share of each head's features that is rotated.")
     rotary_emb_base: Positive = key(10000.0, "Base of the rotary frequencies.")
     rope_scaling: RopeScaling | None = key(None, "Extension of the rotary frequencies beyond the training length.")
-    attention_backend: Literal["auto", "reference", "sdpa"] = key("auto", "Implementation of attention.")
+    attention_backend: Literal["auto", "sdpa", "flex", "reference"] = key("auto", "Implementation of attention.")

@@ -1,6 +1,6 @@
 """The lines of a ConfigError: where a key was written, what is wrong with it, and the nearest right word."""
 
-from typing import Any, get_args
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic_core import ErrorDetails
 
@@ -88,12 +88,12 @@ def choices_of(key: str) -> tuple[Any, ...]:
     if key != owner:
         nested = next(kind for kind in get_args(annotation) if kind is not type(None))
         annotation = nested.model_fields[key.rpartition(".")[2]].annotation
-    return _leaves(annotation)
+    return leaves(annotation)
 
 
-def _leaves(annotation: Any) -> tuple[Any, ...]:
-    """The values of a Literal, also of one inside a union with None."""
-    found: tuple[Any, ...] = ()
-    for part in get_args(annotation):
-        found += _leaves(part) if get_args(part) else (part,) if part is not type(None) else ()
-    return found
+def leaves(annotation: Any) -> tuple[Any, ...]:
+    """The values of a Literal, also of one inside a union or an Annotated; of anything else none."""
+    if get_origin(annotation) is Literal:
+        return get_args(annotation)
+    parts = get_args(annotation)[:1] if get_origin(annotation) is Annotated else get_args(annotation)
+    return tuple(value for part in parts for value in leaves(part))

@@ -1,0 +1,162 @@
+"""Faulty configurations: every problem at once, with place, key and remedy."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_coca.config import ConfigError, load_config
+
+REQUIRED = {"num_layers": 2, "hidden_size": 128, "num_attention_heads": 4, "seq_length": 64}
+
+
+def problems(folder: Path, text: str, *overrides: str) -> list[str]:
+    path = folder / "run.yml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError) as error:
+        load_config(path, overrides)
+    assert str(error.value) == "\n".join(error.value.problems)
+    return [line.replace(f"{folder}/", "") for line in error.value.problems]
+
+
+def complete(text: str) -> str:
+    return "".join(f"{key}: {value}\n" for key, value in REQUIRED.items()) + text
+
+
+def test_all_problems_are_gathered(tmp_path: Path) -> None:
+    text = """num_layers: '2'
+hidden_size: 100
+num_attention_heads: 16
+seq_lenght: 64
+pos_emb: Rotary
+hidden_dropout: true
+train_iters: 1e3
+optimizer: {type: adan, params: {lr: 1e-4, beta: 3}}
+"""
+    expected = {
+        "run.yml:1: num_layers: expected a whole number, got '2'; remove the quotes",
+        "run.yml:3: num_attention_heads: 16 heads do not divide hidden_size 100",
+        "run.yml:4: seq_lenght: unknown key; did you mean `seq_length`?",
+        "run.yml: seq_length: required, but missing",
+        "run.yml:5: pos_emb: `Rotary` is not one of rotary | coca | coca_strict | alibi | learned | none;"
+        " did you mean `rotary`?",
+        "run.yml:6: hidden_dropout: expected a number, got True",
+        "run.yml:7: train_iters: expected a whole number, got 1000.0; write 1000",
+        "run.yml:8: optimizer.type: `adan` is not one of Adam | AdamW | cpu_adam | sgd; did you mean `Adam`?",
+        "run.yml:8: optimizer.params.beta: unknown key; did you mean `optimizer.params.betas`?",
+        "command line: seeed: unknown key; did you mean `seed`?",
+    }
+    found = problems(tmp_path, text, "seeed=3")
+    assert len(found) == len(expected)
+    assert set(found) == expected
+
+
+def test_a_key_given_twice_names_both_lines(tmp_path: Path) -> None:
+    found = problems(tmp_path, complete("hidden-size: 100\nrope_scaling: {factor: 1, factor: 2}\nseed: true\n"))
+    assert "run.yml:5: hidden_size: given twice, on lines 2 and 5, as `hidden_size` and `hidden-size`" in found[0]
+    assert "rope_scaling.factor: given twice, on lines 6 and 6" in found[1]
+    assert any("seed: expected a whole number" in line for line in found)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("train_iters: [1\nb: 2", "run.yml:2: not valid YAML"),
+        ("[1, 2]", "run.yml: the file is a list; expected a mapping"),
+        ("", "run.yml: the file is empty"),
+        ("a: *b", "run.yml:1: not valid YAML: found undefined alias"),
+        ("&a {b: *a}", "run.yml:1: not valid YAML: a value that contains itself"),
+        ("a: !!python/name:os.system x", "run.yml:1: not valid YAML: could not determine a constructor"),
+    ],
+)
+def test_unreadable_text(tmp_path: Path, text: str, expected: str) -> None:
+    found = problems(tmp_path, text)
+    assert len(found) == 1
+    assert found[0].startswith(expected)
+
+
+def test_missing_file_and_folder(tmp_path: Path) -> None:
+    (tmp_path / "roformer.yml").write_text("num_layerz: 2\n")
+    with pytest.raises(ConfigError) as error:
+        load_config([tmp_path / "rofomer.yml", tmp_path, tmp_path / "roformer.yml"])
+    missing, folder, unknown = error.value.problems
+    assert missing == f"{tmp_path}/rofomer.yml: no such file; did you mean `{tmp_path}/roformer.yml`?"
+    assert folder == f"{tmp_path}: is a folder; name a YAML file in it"
+    assert "num_layerz: unknown key; did you mean `num_layers`?" in unknown
+
+
+def test_text_that_is_not_utf8(tmp_path: Path) -> None:
+    (tmp_path / "run.yml").write_bytes(b"save: \xff\n")
+    with pytest.raises(ConfigError, match="run.yml: not UTF-8 text"):
+        load_config(tmp_path / "run.yml")
+
+
+@pytest.mark.parametrize("override", ["seed", "=3", "seed=[1"])
+def test_malformed_override(tmp_path: Path, override: str) -> None:
+    assert problems(tmp_path, complete(""), override)[0].startswith("command line: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("num_kv_heads: 3", "num_kv_heads: 3 key/value heads do not divide num_attention_heads 4"),
+        ("intermediate_size: 8\nexpansion_factor: 2", "expansion_factor: contradicts intermediate_size"),
+        ("max_position_embeddings: 32", "seq_length: 64 exceeds max_position_embeddings 32"),
+        ("pos_emb: coca\nrotary_pct: 0.1", "rotary_pct: 0.1 of 32 features per head"),
+        ("pos_emb: rpe", "pos_emb: `rpe`: the T5 relative bias is not supported yet"),
+        ("pos_emb: sinusoidal", "pos_emb: `sinusoidal`: sinusoidal positions is not supported yet"),
+        (
+            "pos_emb: alibi\nrope_scaling: {rope_type: ntk}",
+            "rope_scaling: rope_type ntk has no meaning with pos_emb al",
+        ),
+        ("pos_emb: rotary\nrope_scaling: {factor: 2}", "rope_scaling: factor 2.0 has no effect without a rope_type"),
+        ("pos_emb: rotary\nrope_scaling: {factor: 0.5}", "rope_scaling.factor: expected a value greater than or equal"),
+        ("rope_scaling: {type: ntk}", "rope_scaling.type: unknown key; did you mean `rope_scaling.rope_type`?"),
+        ('attention_config: [[["gmlp"], "all"]]', "attention_config: attention type gmlp is not supported yet"),
+        ('attention_config: [[["flash"], 3]]', "attention_config: names 3 layers, but num_layers is 2"),
+        ("lr: 1e-3\noptimizer: {params: {lr: 1e-4}}", "lr: 0.001 disagrees with optimizer.params.lr 0.0001"),
+        ("optimizer: {params: {weight_decay: 0.1}}", "optimizer.params.weight_decay: belongs at the top level"),
+        ("optimizer: {type: Lion}", "optimizer.type: `Lion`: this optimizer is not supported yet"),
+        ("lr: 1e-4\nmin_lr: 1e-3", "min_lr: 0.001 exceeds the learning rate 0.0001"),
+        ("precision: fp32\nbf16: {enabled: true}", "precision: bf16 and fp32 are both asked for"),
+        ("fp16: {enabled: true}\nbf16: {enabled: true}", "precision: bf16 and fp16 are both asked for"),
+        ("fp16: {enabled: 1}", "fp16.enabled: expected true or false, got 1"),
+        ("precision: bf16", "precision: `bf16` is not one of fp16 | fp32 | bfloat16; did you mean `bfloat16`?"),
+        ("zero_optimization: {stage: 4}", "zero_optimization: stage 4 is not one of 0 | 1 | 2 | 3"),
+        ("pipe_parallel_size: 2", "pipe_parallel_size: pipeline parallelism is not supported yet"),
+        ("model_parallel_size: 2", "model_parallel_size: tensor parallelism is not supported yet"),
+        ("sequence_parallel: true", "sequence_parallel: `True`: sequence parallelism is not supported yet"),
+        ("moe_num_experts: 8", "moe_num_experts: mixture of experts is not supported yet"),
+        ("norm: te_rmsnorm", "norm: `te_rmsnorm`: Transformer Engine is not supported yet"),
+        ("hidden_dropout: 1.0", "hidden_dropout: expected a value less than 1, got 1.0"),
+        ("num_workers: -1", "num_workers: expected a value greater than or equal to 0, got -1"),
+        ("min_lr: .nan", "min_lr: expected a finite number, got nan"),
+        ("checkpoint_factor: 1\ncheckpoint_scale: log", "checkpoint_factor: 1 is no ratio"),
+        ("data_path: a\ntrain_data_paths: [b]\nvalid_data_paths: [b]\ntest_data_paths: [b]", "data_path: contradicts"),
+        ("train_data_paths: [b]\nvalid_data_paths: [b]", "test_data_paths: missing although train_data_paths is set"),
+        ("train_data_weights: [1]", "train_data_weights: 1 weights for 0 train_data_paths"),
+        ("split: '9, x'", "split: '9, x' is not up to three numbers"),
+        ("train_batch_size: 10\ntrain_micro_batch_size_per_gpu: 4", "train_batch_size: 10 is not a multiple of micro"),
+    ],
+)
+def test_each_fault_is_named(tmp_path: Path, text: str, expected: str) -> None:
+    found = problems(tmp_path, complete(text))
+    assert len(found) == 1
+    place, _, message = found[0].partition(": ")
+    assert place.startswith("run.yml")
+    assert message.startswith(expected)
+
+
+def test_weights_must_be_positive(tmp_path: Path) -> None:
+    text = "train_data_paths: [a]\nvalid_data_paths: [a]\ntest_data_paths: [a]\ntrain_data_weights: [0]\n"
+    assert "train_data_weights[0]: expected a value greater than 0, got 0" in problems(tmp_path, complete(text))[0]
+
+
+def test_a_fault_in_an_override_is_placed_on_the_command_line(tmp_path: Path) -> None:
+    found = problems(
+        tmp_path, complete("pos_emb: rotary\n"), "rope_scaling.rope_type=dynamc", "optimizer={params: {lr: x}}"
+    )
+    assert found == [
+        "command line: rope_scaling.rope_type: `dynamc` is not one of default | linear | ntk | dynamic;"
+        " did you mean `dynamic`?",
+        "command line: optimizer.params.lr: expected a number, got 'x'; remove the quotes",
+    ]

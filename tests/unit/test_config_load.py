@@ -1,0 +1,141 @@
+"""Reading, merging and overriding configurations."""
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from megatron_coca.config import Config, ConfigError, load_config
+
+REQUIRED = "num_layers: 2\nhidden_size: 128\nnum_attention_heads: 4\nseq_length: 64\n"
+
+
+def write(folder: Path, text: str, name: str = "run.yml") -> Path:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return write(
+        tmp_path, REQUIRED + "pos_emb: rotary\noptimizer: {type: adam, params: {lr: 1e-4, betas: [0.9, 0.95]}}\n"
+    )
+
+
+def test_defaults_follow_their_sources(base: Path) -> None:
+    config = load_config(base)
+    assert config.model.num_kv_heads == 4
+    assert config.model.max_position_embeddings == 64
+    assert config.model.head_dim == 32
+    assert config.seed == 1234
+
+
+def test_upstream_flow_style_loads(tmp_path: Path) -> None:
+    text = """# a comment
+{
+   "num_layers": 2, "hidden-size": 128, # another
+   "num_attention_heads": 4,
+   "seq_length": 64,
+   "no_weight_tying": True,
+   "optimizer": {"type": "Adam", "params": {"lr": 0.97e-4, "betas": [0.9, 0.95],}},
+}
+"""
+    config = load_config(write(tmp_path, text))
+    assert config.model.hidden_size == 128
+    assert config.model.no_weight_tying is True
+    assert config.optimizer.lr == 0.97e-4
+
+
+def test_json_with_tabs_loads(tmp_path: Path) -> None:
+    text = '{\n\t"num_layers": 2,\n\t"hidden_size": 128, "num_attention_heads": 4, "seq_length": 64, "warmup": 1e-2}'
+    assert load_config(write(tmp_path, text, "run.json")).schedule.warmup == 0.01
+
+
+@pytest.mark.parametrize("text", ["1e-4", "1E-4", "1.e-4", ".0001", "+1e-4", "0.0001"])
+def test_exponents_without_a_dot_are_numbers(base: Path, text: str) -> None:
+    assert load_config(base, [f"min_lr={text}"]).schedule.min_lr == 1e-4
+
+
+def test_later_files_win_and_mappings_merge(base: Path, tmp_path: Path) -> None:
+    overlay = write(tmp_path, "num-layers: 3\noptimizer: {params: {lr: 2e-4}}\n", "overlay.yml")
+    config = load_config([base, overlay], ["num_layers=4"])
+    assert config.model.num_layers == 4
+    assert config.optimizer.lr == 2e-4
+    assert config.optimizer.betas == (0.9, 0.95)
+    assert load_config([overlay, base]).model.num_layers == 2
+
+
+def test_null_takes_a_value_back(base: Path) -> None:
+    assert load_config(base, ["optimizer.params.betas=null"]).optimizer.betas == (0.9, 0.999)
+    assert load_config(base, ["optimizer="]).optimizer.lr is None
+
+
+def test_dots_reach_into_an_absent_mapping(base: Path) -> None:
+    config = load_config(base, ["rope_scaling.rope-type=dynamic", "rope_scaling.factor=4"])
+    assert config.position.rope_scaling is not None
+    assert (config.position.rope_scaling.rope_type, config.position.rope_scaling.factor) == ("dynamic", 4.0)
+    assert load_config(base, {"rope_scaling.rope_type": "dynamic", "rope_scaling.factor": 4}) == config
+
+
+def test_names_in_passed_through_mappings_stay_as_written(base: Path) -> None:
+    config = load_config(base, ["deepspeed_extra_args.a-b=1"])
+    assert config.parallel.deepspeed_extra_args == {"a-b": 1}
+
+
+def test_override_validates_and_leaves_the_original(base: Path) -> None:
+    config = load_config(base)
+    longer = config.override({"seq_length": 128, "optimizer.params.betas": (0.8, 0.9)})
+    assert (longer.model.seq_length, longer.model.max_position_embeddings) == (128, 128)
+    assert longer.optimizer.betas == (0.8, 0.9)
+    assert config.model.seq_length == 64
+    with pytest.raises(ConfigError, match="overrides: seq_length: expected a value greater"):
+        config.override({"seq_length": 0})
+
+
+def test_a_derived_value_that_was_set_does_not_follow(base: Path) -> None:
+    config = load_config(base, ["max_position_embeddings=64"])
+    with pytest.raises(ConfigError, match="128 exceeds max_position_embeddings 64"):
+        config.override(["seq_length=128"])
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("rope_scaling.rope_type=ntk", "rope_scaling.factor=2.5", "num_kv_heads=2"),
+        ("wandb_run_name='1e5'", "comment=2024-01-01", "save='null'", "wandb_group='yes'"),
+        ("split=[900, 50, 50]", "extra_save_iters=[0, 1]", "fp16={enabled: true, loss_scale: 0}"),
+        ("deepspeed_extra_args={a-b: {c: null, d: [1, {e: '2'}]}}", "zero_optimization={stage: 3}"),
+    ],
+)
+def test_dump_loads_to_an_equal_config(base: Path, tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    config = load_config(base, overrides)
+    again = load_config(write(tmp_path, config.to_yaml(), "dump.yml"))
+    assert again == config
+    assert again.to_yaml() == config.to_yaml()
+
+
+def test_inequality(base: Path) -> None:
+    assert load_config(base) != load_config(base, ["seed=2"])
+
+
+def test_config_is_frozen(base: Path) -> None:
+    config = load_config(base)
+    with pytest.raises(ValidationError, match="frozen"):
+        config.model.num_layers = 3  # type: ignore[misc]
+    assert isinstance(config, Config)
+
+
+def test_second_names_set_the_first(tmp_path: Path) -> None:
+    text = REQUIRED + "lr: 3e-4\nzero_stage: 2\nfp32_allreduce: true\nclip_grad: 0.5\noptimizer_type: SGD\n"
+    config = load_config(write(tmp_path, text))
+    assert config.optimizer.lr == 3e-4
+    assert config.optimizer.type == "sgd"
+    assert config.optimizer.gradient_clipping == 0.5
+    assert config.parallel.stage == 2
+    assert config.parallel.deepspeed_extra_args == {"communication_data_type": "fp32"}
+
+
+def test_dates_are_text(base: Path) -> None:
+    assert load_config(base, ["comment=2024-01-01"]).launch.comment == "2024-01-01"
