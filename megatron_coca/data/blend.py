@@ -87,6 +87,7 @@ class Blend:
         if seq_length < 1:
             raise DataError(f"seq_length must be at least 1, not {seq_length}.")
         self.seq_length, self.seed = seq_length, seed
+        self.shards, self.weights = tuple(shards), tuple(float(weight) for weight in weights)
         self._sources = [_Source(shard, number, seq_length, seed) for number, shard in enumerate(shards)]
         self._quotas = _quotas(weights, PATTERN_SLOTS)
         if not self._quotas.all():

@@ -1,7 +1,8 @@
 """The embedded default corpus: English and code out of the running Python installation, without a download.
 
 It is written as JSONL and then takes the same way as any other corpus (tokenizer, split by key, shards). Its split key
-is the module's name in both sources, so that a module is wholly trained on or wholly held out.
+is the name of the top-level package in both sources, so that a module is wholly trained on or wholly held out, together
+with the modules next to it, which share passages. The topics of ``help()`` quote one another and have one key.
 """
 
 import hashlib
@@ -38,11 +39,11 @@ def _records(problems: Problems, progress: bool) -> Iterator[tuple[str, dict[str
     """(source, record) of every document."""
     origin = {"python": platform.python_version()}
     for name, text in stdlib_source.topics().items():
-        yield "text", {"text": text, "key": f"topic/{name}", "meta": origin | {"topic": name}}
+        yield "text", {"text": text, "key": "pydoc_data", "meta": origin | {"topic": name}}
     found = list(stdlib_source.modules())
     for name, path in tqdm(found, desc="read the standard library", unit="module", disable=not progress):
         for source, text in zip(SOURCES, stdlib_source.read_module(path, problems), strict=True):
-            yield source, {"text": text, "key": name, "meta": origin | {"module": name}}
+            yield source, {"text": text, "key": name.partition(".")[0], "meta": origin | {"module": name}}
 
 
 def _write_jsonl(folder: Path, progress: bool) -> list[SourceSpec]:

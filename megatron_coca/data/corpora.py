@@ -211,3 +211,5 @@ def _documents(
             problems.add(f"{path}{place}", rejected.kind, rejected.detail)
             continue
         yield document
+    if on_read:
+        on_read(raw.tell() - consumed)

@@ -14,12 +14,13 @@ from pathlib import Path
 from megatron_coca.data.corpora import Problems
 from megatron_coca.data.errors import DataError
 
+# Tests and demos; what other projects installed; packages that not every Python of this version or the next one has.
 SKIPPED_FOLDERS = frozenset(
-    {
-        "__pycache__", "dist-packages", "idle_test", "lib2to3", "pydoc_data",
-        "site-packages", "test", "tests", "turtledemo",
-    }
-)  # fmt: skip
+    (
+        *("test", "tests", "turtledemo", "dist-packages", "site-packages", "__pycache__"),
+        *("distutils", "idlelib", "lib2to3", "tkinter", "pydoc_data"),
+    )
+)
 # Tables and settings that a program wrote.
 SKIPPED_FILES = ("encodings/cp*", "encodings/mac_*", "encodings/iso8859_*", "encodings/koi8*", "_sysconfigdata*")
 _Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
