@@ -1,5 +1,7 @@
 """From configuration to model: the last place that reads it."""
 
+import torch
+
 from megatron_coca.attention.backends.select import select_backend
 from megatron_coca.attention.inputs import Needs
 from megatron_coca.attention.method import build_method
@@ -18,6 +20,7 @@ def build_model(config: Config, device: str = "cpu") -> GPT:
     method = build_method(config.position, config.model)
     needs = Needs(device.partition(":")[0], method.bias is not None, config.model.attention_dropout)
     _, backend = select_backend(config.position.attention_backend, needs)
-    model = GPT(config.model, method, backend)
+    with torch.random.fork_rng(devices=[]):  # PyTorch's layers draw weights of their own, which are then replaced
+        model = GPT(config.model, method, backend)
     initialize(model, config.model, config.seed)
     return model.to(device)

@@ -1,0 +1,189 @@
+"""What several test files share: a small corpus, a small configuration, and training in processes of its own."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_coca.data import SourceSpec, load_tokenizer, prepare
+
+ROOT = Path(__file__).parents[1]
+TIME_LIMIT = 300
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "SLURM_", "OMP_")
+
+SMALL: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "seq_length": 32,
+    "vocab_size": 512,
+    "no_weight_tying": True,
+    "pos_emb": "coca",
+    "rotary_pct": 0.5,
+    "hidden_dropout": 0.1,
+    "attention_dropout": 0.1,
+    "optimizer.params.lr": 3e-3,
+    "lr_decay_style": "cosine",
+    "warmup": 0.2,
+    "train_iters": 12,
+    "train_micro_batch_size_per_gpu": 2,
+    "train_batch_size": 4,
+    "tokenizer_type": "CharLevelTokenizer",
+    "log_interval": 1,
+    "eval_interval": 6,
+    "eval_iters": 1,
+    "seed": 7,
+}
+"""A model of 60 thousand parameters with dropout, trained for twelve steps with two micro batches each."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A process that ended: its exit status and all that it printed."""
+
+    status: int
+    output: str
+
+
+class Run:
+    """The folder of one training run, and what lies in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl without the timings, which no two runs share."""
+        lines = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        return [{name: value for name, value in line.items() if name != "tokens_per_second"} for line in lines]
+
+    @property
+    def losses(self) -> list[float]:
+        """The training loss of every step."""
+        return [record["loss"] for record in self.records if "loss" in record]
+
+    def weights(self, step: int) -> bytes:
+        """The bytes of the weights file of `step`."""
+        return (self.folder / f"global_step{step}" / "model.safetensors").read_bytes()
+
+    def state(self, step: int) -> dict[str, Any]:
+        """Every number in the engine's and the random state of `step`, by file and place."""
+        folder = self.folder / f"global_step{step}"
+        found: dict[str, Any] = {}
+        for path in sorted([*(folder / "engine").rglob("*.pt"), *(folder / "rng").rglob("*.pt")]):
+            content = torch.load(path, weights_only=False, map_location="cpu")
+            found |= {f"{path.relative_to(folder)}{place}": value for place, value in _leaves(content)}
+        return found
+
+
+def _leaves(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        children: Any = value.items()
+    elif isinstance(value, list | tuple):
+        children = enumerate(value)
+    else:
+        if isinstance(value, torch.Tensor | int | float | str | bool | None):
+            yield place, value
+        return
+    for name, child in children:
+        yield from _leaves(child, f"{place}/{name}")
+
+
+def _assert_same_state(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert one.keys() == other.keys()
+    for place, value in one.items():
+        same = torch.equal(value, other[place]) if isinstance(value, torch.Tensor) else value == other[place]
+        assert same, f"{place}: {value} and {other[place]}"
+
+
+@pytest.fixture(scope="session")
+def assert_same_state() -> Callable[[dict[str, Any], dict[str, Any]], None]:
+    """Compare two results of `Run.state` bit by bit."""
+    return _assert_same_state
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A prepared corpus of 60 documents in a byte tokenizer: its folder, with shards `words_train` and `words_test`."""
+    folder = tmp_path_factory.mktemp("corpus")
+    generator = random.Random(0)
+    words = "the sea was calm and a small boat lay near its shore until morning came over hills".split()
+    texts = (" ".join(generator.choices(words, k=40)) for _ in range(60))
+    (folder / "words.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    source = SourceSpec("words", [folder / "words.jsonl"])
+    prepare([source], folder / "shards", load_tokenizer("CharLevelTokenizer"), test_fraction=0.2, progress=False)
+    return folder / "shards"
+
+
+@pytest.fixture(scope="session")
+def small(corpus: Path) -> dict[str, Any]:
+    """Keys of a small run on `corpus`, without `save`."""
+    shards = {"train": "words_train", "valid": "words_test", "test": "words_test"}
+    return SMALL | {f"{split}_data_paths": [str(corpus / name)] for split, name in shards.items()}
+
+
+def command_line(keys: Mapping[str, Any]) -> list[str]:
+    """Keys as train.py takes them."""
+    return [f"{name}={json.dumps(value)}" for name, value in keys.items()]
+
+
+def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment without any launcher's variables, one thread a process, and `extra`."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)}
+    return kept | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | dict(extra or {})
+
+
+Start = Callable[..., subprocess.Popen[str]]
+Train = Callable[..., Finished]
+
+
+@pytest.fixture(scope="session")
+def start(small: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Start:
+    """start(changes, options=(), before=(), environment=None): a process of train.py on `small` with changed keys.
+
+    `options` follow the keys on the command line; `before` stands between the interpreter and train.py.
+    """
+    file = tmp_path_factory.mktemp("config") / "small.json"
+    file.write_text(json.dumps(small))
+
+    def launch(
+        changes: Mapping[str, Any],
+        options: Sequence[str] = (),
+        before: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> subprocess.Popen[str]:
+        command = [sys.executable, *before, str(ROOT / "train.py"), str(file), *command_line(changes), *options]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return subprocess.Popen(command, cwd=file.parent, env=clean_environment(environment), **pipes)  # type: ignore[call-overload]
+
+    return launch
+
+
+@pytest.fixture(scope="session")
+def train(start: Start) -> Train:
+    """As `start`, run to its end."""
+
+    def run(changes: Mapping[str, Any], **options: Any) -> Finished:
+        process = start(changes, **options)
+        try:
+            output, _ = process.communicate(timeout=TIME_LIMIT)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+        return Finished(process.returncode, output)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def open_run() -> type[Run]:
+    """Run(folder): what a training run left in its folder."""
+    return Run

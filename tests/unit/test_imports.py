@@ -1,0 +1,172 @@
+"""Imports go one way, floor by floor, and the modules that are alone in knowing a library stay alone."""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = "megatron_coca"
+ENTRY_POINTS = ("train.py", "evaluate.py", "tools")
+
+FLOORS = (
+    {"config", "kernels"},
+    {"attention", "data"},
+    {"model", "neox_plugin"},
+    {"checkpoints"},
+    {"training", "evaluation"},
+    {"__init__"},
+    {"train", "evaluate", "tools"},
+)
+"""A module may import from floors below its own and from its own package, never sideways or upwards."""
+
+FORBIDDEN = (
+    ("config", ("torch", f"{PACKAGE}.attention")),
+    ("data", (f"{PACKAGE}.config", f"{PACKAGE}.attention")),
+    ("attention.positions", tuple(f"{PACKAGE}.{name}" for name in ("config", "attention.backends", "attention.inputs"))),
+    ("attention.backends", (f"{PACKAGE}.config", f"{PACKAGE}.attention.positions")),
+    ("attention.oracle", (PACKAGE,)),
+)
+"""(module or package below the package, what it must not import)."""
+
+ALONE = {"deepspeed": {f"{PACKAGE}.training.engine"}, "megatron": {f"{PACKAGE}.data.shards"}}
+"""The only modules that import a library."""
+
+
+@dataclass(frozen=True)
+class Import:
+    """Module `source` imports `target`, at a line of its file."""
+
+    source: str
+    target: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.source} imports {self.target} (line {self.line})"
+
+
+def within(name: str, package: str) -> bool:
+    return name == package or name.startswith(f"{package}.")
+
+
+def modules(root: Path) -> dict[str, Path]:
+    """Every module of the package and the entry points by its dotted name; a package's own file has the package's name."""
+    entries = [root / name for name in ENTRY_POINTS]
+    files = [*(root / PACKAGE).rglob("*.py"), *(file for entry in entries for file in ([entry] if entry.is_file() else entry.glob("*.py")))]
+    return {".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): file for file in files}
+
+
+def imports(root: Path) -> Iterator[Import]:
+    """All imports, inside functions too; `from a import b` counts as a.b where that is a module."""
+    known = modules(root)
+    for source, file in known.items():
+        for node in ast.walk(ast.parse(file.read_text(), str(file))):
+            if isinstance(node, ast.Import):
+                yield from (Import(source, alias.name, node.lineno) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                assert not node.level, f"{file}:{node.lineno}: relative import"
+                for alias in node.names:
+                    inner = f"{node.module}.{alias.name}"
+                    yield Import(source, inner if inner in known else str(node.module), node.lineno)
+
+
+def place(module: str) -> str:
+    """The folder of the package, or the entry point, that a module belongs to."""
+    parts = module.split(".")
+    return (parts[1] if len(parts) > 1 else "__init__") if parts[0] == PACKAGE else parts[0]
+
+
+def floor(name: str) -> int:
+    found = [number for number, names in enumerate(FLOORS) if name in names]
+    assert found, f"{name}: on no floor; add it to FLOORS"
+    return found[0]
+
+
+def violations(root: Path) -> list[str]:
+    """Every import that goes upwards or sideways, or that a stricter rule forbids."""
+    known, found = modules(root), []
+    for each in imports(root):
+        own, target = place(each.source), place(each.target)
+        ours = each.target in known or within(each.target, PACKAGE)
+        if ours and own != target and floor(own) <= floor(target):
+            found.append(str(each))
+        found += [str(each) for where, what in FORBIDDEN if _forbidden(each, where, what)]
+        found += [str(each) for library, allowed in ALONE.items() if within(each.target, library) and each.source not in allowed]
+    return found
+
+
+def _forbidden(each: Import, where: str, what: tuple[str, ...]) -> bool:
+    return within(each.source, f"{PACKAGE}.{where}") and any(within(each.target, name) for name in what)
+
+
+def cycles(root: Path) -> list[list[str]]:
+    """Modules that import each other in a circle."""
+    known = modules(root)
+    edges: dict[str, set[str]] = {name: set() for name in known}
+    for each in imports(root):
+        if each.target in known and each.target != each.source:
+            edges[each.source].add(each.target)
+    found: list[list[str]] = []
+    done: set[str] = set()
+
+    def visit(name: str, path: list[str]) -> None:
+        if name in path:
+            found.append([*path[path.index(name) :], name])
+        elif name not in done:
+            for target in sorted(edges[name]):
+                visit(target, [*path, name])
+            done.add(name)
+
+    for name in sorted(known):
+        visit(name, [])
+    return found
+
+
+def test_imports_go_one_way() -> None:
+    assert not violations(ROOT)
+
+
+def test_no_cycles() -> None:
+    assert not cycles(ROOT)
+
+
+def test_the_tree_is_read() -> None:
+    known, found = modules(ROOT), list(imports(ROOT))
+    assert {"train", f"{PACKAGE}.training.loop", f"{PACKAGE}.attention.backends.sdpa", PACKAGE} <= known.keys()
+    assert any(each.source == f"{PACKAGE}.training.engine" and each.target == "deepspeed" for each in found)
+    assert any(each.source == f"{PACKAGE}.data.shards" and within(each.target, "megatron") for each in found), "inside a function"
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("config/load.py", "import torch.nn"),
+        ("config/load.py", "from megatron_coca import attention"),
+        ("data/blend.py", "from megatron_coca.config import Config"),
+        ("attention/layer.py", "def f():\n    from megatron_coca.model.gpt import GPT"),
+        ("attention/layer.py", "from megatron_coca.data.blend import Blend"),
+        ("attention/positions/bias.py", "from megatron_coca.attention.inputs import Needs"),
+        ("attention/backends/sdpa.py", "from megatron_coca.attention.positions import bias"),
+        ("attention/oracle.py", "from megatron_coca.attention.rotary import rotate"),
+        ("evaluation/tasks.py", "from megatron_coca.training.loop import fit"),
+        ("training/loop.py", "import deepspeed.comm as dist"),
+        ("data/loader.py", "from megatron.core.datasets import indexed_dataset"),
+        ("model/gpt.py", "import train"),
+    ],
+)
+def test_the_check_can_fail(tmp_path: Path, file: str, line: str) -> None:
+    path = tmp_path / PACKAGE / file
+    path.parent.mkdir(parents=True)
+    path.write_text(f"{line}\n")
+    (tmp_path / "train.py").write_text("")
+    assert len(violations(tmp_path)) == 1
+
+
+def test_a_cycle_is_found(tmp_path: Path) -> None:
+    folder = tmp_path / PACKAGE / "model"
+    folder.mkdir(parents=True)
+    for name, other in (("a", "b"), ("b", "c"), ("c", "a")):
+        (folder / f"{name}.py").write_text(f"def f():\n    from {PACKAGE}.model import {other}\n    return {other}\n")
+    assert cycles(tmp_path) == [[f"{PACKAGE}.model.{name}" for name in "abca"]]
