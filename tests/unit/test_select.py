@@ -1,0 +1,54 @@
+"""The choice of an attention backend: what is taken, what is passed over and why, and what is refused."""
+
+import logging
+
+import pytest
+
+from megatron_coca.attention.backends.select import AUTOMATIC, BACKENDS, BackendError, select_backend
+from megatron_coca.attention.inputs import Needs
+from megatron_coca.config import load_config
+from megatron_coca.config.position import PositionConfig
+from megatron_coca.model import build_model
+
+PLAIN_CPU = Needs("cpu", bias=False, dropout=0.0)
+SHAPE = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 16, "vocab_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("needs", "expected"),
+    [
+        (PLAIN_CPU, "sdpa"),
+        (Needs("cpu", bias=True, dropout=0.1), "sdpa"),
+        (Needs("cuda", bias=False, dropout=0.1), "sdpa"),
+        (Needs("cuda", bias=True, dropout=0.0), "flex"),
+    ],
+)
+def test_automatic_choice(needs: Needs, expected: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="megatron_coca"):
+        name, backend = select_backend("auto", needs)
+    assert (name, backend) == (expected, BACKENDS[expected])
+    assert f"attention backend {expected}" in caplog.text
+    for candidate in AUTOMATIC[: AUTOMATIC.index(expected)]:
+        assert f"not {candidate}: {BACKENDS[candidate].supports(needs)}" in caplog.text
+
+
+def test_the_reference_is_never_taken_unasked() -> None:
+    assert "reference" not in AUTOMATIC
+    needs = Needs("cuda", bias=True, dropout=0.1)
+    with pytest.raises(BackendError) as caught:
+        select_backend("auto", needs)
+    for part in ("sdpa: off the CPU", "flex: FlexAttention has no dropout", "attention_backend: reference runs anything"):
+        assert part in str(caught.value)
+    assert select_backend("reference", needs) == ("reference", BACKENDS["reference"])
+
+
+def test_a_named_backend_is_never_replaced() -> None:
+    with pytest.raises(BackendError, match=r"flex cannot serve this model; not flex: .*CUDA; set attention_backend to another"):
+        select_backend("flex", PLAIN_CPU)
+    with pytest.raises(BackendError, match="flex"):
+        build_model(load_config([], SHAPE | {"pos_emb": "rotary", "attention_backend": "flex"}))
+
+
+def test_the_configuration_knows_exactly_these() -> None:
+    choices = PositionConfig.model_fields["attention_backend"].annotation
+    assert set(choices.__args__) == {"auto", *BACKENDS}  # type: ignore[union-attr]
