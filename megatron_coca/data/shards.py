@@ -5,13 +5,14 @@ the concatenated documents is one read from a memory map. This is the one module
 when a shard is first opened or written: the import takes seconds.
 """
 
+import copy
 import functools
 import struct
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -89,6 +90,18 @@ class Shard:
         self._starts: np.ndarray = self._dataset.index.sequence_pointers
         self.len_tokens = _paths(prefix)[0].stat().st_size // self.dtype.itemsize
         self.documents = len(self._boundaries) - 1
+        self._first_document = self._first_token = 0
+
+    def part(self, first: int, last: int) -> Self:
+        """The documents from ``first`` up to but not ``last`` as a shard of their own, on the same memory map."""
+        if not 0 <= first < last <= self.documents:
+            raise DataError(f"{self.prefix}: documents {first} to {last} are not a part of its {self.documents}.")
+        view = copy.copy(self)
+        view._first_document = self._first_document + first
+        view._first_token = self._document_offset(first) + self._first_token
+        view.documents = last - first
+        view.len_tokens = self._document_offset(last) - self._document_offset(first)
+        return view
 
     def __repr__(self) -> str:
         return f"Shard({str(self.prefix)!r}: {self.documents} documents, {self.len_tokens} tokens)"
@@ -97,7 +110,7 @@ class Shard:
         """Tokens of one document, int64 [length], with the id that ends it where the shard was prepared with one."""
         if not 0 <= index < self.documents:
             raise DataError(f"{self.prefix}: no document {index}; the shard has {self.documents}.")
-        begin, end = (self._token_offset(int(self._boundaries[index + step])) for step in (0, 1))
+        begin, end = self._document_offset(index), self._document_offset(index + 1)
         return self.tokens(begin, end - begin)
 
     def tokens(self, offset: int, count: int) -> np.ndarray:
@@ -106,13 +119,16 @@ class Shard:
             raise DataError(
                 f"{self.prefix}: tokens {offset} to {offset + count} lie outside its {self.len_tokens} tokens."
             )
-        raw = self._dataset.bin_reader.read(dtype=self.dtype, count=count, offset=offset * self.dtype.itemsize)
+        start = (self._first_token + offset) * self.dtype.itemsize
+        raw = self._dataset.bin_reader.read(dtype=self.dtype, count=count, offset=start)
         return raw.astype(np.int64)
 
-    def _token_offset(self, sequence: int) -> int:
-        if sequence == len(self._starts):
-            return self.len_tokens
-        return int(self._starts[sequence]) // self.dtype.itemsize
+    def _document_offset(self, index: int) -> int:
+        """The shard's own number of the first token of a document, or of the end for ``index`` == ``documents``."""
+        sequence = int(self._boundaries[self._first_document + index])
+        ends_file = sequence == len(self._starts)
+        byte = _paths(self.prefix)[0].stat().st_size if ends_file else int(self._starts[sequence])
+        return byte // self.dtype.itemsize - self._first_token
 
     def _check_header(self) -> None:
         bin_path, idx_path = _paths(self.prefix)

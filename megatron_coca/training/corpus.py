@@ -2,10 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from megatron_coca.config import Config, ConfigError, split_shares
 from megatron_coca.data import Blend, DataError, Shard, Tokenizer, ensure_builtin, load_saved_tokenizer, load_tokenizer
@@ -79,16 +78,18 @@ def _open_shards(config: Config) -> tuple[list[Shard], list[Shard]]:
     if data.train_data_paths:
         return [Shard(path) for path in data.train_data_paths], [Shard(path) for path in data.valid_data_paths or ()]
     assert data.data_path is not None
-    train, valid, _ = split_shard(Shard(data.data_path), split_shares(data.split) or ())
+    shares = split_shares(data.split)
+    assert shares is not None, "a configuration holds a split that can be read"
+    train, valid, _ = split_shard(Shard(data.data_path), shares)
+    if train is None:
+        raise DataError(f"{data.data_path}: split {data.split!r} leaves no document to train on; change split or add documents")
     return [train], [valid] if valid is not None else []
 
 
-def split_shard(shard: Shard, shares: Sequence[float]) -> list[Any]:
+def split_shard(shard: Shard, shares: Sequence[float]) -> list[Shard | None]:
     """Consecutive parts of a shard by shares of its documents, as GPT-NeoX's `split`; None for a part without documents."""
-    edges = np.rint(np.cumsum([0.0, *shares]) / sum(shares) * shard.documents).astype(int)
-    return [
-        shard.part(int(first), int(last)) if last > first else None for first, last in zip(edges, edges[1:], strict=False)
-    ]
+    edges = [round(edge / sum(shares) * shard.documents) for edge in accumulate(shares, initial=0.0)]
+    return [shard.part(first, last) if last > first else None for first, last in pairwise(edges)]
 
 
 def _common_tokenizer(config: Config) -> Tokenizer | None:

@@ -1,0 +1,88 @@
+"""From data keys to blends: splits of one shard, the tokenizer beside the shards, the vocabulary."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_coca.config import Config, ConfigError, load_config
+from megatron_coca.data import DataError, Shard, load_tokenizer
+from megatron_coca.data.shards import ShardWriter
+from megatron_coca.training.corpus import open_corpus, split_shard
+
+SHAPE = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "seq_length": 4}
+
+
+def write_shard(prefix: Path, documents: int = 10, length: int = 20, tokenizer: bool = True) -> Path:
+    writer = ShardWriter(prefix, 512)
+    for number in range(documents):
+        writer.add(np.full(length + number, number))
+    writer.finish()
+    if tokenizer:
+        load_tokenizer("CharLevelTokenizer").save(prefix.parent)
+    return prefix
+
+
+def config(**keys: object) -> Config:
+    return load_config([], SHAPE | keys)
+
+
+def test_a_part_is_a_shard_of_its_documents(tmp_path: Path) -> None:
+    shard = Shard(write_shard(tmp_path / "s"))
+    part = shard.part(3, 6)
+    assert (part.documents, part.len_tokens) == (3, 23 + 24 + 25)
+    assert [int(part.document(i)[0]) for i in range(3)] == [3, 4, 5]
+    assert part.tokens(22, 3).tolist() == [3, 4, 4]
+    assert [len(part.part(1, 3).document(i)) for i in range(2)] == [24, 25]
+    assert shard.part(9, 10).document(0).tolist() == [9] * 29
+    with pytest.raises(DataError, match="outside"):
+        part.tokens(70, 3)
+    with pytest.raises(DataError, match="not a part"):
+        shard.part(5, 11)
+
+
+def test_a_split_divides_the_documents_without_overlap(tmp_path: Path) -> None:
+    parts = split_shard(Shard(write_shard(tmp_path / "s")), (8, 1, 1))
+    assert [part.documents for part in parts if part] == [8, 1, 1]
+    assert [int(part.document(0)[0]) for part in parts if part] == [0, 8, 9]
+    assert split_shard(Shard(tmp_path / "s"), (1, 0, 0))[1:] == [None, None]
+
+
+def test_data_path_trains_and_validates_on_its_split(tmp_path: Path) -> None:
+    corpus = open_corpus(config(data_path=str(write_shard(tmp_path / "s")), split="8,2,0"))
+    assert corpus.valid is not None
+    trained = {int(token) for index in range(50) for token in corpus.train.sample(index)}
+    assert trained == set(range(8))
+    assert {int(token) for index in range(10) for token in corpus.valid.sample(index)} == {8, 9}
+    with pytest.raises(DataError, match="no document to train on"):
+        open_corpus(config(data_path=str(tmp_path / "s"), split="0,1,0"))
+
+
+def test_the_vocabulary_comes_from_the_tokenizer_beside_the_shards(tmp_path: Path) -> None:
+    prefix = str(write_shard(tmp_path / "s"))
+    corpus = open_corpus(config(data_path=prefix))
+    assert corpus.tokenizer is not None
+    assert corpus.config.model.vocab_size == corpus.tokenizer.vocab_size
+    assert open_corpus(config(data_path=prefix, vocab_size=1000)).config.model.vocab_size == 1000
+    with pytest.raises(ConfigError, match=r"vocab_size: 100, but the tokenizer of the data has \d+ tokens; set vocab_size"):
+        open_corpus(config(data_path=prefix, vocab_size=100))
+
+
+def test_shards_of_different_tokenizers_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    one, other = write_shard(tmp_path / "a" / "s"), write_shard(tmp_path / "b" / "s", tokenizer=False)
+    pieces = tmp_path / "b" / "words.json"
+    from tokenizers import Tokenizer, models
+
+    Tokenizer(models.WordLevel({"<|endoftext|>": 0, "a": 1}, unk_token="a")).save(str(pieces))
+    load_tokenizer("HFTokenizer", pieces).save(tmp_path / "b")
+    paths = [str(one), str(other)]
+    keys = {"train_data_paths": paths, "valid_data_paths": paths, "test_data_paths": paths}
+    with pytest.raises(DataError, match="tokenizers of .* differ"):
+        open_corpus(config(**keys))
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="nothing.idx|nothing.bin"):
+        open_corpus(config(data_path=str(tmp_path / "nothing")))

@@ -1,0 +1,111 @@
+"""The whole job on a laptop: two position methods trained from one seed, one of them killed and resumed, both evaluated far beyond.
+
+Everything is done by the project's own commands, which are printed as they run. What is already there is used again.
+"""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from megatron_coca.checkpoints import native  # noqa: E402
+from megatron_coca.config import load_config  # noqa: E402
+from megatron_coca.evaluation import EvaluationError, build_report  # noqa: E402
+from megatron_coca.evaluation.results import read_perplexity  # noqa: E402
+
+RUNS = Path("runs/quickstart")
+METHODS = {"roformer": "RoFormer", "roformer_coca": "RoFormer + CoCA"}
+EXTENSIONS = {"plain": (), "dynamic_ntk": ("rope_scaling.rope_type=dynamic", "rope_scaling.factor=4")}
+EXTENSION_LABELS = {"plain": "", "dynamic_ntk": " + dynamic NTK"}
+WINDOWS, STRIDE = "64,128,256,512,1024", "64"
+KILLED, KILL_AFTER = "roformer_coca", 250
+"""The run that is interrupted, and the step after which it is: halfway between two checkpoints."""
+
+
+def main() -> int:
+    """Exit status 0, or that of the command that failed."""
+    begun = time.perf_counter()
+    os.chdir(ROOT)
+    try:
+        for name in METHODS:
+            train(name)
+        results = [evaluate(name, extension) for name in METHODS for extension in EXTENSIONS]
+        table = build_report(results, RUNS, "Quickstart: perplexity beyond the training length of 64")
+    except subprocess.CalledProcessError as error:
+        return error.returncode
+    except EvaluationError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(f"\n{table}\n\n{RUNS}/report.json and {RUNS}/report.png are written; {time.perf_counter() - begun:.0f} s in all.")
+    return 0
+
+
+def train(name: str) -> None:
+    """Train one method to its last step; the one named above is killed on the way and resumed from its newest checkpoint."""
+    file = f"configs/quickstart/{name}.yml"
+    config = load_config([file])
+    save, last = Path(str(config.checkpoint.save)), config.schedule.train_iters
+    if last in native.steps(save):
+        print(f"# {save}: step {last} is there already")
+        return
+    command = [sys.executable, "train.py", file, f"load={save}"]
+    if name == KILLED and not native.steps(save):
+        kill_after_step(command, save, KILL_AFTER)
+    run(command)
+
+
+def kill_after_step(command: Sequence[str], save: Path, step: int) -> None:
+    """Start a training run and kill it, without any chance to tidy up, once it has reported `step`."""
+    show(command)
+    process = subprocess.Popen(command)
+    while process.poll() is None and reported_step(save) < step:
+        time.sleep(0.1)
+    if process.poll() not in (None, 0):
+        raise subprocess.CalledProcessError(process.returncode, command)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    print(f"\n# killed after step {reported_step(save)}; the newest checkpoint is of step {native.steps(save)[-1]}: resuming", flush=True)
+
+
+def reported_step(save: Path) -> int:
+    """The last step in the run's metrics, 0 before the first report."""
+    metrics = save / "metrics.jsonl"
+    lines = [line for line in metrics.read_text().splitlines(keepends=True) if line.endswith("\n")] if metrics.is_file() else []
+    return int(json.loads(lines[-1])["step"]) if lines else 0
+
+
+def evaluate(name: str, extension: str) -> Path:
+    """The result file of one method with one extension, measured unless it is there for the same weights."""
+    output = RUNS / f"{name}_{extension}.json"
+    checkpoint = RUNS / name
+    weights = native.read_json(native.locate(checkpoint) / native.MANIFEST)["files"][native.WEIGHTS]["sha256"]
+    if output.is_file() and read_perplexity(output).checkpoint.identity == weights:
+        print(f"# {output}: measured already")
+        return output
+    command = [sys.executable, "evaluate.py", "perplexity", "--checkpoint", str(checkpoint), "--windows", WINDOWS, "--stride", STRIDE]
+    command += ["--label", METHODS[name] + EXTENSION_LABELS[extension], "--output", str(output)]
+    run(command + [part for key in EXTENSIONS[extension] for part in ("--set", key)])
+    return output
+
+
+def run(command: Sequence[str]) -> None:
+    """Run one command of the project in its folder."""
+    show(command)
+    subprocess.run(command, check=True)
+
+
+def show(command: Sequence[str]) -> None:
+    """Print a command as a user would type it."""
+    print(f"\n$ {shlex.join(['python', *command[1:]])}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
