@@ -123,7 +123,10 @@ def _index(folder: Path) -> dict[str, Path]:
     """Which safetensors file holds each weight."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        return {name: folder / file for name, file in read_json(index)["weight_map"].items()}
+        files = read_json(index).get("weight_map")
+        if not isinstance(files, dict):
+            raise CheckpointError(f"{index}: has no weight_map that says which file holds each weight")
+        return {name: folder / file for name, file in files.items()}
     single = folder / "model.safetensors"
     if not single.is_file():
         raise CheckpointError(f"{folder}: no model.safetensors and no model.safetensors.index.json (pickled .bin weights are not read)")
