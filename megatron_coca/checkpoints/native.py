@@ -69,11 +69,14 @@ def commit(save: Path, step: int) -> Path:
     write_json(partial / MANIFEST, manifest)
     for path in (*(partial / name for name in _files(partial)), *_folders(partial)):
         _flush(path)
+    replaced = save / f".{final.name}.replaced.partial"
     if final.exists():
-        shutil.rmtree(final)
+        final.rename(replaced)  # in one move: half a folder under its final name would pass for a checkpoint
     partial.rename(final)
     _flush(save)
     _write_atomically(save / LATEST, final.name)
+    if replaced.exists():
+        shutil.rmtree(replaced)
     return final
 
 
@@ -83,9 +86,11 @@ def abandon(save: Path, step: int) -> None:
 
 
 def prune(save: Path, keep_last: int | None) -> None:
-    """Remove all but the newest `keep_last` checkpoints (None keeps all)."""
-    for step in steps(save)[: -keep_last or None] if keep_last else []:
+    """Remove all but the `keep_last` checkpoints of the highest steps and the one that `latest` names (None keeps all)."""
+    for step in steps(save)[:-keep_last] if keep_last else []:
         folder = step_folder(save, step)
+        if folder == _named_latest(save):
+            continue
         doomed = partial_folder(save, step)
         folder.rename(doomed)
         shutil.rmtree(doomed)
@@ -105,9 +110,7 @@ def locate(path: str | Path, step: int | None = None) -> Path:
         return step_folder(path, step)
     if not available:
         raise CheckpointError(f"{path}: holds no complete checkpoint (no global_step<N>/{MANIFEST})")
-    latest = path / LATEST
-    named = path / latest.read_text().strip() if latest.is_file() else None
-    return named if named is not None and (named / MANIFEST).is_file() else step_folder(path, available[-1])
+    return _named_latest(path) or step_folder(path, available[-1])
 
 
 def verify(folder: Path) -> dict[str, Any]:
@@ -144,6 +147,13 @@ def read_json(path: Path) -> dict[str, Any]:
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a mapping as indented JSON."""
     path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _named_latest(save: Path) -> Path | None:
+    """The folder that `latest` names, or None where it names no complete checkpoint."""
+    latest = save / LATEST
+    named = save / latest.read_text().strip() if latest.is_file() else None
+    return named if named is not None and (named / MANIFEST).is_file() else None
 
 
 def _files(folder: Path) -> list[str]:

@@ -1,0 +1,222 @@
+"""A checkpoint is complete or absent, at every point where writing it can be interrupted."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_coca.checkpoints import CheckpointError, native
+
+
+class Interrupted(BaseException):
+    """The machine stops here; nothing that comes after runs."""
+
+
+def save(root: Path, step: int, content: str = "weights") -> Path:
+    folder = native.begin(root, step)
+    (folder / "engine" / "state").mkdir(parents=True)
+    for name in (native.WEIGHTS, native.CONFIG, "engine/state/model.pt"):
+        (folder / name).write_text(f"{content} of step {step} in {name}")
+    native.write_json(folder / native.META, {"step": step, "content": content})
+    return native.commit(root, step)
+
+
+def found(root: Path) -> tuple[int, str]:
+    """Step and content of what `locate` returns, every file of which must be whole."""
+    folder = native.locate(root)
+    manifest = native.verify(folder)
+    assert set(manifest["files"]) == {native.WEIGHTS, native.CONFIG, native.META, "engine/state/model.pt"}
+    meta = native.read_json(folder / native.META)
+    assert (folder / native.WEIGHTS).read_text() == f"{meta['content']} of step {meta['step']} in {native.WEIGHTS}"
+    return meta["step"], meta["content"]
+
+
+def interrupt_at(monkeypatch: pytest.MonkeyPatch, limit: int) -> Callable[[], int]:
+    """Make the `limit`-th change to the disk raise, a write half way through; returns the counter of changes."""
+    count = 0
+
+    def guarded(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count == limit:
+                if name == "write_text":
+                    original(arguments[0], arguments[1][: len(arguments[1]) // 2])
+                raise Interrupted
+            return original(*arguments, **keywords)
+
+        monkeypatch.setattr(owner, name, call)
+
+    for owner, names in ((os, ("fsync", "unlink", "rmdir")), (Path, ("rename", "write_text", "mkdir"))):
+        for name in names:
+            guarded(owner, name)
+    return lambda: count
+
+
+def first_save(root: Path) -> None:
+    save(root, 2, "new")
+
+
+def second_save(root: Path) -> None:
+    save(root, 2, "new")
+    native.prune(root, 1)
+
+
+def clear_and_save(root: Path) -> None:
+    save(root, 3, "new")
+
+
+def leave_partial(root: Path) -> None:
+    save(root, 1, "old")
+    native.begin(root, 2)
+    (native.partial_folder(root, 2) / native.WEIGHTS).write_text("half")
+    native.partial_folder(root, 2).rename(native.partial_folder(root, 7))
+
+
+SCENARIOS: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any], set[tuple[int, str]]]] = {
+    "a second checkpoint, the first pruned": (lambda r: save(r, 1, "old"), second_save, {(1, "old"), (2, "new")}),
+    "the same step again": (lambda r: (save(r, 1, "old"), save(r, 2, "old")), first_save, {(1, "old"), (2, "old"), (2, "new")}),
+    "after an interrupted save": (leave_partial, clear_and_save, {(1, "old"), (3, "new")}),
+}
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_interrupted_anywhere(name: str, tmp_path: Path) -> None:
+    before, during, allowed = SCENARIOS[name]
+    outcomes, limit = set(), 0
+    while True:
+        limit += 1
+        root = tmp_path / str(limit)
+        before(root)
+        with pytest.MonkeyPatch.context() as patch:
+            interrupt_at(patch, limit)
+            try:
+                during(root)
+            except Interrupted:
+                interrupted = True
+            else:
+                interrupted = False
+        outcome = found(root)
+        assert outcome in allowed, f"interrupted at change {limit}"
+        outcomes.add(outcome)
+        save(root, 9, "later")
+        assert found(root) == (9, "later") and not list(root.glob(".*")), "the next save clears what was left"
+        if not interrupted:
+            break
+    assert limit > 15 and outcome[1] == "new" and outcomes >= {(1, "old"), outcome}
+
+
+def test_the_first_checkpoint_of_a_run_interrupted_anywhere(tmp_path: Path) -> None:
+    limit, complete = 0, False
+    while not complete:
+        limit += 1
+        root = tmp_path / str(limit)
+        with pytest.MonkeyPatch.context() as patch:
+            interrupt_at(patch, limit)
+            try:
+                save(root, 2, "new")
+                complete = True
+            except Interrupted:
+                pass
+        if (root / "global_step2").exists():
+            assert found(root) == (2, "new")
+        else:
+            assert not complete
+            with pytest.raises(CheckpointError, match="no such checkpoint folder|holds no complete checkpoint"):
+                native.locate(root)
+    assert limit > 10
+
+
+def rewrite(path: Path, change: Callable[[bytes], bytes]) -> None:
+    path.write_bytes(change(path.read_bytes()))
+
+
+@pytest.mark.parametrize("name", [native.WEIGHTS, native.CONFIG, native.META, "engine/state/model.pt"])
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: rewrite(path, lambda content: content[:-1]), "has [0-9]+ bytes, the checkpoint was written with [0-9]+"),
+        (lambda path: rewrite(path, lambda content: content[:-1] + b"#"), "content has changed .*sha256"),
+        (lambda path: path.unlink(), "is missing from the checkpoint"),
+    ],
+)
+def test_damage_is_found(tmp_path: Path, name: str, damage: Callable[[Path], None], message: str) -> None:
+    folder = save(tmp_path, 3)
+    damage(folder / name)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        native.verify(folder)
+    assert str(folder / name) in str(caught.value)
+
+
+def test_manifest_of_another_format_or_none(tmp_path: Path) -> None:
+    folder = save(tmp_path, 3)
+    manifest = native.read_json(folder / native.MANIFEST)
+    native.write_json(folder / native.MANIFEST, manifest | {"format": 2})
+    with pytest.raises(CheckpointError, match="checkpoint format 2, this version reads format 1"):
+        native.verify(folder)
+    (folder / native.MANIFEST).write_text('{"format"')
+    with pytest.raises(CheckpointError, match="manifest.json: cannot be read as JSON"):
+        native.verify(folder)
+    (folder / native.MANIFEST).write_text("[]")
+    with pytest.raises(CheckpointError, match="manifest.json: is not a mapping"):
+        native.verify(folder)
+
+
+def test_locate(tmp_path: Path) -> None:
+    for step in (2, 10, 9):
+        save(tmp_path, step)
+    assert native.steps(tmp_path) == [2, 9, 10]
+    assert native.locate(tmp_path) == tmp_path / "global_step9", "the last one written"
+    assert native.locate(tmp_path, 2) == native.locate(tmp_path / "global_step2") == tmp_path / "global_step2"
+    (tmp_path / native.LATEST).unlink()
+    assert native.locate(tmp_path) == tmp_path / "global_step10", "without `latest` the highest step"
+    (tmp_path / native.LATEST).write_text("global_step77")
+    assert native.locate(str(tmp_path)) == tmp_path / "global_step10"
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 3; there are \[2, 9, 10\]"):
+        native.locate(tmp_path, 3)
+    (tmp_path / "global_step10" / native.MANIFEST).unlink()
+    assert native.locate(tmp_path) == tmp_path / "global_step9", "a folder without a manifest is no checkpoint"
+
+
+def test_locate_says_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="nowhere: no such checkpoint folder"):
+        native.locate(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
+        native.locate(tmp_path)
+    with pytest.raises(CheckpointError, match="no checkpoint of step 1; there are none"):
+        native.locate(tmp_path, 1)
+
+
+@pytest.mark.parametrize(("keep", "left"), [(None, [1, 2, 3]), (5, [1, 2, 3]), (3, [1, 2, 3]), (2, [2, 3]), (1, [3])])
+def test_prune(tmp_path: Path, keep: int | None, left: list[int]) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    native.prune(tmp_path, keep)
+    assert native.steps(tmp_path) == left and not list(tmp_path.glob(".*"))
+
+
+def test_prune_keeps_the_last_one_written(tmp_path: Path) -> None:
+    """A run taken up again from an older step writes below the steps that it has left behind."""
+    for step in (5, 10, 6):
+        save(tmp_path, step)
+    native.prune(tmp_path, 1)
+    assert native.steps(tmp_path) == [6, 10] and native.locate(tmp_path) == tmp_path / "global_step6"
+
+
+def test_abandon_leaves_nothing(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    (native.begin(tmp_path, 2) / native.WEIGHTS).write_text("half")
+    native.abandon(tmp_path, 2)
+    native.abandon(tmp_path, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step1", "latest"]
+
+
+def test_the_manifest_lists_every_file(tmp_path: Path) -> None:
+    manifest = json.loads((save(tmp_path, 1) / native.MANIFEST).read_text())
+    assert manifest["files"][native.META]["size"] == (tmp_path / "global_step1" / native.META).stat().st_size
+    assert len(manifest["files"]) == 4
