@@ -1,9 +1,6 @@
 """When a run is saved, what goes into its checkpoints, and how it starts: fresh, resumed or from given weights."""
 
 import logging
-import shutil
-import subprocess
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +9,7 @@ from safetensors.torch import save_file
 
 from megatron_coca.checkpoints import CheckpointError, huggingface, native
 from megatron_coca.checkpoints.load import differing_keys, load_checkpoint, load_weights
+from megatron_coca.checkpoints.versions import code_versions
 from megatron_coca.config import CheckpointConfig, Config, load_config
 from megatron_coca.training import engine as dist
 from megatron_coca.training import rng
@@ -25,7 +23,9 @@ MODEL_PREFIX = "model."
 
 FREE_GROUPS = frozenset({"schedule", "data", "batch", "parallel", "checkpoint", "logging", "launch"})
 FREE_KEYS = frozenset({"attention_backend", "checkpoint_activations", "optimizer.params.lr"})
-"""What may change when a run is resumed. Of these, data, batch and parallel layout are checked by what they amount to (meta.json)."""
+"""What may change when a run is resumed. Of these, data, batch and parallel layout are checked by what they amount
+to (meta.json).
+"""
 
 
 def is_due(step: int, config: CheckpointConfig) -> bool:
@@ -48,23 +48,29 @@ def _is_power(step: int, factor: int) -> bool:
 def starting_point(config: CheckpointConfig) -> Path | None:
     """The checkpoint to resume from, or None for a fresh start.
 
-    `load` naming the folder of `save` while that holds nothing yet is a first start, so that one command serves first and later launches.
+    `load` naming the folder of `save` while that holds nothing yet is a first start, so that one command serves
+    first and later launches.
 
     Raises:
         CheckpointError: `load` holds no checkpoint, or `save` holds some that a fresh run would mix with its own.
     """
-    if config.load is not None and not config.finetune:
-        if huggingface.is_huggingface_folder(Path(config.load)):
-            raise CheckpointError(f"{config.load}: a Hugging Face folder has no optimizer state; set finetune=true to start from its weights")
-        same = config.save is not None and Path(config.load).resolve() == Path(config.save).resolve()
-        if not (same and not native.steps(Path(config.load))):
-            return native.locate(config.load, config.iteration)
-    elif config.save is not None and native.steps(Path(config.save)):
-        newest = native.steps(Path(config.save))[-1]
+    folder, save = _folder_to_resume(config), Path(config.save) if config.save is not None else None
+    if save is not None and native.steps(save) and (folder is None or folder.resolve().parent != save.resolve()):
         raise CheckpointError(
-            f"{config.save}: already holds a run, up to step {newest}; resume it with load={config.save}, or choose another save folder"
+            f"{save}: already holds a run, up to step {native.steps(save)[-1]}; resume it with load={save}, or choose another save folder"
         )
-    return None
+    return folder
+
+
+def _folder_to_resume(config: CheckpointConfig) -> Path | None:
+    if config.load is None or config.finetune:
+        return None
+    if huggingface.is_huggingface_folder(Path(config.load)):
+        raise CheckpointError(f"{config.load}: a Hugging Face folder has no optimizer state; set finetune=true to start from its weights")
+    same = config.save is not None and Path(config.load).resolve() == Path(config.save).resolve()
+    if same and not native.steps(Path(config.load)):
+        return None
+    return native.locate(config.load, config.iteration)
 
 
 def load_initial_weights(model: nn.Module, config: CheckpointConfig) -> None:
@@ -80,7 +86,9 @@ def refuse_other_run(folder: Path, corpus: Corpus, layout: dict[str, Any]) -> No
     meta = native.read_json(folder / native.META)
     problems = differing_keys(saved, corpus.config, FREE_KEYS, FREE_GROUPS)
     wanted = {"data": corpus.identity, **layout}
-    problems += [f"{key} (saved {meta.get(key)!r}, now {value!r})" for key, value in wanted.items() if meta.get(key) != value]
+    problems += [
+        f"{key} (saved {meta.get(key)!r}, now {value!r})" for key, value in wanted.items() if meta.get(key) != value
+    ]
     if problems:
         raise CheckpointError(
             f"{folder}: cannot be resumed with another {', '.join(problems)}; restore these, or start a new run from its weights with finetune=true"
@@ -93,12 +101,16 @@ class Checkpoints:
     """The checkpoints of one run."""
 
     def __init__(self, corpus: Corpus, engine: Engine, layout: dict[str, Any]) -> None:
-        """`layout` is what the engine's state depends on and a resumed run must share: world size, ZeRO stage, batch, dtype."""
+        """`layout` is what the engine's state depends on and a resumed run must share: world size, ZeRO stage,
+        batch, dtype.
+        """
         self._corpus, self._engine, self._layout = corpus, engine, layout
         self._config: Config = corpus.config
 
     def restore(self, folder: Path) -> int:
-        """Bring engine and random state to where the checkpoint was taken; returns its step. Every rank must call it."""
+        """Bring engine and random state to where the checkpoint was taken; returns its step. Every rank must call
+        it.
+        """
         meta = native.read_json(folder / native.META)
         self._engine.load(folder / native.ENGINE)
         rng.load_states(folder / native.RNG / f"rank_{dist.rank()}.pt")
@@ -144,7 +156,9 @@ class Checkpoints:
         rng.save_states(folder / native.RNG / f"rank_{dist.rank()}.pt")
         if not dist.is_main():
             return
-        save_file({name.removeprefix(MODEL_PREFIX): tensor for name, tensor in weights.items()}, folder / native.WEIGHTS)
+        save_file(
+            {name.removeprefix(MODEL_PREFIX): tensor for name, tensor in weights.items()}, folder / native.WEIGHTS
+        )
         (folder / native.CONFIG).write_text(self._config.to_yaml())
         native.write_json(folder / native.META, self._meta(step))
         if self._corpus.tokenizer is not None:
@@ -152,15 +166,3 @@ class Checkpoints:
 
     def _meta(self, step: int) -> dict[str, Any]:
         return {"step": step, "data": self._corpus.identity, **self._layout, "versions": code_versions()}
-
-
-def code_versions() -> dict[str, str]:
-    """Versions of this package, its commit where the sources are a git checkout, and the libraries that decide numbers."""
-    versions = {name: version(name) for name in ("torch", "deepspeed")}
-    source = Path(__file__).resolve().parents[2]
-    git = shutil.which("git")
-    if git and (source / ".git").exists():
-        answer = subprocess.run([git, "-C", str(source), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-        if answer.returncode == 0:
-            versions["commit"] = answer.stdout.strip()
-    return versions

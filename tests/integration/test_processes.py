@@ -1,0 +1,80 @@
+"""One process or two, and whoever starts them: the same training."""
+
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+STEPS = 8
+RELATIVE = 1e-5
+"""Two processes add up their halves of a batch in another order than one process does, so float32 rounds
+differently: 6e-8 a
+sum, which eight steps of Adam amplify to about 1e-6 of the loss. A lost or doubled sample changes the third digit."""
+
+PLAIN = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "train_iters": STEPS, "train_batch_size": 8, "eval_interval": 4}
+"""Without dropout, whose masks differ from rank to rank by intent. Two micro batches of 2 in each of 2 processes, or
+4 in one.
+"""
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+
+
+def srun(start: Any, keys: dict[str, Any]) -> None:
+    """Two tasks as srun starts them: nothing but its environment says that they belong together."""
+    common = {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "localhost", "SLURM_JOB_ID": str(os.getpid())}
+    tasks = [start(keys, environment=common | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank}) for rank in "01"]
+    for task in tasks:
+        output, _ = task.communicate(timeout=300)
+        assert task.returncode == 0, output
+
+
+def by_command(train: Any, keys: dict[str, Any], **options: Any) -> None:
+    finished = train(keys, **options)
+    assert finished.status == 0, finished.output
+
+
+@pytest.fixture(scope="module")
+def runs(train: Any, start: Any, open_run: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("processes")
+    keys = {name: PLAIN | {"save": str(folder / name)} for name in ("one", "deepspeed", "torchrun", "srun")}
+    jobs = {
+        "one": lambda: by_command(train, keys["one"]),
+        "deepspeed": lambda: by_command(train, keys["deepspeed"], options=("--num_gpus", "2")),
+        "torchrun": lambda: by_command(train, keys["torchrun"], before=TORCHRUN),
+        "srun": lambda: srun(start, keys["srun"]),
+    }
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        for running in [pool.submit(job) for job in jobs.values()]:
+            running.result()
+    return {name: open_run(folder / name) for name in keys}
+
+
+def test_two_processes_train_as_one_with_twice_the_accumulation(runs: dict[str, Any]) -> None:
+    one, two = runs["one"].records, runs["deepspeed"].records
+    assert len(one) == len(two) == STEPS + 2
+    for each, other in zip(one, two, strict=True):
+        assert each == pytest.approx(other, rel=RELATIVE), "loss, gradient norm, learning rate or validation loss"
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+def test_the_launcher_changes_no_bit(runs: dict[str, Any], launcher: str) -> None:
+    assert runs[launcher].records == runs["deepspeed"].records
+    assert runs[launcher].weights(STEPS) == runs["deepspeed"].weights(STEPS)
+
+
+def test_all_processes_are_in_the_checkpoint(runs: dict[str, Any]) -> None:
+    for name, count in (("one", 1), ("deepspeed", 2), ("torchrun", 2), ("srun", 2)):
+        folder: Path = runs[name].folder / f"global_step{STEPS}"
+        assert json.loads((folder / "meta.json").read_text())["world_size"] == count
+        assert sorted(path.name for path in (folder / "rng").iterdir()) == [f"rank_{rank}.pt" for rank in range(count)]
+
+
+def test_bfloat16_learns(train: Any, open_run: Any, tmp_path: Path) -> None:
+    keys = {"precision": "bfloat16", "train_iters": 30, "optimizer.params.lr": 0.01, "pos_emb": "coca", "save": str(tmp_path)}
+    finished = train(keys)
+    assert finished.status == 0 and "bf16" in finished.output, finished.output
+    losses = open_run(tmp_path).losses
+    assert sum(losses[-5:]) / 5 < 0.6 * losses[0]
