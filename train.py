@@ -13,10 +13,16 @@ from megatron_coca.data import DataError
 def main(arguments: list[str]) -> int:
     """Exit status 0 after training, 2 for input that cannot be used, 1 where a checkpoint could not be written."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("inputs", nargs="+", metavar="CONFIG.yml | key=value", help="merged left to right, then the keys")
-    parser.add_argument("--num_gpus", type=int, metavar="N", help="processes on this machine (CPU processes without a GPU)")
+    parser.add_argument(
+        "inputs", nargs="+", metavar="CONFIG.yml | key=value", help="merged left to right, then the keys"
+    )
+    parser.add_argument(
+        "--num_gpus", type=int, metavar="N", help="processes on this machine (CPU processes without a GPU)"
+    )
     parser.add_argument("--hostfile", metavar="FILE", help="hosts and slots, as DeepSpeed reads them")
-    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # passed by launchers, which also set LOCAL_RANK
+    parser.add_argument(
+        "--local_rank", type=int, help=argparse.SUPPRESS
+    )  # passed by launchers, which also set LOCAL_RANK
     options = parser.parse_intermixed_args(arguments)
     try:
         return run(read_config(options), arguments)

@@ -1,4 +1,6 @@
-"""Training and evaluating position methods for long context: CoCA, RoFormer, ALiBi and others, on PyTorch and DeepSpeed."""
+"""Training and evaluating position methods for long context: CoCA, RoFormer, ALiBi and others, on PyTorch and
+DeepSpeed.
+"""
 
 from megatron_coca.checkpoints import load_model
 from megatron_coca.config import load_config

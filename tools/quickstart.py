@@ -1,4 +1,5 @@
-"""The whole job on a laptop: two position methods trained from one seed, one of them killed and resumed, both evaluated far beyond.
+"""The whole job on a laptop: two position methods trained from one seed, one of them killed and resumed, both
+evaluated far beyond.
 
 Everything is done by the project's own commands, which are printed as they run. What is already there is used again.
 """
@@ -44,12 +45,16 @@ def main() -> int:
     except EvaluationError as error:
         print(error, file=sys.stderr)
         return 2
-    print(f"\n{table}\n\n{RUNS}/report.json and {RUNS}/report.png are written; {time.perf_counter() - begun:.0f} s in all.")
+    print(
+        f"\n{table}\n\n{RUNS}/report.json and {RUNS}/report.png are written; {time.perf_counter() - begun:.0f} s in all."
+    )
     return 0
 
 
 def train(name: str) -> None:
-    """Train one method to its last step; the one named above is killed on the way and resumed from its newest checkpoint."""
+    """Train one method to its last step; the one named above is killed on the way and resumed from its newest
+    checkpoint.
+    """
     file = f"configs/quickstart/{name}.yml"
     config = load_config([file])
     save, last = Path(str(config.checkpoint.save)), config.schedule.train_iters
@@ -72,13 +77,20 @@ def kill_after_step(command: Sequence[str], save: Path, step: int) -> None:
         raise subprocess.CalledProcessError(process.returncode, command)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    print(f"\n# killed after step {reported_step(save)}; the newest checkpoint is of step {native.steps(save)[-1]}: resuming", flush=True)
+    print(
+        f"\n# killed after step {reported_step(save)}; the newest checkpoint is of step {native.steps(save)[-1]}: resuming",
+        flush=True,
+    )
 
 
 def reported_step(save: Path) -> int:
     """The last step in the run's metrics, 0 before the first report."""
     metrics = save / "metrics.jsonl"
-    lines = [line for line in metrics.read_text().splitlines(keepends=True) if line.endswith("\n")] if metrics.is_file() else []
+    lines = (
+        [line for line in metrics.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        if metrics.is_file()
+        else []
+    )
     return int(json.loads(lines[-1])["step"]) if lines else 0
 
 
@@ -90,7 +102,17 @@ def evaluate(name: str, extension: str) -> Path:
     if output.is_file() and read_perplexity(output).checkpoint.identity == weights:
         print(f"# {output}: measured already")
         return output
-    command = [sys.executable, "evaluate.py", "perplexity", "--checkpoint", str(checkpoint), "--windows", WINDOWS, "--stride", STRIDE]
+    command = [
+        sys.executable,
+        "evaluate.py",
+        "perplexity",
+        "--checkpoint",
+        str(checkpoint),
+        "--windows",
+        WINDOWS,
+        "--stride",
+        STRIDE,
+    ]
     command += ["--label", METHODS[name] + EXTENSION_LABELS[extension], "--output", str(output)]
     run(command + [part for key in EXTENSIONS[extension] for part in ("--set", key)])
     return output

@@ -20,16 +20,18 @@ class AttentionInputs:
 
     Attributes:
         query: Q' [batch, heads, query_length, head_dim].
-        key: K' [batch, kv_heads, key_length, head_dim]; `heads` is a multiple of `kv_heads`, and query head h reads key head
+        key: K' [batch, kv_heads, key_length, head_dim]; `heads` is a multiple of `kv_heads`, and query head h reads
+        key head
             h // (heads / kv_heads).
         value: V, shaped like the key.
         scale: what the dot products are multiplied by. It has no default, because backends disagree about theirs.
         bias: added to the scaled scores, or None.
         dropout: probability with which an attention weight is dropped (0 in evaluation).
 
-    The queries are the last `query_length` of the `key_length` tokens: query row i stands at key index key_length - query_length + i and
-    sees the keys up to and including itself; the distance r of a pair is the difference of these indices. All three tensors share one
-    dtype and device, and the output has the query's shape and dtype.
+    The queries are the last `query_length` of the `key_length` tokens: query row i stands at key index key_length -
+    query_length + i and sees the keys up to and including itself; the distance r of a pair is the difference of these
+    indices. All three
+    tensors share one dtype and device, and the output has the query's shape and dtype.
     """
 
     query: Tensor

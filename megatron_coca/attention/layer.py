@@ -11,9 +11,10 @@ from megatron_coca.attention.rotary import RotaryTables
 class SelfAttention(nn.Module):
     """Causal self-attention of hidden states [batch, length, hidden_size] with any position method and backend.
 
-    Parameter names and the packing of `query_key_value` are GPT-NeoX's: with as many key heads as query heads its rows are
-    [q | k | v] head by head, with fewer (grouped-query attention) all queries, then all keys, then all values. For CoCA the k rows are
-    the T projection.
+    Parameter names and the packing of `query_key_value` are GPT-NeoX's: with as many key heads as query heads its
+    rows are [q | k | v] head by head, with fewer (grouped-query attention) all queries, then all keys, then all
+    values. For
+    CoCA the k rows are the T projection.
     """
 
     def __init__(

@@ -35,15 +35,19 @@ class PositionMethod:
     def tables(self, positions: Tensor, length: int, dtype: torch.dtype) -> RotaryTables | None:
         """The tables that all layers of one forward pass share, or None.
 
-        `positions` is [length] or [batch, length], integer; `length` is that of the whole sequence being scored (dynamic extensions look
-        at it); `dtype` is the operands'.
+        `positions` is [length] or [batch, length], integer; `length` is that of the whole sequence being scored
+        (dynamic extensions look at it); `dtype` is the operands'.
         """
         if self.rotary is None:
             return None
         return rotary_tables(positions, self.rotary.inverse_frequencies(length), dtype)
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, tables: RotaryTables | None, dropout: float = 0.0) -> AttentionInputs:
-        """q [batch, heads, length, head_dim], k and v [batch, kv_heads, length, head_dim] -> the inputs of a backend."""
+    def prepare(
+        self, q: Tensor, k: Tensor, v: Tensor, tables: RotaryTables | None, dropout: float = 0.0
+    ) -> AttentionInputs:
+        """q [batch, heads, length, head_dim], k and v [batch, kv_heads, length, head_dim] -> the inputs of a
+        backend.
+        """
         query, key = self.form.operands(q, k, tables)
         return AttentionInputs(query, key, v, self.scale, self.bias, dropout)
 

@@ -1,7 +1,9 @@
 """Attention as the papers write it, in float64: what every other path of this package is tested against.
 
-It imports nothing of the production code and makes no attempt at speed: scores are N x N, rotations are complex multiplications, CoCA is the
-papers' three-operand contraction. A dtype below float64 can be asked for, to measure the memory and time of the contraction itself.
+It imports nothing of the production code and makes no attempt at speed: scores are N x N, rotations are complex
+multiplications, CoCA is the papers' three-operand contraction. A dtype below float64 can be asked for, to measure the
+memory and time of the
+contraction itself.
 """
 
 import math
@@ -15,7 +17,12 @@ Scores = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def frequencies(
-    dim: int, base: float = 10000.0, rope_type: str = "default", factor: float = 1.0, training_length: int = 1, length: int = 1
+    dim: int,
+    base: float = 10000.0,
+    rope_type: str = "default",
+    factor: float = 1.0,
+    training_length: int = 1,
+    length: int = 1,
 ) -> Tensor:
     """theta_j, written out pair by pair, [dim/2] float64."""
     alpha = {
@@ -30,11 +37,19 @@ def frequencies(
 
 
 def attention(
-    name: str, q: Tensor, k: Tensor, v: Tensor, theta: Tensor, positions: Tensor | None = None, dtype: torch.dtype = torch.float64
+    name: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    theta: Tensor,
+    positions: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """Causal attention of method `name` for q [batch, heads, length, head_dim] and k, v [batch, kv_heads, length, head_dim].
+    """Causal attention of method `name` for q [batch, heads, length, head_dim] and k, v [batch, kv_heads, length,
+    head_dim].
 
-    `theta` has one frequency per rotated pair: 2 * len(theta) < head_dim is partial rotary. Returns [batch, heads, length, head_dim].
+    `theta` has one frequency per rotated pair: 2 * len(theta) < head_dim is partial rotary. Returns [batch, heads,
+    length, head_dim].
     """
     length, groups = q.shape[-2], q.shape[1] // k.shape[1]
     positions = torch.arange(length, device=q.device) if positions is None else positions

@@ -1,7 +1,9 @@
 """Cosine and sine tables and the rotation of paired dimensions.
 
-Pairing is that of GPT-NeoX and Hugging Face: dimension i turns with dimension i + d/2. Tables are made in float64 and rounded once, because a
-float32 phase at position 32k is already off by 1e-3, and they are never module buffers, which `.bfloat16()` or an engine could cast.
+Pairing is that of GPT-NeoX and Hugging Face: dimension i turns with dimension i + d/2. Tables are made in float64
+and rounded once, because a float32 phase at position 32k is already off by 1e-3, and they are never module buffers,
+which `.bfloat16()` or an
+engine could cast.
 """
 
 from typing import NamedTuple

@@ -2,4 +2,6 @@
 
 
 class CheckpointError(Exception):
-    """A checkpoint is missing, damaged, foreign or of another architecture; the message names the place and the remedy."""
+    """A checkpoint is missing, damaged, foreign or of another architecture; the message names the place and the
+    remedy.
+    """

@@ -11,7 +11,14 @@ from megatron_coca.checkpoints import weight_map
 from megatron_coca.checkpoints.errors import CheckpointError
 from megatron_coca.checkpoints.native import read_json
 
-ACTIVATIONS = {"gelu": "gelu", "relu": "relu", "silu": "silu", "gelu_new": "gelu", "gelu_fast": "gelu", "gelu_pytorch_tanh": "gelu"}
+ACTIVATIONS = {
+    "gelu": "gelu",
+    "relu": "relu",
+    "silu": "silu",
+    "gelu_new": "gelu",
+    "gelu_fast": "gelu",
+    "gelu_pytorch_tanh": "gelu",
+}
 TANH_GELU = frozenset({"gelu_new", "gelu_fast", "gelu_pytorch_tanh"})
 
 
@@ -23,13 +30,16 @@ def is_huggingface_folder(path: Path) -> bool:
 def read_keys(folder: Path) -> dict[str, Any]:
     """Our configuration keys for the model in `folder`.
 
-    CoCA is recognised in LLaMA folders by their T projection. The authors' GPT-NeoX folders look like plain ones: say pos_emb=coca.
+    CoCA is recognised in LLaMA folders by their T projection. The authors' GPT-NeoX folders look like plain ones:
+    say pos_emb=coca.
     """
     config = read_json(folder / "config.json")
     readers = {"gpt_neox": _neox_keys, "llama": _llama_keys}
     kind = config.get("model_type")
     if kind not in readers:
-        raise CheckpointError(f"{folder / 'config.json'}: model_type {kind!r} is not supported; known: {', '.join(sorted(readers))}")
+        raise CheckpointError(
+            f"{folder / 'config.json'}: model_type {kind!r} is not supported; known: {', '.join(sorted(readers))}"
+        )
     try:
         return _common_keys(config) | readers[kind](config, folder)
     except KeyError as missing:
@@ -40,7 +50,11 @@ def read_weights(folder: Path, num_layers: int, num_heads: int, tied: bool) -> d
     """The state dict of our model, in the dtype on disk."""
     available = _index(folder)
     kind = read_json(folder / "config.json")["model_type"]
-    rows = weight_map.GPT_NEOX if kind == "gpt_neox" else weight_map.llama("t_proj" if _has_t_proj(available) else "k_proj")
+    rows = (
+        weight_map.GPT_NEOX
+        if kind == "gpt_neox"
+        else weight_map.llama("t_proj" if _has_t_proj(available) else "k_proj")
+    )
     state = {}
     for row in weight_map.expand(rows, num_layers):
         if tied and row.ours == "final_linear.weight":
@@ -96,10 +110,17 @@ def _neox_keys(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 def _llama_keys(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     if config.get("attention_bias") or config.get("mlp_bias"):
         raise CheckpointError(f"{folder / 'config.json'}: LLaMA with attention_bias or mlp_bias is not supported")
-    if config.get("head_dim", config["hidden_size"] // config["num_attention_heads"]) * config["num_attention_heads"] != config["hidden_size"]:
-        raise CheckpointError(f"{folder / 'config.json'}: head_dim other than hidden_size / num_attention_heads is not supported")
+    if (
+        config.get("head_dim", config["hidden_size"] // config["num_attention_heads"]) * config["num_attention_heads"]
+        != config["hidden_size"]
+    ):
+        raise CheckpointError(
+            f"{folder / 'config.json'}: head_dim other than hidden_size / num_attention_heads is not supported"
+        )
     if config.get("hidden_act", "silu") != "silu":
-        raise CheckpointError(f"{folder / 'config.json'}: hidden_act {config['hidden_act']!r} is not supported for LLaMA; known: silu")
+        raise CheckpointError(
+            f"{folder / 'config.json'}: hidden_act {config['hidden_act']!r} is not supported for LLaMA; known: silu"
+        )
     return {
         "pos_emb": "coca" if _has_t_proj(_index(folder)) else "rotary",
         "intermediate_size": 3 * config["intermediate_size"],  # upstream counts both halves of a gated layer, times 3/2
@@ -115,7 +136,9 @@ def _llama_keys(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 def _activation_keys(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     name = config.get("hidden_act", "gelu")
     if name not in ACTIVATIONS:
-        raise CheckpointError(f"{folder / 'config.json'}: hidden_act {name!r} is not supported; known: {', '.join(ACTIVATIONS)}")
+        raise CheckpointError(
+            f"{folder / 'config.json'}: hidden_act {name!r} is not supported; known: {', '.join(ACTIVATIONS)}"
+        )
     return {"activation": ACTIVATIONS[name], "bias_gelu_fusion": name in TANH_GELU}
 
 
@@ -129,7 +152,9 @@ def _index(folder: Path) -> dict[str, Path]:
         return {name: folder / file for name, file in files.items()}
     single = folder / "model.safetensors"
     if not single.is_file():
-        raise CheckpointError(f"{folder}: no model.safetensors and no model.safetensors.index.json (pickled .bin weights are not read)")
+        raise CheckpointError(
+            f"{folder}: no model.safetensors and no model.safetensors.index.json (pickled .bin weights are not read)"
+        )
     try:
         with safe_open(single, framework="pt") as file:
             return dict.fromkeys(file.keys(), single)

@@ -45,8 +45,8 @@ class Loaded:
 def load_model(path: str | Path, overrides: Overrides = (), device: str = "cpu") -> GPT:
     """The model of a checkpoint of ours or of a Hugging Face folder, in evaluation mode.
 
-    `overrides` may change the extension, the rotary base or the attention backend, as a mapping or as "key=value" strings:
-    {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}.
+    `overrides` may change the extension, the rotary base or the attention backend, as a mapping or as "key=value"
+    strings: {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}.
 
     Raises:
         CheckpointError: nothing usable at `path`, or an override that the weights do not fit.
@@ -64,7 +64,10 @@ def load_checkpoint(path: str | Path, overrides: Overrides = (), device: str = "
     manifest = native.verify(folder)
     trained = load_config([folder / native.CONFIG])
     config = trained.override(overrides)
-    _refuse(f"{folder}: its weights cannot be evaluated with another", differing_keys(trained, config, EVALUATION_KEYS, EVALUATION_GROUPS))
+    _refuse(
+        f"{folder}: its weights cannot be evaluated with another",
+        differing_keys(trained, config, EVALUATION_KEYS, EVALUATION_GROUPS),
+    )
     tokenizer = folder / native.TOKENIZER
     return Loaded(
         model=_fill(build_model(config, device), read_weights(folder), folder),
@@ -83,7 +86,9 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{folder / native.WEIGHTS}: cannot be read: {error}") from error
 
 
-def differing_keys(saved: Config, wanted: Config, free_keys: frozenset[str], free_groups: frozenset[str] = frozenset()) -> list[str]:
+def differing_keys(
+    saved: Config, wanted: Config, free_keys: frozenset[str], free_groups: frozenset[str] = frozenset()
+) -> list[str]:
     """A line for every key in which two configurations differ, the free ones aside."""
     before, after = saved.flat(), wanted.flat()
     return [

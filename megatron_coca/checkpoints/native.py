@@ -9,7 +9,8 @@
                           engine/       DeepSpeed's optimizer and parameter state
                           rng/          one random state per rank
 
-A checkpoint is filled in under a hidden name beside its final one, hashed, flushed to disk and only then renamed; `latest` moves last.
+A checkpoint is filled in under a hidden name beside its final one, hashed, flushed to disk and only then renamed;
+`latest` moves last.
 """
 
 import hashlib
@@ -86,7 +87,9 @@ def abandon(save: Path, step: int) -> None:
 
 
 def prune(save: Path, keep_last: int | None) -> None:
-    """Remove all but the `keep_last` checkpoints of the highest steps and the one that `latest` names (None keeps all)."""
+    """Remove all but the `keep_last` checkpoints of the highest steps and the one that `latest` names (None keeps
+    all).
+    """
     for step in steps(save)[:-keep_last] if keep_last else []:
         folder = step_folder(save, step)
         if folder == _named_latest(save):
@@ -97,7 +100,9 @@ def prune(save: Path, keep_last: int | None) -> None:
 
 
 def locate(path: str | Path, step: int | None = None) -> Path:
-    """The checkpoint folder that `path` means: a run's `save` folder (its newest checkpoint, or that of `step`) or one step's folder."""
+    """The checkpoint folder that `path` means: a run's `save` folder (its newest checkpoint, or that of `step`) or
+    one step's folder.
+    """
     path = Path(path)
     if (path / MANIFEST).is_file():
         return path
@@ -121,13 +126,17 @@ def verify(folder: Path) -> dict[str, Any]:
     """
     manifest = read_json(folder / MANIFEST)
     if manifest.get("format") != FORMAT:
-        raise CheckpointError(f"{folder}: checkpoint format {manifest.get('format')!r}, this version reads format {FORMAT}")
+        raise CheckpointError(
+            f"{folder}: checkpoint format {manifest.get('format')!r}, this version reads format {FORMAT}"
+        )
     for name, expected in manifest["files"].items():
         path = folder / name
         if not path.is_file():
             raise CheckpointError(f"{path}: is missing from the checkpoint")
         if path.stat().st_size != expected["size"]:
-            raise CheckpointError(f"{path}: has {path.stat().st_size} bytes, the checkpoint was written with {expected['size']}")
+            raise CheckpointError(
+                f"{path}: has {path.stat().st_size} bytes, the checkpoint was written with {expected['size']}"
+            )
         if _sha256(path) != expected["sha256"]:
             raise CheckpointError(f"{path}: its content has changed since the checkpoint was written (sha256 differs)")
     return manifest

@@ -21,7 +21,9 @@ def _stack(parts: Sequence[Tensor], heads: int) -> Tensor:
 
 
 def _by_head(parts: Sequence[Tensor], heads: int) -> Tensor:
-    """q, k, v rows -> [q | k | v] head by head where all have as many heads, else all q, all k, all v (the packing of SelfAttention)."""
+    """q, k, v rows -> [q | k | v] head by head where all have as many heads, else all q, all k, all v (the packing
+    of SelfAttention).
+    """
     if len({part.shape[0] for part in parts}) > 1:
         return torch.cat(list(parts), dim=0)
     per_head = [part.view(heads, -1, *part.shape[1:]) for part in parts]
@@ -67,7 +69,11 @@ def llama(key_projection: str) -> tuple[Row, ...]:
         Row("blocks.{i}.post_attention_layernorm.weight", ("model.layers.{i}.post_attention_layernorm.weight",)),
         Row("blocks.{i}.attention.query_key_value.weight", projections, _by_head),
         Row("blocks.{i}.attention.dense.weight", (f"{attention}.o_proj.weight",)),
-        Row("blocks.{i}.mlp.linear1.weight", ("model.layers.{i}.mlp.up_proj.weight", "model.layers.{i}.mlp.gate_proj.weight"), _stack),
+        Row(
+            "blocks.{i}.mlp.linear1.weight",
+            ("model.layers.{i}.mlp.up_proj.weight", "model.layers.{i}.mlp.gate_proj.weight"),
+            _stack,
+        ),
         Row("blocks.{i}.mlp.linear2.weight", ("model.layers.{i}.mlp.down_proj.weight",)),
         Row("norm.weight", ("model.norm.weight",)),
         Row("final_linear.weight", ("lm_head.weight",)),
@@ -80,5 +86,7 @@ def expand(rows: Sequence[Row], num_layers: int) -> list[Row]:
     for row in rows:
         blocks = range(num_layers) if "{i}" in row.ours else (0,)
         for i in blocks:
-            expanded.append(Row(row.ours.replace("{i}", str(i)), tuple(n.replace("{i}", str(i)) for n in row.theirs), row.join))
+            expanded.append(
+                Row(row.ours.replace("{i}", str(i)), tuple(n.replace("{i}", str(i)) for n in row.theirs), row.join)
+            )
     return expanded

@@ -16,8 +16,8 @@ from megatron_coca.model.norms import build_norm
 class Block(nn.Module):
     """Hidden states [batch, length, hidden_size] -> the same.
 
-    Sequential: x += attention(norm1 x); x += mlp(norm2 x). Parallel (`gpt_j_residual`): x + attention(norm1 x) + mlp(norm2 x), with
-    `gpt_j_tied` norm1 in place of norm2.
+    Sequential: x += attention(norm1 x); x += mlp(norm2 x). Parallel (`gpt_j_residual`): x + attention(norm1 x) +
+    mlp(norm2 x), with `gpt_j_tied` norm1 in place of norm2.
     """
 
     def __init__(self, model: ModelConfig, method: PositionMethod, backend: Backend) -> None:

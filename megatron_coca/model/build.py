@@ -11,7 +11,8 @@ from megatron_coca.model.init import initialize
 
 
 def build_model(config: Config, device: str = "cpu") -> GPT:
-    """An initialised float32 model on `device`, with the position method composed and the attention backend chosen for that device.
+    """An initialised float32 model on `device`, with the position method composed and the attention backend chosen
+    for that device.
 
     Raises:
         ConfigError: `vocab_size` is not known.

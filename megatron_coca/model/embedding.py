@@ -8,7 +8,8 @@ from torch import Tensor
 class Embedding(nn.Module):
     """input_ids [batch, length] -> [batch, length, hidden_size].
 
-    With `max_positions` a learned vector per position is added, and a position beyond the table is an error: such a model cannot see further.
+    With `max_positions` a learned vector per position is added, and a position beyond the table is an error: such a
+    model cannot see further.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, max_positions: int | None, dropout: float) -> None:

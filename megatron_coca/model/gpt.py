@@ -17,8 +17,8 @@ from megatron_coca.model.norms import build_norm
 class GPT(nn.Module):
     """A causal language model; `model(input_ids)` gives logits [batch, length, padded vocabulary].
 
-    `layers` is the list embedding, blocks, final norm; nothing but hidden states and the position tables passes between them. Lengths
-    beyond the training length are ordinary.
+    `layers` is the list embedding, blocks, final norm; nothing but hidden states and the position tables passes
+    between them. Lengths beyond the training length are ordinary.
 
     Attributes:
         method: the position method, shared by all layers.
@@ -42,7 +42,8 @@ class GPT(nn.Module):
     def hidden_states(self, input_ids: Tensor, positions: Tensor | None = None) -> Tensor:
         """Hidden states after the final norm, [batch, length, hidden_size].
 
-        `positions` ([length] or [batch, length], int64) defaults to 0, 1, ...; length-dependent frequencies look at the largest + 1.
+        `positions` ([length] or [batch, length], int64) defaults to 0, 1, ...; length-dependent frequencies look at
+        the largest + 1.
         """
         if positions is None:
             positions, length = torch.arange(input_ids.shape[1], device=input_ids.device), input_ids.shape[1]

@@ -35,8 +35,8 @@ OUTPUT_LAYERS = ("attention.dense.weight", "mlp.linear2.weight")
 def initialize(module: nn.Module, model: ModelConfig, seed: int) -> None:
     """Fill every weight matrix by the configured methods, biases with 0; norms keep their 1 and 0.
 
-    The numbers depend on the seed and the parameters' shapes and order alone, so two position methods without parameters of their own
-    start from the same weights; the global random state is left as it was.
+    The numbers depend on the seed and the parameters' shapes and order alone, so two position methods without
+    parameters of their own start from the same weights; the global random state is left as it was.
     """
     inner, output = INITIALIZERS[model.init_method](model), INITIALIZERS[model.output_layer_init_method](model)
     with torch.random.fork_rng(devices=[]):

@@ -66,7 +66,9 @@ def _folder_to_resume(config: CheckpointConfig) -> Path | None:
     if config.load is None or config.finetune:
         return None
     if huggingface.is_huggingface_folder(Path(config.load)):
-        raise CheckpointError(f"{config.load}: a Hugging Face folder has no optimizer state; set finetune=true to start from its weights")
+        raise CheckpointError(
+            f"{config.load}: a Hugging Face folder has no optimizer state; set finetune=true to start from its weights"
+        )
     same = config.save is not None and Path(config.load).resolve() == Path(config.save).resolve()
     if same and not native.steps(Path(config.load)):
         return None
@@ -91,10 +93,23 @@ def refuse_other_run(folder: Path, corpus: Corpus, layout: dict[str, Any]) -> No
     ]
     if problems:
         raise CheckpointError(
-            f"{folder}: cannot be resumed with another {', '.join(problems)}; restore these, or start a new run from its weights with finetune=true"
+            f"{folder}: cannot be resumed with another {', '.join(problems)}; "
+            "restore these, or start a new run from its weights with finetune=true"
         )
     for line in differing_keys(saved, corpus.config, frozenset(), FREE_GROUPS - {"schedule"}):
         logger.warning("resuming with another %s", line)
+
+
+def verify(folder: Path) -> None:
+    """Check the checkpoint's files against its manifest, once for all ranks; a CheckpointError on every rank if one is bad."""
+    failure = None
+    try:
+        if dist.is_main():
+            native.verify(folder)
+    except CheckpointError as error:
+        failure = error
+    if not dist.everyone_succeeded(failure is None):
+        raise failure or CheckpointError(f"{folder}: is damaged (the first process says how)")
 
 
 class Checkpoints:
@@ -145,7 +160,8 @@ class Checkpoints:
                 native.abandon(root, step)
             newest = native.steps(root)[-1:] or "none"
             raise CheckpointError(
-                f"{root}: the checkpoint of step {step} could not be written ({failure or 'on another rank'}); earlier ones are intact (newest: {newest})"
+                f"{root}: the checkpoint of step {step} could not be written ({failure or 'on another rank'}); "
+                f"earlier ones are intact (newest: {newest})"
             ) from failure
 
     def _fill(self, root: Path, step: int) -> None:

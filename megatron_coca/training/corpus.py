@@ -22,7 +22,8 @@ class Corpus:
         config: the configuration with data paths and vocabulary size filled in.
         train: the order of the training samples.
         valid: the order of the validation samples, or None where no validation data is named.
-        tokenizer: what the shards were made with, or None where nothing says (shards of another program, no vocab_file).
+        tokenizer: what the shards were made with, or None where nothing says (shards of another program, no
+        vocab_file).
     """
 
     config: Config
@@ -82,12 +83,16 @@ def _open_shards(config: Config) -> tuple[list[Shard], list[Shard]]:
     assert shares is not None, "a configuration holds a split that can be read"
     train, valid, _ = split_shard(Shard(data.data_path), shares)
     if train is None:
-        raise DataError(f"{data.data_path}: split {data.split!r} leaves no document to train on; change split or add documents")
+        raise DataError(
+            f"{data.data_path}: split {data.split!r} leaves no document to train on; change split or add documents"
+        )
     return [train], [valid] if valid is not None else []
 
 
 def split_shard(shard: Shard, shares: Sequence[float]) -> list[Shard | None]:
-    """Consecutive parts of a shard by shares of its documents, as GPT-NeoX's `split`; None for a part without documents."""
+    """Consecutive parts of a shard by shares of its documents, as GPT-NeoX's `split`; None for a part without
+    documents.
+    """
     edges = [round(edge / sum(shares) * shard.documents) for edge in accumulate(shares, initial=0.0)]
     return [shard.part(first, last) if last > first else None for first, last in pairwise(edges)]
 
@@ -103,7 +108,9 @@ def _common_tokenizer(config: Config) -> Tokenizer | None:
         named = load_tokenizer(config.data.tokenizer_type, config.data.vocab_file, config.data.merge_file)
         found[config.data.vocab_file] = named
     if len({tokenizer.fingerprint for tokenizer in found.values()}) > 1:
-        raise DataError(f"the tokenizers of {', '.join(found)} differ; shards of one run must be made with one tokenizer")
+        raise DataError(
+            f"the tokenizers of {', '.join(found)} differ; shards of one run must be made with one tokenizer"
+        )
     return next(iter(found.values()), None)
 
 

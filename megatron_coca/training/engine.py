@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import deepspeed
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -14,12 +13,16 @@ from torch import Tensor
 
 from megatron_coca.config import BatchSizes, Config
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# DeepSpeed looks for an accelerator while it is imported, and warns where it finds none: tell it.
+os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+import deepspeed  # noqa: E402
+
 _TAG = "state"
 
 
 class StepResult(NamedTuple):
-    """What one optimizer step reports: mean loss in nats per token over all ranks, and the gradient norm before clipping.
+    """What one optimizer step reports: mean loss in nats per token over all ranks, and the gradient norm before
+    clipping.
 
     The norm is None where the step was skipped for an overflow.
     """
@@ -29,7 +32,9 @@ class StepResult(NamedTuple):
 
 
 def init_distributed() -> None:
-    """Join the process group that the launcher's environment describes (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT)."""
+    """Join the process group that the launcher's environment describes (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
+    MASTER_PORT).
+    """
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     # On CPU DeepSpeed would compile a shared-memory all-reduce at start; gloo needs no compiler on the machine.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -41,7 +46,9 @@ class Engine:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, config: Config, sizes: BatchSizes) -> None:
         """`model` maps samples [micro_batch, length + 1] to a scalar loss; `sizes` are those of this world size."""
-        self._engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=deepspeed_config(config, sizes))
+        self._engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=deepspeed_config(config, sizes)
+        )
         self._sharded = config.parallel.stage == 3
         self.device = self._engine.device
 
@@ -74,7 +81,9 @@ class Engine:
         return self._mean(torch.stack(losses).mean())
 
     def weights(self) -> dict[str, Tensor]:
-        """All weights of the module on the CPU, in the training dtype. Every rank must call it; the first one gets the result."""
+        """All weights of the module on the CPU, in the training dtype. Every rank must call it; the first one gets
+        the result.
+        """
         if self._sharded:
             gathered = self._engine._zero3_consolidated_16bit_state_dict() or {}
         else:
@@ -89,18 +98,15 @@ class Engine:
         """Restore what `save` wrote, at the same world size and ZeRO stage. Every rank must call it."""
         self._engine.load_checkpoint(str(folder), tag=_TAG, load_lr_scheduler_states=False)
 
-    def reload_weights(self) -> None:
-        """Take over weights that were copied into `module` after construction (the optimizer keeps float32 masters of its own)."""
-        if hasattr(self._engine.optimizer, "refresh_fp32_params"):
-            self._engine.optimizer.refresh_fp32_params()
-
     def _mean(self, value: Tensor) -> float:
         if world_size() > 1:
             dist.all_reduce(value)
         return float(value) / world_size()
 
     def _norm_before_step(self) -> float | None:
-        """DeepSpeed reports no norm for plain float32 without ZeRO; there the reduced gradients lie in the parameters."""
+        """DeepSpeed reports no norm for plain float32 without ZeRO; there the reduced gradients lie in the
+        parameters.
+        """
         if isinstance(self._engine.optimizer, torch.optim.Optimizer):
             gradients = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
             return float(nn.utils.get_total_norm(gradients))
@@ -113,7 +119,9 @@ class Engine:
 
 
 def deepspeed_config(config: Config, sizes: BatchSizes) -> dict[str, Any]:
-    """DeepSpeed's own configuration. Every value that matters is spelled out, so that its defaults never decide a result."""
+    """DeepSpeed's own configuration. Every value that matters is spelled out, so that its defaults never decide a
+    result.
+    """
     section: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": sizes.micro,
         "gradient_accumulation_steps": sizes.accumulation,

@@ -15,7 +15,11 @@ LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 def under_launcher(environment: Mapping[str, str]) -> bool:
     """Whether deepspeed, torchrun or srun with more than one task started this process."""
-    return all(name in environment for name in LAUNCHED) or int(environment.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in environment
+    return (
+        all(name in environment for name in LAUNCHED)
+        or int(environment.get("SLURM_NTASKS", "1")) > 1
+        and "SLURM_PROCID" in environment
+    )
 
 
 def launcher_command(launch: LaunchConfig, script: str, arguments: Sequence[str]) -> list[str] | None:
@@ -52,7 +56,9 @@ def complete_environment(environment: dict[str, str]) -> None:
         environment["WORLD_SIZE"] = environment["SLURM_NTASKS"] if slurm else "1"
         environment["LOCAL_RANK"] = environment.get("SLURM_LOCALID", "0") if slurm else "0"
         if slurm:
-            environment.setdefault("LOCAL_WORLD_SIZE", re.split(r"\D", environment.get("SLURM_NTASKS_PER_NODE", "1"))[0])
+            environment.setdefault(
+                "LOCAL_WORLD_SIZE", re.split(r"\D", environment.get("SLURM_NTASKS_PER_NODE", "1"))[0]
+            )
             environment.setdefault("MASTER_ADDR", first_host(environment.get("SLURM_STEP_NODELIST", "localhost")))
             environment.setdefault("MASTER_PORT", str(20000 + int(environment.get("SLURM_JOB_ID", "9500")) % 20000))
     environment.setdefault("LOCAL_WORLD_SIZE", environment.get("LOCAL_SIZE", environment["WORLD_SIZE"]))

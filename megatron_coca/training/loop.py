@@ -18,6 +18,7 @@ from megatron_coca.training.checkpoint import (
     load_initial_weights,
     refuse_other_run,
     starting_point,
+    verify,
 )
 from megatron_coca.training.corpus import Corpus, open_corpus
 from megatron_coca.training.engine import Engine
@@ -29,14 +30,15 @@ logger = logging.getLogger(__name__)
 
 
 def fit(config: Config) -> None:
-    """Train as the configuration says, from its start or from where its checkpoint ends, in the process group of the environment.
+    """Train as the configuration says, from its start or from where its checkpoint ends, in the process group of the
+    environment.
 
     Raises:
         ConfigError, DataError, CheckpointError, BackendError: something given cannot be used; nothing was overwritten.
     """
     launch.complete_environment(os.environ)
     if not torch.cuda.is_available():
-        torch.set_num_threads(launch.threads_per_process(os.environ))
+        torch.set_num_threads(min(torch.get_num_threads(), launch.threads_per_process(os.environ)))
     dist.init_distributed()
     set_up_logging(dist.is_main())
     try:
@@ -55,6 +57,7 @@ def _run(config: Config) -> None:
     corpus = open_corpus(config)
     layout = _layout(corpus.config, sizes)
     if folder is not None:
+        verify(folder)
         refuse_other_run(folder, corpus, layout)
     engine = _build_engine(corpus.config, sizes)
     checkpoints = Checkpoints(corpus, engine, layout)
@@ -75,7 +78,9 @@ def _build_engine(config: Config, sizes: BatchSizes) -> Engine:
     return Engine(LanguageModelLoss(model), build_optimizer(model, config.optimizer), config, sizes)
 
 
-def _iterate(corpus: Corpus, engine: Engine, checkpoints: Checkpoints, reporters: Reporters, sizes: BatchSizes, start: int) -> None:
+def _iterate(
+    corpus: Corpus, engine: Engine, checkpoints: Checkpoints, reporters: Reporters, sizes: BatchSizes, start: int
+) -> None:
     config, layout = corpus.config, (sizes.total, sizes.micro, dist.rank(), dist.world_size())
     assert config.schedule.train_iters is not None and config.optimizer.lr is not None
     last = min(config.schedule.train_iters, config.logging.exit_interval or config.schedule.train_iters)
@@ -89,7 +94,9 @@ def _iterate(corpus: Corpus, engine: Engine, checkpoints: Checkpoints, reporters
             if done % config.logging.log_interval == 0 or done == last:
                 elapsed = time.perf_counter() - clock
                 tokens = (done - seen) * sizes.total * config.model.seq_length
-                reporters.report(done, loss=result.loss, grad_norm=result.grad_norm, lr=rate, tokens_per_second=tokens / elapsed)
+                reporters.report(
+                    done, loss=result.loss, grad_norm=result.grad_norm, lr=rate, tokens_per_second=tokens / elapsed
+                )
                 clock, seen = time.perf_counter(), done
             reporters.advance()
             if done % config.logging.eval_interval == 0 or done == config.schedule.train_iters:
@@ -101,7 +108,9 @@ def _iterate(corpus: Corpus, engine: Engine, checkpoints: Checkpoints, reporters
         checkpoints.save(last)
 
 
-def _validate(corpus: Corpus, engine: Engine, reporters: Reporters, layout: tuple[int, int, int, int], step: int) -> None:
+def _validate(
+    corpus: Corpus, engine: Engine, reporters: Reporters, layout: tuple[int, int, int, int], step: int
+) -> None:
     """Report the mean loss of the first `eval_iters` validation batches: the same samples every time."""
     batches = corpus.config.logging.eval_iters
     if corpus.valid is None or batches == 0:
@@ -123,8 +132,12 @@ def _layout(config: Config, sizes: BatchSizes) -> dict[str, Any]:
 def _summary(corpus: Corpus, engine: Engine, sizes: BatchSizes, start: int) -> str:
     config = corpus.config
     parameters = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
-    sources = ", ".join(f"{share.source} {share.fraction:.1%}" for share in corpus.train.mixture((config.schedule.train_iters or 1) * sizes.total))
+    sources = ", ".join(
+        f"{share.source} {share.fraction:.1%}"
+        for share in corpus.train.mixture((config.schedule.train_iters or 1) * sizes.total)
+    )
     return (
         f"{config.position.pos_emb}: {parameters:,} parameters, {config.precision.dtype}, {dist.world_size()} process(es), "
-        f"{sizes.total} x {config.model.seq_length} tokens a step, data {sources}; " + (f"resuming at step {start}" if start else "from step 0")
+        f"{sizes.total} x {config.model.seq_length} tokens a step, data {sources}; "
+        + (f"resuming at step {start}" if start else "from step 0")
     )

@@ -1,4 +1,6 @@
-"""Where a run's figures go: a progress bar, a JSON line per report, and TensorBoard or Weights & Biases where asked for."""
+"""Where a run's figures go: a progress bar, a JSON line per report, and TensorBoard or Weights & Biases where asked
+for.
+"""
 
 import json
 import logging
@@ -29,7 +31,9 @@ class Console:
     """A progress bar with rate and remaining time, on standard error."""
 
     def __init__(self, config: Config, start: int) -> None:
-        self._bar = tqdm(total=config.schedule.train_iters, initial=start, desc=config.position.pos_emb, unit="step", mininterval=1.0)
+        self._bar = tqdm(
+            total=config.schedule.train_iters, initial=start, desc=config.position.pos_emb, unit="step", mininterval=1.0
+        )
 
     def advance(self) -> None:
         """One step is done."""
@@ -44,7 +48,9 @@ class Console:
 
 
 class JsonLines:
-    """One JSON object per report in `metrics.jsonl`; a resumed run first drops the lines of steps that it will repeat."""
+    """One JSON object per report in `metrics.jsonl`; a resumed run first drops the lines of steps that it will
+    repeat.
+    """
 
     def __init__(self, folder: Path, start: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)

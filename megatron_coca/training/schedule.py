@@ -12,14 +12,16 @@ DECAYS: dict[str, Callable[[float, float, float], float]] = {
     "cosine": lambda progress, peak, low: low + (peak - low) / 2.0 * (math.cos(math.pi * progress) + 1.0),
     "exponential": lambda progress, peak, low: peak * 0.5**progress,
 }
-"""(progress 0..1 from the end of the warm-up to the horizon, peak, minimum) -> learning rate before the floor at the minimum."""
+"""(progress 0..1 from the end of the warm-up to the horizon, peak, minimum) -> learning rate before the floor at the
+minimum.
+"""
 
 
 def learning_rate(step: int, peak: float, schedule: ScheduleConfig) -> float:
     """The learning rate of the optimizer step after `step` completed ones.
 
-    A straight line from `lr_warmup_init` reaches `peak` after warmup * horizon steps; then the decay, which is held at its end past the
-    horizon (GPT-NeoX's cosine rises again there).
+    A straight line from `lr_warmup_init` reaches `peak` after warmup * horizon steps; then the decay, which is held
+    at its end past the horizon (GPT-NeoX's cosine rises again there).
     """
     count, horizon = step + 1, schedule.decay_iters
     warmup = schedule.warmup * horizon

@@ -1,4 +1,6 @@
-"""Every method and backend against the float64 oracle: values and gradients, by the error of a plain run in the same precision."""
+"""Every method and backend against the float64 oracle: values and gradients, by the error of a plain run in the same
+precision.
+"""
 
 import math
 from types import SimpleNamespace
@@ -27,13 +29,23 @@ SCALINGS = {
 }
 
 
-def make_method(name: str, heads: int = 4, rotary_pct: float = 1.0, scaling: dict | None = None, length: int = 32) -> PositionMethod:
-    keys = {"num_layers": 1, "hidden_size": heads * HEAD_DIM, "num_attention_heads": heads, "seq_length": length, "pos_emb": name}
+def make_method(
+    name: str, heads: int = 4, rotary_pct: float = 1.0, scaling: dict | None = None, length: int = 32
+) -> PositionMethod:
+    keys = {
+        "num_layers": 1,
+        "hidden_size": heads * HEAD_DIM,
+        "num_attention_heads": heads,
+        "seq_length": length,
+        "pos_emb": name,
+    }
     config = load_config([], keys | {"rotary_pct": rotary_pct, "rope_scaling": scaling or None})
     return build_method(config.position, config.model)
 
 
-def tensors(length: int, heads: int = 4, kv_heads: int | None = None, batch: int = 2, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+def tensors(
+    length: int, heads: int = 4, kv_heads: int | None = None, batch: int = 2, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     shapes = [(batch, heads, length, HEAD_DIM)] + 2 * [(batch, kv_heads or heads, length, HEAD_DIM)]
     return tuple(torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)  # type: ignore[return-value]
@@ -46,7 +58,9 @@ def theta(method: PositionMethod, length: int) -> Tensor:
     return oracle.frequencies(rotary.dim, rotary.base, rotary.rope_type, rotary.factor, rotary.training_length, length)
 
 
-def production(method: PositionMethod, backend: Backend, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None = None) -> Tensor:
+def production(
+    method: PositionMethod, backend: Backend, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None = None
+) -> Tensor:
     positions = torch.arange(q.shape[2]) if positions is None else positions
     tables = method.tables(positions, int(positions.max()) + 1, q.dtype)
     return backend.attend(method.prepare(q, k, v, tables))
@@ -58,15 +72,22 @@ def with_gradients(function, operands: tuple[Tensor, Tensor, Tensor], dtype: tor
     out = function(*leaves)
     cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64).to(out.dtype)
     grads = torch.autograd.grad(out, leaves, cotangent, allow_unused=True)
-    return [out.detach().double(), *(torch.zeros_like(leaf).double() if g is None else g.double() for g, leaf in zip(grads, leaves, strict=True))]
+    return [
+        out.detach().double(),
+        *(torch.zeros_like(leaf).double() if g is None else g.double() for g, leaf in zip(grads, leaves, strict=True)),
+    ]
 
 
 def relative_errors(got: list[Tensor], exact: list[Tensor]) -> list[float]:
-    """Norm of the difference against the norm; absolute below 1, because the gradient of a lone token's query is exactly zero."""
+    """Norm of the difference against the norm; absolute below 1, because the gradient of a lone token's query is
+    exactly zero.
+    """
     return [float((a - b).norm() / b.norm().clamp(min=1.0)) for a, b in zip(got, exact, strict=True)]
 
 
-def check(name: str, backend: Backend, length: int, dtype: torch.dtype, kv_heads: int | None = None, rotary_pct: float = 1.0) -> None:
+def check(
+    name: str, backend: Backend, length: int, dtype: torch.dtype, kv_heads: int | None = None, rotary_pct: float = 1.0
+) -> None:
     """Error at most twice that of the oracle's formulas run in the same precision, both against float64."""
     method, operands = make_method(name, rotary_pct=rotary_pct), tensors(length, kv_heads=kv_heads)
     rounded = tuple(x.to(dtype).double() for x in operands)
@@ -75,7 +96,9 @@ def check(name: str, backend: Backend, length: int, dtype: torch.dtype, kv_heads
     plain = with_gradients(lambda q, k, v: oracle.attention(name, q, k, v, angles, dtype=dtype), rounded, dtype)
     ours = with_gradients(lambda q, k, v: production(method, backend, q, k, v), rounded, dtype)
     floor = 16 * torch.finfo(dtype).eps
-    for what, error, allowed in zip("out dq dk dv".split(), relative_errors(ours, exact), relative_errors(plain, exact), strict=True):
+    for what, error, allowed in zip(
+        ("out", "dq", "dk", "dv"), relative_errors(ours, exact), relative_errors(plain, exact), strict=True
+    ):
         assert error <= max(2 * allowed, floor), f"{what}: {error:.2e} against {allowed:.2e} of a plain run"
 
 
@@ -96,14 +119,18 @@ def test_float64(name: str, length: int) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ["rotary", "coca", "coca_strict", "alibi", "none"])
 def test_bfloat16(name: str, backend: str, length: int) -> None:
-    """The plain run has no complex bfloat16 rotation: it rounds operands, scores and weights as eager attention in bfloat16 does."""
+    """The plain run has no complex bfloat16 rotation: it rounds operands, scores and weights as eager attention in
+    bfloat16 does.
+    """
     method, operands = make_method(name), tensors(length)
     rounded = tuple(x.bfloat16().double() for x in operands)
     angles = theta(method, length)
     exact = with_gradients(lambda q, k, v: oracle.attention(name, q, k, v, angles), rounded, torch.float64)
     plain = with_gradients(lambda q, k, v: eager(method, q, k, v), rounded, torch.bfloat16)
     ours = with_gradients(lambda q, k, v: production(method, BACKENDS[backend], q, k, v), rounded, torch.bfloat16)
-    for what, error, allowed in zip("out dq dk dv".split(), relative_errors(ours, exact), relative_errors(plain, exact), strict=True):
+    for what, error, allowed in zip(
+        ("out", "dq", "dk", "dv"), relative_errors(ours, exact), relative_errors(plain, exact), strict=True
+    ):
         assert error <= 2 * allowed, f"{what}: {error:.2e} against {allowed:.2e} of a plain run"
 
 
@@ -159,11 +186,15 @@ def test_positions_per_row() -> None:
     positions = torch.stack((torch.arange(30), torch.arange(30) + 7))
     together = production(method, BACKENDS["sdpa"], q, k, v, positions)
     for row in range(2):
-        alone = production(method, BACKENDS["sdpa"], q[row : row + 1], k[row : row + 1], v[row : row + 1], positions[row])
+        alone = production(
+            method, BACKENDS["sdpa"], q[row : row + 1], k[row : row + 1], v[row : row + 1], positions[row]
+        )
         torch.testing.assert_close(together[row : row + 1], alone, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("backend", [SdpaBackend(), ReferenceBackend(), FlexBackend(compiled=False)], ids=["sdpa", "reference", "flex"])
+@pytest.mark.parametrize(
+    "backend", [SdpaBackend(), ReferenceBackend(), FlexBackend(compiled=False)], ids=["sdpa", "reference", "flex"]
+)
 @pytest.mark.parametrize("name", ["rotary", "alibi"])
 def test_queries_that_are_the_last_of_the_keys(name: str, backend: Backend) -> None:
     """The rows of a full pass, from the last queries alone."""
@@ -181,7 +212,9 @@ def test_flex_definition(name: str) -> None:
     method, (q, k, v) = make_method(name), tensors(150, kv_heads=2)
     q, k, v = q.float(), k.float(), v.float()
     expected = oracle.attention(name, q, k, v, theta(method, 150))
-    torch.testing.assert_close(production(method, FlexBackend(compiled=False), q, k, v).double(), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        production(method, FlexBackend(compiled=False), q, k, v).double(), expected, rtol=1e-4, atol=1e-5
+    )
 
 
 def test_a_bias_costs_no_quadratic_memory_in_autograd() -> None:

@@ -16,7 +16,13 @@ from megatron_coca.checkpoints import CheckpointError, load_checkpoint
 TRAINED = 32
 """max_position_embeddings of the models here."""
 
-COMMON = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": TRAINED}
+COMMON = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": TRAINED,
+}
 
 
 def neox(**changes: Any) -> GPTNeoXConfig:
@@ -43,7 +49,11 @@ def write(config: PreTrainedConfig, folder: Path) -> Path:
 @torch.no_grad()
 def theirs(folder: Path, ids: Tensor) -> Tensor:
     """The logits of a fresh model: transformers' dynamic extension remembers the longest input it has seen."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()(ids).logits
+    return (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        .eval()(ids)
+        .logits
+    )
 
 
 def tokens(length: int) -> Tensor:
@@ -137,7 +147,9 @@ def test_weights_in_several_files(tmp_path: Path) -> None:
 
 def change_config(folder: Path, **changes: Any) -> None:
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({name: value for name, value in (config | changes).items() if value is not None}))
+    (folder / "config.json").write_text(
+        json.dumps({name: value for name, value in (config | changes).items() if value is not None})
+    )
 
 
 def drop_weight(folder: Path) -> None:
@@ -156,7 +168,10 @@ def truncate_weights(folder: Path) -> None:
 
 
 FAULTS = {
-    "model type": (lambda f: change_config(f, model_type="mamba"), "config.json: model_type 'mamba' is not supported; known: gpt_neox, llama"),
+    "model type": (
+        lambda f: change_config(f, model_type="mamba"),
+        "config.json: model_type 'mamba' is not supported; known: gpt_neox, llama",
+    ),
     "no size": (lambda f: change_config(f, hidden_size=None), "config.json: has no 'hidden_size'"),
     "bias": (lambda f: change_config(f, attention_bias=True), "attention_bias or mlp_bias is not supported"),
     "activation": (lambda f: change_config(f, hidden_act="relu2"), "hidden_act 'relu2' is not supported"),
@@ -165,8 +180,14 @@ FAULTS = {
     "missing weight": (drop_weight, "has no weight model.layers.1.mlp.up_proj.weight"),
     "pickled": (pickle_weights, r"no model.safetensors .*\(pickled .bin weights are not read\)"),
     "truncated": (truncate_weights, "model.safetensors: is not a readable safetensors file"),
-    "other shape": (lambda f: change_config(f, vocab_size=128), r"do not fit the model: embedding.word_embeddings.weight is \[96, 32\]"),
-    "empty index": (lambda f: (f / "model.safetensors.index.json").write_text("{}"), "model.safetensors.index.json: has no weight_map"),
+    "other shape": (
+        lambda f: change_config(f, vocab_size=128),
+        r"do not fit the model: embedding.word_embeddings.weight is \[96, 32\]",
+    ),
+    "empty index": (
+        lambda f: (f / "model.safetensors.index.json").write_text("{}"),
+        "model.safetensors.index.json: has no weight_map",
+    ),
 }
 
 
@@ -191,4 +212,6 @@ def test_overrides_that_the_weights_do_not_fit(tmp_path: Path) -> None:
     folder = write(neox(), tmp_path)
     with pytest.raises(CheckpointError, match="cannot be evaluated with another num_layers"):
         load_model(folder, {"num_layers": 1})
-    assert load_checkpoint(folder, {"pos_emb": "coca"}).config.position.pos_emb == "coca", "the authors' folders look like plain ones"
+    assert load_checkpoint(folder, {"pos_emb": "coca"}).config.position.pos_emb == "coca", (
+        "the authors' folders look like plain ones"
+    )

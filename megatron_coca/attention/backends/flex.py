@@ -12,7 +12,9 @@ from megatron_coca.attention.inputs import AttentionInputs, DistanceBias, Needs
 
 
 class FlexBackend:
-    """FlexAttention with a causal block mask. `compiled=False` runs its dense definition, which any device can (for tests)."""
+    """FlexAttention with a causal block mask. `compiled=False` runs its dense definition, which any device can (for
+    tests).
+    """
 
     def __init__(self, compiled: bool = True) -> None:
         self._compiled = compiled
@@ -29,7 +31,7 @@ class FlexBackend:
         """[batch, heads, query_length, head_dim] in the query's dtype."""
         query_length, key_length = inputs.query.shape[2], inputs.key.shape[2]
         past = key_length - query_length
-        kernel = _compiled_kernel() if self._compiled else flex_attention
+        kernel: Any = _compiled_kernel() if self._compiled else flex_attention
         return kernel(
             inputs.query,
             inputs.key,

@@ -21,7 +21,7 @@ class ReferenceBackend:
         groups = inputs.query.shape[1] // inputs.key.shape[1]
         key, value = (x.repeat_interleave(groups, dim=1) for x in (inputs.key, inputs.value))
         scores = opt_einsum.contract("bhmd,bhnd->bhmn", inputs.query, key) * inputs.scale
-        distance = _distances(*scores.shape[-2:], scores.device)
+        distance = _distances(scores.shape[-2], scores.shape[-1], scores.device)
         if inputs.bias is not None:
             wide = torch.promote_types(scores.dtype, torch.float32)
             scores = scores + inputs.bias.at(distance.to(wide))

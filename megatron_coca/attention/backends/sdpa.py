@@ -9,7 +9,9 @@ from torch import Tensor
 from megatron_coca.attention.inputs import AttentionInputs, DistanceBias, Needs
 
 QUERY_BLOCK = 512
-"""Query rows per call where a bias is present: longer blocks spend more on hidden keys, shorter ones more on calls (docs/attention.md)."""
+"""Query rows per call where a bias is present: longer blocks spend more on hidden keys, shorter ones more on calls
+(docs/attention.md).
+"""
 
 
 class SdpaBackend:
@@ -24,7 +26,9 @@ class SdpaBackend:
     def attend(self, inputs: AttentionInputs) -> Tensor:
         """[batch, heads, query_length, head_dim] in the query's dtype."""
         if inputs.bias is not None and inputs.query.device.type != "cpu":
-            raise RuntimeError("this model was built for the CPU; build it with the device it runs on: build_model(config, device=...)")
+            raise RuntimeError(
+                "this model was built for the CPU; build it with the device it runs on: build_model(config, device=...)"
+            )
         if inputs.bias is None and inputs.query.shape[2] == inputs.key.shape[2]:
             return _sdpa(inputs, inputs.query, inputs.key, inputs.value, causal=True)
         return _attend_in_blocks(inputs)
@@ -33,9 +37,10 @@ class SdpaBackend:
 def _attend_in_blocks(inputs: AttentionInputs) -> Tensor:
     """Blocks of queries against the keys that they can see, with the bias and the causal mask in one strided view.
 
-    A bias b(r) of the distance r = m - n is constant along diagonals. With the rows of a block reversed, entry (row, column) lies at offset
-    row + column of one vector per head, so the whole mask is a view of that vector with strides (1, 1): exact in float32, O(N) memory,
-    and autograd keeps only the vector.
+    A bias b(r) of the distance r = m - n is constant along diagonals. With the rows of a block reversed, entry (row,
+    column) lies at offset row + column of one vector per head, so the whole mask is a view of that vector with strides
+    (1, 1): exact in
+    float32, O(N) memory, and autograd keeps only the vector.
     """
     query_length, key_length = inputs.query.shape[2], inputs.key.shape[2]
     past = key_length - query_length
@@ -51,10 +56,16 @@ def _attend_in_blocks(inputs: AttentionInputs) -> Tensor:
 
 
 def _reversed_mask(bias: DistanceBias | None, rows: int, columns: int, query: Tensor) -> Tensor:
-    """The additive mask [1, heads or 1, rows, columns] for the last `rows` of `columns` tokens in reversed order, hidden keys at -inf."""
+    """The additive mask [1, heads or 1, rows, columns] for the last `rows` of `columns` tokens in reversed order,
+    hidden keys at -inf.
+    """
     distance = columns - 1 - torch.arange(rows + columns - 1, device=query.device)
     dtype = torch.promote_types(query.dtype, torch.float32)
-    diagonal = bias.at(distance.to(dtype)) if bias is not None else torch.zeros(1, len(distance), dtype=dtype, device=query.device)
+    diagonal = (
+        bias.at(distance.to(dtype))
+        if bias is not None
+        else torch.zeros(1, len(distance), dtype=dtype, device=query.device)
+    )
     diagonal = diagonal.masked_fill(distance < 0, -math.inf)
     view = diagonal.as_strided((1, len(diagonal), rows, columns), (0, diagonal.shape[1], 1, 1))
     return view
@@ -65,5 +76,12 @@ def _sdpa(
 ) -> Tensor:
     grouped = query.shape[1] != key.shape[1]
     return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, dropout_p=inputs.dropout, is_causal=causal, scale=inputs.scale, enable_gqa=grouped
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=inputs.dropout,
+        is_causal=causal,
+        scale=inputs.scale,
+        enable_gqa=grouped,
     )

@@ -11,7 +11,9 @@ logger = logging.getLogger(__name__)
 
 BACKENDS: dict[str, Backend] = {"sdpa": SdpaBackend(), "flex": FlexBackend(), "reference": ReferenceBackend()}
 AUTOMATIC = ("sdpa", "flex")
-"""What `auto` may take, in order of preference; the reference is never taken unasked, because it needs O(N^2) memory."""
+"""What `auto` may take, in order of preference; the reference is never taken unasked, because it needs O(N^2)
+memory.
+"""
 
 
 class BackendError(ValueError):
@@ -22,17 +24,22 @@ def select_backend(name: str, needs: Needs) -> tuple[str, Backend]:
     """(name, backend) for `attention_backend: name`.
 
     Raises:
-        BackendError: the named backend cannot serve `needs` (it is never replaced silently), or none of the automatic ones can.
+        BackendError: the named backend cannot serve `needs` (it is never replaced silently), or none of the
+        automatic ones can.
     """
     candidates = AUTOMATIC if name == "auto" else (name,)
-    reasons = {}
+    reasons: dict[str, str] = {}
     for candidate in candidates:
         reason = BACKENDS[candidate].supports(needs)
         if reason is None:
             logger.info("attention backend %s%s", candidate, _passed_over(reasons))
             return candidate, BACKENDS[candidate]
         reasons[candidate] = reason
-    remedy = "; set attention_backend to another one or to auto" if name != "auto" else "; attention_backend: reference runs anything, slowly"
+    remedy = (
+        "; set attention_backend to another one or to auto"
+        if name != "auto"
+        else "; attention_backend: reference runs anything, slowly"
+    )
     raise BackendError(f"attention_backend {name} cannot serve this model{_passed_over(reasons)}{remedy}")
 
 

@@ -25,7 +25,8 @@ class AlibiBias:
 def alibi_slopes(num_heads: int) -> tuple[float, ...]:
     """2^(-8h/H) for h = 1..H where H is a power of two.
 
-    Otherwise the slopes of the largest power of two p <= H, then every other slope of 2p, as the ALiBi authors extend them.
+    Otherwise the slopes of the largest power of two p <= H, then every other slope of 2p, as the ALiBi authors
+    extend them.
     """
     power = 2 ** int(math.log2(num_heads))
     slopes = _geometric_slopes(power)

@@ -1,10 +1,12 @@
 """Score forms: how a query and a key become the two operands whose dot product is the attention score.
 
-Every form here, CoCA included, is ordinary attention on modified operands Q' and K', so any flash kernel runs it in O(N) memory. The papers
-write CoCA as a three-operand contraction over an N x N intermediate; `megatron_coca.attention.oracle` follows them literally.
+Every form here, CoCA included, is ordinary attention on modified operands Q' and K', so any flash kernel runs it in
+O(N) memory. The papers write CoCA as a three-operand contraction over an N x N intermediate;
+`megatron_coca.attention.oracle` follows them
+literally.
 
-Operand functions take x [batch, heads, length, head_dim] and the rotary tables, work in the tables' dtype (float32 or better: Q' of CoCA is
-quadratic in q, so it must be rounded once, at the end) and return x's dtype.
+Operand functions take x [batch, heads, length, head_dim] and the rotary tables, work in the tables' dtype (float32
+or better: Q' of CoCA is quadratic in q, so it must be rounded once, at the end) and return x's dtype.
 """
 
 from collections.abc import Callable
@@ -22,8 +24,10 @@ Operand = Callable[[Tensor, RotaryTables], Tensor]
 class ScoreForm:
     """One row of the table below.
 
-    `query` and `key` act on the rotary block, `query_rest` and `key_rest` on the dimensions beyond `rotary_pct`. `rotary` says whether the
-    form turns its operands at all, `shift_invariant` whether moving all positions by a constant leaves the scores unchanged.
+    `query` and `key` act on the rotary block, `query_rest` and `key_rest` on the dimensions beyond `rotary_pct`.
+    `rotary` says whether the form turns its operands at all, `shift_invariant` whether moving all positions by a
+    constant leaves the scores
+    unchanged.
     """
 
     query: Operand | None
@@ -34,7 +38,9 @@ class ScoreForm:
     shift_invariant: bool
 
     def operands(self, q: Tensor, k: Tensor, tables: RotaryTables | None) -> tuple[Tensor, Tensor]:
-        """(Q', K') from q [batch, heads, length, head_dim] and k [batch, kv_heads, length, head_dim], in their dtypes."""
+        """(Q', K') from q [batch, heads, length, head_dim] and k [batch, kv_heads, length, head_dim], in their
+        dtypes.
+        """
         if tables is None:
             return q, k
         return _apply(q, tables, self.query, self.query_rest), _apply(k, tables, self.key, self.key_rest)

@@ -1,7 +1,9 @@
 """Rotary frequencies and their extensions beyond the training length.
 
-An extension is a pure function of (rotary dimension, base, factor, training length L, present length l): nothing is kept between calls,
-so a short input after a long one sees the short input's frequencies. Notation: theta_j = base^(-2j/d), j = 0..d/2-1, s = factor.
+An extension is a pure function of (rotary dimension, base, factor, training length L, present length l): nothing is
+kept between calls, so a short input after a long one sees the short input's frequencies. Notation: theta_j =
+base^(-2j/d), j = 0..d/2-1,
+s = factor.
 """
 
 from collections.abc import Callable
@@ -13,7 +15,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Rotary:
-    """What the frequencies of a model depend on: rotary dimension d (even), base, extension name, factor s and training length L."""
+    """What the frequencies of a model depend on: rotary dimension d (even), base, extension name, factor s and
+    training length L.
+    """
 
     dim: int
     base: float = 10000.0
