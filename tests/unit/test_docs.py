@@ -39,7 +39,9 @@ def test_what_a_page_names_exists(page: Path) -> None:
 
 
 def test_the_checks_find_what_is_missing() -> None:
-    text = "[this](nowhere.md), [that](README.txt#part), `configs/none.yml`, tools/none.py; configs/*/x.yml is a pattern"
+    text = (
+        "[this](nowhere.md), [that](README.txt#part), `configs/none.yml`, tools/none.py; configs/*/x.yml is a pattern"
+    )
     assert missing_links(text, ROOT) == ["nowhere.md", "README.txt"]
     assert missing_paths(text) == ["configs/none.yml", "tools/none.py"]
 
