@@ -11,7 +11,7 @@ from megatron_coca.data import DataError
 
 
 def main(arguments: list[str]) -> int:
-    """Exit status 0 after training, 2 for input that cannot be used, 1 where a checkpoint could not be written."""
+    """Exit status 0 after training, 2 for input that cannot be used or a checkpoint that could not be written."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "inputs", nargs="+", metavar="CONFIG.yml | key=value", help="merged left to right, then the keys"

@@ -17,6 +17,7 @@ from megatron_coca.training.checkpoint import (
     is_due,
     load_initial_weights,
     refuse_other_run,
+    require_writable,
     starting_point,
     verify,
 )
@@ -52,6 +53,8 @@ def _run(config: Config) -> None:
         raise ConfigError(["train_iters: not set; training needs it, for example `train_iters=1000`"])
     if config.optimizer.lr is None:
         raise ConfigError(["optimizer.params.lr: not set; training needs it, for example `optimizer.params.lr=1e-4`"])
+    if config.precision.dtype == "fp16" and not torch.cuda.is_available():
+        raise ConfigError(["precision: fp16 needs a GPU; use precision=bfloat16 or precision=fp32 here"])
     sizes = config.batch.resolve(dist.world_size())
     folder = starting_point(config.checkpoint)
     corpus = open_corpus(config)
@@ -59,6 +62,7 @@ def _run(config: Config) -> None:
     if folder is not None:
         verify(folder)
         refuse_other_run(folder, corpus, layout)
+    require_writable(corpus.config)
     engine = _build_engine(corpus.config, sizes)
     checkpoints = Checkpoints(corpus, engine, layout)
     start = checkpoints.restore(folder) if folder is not None else 0
@@ -104,7 +108,7 @@ def _iterate(
             if is_due(done, config.checkpoint):
                 checkpoints.save(done)
                 saved = done
-    if saved != last:
+    if saved < last:
         checkpoints.save(last)
 
 

@@ -220,18 +220,18 @@ def test_flex_definition(name: str) -> None:
 def test_a_bias_costs_no_quadratic_memory_in_autograd() -> None:
     """What autograd keeps for ALiBi is linear in the length: twice the length, about twice the bytes."""
     kept = []
-    for length in (1024, 2048):
+    for length in (4096, 8192):
         sizes: dict[int, int] = {}
 
         def pack(x: Tensor, sizes: dict[int, int] = sizes) -> Tensor:
-            sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            sizes[x.untyped_storage()._cdata] = x.untyped_storage().nbytes()
             return x
 
         q, k, v = (x.float().requires_grad_() for x in tensors(length, batch=1))
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             production(make_method("alibi"), SdpaBackend(), q, k, v)
         kept.append(sum(sizes.values()))
-    assert kept[1] < 2.5 * kept[0]
+    assert kept[1] < 2.05 * kept[0]
 
 
 def test_dropout_is_in_the_contract() -> None:

@@ -37,38 +37,35 @@ class SdpaBackend:
 def _attend_in_blocks(inputs: AttentionInputs) -> Tensor:
     """Blocks of queries against the keys that they can see, with the bias and the causal mask in one strided view.
 
-    A bias b(r) of the distance r = m - n is constant along diagonals. With the rows of a block reversed, entry (row,
-    column) lies at offset row + column of one vector per head, so the whole mask is a view of that vector with strides
-    (1, 1): exact in
-    float32, O(N) memory, and autograd keeps only the vector.
+    A bias b(r) of the distance r = m - n is constant along diagonals. With the rows of a block reversed, entry
+    (row, column) lies at offset row + column of one vector per head, so the mask of every block is a view of that
+    vector with strides (1, 1): exact in float32, O(N) memory, and autograd keeps only the vector.
     """
     query_length, key_length = inputs.query.shape[2], inputs.key.shape[2]
-    past = key_length - query_length
+    diagonals = _diagonals(inputs.bias, key_length, min(QUERY_BLOCK, query_length), inputs.query)
     outputs = []
     for start in range(0, query_length, QUERY_BLOCK):
         stop = min(start + QUERY_BLOCK, query_length)
-        visible = past + stop
-        mask = _reversed_mask(inputs.bias, stop - start, visible, inputs.query)
+        visible = key_length - query_length + stop
+        mask = _reversed_mask(diagonals, stop - start, visible, offset=key_length - visible)
         block = inputs.query[:, :, start:stop].flip(2)
         out = _sdpa(inputs, block, inputs.key[:, :, :visible], inputs.value[:, :, :visible], mask=mask)
         outputs.append(out.flip(2))
     return torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0]
 
 
-def _reversed_mask(bias: DistanceBias | None, rows: int, columns: int, query: Tensor) -> Tensor:
-    """The additive mask [1, heads or 1, rows, columns] for the last `rows` of `columns` tokens in reversed order,
-    hidden keys at -inf.
-    """
-    distance = columns - 1 - torch.arange(rows + columns - 1, device=query.device)
+def _diagonals(bias: DistanceBias | None, key_length: int, rows: int, query: Tensor) -> Tensor:
+    """The bias at distances key_length - 1, ..., 0 and then `rows - 1` times -inf (keys to come), [heads or 1, ...]."""
     dtype = torch.promote_types(query.dtype, torch.float32)
-    diagonal = (
-        bias.at(distance.to(dtype))
-        if bias is not None
-        else torch.zeros(1, len(distance), dtype=dtype, device=query.device)
-    )
-    diagonal = diagonal.masked_fill(distance < 0, -math.inf)
-    view = diagonal.as_strided((1, len(diagonal), rows, columns), (0, diagonal.shape[1], 1, 1))
-    return view
+    distance = torch.arange(key_length - 1, -rows, -1, device=query.device)
+    values = bias.at(distance.to(dtype)) if bias is not None else torch.zeros(1, len(distance), dtype=dtype)
+    return values.to(query.device).masked_fill(distance < 0, -math.inf)
+
+
+def _reversed_mask(diagonals: Tensor, rows: int, columns: int, offset: int) -> Tensor:
+    """The additive mask [1, heads or 1, rows, columns] of a block whose last row sees `columns` keys, rows reversed."""
+    heads, length = diagonals.shape
+    return diagonals.as_strided((1, heads, rows, columns), (0, length, 1, 1), storage_offset=offset)
 
 
 def _sdpa(
