@@ -115,7 +115,25 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A prepared corpus of 60 documents in a byte tokenizer: its folder, with shards `words_train` and `words_test`."""
     folder = tmp_path_factory.mktemp("corpus")
     generator = random.Random(0)
-    words = "the sea was calm and a small boat lay near its shore until morning came over hills".split()
+    words = [
+        "the",
+        "sea",
+        "was",
+        "calm",
+        "and",
+        "a",
+        "small",
+        "boat",
+        "lay",
+        "near",
+        "its",
+        "shore",
+        "until",
+        "morning",
+        "came",
+        "over",
+        "hills",
+    ]
     texts = (" ".join(generator.choices(words, k=40)) for _ in range(60))
     (folder / "words.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     source = SourceSpec("words", [folder / "words.jsonl"])

@@ -1,6 +1,7 @@
 """When a run is saved, what goes into its checkpoints, and how it starts: fresh, resumed or from given weights."""
 
 import logging
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,29 @@ def verify(folder: Path) -> None:
         failure = error
     if not dist.everyone_succeeded(failure is None):
         raise failure or CheckpointError(f"{folder}: is damaged (the first process says how)")
+
+
+def require_writable(config: Config) -> None:
+    """Make the folders of `save` and `log_dir` and write to them, so that a run that could not fails before it trains.
+
+    Every rank must call it.
+
+    Raises:
+        CheckpointError: one of them cannot be written.
+    """
+    folders = [folder for folder in (config.checkpoint.save, config.logging.log_dir) if folder is not None]
+    failure: OSError | None = None
+    try:
+        for folder in folders if dist.is_main() else ():
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder) as probe:
+                probe.write(b"x")
+    except OSError as error:
+        failure = error
+    if not dist.everyone_succeeded(failure is None):
+        raise CheckpointError(
+            f"{' or '.join(folders)}: cannot be written ({failure or 'the first process says why'}); choose another folder"
+        ) from failure
 
 
 class Checkpoints:

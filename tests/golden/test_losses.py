@@ -1,6 +1,6 @@
 """Fifty training steps of every position method, against losses written down before.
 
-`python tests/golden/test_losses.py --write` writes them anew, after a change that is meant to change numbers.
+`PYTHONPATH=. python tests/golden/test_losses.py --write` writes them anew, after a change that is meant to change numbers.
 """
 
 import sys
@@ -97,7 +97,7 @@ def test_the_files_tell_methods_apart() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:] != ["--write"]:
-        sys.exit(f"usage: python {sys.argv[0]} --write")
+        sys.exit(f"usage: PYTHONPATH=. python {sys.argv[0]} --write")
     LOSSES.mkdir(exist_ok=True)
     for name in SCORE_FORMS:
         (LOSSES / f"{name}.txt").write_text("".join(f"{loss:.6f}\n" for loss in train(name)))

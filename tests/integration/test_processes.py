@@ -14,7 +14,13 @@ RELATIVE = 1e-5
 differently: 6e-8 a
 sum, which eight steps of Adam amplify to about 1e-6 of the loss. A lost or doubled sample changes the third digit."""
 
-PLAIN = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "train_iters": STEPS, "train_batch_size": 8, "eval_interval": 4}
+PLAIN = {
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "train_iters": STEPS,
+    "train_batch_size": 8,
+    "eval_interval": 4,
+}
 """Without dropout, whose masks differ from rank to rank by intent. Two micro batches of 2 in each of 2 processes, or
 4 in one.
 """
@@ -24,7 +30,12 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "
 
 def srun(start: Any, keys: dict[str, Any]) -> None:
     """Two tasks as srun starts them: nothing but its environment says that they belong together."""
-    common = {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_STEP_NODELIST": "localhost", "SLURM_JOB_ID": str(os.getpid())}
+    common = {
+        "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_JOB_ID": str(os.getpid()),
+    }
     tasks = [start(keys, environment=common | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank}) for rank in "01"]
     for task in tasks:
         output, _ = task.communicate(timeout=300)
@@ -73,7 +84,13 @@ def test_all_processes_are_in_the_checkpoint(runs: dict[str, Any]) -> None:
 
 
 def test_bfloat16_learns(train: Any, open_run: Any, tmp_path: Path) -> None:
-    keys = {"precision": "bfloat16", "train_iters": 30, "optimizer.params.lr": 0.01, "pos_emb": "coca", "save": str(tmp_path)}
+    keys = {
+        "precision": "bfloat16",
+        "train_iters": 30,
+        "optimizer.params.lr": 0.01,
+        "pos_emb": "coca",
+        "save": str(tmp_path),
+    }
     finished = train(keys)
     assert finished.status == 0 and "bf16" in finished.output, finished.output
     losses = open_run(tmp_path).losses

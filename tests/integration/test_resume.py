@@ -16,7 +16,9 @@ STOPS = (1, 5, 7)
 TWO = ("--num_gpus", "2")
 
 
-def run_with_stops(train: Any, folder: Path, stops: tuple[int, ...], changes: dict[str, Any], options: tuple[str, ...] = ()) -> None:
+def run_with_stops(
+    train: Any, folder: Path, stops: tuple[int, ...], changes: dict[str, Any], options: tuple[str, ...] = ()
+) -> None:
     """Train into `folder`, ending the process at every one of `stops` and starting the same command again."""
     keys = {"save": str(folder), "load": str(folder), **changes}
     for stop in (*stops, STEPS):
@@ -33,7 +35,12 @@ def assert_same_run(one: Any, other: Any, assert_same_state: Any) -> None:
 
 def test_stopping_changes_no_bit(train: Any, whole: Any, open_run: Any, assert_same_state: Any, tmp_path: Path) -> None:
     run_with_stops(train, tmp_path, STOPS, {})
-    assert sorted(path.name for path in tmp_path.glob("global_step*")) == ["global_step1", "global_step12", "global_step5", "global_step7"]
+    assert sorted(path.name for path in tmp_path.glob("global_step*")) == [
+        "global_step1",
+        "global_step12",
+        "global_step5",
+        "global_step7",
+    ]
     assert_same_run(open_run(tmp_path), whole, assert_same_state)
 
 
@@ -45,7 +52,13 @@ LAYOUTS = [
         for stage in (1, 2, 3)
     ),
     *(
-        pytest.param({"train_batch_size": 8, "zero_stage": stage}, STOPS, TWO, id=f"ZeRO {stage} in two processes, three stops", marks=pytest.mark.slow)
+        pytest.param(
+            {"train_batch_size": 8, "zero_stage": stage},
+            STOPS,
+            TWO,
+            id=f"ZeRO {stage} in two processes, three stops",
+            marks=pytest.mark.slow,
+        )
         for stage in (0, 1, 2, 3)
     ),
     pytest.param({"precision": "bfloat16", "zero_stage": 1}, STOPS, (), id="bf16", marks=pytest.mark.slow),

@@ -133,7 +133,9 @@ def test_what_may_change_is_said(saved: Path, opened: Corpus, caplog: pytest.Log
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, ("rope_scaling (saved None, now ",)),
     ],
 )
-def test_another_run_is_refused_by_its_keys(saved: Path, opened: Corpus, values: dict[str, Any], named: tuple[str, ...]) -> None:
+def test_another_run_is_refused_by_its_keys(
+    saved: Path, opened: Corpus, values: dict[str, Any], named: tuple[str, ...]
+) -> None:
     with pytest.raises(CheckpointError) as caught:
         refuse_other_run(saved, changed(opened, **values), LAYOUT)
     for part in (str(saved), "cannot be resumed with another", "finetune=true", *named):
@@ -157,7 +159,9 @@ def test_finetuning_takes_the_weights(saved: Path, opened: Corpus) -> None:
     model = build_model(opened.config.override({"seed": 99}))
     assert not torch.equal(model.state_dict()["final_linear.weight"], source["final_linear.weight"])
     load_initial_weights(model, keys(load=str(saved.parent)))
-    assert not torch.equal(model.state_dict()["final_linear.weight"], source["final_linear.weight"]), "only with finetune"
+    assert not torch.equal(model.state_dict()["final_linear.weight"], source["final_linear.weight"]), (
+        "only with finetune"
+    )
     load_initial_weights(model, keys(load=str(saved.parent), finetune=True, iteration=4))
     assert all(torch.equal(tensor, source[name]) for name, tensor in model.state_dict().items())
 

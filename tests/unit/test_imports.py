@@ -25,7 +25,10 @@ FLOORS = (
 FORBIDDEN = (
     ("config", ("torch", f"{PACKAGE}.attention")),
     ("data", (f"{PACKAGE}.config", f"{PACKAGE}.attention")),
-    ("attention.positions", tuple(f"{PACKAGE}.{name}" for name in ("config", "attention.backends", "attention.inputs"))),
+    (
+        "attention.positions",
+        tuple(f"{PACKAGE}.{name}" for name in ("config", "attention.backends", "attention.inputs")),
+    ),
     ("attention.backends", (f"{PACKAGE}.config", f"{PACKAGE}.attention.positions")),
     ("attention.oracle", (PACKAGE,)),
 )
@@ -52,9 +55,14 @@ def within(name: str, package: str) -> bool:
 
 
 def modules(root: Path) -> dict[str, Path]:
-    """Every module of the package and the entry points by its dotted name; a package's own file has the package's name."""
+    """Every module of the package and the entry points by its dotted name; a package's own file has the package's
+    name.
+    """
     entries = [root / name for name in ENTRY_POINTS]
-    files = [*(root / PACKAGE).rglob("*.py"), *(file for entry in entries for file in ([entry] if entry.is_file() else entry.glob("*.py")))]
+    files = [
+        *(root / PACKAGE).rglob("*.py"),
+        *(file for entry in entries for file in ([entry] if entry.is_file() else entry.glob("*.py"))),
+    ]
     return {".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): file for file in files}
 
 
@@ -93,7 +101,11 @@ def violations(root: Path) -> list[str]:
         if ours and own != target and floor(own) <= floor(target):
             found.append(str(each))
         found += [str(each) for where, what in FORBIDDEN if _forbidden(each, where, what)]
-        found += [str(each) for library, allowed in ALONE.items() if within(each.target, library) and each.source not in allowed]
+        found += [
+            str(each)
+            for library, allowed in ALONE.items()
+            if within(each.target, library) and each.source not in allowed
+        ]
     return found
 
 
@@ -136,7 +148,9 @@ def test_the_tree_is_read() -> None:
     known, found = modules(ROOT), list(imports(ROOT))
     assert {"train", f"{PACKAGE}.training.loop", f"{PACKAGE}.attention.backends.sdpa", PACKAGE} <= known.keys()
     assert any(each.source == f"{PACKAGE}.training.engine" and each.target == "deepspeed" for each in found)
-    assert any(each.source == f"{PACKAGE}.data.shards" and within(each.target, "megatron") for each in found), "inside a function"
+    assert any(each.source == f"{PACKAGE}.data.shards" and within(each.target, "megatron") for each in found), (
+        "inside a function"
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Initial weights: spread by method, the same for every method of positions, and no trace in the global random state."""
+"""Initial weights: spread by method, the same for every method of positions, and no trace in the global random
+state.
+"""
 
 import math
 import random

@@ -57,7 +57,14 @@ def test_several_processes_on_this_machine() -> None:
 
 
 def test_several_hosts() -> None:
-    keys = {"hostfile": "hosts", "include": "a:0", "num_nodes": 4, "num_gpus": 8, "master_addr": "a", "master_port": 12345}
+    keys = {
+        "hostfile": "hosts",
+        "include": "a:0",
+        "num_nodes": 4,
+        "num_gpus": 8,
+        "master_addr": "a",
+        "master_port": 12345,
+    }
     flags = {"launcher": "openmpi", "force_multi": True, "no_ssh_check": True}
     command = launch.launcher_command(configured(**keys, **flags), "train.py", [])
     assert command is not None
@@ -75,8 +82,22 @@ def test_exit_status_of_the_launcher_is_passed_on() -> None:
     assert launch.relaunch([sys.executable, "-c", "raise SystemExit(2)"]) == 2
 
 
-TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "77"}
-DEEPSPEED = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "77"}
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "h",
+    "MASTER_PORT": "77",
+}
+DEEPSPEED = {
+    "RANK": "1",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_SIZE": "2",
+    "MASTER_ADDR": "h",
+    "MASTER_PORT": "77",
+}
 SRUN = {
     "SLURM_NTASKS": "4",
     "SLURM_PROCID": "3",

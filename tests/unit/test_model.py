@@ -27,7 +27,9 @@ def tokens(length: int = LENGTH, batch: int = 2, seed: int = 0) -> Tensor:
 
 
 def shake(model: GPT, seed: int = 3) -> GPT:
-    """Give every parameter, biases and norms included, a random part, so that none of them can be left out unnoticed."""
+    """Give every parameter, biases and norms included, a random part, so that none of them can be left out
+    unnoticed.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -58,7 +60,9 @@ def recomputed(model: GPT, ids: Tensor, parallel: bool, tied_norm: bool) -> Tens
 
     def norm(name: str, x: Tensor) -> Tensor:
         centred = x - x.mean(-1, keepdim=True)
-        return centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * w[f"{name}.weight"] + w[f"{name}.bias"]
+        return (
+            centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * w[f"{name}.weight"] + w[f"{name}.bias"]
+        )
 
     def linear(name: str, x: Tensor) -> Tensor:
         return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
@@ -66,7 +70,9 @@ def recomputed(model: GPT, ids: Tensor, parallel: bool, tied_norm: bool) -> Tens
     def attention(name: str, x: Tensor) -> Tensor:
         packed = linear(f"{name}.query_key_value", x).unflatten(-1, (4, 3, 8)).permute(3, 0, 2, 1, 4)
         q, k, v = packed[0], packed[1], packed[2]
-        scores = (q @ k.transpose(-1, -2) / 8**0.5).masked_fill(torch.ones(len(ids[0]), len(ids[0])).triu(1).bool(), -torch.inf)
+        scores = (q @ k.transpose(-1, -2) / 8**0.5).masked_fill(
+            torch.ones(len(ids[0]), len(ids[0])).triu(1).bool(), -torch.inf
+        )
         return linear(f"{name}.dense", (scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
 
     x = w["embedding.word_embeddings.weight"][ids]
@@ -109,7 +115,9 @@ def _check_trains(model: GPT) -> None:
     loss.backward()
     assert torch.isfinite(loss)
     for name, parameter in model.named_parameters():
-        assert parameter.grad is not None and torch.isfinite(parameter.grad).all() and parameter.grad.abs().sum() > 0, name
+        assert parameter.grad is not None and torch.isfinite(parameter.grad).all() and parameter.grad.abs().sum() > 0, (
+            name
+        )
 
 
 def test_scalenorm_and_gated_order() -> None:
@@ -123,7 +131,9 @@ def test_scalenorm_and_gated_order() -> None:
 
 def test_gelu_fusion_is_the_tanh_approximation() -> None:
     x = torch.linspace(-3, 3, 32)
-    exact, fused = (make(activation="gelu", bias_gelu_fusion=fusion).blocks[0].mlp.activation(x) for fusion in (False, True))
+    exact, fused = (
+        make(activation="gelu", bias_gelu_fusion=fusion).blocks[0].mlp.activation(x) for fusion in (False, True)
+    )
     assert torch.equal(exact, F.gelu(x)) and torch.equal(fused, F.gelu(x, approximate="tanh"))
     assert 0 < float((exact - fused).abs().max()) < 1e-3
 

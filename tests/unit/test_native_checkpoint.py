@@ -80,7 +80,11 @@ def leave_partial(root: Path) -> None:
 
 SCENARIOS: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any], set[tuple[int, str]]]] = {
     "a second checkpoint, the first pruned": (lambda r: save(r, 1, "old"), second_save, {(1, "old"), (2, "new")}),
-    "the same step again": (lambda r: (save(r, 1, "old"), save(r, 2, "old")), first_save, {(1, "old"), (2, "old"), (2, "new")}),
+    "the same step again": (
+        lambda r: (save(r, 1, "old"), save(r, 2, "old")),
+        first_save,
+        {(1, "old"), (2, "old"), (2, "new")},
+    ),
     "after an interrupted save": (leave_partial, clear_and_save, {(1, "old"), (3, "new")}),
 }
 
@@ -140,7 +144,10 @@ def rewrite(path: Path, change: Callable[[bytes], bytes]) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda path: rewrite(path, lambda content: content[:-1]), "has [0-9]+ bytes, the checkpoint was written with [0-9]+"),
+        (
+            lambda path: rewrite(path, lambda content: content[:-1]),
+            "has [0-9]+ bytes, the checkpoint was written with [0-9]+",
+        ),
         (lambda path: rewrite(path, lambda content: content[:-1] + b"#"), "content has changed .*sha256"),
         (lambda path: path.unlink(), "is missing from the checkpoint"),
     ],

@@ -10,7 +10,14 @@ from megatron_coca.config import Config, load_config
 from megatron_coca.model import build_model
 from megatron_coca.training.optimizer import OPTIMIZERS, build_optimizer, parameter_groups
 
-SHAPE = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 16, "vocab_size": 64, "pos_emb": "learned"}
+SHAPE = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "seq_length": 16,
+    "vocab_size": 64,
+    "pos_emb": "learned",
+}
 
 
 def configured(**keys: Any) -> Config:

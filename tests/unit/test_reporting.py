@@ -11,7 +11,14 @@ from megatron_coca.config import Config, ConfigError, load_config
 from megatron_coca.training import reporting
 from megatron_coca.training.reporting import METRICS, JsonLines, Reporters, set_up_logging
 
-SHAPE = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 16, "vocab_size": 64, "train_iters": 10}
+SHAPE = {
+    "num_layers": 1,
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "seq_length": 16,
+    "vocab_size": 64,
+    "train_iters": 10,
+}
 
 
 def configured(**keys: Any) -> Config:
@@ -80,7 +87,9 @@ def test_other_ranks_are_silent(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert not (tmp_path / "run").exists() and capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize(("name", "keys"), [("TensorBoard", {"tensorboard_dir": "logs"}), ("WandB", {"use_wandb": True})])
+@pytest.mark.parametrize(
+    ("name", "keys"), [("TensorBoard", {"tensorboard_dir": "logs"}), ("WandB", {"use_wandb": True})]
+)
 def test_a_missing_extra_says_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, keys: dict[str, Any]
 ) -> None:

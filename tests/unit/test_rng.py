@@ -10,7 +10,13 @@ from megatron_coca.training import rng
 
 
 def draw() -> list[float]:
-    return [random.random(), random.gauss(0, 1), float(np.random.rand()), float(np.random.randn()), float(torch.rand(1))]
+    return [
+        random.random(),
+        random.gauss(0, 1),
+        float(np.random.rand()),
+        float(np.random.randn()),
+        float(torch.rand(1)),
+    ]
 
 
 def test_every_generator_continues(tmp_path: Path) -> None:

@@ -37,13 +37,19 @@ def test_the_reference_is_never_taken_unasked() -> None:
     needs = Needs("cuda", bias=True, dropout=0.1)
     with pytest.raises(BackendError) as caught:
         select_backend("auto", needs)
-    for part in ("sdpa: off the CPU", "flex: FlexAttention has no dropout", "attention_backend: reference runs anything"):
+    for part in (
+        "sdpa: off the CPU",
+        "flex: FlexAttention has no dropout",
+        "attention_backend: reference runs anything",
+    ):
         assert part in str(caught.value)
     assert select_backend("reference", needs) == ("reference", BACKENDS["reference"])
 
 
 def test_a_named_backend_is_never_replaced() -> None:
-    with pytest.raises(BackendError, match=r"flex cannot serve this model; not flex: .*CUDA; set attention_backend to another"):
+    with pytest.raises(
+        BackendError, match=r"flex cannot serve this model; not flex: .*CUDA; set attention_backend to another"
+    ):
         select_backend("flex", PLAIN_CPU)
     with pytest.raises(BackendError, match="flex"):
         build_model(load_config([], SHAPE | {"pos_emb": "rotary", "attention_backend": "flex"}))

@@ -1,0 +1,257 @@
+"""Input that cannot be used: exit status 2, one message that names it, and nothing lost or overwritten.
+
+Most faults run train.py's main in this process, which joins a process group of one as any run does, because starting a
+process takes seconds. What trains, or fails on two ranks, uses processes of its own: DeepSpeed starts once a process.
+"""
+
+import os
+import runpy
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_coca.checkpoints import native
+from megatron_coca.data.shards import ShardWriter
+
+ROOT = Path(__file__).parents[2]
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "SLURM_")
+
+
+def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
+    """Every file below a folder with its bytes and the time of its last change."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
+
+
+def assert_one_message(status: int, output: str, *parts: str) -> None:
+    assert status == 2, output
+    assert "Traceback" not in output
+    for part in parts:
+        assert sum(part in line for line in output.splitlines()) == 1, f"{part!r} in {output}"
+
+
+def test_exit_status_and_message_of_a_process(train: Any, whole: Any, tmp_path: Path) -> None:
+    before = contents(whole.folder)
+    finished = train({"save": str(tmp_path / "new"), "load": str(whole.folder), "num_layers": 3, "hidden_size": 64})
+    assert_one_message(
+        finished.status,
+        finished.output,
+        "num_layers (saved 2, now 3)",
+        "hidden_size (saved 32, now 64)",
+        "finetune=true",
+    )
+    assert contents(whole.folder) == before and not (tmp_path / "new").exists()
+
+
+def test_two_processes_fail_together(train: Any, tmp_path: Path) -> None:
+    keys = {"train_data_paths": [str(tmp_path / "nothing")], "train_batch_size": 8, "save": str(tmp_path / "run")}
+    finished = train(keys, options=("--num_gpus", "2"))
+    assert finished.status == 2 and "nothing.bin: no such file" in finished.output, finished.output
+    assert "Traceback" not in finished.output and not (tmp_path / "run").exists()
+
+
+Attempt = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def attempt(
+    small: dict[str, Any], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Attempt]:
+    """attempt(changes): status and output of train.py's main on `small` with changed keys, in this process."""
+    environment, threads = dict(os.environ), torch.get_num_threads()
+    for name in [name for name in os.environ if name.startswith(LAUNCHER_VARIABLES)]:
+        monkeypatch.delenv(name)
+    main = runpy.run_path(str(ROOT / "train.py"))["main"]
+
+    def run(changes: dict[str, Any]) -> tuple[int, str]:
+        capfd.readouterr()
+        status = main(
+            [
+                f"{name}={value!r}" if not isinstance(value, str) else f"{name}={value}"
+                for name, value in (small | changes).items()
+            ]
+        )
+        captured = capfd.readouterr()
+        for name in [name for name in os.environ if name.startswith(LAUNCHER_VARIABLES)]:
+            del os.environ[name]
+        return status, captured.out + captured.err
+
+    yield run
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def run_copy(whole: Any, tmp_path: Path) -> Path:
+    return shutil.copytree(whole.folder, tmp_path / "run")
+
+
+def write_shard(prefix: Path, tokens: int) -> Path:
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    writer = ShardWriter(prefix, 512)
+    writer.add([1] * tokens)
+    writer.finish()
+    return prefix
+
+
+def truncated_shard(folder: Path) -> Path:
+    prefix = write_shard(folder / "short", 4000)
+    os.truncate(f"{prefix}.bin", 4001)
+    return prefix
+
+
+def empty_shard(folder: Path) -> Path:
+    prefix = write_shard(folder / "empty", 10)
+    Path(f"{prefix}.bin").write_bytes(b"")
+    Path(f"{prefix}.idx").write_bytes(b"")
+    return prefix
+
+
+DATA_FAULTS = {
+    "missing": (lambda folder: folder / "absent", "absent.bin: no such file"),
+    "empty": (empty_shard, "empty.idx: not an MMIDIDX index"),
+    "truncated": (truncated_shard, "short.bin: 4001 bytes where its index tells of 8000"),
+    "too short": (
+        lambda folder: write_shard(folder / "tiny", 32),
+        "tiny: 32 tokens do not fill a sample of seq_length + 1 = 33",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DATA_FAULTS)
+def test_shards(name: str, attempt: Attempt, tmp_path: Path) -> None:
+    make, message = DATA_FAULTS[name]
+    status, output = attempt({"train_data_paths": [str(make(tmp_path / "data"))], "save": str(tmp_path / "run")})
+    assert_one_message(status, output, message)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"vocab_size": 100},
+            "vocab_size: 100, but the tokenizer of the data has 512 tokens; set vocab_size=512 or larger",
+        ),
+        ({"train_batch_size": 5}, "train_batch_size: 5 is not a multiple of micro batch 2"),
+        ({"num_attention_heads": 3}, "num_attention_heads: 3 heads do not divide hidden_size 32"),
+        ({"attention_backend": "flex"}, "attention_backend flex cannot serve this model"),
+        ({"train_iters": "null", "lr_decay_iters": 5}, "train_iters: not set; training needs it"),
+        ({"optimizer.params.lr": "null"}, "optimizer.params.lr: not set; training needs it"),
+        ({"seq_length": 100000}, "do not fill a sample of seq_length + 1 = 100001"),
+    ],
+)
+def test_configurations(changes: dict[str, Any], message: str, attempt: Attempt, tmp_path: Path) -> None:
+    status, output = attempt(changes | {"save": str(tmp_path / "run")})
+    assert_one_message(status, output, message)
+    assert not contents(tmp_path / "run")
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def truncate_optimizer(run: Path) -> None:
+    truncate(next((run / "global_step12" / "engine").rglob("*.pt")))
+
+
+CHECKPOINT_FAULTS = {
+    "truncated weights": (lambda run: truncate(run / "global_step12" / native.WEIGHTS), "model.safetensors: has "),
+    "truncated optimizer": (truncate_optimizer, "the checkpoint was written with"),
+    "lost random state": (
+        lambda run: (run / "global_step12/rng/rank_0.pt").unlink(),
+        "rank_0.pt: is missing from the checkpoint",
+    ),
+    "altered configuration": (
+        lambda run: (run / "global_step12/config.yml").write_bytes(
+            (run / "global_step12/config.yml").read_bytes()[:-1] + b" "
+        ),
+        "config.yml: its content has changed",
+    ),
+    "no manifest": (lambda run: (run / "global_step12/manifest.json").unlink(), "holds no complete checkpoint"),
+    "foreign folder": (
+        lambda run: [path.unlink() for path in run.rglob("*") if path.is_file()],
+        "holds no complete checkpoint",
+    ),
+    "Hugging Face folder": (
+        lambda run: (run / "config.json").write_text("{}"),
+        "a Hugging Face folder has no optimizer state",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHECKPOINT_FAULTS)
+def test_checkpoints(name: str, attempt: Attempt, run_copy: Path, tmp_path: Path) -> None:
+    damage, message = CHECKPOINT_FAULTS[name]
+    damage(run_copy)
+    before = contents(run_copy)
+    status, output = attempt({"load": str(run_copy), "save": str(tmp_path / "new"), "train_iters": 14})
+    assert_one_message(status, output, message)
+    assert contents(run_copy) == before and not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"pos_emb": "rotary"}, "pos_emb (saved 'coca', now 'rotary')"),
+        ({"train_batch_size": 8}, "batch (saved 4, now 8)"),
+        ({"zero_stage": 1}, "zero_stage (saved 0, now 1)"),
+        ({"precision": "bfloat16"}, "dtype (saved 'fp32', now 'bf16')"),
+    ],
+)
+def test_another_run(changes: dict[str, Any], message: str, attempt: Attempt, run_copy: Path) -> None:
+    before = contents(run_copy)
+    status, output = attempt(changes | {"load": str(run_copy), "save": str(run_copy), "train_iters": 14})
+    assert_one_message(status, output, message)
+    assert contents(run_copy) == before
+
+
+def test_a_folder_that_already_holds_a_run(attempt: Attempt, run_copy: Path) -> None:
+    before = contents(run_copy)
+    status, output = attempt({"save": str(run_copy)})
+    assert_one_message(status, output, "already holds a run, up to step 12; resume it with load=")
+    assert contents(run_copy) == before
+
+
+def test_a_folder_that_cannot_be_written(attempt: Attempt, tmp_path: Path) -> None:
+    """A path below a file, because root may write wherever permission bits say no."""
+    (tmp_path / "file").write_text("")
+    status, output = attempt({"save": str(tmp_path / "file" / "run"), "train_iters": 2})
+    assert_one_message(status, output, "file/run: cannot be written")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of three megabytes, which holds two checkpoints of `small` and part of a third."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = (
+        os.geteuid() == 0
+        and subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=2600k", "tmpfs", folder], capture_output=True
+        ).returncode
+        == 0
+    )
+    if not mounted:
+        pytest.skip("only root can mount a small file system to fill")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_full_disk(train: Any, small_disk: Path, tmp_path: Path, open_run: Any, whole: Any) -> None:
+    run = small_disk / "run"
+    finished = train({"save": str(run), "checkpoint_factor": 2})
+    assert_one_message(finished.status, finished.output, "could not be written", "earlier ones are intact")
+    steps = native.steps(run)
+    assert steps and not list(run.glob(".*")), "what could not be completed was removed"
+    native.verify(native.locate(run))
+    elsewhere = {"load": str(run), "save": str(tmp_path / "elsewhere")}
+    finished = train(elsewhere)
+    assert finished.status == 0 and f"resuming at step {steps[-1]}" in finished.output, finished.output
+    assert open_run(tmp_path / "elsewhere").losses == whole.losses[steps[-1] :]
