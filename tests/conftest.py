@@ -19,6 +19,8 @@ ROOT = Path(__file__).parents[1]
 TIME_LIMIT = 300
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "SLURM_", "OMP_")
 
+VOCABULARY = "the sea was calm and a small boat lay near its shore until morning came over hills"
+
 SMALL: dict[str, Any] = {
     "num_layers": 2,
     "hidden_size": 32,
@@ -98,7 +100,9 @@ def _leaves(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _assert_same_state(one: dict[str, Any], other: dict[str, Any]) -> None:
-    assert one.keys() == other.keys()
+    assert one.keys() == other.keys() and any("exp_avg" in place for place in one), (
+        "the optimizer's moments are compared"
+    )
     for place, value in one.items():
         same = torch.equal(value, other[place]) if isinstance(value, torch.Tensor) else value == other[place]
         assert same, f"{place}: {value} and {other[place]}"
@@ -115,26 +119,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A prepared corpus of 60 documents in a byte tokenizer: its folder, with shards `words_train` and `words_test`."""
     folder = tmp_path_factory.mktemp("corpus")
     generator = random.Random(0)
-    words = [
-        "the",
-        "sea",
-        "was",
-        "calm",
-        "and",
-        "a",
-        "small",
-        "boat",
-        "lay",
-        "near",
-        "its",
-        "shore",
-        "until",
-        "morning",
-        "came",
-        "over",
-        "hills",
-    ]
-    texts = (" ".join(generator.choices(words, k=40)) for _ in range(60))
+    texts = (" ".join(generator.choices(VOCABULARY.split(), k=40)) for _ in range(60))
     (folder / "words.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     source = SourceSpec("words", [folder / "words.jsonl"])
     prepare([source], folder / "shards", load_tokenizer("CharLevelTokenizer"), test_fraction=0.2, progress=False)
