@@ -64,7 +64,9 @@ def test_the_vocabulary_comes_from_the_tokenizer_beside_the_shards(tmp_path: Pat
     assert corpus.tokenizer is not None
     assert corpus.config.model.vocab_size == corpus.tokenizer.vocab_size
     assert open_corpus(config(data_path=prefix, vocab_size=1000)).config.model.vocab_size == 1000
-    with pytest.raises(ConfigError, match=r"vocab_size: 100, but the tokenizer of the data has \d+ tokens; set vocab_size"):
+    with pytest.raises(
+        ConfigError, match=r"vocab_size: 100, but the tokenizer of the data has \d+ tokens; set vocab_size"
+    ):
         open_corpus(config(data_path=prefix, vocab_size=100))
 
 
