@@ -27,7 +27,7 @@ METHODS = {"roformer": "RoFormer", "roformer_coca": "RoFormer + CoCA"}
 EXTENSIONS = {"plain": (), "dynamic_ntk": ("rope_scaling.rope_type=dynamic", "rope_scaling.factor=4")}
 EXTENSION_LABELS = {"plain": "", "dynamic_ntk": " + dynamic NTK"}
 WINDOWS, STRIDE = "64,128,256,512,1024", "64"
-KILLED, KILL_AFTER = "roformer_coca", 250
+KILLED, KILL_AFTER = "roformer_coca", 150
 """The run that is interrupted, and the step after which it is: halfway between two checkpoints."""
 
 

@@ -32,6 +32,7 @@ from megatron_coca.evaluation.results import (
     check_writable,
     write_record,
 )
+from megatron_coca.model import keep_freed_memory
 
 USER_ERRORS = (ConfigError, DataError, CheckpointError, BackendError, EvaluationError)
 """Errors that are told in one message, without a traceback."""
@@ -101,7 +102,10 @@ def run_perplexity(args: Namespace) -> None:
         raise EvaluationError(f"--max-length {args.max_length} is shorter than the window {max(args.windows)}")
     if args.output is not None:
         check_writable(args.output)
-    loaded = load_checkpoint(args.checkpoint, args.overrides, device=resolve_device(args.device))
+    device = resolve_device(args.device)
+    if device == "cpu":
+        keep_freed_memory()
+    loaded = load_checkpoint(args.checkpoint, args.overrides, device=device)
     tokenizer = find_tokenizer(loaded, Path(args.checkpoint))
     documents = collect_documents(
         args.data or default_data(loaded.config),

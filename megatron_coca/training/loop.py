@@ -9,7 +9,7 @@ import torch
 
 from megatron_coca.config import BatchSizes, Config, ConfigError
 from megatron_coca.data import Loader
-from megatron_coca.model import LanguageModelLoss, build_model
+from megatron_coca.model import LanguageModelLoss, build_model, keep_freed_memory
 from megatron_coca.training import engine as dist
 from megatron_coca.training import launch, rng
 from megatron_coca.training.checkpoint import (
@@ -39,6 +39,7 @@ def fit(config: Config) -> None:
     """
     launch.complete_environment(os.environ)
     if not torch.cuda.is_available():
+        keep_freed_memory()
         torch.set_num_threads(min(torch.get_num_threads(), launch.threads_per_process(os.environ)))
     dist.init_distributed()
     set_up_logging(dist.is_main())

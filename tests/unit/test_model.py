@@ -1,5 +1,6 @@
 """The model: shapes, residual forms, norms, activations, causality, dropout, recomputation."""
 
+import ctypes
 from typing import Any, get_args
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor
 from megatron_coca.attention.positions.forms import SCORE_FORMS
 from megatron_coca.config import load_config
 from megatron_coca.config.model import Activation, Norm
-from megatron_coca.model import GPT, LanguageModelLoss, build_model, next_token_loss
+from megatron_coca.model import GPT, LanguageModelLoss, build_model, keep_freed_memory, next_token_loss
 from megatron_coca.model.mlp import GATED, PLAIN
 from megatron_coca.model.norms import NORMS
 
@@ -227,3 +228,7 @@ def test_grouped_query_heads_read_their_group() -> None:
         state[name] = torch.stack((q, k, v), dim=1).flatten(0, 2)
     full.load_state_dict(state)
     torch.testing.assert_close(full(tokens()), grouped(tokens()))
+
+
+def test_freed_memory_is_kept_where_the_c_library_can() -> None:
+    assert keep_freed_memory() == hasattr(ctypes.CDLL(None), "mallopt")
