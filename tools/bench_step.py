@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megatron_coca.config import Config, load_config  # noqa: E402
-from megatron_coca.model import LanguageModelLoss, build_model  # noqa: E402
+from megatron_coca.model import LanguageModelLoss, build_model, keep_freed_memory  # noqa: E402
 from megatron_coca.training import engine, launch  # noqa: E402
 from megatron_coca.training.engine import Engine  # noqa: E402
 from megatron_coca.training.optimizer import build_optimizer  # noqa: E402
@@ -36,6 +36,8 @@ def main() -> None:
     options = parser.parse_intermixed_args()
     files = [text for text in options.inputs if "=" not in text]
     keys = [text for text in options.inputs if "=" in text]
+    if not torch.cuda.is_available():
+        keep_freed_memory()
     launch.complete_environment(os.environ)  # type: ignore[arg-type]
     engine.init_distributed()
     configs = {name: load_config(files, [*keys, f"pos_emb={name}"]) for name in options.methods}
