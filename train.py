@@ -11,24 +11,23 @@ from megatron_coca.data import DataError
 
 
 def main(arguments: list[str]) -> int:
-    """Exit status 0 after training, 2 for input that cannot be used or a checkpoint that could not be written."""
+    """Exit status 0 after training, 2 for input that cannot be used or files that cannot be written, 130 for Ctrl-C."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("inputs", nargs="+", metavar="CONFIG.yml | key=value", help="merged in order, then the keys")
     parser.add_argument(
-        "inputs", nargs="+", metavar="CONFIG.yml | key=value", help="merged left to right, then the keys"
-    )
-    parser.add_argument(
-        "--num_gpus", type=int, metavar="N", help="processes on this machine (CPU processes without a GPU)"
+        "--num_gpus", type=int, metavar="N", help="processes on this machine (on the CPU without a GPU)"
     )
     parser.add_argument("--hostfile", metavar="FILE", help="hosts and slots, as DeepSpeed reads them")
-    parser.add_argument(
-        "--local_rank", type=int, help=argparse.SUPPRESS
-    )  # passed by launchers, which also set LOCAL_RANK
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # from launchers, beside LOCAL_RANK
     options = parser.parse_intermixed_args(arguments)
     try:
         return run(read_config(options), arguments)
     except (ConfigError, DataError, CheckpointError, BackendError) as error:
         print(error, file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted; the newest complete checkpoint can be resumed with load=<save folder>", file=sys.stderr)
+        return 130
 
 
 def read_config(options: argparse.Namespace) -> Config:

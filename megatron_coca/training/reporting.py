@@ -2,6 +2,7 @@
 for.
 """
 
+import contextlib
 import json
 import logging
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any, Protocol
 
 from tqdm import tqdm
 
+from megatron_coca.checkpoints import CheckpointError
 from megatron_coca.config import Config, ConfigError
 
 METRICS = "metrics.jsonl"
@@ -56,15 +58,23 @@ class JsonLines:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / METRICS
         kept = [line for line in _lines(path) if line["step"] <= start] if start else []
-        path.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        self._file = path.open("a")
+        aside = folder / f".{METRICS}.partial"
+        aside.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        aside.replace(path)
+        self._path, self._file = path, path.open("a")
 
     def report(self, step: int, figures: dict[str, float | None]) -> None:
-        self._file.write(json.dumps({"step": step, **figures}) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps({"step": step, **figures}) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise CheckpointError(
+                f"{self._path}: cannot be written ({error}); complete checkpoints are intact"
+            ) from error
 
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # `report` has told of a full disk already
+            self._file.close()
 
 
 class TensorBoard:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from megatron_coca.checkpoints import CheckpointError
 from megatron_coca.config import Config, ConfigError, load_config
 from megatron_coca.training import reporting
 from megatron_coca.training.reporting import METRICS, JsonLines, Reporters, set_up_logging
@@ -65,6 +66,14 @@ def test_lines_are_on_disk_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keys", [{"save": "run"}, {"save": "elsewhere", "log_dir": "run"}])
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    sink = JsonLines(tmp_path, 0)
+    sink._file = Path("/dev/full").open("w")
+    with pytest.raises(CheckpointError, match=r"metrics.jsonl: cannot be written .*No space left"):
+        sink.report(1, {"loss": 1.0})
+    sink.close()
+
+
 def test_the_first_rank_writes_and_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], keys: dict[str, str]
 ) -> None:
