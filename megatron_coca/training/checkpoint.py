@@ -1,6 +1,7 @@
 """When a run is saved, what goes into its checkpoints, and how it starts: fresh, resumed or from given weights."""
 
 import logging
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -200,6 +201,7 @@ class Checkpoints:
             {name.removeprefix(MODEL_PREFIX): tensor for name, tensor in weights.items()}, folder / native.WEIGHTS
         )
         (folder / native.CONFIG).write_text(self._config.to_yaml())
+        shutil.copymode(folder / native.CONFIG, folder / native.WEIGHTS)  # safetensors leaves its file to the owner alone
         native.write_json(folder / native.META, self._meta(step))
         if self._corpus.tokenizer is not None:
             self._corpus.tokenizer.save(folder / native.TOKENIZER)
