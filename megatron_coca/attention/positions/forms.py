@@ -56,12 +56,12 @@ def _apply(x: Tensor, tables: RotaryTables, operand: Operand | None, rest: Calla
 
 
 def _rotated(x: Tensor, tables: RotaryTables) -> Tensor:
-    """R_p x (RoFormer, eq. 13)."""
+    """R_p x (Su et al. 2021, "RoFormer", section 3.2.2)."""
     return rotate(x, tables)
 
 
 def _slack_query(q: Tensor, tables: RotaryTables) -> Tensor:
-    """q * (R_m q), elementwise (CoCA, eq. 13: the query multiplies the collinear key coefficients)."""
+    """q * (R_m q), elementwise (Zhu et al. 2024, "CoCA", the slack form, whose scores the paper writes as a contraction)."""
     return q.to(tables.cos.dtype) * rotate(q, tables)
 
 

@@ -36,7 +36,7 @@ class Rotary:
 
 
 def geometric(dim: int, base: float) -> Tensor:
-    """theta_j = base^(-2j/dim), shape [dim/2], float64 (RoFormer, eq. 15)."""
+    """theta_j = base^(-2j/dim), shape [dim/2], float64 (Su et al. 2021, "RoFormer", section 3.2.2)."""
     return torch.pow(torch.tensor(base, dtype=torch.float64), -torch.arange(0, dim, 2, dtype=torch.float64) / dim)
 
 
