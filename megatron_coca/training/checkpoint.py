@@ -201,7 +201,9 @@ class Checkpoints:
             {name.removeprefix(MODEL_PREFIX): tensor for name, tensor in weights.items()}, folder / native.WEIGHTS
         )
         (folder / native.CONFIG).write_text(self._config.to_yaml())
-        shutil.copymode(folder / native.CONFIG, folder / native.WEIGHTS)  # safetensors leaves its file to the owner alone
+        shutil.copymode(
+            folder / native.CONFIG, folder / native.WEIGHTS
+        )  # safetensors leaves its file to the owner alone
         native.write_json(folder / native.META, self._meta(step))
         if self._corpus.tokenizer is not None:
             self._corpus.tokenizer.save(folder / native.TOKENIZER)
