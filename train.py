@@ -42,9 +42,10 @@ def run(config: Config, arguments: list[str]) -> int:
     """Train in this process, or start the processes that the configuration asks for."""
     from megatron_coca.training import launch
 
-    command = launch.launcher_command(config.launch, os.path.abspath(__file__), arguments)
-    if command is not None and not launch.under_launcher(os.environ):
-        return launch.relaunch(command)
+    if not launch.under_launcher(os.environ):
+        command = launch.launcher_command(config.launch, os.path.abspath(__file__), arguments)
+        if command is not None:
+            return launch.relaunch(command)
     from megatron_coca.training.loop import fit  # imports DeepSpeed, which the launching process does not need
 
     fit(config)

@@ -129,6 +129,8 @@ def verify(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{folder}: checkpoint format {manifest.get('format')!r}, this version reads format {FORMAT}"
         )
+    if not isinstance(manifest.get("files"), dict):
+        raise CheckpointError(f"{folder / MANIFEST}: lists no files; it is damaged")
     for name, expected in manifest["files"].items():
         path = folder / name
         if not path.is_file():
@@ -161,7 +163,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 def _named_latest(save: Path) -> Path | None:
     """The folder that `latest` names, or None where it names no complete checkpoint."""
     latest = save / LATEST
-    named = save / latest.read_text().strip() if latest.is_file() else None
+    named = save / latest.read_text(errors="replace").strip() if latest.is_file() else None
     return named if named is not None and (named / MANIFEST).is_file() else None
 
 

@@ -89,7 +89,7 @@ class LaunchConfig(Group):
 class GeneralConfig(Group):
     """Keys that concern the whole run."""
 
-    seed: WholeNumber = key(1234, "Seed of initialisation, dropout and data order.")
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = key(1234, "Seed of initialisation, dropout and data order.")
 
 
 def split_shares(split: str) -> tuple[float, float, float] | None:

@@ -28,7 +28,7 @@ class OptimizerConfig(Group):
         (0.9, 0.999), "Decay rates of Adam's two moments.", "optimizer.params.betas"
     )
     eps: Positive = key(1.0e-8, "Epsilon of Adam.", "optimizer.params.eps")
-    weight_decay: NotNegative = key(0.1, "Decoupled weight decay of matrices and embeddings.")
+    weight_decay: NotNegative = key(0.1, "Weight decay of matrices and embeddings; decoupled, but for sgd.")
     gradient_clipping: NotNegative = key(1.0, "Largest global gradient norm; 0 means no clipping.")
 
 

@@ -43,7 +43,7 @@ class Problems:
         """Report a record at ``place`` ("file:line") of one ``kind`` of fault."""
         line = f"{place}: {kind}" + (f" ({detail})" if detail else "")
         if self.strict:
-            raise DataError(f"{line}. Correct the record, or read without strict to skip and count such records.")
+            raise DataError(f"{line}. Correct or remove the record.")
         self.counts[kind] += 1
         if len(self.named) < NAMED_PROBLEMS:
             self.named.append(line)

@@ -20,6 +20,7 @@ class Loader:
         blend: the order of the data.
         global_batch: samples per step, over all ranks and accumulation steps.
         micro_batch: samples per rank and accumulation step.
+        vocab_size: ids at or above it are refused when they are read; None checks nothing.
         rank: of this process among the data-parallel ones.
         world_size: number of data-parallel processes.
 
@@ -27,7 +28,15 @@ class Loader:
         DataError: the global batch is not a multiple of ``micro_batch * world_size``, or the rank does not exist.
     """
 
-    def __init__(self, blend: Blend, global_batch: int, micro_batch: int, rank: int, world_size: int) -> None:
+    def __init__(
+        self,
+        blend: Blend,
+        global_batch: int,
+        micro_batch: int,
+        rank: int,
+        world_size: int,
+        vocab_size: int | None = None,
+    ) -> None:
         if min(global_batch, micro_batch, world_size) < 1 or global_batch % (micro_batch * world_size):
             raise DataError(
                 f"A global batch of {global_batch} does not divide into micro-batches of {micro_batch} x "
@@ -36,7 +45,7 @@ class Loader:
         if not 0 <= rank < world_size:
             raise DataError(f"Rank {rank} does not exist among {world_size}.")
         self._blend, self._global_batch, self._micro_batch = blend, global_batch, micro_batch
-        self._rank, self._world_size = rank, world_size
+        self._rank, self._world_size, self._vocab_size = rank, world_size, vocab_size
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
         self._ahead: tuple[int, Future[list[torch.Tensor]]] | None = None
 
@@ -74,4 +83,10 @@ class Loader:
     def _read(self, step: int) -> list[torch.Tensor]:
         numbers = self.indices(step)
         rows = self._blend.batch(numbers.ravel()).reshape(*numbers.shape, -1)
+        if self._vocab_size is not None and rows.max() >= self._vocab_size:
+            places = ", ".join(str(shard.prefix) for shard in self._blend.shards)
+            raise DataError(
+                f"{places}: token id {rows.max()} lies outside the model's vocabulary of {self._vocab_size}. "
+                "Take shards made with the model's tokenizer, or a larger vocab_size."
+            )
         return [torch.from_numpy(micro) for micro in rows]

@@ -3,10 +3,14 @@
 import logging
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch.nn as nn
+from filelock import FileLock, Timeout
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from megatron_coca.checkpoints import CheckpointError, huggingface, native
@@ -137,6 +141,29 @@ def require_writable(config: Config) -> None:
         ) from failure
 
 
+@contextmanager
+def exclusive(save: str | None) -> Iterator[None]:
+    """Hold the `save` folder for this run; the lock goes with the process, however it ends. Every rank must call it.
+
+    Raises:
+        CheckpointError: another run is training into the folder.
+    """
+    lock = FileLock(Path(save) / ".lock", timeout=0) if save is not None and dist.is_main() else None
+    held = True
+    try:
+        if lock is not None:
+            lock.acquire()
+    except Timeout:
+        held = False
+    if not dist.everyone_succeeded(held):
+        raise CheckpointError(f"{save}: another run is training into this folder; wait for it, or choose another")
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.release()
+
+
 class Checkpoints:
     """The checkpoints of one run."""
 
@@ -178,7 +205,7 @@ class Checkpoints:
         try:
             if dist.is_main() or not main_only:
                 action()
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, SafetensorError) as error:
             failure = error
         if not dist.everyone_succeeded(failure is None):
             if dist.is_main():

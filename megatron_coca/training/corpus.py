@@ -100,7 +100,14 @@ def split_shard(shard: Shard, shares: Sequence[float]) -> list[Shard | None]:
 def _common_tokenizer(config: Config) -> Tokenizer | None:
     """The tokenizer that lies beside the shards; all of them and `vocab_file`, where given, must agree."""
     found = {}
-    for prefix in [*(config.data.train_data_paths or ()), *([config.data.data_path] if config.data.data_path else ())]:
+    data = config.data
+    groups = (
+        data.train_data_paths,
+        data.valid_data_paths,
+        data.test_data_paths,
+        [data.data_path] if data.data_path else None,
+    )
+    for prefix in (prefix for group in groups for prefix in group or ()):
         folder = Path(prefix).parent
         if (folder / DESCRIPTION).is_file():
             found[str(folder)] = load_saved_tokenizer(folder)

@@ -9,13 +9,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from pydantic import ValidationError
 from torch import Tensor
 
-from megatron_coca.config import BatchSizes, Config
+from megatron_coca.config import BatchSizes, Config, ConfigError
 
 # DeepSpeed looks for an accelerator while it is imported, and warns where it finds none: tell it.
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 import deepspeed  # noqa: E402
+from deepspeed.runtime.config import DeepSpeedConfigError  # noqa: E402
 
 _TAG = "state"
 
@@ -46,9 +48,13 @@ class Engine:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, config: Config, sizes: BatchSizes) -> None:
         """`model` maps samples [micro_batch, length + 1] to a scalar loss; `sizes` are those of this world size."""
-        self._engine, *_ = deepspeed.initialize(
-            model=model, optimizer=optimizer, config=deepspeed_config(config, sizes)
-        )
+        section = deepspeed_config(config, sizes)
+        try:
+            self._engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=section)
+        except (ValidationError, DeepSpeedConfigError) as error:
+            raise ConfigError(
+                [f"zero_optimization, fp16, bf16 or deepspeed_extra_args: DeepSpeed says: {error}"]
+            ) from error
         self._sharded = config.parallel.stage == 3
         self.device = self._engine.device
 
@@ -135,7 +141,13 @@ def deepspeed_config(config: Config, sizes: BatchSizes) -> dict[str, Any]:
         section["bf16"] = {**(config.precision.bf16 or {}), "enabled": True}
     if config.precision.dtype == "fp16":
         section["fp16"] = {**(config.precision.fp16 or {}), "enabled": True}
-    return section | (config.parallel.deepspeed_extra_args or {})
+    extra = config.parallel.deepspeed_extra_args or {}
+    taken = sorted(section.keys() & extra.keys())
+    if taken:
+        raise ConfigError(
+            [f"deepspeed_extra_args: {', '.join(taken)}: set by keys of their own; use those (docs/config.md)"]
+        )
+    return section | extra
 
 
 def rank() -> int:

@@ -14,11 +14,13 @@ LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
 def under_launcher(environment: Mapping[str, str]) -> bool:
-    """Whether deepspeed, torchrun or srun with more than one task started this process."""
-    return (
-        all(name in environment for name in LAUNCHED)
-        or int(environment.get("SLURM_NTASKS", "1")) > 1
-        and "SLURM_PROCID" in environment
+    """Whether deepspeed, torchrun or srun with more than one task started this process.
+
+    The body of a batch script is no task: it has SLURM_PROCID and SLURM_NTASKS too, but no SLURM_STEP_ID.
+    """
+    under_srun = "SLURM_STEP_ID" in environment and "SLURM_PROCID" in environment
+    return all(name in environment for name in LAUNCHED) or (
+        under_srun and int(environment.get("SLURM_NTASKS", "1")) > 1
     )
 
 
@@ -26,6 +28,8 @@ def launcher_command(launch: LaunchConfig, script: str, arguments: Sequence[str]
     """The DeepSpeed launcher's command line for this configuration, or None where one process is asked for."""
     if launch.hostfile is None and (launch.num_gpus or 1) <= 1:
         return None
+    if launch.hostfile is not None and not os.path.isfile(launch.hostfile):
+        raise ConfigError([f"hostfile: {launch.hostfile}: no such file; write one line a host, `name slots=8`"])
     options: dict[str, object] = {
         "--hostfile": launch.hostfile,
         "--include": launch.include,
@@ -56,9 +60,8 @@ def complete_environment(environment: dict[str, str]) -> None:
         environment["WORLD_SIZE"] = environment["SLURM_NTASKS"] if slurm else "1"
         environment["LOCAL_RANK"] = environment.get("SLURM_LOCALID", "0") if slurm else "0"
         if slurm:
-            environment.setdefault(
-                "LOCAL_WORLD_SIZE", re.split(r"\D", environment.get("SLURM_NTASKS_PER_NODE", "1"))[0]
-            )
+            tasks = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_NTASKS_PER_NODE", "1")
+            environment.setdefault("LOCAL_WORLD_SIZE", re.split(r"\D", tasks)[0])
             environment.setdefault("MASTER_ADDR", first_host(environment.get("SLURM_STEP_NODELIST", "localhost")))
             environment.setdefault("MASTER_PORT", str(20000 + int(environment.get("SLURM_JOB_ID", "9500")) % 20000))
     environment.setdefault("LOCAL_WORLD_SIZE", environment.get("LOCAL_SIZE", environment["WORLD_SIZE"]))

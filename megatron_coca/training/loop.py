@@ -3,6 +3,7 @@
 import logging
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from megatron_coca.training import engine as dist
 from megatron_coca.training import launch, rng
 from megatron_coca.training.checkpoint import (
     Checkpoints,
+    exclusive,
     is_due,
     load_initial_weights,
     refuse_other_run,
@@ -64,6 +66,11 @@ def _run(config: Config) -> None:
         verify(folder)
         refuse_other_run(folder, corpus, layout)
     require_writable(corpus.config)
+    with exclusive(corpus.config.checkpoint.save):
+        _train(corpus, sizes, layout, folder)
+
+
+def _train(corpus: Corpus, sizes: BatchSizes, layout: dict[str, Any], folder: Path | None) -> None:
     engine = _build_engine(corpus.config, sizes)
     checkpoints = Checkpoints(corpus, engine, layout)
     start = checkpoints.restore(folder) if folder is not None else 0
@@ -91,7 +98,9 @@ def _iterate(
     last = min(config.schedule.train_iters, config.logging.exit_interval or config.schedule.train_iters)
     clock, seen = time.perf_counter(), start
     saved = start
-    with Loader(corpus.train, *layout) as loader:
+    if start >= last:
+        logger.info("nothing to do: step %d is reached already (train_iters or exit_interval is %d)", start, last)
+    with Loader(corpus.train, *layout, vocab_size=config.model.padded_vocab_size) as loader:
         for step in range(start, last):
             rate = learning_rate(step, config.optimizer.lr, config.schedule)
             result = engine.train_step(loader.micro_batches(step), rate)
@@ -120,7 +129,7 @@ def _validate(
     batches = corpus.config.logging.eval_iters
     if corpus.valid is None or batches == 0:
         return
-    with Loader(corpus.valid, *layout) as loader:
+    with Loader(corpus.valid, *layout, vocab_size=corpus.config.model.padded_vocab_size) as loader:
         losses = [engine.mean_loss(loader.micro_batches(index)) for index in range(batches)]
     reporters.report(step, validation_loss=sum(losses) / len(losses))
 

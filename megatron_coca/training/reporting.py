@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -50,14 +51,17 @@ class Console:
 
 
 class JsonLines:
-    """One JSON object per report in `metrics.jsonl`; a resumed run first drops the lines of steps that it will
-    repeat.
+    """One JSON object per report in `metrics.jsonl`.
+
+    A resumed run first drops the lines of steps that it will repeat; a fresh one sets an older file aside.
     """
 
     def __init__(self, folder: Path, start: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / METRICS
         kept = [line for line in _lines(path) if line["step"] <= start] if start else []
+        if path.is_file() and not start:
+            path.replace(next(old for number in count(1) if not (old := folder / f"{METRICS}.{number}").exists()))
         aside = folder / f".{METRICS}.partial"
         aside.write_text("".join(json.dumps(line) + "\n" for line in kept))
         aside.replace(path)
@@ -102,14 +106,17 @@ class WandB:
 
         keys = config.logging
         settings = wandb.Settings(base_url=keys.wandb_host) if keys.wandb_host else None
-        self._run = wandb.init(
-            project=keys.wandb_project,
-            group=keys.wandb_group,
-            name=keys.wandb_run_name,
-            entity=keys.wandb_team,
-            config=config.flat(),
-            settings=settings,
-        )
+        try:
+            self._run = wandb.init(
+                project=keys.wandb_project,
+                group=keys.wandb_group,
+                name=keys.wandb_run_name,
+                entity=keys.wandb_team,
+                config=config.flat(),
+                settings=settings,
+            )
+        except wandb.errors.Error as error:
+            raise ConfigError([f"use_wandb: {error}; log in, or set WANDB_MODE=offline"]) from error
 
     def report(self, step: int, figures: dict[str, float | None]) -> None:
         self._run.log({name: value for name, value in figures.items() if value is not None}, step=step)
@@ -166,9 +173,10 @@ def _extra(key: str, build: Callable[[], Reporter]) -> Reporter:
 def _lines(path: Path) -> list[dict[str, Any]]:
     """The complete lines of a metrics file; a kill can leave half a line at its end."""
     lines = []
-    for text in path.read_text().splitlines() if path.is_file() else ():
+    for text in path.read_text(errors="replace").splitlines() if path.is_file() else ():
         try:
-            lines.append(json.loads(text))
-        except ValueError:
+            line = json.loads(text)
+            lines.append(line | {"step": int(line["step"])})
+        except (ValueError, TypeError, KeyError):
             break
     return lines

@@ -32,6 +32,7 @@ def srun(start: Any, keys: dict[str, Any]) -> None:
     """Two tasks as srun starts them: nothing but its environment says that they belong together."""
     common = {
         "SLURM_NTASKS": "2",
+        "SLURM_STEP_ID": "0",
         "SLURM_NTASKS_PER_NODE": "2",
         "SLURM_STEP_NODELIST": "localhost",
         "SLURM_JOB_ID": str(os.getpid()),

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from megatron_coca.checkpoints import CheckpointError, native
 from megatron_coca.config import CheckpointConfig, Config, load_config
 from megatron_coca.model import build_model
-from megatron_coca.training.checkpoint import is_due, load_initial_weights, refuse_other_run, starting_point
+from megatron_coca.training.checkpoint import exclusive, is_due, load_initial_weights, refuse_other_run, starting_point
 from megatron_coca.training.corpus import Corpus, open_corpus
 
 LAYOUT = {"world_size": 1, "zero_stage": 0, "batch": 4, "dtype": "fp32"}
@@ -172,3 +172,13 @@ def test_finetuning_refuses_weights_of_another_shape(saved: Path, opened: Corpus
     with pytest.raises(CheckpointError, match="missing blocks.2.input_layernorm.weight"):
         load_initial_weights(model, keys(load=str(saved.parent), finetune=True))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items()), "nothing was copied"
+
+
+def test_a_folder_serves_one_run_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_coca.training.engine.is_main", lambda: True)
+    monkeypatch.setattr("megatron_coca.training.engine.everyone_succeeded", lambda succeeded: succeeded)
+    with exclusive(str(tmp_path)), pytest.raises(CheckpointError, match="another run is training into"):  # noqa: SIM117
+        with exclusive(str(tmp_path)):
+            pass
+    with exclusive(str(tmp_path)):
+        pass

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_coca.config import Config, ConfigError, load_config
-from megatron_coca.data import DataError, Shard, load_tokenizer
+from megatron_coca.data import DataError, Loader, Shard, load_tokenizer
 from megatron_coca.data.shards import ShardWriter
 from megatron_coca.training.corpus import open_corpus, split_shard
 
@@ -79,10 +79,20 @@ def test_shards_of_different_tokenizers_are_refused(tmp_path: Path) -> None:
 
     Tokenizer(models.WordLevel({"<|endoftext|>": 0, "a": 1}, unk_token="a")).save(str(pieces))
     load_tokenizer("HFTokenizer", pieces).save(tmp_path / "b")
-    paths = [str(one), str(other)]
-    keys = {"train_data_paths": paths, "valid_data_paths": paths, "test_data_paths": paths}
-    with pytest.raises(DataError, match="tokenizers of .* differ"):
-        open_corpus(config(**keys))
+    for train, valid, test in ((one, one, other), (one, other, one), (other, one, one)):
+        keys = {"train_data_paths": [str(train)], "valid_data_paths": [str(valid)], "test_data_paths": [str(test)]}
+        with pytest.raises(DataError, match="tokenizers of .* differ"):
+            open_corpus(config(**keys))
+
+
+def test_ids_beyond_the_vocabulary_are_refused_when_they_are_read(tmp_path: Path) -> None:
+    corpus = open_corpus(config(data_path=str(write_shard(tmp_path / "s", tokenizer=False)), vocab_size=4, split="1"))
+    with (
+        Loader(corpus.train, 8, 8, 0, 1, vocab_size=4) as loader,
+        pytest.raises(DataError, match="outside the model's"),
+    ):
+        for step in range(10):
+            loader.micro_batches(step)
 
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:

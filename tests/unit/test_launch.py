@@ -1,6 +1,7 @@
 """How a training process comes to be: command lines and environments."""
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,9 +57,21 @@ def test_several_processes_on_this_machine() -> None:
     assert not {"--hostfile", "--launcher", "--num_nodes", "--force_multi"} & set(before)
 
 
-def test_several_hosts() -> None:
+@pytest.fixture
+def hostfile(tmp_path: Path) -> str:
+    path = tmp_path / "hosts"
+    path.write_text("a slots=8\n")
+    return str(path)
+
+
+def test_a_missing_hostfile_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="hostfile: nowhere: no such file"):
+        launch.launcher_command(configured(hostfile="nowhere"), "train.py", [])
+
+
+def test_several_hosts(hostfile: str) -> None:
     keys = {
-        "hostfile": "hosts",
+        "hostfile": hostfile,
         "include": "a:0",
         "num_nodes": 4,
         "num_gpus": 8,
@@ -73,9 +86,9 @@ def test_several_hosts() -> None:
     assert {"--force_multi", "--no_ssh_check"} <= set(command) and "--exclude" not in command
 
 
-def test_a_hostfile_alone_starts_the_launcher() -> None:
-    command = launch.launcher_command(configured(hostfile="hosts"), "train.py", [])
-    assert command is not None and option(command, "--hostfile") == "hosts" and "--num_gpus" not in command
+def test_a_hostfile_alone_starts_the_launcher(hostfile: str) -> None:
+    command = launch.launcher_command(configured(hostfile=hostfile), "train.py", [])
+    assert command is not None and option(command, "--hostfile") == hostfile and "--num_gpus" not in command
 
 
 def test_exit_status_of_the_launcher_is_passed_on() -> None:
@@ -100,6 +113,7 @@ DEEPSPEED = {
 }
 SRUN = {
     "SLURM_NTASKS": "4",
+    "SLURM_STEP_ID": "0",
     "SLURM_PROCID": "3",
     "SLURM_LOCALID": "1",
     "SLURM_NTASKS_PER_NODE": "2(x2)",
@@ -118,6 +132,7 @@ SRUN = {
         (SRUN, True),
         ({"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, False),
         ({"SLURM_NTASKS": "4"}, False),
+        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, False),
     ],
 )
 def test_under_launcher(environment: dict[str, str], expected: bool) -> None:

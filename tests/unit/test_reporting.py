@@ -48,6 +48,17 @@ def test_a_fresh_run_begins_an_empty_file(tmp_path: Path) -> None:
     write(tmp_path, 0, 7)
     write(tmp_path, 0, 2)
     assert [line["step"] for line in lines(tmp_path)] == [1, 2]
+    write(tmp_path, 0, 1)
+    older = [path.read_text().count("\n") for path in sorted(tmp_path.glob(f"{METRICS}.*"))]
+    assert older == [7, 2], "an older run's lines are set aside, not lost"
+
+
+def test_a_damaged_line_ends_what_is_kept(tmp_path: Path) -> None:
+    write(tmp_path, 0, 2)
+    with (tmp_path / METRICS).open("ab") as file:
+        file.write(b'{"loss": 1}\n\xff\n')
+    write(tmp_path, 2, 3)
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
 
 
 def test_half_a_line_is_dropped(tmp_path: Path) -> None:
