@@ -3,16 +3,25 @@
 import logging
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from megatron_coca.checkpoints import CheckpointError, native
 from megatron_coca.config import CheckpointConfig, Config, load_config
 from megatron_coca.model import build_model
-from megatron_coca.training.checkpoint import exclusive, is_due, load_initial_weights, refuse_other_run, starting_point
+from megatron_coca.training.checkpoint import (
+    Checkpoints,
+    exclusive,
+    is_due,
+    load_initial_weights,
+    refuse_other_run,
+    starting_point,
+)
 from megatron_coca.training.corpus import Corpus, open_corpus
 
 LAYOUT = {"world_size": 1, "zero_stage": 0, "batch": 4, "dtype": "fp32"}
@@ -182,3 +191,20 @@ def test_a_folder_serves_one_run_at_a_time(tmp_path: Path, monkeypatch: pytest.M
             pass
     with exclusive(str(tmp_path)):
         pass
+
+
+def test_a_disk_that_fills_up_under_the_weights_leaves_nothing_half_written(
+    opened: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise SafetensorError("Error while serializing: No space left on device")
+
+    for name, answer in (("is_main", True), ("rank", 0)):
+        monkeypatch.setattr(f"megatron_coca.training.engine.{name}", lambda answer=answer: answer)
+    monkeypatch.setattr("megatron_coca.training.engine.everyone_succeeded", lambda succeeded: succeeded)
+    monkeypatch.setattr("megatron_coca.training.checkpoint.save_file", full)
+    corpus = replace(opened, config=opened.config.override({"save": str(tmp_path / "run")}))
+    engine = SimpleNamespace(save=lambda folder: folder.mkdir(), weights=lambda: {})
+    with pytest.raises(CheckpointError, match="step 3 could not be written .*No space left.*earlier ones are intact"):
+        Checkpoints(corpus, engine, LAYOUT).save(3)  # type: ignore[arg-type]
+    assert list((tmp_path / "run").iterdir()) == []
