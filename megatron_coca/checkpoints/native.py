@@ -1,5 +1,6 @@
 """The folder layout of a checkpoint, written so that it is complete or absent.
 
+    <save>/.lock                        held by the run that trains into the folder
     <save>/latest                       the newest step's folder name
     <save>/global_step100/manifest.json size and sha256 of every file below, written last
                           meta.json     step, code and library versions, parallel layout
@@ -34,6 +35,7 @@ CONFIG, META, MANIFEST, WEIGHTS, TOKENIZER, ENGINE, RNG = (
     "rng",
 )
 LATEST = "latest"
+LOCK = ".lock"
 FORMAT = 1
 _STEP = re.compile(r"global_step(\d+)")
 

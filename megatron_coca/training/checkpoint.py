@@ -148,7 +148,7 @@ def exclusive(save: str | None) -> Iterator[None]:
     Raises:
         CheckpointError: another run is training into the folder.
     """
-    lock = FileLock(Path(save) / ".lock", timeout=0) if save is not None and dist.is_main() else None
+    lock = FileLock(Path(save) / native.LOCK, timeout=0) if save is not None and dist.is_main() else None
     held = True
     try:
         if lock is not None:
