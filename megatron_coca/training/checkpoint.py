@@ -3,7 +3,7 @@
 import logging
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -106,15 +106,23 @@ def refuse_other_run(folder: Path, corpus: Corpus, layout: dict[str, Any]) -> No
         logger.warning("resuming with another %s", line)
 
 
-def verify(folder: Path) -> None:
-    """Check the checkpoint's files against its manifest, once for all ranks; a CheckpointError on every rank if one is bad."""
+def _attempt(
+    action: Callable[[], Any], errors: type[Exception] | tuple[type[Exception], ...], main_only: bool
+) -> tuple[bool, Exception | None]:
+    """Run `action` on every rank, or on the first: whether it succeeded on all, and the error of this one."""
     failure = None
     try:
-        if dist.is_main():
-            native.verify(folder)
-    except CheckpointError as error:
+        if dist.is_main() or not main_only:
+            action()
+    except errors as error:
         failure = error
-    if not dist.everyone_succeeded(failure is None):
+    return dist.everyone_succeeded(failure is None), failure
+
+
+def verify(folder: Path) -> None:
+    """Check the checkpoint's files against its manifest, once for all ranks; a CheckpointError on every rank if one is bad."""
+    succeeded, failure = _attempt(lambda: native.verify(folder), CheckpointError, main_only=True)
+    if not succeeded:
         raise failure or CheckpointError(f"{folder}: is damaged (the first process says how)")
 
 
@@ -127,15 +135,15 @@ def require_writable(config: Config) -> None:
         CheckpointError: one of them cannot be written.
     """
     folders = [folder for folder in (config.checkpoint.save, config.logging.log_dir) if folder is not None]
-    failure: OSError | None = None
-    try:
-        for folder in folders if dist.is_main() else ():
+
+    def probe_folders() -> None:
+        for folder in folders:
             Path(folder).mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder) as probe:
                 probe.write(b"x")
-    except OSError as error:
-        failure = error
-    if not dist.everyone_succeeded(failure is None):
+
+    succeeded, failure = _attempt(probe_folders, OSError, main_only=True)
+    if not succeeded:
         raise CheckpointError(
             f"{' or '.join(folders)}: cannot be written ({failure or 'the first process says why'}); choose another folder"
         ) from failure
@@ -149,13 +157,8 @@ def exclusive(save: str | None) -> Iterator[None]:
         CheckpointError: another run is training into the folder.
     """
     lock = FileLock(Path(save) / native.LOCK, timeout=0) if save is not None and dist.is_main() else None
-    held = True
-    try:
-        if lock is not None:
-            lock.acquire()
-    except Timeout:
-        held = False
-    if not dist.everyone_succeeded(held):
+    held, _ = _attempt(lambda: lock and lock.acquire(), Timeout, main_only=True)
+    if not held:
         raise CheckpointError(f"{save}: another run is training into this folder; wait for it, or choose another")
     try:
         yield
@@ -199,15 +202,10 @@ class Checkpoints:
             native.prune(root, self._config.checkpoint.keep_last_n_checkpoints)
             logger.info("saved %s", native.step_folder(root, step))
 
-    def _together(self, action: Any, root: Path, step: int, main_only: bool = False) -> None:
+    def _together(self, action: Callable[[], Any], root: Path, step: int, main_only: bool = False) -> None:
         """Run `action` on every rank (or the first), and fail on all where it fails on one."""
-        failure = None
-        try:
-            if dist.is_main() or not main_only:
-                action()
-        except (OSError, RuntimeError, SafetensorError) as error:
-            failure = error
-        if not dist.everyone_succeeded(failure is None):
+        succeeded, failure = _attempt(action, (OSError, RuntimeError, SafetensorError), main_only)
+        if not succeeded:
             if dist.is_main():
                 native.abandon(root, step)
             newest = native.steps(root)[-1:] or "none"
