@@ -1,45 +1,121 @@
 """The contract between position methods and attention backends: every quantity that changes the result of attention."""
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
 
 from torch import Tensor
 
+Formula = Literal["linear", "log", "power", "buckets"]
+
 
 class DistanceBias(Protocol):
-    """A score bias given as a formula of the distance between query and key."""
+    """A score bias given as a formula of the distance r between query and key.
+
+    Attributes:
+        formula: which one, for kernels that write it out: linear -c0 r; log -c0 ln(1 + c1 r); power -c0 r^c1; buckets
+            a table of steps.
+        coefficients: c0, c1 per query head, [heads, 1 or 2] float32 (buckets: the table, [heads, buckets]); learned
+            ones carry gradients.
+    """
+
+    formula: Formula
+    coefficients: Tensor
 
     def at(self, distance: Tensor) -> Tensor:
-        """[heads, ...] for float `distance` [...], in the dtype of `distance`."""
+        """[heads, ...] for `distance` [...] >= 0 of a floating type, in the dtype and on the device of `distance`."""
         ...
 
 
 @dataclass(frozen=True)
-class AttentionInputs:
-    """Operands of causal attention: softmax(scale * Q' K'^T + bias) V.
+class Band:
+    """The distances r that a segment serves: low <= r < high (no end where `high` is None).
+
+    With `first_keys` only the first so many keys of the sequence, or of the document, are visible.
+    """
+
+    low: int = 0
+    high: int | None = None
+    first_keys: int | None = None
+
+
+CAUSAL = Band()
+"""Every key up to the query's own."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Operands of the pairs in one band of distances.
 
     Attributes:
         query: Q' [batch, heads, query_length, head_dim].
         key: K' [batch, kv_heads, key_length, head_dim]; `heads` is a multiple of `kv_heads`, and query head h reads
-        key head
-            h // (heads / kv_heads).
-        value: V, shaped like the key.
-        scale: what the dot products are multiplied by. It has no default, because backends disagree about theirs.
-        bias: added to the scaled scores, or None.
-        dropout: probability with which an attention weight is dropped (0 in evaluation).
-
-    The queries are the last `query_length` of the `key_length` tokens: query row i stands at key index key_length -
-    query_length + i and sees the keys up to and including itself; the distance r of a pair is the difference of these
-    indices. All three
-    tensors share one dtype and device, and the output has the query's shape and dtype.
+            key head h // (heads / kv_heads).
+        band: the distances served.
     """
 
     query: Tensor
     key: Tensor
+    band: Band = CAUSAL
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Documents packed into one row: a query sees no key before the first token of its own document.
+
+    Attributes:
+        starts: [batch, key_length] int64, the index of the first token of the document that each token belongs to.
+        spans: for each row of the batch its documents as (start, stop) of token indices, in order; the same fact on
+            the host, for backends that go through the documents one by one.
+    """
+
+    starts: Tensor
+    spans: tuple[tuple[tuple[int, int], ...], ...]
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """Operands of causal attention: softmax(scale * Q' K'^T + bias) V over the visible pairs.
+
+    The queries are the last `query_length` of the `key_length` tokens: query row i stands at token index key_length -
+    query_length + i. The distance r of a pair is the difference of token indices. A pair is scored by the segment
+    whose band holds r and is invisible where none does, or where documents part the two tokens.
+
+    Attributes:
+        segments: one, or several with disjoint bands; the first one's holds r = 0, so that every query sees itself.
+        value: V [batch, kv_heads, key_length, head_dim].
+        scale: what the dot products are multiplied by. It has no default, because backends disagree about theirs.
+        bias: added to the scaled scores, or None.
+        dropout: probability with which an attention weight is dropped (0 in evaluation).
+        documents: document boundaries, or None where a row is one document.
+
+    All operands share one dtype and device; the output has the shape and dtype of a segment's query.
+    """
+
+    segments: tuple[Segment, ...]
     value: Tensor
     scale: float
     bias: DistanceBias | None = None
     dropout: float = 0.0
+    documents: Documents | None = None
+
+    @property
+    def query(self) -> Tensor:
+        """Q' of the first segment, which gives the output its shape, dtype and device."""
+        return self.segments[0].query
+
+    @property
+    def key(self) -> Tensor:
+        """K' of the first segment."""
+        return self.segments[0].key
+
+    @property
+    def past(self) -> int:
+        """How many tokens precede the first query."""
+        return self.value.shape[2] - self.query.shape[2]
+
+    def replace(self, **changes: object) -> "AttentionInputs":
+        """A copy with other attributes."""
+        return replace(self, **changes)
 
 
 @dataclass(frozen=True)
@@ -48,13 +124,17 @@ class Needs:
 
     Attributes:
         device_type: "cpu" or "cuda", where the model will run.
-        bias: whether the method has a distance bias.
+        head_dim: features of a head.
+        bias: the formula of the distance bias, or None.
+        bands: the bands of the segments.
         dropout: the attention dropout in training.
     """
 
     device_type: str
-    bias: bool
-    dropout: float
+    head_dim: int = 64
+    bias: Formula | None = None
+    bands: tuple[Band, ...] = (CAUSAL,)
+    dropout: float = 0.0
 
 
 class Backend(Protocol):
