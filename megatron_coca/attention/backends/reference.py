@@ -6,7 +6,7 @@ import opt_einsum
 import torch
 from torch import Tensor
 
-from megatron_coca.attention.inputs import AttentionInputs, Needs
+from megatron_coca.attention.inputs import AttentionInputs, Band, Needs
 
 
 class ReferenceBackend:
@@ -18,16 +18,40 @@ class ReferenceBackend:
 
     def attend(self, inputs: AttentionInputs) -> Tensor:
         """[batch, heads, query_length, head_dim] in the query's dtype."""
-        groups = inputs.query.shape[1] // inputs.key.shape[1]
-        key, value = (x.repeat_interleave(groups, dim=1) for x in (inputs.key, inputs.value))
-        scores = opt_einsum.contract("bhmd,bhnd->bhmn", inputs.query, key) * inputs.scale
-        distance = _distances(scores.shape[-2], scores.shape[-1], scores.device)
-        if inputs.bias is not None:
-            wide = torch.promote_types(scores.dtype, torch.float32)
-            scores = scores + inputs.bias.at(distance.to(wide))
-        weights = torch.softmax(scores.masked_fill(distance < 0, -math.inf), dim=-1).to(value.dtype)
+        weights = torch.softmax(_scores(inputs), dim=-1).to(inputs.value.dtype)
         weights = torch.dropout(weights, inputs.dropout, train=inputs.dropout > 0)
-        return opt_einsum.contract("bhmn,bhnd->bhmd", weights, value)
+        grouped = weights.unflatten(1, (inputs.value.shape[1], -1))
+        return opt_einsum.contract("bghmn,bgnd->bghmd", grouped, inputs.value).flatten(1, 2)
+
+
+def _scores(inputs: AttentionInputs) -> Tensor:
+    """Every pair by the segment whose band holds it, -inf where none does, [batch, heads, query_length, key_length]."""
+    distance = _distances(inputs.query.shape[2], inputs.value.shape[2], inputs.value.device)
+    first = _first_keys(inputs)
+    scores = torch.tensor(-math.inf, dtype=inputs.query.dtype, device=inputs.query.device)
+    for segment in inputs.segments:
+        query = segment.query.unflatten(1, (segment.key.shape[1], -1))
+        product = opt_einsum.contract("bghmd,bgnd->bghmn", query, segment.key).flatten(1, 2) * inputs.scale
+        scores = torch.where(_visible(segment.band, distance, first), product, scores)
+    if inputs.bias is None:
+        return scores
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    return scores + inputs.bias.at(distance.clamp(min=0).to(wide))
+
+
+def _visible(band: Band, distance: Tensor, first: Tensor) -> Tensor:
+    """Which pairs the band holds, [batch or 1, 1, query_length, key_length]; `first` begins the query's document."""
+    key = torch.arange(distance.shape[1], device=distance.device)
+    high = distance.shape[1] if band.high is None else band.high
+    inside = (distance >= band.low) & (distance < high) & (key >= first)
+    return inside if band.first_keys is None else inside & (key < first + band.first_keys)
+
+
+def _first_keys(inputs: AttentionInputs) -> Tensor:
+    """The index of the first key of every query's document, [batch or 1, 1, query_length or 1, 1]."""
+    if inputs.documents is None:
+        return torch.zeros(1, 1, 1, 1, dtype=torch.long, device=inputs.value.device)
+    return inputs.documents.starts[:, None, inputs.past :, None]
 
 
 def _distances(query_length: int, key_length: int, device: torch.device) -> Tensor:

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_coca.attention.inputs import AttentionInputs, DistanceBias, Needs
+from megatron_coca.attention.backends.documents import attend_by_document
+from megatron_coca.attention.inputs import CAUSAL, AttentionInputs, DistanceBias, Needs
 
 QUERY_BLOCK = 512
 """Query rows per call where a bias is present: longer blocks spend more on hidden keys, shorter ones more on calls
@@ -19,6 +20,8 @@ class SdpaBackend:
 
     def supports(self, needs: Needs) -> str | None:
         """None, or why such a model cannot be served."""
+        if needs.bands != (CAUSAL,):
+            return "it takes one query and one key operand, and every key up to the query's own"
         if needs.bias and needs.device_type != "cpu":
             return "off the CPU its kernels take a bias only as a dense mask in the operands' dtype"
         return None
@@ -29,9 +32,15 @@ class SdpaBackend:
             raise RuntimeError(
                 "this model was built for the CPU; build it with the device it runs on: build_model(config, device=...)"
             )
-        if inputs.bias is None and inputs.query.shape[2] == inputs.key.shape[2]:
-            return _sdpa(inputs, inputs.query, inputs.key, inputs.value, causal=True)
+        return attend_by_document(_attend_row, inputs)
+
+
+def _attend_row(inputs: AttentionInputs) -> Tensor:
+    if inputs.bias is not None:
         return _attend_in_blocks(inputs)
+    if inputs.query.shape[2] in (1, inputs.key.shape[2]):
+        return _sdpa(inputs, inputs.query, inputs.key, inputs.value, causal=inputs.past == 0)
+    return _attend_in_blocks(inputs)
 
 
 def _attend_in_blocks(inputs: AttentionInputs) -> Tensor:
