@@ -1,0 +1,343 @@
+"""Softmax attention from the score of every pair (m, n), N x N, with no attempt at speed.
+
+Every pair has positions of its own to which its query and its key are rotated, so relative-position maps are read off
+directly; CoCA without a map is the paper's three-operand contraction. A dtype below float64 can be asked for, to
+measure the rounding of a plain computation or the memory and time of the contraction itself.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import opt_einsum
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RelativeMap:
+    """Far pairs, whose tokens are `window` or more apart, are scored elsewhere than where they stand; lengths in tokens.
+
+    `leak` is k of Leaky ReRoPE, `group_size` G of SelfExtend, `sinks` the number of first keys that stay visible.
+    """
+
+    type: str
+    window: int
+    leak: float = 16.0
+    group_size: int = 8
+    sinks: int = 0
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What decides a score beside the operands and their positions.
+
+    Attributes:
+        multiplier: of cosine and sine each.
+        map: the relative-position map, or None.
+        logit_scaling: "none", "log_n" (never below 1) or "log_n_trained".
+        training_length: L of the logit scaling.
+        bias: the learned parameters of the bias by name: p and a [heads], or table [buckets, heads].
+        documents: the document of every token, [batch, length], one run of equal numbers for each; None: one a row.
+    """
+
+    multiplier: float = 1.0
+    map: RelativeMap | None = None
+    logit_scaling: str = "none"
+    training_length: int = 1
+    bias: Mapping[str, Tensor] = field(default_factory=dict)
+    documents: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Every pair (m, n), each attribute broadcasting to [batch, 1, queries, keys].
+
+    Attributes:
+        distance: tokens from the key to the query, int64.
+        visible: whether the query sees the key.
+        query, key: the positions to which the two are rotated, float64.
+        mapped: whether these depend on the pair, and not on the query or the key alone.
+    """
+
+    distance: Tensor
+    visible: Tensor
+    query: Tensor
+    key: Tensor
+    mapped: bool
+
+
+def attention(
+    name: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    theta: Tensor,
+    positions: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+    setting: Setting | None = None,
+) -> Tensor:
+    """Causal attention of method `name`, [batch, heads, queries, head_dim] in `dtype` (float32 or float64).
+
+    q is [batch, heads, queries, head_dim], k and v are [batch, kv_heads, length, head_dim]; the queries stand at the
+    last tokens. `theta` has one frequency per rotated pair: 2 * len(theta) < head_dim is partial rotary. `positions`,
+    [length] or [batch, length], are those of the keys; 0 .. length-1 by default.
+    """
+    setting = setting or Setting()
+    groups, head_dim = q.shape[1] // k.shape[1], q.shape[-1]
+    positions = torch.arange(k.shape[2], device=q.device) if positions is None else positions
+    positions = positions.double().reshape(-1, k.shape[2])
+    pairs = lay_out(positions, q.shape[2], setting)
+    q, k, v = q.to(dtype), k.to(dtype).repeat_interleave(groups, 1), v.to(dtype).repeat_interleave(groups, 1)
+    scores = SCORES[name](q, k, theta.double(), pairs, setting.multiplier) / math.sqrt(head_dim)
+    scores = scores * _row_factors(positions[:, -q.shape[2] :], setting).to(dtype)
+    if name in BIASES:
+        distance = pairs.distance.clamp(min=0).to(dtype)
+        scores = scores + BIASES[name](distance, q.shape[1], head_dim, setting.bias).to(dtype)
+    weights = torch.softmax(scores.masked_fill(~pairs.visible, -math.inf), dim=-1)
+    return opt_einsum.contract("bhmn,bhnd->bhmd", weights, v)
+
+
+def _row_factors(positions: Tensor, setting: Setting) -> Tensor:
+    """What the logits of row m are multiplied by, [batch or 1, 1, queries, 1]."""
+    if setting.logit_scaling == "none":
+        return torch.ones(1, dtype=torch.float64, device=positions.device)
+    factors = torch.log(positions + 1) / math.log(setting.training_length)
+    factors = factors.clamp(min=1.0) if setting.logit_scaling == "log_n" else factors
+    return factors[:, None, :, None]
+
+
+def lay_out(positions: Tensor, queries: int, setting: Setting) -> Pairs:
+    """The pairs of the last `queries` tokens with all of them, for `positions` [batch or 1, length] float64."""
+    token = torch.arange(positions.shape[1], device=positions.device)
+    documents = torch.zeros_like(token)[None] if setting.documents is None else setting.documents
+    same = documents[:, :, None] == documents[:, None, :]
+    inner = (token - same.int().argmax(dim=-1)).double()  # argmax: the first token of the own document
+    distance = token[-queries:, None] - token[None, :]
+    visible = (same[:, -queries:] & (distance >= 0))[:, None]
+    m, n = positions[:, None, -queries:, None], positions[:, None, None, :]
+    if setting.map is None:
+        return Pairs(distance, visible, m, n, mapped=False)
+    far = distance >= setting.map.window
+    m_inner, n_inner = inner[:, None, -queries:, None], inner[:, None, None, :]
+    m_far, n_far = FAR[setting.map.type](setting.map, m, n, m_inner, n_inner)
+    if setting.map.type in FIRST_KEYS_ONLY:
+        visible = visible & (~far | (n_inner < setting.map.sinks))
+    return Pairs(distance, visible, torch.where(far, m_far, m), torch.where(far, n_far, n), mapped=True)
+
+
+Far = Callable[[RelativeMap, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(map, m, n, m and n counted within their document) -> the positions to which a far pair is rotated."""
+
+
+def _far_rerope(s: RelativeMap, m: Tensor, n: Tensor, m_inner: Tensor, n_inner: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.full_like(m, s.window), torch.zeros_like(n)
+
+
+def _far_leaky(s: RelativeMap, m: Tensor, n: Tensor, m_inner: Tensor, n_inner: Tensor) -> tuple[Tensor, Tensor]:
+    return (m + s.window * (s.leak - 1)) / s.leak, n / s.leak
+
+
+def _far_self_extend(s: RelativeMap, m: Tensor, n: Tensor, m_inner: Tensor, n_inner: Tensor) -> tuple[Tensor, Tensor]:
+    shift = s.window - s.window // s.group_size
+    return torch.floor(m / s.group_size) + shift, torch.floor(n / s.group_size)
+
+
+def _far_streaming(s: RelativeMap, m: Tensor, n: Tensor, m_inner: Tensor, n_inner: Tensor) -> tuple[Tensor, Tensor]:
+    """Indices in a cache of the sinks and the last `window` keys, of which the query's own is the last."""
+    return m_inner.clamp(max=s.sinks + s.window - 1), n_inner
+
+
+FAR: dict[str, Far] = {
+    "rerope": _far_rerope,
+    "leaky_rerope": _far_leaky,
+    "inv_leaky_rerope": _far_leaky,
+    "self_extend": _far_self_extend,
+    "lm_infinite": _far_rerope,
+    "streaming": _far_streaming,
+}
+FIRST_KEYS_ONLY = frozenset({"lm_infinite", "streaming"})
+
+
+def inverse_leak(target_length: int, training_length: int) -> float:
+    """k = 1/(2b), b = L'/L, with which InvLeaky ReRoPE trains."""
+    return training_length / (2 * target_length)
+
+
+def _turn(x: Tensor, theta: Tensor, positions: Tensor) -> Tensor:
+    """R_p x: pair (i, i + d/2) as a complex number, multiplied by e^(i p theta)."""
+    first, second = x.chunk(2, dim=-1)
+    phase = positions[..., None] * theta
+    unit = torch.complex(phase.cos().to(x.dtype), phase.sin().to(x.dtype))
+    turned = torch.complex(first.contiguous(), second.contiguous()) * unit
+    return torch.cat((turned.real, turned.imag), dim=-1)
+
+
+def _split(x: Tensor, theta: Tensor) -> tuple[Tensor, Tensor]:
+    return x[..., : 2 * len(theta)], x[..., 2 * len(theta) :]
+
+
+def _members(x: Tensor, j: int) -> tuple[Tensor, Tensor]:
+    """The two members of rotated pair j, [batch, heads, length] each."""
+    return x[..., j], x[..., j + x.shape[-1] // 2]
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x[..., :, None]
+
+
+def _columns(x: Tensor) -> Tensor:
+    return x[..., None, :]
+
+
+def _dot(q: Tensor, k: Tensor) -> Tensor:
+    return opt_einsum.contract("bhmd,bhnd->bhmn", q, k)
+
+
+def _collinear(t: Tensor) -> Tensor:
+    mean = torch.relu((t[..., : t.shape[-1] // 2] + t[..., t.shape[-1] // 2 :]) / 2)
+    return torch.cat((mean, mean), dim=-1)
+
+
+def _position_free_coca(q: Tensor, t: Tensor) -> Tensor:
+    """CoCA without rotation, for the dimensions beyond the rotary block."""
+    return opt_einsum.contract("bhmd,bhnd,bhmd->bhmn", q, torch.relu(t), q)
+
+
+def _cos_sin(positions: Tensor, angle: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    phase = positions * angle
+    return phase.cos().to(dtype), phase.sin().to(dtype)
+
+
+def _relative(q: Tensor, k: Tensor, theta: Tensor, pairs: Pairs, zeta: Tensor | None = None) -> Tensor:
+    """sum_j zeta_j^(r/512) Re(q_j conj(k_j) e^(i r theta_j)), q_j and k_j complex, r the pair's relative position."""
+    relative, scores = pairs.query - pairs.key, torch.zeros((), dtype=q.dtype, device=q.device)
+    for j in range(len(theta)):
+        (q1, q2), (k1, k2) = _members(q, j), _members(k, j)
+        cos, sin = _cos_sin(relative, theta[j], q.dtype)
+        along = _rows(q1) * _columns(k1) + _rows(q2) * _columns(k2)
+        across = _rows(q1) * _columns(k2) - _rows(q2) * _columns(k1)
+        term = along * cos + across * sin
+        scores = scores + (term if zeta is None else term * (zeta[j] ** (relative / 512)).to(q.dtype))
+    return scores
+
+
+def _rotary_scores(q: Tensor, k: Tensor, theta: Tensor, pairs: Pairs, multiplier: float) -> Tensor:
+    (q, q_rest), (k, k_rest) = _split(q, theta), _split(k, theta)
+    if pairs.mapped:
+        turned = _relative(q, k, theta, pairs)
+    else:
+        turned = _dot(_turn(q, theta, pairs.query[..., 0]), _turn(k, theta, pairs.key[..., 0, :]))
+    return turned * multiplier**2 + _dot(q_rest, k_rest)
+
+
+def _xpos_scores(q: Tensor, k: Tensor, theta: Tensor, pairs: Pairs, multiplier: float) -> Tensor:
+    """xPos: zeta_j = (2j + 0.4 d)/(1.4 d); the centre of the exponents cancels in a score."""
+    (q, q_rest), (k, k_rest) = _split(q, theta), _split(k, theta)
+    dim = 2 * len(theta)
+    zeta = (2 * torch.arange(len(theta), dtype=torch.float64, device=q.device) + 0.4 * dim) / (1.4 * dim)
+    return _relative(q, k, theta, pairs, zeta) * multiplier**2 + _dot(q_rest, k_rest)
+
+
+def _coca_scores(q: Tensor, t: Tensor, theta: Tensor, pairs: Pairs, multiplier: float) -> Tensor:
+    """The contraction of the CoCA paper's listing: sum_d q_d (R_n t)_d (R_m q)_d."""
+    (q, q_rest), (t, t_rest) = _split(q, theta), _split(t, theta)
+    if pairs.mapped:
+        turned = _coca_pair_by_pair(q, _collinear(t), theta, pairs)
+    else:
+        turned_q = _turn(q, theta, pairs.query[..., 0])
+        turned_t = _turn(_collinear(t), theta, pairs.key[..., 0, :])
+        turned = opt_einsum.contract("bhmd,bhnd,bhmd->bhmn", q, turned_t, turned_q)
+    return turned * multiplier**2 + _position_free_coca(q_rest, t_rest)
+
+
+def _coca_pair_by_pair(q: Tensor, t: Tensor, theta: Tensor, pairs: Pairs) -> Tensor:
+    """The same sum where every pair turns its query and its key by positions of its own."""
+    scores = torch.zeros((), dtype=q.dtype, device=q.device)
+    for j in range(len(theta)):
+        (q1, q2), (t1, t2) = _members(q, j), _members(t, j)
+        (cm, sm), (cn, sn) = (_cos_sin(at, theta[j], q.dtype) for at in (pairs.query, pairs.key))
+        first = _rows(q1) * (_rows(q1) * cm - _rows(q2) * sm) * (_columns(t1) * cn - _columns(t2) * sn)
+        second = _rows(q2) * (_rows(q2) * cm + _rows(q1) * sm) * (_columns(t2) * cn + _columns(t1) * sn)
+        scores = scores + first + second
+    return scores
+
+
+def _coca_strict_scores(q: Tensor, t: Tensor, theta: Tensor, pairs: Pairs, multiplier: float) -> Tensor:
+    """sum_j u_j |q_j|^2 cos(r theta_j)."""
+    (q, q_rest), (t, t_rest) = _split(q, theta), _split(t, theta)
+    scores = torch.zeros((), dtype=q.dtype, device=q.device)
+    for j in range(len(theta)):
+        (q1, q2), (u, _) = _members(q, j), _members(_collinear(t), j)
+        cos, _ = _cos_sin(pairs.query - pairs.key, theta[j], q.dtype)
+        scores = scores + _rows(q1**2 + q2**2) * _columns(u) * cos
+    return scores * multiplier**2 + _position_free_coca(q_rest, t_rest)
+
+
+def _plain_scores(q: Tensor, k: Tensor, theta: Tensor, pairs: Pairs, multiplier: float) -> Tensor:
+    return _dot(q, k)
+
+
+Scores = Callable[[Tensor, Tensor, Tensor, Pairs, float], Tensor]
+SCORES: dict[str, Scores] = {
+    "rotary": _rotary_scores,
+    "xpos": _xpos_scores,
+    "coca": _coca_scores,
+    "coca_strict": _coca_strict_scores,
+    **dict.fromkeys(
+        ("alibi", "kerple_log", "kerple_power", "rpe", "learned", "sinusoidal", "none"),
+        _plain_scores,
+    ),
+}
+
+
+def _slopes(heads: int) -> list[float]:
+    """The ALiBi authors' recursion: a power of two, or the closest smaller one and alternate slopes of twice that."""
+    if heads & (heads - 1) == 0:
+        return [2 ** (-8 * (i + 1) / heads) for i in range(heads)]
+    closest = 1 << (heads.bit_length() - 1)
+    return _slopes(closest) + _slopes(2 * closest)[0::2][: heads - closest]
+
+
+def _bucket(distance: int) -> int:
+    """T5's bucket of a distance: 32 of them, exact below 16, logarithmic to 128."""
+    if distance < 16:
+        return distance
+    return min(16 + math.floor(16 * math.log(distance / 16) / math.log(128 / 16)), 31)
+
+
+Bias = Callable[[Tensor, int, int, Mapping[str, Tensor]], Tensor]
+"""(distances [queries, keys], heads, head_dim, parameters) -> [heads, queries, keys], added to the scaled scores."""
+
+
+def _per_head(x: Tensor, distance: Tensor) -> Tensor:
+    return x.to(distance.dtype)[:, None, None]
+
+
+def _alibi(distance: Tensor, heads: int, head_dim: int, bias: Mapping[str, Tensor]) -> Tensor:
+    slopes = torch.tensor(_slopes(heads), dtype=distance.dtype, device=distance.device)
+    return -_per_head(slopes, distance) * distance
+
+
+def _kerple_log(distance: Tensor, heads: int, head_dim: int, bias: Mapping[str, Tensor]) -> Tensor:
+    p, a = (_per_head(bias[name].clamp(min=0.01), distance) for name in ("p", "a"))
+    return -p * torch.log(1 + a * distance)
+
+
+def _kerple_power(distance: Tensor, heads: int, head_dim: int, bias: Mapping[str, Tensor]) -> Tensor:
+    a, p = (_per_head(bias[name].clamp(min=0.01), distance) for name in ("a", "p"))
+    return -a * distance ** p.clamp(max=2)
+
+
+def _rpe(distance: Tensor, heads: int, head_dim: int, bias: Mapping[str, Tensor]) -> Tensor:
+    of_distance = torch.tensor([_bucket(r) for r in range(int(distance.max()) + 1)], device=distance.device)
+    rows = bias["table"].to(distance.dtype)[of_distance[distance.long()]]
+    return rows.permute(2, 0, 1) * math.sqrt(head_dim)
+
+
+BIASES: dict[str, Bias] = {
+    "alibi": _alibi,
+    "kerple_log": _kerple_log,
+    "kerple_power": _kerple_power,
+    "rpe": _rpe,
+}
