@@ -1,25 +1,131 @@
-"""Additive score biases as formulas of the distance r = m - n: no N x N tensor exists outside the reference backend."""
+"""Additive score biases as formulas of the distance r = m - n: no N x N tensor exists outside the reference backend.
+
+A bias has a `formula`, its `coefficients` ([heads, k] float32) and `at`, which evaluates it. bfloat16 would keep 4 or 5
+different values out of 512 neighbouring distances at 32k, so distances must be float32 or better.
+
+The learned biases are modules; called without arguments, each gives the bias of its present weights, which may be of
+any floating type.
+"""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import ClassVar, Literal
 
 import torch
+import torch.nn as nn
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+CPU = torch.device("cpu")
+SMALLEST = 0.01
+"""Lower bound of KERPLE's p and a, which must be positive (the authors' code)."""
+LARGEST_POWER = 2.0
+"""Upper bound of the exponent, beyond which r^p is no conditionally positive definite kernel (Chi et al. 2022)."""
+
+
+def _columns(coefficients: Tensor, distance: Tensor) -> tuple[Tensor, ...]:
+    """The columns of `coefficients` [heads, k], each [heads, 1, ...] to be broadcast against `distance` [...]."""
+    shape = (-1, *[1] * distance.dim())
+    return tuple(column.view(shape) for column in coefficients.to(distance).unbind(-1))
 
 
 @dataclass(frozen=True)
 class AlibiBias:
-    """-slope_h * r (Press et al. 2022, section 3), with one slope per query head."""
+    """-slope_h * r (Press et al. 2022, section 3), with one slope per query head, served on `device`."""
 
     slopes: tuple[float, ...]
+    device: torch.device = CPU
+    formula: ClassVar[Literal["linear"]] = "linear"
+
+    @property
+    def coefficients(self) -> Tensor:
+        """[heads, 1] float32 on `device`; one tensor per device, so that no call copies from the host again."""
+        return _column(self.slopes, torch.float32, self.device)
+
+    def to(self, device: torch.device) -> "AlibiBias":
+        """The same bias with its coefficients on `device`."""
+        return self if device == self.device else replace(self, device=device)
 
     def at(self, distance: Tensor) -> Tensor:
-        """The bias at float `distance` [...]: [heads, ...] in the dtype of `distance`, which must be float32 or better.
+        """The bias at `distance` [...]: [heads, ...]."""
+        (slopes,) = _columns(_column(self.slopes, distance.dtype, distance.device), distance)
+        return -slopes * distance
 
-        bfloat16 would keep 4 or 5 different values out of 512 neighbouring distances at 32k.
-        """
-        slopes = torch.tensor(self.slopes, dtype=distance.dtype, device=distance.device)
-        return -slopes.view(-1, *[1] * distance.dim()) * distance
+
+@lru_cache(maxsize=64)
+def _column(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # the tensor outlives the call and may be saved for a later backward
+        return torch.tensor(values, dtype=dtype, device=device)[:, None]
+
+
+@dataclass(frozen=True, eq=False)
+class KerpleLogBias:
+    """-p ln(1 + a r) with `coefficients` [heads, 2] = (p, a), both positive (Chi et al. 2022, "KERPLE", section 4)."""
+
+    coefficients: Tensor
+    formula: ClassVar[Literal["log"]] = "log"
+
+    def at(self, distance: Tensor) -> Tensor:
+        """The bias at `distance` [...]: [heads, ...]."""
+        p, a = _columns(self.coefficients, distance)
+        return -p * torch.log1p(a * distance)
+
+
+@dataclass(frozen=True, eq=False)
+class KerplePowerBias:
+    """-a r^p with `coefficients` [heads, 2] = (a, p), a positive, 0 < p <= 2 (Chi et al. 2022, "KERPLE", section 4)."""
+
+    coefficients: Tensor
+    formula: ClassVar[Literal["power"]] = "power"
+
+    def at(self, distance: Tensor) -> Tensor:
+        """The bias at `distance` [...]: [heads, ...]; 0 at r = 0, with zero gradients there."""
+        a, p = _columns(self.coefficients, distance)
+        return -a * distance.pow(p)
+
+
+@dataclass(frozen=True, eq=False)
+class BucketBias:
+    """One number per bucket of distances: `coefficients` [heads, buckets] (Raffel et al. 2020, "T5", section 2.1).
+
+    For B buckets and E = floor(B/2), a distance below E is a bucket of its own; from there on the bucket is E + floor((B - E)
+    ln(r/E) / ln(max_distance/E)), at most B - 1.
+    """
+
+    coefficients: Tensor
+    max_distance: int = 128
+    formula: ClassVar[Literal["buckets"]] = "buckets"
+
+    def at(self, distance: Tensor) -> Tensor:
+        """The bias at `distance` [...]: [heads, ...]."""
+        firsts = bucket_starts(self.coefficients.shape[-1], self.max_distance)
+        starts = _column(firsts, distance.dtype, distance.device)[:, 0]
+        bucket = torch.bucketize(distance, starts, right=True) - 1
+        values = self.coefficients.to(distance).index_select(1, bucket.flatten())
+        return values.view(-1, *distance.shape)
+
+
+@lru_cache(maxsize=64)
+def bucket_starts(buckets: int, max_distance: int) -> tuple[int, ...]:
+    """The smallest distance of each bucket, ascending; a bucket that no integer falls into shares its successor's.
+
+    Found in integers: bucket E + k holds r where (r/E)^(B - E) >= (max_distance/E)^k, and a logarithm in floating
+    point can put an r on that border on either side.
+
+    Raises:
+        ValueError: fewer than 2 buckets, or `max_distance` not above half of them.
+    """
+    exact = buckets // 2
+    if buckets < 2 or max_distance <= exact:
+        raise ValueError(f"buckets {buckets} must be at least 2 and max_distance {max_distance} above half of them")
+    rest = buckets - exact
+    starts, distance = list(range(exact)), exact
+    for k in range(rest):
+        while distance**rest < exact ** (rest - k) * max_distance**k:
+            distance += 1
+        starts.append(distance)
+    return tuple(starts)
 
 
 def alibi_slopes(num_heads: int) -> tuple[float, ...]:
@@ -37,3 +143,86 @@ def alibi_slopes(num_heads: int) -> tuple[float, ...]:
 
 def _geometric_slopes(count: int) -> list[float]:
     return [2.0 ** (-8.0 * h / count) for h in range(1, count + 1)]
+
+
+class _Bounded(torch.autograd.Function):
+    """The weight moved into [low, high], with the gradient of a projection.
+
+    The authors write the bounded value back into the weight, so a weight on its bound can leave it again. The
+    gradient of `clamp` is zero beyond the bound and would hold it there. Here the weight is left to the optimizer,
+    and beyond a bound a gradient passes if a descent step along it leads back.
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, weight: Tensor, low: float, high: float) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.bounds = low, high  # type: ignore[attr-defined]
+        return weight.clamp(low, high)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (weight,) = ctx.saved_tensors  # type: ignore[attr-defined]
+        low, high = ctx.bounds  # type: ignore[attr-defined]
+        outward = ((weight <= low) & (gradient > 0)) | ((weight >= high) & (gradient < 0))
+        return gradient.masked_fill(outward, 0.0), None, None
+
+
+def _bounded(weight: Tensor, high: float = math.inf) -> Tensor:
+    return _Bounded.apply(weight.float(), SMALLEST, high)
+
+
+class _LearnedKerple(nn.Module):
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.bias_p = nn.Parameter(torch.empty(heads))
+        self.bias_a = nn.Parameter(torch.empty(heads))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """p ~ U(0, 2) and a ~ U(0, 1), as the authors' code draws them."""
+        self.bias_p.uniform_(0, 2, generator=generator)
+        self.bias_a.uniform_(0, 1, generator=generator)
+
+
+class LearnedKerpleLog(_LearnedKerple):
+    """KERPLE's logarithmic bias of one layer; weights `bias_p` and `bias_a` [heads]."""
+
+    def forward(self) -> KerpleLogBias:
+        """The bias, with p and a at least 0.01."""
+        return KerpleLogBias(torch.stack((_bounded(self.bias_p), _bounded(self.bias_a)), dim=-1))
+
+
+class LearnedKerplePower(_LearnedKerple):
+    """KERPLE's power bias of one layer; weights `bias_p` and `bias_a` [heads]."""
+
+    def forward(self) -> KerplePowerBias:
+        """The bias, with a at least 0.01 and p between 0.01 and 2."""
+        return KerplePowerBias(torch.stack((_bounded(self.bias_a), _bounded(self.bias_p, LARGEST_POWER)), dim=-1))
+
+
+class LearnedBuckets(nn.Module):
+    """T5's bias, one for all layers: `weight` [buckets, heads], named, shaped and drawn as in GPT-NeoX.
+
+    GPT-NeoX multiplies the table by sqrt(head_dim) and adds it to scores already divided by sqrt(head_dim).
+
+    Raises:
+        ValueError: `max_distance` is not above half of `buckets`, or `buckets` below 2.
+    """
+
+    def __init__(self, heads: int, head_dim: int, buckets: int = 32, max_distance: int = 128) -> None:
+        super().__init__()
+        bucket_starts(buckets, max_distance)
+        self.max_distance = max_distance
+        self.scale = math.sqrt(head_dim)
+        self.weight = nn.Parameter(torch.empty(buckets, heads))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Xavier-normal: standard deviation sqrt(2 / (buckets + heads))."""
+        nn.init.xavier_normal_(self.weight, generator=generator)
+
+    def forward(self) -> BucketBias:
+        """The bias, its table multiplied by sqrt(head_dim)."""
+        return BucketBias((self.weight.float() * self.scale).T, self.max_distance)

@@ -1,38 +1,85 @@
 """Rotary frequencies and their extensions beyond the training length.
 
-An extension is a pure function of (rotary dimension, base, factor, training length L, present length l): nothing is
-kept between calls, so a short input after a long one sees the short input's frequencies. Notation: theta_j =
-base^(-2j/d), j = 0..d/2-1,
-s = factor.
+An extension is a pure function of (rotary dimension d, base, training length L, scaling, present length l): nothing
+is kept between calls, so a short input after a long one sees the short input's frequencies. Notation: theta_j =
+base^(-2j/d), j = 0..d/2-1, s = factor. `clex` is the one extension that is learned and has a module of its own.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from megatron_coca.attention.positions.yarn import RAMPS, Ramp, interpolate, kept_by_rotations, temperature
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Which extension, and its numbers; an extension reads only its own. Names are those of Hugging Face's
+    `rope_scaling` where it has the quantity.
+
+    Attributes:
+        rope_type: a key of EXTENSIONS.
+        factor: s. Not read by `dynamic_max` and `dynamic_yarn`, which take it from lengths.
+        target_length: L' of `dynamic_max`, in tokens.
+        beta_fast, beta_slow: rotations within L above which YaRN keeps, and below which it interpolates, a frequency.
+        attention_factor: replaces the multiplier that YaRN and LongRoPE compute.
+        ramp: what YaRN's transition is linear in, a key of `yarn.RAMPS`.
+        truncate: whether the ends of the ramp over dimensions are rounded to whole dimensions.
+        b: exponent of `ntk_mixed`.
+        low_freq_factor, high_freq_factor: as beta_slow and beta_fast, for `llama3`.
+        short_factor, long_factor: divisors lambda_j of LongRoPE up to L and beyond it, d/2 numbers each.
+    """
+
+    rope_type: str = "default"
+    factor: float = 1.0
+    target_length: int | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    ramp: str = "dimension"
+    truncate: bool = True
+    b: float = 0.625
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    short_factor: tuple[float, ...] | None = None
+    long_factor: tuple[float, ...] | None = None
+
 
 @dataclass(frozen=True)
 class Rotary:
-    """What the frequencies of a model depend on: rotary dimension d (even), base, extension name, factor s and
-    training length L.
+    """The frequencies of a model: rotary dimension d (even), base, training length L in tokens and scaling.
+
+    Raises:
+        ValueError: a number that the scaling's `rope_type` needs is missing or does not fit.
     """
 
     dim: int
     base: float = 10000.0
-    rope_type: str = "default"
-    factor: float = 1.0
     training_length: int = 2048
+    scaling: Scaling = Scaling()
+
+    def __post_init__(self) -> None:
+        if check := CHECKS.get(self.scaling.rope_type):
+            check(self)
 
     def inverse_frequencies(self, length: int) -> Tensor:
-        """theta_j for an input of `length` tokens, shape [dim/2], float64, in radians per position."""
-        return EXTENSIONS[self.rope_type](self, length)
+        """The frequencies for an input of `length` tokens, shape [dim/2], float64, in radians per position."""
+        return EXTENSIONS[self.scaling.rope_type](self, length)
+
+    def multiplier(self, length: int) -> float:
+        """What cos and sin are each multiplied by, so that the logits of the rotated block get its square."""
+        multiplier = MULTIPLIERS.get(self.scaling.rope_type)
+        if multiplier is None:
+            return 1.0
+        return multiplier(self, length) if self.scaling.attention_factor is None else self.scaling.attention_factor
 
     @property
     def depends_on_length(self) -> bool:
         """Whether two lengths can give two tables (then cached rotated keys would be wrong)."""
-        return self.rope_type in LENGTH_DEPENDENT
+        return self.scaling.rope_type in LENGTH_DEPENDENT
 
 
 def geometric(dim: int, base: float) -> Tensor:
@@ -40,40 +87,174 @@ def geometric(dim: int, base: float) -> Tensor:
     return torch.pow(torch.tensor(base, dtype=torch.float64), -torch.arange(0, dim, 2, dtype=torch.float64) / dim)
 
 
-def _ntk_base(rotary: Rotary, alpha: float) -> float:
+def ntk_base(dim: int, base: float, alpha: float) -> float:
     """base * alpha^(d/(d-2)): the slowest frequency is divided by exactly alpha, the fastest is kept.
 
     A rotary dimension of 2 has one frequency, which is both: it is kept.
     """
-    return rotary.base * alpha ** (rotary.dim / (rotary.dim - 2)) if rotary.dim > 2 else rotary.base
+    return base * alpha ** (dim / (dim - 2)) if dim > 2 else base
 
 
-def _default(rotary: Rotary, length: int) -> Tensor:
+def _theta(rotary: Rotary) -> Tensor:
     return geometric(rotary.dim, rotary.base)
 
 
+def _ordinal(rotary: Rotary) -> Tensor:
+    """1 .. d/2, float64."""
+    return torch.arange(1, rotary.dim // 2 + 1, dtype=torch.float64)
+
+
+def _default(rotary: Rotary, length: int) -> Tensor:
+    """theta_j (Su et al. 2021, "RoFormer", section 3.2.2)."""
+    return _theta(rotary)
+
+
 def _linear(rotary: Rotary, length: int) -> Tensor:
-    """Position interpolation (Chen et al. 2023): theta_j / s."""
-    return geometric(rotary.dim, rotary.base) / rotary.factor
+    """Position interpolation (Chen et al. 2023, section 2.3): theta_j / s."""
+    return _theta(rotary) / rotary.scaling.factor
 
 
 def _ntk(rotary: Rotary, length: int) -> Tensor:
-    """NTK-aware interpolation: base' = base * s^(d/(d-2))."""
-    return geometric(rotary.dim, _ntk_base(rotary, rotary.factor))
+    """NTK-aware interpolation (bloc97 2023; Peng et al. 2023, "YaRN", section 3.1): base' = base * s^(d/(d-2))."""
+    return geometric(rotary.dim, ntk_base(rotary.dim, rotary.base, rotary.scaling.factor))
+
+
+def _ntk_fixed(rotary: Rotary, length: int) -> Tensor:
+    """NTK-RoPE-fixed (Su 2023, kexue.fm/archives/9706): theta_j * s^(-2(j+1)/d), which moves the fastest too."""
+    return _theta(rotary) * torch.exp(-2 * math.log(rotary.scaling.factor) / rotary.dim * _ordinal(rotary))
+
+
+def _ntk_mixed(rotary: Rotary, length: int) -> Tensor:
+    """NTK-RoPE-mixed (Su 2023, kexue.fm/archives/9706): theta_j * exp(-a (j+1)^b) with a (d/2)^b = ln s.
+
+    That is ln s times ((j+1) / (d/2))^b. The post's text has b = 0.625, its code 0.75.
+    """
+    share = (_ordinal(rotary) / (rotary.dim // 2)) ** rotary.scaling.b
+    return _theta(rotary) * torch.exp(-math.log(rotary.scaling.factor) * share)
 
 
 def _dynamic(rotary: Rotary, length: int) -> Tensor:
-    """Dynamic NTK: unchanged up to L, beyond it base * alpha^(d/(d-2)) with alpha = s*l/L - (s-1)."""
-    if length <= rotary.training_length:
-        return geometric(rotary.dim, rotary.base)
-    alpha = rotary.factor * length / rotary.training_length - (rotary.factor - 1)
-    return geometric(rotary.dim, _ntk_base(rotary, alpha))
+    """Dynamic NTK (emozilla 2023; Peng et al. 2023, "YaRN", section 3.3): theta_j up to L, beyond it the base of
+    alpha = s*l/L - (s-1).
+    """
+    factor = rotary.scaling.factor
+    alpha = factor * max(length, rotary.training_length) / rotary.training_length - (factor - 1)
+    return geometric(rotary.dim, ntk_base(rotary.dim, rotary.base, alpha))
+
+
+def _dynamic_max(rotary: Rotary, length: int) -> Tensor:
+    """Dynamic NTK made for a target length L': alpha = s*max(L', l)/L - (s-1) with s = L'/(2L).
+
+    Every input of at most L' tokens, short ones included, sees the frequencies of L'.
+    """
+    target, trained = rotary.scaling.target_length, rotary.training_length
+    assert target is not None, "the constructor has checked it"
+    factor = target / (2 * trained)
+    alpha = factor * max(target, length) / trained - (factor - 1)
+    return geometric(rotary.dim, ntk_base(rotary.dim, rotary.base, alpha))
+
+
+def _by_parts(rotary: Rotary, factor: float) -> Tensor:
+    scaling, theta = rotary.scaling, _theta(rotary)
+    ramp = Ramp(scaling.beta_slow, scaling.beta_fast, scaling.truncate)
+    return interpolate(theta, factor, RAMPS[scaling.ramp](theta, rotary.base, rotary.training_length, ramp))
+
+
+def _yarn(rotary: Rotary, length: int) -> Tensor:
+    """YaRN (Peng et al. 2023, section 3.2): slow frequencies interpolated by s, fast ones kept, a ramp between."""
+    return _by_parts(rotary, rotary.scaling.factor)
+
+
+def _stretch(rotary: Rotary, length: int) -> float:
+    """max(1, l/L), the factor of dynamic scaling (Peng et al. 2023, "YaRN", section 3.3)."""
+    return max(1.0, length / rotary.training_length)
+
+
+def _dynamic_yarn(rotary: Rotary, length: int) -> Tensor:
+    """YaRN with s = max(1, l/L) (Peng et al. 2023, section 3.3)."""
+    return _by_parts(rotary, _stretch(rotary, length))
+
+
+def _longrope(rotary: Rotary, length: int) -> Tensor:
+    """LongRoPE (Ding et al. 2024, section 3): theta_j / lambda_j with the searched short or long factors."""
+    scaling = rotary.scaling
+    factors = scaling.long_factor if length > rotary.training_length else scaling.short_factor
+    return _theta(rotary) / torch.tensor(factors, dtype=torch.float64)
+
+
+def _llama3(rotary: Rotary, length: int) -> Tensor:
+    """Llama 3.1 (Meta 2024, the released code): theta / s below low_freq_factor turns within L, theta above
+    high_freq_factor turns, linear in the turns between; in wavelengths, L / low_freq_factor and L / high_freq_factor.
+    """
+    theta, ramp = _theta(rotary), Ramp(rotary.scaling.low_freq_factor, rotary.scaling.high_freq_factor)
+    kept = kept_by_rotations(theta, rotary.base, rotary.training_length, ramp)
+    return interpolate(theta, rotary.scaling.factor, kept)
 
 
 EXTENSIONS: dict[str, Callable[[Rotary, int], Tensor]] = {
     "default": _default,
     "linear": _linear,
     "ntk": _ntk,
+    "ntk_fixed": _ntk_fixed,
+    "ntk_mixed": _ntk_mixed,
     "dynamic": _dynamic,
+    "dynamic_max": _dynamic_max,
+    "yarn": _yarn,
+    "dynamic_yarn": _dynamic_yarn,
+    "longrope": _longrope,
+    "llama3": _llama3,
 }
-LENGTH_DEPENDENT = frozenset({"dynamic"})
+LENGTH_DEPENDENT = frozenset({"dynamic", "dynamic_max", "dynamic_yarn", "longrope"})
+
+
+def _longrope_multiplier(rotary: Rotary, length: int) -> float:
+    """sqrt(1 + ln s / ln L) (Ding et al. 2024, the released code), at every length as in Hugging Face."""
+    factor = rotary.scaling.factor
+    return math.sqrt(1 + math.log(factor) / math.log(rotary.training_length)) if factor > 1 else 1.0
+
+
+MULTIPLIERS: dict[str, Callable[[Rotary, int], float]] = {
+    "yarn": lambda rotary, length: temperature(rotary.scaling.factor),
+    "dynamic_yarn": lambda rotary, length: temperature(_stretch(rotary, length)),
+    "longrope": _longrope_multiplier,
+}
+"""For the extensions that have one; elsewhere it is 1."""
+
+
+def _check_target(rotary: Rotary) -> None:
+    target, trained = rotary.scaling.target_length, rotary.training_length
+    if target is None or target < trained:
+        raise ValueError(f"dynamic_max needs target_length of at least the training length {trained}, got {target}")
+
+
+def _check_factors(rotary: Rotary) -> None:
+    for name in ("short_factor", "long_factor"):
+        factors = getattr(rotary.scaling, name)
+        if factors is None or len(factors) != rotary.dim // 2:
+            found = "none" if factors is None else len(factors)
+            raise ValueError(
+                f"longrope needs {rotary.dim // 2} numbers in {name} (half the rotary dimension), got {found}"
+            )
+
+
+def _check_betas(rotary: Rotary) -> None:
+    slow, fast = rotary.scaling.beta_slow, rotary.scaling.beta_fast
+    if not 0 < slow < fast:
+        raise ValueError(f"yarn needs 0 < beta_slow < beta_fast, got beta_slow {slow} and beta_fast {fast}")
+
+
+def _check_wavelengths(rotary: Rotary) -> None:
+    low, high = rotary.scaling.low_freq_factor, rotary.scaling.high_freq_factor
+    if not 0 < low < high:
+        raise ValueError(
+            f"llama3 needs 0 < low_freq_factor < high_freq_factor, got low_freq_factor {low} and high_freq_factor {high}"
+        )
+
+
+CHECKS: dict[str, Callable[[Rotary], None]] = {
+    "dynamic_max": _check_target,
+    "yarn": _check_betas,
+    "dynamic_yarn": _check_betas,
+    "longrope": _check_factors,
+    "llama3": _check_wavelengths,
+}

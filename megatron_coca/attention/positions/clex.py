@@ -1,0 +1,137 @@
+"""CLEX (Chen et al. 2024, "CLEX: Continuous Length Extrapolation for Large Language Models", sections 3.2-3.4).
+
+Log-frequencies z(t) as the solution of a learned differential equation in the scaling factor t, one for all layers:
+
+    dz/dt = tanh([z + ln theta_ntk(t)] W_up) W_down + d/dt ln theta_ntk(t),   z(1) = ln theta
+
+theta_ntk(t) are the NTK-aware frequencies with alpha = 2t - 1. Their part of the derivative is known, so it is not
+integrated numerically: y = z - ln theta_ntk obeys dy/dt = tanh([y + 2 ln theta_ntk(t)] W_up) W_down, y(1) = 0.
+
+The authors' code takes base 10000 for theta_ntk whatever the model's base is; here both are the model's.
+"""
+
+import math
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from megatron_coca.attention.positions.frequencies import geometric, ntk_base
+
+
+class Clex(nn.Module):
+    """Learned frequencies for rotary dimension `dim` >= 2 (even), `base` and training length L in tokens.
+
+    Parameters are `up` [dim/2, dim] and `down` [dim, dim/2], drawn by `reset_parameters`. The equation is solved on the
+    CPU in float64, whatever their dtype and device: it is small and sequential, so an accelerator would only wait.
+
+    Attributes:
+        max_factor: the largest t, an integer.
+        ode_step: the step in t of the fourth-order Runge-Kutta method. The authors take 0.01; with `down` of standard
+            deviation 0.02, which moves frequencies by factors of e^-10 to e^7 until t = 16, a step of 0.1 errs by at
+            most 1e-8 relative at dim 64 and 128, below float32, in a tenth of the time.
+    """
+
+    def __init__(
+        self, dim: int, base: float, training_length: int, max_factor: int = 16, ode_step: float = 0.1
+    ) -> None:
+        super().__init__()
+        if max_factor < 1 or ode_step <= 0:
+            raise ValueError(f"clex needs max_factor >= 1 and ode_step > 0, got {max_factor} and {ode_step}")
+        self.dim, self.base, self.training_length = dim, base, training_length
+        self.max_factor, self.ode_step = max_factor, ode_step
+        self.up = nn.Parameter(torch.empty(dim // 2, dim))
+        self.down = nn.Parameter(torch.empty(dim, dim // 2))
+        self._solved: dict[int, Tensor] = {}
+        self._solved_for: tuple[Tensor, Tensor] | None = None
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """`up` uniform within 1/sqrt(dim), `down` zero, as the authors draw them: training starts at NTK-aware."""
+        bound = 1 / math.sqrt(self.dim)
+        self.up.uniform_(-bound, bound, generator=generator)
+        self.down.zero_()
+
+    def factor_for(self, length: int) -> int:
+        """t for an input of `length` tokens: ceil(l/L), at least 1 and at most `max_factor`."""
+        return max(1, min(math.ceil(length / self.training_length), self.max_factor))
+
+    def inverse_frequencies(self, t: int) -> Tensor:
+        """exp(z(t)) for an integer t >= 1: [dim/2] float64, in radians per position, on the device of the weights.
+
+        Where gradients are recorded it is solved anew and differentiable in both parameters; else it is solved once.
+        """
+        return self(t)  # a call of the module, so that engines that gather weights at calls gather these
+
+    def forward(self, t: int) -> Tensor:
+        """See `inverse_frequencies`.
+
+        What is remembered holds while the weights have the values it was solved for. Values are compared, because an
+        engine that writes a parameter through another tensor of the same storage does not move its version.
+        """
+        if torch.is_grad_enabled() and (self.up.requires_grad or self.down.requires_grad):
+            return self._solve(t)
+        with torch.inference_mode(False), torch.no_grad():  # an inference tensor could not enter a later backward
+            if not self._still_solved():
+                self._solved_for = self.up.detach().clone(), self.down.detach().clone()
+                self._solved = {}
+            if t not in self._solved:
+                self._solved[t] = self._solve(t)
+            return self._solved[t]
+
+    def _still_solved(self) -> bool:
+        if self._solved_for is None or self._solved_for[0].device != self.up.device:
+            return False
+        return all(
+            old.dtype == new.dtype and torch.equal(old, new)
+            for old, new in zip(self._solved_for, (self.up, self.down), strict=True)
+        )
+
+    def _solve(self, t: int) -> Tensor:
+        """At t = 1 gradients are zero, but they exist, so that ranks that draw different t reduce the same ones."""
+        up, down = (weight.to("cpu", torch.float64) for weight in (self.up, self.down))
+        theta = geometric(self.dim, ntk_base(self.dim, self.base, 2 * t - 1))
+        return (theta * self._excess(t, up, down).exp()).to(self.up.device)
+
+    def _excess(self, t: int, up: Tensor, down: Tensor) -> Tensor:
+        """y(t) [dim/2] by the classical Runge-Kutta method in equal steps of at most `ode_step`.
+
+        Followed as w = y W_up, which obeys dw/dt = tanh(w + drive(t)) W_down W_up: one small product per stage, and
+        y is W_down applied once, to the sum of the stages.
+        """
+        steps = max(1, math.ceil((t - 1) / self.ode_step - 1e-9))  # 1e-9: 15 / 0.1 is 150.00000000000003 or 150
+        step = (t - 1) / steps
+        drive = (self._log_ntk(1 + step / 2 * torch.arange(2 * steps + 1, dtype=torch.float64)) @ (2 * up)).unbind(0)
+        matrix = (down @ up).T
+        w = total = torch.zeros(self.dim, dtype=torch.float64)
+        for i in range(steps):
+            middle = w + drive[2 * i + 1]
+            first = torch.tanh(w + drive[2 * i])
+            second = torch.tanh(torch.addmv(middle, matrix, first, alpha=step / 2))
+            third = torch.tanh(torch.addmv(middle, matrix, second, alpha=step / 2))
+            fourth = torch.tanh(torch.addmv(w + drive[2 * i + 2], matrix, third, alpha=step))
+            stages = first + 2 * (second + third) + fourth
+            total = total + stages
+            w = torch.addmv(w, matrix, stages, alpha=step / 6)
+        return step / 6 * (total @ down)
+
+    def _log_ntk(self, times: Tensor) -> Tensor:
+        """ln theta_ntk at `times` [n]: [n, dim/2] float64; theta_ntk,j = theta_j (2t - 1)^(-2j/(dim-2))."""
+        exponents = torch.arange(0, self.dim, 2, dtype=torch.float64) / max(self.dim - 2, 1)
+        return geometric(self.dim, self.base).log() - torch.log(2 * times - 1)[:, None] * exponents
+
+    def training_draw(self, length: int, generator: torch.Generator | None = None) -> tuple[int, Tensor]:
+        """(t, positions [length] float64 on the CPU) for a training input of `length` tokens.
+
+        t is uniform in 1..max_factor; positions are a sorted random subset of 0 .. t*length - 1 that has both ends in
+        it, divided by floor(length/L) where that is above 1. Draws come from PyTorch's global CPU generator unless
+        one is given, so that a resumed run repeats them. The authors' last position is t*length/floor(length/L) - 1,
+        which for a floor above 1 can be smaller than the one before it; here it is divided as all others are.
+        """
+        t = int(torch.randint(1, self.max_factor + 1, (), generator=generator))
+        last = t * length - 1
+        inner = torch.randperm(max(last - 1, 0), generator=generator)[: max(length - 2, 0)].sort().values + 1
+        ends = torch.tensor([0, last])[: min(length, 2)]
+        positions = torch.cat((ends[:1], inner, ends[1:]))
+        return t, positions.to(torch.float64) / max(1, length // self.training_length)
