@@ -3,9 +3,10 @@
 import torch.nn as nn
 from torch import Tensor
 
-from megatron_coca.attention.inputs import Backend
+from megatron_coca.attention.cache import LayerCache
+from megatron_coca.attention.frame import Frame
+from megatron_coca.attention.inputs import AttentionInputs, Backend
 from megatron_coca.attention.method import PositionMethod
-from megatron_coca.attention.rotary import RotaryTables
 
 
 class SelfAttention(nn.Module):
@@ -13,8 +14,7 @@ class SelfAttention(nn.Module):
 
     Parameter names and the packing of `query_key_value` are GPT-NeoX's: with as many key heads as query heads its
     rows are [q | k | v] head by head, with fewer (grouped-query attention) all queries, then all keys, then all
-    values. For
-    CoCA the k rows are the T projection.
+    values. For CoCA the k rows are the T projection. A method whose layers learn a bias each adds `position_bias`.
     """
 
     def __init__(
@@ -32,13 +32,23 @@ class SelfAttention(nn.Module):
         self.method, self.backend, self.dropout = method, backend, dropout
         self.query_key_value = nn.Linear(hidden_size, (num_heads + 2 * num_kv_heads) * self.head_dim, bias=bias)
         self.dense = nn.Linear(hidden_size, hidden_size, bias=bias)
+        self.position_bias = method.layer_bias()
 
-    def forward(self, hidden: Tensor, tables: RotaryTables | None) -> Tensor:
-        """[batch, length, hidden_size] -> the same; `tables` come from `method.tables` and are shared by all layers."""
-        q, k, v = self._heads(self.query_key_value(hidden))
-        inputs = self.method.prepare(q, k, v, tables, self.dropout if self.training else 0.0)
+    def forward(self, hidden: Tensor, frame: Frame, cache: LayerCache | None = None) -> Tensor:
+        """[batch, length, hidden_size] -> the same; `frame` comes from `PositionEncoding` and serves all layers.
+
+        With a cache the hidden states are those of the tokens that follow the cached ones.
+        """
+        inputs = self._inputs(*self._heads(self.query_key_value(hidden)), frame, cache)
         out = self.backend.attend(inputs)
         return self.dense(out.transpose(1, 2).reshape(hidden.shape))
+
+    def _inputs(self, q: Tensor, k: Tensor, v: Tensor, frame: Frame, cache: LayerCache | None) -> AttentionInputs:
+        bias = self.position_bias() if self.position_bias is not None else None
+        if cache is None:
+            return self.method.prepare(q, k, v, frame, self.dropout if self.training else 0.0, bias)
+        cached, values = cache.append(self.method.cached(k), v)
+        return self.method.prepare_cached(q, cached, values, frame, bias)
 
     def _heads(self, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[batch, length, rows] -> q [batch, heads, length, head_dim], k and v [batch, kv_heads, length, head_dim]."""

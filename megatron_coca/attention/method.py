@@ -1,78 +1,123 @@
-"""A position method: independent choices (score form, frequencies, bias) composed into one `prepare`."""
+"""A position method: independent choices composed into one `prepare`.
+
+The choices are the score form, the frequency extension, the relative-position map, the logit scaling and the bias;
+each is a table in `positions`. Nothing here is a class per combination, and nothing keeps state: the same call gives
+the same result at any time.
+"""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
+import torch.nn as nn
 from torch import Tensor
 
-from megatron_coca.attention.inputs import AttentionInputs, DistanceBias
-from megatron_coca.attention.positions.bias import AlibiBias, alibi_slopes
-from megatron_coca.attention.positions.forms import SCORE_FORMS, ScoreForm
+from megatron_coca.attention.frame import Frame, SegmentTables, band
+from megatron_coca.attention.inputs import AttentionInputs, DistanceBias, Formula, Needs, Segment
+from megatron_coca.attention.positions.distance_maps import UNMAPPED, Part
+from megatron_coca.attention.positions.forms import ScoreForm
 from megatron_coca.attention.positions.frequencies import Rotary
-from megatron_coca.attention.rotary import RotaryTables, rotary_tables
-from megatron_coca.config import ModelConfig, PositionConfig
+from megatron_coca.attention.positions.logit_scaling import LogitScaling
+
+
+@dataclass(frozen=True)
+class BiasSource:
+    """Where a method's score bias comes from: at most one of three.
+
+    Attributes:
+        formula: its kind, or None where there is no bias.
+        fixed: the bias itself, where nothing of it is learned; `to` moves it to a device.
+        shared: makes the module that learns one bias for all layers; called, the module gives the bias.
+        by_layer: makes the module that learns the bias of one layer.
+    """
+
+    formula: Formula | None = None
+    fixed: DistanceBias | None = None
+    shared: Callable[[], nn.Module] | None = None
+    by_layer: Callable[[], nn.Module] | None = None
 
 
 @dataclass(frozen=True)
 class PositionMethod:
-    """How positions enter the attention of a model. Stateless: the same call gives the same result at any time.
+    """How positions enter the attention of a model.
 
     Attributes:
         name: the value of `pos_emb`.
         form: how queries and keys become operands.
         rotary: the frequencies, or None where the form turns nothing.
-        bias: the score bias, or None.
-        scale: multiplier of the dot products, 1/sqrt(head_dim).
+        num_heads: query heads.
+        head_dim: features of a head.
+        training_length: L, against which logit scaling and learned frequencies measure.
+        bias: where a score bias comes from.
+        clex: makes the network that learns the frequencies, or None.
+        parts: the relative-position map, one part per band of distances.
+        trained_parts: the map in training.
+        logit_scaling: factor on a row's logits by its position, or None.
+        decay: whether queries grow and keys shrink with their position (xPos).
     """
 
     name: str
     form: ScoreForm
     rotary: Rotary | None
-    bias: DistanceBias | None
-    scale: float
+    num_heads: int
+    head_dim: int
+    training_length: int
+    bias: BiasSource = BiasSource()
+    clex: Callable[[], nn.Module] | None = None
+    parts: tuple[Part, ...] = UNMAPPED
+    trained_parts: tuple[Part, ...] = UNMAPPED
+    logit_scaling: LogitScaling | None = None
+    decay: bool = False
 
-    def tables(self, positions: Tensor, length: int, dtype: torch.dtype) -> RotaryTables | None:
-        """The tables that all layers of one forward pass share, or None.
+    @property
+    def scale(self) -> float:
+        """Multiplier of the dot products (Vaswani et al. 2017, section 3.2.1)."""
+        return 1.0 / math.sqrt(self.head_dim)
 
-        `positions` is [length] or [batch, length], integer; `length` is that of the whole sequence being scored
-        (dynamic extensions look at it); `dtype` is the operands'.
-        """
-        if self.rotary is None:
-            return None
-        return rotary_tables(positions, self.rotary.inverse_frequencies(length), dtype)
+    @property
+    def rotary_dim(self) -> int:
+        """Rotated features of a head."""
+        return self.rotary.dim if self.rotary is not None else 0
+
+    @property
+    def cached_width(self) -> int:
+        """Features that a cache keeps of each key; the values beside them have `head_dim`."""
+        return self.form.cached_width(self.head_dim, self.rotary_dim)
+
+    def layer_bias(self) -> nn.Module | None:
+        """A new module for one layer's own bias, or None where layers have none; called, it gives a `DistanceBias`."""
+        return self.bias.by_layer() if self.bias.by_layer is not None else None
+
+    def needs(self, device_type: str, dropout: float) -> Needs:
+        """What a backend must be able to do for this method, in training and in evaluation."""
+        parts = max(self.parts, self.trained_parts, key=len)
+        return Needs(device_type, self.head_dim, self.bias.formula, tuple(map(band, parts)), dropout)
 
     def prepare(
-        self, q: Tensor, k: Tensor, v: Tensor, tables: RotaryTables | None, dropout: float = 0.0
+        self, q: Tensor, k: Tensor, v: Tensor, frame: Frame, dropout: float = 0.0, bias: DistanceBias | None = None
     ) -> AttentionInputs:
-        """q [batch, heads, length, head_dim], k and v [batch, kv_heads, length, head_dim] -> the inputs of a
-        backend.
+        """The inputs of a backend from q [batch, heads, length, head_dim], k and v [batch, kv_heads, length, head_dim].
+
+        `bias` is the layer's own, where it has one.
         """
-        query, key = self.form.operands(q, k, tables)
-        return AttentionInputs(query, key, v, self.scale, self.bias, dropout)
+        segments = self._segments(q, frame, lambda part: self.form.key_operand(k, part.key))
+        return AttentionInputs(segments, v, self.scale, bias or frame.bias, dropout, frame.documents)
 
+    def cached(self, k: Tensor) -> Tensor:
+        """What a cache keeps of k [..., head_dim]: [..., cached_width], before any rotation."""
+        return self.form.cached(k, self.rotary_dim)
 
-def build_method(position: PositionConfig, model: ModelConfig) -> PositionMethod:
-    """The method that the configuration names, for the model's head shape and training length."""
-    form = SCORE_FORMS[position.pos_emb]
-    return PositionMethod(
-        name=position.pos_emb,
-        form=form,
-        rotary=_build_rotary(position, model) if form.rotary else None,
-        bias=AlibiBias(alibi_slopes(model.num_attention_heads)) if position.pos_emb == "alibi" else None,
-        scale=1.0 / math.sqrt(model.head_dim),
-    )
+    def prepare_cached(
+        self, q: Tensor, cached: Tensor, v: Tensor, frame: Frame, bias: DistanceBias | None = None
+    ) -> AttentionInputs:
+        """As `prepare`, for q the last tokens of a sequence whose keys were kept by `cached`."""
+        segments = self._segments(
+            q, frame, lambda part: self.form.key_operand_of_cached(cached, part.key, self.head_dim)
+        )
+        return AttentionInputs(segments, v, self.scale, bias or frame.bias)
 
-
-def _build_rotary(position: PositionConfig, model: ModelConfig) -> Rotary:
-    dim = int(model.head_dim * position.rotary_pct)
-    scaling = position.rope_scaling
-    if scaling is None:
-        return Rotary(dim, float(position.rotary_emb_base), training_length=model.seq_length)
-    return Rotary(
-        dim,
-        float(position.rotary_emb_base),
-        scaling.rope_type,
-        float(scaling.factor),
-        scaling.original_max_position_embeddings or model.seq_length,
-    )
+    def _segments(self, q: Tensor, frame: Frame, key: Callable[[SegmentTables], Tensor]) -> tuple[Segment, ...]:
+        return tuple(
+            Segment(self.form.query_operand(q, part.query, frame.query_factor), key(part), part.band)
+            for part in frame.segments
+        )

@@ -12,15 +12,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_coca.checkpoints import huggingface, native
+from megatron_coca.checkpoints.compare import refuse_other_model
 from megatron_coca.checkpoints.errors import CheckpointError
-from megatron_coca.config import KEYS, Config, load_config
+from megatron_coca.config import Config, load_config
 from megatron_coca.model import GPT, build_model
 
 Overrides = Mapping[str, Any] | Sequence[str]
-
-EVALUATION_KEYS = frozenset({"rope_scaling", "rotary_emb_base", "attention_backend"})
-EVALUATION_GROUPS = frozenset({"data", "batch", "checkpoint", "logging", "launch"})
-"""What may differ from training when a checkpoint is evaluated; anything else would be another model."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +61,7 @@ def load_checkpoint(path: str | Path, overrides: Overrides = (), device: str = "
     manifest = native.verify(folder)
     trained = load_config([folder / native.CONFIG])
     config = trained.override(overrides)
-    _refuse(
-        f"{folder}: its weights cannot be evaluated with another",
-        differing_keys(trained, config, EVALUATION_KEYS, EVALUATION_GROUPS),
-    )
+    refuse_other_model(folder, trained, config)
     tokenizer = folder / native.TOKENIZER
     return Loaded(
         model=_fill(build_model(config, device), read_weights(folder), folder),
@@ -86,28 +80,10 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{folder / native.WEIGHTS}: cannot be read: {error}") from error
 
 
-def differing_keys(
-    saved: Config, wanted: Config, free_keys: frozenset[str], free_groups: frozenset[str] = frozenset()
-) -> list[str]:
-    """A line for every key in which two configurations differ, the free ones aside."""
-    before, after = saved.flat(), wanted.flat()
-    return [
-        f"{key} (saved {before[key]!r}, now {after[key]!r})"
-        for key, place in KEYS.items()
-        if before[key] != after[key] and key not in free_keys and place.group not in free_groups
-    ]
-
-
-def _refuse(message: str, differing: list[str]) -> None:
-    if differing:
-        raise CheckpointError(f"{message} {', '.join(differing)}")
-
-
 def _load_huggingface(folder: Path, overrides: Overrides, device: str) -> Loaded:
     keys = huggingface.read_keys(folder)
     config = load_config([], keys).override(overrides)
-    differing = differing_keys(load_config([], keys), config, EVALUATION_KEYS | {"pos_emb"}, EVALUATION_GROUPS)
-    _refuse(f"{folder}: its weights cannot be evaluated with another", differing)
+    refuse_other_model(folder, load_config([], keys), config, frozenset({"pos_emb"}))
     shape = config.model
     weights = huggingface.read_weights(folder, shape.num_layers, shape.num_attention_heads, not shape.no_weight_tying)
     return Loaded(_fill(build_model(config, device), weights, folder), config, None, None, folder.resolve().name)

@@ -1,20 +1,12 @@
 """What must hold between keys. Each check is one line of a literal table."""
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
-from megatron_coca.config.position import ROTATED_METHODS
+from megatron_coca.config.position_checks import POSITION_CHECKS, Check
 from megatron_coca.config.running import split_shares
 from megatron_coca.config.schema import Settings
 
 FULL_ATTENTION = frozenset({"global", "flash"})
-
-
-class Check(NamedTuple):
-    """A rule: the keys it reads, the first of which is to blame, and a finder of the fault."""
-
-    keys: tuple[str, ...]
-    find: Callable[[Settings], str | None]
 
 
 def _heads(settings: Settings) -> str | None:
@@ -35,39 +27,6 @@ def _inner_width(settings: Settings) -> str | None:
 def _length(settings: Settings) -> str | None:
     length, rows = settings.model.seq_length, settings.model.max_position_embeddings
     return f"{length} exceeds max_position_embeddings {rows}; raise it or leave it out" if length > rows else None
-
-
-def _rotary_dims(settings: Settings) -> str | None:
-    model, position = settings.model, settings.position
-    dims = int(model.head_dim * position.rotary_pct)
-    if position.pos_emb not in ROTATED_METHODS or (dims >= 2 and dims % 2 == 0):
-        return None
-    return (
-        f"{position.rotary_pct} of {model.head_dim} features per head (hidden_size / num_attention_heads) is {dims};"
-        " the rotated features must be even and at least 2"
-    )
-
-
-def _scaling_dims(settings: Settings) -> str | None:
-    scaling = settings.position.rope_scaling
-    dims = int(settings.model.head_dim * settings.position.rotary_pct)
-    by_base = scaling is not None and scaling.rope_type in ("ntk", "dynamic")
-    return "changing the base needs at least 4 rotated features per head" if by_base and dims < 4 else None
-
-
-def _scaling(settings: Settings) -> str | None:
-    scaling, method = settings.position.rope_scaling, settings.position.pos_emb
-    if scaling is None:
-        return None
-    if scaling.rope_type == "default":
-        stray = scaling.factor != 1.0
-        return f"factor {scaling.factor} has no effect without a rope_type (linear | ntk | dynamic)" if stray else None
-    if method in ROTATED_METHODS:
-        return None
-    return (
-        f"rope_type {scaling.rope_type} has no meaning with pos_emb {method}, which has no frequencies to scale;"
-        " set rope_scaling to null"
-    )
 
 
 def _attention_types(settings: Settings) -> str | None:
@@ -183,9 +142,7 @@ CHECKS: tuple[Check, ...] = (
     Check(("num_kv_heads", "num_attention_heads"), _kv_heads),
     Check(("expansion_factor", "intermediate_size"), _inner_width),
     Check(("seq_length", "max_position_embeddings"), _length),
-    Check(("rotary_pct", "pos_emb", "hidden_size", "num_attention_heads"), _rotary_dims),
-    Check(("rope_scaling", "rotary_pct", "hidden_size", "num_attention_heads"), _scaling_dims),
-    Check(("rope_scaling", "pos_emb"), _scaling),
+    *POSITION_CHECKS,
     Check(("attention_config", "num_layers"), _attention_types),
     Check(("min_lr", "optimizer.params.lr"), _lowest_rate),
     Check(("lr_warmup_init", "optimizer.params.lr"), _warmup_start),

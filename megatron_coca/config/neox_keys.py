@@ -101,8 +101,6 @@ UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "sliding_window_width": (None, "sliding-window attention"),
     "sparsity_config": (None, "sparse attention"),
     "sparse_attention": (None, "sparse attention"),
-    "rpe_num_buckets": (32, "the T5 relative bias"),
-    "rpe_max_distance": (128, "the T5 relative bias"),
     "opt_pos_emb_offset": (0, "an offset of learned positions"),
     "use_qk_layernorm": (False, "normalisation of queries and keys"),
     "num_unique_layers": (None, "sharing of layers"),
@@ -275,7 +273,6 @@ UNSUPPORTED: dict[str, tuple[Any, str]] = {
 """Keys of features that are absent: GPT-NeoX's default (accepted) and the feature."""
 
 UNSUPPORTED_CHOICES: dict[str, dict[Any, str]] = {
-    "pos_emb": {"rpe": "the T5 relative bias", "sinusoidal": "sinusoidal positions"},
     "norm": {"te_rmsnorm": _TE, "te_layernorm": _TE},
     "init_method": {"single_residual_scaled_normal": "this initialisation"},
     "output_layer_init_method": {"single_residual_scaled_normal": "this initialisation"},

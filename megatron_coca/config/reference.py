@@ -8,7 +8,7 @@ from pydantic.fields import FieldInfo
 
 from megatron_coca.config.fields import Group
 from megatron_coca.config.neox_keys import ALIASES, INERT, UNSUPPORTED, UNSUPPORTED_CHOICES
-from megatron_coca.config.position import RopeScaling
+from megatron_coca.config.position import RelativePositions, RopeScaling
 from megatron_coca.config.problems import leaves
 from megatron_coca.config.schema import GROUPS
 
@@ -56,8 +56,9 @@ def _groups() -> Iterator[str]:
     for name, kind in GROUPS.items():
         yield f"### {name}\n\n{(kind.__doc__ or '').strip()}\n"
         yield _table(("key", "type", "default", "meaning"), _rows(kind, ""))
-    yield "### rope_scaling\n\nInside the key `rope_scaling`:\n"
-    yield _table(("key", "type", "default", "meaning"), _rows(RopeScaling, "rope_scaling."))
+    for key, kind in {"rope_scaling": RopeScaling, "relative_positions": RelativePositions}.items():
+        yield f"### {key}\n\n{(kind.__doc__ or '').strip()} Inside the key `{key}`:\n"
+        yield _table(("key", "type", "default", "meaning"), _rows(kind, f"{key}."))
 
 
 def _rows(kind: type[Group], prefix: str) -> Iterator[tuple[str, ...]]:

@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict
 
 from megatron_coca.config.fields import Group
 from megatron_coca.config.model import ModelConfig
-from megatron_coca.config.position import PositionConfig, RopeScaling
+from megatron_coca.config.position import PositionConfig, RelativePositions, RopeScaling
 from megatron_coca.config.running import (
     CheckpointConfig,
     DataConfig,
@@ -87,6 +87,7 @@ SECTIONS = frozenset(key[:end] for key in KEYS for end, letter in enumerate(key)
 
 NESTED: dict[str, tuple[str, ...]] = {
     "rope_scaling": tuple(RopeScaling.model_fields),
+    "relative_positions": tuple(RelativePositions.model_fields),
     "fp16": tuple(Fp16.__annotations__),
     "bf16": tuple(Bf16.__annotations__),
 }

@@ -4,10 +4,11 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_coca.attention.cache import LayerCache
+from megatron_coca.attention.frame import Frame
 from megatron_coca.attention.inputs import Backend
 from megatron_coca.attention.layer import SelfAttention
 from megatron_coca.attention.method import PositionMethod
-from megatron_coca.attention.rotary import RotaryTables
 from megatron_coca.config import ModelConfig
 from megatron_coca.model.mlp import MLP
 from megatron_coca.model.norms import build_norm
@@ -37,9 +38,9 @@ class Block(nn.Module):
             self.post_attention_layernorm = build_norm(model)
         self.mlp = MLP(model)
 
-    def forward(self, x: Tensor, tables: RotaryTables | None) -> Tensor:
+    def forward(self, x: Tensor, frame: Frame, cache: LayerCache | None = None) -> Tensor:
         normed = self.input_layernorm(x)
-        attended = self._drop(self.attention(normed, tables))
+        attended = self._drop(self.attention(normed, frame, cache))
         if self.parallel:
             return x + attended + self._drop(self.mlp(normed if self.tied_norm else self.post_attention_layernorm(x)))
         x = x + attended

@@ -3,8 +3,7 @@
 import torch
 
 from megatron_coca.attention.backends.select import select_backend
-from megatron_coca.attention.inputs import Needs
-from megatron_coca.attention.method import build_method
+from megatron_coca.attention.compose import build_method
 from megatron_coca.config import Config
 from megatron_coca.model.gpt import GPT
 from megatron_coca.model.init import initialize
@@ -19,7 +18,7 @@ def build_model(config: Config, device: str = "cpu") -> GPT:
         BackendError: the named attention backend cannot serve the model.
     """
     method = build_method(config.position, config.model)
-    needs = Needs(device.partition(":")[0], method.bias is not None, config.model.attention_dropout)
+    needs = method.needs(device.partition(":")[0], config.model.attention_dropout)
     _, backend = select_backend(config.position.attention_backend, needs)
     with torch.random.fork_rng(devices=[]):  # PyTorch's layers draw weights of their own, which are then replaced
         model = GPT(config.model, method, backend)

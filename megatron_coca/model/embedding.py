@@ -1,30 +1,63 @@
-"""Token embedding, with learned absolute positions where the method asks for them."""
+"""Token embedding, with absolute positions added where the method asks for them."""
 
+from collections.abc import Callable
+
+import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_coca.attention.method import PositionMethod
+from megatron_coca.config import ModelConfig
+
+
+class LearnedPositions(nn.Embedding):
+    """A learned vector per position; a position beyond the table is an error, because such a model sees no further."""
+
+    def forward(self, positions: Tensor) -> Tensor:
+        if int(positions.max()) >= self.num_embeddings:
+            raise ValueError(
+                f"pos_emb: learned has {self.num_embeddings} positions (max_position_embeddings); "
+                f"position {int(positions.max())} is beyond them"
+            )
+        return super().forward(positions)
+
+
+class SinusoidalPositions(nn.Module):
+    """sin and cos of position * 10000^(-2j/hidden_size), all sines first (Vaswani et al. 2017, in GPT-NeoX's order)."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.hidden_size = hidden_size
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """[..., hidden_size] float32 for integer positions [...] of any size; phases are taken in float64."""
+        pair = torch.arange(0, self.hidden_size, 2, dtype=torch.float64, device=positions.device)
+        phases = positions.to(torch.float64)[..., None] * 10000.0 ** (-pair / self.hidden_size)
+        return torch.cat((phases.sin(), phases.cos()), dim=-1)[..., : self.hidden_size].float()
+
+
+ABSOLUTE: dict[str, Callable[[ModelConfig], nn.Module]] = {
+    "learned": lambda model: LearnedPositions(model.max_position_embeddings, model.hidden_size),
+    "sinusoidal": lambda model: SinusoidalPositions(model.hidden_size),
+}
+
+
+def absolute(method: PositionMethod, model: ModelConfig) -> nn.Module | None:
+    """What the embedding adds by position for this method, or None."""
+    return ABSOLUTE[method.name](model) if method.name in ABSOLUTE else None
+
 
 class Embedding(nn.Module):
-    """input_ids [batch, length] -> [batch, length, hidden_size].
+    """input_ids [batch, length] -> [batch, length, hidden_size], in the dtype of the weights."""
 
-    With `max_positions` a learned vector per position is added, and a position beyond the table is an error: such a
-    model cannot see further.
-    """
-
-    def __init__(self, vocab_size: int, hidden_size: int, max_positions: int | None, dropout: float) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, dropout: float, positions: nn.Module | None = None) -> None:
         super().__init__()
         self.word_embeddings = nn.Embedding(vocab_size, hidden_size)
-        self.position_embeddings = nn.Embedding(max_positions, hidden_size) if max_positions else None
-        self.max_positions, self.dropout = max_positions, dropout
+        self.position_embeddings, self.dropout = positions, dropout
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         x = self.word_embeddings(input_ids)
         if self.position_embeddings is not None:
-            if int(positions.max()) >= self.max_positions:
-                raise ValueError(
-                    f"pos_emb: learned has {self.max_positions} positions (max_position_embeddings); "
-                    f"position {int(positions.max())} is beyond them"
-                )
-            x = x + self.position_embeddings(positions)
+            x = x + self.position_embeddings(positions).to(x.dtype)
         return F.dropout(x, self.dropout, self.training) if self.dropout else x

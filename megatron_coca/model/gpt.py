@@ -6,18 +6,22 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron_coca.attention.inputs import Backend
+from megatron_coca.attention.cache import Cache
+from megatron_coca.attention.encoding import PositionEncoding
+from megatron_coca.attention.frame import Frame
+from megatron_coca.attention.inputs import Backend, Documents
 from megatron_coca.attention.method import PositionMethod
+from megatron_coca.attention.packing import documents_from_ids, positions_within
 from megatron_coca.config import ModelConfig
 from megatron_coca.model.block import Block
-from megatron_coca.model.embedding import Embedding
+from megatron_coca.model.embedding import Embedding, absolute
 from megatron_coca.model.norms import build_norm
 
 
 class GPT(nn.Module):
     """A causal language model; `model(input_ids)` gives logits [batch, length, padded vocabulary].
 
-    `layers` is the list embedding, blocks, final norm; nothing but hidden states and the position tables passes
+    `layers` is the list embedding, blocks, final norm; nothing but hidden states and the positions' frame passes
     between them. Lengths beyond the training length are ordinary.
 
     Attributes:
@@ -29,37 +33,77 @@ class GPT(nn.Module):
         super().__init__()
         self.method, self.vocab_size = method, model.padded_vocab_size
         self.checkpoint_activations = model.checkpoint_activations
-        learned = model.max_position_embeddings if method.name == "learned" else None
-        self.embedding = Embedding(self.vocab_size, model.hidden_size, learned, model.hidden_dropout)
+        self.embedding = Embedding(self.vocab_size, model.hidden_size, model.hidden_dropout, absolute(method, model))
+        self.positions = PositionEncoding(method)
         self.blocks = nn.ModuleList(Block(model, method, backend) for _ in range(model.num_layers))
         self.norm = build_norm(model)
         self.final_linear = nn.Linear(model.hidden_size, self.vocab_size, bias=False) if model.no_weight_tying else None
 
-    def forward(self, input_ids: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Logits [batch, length, padded vocabulary] for input_ids [batch, length] int64."""
-        return self.logits(self.hidden_states(input_ids, positions))
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        """Logits [batch, length, padded vocabulary] for input_ids [batch, length] int64; see `hidden_states`."""
+        return self.logits(self.hidden_states(input_ids, positions, documents, cache))
 
-    def hidden_states(self, input_ids: Tensor, positions: Tensor | None = None) -> Tensor:
+    def hidden_states(
+        self,
+        input_ids: Tensor,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        cache: Cache | None = None,
+        length: int | None = None,
+    ) -> Tensor:
         """Hidden states after the final norm, [batch, length, hidden_size].
 
-        `positions` ([length] or [batch, length], int64) defaults to 0, 1, ...; length-dependent frequencies look at
-        the largest + 1.
+        Args:
+            input_ids: int64 [batch, length]; with a cache, the tokens that follow the cached ones.
+            positions: int64 [length] or [batch, length]; by default 0, 1, ... through the sequence, or through every
+                document.
+            documents: integer [batch, length]: neighbouring tokens with one number are one document, and no token
+                sees another document's.
+            cache: from `new_cache`; the tokens are added to it.
+            length: what extensions that depend on a length look at; by default the largest position + 1.
         """
+        if documents is not None and cache is not None:
+            raise ValueError("documents and a cache together: generation continues one document")
+        packed = documents_from_ids(documents) if documents is not None else None
         if positions is None:
-            positions, length = torch.arange(input_ids.shape[1], device=input_ids.device), input_ids.shape[1]
+            positions, reached = _default_positions(input_ids, packed, cache)
         else:
-            length = int(positions.max()) + 1
+            reached = int(positions.max()) + 1
+        seen = cache.advance(positions) if cache is not None else None
+        length = length or (cache.length if cache is not None else None) or reached
         x = self.embedding(input_ids, positions)
-        tables = self.method.tables(positions, length, x.dtype)
-        for block in self.blocks:
+        return self._through_blocks(x, self.positions(positions, length, x.dtype, seen, packed), cache)
+
+    def _through_blocks(self, x: Tensor, frame: Frame, cache: Cache | None) -> Tensor:
+        layers = cache.layers if cache is not None else [None] * len(self.blocks)
+        for block, layer in zip(self.blocks, layers, strict=True):
             if self.checkpoint_activations and self.training:
-                x = checkpoint(block, x, tables, use_reentrant=False)
+                x = checkpoint(block, x, frame, use_reentrant=False)
             else:
-                x = block(x, tables)
+                x = block(x, frame, layer)
         return self.norm(x)
+
+    def new_cache(self, length: int | None = None) -> Cache:
+        """An empty cache; `length` is what extensions that depend on a length shall see at every step (see `Cache`)."""
+        return Cache(len(self.blocks), length)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores over the vocabulary for any slice of `hidden_states`, in its dtype."""
         if self.final_linear is not None:
             return self.final_linear(hidden)
         return F.linear(hidden, self.embedding.word_embeddings.weight)
+
+
+def _default_positions(input_ids: Tensor, packed: Documents | None, cache: Cache | None) -> tuple[Tensor, int]:
+    """Positions through the sequence, or through each document, and the largest + 1, known without asking the device."""
+    if packed is not None:
+        return positions_within(packed), max(stop - start for row in packed.spans for start, stop in row)
+    past = len(cache) if cache is not None else 0
+    reached = past + input_ids.shape[1]
+    return torch.arange(past, reached, device=input_ids.device), reached

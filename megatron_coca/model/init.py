@@ -7,6 +7,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from megatron_coca.attention.compose import LEARNED_MODULES
 from megatron_coca.config import ModelConfig
 
 Initializer = Callable[[Tensor], Tensor]
@@ -35,14 +36,21 @@ OUTPUT_LAYERS = ("attention.dense.weight", "mlp.linear2.weight")
 def initialize(module: nn.Module, model: ModelConfig, seed: int) -> None:
     """Fill every weight matrix by the configured methods, biases with 0; norms keep their 1 and 0.
 
-    The numbers depend on the seed and the parameters' shapes and order alone, so two position methods without
-    parameters of their own start from the same weights; the global random state is left as it was.
+    The numbers depend on the seed and the parameters' shapes and order alone, and what positions learn is drawn last,
+    so any two position methods start from the same weights in the layers that both have; the global random state is
+    left as it was.
     """
     inner, output = INITIALIZERS[model.init_method](model), INITIALIZERS[model.output_layer_init_method](model)
+    learned = [part for part in module.modules() if isinstance(part, LEARNED_MODULES)]
+    apart = {id(parameter) for part in learned for parameter in part.parameters()}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for name, parameter in module.named_parameters():
+            if id(parameter) in apart:
+                continue
             if parameter.dim() >= 2:
                 (output if name.endswith(OUTPUT_LAYERS) else inner)(parameter)
             elif name.endswith(("linear1.bias", "linear2.bias", "dense.bias", "query_key_value.bias")):
                 parameter.zero_()
+        for part in learned:
+            part.reset_parameters()

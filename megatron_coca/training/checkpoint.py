@@ -14,7 +14,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from megatron_coca.checkpoints import CheckpointError, huggingface, native
-from megatron_coca.checkpoints.load import differing_keys, load_checkpoint, load_weights
+from megatron_coca.checkpoints.compare import differing_keys
+from megatron_coca.checkpoints.load import load_checkpoint, load_weights
 from megatron_coca.checkpoints.versions import code_versions
 from megatron_coca.config import CheckpointConfig, Config, load_config
 from megatron_coca.training import engine as dist

@@ -2,8 +2,7 @@
 
 Every form here, CoCA included, is ordinary attention on modified operands Q' and K', so any flash kernel runs it in
 O(N) memory. The papers write CoCA as a three-operand contraction over an N x N intermediate;
-`megatron_coca.attention.oracle` follows them
-literally.
+`megatron_coca.attention.oracle` follows them literally.
 
 Operand functions take x [batch, heads, length, head_dim] and the rotary tables, work in the tables' dtype (float32
 or better: Q' of CoCA is quadratic in q, so it must be rounded once, at the end) and return x's dtype.
@@ -20,49 +19,86 @@ from megatron_coca.attention.rotary import RotaryTables, rotate
 Operand = Callable[[Tensor, RotaryTables], Tensor]
 
 
+def _identity(x: Tensor) -> Tensor:
+    return x
+
+
 @dataclass(frozen=True)
 class ScoreForm:
     """One row of the table below.
 
-    `query` and `key` act on the rotary block, `query_rest` and `key_rest` on the dimensions beyond `rotary_pct`.
-    `rotary` says whether the form turns its operands at all, `shift_invariant` whether moving all positions by a
-    constant leaves the scores
-    unchanged.
+    Attributes:
+        query: q of the rotary block -> Q'; linear in the tables. None where the form turns nothing.
+        kept: k of the rotary block -> what of it the score depends on, before any rotation.
+        key: that -> K'; linear in the tables.
+        query_rest: q -> Q' on the dimensions beyond `rotary_pct`.
+        key_rest: k -> K' on them.
+        shift_invariant: whether moving all positions by a constant leaves the scores unchanged.
     """
 
-    query: Operand | None
-    key: Operand | None
-    query_rest: Callable[[Tensor], Tensor] | None
-    key_rest: Callable[[Tensor], Tensor] | None
-    rotary: bool
-    shift_invariant: bool
+    query: Operand | None = None
+    kept: Callable[[Tensor], Tensor] = _identity
+    key: Operand | None = None
+    query_rest: Callable[[Tensor], Tensor] = _identity
+    key_rest: Callable[[Tensor], Tensor] = _identity
+    shift_invariant: bool = True
 
-    def operands(self, q: Tensor, k: Tensor, tables: RotaryTables | None) -> tuple[Tensor, Tensor]:
-        """(Q', K') from q [batch, heads, length, head_dim] and k [batch, kv_heads, length, head_dim], in their
-        dtypes.
+    @property
+    def rotary(self) -> bool:
+        """Whether the form turns its operands at all."""
+        return self.query is not None
+
+    def query_operand(self, q: Tensor, tables: RotaryTables | None, factor: Tensor | None = None) -> Tensor:
+        """Q' of q [batch, heads, length, head_dim]; `factor` ([length, 1] or [batch, 1, length, 1]) multiplies the
+        dimensions that the tables, which carry it already, do not reach.
         """
-        if tables is None:
-            return q, k
-        return _apply(q, tables, self.query, self.query_rest), _apply(k, tables, self.key, self.key_rest)
+        if self.query is None or tables is None:
+            return q if factor is None else (q.to(factor.dtype) * factor).to(q.dtype)
+        block, rest = _split(q, 2 * tables.cos.shape[-1], tables.cos.dtype)
+        turned = self.query(block, tables)
+        if rest.shape[-1]:
+            rest = self.query_rest(rest)
+            turned = torch.cat((turned, rest if factor is None else rest * factor), dim=-1)
+        return turned.to(q.dtype)
+
+    def key_operand(self, k: Tensor, tables: RotaryTables | None) -> Tensor:
+        """K' of k [batch, kv_heads, length, head_dim]."""
+        if self.key is None or tables is None:
+            return k
+        block, rest = _split(k, 2 * tables.cos.shape[-1], tables.cos.dtype)
+        return self._turn_key(self.kept(block), rest, tables).to(k.dtype)
+
+    def cached(self, k: Tensor, rotary_dim: int) -> Tensor:
+        """What a cache keeps of k: unrotated, half as wide on the rotary block for CoCA, in k's dtype."""
+        block, rest = _split(k, rotary_dim, torch.promote_types(k.dtype, torch.float32))
+        return torch.cat((self.kept(block), rest), dim=-1).to(k.dtype)
+
+    def cached_width(self, head_dim: int, rotary_dim: int) -> int:
+        """Features that `cached` keeps for each key head."""
+        return self.cached(torch.empty(0, head_dim), rotary_dim).shape[-1]
+
+    def key_operand_of_cached(self, cached: Tensor, tables: RotaryTables | None, head_dim: int) -> Tensor:
+        """K' of what `cached` kept of keys with `head_dim` features."""
+        if self.key is None or tables is None:
+            return cached
+        rest_dim = head_dim - 2 * tables.cos.shape[-1]
+        block, rest = _split(cached, cached.shape[-1] - rest_dim, tables.cos.dtype)
+        return self._turn_key(block, rest, tables).to(cached.dtype)
+
+    def _turn_key(self, kept: Tensor, rest: Tensor, tables: RotaryTables) -> Tensor:
+        assert self.key is not None
+        turned = self.key(kept, tables)
+        return torch.cat((turned, self.key_rest(rest)), dim=-1) if rest.shape[-1] else turned
 
 
-def _apply(x: Tensor, tables: RotaryTables, operand: Operand | None, rest: Callable[[Tensor], Tensor] | None) -> Tensor:
-    assert operand is not None and rest is not None, "a form without rotation has no tables"
-    rotary_dim = 2 * tables.cos.shape[-1]
-    if rotary_dim == x.shape[-1]:
-        return operand(x, tables).to(x.dtype)
-    turned = operand(x[..., :rotary_dim], tables)
-    return torch.cat((turned, rest(x[..., rotary_dim:].to(turned.dtype))), dim=-1).to(x.dtype)
-
-
-def _rotated(x: Tensor, tables: RotaryTables) -> Tensor:
-    """R_p x (Su et al. 2021, "RoFormer", section 3.2.2)."""
-    return rotate(x, tables)
+def _split(x: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    x = x.to(dtype)
+    return x[..., :width], x[..., width:]
 
 
 def _slack_query(q: Tensor, tables: RotaryTables) -> Tensor:
     """q * (R_m q), elementwise (Zhu et al. 2024, "CoCA", the slack form, whose scores the paper writes as a contraction)."""
-    return q.to(tables.cos.dtype) * rotate(q, tables)
+    return q * rotate(q, tables)
 
 
 def coefficients(t: Tensor) -> Tensor:
@@ -74,37 +110,41 @@ def coefficients(t: Tensor) -> Tensor:
     return torch.relu((first + second) / 2)
 
 
-def _slack_key(t: Tensor, tables: RotaryTables) -> Tensor:
+def _slack_key(u: Tensor, tables: RotaryTables) -> Tensor:
     """R_n (u, u) = (u (cos - sin), u (cos + sin))."""
-    u = coefficients(t.to(tables.cos.dtype))
     return torch.cat((u * (tables.cos - tables.sin), u * (tables.cos + tables.sin)), dim=-1)
 
 
 def _strict_query(q: Tensor, tables: RotaryTables) -> Tensor:
     """R_m (|q|^2, 0) with |q|^2 = q_i^2 + q_{i+d/2}^2, so that a score is sum_j u_j |q_j|^2 cos((m - n) theta_j)."""
-    first, second = q.to(tables.cos.dtype).chunk(2, dim=-1)
+    first, second = q.chunk(2, dim=-1)
     squared = first.square() + second.square()
     return torch.cat((squared * tables.cos, squared * tables.sin), dim=-1)
 
 
-def _strict_key(t: Tensor, tables: RotaryTables) -> Tensor:
+def _strict_key(u: Tensor, tables: RotaryTables) -> Tensor:
     """R_n (u, 0)."""
-    u = coefficients(t.to(tables.cos.dtype))
     return torch.cat((u * tables.cos, u * tables.sin), dim=-1)
 
 
-def _identity(x: Tensor) -> Tensor:
-    return x
+PLAIN = ScoreForm()
+"""Q' = q, K' = k: position enters through a bias, the embedding, or not at all."""
 
+ROTATED = ScoreForm(query=rotate, key=rotate)
+"""R_m q and R_n k (Su et al. 2021, "RoFormer", section 3.2.2); with xPos's growing and shrinking tables, xPos."""
 
-_PLAIN = ScoreForm(query=None, key=None, query_rest=None, key_rest=None, rotary=False, shift_invariant=True)
-_COCA_REST = {"query_rest": torch.square, "key_rest": torch.relu}
+_POSITION_FREE_COCA = {"query_rest": torch.square, "key_rest": torch.relu}
 
 SCORE_FORMS: dict[str, ScoreForm] = {
-    "rotary": ScoreForm(_rotated, _rotated, _identity, _identity, rotary=True, shift_invariant=True),
-    "coca": ScoreForm(_slack_query, _slack_key, **_COCA_REST, rotary=True, shift_invariant=False),
-    "coca_strict": ScoreForm(_strict_query, _strict_key, **_COCA_REST, rotary=True, shift_invariant=True),
-    "alibi": _PLAIN,
-    "learned": _PLAIN,
-    "none": _PLAIN,
+    "rotary": ROTATED,
+    "xpos": ROTATED,
+    "coca": ScoreForm(_slack_query, coefficients, _slack_key, **_POSITION_FREE_COCA, shift_invariant=False),
+    "coca_strict": ScoreForm(_strict_query, coefficients, _strict_key, **_POSITION_FREE_COCA),
+    "alibi": PLAIN,
+    "kerple_log": PLAIN,
+    "kerple_power": PLAIN,
+    "rpe": PLAIN,
+    "learned": PLAIN,
+    "sinusoidal": PLAIN,
+    "none": PLAIN,
 }

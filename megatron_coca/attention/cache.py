@@ -1,0 +1,69 @@
+"""What generation keeps of the tokens it has seen.
+
+Keys are kept before any rotation, and of CoCA's only the coefficients u: half a key, so key and value together take
+three quarters of RoPE's. Because nothing kept depends on positions or on a length, every extension and every
+relative-position map finds the right keys at every step.
+"""
+
+import torch
+from torch import Tensor
+
+from megatron_coca.attention.method import PositionMethod
+
+
+class LayerCache:
+    """Keys and values of one layer, in buffers that double when they are full."""
+
+    def __init__(self) -> None:
+        self.length = 0
+        self._buffers: list[Tensor] = []
+
+    def append(self, *new: Tensor) -> list[Tensor]:
+        """Add tensors [batch, kv_heads, tokens, width]; views of everything kept so far, in the same order."""
+        start, self.length = self.length, self.length + new[0].shape[2]
+        if not self._buffers or self.length > self._buffers[0].shape[2]:
+            self._buffers = [self._grown(index, x) for index, x in enumerate(new)]
+        for buffer, x in zip(self._buffers, new, strict=True):
+            buffer[:, :, start : self.length] = x
+        return [buffer[:, :, : self.length] for buffer in self._buffers]
+
+    def _grown(self, index: int, new: Tensor) -> Tensor:
+        batch, heads, _, width = new.shape
+        grown = new.new_empty(batch, heads, max(self.length, 2 * self._capacity()), width)
+        if self._buffers:
+            grown[:, :, : self._capacity()] = self._buffers[index]
+        return grown
+
+    def _capacity(self) -> int:
+        return self._buffers[0].shape[2] if self._buffers else 0
+
+
+class Cache:
+    """Keys and values of all layers and the positions of their tokens.
+
+    Attributes:
+        layers: one cache per layer.
+        positions: [length] or [batch, length] of the tokens kept, or None before the first.
+        length: what extensions that depend on a length see at every step, or None for the number of tokens so far.
+            Given the length that a generation will reach, cached decoding equals the full forward pass of that length
+            exactly; stepped, earlier tokens keep what their layers computed at the shorter length.
+    """
+
+    def __init__(self, num_layers: int, length: int | None = None) -> None:
+        self.layers = [LayerCache() for _ in range(num_layers)]
+        self.positions: Tensor | None = None
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.positions.shape[-1] if self.positions is not None else 0
+
+    def advance(self, positions: Tensor) -> Tensor:
+        """Add the positions of new tokens; the positions of all."""
+        kept = [] if self.positions is None else [self.positions]
+        self.positions = torch.cat((*kept, positions), dim=-1)
+        return self.positions
+
+
+def bytes_per_token(method: PositionMethod, num_kv_heads: int, num_layers: int, dtype: torch.dtype) -> int:
+    """Bytes that a cache of `dtype` takes for one token of one sequence."""
+    return (method.cached_width + method.head_dim) * num_kv_heads * num_layers * dtype.itemsize
