@@ -103,7 +103,7 @@ class BucketBias:
         starts = _column(firsts, distance.dtype, distance.device)[:, 0]
         bucket = torch.bucketize(distance, starts, right=True) - 1
         values = self.coefficients.to(distance).index_select(1, bucket.flatten())
-        return values.view(-1, *distance.shape)
+        return values.view(len(values), *distance.shape)
 
 
 @lru_cache(maxsize=64)

@@ -29,7 +29,7 @@ class Clex(nn.Module):
         max_factor: the largest t, an integer.
         ode_step: the step in t of the fourth-order Runge-Kutta method. The authors take 0.01; with `down` of standard
             deviation 0.02, which moves frequencies by factors of e^-10 to e^7 until t = 16, a step of 0.1 errs by at
-            most 1e-8 relative at dim 64 and 128, below float32, in a tenth of the time.
+            most 2e-8 relative at dim 64 and 128, below float32, in a tenth of the time.
     """
 
     def __init__(
