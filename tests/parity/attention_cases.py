@@ -1,0 +1,311 @@
+"""What the parity tests of attention share: a method as configuration and oracle both know it, and how errors count."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_coca.attention.backends.flex import FlexBackend
+from megatron_coca.attention.backends.merge import MergeBackend
+from megatron_coca.attention.backends.reference import ReferenceBackend
+from megatron_coca.attention.backends.sdpa import SdpaBackend
+from megatron_coca.attention.compose import build_method
+from megatron_coca.attention.encoding import PositionEncoding
+from megatron_coca.attention.inputs import AttentionInputs, Backend
+from megatron_coca.attention.method import PositionMethod
+from megatron_coca.attention.oracle.clex import clex_frequencies
+from megatron_coca.attention.oracle.dense import RelativeMap, Setting, attention
+from megatron_coca.attention.oracle.frequencies import frequencies, multiplier
+from megatron_coca.attention.packing import documents_from_ids
+from megatron_coca.config import load_config
+
+HEADS, HEAD_DIM, TRAINING_LENGTH = 4, 16, 32
+ROTATED = ("rotary", "coca", "coca_strict")
+BIASED = ("alibi", "kerple_log", "kerple_power", "rpe")
+CLEX_STEP = 0.004
+"""Of the oracle's integration, in t: its own error is then below 1e-10."""
+
+BACKENDS: dict[str, Backend] = {
+    "reference": ReferenceBackend(),
+    "sdpa": SdpaBackend(),
+    "merge": MergeBackend(),
+    "flex": FlexBackend(compiled=False),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A position method: keys of the configuration, and what they mean to the oracle.
+
+    Attributes:
+        pos_emb, rotary_pct, logit_scaling, scaling, relative: values of the configuration's keys.
+        training: whether the model trains.
+    """
+
+    pos_emb: str
+    scaling: Mapping[str, Any] = field(default_factory=dict)
+    relative: Mapping[str, Any] = field(default_factory=dict)
+    logit_scaling: str = "none"
+    rotary_pct: float = 1.0
+    training: bool = False
+
+    def __str__(self) -> str:
+        parts = [self.pos_emb, *self.scaling.values(), *self.relative.values()]
+        parts += [self.logit_scaling] * (self.logit_scaling != "none") + [self.rotary_pct] * (self.rotary_pct < 1)
+        return "-".join(str(part) for part in parts if not isinstance(part, Sequence) or isinstance(part, str))
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+    @property
+    def rotary_dim(self) -> int:
+        """Rotated features of a head."""
+        return int(HEAD_DIM * self.rotary_pct)
+
+    @property
+    def method(self) -> PositionMethod:
+        """As a model builds it."""
+        keys = {"num_layers": 1, "hidden_size": HEADS * HEAD_DIM, "num_attention_heads": HEADS}
+        keys |= {"seq_length": TRAINING_LENGTH, "pos_emb": self.pos_emb, "rotary_pct": self.rotary_pct}
+        keys |= {"rope_scaling": dict(self.scaling) or None, "relative_positions": dict(self.relative) or None}
+        config = load_config([], keys | {"logit_scaling": self.logit_scaling})
+        return build_method(config.position, config.model)
+
+    def learned(self) -> dict[str, Tensor]:
+        """Weights of the method by the oracle's names, float64 values that float32 holds exactly."""
+        generator = torch.Generator().manual_seed(5)
+
+        def uniform(low: float, high: float, *shape: int) -> Tensor:
+            return (low + (high - low) * torch.rand(shape, generator=generator)).double()
+
+        half = self.rotary_dim // 2
+        return {
+            "kerple_log": lambda: {"p": uniform(0.1, 2, HEADS), "a": uniform(0.05, 1, HEADS)},
+            "kerple_power": lambda: {"p": uniform(0.1, 1.5, HEADS), "a": uniform(0.05, 1, HEADS)},
+            "rpe": lambda: {"table": uniform(-0.5, 0.5, 32, HEADS)},
+            "clex": lambda: {"up": uniform(-0.3, 0.3, half, 2 * half), "down": uniform(-0.2, 0.2, 2 * half, half)},
+        }.get(self.scaling.get("rope_type", self.pos_emb), dict)()
+
+    def theta(self, length: int, learned: Mapping[str, Tensor]) -> Tensor:
+        """The frequencies that the oracle uses at `length`."""
+        if self.pos_emb not in (*ROTATED, "xpos"):
+            return torch.zeros(0, dtype=torch.float64)
+        if "up" in learned:
+            t = max(1, math.ceil(length / TRAINING_LENGTH))
+            return clex_frequencies(learned["up"], learned["down"], t, step=CLEX_STEP)
+        return frequencies(self.rotary_dim, training_length=TRAINING_LENGTH, length=length, **self.scaling)
+
+    def setting(self, length: int, learned: Mapping[str, Tensor], ids: Tensor | None) -> Setting:
+        """What else the oracle needs to know."""
+        scaling = {} if "up" in learned else dict(self.scaling)
+        relative = dict(self.relative)
+        if target := relative.pop("target_length", None):
+            relative["leak"] = TRAINING_LENGTH / (2 * target)
+        return Setting(
+            multiplier(self.rotary_dim, training_length=TRAINING_LENGTH, length=length, **scaling),
+            RelativeMap(**relative) if relative else None,
+            self.logit_scaling,
+            TRAINING_LENGTH,
+            learned,
+            ids,
+        )
+
+
+PLACES = {
+    "p": lambda encoding, bias: bias.bias_p,
+    "a": lambda encoding, bias: bias.bias_a,
+    "table": lambda encoding, bias: encoding.bias.weight,
+    "up": lambda encoding, bias: encoding.clex.up,
+    "down": lambda encoding, bias: encoding.clex.down,
+}
+"""Where production keeps a weight that the oracle has by name."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Shapes and places of the tokens of one call.
+
+    Attributes:
+        length: keys in a row.
+        queries: how many of the last tokens are queries; None: all.
+        kv_heads, batch: as in the contract.
+        positions: [length] or [batch, length]; None: 0 .. length-1.
+        ids: the document of every token, [batch, length], or None.
+    """
+
+    length: int
+    queries: int | None = None
+    kv_heads: int = HEADS
+    batch: int = 2
+    positions: tuple[Any, ...] | None = None
+    ids: tuple[tuple[int, ...], ...] | None = None
+
+    def operands(self, dtype: torch.dtype) -> list[Tensor]:
+        """q, k, v in float64, of values that `dtype` holds exactly."""
+        generator = torch.Generator().manual_seed(self.length)
+        rows = (self.queries or self.length, self.length, self.length)
+        heads = (HEADS, self.kv_heads, self.kv_heads)
+        shapes = [(self.batch, h, n, HEAD_DIM) for h, n in zip(heads, rows, strict=True)]
+        return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).double() for s in shapes]
+
+    @property
+    def place(self) -> Tensor:
+        """Positions of the keys."""
+        return torch.arange(self.length) if self.positions is None else torch.tensor(self.positions)
+
+    @property
+    def documents(self) -> Tensor | None:
+        """`ids` as a tensor."""
+        return None if self.ids is None else torch.tensor(self.ids)
+
+    @property
+    def scored(self) -> int:
+        """The length that dynamic extensions see."""
+        return int(self.place.max()) + 1
+
+
+@dataclass(frozen=True)
+class Result:
+    """The output, and gradients by name, in float64."""
+
+    out: Tensor
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def all(self) -> dict[str, Tensor]:
+        """Output and gradients by name."""
+        return {"out": self.out, **self.gradients}
+
+
+Computed = Callable[[Sequence[Tensor], Mapping[str, Tensor]], Tensor]
+
+
+def with_gradients(compute: Computed, operands: Sequence[Tensor], learned: Mapping[str, Tensor]) -> Result:
+    """`compute` on leaves, and the gradients of all of them for a fixed random cotangent."""
+    leaves = [x.detach().clone().requires_grad_() for x in operands]
+    weights = {name: x.detach().clone().requires_grad_() for name, x in learned.items()}
+    out = compute(leaves, weights)
+    cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64).to(out.dtype)
+    named = dict(zip(("q", "k", "v"), leaves, strict=True)) | weights
+    found = torch.autograd.grad(out, list(named.values()), cotangent, allow_unused=True)
+    zeros = (torch.zeros_like(x) for x in named.values())
+    gradients = {name: (z if g is None else g).double() for name, g, z in zip(named, found, zeros, strict=True)}
+    return Result(out.detach().double(), gradients)
+
+
+def exact(case: Case, layout: Layout, dtype: torch.dtype, computed_in: torch.dtype = torch.float64) -> Result:
+    """The oracle's result for operands rounded to `dtype`; computed in `dtype` too, the error of a plain run."""
+
+    def compute(operands: Sequence[Tensor], learned: Mapping[str, Tensor]) -> Tensor:
+        setting = case.setting(layout.scored, learned, layout.documents)
+        theta = case.theta(layout.scored, learned)
+        return attention(case.pos_emb, *operands, theta, layout.place, computed_in, setting)
+
+    return with_gradients(compute, [x.to(computed_in) for x in layout.operands(dtype)], case.learned())
+
+
+@cache
+def measure(case: Case, layout: Layout, dtype: torch.dtype) -> tuple[Result, Result]:
+    """(exact, plain run in `dtype`)."""
+    return exact(case, layout, dtype), exact(case, layout, dtype, computed_in=dtype)
+
+
+def inputs_of(case: Case, layout: Layout, operands: Sequence[Tensor], weights: dict[str, Tensor]) -> AttentionInputs:
+    """What production makes of q, k and v; fills `weights` with the learned parameters by the oracle's names."""
+    method = case.method
+    encoding, bias = PositionEncoding(method).train(case.training), method.layer_bias()
+    for name, value in case.learned().items():
+        weights[name] = PLACES[name](encoding, bias)
+        with torch.no_grad():
+            weights[name].copy_(value)
+    ids, places = layout.documents, layout.place
+    frame = encoding(
+        places if layout.queries is None else places[..., -layout.queries :],
+        layout.scored,
+        operands[0].dtype,
+        None if layout.queries is None else places,
+        None if ids is None else documents_from_ids(ids),
+    )
+    return method.prepare(*operands, frame, bias=None if bias is None else bias())
+
+
+def production(
+    case: Case,
+    layout: Layout,
+    dtype: torch.dtype,
+    attend: Callable[[AttentionInputs], Tensor],
+    gradients: bool = True,
+) -> Result:
+    """The result of a backend's `attend` (or of any function of the inputs) for the operands of `exact`."""
+    leaves = [x.to(dtype).requires_grad_(gradients) for x in layout.operands(dtype)]
+    weights: dict[str, Tensor] = {}
+    with torch.set_grad_enabled(gradients):
+        out = attend(inputs_of(case, layout, leaves, weights))
+    if not gradients:
+        return Result(out.double())
+    cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64).to(out.dtype)
+    named = dict(zip(("q", "k", "v"), leaves, strict=True)) | weights
+    found = torch.autograd.grad(out, list(named.values()), cotangent, allow_unused=True)
+    zeros = (torch.zeros_like(x) for x in named.values())
+    by_name = {name: (z if g is None else g).double() for name, g, z in zip(named, found, zeros, strict=True)}
+    return Result(out.detach().double(), by_name)
+
+
+def error(got: Tensor, expected: Tensor) -> float:
+    """Norm of the difference against the norm; the root mean square where the exact result is zero, as the gradient of
+    a lone token's query is.
+    """
+    return float((got - expected).norm() / (expected.norm() or math.sqrt(expected.numel())))
+
+
+def assert_as_exact_as_plain(case: Case, layout: Layout, dtype: torch.dtype, ours: Result) -> None:
+    """Every error at most twice that of the oracle's formulas run in the same precision, both against float64."""
+    true, plain = measure(case, layout, dtype)
+    floor = 16 * torch.finfo(dtype).eps
+    for name, got in ours.all.items():
+        ours_off, allowed = error(got, true.all[name]), error(plain.all[name], true.all[name])
+        assert ours_off <= max(2 * allowed, floor), f"{name}: {ours_off:.2e} against {allowed:.2e} of a plain run"
+
+
+def served(backend: str, case: Case) -> bool:
+    """What each backend is there for: the reference for everything, sdpa for one causal segment, merge for any segments
+    without a bias, flex for one segment.
+    """
+    maps = case.relative.get("type") is not None and (case.training or case.relative["type"] != "inv_leaky_rerope")
+    return {"reference": True, "sdpa": not maps, "merge": case.pos_emb not in BIASED, "flex": not maps}[backend]
+
+
+def check(case: Case, backend: str, layout: Layout, dtype: torch.dtype = torch.float32) -> None:
+    """Values and all gradients of a backend; FlexAttention's dense definition has values only on the CPU."""
+    ours = production(case, layout, dtype, BACKENDS[backend].attend, gradients=backend != "flex")
+    assert_as_exact_as_plain(case, layout, dtype, ours)
+
+
+FORMS = {name: Case(name) for name in (*ROTATED, "xpos", *BIASED, "none")}
+_MAPS: dict[str, dict[str, Any]] = {
+    "rerope": {"type": "rerope", "window": 20},
+    "leaky_rerope": {"type": "leaky_rerope", "window": 20, "leak": 4.0},
+    "inv_leaky_rerope": {"type": "inv_leaky_rerope", "window": 8, "target_length": 128},
+    "self_extend": {"type": "self_extend", "window": 21, "group_size": 4},
+    "lm_infinite": {"type": "lm_infinite", "window": 20, "sinks": 10},
+    "streaming": {"type": "streaming", "window": 20, "sinks": 4},
+}
+MAPS = {
+    f"{name}-{form}": Case(form, relative=relative, training=name == "inv_leaky_rerope")
+    for name, relative in _MAPS.items()
+    for form in ROTATED
+    if (name, form) != ("streaming", "coca")
+}
+
+
+def with_window(case: Case, window: int) -> Case:
+    """The same map with another window."""
+    return replace(case, relative=dict(case.relative) | {"window": window})
+
+
+CASES = FORMS | MAPS
+SERVED = [(name, backend) for name, case in CASES.items() for backend in BACKENDS if served(backend, case)]
