@@ -10,6 +10,7 @@ from torch import Tensor
 from megatron_coca.checkpoints import weight_map
 from megatron_coca.checkpoints.errors import CheckpointError
 from megatron_coca.checkpoints.native import read_json
+from megatron_coca.config.position import SCALING_OPTIONS
 
 ACTIVATIONS = {
     "gelu": "gelu",
@@ -19,6 +20,9 @@ ACTIVATIONS = {
     "gelu_fast": "gelu",
     "gelu_pytorch_tanh": "gelu",
 }
+ROPE_BOOKKEEPING = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
+"""Names in transformers' rope parameters that are no option of an extension."""
+
 TANH_GELU = frozenset({"gelu_new", "gelu_fast", "gelu_pytorch_tanh"})
 
 
@@ -41,7 +45,7 @@ def read_keys(folder: Path) -> dict[str, Any]:
             f"{folder / 'config.json'}: model_type {kind!r} is not supported; known: {', '.join(sorted(readers))}"
         )
     try:
-        return _common_keys(config) | readers[kind](config, folder)
+        return _common_keys(config) | _rope_keys(config, folder / "config.json") | readers[kind](config, folder)
     except KeyError as missing:
         raise CheckpointError(f"{folder / 'config.json'}: has no {missing}") from missing
 
@@ -66,7 +70,7 @@ def read_weights(folder: Path, num_layers: int, num_heads: int, tied: bool) -> d
 
 
 def _common_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    keys = {
+    return {
         "num_layers": config["num_hidden_layers"],
         "hidden_size": config["hidden_size"],
         "num_attention_heads": config["num_attention_heads"],
@@ -76,21 +80,35 @@ def _common_keys(config: Mapping[str, Any]) -> dict[str, Any]:
         "make_vocab_size_divisible_by": 1,
         "no_weight_tying": not config.get("tie_word_embeddings", False),
     }
-    return keys | _rope_keys(config)
 
 
-def _rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+def _rope_keys(config: Mapping[str, Any], source: Path) -> dict[str, Any]:
     """Rotary base and extension, from either spelling that transformers has used."""
     parameters = config.get("rope_parameters") or {}
     base = parameters.get("rope_theta", config.get("rope_theta", config.get("rotary_emb_base", 10000)))
-    scaling = config.get("rope_scaling") or parameters
-    keys: dict[str, Any] = {"rotary_emb_base": int(base)}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind != "default":
-        keys["rope_scaling"] = {"rope_type": kind, "factor": float(scaling.get("factor", 1.0))}
-        if "original_max_position_embeddings" in scaling:
-            keys["rope_scaling"]["original_max_position_embeddings"] = scaling["original_max_position_embeddings"]
-    return keys
+    given = config.get("rope_scaling") or parameters
+    scaling = {name: value for name, value in given.items() if name not in ROPE_BOOKKEEPING and value is not None}
+    kind = given.get("rope_type", given.get("type", "default"))
+    if kind == "default":
+        return {"rotary_emb_base": int(base)}
+    unread = sorted(scaling.keys() - set(SCALING_OPTIONS.get(kind, ())) - {"original_max_position_embeddings"})
+    if kind not in SCALING_OPTIONS or unread:
+        raise CheckpointError(f"{source}: rope_type {kind!r} {_with(unread)}is not supported")
+    if kind == "longrope":
+        scaling |= _longrope_keys(config, scaling)
+    return {"rotary_emb_base": int(base), "rope_scaling": {"rope_type": kind} | scaling}
+
+
+def _with(names: list[str]) -> str:
+    return f"with {', '.join(names)} " if names else ""
+
+
+def _longrope_keys(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> dict[str, Any]:
+    """L beside or inside the section, and the factor that transformers derives where L is known."""
+    original = scaling.get("original_max_position_embeddings", config.get("original_max_position_embeddings"))
+    if original is None:
+        return {}
+    return {"original_max_position_embeddings": original, "factor": config["max_position_embeddings"] / original}
 
 
 def _neox_keys(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:

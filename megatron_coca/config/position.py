@@ -45,7 +45,7 @@ SCALING_OPTIONS: dict[str, tuple[str, ...]] = {
     "ntk_fixed": ("factor",),
     "ntk_mixed": ("factor", "b"),
     "dynamic": ("factor",),
-    "dynamic_max": ("factor", "target_length"),
+    "dynamic_max": ("target_length",),
     "yarn": ("factor", *_YARN),
     "dynamic_yarn": _YARN,
     "longrope": ("factor", "short_factor", "long_factor", "attention_factor"),
@@ -95,7 +95,7 @@ class RopeScaling(Group):
     short_factor: list[Positive] | None = key(None, "longrope: a divisor for each frequency, up to L.")
     long_factor: list[Positive] | None = key(None, "longrope: a divisor for each frequency, beyond L.")
     max_factor: Count = key(16, "clex: the largest extension that training draws and evaluation uses.")
-    ode_step: Positive = key(0.01, "clex: step of the Runge-Kutta solver in units of the extension factor.")
+    ode_step: Positive = key(0.1, "clex: step of the Runge-Kutta solver in units of the extension factor.")
 
     def rules(self) -> dict[str, Any]:
         """What the frequencies depend on beside the training length, lists as tuples; not for clex."""

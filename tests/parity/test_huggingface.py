@@ -71,6 +71,20 @@ def assert_same_logits(folder: Path, *lengths: int) -> None:
 
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [1.0, 2.0, 3.0, 4.0],
+    "original_max_position_embeddings": 8,
+}
 CASES = {
     "neox": neox(),
     "neox sequential": neox(use_parallel_residual=False),
@@ -88,6 +102,12 @@ EXTENDED = {
     "llama linear": llama(rope={"rope_type": "linear", "factor": 4.0}),
     "llama dynamic": llama(rope=DYNAMIC),
     "llama dynamic, grouped queries": llama(rope=DYNAMIC, num_key_value_heads=2),
+    "llama yarn": llama(rope=YARN),
+    "llama yarn, ramp in whole dimensions not": llama(rope=YARN | {"truncate": False, "beta_fast": 8.0}),
+    "llama yarn, own temperature": llama(rope=YARN | {"attention_factor": 1.3}),
+    "llama llama3": llama(rope=LLAMA3),
+    "llama longrope": llama(rope=LONGROPE),
+    "neox yarn, half rotated": neox(rope=YARN, rotary_pct=0.5),
     "neox dynamic": neox(rope=DYNAMIC, rotary_pct=1.0),
     "neox dynamic, half rotated": neox(rope=DYNAMIC, rotary_pct=0.5),
 }

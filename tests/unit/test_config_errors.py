@@ -37,7 +37,8 @@ optimizer: {type: adan, params: {lr: 1e-4, beta: 3}}
         "run.yml:3: num_attention_heads: 16 heads do not divide hidden_size 100",
         "run.yml:4: seq_lenght: unknown key; did you mean `seq_length`?",
         "run.yml: seq_length: required, but missing",
-        "run.yml:5: pos_emb: `Rotary` is not one of rotary | coca | coca_strict | alibi | learned | none;"
+        "run.yml:5: pos_emb: `Rotary` is not one of rotary | coca | coca_strict | xpos"
+        " | alibi | kerple_log | kerple_power | rpe | learned | sinusoidal | none;"
         " did you mean `rotary`?",
         "run.yml:6: hidden_dropout: expected a number, got True",
         "run.yml:7: train_iters: expected a whole number, got 1000.0; write 1000",
@@ -102,14 +103,63 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
         ("intermediate_size: 8\nexpansion_factor: 2", "expansion_factor: contradicts intermediate_size"),
         ("max_position_embeddings: 32", "seq_length: 64 exceeds max_position_embeddings 32"),
         ("pos_emb: coca\nrotary_pct: 0.1", "rotary_pct: 0.1 of 32 features per head"),
-        ("pos_emb: rpe", "pos_emb: `rpe`: the T5 relative bias is not supported yet"),
-        ("pos_emb: sinusoidal", "pos_emb: `sinusoidal`: sinusoidal positions is not supported yet"),
+        ("norm: te_rmsnorm", "norm: `te_rmsnorm`: "),
         (
             "pos_emb: alibi\nrope_scaling: {rope_type: ntk}",
             "rope_scaling: rope_type ntk has no meaning with pos_emb al",
         ),
-        ("pos_emb: rotary\nrope_scaling: {factor: 2}", "rope_scaling: factor 2.0 has no effect without a rope_type"),
+        ("pos_emb: rotary\nrope_scaling: {factor: 2}", "rope_scaling: factor has no effect with rope_type default"),
         ("pos_emb: rotary\nrope_scaling: {factor: 0.5}", "rope_scaling.factor: expected a value greater than or equal"),
+        (
+            "pos_emb: rotary\nrope_scaling: {rope_type: linear, factor: 2, beta_fast: 3}",
+            "rope_scaling: beta_fast has no effect with rope_type linear; it belongs to yarn | dynamic_yarn",
+        ),
+        (
+            "pos_emb: coca\nrope_scaling: {rope_type: dynamic_max}",
+            "rope_scaling: rope_type dynamic_max needs target_length",
+        ),
+        (
+            "pos_emb: coca\nrope_scaling: {rope_type: dynamic_max, target_length: 8}",
+            "rope_scaling: target_length 8 is below the training length",
+        ),
+        (
+            "pos_emb: coca\nrope_scaling: {rope_type: longrope, short_factor: [1], long_factor: [1]}",
+            "rope_scaling: short_factor has 1 numbers; 16 pairs of features are rotated",
+        ),
+        (
+            "pos_emb: coca\nrope_scaling: {rope_type: yarn, factor: 2, beta_fast: 1}",
+            "rope_scaling: beta_fast 1.0 must exceed beta_slow 1.0",
+        ),
+        (
+            "pos_emb: coca\nrope_scaling: {rope_type: llama3, factor: 2, low_freq_factor: 4}",
+            "rope_scaling: high_freq_factor 4.0 must exceed low_freq_factor 4.0",
+        ),
+        (
+            "pos_emb: alibi\nrelative_positions: {type: rerope}",
+            "relative_positions: rerope moves rotations, and pos_emb",
+        ),
+        ("pos_emb: coca\nrelative_positions: {type: streaming}", "relative_positions: streaming counts positions from"),
+        (
+            "pos_emb: rotary\nrelative_positions: {type: rerope, sinks: 4}",
+            "relative_positions: sinks has no effect with type rerope; it belongs to lm_infinite | streaming",
+        ),
+        (
+            "pos_emb: rotary\nrelative_positions: {type: inv_leaky_rerope}",
+            "relative_positions: type inv_leaky_rerope needs target_length",
+        ),
+        (
+            "pos_emb: rotary\nrelative_positions: {type: inv_leaky_rerope, target_length: 4}",
+            "relative_positions: target_length 4 makes far steps shorter than one",
+        ),
+        (
+            "pos_emb: rotary\nrelative_positions: {type: streaming, sinks: 4000}",
+            "relative_positions: 4000 sinks leave no window",
+        ),
+        (
+            "pos_emb: rotary\nrope_scaling: {rope_type: clex}\nrelative_positions: {type: rerope}",
+            "relative_positions: has no meaning with rope_type clex",
+        ),
+        ("pos_emb: rpe\nrpe_max_distance: 16", "rpe_max_distance: 16 must exceed the 16 distances that have a row"),
         ("rope_scaling: {type: ntk}", "rope_scaling.type: unknown key; did you mean `rope_scaling.rope_type`?"),
         ('attention_config: [[["gmlp"], "all"]]', "attention_config: attention type gmlp is not supported yet"),
         ('attention_config: [[["flash"], 3]]', "attention_config: names 3 layers, but num_layers is 2"),
@@ -156,7 +206,8 @@ def test_a_fault_in_an_override_is_placed_on_the_command_line(tmp_path: Path) ->
         tmp_path, complete("pos_emb: rotary\n"), "rope_scaling.rope_type=dynamc", "optimizer={params: {lr: x}}"
     )
     assert found == [
-        "command line: rope_scaling.rope_type: `dynamc` is not one of default | linear | ntk | dynamic;"
+        "command line: rope_scaling.rope_type: `dynamc` is not one of default | linear | ntk | ntk_fixed | ntk_mixed | dynamic"
+        " | dynamic_max | yarn | dynamic_yarn | longrope | llama3 | clex;"
         " did you mean `dynamic`?",
         "command line: optimizer.params.lr: expected a number, got 'x'; remove the quotes",
     ]

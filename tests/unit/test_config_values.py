@@ -14,10 +14,18 @@ CONFIGS = ROOT / "configs"
 ROFORMER = CONFIGS / "350M" / "roformer.yml"
 SHIPPED = sorted(CONFIGS.rglob("*.yml"))
 COMPLETE = {"350M", "quickstart"}
-METHODS = {"alibi": "alibi", "roformer": "rotary", "roformer_coca": "coca", "roformer_coca_strict": "coca_strict"}
+METHODS = {
+    "roformer": "rotary",
+    "roformer_coca": "coca",
+    "roformer_coca_strict": "coca_strict",
+    "nope": "none",
+    **{name: name for name in ("alibi", "xpos", "kerple_log", "kerple_power", "rpe", "learned", "sinusoidal")},
+}
 OURS = {
     "vocab_size",
     "rope_scaling",
+    "relative_positions",
+    "logit_scaling",
     "attention_backend",
     "lr_warmup_init",
     "data_root",

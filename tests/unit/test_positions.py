@@ -37,7 +37,7 @@ def tiny(**keys: object) -> torch.nn.Module:
 
 def test_tables_survive_a_cast_of_the_model() -> None:
     model = tiny(pos_emb="rotary").bfloat16()
-    tables = model.method.tables(torch.arange(32768), 32768, torch.bfloat16)
+    tables = model.positions(torch.arange(32768), 32768, torch.bfloat16).segments[0].query
     phase = torch.arange(32768, dtype=torch.float64)
     assert float((tables.cos[:, 0].double() - phase.cos()).abs().max()) < 1e-7
     assert not list(model.buffers()), "a buffer could be cast"

@@ -1,0 +1,132 @@
+"""Cached decoding: the logits of the full forward pass, whatever the method, and the bytes that it takes."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_coca.attention.cache import Cache, LayerCache, bytes_per_token
+from megatron_coca.attention.positions.forms import SCORE_FORMS
+from megatron_coca.config import load_config
+from megatron_coca.config.position import MAP_OPTIONS, ROTATED_METHODS, SCALING_OPTIONS
+from megatron_coca.model import GPT, build_model
+
+TRAINED, LENGTH, PROMPT = 16, 45, 20
+SHAPE = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "seq_length": TRAINED,
+    "max_position_embeddings": LENGTH,
+    "vocab_size": 50,
+}
+REQUIRED: dict[str, dict[str, Any]] = {
+    "dynamic_max": {"target_length": 64},
+    "longrope": {"short_factor": [1.0] * 8, "long_factor": [1.0 + 0.5 * j for j in range(8)], "factor": 4.0},
+    "inv_leaky_rerope": {"target_length": 64},
+}
+
+
+def make(**keys: Any) -> GPT:
+    model = build_model(load_config([], SHAPE | {"pos_emb": "coca"} | keys)).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def tokens(length: int = LENGTH, batch: int = 2) -> Tensor:
+    return torch.randint(50, (batch, length), generator=torch.Generator().manual_seed(0))
+
+
+def decoded(model: GPT, ids: Tensor, cache: Cache, *sizes: int) -> Tensor:
+    """The logits of `ids` fed to the cache in chunks of these sizes, then one by one."""
+    cuts = [*sizes, *[1] * (ids.shape[1] - sum(sizes))]
+    return torch.cat([model(chunk, cache=cache) for chunk in ids.split(cuts, dim=1)], dim=1)
+
+
+def scaling(rope_type: str) -> dict[str, Any]:
+    factor = {"factor": 4.0} if "factor" in SCALING_OPTIONS[rope_type] else {}
+    return {"rope_type": rope_type} | factor | REQUIRED.get(rope_type, {})
+
+
+FORMS = [{"pos_emb": name} for name in SCORE_FORMS]
+EXTENDED = [{"pos_emb": "coca", "rope_scaling": scaling(name)} for name in SCALING_OPTIONS]
+MAPPED = [
+    {"pos_emb": name, "relative_positions": {"type": kind, "window": 6} | REQUIRED.get(kind, {})}
+    for kind in MAP_OPTIONS
+    for name in sorted(ROTATED_METHODS)
+    if (kind, name) != ("streaming", "coca")
+]
+COMBINED = [
+    {"pos_emb": "coca", "rope_scaling": scaling("dynamic"), "relative_positions": {"type": "rerope", "window": 6}},
+    {"pos_emb": "rotary", "rope_scaling": scaling("yarn"), "logit_scaling": "log_n", "rotary_pct": 0.5},
+    {"pos_emb": "coca", "logit_scaling": "log_n_trained", "rotary_pct": 0.5, "num_kv_heads": 1},
+    {"pos_emb": "alibi", "logit_scaling": "log_n"},
+]
+
+
+@pytest.mark.parametrize("keys", [*FORMS, *EXTENDED, *MAPPED, *COMBINED], ids=str)
+@torch.no_grad()
+def test_cached_decoding_is_the_full_forward(keys: dict[str, Any]) -> None:
+    model, ids = make(**keys), tokens()
+    full = model(ids)
+    cache = model.new_cache(length=LENGTH)
+    torch.testing.assert_close(decoded(model, ids, cache, PROMPT, 3), full, rtol=1e-4, atol=2e-5)
+    assert len(cache) == LENGTH
+
+
+@torch.no_grad()
+def test_a_stepped_length_is_the_full_forward_at_the_prompt_and_without_a_dynamic_extension() -> None:
+    ids = tokens()
+    static, dynamic = (make(rope_scaling=scaling(name)) for name in ("linear", "dynamic"))
+    torch.testing.assert_close(decoded(static, ids, static.new_cache(), PROMPT), static(ids), rtol=1e-4, atol=2e-5)
+    stepped = decoded(dynamic, ids, dynamic.new_cache(), PROMPT)
+    torch.testing.assert_close(stepped[:, :PROMPT], dynamic(ids[:, :PROMPT]), rtol=1e-4, atol=2e-5)
+    assert not torch.allclose(stepped, dynamic(ids), atol=1e-3), "the length that each step saw was another one"
+
+
+@torch.no_grad()
+def test_positions_can_be_given_row_by_row() -> None:
+    model, ids = make(), tokens(8)
+    positions = torch.stack((torch.arange(8), torch.arange(8) + 30))
+    cache = model.new_cache(LENGTH)
+    parts = [model(ids[:, :5], positions[:, :5], cache=cache), model(ids[:, 5:], positions[:, 5:], cache=cache)]
+    torch.testing.assert_close(
+        torch.cat(parts, dim=1), model.logits(model.hidden_states(ids, positions, length=LENGTH)), rtol=1e-4, atol=2e-5
+    )
+
+
+@torch.no_grad()
+def test_documents_and_a_cache_are_refused_together() -> None:
+    model = make()
+    with pytest.raises(ValueError, match="one document"):
+        model(tokens(4), documents=torch.zeros(2, 4, dtype=torch.int64), cache=model.new_cache())
+
+
+@torch.no_grad()
+def test_coca_keeps_three_quarters_of_the_bytes() -> None:
+    sizes = {}
+    for name in ("rotary", "coca", "coca_strict"):
+        model = make(pos_emb=name)
+        sizes[name] = bytes_per_token(model.method, 2, 2, torch.float32)
+        cache = model.new_cache()
+        model(tokens(), cache=cache)
+        held = [view for layer in cache.layers for view in layer.append(*_nothing(layer))]
+        assert sum(view.numel() for view in held) * 4 == sizes[name] * 2 * LENGTH, "as much as it says"
+    assert sizes["coca"] == sizes["coca_strict"] == 0.75 * sizes["rotary"]
+    assert bytes_per_token(make(pos_emb="coca", rotary_pct=0.5).method, 1, 1, torch.bfloat16) == 2 * (4 + 8 + 16)
+
+
+def _nothing(layer: LayerCache) -> list[Tensor]:
+    return [buffer[:, :, :0] for buffer in layer._buffers]
+
+
+def test_buffers_grow_and_keep_what_they_hold() -> None:
+    layer = LayerCache()
+    x = torch.randn(2, 3, 40, 5)
+    for start, stop in ((0, 1), (1, 7), (7, 8), (8, 40)):
+        (kept,) = layer.append(x[:, :, start:stop])
+        torch.testing.assert_close(kept, x[:, :, :stop], rtol=0, atol=0)

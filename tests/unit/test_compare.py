@@ -1,0 +1,53 @@
+"""What may change when a checkpoint is evaluated: extensions and maps, unless they belong to the weights."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_coca.checkpoints import CheckpointError
+from megatron_coca.checkpoints.compare import TRAINED_CHOICES, refuse_other_model
+from megatron_coca.config import KEYS, Config, load_config
+
+CLEX = {"rope_scaling": {"rope_type": "clex"}}
+INV_LEAKY = {"relative_positions": {"type": "inv_leaky_rerope", "target_length": 256}}
+LOG_N = {"logit_scaling": "log_n_trained"}
+
+
+def make(**keys: Any) -> Config:
+    shape = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 64, "pos_emb": "coca"}
+    return load_config([], shape | keys)
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        {"relative_positions": {"type": "rerope", "window": 16}},
+        {"logit_scaling": "log_n"},
+        {"attention_backend": "reference"},
+        {"rotary_emb_base": 500000.0, "relative_positions": {"type": "lm_infinite"}, "logit_scaling": "log_n"},
+    ],
+)
+def test_evaluation_may_extend(wanted: dict[str, Any]) -> None:
+    refuse_other_model(Path("run"), make(), make(**wanted))
+    refuse_other_model(Path("run"), make(**wanted), make())
+
+
+@pytest.mark.parametrize("trained", [CLEX, INV_LEAKY, LOG_N])
+def test_what_was_learned_stays(trained: dict[str, Any]) -> None:
+    (key,) = trained
+    refuse_other_model(Path("run"), make(**trained), make(**trained))
+    with pytest.raises(CheckpointError, match=f"run: .*{key} .trained with .*belongs to the weights"):
+        refuse_other_model(Path("run"), make(**trained), make())
+    with pytest.raises(CheckpointError, match=f"run: .*{key} .*is learned in training, and these weights were trained"):
+        refuse_other_model(Path("run"), make(), make(**trained))
+
+
+def test_another_form_is_another_model() -> None:
+    with pytest.raises(CheckpointError, match="pos_emb .saved 'coca', now 'rotary'"):
+        refuse_other_model(Path("run"), make(), make(pos_emb="rotary"))
+
+
+def test_the_table_names_keys() -> None:
+    assert TRAINED_CHOICES.keys() <= KEYS.keys()
