@@ -4,7 +4,7 @@ import argparse
 import os
 import sys
 
-from megatron_coca.attention.backends.select import BackendError
+from megatron_coca.attention.inputs import BackendError
 from megatron_coca.checkpoints import CheckpointError
 from megatron_coca.config import Config, ConfigError, load_config
 from megatron_coca.data import DataError

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from megatron_coca.attention.method import BiasSource, PositionMethod
+from megatron_coca.attention.operands import OPERAND_MAKERS
 from megatron_coca.attention.positions.bias import (
     AlibiBias,
     LearnedBuckets,
@@ -75,6 +76,7 @@ def build_method(position: PositionConfig, model: ModelConfig) -> PositionMethod
         trained_parts=parts,
         logit_scaling=LOGIT_SCALINGS[position.logit_scaling],
         decay=position.pos_emb == "xpos",
+        operands=OPERAND_MAKERS[position.operand_kernel],
     )
 
 

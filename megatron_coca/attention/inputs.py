@@ -147,3 +147,7 @@ class Backend(Protocol):
     def attend(self, inputs: AttentionInputs) -> Tensor:
         """Causal attention [batch, heads, query_length, head_dim] in the query's dtype."""
         ...
+
+
+class BackendError(ValueError):
+    """No implementation can serve the model, or the one that was named cannot."""

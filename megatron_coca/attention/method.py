@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch.nn as nn
 from torch import Tensor
 
-from megatron_coca.attention.frame import Frame, SegmentTables, band
+from megatron_coca.attention.frame import Frame, band
 from megatron_coca.attention.inputs import AttentionInputs, DistanceBias, Formula, Needs, Segment
+from megatron_coca.attention.operands import OperandMaker, with_torch
 from megatron_coca.attention.positions.distance_maps import UNMAPPED, Part
 from megatron_coca.attention.positions.forms import ScoreForm
 from megatron_coca.attention.positions.frequencies import Rotary
@@ -54,6 +55,7 @@ class PositionMethod:
         trained_parts: the map in training.
         logit_scaling: factor on a row's logits by its position, or None.
         decay: whether queries grow and keys shrink with their position (xPos).
+        operands: forms Q' and K' of one segment.
     """
 
     name: str
@@ -68,6 +70,7 @@ class PositionMethod:
     trained_parts: tuple[Part, ...] = UNMAPPED
     logit_scaling: LogitScaling | None = None
     decay: bool = False
+    operands: OperandMaker = with_torch
 
     @property
     def scale(self) -> float:
@@ -100,7 +103,9 @@ class PositionMethod:
 
         `bias` is the layer's own, where it has one.
         """
-        segments = self._segments(q, frame, lambda part: self.form.key_operand(k, part.key))
+        segments = tuple(
+            Segment(*self.operands(self.form, q, k, part, frame.query_factor), part.band) for part in frame.segments
+        )
         return AttentionInputs(segments, v, self.scale, bias or frame.bias, dropout, frame.documents)
 
     def cached(self, k: Tensor) -> Tensor:
@@ -111,13 +116,12 @@ class PositionMethod:
         self, q: Tensor, cached: Tensor, v: Tensor, frame: Frame, bias: DistanceBias | None = None
     ) -> AttentionInputs:
         """As `prepare`, for q the last tokens of a sequence whose keys were kept by `cached`."""
-        segments = self._segments(
-            q, frame, lambda part: self.form.key_operand_of_cached(cached, part.key, self.head_dim)
-        )
-        return AttentionInputs(segments, v, self.scale, bias or frame.bias)
-
-    def _segments(self, q: Tensor, frame: Frame, key: Callable[[SegmentTables], Tensor]) -> tuple[Segment, ...]:
-        return tuple(
-            Segment(self.form.query_operand(q, part.query, frame.query_factor), key(part), part.band)
+        segments = tuple(
+            Segment(
+                self.form.query_operand(q, part.query, frame.query_factor),
+                self.form.key_operand_of_cached(cached, part.key, self.head_dim),
+                part.band,
+            )
             for part in frame.segments
         )
+        return AttentionInputs(segments, v, self.scale, bias or frame.bias)

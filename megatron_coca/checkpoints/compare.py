@@ -6,7 +6,7 @@ from megatron_coca.checkpoints.errors import CheckpointError
 from megatron_coca.config import KEYS, Config
 
 EVALUATION_KEYS = frozenset(
-    {"rope_scaling", "rotary_emb_base", "relative_positions", "logit_scaling", "attention_backend"}
+    {"rope_scaling", "rotary_emb_base", "relative_positions", "logit_scaling", "attention_backend", "operand_kernel"}
 )
 EVALUATION_GROUPS = frozenset({"data", "batch", "checkpoint", "logging", "launch"})
 """What may differ from training when a checkpoint is evaluated; anything else would be another model."""

@@ -157,3 +157,6 @@ class PositionConfig(Group):
     attention_backend: Literal["auto", "sdpa", "merge", "flash", "flex", "triton", "reference"] = key(
         "auto", "Implementation of attention."
     )
+    operand_kernel: Literal["torch", "triton"] = key(
+        "torch", "What forms rotated operands: PyTorch, or one fused kernel where Triton runs."
+    )

@@ -143,6 +143,19 @@ def _logit_scaling(settings: Settings) -> str | None:
     return "measures against ln(seq_length), which is 0 for seq_length 1" if scaled and length < 2 else None
 
 
+def _operand_kernel(settings: Settings) -> str | None:
+    position = settings.position
+    if position.operand_kernel == "torch":
+        return None
+    if position.pos_emb not in ROTATED_METHODS:
+        return f"triton forms rotated operands, and pos_emb {position.pos_emb} rotates nothing; set torch"
+    if position.rope_scaling is not None and position.rope_scaling.rope_type == "clex":
+        return "triton gives no gradient to learned frequencies (rope_type clex); set torch"
+    if position.logit_scaling != "none" and position.rotary_pct < 1.0:
+        return "triton scales no logits on features that are not rotated (rotary_pct below 1); set torch"
+    return None
+
+
 def _buckets(settings: Settings) -> str | None:
     buckets, furthest = settings.position.rpe_num_buckets, settings.position.rpe_max_distance
     exact = buckets // 2
@@ -161,5 +174,6 @@ POSITION_CHECKS: tuple[Check, ...] = (
     Check(("relative_positions", "rope_scaling", "seq_length"), _map_reach),
     Check(("relative_positions", "rope_scaling"), _map_and_clex),
     Check(("logit_scaling", "seq_length"), _logit_scaling),
+    Check(("operand_kernel", "pos_emb", "rope_scaling", "logit_scaling", "rotary_pct"), _operand_kernel),
     Check(("rpe_max_distance", "rpe_num_buckets"), _buckets),
 )

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from megatron_coca.attention.backends.select import BACKENDS, BackendError
+from megatron_coca.attention.backends.select import BACKENDS
+from megatron_coca.attention.inputs import BackendError
 from megatron_coca.attention.layer import SelfAttention
 from megatron_coca.checkpoints import CheckpointError, Loaded, load_checkpoint
 from megatron_coca.config import Config, ConfigError

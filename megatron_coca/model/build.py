@@ -4,6 +4,7 @@ import torch
 
 from megatron_coca.attention.backends.select import select_backend
 from megatron_coca.attention.compose import build_method
+from megatron_coca.attention.operands import check_operand_kernel
 from megatron_coca.config import Config
 from megatron_coca.model.gpt import GPT
 from megatron_coca.model.init import initialize
@@ -15,10 +16,12 @@ def build_model(config: Config, device: str = "cpu") -> GPT:
 
     Raises:
         ConfigError: `vocab_size` is not known.
-        BackendError: the named attention backend cannot serve the model.
+        BackendError: the named attention backend or operand kernel cannot serve the model on that device.
     """
     method = build_method(config.position, config.model)
-    needs = method.needs(device.partition(":")[0], config.model.attention_dropout)
+    device_type = device.partition(":")[0]
+    check_operand_kernel(config.position.operand_kernel, device_type)
+    needs = method.needs(device_type, config.model.attention_dropout)
     _, backend = select_backend(config.position.attention_backend, needs)
     with torch.random.fork_rng(devices=[]):  # PyTorch's layers draw weights of their own, which are then replaced
         model = GPT(config.model, method, backend)

@@ -29,7 +29,7 @@ MODEL_PREFIX = "model."
 """The language model's name inside the trained module (LanguageModelLoss)."""
 
 FREE_GROUPS = frozenset({"schedule", "data", "batch", "parallel", "checkpoint", "logging", "launch"})
-FREE_KEYS = frozenset({"attention_backend", "checkpoint_activations", "optimizer.params.lr"})
+FREE_KEYS = frozenset({"attention_backend", "operand_kernel", "checkpoint_activations", "optimizer.params.lr"})
 """What may change when a run is resumed. Of these, data, batch and parallel layout are checked by what they amount
 to (meta.json).
 """

@@ -27,6 +27,7 @@ OURS = {
     "relative_positions",
     "logit_scaling",
     "attention_backend",
+    "operand_kernel",
     "lr_warmup_init",
     "data_root",
     "optimizer.type",

@@ -5,7 +5,7 @@ import logging
 from megatron_coca.attention.backends.flex import FlexBackend
 from megatron_coca.attention.backends.reference import ReferenceBackend
 from megatron_coca.attention.backends.sdpa import SdpaBackend
-from megatron_coca.attention.inputs import Backend, Needs
+from megatron_coca.attention.inputs import Backend, BackendError, Needs
 
 logger = logging.getLogger(__name__)
 
@@ -14,10 +14,6 @@ AUTOMATIC = ("sdpa", "flex")
 """What `auto` may take, in order of preference; the reference is never taken unasked, because it needs O(N^2)
 memory.
 """
-
-
-class BackendError(ValueError):
-    """No backend can serve the model, or the one that was named cannot."""
 
 
 def select_backend(name: str, needs: Needs) -> tuple[str, Backend]:

@@ -33,6 +33,7 @@ class ScoreForm:
         key: that -> K'; linear in the tables.
         query_rest: q -> Q' on the dimensions beyond `rotary_pct`.
         key_rest: k -> K' on them.
+        kernel: the form's name among the fused kernels, or None.
         shift_invariant: whether moving all positions by a constant leaves the scores unchanged.
     """
 
@@ -41,6 +42,7 @@ class ScoreForm:
     key: Operand | None = None
     query_rest: Callable[[Tensor], Tensor] = _identity
     key_rest: Callable[[Tensor], Tensor] = _identity
+    kernel: str | None = None
     shift_invariant: bool = True
 
     @property
@@ -130,7 +132,7 @@ def _strict_key(u: Tensor, tables: RotaryTables) -> Tensor:
 PLAIN = ScoreForm()
 """Q' = q, K' = k: position enters through a bias, the embedding, or not at all."""
 
-ROTATED = ScoreForm(query=rotate, key=rotate)
+ROTATED = ScoreForm(query=rotate, key=rotate, kernel="rotary")
 """R_m q and R_n k (Su et al. 2021, "RoFormer", section 3.2.2); with xPos's growing and shrinking tables, xPos."""
 
 _POSITION_FREE_COCA = {"query_rest": torch.square, "key_rest": torch.relu}
@@ -138,8 +140,10 @@ _POSITION_FREE_COCA = {"query_rest": torch.square, "key_rest": torch.relu}
 SCORE_FORMS: dict[str, ScoreForm] = {
     "rotary": ROTATED,
     "xpos": ROTATED,
-    "coca": ScoreForm(_slack_query, coefficients, _slack_key, **_POSITION_FREE_COCA, shift_invariant=False),
-    "coca_strict": ScoreForm(_strict_query, coefficients, _strict_key, **_POSITION_FREE_COCA),
+    "coca": ScoreForm(
+        _slack_query, coefficients, _slack_key, **_POSITION_FREE_COCA, kernel="coca", shift_invariant=False
+    ),
+    "coca_strict": ScoreForm(_strict_query, coefficients, _strict_key, **_POSITION_FREE_COCA, kernel="coca_strict"),
     "alibi": PLAIN,
     "kerple_log": PLAIN,
     "kerple_power": PLAIN,

@@ -1,0 +1,16 @@
+"""Whether Triton kernels can run."""
+
+from importlib.util import find_spec
+
+
+def missing_compiler(device_type: str) -> str | None:
+    """None, or why Triton kernels cannot run on "cpu" or "cuda" here."""
+    if find_spec("triton") is None:
+        return "triton is not installed (pip install triton)"
+    if device_type == "cuda":
+        return None
+    import triton
+
+    if device_type == "cpu" and triton.knobs.runtime.interpret:
+        return None
+    return f"Triton has no compiler for {device_type}; its interpreter, for tests on the CPU, is not switched on"
