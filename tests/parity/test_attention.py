@@ -13,6 +13,7 @@ from attention_cases import (
     FORMS,
     MAPS,
     SERVED,
+    Case,
     Layout,
     assert_as_exact_as_plain,
     check,
@@ -95,6 +96,21 @@ def test_embedded_positions_leave_attention_alone(name: str) -> None:
     ours = production(replace(FORMS["none"], pos_emb=name), layout, torch.float64, BACKENDS["sdpa"].attend)
     for what, expected in exact(FORMS["none"], layout, torch.float64).all.items():
         assert error(ours.all[what], expected) < 1e-12
+
+
+class Unbounded(Case):
+    """KERPLE with weights beyond their bounds: below 0.01, and an exponent above 2."""
+
+    def learned(self) -> dict[str, Tensor]:
+        return {"p": torch.tensor([-1.0, 0.0, 0.5, 3.0]).double(), "a": torch.tensor([0.5, -2.0, 0.0, 0.25]).double()}
+
+
+@pytest.mark.parametrize("name", ["kerple_log", "kerple_power"])
+@pytest.mark.parametrize("backend", ["reference", "sdpa", "flex"])
+def test_kerple_bounds_its_weights(name: str, backend: str) -> None:
+    case, layout = Unbounded(name), Layout(40)
+    ours = production(case, layout, torch.float32, BACKENDS[backend].attend, gradients=False)
+    assert_as_exact_as_plain(case, layout, torch.float32, ours)
 
 
 @pytest.mark.parametrize(("name", "backend"), SERVED)
