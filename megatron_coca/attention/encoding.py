@@ -70,8 +70,10 @@ class PositionEncoding(nn.Module):
 
 
 def _places(positions: Tensor, documents: Documents | None, first: Tensor | None = None) -> Places:
+    """Places of tokens; `first` is that of all tokens where these are only the last of them."""
     positions = positions.to(torch.float64)
-    if first is None:
-        rows = positions.expand(documents.starts.shape) if documents is not None else positions
-        first = positions[..., :1] if documents is None else rows.gather(-1, documents.starts)
-    return Places(positions, first)
+    if first is not None:
+        return Places(positions, first if first.shape[-1] == 1 else first[..., -positions.shape[-1] :])
+    if documents is None:
+        return Places(positions, positions[..., :1])
+    return Places(positions, positions.expand(documents.starts.shape).gather(-1, documents.starts))
