@@ -1,0 +1,79 @@
+"""Our Triton kernels: flash attention with a bias formula, and two segments at one dot product per tile."""
+
+from importlib.util import find_spec
+
+from torch import Tensor
+
+from megatron_coca.attention.inputs import AttentionInputs, Band, Needs
+
+FORMULAS = (None, "linear", "log", "power")
+WIDEST_HEAD = 256
+
+
+class TritonBackend:
+    """Flash attention kernels of `megatron_coca.kernels`, compiled on CUDA.
+
+    On the CPU they run only in Triton's interpreter, which is for tests and slow.
+    """
+
+    def supports(self, needs: Needs) -> str | None:
+        """None, or why such a model cannot be served."""
+        if needs.dropout > 0:
+            return "its kernels have no attention dropout"
+        if needs.bias not in FORMULAS:
+            return f"its kernels know the bias formulas linear, log and power, not {needs.bias}"
+        if needs.head_dim > WIDEST_HEAD:
+            return f"its kernels serve head_dim up to {WIDEST_HEAD}, not {needs.head_dim}"
+        return _refused_bands(needs.bands) or _missing_compiler(needs.device_type)
+
+    def attend(self, inputs: AttentionInputs) -> Tensor:
+        """[batch, heads, query_length, head_dim] in the query's dtype.
+
+        Raises:
+            ValueError: the bands are none that `supports` accepts, or there is dropout.
+        """
+        # Not at the top: the modules of the kernels import triton, which only exists on some platforms, and the other
+        # backends must be usable without it.
+        from megatron_coca.kernels.attention import flash_attention
+
+        reason = _refused_bands(tuple(segment.band for segment in inputs.segments))
+        if reason is not None or inputs.dropout > 0:
+            raise ValueError(f"triton attention: {reason or 'its kernels have no attention dropout'}")
+        near, *far = inputs.segments
+        return flash_attention(
+            near.query,
+            near.key,
+            inputs.value,
+            inputs.scale,
+            far_query=far[0].query if far else None,
+            far_key=far[0].key if far else None,
+            window=near.band.high,
+            first_keys=far[0].band.first_keys if far else None,
+            formula=None if inputs.bias is None else inputs.bias.formula,
+            coefficients=None if inputs.bias is None else inputs.bias.coefficients,
+            starts=None if inputs.documents is None else inputs.documents.starts,
+        )
+
+
+def _refused_bands(bands: tuple[Band, ...]) -> str | None:
+    """None for [0, high) alone, or followed by [high, no end)."""
+    near, *far = bands
+    if near.low != 0 or near.first_keys is not None or (near.high is None and far):
+        return f"its first band must be all distances from 0 to an end, not {near}"
+    if len(far) > 1:
+        return f"its kernels take two segments, not {len(bands)}"
+    if far and (far[0].low != near.high or far[0].high is not None):
+        return f"its second band must be all distances from {near.high} on, not {far[0]}"
+    return None
+
+
+def _missing_compiler(device_type: str) -> str | None:
+    if find_spec("triton") is None:
+        return "triton is not installed (pip install triton)"
+    if device_type == "cuda":
+        return None
+    import triton
+
+    if device_type == "cpu" and triton.knobs.runtime.interpret:
+        return None
+    return f"Triton has no compiler for {device_type}; its interpreter, for tests on the CPU, is not switched on"

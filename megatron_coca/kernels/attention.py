@@ -1,0 +1,136 @@
+"""Flash attention with distance bands and bias formulas as a differentiable function."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_coca.kernels.attention_backward import backward
+from megatron_coca.kernels.attention_forward import forward
+from megatron_coca.kernels.plan import WIDEST, Blocks, Operands, Plan, blocks_for
+from megatron_coca.kernels.tiles import unit_stride
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FORMULAS = ("linear", "log", "power")
+
+
+def flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    *,
+    far_query: Tensor | None = None,
+    far_key: Tensor | None = None,
+    window: int | None = None,
+    first_keys: int | None = None,
+    formula: str | None = None,
+    coefficients: Tensor | None = None,
+    starts: Tensor | None = None,
+    blocks: Blocks | None = None,
+) -> Tensor:
+    """Causal attention, softmax(scale * Q' K'^T + bias) V, [batch, heads, query_length, head_dim] in the query's dtype.
+
+    The queries are the last `query_length` of the `key_length` tokens; r is the distance of a pair.
+
+    Args:
+        query: Q' [batch, heads, query_length, head_dim] of the pairs with r < window.
+        key: K' [batch, kv_heads, key_length, head_dim]; `heads` is a multiple of `kv_heads`.
+        value: V, like `key`.
+        scale: what the dot products are multiplied by.
+        far_query, far_key: Q' and K' of the pairs with r >= window, in the same shapes; without them these pairs are
+            not seen.
+        window: None: every pair belongs to `query` and `key`.
+        first_keys: of the far pairs only those with the first so many keys of the document are seen.
+        formula: bias of the distance: "linear" -c0 r, "log" -c0 ln(1 + c1 r), "power" -c0 r^c1 (0 at r = 0).
+        coefficients: c0 and c1 of each head, float32 [heads, 1 or 2]; they get gradients where they require them.
+        starts: int64 [batch, key_length], growing: the first token of the document of each token. Earlier ones are not
+            seen.
+        blocks: sizes of the blocks in place of those in the table.
+
+    The softmax is in float32, and the products of float32 operands are not rounded to TF32. Gradients are the same
+    bits in every run.
+
+    Raises:
+        ValueError: the arguments contradict each other, or head_dim or dtype are not served.
+    """
+    _check_operands(query, key, value)
+    _check_bands(query, key, far_query, far_key, window, first_keys)
+    _check_bias(query.shape[1], formula, coefficients)
+    segments = 1 if far_query is None else 2
+    plan = Plan(scale, window, first_keys, formula or "none", blocks or blocks_for(query, segments))
+    tensors = [x if x is None else unit_stride(x) for x in (query, key, far_query, far_key, value)]
+    table = None if coefficients is None else _two_columns(coefficients)
+    return _FlashAttention.apply(plan, *tensors, table, None if starts is None else starts.contiguous())
+
+
+def _check_operands(query: Tensor, key: Tensor, value: Tensor) -> None:
+    heads, query_length, head_dim = query.shape[1:]
+    if query.dtype not in DTYPES or not query.dtype == key.dtype == value.dtype:
+        dtypes = [x.dtype for x in (query, key, value)]
+        raise ValueError(f"flash_attention: query, key and value must share one of {DTYPES}, not {dtypes}")
+    if head_dim > WIDEST:
+        raise ValueError(f"flash_attention: head_dim is {head_dim}, the kernels serve up to {WIDEST}")
+    if key.shape != value.shape or key.shape[::3] != query.shape[::3]:
+        shapes = [tuple(x.shape) for x in (query, key, value)]
+        raise ValueError(f"flash_attention: the shapes of query, key and value do not fit: {shapes}")
+    if heads % key.shape[1] != 0:
+        raise ValueError(f"flash_attention: {heads} query heads are no multiple of {key.shape[1]} key heads")
+    if query_length > key.shape[2]:
+        raise ValueError(f"flash_attention: {query_length} queries are more than {key.shape[2]} keys")
+
+
+def _check_bands(
+    query: Tensor,
+    key: Tensor,
+    far_query: Tensor | None,
+    far_key: Tensor | None,
+    window: int | None,
+    first_keys: int | None,
+) -> None:
+    if window is not None and window < 1:
+        raise ValueError(f"flash_attention: window {window} must be at least 1, so that every query sees itself")
+    if far_query is None or far_key is None:
+        if far_query is not far_key or first_keys is not None:
+            raise ValueError("flash_attention: far_query, far_key and first_keys are of use together only")
+        return
+    if window is None:
+        raise ValueError("flash_attention: far_query and far_key need a window, where they begin")
+    for name, one, other in (("query", far_query, query), ("key", far_key, key)):
+        if one.shape != other.shape or one.dtype != other.dtype:
+            raise ValueError(
+                f"flash_attention: far_{name} must be {other.dtype} {tuple(other.shape)} as {name} is, not "
+                f"{one.dtype} {tuple(one.shape)}"
+            )
+
+
+def _check_bias(heads: int, formula: str | None, coefficients: Tensor | None) -> None:
+    if formula is None and coefficients is None:
+        return
+    if formula not in FORMULAS or coefficients is None:
+        raise ValueError(f"flash_attention: a bias is a formula of {FORMULAS} with coefficients, not {formula!r}")
+    if tuple(coefficients.shape) not in {(heads, 1), (heads, 2)}:
+        raise ValueError(f"flash_attention: coefficients must be [{heads}, 1 or 2], not {tuple(coefficients.shape)}")
+
+
+def _two_columns(coefficients: Tensor) -> Tensor:
+    table = coefficients.float()
+    return torch.nn.functional.pad(table, (0, 2 - table.shape[1])).contiguous()
+
+
+class _FlashAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, *tensors: Tensor | None) -> Tensor:
+        out, lse = forward(Operands(*tensors), plan)
+        ctx.plan = plan
+        ctx.save_for_backward(*tensors, out, lse)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        *tensors, out, lse = ctx.saved_tensors
+        learned = ctx.needs_input_grad[6]
+        grads, table = backward(Operands(*tensors), ctx.plan, out, lse, unit_stride(grad), learned)
+        return None, grads.query, grads.key, grads.far_query, grads.far_key, grads.value, table, None

@@ -1,0 +1,130 @@
+"""Q' and K' of the rotated score forms in one kernel launch over q and k, with the backward pass beside it.
+
+With x1, x2 the halves of the rotary block, c and s the tables and u = relu((t1 + t2) / 2):
+
+    rotary       Q' = (x1 c - x2 s, x2 c + x1 s)               K' the same of k
+    coca         Q' = (x1 (x1 c - x2 s), x2 (x2 c + x1 s))     K' = (u (c - s), u (c + s))
+    coca_strict  Q' = ((x1^2 + x2^2) c, (x1^2 + x2^2) s)       K' = (u c, u s)
+
+The features after the rotary block are copied (rotary), or become q^2 and relu(t) (both forms of CoCA). The forms are
+those of Su et al. 2021 and Zhu et al. 2024. The arithmetic is in float32 and rounded once.
+"""
+
+from typing import Any, Literal
+
+import torch
+import triton
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_coca.kernels.operand_kernels import Layout, backward_kernel, forward_kernel
+from megatron_coca.kernels.tiles import OPTIONS, operand, unit_stride
+
+Form = Literal["rotary", "coca", "coca_strict"]
+FORMS = ("rotary", "coca", "coca_strict")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ELEMENTS = 4096
+"""Numbers of one operand that a program holds; with the head's width it gives the rows."""
+
+
+def fused_operands(
+    q: Tensor, k: Tensor, query_cos: Tensor, query_sin: Tensor, key_cos: Tensor, key_sin: Tensor, form: Form
+) -> tuple[Tensor, Tensor]:
+    """(Q', K') in the shapes and the dtype of q and k, contiguous.
+
+    Args:
+        q: [batch, heads, query_length, head_dim], of any strides but a contiguous last dimension.
+        k: [batch, kv_heads, key_length, head_dim], the same; the t of CoCA.
+        query_cos, query_sin: float32 [query_length, rotated / 2] or [batch or 1, 1, query_length, rotated / 2].
+        key_cos, key_sin: float32, the same for the keys.
+        form: which row of the table above.
+
+    Gradients flow to q and k, and not to the tables. Nothing but the arguments is kept for the backward pass.
+
+    Raises:
+        ValueError: what `unsupported` says of these arguments.
+    """
+    tables = (query_cos, query_sin, key_cos, key_sin)
+    reason = unsupported(q, k, tables, form)
+    if reason is not None:
+        raise ValueError(f"fused_operands: {reason}")
+    return _Operands.apply(q, k, *tables, form)
+
+
+def unsupported(q: Tensor, k: Tensor, tables: tuple[Tensor, ...], form: str) -> str | None:
+    """None, or why `fused_operands` cannot serve; the caller then forms the operands with PyTorch."""
+    if form not in FORMS:
+        return f"form {form!r} is none of {', '.join(FORMS)}"
+    if q.dtype not in DTYPES or k.dtype != q.dtype:
+        return f"q and k must both be float32, bfloat16 or float16, not {q.dtype} and {k.dtype}"
+    if q.stride(-1) != 1 or k.stride(-1) != 1:
+        return "the last dimension of q and k must be contiguous"
+    if any(table.dtype != torch.float32 for table in tables):
+        return "the tables must be float32"
+    if any(table.requires_grad for table in tables):
+        return "the tables are learned, and the kernel gives them no gradient"
+    rows = (q.shape[2], q.shape[2], k.shape[2], k.shape[2])
+    if any(table.shape[-2] != length for table, length in zip(tables, rows, strict=True)):
+        return f"the tables must have a row per token: {rows}, not {tuple(table.shape[-2] for table in tables)}"
+    return None
+
+
+class _Operands(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        *tables, ctx.form = rest
+        ctx.save_for_backward(q, k, *tables)
+        outputs = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
+        _launch(forward_kernel, (q, outputs[0]), (k, outputs[1]), tables, ctx.form)
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, query_grad: Tensor, key_grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, *tables = ctx.saved_tensors
+        grads = torch.empty_like(q), torch.empty_like(k)
+        _launch(
+            backward_kernel,
+            (q, unit_stride(query_grad), grads[0]),
+            (k, unit_stride(key_grad), grads[1]),
+            tables,
+            ctx.form,
+        )
+        return (*grads, None, None, None, None, None)
+
+
+def _launch(kernel: Any, query: tuple[Tensor, ...], key: tuple[Tensor, ...], tables: Any, form: str) -> None:
+    """One program for each head of q or of k, block of rows and row of the batch. Heads go fastest: those of one block
+    of rows share its tables in the cache.
+    """
+    (batch, heads, query_length, head_dim), (_, kv_heads, key_length, _) = query[0].shape, key[0].shape
+    half, longest = tables[0].shape[-1], max(query_length, key_length)
+    layout = _layout(form, head_dim, half, longest)
+    kernel[(heads + kv_heads, triton.cdiv(longest, layout.rows), batch)](
+        tuple(operand(x) for x in query),
+        tuple(operand(x) for x in key),
+        _table(tables[0], tables[1], batch),
+        _table(tables[2], tables[3], batch),
+        heads,
+        query_length,
+        key_length,
+        LAYOUT=layout,
+        **OPTIONS,
+    )
+
+
+def _layout(form: str, head_dim: int, half: int, longest: int) -> Layout:
+    """Blocks of about ELEMENTS numbers, and of no more rows than there are."""
+    tail = head_dim - 2 * half
+    half_block = triton.next_power_of_2(half)
+    tail_block = triton.next_power_of_2(tail) if tail else 0
+    fitting = 1 << ((ELEMENTS // (2 * half_block + tail_block)).bit_length() - 1)
+    rows = min(fitting, triton.next_power_of_2(longest))
+    return Layout(form, half, tail, rows, half_block, tail_block)
+
+
+def _table(cos: Tensor, sin: Tensor, batch: int) -> tuple[Tensor, Tensor, int, int]:
+    """(cos, sin, stride of the batch, stride of a row); the batch's stride is 0 where one table serves it whole."""
+    cos, sin = cos.contiguous(), sin.contiguous()
+    own = cos.dim() == 4 and cos.shape[0] == batch
+    return cos, sin, cos.stride(0) if own else 0, cos.stride(-2)

@@ -1,0 +1,166 @@
+"""What is fixed for a call of the attention kernels: scale, bands, formula, and the sizes of the blocks."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from megatron_coca.kernels.tiles import OPTIONS
+
+LOG2_E = 1.4426950408889634
+WIDEST = 256
+"""The largest head_dim that CONFIGS serves."""
+
+
+class Launch(NamedTuple):
+    """How one kernel is launched: `rows` queries and `keys` keys in a tile, warps of a program, pipeline stages."""
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+class Blocks(NamedTuple):
+    """The launches of the three kernels."""
+
+    forward: Launch
+    key_gradients: Launch
+    query_gradients: Launch
+
+
+SMALL = Blocks(Launch(32, 32, 4, 1), Launch(32, 32, 4, 1), Launch(32, 32, 4, 1))
+"""For the interpreter, where a tile costs the same whatever its size, and tests want several of them."""
+
+_NARROW = Blocks(Launch(128, 64, 8, 3), Launch(32, 64, 4, 2), Launch(128, 32, 8, 2))
+_NARROW_TWO = Blocks(Launch(128, 64, 8, 2), Launch(32, 64, 4, 1), Launch(128, 32, 8, 2))
+CONFIGS: dict[tuple[int, int], Blocks] = {
+    (1, 32): _NARROW,
+    (1, 64): _NARROW,
+    (1, 128): _NARROW,
+    (1, 256): Blocks(Launch(128, 64, 8, 2), Launch(64, 32, 8, 1), Launch(128, 32, 8, 2)),
+    (1, 512): Blocks(Launch(64, 32, 8, 1), Launch(32, 32, 8, 1), Launch(32, 32, 8, 1)),
+    (2, 32): _NARROW_TWO,
+    (2, 64): _NARROW_TWO,
+    (2, 128): _NARROW_TWO,
+    (2, 256): Blocks(Launch(64, 64, 8, 2), Launch(64, 32, 8, 1), Launch(64, 32, 8, 1)),
+    (2, 512): Blocks(Launch(32, 32, 8, 1), Launch(32, 32, 8, 1), Launch(32, 32, 8, 1)),
+}
+"""(number of segments, bytes of an operand's row as `row_class` counts them) -> block sizes on CUDA.
+
+Not yet timed on a GPU: chosen from the registers and the shared memory that the compiler reports for compute
+capability 9.0. `python -m megatron_coca.kernels.tune` times candidates and prints rows for this table.
+"""
+
+
+def padded(head_dim: int) -> int:
+    """The columns of a tile: the next power of two, at least the 16 that a matrix product needs."""
+    return max(16, triton.next_power_of_2(head_dim))
+
+
+def row_class(query: Tensor) -> int:
+    """Bytes of a padded row, twice as many in float32, whose products run without tensor cores and need more registers;
+    at most 512, the largest in the table.
+    """
+    factor = 2 if query.dtype == torch.float32 else 1
+    return min(padded(query.shape[-1]) * query.element_size() * factor, 512)
+
+
+def blocks_for(query: Tensor, segments: int) -> Blocks:
+    """The row of CONFIGS for these operands; on the CPU, which is the interpreter, the small blocks."""
+    return SMALL if query.device.type == "cpu" else CONFIGS[segments, row_class(query)]
+
+
+class Kind(NamedTuple):
+    """What a kernel is compiled for: whether there is a far segment, a window, a limit to the first keys, documents;
+    the bias formula; the head_dim and its padding; the queries and keys of a tile.
+    """
+
+    far: bool
+    window: bool
+    first: bool
+    documents: bool
+    formula: str
+    width: int
+    columns: int
+    rows: int
+    keys: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A call's numbers.
+
+    Attributes:
+        scale: what the dot products are multiplied by.
+        window: distances below it belong to the first segment; None: all do.
+        first_keys: how many keys of the document the second segment sees; None: all.
+        formula: of the bias, "none" without one.
+        blocks: the launches.
+    """
+
+    scale: float
+    window: int | None
+    first_keys: int | None
+    formula: str
+    blocks: Blocks
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        """(window, first_keys) as the kernels take them, 0 where there is none."""
+        return self.window or 0, self.first_keys or 0
+
+    def options(self, launch: Launch, operands: "Operands") -> dict[str, Any]:
+        """The compile-time argument KIND of a kernel and the options of its launch."""
+        width = operands.query.shape[3]
+        kind = Kind(
+            far=operands.far_query is not None,
+            window=self.window is not None,
+            first=self.first_keys is not None and operands.far_query is not None,
+            documents=operands.starts is not None,
+            formula=self.formula,
+            width=width,
+            columns=padded(width),
+            rows=launch.rows,
+            keys=launch.keys,
+        )
+        return {"KIND": kind, "num_warps": launch.num_warps, "num_stages": launch.num_stages, **OPTIONS}
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The tensors of a call, their last dimensions contiguous.
+
+    Attributes:
+        query, key: of the first segment, [batch, heads, query_length, head_dim] and [batch, kv_heads, key_length,
+            head_dim].
+        far_query, far_key: of the second segment, or None.
+        value: [batch, kv_heads, key_length, head_dim].
+        coefficients: of the bias, float32 [heads, 2], or None.
+        starts: of the documents, int64 [batch, key_length], or None.
+    """
+
+    query: Tensor
+    key: Tensor
+    far_query: Tensor | None
+    far_key: Tensor | None
+    value: Tensor
+    coefficients: Tensor | None
+    starts: Tensor | None
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """(heads, query heads per key head, query_length, key_length)."""
+        heads, query_length = self.query.shape[1:3]
+        return heads, heads // self.key.shape[1], query_length, self.key.shape[2]
+
+    def filled(self, x: Tensor | None) -> Tensor:
+        """`x`, or for a pointer that the kernel will not follow, some tensor."""
+        return self.value if x is None else x
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """Query, key, far query, far key and value, `filled`."""
+        return self.query, self.key, self.filled(self.far_query), self.filled(self.far_key), self.value
