@@ -100,7 +100,7 @@ def _query_gradients(
     scoring = (limits, load_coefficients(coefficients, head, KIND), scale * 1.4426950408889634)
     none = tl.zeros([KIND.rows, KIND.columns], tl.float32)
     nothing = tl.zeros([KIND.rows], tl.float32)
-    sums = (none, none, nothing, nothing)
+    sums = (none, none, nothing, nothing, nothing, nothing, nothing)
     phases = key_phases(key_length - query_length + row, starts, batch, key_length, limits, KIND)
     begin, far_end, edge, full, diagonal, end = phases
     WITH: tl.constexpr = BIAS_GRADIENTS
@@ -115,8 +115,9 @@ def _query_gradients(
         store_tile(sums[1] * scale, plane(far_query_out, batch, head), row, query_length, KIND.width)
     if BIAS_GRADIENTS:
         pair = coefficients_out + (tl.program_id(1).to(tl.int64) * tl.num_programs(0) + block) * 2
-        tl.store(pair, tl.sum(sums[2], 0))
-        tl.store(pair + 1, tl.sum(sums[3], 0))
+        # A row of dS sums to 0, but for the rounding of D, which would enter once for every query.
+        tl.store(pair, tl.sum(sums[3] - sums[2] * sums[5], 0))
+        tl.store(pair + 1, tl.sum(sums[4] - sums[2] * sums[6], 0))
 
 
 @triton.jit
@@ -136,8 +137,10 @@ def _tiles(
     BIAS_GRADIENTS: tl.constexpr,
     KIND: tl.constexpr,
 ):
-    """The key tiles `begin` to `end` added to (dQ' near, dQ' far, d c0 by row, d c1 by row)."""
-    near_sum, far_sum, first_sum, second_sum = sums
+    """The key tiles `begin` to `end` added to dQ' near and far and, by row, the sums of dS, of dS * db/dc0 and dS *
+    db/dc1, and of P * db/dc0 and P * db/dc1, b being the bias.
+    """
+    near_sum, far_sum, slope_sum, first_sum, second_sum, first_mean, second_mean = sums
     near, far, values, key_length = keys
     grad, lse, delta = above
     limits, bias, scale = scoring
@@ -147,14 +150,18 @@ def _tiles(
         loaded = load_two(near, far, tile * KIND.keys, key_length, NEAR, FAR, KIND.keys, KIND)
         v = load_tile(values, tile * KIND.keys, key_length, KIND.width, KIND.keys, KIND.columns)
         scores = logits(held, loaded, r, n, start, limits, bias, scale, NEAR, FAR, MASKED or KIND.documents, KIND)
-        slopes = tl.exp2(scores - lse[:, None]) * (dot(grad, tl.trans(v)) - delta[:, None])
+        weights = tl.exp2(scores - lse[:, None])
+        slopes = weights * (dot(grad, tl.trans(v)) - delta[:, None])
         if BIAS_GRADIENTS:
             first, second = bias_derivatives(r, bias, KIND)
+            slope_sum += tl.sum(slopes, 1)
             first_sum += tl.sum(slopes * first, 1)
             second_sum += tl.sum(slopes * second, 1)
+            first_mean += tl.sum(weights * first, 1)
+            second_mean += tl.sum(weights * second, 1)
         near_slopes, far_slopes = part(slopes, r, limits, NEAR, FAR)
         if NEAR:
             near_sum += dot(near_slopes.to(v.dtype), loaded[0])
         if FAR:
             far_sum += dot(far_slopes.to(v.dtype), loaded[1])
-    return near_sum, far_sum, first_sum, second_sum
+    return near_sum, far_sum, slope_sum, first_sum, second_sum, first_mean, second_mean

@@ -1,0 +1,111 @@
+"""The attention kernels in Triton's interpreter (on the GPU where there is one), in float32, against float64."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.parity.triton_cases import Case, check, run
+
+triton = pytest.importorskip("triton")
+
+from megatron_coca.attention.backends.triton import TritonBackend  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LENGTHS = (1, 2, 63, 111, 200)
+WINDOWS = (1, 2, 16, 50, 300)
+
+CASES = [
+    *(Case(length) for length in LENGTHS),
+    *(Case(length, formula="log") for length in (1, 2, 63)),
+    *(Case(111, window=window) for window in WINDOWS),
+    *(Case(111, window=window, far=True) for window in WINDOWS),
+    *(Case(length, window=20, far=True, formula="power") for length in (1, 2, 63)),
+    *(Case(111, formula=formula) for formula in ("linear", "log", "power")),
+    Case(111, window=16, far=True, first_keys=4),
+    Case(200, window=16, far=True, first_keys=40),
+    Case(111, queries=1),
+    Case(111, queries=40, formula="linear"),
+    Case(200, queries=50, window=50, far=True),
+    Case(200, queries=33, window=16),
+    Case(111, documents=4),
+    Case(111, documents=4, formula="log", window=16, far=True),
+    Case(200, documents=3, window=16, far=True, first_keys=5),
+    Case(111, queries=60, documents=4, window=16, far=True, first_keys=4),
+    Case(63, heads=4, kv_heads=4, head_dim=32),
+    Case(63, heads=4, kv_heads=2, head_dim=64, window=10, far=True),
+    Case(63, head_dim=128),
+    Case(63, head_dim=24, formula="linear"),
+]
+
+MANY = [
+    Case(length, queries, window, far, first, formula, documents)
+    for length in LENGTHS[1:]
+    for queries in {1, length // 2, length}
+    for window, far, first in ((None, False, None), (17, False, None), (17, True, None), (17, True, 5), (40, True, 40))
+    for formula in (None, "linear", "log", "power")
+    for documents in (1, 1 + min(3, length - 1))
+]
+
+
+@pytest.fixture
+def dirty_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """New memory is full of NaN, so that what a kernel does not write, or reads without having written, shows."""
+
+    def filling(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def made(*args: Any, **kwargs: Any) -> Tensor:
+            tensor = make(*args, **kwargs)
+            return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor
+
+        return made
+
+    monkeypatch.setattr(torch, "empty", filling(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", filling(torch.empty_like))
+    yield
+
+
+@pytest.mark.usefixtures("dirty_memory")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_values_and_all_gradients(case: Case) -> None:
+    """Lengths that fill no block, windows within one and beyond all, past tokens, groups, documents, biases."""
+    check(case, torch.float32, DEVICE)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("dirty_memory")
+@pytest.mark.parametrize("case", MANY, ids=str)
+def test_every_combination(case: Case) -> None:
+    """Every kind of band with every bias, with documents and past tokens."""
+    check(case, torch.float32, DEVICE)
+
+
+def test_gradients_are_the_same_bits_each_time() -> None:
+    """No sum depends on the order in which programs finish."""
+    case = Case(111, window=16, far=True, formula="log", documents=3)
+    first, second = (run(case, TritonBackend(), torch.float32, DEVICE) for _ in range(2))
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def test_keys_that_no_band_serves_are_not_read() -> None:
+    """With a window, NaN in the keys far behind it changes nothing: their tiles are left out."""
+    case = Case(200, queries=40, window=30)
+    clean = run(case, TritonBackend(), torch.float32, DEVICE)[0]
+    leaves = case.leaves()
+    for tensor in (leaves[0], leaves[2]):
+        tensor[:, :, :96] = torch.nan
+    spoiled = Spoiled(**vars(case), tensors=tuple(leaves))
+    assert torch.equal(run(spoiled, TritonBackend(), torch.float32, DEVICE)[0], clean)
+
+
+class Spoiled(Case):
+    """A case with leaves of its own."""
+
+    def __init__(self, tensors: tuple[Tensor, ...], **fields: Any) -> None:
+        super().__init__(**fields)
+        object.__setattr__(self, "tensors", tensors)
+
+    def leaves(self) -> list[Tensor]:
+        """Those given."""
+        return list(self.tensors)

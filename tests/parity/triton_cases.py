@@ -1,0 +1,117 @@
+"""What the tests of the Triton kernels share: cases of the contract, and the rule by which their errors count."""
+
+from dataclasses import dataclass, fields
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from megatron_coca.attention.backends.reference import ReferenceBackend
+from megatron_coca.attention.backends.triton import TritonBackend
+from megatron_coca.attention.inputs import AttentionInputs, Backend, Band, Documents, Segment
+
+EPSILONS = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
+"""What an error may be where a plain run has none, for operands of unit variance: gradients that cancel to 0."""
+
+
+@dataclass(frozen=True)
+class FormulaBias:
+    """A `DistanceBias` written out once more, with any coefficients."""
+
+    formula: str
+    coefficients: Tensor
+
+    def at(self, distance: Tensor) -> Tensor:
+        """[heads, ...] for `distance` [...]."""
+        table = self.coefficients.to(distance.dtype)
+        c0, c1 = (table[:, i].reshape(-1, *[1] * distance.dim()) for i in (0, -1))
+        match self.formula:
+            case "linear":
+                return -c0 * distance
+            case "log":
+                return -c0 * torch.log1p(c1 * distance)
+            case _:
+                return -c0 * torch.where(distance > 0, distance.clamp(min=1) ** c1, 0.0)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Shapes and bands of one call. `far`: a second segment serves what lies beyond the window."""
+
+    length: int
+    queries: int | None = None
+    window: int | None = None
+    far: bool = False
+    first_keys: int | None = None
+    formula: str | None = None
+    documents: int = 1
+    heads: int = 2
+    kv_heads: int = 1
+    head_dim: int = 16
+    batch: int = 2
+
+    def __str__(self) -> str:
+        told = [(x.name, getattr(self, x.name)) for x in fields(self) if getattr(self, x.name) != x.default]
+        return "-".join(f"{name}{value}" for name, value in told)
+
+    @property
+    def bands(self) -> tuple[Band, ...]:
+        """Of the segments."""
+        near = Band(0, self.window)
+        return (near, Band(self.window or 0, None, self.first_keys)) if self.far else (near,)
+
+    def leaves(self) -> list[Tensor]:
+        """Value, query and key of each segment, and the coefficients, float64."""
+        generator = torch.Generator().manual_seed(self.length)
+        queries = self.length if self.queries is None else self.queries
+
+        def normal(heads: int, length: int) -> Tensor:
+            # Packed as a projection packs them: a head's rows do not follow each other in memory.
+            shape = (self.batch, length, heads, 2 * self.head_dim)
+            return torch.randn(shape, generator=generator, dtype=torch.float64)[..., : self.head_dim].transpose(1, 2)
+
+        operands = [normal(self.kv_heads, self.length)]
+        for _ in self.bands:
+            operands += [normal(self.heads, queries), normal(self.kv_heads, self.length)]
+        if self.formula is not None:
+            columns = 1 if self.formula == "linear" else 2
+            operands.append(0.2 + torch.rand(self.heads, columns, generator=generator, dtype=torch.float64))
+        return operands
+
+    def packed(self) -> Documents | None:
+        """Documents cut at random, differently in each row."""
+        if self.documents == 1:
+            return None
+        generator = torch.Generator().manual_seed(1)
+        spans = []
+        for _ in range(self.batch):
+            cuts = 1 + torch.randperm(self.length - 1, generator=generator)[: self.documents - 1]
+            spans.append(tuple(pairwise([0, *sorted(cuts.tolist()), self.length])))
+        starts = [[start for start, stop in row for _ in range(stop - start)] for row in spans]
+        return Documents(torch.tensor(starts), tuple(spans))
+
+
+def run(case: Case, backend: Backend, dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
+    """The output and the gradients of all leaves, float64 on the CPU, from a run in `dtype`; coefficients are float32."""
+    leaves = [x.to(device, dtype if x.dim() == 4 else torch.promote_types(dtype, torch.float32)) for x in case.leaves()]
+    leaves = [x.detach().requires_grad_() for x in leaves]
+    value, *rest = leaves
+    segments = tuple(Segment(rest[2 * i], rest[2 * i + 1], band) for i, band in enumerate(case.bands))
+    packed = case.packed()
+    if packed is not None:
+        packed = Documents(packed.starts.to(device), packed.spans)
+    bias = None if case.formula is None else FormulaBias(case.formula, leaves[-1])
+    out = backend.attend(AttentionInputs(segments, value, case.head_dim**-0.5, bias, documents=packed))
+    generator = torch.Generator().manual_seed(2)
+    cotangent = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(device, dtype)
+    return [x.detach().double().cpu() for x in (out, *torch.autograd.grad(out, leaves, cotangent))]
+
+
+def check(case: Case, dtype: torch.dtype, device: str = "cpu") -> None:
+    """Output and gradients are at most twice as far from float64 as a plain PyTorch run in `dtype`."""
+    exact = run(case, ReferenceBackend(), torch.float64, device)
+    plain = run(case, ReferenceBackend(), dtype, device)
+    got = run(case, TritonBackend(), dtype, device)
+    for place, (mine, theirs, true) in enumerate(zip(got, plain, exact, strict=True)):
+        error, allowed = (mine - true).abs().max(), 2 * (theirs - true).abs().max() + EPSILONS[dtype]
+        assert error <= allowed, f"{case}, tensor {place}: error {error:.2e}, allowed {allowed:.2e}"
