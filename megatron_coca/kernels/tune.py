@@ -1,0 +1,103 @@
+"""Times block sizes of the attention kernels on the GPU at hand, and prints the rows of plan.CONFIGS that win.
+
+python -m megatron_coca.kernels.tune --head-dim 64 --length 4096
+"""
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+
+import torch
+from torch import Tensor
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import OutOfResources, PTXASError
+from triton.testing import do_bench
+
+from megatron_coca.kernels.attention import flash_attention
+from megatron_coca.kernels.plan import Blocks, Launch, blocks_for, row_class
+
+SIZES = (32, 64, 128)
+WARPS = (4, 8)
+STAGES = (1, 2, 3)
+UNFIT = (OutOfResources, PTXASError, CompilationError)
+"""What the compiler raises for blocks that the device cannot hold."""
+
+Call = Callable[[Blocks], float]
+
+
+def candidates() -> Iterator[Launch]:
+    """Every launch that is tried."""
+    return (Launch(*numbers) for numbers in product(SIZES, SIZES, WARPS, STAGES))
+
+
+def best(measure: Callable[[Launch], float], launches: Sequence[Launch], tell: Callable[[str], None]) -> Launch:
+    """The launch with the shortest time; those that the device cannot hold are told and passed over.
+
+    Raises:
+        RuntimeError: none of them fits.
+    """
+    times: dict[Launch, float] = {}
+    for launch in launches:
+        try:
+            times[launch] = measure(launch)
+            tell(f"# {launch}: {times[launch]:.3f} ms")
+        except UNFIT as error:
+            tell(f"# {launch}: {type(error).__name__}")
+    if not times:
+        raise RuntimeError(f"none of {len(launches)} block sizes fits this device; add smaller ones to tune.SIZES")
+    return min(times, key=times.__getitem__)
+
+
+def tune(query: Tensor, key: Tensor, segments: int, launches: Sequence[Launch], tell: Callable[[str], None]) -> Blocks:
+    """The best launch of each kernel for these operands, the other kernels as the table has them.
+
+    The forward kernel is timed alone. The kernels of the gradients are timed within a backward pass, where only one of
+    them changes.
+    """
+    present = blocks_for(query, segments)
+    forward, backward = _measures(query, key, segments)
+    chosen = present._replace(forward=best(lambda x: forward(present._replace(forward=x)), launches, tell))
+    for name in ("key_gradients", "query_gradients"):
+
+        def measure(launch: Launch, name: str = name, fixed: Blocks = chosen) -> float:
+            return backward(fixed._replace(**{name: launch}))
+
+        chosen = chosen._replace(**{name: best(measure, launches, tell)})
+    return chosen
+
+
+def _measures(query: Tensor, key: Tensor, segments: int) -> tuple[Call, Call]:
+    """Milliseconds of the forward and of the backward pass; a second segment begins at a quarter of the length."""
+    leaves = [x.detach().clone().requires_grad_() for x in (query, key, key)]
+    far = {"far_query": leaves[0], "far_key": leaves[1], "window": key.shape[2] // 4} if segments == 2 else {}
+
+    def call(blocks: Blocks) -> Tensor:
+        return flash_attention(*leaves, query.shape[3] ** -0.5, blocks=blocks, **far)
+
+    def backward(blocks: Blocks) -> float:
+        out = call(blocks)
+        grad = torch.ones_like(out)
+        return do_bench(lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True), return_mode="median")
+
+    return lambda blocks: do_bench(lambda: call(blocks), return_mode="median"), backward
+
+
+def main() -> None:
+    """Prints `(segments, bytes of a row): Blocks(...),` for one and for two segments."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("no CUDA device is at hand, and block sizes are timed on one")
+    shape = (1, options.heads, options.length, options.head_dim)
+    query = torch.randn(shape, device="cuda", dtype=getattr(torch, options.dtype))
+    for segments in (1, 2):
+        blocks = tune(query, torch.randn_like(query), segments, list(candidates()), print)
+        print(f"({segments}, {row_class(query)}): {blocks},")
+
+
+if __name__ == "__main__":
+    main()

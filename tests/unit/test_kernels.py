@@ -1,0 +1,237 @@
+"""The operand kernels against float64, what the kernels refuse, and that all of them compile for NVIDIA."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_coca.attention.backends.triton import TritonBackend
+from megatron_coca.attention.inputs import CAUSAL, AttentionInputs, Band, Needs, Segment
+
+pytest.importorskip("triton")
+
+from megatron_coca.kernels import tune  # noqa: E402
+from megatron_coca.kernels.attention import flash_attention  # noqa: E402
+from megatron_coca.kernels.operands import FORMS, fused_operands, unsupported  # noqa: E402
+from megatron_coca.kernels.plan import CONFIGS, SMALL, Launch, blocks_for, row_class  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def plain(x: Tensor, cos: Tensor, sin: Tensor, form: str, is_query: bool) -> Tensor:
+    """One operand by PyTorch, in the dtype of x."""
+    half = cos.shape[-1]
+    x1, x2, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    rotated = x1 * cos - x2 * sin, x2 * cos + x1 * sin
+    u = torch.relu((x1 + x2) / 2)
+    square = x1**2 + x2**2
+    rows = {
+        ("rotary", True): (*rotated, rest),
+        ("rotary", False): (*rotated, rest),
+        ("coca", True): (x1 * rotated[0], x2 * rotated[1], rest**2),
+        ("coca", False): (u * (cos - sin), u * (cos + sin), torch.relu(rest)),
+        ("coca_strict", True): (square * cos, square * sin, rest**2),
+        ("coca_strict", False): (u * cos, u * sin, torch.relu(rest)),
+    }
+    return torch.cat(rows[form, is_query], dim=-1)
+
+
+@pytest.fixture
+def dirty_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """New memory is full of NaN."""
+    empty, empty_like = torch.empty, torch.empty_like
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(torch.nan))
+    monkeypatch.setattr(torch, "empty_like", lambda x: empty_like(x).fill_(torch.nan))
+    yield
+
+
+def operands(form: str, rotated: int, head_dim: int, own_tables: bool, dtype: torch.dtype, fused: bool) -> list[Tensor]:
+    """Q', K' and the gradient of the packed projection that q and k are views into, float64."""
+    generator = torch.Generator().manual_seed(3)
+    packed = torch.randn(2, 19, 4, 3 * head_dim, generator=generator).bfloat16().to(DEVICE, dtype).requires_grad_()
+    shape = (2, 1, 19, rotated // 2) if own_tables else (19, rotated // 2)
+    tables = [torch.randn(shape, generator=generator).to(DEVICE) for _ in range(4)]
+    q, k, _ = packed.transpose(1, 2).chunk(3, dim=-1)
+    k = k[:, :2]
+    if fused:
+        out = fused_operands(q, k, *tables, form)
+    else:
+        exact = [x.to(dtype) for x in tables]
+        out = (plain(q, *exact[:2], form, True), plain(k, *exact[2:], form, False))
+    cotangents = [torch.randn(x.shape, generator=generator).bfloat16().to(DEVICE, dtype) for x in out]
+    return [x.detach().double() for x in (*out, *torch.autograd.grad(out, packed, cotangents))]
+
+
+@pytest.mark.usefixtures("dirty_memory")
+@pytest.mark.parametrize("own_tables", [False, True], ids=["shared", "own"])
+@pytest.mark.parametrize(("rotated", "head_dim"), [(8, 8), (6, 16), (64, 64), (20, 80)])
+@pytest.mark.parametrize("form", FORMS)
+def test_operands_and_their_gradients(form: str, rotated: int, head_dim: int, own_tables: bool) -> None:
+    """In float32 as near to float64 as PyTorch is, from strided views, with partial rotation and a table per row."""
+    arguments = form, rotated, head_dim, own_tables
+    exact = operands(*arguments, torch.float64, fused=False)
+    theirs = operands(*arguments, torch.float32, fused=False)
+    for mine, other, true in zip(operands(*arguments, torch.float32, fused=True), theirs, exact, strict=True):
+        assert (mine - true).abs().max() <= 2 * (other - true).abs().max()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_operands_round_once(form: str) -> None:
+    """Each number is the float64 one rounded: off by at most half a unit in the last place, and a trace. In float16,
+    because Triton's interpreter cuts bfloat16 off where a GPU rounds it.
+    """
+    exact = operands(form, 12, 16, False, torch.float64, fused=False)
+    for mine, true in zip(operands(form, 12, 16, False, torch.float16, fused=True), exact, strict=True):
+        assert ((mine - true).abs() <= true.abs() * 2**-11 * 1.01 + 2e-6).all()
+
+
+def test_operands_keep_a_nan() -> None:
+    """A relu would otherwise hide that training went wrong."""
+    q = torch.full((1, 1, 3, 8), torch.nan, device=DEVICE)
+    table = torch.ones(3, 2, device=DEVICE)
+    for form in FORMS:
+        for out in fused_operands(q, q, table, table, table, table, form):
+            assert out.isnan().all(), form
+
+
+def test_operands_refuse_with_the_reason() -> None:
+    """What the caller must do by PyTorch: learned tables, float64, tables of another length."""
+    q, table = torch.zeros(1, 2, 5, 8), torch.zeros(5, 4)
+    tables = (table, table, table, table)
+    assert unsupported(q, q, tables, "coca") is None
+    assert "learned" in (unsupported(q, q, (table.clone().requires_grad_(), *tables[1:]), "coca") or "")
+    assert "float64" in (unsupported(q.double(), q.double(), tables, "coca") or "")
+    assert "row per token" in (unsupported(q, q, (torch.zeros(4, 4), *tables[1:]), "coca") or "")
+    assert "contiguous" in (unsupported(q.mT.contiguous().mT, q, tables, "coca") or "")
+    with pytest.raises(ValueError, match="form 'alibi' is none of rotary, coca, coca_strict"):
+        fused_operands(q, q, *tables, "alibi")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("needs", "reason"),
+    [
+        (Needs("cuda"), None),
+        (Needs("cuda", bias="power", bands=(Band(0, 7), Band(7, None, 3))), None),
+        (Needs("cuda", dropout=0.1), "no attention dropout"),
+        (Needs("cuda", bias="buckets"), "not buckets"),
+        (Needs("cuda", head_dim=512), "head_dim up to 256"),
+        (Needs("cuda", bands=(Band(0, 7), Band(9))), "from 7 on"),
+        (Needs("cuda", bands=(Band(0, 7), Band(7, 20))), "from 7 on"),
+        (Needs("cuda", bands=(Band(0, 7), Band(7, 9), Band(9))), "two segments, not 3"),
+        (Needs("cuda", bands=(Band(0, None, 4),)), "first band"),
+        (Needs("xpu"), "no compiler for xpu"),
+    ],
+)
+def test_the_backend_says_what_it_cannot(needs: Needs, reason: str | None) -> None:
+    """With the reason, when the model is built."""
+    said = TritonBackend().supports(needs)
+    assert said is None if reason is None else said is not None and reason in said
+
+
+def test_the_backend_serves_a_cpu_only_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that nothing chooses it for a model on the CPU."""
+    for interpreted in (True, False):
+        import triton
+
+        monkeypatch.setattr(triton.knobs, "runtime", SimpleNamespace(interpret=interpreted))
+        said = TritonBackend().supports(Needs("cpu"))
+        assert said is None if interpreted else said is not None and "interpreter" in said
+
+
+def test_the_backend_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It names the package that is missing, and how to get it."""
+    monkeypatch.setattr("megatron_coca.attention.backends.triton.find_spec", lambda name: None)
+    assert "pip install triton" in (TritonBackend().supports(Needs("cuda")) or "")
+
+
+def test_the_backend_refuses_inputs_that_it_did_not_promise() -> None:
+    """Dropout or bands beyond `supports` are an error, never left out of the result."""
+    x = torch.zeros(1, 1, 4, 16)
+    inputs = AttentionInputs((Segment(x, x),), x, 1.0, dropout=0.5)
+    with pytest.raises(ValueError, match="dropout"):
+        TritonBackend().attend(inputs)
+    with pytest.raises(ValueError, match="first band"):
+        TritonBackend().attend(AttentionInputs((Segment(x, x, Band(2)),), x, 1.0))
+    assert Band() == CAUSAL, "the default band is one that it serves"
+
+
+def test_attention_refuses_arguments_that_contradict_each_other() -> None:
+    """Each names the argument and what it must be."""
+    x, wide = torch.zeros(1, 2, 4, 16), torch.zeros(1, 2, 4, 512)
+    with pytest.raises(ValueError, match="head_dim is 512"):
+        flash_attention(wide, wide, wide, 1.0)
+    with pytest.raises(ValueError, match="share one of"):
+        flash_attention(x, x, x.double(), 1.0)
+    with pytest.raises(ValueError, match="more than 3 keys"):
+        flash_attention(x, x[:, :, :3], x[:, :, :3], 1.0)
+    with pytest.raises(ValueError, match="need a window"):
+        flash_attention(x, x, x, 1.0, far_query=x, far_key=x)
+    with pytest.raises(ValueError, match="of use together"):
+        flash_attention(x, x, x, 1.0, window=2, first_keys=1)
+    with pytest.raises(ValueError, match="at least 1"):
+        flash_attention(x, x, x, 1.0, window=0)
+    with pytest.raises(ValueError, match=r"coefficients must be \[2, 1 or 2\]"):
+        flash_attention(x, x, x, 1.0, formula="linear", coefficients=torch.zeros(3, 1))
+
+
+def test_there_are_block_sizes_for_every_operand() -> None:
+    """Of every head_dim and dtype, for one segment and for two; the CPU gets those of the interpreter."""
+    for head_dim in range(1, 257):
+        for dtype in (torch.float32, torch.bfloat16):
+            query = torch.zeros(1, 1, 1, head_dim, dtype=dtype, device="meta")
+            assert {(1, row_class(query)), (2, row_class(query))} <= CONFIGS.keys()
+    assert blocks_for(torch.zeros(1, 1, 1, 16), 1) is SMALL
+
+
+def test_tuning_takes_the_fastest_that_fits() -> None:
+    """What the device cannot hold is told and passed over; where nothing fits it is an error."""
+    times = {Launch(32, 32, 4, 1): 3.0, Launch(64, 32, 4, 1): 2.0}
+    told: list[str] = []
+
+    def measure(launch: Launch) -> float:
+        if launch not in times:
+            raise tune.OutOfResources(2, 1, "shared memory")
+        return times[launch]
+
+    large = Launch(128, 128, 4, 1)
+    assert tune.best(measure, [*times, large], told.append) == Launch(64, 32, 4, 1)
+    assert "OutOfResources" in told[-1]
+    with pytest.raises(RuntimeError, match="none of 1 block sizes fits"):
+        tune.best(measure, [large], told.append)
+
+
+def test_tuning_measures_each_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole of it in small: calls of the real kernels, with times by the clock of the test."""
+    ticks = iter(range(100, 0, -1))
+
+    def clock(call: object, return_mode: str) -> float:
+        call()  # type: ignore[operator]
+        return float(next(ticks))
+
+    monkeypatch.setattr(tune, "do_bench", clock)
+    x = torch.randn(1, 1, 40, 16, device=DEVICE)
+    launches = [Launch(16, 16, 4, 1), Launch(16, 32, 4, 1)]
+    for segments in (1, 2):
+        assert set(tune.tune(x, x, segments, launches, lambda line: None)) == {launches[1]}, "the clock runs backwards"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90])
+def test_kernels_compile_for_nvidia(capability: int) -> None:
+    """Down to machine code, without a device: the compiler knows errors of type that the interpreter forgives."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    finished = subprocess.run(
+        [sys.executable, Path(__file__).parent / "compile_kernels.py", str(capability)],
+        env=environment | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.count("cubin") > 50, finished.stdout
