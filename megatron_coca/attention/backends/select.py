@@ -2,17 +2,27 @@
 
 import logging
 
+from megatron_coca.attention.backends.flash import FlashBackend
 from megatron_coca.attention.backends.flex import FlexBackend
+from megatron_coca.attention.backends.merge import MergeBackend
 from megatron_coca.attention.backends.reference import ReferenceBackend
 from megatron_coca.attention.backends.sdpa import SdpaBackend
+from megatron_coca.attention.backends.triton import TritonBackend
 from megatron_coca.attention.inputs import Backend, BackendError, Needs
 
 logger = logging.getLogger(__name__)
 
-BACKENDS: dict[str, Backend] = {"sdpa": SdpaBackend(), "flex": FlexBackend(), "reference": ReferenceBackend()}
-AUTOMATIC = ("sdpa", "flex")
-"""What `auto` may take, in order of preference; the reference is never taken unasked, because it needs O(N^2)
-memory.
+BACKENDS: dict[str, Backend] = {
+    "sdpa": SdpaBackend(),
+    "merge": MergeBackend(),
+    "flash": FlashBackend(),
+    "flex": FlexBackend(),
+    "triton": TritonBackend(),
+    "reference": ReferenceBackend(),
+}
+AUTOMATIC = ("sdpa", "merge", "flex")
+"""What `auto` may take, in order of preference. `flash` and `triton` are taken only by name, until a measurement shows
+where they are faster; the reference only by name, because it needs O(N^2) memory.
 """
 
 

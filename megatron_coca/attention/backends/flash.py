@@ -1,0 +1,213 @@
+"""The flash-attn libraries, FlashAttention-3 and FlashAttention-2 (Dao 2023): CUDA, half precision, one band.
+
+Never run on a GPU so far: written from the libraries' documented signatures, and tested on the CPU against stand-ins
+that compute what those documents say.
+"""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_coca.attention.inputs import AttentionInputs, Band, Formula, Needs
+
+DEVICE = "cuda"
+DTYPES = (torch.float16, torch.bfloat16)
+WIDEST_HEAD = 256
+SEGMENT_REASON = "they take one query and one key operand, and every key or a window of the latest"
+
+
+@dataclass(frozen=True)
+class Library:
+    """A library and what it can do.
+
+    Attributes:
+        name: for messages.
+        module: where its functions are.
+        package: what to install.
+        oldest: the first version with all that is used, or None where the module does not tell its version.
+        architectures: major compute capabilities that it has kernels for.
+        formulas: biases that it knows.
+        dropout: whether it can drop attention weights.
+    """
+
+    name: str
+    module: str
+    package: str
+    oldest: tuple[int, int] | None
+    architectures: range
+    formulas: tuple[Formula | None, ...]
+    dropout: bool
+
+    def lacks(self, needs: Needs) -> str | None:
+        """None, or what it cannot do for such a model on any machine."""
+        if needs.bias not in self.formulas:
+            return f"{self.name} has no {needs.bias} bias"
+        return f"{self.name} has no dropout" if needs.dropout > 0 and not self.dropout else None
+
+    def absent(self) -> str | None:
+        """None, or why it cannot be used on this machine."""
+        try:
+            module = importlib.import_module(self.module)
+        except ImportError as error:
+            return f"{self.name} cannot be imported ({error}); install {self.package}"
+        if self.oldest is not None and _version(module.__version__) < self.oldest:
+            oldest = ".".join(map(str, self.oldest))
+            return f"{self.name} is version {module.__version__}; install {self.package} {oldest} or newer"
+        major, minor = torch.cuda.get_device_capability()
+        if major not in self.architectures:
+            return f"{self.name} has no kernels for compute capability {major}.{minor}"
+        return None
+
+
+LIBRARIES = (
+    Library("FlashAttention-3", "flash_attn_interface", "flash-attn-3", None, range(9, 10), (None,), dropout=False),
+    Library("FlashAttention-2", "flash_attn", "flash-attn", (2, 4), range(8, 13), (None, "linear"), dropout=True),
+)
+"""In order of preference: the first is for Hopper alone."""
+
+
+class FlashBackend:
+    """One segment with every key or a window of the latest, ALiBi, dropout, and packed documents without padding."""
+
+    def supports(self, needs: Needs) -> str | None:
+        """None, or why such a model cannot be served on this machine."""
+        return self.refuses(needs) or _joined([library.lacks(needs) or library.absent() for library in LIBRARIES])
+
+    def refuses(self, needs: Needs) -> str | None:
+        """None, or why such a model cannot be served whatever is installed."""
+        if needs.device_type != DEVICE:
+            return f"the flash-attn libraries run on CUDA, not {needs.device_type}"
+        if needs.head_dim % 8 or needs.head_dim > WIDEST_HEAD:
+            return f"they need a head_dim that is a multiple of 8 and at most {WIDEST_HEAD}, not {needs.head_dim}"
+        if len(needs.bands) > 1 or needs.bands[0].low != 0 or needs.bands[0].first_keys is not None:
+            return SEGMENT_REASON
+        return _joined([library.lacks(needs) for library in LIBRARIES])
+
+    def attend(self, inputs: AttentionInputs) -> Tensor:
+        """[batch, heads, query_length, head_dim] in the query's dtype.
+
+        Raises:
+            TypeError: the operands are neither float16 nor bfloat16.
+            ValueError: no library serves these inputs, a slope is to be learned, or documents leave out some queries.
+        """
+        if inputs.query.dtype not in DTYPES:
+            raise TypeError(
+                f"attention_backend flash computes in float16 or bfloat16, not {inputs.query.dtype}; "
+                "set precision to one of them, or attention_backend to auto"
+            )
+        library, options = _library(inputs), _options(inputs)
+        if inputs.documents is not None:
+            return _attend_documents(library, inputs, options)
+        operands = (x.transpose(1, 2) for x in (inputs.query, inputs.key, inputs.value))
+        return _output(_function(library, "flash_attn_func")(*operands, **options)).transpose(1, 2)
+
+
+def _joined(reasons: list[str | None]) -> str | None:
+    """None where a library has no reason against it."""
+    given = [reason for reason in reasons if reason is not None]
+    return "; ".join(given) if len(given) == len(reasons) else None
+
+
+def _version(text: str) -> tuple[int, int]:
+    major, minor, *_ = text.split(".")
+    return int(major), int(minor)
+
+
+def _library(inputs: AttentionInputs) -> Library:
+    """The first library that serves these inputs, by what they hold: there is no dropout in evaluation."""
+    formula = None if inputs.bias is None else inputs.bias.formula
+    bands = tuple(segment.band for segment in inputs.segments)
+    return _library_for(Needs(inputs.query.device.type, inputs.query.shape[3], formula, bands, inputs.dropout))
+
+
+@lru_cache(maxsize=16)
+def _library_for(needs: Needs) -> Library:
+    reason = FlashBackend().supports(needs)
+    if reason is not None:
+        raise ValueError(f"flash attention: {reason}")
+    return next(library for library in LIBRARIES if (library.lacks(needs) or library.absent()) is None)
+
+
+def _options(inputs: AttentionInputs) -> dict[str, Any]:
+    """Keywords of both libraries' functions, and FlashAttention-2's own where the inputs ask for them."""
+    options = {"softmax_scale": inputs.scale, "causal": True, "window_size": _window(inputs.segments[0].band)}
+    if inputs.dropout > 0:
+        options["dropout_p"] = inputs.dropout
+    if inputs.bias is not None:
+        slopes = inputs.bias.coefficients[:, 0]
+        if slopes.requires_grad:
+            raise ValueError("flash attention gives the slopes of a linear bias no gradient; keep them fixed")
+        options["alibi_slopes"] = slopes.to(inputs.query.device, torch.float32)
+    return options
+
+
+def _window(band: Band) -> tuple[int, int]:
+    """The library's (left, right): how many keys before and after the query's own are visible, -1 for all."""
+    return (-1, -1) if band.high is None else (band.high - 1, 0)
+
+
+def _function(library: Library, name: str) -> Callable[..., Any]:
+    function: Callable[..., Any] = getattr(importlib.import_module(library.module), name)
+    return function
+
+
+def _output(result: Tensor | tuple[Tensor, ...]) -> Tensor:
+    """The output alone: releases of FlashAttention-3 before `return_attn_probs` returned (output, log-sum-exp)."""
+    return result[0] if isinstance(result, tuple) else result
+
+
+@dataclass(frozen=True)
+class _Packing:
+    """The documents of a batch as one run of tokens: row after row, those without queries left out.
+
+    Attributes:
+        query_ends, key_ends: cumulative lengths from 0 on, [documents + 1] int32.
+        longest_query, longest_key: tokens of the longest document.
+        keys: indices of the kept keys in the rows put end to end, [kept] int64.
+    """
+
+    query_ends: Tensor
+    key_ends: Tensor
+    longest_query: int
+    longest_key: int
+    keys: Tensor
+
+
+def _attend_documents(library: Library, inputs: AttentionInputs, options: dict[str, Any]) -> Tensor:
+    assert inputs.documents is not None
+    batch, _, query_length, _ = inputs.query.shape
+    packing = _packing(inputs.documents.spans, inputs.past, inputs.value.shape[2], inputs.value.device)
+    query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (inputs.query, inputs.key, inputs.value))
+    if inputs.past > 0:
+        key, value = key[packing.keys], value[packing.keys]
+    result = _function(library, "flash_attn_varlen_func")(
+        query,
+        key,
+        value,
+        cu_seqlens_q=packing.query_ends,
+        cu_seqlens_k=packing.key_ends,
+        max_seqlen_q=packing.longest_query,
+        max_seqlen_k=packing.longest_key,
+        **options,
+    )
+    return _output(result).unflatten(0, (batch, query_length)).transpose(1, 2)
+
+
+@lru_cache(maxsize=4)
+def _packing(
+    spans: tuple[tuple[tuple[int, int], ...], ...], past: int, length: int, device: torch.device
+) -> _Packing:
+    """Kept from layer to layer: all of them see the same documents."""
+    found = [(row, start, stop) for row, each in enumerate(spans) for start, stop in each if stop > past]
+    query_lengths = [stop - max(start, past) for _, start, stop in found]
+    key_lengths = [stop - start for _, start, stop in found]
+    if sum(query_lengths) != len(spans) * (length - past):
+        raise ValueError(f"the documents {spans} do not cover the tokens {past} to {length} of every row")
+    query_ends, key_ends = (torch.tensor([0, *each]).cumsum(0).int().to(device) for each in (query_lengths, key_lengths))
+    keys = torch.cat([torch.arange(row * length + start, row * length + stop) for row, start, stop in found])
+    return _Packing(query_ends, key_ends, max(query_lengths), max(key_lengths), keys.to(device))
