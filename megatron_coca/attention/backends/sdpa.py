@@ -1,22 +1,16 @@
 """PyTorch's scaled_dot_product_attention: flash kernels in O(N) memory, on CPU and, without a bias, on CUDA."""
 
-import math
-
-import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
+from megatron_coca.attention.backends.diagonals import biased_attention, diagonals, reversed_mask
 from megatron_coca.attention.backends.documents import attend_by_document
 from megatron_coca.attention.inputs import CAUSAL, AttentionInputs, DistanceBias, Needs
 
-QUERY_BLOCK = 512
-"""Query rows per call where a bias is present: longer blocks spend more on hidden keys, shorter ones more on calls
-(docs/attention.md).
-"""
-
 
 class SdpaBackend:
-    """Causal flash attention; a distance bias enters as a Toeplitz view, never as an N x N tensor."""
+    """Causal flash attention; on the CPU with a distance bias, in linear memory too (diagonals.py)."""
 
     def supports(self, needs: Needs) -> str | None:
         """None, or why such a model cannot be served."""
@@ -36,58 +30,31 @@ class SdpaBackend:
 
 
 def _attend_row(inputs: AttentionInputs) -> Tensor:
+    if inputs.bias is not None and inputs.dropout == 0:
+        return biased_attention(inputs.query, inputs.key, inputs.value, inputs.scale, inputs.bias)
     if inputs.bias is not None:
-        return _attend_in_blocks(inputs)
-    if inputs.query.shape[2] in (1, inputs.key.shape[2]):
-        return _sdpa(inputs, inputs.query, inputs.key, inputs.value, causal=inputs.past == 0)
-    return _attend_in_blocks(inputs)
+        return _sdpa(inputs, mask=_dense_mask(inputs, inputs.bias))
+    if inputs.past == 0:
+        return _sdpa(inputs, causal=True)
+    if inputs.query.shape[2] == 1:
+        return _sdpa(inputs)
+    return _sdpa(inputs, mask=causal_lower_right(inputs.query.shape[2], inputs.key.shape[2]))
 
 
-def _attend_in_blocks(inputs: AttentionInputs) -> Tensor:
-    """Blocks of queries against the keys that they can see, with the bias and the causal mask in one strided view.
-
-    A bias b(r) of the distance r = m - n is constant along diagonals. With the rows of a block reversed, entry
-    (row, column) lies at offset row + column of one vector per head, so the mask of every block is a view of that
-    vector with strides (1, 1): exact in float32, O(N) memory, and autograd keeps only the vector.
-    """
-    query_length, key_length = inputs.query.shape[2], inputs.key.shape[2]
-    diagonals = _diagonals(inputs.bias, key_length, min(QUERY_BLOCK, query_length), inputs.query)
-    outputs = []
-    for start in range(0, query_length, QUERY_BLOCK):
-        stop = min(start + QUERY_BLOCK, query_length)
-        visible = key_length - query_length + stop
-        mask = _reversed_mask(diagonals, stop - start, visible, offset=key_length - visible)
-        block = inputs.query[:, :, start:stop].flip(2)
-        out = _sdpa(inputs, block, inputs.key[:, :, :visible], inputs.value[:, :, :visible], mask=mask)
-        outputs.append(out.flip(2))
-    return torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0]
+def _dense_mask(inputs: AttentionInputs, bias: DistanceBias) -> Tensor:
+    """The bias of every pair: with dropout, PyTorch's CPU attention is dense in any case."""
+    rows, columns = inputs.query.shape[2], inputs.key.shape[2]
+    return reversed_mask(diagonals(bias, columns, rows, inputs.query), rows, columns, columns).flip(2)
 
 
-def _diagonals(bias: DistanceBias | None, key_length: int, rows: int, query: Tensor) -> Tensor:
-    """The bias at distances key_length - 1, ..., 0 and then `rows - 1` times -inf (keys to come), [heads or 1, ...]."""
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    distance = torch.arange(key_length - 1, -rows, -1, device=query.device)
-    values = bias.at(distance.to(dtype)) if bias is not None else torch.zeros(1, len(distance), dtype=dtype)
-    return values.to(query.device).masked_fill(distance < 0, -math.inf)
-
-
-def _reversed_mask(diagonals: Tensor, rows: int, columns: int, offset: int) -> Tensor:
-    """The additive mask [1, heads or 1, rows, columns] of a block whose last row sees `columns` keys, rows reversed."""
-    heads, length = diagonals.shape
-    return diagonals.as_strided((1, heads, rows, columns), (0, length, 1, 1), storage_offset=offset)
-
-
-def _sdpa(
-    inputs: AttentionInputs, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, causal: bool = False
-) -> Tensor:
-    grouped = query.shape[1] != key.shape[1]
+def _sdpa(inputs: AttentionInputs, mask: Tensor | None = None, causal: bool = False) -> Tensor:
     return F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
+        inputs.query,
+        inputs.key,
+        inputs.value,
         attn_mask=mask,
         dropout_p=inputs.dropout,
         is_causal=causal,
         scale=inputs.scale,
-        enable_gqa=grouped,
+        enable_gqa=inputs.query.shape[1] != inputs.key.shape[1],
     )
