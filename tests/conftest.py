@@ -15,6 +15,9 @@ import torch
 
 from megatron_coca.data import SourceSpec, load_tokenizer, prepare
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is defined: it then runs in Triton's interpreter
+
 ROOT = Path(__file__).parents[1]
 TIME_LIMIT = 300
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "SLURM_", "OMP_")

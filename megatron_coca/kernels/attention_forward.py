@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_coca.kernels.plan import LOG2_E, Operands, Plan
 from megatron_coca.kernels.scores import key_phases, load_coefficients, logits, start_of_document
-from megatron_coca.kernels.tiles import load_tile, load_two, operand, plane, store_tile
+from megatron_coca.kernels.tiles import constant_rows, load_tile, load_two, operand, plane, store_tile, zero_tile
 
 
 def forward(operands: Operands, plan: Plan) -> tuple[Tensor, Tensor]:
@@ -68,9 +68,9 @@ def _attend(
     scoring = (limits, load_coefficients(coefficients, head, KIND), scale)
     # A finite peak to begin with: a tile without a visible key then leaves it, and no -inf is subtracted from -inf.
     state = (
-        tl.zeros([KIND.rows, KIND.columns], tl.float32),
-        tl.full([KIND.rows], -1e30, tl.float32),
-        tl.zeros([KIND.rows], tl.float32),
+        zero_tile(KIND.rows, KIND.columns),
+        constant_rows(-1e30, KIND.rows),
+        constant_rows(0.0, KIND.rows),
     )
     phases = key_phases(key_length - query_length + row, starts, batch, key_length, limits, KIND)
     begin, far_end, edge, full, diagonal, end = phases

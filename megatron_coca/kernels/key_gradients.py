@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_coca.kernels.plan import Operands, Plan
 from megatron_coca.kernels.scores import load_coefficients, logits, part, query_phases, start_of_document
-from megatron_coca.kernels.tiles import dot, load_tile, load_two, operand, plane, store_tile
+from megatron_coca.kernels.tiles import dot, load_tile, load_two, operand, plane, store_tile, zero_tile
 
 
 def key_gradients(operands: Operands, plan: Plan, results: Operands, saved: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -75,7 +75,7 @@ def _key_gradients(
     v = load_tile(plane(value, batch, kv_head), row, key_length, KIND.width, KIND.keys, KIND.columns)
     n = row + tl.arange(0, KIND.keys)[:, None]
     documents = (starts, batch)
-    none = tl.zeros([KIND.keys, KIND.columns], tl.float32)
+    none = zero_tile(KIND.keys, KIND.columns)
     sums = (none, none, none)
     phases = query_phases(row, starts, stops, batch, query_length, key_length, limits, KIND)
     begin, diagonal_end, full, edge, far_begin, end = phases

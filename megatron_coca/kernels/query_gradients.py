@@ -14,7 +14,7 @@ from megatron_coca.kernels.scores import (
     part,
     start_of_document,
 )
-from megatron_coca.kernels.tiles import dot, load_tile, load_two, operand, plane, store_tile
+from megatron_coca.kernels.tiles import constant_rows, dot, load_tile, load_two, operand, plane, store_tile, zero_tile
 
 
 def query_gradients(
@@ -98,8 +98,8 @@ def _query_gradients(
     )
     start = start_of_document(starts, batch, m, key_length, KIND)[:, None]
     scoring = (limits, load_coefficients(coefficients, head, KIND), scale * 1.4426950408889634)
-    none = tl.zeros([KIND.rows, KIND.columns], tl.float32)
-    nothing = tl.zeros([KIND.rows], tl.float32)
+    none = zero_tile(KIND.rows, KIND.columns)
+    nothing = constant_rows(0.0, KIND.rows)
     sums = (none, none, nothing, nothing, nothing, nothing, nothing)
     phases = key_phases(key_length - query_length + row, starts, batch, key_length, limits, KIND)
     begin, far_end, edge, full, diagonal, end = phases

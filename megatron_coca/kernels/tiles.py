@@ -65,6 +65,19 @@ def load_two(near, far, start, length, NEAR: tl.constexpr, FAR: tl.constexpr, RO
 
 
 @triton.jit
+def zero_tile(ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """[ROWS, COLUMNS] float32."""
+    # Its own function, because Triton 3.6 takes only compile-time arguments for a shape, not fields of one.
+    return tl.zeros([ROWS, COLUMNS], tl.float32)
+
+
+@triton.jit
+def constant_rows(value, ROWS: tl.constexpr):
+    """[ROWS] float32, all `value`."""
+    return tl.full([ROWS], value, tl.float32)
+
+
+@triton.jit
 def dot(a, b):
     """a b in float32; float32 operands are not rounded to TF32."""
     return tl.dot(a, b, input_precision="ieee")
