@@ -31,6 +31,7 @@ def pins(name: str) -> dict[str, Requirement]:
 
 RUNTIME, DEVELOPMENT = pins("requirements.txt"), pins("requirements-dev.txt")
 DECLARED = parse(PROJECT["dependencies"])
+OPTIONAL = set(parse(EXTRAS["logging"])) | set(parse(EXTRAS["kernels"]))
 PINNED_BY_PYDANTIC = {"pydantic-core"}
 """One version of pydantic asks for exactly one of these, so a pin of our own could only contradict it."""
 
@@ -59,7 +60,7 @@ def test_requirements_are_the_dependencies_and_wandb() -> None:
 
 
 def test_development_requirements_are_the_extras() -> None:
-    assert set(DEVELOPMENT) == set(parse(EXTRAS["dev"])) | set(parse(EXTRAS["logging"])) - {"wandb"}
+    assert set(DEVELOPMENT) == set(parse(EXTRAS["dev"])) | OPTIONAL - {"wandb"}
     assert "-r requirements.txt" in (ROOT / "requirements-dev.txt").read_text().splitlines()
 
 
@@ -77,7 +78,7 @@ def test_what_is_installed_is_what_the_files_ask_for(name: str) -> None:
 
 def test_every_import_of_the_package_is_declared() -> None:
     providers = packages_distributions()
-    allowed = set(DECLARED) | set(parse(EXTRAS["logging"])) | PINNED_BY_PYDANTIC
+    allowed = set(DECLARED) | OPTIONAL | PINNED_BY_PYDANTIC
     for module in imported("megatron_coca"):
         names = {canonicalize_name(name) for name in providers.get(module, [module])}
         assert names & allowed, f"import {module}: declare one of {sorted(names)} in pyproject.toml, requirements.txt"
