@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_coca.data import SourceSpec, load_tokenizer, prepare
-
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is defined: it then runs in Triton's interpreter
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton, which then runs kernels in its interpreter
+
+from megatron_coca.data import SourceSpec, load_tokenizer, prepare  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 TIME_LIMIT = 300

@@ -74,9 +74,9 @@ class _Operands(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
         *tables, ctx.form = rest
         ctx.save_for_backward(q, k, *tables)
-        outputs = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
-        _launch(forward_kernel, (q, outputs[0]), (k, outputs[1]), tables, ctx.form)
-        return outputs
+        query, key = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
+        _launch(forward_kernel, (q, query), (k, key), tables, ctx.form)
+        return query, key
 
     @staticmethod
     @once_differentiable

@@ -69,10 +69,20 @@ def tune(query: Tensor, key: Tensor, segments: int, launches: Sequence[Launch], 
 def _measures(query: Tensor, key: Tensor, segments: int) -> tuple[Call, Call]:
     """Milliseconds of the forward and of the backward pass; a second segment begins at a quarter of the length."""
     leaves = [x.detach().clone().requires_grad_() for x in (query, key, key)]
-    far = {"far_query": leaves[0], "far_key": leaves[1], "window": key.shape[2] // 4} if segments == 2 else {}
+    q, k, v = leaves
+    two = segments == 2
 
     def call(blocks: Blocks) -> Tensor:
-        return flash_attention(*leaves, query.shape[3] ** -0.5, blocks=blocks, **far)
+        return flash_attention(
+            q,
+            k,
+            v,
+            q.shape[3] ** -0.5,
+            far_query=q if two else None,
+            far_key=k if two else None,
+            window=k.shape[2] // 4 if two else None,
+            blocks=blocks,
+        )
 
     def backward(blocks: Blocks) -> float:
         out = call(blocks)

@@ -108,10 +108,15 @@ def run(case: Case, backend: Backend, dtype: torch.dtype, device: str = "cpu") -
 
 
 def check(case: Case, dtype: torch.dtype, device: str = "cpu") -> None:
-    """Output and gradients are at most twice as far from float64 as a plain PyTorch run in `dtype`."""
+    """Output and gradients are at most twice as far from float64 as a plain PyTorch run in `dtype`.
+
+    A float32 unit in the last place of the largest number comes on top: the gradient of a coefficient is one sum over
+    all pairs, and the plain run may happen to hit its last digit.
+    """
     exact = run(case, ReferenceBackend(), torch.float64, device)
     plain = run(case, ReferenceBackend(), dtype, device)
     got = run(case, TritonBackend(), dtype, device)
     for place, (mine, theirs, true) in enumerate(zip(got, plain, exact, strict=True)):
-        error, allowed = (mine - true).abs().max(), 2 * (theirs - true).abs().max() + EPSILONS[dtype]
+        rounding = EPSILONS[dtype] + torch.finfo(torch.float32).eps * true.abs().max()
+        error, allowed = (mine - true).abs().max(), 2 * (theirs - true).abs().max() + rounding
         assert error <= allowed, f"{case}, tensor {place}: error {error:.2e}, allowed {allowed:.2e}"
