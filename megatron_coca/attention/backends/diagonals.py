@@ -7,11 +7,11 @@ so the same vector is the causal mask.
 
 PyTorch's flash kernel gives no gradient to a mask, and its fallback builds all N x N scores. A learned bias needs the
 sum of the scores' gradients along each diagonal; they are formed tile by tile and added up in a skewed buffer, whose
-columns are the diagonals.
+columns are the diagonals. The other gradients then come from the same tiles.
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,6 +48,23 @@ def reversed_mask(along: Tensor, rows: int, columns: int, key_length: int) -> Te
     return along.as_strided((1, heads, rows, columns), (0, length, 1, 1), storage_offset=key_length - columns)
 
 
+class _Rows(NamedTuple):
+    """What the backward pass knows of a block of queries, rows reversed, [batch, heads, rows, ...]."""
+
+    grad: Tensor
+    query: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+class _Tile(NamedTuple):
+    """Weights and score gradients [rows, columns], and the buffer [rows, rows + columns] of which `scores` is a view."""
+
+    weights: Tensor
+    scores: Tensor
+    skewed: Tensor
+
+
 class _Biased(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, along: Tensor, scale: float) -> Tensor:
@@ -70,20 +87,19 @@ class _Biased(torch.autograd.Function):
         query, key, value, along, out, lse = ctx.saved_tensors
         wide = torch.promote_types(query.dtype, torch.float32)
         query_grad = torch.empty_like(query)
-        key_grad, value_grad = (torch.zeros_like(x, dtype=wide) for x in (key, value))
+        key_grad, value_grad = (torch.zeros(x.shape, dtype=wide) for x in (key, value))
         along_grad = torch.zeros_like(along) if ctx.needs_input_grad[3] else None
         for start, stop, visible in _blocks(query.shape[2], key.shape[2]):
-            mask = reversed_mask(along, stop - start, visible, key.shape[2])
-            rows = [x[:, :, start:stop].flip(2) for x in (grad, query, out, lse)]
+            rows = _Rows(*(x[:, :, start:stop].flip(2) for x in (grad, query, out, lse)))
             keys, values = key[:, :, :visible], value[:, :, :visible]
-            dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                rows[0], rows[1], keys, values, *rows[2:], 0.0, False, attn_mask=mask, scale=ctx.scale
-            )
+            mask = reversed_mask(along, stop - start, visible, key.shape[2])
+            sums = key_grad[:, :, :visible], value_grad[:, :, :visible]
+            if along_grad is None:
+                dq = _flash_backward(rows, keys, values, mask, ctx.scale, sums)
+            else:
+                diagonal_sums = along_grad[:, key.shape[2] - visible :]
+                dq = _tiled_backward(rows, keys, values, mask, ctx.scale, sums, diagonal_sums)
             query_grad[:, :, start:stop] = dq.flip(2)
-            key_grad[:, :, :visible] += dk
-            value_grad[:, :, :visible] += dv
-            if along_grad is not None:
-                _add_along_diagonals(along_grad[:, key.shape[2] - visible :], rows, keys, values, mask, ctx.scale)
         return query_grad, key_grad.to(key.dtype), value_grad.to(value.dtype), along_grad, None
 
 
@@ -94,35 +110,60 @@ def _blocks(query_length: int, key_length: int) -> list[tuple[int, int, int]]:
     return [(start, stop, key_length - query_length + stop) for start, stop in zip(starts, stops, strict=True)]
 
 
-def _add_along_diagonals(
-    along_grad: Tensor, rows: list[Tensor], keys: Tensor, values: Tensor, mask: Tensor, scale: float
-) -> None:
-    """Add the gradient of the scores of a block to `along_grad` [heads, ...] at row + column, head by head."""
-    wide = along_grad.dtype
-    grad, query, out, lse = rows
-    shares = (grad.to(wide) * out.to(wide)).sum(-1, keepdim=True)
-    groups = query.shape[1] // keys.shape[1]
-    for batch in range(query.shape[0]):
-        for head in range(query.shape[1]):
-            sides = [x[batch, head].to(wide) for x in (query, grad, shares, lse[..., None])]
+def _flash_backward(
+    rows: _Rows, keys: Tensor, values: Tensor, mask: Tensor, scale: float, sums: tuple[Tensor, Tensor]
+) -> Tensor:
+    """The query gradient of a block; those of its keys and values are added to `sums`."""
+    dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        rows.grad, rows.query, keys, values, rows.out, rows.lse, 0.0, False, attn_mask=mask, scale=scale
+    )
+    sums[0].add_(dk)
+    sums[1].add_(dv)
+    return dq
+
+
+def _tiled_backward(
+    rows: _Rows,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    scale: float,
+    sums: tuple[Tensor, Tensor],
+    diagonal_sums: Tensor,
+) -> Tensor:
+    """As `_flash_backward`, and adds the gradient of entry (row, column) of the mask to `diagonal_sums` [heads, ...] at
+    row + column.
+    """
+    wide = diagonal_sums.dtype
+    query_grad = torch.zeros(rows.query.shape, dtype=wide)
+    shares = (rows.grad.to(wide) * rows.out.to(wide)).sum(-1, keepdim=True)
+    groups = rows.query.shape[1] // keys.shape[1]
+    for batch in range(keys.shape[0]):
+        for head in range(rows.query.shape[1]):
+            sides = [x[batch, head].to(wide) for x in (rows.query, rows.grad, shares, rows.lse[..., None])]
             for first in range(0, keys.shape[2], KEY_BLOCK):
                 columns = slice(first, min(first + KEY_BLOCK, keys.shape[2]))
-                tile = [x[batch, head // groups, columns].to(wide) for x in (keys, values)]
-                sums = _tile_sums(sides, tile, mask[0, head, :, columns], scale)
-                along_grad[head, first : first + len(sums)] += sums
+                place = (batch, head // groups, columns)
+                tile = _tile(*sides, keys[place].to(wide), values[place].to(wide), mask[0, head, :, columns], scale)
+                query_grad[batch, head].addmm_(tile.scores, keys[place].to(wide), alpha=scale)
+                sums[0][place].addmm_(tile.scores.T, sides[0], alpha=scale)
+                sums[1][place].addmm_(tile.weights.T, sides[1])
+                along = tile.skewed.sum(0)[:-1]
+                diagonal_sums[head, first : first + len(along)] += along
+    return query_grad.to(rows.query.dtype)
 
 
-def _tile_sums(sides: list[Tensor], tile: list[Tensor], mask: Tensor, scale: float) -> Tensor:
-    """sum over row + column = c of weight * (d weight - share) of one tile, for every c, [rows + columns - 1].
+def _tile(
+    query: Tensor, grad: Tensor, shares: Tensor, lse: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float
+) -> _Tile:
+    """The attention weights of a tile and the gradient of its scores, weight * (grad . value - share).
 
-    The buffer's rows are one longer than the tile's columns and rows together, so that entry (row, column) falls into
-    column row + column of the row before: written straight, read skewed.
+    The gradient is written into a buffer whose rows are one longer than the tile's rows and columns together, so that
+    entry (row, column) falls into column row + column: written straight, read skewed.
     """
-    query, grad, shares, lse = sides
-    keys, values = tile
     rows, columns = len(query), len(keys)
     weights = torch.baddbmm(mask[None], query[None], keys.T[None], alpha=scale)[0].sub_(lse).exp_()
     skewed = weights.new_zeros(rows, rows + columns)
-    straight = skewed.as_strided((rows, columns), (rows + columns + 1, 1))
-    torch.mul(torch.addmm(-shares, grad, values.T), weights, out=straight)
-    return skewed.sum(0)[:-1]
+    scores = skewed.as_strided((rows, columns), (rows + columns + 1, 1))
+    torch.mul(torch.addmm(-shares, grad, values.T), weights, out=scores)
+    return _Tile(weights, scores, skewed)
