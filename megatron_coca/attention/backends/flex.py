@@ -6,9 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from megatron_coca.attention.inputs import AttentionInputs, Band, DistanceBias, Needs
+
+BLOCK = 128
+"""Queries and keys of a block, which the kernel takes whole, takes in part or leaves out."""
 
 
 class FlexBackend:
@@ -35,7 +38,7 @@ class FlexBackend:
             segment.query,
             segment.key,
             inputs.value,
-            score_mod=None if inputs.bias is None else _score_mod(inputs.bias, inputs.past),
+            score_mod=None if inputs.bias is None else _score_mod(inputs.bias, inputs),
             block_mask=_block_mask(inputs, segment.band),
             scale=inputs.scale,
             enable_gqa=segment.query.shape[1] != segment.key.shape[1],
@@ -44,38 +47,99 @@ class FlexBackend:
 
 @lru_cache(maxsize=1)
 def _compiled_kernel() -> Callable[..., Any]:
-    return torch.compile(flex_attention, dynamic=False)
+    """Compiled for the first shape and then once more for any: a compilation for each length would soon meet PyTorch's
+    limit, and beyond it the dense definition runs unasked. With `fullgraph` that is an error.
+    """
+    return torch.compile(flex_attention, fullgraph=True)
+
+
+def _score_mod(bias: DistanceBias, inputs: AttentionInputs) -> Callable[..., Tensor]:
+    """A slope is multiplied in the kernel; any other bias is looked up in a vector [heads, key_length].
+
+    Evaluating every bias in the kernel is no choice: a learned coefficient would collect its gradient by one atomic
+    addition for each pair, and the compiler gets tensors that a score_mod makes itself wrong.
+    """
+    past = inputs.past
+    if bias.formula == "linear":
+        slopes = bias.coefficients[:, 0].to(inputs.value.device)
+
+        def add_linear(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return score - slopes[head] * (query + past - key)
+
+        return add_linear
+    values = bias.at(torch.arange(inputs.value.shape[2], dtype=torch.float32, device=inputs.value.device))
+
+    def add(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return score + values[head, (query + past - key).clamp(min=0)]
+
+    return add
 
 
 def _block_mask(inputs: AttentionInputs, band: Band) -> BlockMask:
     query_length, key_length = inputs.query.shape[2], inputs.value.shape[2]
     if inputs.documents is None:
         return _band_mask(query_length, key_length, band, inputs.value.device)
-    starts = inputs.documents.starts
-    rule = _visible(band, key_length - query_length, starts)
-    return create_block_mask(rule, len(starts), None, query_length, key_length, device=starts.device)
+    return _mask(query_length, key_length, band, inputs.documents.starts)
 
 
 @lru_cache(maxsize=16)
 def _band_mask(query_length: int, key_length: int, band: Band, device: torch.device) -> BlockMask:
-    rule = _visible(band, key_length - query_length, None)
-    return create_block_mask(rule, None, None, query_length, key_length, device=device)
+    return _mask(query_length, key_length, band, torch.zeros(1, key_length, dtype=torch.long, device=device))
 
 
-def _visible(band: Band, past: int, starts: Tensor | None) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+def _mask(query_length: int, key_length: int, band: Band, starts: Tensor) -> BlockMask:
+    """As `create_block_mask` makes it, without its N x N tensor."""
+    seen, whole = _blocks(query_length, key_length, band, starts)
+    rule = _visible(band, key_length - query_length, starts)
+    return BlockMask.from_kv_blocks(
+        *_listed(seen & ~whole),
+        *_listed(whole),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=rule,
+        seq_lengths=(query_length, key_length),
+    )
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """How many of each row of `blocks` [..., columns] are set, and their columns before all others; both int32."""
+    return blocks.sum(-1, dtype=torch.int32), blocks.int().argsort(dim=-1, descending=True, stable=True).int()
+
+
+def _blocks(query_length: int, key_length: int, band: Band, starts: Tensor) -> tuple[Tensor, Tensor]:
+    """Blocks with visible pairs (and maybe a few without), and full blocks of nothing but visible pairs.
+
+    Both [batch, 1, query blocks, key blocks]. A block's distances run from its first query and last key to its last
+    query and first key without a gap, and its documents' starts do not decrease.
+    """
+    past = key_length - query_length
+    high = key_length if band.high is None else band.high
+    reach = key_length if band.first_keys is None else band.first_keys
+    (first, last), (left, right) = _edges(past, key_length, starts), _edges(0, key_length, starts)
+    begin, late_begin = (starts[:, None, rows, None] for rows in (first, last))
+    first, last = first[:, None], last[:, None]
+    nearest, furthest = first - right, last - left
+    nearest_reached = first - right.minimum(late_begin + reach - 1)
+    seen = (furthest >= band.low) & (nearest_reached < high) & (right >= begin) & (left < late_begin + reach)
+    whole = (nearest >= band.low) & (furthest < high) & (left >= late_begin) & (right < begin + reach)
+    return seen, whole & (last - first == BLOCK - 1) & (right - left == BLOCK - 1)
+
+
+def _edges(start: int, stop: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """The first and the last token of every block of the tokens from `start` to `stop`."""
+    first = torch.arange(start, stop, BLOCK, device=like.device)
+    return first, (first + BLOCK).clamp(max=stop) - 1
+
+
+def _visible(band: Band, past: int, starts: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Whether a pair is visible; `starts` has one row for each of the batch, or one for all."""
+    shared = len(starts) == 1
+
     def rule(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         distance = query + past - key
-        first = torch.zeros_like(query) if starts is None else starts[batch, query + past]
+        first = starts[0 if shared else batch, query + past]
         inside = (distance >= band.low) & (key >= first)
         if band.high is not None:
             inside = inside & (distance < band.high)
         return inside if band.first_keys is None else inside & (key < first + band.first_keys)
 
     return rule
-
-
-def _score_mod(bias: DistanceBias, past: int) -> Callable[..., Tensor]:
-    def add(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return score + bias.at((query + past - key).clamp(min=0).to(torch.float32))[head]
-
-    return add

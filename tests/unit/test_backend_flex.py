@@ -1,0 +1,130 @@
+"""FlexAttention as a backend: its dense definition here, and its compiled kernel on the CPU, which has no backward."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_coca.attention.backends import flex
+from megatron_coca.attention.backends.flex import BLOCK, FlexBackend
+from megatron_coca.attention.backends.reference import ReferenceBackend
+from megatron_coca.attention.inputs import CAUSAL, AttentionInputs, Band, DistanceBias, Needs, Segment
+from megatron_coca.attention.packing import documents_from_ids
+from megatron_coca.attention.positions.bias import (
+    AlibiBias,
+    LearnedBuckets,
+    LearnedKerpleLog,
+    LearnedKerplePower,
+    alibi_slopes,
+)
+
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
+BANDS = (CAUSAL, Band(0, 1), Band(0, 7), Band(0, 200), Band(0, None, 3), Band(0, 150, 10), Band(3, 300))
+LAYOUTS = ((1, 1), (63, 63), (256, 256), (300, 300), (300, 1), (300, 140), (515, 515))
+
+
+def biases() -> dict[str, DistanceBias | None]:
+    torch.manual_seed(1)
+    learned = LearnedKerpleLog(HEADS), LearnedKerplePower(HEADS), LearnedBuckets(HEADS, HEAD_DIM)
+    linear = AlibiBias(alibi_slopes(HEADS))
+    return {"none": None, "linear": linear} | {bias.formula: bias for bias in (module() for module in learned)}
+
+
+def ids(length: int) -> Tensor:
+    """Two rows of documents of several lengths."""
+    return torch.stack([torch.arange(length) // 37, (torch.arange(length) > length // 2).long()])
+
+
+def inputs(length: int, queries: int, band: Band, bias: DistanceBias | None, packed: bool) -> AttentionInputs:
+    generator = torch.Generator().manual_seed(length)
+    shapes = [(2, HEADS, queries, HEAD_DIM), *[(2, KV_HEADS, length, HEAD_DIM)] * 2]
+    q, k, v = (torch.randn(shape, generator=generator) for shape in shapes)
+    documents = documents_from_ids(ids(length)) if packed else None
+    return AttentionInputs((Segment(q, k, band),), v, 0.3, bias, documents=documents)
+
+
+def assert_attention(backend: FlexBackend, given: AttentionInputs) -> None:
+    """As near to dense attention in float64 as dense attention in float32 is, twice over."""
+    (segment,) = given.segments
+    wide = Segment(segment.query.double(), segment.key.double(), segment.band)
+    exact = ReferenceBackend().attend(given.replace(segments=(wide,), value=given.value.double()))
+    with torch.no_grad():
+        ours, plain = ((each.attend(given) - exact).abs().max() for each in (backend, ReferenceBackend()))
+    assert ours <= 2 * plain + 2e-6
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["one document", "packed"])
+@pytest.mark.parametrize("bias", biases())
+@pytest.mark.parametrize("band", BANDS[:-1], ids=str)
+def test_its_definition_is_attention(band: Band, bias: str, packed: bool) -> None:
+    for length, queries in ((1, 1), (63, 63), (140, 5)):
+        assert_attention(FlexBackend(compiled=False), inputs(length, queries, band, biases()[bias], packed))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["one document", "packed"])
+@pytest.mark.parametrize("band", BANDS, ids=str)
+@pytest.mark.parametrize(("length", "queries"), LAYOUTS)
+def test_blocks_hold_what_is_visible(length: int, queries: int, band: Band, packed: bool) -> None:
+    """Against the pairs one by one: none is left out, none is let in unasked, and no block is visited for nothing."""
+    starts = documents_from_ids(ids(length)).starts if packed else torch.zeros(1, length, dtype=torch.long)
+    rule = flex._visible(band, length - queries, starts)
+    batch, query, key = torch.meshgrid(*(torch.arange(n) for n in (len(starts), queries, length)), indexing="ij")
+    visible = rule(batch, torch.tensor(0), query, key)
+    rows, columns = math.ceil(queries / BLOCK), math.ceil(length / BLOCK)
+    padded = torch.nn.functional.pad(visible, (0, columns * BLOCK - length, 0, rows * BLOCK - queries))
+    tiles = padded.unflatten(2, (columns, BLOCK)).unflatten(1, (rows, BLOCK))
+    some, every = tiles.any(dim=(2, 4))[:, None], tiles.all(dim=4).all(dim=2)[:, None]
+    seen, whole = flex._blocks(queries, length, band, starts)
+    assert not (some & ~seen).any() and not (whole & ~every).any()
+    if not packed:
+        assert torch.equal(seen, some) and torch.equal(whole, every)
+
+
+def test_the_mask_lists_its_blocks() -> None:
+    """Partial blocks with the rule, whole blocks without it, each by its row's count and columns."""
+    mask = flex._mask(300, 300, Band(0, 200), torch.zeros(1, 300, dtype=torch.long))
+    assert mask.shape == (1, 1, 300, 300)
+    assert mask.kv_num_blocks.tolist() == [[[1, 2, 3]]]
+    assert mask.full_kv_num_blocks.tolist() == [[[0, 0, 0]]]
+    assert mask.kv_indices[0, 0, 2].tolist() == [0, 1, 2]
+    whole = flex._mask(512, 512, CAUSAL, torch.zeros(1, 512, dtype=torch.long))
+    assert whole.full_kv_num_blocks.tolist() == [[[0, 1, 2, 3]]]
+    assert whole.kv_indices[0, 0, :, 0].tolist() == [0, 1, 2, 3]
+
+
+def test_masks_of_bands_are_kept() -> None:
+    """From layer to layer; those of documents are made for each batch."""
+    given = inputs(63, 63, CAUSAL, None, packed=False)
+    assert flex._block_mask(given, CAUSAL) is flex._block_mask(given, CAUSAL)
+    packed = inputs(63, 63, CAUSAL, None, packed=True)
+    assert flex._block_mask(packed, CAUSAL) is not flex._block_mask(packed, CAUSAL)
+
+
+@pytest.mark.parametrize(
+    ("needs", "reason"),
+    [
+        (Needs("cuda", bias="buckets", bands=(Band(0, 7, 3),)), None),
+        (Needs("cpu"), "no backward pass off CUDA"),
+        (Needs("cuda", bands=(Band(0, 7), Band(7))), "not one pair for each band"),
+        (Needs("cuda", dropout=0.1), "no dropout"),
+    ],
+)
+def test_what_it_supports(needs: Needs, reason: str | None) -> None:
+    said = FlexBackend().supports(needs)
+    assert said is None if reason is None else said is not None and reason in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bias", biases())
+def test_its_kernel_is_attention(bias: str) -> None:
+    """Compiled: the same values, with no more compilations for more lengths."""
+    torch.compiler.reset()
+    flex._compiled_kernel.cache_clear()
+    kernel = FlexBackend()
+    for length, queries in ((64, 64), (96, 96), (200, 200), (300, 300), (301, 140), (310, 20)):
+        assert_attention(kernel, inputs(length, queries, CAUSAL, biases()[bias], packed=False))
+    for length in (400, 401, 402, 403):
+        assert_attention(kernel, inputs(length, 1, CAUSAL, biases()[bias], packed=False))
+    for length in (200, 300):
+        assert_attention(kernel, inputs(length, length, Band(0, 150, 10), biases()[bias], packed=True))
