@@ -1,0 +1,79 @@
+"""The merge backend's CUDA kernels against float64, called alone and merged. Run with: python -m pytest -m gpu"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_coca.attention.backends.flash_ops import flash_op
+from megatron_coca.attention.backends.merge import MergeBackend
+from megatron_coca.attention.backends.reference import ReferenceBackend
+from megatron_coca.attention.inputs import AttentionInputs, Band, Segment
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+BANDS = {
+    "near and far": (Band(0, 64), Band(64)),
+    "odd window": (Band(0, 100), Band(100)),
+    "three": (Band(0, 32), Band(32, 200), Band(200, None, first_keys=10)),
+    "window": (Band(0, 96),),
+    "narrow window": (Band(0, 2), Band(2)),
+}
+FLOOR = 16 * torch.finfo(torch.float32).eps
+"""Errors below it are chance: one row of dense float32 attention may be right to the last digit."""
+BATCH, HEADS, KV_HEADS, HEAD_DIM, SCALE = 2, 4, 2, 64, 0.125
+
+
+def normal(heads: int, length: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(BATCH, length, heads, HEAD_DIM, device="cuda").to(dtype).transpose(1, 2)
+
+
+def results(attend, operands: list[Tensor], bands: tuple[Band, ...], cotangent: Tensor) -> list[Tensor]:  # type: ignore[no-untyped-def]
+    """Output and gradients of V, Q'1, K'1, Q'2, ..., in float64."""
+    leaves = [x.detach().requires_grad_() for x in operands]
+    segments = tuple(Segment(q, k, band) for q, k, band in zip(leaves[1::2], leaves[2::2], bands, strict=True))
+    out = attend(AttentionInputs(segments, leaves[0], SCALE))
+    return [x.detach().double() for x in (out, *torch.autograd.grad(out, leaves, cotangent.to(out.dtype)))]
+
+
+def error(got: Tensor, exact: Tensor) -> float:
+    return float((got - exact).norm() / exact.norm())
+
+
+@DTYPES
+@pytest.mark.parametrize(("length", "past"), [(512, 0), (1000, 0), (1000, 1), (1000, 333), (1000, 999)])
+@pytest.mark.parametrize("name", BANDS)
+def test_values_and_gradients(name: str, length: int, past: int, dtype: torch.dtype) -> None:
+    """Errors at most twice those of dense attention in the same dtype, both against float64."""
+    torch.manual_seed(0)
+    bands = BANDS[name]
+    operands = [normal(KV_HEADS, length, dtype)]
+    for _ in bands:
+        operands += [normal(HEADS, length - past, dtype), normal(KV_HEADS, length, dtype)]
+    cotangent = normal(HEADS, length - past, dtype)
+    exact = results(ReferenceBackend().attend, [x.double() for x in operands], bands, cotangent)
+    plain = results(ReferenceBackend().attend, operands, bands, cotangent)
+    merged = results(MergeBackend().attend, operands, bands, cotangent)
+    for expected, allowed, got in zip(exact, plain, merged, strict=True):
+        assert error(got, expected) <= max(2 * error(allowed, expected), FLOOR)
+
+
+@DTYPES
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("length", [1, 31, 32, 33, 250])
+def test_a_kernel_alone(length: int, causal: bool, dtype: torch.dtype) -> None:
+    """Log-sum-exp in natural base, and rows that are no multiple of the padding."""
+    torch.manual_seed(0)
+    q, k, v = (normal(heads, length, dtype) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    out, lse = flash_op(q).forward(q, k, v, causal, SCALE)
+    wide_k, wide_v = (x.double().repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (k, v))
+    scores = q.double() @ wide_k.mT * SCALE
+    if causal:
+        scores = scores.masked_fill(torch.ones(length, length, device="cuda").triu(1).bool(), -torch.inf)
+    assert lse.shape == (BATCH, HEADS, length)
+    torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=1e-3, atol=1e-2)
+    assert error(out.double(), scores.softmax(-1) @ wide_v) < 0.01
+
+
+def test_float64_has_no_kernel() -> None:
+    with pytest.raises(TypeError, match=r"torch.float64 on cuda; set attention_backend: reference"):
+        flash_op(torch.zeros(1, dtype=torch.float64, device="cuda"))

@@ -1,0 +1,279 @@
+"""Backends on inputs made by hand: pieces of bands, merging by log-sum-exp, packed documents, the dense reference."""
+
+import math
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_coca.attention.backends.documents import attend_by_document
+from megatron_coca.attention.backends.flash_ops import CudaEfficient, CudaFlash, FlashOp, flash_op
+from megatron_coca.attention.backends.merge import MergeBackend
+from megatron_coca.attention.backends.pieces import Piece, cover
+from megatron_coca.attention.backends.reference import ReferenceBackend
+from megatron_coca.attention.inputs import CAUSAL, AttentionInputs, Band, Documents, Needs, Segment
+
+NEAR_AND_FAR = (Band(0, 4), Band(4))
+THREE = (Band(0, 5), Band(5, 11), Band(11, None, first_keys=2))
+HEAD_DIM, SCALE = 8, 0.3
+
+
+class Slope:
+    """-c r with one c per head."""
+
+    formula = "linear"
+
+    def __init__(self, coefficients: Tensor) -> None:
+        self.coefficients = coefficients
+
+    def at(self, distance: Tensor) -> Tensor:
+        return -self.coefficients.to(distance.dtype).view(-1, *[1] * distance.dim()) * distance
+
+
+def make_inputs(
+    bands: tuple[Band, ...],
+    length: int,
+    past: int = 0,
+    batch: int = 2,
+    heads: tuple[int, int] = (4, 2),
+    dtype: torch.dtype = torch.float64,
+) -> AttentionInputs:
+    """Standard normal operands, leaves of the graph, with their storage as a layer has it: [batch, length, heads, d]."""
+    generator = torch.Generator().manual_seed(length)
+
+    def operand(count: int, rows: int) -> Tensor:
+        x = torch.randn(batch, rows, count, HEAD_DIM, generator=generator, dtype=torch.float64).to(dtype)
+        return x.transpose(1, 2).requires_grad_()
+
+    segments = tuple(Segment(operand(heads[0], length - past), operand(heads[1], length), band) for band in bands)
+    return AttentionInputs(segments, operand(heads[1], length), SCALE)
+
+
+def packed(rows: tuple[tuple[int, ...], ...]) -> Documents:
+    """Documents by their lengths."""
+    stops = [[sum(lengths[: i + 1]) for i in range(len(lengths))] for lengths in rows]
+    spans = tuple(tuple(zip([0, *each], each, strict=False)) for each in stops)
+    starts = [[start for start, stop in each for _ in range(start, stop)] for each in spans]
+    return Documents(torch.tensor(starts), spans)
+
+
+def leaves(inputs: AttentionInputs) -> list[Tensor]:
+    return [inputs.value, *(x for segment in inputs.segments for x in (segment.query, segment.key))]
+
+
+def results(backend: ReferenceBackend | MergeBackend, inputs: AttentionInputs, cotangent: Tensor) -> list[Tensor]:
+    """Output and the gradients of all operands; one that reaches no output has a gradient of zeros."""
+    out = backend.attend(inputs)
+    found = torch.autograd.grad(out, leaves(inputs), cotangent.to(out.dtype), allow_unused=True)
+    grads = [torch.zeros_like(x) if grad is None else grad for x, grad in zip(leaves(inputs), found, strict=True)]
+    return [out.detach(), *grads]
+
+
+def in_dtype(inputs: AttentionInputs, dtype: torch.dtype) -> AttentionInputs:
+    """The same numbers as new leaves of `dtype`."""
+    new = [x.detach().to(dtype).requires_grad_() for x in leaves(inputs)]
+    segments = tuple(Segment(q, k, s.band) for q, k, s in zip(new[1::2], new[2::2], inputs.segments, strict=True))
+    return inputs.replace(segments=segments, value=new[0])
+
+
+def assert_merge_is_exact(inputs: AttentionInputs) -> None:
+    cotangent = torch.randn(inputs.query.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    expected = results(ReferenceBackend(), inputs, cotangent)
+    for got, exact in zip(results(MergeBackend(), inputs, cotangent), expected, strict=True):
+        torch.testing.assert_close(got, exact, rtol=0, atol=1e-11 * float(exact.abs().max()))
+
+
+def pairs(pieces: tuple[Piece, ...], queries: int, keys: int) -> Tensor:
+    """How often the pieces hold each pair, [queries, keys]."""
+    counts = torch.zeros(queries, keys, dtype=torch.long)
+    for piece in pieces:
+        block = torch.ones(piece.rows, piece.columns, dtype=torch.long)
+        block = {"full": block, "lower": block.tril(), "upper": block.triu()}[piece.shape]
+        for offset in (index * piece.step for index in range(piece.blocks)):
+            rows, columns = piece.query + offset, piece.key + offset
+            counts[rows : rows + piece.rows, columns : columns + piece.columns] += block
+    return counts
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 7, 12])
+def test_pieces_cover_every_visible_pair_once(length: int) -> None:
+    key = torch.arange(length)
+    for past, low, high, first in product(range(length), (0, 1, 3), (None, 1, 2, 4, 5, 20), (None, 1, 2, 5, 30)):
+        if high is not None and high <= low:
+            continue
+        distance = torch.arange(past, length)[:, None] - key
+        visible = (distance >= low) & (distance < (high or length)) & (key < (first or length))
+        found = pairs(cover(Band(low, high, first), past, length), length - past, length)
+        assert torch.equal(found, visible.long()), (past, low, high, first)
+
+
+def test_triangles_are_square_and_no_piece_is_empty() -> None:
+    for past, high, first in product((0, 5, 40), (3, 7, 16, None), (None, 4)):
+        for piece in cover(Band(0, high, first), past, 41):
+            assert piece.rows > 0 and piece.columns > 0
+            assert piece.shape == "full" or piece.rows == piece.columns > 1
+
+
+@pytest.mark.parametrize(("length", "pieces"), [(4096, 3), (4000, 6)])
+def test_near_and_far_are_a_few_calls_over_half_the_pairs(length: int, pieces: int) -> None:
+    """Diagonal blocks, blocks before them, and the far triangle; a short last block is three pieces more."""
+    found = [*cover(Band(0, 256), 0, length), *cover(Band(256), 0, length)]
+    assert len(found) == pieces
+    visited = sum(
+        piece.blocks * (piece.rows * piece.columns if piece.shape == "full" else piece.rows * (piece.rows + 1) // 2)
+        for piece in found
+    )
+    assert visited == length * (length + 1) // 2
+
+
+def test_one_query_of_a_segment_without_end_takes_one_rectangle() -> None:
+    assert cover(Band(4), 99, 100) == (Piece(0, 0, 1, 96),)
+    assert cover(CAUSAL, 99, 100) == (Piece(0, 0, 1, 100),)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
+@pytest.mark.parametrize(("length", "past"), [(1, 0), (2, 0), (3, 1), (33, 0), (33, 5), (33, 32), (64, 0), (70, 13)])
+@pytest.mark.parametrize(
+    "bands",
+    [(CAUSAL,), NEAR_AND_FAR, THREE, (Band(0, 6),), (Band(0, 1), Band(1)), (Band(0, 100), Band(100))],
+    ids=["causal", "near and far", "three", "window", "window of 1", "window beyond the length"],
+)
+def test_merge_values_and_gradients(bands: tuple[Band, ...], length: int, past: int, heads: tuple[int, int]) -> None:
+    assert_merge_is_exact(make_inputs(bands, length, past, heads=heads))
+
+
+@pytest.mark.parametrize("past", [0, 9])
+@pytest.mark.parametrize("rows", [((30,), (30,)), ((4, 1, 25), (4, 1, 25)), ((10, 20), (29, 1))])
+def test_merge_of_packed_documents(rows: tuple[tuple[int, ...], ...], past: int) -> None:
+    """The same boundaries in all rows, and different ones."""
+    assert_merge_is_exact(make_inputs(THREE, 30, past).replace(documents=packed(rows)))
+
+
+def test_merge_takes_contiguous_operands_and_an_expanded_gradient() -> None:
+    inputs = make_inputs(NEAR_AND_FAR, 30)
+    contiguous = in_dtype(inputs, torch.float64)
+    contiguous = contiguous.replace(
+        segments=tuple(Segment(s.query.contiguous(), s.key.contiguous(), s.band) for s in contiguous.segments)
+    )
+    one = torch.autograd.grad(MergeBackend().attend(inputs).sum(), inputs.value)[0]
+    other = torch.autograd.grad(MergeBackend().attend(contiguous).sum(), contiguous.value)[0]
+    torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("factor", [1e3, 1e-6])
+def test_merge_of_very_unequal_parts_is_finite(factor: float) -> None:
+    """One segment's scores may exceed the other's by thousands: the other's weight is then exactly 0."""
+    inputs = make_inputs(NEAR_AND_FAR, 20)
+    with torch.no_grad():
+        inputs.segments[1].query.mul_(factor)
+    assert_merge_is_exact(inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_merge_rounds_no_more_than_plain_attention(dtype: torch.dtype) -> None:
+    """Error at most twice that of dense attention in the same dtype, both against float64."""
+    low = make_inputs((Band(0, 32), Band(32, 80), Band(80)), 300, dtype=dtype)
+    cotangent = torch.randn(low.query.shape, generator=torch.Generator().manual_seed(1)).to(dtype).double()
+    exact = results(ReferenceBackend(), in_dtype(low, torch.float64), cotangent)
+    plain, merged = (results(backend, low, cotangent) for backend in (ReferenceBackend(), MergeBackend()))
+    for expected, allowed, got in zip(exact, plain, merged, strict=True):
+        assert got.dtype == dtype
+        assert (got.double() - expected).norm() <= 2 * (allowed.double() - expected).norm()
+
+
+def test_merge_says_what_it_cannot_do() -> None:
+    merge = MergeBackend()
+    assert merge.supports(Needs("cpu", 7, bands=THREE)) is None
+    assert merge.supports(Needs("cuda", 64, bands=THREE)) is None
+    for needs, word in (
+        (Needs("cpu", bias="linear"), "bias"),
+        (Needs("cpu", dropout=0.1), "dropped"),
+        (Needs("cuda", 60), "multiple of 8"),
+        (Needs("cuda", 264), "at most 256"),
+        (Needs("mps"), "mps"),
+    ):
+        assert word in (merge.supports(needs) or "")
+
+
+def test_no_kernel_for_the_dtype_is_named() -> None:
+    with pytest.raises(TypeError, match=r"torch.int64 on cpu; set attention_backend: reference"):
+        flash_op(torch.zeros(1, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(("op", "dtype"), [(CudaFlash(), torch.bfloat16), (CudaEfficient(), torch.float32)])
+@pytest.mark.parametrize(("rows", "columns", "causal"), [(63, 63, True), (63, 33, False)])
+def test_cuda_kernels_are_called_as_their_schemas_say(
+    op: FlashOp, dtype: torch.dtype, rows: int, columns: int, causal: bool
+) -> None:
+    """On the meta device, which checks the arguments and gives the shapes without computing."""
+    q, k = (torch.empty(2, n, h, 64, dtype=dtype, device="meta").transpose(1, 2) for n, h in ((rows, 4), (columns, 2)))
+    out, lse = op.forward(q, k, k, causal, SCALE)
+    assert (out.shape, lse.shape, lse.dtype) == (q.shape, (2, 4, rows), torch.float32)
+    grads = op.backward(out, q, k, k, out, lse, causal, SCALE)
+    assert [x.shape for x in grads] == [q.shape, k.shape, k.shape]
+
+
+def test_rows_with_the_same_documents_are_served_together() -> None:
+    inputs = make_inputs((CAUSAL,), 10, past=3, batch=3).replace(documents=packed(((4, 6), (2, 8), (4, 6))))
+    seen: list[tuple[int, int, int]] = []
+
+    def attend(document: AttentionInputs) -> Tensor:
+        batch, _, queries, _ = document.query.shape
+        seen.append((batch, queries, document.key.shape[2]))
+        return ReferenceBackend().attend(document)
+
+    out = attend_by_document(attend, inputs)
+    assert seen == [(2, 1, 4), (2, 6, 6), (1, 7, 8)], "the document before the queries is left out"
+    torch.testing.assert_close(out, ReferenceBackend().attend(inputs), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("spans", [((0, 4), (5, 10)), ((0, 9),), ((0, 4),), ((5, 10),)])
+def test_documents_that_leave_out_tokens_are_refused(spans: tuple[tuple[int, int], ...]) -> None:
+    inputs = make_inputs((CAUSAL,), 10, batch=1)
+    documents = Documents(torch.zeros(1, 10, dtype=torch.long), (spans,))
+    with pytest.raises(ValueError, match="row 0: the documents"):
+        MergeBackend().attend(inputs.replace(documents=documents))
+
+
+def by_loops(inputs: AttentionInputs, documents: Documents, slopes: Tensor) -> Tensor:
+    """The contract spelled out pair by pair."""
+    batch, heads, queries, _ = inputs.query.shape
+    groups = heads // inputs.value.shape[1]
+    out = torch.zeros_like(inputs.query)
+    for row, head, index in product(range(batch), range(heads), range(queries)):
+        query = inputs.past + index
+        begin = int(documents.starts[row, query])
+        scores = {}
+        for key, part in product(range(begin, query + 1), inputs.segments):
+            r, band = query - key, part.band
+            if band.low <= r < (band.high or math.inf) and key - begin < (band.first_keys or math.inf):
+                dot = part.query[row, head, index] @ part.key[row, head // groups, key]
+                scores[key] = math.exp(inputs.scale * float(dot) - float(slopes[head, 0]) * r)
+        for key, weight in scores.items():
+            out[row, head, index] += weight / sum(scores.values()) * inputs.value[row, head // groups, key]
+    return out
+
+
+@pytest.mark.parametrize("past", [0, 6])
+def test_the_reference_is_the_contract_pair_by_pair(past: int) -> None:
+    """Bands, first keys of a document, bias, fewer key heads, late queries, all at once."""
+    documents, slopes = packed(((9, 4), (2, 11))), torch.rand(4, 1, generator=torch.Generator().manual_seed(0))
+    bands = (Band(0, 3), Band(3, 6), Band(6, None, first_keys=2))
+    inputs = make_inputs(bands, 13, past)
+    with torch.no_grad():
+        expected = by_loops(inputs, documents, slopes)
+        found = ReferenceBackend().attend(inputs.replace(documents=documents, bias=Slope(slopes)))
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_dropout_of_the_reference_scales_what_is_kept() -> None:
+    """Weights are 0 or divided by the share kept: over many draws the output is that without dropout."""
+    inputs = make_inputs((CAUSAL,), 6)
+    with torch.no_grad():
+        plain = ReferenceBackend().attend(inputs)
+        torch.manual_seed(0)
+        draws = torch.stack([ReferenceBackend().attend(inputs.replace(dropout=0.25)) for _ in range(2000)])
+    assert not torch.equal(draws[0], draws[1])
+    spread = draws.std(0) / math.sqrt(len(draws))
+    assert ((draws.mean(0) - plain).abs() <= 5 * spread).all()
