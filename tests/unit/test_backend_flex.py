@@ -20,6 +20,7 @@ from megatron_coca.attention.positions.bias import (
 )
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
+CPU = torch.device("cpu")
 BANDS = (CAUSAL, Band(0, 1), Band(0, 7), Band(0, 200), Band(0, None, 3), Band(0, 150, 10), Band(3, 300))
 LAYOUTS = ((1, 1), (63, 63), (256, 256), (300, 300), (300, 1), (300, 140), (515, 515))
 
@@ -69,7 +70,7 @@ def test_blocks_hold_what_is_visible(length: int, queries: int, band: Band, pack
     """Against the pairs one by one: none is left out, none is let in unasked, and no block is visited for nothing."""
     starts = documents_from_ids(ids(length)).starts if packed else torch.zeros(1, length, dtype=torch.long)
     rule = flex._visible(band, length - queries, starts)
-    batch, query, key = torch.meshgrid(*(torch.arange(n) for n in (len(starts), queries, length)), indexing="ij")
+    batch, query, key = torch.meshgrid(*map(torch.arange, (len(starts), queries, length)), indexing="ij")
     visible = rule(batch, torch.tensor(0), query, key)
     rows, columns = math.ceil(queries / BLOCK), math.ceil(length / BLOCK)
     padded = torch.nn.functional.pad(visible, (0, columns * BLOCK - length, 0, rows * BLOCK - queries))
@@ -83,12 +84,12 @@ def test_blocks_hold_what_is_visible(length: int, queries: int, band: Band, pack
 
 def test_the_mask_lists_its_blocks() -> None:
     """Partial blocks with the rule, whole blocks without it, each by its row's count and columns."""
-    mask = flex._mask(300, 300, Band(0, 200), torch.zeros(1, 300, dtype=torch.long))
+    mask = flex._mask(300, 300, Band(0, 200), None, CPU)
     assert mask.shape == (1, 1, 300, 300)
     assert mask.kv_num_blocks.tolist() == [[[1, 2, 3]]]
     assert mask.full_kv_num_blocks.tolist() == [[[0, 0, 0]]]
     assert mask.kv_indices[0, 0, 2].tolist() == [0, 1, 2]
-    whole = flex._mask(512, 512, CAUSAL, torch.zeros(1, 512, dtype=torch.long))
+    whole = flex._mask(512, 512, CAUSAL, None, CPU)
     assert whole.full_kv_num_blocks.tolist() == [[[0, 1, 2, 3]]]
     assert whole.kv_indices[0, 0, :, 0].tolist() == [0, 1, 2, 3]
 
@@ -115,16 +116,27 @@ def test_what_it_supports(needs: Needs, reason: str | None) -> None:
     assert said is None if reason is None else said is not None and reason in said
 
 
+def test_one_query_needs_no_kernel() -> None:
+    """A generated token compiles nothing; the precision is the kernel's."""
+    for bias in biases().values():
+        assert_attention(FlexBackend(), inputs(63, 1, Band(0, 30, 3), bias, packed=True))
+    given = inputs(63, 1, CAUSAL, None, packed=False)
+    (segment,) = given.segments
+    half = given.replace(segments=(Segment(segment.query.half(), segment.key.half()),), value=given.value.half())
+    assert FlexBackend().attend(half).dtype == torch.float16
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("bias", biases())
 def test_its_kernel_is_attention(bias: str) -> None:
-    """Compiled: the same values, with no more compilations for more lengths."""
+    """Compiled, which decides whether the compiler understands each bias and each mask."""
     torch.compiler.reset()
-    flex._compiled_kernel.cache_clear()
-    kernel = FlexBackend()
-    for length, queries in ((64, 64), (96, 96), (200, 200), (300, 300), (301, 140), (310, 20)):
-        assert_attention(kernel, inputs(length, queries, CAUSAL, biases()[bias], packed=False))
-    for length in (400, 401, 402, 403):
-        assert_attention(kernel, inputs(length, 1, CAUSAL, biases()[bias], packed=False))
-    for length in (200, 300):
-        assert_attention(kernel, inputs(length, length, Band(0, 150, 10), biases()[bias], packed=True))
+    for length, queries, band, packed in ((200, 200, CAUSAL, False), (300, 140, Band(0, 150, 10), True)):
+        assert_attention(FlexBackend(), inputs(length, queries, band, biases()[bias], packed))
+
+
+@pytest.mark.slow
+def test_more_lengths_than_the_compiler_would_take() -> None:
+    torch.compiler.reset()
+    for length in range(130, 141):
+        assert_attention(FlexBackend(), inputs(length, length, CAUSAL, None, packed=False))

@@ -1,13 +1,18 @@
 """The choice of an attention backend: what is taken, what is passed over and why, and what is refused."""
 
 import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import pytest
 
 from megatron_coca.attention.backends.select import AUTOMATIC, BACKENDS, BackendError, select_backend
+from megatron_coca.attention.backends.support import CPU_COLUMNS, NEEDS, SUMMARIES, page, refusal
+from megatron_coca.attention.compose import build_method
 from megatron_coca.attention.inputs import Band, Needs
 from megatron_coca.config import load_config
-from megatron_coca.config.position import PositionConfig
+from megatron_coca.config.position import MapType, PositionConfig, PositionMethod
 from megatron_coca.model import build_model
 
 NEAR_AND_FAR = (Band(0, 8), Band(8))
@@ -62,3 +67,61 @@ def test_a_named_backend_is_never_replaced() -> None:
 def test_the_configuration_knows_exactly_these() -> None:
     choices = PositionConfig.model_fields["attention_backend"].annotation
     assert set(choices.__args__) == {"auto", *BACKENDS}  # type: ignore[union-attr]
+
+
+def needs_of(**keys: Any) -> Needs:
+    """What a model on CUDA with these keys asks for."""
+    config = load_config([], SHAPE | {"pos_emb": "rotary"} | keys)
+    return build_method(config.position, config.model).needs("cuda", config.model.attention_dropout)
+
+
+def outline(needs: Needs) -> tuple[Any, ...]:
+    """All that decides about a row of the page: lengths of windows do not."""
+    bands = [(band.low > 0, band.high is None, band.first_keys is None) for band in needs.bands]
+    return needs.device_type, needs.bias, needs.dropout > 0, bands
+
+
+def row(choice: str, key: str) -> Needs:
+    """The needs in the first row of the page that names the choice of the key."""
+    return next(needs for label, needs in NEEDS.items() if label.startswith(f"`{key}: ") and f"{choice}`" in label)
+
+
+@pytest.mark.parametrize("pos_emb", get_args(PositionMethod))
+def test_the_page_knows_every_method(pos_emb: str) -> None:
+    assert outline(needs_of(pos_emb=pos_emb)) == outline(row(pos_emb, "pos_emb"))
+
+
+@pytest.mark.parametrize("kind", get_args(MapType))
+def test_the_page_knows_every_map(kind: str) -> None:
+    given = {"type": kind, "window": 8} | ({"target_length": 64} if kind == "inv_leaky_rerope" else {})
+    assert outline(needs_of(relative_positions=given)) == outline(row(kind, "relative_positions"))
+
+
+def test_the_page_knows_a_window_alone() -> None:
+    given = {"type": "streaming", "window": 8, "sinks": 0}
+    assert outline(needs_of(relative_positions=given)) == outline(
+        row("streaming` with `sinks: 0", "relative_positions")
+    )
+
+
+def test_the_page_is_what_the_backends_say() -> None:
+    """Write it anew with: python -m megatron_coca.attention.backends.support > docs/backends.md"""
+    pytest.importorskip("triton")
+    written = Path(__file__).parents[2].joinpath("docs", "backends.md").read_text()
+    assert page() == written
+    assert set(SUMMARIES) == set(BACKENDS)
+
+
+def test_what_the_page_leaves_out_cannot_train_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    triton = pytest.importorskip("triton")
+    monkeypatch.setattr(triton.knobs, "runtime", SimpleNamespace(interpret=False))
+    for name in BACKENDS:
+        assert (refusal(name)(Needs("cpu")) is None) == (name in CPU_COLUMNS)
+
+
+def test_the_page_promises_no_more_than_supports() -> None:
+    """What it says without looking at the machine, a backend says on any machine."""
+    for name, backend in BACKENDS.items():
+        for needs in NEEDS.values():
+            if refusal(name)(needs) is not None:
+                assert backend.supports(needs) is not None

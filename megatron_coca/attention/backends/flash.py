@@ -18,7 +18,7 @@ from megatron_coca.attention.inputs import AttentionInputs, Band, Formula, Needs
 DEVICE = "cuda"
 DTYPES = (torch.float16, torch.bfloat16)
 WIDEST_HEAD = 256
-SEGMENT_REASON = "they take one query and one key operand, and every key or a window of the latest"
+SEGMENT_REASON = "its libraries take one query and one key operand, and every key or a window of the latest"
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,9 @@ class FlashBackend:
         if needs.device_type != DEVICE:
             return f"the flash-attn libraries run on CUDA, not {needs.device_type}"
         if needs.head_dim % 8 or needs.head_dim > WIDEST_HEAD:
-            return f"they need a head_dim that is a multiple of 8 and at most {WIDEST_HEAD}, not {needs.head_dim}"
+            return (
+                f"its libraries need a head_dim that is a multiple of 8 and at most {WIDEST_HEAD}, not {needs.head_dim}"
+            )
         if len(needs.bands) > 1 or needs.bands[0].low != 0 or needs.bands[0].first_keys is not None:
             return SEGMENT_REASON
         return _joined([library.lacks(needs) for library in LIBRARIES])
@@ -199,15 +201,15 @@ def _attend_documents(library: Library, inputs: AttentionInputs, options: dict[s
 
 
 @lru_cache(maxsize=4)
-def _packing(
-    spans: tuple[tuple[tuple[int, int], ...], ...], past: int, length: int, device: torch.device
-) -> _Packing:
+def _packing(spans: tuple[tuple[tuple[int, int], ...], ...], past: int, length: int, device: torch.device) -> _Packing:
     """Kept from layer to layer: all of them see the same documents."""
     found = [(row, start, stop) for row, each in enumerate(spans) for start, stop in each if stop > past]
     query_lengths = [stop - max(start, past) for _, start, stop in found]
     key_lengths = [stop - start for _, start, stop in found]
     if sum(query_lengths) != len(spans) * (length - past):
         raise ValueError(f"the documents {spans} do not cover the tokens {past} to {length} of every row")
-    query_ends, key_ends = (torch.tensor([0, *each]).cumsum(0).int().to(device) for each in (query_lengths, key_lengths))
+    query_ends, key_ends = (
+        torch.tensor([0, *each]).cumsum(0).int().to(device) for each in (query_lengths, key_lengths)
+    )
     keys = torch.cat([torch.arange(row * length + start, row * length + stop) for row, start, stop in found])
     return _Packing(query_ends, key_ends, max(query_lengths), max(key_lengths), keys.to(device))

@@ -8,10 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from megatron_coca.attention.inputs import AttentionInputs, Band, DistanceBias, Needs
+from megatron_coca.attention.backends.reference import ReferenceBackend
+from megatron_coca.attention.inputs import AttentionInputs, Band, DistanceBias, Needs, Segment
 
 BLOCK = 128
 """Queries and keys of a block, which the kernel takes whole, takes in part or leaves out."""
+MOST_SHAPES = 64
+"""Shapes that one process may compile the kernel for; PyTorch's own limit is 8."""
 
 
 class FlexBackend:
@@ -31,9 +34,14 @@ class FlexBackend:
         return None
 
     def attend(self, inputs: AttentionInputs) -> Tensor:
-        """[batch, heads, query_length, head_dim] in the query's dtype."""
+        """[batch, heads, query_length, head_dim] in the query's dtype.
+
+        One query alone is served without the kernel, which would be compiled for every token that is generated.
+        """
         (segment,) = inputs.segments
-        kernel: Any = _compiled_kernel() if self._compiled else flex_attention
+        if self._compiled and segment.query.shape[2] == 1:
+            return _attend_one_query(inputs)
+        kernel: Any = _compiled if self._compiled else flex_attention
         return kernel(
             segment.query,
             segment.key,
@@ -47,10 +55,24 @@ class FlexBackend:
 
 @lru_cache(maxsize=1)
 def _compiled_kernel() -> Callable[..., Any]:
-    """Compiled for the first shape and then once more for any: a compilation for each length would soon meet PyTorch's
-    limit, and beyond it the dense definition runs unasked. With `fullgraph` that is an error.
+    """Compiled for every length anew: indexing by captured tensors of variable length fails (PyTorch 2.13, CPU).
+
+    `fullgraph` makes too many lengths an error; without it the dense definition would run unasked.
     """
-    return torch.compile(flex_attention, fullgraph=True)
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
+
+
+def _compiled(*operands: Tensor, **options: Any) -> Any:
+    with torch._dynamo.config.patch(recompile_limit=MOST_SHAPES):
+        return _compiled_kernel()(*operands, **options)
+
+
+def _attend_one_query(inputs: AttentionInputs) -> Tensor:
+    """In float32, as the kernel does."""
+    (segment,) = inputs.segments
+    wide = Segment(segment.query.float(), segment.key.float(), segment.band)
+    out = ReferenceBackend().attend(inputs.replace(segments=(wide,), value=inputs.value.float()))
+    return out.to(segment.query.dtype)
 
 
 def _score_mod(bias: DistanceBias, inputs: AttentionInputs) -> Callable[..., Tensor]:
@@ -79,17 +101,18 @@ def _block_mask(inputs: AttentionInputs, band: Band) -> BlockMask:
     query_length, key_length = inputs.query.shape[2], inputs.value.shape[2]
     if inputs.documents is None:
         return _band_mask(query_length, key_length, band, inputs.value.device)
-    return _mask(query_length, key_length, band, inputs.documents.starts)
+    return _mask(query_length, key_length, band, inputs.documents.starts, inputs.value.device)
 
 
 @lru_cache(maxsize=16)
 def _band_mask(query_length: int, key_length: int, band: Band, device: torch.device) -> BlockMask:
-    return _mask(query_length, key_length, band, torch.zeros(1, key_length, dtype=torch.long, device=device))
+    return _mask(query_length, key_length, band, None, device)
 
 
-def _mask(query_length: int, key_length: int, band: Band, starts: Tensor) -> BlockMask:
-    """As `create_block_mask` makes it, without its N x N tensor."""
-    seen, whole = _blocks(query_length, key_length, band, starts)
+def _mask(query_length: int, key_length: int, band: Band, starts: Tensor | None, device: torch.device) -> BlockMask:
+    """As `create_block_mask` makes it, without its N x N tensor; `starts` as in `Documents`."""
+    first = torch.zeros(1, key_length, dtype=torch.long, device=device) if starts is None else starts
+    seen, whole = _blocks(query_length, key_length, band, first)
     rule = _visible(band, key_length - query_length, starts)
     return BlockMask.from_kv_blocks(
         *_listed(seen & ~whole),
@@ -130,13 +153,10 @@ def _edges(start: int, stop: int, like: Tensor) -> tuple[Tensor, Tensor]:
     return first, (first + BLOCK).clamp(max=stop) - 1
 
 
-def _visible(band: Band, past: int, starts: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Whether a pair is visible; `starts` has one row for each of the batch, or one for all."""
-    shared = len(starts) == 1
-
+def _visible(band: Band, past: int, starts: Tensor | None) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
     def rule(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         distance = query + past - key
-        first = starts[0 if shared else batch, query + past]
+        first = torch.zeros_like(query) if starts is None else starts[batch, query + past]
         inside = (distance >= band.low) & (key >= first)
         if band.high is not None:
             inside = inside & (distance < band.high)
