@@ -13,6 +13,8 @@ from megatron_coca.attention.inputs import AttentionInputs, Backend, Band, Docum
 EPSILONS = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 """What an error may be where a plain run has none, for operands of unit variance: gradients that cancel to 0."""
 
+DRAWS = 5
+
 
 @dataclass(frozen=True)
 class FormulaBias:
@@ -60,9 +62,9 @@ class Case:
         near = Band(0, self.window)
         return (near, Band(self.window or 0, None, self.first_keys)) if self.far else (near,)
 
-    def leaves(self) -> list[Tensor]:
-        """Value, query and key of each segment, and the coefficients, float64."""
-        generator = torch.Generator().manual_seed(self.length)
+    def leaves(self, draw: int = 0) -> list[Tensor]:
+        """Value, query and key of each segment, and the coefficients, float64, other numbers for each `draw`."""
+        generator = torch.Generator().manual_seed(self.length + 1000 * draw)
         queries = self.length if self.queries is None else self.queries
 
         def normal(heads: int, length: int) -> Tensor:
@@ -91,9 +93,11 @@ class Case:
         return Documents(torch.tensor(starts), tuple(spans))
 
 
-def run(case: Case, backend: Backend, dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
+def run(case: Case, backend: Backend, dtype: torch.dtype, device: str = "cpu", draw: int = 0) -> list[Tensor]:
     """The output and the gradients of all leaves, float64 on the CPU, from a run in `dtype`; coefficients are float32."""
-    leaves = [x.to(device, dtype if x.dim() == 4 else torch.promote_types(dtype, torch.float32)) for x in case.leaves()]
+    leaves = [
+        x.to(device, dtype if x.dim() == 4 else torch.promote_types(dtype, torch.float32)) for x in case.leaves(draw)
+    ]
     leaves = [x.detach().requires_grad_() for x in leaves]
     value, *rest = leaves
     segments = tuple(Segment(rest[2 * i], rest[2 * i + 1], band) for i, band in enumerate(case.bands))
@@ -110,13 +114,15 @@ def run(case: Case, backend: Backend, dtype: torch.dtype, device: str = "cpu") -
 def check(case: Case, dtype: torch.dtype, device: str = "cpu") -> None:
     """Output and gradients are at most twice as far from float64 as a plain PyTorch run in `dtype`.
 
-    A float32 unit in the last place of the largest number comes on top: the gradient of a coefficient is one sum over
-    all pairs, and the plain run may happen to hit its last digit.
+    A coefficient's gradient is one sum over all pairs, too few numbers to measure an error by: the plain run's is the
+    largest of several draws there.
     """
-    exact = run(case, ReferenceBackend(), torch.float64, device)
-    plain = run(case, ReferenceBackend(), dtype, device)
+    draws = range(DRAWS if case.formula else 1)
+    exact = [run(case, ReferenceBackend(), torch.float64, device, draw) for draw in draws]
+    plain = [run(case, ReferenceBackend(), dtype, device, draw) for draw in draws]
     got = run(case, TritonBackend(), dtype, device)
-    for place, (mine, theirs, true) in enumerate(zip(got, plain, exact, strict=True)):
-        rounding = EPSILONS[dtype] + torch.finfo(torch.float32).eps * true.abs().max()
-        error, allowed = (mine - true).abs().max(), 2 * (theirs - true).abs().max() + rounding
+    for place, (mine, true) in enumerate(zip(got, exact[0], strict=True)):
+        compared = draws if true.dim() == 2 else draws[:1]
+        allowed = 2 * max((plain[i][place] - exact[i][place]).abs().max() for i in compared) + EPSILONS[dtype]
+        error = (mine - true).abs().max()
         assert error <= allowed, f"{case}, tensor {place}: error {error:.2e}, allowed {allowed:.2e}"
