@@ -65,7 +65,7 @@ class Workload:
 
     def inputs(self, packed: Tensor) -> AttentionInputs:
         """What the layer gives its backend."""
-        bias = self.layer_bias() if self.layer_bias is not None else None
+        bias = self.layer_bias.distance_bias() if self.layer_bias is not None else None
         return self.method.prepare(*self.shape.unpack(packed), self.frame, bias=bias)
 
 
@@ -107,7 +107,7 @@ class Production:
         return self.attend(work.inputs(packed))
 
     def after_cache(self, work: Workload, q: Tensor, cached: Tensor, values: Tensor) -> Tensor:
-        bias = work.layer_bias() if work.layer_bias is not None else None
+        bias = work.layer_bias.distance_bias() if work.layer_bias is not None else None
         return self.attend(work.method.prepare_cached(q, cached, values, work.frame, bias))
 
 

@@ -51,7 +51,7 @@ class PositionEncoding(nn.Module):
 
     def _shared_bias(self, device: torch.device) -> DistanceBias | None:
         if self.bias is not None:
-            return self.bias()
+            return self.bias.distance_bias()
         return self.method.bias.fixed.to(device) if self.method.bias.fixed is not None else None
 
     def _spectrum(self, length: int) -> Spectrum | None:

@@ -1,7 +1,7 @@
 """The contract between position methods and attention backends: every quantity that changes the result of attention."""
 
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
@@ -9,17 +9,21 @@ Formula = Literal["linear", "log", "power", "buckets"]
 
 
 class DistanceBias(Protocol):
-    """A score bias given as a formula of the distance r between query and key.
+    """A score bias given as a formula of the distance r between query and key."""
 
-    Attributes:
-        formula: which one, for kernels that write it out: linear -c0 r; log -c0 ln(1 + c1 r); power -c0 r^c1; buckets
-            a table of steps.
-        coefficients: c0, c1 per query head, [heads, 1 or 2] float32 (buckets: the table, [heads, buckets]); learned
-            ones carry gradients.
-    """
+    @property
+    def formula(self) -> Formula:
+        """Which one, for kernels that write it out: linear -c0 r; log -c0 ln(1 + c1 r); power -c0 r^c1; buckets a
+        table of steps.
+        """
+        ...
 
-    formula: Formula
-    coefficients: Tensor
+    @property
+    def coefficients(self) -> Tensor:
+        """c0, c1 per query head, [heads, 1 or 2] float32 (buckets: the table, [heads, buckets]); learned ones carry
+        gradients.
+        """
+        ...
 
     def at(self, distance: Tensor) -> Tensor:
         """[heads, ...] for `distance` [...] >= 0 of a floating type, in the dtype and on the device of `distance`."""
@@ -113,7 +117,7 @@ class AttentionInputs:
         """How many tokens precede the first query."""
         return self.value.shape[2] - self.query.shape[2]
 
-    def replace(self, **changes: object) -> "AttentionInputs":
+    def replace(self, **changes: Any) -> "AttentionInputs":
         """A copy with other attributes."""
         return replace(self, **changes)
 

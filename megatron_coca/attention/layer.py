@@ -44,7 +44,7 @@ class SelfAttention(nn.Module):
         return self.dense(out.transpose(1, 2).reshape(hidden.shape))
 
     def _inputs(self, q: Tensor, k: Tensor, v: Tensor, frame: Frame, cache: LayerCache | None) -> AttentionInputs:
-        bias = self.position_bias() if self.position_bias is not None else None
+        bias = self.position_bias.distance_bias() if self.position_bias is not None else None
         if cache is None:
             return self.method.prepare(q, k, v, frame, self.dropout if self.training else 0.0, bias)
         cached, values = cache.append(self.method.cached(k), v)

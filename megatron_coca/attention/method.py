@@ -9,12 +9,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch.nn as nn
 from torch import Tensor
 
 from megatron_coca.attention.frame import Frame, band
 from megatron_coca.attention.inputs import AttentionInputs, DistanceBias, Formula, Needs, Segment
 from megatron_coca.attention.operands import OperandMaker, with_torch
+from megatron_coca.attention.positions.bias import AlibiBias, LearnedBias
+from megatron_coca.attention.positions.clex import Clex
 from megatron_coca.attention.positions.distance_maps import UNMAPPED, Part
 from megatron_coca.attention.positions.forms import ScoreForm
 from megatron_coca.attention.positions.frequencies import Rotary
@@ -27,15 +28,15 @@ class BiasSource:
 
     Attributes:
         formula: its kind, or None where there is no bias.
-        fixed: the bias itself, where nothing of it is learned; `to` moves it to a device.
-        shared: makes the module that learns one bias for all layers; called, the module gives the bias.
+        fixed: the bias itself, where nothing of it is learned.
+        shared: makes the module that learns one bias for all layers.
         by_layer: makes the module that learns the bias of one layer.
     """
 
     formula: Formula | None = None
-    fixed: DistanceBias | None = None
-    shared: Callable[[], nn.Module] | None = None
-    by_layer: Callable[[], nn.Module] | None = None
+    fixed: AlibiBias | None = None
+    shared: Callable[[], LearnedBias] | None = None
+    by_layer: Callable[[], LearnedBias] | None = None
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class PositionMethod:
     head_dim: int
     training_length: int
     bias: BiasSource = BiasSource()
-    clex: Callable[[], nn.Module] | None = None
+    clex: Callable[[], Clex] | None = None
     parts: tuple[Part, ...] = UNMAPPED
     trained_parts: tuple[Part, ...] = UNMAPPED
     logit_scaling: LogitScaling | None = None
@@ -87,8 +88,8 @@ class PositionMethod:
         """Features that a cache keeps of each key; the values beside them have `head_dim`."""
         return self.form.cached_width(self.head_dim, self.rotary_dim)
 
-    def layer_bias(self) -> nn.Module | None:
-        """A new module for one layer's own bias, or None where layers have none; called, it gives a `DistanceBias`."""
+    def layer_bias(self) -> LearnedBias | None:
+        """A new module for one layer's own bias, or None where layers have none."""
         return self.bias.by_layer() if self.bias.by_layer is not None else None
 
     def needs(self, device_type: str, dropout: float) -> Needs:
@@ -106,7 +107,7 @@ class PositionMethod:
         segments = tuple(
             Segment(*self.operands(self.form, q, k, part, frame.query_factor), part.band) for part in frame.segments
         )
-        return AttentionInputs(segments, v, self.scale, bias or frame.bias, dropout, frame.documents)
+        return AttentionInputs(segments, v, self.scale, frame.bias if bias is None else bias, dropout, frame.documents)
 
     def cached(self, k: Tensor) -> Tensor:
         """What a cache keeps of k [..., head_dim]: [..., cached_width], before any rotation."""
@@ -124,4 +125,4 @@ class PositionMethod:
             )
             for part in frame.segments
         )
-        return AttentionInputs(segments, v, self.scale, bias or frame.bias)
+        return AttentionInputs(segments, v, self.scale, frame.bias if bias is None else bias)

@@ -56,7 +56,8 @@ def _groups() -> Iterator[str]:
     for name, kind in GROUPS.items():
         yield f"### {name}\n\n{(kind.__doc__ or '').strip()}\n"
         yield _table(("key", "type", "default", "meaning"), _rows(kind, ""))
-    for key, kind in {"rope_scaling": RopeScaling, "relative_positions": RelativePositions}.items():
+    nested: dict[str, type[Group]] = {"rope_scaling": RopeScaling, "relative_positions": RelativePositions}
+    for key, kind in nested.items():
         yield f"### {key}\n\n{(kind.__doc__ or '').strip()} Inside the key `{key}`:\n"
         yield _table(("key", "type", "default", "meaning"), _rows(kind, f"{key}."))
 

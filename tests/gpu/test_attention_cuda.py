@@ -48,7 +48,7 @@ class Run:
     def inputs(self, leaves: list[Tensor]) -> AttentionInputs:
         """What production makes of q, k and v."""
         frame = self.encoding(torch.arange(self.length, device="cuda"), self.length, leaves[0].dtype)
-        return self.method.prepare(*leaves, frame, bias=self.bias() if self.bias is not None else None)
+        return self.method.prepare(*leaves, frame, bias=self.bias.distance_bias() if self.bias is not None else None)
 
     def weights(self) -> dict[str, Tensor]:
         """Learned parameters by the oracle's names, in float64 on the CPU, within their bounds."""

@@ -61,6 +61,22 @@ LAYOUTS = [
         )
         for stage in (0, 1, 2, 3)
     ),
+    pytest.param({"rope_scaling": {"rope_type": "clex"}, "zero_stage": 2}, (5,), (), id="learned frequencies"),
+    *(
+        pytest.param(
+            {"train_batch_size": 8, "zero_stage": 3, "attention_dropout": 0.0, **keys},
+            (5,),
+            TWO,
+            id=f"{name}, ZeRO 3 in two processes",
+            marks=pytest.mark.slow,
+        )
+        for name, keys in {
+            "a bias by layer": {"pos_emb": "kerple_log"},
+            "a shared bias": {"pos_emb": "rpe"},
+            "a map": {"relative_positions": {"type": "inv_leaky_rerope", "target_length": 256}},
+            "learned frequencies": {"rope_scaling": {"rope_type": "clex"}},
+        }.items()
+    ),
     pytest.param({"precision": "bfloat16", "zero_stage": 1}, STOPS, (), id="bf16", marks=pytest.mark.slow),
 ]
 

@@ -230,7 +230,7 @@ def inputs_of(case: Case, layout: Layout, operands: Sequence[Tensor], weights: d
         None if layout.queries is None else places,
         None if ids is None else documents_from_ids(ids),
     )
-    return method.prepare(*operands, frame, bias=None if bias is None else bias())
+    return method.prepare(*operands, frame, bias=None if bias is None else bias.distance_bias())
 
 
 def production(

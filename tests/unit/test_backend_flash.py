@@ -220,7 +220,7 @@ def test_what_attend_refuses(install: Install) -> None:
     with pytest.raises(TypeError, match="float16 or bfloat16, not torch.float32; set precision"):
         FlashBackend().attend(AttentionInputs((Segment(q.float(), k.float()),), v.float(), 0.3))
     with pytest.raises(ValueError, match="no log bias"):
-        FlashBackend().attend(inputs.replace(bias=LearnedKerpleLog(HEADS)()))
+        FlashBackend().attend(inputs.replace(bias=LearnedKerpleLog(HEADS).distance_bias()))
     slopes = torch.ones(HEADS, 1, requires_grad=True)
     with pytest.raises(ValueError, match="no gradient"):
         FlashBackend().attend(inputs.replace(bias=SimpleNamespace(formula="linear", coefficients=slopes)))

@@ -29,7 +29,9 @@ def biases() -> dict[str, DistanceBias | None]:
     torch.manual_seed(1)
     learned = LearnedKerpleLog(HEADS), LearnedKerplePower(HEADS), LearnedBuckets(HEADS, HEAD_DIM)
     linear = AlibiBias(alibi_slopes(HEADS))
-    return {"none": None, "linear": linear} | {bias.formula: bias for bias in (module() for module in learned)}
+    return {"none": None, "linear": linear} | {
+        bias.formula: bias for bias in (module.distance_bias() for module in learned)
+    }
 
 
 def ids(length: int) -> Tensor:

@@ -127,7 +127,8 @@ def test_near_and_far_are_a_few_calls_over_half_the_pairs(length: int, pieces: i
     assert visited == length * (length + 1) // 2
 
 
-def test_one_query_of_a_segment_without_end_takes_one_rectangle() -> None:
+def test_one_query_takes_one_rectangle_a_segment() -> None:
+    assert cover(Band(0, 4), 99, 100) == (Piece(0, 96, 1, 4),)
     assert cover(Band(4), 99, 100) == (Piece(0, 0, 1, 96),)
     assert cover(CAUSAL, 99, 100) == (Piece(0, 0, 1, 100),)
 

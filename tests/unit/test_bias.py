@@ -146,7 +146,7 @@ def test_weights_come_from_the_given_generator_and_survive_a_cast(module: torch.
     module.reset_parameters(torch.Generator().manual_seed(3))
     assert all(torch.equal(a, b) for a, b in zip(first, module.parameters(), strict=True))
     assert torch.equal(torch.get_rng_state(), before)
-    assert module.bfloat16()().coefficients.dtype == torch.float32
+    assert module.bfloat16()().dtype == torch.float32
 
 
 @pytest.mark.parametrize(("module", "order"), [(LearnedKerpleLog, "pa"), (LearnedKerplePower, "ap")])
@@ -158,7 +158,7 @@ def test_kerple_weights_are_drawn_and_ordered_as_declared(module: type, order: s
     }
     p, a = learned.bias_p.detach(), learned.bias_a.detach()
     assert 1.98 < p.max() <= 2 and 0 <= p.min() < 0.02 and 0.99 < a.max() <= 1 and 0 <= a.min() < 0.01
-    columns = dict(zip(order, learned().coefficients.unbind(-1), strict=True))
+    columns = dict(zip(order, learned.distance_bias().coefficients.unbind(-1), strict=True))
     torch.testing.assert_close(columns["p"], p.clamp(min=0.01), rtol=0, atol=0)
     torch.testing.assert_close(columns["a"], a.clamp(min=0.01), rtol=0, atol=0)
 
@@ -166,7 +166,7 @@ def test_kerple_weights_are_drawn_and_ordered_as_declared(module: type, order: s
 def weights_after_descent(learned: torch.nn.Module, direction: float) -> tuple[Tensor, Tensor]:
     """Gradients of (p, a) where the loss is `direction` times the sum of the coefficients."""
     learned.zero_grad()
-    (direction * learned().coefficients.sum()).backward()
+    (direction * learned.distance_bias().coefficients.sum()).backward()
     return learned.bias_p.grad, learned.bias_a.grad
 
 
@@ -176,7 +176,11 @@ def test_weights_beyond_a_bound_are_bounded_and_can_come_back(module: type) -> N
     with torch.no_grad():
         learned.bias_p.copy_(torch.tensor([-1.0, 0.01, 1.0, 3.0]))
         learned.bias_a.copy_(torch.tensor([-1.0, 0.01, 1.0, 3.0]))
-    a, p = learned().coefficients.unbind(-1) if power else learned().coefficients.flip(-1).unbind(-1)
+    a, p = (
+        learned.distance_bias().coefficients.unbind(-1)
+        if power
+        else learned.distance_bias().coefficients.flip(-1).unbind(-1)
+    )
     assert a.tolist() == pytest.approx([0.01, 0.01, 1.0, 3.0])
     assert p.tolist() == pytest.approx([0.01, 0.01, 1.0, 2.0 if power else 3.0])
     p_down, a_down = weights_after_descent(learned, 1.0)
@@ -188,7 +192,7 @@ def test_weights_beyond_a_bound_are_bounded_and_can_come_back(module: type) -> N
 def test_the_bucket_table_is_scaled_like_gpt_neox() -> None:
     learned = LearnedBuckets(heads=4, head_dim=64)
     assert learned.weight.shape == (32, 4)
-    bias = learned()
+    bias = learned.distance_bias()
     assert bias.coefficients.shape == (4, 32) and bias.max_distance == 128
     assert torch.equal(bias.coefficients, 8 * learned.weight.T)
     bias.at(torch.tensor([0.0, 0.0, 500.0])).sum().backward()

@@ -32,7 +32,7 @@ def biased_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, bi
     The operands are those of `AttentionInputs`, on the CPU. Gradients flow to them and to the bias's coefficients.
     """
     rows = min(QUERY_BLOCK, query.shape[2])
-    return _Biased.apply(query, key, value, diagonals(bias, key.shape[2], rows, query), scale)  # type: ignore[no-untyped-call]
+    return _Biased.apply(query, key, value, diagonals(bias, key.shape[2], rows, query), scale)
 
 
 def diagonals(bias: DistanceBias, key_length: int, rows: int, query: Tensor) -> Tensor:
@@ -140,14 +140,16 @@ def _tiled_backward(
     groups = rows.query.shape[1] // keys.shape[1]
     for batch in range(keys.shape[0]):
         for head in range(rows.query.shape[1]):
-            sides = [x[batch, head].to(wide) for x in (rows.query, rows.grad, shares, rows.lse[..., None])]
+            query, grad = rows.query[batch, head].to(wide), rows.grad[batch, head].to(wide)
+            share, lse = shares[batch, head], rows.lse[batch, head, :, None]
             for first in range(0, keys.shape[2], KEY_BLOCK):
                 columns = slice(first, min(first + KEY_BLOCK, keys.shape[2]))
                 place = (batch, head // groups, columns)
-                tile = _tile(*sides, keys[place].to(wide), values[place].to(wide), mask[0, head, :, columns], scale)
-                query_grad[batch, head].addmm_(tile.scores, keys[place].to(wide), alpha=scale)
-                sums[0][place].addmm_(tile.scores.T, sides[0], alpha=scale)
-                sums[1][place].addmm_(tile.weights.T, sides[1])
+                seen, valued = keys[place].to(wide), values[place].to(wide)
+                tile = _tile(query, grad, share, lse, seen, valued, mask[0, head, :, columns], scale)
+                query_grad[batch, head].addmm_(tile.scores, seen, alpha=scale)
+                sums[0][place].addmm_(tile.scores.T, query, alpha=scale)
+                sums[1][place].addmm_(tile.weights.T, grad)
                 along = tile.skewed.sum(0)[:-1]
                 diagonal_sums[head, first : first + len(along)] += along
     return query_grad.to(rows.query.dtype)

@@ -49,7 +49,9 @@ def _check_cover(spans: tuple[Span, ...], past: int, length: int, row: int) -> N
                 break
             reached = stop
     if reached != length:
-        raise ValueError(f"row {row}: the documents {spans} do not cover its tokens {past} to {length} one after another")
+        raise ValueError(
+            f"row {row}: the documents {spans} do not cover its tokens {past} to {length} one after another"
+        )
 
 
 def _slices(inputs: AttentionInputs, spans: tuple[Span, ...]) -> Iterator[AttentionInputs]:

@@ -49,7 +49,7 @@ class MergeBackend:
 def _attend_row(inputs: AttentionInputs) -> Tensor:
     operands = [x for segment in inputs.segments for x in (segment.query, segment.key)]
     bands = tuple(segment.band for segment in inputs.segments)
-    return _Merged.apply(inputs.scale, bands, inputs.value, *operands)  # type: ignore[no-untyped-call]
+    return _Merged.apply(inputs.scale, bands, inputs.value, *operands)
 
 
 @dataclass(frozen=True)
@@ -151,11 +151,7 @@ def _merge(part: _Part, out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Te
     totals.copy_(torch.logaddexp(totals, part_lse))
 
 
-def _backward(
-    op: FlashOp, part: _Part, tensors: tuple[Tensor, ...], scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(op: FlashOp, part: _Part, tensors: tuple[Tensor, ...], scale: float) -> tuple[Tensor, Tensor, Tensor]:
     grad, q, k, value, out, lse = tensors
     cut = part.queries
-    return op.backward(
-        cut(grad), cut(q), part.keys(k), part.keys(value), cut(out), cut(lse), part.causal, scale
-    )
+    return op.backward(cut(grad), cut(q), part.keys(k), part.keys(value), cut(out), cut(lse), part.causal, scale)

@@ -81,8 +81,11 @@ def _sliding(top: int, bottom: int, width: int) -> Iterator[Piece]:
     """Row m >= width sees the `width` keys up to m: blocks of `width` rows, each with the keys beside and before it."""
     for row in range(top, bottom, width):
         end = min(row + width, bottom)
-        yield from _triangle(row, row, end - row, "lower")
-        yield from _shrinking(row, end, row - width + 1, row)
+        if end == row + 1:
+            yield from _rectangle(row, end, row - width + 1, end)
+        else:
+            yield from _triangle(row, row, end - row, "lower")
+            yield from _shrinking(row, end, row - width + 1, row)
 
 
 def _shrinking(top: int, bottom: int, left: int, right: int) -> Iterator[Piece]:

@@ -1,9 +1,8 @@
 """Our Triton kernels: flash attention with a bias formula, and two segments at one dot product per tile."""
 
-from importlib.util import find_spec
-
 from torch import Tensor
 
+from megatron_coca.attention.compiler import missing_compiler
 from megatron_coca.attention.inputs import AttentionInputs, Band, Needs
 
 FORMULAS = (None, "linear", "log", "power")
@@ -24,7 +23,7 @@ class TritonBackend:
             return f"its kernels know the bias formulas linear, log and power, not {needs.bias}"
         if needs.head_dim > WIDEST_HEAD:
             return f"its kernels serve head_dim up to {WIDEST_HEAD}, not {needs.head_dim}"
-        return _refused_bands(needs.bands) or _missing_compiler(needs.device_type)
+        return _refused_bands(needs.bands) or missing_compiler(needs.device_type)
 
     def attend(self, inputs: AttentionInputs) -> Tensor:
         """[batch, heads, query_length, head_dim] in the query's dtype.
@@ -65,15 +64,3 @@ def _refused_bands(bands: tuple[Band, ...]) -> str | None:
     if far and (far[0].low != near.high or far[0].high is not None):
         return f"its second band must be all distances from {near.high} on, not {far[0]}"
     return None
-
-
-def _missing_compiler(device_type: str) -> str | None:
-    if find_spec("triton") is None:
-        return "triton is not installed (pip install triton)"
-    if device_type == "cuda":
-        return None
-    import triton
-
-    if device_type == "cpu" and triton.knobs.runtime.interpret:
-        return None
-    return f"Triton has no compiler for {device_type}; its interpreter, for tests on the CPU, is not switched on"

@@ -8,6 +8,7 @@ any floating type.
 """
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import ClassVar, Literal
@@ -171,7 +172,21 @@ def _bounded(weight: Tensor, high: float = math.inf) -> Tensor:
     return _Bounded.apply(weight.float(), SMALLEST, high)
 
 
-class _LearnedKerple(nn.Module):
+class LearnedBias(nn.Module, ABC):
+    """Weights of a bias. Calling the module gives the coefficients as a tensor, because engines that gather weights
+    only while a module runs find what a backward pass needs again by the tensors that the module returned.
+    """
+
+    @abstractmethod
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draw the first weights."""
+
+    @abstractmethod
+    def distance_bias(self) -> "KerpleLogBias | KerplePowerBias | BucketBias":
+        """The bias with the present weights."""
+
+
+class _LearnedKerple(LearnedBias):
     def __init__(self, heads: int) -> None:
         super().__init__()
         self.bias_p = nn.Parameter(torch.empty(heads))
@@ -188,20 +203,26 @@ class _LearnedKerple(nn.Module):
 class LearnedKerpleLog(_LearnedKerple):
     """KERPLE's logarithmic bias of one layer; weights `bias_p` and `bias_a` [heads]."""
 
-    def forward(self) -> KerpleLogBias:
-        """The bias, with p and a at least 0.01."""
-        return KerpleLogBias(torch.stack((_bounded(self.bias_p), _bounded(self.bias_a)), dim=-1))
+    def forward(self) -> Tensor:
+        """(p, a), both at least 0.01."""
+        return torch.stack((_bounded(self.bias_p), _bounded(self.bias_a)), dim=-1)
+
+    def distance_bias(self) -> KerpleLogBias:
+        return KerpleLogBias(self())
 
 
 class LearnedKerplePower(_LearnedKerple):
     """KERPLE's power bias of one layer; weights `bias_p` and `bias_a` [heads]."""
 
-    def forward(self) -> KerplePowerBias:
-        """The bias, with a at least 0.01 and p between 0.01 and 2."""
-        return KerplePowerBias(torch.stack((_bounded(self.bias_a), _bounded(self.bias_p, LARGEST_POWER)), dim=-1))
+    def forward(self) -> Tensor:
+        """(a, p) with a at least 0.01 and p between 0.01 and 2."""
+        return torch.stack((_bounded(self.bias_a), _bounded(self.bias_p, LARGEST_POWER)), dim=-1)
+
+    def distance_bias(self) -> KerplePowerBias:
+        return KerplePowerBias(self())
 
 
-class LearnedBuckets(nn.Module):
+class LearnedBuckets(LearnedBias):
     """T5's bias, one for all layers: `weight` [buckets, heads], named, shaped and drawn as in GPT-NeoX.
 
     GPT-NeoX multiplies the table by sqrt(head_dim) and adds it to scores already divided by sqrt(head_dim).
@@ -223,6 +244,9 @@ class LearnedBuckets(nn.Module):
         """Xavier-normal: standard deviation sqrt(2 / (buckets + heads))."""
         nn.init.xavier_normal_(self.weight, generator=generator)
 
-    def forward(self) -> BucketBias:
-        """The bias, its table multiplied by sqrt(head_dim)."""
-        return BucketBias((self.weight.float() * self.scale).T, self.max_distance)
+    def forward(self) -> Tensor:
+        """The table, multiplied by sqrt(head_dim), [heads, buckets]."""
+        return (self.weight.float() * self.scale).T
+
+    def distance_bias(self) -> BucketBias:
+        return BucketBias(self(), self.max_distance)

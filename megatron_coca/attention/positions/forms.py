@@ -10,6 +10,7 @@ or better: Q' of CoCA is quadratic in q, so it must be rounded once, at the end)
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 from megatron_coca.attention.rotary import RotaryTables, rotate
 
 Operand = Callable[[Tensor, RotaryTables], Tensor]
+Kernel = Literal["rotary", "coca", "coca_strict"]
 
 
 def _identity(x: Tensor) -> Tensor:
@@ -42,7 +44,7 @@ class ScoreForm:
     key: Operand | None = None
     query_rest: Callable[[Tensor], Tensor] = _identity
     key_rest: Callable[[Tensor], Tensor] = _identity
-    kernel: str | None = None
+    kernel: Kernel | None = None
     shift_invariant: bool = True
 
     @property
@@ -135,15 +137,13 @@ PLAIN = ScoreForm()
 ROTATED = ScoreForm(query=rotate, key=rotate, kernel="rotary")
 """R_m q and R_n k (Su et al. 2021, "RoFormer", section 3.2.2); with xPos's growing and shrinking tables, xPos."""
 
-_POSITION_FREE_COCA = {"query_rest": torch.square, "key_rest": torch.relu}
-
 SCORE_FORMS: dict[str, ScoreForm] = {
     "rotary": ROTATED,
     "xpos": ROTATED,
     "coca": ScoreForm(
-        _slack_query, coefficients, _slack_key, **_POSITION_FREE_COCA, kernel="coca", shift_invariant=False
+        _slack_query, coefficients, _slack_key, torch.square, torch.relu, kernel="coca", shift_invariant=False
     ),
-    "coca_strict": ScoreForm(_strict_query, coefficients, _strict_key, **_POSITION_FREE_COCA, kernel="coca_strict"),
+    "coca_strict": ScoreForm(_strict_query, coefficients, _strict_key, torch.square, torch.relu, kernel="coca_strict"),
     "alibi": PLAIN,
     "kerple_log": PLAIN,
     "kerple_power": PLAIN,
