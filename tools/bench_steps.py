@@ -17,8 +17,8 @@ from megatron_coca.attention.frame import Frame
 from megatron_coca.attention.inputs import AttentionInputs
 from megatron_coca.attention.method import PositionMethod
 from megatron_coca.attention.operands import with_torch
+from megatron_coca.attention.pairs import rotate
 from megatron_coca.attention.positions.forms import coefficients
-from megatron_coca.attention.rotary import rotate
 from tools.bench_cases import EINSUM, Case, Shape, configuration
 
 Attend = Callable[[AttentionInputs], Tensor]

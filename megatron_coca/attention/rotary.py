@@ -1,6 +1,6 @@
-"""Cosine and sine tables and the rotation of paired dimensions.
+"""Cosine and sine tables.
 
-Pairing is that of GPT-NeoX and Hugging Face: dimension i turns with dimension i + d/2. Tables are made in float64
+Pairing is that of GPT-NeoX and Hugging Face: dimension i turns with dimension i + d/2 (pairs.py). Tables are made in float64
 and rounded once, because a float32 phase at position 32k is already off by 1e-3, and they are never module buffers,
 which `.bfloat16()` or an engine could cast.
 
@@ -35,9 +35,3 @@ def rotary_tables(
         cos, sin = cos[:, None], sin[:, None]
     table_dtype = torch.promote_types(dtype, torch.float32)
     return RotaryTables(cos.to(table_dtype), sin.to(table_dtype))
-
-
-def rotate(x: Tensor, tables: RotaryTables) -> Tensor:
-    """R_p x for x [batch, heads, length, rotary_dim], computed and returned in the tables' dtype."""
-    first, second = x.to(tables.cos.dtype).chunk(2, dim=-1)
-    return torch.cat((first * tables.cos - second * tables.sin, second * tables.cos + first * tables.sin), dim=-1)

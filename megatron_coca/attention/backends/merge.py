@@ -79,6 +79,22 @@ class _Part:
         """The same of the key rows."""
         return self._place(x, self.piece.key, self.piece.columns)
 
+    def meet_queries(self, rows: "_Rows", unmet: float) -> bool:
+        """Note in `rows` that the queries of the piece meet it; whether it is the first for all of them."""
+        return rows.meet(self.piece.query, self.piece.rows, self.piece.blocks, self.piece.step, unmet)
+
+    def add_queries(self, sums: "_Rows", found: Tensor) -> None:
+        """Add what the kernel found for the rows of the piece, [batch * blocks, heads, rows, ...]."""
+        place, found = self.place_of_queries(sums.tensor), self.restore(found)
+        place.copy_(found) if self.meet_queries(sums, 0.0) else place.add_(found)
+
+    def add_keys(self, sums: "_Rows", found: Tensor) -> None:
+        """The same for the key rows."""
+        piece = self.piece
+        place, found = self.place_of_keys(sums.tensor), self.restore(found)
+        first = sums.meet(piece.key, piece.columns, piece.blocks, piece.step)
+        place.copy_(found) if first else place.add_(found)
+
     def restore(self, x: Tensor) -> Tensor:
         """A result of the kernel [batch * blocks, heads, rows, ...] in the shape and order of its place."""
         x = x.flip(2) if self.piece.shape == "upper" else x
@@ -100,6 +116,42 @@ def _parts(bands: tuple[Band, ...], query_length: int, key_length: int) -> Itera
             yield _Part(index, piece)
 
 
+class _Rows:
+    """A tensor [batch, heads, length, ...] that pieces are added to, and which of its rows have met a piece.
+
+    Starting from empty memory, the first piece of a row is written and not added: for ReRoPE that saves clearing and
+    reading back most of the sums.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self._met = bytearray(tensor.shape[2])
+
+    def meet(self, start: int, size: int, blocks: int, step: int, unmet: float = 0.0) -> bool:
+        """Note that these rows meet a piece; whether it is the first for all of them. Where it is for some only, those
+        are filled with `unmet`.
+        """
+        spans = [(start + block * step, start + block * step + size) for block in range(blocks)]
+        first = not any(any(self._met[low:high]) for low, high in spans)
+        for low, high in spans:
+            if not first:
+                self._fill(low, high, unmet)
+            self._met[low:high] = bytes([1]) * (high - low)
+        return first
+
+    def finished(self) -> Tensor:
+        """The tensor, rows that met no piece cleared."""
+        self._fill(0, len(self._met), 0.0)
+        return self.tensor
+
+    def _fill(self, low: int, high: int, value: float) -> None:
+        while (low := self._met.find(0, low, high)) >= 0:
+            end = self._met.find(1, low, high)
+            end = high if end < 0 else end
+            self.tensor[:, :, low:end] = value
+            low = end
+
+
 class _Merged(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scale: float, bands: tuple[Band, ...], value: Tensor, *operands: Tensor) -> Tensor:
@@ -110,45 +162,50 @@ class _Merged(torch.autograd.Function):
             q, k = operands[2 * part.segment : 2 * part.segment + 2]
             found = op.forward(part.queries(q), part.keys(k), part.keys(value), part.causal, scale)
             _merge(part, out, lse, *found)
-        out = out.to(value.dtype)
-        ctx.save_for_backward(value, out, lse, *operands)
+        merged = out.tensor.to(value.dtype)
+        ctx.save_for_backward(value, merged, lse.tensor, *operands)
         ctx.scale, ctx.parts = scale, parts
-        return out
+        return merged
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         value, out, lse, *operands = ctx.saved_tensors
-        sums = [torch.zeros_like(x, dtype=lse.dtype) for x in (value, *operands)]
+        sums = [_Rows(torch.empty_like(x, dtype=lse.dtype)) for x in (value, *operands)]
         grad = grad if grad.stride(-1) == 1 else grad.contiguous()
         op = flash_op(value)
         for part in ctx.parts:
             q, k = operands[2 * part.segment : 2 * part.segment + 2]
             dq, dk, dv = _backward(op, part, (grad, q, k, value, out, lse), ctx.scale)
-            part.place_of_queries(sums[1 + 2 * part.segment]).add_(part.restore(dq))
-            part.place_of_keys(sums[2 + 2 * part.segment]).add_(part.restore(dk))
-            part.place_of_keys(sums[0]).add_(part.restore(dv))
-        return None, None, *(x.to(value.dtype) for x in sums)
+            part.add_queries(sums[1 + 2 * part.segment], dq)
+            part.add_keys(sums[2 + 2 * part.segment], dk)
+            part.add_keys(sums[0], dv)
+        return None, None, *(x.finished().to(value.dtype) for x in sums)
 
 
-def _empty_rows(query: Tensor) -> tuple[Tensor, Tensor]:
-    """An output of zeros and a log-sum-exp of -inf: rows that have met no key yet. Float32 or better."""
+def _empty_rows(query: Tensor) -> tuple[_Rows, _Rows]:
+    """The output and the log-sum-exp of rows that have met no key yet, float32 or better."""
     batch, heads, length, head_dim = query.shape
     dtype = torch.promote_types(query.dtype, torch.float32)
-    out = torch.zeros(batch, length, heads, head_dim, dtype=dtype, device=query.device).transpose(1, 2)
-    return out, torch.full((batch, heads, length), -torch.inf, dtype=dtype, device=query.device)
+    out = torch.empty(batch, length, heads, head_dim, dtype=dtype, device=query.device).transpose(1, 2)
+    return _Rows(out), _Rows(torch.empty(batch, heads, length, dtype=dtype, device=query.device))
 
 
-def _merge(part: _Part, out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
+def _merge(part: _Part, out: _Rows, lse: _Rows, part_out: Tensor, part_lse: Tensor) -> None:
     """Take a piece into the rows' output and log-sum-exp, in place.
 
     The share of the piece in the row is exp(part_lse) / (exp(lse) + exp(part_lse)), a sigmoid: 1 where the row has met
     no key, never NaN, because a row of a piece always has a key.
     """
-    rows, totals = part.place_of_queries(out), part.place_of_queries(lse)
-    part_out, part_lse = part.restore(part_out).to(out.dtype), part.restore(part_lse)
-    rows.lerp_(part_out, torch.sigmoid(part_lse - totals)[..., None])
-    totals.copy_(torch.logaddexp(totals, part_lse))
+    rows, totals = part.place_of_queries(out.tensor), part.place_of_queries(lse.tensor)
+    part_out, part_lse = part.restore(part_out), part.restore(part_lse)
+    first = part.meet_queries(out, 0.0) & part.meet_queries(lse, -torch.inf)
+    if first:
+        rows.copy_(part_out)
+        totals.copy_(part_lse)
+    else:
+        rows.lerp_(part_out.to(rows.dtype), torch.sigmoid(part_lse - totals)[..., None])
+        totals.copy_(torch.logaddexp(totals, part_lse))
 
 
 def _backward(op: FlashOp, part: _Part, tensors: tuple[Tensor, ...], scale: float) -> tuple[Tensor, Tensor, Tensor]:

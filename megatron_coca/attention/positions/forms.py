@@ -15,7 +15,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_coca.attention.rotary import RotaryTables, rotate
+from megatron_coca.attention.pairs import positive_mean, rotate, spread, squared_length, times_rotated
+from megatron_coca.attention.rotary import RotaryTables
 
 Operand = Callable[[Tensor, RotaryTables], Tensor]
 Kernel = Literal["rotary", "coca", "coca_strict"]
@@ -102,7 +103,7 @@ def _split(x: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def _slack_query(q: Tensor, tables: RotaryTables) -> Tensor:
     """q * (R_m q), elementwise (Zhu et al. 2024, "CoCA", the slack form, whose scores the paper writes as a contraction)."""
-    return q * rotate(q, tables)
+    return times_rotated(q, tables)
 
 
 def coefficients(t: Tensor) -> Tensor:
@@ -110,25 +111,22 @@ def coefficients(t: Tensor) -> Tensor:
 
     `t` is what the key projection gives, so that the projection keeps a key's shape; the collinear key is (u, u).
     """
-    first, second = t.chunk(2, dim=-1)
-    return torch.relu((first + second) / 2)
+    return positive_mean(t)
 
 
 def _slack_key(u: Tensor, tables: RotaryTables) -> Tensor:
     """R_n (u, u) = (u (cos - sin), u (cos + sin))."""
-    return torch.cat((u * (tables.cos - tables.sin), u * (tables.cos + tables.sin)), dim=-1)
+    return spread(u, tables.cos - tables.sin, tables.cos + tables.sin)
 
 
 def _strict_query(q: Tensor, tables: RotaryTables) -> Tensor:
     """R_m (|q|^2, 0) with |q|^2 = q_i^2 + q_{i+d/2}^2, so that a score is sum_j u_j |q_j|^2 cos((m - n) theta_j)."""
-    first, second = q.chunk(2, dim=-1)
-    squared = first.square() + second.square()
-    return torch.cat((squared * tables.cos, squared * tables.sin), dim=-1)
+    return spread(squared_length(q), tables.cos, tables.sin)
 
 
 def _strict_key(u: Tensor, tables: RotaryTables) -> Tensor:
     """R_n (u, 0)."""
-    return torch.cat((u * tables.cos, u * tables.sin), dim=-1)
+    return spread(u, tables.cos, tables.sin)
 
 
 PLAIN = ScoreForm()
