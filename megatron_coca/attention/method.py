@@ -92,9 +92,10 @@ class PositionMethod:
         """A new module for one layer's own bias, or None where layers have none."""
         return self.bias.by_layer() if self.bias.by_layer is not None else None
 
-    def needs(self, device_type: str, dropout: float) -> Needs:
-        """What a backend must be able to do for this method, in training and in evaluation."""
-        parts = max(self.parts, self.trained_parts, key=len)
+    def needs(self, device_type: str, dropout: float, training: bool = True) -> Needs:
+        """What a backend must be able to do for this method: in training and in evaluation, or in evaluation alone."""
+        parts = max(self.parts, self.trained_parts, key=len) if training else self.parts
+        dropout = dropout if training else 0.0
         return Needs(device_type, self.head_dim, self.bias.formula, tuple(map(band, parts)), dropout)
 
     def prepare(

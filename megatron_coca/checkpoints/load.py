@@ -64,7 +64,7 @@ def load_checkpoint(path: str | Path, overrides: Overrides = (), device: str = "
     refuse_other_model(folder, trained, config)
     tokenizer = folder / native.TOKENIZER
     return Loaded(
-        model=_fill(build_model(config, device), read_weights(folder), folder),
+        model=_fill(build_model(config, device, training=False), read_weights(folder), folder),
         config=config,
         tokenizer_folder=tokenizer if tokenizer.is_dir() else None,
         step=native.read_json(folder / native.META)["step"],
@@ -86,7 +86,9 @@ def _load_huggingface(folder: Path, overrides: Overrides, device: str) -> Loaded
     refuse_other_model(folder, load_config([], keys), config, frozenset({"pos_emb"}))
     shape = config.model
     weights = huggingface.read_weights(folder, shape.num_layers, shape.num_attention_heads, not shape.no_weight_tying)
-    return Loaded(_fill(build_model(config, device), weights, folder), config, None, None, folder.resolve().name)
+    return Loaded(
+        _fill(build_model(config, device, training=False), weights, folder), config, None, None, folder.resolve().name
+    )
 
 
 def _fill(model: GPT, weights: dict[str, Tensor], folder: Path) -> GPT:

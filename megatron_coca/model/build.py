@@ -10,9 +10,11 @@ from megatron_coca.model.gpt import GPT
 from megatron_coca.model.init import initialize
 
 
-def build_model(config: Config, device: str = "cpu") -> GPT:
+def build_model(config: Config, device: str = "cpu", training: bool = True) -> GPT:
     """An initialised float32 model on `device`, with the position method composed and the attention backend chosen
     for that device.
+
+    With `training` False the model is for evaluation: its backend need not know dropout or maps that only train.
 
     Raises:
         ConfigError: `vocab_size` is not known.
@@ -21,7 +23,7 @@ def build_model(config: Config, device: str = "cpu") -> GPT:
     method = build_method(config.position, config.model)
     device_type = device.partition(":")[0]
     check_operand_kernel(config.position.operand_kernel, device_type)
-    needs = method.needs(device_type, config.model.attention_dropout)
+    needs = method.needs(device_type, config.model.attention_dropout, training)
     _, backend = select_backend(config.position.attention_backend, needs)
     with torch.random.fork_rng(devices=[]):  # PyTorch's layers draw weights of their own, which are then replaced
         model = GPT(config.model, method, backend)

@@ -6,11 +6,14 @@ from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
+import torch
 
+from megatron_coca.attention.backends.flex import FlexBackend
+from megatron_coca.attention.backends.merge import MergeBackend
 from megatron_coca.attention.backends.select import AUTOMATIC, BACKENDS, BackendError, select_backend
 from megatron_coca.attention.backends.support import CPU_COLUMNS, NEEDS, SUMMARIES, page, refusal
 from megatron_coca.attention.compose import build_method
-from megatron_coca.attention.inputs import Band, Needs
+from megatron_coca.attention.inputs import AttentionInputs, Backend, Band, Needs, Segment
 from megatron_coca.config import load_config
 from megatron_coca.config.position import MapType, PositionConfig, PositionMethod
 from megatron_coca.model import build_model
@@ -125,3 +128,20 @@ def test_the_page_promises_no_more_than_supports() -> None:
         for needs in NEEDS.values():
             if refusal(name)(needs) is not None:
                 assert backend.supports(needs) is not None
+
+
+def test_a_model_for_evaluation_needs_no_dropout_and_no_map_of_training() -> None:
+    mapped = SHAPE | {"pos_emb": "rotary", "attention_dropout": 0.1}
+    for relative in ({"type": "rerope"}, {"type": "inv_leaky_rerope", "target_length": 64}):
+        config = load_config([], mapped | {"relative_positions": relative})
+        with pytest.raises(BackendError, match="share no random state"):
+            build_model(config)
+        build_model(config, training=False)
+    assert build_method(config.position, config.model).needs("cpu", 0.1, training=False) == Needs("cpu", 16)
+
+
+@pytest.mark.parametrize("backend", [MergeBackend(), FlexBackend(compiled=False)])
+def test_dropout_that_a_backend_has_not_is_an_error(backend: Backend) -> None:
+    x = torch.randn(1, 1, 4, 8)
+    with pytest.raises(ValueError, match="dropout; build the model"):
+        backend.attend(AttentionInputs((Segment(x, x),), x, 0.3, dropout=0.1))

@@ -37,7 +37,12 @@ class FlexBackend:
         """[batch, heads, query_length, head_dim] in the query's dtype.
 
         One query alone is served without the kernel, which would be compiled for every token that is generated.
+
+        Raises:
+            ValueError: there is dropout.
         """
+        if inputs.dropout > 0:
+            raise ValueError("attention_backend flex has no dropout; build the model to be trained so")
         (segment,) = inputs.segments
         if self._compiled and segment.query.shape[2] == 1:
             return _attend_one_query(inputs)

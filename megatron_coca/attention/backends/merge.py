@@ -42,7 +42,10 @@ class MergeBackend:
 
         Raises:
             TypeError: there is no kernel for the operands' dtype and device.
+            ValueError: there is a bias or dropout.
         """
+        if inputs.bias is not None or inputs.dropout > 0:
+            raise ValueError("attention_backend merge has neither bias nor dropout; build the model to be trained so")
         return attend_by_document(_attend_row, inputs)
 
 
