@@ -31,7 +31,7 @@ from tools.bench_report import tables  # noqa: E402
 from tools.bench_run import Bench  # noqa: E402
 from tools.bench_steps import MODES  # noqa: E402
 from tools.bench_timing import Clock  # noqa: E402
-from tools.records import environment  # noqa: E402
+from tools.records import append_records, environment  # noqa: E402
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "cpu": {"dtype": "float32", "heads": 4, "tokens": 1, "training_length": 512, "lengths": (9, 13), "seconds": 60},
@@ -94,21 +94,29 @@ def choose(methods: list[str], backends: list[str], shape: Shape) -> list[Case]:
     return cases
 
 
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
+    return value
+
+
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Options, with the defaults of the device filled in."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD")
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=list(BACKENDS), metavar="BACKEND")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), metavar="MODE")
-    parser.add_argument("--lengths", nargs="+", type=int, help="default: 512 ... 8192 (CPU), 131072 (CUDA)")
-    parser.add_argument("--heads", type=int, help="default: 4 (CPU), 16 (CUDA)")
-    parser.add_argument("--kv-heads", type=int, help="default: as many as --heads")
-    parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--tokens", type=int, help="tokens in a batch, at least one row: 1 (CPU), 32768 (CUDA)")
-    parser.add_argument("--training-length", type=int, help="L, which windows come from: 512 (CPU), 2048 (CUDA)")
+    parser.add_argument("--lengths", nargs="+", type=positive, help="default: 512 ... 8192 (CPU), 131072 (CUDA)")
+    parser.add_argument("--heads", type=positive, help="default: 4 (CPU), 16 (CUDA)")
+    parser.add_argument("--kv-heads", type=positive, help="default: as many as --heads")
+    parser.add_argument("--head-dim", type=positive, default=64)
+    parser.add_argument("--tokens", type=positive, help="tokens in a batch, at least one row: 1 (CPU), 32768 (CUDA)")
+    parser.add_argument("--training-length", type=positive, help="L, which windows come from: 512 (CPU), 2048 (CUDA)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="float32 (CPU), bfloat16 (CUDA)")
     parser.add_argument("--device", choices=DEFAULTS, default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--rounds", type=int, default=10, help="counted rounds, after one that is not")
+    parser.add_argument("--rounds", type=positive, default=10, help="counted rounds, after one that is not")
     parser.add_argument("--budget-seconds", type=float, help="of a case at a length: 60 (CPU), 10 (CUDA)")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "attention.jsonl")
     options = parser.parse_args(arguments)
@@ -118,6 +126,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     for name, value in vars(options).items():
         if value is None and name in filled:
             setattr(options, name, filled[name])
+    if options.heads % (options.kv_heads or options.heads):
+        parser.error(f"--kv-heads {options.kv_heads} does not divide --heads {options.heads}")
+    if options.head_dim % 4:
+        parser.error(f"--head-dim {options.head_dim} is no multiple of 4, so there are no pairs to extend")
+    try:
+        append_records(options.output, [])
+    except OSError as error:
+        parser.error(f"--output {options.output}: {error.strerror}")
     return options
 
 

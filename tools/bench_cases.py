@@ -25,7 +25,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "rotary+self_extend": {"pos_emb": "rotary", "relative_positions": {"type": "self_extend"}},
     "rotary+lm_infinite": {"pos_emb": "rotary", "relative_positions": {"type": "lm_infinite"}},
     "rotary+streaming": {"pos_emb": "rotary", "relative_positions": {"type": "streaming"}},
-    "coca+dynamic_ntk": {"pos_emb": "coca", "rope_scaling": {"rope_type": "dynamic"}},
+    "coca+dynamic_ntk": {"pos_emb": "coca", "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
     CONTRACTION: {"pos_emb": "coca"},
 }
 """Configuration keys by the benchmark's names. The contraction is CoCA as its paper writes it, by opt_einsum alone."""

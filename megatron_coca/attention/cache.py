@@ -5,6 +5,9 @@ three quarters of RoPE's. Because nothing kept depends on positions or on a leng
 relative-position map finds the right keys at every step.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -20,12 +23,20 @@ class LayerCache:
 
     def append(self, *new: Tensor) -> list[Tensor]:
         """Add tensors [batch, kv_heads, tokens, width]; views of everything kept so far, in the same order."""
+        if self._buffers and self._buffers[0].shape[0] != new[0].shape[0]:
+            raise ValueError(
+                f"the cache holds {self._buffers[0].shape[0]} sequences, the new tokens are of {new[0].shape[0]}"
+            )
         start, self.length = self.length, self.length + new[0].shape[2]
         if not self._buffers or self.length > self._buffers[0].shape[2]:
             self._buffers = [self._grown(index, x) for index, x in enumerate(new)]
         for buffer, x in zip(self._buffers, new, strict=True):
             buffer[:, :, start : self.length] = x
         return [buffer[:, :, : self.length] for buffer in self._buffers]
+
+    def cut(self, length: int) -> None:
+        """Forget all tokens from number `length` on."""
+        self.length = min(self.length, length)
 
     def _grown(self, index: int, new: Tensor) -> Tensor:
         batch, heads, _, width = new.shape
@@ -50,6 +61,8 @@ class Cache:
     """
 
     def __init__(self, num_layers: int, length: int | None = None) -> None:
+        if length is not None and length < 1:
+            raise ValueError(f"the length of a generation is at least 1, not {length}")
         self.layers = [LayerCache() for _ in range(num_layers)]
         self.positions: Tensor | None = None
         self.length = length
@@ -57,11 +70,22 @@ class Cache:
     def __len__(self) -> int:
         return self.positions.shape[-1] if self.positions is not None else 0
 
-    def advance(self, positions: Tensor) -> Tensor:
-        """Add the positions of new tokens; the positions of all."""
-        kept = [] if self.positions is None else [self.positions]
-        self.positions = torch.cat((*kept, positions), dim=-1)
-        return self.positions
+    @contextmanager
+    def advanced(self, positions: Tensor) -> Iterator[Tensor]:
+        """The positions of all tokens with those of the new ones, kept if the work on them succeeds; if it fails, the
+        cache is what it was.
+        """
+        past, before = len(self), self.positions
+        if before is not None and before.dim() != positions.dim():
+            raise ValueError("positions must stay [length], or [batch, length], throughout one cache")
+        self.positions = positions if before is None else torch.cat((before, positions), dim=-1)
+        try:
+            yield self.positions
+        except BaseException:
+            self.positions = before
+            for layer in self.layers:
+                layer.cut(past)
+            raise
 
 
 def bytes_per_token(method: PositionMethod, num_kv_heads: int, num_layers: int, dtype: torch.dtype) -> int:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_coca.attention.inputs import Band, DistanceBias, Documents
 from megatron_coca.attention.positions.distance_maps import Part
-from megatron_coca.attention.positions.xpos import growth
+from megatron_coca.attention.positions.xpos import check_range, growth
 from megatron_coca.attention.rotary import RotaryTables, rotary_tables
 
 
@@ -89,7 +89,7 @@ def segment_tables(
     if same:
         tables = rotary_tables(query_places, spectrum.inverse_frequencies, dtype)
         return SegmentTables(tables, tables, band(part))
-    growing, shrinking = _decay(spectrum, query_places, key_places)
+    growing, shrinking = _decay(spectrum, query_places, key_places, dtype)
     return SegmentTables(
         rotary_tables(query_places, spectrum.inverse_frequencies, dtype, scaled * growing),
         rotary_tables(key_places, spectrum.inverse_frequencies, dtype, shrinking),
@@ -97,10 +97,13 @@ def segment_tables(
     )
 
 
-def _decay(spectrum: Spectrum, query_places: Tensor, key_places: Tensor) -> tuple[Tensor | float, Tensor | float]:
+def _decay(
+    spectrum: Spectrum, query_places: Tensor, key_places: Tensor, dtype: torch.dtype
+) -> tuple[Tensor | float, Tensor | float]:
     if not spectrum.decay:
         return 1.0, 1.0
     centre = float(key_places.max()) / 2
+    check_range(centre, dtype)
     return growth(query_places, spectrum.dim, centre), 1.0 / growth(key_places, spectrum.dim, centre)
 
 

@@ -17,8 +17,11 @@ TRAINED_CHOICES = {
     "logit_scaling": (None, frozenset({"log_n_trained"})),
 }
 """Choices of those keys that belong to the weights: the key, the name inside it or None, and the choices. A model is
-evaluated with them if and only if it was trained with them.
+evaluated with them if and only if it was trained with them, options and training length alike.
 """
+
+LEARNED_WITH = {"rope_scaling": ("rotary_emb_base",)}
+"""Further keys that a choice which belongs to the weights was learned with."""
 
 
 def differing_keys(
@@ -54,10 +57,23 @@ def _choice(key: str, config: Config) -> str | None:
 
 
 def _bound(key: str, saved: Config, wanted: Config) -> bool:
-    return _choice(key, saved) != _choice(key, wanted)
+    if _choice(key, saved) != _choice(key, wanted):
+        return True
+    if _choice(key, saved) is None:
+        return False
+    before, after = saved.flat(), wanted.flat()
+    same = all(before[name] == after[name] for name in (key, *LEARNED_WITH.get(key, ())))
+    return not same or _training_length(saved) != _training_length(wanted)
+
+
+def _training_length(config: Config) -> int:
+    scaling = config.position.rope_scaling
+    return (scaling and scaling.original_max_position_embeddings) or config.model.seq_length
 
 
 def _trained_otherwise(key: str, saved: Config, wanted: Config) -> str:
+    if _choice(key, saved) and _choice(key, saved) == _choice(key, wanted):
+        return f"{key} (trained with other options, base or training length of {_choice(key, saved)})"
     if _choice(key, saved):
         return f"{key} (trained with {_choice(key, saved)}, which belongs to the weights)"
     return f"{key} ({_choice(key, wanted)} is learned in training, and these weights were trained without it)"

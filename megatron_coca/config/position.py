@@ -55,9 +55,11 @@ SCALING_OPTIONS: dict[str, tuple[str, ...]] = {
 """Which names of `rope_scaling` mean something to which extension; any other is refused."""
 
 SCALING_REQUIRED: dict[str, tuple[str, ...]] = {
+    **{name: ("factor",) for name in ("linear", "ntk", "ntk_fixed", "ntk_mixed", "dynamic", "yarn", "llama3")},
     "dynamic_max": ("target_length",),
-    "longrope": ("short_factor", "long_factor"),
+    "longrope": ("factor", "short_factor", "long_factor"),
 }
+"""What an extension does nothing without."""
 
 MAP_OPTIONS: dict[str, tuple[str, ...]] = {
     "rerope": ("window",),
@@ -75,7 +77,7 @@ class RopeScaling(Group):
     """Extension of the rotary frequencies, in the terms of Hugging Face's `rope_scaling` where it has them."""
 
     rope_type: RopeType = key("default", "The extension; see docs/attention.md for the formulas.")
-    factor: float = Field(default=1.0, ge=1.0, description="Scaling factor s.")
+    factor: float = Field(default=1.0, ge=1.0, le=1.0e6, description="Scaling factor s.")
     original_max_position_embeddings: Count | None = key(
         None, "Length the weights were trained at, L, where it is not seq_length (imported models)."
     )
@@ -144,7 +146,7 @@ class PositionConfig(Group):
 
     pos_emb: PositionMethod = key("learned", "Position method.")
     rotary_pct: float = Field(default=1.0, gt=0.0, le=1.0, description="Share of each head's features that is rotated.")
-    rotary_emb_base: Positive = key(10000.0, "Base of the rotary frequencies.")
+    rotary_emb_base: float = Field(default=10000.0, gt=1.0, description="Base of the rotary frequencies.")
     rope_scaling: RopeScaling | None = key(None, "Extension of the rotary frequencies beyond the training length.")
     relative_positions: RelativePositions | None = key(None, "Relative-position map beyond a window.")
     logit_scaling: Literal["none", "log_n", "log_n_trained"] = key(

@@ -45,13 +45,12 @@ def _scaling(settings: Settings) -> str | None:
     scaling, method = settings.position.rope_scaling, settings.position.pos_emb
     if scaling is None:
         return None
-    fault = _options(scaling, f"rope_type {scaling.rope_type}", SCALING_OPTIONS, SCALING_REQUIRED, scaling.rope_type)
-    if fault or scaling.rope_type == "default" or method in ROTATED_METHODS:
-        return fault
-    return (
-        f"rope_type {scaling.rope_type} has no meaning with pos_emb {method}, which has no frequencies to scale;"
-        " set rope_scaling to null"
-    )
+    if scaling.rope_type != "default" and method not in ROTATED_METHODS:
+        return (
+            f"rope_type {scaling.rope_type} has no meaning with pos_emb {method}, which has no frequencies to scale;"
+            " set rope_scaling to null"
+        )
+    return _options(scaling, f"rope_type {scaling.rope_type}", SCALING_OPTIONS, SCALING_REQUIRED, scaling.rope_type)
 
 
 def _options(
@@ -63,7 +62,8 @@ def _options(
         if getattr(given, name) != type(given).model_fields[name].default:
             readers = [other for other, names in known.items() if name in names]
             return f"{name} has no effect with {named}; it belongs to {' | '.join(readers)}"
-    missing = [name for name in required.get(choice, ()) if getattr(given, name) is None]
+    unset = {name for name in type(given).model_fields if name not in given.model_fields_set}
+    missing = [name for name in required.get(choice, ()) if name in unset or getattr(given, name) is None]
     return f"{named} needs {missing[0]}" if missing else None
 
 
@@ -95,7 +95,7 @@ def _dynamic_max(settings: Settings) -> str | None:
     scaling = settings.position.rope_scaling
     if scaling is None or scaling.target_length is None:
         return None
-    length = scaling.original_max_position_embeddings or settings.model.seq_length
+    length = _training_length(settings)
     return (
         f"target_length {scaling.target_length} is below the training length {length}"
         if (scaling.target_length < length)
@@ -121,10 +121,10 @@ def _map(settings: Settings) -> str | None:
 
 
 def _map_reach(settings: Settings) -> str | None:
-    given, scaling = settings.position.relative_positions, settings.position.rope_scaling
+    given = settings.position.relative_positions
     if given is None:
         return None
-    length = (scaling and scaling.original_max_position_embeddings) or settings.model.seq_length
+    length = _training_length(settings)
     if given.type == "streaming" and given.window is None and (given.sinks or 0) >= length:
         return f"{given.sinks} sinks leave no window within the training length {length}; set window"
     if given.type == "inv_leaky_rerope" and given.target_length is not None and 2 * given.target_length <= length:
@@ -139,8 +139,19 @@ def _map_and_clex(settings: Settings) -> str | None:
 
 
 def _logit_scaling(settings: Settings) -> str | None:
-    scaled, length = settings.position.logit_scaling != "none", settings.model.seq_length
-    return "measures against ln(seq_length), which is 0 for seq_length 1" if scaled and length < 2 else None
+    scaled, length = settings.position.logit_scaling != "none", _training_length(settings)
+    return "measures against ln L, which is 0 for a training length of 1" if scaled and length < 2 else None
+
+
+def _longrope_length(settings: Settings) -> str | None:
+    scaling = settings.position.rope_scaling
+    measured = scaling is not None and scaling.rope_type == "longrope"
+    return "longrope measures against ln L, which is 0 at 1" if measured and _training_length(settings) < 2 else None
+
+
+def _training_length(settings: Settings) -> int:
+    scaling = settings.position.rope_scaling
+    return (scaling and scaling.original_max_position_embeddings) or settings.model.seq_length
 
 
 def _operand_kernel(settings: Settings) -> str | None:
@@ -173,7 +184,8 @@ POSITION_CHECKS: tuple[Check, ...] = (
     Check(("relative_positions", "pos_emb"), _map),
     Check(("relative_positions", "rope_scaling", "seq_length"), _map_reach),
     Check(("relative_positions", "rope_scaling"), _map_and_clex),
-    Check(("logit_scaling", "seq_length"), _logit_scaling),
+    Check(("logit_scaling", "rope_scaling", "seq_length"), _logit_scaling),
+    Check(("rope_scaling", "seq_length"), _longrope_length),
     Check(("operand_kernel", "pos_emb", "rope_scaling", "logit_scaling", "rotary_pct"), _operand_kernel),
     Check(("rpe_max_distance", "rpe_num_buckets"), _buckets),
 )

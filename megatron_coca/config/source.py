@@ -118,15 +118,31 @@ def _underscored(path: str) -> str:
     return ".".join(parts)
 
 
+CHOOSING = {"rope_scaling": "rope_type", "relative_positions": "type"}
+"""Mappings in which one name chooses what the others are options of. Another choice drops the options of the first."""
+KEPT = frozenset({"original_max_position_embeddings"})
+"""What is said of the weights and not of the choice."""
+
+
 def merge(layers: Sequence[Layer]) -> Layer:
     """All layers as one: later values win, mappings are merged key by key."""
     values: dict[str, Any] = {}
     where: dict[str, str] = {}
     for layer in layers:
+        _drop_options(values, layer.values)
         _merge_into(values, layer.values)
         where |= layer.where
     files = list(dict.fromkeys(layer.label for layer in layers if layer.label not in (COMMAND_LINE, OVERRIDES)))
     return Layer(" + ".join(files) or COMMAND_LINE, values, where)
+
+
+def _drop_options(values: dict[str, Any], later: Mapping[str, Any]) -> None:
+    for key, name in CHOOSING.items():
+        old, new = values.get(key), later.get(key)
+        if not isinstance(old, Mapping) or not isinstance(new, Mapping) or old.get(name) is None:
+            continue
+        if new.get(name, old[name]) != old[name]:
+            values[key] = {option: value for option, value in old.items() if option in KEPT}
 
 
 def _merge_into(values: dict[str, Any], later: Mapping[str, Any]) -> None:

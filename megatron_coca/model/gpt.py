@@ -1,5 +1,7 @@
 """The language model: embedding, blocks, final norm, output head."""
 
+from contextlib import nullcontext
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -68,17 +70,29 @@ class GPT(nn.Module):
             cache: from `new_cache`; the tokens are added to it.
             length: what extensions that depend on a length look at; by default the largest position + 1.
         """
-        if documents is not None and cache is not None:
-            raise ValueError("documents and a cache together: generation continues one document")
+        if cache is not None:
+            self._check_cache(cache, documents)
+        if documents is not None and documents.shape != input_ids.shape:
+            raise ValueError(
+                f"documents {tuple(documents.shape)} must be shaped like input_ids {tuple(input_ids.shape)}"
+            )
         packed = documents_from_ids(documents) if documents is not None else None
         if positions is None:
             positions, reached = _default_positions(input_ids, packed, cache)
         else:
             reached = int(positions.max()) + 1
-        seen = cache.advance(positions) if cache is not None else None
         length = length or (cache.length if cache is not None else None) or reached
-        x = self.embedding(input_ids, positions)
-        return self._through_blocks(x, self.positions(positions, length, x.dtype, seen, packed), cache)
+        with nullcontext() if cache is None else cache.advanced(positions) as seen:
+            x = self.embedding(input_ids, positions)
+            return self._through_blocks(x, self.positions(positions, length, x.dtype, seen, packed), cache)
+
+    def _check_cache(self, cache: Cache, documents: Tensor | None) -> None:
+        if documents is not None:
+            raise ValueError("documents and a cache together: generation continues one document")
+        if self.training or torch.is_grad_enabled():
+            raise ValueError("a cache is for generation: call model.eval() and work under torch.no_grad()")
+        if len(cache.layers) != len(self.blocks):
+            raise ValueError(f"this cache is of {len(cache.layers)} layers, the model has {len(self.blocks)}")
 
     def _through_blocks(self, x: Tensor, frame: Frame, cache: Cache | None) -> Tensor:
         layers = cache.layers if cache is not None else [None] * len(self.blocks)

@@ -120,6 +120,31 @@ def test_coca_keeps_three_quarters_of_the_bytes() -> None:
     assert bytes_per_token(make(pos_emb="coca", rotary_pct=0.5).method, 1, 1, torch.bfloat16) == 2 * (4 + 8 + 16)
 
 
+@torch.no_grad()
+def test_a_failed_call_leaves_the_cache_as_it_was() -> None:
+    model, ids = make(), tokens(12)
+    cache = model.new_cache()
+    first = model(ids[:, :5], cache=cache)
+    for wrong in (torch.full((2, 3), 999), tokens(3, batch=1)):
+        with pytest.raises((IndexError, ValueError, RuntimeError)):
+            model(wrong, cache=cache)
+        assert len(cache) == 5 and all(layer.length == 5 for layer in cache.layers)
+    rest = model(ids[:, 5:], cache=cache)
+    torch.testing.assert_close(torch.cat((first, rest), dim=1), model(ids), rtol=1e-4, atol=2e-5)
+
+
+def test_a_cache_is_for_generation() -> None:
+    model = make()
+    with pytest.raises(ValueError, match="model.eval.. and work under torch.no_grad"):
+        model(tokens(4), cache=model.new_cache())
+    with torch.no_grad(), pytest.raises(ValueError, match="model.eval"):
+        model.train()(tokens(4), cache=model.new_cache())
+    with torch.no_grad(), pytest.raises(ValueError, match="of 1 layers, the model has 2"):
+        model.eval()(tokens(4), cache=Cache(1))
+    with pytest.raises(ValueError, match="at least 1"):
+        model.new_cache(length=0)
+
+
 def _nothing(layer: LayerCache) -> list[Tensor]:
     return [buffer[:, :, :0] for buffer in layer._buffers]
 

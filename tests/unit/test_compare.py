@@ -51,3 +51,16 @@ def test_another_form_is_another_model() -> None:
 
 def test_the_table_names_keys() -> None:
     assert TRAINED_CHOICES.keys() <= KEYS.keys()
+
+
+@pytest.mark.parametrize(
+    ("trained", "wanted"),
+    [
+        (LOG_N, {"rope_scaling": {"original_max_position_embeddings": 8}}),
+        (INV_LEAKY, {"relative_positions": {"type": "inv_leaky_rerope", "target_length": 512}}),
+        (CLEX, {"rotary_emb_base": 500.0}),
+    ],
+)
+def test_what_was_learned_stays_with_its_options(trained: dict[str, Any], wanted: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match="trained with other options, base or training length"):
+        refuse_other_model(Path("run"), make(**trained), make(**trained | wanted))

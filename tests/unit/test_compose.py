@@ -110,3 +110,12 @@ def test_documents_from_ids() -> None:
     assert documents.spans == (((0, 3), (3, 5), (5, 6)), ((0, 6),))
     assert documents.starts.tolist() == [[0, 0, 0, 3, 3, 5], [0] * 6]
     assert positions_within(documents).tolist() == [[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]]
+
+
+@pytest.mark.parametrize(("dtype", "reach"), [(torch.float16, 5000), (torch.float32, 60000)])
+def test_xpos_says_where_it_ends(dtype: torch.dtype, reach: int) -> None:
+    encoding = PositionEncoding(make(pos_emb="xpos"))
+    tables = encoding(torch.arange(reach), reach, dtype).segments[0]
+    assert all(100 * float(table.abs().max()) < torch.finfo(dtype).max for table in (*tables.query, *tables.key))
+    with pytest.raises(ValueError, match="xpos at .* tokens multiplies operands by more than"):
+        encoding(torch.arange(2 * reach), 2 * reach, dtype)

@@ -110,6 +110,12 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
         ),
         ("pos_emb: rotary\nrope_scaling: {factor: 2}", "rope_scaling: factor has no effect with rope_type default"),
         ("pos_emb: rotary\nrope_scaling: {factor: 0.5}", "rope_scaling.factor: expected a value greater than or equal"),
+        ("pos_emb: coca\nrope_scaling: {rope_type: yarn}", "rope_scaling: rope_type yarn needs factor"),
+        (
+            "pos_emb: coca\nlogit_scaling: log_n\nrope_scaling: {original_max_position_embeddings: 1}",
+            "logit_scaling: measures against ln L",
+        ),
+        ("pos_emb: coca\nrotary_emb_base: 1", "rotary_emb_base: expected a value greater than 1"),
         (
             "pos_emb: rotary\nrope_scaling: {rope_type: linear, factor: 2, beta_fast: 3}",
             "rope_scaling: beta_fast has no effect with rope_type linear; it belongs to yarn | dynamic_yarn",
@@ -123,7 +129,7 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
             "rope_scaling: target_length 8 is below the training length",
         ),
         (
-            "pos_emb: coca\nrope_scaling: {rope_type: longrope, short_factor: [1], long_factor: [1]}",
+            "pos_emb: coca\nrope_scaling: {rope_type: longrope, factor: 2, short_factor: [1], long_factor: [1]}",
             "rope_scaling: short_factor has 1 numbers; 16 pairs of features are rotated",
         ),
         (

@@ -139,3 +139,20 @@ def test_second_names_set_the_first(tmp_path: Path) -> None:
 
 def test_dates_are_text(base: Path) -> None:
     assert load_config(base, ["comment=2024-01-01"]).launch.comment == "2024-01-01"
+
+
+def test_another_choice_drops_the_options_of_the_first(tmp_path: Path) -> None:
+    first, second = tmp_path / "yarn.yml", tmp_path / "dynamic.yml"
+    first.write_text(
+        "rope_scaling: {rope_type: yarn, factor: 4, beta_fast: 8, original_max_position_embeddings: 9}\n"
+        "relative_positions: {type: leaky_rerope, leak: 8}\n"
+    )
+    second.write_text("rope_scaling: {rope_type: dynamic_yarn}\nrelative_positions: {type: rerope}\n")
+    shape = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 2, "seq_length": 16, "pos_emb": "rotary"}
+    config = load_config([first, second], shape)
+    scaling, relative = config.position.rope_scaling, config.position.relative_positions
+    assert (scaling.rope_type, scaling.factor, scaling.beta_fast) == ("dynamic_yarn", 1.0, 32.0)
+    assert scaling.original_max_position_embeddings == 9, "that is said of the weights"
+    assert (relative.type, relative.leak) == ("rerope", 16.0)
+    kept = load_config([first], shape).override(["rope_scaling.rope_type=yarn", "rope_scaling.factor=8"])
+    assert (kept.position.rope_scaling.factor, kept.position.rope_scaling.beta_fast) == (8.0, 8.0)

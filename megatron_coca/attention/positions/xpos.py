@@ -1,5 +1,7 @@
 """The decay of xPos (Sun et al. 2022, "A Length-Extrapolatable Transformer", section 3)."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -16,3 +18,18 @@ def growth(positions: Tensor, dim: int, centre: float) -> Tensor:
     pair = torch.arange(dim // 2, dtype=torch.float64, device=positions.device)
     zeta = (2 * pair / dim + GAMMA) / (1 + GAMMA)
     return zeta ** ((positions[..., None] - centre) / SCALE_BASE)
+
+
+def check_range(centre: float, dtype: torch.dtype) -> None:
+    """Check that operands of `dtype`, with room for features of size 100, hold the factors of places 0 to 2 centre.
+
+    Raises:
+        ValueError: they do not; with gamma 0.4 float32 ends near 68,000 tokens, float16 near 5,000.
+    """
+    largest = torch.finfo(dtype).max / 100
+    reach = SCALE_BASE * math.log(largest) / math.log((1 + GAMMA) / GAMMA)
+    if centre > reach:
+        raise ValueError(
+            f"pos_emb: xpos at {2 * centre:.0f} tokens multiplies operands by more than {dtype} holds; it reaches"
+            f" {2 * reach:.0f} tokens in this precision"
+        )
