@@ -60,7 +60,7 @@ BIASES: dict[str, BiasChoice] = {
 
 def build_method(position: PositionConfig, model: ModelConfig) -> PositionMethod:
     """The method that the configuration names, for the model's head shape and training length."""
-    form, training_length = SCORE_FORMS[position.pos_emb], _training_length(position, model)
+    form, training_length = SCORE_FORMS[position.pos_emb], position.training_length(model.seq_length)
     parts = _parts(position, training_length)
     evaluated = position.relative_positions is None or position.relative_positions.type not in TRAINING_ONLY
     return PositionMethod(
@@ -78,11 +78,6 @@ def build_method(position: PositionConfig, model: ModelConfig) -> PositionMethod
         decay=position.pos_emb == "xpos",
         operands=OPERAND_MAKERS[position.operand_kernel],
     )
-
-
-def _training_length(position: PositionConfig, model: ModelConfig) -> int:
-    scaling = position.rope_scaling
-    return (scaling and scaling.original_max_position_embeddings) or model.seq_length
 
 
 def _rotary_dim(position: PositionConfig, model: ModelConfig) -> int:

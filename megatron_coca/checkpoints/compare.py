@@ -63,12 +63,8 @@ def _bound(key: str, saved: Config, wanted: Config) -> bool:
         return False
     before, after = saved.flat(), wanted.flat()
     same = all(before[name] == after[name] for name in (key, *LEARNED_WITH.get(key, ())))
-    return not same or _training_length(saved) != _training_length(wanted)
-
-
-def _training_length(config: Config) -> int:
-    scaling = config.position.rope_scaling
-    return (scaling and scaling.original_max_position_embeddings) or config.model.seq_length
+    lengths = {config.position.training_length(config.model.seq_length) for config in (saved, wanted)}
+    return not same or len(lengths) > 1
 
 
 def _trained_otherwise(key: str, saved: Config, wanted: Config) -> str:

@@ -144,6 +144,10 @@ class RelativePositions(Group):
 class PositionConfig(Group):
     """The position method and the attention backend."""
 
+    def training_length(self, seq_length: int) -> int:
+        """L, the length the weights were trained at: seq_length, unless rope_scaling says otherwise."""
+        return (self.rope_scaling and self.rope_scaling.original_max_position_embeddings) or seq_length
+
     pos_emb: PositionMethod = key("learned", "Position method.")
     rotary_pct: float = Field(default=1.0, gt=0.0, le=1.0, description="Share of each head's features that is rotated.")
     rotary_emb_base: float = Field(default=10000.0, gt=1.0, description="Base of the rotary frequencies.")

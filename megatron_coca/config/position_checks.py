@@ -95,7 +95,7 @@ def _dynamic_max(settings: Settings) -> str | None:
     scaling = settings.position.rope_scaling
     if scaling is None or scaling.target_length is None:
         return None
-    length = _training_length(settings)
+    length = settings.position.training_length(settings.model.seq_length)
     return (
         f"target_length {scaling.target_length} is below the training length {length}"
         if (scaling.target_length < length)
@@ -124,7 +124,7 @@ def _map_reach(settings: Settings) -> str | None:
     given = settings.position.relative_positions
     if given is None:
         return None
-    length = _training_length(settings)
+    length = settings.position.training_length(settings.model.seq_length)
     if given.type == "streaming" and given.window is None and (given.sinks or 0) >= length:
         return f"{given.sinks} sinks leave no window within the training length {length}; set window"
     if given.type == "inv_leaky_rerope" and given.target_length is not None and 2 * given.target_length <= length:
@@ -139,19 +139,15 @@ def _map_and_clex(settings: Settings) -> str | None:
 
 
 def _logit_scaling(settings: Settings) -> str | None:
-    scaled, length = settings.position.logit_scaling != "none", _training_length(settings)
+    scaled = settings.position.logit_scaling != "none"
+    length = settings.position.training_length(settings.model.seq_length)
     return "measures against ln L, which is 0 for a training length of 1" if scaled and length < 2 else None
 
 
 def _longrope_length(settings: Settings) -> str | None:
-    scaling = settings.position.rope_scaling
+    scaling, length = settings.position.rope_scaling, settings.position.training_length(settings.model.seq_length)
     measured = scaling is not None and scaling.rope_type == "longrope"
-    return "longrope measures against ln L, which is 0 at 1" if measured and _training_length(settings) < 2 else None
-
-
-def _training_length(settings: Settings) -> int:
-    scaling = settings.position.rope_scaling
-    return (scaling and scaling.original_max_position_embeddings) or settings.model.seq_length
+    return "longrope measures against ln L, which is 0 at 1" if measured and length < 2 else None
 
 
 def _operand_kernel(settings: Settings) -> str | None:

@@ -57,11 +57,8 @@ def _attend(
     head = tl.program_id(1) % heads
     rows = row + tl.arange(0, KIND.rows)
     m = key_length - query_length + rows
-    near = load_tile(plane(query, batch, head), row, query_length, KIND.width, KIND.rows, KIND.columns)
-    held = (near, near)
-    if KIND.far:
-        far = load_tile(plane(far_query, batch, head), row, query_length, KIND.width, KIND.rows, KIND.columns)
-        held = (near, far)
+    planes = (plane(query, batch, head), plane(far_query, batch, head))
+    held = load_two(planes[0], planes[1], row, query_length, True, KIND.far, KIND.rows, KIND)
     kv_head = head // group
     keys = (plane(key, batch, kv_head), plane(far_key, batch, kv_head), plane(value, batch, kv_head), key_length)
     start = start_of_document(starts, batch, m, key_length, KIND)[:, None]

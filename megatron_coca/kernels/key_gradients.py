@@ -67,11 +67,8 @@ def _key_gradients(
     row = tl.program_id(0) * KIND.keys
     batch = tl.program_id(1) // kv_heads
     kv_head = tl.program_id(1) % kv_heads
-    near = load_tile(plane(key, batch, kv_head), row, key_length, KIND.width, KIND.keys, KIND.columns)
-    held = (near, near)
-    if KIND.far:
-        far = load_tile(plane(far_key, batch, kv_head), row, key_length, KIND.width, KIND.keys, KIND.columns)
-        held = (near, far)
+    planes = (plane(key, batch, kv_head), plane(far_key, batch, kv_head))
+    held = load_two(planes[0], planes[1], row, key_length, True, KIND.far, KIND.keys, KIND)
     v = load_tile(plane(value, batch, kv_head), row, key_length, KIND.width, KIND.keys, KIND.columns)
     n = row + tl.arange(0, KIND.keys)[:, None]
     documents = (starts, batch)

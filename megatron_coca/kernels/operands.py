@@ -52,7 +52,7 @@ def fused_operands(
 
 
 def unsupported(q: Tensor, k: Tensor, tables: tuple[Tensor, ...], form: str) -> str | None:
-    """None, or why `fused_operands` cannot serve; the caller then forms the operands with PyTorch."""
+    """None, or why `fused_operands` cannot serve."""
     if form not in FORMS:
         return f"form {form!r} is none of {', '.join(FORMS)}"
     if q.dtype not in DTYPES or k.dtype != q.dtype:

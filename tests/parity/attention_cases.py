@@ -189,8 +189,13 @@ def with_gradients(compute: Computed, operands: Sequence[Tensor], learned: Mappi
     leaves = [x.detach().clone().requires_grad_() for x in operands]
     weights = {name: x.detach().clone().requires_grad_() for name, x in learned.items()}
     out = compute(leaves, weights)
+    return differentiated(out, leaves, weights)
+
+
+def differentiated(out: Tensor, leaves: Sequence[Tensor], weights: Mapping[str, Tensor]) -> Result:
+    """The output and the gradients of q, k, v and the weights for a fixed random cotangent, in float64."""
     cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64).to(out.dtype)
-    named = dict(zip(("q", "k", "v"), leaves, strict=True)) | weights
+    named = dict(zip(("q", "k", "v"), leaves, strict=True)) | dict(weights)
     found = torch.autograd.grad(out, list(named.values()), cotangent, allow_unused=True)
     zeros = (torch.zeros_like(x) for x in named.values())
     gradients = {name: (z if g is None else g).double() for name, g, z in zip(named, found, zeros, strict=True)}
@@ -247,12 +252,7 @@ def production(
         out = attend(inputs_of(case, layout, leaves, weights))
     if not gradients:
         return Result(out.double())
-    cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64).to(out.dtype)
-    named = dict(zip(("q", "k", "v"), leaves, strict=True)) | weights
-    found = torch.autograd.grad(out, list(named.values()), cotangent, allow_unused=True)
-    zeros = (torch.zeros_like(x) for x in named.values())
-    by_name = {name: (z if g is None else g).double() for name, g, z in zip(named, found, zeros, strict=True)}
-    return Result(out.detach().double(), by_name)
+    return differentiated(out, leaves, weights)
 
 
 def error(got: Tensor, expected: Tensor) -> float:

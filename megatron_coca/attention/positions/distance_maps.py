@@ -92,7 +92,11 @@ def _lm_infinite(s: MapSettings) -> tuple[Part, ...]:
 
 
 def _streaming(s: MapSettings) -> tuple[Part, ...]:
-    """StreamingLLM (Xiao et al. 2023, section 3.2): positions are indices in a cache of the sinks and the last w keys."""
+    """StreamingLLM (Xiao et al. 2023, section 3.2): positions are indices in a cache of the sinks and the last w keys.
+
+    A row's near pairs keep their distances there, not their positions, so they are scored where they stand: only a form
+    that depends on distances alone can be scored so, and the configuration refuses any other.
+    """
     if s.sinks == 0:
         return (Part(high=s.window),)
 
@@ -117,9 +121,4 @@ DISTANCE_MAPS: dict[str, Callable[[MapSettings], tuple[Part, ...]]] = {
 TRAINING_ONLY = frozenset({"inv_leaky_rerope"})
 """Maps that a model is trained with and evaluated without: ReRoPE's author trains with far steps longer than one, so
 that plain rotation at inference stays within the distances seen (kexue.fm/archives/9728).
-"""
-
-NEEDS_SHIFT_INVARIANCE = frozenset({"streaming"})
-"""Maps that count positions from the oldest cached token: a row's near pairs keep their distances, not their
-positions, and only a form that depends on distances alone can be scored so.
 """
