@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a check
 from megatron_coca.data.builtin import VOCAB_SIZE, prepare_builtin  # noqa: E402
 from megatron_coca.data.errors import DataError  # noqa: E402
 from megatron_coca.data.prepare import SourceSpec, prepare, read_manifest, training_texts  # noqa: E402
-from megatron_coca.data.tokenizer import TOKENIZERS, load_tokenizer, train_sentencepiece  # noqa: E402
-from megatron_coca.data.tokenizer_kinds import Tokenizer  # noqa: E402
+from megatron_coca.data.tokenizers.kinds import Tokenizer  # noqa: E402
+from megatron_coca.data.tokenizers.load import TOKENIZERS, load_tokenizer, train_sentencepiece  # noqa: E402
 
 TOKENIZER_CHARACTERS = 50_000_000
 

@@ -7,8 +7,8 @@ from megatron_coca.data.errors import DataError
 from megatron_coca.data.loader import Loader
 from megatron_coca.data.prepare import SourceSpec, prepare, read_manifest
 from megatron_coca.data.shards import Shard
-from megatron_coca.data.tokenizer import load_saved_tokenizer, load_tokenizer, train_sentencepiece
-from megatron_coca.data.tokenizer_kinds import Tokenizer
+from megatron_coca.data.tokenizers.kinds import Tokenizer
+from megatron_coca.data.tokenizers.load import load_saved_tokenizer, load_tokenizer, train_sentencepiece
 
 __all__ = [
     "Blend",

@@ -22,7 +22,7 @@ from megatron_coca.data.corpora import Problems
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.prepare import MANIFEST, SPLITS, SourceSpec, prepare, read_manifest, training_texts
 from megatron_coca.data.shards import token_dtype
-from megatron_coca.data.tokenizer import train_sentencepiece
+from megatron_coca.data.tokenizers.load import train_sentencepiece
 
 _LOGGER = logging.getLogger(__name__)
 

@@ -5,75 +5,26 @@ either may be compressed (``.gz``, ``.zst``). A record that cannot be used is re
 """
 
 import gzip
-import hashlib
 import io
 import json
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from megatron_coca.data.errors import DataError
-
-NAMED_PROBLEMS = 1000  # so that a corpus of nothing but bad lines cannot fill the memory
-
-
-@dataclass(frozen=True, slots=True)
-class Document:
-    """One document: its text, and the key that decides whether it is trained on or held out."""
-
-    text: str
-    key: str
-
-
-@dataclass
-class Problems:
-    """Records that could not be used: counted by kind, and the first ``NAMED_PROBLEMS`` named by file and line.
-
-    With ``strict`` the first one raises ``DataError`` instead.
-    """
-
-    strict: bool = False
-    counts: Counter[str] = field(default_factory=Counter)
-    named: list[str] = field(default_factory=list)
-
-    def add(self, place: str, kind: str, detail: str = "") -> None:
-        """Report a record at ``place`` ("file:line") of one ``kind`` of fault."""
-        line = f"{place}: {kind}" + (f" ({detail})" if detail else "")
-        if self.strict:
-            raise DataError(f"{line}. Correct or remove the record.")
-        self.counts[kind] += 1
-        if len(self.named) < NAMED_PROBLEMS:
-            self.named.append(line)
-
-    @property
-    def total(self) -> int:
-        """Number of records reported."""
-        return sum(self.counts.values())
-
-
-class _RejectedRecord(Exception):
-    def __init__(self, kind: str, detail: str = "") -> None:
-        super().__init__(kind)
-        self.kind, self.detail = kind, detail
-
-
-def content_key(text: str) -> str:
-    """Split key of a document that has no name of its own: equal texts land on the same side of the split."""
-    return hashlib.sha256(text.encode()).hexdigest()
+from megatron_coca.data.readers.document import Document, Problems, RejectedRecord, content_key
 
 
 def _document(text: Any, key: Any, text_field: str) -> Document:
     if not isinstance(text, str):
-        raise _RejectedRecord("text is not a string", f"field {text_field!r} holds {type(text).__name__}")
+        raise RejectedRecord("text is not a string", f"field {text_field!r} holds {type(text).__name__}")
     if not text.strip():
-        raise _RejectedRecord("empty text")
+        raise RejectedRecord("empty text")
     try:
         fallback = content_key(text)  # also refuses lone surrogates, which JSON escapes can spell
     except UnicodeEncodeError as error:
-        raise _RejectedRecord("invalid Unicode", error.reason) from error
+        raise RejectedRecord("invalid Unicode", error.reason) from error
     return Document(text, key if isinstance(key, str) and key else fallback)
 
 
@@ -81,18 +32,18 @@ def _decode(raw: bytes) -> str:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise _RejectedRecord("invalid UTF-8", f"byte {error.start}") from error
+        raise RejectedRecord("invalid UTF-8", f"byte {error.start}") from error
 
 
 def _json_record(raw: bytes, text_field: str) -> Document:
     try:
         record = json.loads(_decode(raw))
     except (json.JSONDecodeError, RecursionError) as error:
-        raise _RejectedRecord("invalid JSON", str(error)) from error
+        raise RejectedRecord("invalid JSON", str(error)) from error
     if not isinstance(record, dict):
-        raise _RejectedRecord("not a JSON object", type(record).__name__)
+        raise RejectedRecord("not a JSON object", type(record).__name__)
     if text_field not in record:
-        raise _RejectedRecord("missing field", f"no {text_field!r}; the record has {sorted(record)[:8]}")
+        raise RejectedRecord("missing field", f"no {text_field!r}; the record has {sorted(record)[:8]}")
     return _document(record[text_field], record.get("key"), text_field)
 
 
@@ -207,7 +158,7 @@ def _documents(
             consumed = raw.tell()
         try:
             document = parse(record, text_field)
-        except _RejectedRecord as rejected:
+        except RejectedRecord as rejected:
             problems.add(f"{path}{place}", rejected.kind, rejected.detail)
             continue
         yield document

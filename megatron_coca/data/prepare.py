@@ -15,7 +15,7 @@ from megatron_coca.data.aside import written_aside
 from megatron_coca.data.corpora import Document, Problems, corpus_files, read_documents
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.shards import Shard, ShardWriter
-from megatron_coca.data.tokenizer_kinds import DESCRIPTION, Tokenizer
+from megatron_coca.data.tokenizers.kinds import DESCRIPTION, Tokenizer
 
 FORMAT = 1  # of the manifest and the split; raise it when either changes meaning
 MANIFEST = "manifest.json"

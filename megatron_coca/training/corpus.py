@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_coca.config import Config, ConfigError, split_shares
 from megatron_coca.data import Blend, DataError, Shard, Tokenizer, ensure_builtin, load_saved_tokenizer, load_tokenizer
-from megatron_coca.data.tokenizer_kinds import DESCRIPTION
+from megatron_coca.data.tokenizers.kinds import DESCRIPTION
 
 BUILTIN_WEIGHTS = {"text": 0.75, "code": 0.25}
 """The paper's mixture by tokens."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import sentencepiece
 
 from megatron_coca.data.errors import DataError
-from megatron_coca.data.tokenizer_kinds import (
+from megatron_coca.data.tokenizers.kinds import (
     DESCRIPTION,
     CharLevelTokenizer,
     FileTokenizer,

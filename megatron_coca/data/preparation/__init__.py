@@ -1,0 +1,1 @@
+"""From documents to shards: parallel, restartable, without duplicates, in bounded memory."""

@@ -1,0 +1,1 @@
+"""Readers: corpora as they are distributed, to a stream of documents."""

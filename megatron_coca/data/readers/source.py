@@ -1,0 +1,111 @@
+"""What is asked of a reader, and what it hands on: sources, units, chunks."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from megatron_coca.data.readers.document import Document, Problems
+
+Row = Mapping[str, Any]
+"""A record before its fields are told apart: what a line of JSON or a row of a table holds."""
+
+
+@dataclass(frozen=True)
+class Filters:
+    """Which records to keep. A record that lacks a field which a filter needs is left out, and counted.
+
+    Attributes:
+        min_stars: stars of the repository, at least.
+        licences: keep these only (SPDX names, without regard to case); empty keeps all.
+        languages: keep these only, without regard to case; empty keeps all.
+        min_bytes, max_bytes: of the UTF-8 text, both inclusive.
+        generated, minified: True keeps what a program wrote, and what was squeezed for transport.
+    """
+
+    min_stars: int = 0
+    licences: tuple[str, ...] = ()
+    languages: tuple[str, ...] = ()
+    min_bytes: int = 0
+    max_bytes: int | None = None
+    generated: bool = True
+    minified: bool = True
+
+
+@dataclass(frozen=True)
+class SourceSpec:
+    """A named source: where it lies and how it is read.
+
+    Attributes:
+        name: names its shards.
+        paths: files or folders; for ``huggingface`` also names at the hub.
+        reader: a name in ``megatron_coca.data.readers.READERS``; ``files`` goes by the names of the files.
+        fields: where a record holds ``text``, ``key``, ``set``, ``stars``, ``licence``, ``language``, ``path``,
+            ``repository``; dots reach into nested records. Those not given have their defaults.
+        documents: what one document is in a text file: the file, each line, or each stretch between blank lines.
+        sets: keep the records of these sets only; empty keeps all.
+        divide: make each set a part of its own (``Document.part``).
+        filters: which records to keep.
+        metadata: JSONL file with one object per repository (``repository``, ``stars``, ``licence``), for
+            ``repositories``.
+        options: further arguments of a reader (``huggingface``: name, split, ...).
+    """
+
+    name: str
+    paths: Sequence[Path | str]
+    reader: str = "files"
+    fields: Mapping[str, str] = field(default_factory=dict)
+    documents: Literal["file", "line", "paragraph"] = "file"
+    sets: Sequence[str] = ()
+    divide: bool = False
+    filters: Filters = Filters()
+    metadata: Path | None = None
+    options: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """What is read from its beginning to its end: a file, a repository, a data set.
+
+    Attributes:
+        path: as it is reported.
+        size: bytes on the disk, which ``Chunk.read`` adds up to; 0 where nobody knows.
+        stamp: another text when the content may have changed (size and time of the last change); empty where unknown.
+    """
+
+    path: str
+    size: int
+    stamp: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A stretch of a unit, cut cheaply where it is read, to be turned into documents in any process.
+
+    Attributes:
+        path: the file, with ``!member`` for one inside an archive.
+        first: number of its first record in that file, counted from 1; 0 where the file is one record.
+        payload: the raw records, or what finds them again; small enough to be sent to another process.
+        read: bytes of the unit read from the disk since the chunk before.
+    """
+
+    path: str
+    first: int
+    payload: Any
+    read: int
+
+
+class Reader(Protocol):
+    """Made from a ``SourceSpec``; can be pickled."""
+
+    def units(self) -> list[Unit]:
+        """What there is to read, in the order of reading. ``DataError`` for a path that is missing or unreadable."""
+
+    def chunks(self, unit: Unit) -> Iterator[Chunk]:
+        """Cut a unit, the same way every time; memory holds one chunk, or one record where that is larger.
+
+        Raises ``DataError`` at the place where the unit is damaged, after all that comes before it was yielded.
+        """
+
+    def documents(self, chunk: Chunk, problems: Problems) -> Iterator[Document]:
+        """The documents of a chunk, in order. What cannot be used goes to ``problems``."""
