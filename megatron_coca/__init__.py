@@ -2,9 +2,30 @@
 DeepSpeed.
 """
 
-from megatron_coca.checkpoints import load_model
-from megatron_coca.config import load_config
-from megatron_coca.model import build_model
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_coca.checkpoints import load_model
+    from megatron_coca.config import load_config
+    from megatron_coca.model import build_model
 
 __all__ = ["build_model", "load_config", "load_model"]
 __version__ = "0.1.0"
+
+_HOMES = {
+    "build_model": "megatron_coca.model",
+    "load_config": "megatron_coca.config",
+    "load_model": "megatron_coca.checkpoints",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # PEP 562: the data floor and the configuration need no PyTorch, and importing it takes seconds.
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -16,7 +16,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton, which then runs kernels in its interpreter
 
-from megatron_coca.data import SourceSpec, load_tokenizer, prepare  # noqa: E402
+from megatron_coca.data import Execution, Rules, Source, SourceSpec, load_tokenizer, prepare  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 TIME_LIMIT = 300
@@ -124,8 +124,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     generator = random.Random(0)
     texts = (" ".join(generator.choices(VOCABULARY.split(), k=40)) for _ in range(60))
     (folder / "words.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    source = SourceSpec("words", [folder / "words.jsonl"])
-    prepare([source], folder / "shards", load_tokenizer("CharLevelTokenizer"), test_fraction=0.2, progress=False)
+    source = Source(SourceSpec("words", [folder / "words.jsonl"]))
+    rules = Rules(test_fraction=0.2)
+    prepare([source], folder / "shards", load_tokenizer("CharLevelTokenizer"), rules, Execution(progress=False))
     return folder / "shards"
 
 

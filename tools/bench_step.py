@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megatron_coca.config import Config, load_config  # noqa: E402
+from megatron_coca.data import Batch  # noqa: E402
 from megatron_coca.model import LanguageModelLoss, build_model, keep_freed_memory  # noqa: E402
 from megatron_coca.training import engine, launch  # noqa: E402
 from megatron_coca.training.engine import Engine  # noqa: E402
@@ -66,12 +67,13 @@ def build(config: Config) -> Engine:
     return Engine(LanguageModelLoss(model), build_optimizer(model, config.optimizer), config, config.batch.resolve(1))
 
 
-def batches(config: Config, generator: torch.Generator) -> list[torch.Tensor]:
+def batches(config: Config, generator: torch.Generator) -> list[Batch]:
     """Random samples of the configured size."""
     sizes = config.batch.resolve(1)
     shape = (sizes.micro, config.model.seq_length + 1)
     return [
-        torch.randint(0, config.model.padded_vocab_size, shape, generator=generator) for _ in range(sizes.accumulation)
+        Batch(torch.randint(0, config.model.padded_vocab_size, shape, generator=generator).numpy())
+        for _ in range(sizes.accumulation)
     ]
 
 

@@ -1,79 +1,129 @@
-"""Prepare a corpus for training: JSONL or text files to tokenized shards with a manifest, or the built-in corpus.
+"""Prepare a corpus for training: from what it is on disk to tokenized shards, a manifest and data.yml.
 
 python tools/prepare_data.py --builtin
-python tools/prepare_data.py --input books=books.jsonl.zst code=src/ --train-tokenizer 32000 --output data/mine
+python tools/prepare_data.py configs/data/recipes/pile_books_wiki_code.yml --root /corpora
+python tools/prepare_data.py --input books=books.jsonl.zst code=src.jsonl.gz --train-tokenizer 32000 --output data/mine
+
+Killed or stopped, the same command goes on from where it was.
 """
 
 import argparse
+import os
 import sys
-import tempfile
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, without installing
 
 from megatron_coca.data.builtin import VOCAB_SIZE, prepare_builtin  # noqa: E402
 from megatron_coca.data.errors import DataError  # noqa: E402
-from megatron_coca.data.prepare import SourceSpec, prepare, read_manifest, training_texts  # noqa: E402
+from megatron_coca.data.preparation.manifest import read_manifest  # noqa: E402
+from megatron_coca.data.preparation.plan import SPLITS, Execution, Rules, Source  # noqa: E402
+from megatron_coca.data.preparation.recipe import Recipe, TokenizerTraining, read_recipe  # noqa: E402
+from megatron_coca.data.preparation.run import prepare  # noqa: E402
+from megatron_coca.data.preparation.run_config import RUN_CONFIG  # noqa: E402
+from megatron_coca.data.preparation.sample import training_texts  # noqa: E402
+from megatron_coca.data.readers.source import SourceSpec  # noqa: E402
 from megatron_coca.data.tokenizers.kinds import Tokenizer  # noqa: E402
-from megatron_coca.data.tokenizers.load import TOKENIZERS, load_tokenizer, train_sentencepiece  # noqa: E402
-
-TOKENIZER_CHARACTERS = 50_000_000
+from megatron_coca.data.tokenizers.load import TOKENIZERS, load_tokenizer  # noqa: E402
+from megatron_coca.data.tokenizers.training import TRAINERS  # noqa: E402
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    corpus = parser.add_mutually_exclusive_group(required=True)
-    corpus.add_argument("--builtin", action="store_true", help="the corpus inside this Python installation")
-    corpus.add_argument("--input", nargs="+", metavar="NAME=PATH", help="files or folders; a name may occur again")
+    parser.add_argument("recipe", nargs="?", type=Path, help="a YAML file that describes the corpus (docs/data.md)")
+    parser.add_argument("--builtin", action="store_true", help="the corpus inside this Python installation")
+    parser.add_argument("--input", nargs="+", metavar="NAME=PATH", help="files or folders; a name may occur again")
     parser.add_argument("--output", type=Path, help="folder to make (with --builtin: its parent, default data)")
-    parser.add_argument("--tokenizer-type", choices=list(TOKENIZERS), help="with --vocab-file and --merge-file")
-    parser.add_argument("--vocab-file", type=Path)
-    parser.add_argument("--merge-file", type=Path)
-    parser.add_argument("--train-tokenizer", type=int, metavar="VOCAB_SIZE", help="train SentencePiece on the input")
-    parser.add_argument("--text-field", default="text", help="field of a JSON record that holds its text")
-    parser.add_argument("--test-fraction", type=float, default=0.03, help="of the documents, by a hash of their key")
+    parser.add_argument("--root", type=Path, help="where the paths of the recipe begin, instead of its own root")
+    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes; 0: this one only")
+    parser.add_argument("--save-seconds", type=float, default=10.0, help="the work that a kill can cost")
     parser.add_argument("--strict", action="store_true", help="stop at the first record that cannot be used")
+    parser.add_argument("--skip-damaged", action="store_true", help="keep what a damaged file gives, and go on")
+    plain = parser.add_argument_group("with --input")
+    plain.add_argument("--tokenizer-type", choices=list(TOKENIZERS), help="with --vocab-file and --merge-file")
+    plain.add_argument("--vocab-file")
+    plain.add_argument("--merge-file")
+    plain.add_argument("--train-tokenizer", type=int, metavar="VOCAB_SIZE", help="train SentencePiece on the input")
+    plain.add_argument("--text-field", default="text", help="field of a record that holds its text")
+    plain.add_argument("--documents", choices=["file", "line", "paragraph"], default="file", help="of text files")
+    plain.add_argument("--duplicates", choices=["exact", "near", "keep"], default="exact", help="what to remove")
+    plain.add_argument("--valid-fraction", type=float, default=0.0, help="of the documents, by a hash of their key")
+    plain.add_argument("--test-fraction", type=float, default=0.03)
     return parser
 
 
-def _sources(inputs: list[str], text_field: str) -> list[SourceSpec]:
+def _from_input(arguments: argparse.Namespace) -> Recipe:
+    """The recipe that the options amount to."""
+    if (arguments.tokenizer_type is None) == (arguments.train_tokenizer is None):
+        raise DataError("--input needs either --tokenizer-type or --train-tokenizer.")
     paths: dict[str, list[Path]] = {}
-    for item in inputs:
+    for item in arguments.input:
         name, separator, path = item.partition("=")
         if not (name and separator and path):
             raise DataError(f"--input {item}: give each as NAME=PATH, for example books=books.jsonl.zst")
         paths.setdefault(name, []).append(Path(path))
-    return [SourceSpec(name, found, text_field) for name, found in paths.items()]
+    fields = {"text": arguments.text_field}
+    sources = [
+        Source(SourceSpec(name, found, fields=fields, documents=arguments.documents), duplicates=arguments.duplicates)
+        for name, found in paths.items()
+    ]
+    files = {name: getattr(arguments, name) for name in ("tokenizer_type", "vocab_file", "merge_file")}
+    training = TokenizerTraining(vocab_size=arguments.train_tokenizer) if arguments.train_tokenizer else None
+    rules = Rules(arguments.valid_fraction, arguments.test_fraction)
+    return Recipe(sources, rules, None, files if training is None else None, training)
 
 
-def _prepare(arguments: argparse.Namespace, tokenizer: Tokenizer, sources: list[SourceSpec]) -> Path:
-    return prepare(sources, arguments.output, tokenizer, arguments.test_fraction, arguments.strict)
+def _tokenizer(recipe: Recipe, folder: Path) -> Tokenizer:
+    """Train one into ``folder`` as the recipe says."""
+    training = recipe.training
+    assert training is not None
+    texts = training_texts(recipe.sources, recipe.rules, training.characters)
+    return TRAINERS[training.tokenizer_type][training.model](texts, training.vocab_size, folder / "tokenizer")
+
+
+def _prepare(arguments: argparse.Namespace, recipe: Recipe) -> Path:
+    output = arguments.output or recipe.output
+    if output is None:
+        raise DataError("Name the folder to make: --output, or `output` in the recipe.")
+    rules = replace(recipe.rules, strict=arguments.strict, skip_damaged=arguments.skip_damaged)
+    execution = Execution(arguments.workers, arguments.save_seconds)
+    if recipe.tokenizer is not None:
+        tokenizer = load_tokenizer(**recipe.tokenizer)
+        return prepare(recipe.sources, output, tokenizer, rules, execution)
+    notes = {"train_tokenizer": recipe.training.model_dump()}
+    return prepare(recipe.sources, output, lambda folder: _tokenizer(recipe, folder), rules, execution, notes)
 
 
 def _run(arguments: argparse.Namespace) -> Path:
+    if sum(map(bool, (arguments.builtin, arguments.input, arguments.recipe))) != 1:
+        raise DataError("Give one of: a recipe, --input, --builtin. See --help.")
     if arguments.builtin:
         return prepare_builtin(arguments.output or Path("data"), arguments.train_tokenizer or VOCAB_SIZE)
-    if arguments.output is None or (arguments.tokenizer_type is None) == (arguments.train_tokenizer is None):
-        raise DataError("--input needs --output, and either --tokenizer-type or --train-tokenizer.")
-    sources = _sources(arguments.input, arguments.text_field)
-    if arguments.tokenizer_type:
-        tokenizer = load_tokenizer(arguments.tokenizer_type, arguments.vocab_file, arguments.merge_file)
-        return _prepare(arguments, tokenizer, sources)
-    with tempfile.TemporaryDirectory() as folder:
-        texts = training_texts(sources, arguments.test_fraction, TOKENIZER_CHARACTERS)
-        tokenizer = train_sentencepiece(texts, arguments.train_tokenizer, Path(folder) / "tokenizer.model")
-    return _prepare(arguments, tokenizer, sources)
+    recipe = read_recipe(arguments.recipe, arguments.root) if arguments.recipe else _from_input(arguments)
+    return _prepare(arguments, recipe)
 
 
 def _summary(path: Path) -> str:
+    record = read_manifest(path)
     lines = [f"{path}"]
-    for source in read_manifest(path)["sources"]:
-        for split in ("train", "test"):
-            report = source[split]
-            lines.append(f"  {source['name']} {split}: {report['documents']:,} documents, {report['tokens']:,} tokens")
-        lines += [f"  {source['name']} skipped: {count:,} x {kind}" for kind, count in source["problems"].items()]
+    for entry in record["sources"]:
+        found = [(split, entry[split]) for split in SPLITS if entry[split]["documents"]]
+        lines += [f"  {entry['name']} {split}: {_counted(facts)}" for split, facts in found]
+    for source in record["inputs"]:
+        lines += [f"  {source['name']} left out: {count:,} x {reason}" for reason, count in source["left_out"].items()]
+        lines += [f"  {source['name']} FAULTY: {count:,} x {kind}" for kind, count in source["problems"].items()]
         lines += [f"    {line}" for line in source["problems_named"][:10]]
+        lines += [f"  {source['name']}: no document of the set {name!r}" for name in source["sets_missing"]]
+    if (path.parent / RUN_CONFIG).exists():
+        lines.append(f"Train with: python train.py configs/350M/roformer_coca.yml {path.parent / RUN_CONFIG}")
     return "\n".join(lines)
+
+
+def _counted(facts: dict[str, Any]) -> str:
+    per_token = facts["bytes"] / facts["tokens"]
+    return f"{facts['documents']:,} documents, {facts['tokens']:,} tokens, {per_token:.2f} bytes per token"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -83,6 +133,9 @@ def main(argv: list[str] | None = None) -> int:
     except DataError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from here", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -7,6 +7,8 @@ from megatron_coca.config.running import split_shares
 from megatron_coca.config.schema import Settings
 
 FULL_ATTENTION = frozenset({"global", "flash"})
+ABSOLUTE_METHODS = frozenset({"learned", "sinusoidal"})
+"""Methods whose positions say nothing of distances: they may begin again while attention goes on."""
 
 
 def _heads(settings: Settings) -> str | None:
@@ -135,6 +137,13 @@ def _weights(name: str) -> Callable[[Settings], str | None]:
     return find
 
 
+def _positions(settings: Settings) -> str | None:
+    data, method = settings.data, settings.position.pos_emb
+    if not data.reset_position_ids or data.reset_attention_mask or method in ABSOLUTE_METHODS:
+        return None
+    return f"with pos_emb {method}, attention must not cross documents either; set reset_attention_mask=true"
+
+
 _ALL_PATHS = ("train_data_paths", "valid_data_paths", "test_data_paths")
 
 CHECKS: tuple[Check, ...] = (
@@ -154,6 +163,7 @@ CHECKS: tuple[Check, ...] = (
     Check(("checkpoint_factor", "checkpoint_scale"), _checkpoint_ratio),
     Check(("data_path", *_ALL_PATHS), _one_source),
     Check(("split",), _split),
+    Check(("reset_position_ids", "reset_attention_mask", "pos_emb"), _positions),
     *(Check((f"{name}_data_paths", *_ALL_PATHS), _paths(name)) for name in ("train", "valid", "test")),
     *(Check((f"{name}_data_weights", *_ALL_PATHS), _weights(name)) for name in ("train", "valid", "test")),
 )

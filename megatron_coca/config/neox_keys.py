@@ -194,7 +194,6 @@ UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "pack_impl": ("packed", "another way of packing documents"),
     "dataset_impl": ("gpt2", "another kind of dataset"),
     "allow_chopped": (True, "dropping of chopped documents"),
-    "eod_mask_loss": (False, "masking the loss at document ends"),
     "train_impl": ("normal", _ALIGNMENT),
     "train_reward_data_paths": (None, _ALIGNMENT),
     "valid_reward_data_paths": (None, _ALIGNMENT),

@@ -31,7 +31,12 @@ class DataConfig(Group):
         "969, 30, 1", "Shares of train, validation and test documents of data_path; text or a list."
     )
     data_impl: Literal["infer", "mmap"] = key("infer", "Format of the shards; both mean memory-mapped.")
-    num_workers: WholeNumber = key(2, "Background readers.")
+    num_workers: WholeNumber = key(
+        2, "Threads per process, each of which reads one step ahead; 0 reads a step when it is due."
+    )
+    reset_attention_mask: bool = key(False, "Keep attention within documents, where a sample holds several.")
+    reset_position_ids: bool = key(False, "Let positions begin at 0 in every document of a sample.")
+    eod_mask_loss: bool = key(False, "Take no loss where the input is the token that ends a document.")
     tokenizer_type: TokenizerType = key("GPT2BPETokenizer", "Kind of tokenizer.")
     vocab_file: str | None = key(None, "Vocabulary or model file of the tokenizer.")
     merge_file: str | None = key(None, "Merges of the tokenizer, where it has any.")

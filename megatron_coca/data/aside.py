@@ -3,7 +3,7 @@
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,10 +24,7 @@ def written_aside(final: Path) -> Iterator[Path]:
         aside = Path(tempfile.mkdtemp(prefix=f".{final.name}.partial-", dir=final.parent))
         aside.chmod(0o777 & ~_umask())
         yield aside
-        for path in aside.rglob("*"):
-            if path.is_file():
-                _flush(path)
-        aside.rename(final)
+        complete(aside, final)
     except OSError as error:
         raise DataError(
             f"{final}: cannot be written ({error.strerror or error}). Nothing was left behind; free some space or "
@@ -36,6 +33,21 @@ def written_aside(final: Path) -> Iterator[Path]:
     finally:
         if aside is not None and aside.exists():
             shutil.rmtree(aside, ignore_errors=True)
+
+
+def partial_folder(final: Path) -> Path:
+    """Where work towards ``final`` goes on from, after a kill: always the same folder, beside it."""
+    return final.parent / f".{final.name}.partial"
+
+
+def complete(folder: Path, final: Path, without: Sequence[str] = ()) -> None:
+    """Make a filled folder ``final``: all its files flushed to the disk, those named ``without`` removed, then renamed."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            _flush(path)
+    for name in without:
+        (folder / name).unlink(missing_ok=True)
+    folder.rename(final)
 
 
 def _umask() -> int:

@@ -21,12 +21,38 @@ PATTERN_SLOTS = 65536  # fixed: were it chosen by the length of a run, a longer 
 
 @dataclass(frozen=True)
 class SourceShare:
-    """What the first samples of a blend take from one source: their number, their fraction, and the passes over it."""
+    """What the first samples of a blend take from one source.
+
+    Attributes:
+        source: prefix of the shard.
+        weight: share of the samples that was asked for; the weights of a blend sum to 1.
+        samples: samples taken.
+        fraction: share of the samples that was achieved.
+        tokens: tokens read as inputs, ``samples * seq_length``.
+        epochs: passes over the source's samples.
+    """
 
     source: str
+    weight: float
     samples: int
     fraction: float
+    tokens: int
     epochs: float
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where some samples of a batch lie in one source.
+
+    Attributes:
+        source: number of the source.
+        rows: which samples of the batch, int64 [n].
+        starts: the first token of each in its shard, int64 [n].
+    """
+
+    source: int
+    rows: np.ndarray
+    starts: np.ndarray
 
 
 def _quotas(weights: Sequence[float], slots: int) -> np.ndarray:
@@ -111,16 +137,29 @@ class Blend:
         source = self._slot_source[slots]
         return source, blocks * self._quotas[source] + self._slot_number[slots]
 
+    def places(self, indices: np.ndarray | Sequence[int]) -> list[Places]:
+        """Where samples lie, by global number; one entry for each source that has any of them."""
+        sources, running = self.locate(np.asarray(indices, dtype=np.int64))
+        rows = [(int(number), np.flatnonzero(sources == number)) for number in np.unique(sources)]
+        return [Places(number, chosen, self._sources[number].starts(running[chosen])) for number, chosen in rows]
+
+    def tokens(self, places: Sequence[Places]) -> np.ndarray:
+        """The samples at ``places``: int64 [samples, seq_length + 1]."""
+        samples = np.empty((sum(len(part.rows) for part in places), self.seq_length + 1), dtype=np.int64)
+        for part in places:
+            samples[part.rows] = self.shards[part.source].windows(part.starts, self.seq_length + 1)
+        return samples
+
+    def document_begins(self, places: Sequence[Places]) -> np.ndarray:
+        """Which inputs of the samples at ``places`` are the first of a document: bool [samples, seq_length]."""
+        begins = np.empty((sum(len(part.rows) for part in places), self.seq_length), dtype=bool)
+        for part in places:
+            begins[part.rows] = self.shards[part.source].document_begins(part.starts, self.seq_length)
+        return begins
+
     def batch(self, indices: np.ndarray | Sequence[int]) -> np.ndarray:
         """Samples by global number: int64 [len(indices), seq_length + 1]."""
-        sources, running = self.locate(np.asarray(indices, dtype=np.int64))
-        rows = np.empty((len(sources), self.seq_length + 1), dtype=np.int64)
-        for number in np.unique(sources):
-            chosen = np.flatnonzero(sources == number)
-            source = self._sources[number]
-            for row, start in zip(chosen, source.starts(running[chosen]), strict=True):
-                rows[row] = source.shard.tokens(int(start), self.seq_length + 1)
-        return rows
+        return self.tokens(self.places(indices))
 
     def sample(self, index: int) -> np.ndarray:
         """One sample: int64 [seq_length + 1]."""
@@ -132,7 +171,12 @@ class Blend:
         counts = blocks * self._quotas + np.bincount(self._slot_source[:rest], minlength=len(self._quotas))
         return [
             SourceShare(
-                str(source.shard.prefix), int(count), int(count) / max(1, n_samples), int(count) / source.samples
+                source=str(source.shard.prefix),
+                weight=weight / math.fsum(self.weights),
+                samples=count,
+                fraction=count / max(1, n_samples),
+                tokens=count * self.seq_length,
+                epochs=count / source.samples,
             )
-            for source, count in zip(self._sources, counts, strict=True)
+            for source, weight, count in zip(self._sources, self.weights, counts.tolist(), strict=True)
         ]

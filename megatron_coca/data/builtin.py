@@ -18,10 +18,15 @@ from tqdm import tqdm
 
 from megatron_coca.data import stdlib_source
 from megatron_coca.data.aside import written_aside
-from megatron_coca.data.corpora import Problems
+from megatron_coca.data.readers.document import Problems
 from megatron_coca.data.errors import DataError
-from megatron_coca.data.prepare import MANIFEST, SPLITS, SourceSpec, prepare, read_manifest, training_texts
-from megatron_coca.data.shards import token_dtype
+from megatron_coca.data.preparation.manifest import MANIFEST, read_manifest
+from megatron_coca.data.preparation.plan import SPLITS, Execution, Rules, Source
+from megatron_coca.data.preparation.run import prepare
+from megatron_coca.data.preparation.run_config import RUN_CONFIG
+from megatron_coca.data.preparation.sample import training_texts
+from megatron_coca.data.readers.source import SourceSpec
+from megatron_coca.data.shard_format import token_dtype
 from megatron_coca.data.tokenizers.load import train_sentencepiece
 
 _LOGGER = logging.getLogger(__name__)
@@ -46,7 +51,7 @@ def _records(problems: Problems, progress: bool) -> Iterator[tuple[str, dict[str
             yield source, {"text": text, "key": name.partition(".")[0], "meta": origin | {"module": name}}
 
 
-def _write_jsonl(folder: Path, progress: bool) -> list[SourceSpec]:
+def _write_jsonl(folder: Path, progress: bool) -> list[Source]:
     """Write ``<source>.jsonl``, without documents that are very short or the same as an earlier one."""
     seen: set[bytes] = set()
     problems = Problems()
@@ -60,7 +65,7 @@ def _write_jsonl(folder: Path, progress: bool) -> list[SourceSpec]:
                 streams[source].write(json.dumps(record) + "\n")
     for line in problems.named:
         _LOGGER.warning("left out of the built-in corpus: %s", line)
-    return [SourceSpec(source, [path]) for source, path in paths.items()]
+    return [Source(SourceSpec(name, [paths[name]]), weight) for name, weight in zip(SOURCES, WEIGHTS, strict=True)]
 
 
 def prepare_builtin(root: Path, vocab_size: int = VOCAB_SIZE, progress: bool = True) -> Path:
@@ -75,9 +80,11 @@ def prepare_builtin(root: Path, vocab_size: int = VOCAB_SIZE, progress: bool = T
     final = Path(root) / FOLDER
     with written_aside(final) as folder:
         sources = _write_jsonl(folder, progress)
-        texts = training_texts(sources, TEST_FRACTION, _TOKENIZER_CHARACTERS)
+        rules = Rules(test_fraction=TEST_FRACTION, strict=True)
+        texts = training_texts(sources, rules, _TOKENIZER_CHARACTERS)
         tokenizer = train_sentencepiece(texts, vocab_size, folder / "tokenizer.model")
-        prepare(sources, folder / "shards", tokenizer, TEST_FRACTION, strict=True, progress=progress)
+        prepare(sources, folder / "shards", tokenizer, rules, Execution(progress=progress))
+        (folder / "shards" / RUN_CONFIG).unlink()  # configs/data/builtin.yml stands for it
     return final / "shards" / MANIFEST
 
 
@@ -111,7 +118,7 @@ def _checked(folder: Path, vocab_size: int) -> Path:
         raise DataError(
             f"{folder}: prepared with {found} tokens, asked for {vocab_size}. Remove it, or set vocab_size."
         )
-    for report in (source[split] for source in manifest["sources"] for split in SPLITS):
+    for report in (entry[split] for entry in manifest["sources"] for split in SPLITS if entry[split]["documents"]):
         shard = path.parent / f"{report['prefix']}.bin"
         due = report["tokens"] * token_dtype(vocab_size)().itemsize
         if not shard.is_file() or not shard.with_suffix(".idx").is_file() or shard.stat().st_size != due:

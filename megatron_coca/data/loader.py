@@ -1,12 +1,12 @@
-"""Batches for one rank, read ahead by one step. The only state is what can be computed again from the step."""
+"""Batches for one rank, read ahead by threads. The only state is what can be computed again from the step."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 
 import numpy as np
-import torch
 
-from megatron_coca.data.blend import Blend
+from megatron_coca.data.batch import Batch, Packing
+from megatron_coca.data.blend import Blend, Places
 from megatron_coca.data.errors import DataError
 
 
@@ -20,9 +20,12 @@ class Loader:
         blend: the order of the data.
         global_batch: samples per step, over all ranks and accumulation steps.
         micro_batch: samples per rank and accumulation step.
-        vocab_size: ids at or above it are refused when they are read; None checks nothing.
         rank: of this process among the data-parallel ones.
         world_size: number of data-parallel processes.
+        vocab_size: ids at or above it are refused when they are read; None checks nothing.
+        packing: what the ends of documents within a sample change; by default nothing.
+        num_workers: threads, each of which reads one step ahead; with 0 a step is read when it is asked for. What is
+            read does not depend on it.
 
     Raises:
         DataError: the global batch is not a multiple of ``micro_batch * world_size``, or the rank does not exist.
@@ -36,6 +39,8 @@ class Loader:
         rank: int,
         world_size: int,
         vocab_size: int | None = None,
+        packing: Packing | None = None,
+        num_workers: int = 1,
     ) -> None:
         if min(global_batch, micro_batch, world_size) < 1 or global_batch % (micro_batch * world_size):
             raise DataError(
@@ -46,8 +51,9 @@ class Loader:
             raise DataError(f"Rank {rank} does not exist among {world_size}.")
         self._blend, self._global_batch, self._micro_batch = blend, global_batch, micro_batch
         self._rank, self._world_size, self._vocab_size = rank, world_size, vocab_size
-        self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
-        self._ahead: tuple[int, Future[list[torch.Tensor]]] | None = None
+        self._packing, self._num_workers = packing or Packing(), num_workers
+        self._readers = ThreadPoolExecutor(max_workers=max(1, num_workers), thread_name_prefix="loader")
+        self._ahead: dict[int, Future[list[Batch]]] = {}
 
     def __enter__(self) -> "Loader":
         return self
@@ -64,29 +70,41 @@ class Loader:
         samples = np.arange(self._global_batch, dtype=np.int64) + step * self._global_batch
         return samples.reshape(-1, self._world_size, self._micro_batch)[:, self._rank]
 
-    def micro_batches(self, step: int) -> list[torch.Tensor]:
-        """The micro-batches of ``step``, each int64 [micro_batch, seq_length + 1]; begins to read those of the next.
+    def micro_batches(self, step: int) -> list[Batch]:
+        """The micro-batches of ``step``, in the order of accumulation; begins to read those of the next steps.
 
-        An error of the reading thread is raised here, at the step it belongs to.
+        An error of a reading thread is raised here, at the step it belongs to.
         """
-        pending, self._ahead = self._ahead, None
-        ready = pending[1] if pending and pending[0] == step else self._reader.submit(self._read, step)
-        batches = ready.result()
-        self._ahead = (step + 1, self._reader.submit(self._read, step + 1))
-        return batches
+        wanted = range(step, step + self._num_workers + 1)
+        for passed in self._ahead.keys() - set(wanted):
+            self._ahead.pop(passed).cancel()
+        ready = self._submitted(step).result()
+        del self._ahead[step]
+        for ahead in wanted[1:]:
+            self._submitted(ahead)
+        return ready
 
     def close(self) -> None:
         """Stop reading ahead; waits for a read in progress."""
-        self._ahead = None
-        self._reader.shutdown(wait=True, cancel_futures=True)
+        self._ahead.clear()
+        self._readers.shutdown(wait=True, cancel_futures=True)
 
-    def _read(self, step: int) -> list[torch.Tensor]:
-        numbers = self.indices(step)
-        rows = self._blend.batch(numbers.ravel()).reshape(*numbers.shape, -1)
-        if self._vocab_size is not None and rows.max() >= self._vocab_size:
-            places = ", ".join(str(shard.prefix) for shard in self._blend.shards)
-            raise DataError(
-                f"{places}: token id {rows.max()} lies outside the model's vocabulary of {self._vocab_size}. "
-                "Take shards made with the model's tokenizer, or a larger vocab_size."
-            )
-        return [torch.from_numpy(micro) for micro in rows]
+    def _submitted(self, step: int) -> "Future[list[Batch]]":
+        if step not in self._ahead:
+            self._ahead[step] = self._readers.submit(self._read, step)
+        return self._ahead[step]
+
+    def _read(self, step: int) -> list[Batch]:
+        places = self._blend.places(self.indices(step).ravel())
+        tokens = self._blend.tokens(places)
+        if self._vocab_size is not None and tokens.max() >= self._vocab_size:
+            raise self._outside(places, tokens)
+        begins = self._blend.document_begins(places) if self._packing.needs_documents else None
+        return list(self._packing.batch(tokens, begins).split(self._micro_batch))
+
+    def _outside(self, places: list[Places], tokens: np.ndarray) -> DataError:
+        part = next(part for part in places if tokens[part.rows].max() >= self._vocab_size)
+        return DataError(
+            f"{self._blend.shards[part.source].prefix}: token id {tokens[part.rows].max()} lies outside the model's "
+            f"vocabulary of {self._vocab_size}. Take shards made with the model's tokenizer, or a larger vocab_size."
+        )

@@ -7,7 +7,7 @@ when a shard is first opened or written: the import takes seconds.
 
 import copy
 import functools
-import struct
+import mmap
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,14 +15,11 @@ from types import ModuleType
 from typing import Any, Self
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from megatron_coca.data.errors import DataError
-
-MAGIC = b"MMIDIDX\x00\x00"
-_HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, entries of the document index
-_INTEGER_CODES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
-_CHECKED_AT_ONCE = 1 << 20
-_REBUILD = "Prepare the corpus again, or copy both files again from where they were built."
+from megatron_coca.data.shard_format import shard_paths
+from megatron_coca.data.shard_index import check_index, read_header
 
 
 @functools.cache
@@ -73,6 +70,9 @@ class ShardWriter:
 class Shard:
     """A ``.bin``/``.idx`` pair, opened for reading and checked.
 
+    Opening reads the whole index once, a piece at a time; after that the index and the tokens are memory maps, and a
+    process holds nothing of their size.
+
     Args:
         prefix: path of the pair without ``.bin`` and ``.idx``.
 
@@ -82,25 +82,28 @@ class Shard:
 
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = Path(prefix)
-        self._check_header()
+        header = read_header(prefix)
+        self._one_sequence_each = check_index(prefix, header)
+        self.dtype = header.dtype
         self._dataset: Any = _indexed_dataset().IndexedDataset(str(prefix))
-        self.dtype = np.dtype(self._dataset.index.dtype)
-        self._check_index()
         self._boundaries: np.ndarray = self._dataset.document_indices
         self._starts: np.ndarray = self._dataset.index.sequence_pointers
-        self.len_tokens = _paths(prefix)[0].stat().st_size // self.dtype.itemsize
-        self.documents = len(self._boundaries) - 1
+        with shard_paths(prefix)[0].open("rb") as stream:
+            self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        self._tokens = np.frombuffer(self._map, dtype=self.dtype)
+        self.len_tokens = self._file_tokens = len(self._tokens)
+        self.documents = self._file_documents = header.entries - 1
         self._first_document = self._first_token = 0
 
     def part(self, first: int, last: int) -> Self:
         """The documents from ``first`` up to but not ``last`` as a shard of their own, on the same memory map."""
         if not 0 <= first < last <= self.documents:
             raise DataError(f"{self.prefix}: documents {first} to {last} are not a part of its {self.documents}.")
+        begin, end = self._document_offset(first), self._document_offset(last)
         view = copy.copy(self)
         view._first_document = self._first_document + first
-        view._first_token = self._document_offset(first) + self._first_token
-        view.documents = last - first
-        view.len_tokens = self._document_offset(last) - self._document_offset(first)
+        view._first_token = self._first_token + begin
+        view.documents, view.len_tokens = last - first, end - begin
         return view
 
     def __repr__(self) -> str:
@@ -115,57 +118,76 @@ class Shard:
 
     def tokens(self, offset: int, count: int) -> np.ndarray:
         """``count`` tokens from ``offset`` on, across documents: int64 [count], a copy."""
-        if offset < 0 or count < 0 or offset + count > self.len_tokens:
+        if count < 0:
+            raise DataError(f"{self.prefix}: {count} tokens cannot be read; count them from 0 on.")
+        return self.windows(np.array([offset]), count)[0].astype(np.int64)
+
+    def windows(self, offsets: np.ndarray, count: int) -> np.ndarray:
+        """``count`` tokens from each of ``offsets`` [n] on, across documents: [n, count] in the shard's dtype, a copy."""
+        starts = self._within_file(offsets, count)
+        if not count:
+            return np.empty((len(starts), 0), dtype=self.dtype)
+        self._fetch(starts, count)
+        return sliding_window_view(self._tokens, count)[starts]
+
+    def _fetch(self, starts: np.ndarray, count: int) -> None:
+        """Ask the kernel for all pages of several windows at once: from a disk, page faults would wait for each window
+        in turn, and read a wide neighbourhood with it.
+        """
+        if len(starts) < 2:
+            return
+        begins = starts * self.dtype.itemsize // mmap.PAGESIZE * mmap.PAGESIZE
+        lengths = (starts + count) * self.dtype.itemsize - begins
+        for begin, length in zip(begins.tolist(), lengths.tolist(), strict=True):
+            self._map.madvise(mmap.MADV_WILLNEED, begin, length)
+
+    def document_begins(self, offsets: np.ndarray, count: int) -> np.ndarray:
+        """Which of the ``count`` tokens from each of ``offsets`` [n] on are the first of a document: bool [n, count].
+
+        Looks in the index, not for a token that ends documents: shards of other programs may have none.
+        """
+        starts = self._within_file(offsets, count)
+        first, stop = np.split(self._documents_before(np.concatenate((starts, starts + count))), 2)
+        found = stop - first
+        rows = np.repeat(np.arange(len(starts)), found)
+        within = np.arange(len(rows)) - np.repeat(np.cumsum(found) - found, found)
+        begins = np.zeros((len(starts), count), dtype=bool)
+        begins[rows, self._document_starts(first[rows] + within) - starts[rows]] = True
+        return begins
+
+    def _within_file(self, offsets: np.ndarray, count: int) -> np.ndarray:
+        """The file's own numbers of tokens, given this part's; all of the ``count`` from there on must lie in it."""
+        outside = np.flatnonzero((offsets < 0) | (offsets + count > self.len_tokens))
+        if outside.size:
+            offset = int(offsets[outside[0]])
             raise DataError(
                 f"{self.prefix}: tokens {offset} to {offset + count} lie outside its {self.len_tokens} tokens."
             )
-        start = (self._first_token + offset) * self.dtype.itemsize
-        raw = self._dataset.bin_reader.read(dtype=self.dtype, count=count, offset=start)
-        return raw.astype(np.int64)
+        return offsets + self._first_token
 
     def _document_offset(self, index: int) -> int:
         """The shard's own number of the first token of a document, or of the end for ``index`` == ``documents``."""
-        sequence = int(self._boundaries[self._first_document + index])
-        ends_file = sequence == len(self._starts)
-        byte = _paths(self.prefix)[0].stat().st_size if ends_file else int(self._starts[sequence])
-        return byte // self.dtype.itemsize - self._first_token
+        return int(self._document_starts(np.array([self._first_document + index]))[0]) - self._first_token
 
-    def _check_header(self) -> None:
-        bin_path, idx_path = _paths(self.prefix)
-        for path in (bin_path, idx_path):
-            if not path.is_file():
-                raise DataError(
-                    f"{path}: no such file. A shard is a .bin and an .idx file; give their path without the ending, "
-                    "and prepare the corpus first (python tools/prepare_data.py --help)."
-                )
-        with idx_path.open("rb") as stream:
-            header = stream.read(_HEADER.size)
-        if header[: len(MAGIC)] != MAGIC[: len(header)] or not header:
-            raise DataError(f"{idx_path}: not an MMIDIDX index, the format of Megatron and GPT-NeoX (data_impl mmap).")
-        if len(header) < _HEADER.size:
-            raise DataError(f"{idx_path}: truncated within its header. {_REBUILD}")
-        _, version, code, sequences, entries = _HEADER.unpack(header)
-        if version != 1 or code not in _INTEGER_CODES:
-            raise DataError(f"{idx_path}: version {version} with dtype code {code} is not one that holds tokens.")
-        expected, actual = _HEADER.size + 12 * sequences + 8 * entries, idx_path.stat().st_size
-        if expected != actual:
-            raise DataError(f"{idx_path}: truncated or foreign, {actual} bytes where {expected} are due. {_REBUILD}")
-        if not sequences or entries < 2 or not bin_path.stat().st_size:
-            raise DataError(f"{self.prefix}: the shard holds no token. {_REBUILD}")
+    def _document_starts(self, documents: np.ndarray) -> np.ndarray:
+        """First token of documents by their number in the file, and the end of the file for the number after the last
+        one: int64 [n] to int64 [n].
+        """
+        sequences = documents if self._one_sequence_each else self._boundaries[documents]
+        last = len(self._starts) - 1
+        starts = self._starts[np.minimum(sequences, last)] // self.dtype.itemsize
+        return np.where(sequences > last, self._file_tokens, starts)
 
-    def _check_index(self) -> None:
-        bin_path, idx_path = _paths(self.prefix)
-        index, size = self._dataset.index, self.dtype.itemsize
-        boundaries = index.document_indices
-        end = 0
-        for begin in range(0, len(index), _CHECKED_AT_ONCE):
-            lengths = index.sequence_lengths[begin : begin + _CHECKED_AT_ONCE].astype(np.int64)
-            ends = end + np.cumsum(lengths) * size
-            pointers = index.sequence_pointers[begin : begin + len(lengths)]
-            if (lengths < 0).any() or (pointers != ends - lengths * size).any():
-                raise DataError(f"{idx_path}: the documents do not follow one another without gaps. {_REBUILD}")
-            end = int(ends[-1])
-        if end != bin_path.stat().st_size:
-            raise DataError(f"{bin_path}: {bin_path.stat().st_size} bytes where its index tells of {end}. {_REBUILD}")
-        if boundaries[0] != 0 or boundaries[-1] != len(index) or (np.diff(boundaries) < 0).any():
-            raise DataError(f"{idx_path}: the document index is out of order. {_REBUILD}")
+    def _documents_before(self, tokens: np.ndarray) -> np.ndarray:
+        """How many documents of the file begin before each token: int64 [n] to int64 [n].
+
+        A bisection of all at once. np.searchsorted would copy the index at every call: the format puts it at odd
+        addresses.
+        """
+        low = np.zeros(len(tokens), dtype=np.int64)
+        high = np.full(len(tokens), self._file_documents, dtype=np.int64)
+        for _ in range(self._file_documents.bit_length()):
+            middle = (low + high) // 2
+            before = (self._document_starts(middle) < tokens) & (low < high)
+            low, high = np.where(before, middle + 1, low), np.where(before, high, middle)
+        return low

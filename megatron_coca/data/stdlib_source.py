@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_coca.data.corpora import Problems
+from megatron_coca.data.readers.document import Problems
 from megatron_coca.data.errors import DataError
 
 # Tests and demos; what other projects installed; packages that not every Python of this version or the next one has.

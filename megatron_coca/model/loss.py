@@ -4,22 +4,41 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+_IGNORED = -100
 
-def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+
+def next_token_loss(logits: Tensor, labels: Tensor, loss_mask: Tensor | None = None) -> Tensor:
     """Mean negative log-likelihood in float32 of labels [batch, length] under logits [batch, length, vocabulary], in
     nats per token.
+
+    With `loss_mask`, bool [batch, length], the mean is over the labels where it holds, as in GPT-NeoX and Megatron; 0
+    where it holds nowhere.
     """
-    return F.cross_entropy(logits.float().flatten(0, -2), labels.flatten())
+    if loss_mask is None:
+        return F.cross_entropy(logits.float().flatten(0, -2), labels.flatten())
+    kept = labels.masked_fill(~loss_mask, _IGNORED)
+    total = F.cross_entropy(logits.float().flatten(0, -2), kept.flatten(), ignore_index=_IGNORED, reduction="sum")
+    return total / loss_mask.sum().clamp(min=1)
 
 
 class LanguageModelLoss(nn.Module):
     """A model with its objective: samples [batch, length + 1] int64 -> the scalar loss of predicting each token from
-    those before it.
+    those before it, in nats per token.
+
+    `documents` and `positions`, integer [batch, length], are the model's own arguments; `loss_mask`, bool [batch,
+    length], says at which inputs the loss is taken.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, samples: Tensor) -> Tensor:
-        return next_token_loss(self.model(samples[:, :-1]), samples[:, 1:])
+    def forward(
+        self,
+        samples: Tensor,
+        documents: Tensor | None = None,
+        positions: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+    ) -> Tensor:
+        logits = self.model(samples[:, :-1], positions=positions, documents=documents)
+        return next_token_loss(logits, samples[:, 1:], loss_mask)

@@ -5,6 +5,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -235,4 +236,12 @@ class Checkpoints:
             self._corpus.tokenizer.save(folder / native.TOKENIZER)
 
     def _meta(self, step: int) -> dict[str, Any]:
-        return {"step": step, "data": self._corpus.identity, **self._layout, "versions": code_versions()}
+        taken = self._corpus.train.mixture(step * self._layout["batch"])
+        mixture = [asdict(share) for share in taken]
+        return {
+            "step": step,
+            "data": self._corpus.identity,
+            **self._layout,
+            "mixture": mixture,
+            "versions": code_versions(),
+        }

@@ -7,11 +7,22 @@ from pathlib import Path
 from typing import Any
 
 from megatron_coca.config import Config, ConfigError, split_shares
-from megatron_coca.data import Blend, DataError, Shard, Tokenizer, ensure_builtin, load_saved_tokenizer, load_tokenizer
+from megatron_coca.data import (
+    Blend,
+    DataError,
+    Packing,
+    Shard,
+    Tokenizer,
+    ensure_builtin,
+    load_saved_tokenizer,
+    load_tokenizer,
+)
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION
 
 BUILTIN_WEIGHTS = {"text": 0.75, "code": 0.25}
 """The paper's mixture by tokens."""
+PACKING_KEYS = ("reset_attention_mask", "reset_position_ids", "eod_mask_loss")
+"""The keys that say what the ends of documents within a sample change."""
 
 
 @dataclass(frozen=True)
@@ -24,21 +35,28 @@ class Corpus:
         valid: the order of the validation samples, or None where no validation data is named.
         tokenizer: what the shards were made with, or None where nothing says (shards of another program, no
         vocab_file).
+        packing: what the ends of documents within a sample change.
     """
 
     config: Config
     train: Blend
     valid: Blend | None
     tokenizer: Tokenizer | None
+    packing: Packing = Packing()
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What must not change when a run is resumed: sizes and weights of the sources, and the tokenizer."""
-        return {
+        """What must not change when a run is resumed: sizes and weights of the sources, the tokenizer, and what the
+        ends of documents change.
+        """
+        identity = {
             "tokens": [shard.len_tokens for shard in self.train.shards],
             "weights": list(self.train.weights),
             "tokenizer": self.tokenizer.fingerprint if self.tokenizer else None,
         }
+        # Left out where nothing is changed, so that checkpoints from before these keys can be resumed.
+        changed = [name for name in PACKING_KEYS if getattr(self.config.data, name)]
+        return identity | ({"documents": changed} if changed else {})
 
 
 def open_corpus(config: Config) -> Corpus:
@@ -46,7 +64,7 @@ def open_corpus(config: Config) -> Corpus:
 
     Raises:
         DataError: a shard is missing, damaged, too short, or made with another tokenizer than the rest.
-        ConfigError: the tokenizer has more tokens than the model's vocabulary.
+        ConfigError: the tokenizer has more tokens than the model's vocabulary; `eod_mask_loss` without a tokenizer.
     """
     config = _with_paths(config)
     train, valid = _open_shards(config)
@@ -58,7 +76,21 @@ def open_corpus(config: Config) -> Corpus:
         Blend(train, data.train_data_weights or [1.0] * len(train), length, config.seed),
         Blend(valid, data.valid_data_weights or [1.0] * len(valid), length, config.seed) if valid else None,
         tokenizer,
+        _packing(config, tokenizer),
     )
+
+
+def _packing(config: Config, tokenizer: Tokenizer | None) -> Packing:
+    data = config.data
+    if data.eod_mask_loss and tokenizer is None:
+        raise ConfigError(
+            [
+                "eod_mask_loss: nothing says which token ends a document, for no tokenizer lies beside the shards; "
+                "name theirs with tokenizer_type and vocab_file"
+            ]
+        )
+    masked = tokenizer.eod if data.eod_mask_loss and tokenizer is not None else None
+    return Packing(data.reset_attention_mask, data.reset_position_ids, masked)
 
 
 def _with_paths(config: Config) -> Config:

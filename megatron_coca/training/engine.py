@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -13,6 +14,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from megatron_coca.config import BatchSizes, Config, ConfigError
+from megatron_coca.data import Batch
 
 # DeepSpeed looks for an accelerator while it is imported, and warns where it finds none: tell it.
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
@@ -47,7 +49,9 @@ class Engine:
     """A model being trained: forward, backward, reduction, clipping, optimizer, and its state on disk."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, config: Config, sizes: BatchSizes) -> None:
-        """`model` maps samples [micro_batch, length + 1] to a scalar loss; `sizes` are those of this world size."""
+        """`model` maps samples [micro_batch, length + 1], and what else a batch has, to a scalar loss (as
+        LanguageModelLoss); `sizes` are those of this world size.
+        """
         section = deepspeed_config(config, sizes)
         try:
             self._engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=section)
@@ -63,14 +67,14 @@ class Engine:
         """The module given at construction, its parameters in the training dtype (and sharded under ZeRO 3)."""
         return self._engine.module
 
-    def train_step(self, micro_batches: Sequence[Tensor], learning_rate: float) -> StepResult:
-        """One optimizer step over this rank's micro batches [micro_batch, length + 1] int64."""
+    def train_step(self, micro_batches: Sequence[Batch], learning_rate: float) -> StepResult:
+        """One optimizer step over this rank's micro batches."""
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate
         total = torch.zeros((), device=self.device, dtype=torch.float64)
         norm = None
-        for index, samples in enumerate(micro_batches):
-            loss = self._engine(samples.to(self.device, non_blocking=True))
+        for index, batch in enumerate(micro_batches):
+            loss = self._engine(**self._inputs(batch))
             total += loss.detach()
             self._engine.backward(loss)
             if index == len(micro_batches) - 1:
@@ -79,10 +83,10 @@ class Engine:
         return StepResult(self._mean(total / len(micro_batches)), self._norm_after_step(norm))
 
     @torch.no_grad()
-    def mean_loss(self, micro_batches: Sequence[Tensor]) -> float:
+    def mean_loss(self, micro_batches: Sequence[Batch]) -> float:
         """The loss of held-out samples, averaged over all ranks."""
         self._engine.eval()
-        losses = [self._engine(samples.to(self.device)).double() for samples in micro_batches]
+        losses = [self._engine(**self._inputs(batch)).double() for batch in micro_batches]
         self._engine.train()
         return self._mean(torch.stack(losses).mean())
 
@@ -103,6 +107,17 @@ class Engine:
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote, at the same world size and ZeRO stage. Every rank must call it."""
         self._engine.load_checkpoint(str(folder), tag=_TAG, load_lr_scheduler_states=False)
+
+    def _inputs(self, batch: Batch) -> dict[str, Tensor]:
+        """What the trained module is called with: the arrays that the batch has, on the device."""
+        arrays = {name: array for name, array in vars(batch).items() if array is not None}
+        arrays["samples"] = arrays.pop("tokens")
+        return {name: self._on_device(array) for name, array in arrays.items()}
+
+    def _on_device(self, array: np.ndarray) -> Tensor:
+        tensor = torch.from_numpy(array)
+        # Only from pinned memory does the copy run beside the computation.
+        return tensor.pin_memory().to(self.device, non_blocking=True) if torch.cuda.is_available() else tensor
 
     def _mean(self, value: Tensor) -> float:
         if world_size() > 1:

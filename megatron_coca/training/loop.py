@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron_coca.config import BatchSizes, Config, ConfigError
-from megatron_coca.data import Loader
+from megatron_coca.data import Blend, Loader
 from megatron_coca.model import LanguageModelLoss, build_model, keep_freed_memory
 from megatron_coca.training import engine as dist
 from megatron_coca.training import launch, rng
@@ -25,6 +25,7 @@ from megatron_coca.training.checkpoint import (
 )
 from megatron_coca.training.corpus import Corpus, open_corpus
 from megatron_coca.training.engine import Engine
+from megatron_coca.training.mixture import mixture_figures, mixture_table, repeated_sources
 from megatron_coca.training.optimizer import build_optimizer
 from megatron_coca.training.reporting import Reporters, set_up_logging
 from megatron_coca.training.schedule import learning_rate
@@ -74,7 +75,8 @@ def _train(corpus: Corpus, sizes: BatchSizes, layout: dict[str, Any], folder: Pa
     engine = _build_engine(corpus.config, sizes)
     checkpoints = Checkpoints(corpus, engine, layout)
     start = checkpoints.restore(folder) if folder is not None else 0
-    logger.info(_summary(corpus, engine, sizes, start))
+    logger.info(_summary(corpus.config, engine, sizes, start))
+    _log_mixture(corpus, sizes)
     reporters = Reporters(corpus.config, start, dist.is_main())
     try:
         _iterate(corpus, engine, checkpoints, reporters, sizes, start)
@@ -100,7 +102,7 @@ def _iterate(
     saved = start
     if start >= last:
         logger.info("nothing to do: step %d is reached already (train_iters or exit_interval is %d)", start, last)
-    with Loader(corpus.train, *layout, vocab_size=config.model.padded_vocab_size) as loader:
+    with open_loader(corpus, corpus.train, layout) as loader:
         for step in range(start, last):
             rate = learning_rate(step, config.optimizer.lr, config.schedule)
             result = engine.train_step(loader.micro_batches(step), rate)
@@ -113,6 +115,8 @@ def _iterate(
                 )
                 clock, seen = time.perf_counter(), done
             reporters.advance()
+            if done == config.schedule.train_iters:
+                reporters.report(done, **mixture_figures(corpus.train.mixture(done * sizes.total)))
             if done % config.logging.eval_interval == 0 or done == config.schedule.train_iters:
                 _validate(corpus, engine, reporters, layout, done)
             if is_due(done, config.checkpoint):
@@ -122,6 +126,18 @@ def _iterate(
         checkpoints.save(last)
 
 
+def open_loader(corpus: Corpus, blend: Blend, layout: tuple[int, int, int, int]) -> Loader:
+    """A loader of one of the corpus's blends; `layout` is global batch, micro batch, rank, world size."""
+    config = corpus.config
+    return Loader(
+        blend,
+        *layout,
+        vocab_size=config.model.padded_vocab_size,
+        packing=corpus.packing,
+        num_workers=config.data.num_workers,
+    )
+
+
 def _validate(
     corpus: Corpus, engine: Engine, reporters: Reporters, layout: tuple[int, int, int, int], step: int
 ) -> None:
@@ -129,7 +145,7 @@ def _validate(
     batches = corpus.config.logging.eval_iters
     if corpus.valid is None or batches == 0:
         return
-    with Loader(corpus.valid, *layout, vocab_size=corpus.config.model.padded_vocab_size) as loader:
+    with open_loader(corpus, corpus.valid, layout) as loader:
         losses = [engine.mean_loss(loader.micro_batches(index)) for index in range(batches)]
     reporters.report(step, validation_loss=sum(losses) / len(losses))
 
@@ -143,15 +159,19 @@ def _layout(config: Config, sizes: BatchSizes) -> dict[str, Any]:
     }
 
 
-def _summary(corpus: Corpus, engine: Engine, sizes: BatchSizes, start: int) -> str:
-    config = corpus.config
+def _log_mixture(corpus: Corpus, sizes: BatchSizes) -> None:
+    """Tell what the whole run, from step 0 on, takes from each source."""
+    assert corpus.config.schedule.train_iters is not None
+    shares = corpus.train.mixture(corpus.config.schedule.train_iters * sizes.total)
+    logger.info(mixture_table(shares))
+    for line in repeated_sources(shares) if dist.is_main() else ():
+        logger.warning(line)
+
+
+def _summary(config: Config, engine: Engine, sizes: BatchSizes, start: int) -> str:
     parameters = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
-    sources = ", ".join(
-        f"{share.source} {share.fraction:.1%}"
-        for share in corpus.train.mixture((config.schedule.train_iters or 1) * sizes.total)
-    )
     return (
         f"{config.position.pos_emb}: {parameters:,} parameters, {config.precision.dtype}, {dist.world_size()} process(es), "
-        f"{sizes.total} x {config.model.seq_length} tokens a step, data {sources}; "
+        f"{sizes.total} x {config.model.seq_length} tokens a step; "
         + (f"resuming at step {start}" if start else "from step 0")
     )

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from megatron_coca.config import Config, ConfigError, load_config
-from megatron_coca.data import DataError, Loader, Shard, load_tokenizer
-from megatron_coca.data.shards import ShardWriter
+from megatron_coca.data import Blend, DataError, Loader, Shard, load_tokenizer
+from megatron_coca.data.shard_writer import ShardWriter
 from megatron_coca.training.corpus import open_corpus, split_shard
+from megatron_coca.training.mixture import mixture_figures, mixture_table, repeated_sources
 
 SHAPE = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "seq_length": 4}
 
@@ -98,3 +99,25 @@ def test_ids_beyond_the_vocabulary_are_refused_when_they_are_read(tmp_path: Path
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="nothing.idx|nothing.bin"):
         open_corpus(config(data_path=str(tmp_path / "nothing")))
+
+
+def test_the_mixture_is_told_by_source(tmp_path: Path) -> None:
+    shards = [Shard(write_shard(tmp_path / name, documents=number)) for name, number in (("text", 40), ("code", 4))]
+    shares = Blend(shards, [3, 1], 4, seed=0).mixture(1000)
+    table = [line.split() for line in mixture_table(shares).splitlines()]
+    assert table[0] == ["source", "weight", "share", "samples", "tokens", "epochs"]
+    assert table[1] == [str(tmp_path / "text"), "75.00%", "75.00%", "750", "3,000", f"{shares[0].epochs:.3g}"]
+    assert table[2][:5] == [str(tmp_path / "code"), "25.00%", "25.00%", "250", "1,000"]
+    assert shares[0].epochs < 4 < shares[1].epochs
+    (line,) = repeated_sources(shares)
+    assert line.startswith(f"{tmp_path / 'code'}: is read {shares[1].epochs:.1f} times")
+    figures = mixture_figures(shares)
+    assert figures["share/text"] == 0.75 and figures["epochs/code"] == shares[1].epochs
+
+
+def test_sources_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    shards = [Shard(write_shard(tmp_path / name / "train")) for name in "ab"]
+    figures = mixture_figures(Blend(shards, [1, 1], 4, seed=0).mixture(10))
+    assert figures.keys() == {f"{kind}/{tmp_path / name / 'train'}" for kind in ("share", "epochs") for name in "ab"}

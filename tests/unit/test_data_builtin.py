@@ -10,8 +10,11 @@ import pytest
 
 from megatron_coca.data import Blend, DataError, Shard, ensure_builtin, load_tokenizer
 from megatron_coca.data.builtin import SOURCES, WEIGHTS
-from megatron_coca.data.prepare import SPLITS, read_manifest
+from megatron_coca.data.preparation.manifest import read_manifest
 from megatron_coca.data.stdlib_source import docstrings, without_docstrings
+
+
+SPLITS = ("train", "test")
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +48,10 @@ def test_shards_hold_the_documents_exactly(builtin: Path, documents) -> None:
 
 
 def test_sizes_and_long_documents(builtin: Path, documents) -> None:
-    for source in read_manifest(builtin / "manifest.json")["sources"]:
-        assert source["problems"] == {} and source["train"]["tokens"] > 400_000
+    record = read_manifest(builtin / "manifest.json")
+    assert [source["problems"] for source in record["inputs"]] == [{}, {}]
+    for source in record["sources"]:
+        assert source["train"]["tokens"] > 400_000
         assert sum(len(ids) >= 2048 for ids in documents[source["name"], "test"]) >= 5
 
 

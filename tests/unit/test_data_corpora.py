@@ -1,4 +1,4 @@
-"""Readers, the split, the preparation and its command."""
+"""The split, the preparation and its command."""
 
 import gzip
 import json
@@ -8,12 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import zstandard
-
-from megatron_coca.data import DataError, Problems, Shard, SourceSpec, load_saved_tokenizer, load_tokenizer, prepare
-from megatron_coca.data.aside import written_aside
-from megatron_coca.data.corpora import read_documents
 from megatron_coca.data.prepare import read_manifest, split_of, training_texts
+
+from megatron_coca.data import DataError, Shard, SourceSpec, load_saved_tokenizer, load_tokenizer, prepare
+from megatron_coca.data.aside import written_aside
 from megatron_coca.data.shards import ShardWriter
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,48 +23,6 @@ def write_jsonl(path: Path, texts: list[str]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("compress", [bytes, gzip.compress, zstandard.ZstdCompressor().compress])
-def test_jsonl_is_read_in_order_whatever_the_compression(tmp_path: Path, compress) -> None:
-    lines = "\ufeff" + "".join(json.dumps({"body": f"text {i}"}) + "\n\n" for i in range(50))
-    suffix = {bytes: ".jsonl", gzip.compress: ".jsonl.gz"}.get(compress, ".zst")
-    path = tmp_path / f"corpus{suffix}"
-    path.write_bytes(compress(lines.encode()))
-    read = []
-    documents = list(read_documents(path, "body", Problems(), read.append))
-    assert [d.text for d in documents] == [f"text {i}" for i in range(50)]
-    assert sum(read) == path.stat().st_size
-
-
-def test_every_unusable_record_is_counted_and_named(tmp_path: Path) -> None:
-    bad = [
-        b"{not json",
-        b'{"text": "\xff"}',
-        b'{"other": "x"}',
-        b'{"text": "  "}',
-        b'{"text": 3}',
-        b"[1]",
-        b'{"text": "\\ud800"}',
-    ]
-    path = tmp_path / "c.jsonl"
-    path.write_bytes(b"\n".join([b'{"text": "first"}', *bad, b'{"text": "last"}']))
-    problems = Problems()
-    assert [d.text for d in read_documents(path, problems=problems)] == ["first", "last"]
-    kinds = [
-        "invalid JSON",
-        "invalid UTF-8",
-        "missing field",
-        "empty text",
-        "text is not a string",
-        "not a JSON object",
-    ]
-    assert list(problems.counts) == [*kinds, "invalid Unicode"]
-    assert [line.startswith(f"{path}:{number}: ") for number, line in enumerate(problems.named, start=2)] == [True] * 7
-    with pytest.raises(DataError, match=r"c\.jsonl:2: invalid JSON"):
-        list(read_documents(path, problems=Problems(strict=True)))
-    with pytest.raises(DataError, match="invalid JSON"):
-        list(read_documents(path))
-
-
 def test_text_files_are_one_document_each(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\n two\n")
     (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"three"))
@@ -76,24 +32,6 @@ def test_text_files_are_one_document_each(tmp_path: Path) -> None:
     )
     shard = Shard(tokenized.parent / "books_train")
     assert [CHARACTERS.decode(shard.document(i)) for i in range(2)] == ["one\n two\n", "three"]
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("absent.jsonl", None, "no such file"),
-        ("a.parquet", b"PAR1", "unknown type"),
-        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 500)[:-9], "read to its end"),
-        ("a.jsonl.zst", b"not zstd at all", "damaged zstd"),
-    ],
-)
-def test_files_that_cannot_be_read_are_errors(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
-    path = tmp_path / name
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(DataError, match=message) as caught:
-        list(read_documents(path, problems=Problems()))
-    assert name in str(caught.value)
 
 
 def test_split_is_stable_and_near_its_fraction() -> None:

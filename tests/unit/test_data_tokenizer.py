@@ -5,44 +5,73 @@ import json
 from pathlib import Path
 
 import pytest
+import sentencepiece
 import tokenizers
 
-from megatron_coca.data import DataError, Tokenizer, load_saved_tokenizer, load_tokenizer, train_sentencepiece
+from megatron_coca.data.errors import DataError
+from megatron_coca.data.tokenizers.kinds import Tokenizer
+from megatron_coca.data.tokenizers.load import load_saved_tokenizer, load_tokenizer
+from megatron_coca.data.tokenizers.sentencepiece_file import ModelSettings, without_dummy_prefix
+from megatron_coca.data.tokenizers.training import train_bpe, train_sentencepiece
 
 AWKWARD = [
     "", " ", "  leading and trailing  ", "\ttabs\t\tand\n\n\nnewlines\r\n",
     "naïve 日本語 😀 e\u0301 \u00a0\u2028\x85\x0c",
     "\u2581literal\u2581 \u2581\u2581", "NUL \x00 and \ufeffBOM \uffff", "<eod> <unk> <s></s> <0x41> <|endoftext|>",
-    "<|endoftext|><|endoftext|>", "    def f(x):\n\t    return x\n",
+    "<|endoftext|><|endoftext|>", "    def f(x):\n\t    return x\n", "\u2581begins <eod>\u2581 <e od>\u2581", " " * 61 + "x  ",
+    "the value of  a function \u2581 the <eod> value\n" * 200, "no-space-at-all" * 500, " " * 5000,
 ]  # fmt: skip
+
+
+LINES = [f"def function_{i}(self):\n    return the value of the argument {i}" for i in range(300)]
+IDENTITY = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "byte_fallback": True}
+PROSE = "the value of a function, the argument of  the function\nreturn the value 12 "
+
+
+def sentencepiece_model(path: Path, model_type: str = "bpe", **settings: object) -> Path:
+    """A model as LLaMA's: a space in front of every text, byte fallback, <s> and </s>."""
+    with path.open("wb") as writer:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(line for text in LINES for line in text.split("\n")),
+            model_writer=writer, model_type=model_type, vocab_size=330, minloglevel=2, **(IDENTITY | settings),
+        )  # fmt: skip
+    return path
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Files of each kind: a SentencePiece model, GPT-2's pair, tokenizer.json."""
     folder = tmp_path_factory.mktemp("tokenizers")
-    lines = [f"def function_{i}(self):\n    return the value of the argument {i}" for i in range(300)]
-    train_sentencepiece(lines, 330, folder / "tokenizer.model")
+    train_sentencepiece(LINES, 330, folder / "tokenizer.model")
+    sentencepiece_model(folder / "llama.model")
+    train_bpe(LINES, 340, folder / "neox.json")
     model = tokenizers.ByteLevelBPETokenizer()
     special = ["<|endoftext|>", "<|padding|>"]
-    model.train_from_iterator(lines, vocab_size=330, special_tokens=special, show_progress=False)
+    model.train_from_iterator(LINES, vocab_size=330, special_tokens=special, show_progress=False)
     model.save_model(str(folder))
     model.save(str(folder / "tokenizer.json"))
     return folder
 
 
 ARGUMENTS = {
-    "SPMTokenizer": ("tokenizer.model",),
-    "HFTokenizer": ("tokenizer.json",),
-    "HFGPT2Tokenizer": ("",),
-    "GPT2BPETokenizer": ("vocab.json", "merges.txt"),
-    "CharLevelTokenizer": (),
+    "SPMTokenizer": ("SPMTokenizer", "tokenizer.model"),
+    "LLaMA": ("SPMTokenizer", "llama.model"),
+    "HFTokenizer": ("HFTokenizer", "tokenizer.json"),
+    "NeoX": ("HFTokenizer", "neox.json"),
+    "HFGPT2Tokenizer": ("HFGPT2Tokenizer", ""),
+    "GPT2BPETokenizer": ("GPT2BPETokenizer", "vocab.json", "merges.txt"),
+    "CharLevelTokenizer": ("CharLevelTokenizer",),
 }
+
+
+def opened(folder: Path, name: str) -> Tokenizer:
+    kind, *files = ARGUMENTS[name]
+    return load_tokenizer(kind, *(folder / file for file in files))
 
 
 @pytest.fixture(params=ARGUMENTS)
 def tokenizer(request: pytest.FixtureRequest, folder: Path) -> Tokenizer:
-    return load_tokenizer(request.param, *(folder / name for name in ARGUMENTS[request.param]))
+    return opened(folder, request.param)
 
 
 @pytest.mark.parametrize("text", AWKWARD)
@@ -90,6 +119,97 @@ def test_gpt2_pair_agrees_with_the_library(folder: Path) -> None:
     )
 
 
+def test_a_batch_is_one_by_one(tokenizer: Tokenizer) -> None:
+    assert tokenizer.encode_batch(AWKWARD) == [tokenizer.encode(text) for text in AWKWARD]
+    assert tokenizer.encode_batch([]) == []
+
+
+def test_a_piece_is_readable(tokenizer: Tokenizer) -> None:
+    assert "the" in "".join(tokenizer.piece(i) for i in tokenizer.encode("of the argument"))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "llama.model"])
+@pytest.mark.parametrize("text", [PROSE * 100, "  " + "a  b\x00c   " * 900, "x" * 7000 + " y", "é " * 3000 + " " * 9])
+def test_long_texts_are_encoded_as_the_library_does(folder: Path, name: str, text: str) -> None:
+    library = sentencepiece.SentencePieceProcessor(model_file=str(folder / name))
+    assert load_tokenizer("SPMTokenizer", folder / name).encode(text) == library.encode(text)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("unigram", {}),
+        ("bpe", {"normalization_rule_name": "nmt_nfkc"}),
+        ("bpe", {"remove_extra_whitespaces": True}),
+        ("bpe", {"treat_whitespace_as_suffix": True}),
+        ("bpe", {"split_by_whitespace": False}),
+    ],
+)
+def test_other_models_agree_with_the_library_on_long_texts(tmp_path: Path, kind: str, settings: dict) -> None:
+    path = sentencepiece_model(tmp_path / "m.model", kind, **settings)
+    library = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    assert load_tokenizer("SPMTokenizer", path).encode(PROSE * 100) == library.encode(PROSE * 100)
+
+
+def test_settings_of_a_sentencepiece_file(folder: Path, tmp_path: Path) -> None:
+    llama = (folder / "llama.model").read_bytes()
+    assert ModelSettings.read(llama) == ModelSettings(is_bpe=True, dummy_prefix=True, plain_spaces=True)
+    assert ModelSettings.read(without_dummy_prefix(llama)) == ModelSettings(True, False, True)
+    other = sentencepiece_model(tmp_path / "m.model", "unigram", normalization_rule_name="nfkc").read_bytes()
+    assert ModelSettings.read(other) == ModelSettings(is_bpe=False, dummy_prefix=True, plain_spaces=False)
+    assert ModelSettings.read(b"") == ModelSettings(False, True, False), "the defaults of the format"
+
+
+def test_llamas_symbols_are_not_read_from_text(folder: Path) -> None:
+    llama = opened(folder, "LLaMA")
+    assert llama.piece(llama.eod) == "</s>"
+    assert not {1, 2} & set(llama.encode("a <s> b</s>"))
+    assert llama.piece(llama.encode("the")[0]).startswith("\u2581")
+
+
+def test_neox_shape(folder: Path) -> None:
+    """Ids as in GPT-NeoX-20B; runs of spaces are tokens though special tokens are not read from text."""
+    neox = opened(folder, "NeoX")
+    assert (neox.eod, neox.piece(1), neox.vocab_size) == (0, "<|padding|>", 340)
+    assert [neox.piece(i) for i in range(340 - 23, 340)] == [" " * n for n in range(24, 1, -1)]
+    assert neox.encode(" " * 24 + "the" + " " * 3)[:: len(neox.encode("the")) + 1] == [340 - 23, 338]
+    assert not {0, 1} & set(neox.encode("<|endoftext|> <|padding|>"))
+    added = json.loads((folder / "neox.json").read_text())["added_tokens"]
+    assert [token["special"] for token in added] == [True, True] + [False] * 23
+
+
+def test_a_file_may_not_shorten_pad_or_vary_texts(folder: Path, tmp_path: Path) -> None:
+    model = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    model.enable_truncation(4)
+    model.enable_padding(length=50)
+    model.model.dropout = 0.5
+    model.save(str(tmp_path / "tokenizer.json"))
+    text = "the value of the argument of the function"
+    ids = load_tokenizer("HFTokenizer", tmp_path).encode(text)
+    assert ids == opened(folder, "HFTokenizer").encode(text)
+
+
+def test_vocab_size_covers_ids_behind_a_gap(tmp_path: Path) -> None:
+    words = tokenizers.models.WordLevel({"<|endoftext|>": 0, "a": 7}, unk_token="a")
+    tokenizers.Tokenizer(words).save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer("HFTokenizer", tmp_path)
+    assert (tokenizer.vocab_size, tokenizer.decode(tokenizer.encode("a"))) == (8, "a")
+
+
+@pytest.mark.parametrize("kind", ["SPMTokenizer", "HFTokenizer", "HFGPT2Tokenizer", "GPT2BPETokenizer"])
+def test_a_folder_stands_for_its_files(folder: Path, kind: str) -> None:
+    assert load_tokenizer(kind, folder).fingerprint == opened(folder, kind).fingerprint
+
+
+def test_another_separator_is_another_tokenizer(folder: Path, tmp_path: Path) -> None:
+    usual = opened(folder, "HFTokenizer")
+    other = load_tokenizer("HFTokenizer", folder, eod="<|padding|>")
+    assert (usual.eod, other.eod) == (0, 1) and usual.fingerprint != other.fingerprint
+    other.save(tmp_path)
+    again = load_saved_tokenizer(tmp_path)
+    assert (again.eod, again.fingerprint) == (1, other.fingerprint)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -100,6 +220,7 @@ def test_gpt2_pair_agrees_with_the_library(folder: Path) -> None:
         (("SPMTokenizer", "tokenizer.json"), r"tokenizer\.json: not a file that SPMTokenizer can open"),
         (("HFTokenizer", "tokenizer.model"), r"tokenizer\.model: not a file that HFTokenizer can open"),
         (("HFTokenizer", "bare.json"), "has no symbol that ends a document"),
+        (("TiktokenTokenizer", None), "TiktokenTokenizer is not supported: .* set tokenizer_type: HFTokenizer"),
     ],
 )
 def test_bad_arguments_are_errors_with_the_remedy(folder: Path, arguments: tuple[str, ...], message: str) -> None:
@@ -107,6 +228,24 @@ def test_bad_arguments_are_errors_with_the_remedy(folder: Path, arguments: tuple
     kind, *files = arguments
     with pytest.raises(DataError, match=message):
         load_tokenizer(kind, *(name and folder / name for name in files))
+
+
+@pytest.mark.parametrize(
+    ("kind", "eod", "message"),
+    [
+        ("HFTokenizer", "<none>", "no symbol that ends a document: one of <none> is needed"),
+        ("HFTokenizer", "t", "'t' cannot end documents: text that spells it"),
+        ("CharLevelTokenizer", "<eod>", "has no symbols: 0 ends a document"),
+    ],
+)
+def test_a_separator_that_cannot_be_is_an_error(folder: Path, kind: str, eod: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        load_tokenizer(kind, folder, eod=eod)
+
+
+def test_a_folder_without_the_file_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"tokenizer\.json: cannot read the tokenizer"):
+        load_tokenizer("HFTokenizer", tmp_path)
 
 
 def test_a_changed_or_absent_saved_tokenizer_is_an_error(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_coca.data import DataError, SourceSpec, load_tokenizer, prepare
+from megatron_coca.data import DataError, Execution, Rules, Source, SourceSpec, load_tokenizer, prepare
 from megatron_coca.evaluation import EvaluationError
 from megatron_coca.evaluation.documents import Documents, collect_documents
 
@@ -24,7 +24,7 @@ def corpus(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def shard(tmp_path: Path, corpus: Path) -> str:
-    prepare([SourceSpec("all", [corpus])], tmp_path / "shards", TOKENIZER, test_fraction=0.999999, progress=False)
+    prepare([Source(SourceSpec("all", [corpus]))], tmp_path / "shards", TOKENIZER, Rules(test_fraction=0.999999), Execution(progress=False))
     return str(tmp_path / "shards" / "all_test")
 
 

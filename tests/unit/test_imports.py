@@ -1,6 +1,8 @@
 """Imports go one way, floor by floor, and the modules that are alone in knowing a library stay alone."""
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +26,7 @@ FLOORS = (
 
 FORBIDDEN = (
     ("config", ("torch", f"{PACKAGE}.attention")),
-    ("data", (f"{PACKAGE}.config", f"{PACKAGE}.attention")),
+    ("data", ("torch", f"{PACKAGE}.config", f"{PACKAGE}.attention")),
     (
         "attention.positions",
         tuple(f"{PACKAGE}.{name}" for name in ("config", "attention.backends", "attention.inputs")),
@@ -140,6 +142,23 @@ def test_imports_go_one_way() -> None:
     assert not violations(ROOT)
 
 
+@pytest.mark.parametrize("module", [PACKAGE, f"{PACKAGE}.config", f"{PACKAGE}.data"])
+def test_the_lower_floors_load_no_torch(module: str) -> None:
+    """Also not through a library or the package's own file; what says which modules did is printed."""
+    code = f"import sys, {module}; print([name for name in ('torch', 'megatron', 'deepspeed') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_package_offers_its_names_when_they_are_asked_for() -> None:
+    import megatron_coca
+
+    assert set(megatron_coca.__all__) <= set(dir(megatron_coca))
+    assert all(callable(getattr(megatron_coca, name)) for name in megatron_coca.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        megatron_coca.nothing  # noqa: B018
+
+
 def test_no_cycles() -> None:
     assert not cycles(ROOT)
 
@@ -159,6 +178,7 @@ def test_the_tree_is_read() -> None:
         ("config/load.py", "import torch.nn"),
         ("config/load.py", "from megatron_coca import attention"),
         ("data/blend.py", "from megatron_coca.config import Config"),
+        ("data/loader.py", "def f():\n    import torch"),
         ("attention/layer.py", "def f():\n    from megatron_coca.model.gpt import GPT"),
         ("attention/layer.py", "from megatron_coca.data.blend import Blend"),
         ("attention/positions/bias.py", "from megatron_coca.attention.inputs import Needs"),

@@ -2,7 +2,9 @@
 
 import hashlib
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any, Self
 
 from megatron_coca.data.errors import DataError
 
@@ -54,15 +56,25 @@ class Problems:
         if len(self.named) < NAMED_PROBLEMS:
             self.named.append(line)
 
-    def leave_out(self, reason: str) -> None:
-        """Count a record that is sound and not wanted."""
-        self.filtered[reason] += 1
+    def leave_out(self, reason: str, count: int = 1) -> None:
+        """Count records that are sound and not wanted."""
+        if count:
+            self.filtered[reason] += count
 
     def merge(self, other: "Problems") -> None:
         """Add what was found in a later stretch of the same source."""
         self.counts.update(other.counts)
         self.filtered.update(other.filtered)
         self.named += other.named[: NAMED_PROBLEMS - len(self.named)]
+
+    def facts(self) -> dict[str, Any]:
+        """What was found, as JSON can hold it."""
+        return {"problems": dict(self.counts), "named": list(self.named), "left_out": dict(self.filtered)}
+
+    @classmethod
+    def restored(cls, facts: Mapping[str, Any], strict: bool) -> Self:
+        """What ``facts`` told of, to be added to."""
+        return cls(strict, Counter(facts["problems"]), list(facts["named"]), Counter(facts["left_out"]))
 
     @property
     def total(self) -> int:

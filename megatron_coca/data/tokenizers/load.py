@@ -1,22 +1,15 @@
-"""Which tokenizer: by GPT-NeoX's name for it, from where it was saved, or trained on a corpus."""
+"""Which tokenizer: by GPT-NeoX's name for it, or from where it was saved."""
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 
-import sentencepiece
-
 from megatron_coca.data.errors import DataError
-from megatron_coca.data.tokenizers.kinds import (
-    DESCRIPTION,
-    CharLevelTokenizer,
-    FileTokenizer,
-    GPT2BPETokenizer,
-    HFGPT2Tokenizer,
-    HFTokenizer,
-    SentencePieceTokenizer,
-    Tokenizer,
-)
+from megatron_coca.data.tokenizers.huggingface_kind import GPT2BPETokenizer, HFGPT2Tokenizer, HFTokenizer
+from megatron_coca.data.tokenizers.kinds import DESCRIPTION, CharLevelTokenizer, FileTokenizer, Tokenizer
+from megatron_coca.data.tokenizers.sentencepiece_kind import SentencePieceTokenizer
+from megatron_coca.data.tokenizers.training import train_sentencepiece
+
+__all__ = ["TOKENIZERS", "load_saved_tokenizer", "load_tokenizer", "train_sentencepiece"]
 
 _GPT2_FILES = {"vocab_file": "vocab.json", "merge_file": "merges.txt"}
 # GPT-NeoX's names, each with the files it is made from and the names they are saved under.
@@ -27,6 +20,43 @@ TOKENIZERS: dict[str, tuple[type[FileTokenizer], dict[str, str]]] = {
     "GPT2BPETokenizer": (GPT2BPETokenizer, _GPT2_FILES),
     "CharLevelTokenizer": (CharLevelTokenizer, {}),
 }
+# GPT-NeoX's names that are not served, and what to do instead.
+_REFUSED = {
+    "TiktokenTokenizer": "its vocab_file is the name of a download, and nothing is downloaded here. Convert it once: "
+    'transformers.integrations.tiktoken.convert_tiktoken_to_fast("cl100k_base", "cl100k_base") writes a folder with '
+    "tokenizer.json; then set tokenizer_type: HFTokenizer and vocab_file: to that folder."
+}
+
+
+def load_tokenizer(
+    tokenizer_type: str,
+    vocab_file: str | Path | None = None,
+    merge_file: str | Path | None = None,
+    eod: str | None = None,
+) -> Tokenizer:
+    """Open a tokenizer by GPT-NeoX's name for it.
+
+    A folder given as ``vocab_file`` stands for the tokenizer's files in it, under their usual names; nothing is ever
+    downloaded. ``eod`` names the symbol that ends documents, where it is not to be the usual one; the fingerprint then
+    differs. Raises ``DataError`` for an unknown type, a symbol that the vocabulary lacks, and for a missing, unreadable
+    or foreign file.
+    """
+    if tokenizer_type in _REFUSED:
+        raise DataError(f"{tokenizer_type} is not supported: {_REFUSED[tokenizer_type]}")
+    if tokenizer_type not in TOKENIZERS:
+        raise DataError(f"Unknown tokenizer_type {tokenizer_type!r}. Known are {', '.join(TOKENIZERS)}.")
+    kind, names = TOKENIZERS[tokenizer_type]
+    given = {"vocab_file": vocab_file, "merge_file": merge_file}
+    if vocab_file is not None and Path(vocab_file).is_dir():
+        inside = {argument: Path(vocab_file) / name for argument, name in names.items()}
+        given = inside | ({"merge_file": merge_file} if merge_file else {})
+    files = {argument: (name, _read(tokenizer_type, argument, given[argument])) for argument, name in names.items()}
+    try:
+        return kind(files, eod)
+    except DataError as error:
+        raise DataError(f"{vocab_file or tokenizer_type}: {error}") from error
+    except Exception as error:  # the libraries raise RuntimeError, plain Exception, ValueError for a foreign file
+        raise DataError(f"{vocab_file}: not a file that {tokenizer_type} can open ({error}).") from error
 
 
 def _read(tokenizer_type: str, argument: str, path: str | Path | None) -> bytes:
@@ -40,79 +70,17 @@ def _read(tokenizer_type: str, argument: str, path: str | Path | None) -> bytes:
         ) from error
 
 
-def load_tokenizer(
-    tokenizer_type: str, vocab_file: str | Path | None = None, merge_file: str | Path | None = None
-) -> Tokenizer:
-    """Open a tokenizer by GPT-NeoX's name for it.
-
-    A folder given to HFGPT2Tokenizer stands for its ``vocab.json`` and ``merges.txt``; nothing is ever downloaded.
-    Raises ``DataError`` for an unknown type and for a missing, unreadable or foreign file.
-    """
-    if tokenizer_type not in TOKENIZERS:
-        raise DataError(f"Unknown tokenizer_type {tokenizer_type!r}. Known are {', '.join(TOKENIZERS)}.")
-    kind, names = TOKENIZERS[tokenizer_type]
-    if "merge_file" in names and vocab_file is not None and Path(vocab_file).is_dir():
-        vocab_file, merge_file = Path(vocab_file) / "vocab.json", merge_file or Path(vocab_file) / "merges.txt"
-    given = {"vocab_file": vocab_file, "merge_file": merge_file}
-    files = {argument: (name, _read(tokenizer_type, argument, given[argument])) for argument, name in names.items()}
-    try:
-        return kind(files)
-    except DataError as error:
-        raise DataError(f"{vocab_file}: {error}") from error
-    except Exception as error:  # the libraries raise RuntimeError, plain Exception, ValueError for a foreign file
-        raise DataError(f"{vocab_file}: not a file that {tokenizer_type} can open ({error}).") from error
-
-
 def load_saved_tokenizer(folder: str | Path) -> Tokenizer:
     """Open what ``Tokenizer.save(folder)`` wrote. ``DataError`` where it is missing, damaged or changed since."""
     path = Path(folder) / DESCRIPTION
     try:
         saved = json.loads(path.read_text())
         names = {argument: saved.get(argument) for argument in ("vocab_file", "merge_file")}
-        tokenizer_type, fingerprint = saved["tokenizer_type"], saved["fingerprint"]
+        tokenizer_type, fingerprint, eod = saved["tokenizer_type"], saved["fingerprint"], saved.get("eod_symbol")
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise DataError(f"{path}: cannot read the tokenizer's description ({error}).") from error
     files = {argument: Path(folder) / name for argument, name in names.items() if name}
-    tokenizer = load_tokenizer(tokenizer_type, **files)
+    tokenizer = load_tokenizer(tokenizer_type, **files, eod=eod)
     if tokenizer.fingerprint != fingerprint:
         raise DataError(f"{folder}: the tokenizer's files have changed since they were saved. Restore the originals.")
-    return tokenizer
-
-
-def train_sentencepiece(texts: Iterable[str], vocab_size: int, path: Path) -> SentencePieceTokenizer:
-    """Train an exact SentencePiece BPE model on ``texts`` and write it to ``path``.
-
-    Byte fallback, identity normalisation, all white space kept; ``<eod>`` is a control symbol. Newlines go through as
-    their byte. Raises ``DataError`` where the texts cannot carry ``vocab_size`` pieces.
-    """
-    try:
-        with path.open("wb") as writer:
-            sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=(line for text in texts for line in text.split("\n") if line.strip()),
-                model_writer=writer,
-                model_type="bpe",
-                vocab_size=vocab_size,
-                byte_fallback=True,
-                character_coverage=0.9999,
-                normalization_rule_name="identity",
-                add_dummy_prefix=False,
-                remove_extra_whitespaces=False,
-                allow_whitespace_only_pieces=True,
-                split_digits=True,
-                max_sentence_length=1 << 20,
-                bos_id=-1,
-                eos_id=-1,
-                pad_id=-1,
-                control_symbols=["<eod>"],
-                num_threads=1,
-                minloglevel=2,
-            )
-    except (RuntimeError, ValueError) as error:
-        path.unlink(missing_ok=True)
-        raise DataError(
-            f"SentencePiece cannot train {vocab_size} pieces on this text ({error}). "
-            "Take a smaller vocabulary, one of at least 300, or more text."
-        ) from error
-    tokenizer = load_tokenizer("SPMTokenizer", path)
-    assert isinstance(tokenizer, SentencePieceTokenizer)
     return tokenizer

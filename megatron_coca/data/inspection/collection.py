@@ -1,0 +1,140 @@
+"""Which shards are meant, where their facts stand, and their documents one after another."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_coca.data.errors import DataError
+from megatron_coca.data.inspection.index import document_lengths
+from megatron_coca.data.preparation.manifest import MANIFEST, read_manifest
+from megatron_coca.data.shards import Shard
+from megatron_coca.data.tokenizers.kinds import DESCRIPTION, Tokenizer
+from megatron_coca.data.tokenizers.load import load_saved_tokenizer
+
+_TOKENS_AT_ONCE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A shard and what its manifest says of it.
+
+    Attributes:
+        source: its name in the manifest, or that of its files.
+        split: train, valid or test; empty where no manifest tells.
+        prefix: path of its files without their ending.
+        bytes: of the UTF-8 text, None where no manifest tells.
+    """
+
+    source: str
+    split: str
+    prefix: Path
+    bytes: int | None = None
+
+    @property
+    def label(self) -> str:
+        """Source and split."""
+        return f"{self.source} {self.split}".rstrip()
+
+
+def find_shards(names: Sequence[str | Path]) -> list[Entry]:
+    """The shards that ``names`` stand for: prefixes, files of a pair, or folders with all that lies in them.
+
+    Raises ``DataError`` for a folder without shards, a missing shard and a damaged manifest.
+    """
+    found: dict[Path, Entry] = {}
+    for name in map(Path, names):
+        prefix = name.with_suffix("") if name.suffix in (".bin", ".idx") else name
+        for entry in _of_folder(name) if name.is_dir() else [_of_prefix(prefix)]:
+            found.setdefault(entry.prefix.resolve(), entry)
+    if not found:
+        raise DataError("No shard is named. Give a prefix (the path without .bin or .idx) or a folder.")
+    return list(found.values())
+
+
+def _of_folder(folder: Path) -> list[Entry]:
+    if (folder / MANIFEST).is_file():
+        return _manifest_entries(folder)
+    entries = [Entry(path.stem, "", path.with_suffix("")) for path in sorted(folder.glob("*.idx"))]
+    if not entries:
+        raise DataError(
+            f"{folder}: holds neither {MANIFEST} nor an .idx file. Name the folder that prepare_data.py made."
+        )
+    return entries
+
+
+def _of_prefix(prefix: Path) -> Entry:
+    known = _manifest_entries(prefix.parent) if (prefix.parent / MANIFEST).is_file() else []
+    return next((entry for entry in known if entry.prefix == prefix), Entry(prefix.name, "", prefix))
+
+
+def _manifest_entries(folder: Path) -> list[Entry]:
+    entries = []
+    for source in read_manifest(folder / MANIFEST)["sources"]:
+        for split, facts in source.items():
+            if isinstance(facts, dict) and facts.get("prefix"):
+                entries.append(Entry(source["name"], split, folder / facts["prefix"], facts.get("bytes")))
+    return entries
+
+
+def common_tokenizer(entries: Sequence[Entry], named: Tokenizer | None = None) -> Tokenizer | None:
+    """``named``, or the tokenizer that lies beside the shards; None where there is none.
+
+    Raises ``DataError`` where those beside the shards differ, from one another or from ``named``.
+    """
+    folders = dict.fromkeys(entry.prefix.parent for entry in entries)
+    beside = {str(folder): load_saved_tokenizer(folder) for folder in folders if (folder / DESCRIPTION).is_file()}
+    found = beside | ({"the named one": named} if named else {})
+    if len({tokenizer.fingerprint for tokenizer in found.values()}) > 1:
+        raise DataError(f"The tokenizers of {', '.join(found)} differ. Inspect shards of one tokenizer at a time.")
+    return next(iter(found.values()), None)
+
+
+def required(tokenizer: Tokenizer | None) -> Tokenizer:
+    """The tokenizer; ``DataError`` where there is none."""
+    if tokenizer is None:
+        raise DataError(
+            "No tokenizer lies beside the shards. Name theirs with --tokenizer-type and --vocab-file (--merge-file)."
+        )
+    return tokenizer
+
+
+def documents(prefix: Path) -> Iterator[np.ndarray]:
+    """All documents of a shard, in order: int64 [length] each, with the id that ends it. Reads many at once."""
+    shard, offset = Shard(prefix), 0
+    for lengths in document_lengths(prefix):
+        ends = np.cumsum(lengths)
+        begin = 0
+        while begin < len(lengths):
+            read = int(ends[begin - 1]) if begin else 0
+            end = max(begin + 1, int(np.searchsorted(ends, read + _TOKENS_AT_ONCE, side="right")))
+            tokens = shard.tokens(offset + read, int(ends[end - 1]) - read)
+            yield from np.split(tokens, ends[begin : end - 1] - read)
+            begin = end
+        offset += int(ends[-1])
+
+
+def some_documents(prefix: Path, count: int | None) -> Iterator[tuple[int, np.ndarray]]:
+    """(number, tokens) of ``count`` documents spread evenly over a shard; of all, where ``count`` is None."""
+    if count is None:
+        yield from enumerate(documents(prefix))
+        return
+    shard = Shard(prefix)
+    for number in np.unique(np.linspace(0, shard.documents - 1, min(count, shard.documents)).astype(np.int64)).tolist():
+        yield number, shard.document(number)
+
+
+def without_separator(tokens: np.ndarray, eod: int) -> np.ndarray:
+    """A document's own tokens: all but the one that ends it."""
+    return tokens[:-1] if len(tokens) and tokens[-1] == eod else tokens
+
+
+def plain(value: Any) -> Any:
+    """The same for JSON: numbers of NumPy become Python's, and keys texts."""
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value.item() if isinstance(value, np.generic) else str(value) if isinstance(value, Path) else value

@@ -1,0 +1,162 @@
+"""How a tokenizer's vocabulary is used by source."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from megatron_coca.data.errors import DataError
+from megatron_coca.data.inspection.collection import Entry, documents, some_documents, without_separator
+from megatron_coca.data.inspection.table import excerpt, percent, table
+from megatron_coca.data.shard_index import read_header
+from megatron_coca.data.tokenizers.kinds import FileTokenizer, Tokenizer
+
+FREQUENT = 20
+_SAMPLED = 200  # documents of a shard whose bytes are counted where no manifest has them
+_AT_ONCE = 1 << 20
+_LINE_FEED = "<0x0A>"
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """The vocabulary in one source.
+
+    Attributes:
+        documents: of all its shards.
+        counts: occurrences of each token, separators included, int64 [vocab_size].
+        bytes_per_token: of the UTF-8 text, without separators.
+        measured_on: documents that this number comes from; all of them where manifests tell the bytes.
+    """
+
+    source: str
+    documents: int
+    counts: np.ndarray
+    bytes_per_token: float
+    measured_on: int
+
+    @property
+    def tokens(self) -> int:
+        return int(self.counts.sum())
+
+    def share(self, ids: Sequence[int]) -> float:
+        """Of the tokens, those that are one of ``ids``."""
+        return int(self.counts[list(ids)].sum()) / max(1, self.tokens)
+
+
+def _read(entry: Entry, tokenizer: Tokenizer, show: bool) -> np.ndarray:
+    """Occurrences of each token, int64 [vocab_size]."""
+    counts = np.zeros(tokenizer.vocab_size, dtype=np.int64)
+    total = read_header(entry.prefix).entries - 1
+    buffered: list[np.ndarray] = []
+    waiting = 0
+    for tokens in tqdm(documents(entry.prefix), f"count {entry.label}", total, unit=" documents", disable=not show):
+        buffered.append(tokens)
+        waiting += len(tokens)
+        if waiting >= _AT_ONCE:
+            counts += _counted(np.concatenate(buffered), entry, tokenizer)
+            buffered, waiting = [], 0
+    return counts + _counted(np.concatenate([*buffered, np.empty(0, np.int64)]), entry, tokenizer)
+
+
+def _counted(tokens: np.ndarray, entry: Entry, tokenizer: Tokenizer) -> np.ndarray:
+    if tokens.size and not 0 <= tokens.min() <= tokens.max() < tokenizer.vocab_size:
+        raise DataError(
+            f"{entry.prefix}: holds token {tokens.max()}, outside the tokenizer's {tokenizer.vocab_size}. "
+            "Name the tokenizer that the shard was made with."
+        )
+    return np.bincount(tokens, minlength=tokenizer.vocab_size)
+
+
+def _bytes_and_tokens(entry: Entry, tokenizer: Tokenizer) -> tuple[int, int, int]:
+    """(bytes of text, its tokens, documents) of some documents of a shard that no manifest describes."""
+    size = tokens = read = 0
+    for _, document in some_documents(entry.prefix, _SAMPLED):
+        own = without_separator(document, tokenizer.eod)
+        size += len(tokenizer.decode(own.tolist()).encode())
+        tokens += len(own)
+        read += 1
+    return size, tokens, read
+
+
+def measure_coverage(entries: Sequence[Entry], tokenizer: Tokenizer, show: bool = False) -> list[Coverage]:
+    """Count the tokens of each source, all its shards together. Reads every token once.
+
+    Raises ``DataError`` for a damaged shard and for ids that the tokenizer does not have.
+    """
+    return [
+        _of_source(source, [entry for entry in entries if entry.source == source], tokenizer, show)
+        for source in dict.fromkeys(entry.source for entry in entries)
+    ]
+
+
+def _of_source(source: str, entries: Sequence[Entry], tokenizer: Tokenizer, show: bool) -> Coverage:
+    counts = np.zeros(tokenizer.vocab_size, dtype=np.int64)
+    total = size = tokens = measured = 0
+    for entry in entries:
+        own = _read(entry, tokenizer, show)
+        counts += own
+        number = read_header(entry.prefix).entries - 1
+        total += number
+        known = (entry.bytes, int(own.sum()) - int(own[tokenizer.eod]), number)
+        found = _bytes_and_tokens(entry, tokenizer) if entry.bytes is None else known
+        size, tokens, measured = size + found[0], tokens + found[1], measured + found[2]
+    return Coverage(source, total, counts, size / max(1, tokens), measured)
+
+
+def coverage_facts(found: Sequence[Coverage], tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """As JSON can hold it; ``most_frequent`` has (id, piece, occurrences), ``fallback`` is without line feeds."""
+    return [_facts(coverage, tokenizer) for coverage in found]
+
+
+def _facts(coverage: Coverage, tokenizer: Tokenizer) -> dict[str, Any]:
+    fallback, unknown = [], []
+    if isinstance(tokenizer, FileTokenizer):
+        # SentencePiece models spell a line feed as its byte as a rule; it is not what a vocabulary lacks.
+        fallback = sorted(i for i in tokenizer.fallback_ids if tokenizer.piece(i) != _LINE_FEED)
+        unknown = [] if tokenizer.unknown_id is None else [tokenizer.unknown_id]
+    frequent = np.argsort(-coverage.counts, kind="stable")[:FREQUENT].tolist()
+    used = int((coverage.counts > 0).sum())
+    return {
+        "source": coverage.source,
+        "documents": coverage.documents,
+        "tokens": coverage.tokens,
+        "bytes_per_token": coverage.bytes_per_token,
+        "bytes_measured_on_documents": coverage.measured_on,
+        "vocabulary_used": used / tokenizer.vocab_size,
+        "tokens_never_seen": tokenizer.vocab_size - used,
+        "fallback": coverage.share(fallback),
+        "unknown": coverage.share(unknown),
+        "most_frequent": [(i, tokenizer.piece(i), int(coverage.counts[i])) for i in frequent if coverage.counts[i]],
+    }
+
+
+def coverage_table(facts: Sequence[dict[str, Any]]) -> str:
+    """One row per source, then the most frequent tokens of each."""
+    titles = [
+        "source",
+        "documents",
+        "tokens",
+        "bytes per token",
+        "vocabulary used",
+        "never seen",
+        "fallback",
+        "unknown",
+    ]
+    rows = [
+        [
+            *(f[key] for key in ("source", "documents", "tokens", "bytes_per_token")),
+            percent(f["vocabulary_used"]),
+            f["tokens_never_seen"],
+            *(percent(f[key]) for key in ("fallback", "unknown")),
+        ]
+        for f in facts
+    ]
+    lines = [table(titles, rows), ""]
+    for f in facts:
+        frequent = "  ".join(f"{excerpt(piece, 20)} {percent(n / f['tokens'])}" for _, piece, n in f["most_frequent"])
+        lines.append(f"{f['source']}, most frequent: {frequent}")
+        if f["bytes_measured_on_documents"] < f["documents"]:
+            lines.append(f"{f['source']}: bytes per token are of {f['bytes_measured_on_documents']:,} documents")
+    return "\n".join(lines)

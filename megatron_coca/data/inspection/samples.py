@@ -1,0 +1,89 @@
+"""What a training step reads: samples as text, with the places where documents meet."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron_coca.data.blend import Blend
+from megatron_coca.data.shards import Shard
+from megatron_coca.data.tokenizers.kinds import Tokenizer
+
+BOUNDARY = "──────── document ends ────────"
+
+
+@dataclass(frozen=True)
+class SampleView:
+    """One sample of a run.
+
+    Attributes:
+        number: in the run's order.
+        source: prefix of the shard.
+        epoch: pass over the source that it belongs to, from 1.
+        first_token: its place in the shard.
+        parts: tokens of each document that it has some of, int64 [any].
+        starts_document: whether it begins with the first token of a document.
+    """
+
+    number: int
+    source: str
+    epoch: int
+    first_token: int
+    parts: list[np.ndarray]
+    starts_document: bool
+
+    @property
+    def tokens(self) -> int:
+        """``seq_length + 1``."""
+        return sum(map(len, self.parts))
+
+    def facts(self) -> dict[str, Any]:
+        """All but the tokens, as JSON can hold it."""
+        return {
+            "number": self.number,
+            "source": self.source,
+            "epoch": self.epoch,
+            "first_token": self.first_token,
+            "tokens": self.tokens,
+            "tokens_by_document": [len(part) for part in self.parts],
+            "starts_document": self.starts_document,
+        }
+
+
+def view_sample(blend: Blend, number: int) -> SampleView:
+    """Sample ``number`` as training reads it. ``DataError`` for a negative number."""
+    place = blend.places([number])[0]
+    shard, start, count = blend.shards[place.source], int(place.starts[0]), blend.seq_length + 1
+    tokens = shard.tokens(start, count)
+    begins = shard.document_begins(place.starts, count)[0]
+    inner = np.flatnonzero(begins[1:]) + 1
+    # The samples up to this one have made so many passes over its source.
+    passes = blend.mixture(number + 1)[place.source].epochs
+    return SampleView(
+        number, str(shard.prefix), math.ceil(passes), start, np.split(tokens, inner), starts_document=bool(begins[0])
+    )
+
+
+def sample_text(view: SampleView, tokenizer: Tokenizer, pieces: bool = False) -> str:
+    """A heading and the text, or the single tokens, with a line where one document ends and the next begins."""
+    heading = (
+        f"sample {view.number:,}: {view.source}, epoch {view.epoch}, tokens {view.first_token:,} to "
+        f"{view.first_token + view.tokens:,} ({view.tokens:,}), of {len(view.parts)} document(s), "
+        f"{'from the beginning of' if view.starts_document else 'from within'} the first"
+    )
+    return "\n".join([heading, "", f"\n{BOUNDARY}\n".join(_shown(part, tokenizer, pieces) for part in view.parts)])
+
+
+def document_text(shard: Shard, number: int, tokenizer: Tokenizer, pieces: bool = False) -> str:
+    """A heading and the text of one document. ``DataError`` for a number that the shard does not have."""
+    tokens = shard.document(number)
+    return f"document {number:,} of {shard.prefix}: {len(tokens):,} tokens\n\n{_shown(tokens, tokenizer, pieces)}"
+
+
+def _shown(tokens: Sequence[int] | np.ndarray, tokenizer: Tokenizer, pieces: bool) -> str:
+    listed = [int(token) for token in tokens]
+    if pieces:
+        return " ".join(f"{token}:{tokenizer.piece(token)}" for token in listed)
+    return tokenizer.decode(listed)

@@ -1,0 +1,95 @@
+"""The record of a preparation: what was read, what was written, with what."""
+
+import hashlib
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from megatron_coca.data.errors import DataError
+from megatron_coca.data.preparation.journal import ShardState, State
+from megatron_coca.data.preparation.outputs import shard_name
+from megatron_coca.data.preparation.plan import SPLITS, Source
+from megatron_coca.data.readers.source import Unit
+from megatron_coca.data.shards import Shard
+from megatron_coca.data.tokenizers.kinds import DESCRIPTION, Tokenizer
+
+FORMAT = 2  # of the manifest and the split; raise it when either changes meaning
+MANIFEST = "manifest.json"
+_TOKENIZER_FACTS = ("tokenizer_type", "vocab_size", "eod", "fingerprint")
+_LIBRARIES = ("megatron-core", "sentencepiece", "tokenizers", "numpy")
+_EMPTY = {"prefix": None, "documents": 0, "tokens": 0, "bytes": 0, "sha256": None}
+
+
+def build(
+    sources: Sequence[Source],
+    tokenizer: Tokenizer,
+    settings: Mapping[str, Any],
+    units: Sequence[tuple[int, Unit]],
+    state: State,
+    folder: Path,
+) -> dict[str, Any]:
+    """The manifest of finished shards in ``folder``; reads all of them."""
+    return {
+        "format": FORMAT,
+        "settings": dict(settings),
+        "tokenizer": {name: getattr(tokenizer, name) for name in _TOKENIZER_FACTS} | {"description": DESCRIPTION},
+        "sources": _written(sources, state.shards, folder),
+        "inputs": [_read(number, source, units, state) for number, source in enumerate(sources)],
+        "versions": {"python": platform.python_version()} | {name: version(name) for name in _LIBRARIES},
+    }
+
+
+def _written(sources: Sequence[Source], shards: Sequence[ShardState], folder: Path) -> list[dict[str, Any]]:
+    """One entry per source and part, with what each split holds."""
+    entries: dict[tuple[int, str], dict[str, Any]] = {}
+    for shard in shards:
+        spec = sources[shard.source].spec
+        new = {"name": shard_name(spec.name, shard.part, ""), "source": spec.name, "part": shard.part}
+        entry = entries.setdefault((shard.source, shard.part), new | {split: dict(_EMPTY) for split in SPLITS})
+        entry[shard.split] = _shard_facts(folder, shard_name(spec.name, shard.part, shard.split), shard)
+    return list(entries.values())
+
+
+def _shard_facts(folder: Path, name: str, state: ShardState) -> dict[str, Any]:
+    written = Shard(folder / name)  # checks what is on the disk
+    if (written.documents, written.len_tokens) != (state.documents, state.tokens):
+        raise DataError(f"{folder / name}: holds {written}, where {state} was written. Remove {folder}; begin anew.")
+    with (folder / f"{name}.bin").open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    return {
+        "prefix": name,
+        "documents": state.documents,
+        "tokens": state.tokens,
+        "bytes": state.bytes,
+        "sha256": digest,
+    }
+
+
+def _read(number: int, source: Source, units: Sequence[tuple[int, Unit]], state: State) -> dict[str, Any]:
+    own = [unit for owner, unit in units if owner == number]
+    parts = {shard.part for shard in state.shards if shard.source == number}
+    findings = state.findings.get(source.spec.name, {})
+    return {
+        "name": source.spec.name,
+        "units": len(own),
+        "bytes": sum(unit.size for unit in own),
+        "problems": findings.get("problems", {}),
+        "problems_named": findings.get("named", []),
+        "left_out": findings.get("left_out", {}),
+        "sets_missing": [name for name in source.spec.sets if source.spec.divide and name not in parts],
+    }
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest that ``prepare`` wrote. ``DataError`` where it is missing, damaged or of another format."""
+    try:
+        manifest = json.loads(Path(path).read_text())
+        found = manifest["format"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path}: cannot read the manifest ({error}). Prepare the corpus again.") from error
+    if found != FORMAT:
+        raise DataError(f"{path}: format {found}, this version reads {FORMAT}. Prepare the corpus again.")
+    return manifest

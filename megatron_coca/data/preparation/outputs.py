@@ -1,0 +1,101 @@
+"""The shards that grow during a preparation, one for each source, part and split that has a document."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from megatron_coca.data.errors import DataError
+from megatron_coca.data.preparation.journal import ShardState
+from megatron_coca.data.preparation.work import Prepared
+from megatron_coca.data.shard_writer import ShardWriter, Written
+
+_Key = tuple[int, str, str]
+
+
+def shard_name(source: str, part: str, split: str) -> str:
+    """Name of a shard's files: the source, the part in lower case with ``-`` for all but letters and digits, the split.
+
+    >>> shard_name("pile", "OpenWebText2", "train"), shard_name("pile", "PubMed Central", "test")
+    ('pile_openwebtext2_train', 'pile_pubmed-central_test')
+    """
+    slug = re.sub(r"[^a-z0-9]+", "-", part.lower()).strip("-")
+    return "_".join(filter(None, (source, slug, split)))
+
+
+class Outputs:
+    """Writers by (number of the source, part, split), opened with their first document.
+
+    Args:
+        folder: where the shards grow.
+        names: of the sources.
+        vocab_size: of the tokenizer.
+        shards: what is there already; the files are cut to it.
+    """
+
+    def __init__(self, folder: Path, names: Sequence[str], vocab_size: int, shards: Sequence[ShardState]) -> None:
+        self._folder, self._names, self._vocab_size = folder, names, vocab_size
+        self._writers: dict[_Key, ShardWriter] = {}
+        self._bytes: dict[_Key, int] = {}
+        for shard in shards:
+            written = Written(shard.documents, shard.tokens)
+            self._open((shard.source, shard.part, shard.split), written, shard.bytes)
+
+    def write(self, source: int, prepared: Prepared, kept: np.ndarray) -> None:
+        """Append the ``kept`` (bool [documents]) documents of a chunk."""
+        for number, (part, split) in enumerate(prepared.targets):
+            chosen = kept & (prepared.target == number)
+            if not chosen.any():
+                continue
+            key = (source, part, split)
+            if key not in self._writers:
+                self._open(key, Written(), 0)
+            tokens = prepared.tokens if chosen.all() else prepared.tokens[np.repeat(chosen, prepared.lengths)]
+            self._writers[key].extend(tokens, prepared.lengths[chosen])
+            self._bytes[key] += int(prepared.bytes[chosen].sum())
+
+    def sync(self) -> tuple[ShardState, ...]:
+        """Flush everything; what is told can be gone back to."""
+        for writer in self._writers.values():
+            writer.sync()
+        return self.states()
+
+    def states(self) -> tuple[ShardState, ...]:
+        """What the shards hold, flushed or not."""
+        return tuple(
+            ShardState(*key, writer.documents, writer.tokens, self._bytes[key]) for key, writer in self._writers.items()
+        )
+
+    def finish(self) -> list[ShardState]:
+        """Write the indices and close; the shards in the order of the sources, then by part."""
+        for writer in self._writers.values():
+            writer.finish()
+        return sorted(self.states(), key=lambda state: (state.source, state.part))
+
+    def discard_lengths(self) -> None:
+        """Remove what only continuing would need."""
+        for writer in self._writers.values():
+            writer.discard_lengths()
+
+    def close(self) -> None:
+        """Close all files as they are."""
+        for writer in self._writers.values():
+            writer.close()
+
+    def name(self, state: ShardState) -> str:
+        """Name of a shard's files."""
+        return shard_name(self._names[state.source], state.part, state.split)
+
+    def _open(self, key: _Key, written: Written, size: int) -> None:
+        state = replace(ShardState(*key))
+        name = self.name(state)
+        taken = [other for other in self._writers if self.name(ShardState(*other)) == name]
+        if taken:
+            raise DataError(
+                f"{self._names[key[0]]}: the sets {taken[0][1]!r} and {key[1]!r} would both be written to {name}. "
+                "Leave one out with `sets`, or rename the source."
+            )
+        self._writers[key] = ShardWriter(self._folder / name, self._vocab_size, written)
+        self._bytes[key] = size

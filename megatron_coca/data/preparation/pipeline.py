@@ -1,0 +1,130 @@
+"""Chunks through a pool of processes, in bounded memory, and back in the order in which they were cut."""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from itertools import islice
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Protocol
+
+from megatron_coca.data.errors import DataError
+from megatron_coca.data.preparation.plan import Rules, Source
+from megatron_coca.data.preparation.work import Prepared, Workshop, begin_process, prepare_in_process
+from megatron_coca.data.readers.source import Chunk, Reader, Unit
+from megatron_coca.data.tokenizers.load import load_saved_tokenizer
+
+IN_FLIGHT = 4
+"""Chunks on their way for each process: enough that none waits for the one whose chunk takes longest."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkDone:
+    """The columns of one chunk of unit ``unit``, and the bytes that were read for it."""
+
+    unit: int
+    source: int
+    read: int
+    prepared: Prepared
+
+
+@dataclass(frozen=True, slots=True)
+class UnitDone:
+    """All chunks of a unit were given before this; ``damage`` says why there are no more, where it is damaged."""
+
+    unit: int
+    source: int
+    damage: DataError | None
+
+
+Step = ChunkDone | UnitDone
+_Cut = tuple[int, int, Chunk] | UnitDone
+
+
+class Submit(Protocol):
+    """Begins the work on a chunk of a source; the result is fetched by calling what it returns."""
+
+    def __call__(self, source: int, chunk: Chunk) -> Callable[[], Prepared]: ...
+
+
+def cut(
+    readers: Sequence[Reader], units: Sequence[tuple[int, Unit]], first_unit: int, first_chunk: int
+) -> Iterator[_Cut]:
+    """(unit, source, chunk) of everything from a place on, with a ``UnitDone`` after each unit."""
+    for number in range(first_unit, len(units)):
+        source, unit = units[number]
+        damage = None
+        try:
+            chunks = readers[source].chunks(unit)
+            for chunk in islice(chunks, first_chunk if number == first_unit else 0, None):
+                yield number, source, chunk
+        except DataError as error:
+            damage = error
+        yield UnitDone(number, source, damage)
+
+
+def in_order(cuts: Iterator[_Cut], submit: Submit, in_flight: int) -> Iterator[Step]:
+    """The steps in order, while up to ``in_flight`` chunks are being worked on."""
+    waiting: deque[tuple[_Cut, Callable[[], Prepared] | None]] = deque()
+    for each in cuts:
+        waiting.append((each, None if isinstance(each, UnitDone) else submit(each[1], each[2])))
+        while len(waiting) > in_flight:
+            yield _step(*waiting.popleft())
+    while waiting:
+        yield _step(*waiting.popleft())
+
+
+def _step(each: _Cut, result: Callable[[], Prepared] | None) -> Step:
+    if isinstance(each, UnitDone):
+        return each
+    assert result is not None
+    unit, source, chunk = each
+    return ChunkDone(unit, source, chunk.read, result())
+
+
+class Pool:
+    """``workers`` processes, or this one where ``workers`` is 0. A context manager."""
+
+    def __init__(self, workers: int, sources: Sequence[Source], tokenizer: Path, rules: Rules) -> None:
+        self._workshop = Workshop(sources, load_saved_tokenizer(tokenizer), rules) if not workers else None
+        self._executor = None
+        self.in_flight = IN_FLIGHT * workers
+        if workers:
+            self._executor = ProcessPoolExecutor(
+                workers, get_context("spawn"), initializer=begin_process, initargs=(list(sources), tokenizer, rules)
+            )
+
+    def __enter__(self) -> "Pool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._executor is not None:
+            self._executor.shutdown(wait=True, cancel_futures=True)
+
+    def submit(self, source: int, chunk: Chunk) -> Callable[[], Prepared]:
+        """Begin the work on a chunk; in this process it is done when the result is asked for."""
+        if self._executor is None:
+            workshop = self._workshop
+            assert workshop is not None
+            return lambda: workshop.prepare(source, chunk)
+        try:
+            future = self._executor.submit(prepare_in_process, source, chunk)
+        except BrokenProcessPool as error:
+            raise _lost() from error
+        return lambda: _result(future)
+
+
+def _result(future: Future[Prepared]) -> Prepared:
+    try:
+        return future.result()
+    except BrokenProcessPool as error:
+        raise _lost() from error
+
+
+def _lost() -> DataError:
+    return DataError(
+        "A process of the preparation was ended from outside, as the system does when memory runs out. "
+        "Run the same command again to go on from where it was, with fewer --workers if memory was short."
+    )

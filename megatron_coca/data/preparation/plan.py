@@ -1,0 +1,109 @@
+"""What is to be prepared and how: the sources with their treatment, and the rules that hold for all."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megatron_coca.data.errors import DataError
+from megatron_coca.data.readers.source import SourceSpec
+
+SPLITS = ("train", "valid", "test")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A source, and what becomes of its documents.
+
+    Attributes:
+        spec: where it lies and how it is read.
+        weight: its share of the training tokens, relative to the other sources; None means as many as it has.
+        set_weights: relative weights of its sets, for a source that is divided into them.
+        duplicates: drop documents whose text occurred before (``exact``), also those much like one before (``near``),
+            or none (``keep``).
+        fraction: of the documents, by a hash of their text.
+        split: puts all documents on one side instead of by the hash of their key.
+    """
+
+    spec: SourceSpec
+    weight: float | None = None
+    set_weights: Mapping[str, float] = field(default_factory=dict)
+    duplicates: Literal["exact", "near", "keep"] = "exact"
+    fraction: float = 1.0
+    split: str | None = None
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What holds for all sources.
+
+    Attributes:
+        valid_fraction, test_fraction: of the documents, held out by a hash of their key.
+        strict: the first record that cannot be used is an error; else it is skipped, counted and named.
+        skip_damaged: a file that cannot be read to its end is counted and named, what comes before is kept; else it is
+            an error.
+    """
+
+    valid_fraction: float = 0.0
+    test_fraction: float = 0.03
+    strict: bool = False
+    skip_damaged: bool = False
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How the work is done; nothing of it changes the result.
+
+    Attributes:
+        workers: further processes; 0 works in this one.
+        save_seconds: between two moments that can be gone back to: the work that a kill can cost.
+        progress: show a bar.
+    """
+
+    workers: int = 0
+    save_seconds: float = 10.0
+    progress: bool = True
+
+
+def position(key: str) -> float:
+    """A number in [0, 1) by the SHA-256 of a key, the same on every machine and in every run."""
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") / 2**64
+
+
+def split_of(key: str, rules: Rules) -> str:
+    """The split of a document: "test" below ``test_fraction``, then "valid", else "train"."""
+    place = position(key)
+    if place < rules.test_fraction:
+        return "test"
+    return "valid" if place < rules.test_fraction + rules.valid_fraction else "train"
+
+
+def check(sources: Sequence[Source], rules: Rules) -> None:
+    """Raise ``DataError`` for what cannot be meant."""
+    names = [source.spec.name for source in sources]
+    if not names or len(set(names)) != len(names):
+        raise DataError(f"Sources need names that differ; given are {names}.")
+    for source in sources:
+        _check_source(source)
+    given = [source.weight for source in sources if source.weight is not None]
+    if given and len(given) != len(sources):
+        missing = [source.spec.name for source in sources if source.weight is None]
+        raise DataError(f"{', '.join(missing)}: no weight, where other sources have one. Weight all of them or none.")
+    if min(rules.valid_fraction, rules.test_fraction) < 0 or rules.valid_fraction + rules.test_fraction > 1:
+        raise DataError(
+            f"valid_fraction {rules.valid_fraction} and test_fraction {rules.test_fraction} must lie in [0, 1], "
+            "and their sum as well."
+        )
+
+
+def _check_source(source: Source) -> None:
+    name = source.spec.name
+    if not name.replace("-", "").replace("_", "").isalnum() or not name.isascii():
+        raise DataError(f"Source name {name!r}: letters, digits, - and _ only, since it names files.")
+    if not 0 < source.fraction <= 1:
+        raise DataError(f"{name}: fraction must lie in (0, 1], not {source.fraction}.")
+    if source.split not in (None, *SPLITS):
+        raise DataError(f"{name}: split {source.split!r} is none of {', '.join(SPLITS)}.")
+    for what, weight in {name: source.weight, **source.set_weights}.items():
+        if weight is not None and not 0 < weight < float("inf"):
+            raise DataError(f"{name}: the weight of {what} must be a positive number, not {weight}.")

@@ -1,0 +1,177 @@
+"""A recipe: one YAML file that describes a corpus, from where it lies to the weights of its parts.
+
+root: /corpora                  # the paths below are relative to it
+output: data/mine
+tokenizer_type: HFTokenizer     # or train_tokenizer: {vocab_size: 32000}
+vocab_file: 20B_tokenizer.json
+test_fraction: 0.001
+sources:
+  books: {paths: [books/*.txt], weight: 0.75}
+  code: {reader: repositories, paths: [github], weight: 0.25, filters: {min_stars: 1, generated: false}}
+"""
+
+import difflib
+import glob
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from megatron_coca.data.errors import DataError
+from megatron_coca.data.preparation.plan import Rules, Source
+from megatron_coca.data.readers.source import Filters, SourceSpec
+from megatron_coca.data.tokenizers.training import TRAINERS
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Positive = Annotated[float, Field(gt=0)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class _Filters(_Strict):
+    min_stars: int = Field(0, ge=0)
+    licences: list[str] = []
+    languages: list[str] = []
+    min_bytes: int = Field(0, ge=0)
+    max_bytes: int | None = Field(None, gt=0)
+    generated: bool = True
+    minified: bool = True
+
+
+class _Source(_Strict):
+    paths: list[str] = Field(min_length=1)
+    reader: str = "files"
+    fields: dict[str, str] = {}
+    documents: Literal["file", "line", "paragraph"] = "file"
+    sets: list[str] | dict[str, Positive] = []
+    filters: _Filters = _Filters()
+    metadata: str | None = None
+    options: dict[str, str] = {}
+    weight: Positive | None = None
+    duplicates: Literal["exact", "near", "keep"] = "exact"
+    fraction: float = Field(1.0, gt=0, le=1)
+    split: Literal["train", "valid", "test"] | None = None
+
+
+class TokenizerTraining(_Strict):
+    """A tokenizer to be trained on the corpus itself."""
+
+    vocab_size: int = Field(gt=0)
+    tokenizer_type: Literal["SPMTokenizer", "HFTokenizer"] = "SPMTokenizer"
+    model: Literal["bpe", "unigram"] = "bpe"
+    characters: int = Field(50_000_000, gt=0)
+
+    @model_validator(mode="after")
+    def _known(self) -> Self:
+        if self.model not in TRAINERS[self.tokenizer_type]:
+            raise ValueError(f"{self.tokenizer_type} is trained as {', '.join(TRAINERS[self.tokenizer_type])}")
+        return self
+
+
+class _Recipe(_Strict):
+    root: str = "."
+    output: str | None = None
+    tokenizer_type: str | None = None
+    vocab_file: str | None = None
+    merge_file: str | None = None
+    train_tokenizer: TokenizerTraining | None = None
+    valid_fraction: Share = 0.0
+    test_fraction: Share = 0.03
+    sources: dict[str, _Source] = Field(min_length=1)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a recipe says, with paths resolved.
+
+    ``tokenizer`` has the arguments of ``load_tokenizer``; it or ``training`` is None.
+    """
+
+    sources: list[Source]
+    rules: Rules
+    output: Path | None
+    tokenizer: dict[str, str | None] | None
+    training: TokenizerTraining | None
+
+
+def read_recipe(path: Path, root: Path | None = None) -> Recipe:
+    """Read a recipe; ``root`` replaces its own. Raises ``DataError`` that names every key at fault."""
+    try:
+        values = yaml.safe_load(Path(path).read_text())
+        recipe = _Recipe.model_validate(values)
+    except OSError as error:
+        raise DataError(f"{path}: cannot read the recipe ({error.strerror}).") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: not YAML ({error}).") from error
+    except ValidationError as error:
+        raise DataError("\n".join(f"{path}: {_told(fault)}" for fault in error.errors())) from error
+    base = Path(root or recipe.root)
+    if (recipe.tokenizer_type is None) == (recipe.train_tokenizer is None):
+        raise DataError(f"{path}: give either tokenizer_type, with vocab_file, or train_tokenizer.")
+    return Recipe(
+        sources=[_source(name, source, base) for name, source in recipe.sources.items()],
+        rules=Rules(recipe.valid_fraction, recipe.test_fraction),
+        output=None if recipe.output is None else Path(recipe.output),
+        tokenizer=_tokenizer(recipe, base),
+        training=recipe.train_tokenizer,
+    )
+
+
+def _tokenizer(recipe: _Recipe, base: Path) -> dict[str, str | None] | None:
+    if recipe.tokenizer_type is None:
+        return None
+    files = {"vocab_file": recipe.vocab_file, "merge_file": recipe.merge_file}
+    return {"tokenizer_type": recipe.tokenizer_type} | {
+        argument: None if name is None else str(base / name) for argument, name in files.items()
+    }
+
+
+def _source(name: str, source: _Source, base: Path) -> Source:
+    spec = SourceSpec(
+        name=name,
+        paths=source.paths if source.reader == "huggingface" else _expanded(source.paths, base),
+        reader=source.reader,
+        fields=source.fields,
+        documents=source.documents,
+        sets=tuple(source.sets),
+        divide=isinstance(source.sets, dict),
+        filters=Filters(
+            **source.filters.model_dump(exclude={"licences", "languages"}),
+            licences=tuple(source.filters.licences),
+            languages=tuple(source.filters.languages),
+        ),
+        metadata=None if source.metadata is None else base / source.metadata,
+        options=source.options,
+    )
+    weights: Mapping[str, float] = source.sets if isinstance(source.sets, dict) else {}
+    return Source(spec, source.weight, weights, source.duplicates, source.fraction, source.split)
+
+
+def _expanded(paths: Sequence[str], base: Path) -> list[Path]:
+    """Paths below the root; those with ``*``, ``?`` or ``[`` as what they match, sorted."""
+    found: list[Path] = []
+    for path in paths:
+        whole = str(base / path)
+        matches = sorted(glob.glob(whole, recursive=True)) if glob.has_magic(path) else [whole]
+        if not matches:
+            raise DataError(f"{whole}: matches no file. Check the paths and the root of the recipe.")
+        found += map(Path, matches)
+    return found
+
+
+_MODELS: dict[int, type[BaseModel]] = {1: _Recipe, 3: _Source}
+
+
+def _told(fault: Any) -> str:
+    place = [str(part) for part in fault["loc"]]
+    if fault["type"] != "extra_forbidden":
+        return f"{'.'.join(place) or 'the file'}: {fault['msg']}"
+    known = (_Filters if "filters" in place[:-1] else _MODELS.get(len(place), TokenizerTraining)).model_fields
+    near = difflib.get_close_matches(place[-1], known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}."
+    return f"{'.'.join(place)}: unknown key; {hint}"

@@ -1,0 +1,257 @@
+"""Corpora to shards: read, split by key, tokenize, write; and where it was killed, go on."""
+
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from filelock import FileLock, Timeout
+from tqdm import tqdm
+
+from megatron_coca.data.aside import complete, partial_folder
+from megatron_coca.data.errors import DataError
+from megatron_coca.data.preparation import manifest, run_config
+from megatron_coca.data.preparation.journal import Journal, State
+from megatron_coca.data.preparation.outputs import Outputs
+from megatron_coca.data.preparation.pipeline import ChunkDone, Pool, UnitDone, cut, in_order
+from megatron_coca.data.preparation.plan import Execution, Rules, Source, check
+from megatron_coca.data.preparation.sample import nothing_usable
+from megatron_coca.data.readers import open_reader
+from megatron_coca.data.readers.document import Problems
+from megatron_coca.data.readers.source import Unit
+from megatron_coca.data.tokenizers.kinds import DESCRIPTION, Tokenizer
+from megatron_coca.data.tokenizers.load import load_saved_tokenizer
+
+_LOCK = ".lock"
+
+TokenizerSource = Tokenizer | Callable[[Path], Tokenizer]
+"""A tokenizer, or what makes one in a folder; it is made once, and kept while the preparation is interrupted."""
+
+
+def prepare(
+    sources: Sequence[Source],
+    output: Path,
+    tokenizer: TokenizerSource,
+    rules: Rules | None = None,
+    execution: Execution | None = None,
+    notes: dict[str, Any] | None = None,
+) -> Path:
+    """Tokenize ``sources`` into ``<output>/<source>[_<set>]_{train,valid,test}.{bin,idx}``.
+
+    Beside them lie the tokenizer, ``manifest.json`` and ``data.yml``, the data keys of a run. Every document ends in
+    ``tokenizer.eod``. The result does not depend on ``execution``, nor on kills in between.
+
+    The work goes on in ``.<output>.partial`` beside ``output``, which becomes ``output`` when it is complete; the same
+    call after a kill or an error goes on from there.
+
+    Args:
+        sources: in the order in which they are read; of equal documents the first is kept.
+        output: folder to make.
+        tokenizer: used, or called with a folder for one.
+        rules: what holds for all sources.
+        execution: how the work is done.
+        notes: further settings that must be the same when the work goes on, such as those of the tokenizer's training.
+
+    Returns:
+        Path of ``manifest.json``.
+
+    Raises:
+        DataError: a path is missing, a source has no usable document, a file is damaged, ``output`` exists or cannot
+            be written, another process is at it, or the partial folder was begun with other settings.
+    """
+    rules, execution = rules or Rules(), execution or Execution()
+    check(sources, rules)
+    output = Path(output)
+    if output.exists():
+        raise DataError(f"{output}: exists already, and is left as it is. Remove it or choose another folder.")
+    units = [(number, unit) for number, source in enumerate(sources) for unit in open_reader(source.spec).units()]
+    with _alone(output) as folder:
+        if not (folder / manifest.MANIFEST).exists():
+            made = _tokenizer(tokenizer, folder)
+            settings = _settings(sources, made, rules, notes)
+            _Preparation(sources, made, rules, settings, units, folder).run(execution, output)
+        complete(folder, output, without=[_LOCK])
+    return output / manifest.MANIFEST
+
+
+@contextmanager
+def _alone(output: Path) -> Iterator[Path]:
+    """The partial folder of ``output``, which no other process works in meanwhile."""
+    folder = partial_folder(output)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / _LOCK, timeout=0):
+            try:
+                yield folder
+            except DataError:
+                if folder.exists() and not any(folder.glob("*.bin")):
+                    shutil.rmtree(folder)  # nothing was done that could be gone on with
+                raise
+    except Timeout as error:
+        raise DataError(f"{output}: another process is preparing it. Wait for it, or choose another folder.") from error
+    except OSError as error:
+        raise DataError(
+            f"{output}: cannot be written ({error.strerror or error}). What was done is kept in {folder}: free some "
+            "space and run the same command again, or remove it and choose another folder."
+        ) from error
+
+
+def _tokenizer(source: TokenizerSource, folder: Path) -> Tokenizer:
+    """The tokenizer, saved in ``folder``; the one that is there already, where it was to be made."""
+    if (folder / DESCRIPTION).exists() and callable(source):
+        return load_saved_tokenizer(folder)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        tokenizer = source(Path(scratch)) if callable(source) else source
+        if not (folder / DESCRIPTION).exists():
+            tokenizer.save(folder)
+    return tokenizer
+
+
+def _settings(
+    sources: Sequence[Source], tokenizer: Tokenizer, rules: Rules, notes: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Everything that decides what is written; not what is done about faults, which may be decided anew."""
+    fractions = {"valid_fraction": rules.valid_fraction, "test_fraction": rules.test_fraction}
+    named = {source.spec.name: asdict(source) for source in sources}
+    values = {"sources": named, "tokenizer": tokenizer.fingerprint, **fractions, **(notes or {})}
+    return json.loads(json.dumps(values, default=str))
+
+
+class _Preparation:
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        tokenizer: Tokenizer,
+        rules: Rules,
+        settings: dict[str, Any],
+        units: Sequence[tuple[int, Unit]],
+        folder: Path,
+    ) -> None:
+        self._sources, self._tokenizer, self._rules = sources, tokenizer, rules
+        self._settings, self._units, self._folder = settings, units, folder
+        self._names = [source.spec.name for source in sources]
+        self._journal = Journal(folder, settings)
+        self._saved = time.monotonic()
+
+    def run(self, execution: Execution, output: Path) -> None:
+        try:
+            self._state, self._unit_begin = self._journal.load(self._units)
+            strict, found = self._rules.strict, self._state.findings
+            self._problems = {
+                name: Problems.restored(found[name], strict) if name in found else Problems(strict)
+                for name in self._names
+            }
+            vocab_size = self._tokenizer.vocab_size
+            self._outputs = Outputs(self._folder, self._names, vocab_size, self._state.shards)
+            try:
+                self._read_all(execution)
+                self._finish(output)
+            finally:
+                self._outputs.close()
+        finally:
+            self._journal.close()
+        for path in self._folder.glob("journal.sqlite*"):
+            path.unlink()
+        self._outputs.discard_lengths()
+
+    def _read_all(self, execution: Execution) -> None:
+        readers = [open_reader(source.spec) for source in self._sources]
+        cuts = cut(readers, self._units, self._state.unit, self._state.chunks)
+        pool = Pool(execution.workers, self._sources, self._folder, self._rules)
+        with pool, _Progress(self._units, self._names, self._state.unit, execution.progress) as bar:
+            for step in in_order(cuts, pool.submit, pool.in_flight):
+                if isinstance(step, ChunkDone):
+                    self._write(step)
+                else:
+                    self._end_unit(step)
+                bar.update(step, sum(shard.tokens for shard in self._outputs.states()))
+                if time.monotonic() - self._saved >= execution.save_seconds:
+                    self._save()
+        self._save()
+
+    def _write(self, step: ChunkDone) -> None:
+        problems, source = self._problems[self._names[step.source]], self._sources[step.source]
+        problems.merge(step.prepared.problems)
+        kept = np.ones(len(step.prepared.lengths), dtype=bool)
+        if source.duplicates != "keep":
+            kept = self._journal.are_new(step.prepared.digests, step.unit)
+            problems.leave_out("duplicate", int((~kept).sum()))
+        if step.prepared.bands is not None:
+            unlike = self._journal.are_unlike(step.prepared.bands, kept, step.unit)
+            problems.leave_out("near duplicate", int((kept & ~unlike).sum()))
+            kept = unlike
+        self._outputs.write(step.source, step.prepared, kept)
+        self._state = replace(self._state, chunks=self._state.chunks + 1)
+
+    def _end_unit(self, step: UnitDone) -> None:
+        if step.damage is not None:
+            if not self._rules.skip_damaged:
+                self._save()
+                raise step.damage
+            unit = self._units[step.unit][1]
+            self._problems[self._names[step.source]].add(unit.path, "damaged file", str(step.damage))
+        self._state = replace(self._state, unit=step.unit + 1, chunks=0)
+        self._unit_begin = self._current()
+        if step.unit + 1 == len(self._units) or self._units[step.unit + 1][0] != step.source:
+            self._check_found(step.source)
+
+    def _current(self) -> State:
+        """The state as it would be saved now; the shards may not be flushed yet."""
+        findings = {name: problems.facts() for name, problems in self._problems.items()}
+        return replace(self._state, shards=self._outputs.states(), findings=findings)
+
+    def _save(self) -> None:
+        self._outputs.sync()
+        self._journal.save(self._current(), self._unit_begin)
+        self._saved = time.monotonic()
+
+    def _finish(self, output: Path) -> None:
+        shards = self._outputs.finish()
+        state = replace(self._current(), shards=tuple(shards))
+        record = manifest.build(self._sources, self._tokenizer, self._settings, self._units, state, self._folder)
+        run_config.write(self._folder, output, self._sources, record, self._tokenizer)
+        (self._folder / f"{manifest.MANIFEST}.new").write_text(json.dumps(record, indent=1) + "\n")
+        (self._folder / f"{manifest.MANIFEST}.new").rename(self._folder / manifest.MANIFEST)
+
+    def _check_found(self, number: int) -> None:
+        """A source that gave nothing at all is a mistake in its description."""
+        if not any(shard.source == number for shard in self._outputs.states()):
+            own = [unit for owner, unit in self._units if owner == number]
+            raise DataError(nothing_usable(self._sources[number], own, self._problems[self._names[number]]))
+
+
+class _Progress:
+    """A bar over the bytes of all units, or over their number where sizes are unknown."""
+
+    def __init__(self, units: Sequence[tuple[int, Unit]], names: Sequence[str], first: int, shown: bool) -> None:
+        self._names, self._by_size = names, all(unit.size for _, unit in units)
+        sizes = [unit.size if self._by_size else 1 for _, unit in units]
+        self._bar = tqdm(
+            total=sum(sizes),
+            initial=sum(sizes[:first]),
+            unit="B" if self._by_size else " units",
+            unit_scale=self._by_size,
+            smoothing=0.05,
+            disable=not shown,
+        )
+
+    def __enter__(self) -> "_Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def update(self, step: ChunkDone | UnitDone, tokens: int) -> None:
+        """Move on by a step; ``tokens`` have been written so far."""
+        self._bar.set_description(f"tokenize {self._names[step.source]}", refresh=False)
+        self._bar.set_postfix_str(f"{tokens / 1e6:,.1f}M tokens", refresh=False)
+        if isinstance(step, ChunkDone) and self._by_size:
+            self._bar.update(step.read)
+        elif isinstance(step, UnitDone) and not self._by_size:
+            self._bar.update(1)

@@ -1,0 +1,48 @@
+"""``data.yml``: the data keys of a training run that reads what was prepared."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_coca.data.preparation.plan import SPLITS, Source
+from megatron_coca.data.tokenizers.kinds import DESCRIPTION, Tokenizer
+
+RUN_CONFIG = "data.yml"
+
+
+def write(
+    folder: Path, final: Path, sources: Sequence[Source], record: Mapping[str, Any], tokenizer: Tokenizer
+) -> None:
+    """Write ``data.yml`` into ``folder``, with paths as they will be under ``final``."""
+    keys: dict[str, Any] = {}
+    weights = training_weights(sources, record["sources"])
+    for split in SPLITS:
+        entries = [entry for entry in record["sources"] if entry[split]["documents"]]
+        if entries:
+            keys[f"{split}_data_paths"] = [str(final / entry[split]["prefix"]) for entry in entries]
+            keys[f"{split}_data_weights"] = [weights[entry["name"]] for entry in entries]
+    saved = json.loads((folder / DESCRIPTION).read_text())
+    files = {argument: str(final / saved[argument]) for argument in ("vocab_file", "merge_file") if saved.get(argument)}
+    keys |= {"tokenizer_type": tokenizer.tokenizer_type, **files}
+    header = f"# Written with {final / 'manifest.json'}; name it in front of `train.py`'s other files.\n"
+    (folder / RUN_CONFIG).write_text(header + yaml.safe_dump(keys, sort_keys=False, width=120))
+
+
+def training_weights(sources: Sequence[Source], entries: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Share of the training tokens by the name of each entry of the manifest, in all 1.
+
+    Without weights a source counts by its tokens, and a set by its tokens within its source.
+    """
+    by_name = {source.spec.name: source for source in sources}
+    tokens = {entry["name"]: sum(entry[split]["tokens"] for split in SPLITS) for entry in entries}
+    shares: dict[str, float] = {}
+    for name, source in by_name.items():
+        own = [entry for entry in entries if entry["source"] == name]
+        within = [source.set_weights.get(entry["part"], tokens[entry["name"]]) for entry in own]
+        weight = sum(tokens[entry["name"]] for entry in own) if source.weight is None else source.weight
+        shares |= {entry["name"]: weight * part / sum(within) for entry, part in zip(own, within, strict=True)}
+    total = sum(shares.values())
+    return {name: round(share / total, 6) for name, share in shares.items()}

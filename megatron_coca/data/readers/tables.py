@@ -1,0 +1,125 @@
+"""Tables on disk, parquet and Arrow: the needed columns, as record batches that a worker can be sent."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from megatron_coca.data.errors import DataError
+from megatron_coca.data.readers.document import Problems
+from megatron_coca.data.readers.source import Chunk, Row
+
+Choose = Callable[[list[str]], list[str]]
+"""Of a table's columns the needed ones."""
+Batches = Iterator[tuple[Any, int]]
+"""(``pyarrow.RecordBatch``, bytes of the file read so far)."""
+
+_READ_AHEAD = 1 << 20  # bytes a column; without it parquet loads the whole column of a row group
+_FILE_MAGIC = b"ARROW1"
+_STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
+
+
+def parquet_batches(path: Path, choose: Choose, size: int) -> Batches:
+    """The rows of a parquet file, about ``size`` bytes at a time whatever its row groups. ``DataError`` for damage."""
+    parquet = _pyarrow("pyarrow.parquet")
+    with _damage(path), parquet.ParquetFile(path, buffer_size=_READ_AHEAD, pre_buffer=False) as file:
+        columns, rows, length = choose(file.schema_arrow.names), 0, path.stat().st_size
+        per_batch = max(1, size * file.metadata.num_rows // max(1, _column_bytes(file.metadata, columns)))
+        for batch in file.iter_batches(min(per_batch, 1 << 16), columns=columns, use_threads=False):
+            rows += batch.num_rows
+            yield batch, length * rows // file.metadata.num_rows
+
+
+def arrow_batches(path: Path, choose: Choose, size: int) -> Batches:
+    """The record batches of an Arrow file, also as ``datasets`` saves them. ``DataError`` for damage."""
+    arrow = _pyarrow("pyarrow")
+    # Read rather than mapped: pages of a mapped file count as memory of this process.
+    with _damage(path), arrow.OSFile(str(path)) as source:
+        magic = source.read(len(_FILE_MAGIC))
+        source.seek(0)
+        for batch in (_of_file if magic == _FILE_MAGIC else _of_stream)(path, arrow, source):
+            yield batch.select(choose(batch.schema.names)), source.tell()
+
+
+TABLE_FORMATS: dict[str, Callable[[Path, Choose, int], Batches]] = {
+    ".parquet": parquet_batches,
+    ".arrow": arrow_batches,
+}
+
+
+def packed(batch: Any, size: int) -> Iterator[tuple[int, bytes]]:
+    """(rows, bytes) of a batch, cut into parts of about ``size`` bytes; ``table_rows`` reads them."""
+    arrow = _pyarrow("pyarrow")
+    per_part = max(1, batch.num_rows * size // max(size, batch.nbytes))
+    for start in range(0, batch.num_rows, per_part):
+        part = batch.slice(start, per_part)
+        sink = arrow.BufferOutputStream()  # a slice that is pickled takes the whole batch with it
+        with arrow.ipc.new_stream(sink, batch.schema) as writer:
+            writer.write_batch(part)
+        yield part.num_rows, sink.getvalue().to_pybytes()
+
+
+def table_rows(chunk: Chunk, problems: Problems) -> Iterator[tuple[str, Row]]:
+    """(place, row) of a packed batch, whose first row is number ``chunk.first``; a place is "path:number"."""
+    table = _pyarrow("pyarrow").ipc.open_stream(chunk.payload).read_all()
+    names = table.schema.names
+    try:
+        rows: Iterator[Any] = zip(*(column.to_pylist() for column in table.columns), strict=True)
+        for number, values in enumerate(rows, chunk.first):
+            yield f"{chunk.path}:{number}", dict(zip(names, values, strict=True))
+    except UnicodeDecodeError:  # before the first row: the columns are decoded whole
+        yield from _rows_one_by_one(table, chunk, problems)
+
+
+def _rows_one_by_one(table: Any, chunk: Chunk, problems: Problems) -> Iterator[tuple[str, Row]]:
+    for index in range(table.num_rows):
+        place = f"{chunk.path}:{chunk.first + index}"
+        try:
+            row = {name: table.column(name)[index].as_py() for name in table.schema.names}
+        except UnicodeDecodeError as error:
+            problems.add(place, "invalid UTF-8", f"byte {error.start}")
+        else:
+            yield place, row
+
+
+def _of_file(path: Path, arrow: Any, source: Any) -> Iterator[Any]:
+    reader = arrow.ipc.open_file(source)
+    return (reader.get_batch(index) for index in range(reader.num_record_batches))
+
+
+def _of_stream(path: Path, arrow: Any, source: Any) -> Iterator[Any]:
+    yield from arrow.ipc.open_stream(source)
+    with path.open("rb") as file:  # the library takes an end between two batches for the end
+        if _tail(file, len(_STREAM_END)) != _STREAM_END:
+            raise DataError(f"{path}: cannot be read to its end (the mark at the end is missing). Is it complete?")
+
+
+def _tail(file: IO[bytes], length: int) -> bytes:
+    file.seek(-length, 2)
+    return file.read()
+
+
+def _column_bytes(metadata: Any, columns: list[str]) -> int:
+    """Uncompressed bytes of the columns."""
+    groups = [metadata.row_group(index) for index in range(metadata.num_row_groups)]
+    parts = (group.column(index) for group in groups for index in range(group.num_columns))
+    wanted = set(columns)
+    return sum(p.total_uncompressed_size for p in parts if wanted & {p.path_in_schema, p.path_in_schema.split(".")[0]})
+
+
+@contextlib.contextmanager
+def _damage(path: Path) -> Iterator[None]:
+    arrow = _pyarrow("pyarrow")
+    try:
+        yield
+    except (arrow.ArrowException, OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read to its end ({error}). Is the file complete, and readable?") from error
+
+
+def _pyarrow(module: str) -> Any:
+    import importlib
+
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise DataError("Reading .parquet and .arrow needs the pyarrow package: pip install pyarrow") from error

@@ -1,0 +1,104 @@
+"""SentencePiece models: ours, LLaMA's and others."""
+
+import re
+from collections.abc import Iterator
+from functools import cached_property
+
+import sentencepiece
+
+from megatron_coca.data.tokenizers.kinds import FileTokenizer
+from megatron_coca.data.tokenizers.sentencepiece_file import ModelSettings, without_dummy_prefix
+
+_STRETCH = 2000  # characters; the library's time per character doubles by a million, and below this calls cost more
+
+
+class SentencePieceTokenizer(FileTokenizer):
+    """A SentencePiece model. Exact (``decode(encode(x)) == x``) for models that ``train_sentencepiece`` made, and for
+    others that leave text as it is and have byte fallback, such as LLaMA's.
+    """
+
+    tokenizer_type = "SPMTokenizer"
+    _SPACE_MARK = "\u2581"  # SentencePiece's own spelling of a space; in a text it goes through as bytes instead
+
+    def _open(self, data: dict[str, bytes]) -> int:
+        file = data["vocab_file"]
+        self._model = sentencepiece.SentencePieceProcessor(model_proto=file)
+        settings = ModelSettings.read(file)
+        # Encodes what follows on other text, in front of which no space may come.
+        self._inner = self._model
+        if settings.dummy_prefix:
+            self._inner = sentencepiece.SentencePieceProcessor(model_proto=without_dummy_prefix(file))
+        size = self._model.get_piece_size()
+        self.fallback_ids = frozenset(i for i in range(size) if self._model.is_byte(i))
+        self.unknown_id = self._model.unk_id()
+        marks = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in self._SPACE_MARK.encode()]
+        self._space_mark_ids = marks if self.fallback_ids.issuperset(marks) else None
+        self._divisible = settings.is_bpe and settings.plain_spaces and self._no_piece_goes_on_over_a_space(size)
+        return size
+
+    def _no_piece_goes_on_over_a_space(self, size: int) -> bool:
+        """Whether no merge can join what comes before a space with it: then both sides encode independently."""
+        over_space = re.compile(f"[^{self._SPACE_MARK}]{self._SPACE_MARK}")
+        known = self._lookup(self._SPACE_MARK) is not None  # else it joins the unknown characters before it
+        return known and not any(over_space.search(self._model.id_to_piece(i)) for i in range(size))
+
+    def _lookup(self, symbol: str) -> int | None:
+        found = self._model.piece_to_id(symbol)
+        return None if found == self._model.unk_id() else found
+
+    @cached_property
+    def _eod_text(self) -> str | None:
+        # A control symbol is never matched in a text; a user-defined one is: encode() takes it in two parts.
+        return None if self._model.is_control(self.eod) else self._model.id_to_piece(self.eod)
+
+    def encode(self, text: str) -> list[int]:
+        separated = self._eod_text is not None and self._eod_text in text
+        if not separated and (self._space_mark_ids is None or self._SPACE_MARK not in text):
+            return self._encode_run(text, self._model)
+        ids: list[int] = []
+        model = self._model
+        for part in self._around_separator(text) if separated else (text,):
+            for number, run in enumerate(part.split(self._SPACE_MARK) if self._space_mark_ids else (part,)):
+                if number:
+                    ids += self._space_mark_ids or ()
+                    model = self._inner
+                if run:
+                    ids += self._encode_run(run, model)
+                    model = self._inner
+        return ids
+
+    def _around_separator(self, text: str) -> Iterator[str]:
+        """The text in parts, each cut after the first two characters of the symbol."""
+        assert self._eod_text is not None
+        head, tail = self._eod_text[:2], self._eod_text[2:]
+        pieces = text.split(self._eod_text)
+        for number, piece in enumerate(pieces):
+            yield (tail if number else "") + piece + (head if number < len(pieces) - 1 else "")
+
+    def _encode_run(self, text: str, model: sentencepiece.SentencePieceProcessor) -> list[int]:
+        if len(text) <= _STRETCH or not self._divisible:
+            return model.encode(text)
+        ids: list[int] = []
+        for stretch in _stretches(text, " " + self._SPACE_MARK):
+            ids += model.encode(stretch)
+            model = self._inner
+        return ids
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._model.decode(ids)
+
+    def piece(self, token: int) -> str:
+        return self._model.id_to_piece(token)
+
+
+def _stretches(text: str, spaces: str) -> Iterator[str]:
+    """``text`` cut in front of runs of spaces, into stretches of at least ``_STRETCH`` characters."""
+    begin = 0
+    while (end := text.find(" ", begin + _STRETCH)) >= 0:
+        while end >= 0 and text[end - 1] in spaces:
+            end = text.find(" ", end + 1)
+        if end < 0:
+            break
+        yield text[begin:end]
+        begin = end
+    yield text[begin:]

@@ -1,0 +1,115 @@
+"""Tokenizers trained on a corpus. The same texts in the same order give the same file."""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Literal
+
+import sentencepiece
+
+from megatron_coca.data.errors import DataError
+from megatron_coca.data.tokenizers.huggingface_kind import HFTokenizer
+from megatron_coca.data.tokenizers.kinds import FileTokenizer
+from megatron_coca.data.tokenizers.sentencepiece_kind import SentencePieceTokenizer
+
+_LINE_BYTES = 1 << 20  # SentencePiece's trainer leaves out longer lines
+_SPECIAL = ("<|endoftext|>", "<|padding|>")
+_LONGEST_SPACES = 24
+_BYTES = 256
+
+
+def train_sentencepiece(
+    texts: Iterable[str], vocab_size: int, path: Path, model: Literal["bpe", "unigram"] = "bpe"
+) -> SentencePieceTokenizer:
+    """Train an exact SentencePiece model on ``texts`` and write it to ``path``.
+
+    Byte fallback, identity normalisation, all white space kept; ``<eod>`` is a control symbol. Newlines go through as
+    their byte. Raises ``DataError`` where the texts cannot carry ``vocab_size`` pieces.
+    """
+    try:
+        with path.open("wb") as writer:
+            sentencepiece.SentencePieceTrainer.train(
+                sentence_iterator=_lines(texts),
+                model_writer=writer,
+                model_type=model,
+                vocab_size=vocab_size,
+                byte_fallback=True,
+                character_coverage=0.9999,
+                normalization_rule_name="identity",
+                add_dummy_prefix=False,
+                remove_extra_whitespaces=False,
+                allow_whitespace_only_pieces=True,
+                split_digits=True,
+                max_sentence_length=_LINE_BYTES,
+                bos_id=-1,
+                eos_id=-1,
+                pad_id=-1,
+                control_symbols=["<eod>"],
+                num_threads=1,
+                minloglevel=2,
+            )
+    except (RuntimeError, ValueError) as error:
+        path.unlink(missing_ok=True)
+        raise DataError(
+            f"SentencePiece cannot train {vocab_size} pieces on this text ({error}). "
+            "Take a smaller vocabulary, one of at least 300, or more text."
+        ) from error
+    return SentencePieceTokenizer({"vocab_file": ("tokenizer.model", path.read_bytes())})
+
+
+def _lines(texts: Iterable[str]) -> Iterator[str]:
+    """Lines that are not blank, cut where they are too long for the trainer; a character has up to four bytes."""
+    for text in texts:
+        for line in text.split("\n"):
+            for begin in range(0, len(line), _LINE_BYTES // 4):
+                part = line[begin : begin + _LINE_BYTES // 4]
+                if part.strip():
+                    yield part
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> HFTokenizer:
+    """Train an exact byte-level BPE ``tokenizer.json`` of GPT-NeoX-20B's shape on ``texts`` and write it to ``path``.
+
+    ``<|endoftext|>`` is 0, ``<|padding|>`` 1, then come bytes and merges, at the end runs of 24 down to 2 spaces, which
+    keep the indentation of code short. Unlike GPT-NeoX-20B's it has no normaliser. ``vocab_size`` counts all of them.
+    Raises ``DataError`` where the texts cannot carry so many tokens.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    model = Tokenizer(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.post_processor = processors.ByteLevel(trim_offsets=True)
+    model.decoder = decoders.ByteLevel()
+    spaces = [" " * count for count in range(_LONGEST_SPACES, 1, -1)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=max(0, vocab_size - len(spaces)),
+        special_tokens=list(_SPECIAL),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    model.train_from_iterator(_between_spaces(texts), trainer)
+    model.add_tokens([AddedToken(run, normalized=True) for run in spaces])
+    if model.get_vocab_size() != vocab_size:
+        raise DataError(
+            f"A byte-level BPE of {vocab_size} tokens cannot be trained on this text, which carries "
+            f"{model.get_vocab_size()}. Take a smaller vocabulary, one of at least "
+            f"{_BYTES + len(_SPECIAL) + len(spaces)}, or more text."
+        )
+    path.write_text(model.to_str(pretty=True) + "\n", encoding="utf-8")
+    return HFTokenizer({"vocab_file": ("tokenizer.json", path.read_bytes())})
+
+
+def _between_spaces(texts: Iterable[str]) -> Iterator[str]:
+    """What lies between runs of spaces: those are tokens already, and merges for them would never be used."""
+    for text in texts:
+        yield from filter(None, re.split(" {2,}", text))
+
+
+TRAINERS: dict[str, dict[str, Callable[[Iterable[str], int, Path], FileTokenizer]]] = {
+    "SPMTokenizer": {
+        "bpe": train_sentencepiece,
+        "unigram": lambda texts, vocab_size, path: train_sentencepiece(texts, vocab_size, path, "unigram"),
+    },
+    "HFTokenizer": {"bpe": train_bpe},
+}
+"""What can be trained, by ``tokenizer_type`` and model."""

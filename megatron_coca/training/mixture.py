@@ -1,0 +1,57 @@
+"""What a run takes from each of its sources, in figures."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_coca.data import SourceShare
+
+REPEATED = 4
+"""Passes over a source up to which repeating it is worth about as much as new text, and beyond which ever less:
+Muennighoff et al., "Scaling Data-Constrained Language Models" (2023).
+"""
+_HEADINGS = ("source", "weight", "share", "samples", "tokens", "epochs")
+
+
+def mixture_table(shares: Sequence[SourceShare]) -> str:
+    """A line for every source: weight asked for, share achieved, samples, tokens, passes over it."""
+    rows = [_HEADINGS, *(_row(share) for share in shares)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
+    return "\n".join(
+        "  ".join(
+            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        )
+        for row in rows
+    )
+
+
+def _row(share: SourceShare) -> tuple[str, ...]:
+    return (
+        share.source,
+        f"{share.weight:.2%}",
+        f"{share.fraction:.2%}",
+        f"{share.samples:,}",
+        f"{share.tokens:,}",
+        f"{share.epochs:.3g}",
+    )
+
+
+def repeated_sources(shares: Sequence[SourceShare]) -> list[str]:
+    """A line for every source that is read more than ``REPEATED`` times."""
+    return [
+        f"{share.source}: is read {share.epochs:.1f} times; beyond {REPEATED} passes text teaches ever less, "
+        "so lower its weight, shorten the run, or add text"
+        for share in shares
+        if share.epochs > REPEATED
+    ]
+
+
+def mixture_figures(shares: Sequence[SourceShare]) -> dict[str, float]:
+    """Share and passes of every source, as `share/NAME` and `epochs/NAME`; names are the shards' where they differ,
+    else whole prefixes.
+    """
+    short = [Path(share.source).name for share in shares]
+    names = short if len(set(short)) == len(short) else [share.source for share in shares]
+    figures: dict[str, float] = {}
+    for name, share in zip(names, shares, strict=True):
+        figures |= {f"share/{name}": share.fraction, f"epochs/{name}": share.epochs}
+    return figures

@@ -1,0 +1,140 @@
+"""The preparation as a user starts it: real processes, killed at any moment."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_coca.data import Shard, load_saved_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def command(corpus: Path, output: Path, *options: object) -> list[str]:
+    tool = str(ROOT / "tools" / "prepare_data.py")
+    given = ["--input", f"c={corpus}", "--output", output, "--valid-fraction", 0.1, "--test-fraction", 0.1, *options]
+    return [sys.executable, tool, *map(str, given)]
+
+
+def run_tool(*arguments: object) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, str(ROOT / "tools" / "prepare_data.py"), *map(str, arguments)]
+    return subprocess.run(line, capture_output=True, text=True, cwd=ROOT, timeout=120)
+
+
+def finished(line: list[str]) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def everything(folder: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in folder.iterdir() if p.suffix in (".bin", ".idx", ".json", ".model")}
+
+
+def processes(mark: str) -> list[int]:
+    """Processes that were started with a text in their command line or environment."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """About 20 MB in four files of words, some of them twice."""
+    folder = tmp_path_factory.mktemp("corpus")
+    chosen = random.Random(1)
+    vocabulary = [f"{chosen.randrange(10**6):x}" for _ in range(3000)]
+    for number in range(4):
+        with (folder / f"{number}.jsonl").open("w") as stream:
+            for _ in range(1000):
+                stream.write(json.dumps({"text": " ".join(chosen.choices(vocabulary, k=800))}) + "\n")
+    (folder / "5.jsonl").write_bytes((folder / "2.jsonl").read_bytes()[: 10**6] + b"\n")
+    return folder
+
+
+def test_killed_at_random_it_ends_with_the_same_bytes(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = ("--train-tokenizer", 400, "--workers", 2, "--save-seconds", 0.1)
+    finished(command(corpus, tmp_path / "whole", *training))
+    monkeypatch.setenv("PREPARE_TEST_MARK", str(tmp_path))
+    chosen, kills = random.Random(2), 0
+    for _ in range(6):
+        process = subprocess.Popen(command(corpus, tmp_path / "out", *training), cwd=ROOT, stderr=subprocess.DEVNULL)
+        try:
+            assert process.wait(chosen.uniform(1.0, 6.0)) == 0
+            break
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            kills += 1
+    assert kills >= 2, "the corpus is too small for this machine to be killed on the way"
+    monkeypatch.delenv("PREPARE_TEST_MARK")
+    if not (tmp_path / "out").exists():
+        finished(command(corpus, tmp_path / "out", *training))
+    assert everything(tmp_path / "out") == everything(tmp_path / "whole")
+    deadline = time.monotonic() + 20
+    while (left := processes(str(tmp_path))) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left, "processes of a killed preparation live on"
+
+
+def test_an_interrupt_ends_in_order_and_can_be_gone_on_from(corpus: Path, tmp_path: Path) -> None:
+    line = command(corpus, tmp_path / "out", "--tokenizer-type", "CharLevelTokenizer", "--workers", 2)
+    process = subprocess.Popen(line, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / ".out.partial" / "c_train.bin").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 130 and "the same command goes on from here" in told and "Traceback" not in told
+    assert "train:" in finished(line).stdout and not (tmp_path / ".out.partial").exists()
+
+
+def test_command_trains_a_tokenizer_and_reports(tmp_path: Path) -> None:
+    path = tmp_path / "c.jsonl"
+    texts = [f"the quick brown fox {i} jumps over the lazy dog" for i in range(300)]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    done = finished(command(path, tmp_path / "out", "--train-tokenizer", 320))
+    assert "c train: 2" in done.stdout and "bytes per token" in done.stdout
+    assert "Apex" not in done.stderr and "Transformer Engine" not in done.stderr
+    tokenizer = load_saved_tokenizer(tmp_path / "out")
+    assert tokenizer.vocab_size == 320
+    assert tokenizer.decode(Shard(tmp_path / "out/c_test").document(0)).startswith("the q")
+
+
+def test_a_recipe_is_prepared_and_its_faults_are_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\ntwo\n\nthree\n")
+    (tmp_path / "recipe.yml").write_text(
+        "tokenizer_type: CharLevelTokenizer\ntest_fraction: 0\nsources:\n  a: {paths: [a.txt], documents: line}\n"
+    )
+    done = run_tool(tmp_path / "recipe.yml", "--root", tmp_path, "--output", tmp_path / "out")
+    assert done.returncode == 0 and "a train: 3 documents" in done.stdout, done.stderr
+    (tmp_path / "recipe.yml").write_text("sources: {a: {path: [a.txt]}}\n")
+    done = run_tool(tmp_path / "recipe.yml", "--output", tmp_path / "o")
+    assert done.returncode == 2 and "sources.a.path: unknown key; did you mean paths?" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--input", "c=none.jsonl", "--output", "o", "--tokenizer-type", "CharLevelTokenizer"), "none.jsonl: no such"),
+        (("--input", "none.jsonl", "--output", "o", "--train-tokenizer", 300), "give each as NAME=PATH"),
+        (("--input", "c=x.jsonl", "--output", "o"), "either --tokenizer-type or --train-tokenizer"),
+        (("--output", "o"), "Give one of: a recipe, --input, --builtin"),
+    ],
+)
+def test_bad_commands_end_without_a_traceback(arguments: tuple[object, ...], message: str) -> None:
+    done = run_tool(*arguments)
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr

@@ -1,0 +1,287 @@
+"""Inspection: known shards give known numbers."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_coca.config import load_config
+from megatron_coca.data.blend import Blend
+from megatron_coca.data.errors import DataError
+from megatron_coca.data.inspection import collection, duplicates
+from megatron_coca.data.inspection.collection import Entry, common_tokenizer, documents, find_shards, some_documents
+from megatron_coca.data.inspection.coverage import coverage_facts, measure_coverage
+from megatron_coca.data.inspection.duplicates import duplicates_table, find_duplicates
+from megatron_coca.data.inspection.index import document_lengths
+from megatron_coca.data.inspection.lengths import count_lengths, lengths_by_source, plot_lengths
+from megatron_coca.data.inspection.samples import BOUNDARY, sample_text, view_sample
+from megatron_coca.data.inspection.table import excerpt, percent, table
+from megatron_coca.data.inspection.text_faults import FAULTS, find_text_faults
+from megatron_coca.data.preparation.manifest import FORMAT
+from megatron_coca.data.shard_format import HEADER, MAGIC
+from megatron_coca.data.shards import Shard
+from megatron_coca.data.tokenizers.load import load_tokenizer
+from megatron_coca.data.tokenizers.training import train_sentencepiece
+from tools import inspect_data
+
+TEXT = load_tokenizer("CharLevelTokenizer")
+
+
+def write(prefix: Path, texts: Sequence[str], sequences: int = 1) -> Path:
+    """A shard of bytes, each document in so many sequences, with 0 at its end."""
+    bodies = [[*TEXT.encode(text), 0] for text in texts]
+    pieces = [piece for body in bodies for piece in np.array_split(np.array(body, dtype="<u2"), sequences)]
+    lengths = np.array([len(piece) for piece in pieces], dtype="<i4")
+    pointers = (np.cumsum(lengths, dtype="<i8") - lengths) * 2
+    boundaries = np.arange(0, len(pieces) + 1, sequences, dtype="<i8")
+    Path(f"{prefix}.bin").write_bytes(b"".join(piece.tobytes() for piece in pieces))
+    header = HEADER.pack(MAGIC, 1, 8, len(pieces), len(boundaries))
+    Path(f"{prefix}.idx").write_bytes(header + lengths.tobytes() + pointers.tobytes() + boundaries.tobytes())
+    return prefix
+
+
+BOOKS = ["twice here", "once", "in both splits", "twice here", "naïve Ã© it’s", "bell \x07 \ufffd", "twice here"]
+CODE = ["def f(): pass", "in both splits", "x = 'in two sources'"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Shards of two sources with a manifest and a tokenizer."""
+    folder = tmp_path_factory.mktemp("shards")
+    texts = {"books": {"train": BOOKS, "test": ["in both splits", "x = 'in two sources'"]}, "code": {"train": CODE}}
+    sources = []
+    for name, splits in texts.items():
+        entry: dict[str, object] = {"name": name, "source": name, "test": {"prefix": None, "documents": 0}}
+        for split, chosen in splits.items():
+            write(folder / f"{name}_{split}", chosen)
+            size = sum(len(text.encode()) for text in chosen)
+            entry[split] = {"prefix": f"{name}_{split}", "documents": len(chosen), "bytes": size}
+        sources.append(entry)
+    (folder / "manifest.json").write_text(json.dumps({"format": FORMAT, "sources": sources}))
+    TEXT.save(folder)
+    return folder
+
+
+def test_shards_are_found_by_folder_prefix_and_file(folder: Path, tmp_path: Path) -> None:
+    labels = [entry.label for entry in find_shards([folder])]
+    assert labels == ["books test", "books train", "code train"]
+    named = find_shards([folder / "code_train", folder / "code_train.idx", folder / "books_test.bin"])
+    assert [entry.label for entry in named] == ["code train", "books test"]
+    assert named[0].bytes == sum(map(len, CODE))
+    assert (
+        find_shards([write(tmp_path / "own", ["a"])]) == find_shards([tmp_path]) == [Entry("own", "", tmp_path / "own")]
+    )
+
+
+def test_nothing_to_find_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="neither manifest.json nor an .idx"):
+        find_shards([tmp_path])
+    with pytest.raises(DataError, match="No shard is named"):
+        find_shards([])
+    with pytest.raises(DataError, match="no such file"):
+        list(document_lengths(tmp_path / "absent"))
+
+
+def test_tokenizers_must_agree(folder: Path, tmp_path: Path) -> None:
+    assert common_tokenizer(find_shards([folder])).fingerprint == TEXT.fingerprint
+    foreign = [Entry("own", "", write(tmp_path / "own", ["a"]))]
+    assert common_tokenizer(foreign) is None
+    other = train_sentencepiece(["some text to learn from"] * 9, 280, tmp_path / "m.model")
+    assert common_tokenizer(foreign, other) is other
+    with pytest.raises(DataError, match="the named one differ"):
+        common_tokenizer(find_shards([folder]), other)
+
+
+@pytest.mark.parametrize("sequences", [1, 3])
+@pytest.mark.parametrize("at_once", [1, 7, 1 << 20])
+def test_documents_in_blocks_are_those_of_the_shard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sequences: int, at_once: int
+) -> None:
+    monkeypatch.setattr(collection, "_TOKENS_AT_ONCE", at_once)
+    monkeypatch.setattr("megatron_coca.data.inspection.index._AT_ONCE", 3)
+    prefix = write(tmp_path / "s", [*BOOKS, "", "end"], sequences)
+    assert [TEXT.decode(tokens) for tokens in documents(prefix)] == [*BOOKS, "", "end"]
+    lengths = np.concatenate(list(document_lengths(prefix)))
+    assert lengths.tolist() == [len(TEXT.encode(text)) + 1 for text in [*BOOKS, "", "end"]]
+    chosen = [(number, TEXT.decode(tokens)) for number, tokens in some_documents(prefix, 3)]
+    assert chosen == [(0, BOOKS[0]), (4, BOOKS[4]), (8, "end")]
+    assert len(list(some_documents(prefix, 100))) == len(list(some_documents(prefix, None))) == 9
+
+
+def test_quantiles_agree_with_numpy() -> None:
+    rng = np.random.default_rng(0)
+    lengths = np.concatenate(
+        (rng.lognormal(6, 2, 4000).astype(np.int64), [0, 1 << 20, (1 << 20) - 1, 1 << 33, 1 << 33])
+    )
+    found = count_lengths(np.array_split(lengths, 7))
+    assert (found.documents, found.tokens) == (len(lengths), int(lengths.sum()))
+    for share in (0.0001, 0.01, 0.5, 0.9, 0.99, 1.0):
+        assert found.quantile(share) == np.quantile(lengths, share, method="inverted_cdf")
+    assert found.share_in_longer(512) == lengths[lengths > 512].sum() / lengths.sum()
+    assert found.facts()["max"] == 1 << 33
+
+
+def test_lengths_by_source_and_their_picture(folder: Path, tmp_path: Path) -> None:
+    found = lengths_by_source(find_shards([folder]))
+    assert {name: lengths.documents for name, lengths in found.items()} == {"books": 9, "code": 3}
+    assert found["code"].facts()["min"] == len(CODE[0]) + 1
+    plot_lengths(found, tmp_path / "new" / "lengths.png")
+    assert (tmp_path / "new" / "lengths.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("per_bucket", [1, 1 << 18])
+def test_duplicates_within_and_across_shards(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, per_bucket: int
+) -> None:
+    monkeypatch.setattr(duplicates, "_BUCKET_DOCUMENTS", per_bucket)
+    monkeypatch.setattr(duplicates, "_BUFFERED", 2)
+    found = find_duplicates(find_shards([folder]), workplace=tmp_path)
+    assert not list(tmp_path.iterdir())
+    assert (found.documents, found.extra.tolist(), found.extra_tokens.tolist()) == ([2, 7, 3], [0, 2, 0], [0, 22, 0])
+    assert found.tokens == [sum(map(int, np.concatenate(list(document_lengths(e.prefix))))) for e in found.entries]
+    assert found.pairs() == [(0, 1, 1), (0, 2, 2), (1, 2, 1)]
+    assert found.pairs(leaks=True) == [(0, 1, 1), (0, 2, 2)]
+    assert [repeated.copies for repeated in found.worst] == [3, 3, 2]
+    assert found.worst[0].places == [(0, 0), (1, 2), (2, 1)]
+    text = duplicates_table(found, TEXT)
+    assert "books train:0, books train:3, books train:6\n  twice here" in text and "leak" in text
+    assert "tokens [" in duplicates_table(found, None)
+
+
+def test_empty_documents_are_duplicates_too(tmp_path: Path) -> None:
+    found = find_duplicates([Entry("s", "", write(tmp_path / "s", ["", "a", ""]))])
+    assert found.extra.tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("text", "faults"),
+    [
+        ("naïve “quotes” – it’s Ångström, ÂNGSTRÖM, São, NÃO, â\tb\r\n\x0c\x85", []),
+        ("caf\ufffd", ["U+FFFD"]),
+        ("a\x00b", ["control characters"]),
+        ("a\x7f", ["control characters"]),
+        *((text.encode().decode("cp1252"), ["mojibake"]) for text in ("café", "it’s", "“so", "a – b", "\ufeffstart")),
+        ("é".encode().decode("latin-1"), ["mojibake"]),
+        ("“".encode().decode("latin-1"), ["control characters", "mojibake"]),
+    ],
+)
+def test_faults_of_text(text: str, faults: list[str]) -> None:
+    assert [name for name, pattern in FAULTS.items() if pattern.search(text)] == faults
+
+
+def test_text_faults_are_counted_with_examples(folder: Path) -> None:
+    train = find_text_faults(find_shards([folder / "books_train"]), TEXT)[0]
+    assert train.with_fault == {"U+FFFD": 1, "control characters": 1, "mojibake": 1}
+    assert (4, "mojibake", "naïve Ã© it’s") in train.examples
+    assert (5, "control characters", "bell \\x07 \ufffd") in train.examples
+    some = find_text_faults(find_shards([folder / "books_train"]), TEXT, count=2)[0]
+    assert (some.examined, some.documents, sum(some.with_fault.values())) == (2, 7, 0)
+
+
+def test_coverage_of_a_vocabulary(folder: Path) -> None:
+    books, code = coverage_facts(measure_coverage(find_shards([folder]), TEXT), TEXT)
+    assert (books["bytes_per_token"], code["bytes_per_token"]) == (1.0, 1.0)
+    assert (code["documents"], code["tokens"]) == (3, sum(map(len, CODE)) + 3)
+    letters = len(set("".join(CODE))) + 1
+    assert (code["vocabulary_used"], code["tokens_never_seen"]) == (letters / 512, 512 - letters)
+    assert code["most_frequent"][0][1:] == (" ", "".join(CODE).count(" "))
+
+
+def test_coverage_without_a_manifest_and_with_bytes(tmp_path: Path) -> None:
+    model = train_sentencepiece(["some text to learn from"] * 9, 280, tmp_path / "m.model")
+    text = "some text\n日"
+    ids = [*model.encode(text), model.eod]
+    prefix = write(tmp_path / "s", ["x"])
+    np.array(ids, dtype="<u2").tofile(f"{prefix}.bin")
+    index = (
+        HEADER.pack(MAGIC, 1, 8, 1, 2) + np.array([len(ids)], "<i4").tobytes() + np.array([0, 0, 1], "<i8").tobytes()
+    )
+    Path(f"{prefix}.idx").write_bytes(index)
+    facts = coverage_facts(measure_coverage(find_shards([prefix]), model), model)[0]
+    assert facts["bytes_per_token"] == len(text.encode()) / (len(ids) - 1)
+    assert facts["fallback"] == 3 / len(ids), "the character, not the line feed"
+    with pytest.raises(DataError, match="Name the tokenizer that the shard was made with"):
+        np.array([300] * len(ids), dtype="<u2").tofile(f"{prefix}.bin")
+        measure_coverage(find_shards([prefix]), model)
+
+
+def test_a_sample_shows_its_documents(tmp_path: Path) -> None:
+    blend = Blend([Shard(write(tmp_path / "s", ["first", "second one", "third"]))], [1.0], 9, seed=1)
+    for number in range(6):
+        view = view_sample(blend, number)
+        assert np.concatenate(view.parts).tolist() == blend.sample(number).tolist()
+        assert view.epoch == number // 2 + 1, "two samples in an epoch"
+        assert all(0 not in part[:-1] for part in view.parts), "cut behind the separator and nowhere else"
+        assert view.starts_document == (view.first_token in (0, 6, 17))
+        text = sample_text(view, TEXT)
+        assert text.count(BOUNDARY) == len(view.parts) - 1
+        assert text.partition("\n\n")[2].replace(f"\n{BOUNDARY}\n", "") == TEXT.decode(blend.sample(number))
+        assert f"{int(blend.sample(number)[0])}:" in sample_text(view, TEXT, pieces=True)
+
+
+def test_tables() -> None:
+    assert table(["a", "bb"], [["x", 1234567], ["yy", None]]) == "a          bb\nx   1,234,567\nyy          -"
+    assert [percent(share) for share in (0.25, 0.0, 0.000001, None)] == ["25.00%", "0.00%", "1.0e-04%", "-"]
+    assert excerpt("a\nb" * 40, 8) == "a\\nba\\nb..." and excerpt("é") == "é"
+
+
+COMMANDS = {
+    "document": (["document", "{}/books_train", "1"], "once"),
+    "tokens": (["document", "{}/books_train", "1", "--tokens"], "111:o"),
+    "lengths": (["lengths", "{}"], "books"),
+    "duplicates": (["duplicates", "{}"], "leak"),
+    "utf8": (["utf8", "{}", "--documents", "7"], "mojibake"),
+    "coverage": (["coverage", "{}"], "bytes per token"),
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_commands_print_and_write_json(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    arguments, shown = COMMANDS[name]
+    out = tmp_path / "new" / "facts.json"
+    assert inspect_data.main([*(text.format(folder) for text in arguments), "--json", str(out)]) == 0
+    assert shown in capsys.readouterr().out
+    assert json.loads(out.read_text())
+
+
+@pytest.fixture
+def config(folder: Path, tmp_path: Path) -> str:
+    """A configuration file that trains on the shards."""
+    keys = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "seq_length": 4, "train_iters": 10}
+    paths = {
+        f"{split}_data_paths": [str(folder / "books_train"), str(folder / "code_train")]
+        for split in ("train", "valid", "test")
+    }
+    file = tmp_path / "config.yml"
+    file.write_text(json.dumps(keys | paths | {"train_data_weights": [3, 1], "train_micro_batch_size_per_gpu": 4}))
+    assert load_config([file])
+    return str(file)
+
+
+def test_the_mixture_of_a_configuration(config: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "m.json"
+    assert inspect_data.main(["mixture", config, "--json", str(out), "train_micro_batch_size_per_gpu=8"]) == 0
+    facts = json.loads(out.read_text())
+    assert facts["samples"] == 80 and [source["samples"] for source in facts["sources"]] == [60, 20]
+    assert facts["sources"][1]["tokens_on_disk"] == sum(map(len, CODE)) + 3
+    assert "75.00%" in capsys.readouterr().out
+
+
+def test_keys_may_stand_behind_options(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert inspect_data.main(["sample", config, "--number", "3", "seq_length=6"]) == 0
+    assert "sample 3: " in (shown := capsys.readouterr().out) and "(7), of" in shown
+    with pytest.raises(SystemExit):
+        inspect_data.main(["sample", config, "--number", "3", "--nonsense"])
+
+
+def test_errors_end_with_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "s", ["a"])
+    assert inspect_data.main(["coverage", str(tmp_path)]) == 2
+    assert "--tokenizer-type" in capsys.readouterr().err
+    assert inspect_data.main(["coverage", str(tmp_path), "--tokenizer-type", "CharLevelTokenizer"]) == 0
+    assert inspect_data.main(["document", str(tmp_path / "s"), "9", "--tokenizer-type", "CharLevelTokenizer"]) == 2
+    assert "no document 9" in capsys.readouterr().err

@@ -1,0 +1,427 @@
+"""The preparation: the same shards whatever the processes and the interruptions; duplicates, splits, faults, weights."""
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from megatron_coca.config import load_config
+from megatron_coca.data import DataError, Shard, SourceSpec, load_saved_tokenizer, load_tokenizer
+from megatron_coca.data.aside import partial_folder
+from megatron_coca.data.preparation.manifest import read_manifest
+from megatron_coca.data.preparation.outputs import Outputs
+from megatron_coca.data.preparation.plan import Execution, Rules, Source, split_of
+from megatron_coca.data.preparation.run import prepare
+from megatron_coca.data.preparation.run_config import training_weights
+from megatron_coca.data.readers.files import FileReader
+from megatron_coca.data.shard_writer import ShardWriter
+
+CHARACTERS = load_tokenizer("CharLevelTokenizer")
+SHAPE = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "seq_length": 4}
+QUIET = Execution(progress=False)
+
+
+def write_jsonl(path: Path, texts: list[str], **fields: Any) -> Path:
+    path.write_text("".join(json.dumps({"text": t, "key": f"k{i}"} | fields) + "\n" for i, t in enumerate(texts)))
+    return path
+
+
+def source(name: str, *paths: Path, **treatment: Any) -> Source:
+    return Source(SourceSpec(name, paths), **treatment)
+
+
+def texts_of(prefix: Path) -> list[str]:
+    shard = Shard(prefix)
+    return [CHARACTERS.decode(shard.document(i)) for i in range(shard.documents)]
+
+
+def everything(folder: Path) -> dict[str, bytes]:
+    """What a preparation left, its own record of paths apart."""
+    return {p.name: p.read_bytes() for p in folder.iterdir() if p.suffix in (".bin", ".idx", ".model", ".json")}
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> list[Source]:
+    """Two sources in five files, with duplicates within and across them, and faults."""
+    chosen = random.Random(0)
+    sources = []
+    for name in ("books", "code"):
+        paths = []
+        for number in range(3 if name == "books" else 2):
+            texts = [f"{name} {chosen.randrange(150)} " * chosen.randrange(1, 40) for _ in range(120)]
+            paths.append(write_jsonl(tmp_path / f"{name}{number}.jsonl", [*texts, "the same in both"]))
+            with paths[-1].open("a") as stream:
+                stream.write("{broken\n")
+        sources.append(source(name, *paths))
+    return sources
+
+
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut files every 2,000 bytes instead of every megabyte."""
+    monkeypatch.setattr("megatron_coca.data.preparation.run.open_reader", lambda spec: FileReader(spec, block=2000))
+
+
+RULES = Rules(valid_fraction=0.1, test_fraction=0.2)
+
+
+def test_shards_manifest_tokenizer_and_run_config(tmp_path: Path) -> None:
+    texts = [f"document {i} " * (i % 7 + 1) for i in range(200)]
+    path = write_jsonl(tmp_path / "c.jsonl", texts)
+    with path.open("a") as stream:
+        stream.write("{broken\n")
+    manifest = prepare([source("c", path)], tmp_path / "out", CHARACTERS, RULES, QUIET)
+    record = read_manifest(manifest)
+    (entry,), (read,) = record["sources"], record["inputs"]
+    assert read["problems"] == {"invalid JSON": 1} and f"{path}:201" in read["problems_named"][0]
+    for split in ("train", "valid", "test"):
+        expected = [t for i, t in enumerate(texts) if split_of(f"k{i}", RULES) == split]
+        assert texts_of(manifest.parent / entry[split]["prefix"]) == expected
+        assert entry[split]["documents"] == len(expected) > 5
+        assert entry[split]["bytes"] == sum(map(len, expected)) == entry[split]["tokens"] - len(expected)
+    assert load_saved_tokenizer(manifest.parent).fingerprint == CHARACTERS.fingerprint
+    config = load_config(manifest.parent / "data.yml", SHAPE)
+    assert config.data.train_data_paths == [str(manifest.parent / "c_train")]
+    assert not partial_folder(tmp_path / "out").exists()
+
+
+def test_the_result_does_not_depend_on_the_processes(tmp_path: Path, corpus: list[Source]) -> None:
+    for workers in (0, 2):
+        prepare(corpus, tmp_path / f"by{workers}", CHARACTERS, RULES, Execution(workers, progress=False))
+    assert everything(tmp_path / "by0") == everything(tmp_path / "by2")
+
+
+class Killed(BaseException):
+    """Stands for a kill: nothing of ours catches it."""
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_killed_anywhere_it_ends_with_the_same_bytes(
+    tmp_path: Path, corpus: list[Source], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare(corpus, tmp_path / "whole", CHARACTERS, RULES, QUIET)
+    chosen = random.Random(seed)
+    small_chunks(monkeypatch)
+    execution = Execution(save_seconds=0.0 if seed % 2 else 0.003, progress=False)
+    write, kills = Outputs.write, 0
+
+    def sometimes(self: Outputs, *arguments: Any) -> None:
+        write(self, *arguments)
+        if chosen.random() < 0.1:
+            raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Outputs, "write", sometimes)
+        while kills < 25:
+            try:
+                prepare(corpus, tmp_path / "out", CHARACTERS, RULES, execution)
+                break
+            except Killed:
+                kills += 1
+    if kills == 25:
+        prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET)
+    assert kills > 0
+    assert everything(tmp_path / "out") == everything(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("when", ["sha256", "rename", "write"])
+def test_killed_at_its_end(tmp_path: Path, corpus: list[Source], when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare(corpus, tmp_path / "whole", CHARACTERS, RULES, QUIET)
+
+    def kill(*_: Any, **__: Any) -> None:
+        raise Killed
+
+    place = {
+        "sha256": "megatron_coca.data.preparation.manifest._shard_facts",
+        "rename": "megatron_coca.data.preparation.run.complete",
+        "write": "megatron_coca.data.preparation.run_config.write",
+    }[when]
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(place, kill)
+        prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET)
+    prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET)
+    assert everything(tmp_path / "out") == everything(tmp_path / "whole")
+    assert not [p for p in (tmp_path / "out").iterdir() if "journal" in p.name or p.suffix == ".lengths"]
+
+
+def interrupted(tmp_path: Path, sources: list[Source], after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prepare, and be killed after some chunks, everything saved."""
+    small_chunks(monkeypatch)
+    write = Outputs.write
+    left = [after]
+
+    def counting(self: Outputs, *arguments: Any) -> None:
+        if not left[0]:
+            raise Killed
+        left[0] -= 1
+        write(self, *arguments)
+
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(Outputs, "write", counting)
+        prepare(sources, tmp_path / "out", CHARACTERS, RULES, Execution(save_seconds=0, progress=False))
+
+
+def test_a_file_changed_while_it_was_read_is_read_again(
+    tmp_path: Path, corpus: list[Source], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (Path(path) for path in corpus[0].spec.paths[:2])
+    chunks = first.stat().st_size // 2000 + 4  # in the second file
+    interrupted(tmp_path, corpus, chunks, monkeypatch)
+    write_jsonl(second, [f"another text {i}" for i in range(30)])
+    prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET)
+    prepare(corpus, tmp_path / "whole", CHARACTERS, RULES, QUIET)
+    assert everything(tmp_path / "out") == everything(tmp_path / "whole")
+
+
+def test_a_finished_file_that_changed_is_refused(
+    tmp_path: Path, corpus: list[Source], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Path(corpus[0].spec.paths[0])
+    interrupted(tmp_path, corpus, first.stat().st_size // 2000 + 4, monkeypatch)
+    write_jsonl(first, ["another text"])
+    with pytest.raises(DataError, match=r"books0\.jsonl: was read already.*remove .*\.out\.partial to begin anew"):
+        prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET)
+
+
+def test_other_settings_do_not_go_on(tmp_path: Path, corpus: list[Source], monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupted(tmp_path, corpus, 3, monkeypatch)
+    changes = [
+        ("sources", [replace(corpus[0], duplicates="keep"), corpus[1]], RULES),
+        ("test_fraction", corpus, Rules(0.1, 0.3)),
+    ]
+    for name, sources, rules in changes:
+        with pytest.raises(DataError, match=rf"begun with other settings \({name}\)"):
+            prepare(sources, tmp_path / "out", CHARACTERS, rules, QUIET)
+    prepare(corpus, tmp_path / "out", CHARACTERS, replace(RULES, skip_damaged=True), QUIET)
+
+
+def test_two_at_once_are_refused(tmp_path: Path, corpus: list[Source], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    def second(*_: Any, **__: Any) -> None:
+        with pytest.raises(DataError, match="another process is preparing it"):
+            prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET)
+        seen.append("refused")
+
+    monkeypatch.setattr("megatron_coca.data.preparation.run.complete", second)
+    prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET)
+    assert seen == ["refused"]
+
+
+def test_equal_texts_are_written_once_unless_kept(tmp_path: Path, corpus: list[Source]) -> None:
+    rules = Rules(test_fraction=0)
+    prepare(corpus, tmp_path / "once", CHARACTERS, rules, QUIET)
+    once = [text for name in ("books", "code") for text in texts_of(tmp_path / "once" / f"{name}_train")]
+    assert len(set(once)) == len(once) and "the same in both" in texts_of(tmp_path / "once" / "books_train")
+    kept = [replace(each, duplicates="keep") for each in corpus]
+    prepare(kept, tmp_path / "kept", CHARACTERS, rules, QUIET)
+    every = [text for name in ("books", "code") for text in texts_of(tmp_path / "kept" / f"{name}_train")]
+    assert len(every) == 5 * 121 and set(every) == set(once)
+    left_out = [entry["left_out"] for entry in read_manifest(tmp_path / "once" / "manifest.json")["inputs"]]
+    assert sum(found["duplicate"] for found in left_out) == len(every) - len(once)
+
+
+def words(seed: int, count: int = 400) -> list[str]:
+    chosen = random.Random(seed)
+    return [f"w{chosen.randrange(3000)}" for _ in range(count)]
+
+
+def changed(text: list[str], every: int) -> str:
+    return " ".join(f"x{i}" if i % every == every - 1 else word for i, word in enumerate(text))
+
+
+def test_near_duplicates_are_removed_and_others_are_not(tmp_path: Path) -> None:
+    originals = [words(seed) for seed in range(40)]
+    texts = [" ".join(text) for text in originals]
+    alike = [changed(text, 200) for text in originals]  # 10 of 396 shingles differ: similarity 0.95
+    unlike = [changed(text, 8) for text in originals]  # more than half of the shingles differ: similarity below 0.25
+    path = write_jsonl(tmp_path / "c.jsonl", [*texts, *alike, *unlike, "short", "Short"])
+    near = source("c", path, duplicates="near")
+    prepare([near], tmp_path / "out", CHARACTERS, Rules(test_fraction=0), QUIET)
+    kept = texts_of(tmp_path / "out" / "c_train")
+    assert kept == [*texts, *unlike, "short", "Short"]
+    (read,) = read_manifest(tmp_path / "out" / "manifest.json")["inputs"]
+    assert read["left_out"] == {"near duplicate": 40}
+
+
+def test_a_fraction_is_the_same_documents_in_any_order(tmp_path: Path) -> None:
+    texts = [f"text {i}" for i in range(2000)]
+    chosen = []
+    for name, ordered in (("a", texts), ("b", texts[::-1])):
+        path = write_jsonl(tmp_path / f"{name}.jsonl", ordered)
+        prepare([source("s", path, fraction=0.25)], tmp_path / name, CHARACTERS, Rules(test_fraction=0), QUIET)
+        chosen.append(set(texts_of(tmp_path / name / "s_train")))
+    assert chosen[0] == chosen[1] and 440 < len(chosen[0]) < 560
+
+
+def test_added_files_do_not_move_documents_between_splits(tmp_path: Path) -> None:
+    first = write_jsonl(tmp_path / "a.jsonl", [f"first {i}" for i in range(300)])
+    second = tmp_path / "b.jsonl"
+    second.write_text("".join(json.dumps({"text": f"second {i}"}) + "\n" for i in range(300)))
+    prepare([source("s", first)], tmp_path / "before", CHARACTERS, RULES, QUIET)
+    prepare([source("s", second, first)], tmp_path / "after", CHARACTERS, RULES, QUIET)
+    for split in ("train", "valid", "test"):
+        before, after = (set(texts_of(tmp_path / name / f"s_{split}")) for name in ("before", "after"))
+        assert before == {text for text in after if text.startswith("first")}
+
+
+def test_a_source_can_be_one_split(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [f"text {i}" for i in range(50)])
+    prepare([source("s", path, split="valid")], tmp_path / "out", CHARACTERS, RULES, QUIET)
+    assert len(texts_of(tmp_path / "out" / "s_valid")) == 50 and not (tmp_path / "out" / "s_train.bin").exists()
+
+
+def pile(tmp_path: Path, names: list[str]) -> Path:
+    path = tmp_path / "pile.jsonl"
+    rows = [{"text": f"text {i}", "meta": {"pile_set_name": names[i % len(names)]}} for i in range(60)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_sets_become_shards_with_weights(tmp_path: Path) -> None:
+    path = pile(tmp_path, ["Pile-CC", "PubMed Central", "Github"])
+    weights = {"Pile-CC": 3.0, "PubMed Central": 1.0, "Books3": 1.0}
+    spec = SourceSpec("pile", [path], sets=tuple(weights), divide=True)
+    rest = source("rest", write_jsonl(tmp_path / "rest.jsonl", ["a text"] * 3), weight=0.25)
+    prepare([Source(spec, 0.75, weights), rest], tmp_path / "out", CHARACTERS, Rules(test_fraction=0), QUIET)
+    record = read_manifest(tmp_path / "out" / "manifest.json")
+    assert [entry["name"] for entry in record["sources"]] == ["pile_pile-cc", "pile_pubmed-central", "rest"]
+    assert record["inputs"][0]["left_out"] == {"set not chosen": 20}
+    assert record["inputs"][0]["sets_missing"] == ["Books3"]
+    keys = yaml.safe_load((tmp_path / "out" / "data.yml").read_text())
+    assert keys["train_data_weights"] == [0.5625, 0.1875, 0.25]
+
+
+def test_sets_with_one_file_name_are_refused(tmp_path: Path) -> None:
+    spec = SourceSpec("pile", [pile(tmp_path, ["Pile-CC", "pile CC"])], divide=True)
+    with pytest.raises(DataError, match=r"pile: the sets 'Pile-CC' and 'pile CC' would both be written"):
+        prepare([Source(spec)], tmp_path / "out", CHARACTERS, None, QUIET)
+
+
+def test_without_weights_a_source_counts_by_its_tokens() -> None:
+    def entry(name: str, part: str, tokens: int) -> dict[str, Any]:
+        splits = {split: {"tokens": tokens if split == "train" else 0} for split in ("train", "valid", "test")}
+        return {"name": f"{name}{part}", "source": name, "part": part} | splits
+
+    entries = [entry("a", "x", 100), entry("a", "y", 300), entry("b", "", 400)]
+    sources = [source("a", set_weights={"x": 1, "y": 1}), source("b")]
+    assert training_weights(sources, entries) == {"ax": 0.25, "ay": 0.25, "b": 0.5}
+    assert training_weights([source("a"), source("b")], entries) == {"ax": 0.125, "ay": 0.375, "b": 0.5}
+    weighted = [source("a", weight=9), source("b", weight=1)]
+    assert training_weights(weighted, entries) == {"ax": 0.225, "ay": 0.675, "b": 0.1}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_damaged_file_is_fatal_or_named_by_choice(tmp_path: Path, workers: int) -> None:
+    import gzip
+
+    whole = write_jsonl(tmp_path / "a.jsonl", [f"text {random.Random(i).random()}" for i in range(3000)])
+    damaged = tmp_path / "b.jsonl.gz"
+    damaged.write_bytes(gzip.compress(whole.read_bytes().replace(b'"text ', b'"other '))[:-2000])
+    sources = [source("s", damaged, whole)]
+    with pytest.raises(DataError, match=r"b\.jsonl\.gz"):
+        prepare(sources, tmp_path / "out", CHARACTERS, RULES, Execution(workers, progress=False))
+    assert not (tmp_path / "out").exists()
+    skipping = replace(RULES, skip_damaged=True)
+    manifest = prepare(sources, tmp_path / "out", CHARACTERS, skipping, Execution(workers, progress=False))
+    (read,) = read_manifest(manifest)["inputs"]
+    assert read["problems"] == {"damaged file": 1} and "b.jsonl.gz" in read["problems_named"][0]
+    counts = [read_manifest(manifest)["sources"][0][split]["documents"] for split in ("train", "valid", "test")]
+    assert 3000 < sum(counts) < 6000
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_strict_stops_at_the_first_fault(tmp_path: Path, corpus: list[Source], workers: int) -> None:
+    with pytest.raises(DataError, match=r"books0\.jsonl:122: invalid JSON"):
+        prepare(corpus, tmp_path / "out", CHARACTERS, replace(RULES, strict=True), Execution(workers, progress=False))
+
+
+@pytest.mark.parametrize("content", ["", "\n\n", '{"text": ""}\n', "garbage\n"])
+def test_an_empty_corpus_leaves_nothing_behind(tmp_path: Path, content: str) -> None:
+    (tmp_path / "c.jsonl").write_text(content)
+    with pytest.raises(DataError, match=r"no usable document in .*c\.jsonl"):
+        prepare([source("c", tmp_path / "c.jsonl")], tmp_path / "out", CHARACTERS, None, QUIET)
+    assert [p.name for p in tmp_path.iterdir()] == ["c.jsonl"]
+
+
+def test_what_exists_is_kept(tmp_path: Path, corpus: list[Source]) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("precious")
+    with pytest.raises(DataError, match="exists already"):
+        prepare(corpus, tmp_path / "out", CHARACTERS, None, QUIET)
+    assert (tmp_path / "out" / "mine").read_text() == "precious"
+
+
+def test_a_full_disk_loses_nothing(tmp_path: Path, corpus: list[Source], monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare(corpus, tmp_path / "whole", CHARACTERS, RULES, QUIET)
+
+    def no_space(self: ShardWriter) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched, pytest.raises(DataError, match=r"No space left.*What was done is kept"):
+        patched.setattr(ShardWriter, "finish", no_space)
+        prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET)
+    assert not (tmp_path / "out").exists()
+    prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET)
+    assert everything(tmp_path / "out") == everything(tmp_path / "whole")
+
+
+def test_a_lost_worker_is_an_error_that_can_be_gone_on_from(
+    tmp_path: Path, corpus: list[Source], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_coca.data.preparation.pipeline import Pool
+
+    prepare(corpus, tmp_path / "whole", CHARACTERS, RULES, QUIET)
+    submit = Pool.submit
+
+    def ending(self: Pool, *arguments: Any) -> Any:
+        result = submit(self, *arguments)
+        for process in list(self._executor._processes.values()):  # type: ignore[union-attr]
+            process.kill()
+        return result
+
+    with monkeypatch.context() as patched, pytest.raises(DataError, match="ended from outside"):
+        patched.setattr(Pool, "submit", ending)
+        prepare(corpus, tmp_path / "out", CHARACTERS, RULES, Execution(2, progress=False))
+    prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET)
+    assert everything(tmp_path / "out") == everything(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("treatments", "rules", "message"),
+    [
+        ([{}, {}], Rules(), "names that differ"),
+        ([{"weight": -1.0}], Rules(), "positive"),
+        ([{"fraction": 0.0}], Rules(), r"fraction must lie in \(0, 1\]"),
+        ([{"split": "dev"}], Rules(), "'dev' is none of train, valid, test"),
+        ([{}], Rules(0.6, 0.6), "and their sum as well"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(
+    tmp_path: Path, treatments: list[dict[str, Any]], rules: Rules, message: str
+) -> None:
+    path = write_jsonl(tmp_path / "c.jsonl", ["text"])
+    with pytest.raises(DataError, match=message):
+        prepare([source("s", path, **each) for each in treatments], tmp_path / "out", CHARACTERS, rules, QUIET)
+
+
+def test_weights_are_given_to_all_or_none(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "c.jsonl", ["text"])
+    with pytest.raises(DataError, match="b: no weight, where other sources have one"):
+        prepare([source("a", path, weight=1.0), source("b", path)], tmp_path / "out", CHARACTERS, None, QUIET)
+
+
+def test_split_is_stable_and_near_its_fractions() -> None:
+    rules = Rules(valid_fraction=0.03, test_fraction=0.03)
+    splits = [split_of(f"document {i}", rules) for i in range(20000)]
+    # Other numbers here would move documents between the splits of every corpus.
+    assert np.flatnonzero(np.array(splits) == "test")[:4].tolist() == [21, 22, 55, 59]
+    for held_out in ("valid", "test"):
+        assert 0.026 < splits.count(held_out) / 20000 < 0.034
+    assert [s for s in splits if s == "test"] == [
+        s for i in range(20000) if (s := split_of(f"document {i}", Rules())) == "test"
+    ]

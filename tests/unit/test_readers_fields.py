@@ -1,0 +1,148 @@
+"""Records to documents: where fields are found, sets, keys, filters."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_coca.data.errors import DataError
+from megatron_coca.data.readers.document import Document, Problems, content_key
+from megatron_coca.data.readers.fields import Fields
+from megatron_coca.data.readers.source import Filters, SourceSpec
+
+PILE = [
+    {"text": "a web page", "meta": {"pile_set_name": "Pile-CC"}},
+    {"text": "a book", "meta": {"pile_set_name": "Books3"}},
+    {"text": "", "meta": {"pile_set_name": "Pile-CC"}},
+    {"text": "", "meta": {"pile_set_name": "Books3"}},
+    {"text": "nameless", "meta": {}},
+    {"text": "nameless as well"},
+    {"text": "numbered", "meta": {"pile_set_name": 3}},
+]
+
+
+def documents(rows: list[Mapping[str, Any]], **spec: Any) -> tuple[list[Document], Problems]:
+    problems = Problems()
+    fields = Fields(SourceSpec("s", [Path("x")], **spec))
+    return list(fields.documents(((f"x:{i}", row) for i, row in enumerate(rows, 1)), problems)), problems
+
+
+def texts(rows: list[Mapping[str, Any]], **spec: Any) -> list[str]:
+    return [document.text for document in documents(rows, **spec)[0]]
+
+
+@pytest.mark.parametrize(
+    ("path", "row"),
+    [
+        ("a", {"a": "it"}),
+        ("a.b", {"a": {"b": "it"}}),
+        ("a.b", {"a.b": "it", "a": {"b": "no"}}),
+        ("a.b.c", {"a.b": {"c": "it"}}),
+        ("a.b.c", {"a": {"b.c": "it", "b": {"c": "no"}}}),
+        ("a.b.c", {"a": {"x": 1}, "a.b": {"c": "it"}}),
+    ],
+)
+def test_dots_reach_into_records_and_names_with_dots_come_first(path: str, row: Mapping[str, Any]) -> None:
+    assert texts([row], fields={"text": path}) == ["it"]
+    assert documents([row], fields={"text": path + "z"})[1].counts == {"missing field": 1}
+
+
+def test_unknown_fields_are_refused() -> None:
+    with pytest.raises(DataError, match=r"s: unknown fields \['txt'\]\. Known are text, key, set"):
+        documents([], fields={"txt": "text"})
+
+
+def test_sets_are_chosen_and_the_others_counted() -> None:
+    found, problems = documents(PILE, sets=["Pile-CC"])
+    assert found == [Document("a web page", content_key("a web page"))]
+    assert problems.filtered == {"set not chosen": 2} and problems.counts == {"empty text": 1, "missing field": 3}
+    assert "meta.pile_set_name" in problems.named[1]
+
+
+def test_sets_divide_a_source() -> None:
+    found, problems = documents(PILE, divide=True)
+    assert [(d.text, d.part) for d in found] == [("a web page", "Pile-CC"), ("a book", "Books3")]
+    assert problems.counts == {"empty text": 2, "missing field": 3} and not problems.filtered
+    both, _ = documents([{"text": "x", "part": "B"}], divide=True, sets=["B"], fields={"set": "part"})
+    assert [d.part for d in both] == ["B"]
+
+
+def test_sets_do_not_matter_where_nobody_asks() -> None:
+    found, _ = documents(PILE)
+    assert len(found) == 5 and {d.part for d in found} == {""}
+
+
+@pytest.mark.parametrize(
+    ("row", "fields", "key"),
+    [
+        ({"key": "k", "repository": "r"}, {}, "k"),
+        ({"key": 7}, {}, "7"),
+        ({"key": "", "repo_name": "r"}, {}, "r"),
+        ({"key": None, "max_stars_repo_name": "r"}, {}, "r"),
+        ({"meta": {"url": "u"}, "key": "k"}, {"key": "meta.url"}, "u"),
+        ({"url": None}, {"key": "url"}, content_key("t")),
+        ({"origin": "o"}, {"repository": "origin"}, "o"),
+        ({"key": ["k"]}, {}, content_key("t")),
+    ],
+)
+def test_the_key_is_the_record_s_or_its_repository_or_the_text_s(
+    row: dict[str, Any], fields: dict[str, str], key: str
+) -> None:
+    (document,) = documents([{"text": "t"} | row], fields=fields)[0]
+    assert document.key == key
+
+
+def test_a_key_that_was_named_must_be_there() -> None:
+    assert documents([{"text": "t", "key": "k"}], fields={"key": "url"})[1].counts == {"missing field": 1}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"stars": 3, "licence": "MIT", "language": "C"},
+        {"max_stars_count": 3.0, "max_stars_repo_licenses": ["MIT"], "lang": "C"},
+        {"stars": None, "stargazers_count": "3", "license": "MIT", "language": None, "lang": "C"},
+    ],
+)
+def test_filters_know_the_names_of_the_stack(row: dict[str, Any]) -> None:
+    row = {"text": "code"} | row
+    assert texts([row], filters=Filters(min_stars=3, licences=("MIT",), languages=("C",))) == ["code"]
+    for other in (Filters(min_stars=4), Filters(licences=("GPL-3.0",)), Filters(languages=("C++",))):
+        found, problems = documents([row], filters=other)
+        assert not found and sum(problems.filtered.values()) == 1 and not problems.total
+
+
+@pytest.mark.parametrize("stars", [None, float("nan"), "many", [1]])
+def test_a_record_without_stars_is_left_out_where_they_count(stars: object) -> None:
+    row = {"text": "code", "stars": stars}
+    assert texts([row]) == ["code"]
+    found, problems = documents([row], filters=Filters(min_stars=1))
+    assert not found and sum(problems.filtered.values()) == 1
+
+
+def test_bytes_are_text_and_surrogates_are_not() -> None:
+    rows = [{"text": "h\u00e9".encode()}, {"text": b"\xff"}, json.loads('{"text": "\\ud83d"}'), {"text": None}]
+    found, problems = documents(rows)
+    assert [d.text for d in found] == ["h\u00e9"]
+    assert problems.counts == {"invalid UTF-8": 1, "invalid Unicode": 1, "text is not a string": 1}
+
+
+@pytest.mark.parametrize(
+    ("spec", "columns"),
+    [
+        ({}, ["text", "key", "repo_name"]),
+        ({"divide": True}, ["text", "key", "meta", "repo_name"]),
+        ({"filters": Filters(min_stars=1)}, ["text", "key", "repo_name", "stars", "lang"]),
+        ({"fields": {"text": "a.b"}}, ["key", "a", "repo_name"]),
+    ],
+)
+def test_only_needed_columns_are_read(spec: dict[str, Any], columns: list[str]) -> None:
+    names = ["text", "key", "meta", "a", "repo_name", "stars", "lang", "image"]
+    assert Fields(SourceSpec("s", [], **spec)).columns(names, "t") == columns
+
+
+def test_a_table_without_the_text_is_an_error() -> None:
+    with pytest.raises(DataError, match=r"t: no column 'text'; the table has \['content'\]"):
+        Fields(SourceSpec("s", [])).columns(["content"], "t")

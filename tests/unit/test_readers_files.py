@@ -1,0 +1,256 @@
+"""Files to documents: formats, folders, faults, places, and what a chunk is."""
+
+import bz2
+import gzip
+import io
+import json
+import os
+import pickle
+import tarfile
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from megatron_coca.data import DataError, Problems, SourceSpec, corpus_files, read_documents
+from megatron_coca.data.readers import READERS, open_reader
+from megatron_coca.data.readers.document import Document, content_key
+from megatron_coca.data.readers.files import FileReader
+
+DUMP = "<mediawiki><siteinfo/>" + "".join(
+    f"<page><title>T{i}</title><ns>0</ns><id>{i}</id><revision><text>Prose number {i} of this page.</text>"
+    "</revision></page>\n"
+    for i in range(20)
+)
+
+
+def read(spec: SourceSpec, block: int = 1 << 20) -> tuple[list[Document], Problems]:
+    reader, problems = FileReader(spec, block), Problems()
+    chunks = [chunk for unit in reader.units() for chunk in reader.chunks(unit)]
+    return [document for chunk in chunks for document in reader.documents(chunk, problems)], problems
+
+
+def texts(spec: SourceSpec) -> list[str]:
+    return [document.text for document in read(spec)[0]]
+
+
+@pytest.mark.parametrize(
+    "suffix", [".jsonl", ".json", ".ndjson", ".JSONL", ".jsonl.gz", ".zst", ".00.zst", ".json.bz2"]
+)
+def test_json_lines_are_read_in_order_whatever_the_name(tmp_path: Path, suffix: str) -> None:
+    lines = "\ufeff" + "".join(json.dumps({"body": f"text {i}"}) + "\r\n\n" for i in range(50))
+    compress = {".gz": gzip.compress, ".zst": zstandard.ZstdCompressor().compress, ".bz2": bz2.compress}
+    path = tmp_path / f"corpus{suffix}"
+    path.write_bytes(compress.get(path.suffix, bytes)(lines.encode()))
+    assert [d.text for d in read_documents(path, "body")] == [f"text {i}" for i in range(50)]
+
+
+def test_every_unusable_record_is_counted_and_named(tmp_path: Path) -> None:
+    bad = [
+        b"{not json",
+        b'{"text": "\xff"}',
+        b'{"other": "x"}',
+        b'{"text": "  "}',
+        b'{"text": 3}',
+        b"[1]",
+        b'{"text": "\\ud800"}',
+        b'{"text": "x", "key": "\\ud800"}',
+        b'{"text": "x", "n": ' + b"9" * 5000 + b"}",
+        b"[" * 100_000,
+    ]
+    path = tmp_path / "c.jsonl"
+    path.write_bytes(b"\n".join([b'{"text": "first"}', *bad, b'{"text": "last"}']))
+    problems = Problems()
+    assert [d.text for d in read_documents(path, problems=problems)] == ["first", "last"]
+    kinds = [
+        "invalid JSON",
+        "invalid UTF-8",
+        "missing field",
+        "empty text",
+        "text is not a string",
+        "not a JSON object",
+        "invalid Unicode",
+    ]
+    assert list(problems.counts) == kinds and problems.total == len(bad)
+    starts = [line.startswith(f"{path}:{number}: ") for number, line in enumerate(problems.named, start=2)]
+    assert starts == [True] * len(bad)
+    with pytest.raises(DataError, match=r"c\.jsonl:2: invalid JSON"):
+        list(read_documents(path, problems=Problems(strict=True)))
+    with pytest.raises(DataError, match="invalid JSON"):
+        list(read_documents(path))
+
+
+@pytest.mark.parametrize(
+    "content", [json.dumps([{"text": "x"}]), json.dumps([{"text": "x"}], indent=1), json.dumps({"text": "x"}, indent=1)]
+)
+def test_json_that_is_no_json_lines_is_named_so(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(content)
+    with pytest.raises(DataError, match=r"a\.json:1: not JSON lines .*one object a line"):
+        list(read_documents(path))
+
+
+@pytest.mark.parametrize(
+    ("documents", "content", "expected"),
+    [
+        ("file", "\ufeffone\n\n two\r\n", {"": "one\n\n two\r\n"}),
+        (
+            "line",
+            "\ufeffone \r\n\r\n \t\ntwo\u2028two\x85\n\nthree",
+            {":1": "one ", ":4": "two\u2028two\x85", ":6": "three"},
+        ),
+        ("paragraph", "\n\none\n two\n \t\nthree\n\n\n\nfour", {":3": "one\n two", ":6": "three", ":10": "four"}),
+        ("paragraph", "one\r\ntwo\r\n\r\nthree\r\n", {":1": "one\r\ntwo", ":4": "three"}),
+    ],
+)
+@pytest.mark.parametrize("suffix", [".txt", ".text", ".md"])
+@pytest.mark.parametrize("block", [1, 3, 1 << 20])
+def test_a_text_is_one_document_or_lines_or_paragraphs(
+    tmp_path: Path, documents, content: str, expected: dict[str, str], suffix: str, block: int
+) -> None:
+    path = tmp_path / f"book{suffix}"
+    path.write_bytes(content.encode())
+    spec = SourceSpec("s", [path], documents=documents)
+    assert [d.text for d in read(spec, block)[0]] == list(expected.values())
+    path.write_bytes(content.encode().replace(b"o", b"\xff"))
+    _, problems = read(spec, block)
+    places = [line.partition(": ")[0] for line in problems.named]
+    assert places == [f"{path}{at}" for at, text in expected.items() if "o" in text]
+
+
+@pytest.mark.parametrize("block", [1, 100, 1 << 20])
+def test_a_dump_of_wikipedia_is_cut_between_pages(tmp_path: Path, block: int) -> None:
+    path = tmp_path / "wiki.xml.bz2"
+    path.write_bytes(bz2.compress(DUMP.replace("<title>T7</title>", "<title>T7<title>").encode() + b"</mediawiki>"))
+    documents, problems = read(SourceSpec("w", [path]), block)
+    assert [d.key for d in documents] == [f"T{i}" for i in range(20) if i != 7]
+    assert documents[3].text == "T3\n\nProse number 3 of this page."
+    assert problems.counts == {"invalid XML": 1} and problems.named[0].startswith(f"{path}:8: ")
+
+
+def test_a_folder_stands_for_its_readable_files(tmp_path: Path) -> None:
+    names = ["b/2.txt", "b/1.txt.gz", "a.txt", "c.csv", ".hidden.txt", ".git/d.txt", "README.md", "b/state.json"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "elsewhere").symlink_to(tmp_path / "b")
+    (tmp_path / "b" / "up").symlink_to(tmp_path)
+    assert corpus_files([tmp_path]) == [tmp_path / name for name in ("a.txt", "b/1.txt.gz", "b/2.txt")]
+    assert corpus_files([tmp_path / "b", tmp_path / "README.md"])[-1] == tmp_path / "README.md"
+
+
+def test_a_link_that_leads_nowhere_is_not_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "b.txt").symlink_to(tmp_path / "gone.txt")
+    with pytest.raises(DataError, match=r"b\.txt"):
+        FileReader(SourceSpec("s", [tmp_path])).units()
+
+
+def test_a_folder_that_cannot_be_listed_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "closed").mkdir()
+    (tmp_path / "a.txt").write_text("a")
+    listed = os.scandir
+
+    def scandir(path: str):
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(DataError, match="closed: the folder cannot be read"):
+        corpus_files([tmp_path])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("absent.jsonl", None, "no such file"),
+        ("a.csv", b"a,b", "unknown type"),
+        ("a.parquet.gz", b"", "unknown type"),
+        ("jsonl", b"", "unknown type"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 500)[:-9], "read to its end"),
+        ("a.jsonl.zst", b"not zstd at all", "damaged zstd"),
+    ],
+)
+def test_files_that_cannot_be_read_are_errors(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(DataError, match=message) as caught:
+        list(read_documents(path, problems=Problems()))
+    assert name in str(caught.value)
+
+
+def test_a_file_without_permission_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("{}")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "open", refuse)  # the tests may run as root, whom nobody refuses
+    with pytest.raises(DataError, match=r"a\.jsonl: cannot be opened .*Permission denied"):
+        list(read_documents(path))
+
+
+def test_empty_files_and_empty_text(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b.txt", "c.tar.gz"):
+        (tmp_path / name).write_bytes(b"")
+    assert read(SourceSpec("s", [tmp_path / "a.jsonl"])) == ([], Problems())
+    assert read(SourceSpec("s", [tmp_path / "b.txt"]))[1].counts == {"empty text": 1}
+    with pytest.raises(DataError, match=r"c\.tar\.gz"):
+        read(SourceSpec("s", [tmp_path / "c.tar.gz"]))
+
+
+def test_units_tell_size_and_change(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "x"}\n')
+    reader = FileReader(SourceSpec("s", [tmp_path]))
+    (before,) = reader.units()
+    assert (before.path, before.size) == (str(path), 14)
+    os.utime(path, ns=(1, 1))
+    assert reader.units()[0].stamp != before.stamp
+    with pytest.raises(DataError, match="named twice"):
+        FileReader(SourceSpec("s", [tmp_path, path])).units()
+
+
+def test_reader_and_chunks_can_be_sent_to_another_process(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": f"text {i}"}) + "\n" for i in range(100)))
+    reader = FileReader(SourceSpec("s", [path]), block=200)
+    chunks = list(reader.chunks(reader.units()[0]))
+    assert len(chunks) > 5 and [chunk.first for chunk in chunks[:2]] == [
+        1,
+        1 + chunks[0].payload[0].chunk.payload.count(b"\n"),
+    ]
+    there, received = pickle.loads(pickle.dumps((reader, chunks)))
+    assert received == chunks == list(there.chunks(there.units()[0]))
+    found = [document.text for chunk in received for document in there.documents(chunk, Problems())]
+    assert found == [f"text {i}" for i in range(100)]
+
+
+def test_small_files_of_an_archive_share_a_chunk(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        for i in range(500):
+            header, content = tarfile.TarInfo(f"{i}.txt"), f"book {i}".encode()
+            header.size = len(content)
+            archive.addfile(header, io.BytesIO(content))
+    reader = FileReader(SourceSpec("s", [tmp_path / "a.tar"]))
+    assert len([chunk for chunk in reader.chunks(reader.units()[0]) if chunk.payload]) == 1
+    assert texts(reader.spec) == [f"book {i}" for i in range(500)]
+
+
+def test_the_reader_is_chosen_by_name(tmp_path: Path) -> None:
+    assert isinstance(open_reader(SourceSpec("s", [tmp_path])), FileReader)
+    assert set(READERS) == {"files", "repositories", "huggingface"}
+    with pytest.raises(DataError, match=r"s: no reader 'pile'\. There are files, repositories, huggingface"):
+        open_reader(SourceSpec("s", [tmp_path], reader="pile"))
+    with pytest.raises(DataError, match="a document is a file, line, paragraph, not 'page'"):
+        open_reader(SourceSpec("s", [tmp_path], documents="page"))  # type: ignore[arg-type]
+
+
+def test_equal_texts_share_a_key(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("same")
+    (tmp_path / "b.jsonl").write_text('{"text": "same"}\n')
+    documents, _ = read(SourceSpec("s", [tmp_path]))
+    assert [d.key for d in documents] == [content_key("same")] * 2

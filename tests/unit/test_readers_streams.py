@@ -1,0 +1,259 @@
+"""Compressed files, archives and cuts: every record once, whatever the blocks, and no damage unnoticed."""
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import random
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from megatron_coca.data.errors import DataError
+from megatron_coca.data.readers import read_documents, streams
+from megatron_coca.data.readers.archives import members
+from megatron_coca.data.readers.compression import COMPRESSIONS, decompressed
+from megatron_coca.data.readers.document import Problems
+from megatron_coca.data.readers.files import FileReader
+from megatron_coca.data.readers.source import SourceSpec
+from megatron_coca.data.readers.streams import Cut, pieces
+
+Compress = Callable[[bytes], bytes]
+COMPRESS: dict[str, Compress] = {
+    ".gz": gzip.compress,
+    ".zst": zstandard.ZstdCompressor().compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+}
+TEXTS = [f"text {i} " + "".join(random.Random(i).choices("abcdefghijklmnop \u00e9\u4e16", k=200)) for i in range(300)]
+LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
+SKIPPABLE = (0x184D2A50).to_bytes(4, "little") + (5).to_bytes(4, "little") + b"notes"
+
+
+def tar(files: dict[str, bytes]) -> bytes:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w") as archive:
+        for name, content in files.items():
+            header = tarfile.TarInfo(name)
+            header.size = len(content)
+            archive.addfile(header, io.BytesIO(content))
+    return stream.getvalue()
+
+
+def texts_before_damage(path: Path) -> tuple[list[str], str]:
+    """The texts that were read, and the error after them."""
+    found: list[str] = []
+    with pytest.raises(DataError) as caught:  # noqa: PT012
+        for document in read_documents(path, problems=Problems()):
+            found.append(document.text)
+    return found, str(caught.value)
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+@pytest.mark.parametrize("frames", [1, 2, 7])
+@pytest.mark.parametrize("size", [1, 100, 1 << 20])
+def test_all_frames_are_decompressed(suffix: str, frames: int, size: int) -> None:
+    parts = [LINES[i * len(LINES) // frames : (i + 1) * len(LINES) // frames] for i in range(frames)]
+    packed = b"".join(COMPRESS[suffix](part) for part in parts) + bytes(8)  # zeros at the end are padding
+    fed = (packed[i : i + 1000] for i in range(0, len(packed), 1000))
+    blocks = list(decompressed("x", fed, COMPRESSIONS[suffix], size))
+    assert b"".join(blocks) == LINES and max(map(len, blocks)) <= size
+
+
+def test_zstd_frames_to_skip_are_skipped(tmp_path: Path) -> None:
+    compress = COMPRESS[".zst"]
+    path = tmp_path / "a.jsonl.zst"
+    path.write_bytes(SKIPPABLE + compress(LINES[:5000]) + SKIPPABLE + compress(LINES[5000:]) + SKIPPABLE)
+    assert [document.text for document in read_documents(path)] == TEXTS
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+@pytest.mark.parametrize("cut", [1, 3, 20, 900])
+def test_a_compressed_file_cut_off_is_an_error_after_what_comes_before(tmp_path: Path, suffix: str, cut: int) -> None:
+    first, second = LINES[:20000], LINES[20000:]
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes((COMPRESS[suffix](first) + COMPRESS[suffix](second))[:-cut])
+    found, message = texts_before_damage(path)
+    assert found == TEXTS[: len(found)] and len(found) >= first.count(b"\n"), "incomplete lines are no records"
+    assert str(path) in message and "read to its end" in message
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+@pytest.mark.parametrize("damage", ["garbage behind", "flipped bits", "nothing"])
+def test_damaged_data_is_an_error(tmp_path: Path, suffix: str, damage: str) -> None:
+    packed = bytearray(COMPRESS[suffix](LINES))
+    if damage == "garbage behind":
+        packed += b"garbage that is no frame"
+    elif damage == "flipped bits":
+        packed[8:40] = bytes(byte ^ 0xFF for byte in packed[8:40])
+    else:
+        packed.clear()
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes(packed)
+    found, message = texts_before_damage(path)
+    assert found == (TEXTS[: len(found)]) and str(path) in message
+
+
+@pytest.mark.parametrize("suffix", ["", *COMPRESS])
+def test_an_archive_streams_its_files_in_order(tmp_path: Path, suffix: str) -> None:
+    files = {f"books/{i}.txt": text.encode() for i, text in enumerate(TEXTS[:100])}
+    files |= {"lines.jsonl": LINES, "packed/lines.jsonl.gz": gzip.compress(LINES), "inner.tar": tar({"a.txt": b"deep"})}
+    path = tmp_path / f"a.tar{suffix}"
+    path.write_bytes(COMPRESS.get(suffix, bytes)(tar(files)))
+    assert [document.text for document in read_documents(path)] == [*TEXTS[:100], *TEXTS, *TEXTS, "deep"]
+
+
+@pytest.mark.parametrize(("short", "suffix"), [(".tgz", ".gz"), (".tbz2", ".bz2"), (".txz", ".xz"), (".tzst", ".zst")])
+def test_short_names_of_archives(tmp_path: Path, short: str, suffix: str) -> None:
+    path = tmp_path / f"a{short}"
+    path.write_bytes(COMPRESS[suffix](tar({"a.txt": b"one"})))
+    assert [document.text for document in read_documents(path)] == ["one"]
+
+
+def test_what_is_not_read_in_an_archive_is_counted(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w") as archive:
+        for name in ("cover.jpg", "a.txt", "b.parquet", "README.md", "._a.txt", "c.txt", "LICENCE"):
+            header = tarfile.TarInfo(name)
+            header.size = 700
+            archive.addfile(header, io.BytesIO(b"x" * 700))
+        for name, kind in (("folder", tarfile.DIRTYPE), ("link.txt", tarfile.SYMTYPE)):
+            header = tarfile.TarInfo(name)
+            header.type, header.linkname = kind, "a.txt"
+            archive.addfile(header)
+    problems = Problems()
+    assert len(list(read_documents(path, problems=problems))) == 2
+    assert problems.filtered == {"not a readable file": 6} and not problems.total
+
+
+def test_faults_name_the_file_in_the_archive(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar.gz"
+    path.write_bytes(gzip.compress(tar({"d/a.txt": b"\xff", "b.jsonl": b'{"text": "x"}\n{broken\n', "e.txt": b""})))
+    problems = Problems()
+    assert [document.text for document in read_documents(path, problems=problems)] == ["x"]
+    places = [line.partition(": ")[0] for line in problems.named]
+    assert places == [f"{path}!d/a.txt", f"{path}!b.jsonl:2", f"{path}!e.txt"]
+
+
+def test_archives_behind_one_another_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    path.write_bytes(tar({"a.txt": b"one"}) + tar({"b.txt": b"two"}))
+    assert [document.text for document in read_documents(path)] == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("kept", "texts"),
+    [
+        (512 + 1024, 1),  # the end's mark is missing
+        (512 + 1024 + 512, 1),  # in the middle of the second file's header and content
+        (512 + 1024 + 100, 1),
+        (512 + 1024 + 512 + 1000, 1),  # the content is whole, its padding is not
+        (512 + 300, 0),
+        (100, 0),
+        (0, 0),
+    ],
+)
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+def test_an_archive_cut_off_is_an_error_after_what_comes_before(
+    tmp_path: Path, kept: int, texts: int, suffix: str
+) -> None:
+    whole = tar({"a.txt": b"a" * 1024, "b.txt": b"b" * 1000})
+    path = tmp_path / f"a.tar{suffix}"
+    path.write_bytes(COMPRESS.get(suffix, bytes)(whole[:kept]))
+    found, message = texts_before_damage(path)
+    wanted = ["a" * 1024] * texts + ["b" * 1000] * (kept >= 512 + 1024 + 512 + 1000)
+    assert found == wanted and str(path) in message and "read to its end" in message
+
+
+def test_a_damaged_header_does_not_end_an_archive(tmp_path: Path) -> None:
+    whole = bytearray(tar({"a.txt": b"a" * 1024, "b.txt": b"b" * 1000, "c.txt": b"c"}))
+    whole[1536:1600] = b"!" * 64
+    path = tmp_path / "a.tar"
+    path.write_bytes(whole)
+    found, message = texts_before_damage(path)
+    assert found == ["a" * 1024] and "header" in message
+
+
+def test_members_can_be_left_unread() -> None:
+    content = {f"{i}.txt": bytes([65 + i]) * 700 * i for i in range(10)}
+    whole = tar(content)
+    blocks = (whole[i : i + 333] for i in range(0, len(whole), 333))
+    found = {}
+    for number, (name, data) in enumerate(members("x", blocks)):
+        if number % 2 and data is not None:
+            found[name] = b"".join(data)
+    assert found == {name: data for number, (name, data) in enumerate(content.items()) if number % 2}
+
+
+NEWLINE = Cut((b"\n",), b"\n")
+
+
+@pytest.mark.parametrize("cut", [NEWLINE, Cut((b"</page>",), b"</page>"), Cut((b"\n\n", b"\n\r\n"), b"\n")])
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 50, 1000])
+def test_cuts_lie_behind_delimiters_and_lose_nothing(cut: Cut, size: int) -> None:
+    alphabet = [b"a", b"\n", b"\r\n", b"</page>", b"</pa", b"bc" * 5]
+    content = b"".join(random.Random(size).choices(alphabet, k=400))
+    for step in (1, size, 3 * size):
+        blocks = [content[i : i + step] for i in range(0, len(content), step)]
+        found = list(pieces("x", blocks, cut, size))
+        assert b"".join(found) == content
+        assert all(piece.endswith(cut.ends) for piece in found[:-1])
+        assert sum(piece.count(cut.counted) for piece in found) == content.count(cut.counted)
+        assert len(found) > 1
+
+
+def test_a_long_record_is_gathered() -> None:
+    blocks = [b"a\n", b"b" * 10, *[b"c" * 10] * 20, b"\nd\n", b"e"]
+    assert list(pieces("x", blocks, NEWLINE, 10)) == [b"a\n", b"b" * 10 + b"c" * 200 + b"\nd\n", b"e"]
+
+
+def test_a_record_without_end_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "MAX_RECORD", 100)
+    found = pieces("big.json", iter(lambda: b"x" * 10, None), NEWLINE, 10)
+    with pytest.raises(DataError, match=r"big\.json: a record goes on"):
+        list(found)
+
+
+def test_a_failing_disk_is_an_error_after_what_comes_before() -> None:
+    class Failing(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            return super().read(size) or self.fail()
+
+        def fail(self) -> bytes:
+            raise OSError(5, "Input/output error")
+
+    found: list[bytes] = []
+    with pytest.raises(DataError, match=r"a\.jsonl: cannot be read.*Input/output"):
+        found.extend(pieces("a.jsonl", streams.raw_blocks("a.jsonl", Failing(b"one\ntwo\nthr"), 3), NEWLINE, 4))
+    assert b"".join(found) == b"one\ntwo\n"
+
+
+@pytest.mark.parametrize("suffix", ["", *COMPRESS])
+def test_documents_do_not_depend_on_the_blocks(tmp_path: Path, suffix: str) -> None:
+    rng = random.Random(1)
+    records = [
+        b"{broken",
+        b'{"text": "\xff"}',
+        b"",
+        b"  ",
+        *LINES.splitlines()[:40],
+        b'{"text": "' + b"x" * 900 + b'"}',
+    ]
+    lines = b"\n".join(rng.choices(records, k=80))
+    files = {"a.jsonl": lines, "b.txt": b"a book", "c.txt": b"", "d.jpg": b"", "e.jsonl": lines}
+    for name, content in (("a.jsonl", lines), ("b.tar", tar(files))):
+        path = tmp_path / f"{name}{suffix}"
+        path.write_bytes(COMPRESS.get(suffix, bytes)(content))
+        results = []
+        for block in (1, 7, 64, 1000, 1 << 20):
+            reader, problems = FileReader(SourceSpec("s", [path]), block), Problems()
+            (unit,) = reader.units()
+            chunks = list(reader.chunks(unit))
+            assert sum(chunk.read for chunk in chunks) == unit.size == path.stat().st_size
+            documents = [document for chunk in chunks for document in reader.documents(chunk, problems)]
+            results.append((documents, problems))
+        assert all(result == results[0] for result in results) and len(results[0][0]) > 20

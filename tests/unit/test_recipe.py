@@ -1,0 +1,101 @@
+"""Recipes: what they say, what is wrong with them, and the shipped one against the run configuration beside it."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_coca.data import DataError
+from megatron_coca.data.preparation.outputs import shard_name
+from megatron_coca.data.preparation.plan import Rules
+from megatron_coca.data.preparation.recipe import read_recipe
+from megatron_coca.data.readers.source import Filters
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "data"
+BASE = "tokenizer_type: CharLevelTokenizer\nsources:\n  a:\n    paths: [x]\n"
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "recipe.yml"
+    path.write_text(text)
+    return path
+
+
+def test_a_recipe_says_what_is_read_and_how(tmp_path: Path) -> None:
+    for name in ("b2.txt", "b1.txt", "c.json"):
+        (tmp_path / name).touch()
+    recipe = read_recipe(
+        write(
+            tmp_path,
+            f"""
+root: {tmp_path}
+output: out
+train_tokenizer: {{vocab_size: 500, tokenizer_type: HFTokenizer}}
+valid_fraction: 0.1
+sources:
+  books: {{paths: ["*.txt"], documents: line, weight: 3, duplicates: near, fraction: 0.5, split: train}}
+  pile: {{paths: [c.json], sets: {{Pile-CC: 2, ArXiv: 1}}, fields: {{text: content}}, weight: 1}}
+  code: {{reader: repositories, paths: [src], metadata: m.jsonl, weight: 1, filters: {{min_stars: 1, licences: [MIT]}}}}
+""",
+        )
+    )
+    books, pile, code = recipe.sources
+    assert books.spec.paths == [tmp_path / "b1.txt", tmp_path / "b2.txt"] and books.spec.documents == "line"
+    assert (books.weight, books.duplicates, books.fraction, books.split) == (3, "near", 0.5, "train")
+    assert (
+        pile.spec.sets == ("Pile-CC", "ArXiv") and pile.spec.divide and pile.set_weights == {"Pile-CC": 2, "ArXiv": 1}
+    )
+    assert pile.spec.fields == {"text": "content"}
+    assert code.spec.filters == Filters(min_stars=1, licences=("MIT",)) and code.spec.metadata == tmp_path / "m.jsonl"
+    assert recipe.rules == Rules(0.1, 0.03) and recipe.output == Path("out") and recipe.tokenizer is None
+    assert recipe.training is not None and recipe.training.vocab_size == 500
+
+
+def test_another_root_moves_every_path(tmp_path: Path) -> None:
+    recipe = read_recipe(write(tmp_path, "root: /nowhere\n" + BASE), root=tmp_path)
+    assert recipe.sources[0].spec.paths == [tmp_path / "x"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (BASE + "    wieght: 1\n", r"recipe\.yml: sources\.a\.wieght: unknown key; did you mean weight\?"),
+        (
+            BASE + "    filters: {minstars: 1}\n",
+            r"sources\.a\.filters\.minstars: unknown key; did you mean min_stars\?",
+        ),
+        (BASE + "    weight: -1\n", r"sources\.a\.weight: .*greater than 0"),
+        (BASE + "    documents: page\n", r"sources\.a\.documents: .*'file', 'line' or 'paragraph'"),
+        (BASE + "test_fracton: 1\n", r"test_fracton: unknown key; did you mean test_fraction\?"),
+        ("sources: {a: {paths: [x]}}\n", "either tokenizer_type, with vocab_file, or train_tokenizer"),
+        (BASE + "train_tokenizer: {vocab_size: 9}\n", "either tokenizer_type, with vocab_file, or train_tokenizer"),
+        ("tokenizer_type: CharLevelTokenizer\n", "sources: Field required"),
+        ("tokenizer_type: CharLevelTokenizer\nsources: {a: {paths: ['*.no']}}\n", r"\*\.no: matches no file"),
+        (
+            "train_tokenizer: {vocab_size: 9, tokenizer_type: HFTokenizer, model: unigram}\nsources: {a: {paths: [x]}}\n",
+            "HFTokenizer is trained as bpe",
+        ),
+        ("a: [", "not YAML"),
+        ("- a\n", "valid dictionary"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        read_recipe(write(tmp_path, text))
+    with pytest.raises(DataError, match="none.yml: cannot read the recipe"):
+        read_recipe(tmp_path / "none.yml")
+
+
+@pytest.mark.parametrize("path", sorted((CONFIGS / "recipes").glob("*.yml")), ids=lambda path: path.stem)
+def test_shipped_recipes_go_with_their_run_configurations(path: Path, tmp_path: Path) -> None:
+    values = yaml.safe_load(path.read_text())
+    for source in values["sources"].values():
+        for number, pattern in enumerate(source["paths"]):
+            (tmp_path / pattern.replace("*", str(number))).mkdir(parents=True)
+    recipe = read_recipe(path, root=tmp_path)
+    keys = yaml.safe_load((CONFIGS / path.name).read_text())
+    for split in ("train", "valid", "test"):
+        names = [shard_name(source.spec.name, "", split) for source in recipe.sources]
+        assert keys[f"{split}_data_paths"] == [str(recipe.output / name) for name in names]
+        assert keys[f"{split}_data_weights"] == [source.weight for source in recipe.sources]
+    assert sum(keys["train_data_weights"]) == pytest.approx(1) and keys["train_data_weights"][-1] == 0.25

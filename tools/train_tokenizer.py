@@ -1,0 +1,159 @@
+"""Train a tokenizer on a corpus, and measure it on text held out from the training.
+
+python tools/train_tokenizer.py recipe.yml --vocab-size 32000 --output data/tokenizer
+python tools/train_tokenizer.py --input books=books.jsonl.zst code=src/ --type HFTokenizer --vocab-size 50304 \
+    --output data/tokenizer
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, without installing
+
+from megatron_coca.data.aside import written_aside  # noqa: E402
+from megatron_coca.data.errors import DataError  # noqa: E402
+from megatron_coca.data.inspection.table import table  # noqa: E402
+from megatron_coca.data.preparation.plan import Rules, Source, check  # noqa: E402
+from megatron_coca.data.preparation.recipe import read_recipe  # noqa: E402
+from megatron_coca.data.preparation.sample import training_texts  # noqa: E402
+from megatron_coca.data.readers.source import SourceSpec  # noqa: E402
+from megatron_coca.data.tokenizers.kinds import FileTokenizer  # noqa: E402
+from megatron_coca.data.tokenizers.load import TOKENIZERS  # noqa: E402
+from megatron_coca.data.tokenizers.measure import HeldOut, Measure, measure  # noqa: E402
+from megatron_coca.data.tokenizers.training import TRAINERS  # noqa: E402
+
+REPORT = "training.json"
+TITLES = ("source", "trained on: characters", "held out: documents", "bytes", "tokens", "bytes per token", "exact")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("recipe", nargs="?", type=Path, help="recipe of the preparation; its sources and weights")
+    options.add_argument("--input", nargs="+", metavar="NAME=PATH", help="in place of a recipe; a name may occur again")
+    options.add_argument("--text-field", help="with --input: field of a JSON record that holds its text")
+    options.add_argument("--root", type=Path, help="in place of the recipe's root folder")
+    options.add_argument("--test-fraction", type=float, help="with --input: of the documents, kept out (default 0.03)")
+    options.add_argument("--type", choices=list(TRAINERS), default="SPMTokenizer", help="default SPMTokenizer")
+    options.add_argument("--model", choices=["bpe", "unigram"], default="bpe", help="default bpe")
+    options.add_argument("--vocab-size", type=int, required=True, help="ids in all, with bytes and special tokens")
+    options.add_argument("--characters", type=int, default=50_000_000, help="of text to train on (default 50 million)")
+    options.add_argument("--equal", action="store_true", help="as much text of each source, whatever their weights")
+    options.add_argument("--output", type=Path, required=True, help="folder to make")
+    return options
+
+
+def read_sources(options: argparse.Namespace) -> tuple[list[Source], Rules]:
+    """What the command line or the recipe names."""
+    if (options.recipe is None) == (options.input is None):
+        raise DataError("Name either a recipe or --input NAME=PATH ...")
+    if options.recipe is not None:
+        if options.text_field is not None or options.test_fraction is not None:
+            raise DataError("--text-field and --test-fraction go with --input; a recipe has its own.")
+        recipe = read_recipe(options.recipe, options.root)
+        return recipe.sources, recipe.rules
+    paths: dict[str, list[Path]] = {}
+    for item in options.input:
+        name, separator, path = item.partition("=")
+        if not (name and separator and path):
+            raise DataError(f"--input {item}: give each as NAME=PATH, for example books=books.jsonl.zst")
+        paths.setdefault(name, []).append(Path(path))
+    fields = {"text": options.text_field} if options.text_field else {}
+    rules = Rules() if options.test_fraction is None else Rules(test_fraction=options.test_fraction)
+    return [Source(SourceSpec(name, found, fields=fields)) for name, found in paths.items()], rules
+
+
+def shares(sources: Sequence[Source], characters: int, equal: bool) -> list[int]:
+    """Characters of each source: by weight where all have one, else as many of each."""
+    weights = [1.0 if equal or source.weight is None else source.weight for source in sources]
+    return [int(characters * weight / sum(weights)) for weight in weights]
+
+
+def chosen_texts(
+    sources: Sequence[Source], rules: Rules, wanted: Sequence[int], held_out: dict[str, HeldOut], show: bool
+) -> Iterator[str]:
+    """Texts to train on; the rest goes to ``held_out``, by source."""
+    with tqdm(total=sum(wanted), unit=" characters", unit_scale=True, disable=not show) as bar:
+        for source, share in zip(sources, wanted, strict=True):
+            bar.set_description(f"read {source.spec.name}")
+            held = held_out.setdefault(source.spec.name, HeldOut())
+            for text in held.rest(training_texts([source], rules, share)):
+                bar.update(len(text))
+                yield text
+        bar.set_description("train")
+
+
+def train(options: argparse.Namespace, show: bool = True) -> str:
+    """Train, measure and write; returns what to tell of it."""
+    sources, rules = read_sources(options)
+    check(sources, rules)
+    if options.model not in TRAINERS[options.type]:
+        raise DataError(f"--model {options.model}: {options.type} is trained as {', '.join(TRAINERS[options.type])}.")
+    if options.characters < len(sources):
+        raise DataError(f"--characters {options.characters} is less than one for each source.")
+    wanted = shares(sources, options.characters, options.equal)
+    held_out: dict[str, HeldOut] = {}
+    with written_aside(options.output) as folder:
+        texts = chosen_texts(sources, rules, wanted, held_out, show)
+        tokenizer = TRAINERS[options.type][options.model](texts, options.vocab_size, folder / file_name(options.type))
+        tokenizer.save(folder)
+        measures = {name: measure(tokenizer, held.texts) for name, held in held_out.items()}
+        report = facts(options, tokenizer, held_out, measures)
+        (folder / REPORT).write_text(json.dumps(report, indent=1) + "\n")
+    return told(options, held_out, measures)
+
+
+def file_name(tokenizer_type: str) -> str:
+    """The file that a trained tokenizer is."""
+    return TOKENIZERS[tokenizer_type][1]["vocab_file"]
+
+
+def facts(
+    options: argparse.Namespace, tokenizer: FileTokenizer, held_out: dict[str, HeldOut], measures: dict[str, Measure]
+) -> dict[str, Any]:
+    """The settings and the result, as JSON can hold them."""
+    names = ("type", "model", "vocab_size", "characters", "equal")
+    return {
+        "settings": {name: getattr(options, name) for name in names},
+        "fingerprint": tokenizer.fingerprint,
+        "sources": {
+            name: {"trained_characters": held_out[name].characters, "held_out": asdict(found)}
+            for name, found in measures.items()
+        },
+    }
+
+
+def told(options: argparse.Namespace, held_out: dict[str, HeldOut], measures: dict[str, Measure]) -> str:
+    """The measures, and what to write in a config."""
+    rows = [
+        (name, held_out[name].characters, m.documents, m.bytes, m.tokens, m.bytes_per_token, m.exact)
+        for name, m in measures.items()
+    ]
+    lines = [table(TITLES, rows), ""]
+    unmeasured = [name for name, found in measures.items() if not found.documents]
+    if unmeasured:
+        lines += [f"not measured, with fewer than two documents: {', '.join(unmeasured)}", ""]
+    return "\n".join(
+        [*lines, f"tokenizer_type: {options.type}", f"vocab_file: {options.output / file_name(options.type)}"]
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; 0, or 2 after an error of the input, which is printed without a traceback."""
+    try:
+        print(train(parser().parse_args(arguments)))
+    except DataError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
