@@ -18,13 +18,13 @@ from tqdm import tqdm
 
 from megatron_coca.data import stdlib_source
 from megatron_coca.data.aside import written_aside
-from megatron_coca.data.readers.document import Problems
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.preparation.manifest import MANIFEST, read_manifest
 from megatron_coca.data.preparation.plan import SPLITS, Execution, Rules, Source
 from megatron_coca.data.preparation.run import prepare
 from megatron_coca.data.preparation.run_config import RUN_CONFIG
 from megatron_coca.data.preparation.sample import training_texts
+from megatron_coca.data.readers.document import Problems
 from megatron_coca.data.readers.source import SourceSpec
 from megatron_coca.data.shard_format import token_dtype
 from megatron_coca.data.tokenizers.load import train_sentencepiece

@@ -1,18 +1,13 @@
-"""Tokenized documents on disk: the ``.bin``/``.idx`` pairs of Megatron and GPT-NeoX, through megatron-core.
+"""Tokenized documents on disk: the ``.bin``/``.idx`` pairs of Megatron and GPT-NeoX.
 
 The index says how long each document is and where it begins; the other file is nothing but tokens, so that any slice of
-the concatenated documents is one read from a memory map. This is the one module that imports megatron-core, and only
-when a shard is first opened or written: the import takes seconds.
+the concatenated documents is one read from a memory map.
 """
 
 import copy
-import functools
 import mmap
-import warnings
-from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -20,51 +15,6 @@ from numpy.lib.stride_tricks import sliding_window_view
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.shard_format import shard_paths
 from megatron_coca.data.shard_index import check_index, read_header
-
-
-@functools.cache
-def _indexed_dataset() -> ModuleType:
-    with warnings.catch_warnings():
-        # Its optimizers, which the import pulls in, say that they miss Apex and Transformer Engine: not used here.
-        warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).*", category=UserWarning)
-        from megatron.core.datasets import indexed_dataset
-    return indexed_dataset
-
-
-def _paths(prefix: str | Path) -> tuple[Path, Path]:
-    return Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
-
-
-def token_dtype(vocab_size: int) -> type[np.integer]:
-    """uint16 for fewer than 65,500 ids, else int32: GPT-NeoX's rule."""
-    return np.uint16 if vocab_size < 65500 else np.int32
-
-
-class ShardWriter:
-    """Writes one ``.bin``/``.idx`` pair, document by document. Nothing is complete before ``finish``."""
-
-    def __init__(self, prefix: str | Path, vocab_size: int) -> None:
-        self._bin, self._idx = _paths(prefix)
-        self._vocab_size = vocab_size
-        self._builder = _indexed_dataset().IndexedDatasetBuilder(str(self._bin), dtype=token_dtype(vocab_size))
-        self.documents = self.tokens = 0
-
-    def add(self, ids: Sequence[int] | np.ndarray) -> None:
-        """Append one document. ``DataError`` for an id outside the vocabulary, which the dtype could not hold."""
-        document = np.asarray(ids, dtype=np.int64)
-        if document.size and (document.min() < 0 or document.max() >= self._vocab_size):
-            raise DataError(f"{self._bin}: a token id lies outside the vocabulary of {self._vocab_size}.")
-        self._builder.add_document(document, [document.size])
-        self.documents += 1
-        self.tokens += document.size
-
-    def finish(self) -> None:
-        """Write the index and close both files."""
-        self._builder.finalize(str(self._idx))
-
-    def close(self) -> None:
-        """Close without an index, after an error."""
-        self._builder.data_file.close()
 
 
 class Shard:
@@ -85,10 +35,11 @@ class Shard:
         header = read_header(prefix)
         self._one_sequence_each = check_index(prefix, header)
         self.dtype = header.dtype
-        self._dataset: Any = _indexed_dataset().IndexedDataset(str(prefix))
-        self._boundaries: np.ndarray = self._dataset.document_indices
-        self._starts: np.ndarray = self._dataset.index.sequence_pointers
-        with shard_paths(prefix)[0].open("rb") as stream:
+        bin_path, idx_path = shard_paths(prefix)
+        index = np.memmap(idx_path, dtype=np.uint8, mode="r")
+        self._starts = index[header.pointers_at : header.boundaries_at].view("<i8")
+        self._boundaries = index[header.boundaries_at :].view("<i8")
+        with bin_path.open("rb") as stream:
             self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
         self._tokens = np.frombuffer(self._map, dtype=self.dtype)
         self.len_tokens = self._file_tokens = len(self._tokens)

@@ -11,8 +11,8 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_coca.data.readers.document import Problems
 from megatron_coca.data.errors import DataError
+from megatron_coca.data.readers.document import Problems
 
 # Tests and demos; what other projects installed; packages that not every Python of this version or the next one has.
 SKIPPED_FOLDERS = frozenset(

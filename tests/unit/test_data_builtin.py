@@ -13,7 +13,6 @@ from megatron_coca.data.builtin import SOURCES, WEIGHTS
 from megatron_coca.data.preparation.manifest import read_manifest
 from megatron_coca.data.stdlib_source import docstrings, without_docstrings
 
-
 SPLITS = ("train", "test")
 
 

@@ -24,7 +24,13 @@ def corpus(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def shard(tmp_path: Path, corpus: Path) -> str:
-    prepare([Source(SourceSpec("all", [corpus]))], tmp_path / "shards", TOKENIZER, Rules(test_fraction=0.999999), Execution(progress=False))
+    prepare(
+        [Source(SourceSpec("all", [corpus]))],
+        tmp_path / "shards",
+        TOKENIZER,
+        Rules(test_fraction=0.999999),
+        Execution(progress=False),
+    )
     return str(tmp_path / "shards" / "all_test")
 
 

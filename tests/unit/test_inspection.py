@@ -208,11 +208,11 @@ def test_coverage_without_a_manifest_and_with_bytes(tmp_path: Path) -> None:
 
 
 def test_a_sample_shows_its_documents(tmp_path: Path) -> None:
-    blend = Blend([Shard(write(tmp_path / "s", ["first", "second one", "third"]))], [1.0], 9, seed=1)
-    for number in range(6):
+    blend = Blend([Shard(write(tmp_path / "s", ["first", "second one", "third"]))], [1.0], 5, seed=1)
+    for number in range(9):
         view = view_sample(blend, number)
         assert np.concatenate(view.parts).tolist() == blend.sample(number).tolist()
-        assert view.epoch == number // 2 + 1, "two samples in an epoch"
+        assert view.epoch == number // 3 + 1, "three samples in an epoch"
         assert all(0 not in part[:-1] for part in view.parts), "cut behind the separator and nowhere else"
         assert view.starts_document == (view.first_token in (0, 6, 17))
         text = sample_text(view, TEXT)

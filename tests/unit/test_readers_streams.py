@@ -143,6 +143,8 @@ def test_archives_behind_one_another_are_read(tmp_path: Path) -> None:
     path = tmp_path / "a.tar"
     path.write_bytes(tar({"a.txt": b"one"}) + tar({"b.txt": b"two"}))
     assert [document.text for document in read_documents(path)] == ["one", "two"]
+    path.write_bytes(tar({"a.txt": b"one"}) + tar({"b.txt": b"two"})[:1024])
+    assert texts_before_damage(path)[0] == ["one", "two"], "the end of the first is not that of the second"
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from megatron_coca.data.tokenizers.kinds import DESCRIPTION, Tokenizer
 FORMAT = 2  # of the manifest and the split; raise it when either changes meaning
 MANIFEST = "manifest.json"
 _TOKENIZER_FACTS = ("tokenizer_type", "vocab_size", "eod", "fingerprint")
-_LIBRARIES = ("megatron-core", "sentencepiece", "tokenizers", "numpy")
+_LIBRARIES = ("sentencepiece", "tokenizers", "numpy")
 _EMPTY = {"prefix": None, "documents": 0, "tokens": 0, "bytes": 0, "sha256": None}
 
 

@@ -111,7 +111,7 @@ class Pool:
             return lambda: workshop.prepare(source, chunk)
         try:
             future = self._executor.submit(prepare_in_process, source, chunk)
-        except BrokenProcessPool as error:
+        except (BrokenProcessPool, OSError) as error:  # the latter while the pool takes itself down: a closed pipe
             raise _lost() from error
         return lambda: _result(future)
 

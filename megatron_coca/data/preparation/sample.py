@@ -13,7 +13,7 @@ PARSED_BYTES = 1 << 30
 
 
 def training_texts(sources: Sequence[Source], rules: Rules, characters: int) -> Iterator[str]:
-    """About ``characters`` characters of training text, an equal share per source.
+    """Up to about ``characters`` characters of training text, an equal share per source.
 
     Documents are chosen by a hash of their key, from all units of a source in proportion to their size, so that they
     come from everywhere in a corpus larger than that. Faults are not reported: the preparation reads the same files.

@@ -31,23 +31,26 @@ _MARK = re.compile(
 )
 _CLOSES = {"}}": "{{", "}}}": "{{{", "]]": "[[", "|}": "{|"}
 # Files and categories in the largest editions, beside the English names that work in all of them.
-_UNSEEN_LINKS = frozenset(
-    "file image category media datei bild kategorie fichier image catégorie archivo imagen categoría immagine categoria "
+_UNSEEN_WORDS = (
+    "file image category media datei bild kategorie fichier catégorie archivo imagen categoría immagine categoria "
     "ficheiro imagem bestand afbeelding categorie plik grafika kategoria файл изображение категория зображення "
-    "категорія картинка изображение fil kategori kategorie soubor ファイル 画像 カテゴリ 文件 檔案 图像 分类 分類 "
-    "tập_tin thể_loại ملف صورة تصنيف קובץ קטגוריה dosya resim kategori fájl kép kategória fișier imagine".split()
+    "категорія картинка fil kategori soubor ファイル 画像 カテゴリ 文件 檔案 图像 分类 分類 "
+    "tập_tin thể_loại ملف صورة تصنيف קובץ קטגוריה dosya resim kategori fájl kép kategória fișier imagine"
 )
+_UNSEEN_LINKS = frozenset(_UNSEEN_WORDS.split())
 _LANGUAGE_LINK = re.compile(r"(?:[a-z]{2,3}|simple|[a-z]{2,4}(?:-[a-z]+)+)$")
-_DROPPED_TAGS = frozenset(
+_DROPPED_WORDS = (
     "ref references gallery timeline score imagemap templatedata templatestyles graph hiero inputbox categorytree "
-    "mapframe maplink table style script del includeonly indicator".split()
+    "mapframe maplink table style script del includeonly indicator"
 )
+_DROPPED_TAGS = frozenset(_DROPPED_WORDS.split())
 _LINE_TAGS: Mapping[str, str] = {"br": "\n", "p": "\n\n", "hr": "\n", "li": "\n* ", "dd": "\n", "dt": "\n"}
-_PLAIN_TAGS = frozenset(
+_PLAIN_WORDS = (
     "a abbr b bdi bdo big blockquote center cite code data dfn div dl em font h1 h2 h3 h4 h5 h6 i ins kbd mark "
     "noinclude ol onlyinclude poem q rb rp rt ruby s samp section small span strike strong sub sup time tr td th tt u "
-    "ul var wbr caption nobr noindex langconvert".split()
+    "ul var wbr caption nobr noindex langconvert"
 )
+_PLAIN_TAGS = frozenset(_PLAIN_WORDS.split())
 _RAW_TAGS: Mapping[str, Callable[[str], str]] = {
     "nowiki": html.unescape,
     "pre": lambda raw: f"\n{html.unescape(raw)}\n",

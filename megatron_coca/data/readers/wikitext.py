@@ -20,7 +20,16 @@ from megatron_coca.data.readers.wiki_templates import renderer
 # Sections that list where something comes from or where to go on, by their titles in lower case.
 _PROSELESS = frozenset(
     (
-        *("references", "external links", "see also", "further reading", "notes", "bibliography", "sources", "footnotes"),
+        *(
+            "references",
+            "external links",
+            "see also",
+            "further reading",
+            "notes",
+            "bibliography",
+            "sources",
+            "footnotes",
+        ),
         *("notes and references", "references and notes", "citations", "works cited", "gallery", "general references"),
         *("einzelnachweise", "weblinks", "literatur", "siehe auch", "belege", "anmerkungen", "quellen"),
         *("références", "notes et références", "liens externes", "voir aussi", "bibliographie", "articles connexes"),
@@ -28,7 +37,19 @@ _PROSELESS = frozenset(
         *("collegamenti esterni", "altri progetti", "bibliografia", "ligações externas", "referências", "ver também"),
         *("примечания", "ссылки", "литература", "см. также", "источники", "przypisy", "linki zewnętrzne"),
         *("zobacz też", "externe links", "zie ook", "bronnen, noten en/of referenties", "referenser", "externa länkar"),
-        *("脚注", "注釈", "出典", "参考文献", "関連項目", "外部リンク", "参见", "參見", "外部链接", "外部連結", "参考资料"),
+        *(
+            "脚注",
+            "注釈",
+            "出典",
+            "参考文献",
+            "関連項目",
+            "外部リンク",
+            "参见",
+            "參見",
+            "外部链接",
+            "外部連結",
+            "参考资料",
+        ),
     )
 )
 _LINES: tuple[tuple[re.Pattern[str], str], ...] = (
@@ -64,7 +85,9 @@ def _parser() -> ModuleType:
     try:
         import mwparserfromhell
     except ImportError as error:
-        raise DataError("Wikipedia dumps need mwparserfromhell, which is missing. pip install mwparserfromhell") from error
+        raise DataError(
+            "Wikipedia dumps need mwparserfromhell, which is missing. pip install mwparserfromhell"
+        ) from error
     return mwparserfromhell
 
 

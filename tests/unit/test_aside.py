@@ -1,0 +1,40 @@
+"""Folders that are complete or absent."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from megatron_coca.data import DataError
+from megatron_coca.data.aside import complete, partial_folder, written_aside
+
+
+def test_a_folder_appears_when_it_is_filled(tmp_path: Path) -> None:
+    with written_aside(tmp_path / "out") as folder:
+        (folder / "a").write_text("a")
+        assert not (tmp_path / "out").exists()
+    assert os.listdir(tmp_path) == ["out"] and (tmp_path / "out" / "a").read_text() == "a"
+
+
+def test_other_errors_are_kept_and_nothing_stays_behind(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), written_aside(tmp_path / "out") as folder:
+        (folder / "half").write_text("half")
+        raise KeyError("fault in the caller")
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_exists_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with pytest.raises(DataError, match="exists already"), written_aside(tmp_path / "out"):
+        pass
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_a_partial_folder_is_found_again_and_completed_without_its_lock(tmp_path: Path) -> None:
+    folder = partial_folder(tmp_path / "out")
+    assert folder == partial_folder(tmp_path / "out") and folder.parent == tmp_path
+    folder.mkdir()
+    (folder / "a").touch()
+    (folder / ".lock").touch()
+    complete(folder, tmp_path / "out", without=[".lock"])
+    assert os.listdir(tmp_path / "out") == ["a"] and not folder.exists()

@@ -1,0 +1,62 @@
+"""Texts for a tokenizer: from everywhere in a corpus, none held out, about as many as asked for."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_coca.data import DataError, Rules, Source, SourceSpec
+from megatron_coca.data.preparation import sample
+from megatron_coca.data.preparation.plan import split_of
+from megatron_coca.data.preparation.sample import training_texts
+from megatron_coca.data.readers.files import FileReader
+
+
+def write(path: Path, count: int, length: int = 100) -> Path:
+    rows = ({"text": f"{path.stem} {i:05} ".ljust(length, "x"), "key": f"{path.stem}{i}"} for i in range(count))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_an_equal_share_of_every_source_from_all_its_files(tmp_path: Path) -> None:
+    large = [write(tmp_path / f"large{number}.jsonl", 2000) for number in range(3)]
+    sources = [Source(SourceSpec("large", large)), Source(SourceSpec("small", [write(tmp_path / "small.jsonl", 900)]))]
+    texts = list(training_texts(sources, Rules(test_fraction=0.2), 60_000))
+    by_file = {path.stem: sum(text.startswith(path.stem) for text in texts) for path in [*large, Path("small")]}
+    assert all(40 <= by_file[path.stem] <= 100 for path in large), by_file
+    assert 150 <= by_file["small"] <= 240
+    firsts = [int(text.split()[1]) for text in texts if text.startswith("large1")]
+    assert min(firsts) < 300 and max(firsts) > 1500
+
+
+def test_nothing_that_is_held_out(tmp_path: Path) -> None:
+    rules = Rules(valid_fraction=0.2, test_fraction=0.3)
+    source = Source(SourceSpec("s", [write(tmp_path / "s.jsonl", 400)]))
+    texts = list(training_texts([source], rules, 10**7))
+    keys = [text.split()[0] + str(int(text.split()[1])) for text in texts]
+    assert keys == [key for i in range(400) if split_of(key := f"s{i}", rules) == "train"]
+    assert not list(training_texts([Source(source.spec, split="test")], rules, 10**7))
+
+
+def test_a_large_corpus_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sample, "PARSED_BYTES", 40_000)
+    monkeypatch.setattr(sample, "open_reader", lambda spec: FileReader(spec, block=2000))
+    parsed = []
+    documents = FileReader.documents
+
+    def counting(self, chunk, problems):
+        for document in documents(self, chunk, problems):
+            parsed.append(document)
+            yield document
+
+    monkeypatch.setattr(FileReader, "documents", counting)
+    source = Source(SourceSpec("s", [write(tmp_path / "s.jsonl", 4000)]))
+    texts = list(training_texts([source], Rules(), 5_000))
+    assert 30 <= len(texts) <= 60 and 150 <= len(parsed) <= 700
+
+
+@pytest.mark.parametrize("content", ["", "\n\n", '{"text": ""}\n', "garbage\n"])
+def test_a_source_without_a_document_is_an_error(tmp_path: Path, content: str) -> None:
+    (tmp_path / "c.jsonl").write_text(content)
+    with pytest.raises(DataError, match=r"c: no usable document in .*c\.jsonl"):
+        list(training_texts([Source(SourceSpec("c", [tmp_path / "c.jsonl"]))], Rules(), 1000))
