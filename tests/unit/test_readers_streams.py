@@ -239,13 +239,14 @@ def test_documents_do_not_depend_on_the_blocks(tmp_path: Path, suffix: str) -> N
     rng = random.Random(1)
     records = [
         b"{broken",
+        b"\xef\xbb\xbf" + LINES.splitlines()[0],  # a byte order mark that does not begin the file
         b'{"text": "\xff"}',
         b"",
         b"  ",
         *LINES.splitlines()[:40],
         b'{"text": "' + b"x" * 900 + b'"}',
     ]
-    lines = b"\n".join(rng.choices(records, k=80))
+    lines = b"\n".join([*records, *rng.choices(records, k=40)])
     files = {"a.jsonl": lines, "b.txt": b"a book", "c.txt": b"", "d.jpg": b"", "e.jsonl": lines}
     for name, content in (("a.jsonl", lines), ("b.tar", tar(files))):
         path = tmp_path / f"{name}{suffix}"

@@ -141,7 +141,7 @@ def test_a_dump_on_the_disk_is_read_by_the_file_reader(tmp_path: Path, compress)
         ("__NOTOC__a", "a"),
         ("Ada ({{IPA-en|x}}; born {{nowrap|1 May}}) and ({{x}}, {{y}}) b", "Ada (born 1 May) and b"),
         ("a b, {{x}}, c {{y}}.", "a b,, c."),
-        ("if a<b and c>d, [x] {y}", "if a<b and c>d, [x] {y}"),
+        ("if a < b and c>d, [x] {y} <=", "if a < b and c>d, [x] {y} <="),
         ("= x\n== ", "= x\n=="),
         ("{{{1|a}}}b", "b"),
         ("a\n\n\n\n\nb", "a\n\nb"),

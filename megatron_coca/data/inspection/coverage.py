@@ -99,8 +99,10 @@ def _of_source(source: str, entries: Sequence[Entry], tokenizer: Tokenizer, show
         counts += own
         number = read_header(entry.prefix).entries - 1
         total += number
-        known = (entry.bytes, int(own.sum()) - int(own[tokenizer.eod]), number)
-        found = _bytes_and_tokens(entry, tokenizer) if entry.bytes is None else known
+        if entry.bytes is None:
+            found = _bytes_and_tokens(entry, tokenizer)
+        else:
+            found = (entry.bytes, int(own.sum()) - int(own[tokenizer.eod]), number)
         size, tokens, measured = size + found[0], tokens + found[1], measured + found[2]
     return Coverage(source, total, counts, size / max(1, tokens), measured)
 

@@ -142,7 +142,8 @@ def is_generated(text: str) -> bool:
 
 def is_minified(text: str) -> bool:
     """Whether lines are over 100 characters long on average, or one is over 1,000."""
-    if len(text) > MEAN_LINE * (text.count("\n") + 1):
+    breaks = text.count("\n")
+    if len(text) - breaks > MEAN_LINE * (breaks + (not text.endswith("\n"))):
         return True
     # Jump from line break to line break, by the longest step that a short line allows: far fewer steps than lines.
     start, length = 0, len(text)

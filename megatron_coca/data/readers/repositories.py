@@ -20,6 +20,7 @@ from megatron_coca.data.readers.source import Chunk, Filters, SourceSpec, Unit
 from megatron_coca.data.readers.trees import Walk, is_repository, outside, repositories, shown
 
 CHUNK_BYTES, CHUNK_FILES = 1 << 20, 2000
+_HEAD_BYTES = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +144,7 @@ def _read(path: str, facts: Facts, filters: Filters) -> str:
         _refuse(admit_facts(facts, filters))
     try:
         _refuse(size_reason(os.path.getsize(path), Filters(max_bytes=filters.max_bytes)))
-        raw = Path(path).read_bytes()
+        raw = _bytes(path, facts.language is None)
     except OSError as error:
         raise RejectedRecord("unreadable", error.strerror or str(error)) from error
     text = _decode(raw)
@@ -153,6 +154,15 @@ def _read(path: str, facts: Facts, filters: Filters) -> str:
     _refuse(None if text.strip() else "empty file")
     _refuse(admit(text, facts, filters))
     return text
+
+
+def _bytes(path: str, unknown: bool) -> bytes:
+    """All of a file; of one of unknown type, which may be any size, only the head unless it is a script."""
+    with open(path, "rb") as stream:
+        head = stream.read(_HEAD_BYTES)
+        _refuse("binary" if b"\0" in head else None)
+        _refuse("unknown file type" if unknown and not head.startswith(b"#!") else None)
+        return head + stream.read()
 
 
 def _decode(raw: bytes) -> str:

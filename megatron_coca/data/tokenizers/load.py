@@ -48,8 +48,8 @@ def load_tokenizer(
     kind, names = TOKENIZERS[tokenizer_type]
     given = {"vocab_file": vocab_file, "merge_file": merge_file}
     if vocab_file is not None and Path(vocab_file).is_dir():
-        inside = {argument: Path(vocab_file) / name for argument, name in names.items()}
-        given = inside | ({"merge_file": merge_file} if merge_file else {})
+        for argument, name in names.items():
+            given[argument] = (merge_file if argument == "merge_file" else None) or Path(vocab_file) / name
     files = {argument: (name, _read(tokenizer_type, argument, given[argument])) for argument, name in names.items()}
     try:
         return kind(files, eod)

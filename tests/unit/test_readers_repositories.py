@@ -1,0 +1,196 @@
+"""Folders of repositories to documents."""
+
+import json
+import os
+import pickle
+import shutil
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from megatron_coca.data.errors import DataError
+from megatron_coca.data.readers import open_reader, repositories
+from megatron_coca.data.readers.document import Document, Problems
+from megatron_coca.data.readers.source import Filters, SourceSpec
+
+
+def write(root: Path, files: dict[str, str | bytes]) -> Path:
+    for name, content in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return root
+
+
+def spec(*roots: Path, **other) -> SourceSpec:
+    return SourceSpec("code", roots, reader="repositories", **other)
+
+
+def read(given: SourceSpec, strict: bool = False) -> tuple[list[Document], Problems]:
+    reader, problems = open_reader(given), Problems(strict)
+    worker = pickle.loads(pickle.dumps(reader))
+    chunks = [chunk for unit in reader.units() for chunk in reader.chunks(unit)]
+    chunks = pickle.loads(pickle.dumps(chunks))
+    return [document for chunk in chunks for document in worker.documents(chunk, problems)], problems
+
+
+TREE: dict[str, str | bytes] = {
+    "flat/b.py": "b = 1\n",
+    "flat/a.c": "int a;\n",
+    "flat/.git/config": "[core]\n",
+    "flat/sub/deep/c.rs": "fn c() {}\n",
+    "owner/one/x.go": "package x\n",
+    "owner/two/.git/HEAD": "ref\n",
+    "owner/two/lib/y.js": "let y;\n",
+}
+
+
+def test_repositories_are_found_by_name_or_owner(tmp_path: Path) -> None:
+    documents, problems = read(spec(write(tmp_path, TREE)))
+    assert [(d.key, d.text) for d in documents] == [
+        ("flat", "int a;\n"),
+        ("flat", "b = 1\n"),
+        ("flat", "fn c() {}\n"),
+        ("owner/one", "package x\n"),
+        ("owner/two", "let y;\n"),
+    ]
+    assert problems.filtered == {"version control": 2} and not problems.total
+    reader = open_reader(spec(tmp_path))
+    assert [u.path for u in reader.units()] == [str(tmp_path / n) for n in ("flat", "owner/one", "owner/two")]
+
+
+def test_a_repository_may_be_named_itself(tmp_path: Path) -> None:
+    documents, _ = read(spec(write(tmp_path, TREE) / "flat"))
+    assert [d.key for d in documents] == ["flat"] * 3
+
+
+def test_what_is_no_source_is_counted(tmp_path: Path) -> None:
+    root = write(
+        tmp_path / "all",
+        {
+            "README": "of none",
+            "r/a.png": b"\x89PNG\0",
+            "r/b.py": b"x = '\0'\n",
+            "r/latin.py": "# é\n".encode("latin-1"),
+            "r/empty.py": " \n",
+            "r/notebook.ipynb": "{}",
+            "r/LICENSE": "Take it.\n",
+            "r/tool": "#!/bin/sh\necho\n",
+            "r/bom.py": b"\xef\xbb\xbfx = 1\n",
+        },
+    )
+    write(tmp_path / "secret", {"s.py": "secret = 1\n"})
+    (root / "r" / "link.py").symlink_to(tmp_path / "secret" / "s.py")
+    (root / "r" / "loop").symlink_to(root, target_is_directory=True)
+    (root / "linked").symlink_to(tmp_path / "secret", target_is_directory=True)
+    os.mkfifo(root / "r" / "pipe.py")
+    documents, problems = read(spec(root))
+    assert [d.text for d in documents] == ["x = 1\n", "#!/bin/sh\necho\n"]
+    assert problems.filtered == {
+        "outside of a repository": 1,
+        "symbolic link": 3,
+        "binary": 1,
+        "empty file": 1,
+        "unknown file type": 3,
+        "not a regular file": 1,
+    }
+    assert problems.named == [f"{root}/r/latin.py: invalid UTF-8 (byte 2)"]
+    with pytest.raises(DataError, match="latin.py: invalid UTF-8"):
+        read(spec(root), strict=True)
+
+
+def test_what_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = write(tmp_path, {"r/a.py": "a = 1\n", "r/locked/b.py": "b = 1\n", "r/gone.py": "c = 1\n"})
+    reader, problems = open_reader(spec(root)), Problems()
+    scandir = os.scandir
+
+    def refuse(path: str):  # permissions do not stop the superuser, who may run this
+        if str(path).endswith("locked"):
+            raise PermissionError(13, "Permission denied")
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    chunks = [chunk for unit in reader.units() for chunk in reader.chunks(unit)]
+    (root / "r" / "gone.py").unlink()
+    assert [d.text for c in chunks for d in reader.documents(c, problems)] == ["a = 1\n"]
+    assert sorted(problems.named) == [
+        f"{root}/r/gone.py: unreadable (No such file or directory)",
+        f"{root}/r/locked: unreadable (Permission denied)",
+    ]
+
+
+def test_names_that_are_not_utf8_are_read_and_shown(tmp_path: Path) -> None:
+    folder = os.fsencode(tmp_path / "r")
+    os.mkdir(folder)
+    for name, content in ((b"\xff.py", b"x = 1\n"), (b"\xfe.py", b"\xff\n")):
+        Path(os.fsdecode(os.path.join(folder, name))).write_bytes(content)
+    documents, problems = read(spec(tmp_path))
+    assert [d.text for d in documents] == ["x = 1\n"]
+    assert problems.named[0].endswith("\\xfe.py: invalid UTF-8 (byte 0)")
+
+
+def test_facts_come_from_the_metadata(tmp_path: Path) -> None:
+    root = write(tmp_path / "all", TREE)
+    records = [
+        {"repository": "Owner/One", "stars": 5, "licence": "MIT"},
+        {"repository": "owner/two", "stars": 0, "license": ["MIT", "GPL-3.0-only"]},
+    ]
+    metadata = tmp_path / "repositories.jsonl"
+    metadata.write_text("\n".join(map(json.dumps, records)) + "\n\n")
+    documents, problems = read(spec(root, metadata=metadata, filters=Filters(min_stars=1)))
+    assert [d.key for d in documents] == ["owner/one"]
+    assert problems.filtered == {"version control": 2, "no stars given": 3, "stars below 1": 1}
+    documents, problems = read(spec(root, metadata=metadata, filters=Filters(licences=("permissive",))))
+    assert [d.key for d in documents] == ["owner/one"]
+    assert problems.filtered == {"version control": 2, "no licence given": 3, "licence not chosen": 1}
+
+
+def test_filters_of_files(tmp_path: Path) -> None:
+    files = {"r/a.py": "x = 1\n", "r/b.py": "y" * 2000, "r/c.js": "// @generated\n", "r/vendor/d.py": "z = 1\n"}
+    filters = Filters(max_bytes=100, generated=False, minified=False, languages=("python", "javascript"))
+    documents, problems = read(spec(write(tmp_path, files | {"r/tool": "#!/bin/sh\n"}), filters=filters))
+    assert [d.text for d in documents] == ["x = 1\n"]
+    assert problems.filtered == {"larger than 100 bytes": 1, "generated": 1, "vendored": 1, "language not chosen": 1}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"paths": ["nowhere"]}, "no such folder"),
+        ({"paths": ["empty"]}, "holds no repository"),
+        ({"filters": Filters(min_stars=1)}, "need metadata"),
+        ({"filters": Filters(licences=("mit",))}, "need metadata"),
+        ({"metadata": Path("nowhere.jsonl")}, "no such file"),
+        ({"metadata": Path("bad.jsonl")}, "bad.jsonl:2: needs"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change, message) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, {"all/r/a.py": "x", "bad.jsonl": '{"repository": "r"}\n{"stars": 3}\n'})
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=message):
+        read(SourceSpec(**({"name": "code", "paths": ["all"], "reader": "repositories"} | change)))
+
+
+def test_chunks_are_small_and_the_same_every_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = write(tmp_path, {f"r/{i % 7}/f{i}.py": f"x = {i}\n" * 20 for i in range(200)} | {"r/.git/HEAD": ""})
+    whole, _ = read(spec(root))
+    monkeypatch.setattr(repositories, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(repositories, "CHUNK_FILES", 9)
+    reader = open_reader(spec(root))
+    (unit,) = reader.units()
+    chunks = list(reader.chunks(unit))
+    assert chunks == list(reader.chunks(unit)) and len(chunks) > 20
+    assert read(spec(root))[0] == whole and len(whole) == 200
+    assert sum(chunk.read for chunk in chunks) == sum(p.stat().st_size for p in root.rglob("*.py"))
+    assert [chunk.first for chunk in chunks[1:]] == [chunk.first + len(chunk.payload.names) for chunk in chunks[:-1]]
+
+
+def test_a_part_of_the_python_installation(tmp_path: Path) -> None:
+    for name in ("json", "email", "xml"):
+        shutil.copytree(Path(sysconfig.get_paths()["stdlib"]) / name, tmp_path / "python" / name)
+    documents, problems = read(spec(tmp_path, filters=Filters(generated=False, minified=False)))
+    assert len(documents) > 40 and {d.key for d in documents} == {"python/json", "python/email", "python/xml"}
+    assert any("class JSONDecoder" in d.text for d in documents)
+    assert not problems.total and set(problems.filtered) <= {"unknown file type", "empty file", "generated"}
