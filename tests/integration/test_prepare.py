@@ -67,21 +67,19 @@ def test_killed_at_random_it_ends_with_the_same_bytes(
 ) -> None:
     training = ("--train-tokenizer", 400, "--workers", 2, "--save-seconds", 0.1)
     finished(command(corpus, tmp_path / "whole", *training))
+    size = (tmp_path / "whole" / "c_train.bin").stat().st_size
+    growing = tmp_path / ".out.partial" / "c_train.bin"
     monkeypatch.setenv("PREPARE_TEST_MARK", str(tmp_path))
-    chosen, kills = random.Random(2), 0
-    for _ in range(6):
+    chosen = random.Random(2)
+    for part in (0.0, 0.2, 0.4, 0.6):
         process = subprocess.Popen(command(corpus, tmp_path / "out", *training), cwd=ROOT, stderr=subprocess.DEVNULL)
-        try:
-            assert process.wait(chosen.uniform(1.0, 6.0)) == 0
-            break
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-            kills += 1
-    assert kills >= 2, "the corpus is too small for this machine to be killed on the way"
+        while process.poll() is None and not (growing.exists() and growing.stat().st_size >= part * size):
+            time.sleep(0.002)
+        time.sleep(chosen.uniform(0, 0.1))
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL, "it ended before it was killed"
     monkeypatch.delenv("PREPARE_TEST_MARK")
-    if not (tmp_path / "out").exists():
-        finished(command(corpus, tmp_path / "out", *training))
+    finished(command(corpus, tmp_path / "out", *training))
     assert everything(tmp_path / "out") == everything(tmp_path / "whole")
     deadline = time.monotonic() + 20
     while (left := processes(str(tmp_path))) and time.monotonic() < deadline:

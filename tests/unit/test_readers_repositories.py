@@ -141,6 +141,10 @@ def test_facts_come_from_the_metadata(tmp_path: Path) -> None:
     documents, problems = read(spec(root, metadata=metadata, filters=Filters(min_stars=1)))
     assert [d.key for d in documents] == ["owner/one"]
     assert problems.filtered == {"version control": 2, "no stars given": 3, "stars below 1": 1}
+    reader = open_reader(spec(root, metadata=metadata))
+    before = pickle.dumps(reader)
+    list(reader.documents(next(reader.chunks(reader.units()[0])), Problems()))
+    assert pickle.dumps(reader) == before  # the metadata stays behind
     documents, problems = read(spec(root, metadata=metadata, filters=Filters(licences=("permissive",))))
     assert [d.key for d in documents] == ["owner/one"]
     assert problems.filtered == {"version control": 2, "no licence given": 3, "licence not chosen": 1}

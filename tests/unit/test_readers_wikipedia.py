@@ -194,6 +194,7 @@ def test_sections_without_prose_go_with_what_is_under_them() -> None:
         ("{|\n| row\nprose", "prose"),
         ("a <math>b", "a b"),
         ("[[a\n\nb]] c", "a\n\nb c"),
+        ("[[a {{box|b]] c}} d", "a d"),
     ],
 )
 def test_what_is_left_open_loses_its_mark_only(broken: str, kept: str) -> None:
@@ -235,6 +236,13 @@ def test_a_megabyte_of_braces_and_deep_nesting() -> None:
     assert plain_text("{{nowrap|" * 5000 + "x" + "}}" * 5000) == ""
     assert plain_text("{{nowrap|" * 4 + "x" + "}}" * 4) == "x"
     assert time.perf_counter() - start < 10
+
+
+@pytest.mark.parametrize("mark", ["<nowiki>", "<math>", "<!--", "<ref>", "= "])
+def test_a_megabyte_of_what_never_ends(mark: str) -> None:
+    start = time.perf_counter()
+    plain_text(mark * (1_000_000 // len(mark)))  # of "= " the parser alone overflows its stack
+    assert time.perf_counter() - start < 4
 
 
 def test_random_markup_never_hangs_or_fails() -> None:

@@ -88,6 +88,6 @@ class WikipediaPages:
                 continue
             if row is not None:
                 yield place, row
-        fault = _fault_of_rest(rest)
-        if fault is not None:
-            problems.add(f"{chunk.path}:{max(1, chunk.first) + len(records)}", "invalid XML", fault)
+        wrong = _fault_of_rest(rest)
+        if wrong is not None:
+            problems.add(f"{chunk.path}:{max(1, chunk.first) + len(records)}", "invalid XML", wrong)
