@@ -19,7 +19,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, without installing
 
 from megatron_coca.config import Config, ConfigError, load_config  # noqa: E402
-from megatron_coca.data.blend import Blend  # noqa: E402
 from megatron_coca.data.errors import DataError  # noqa: E402
 from megatron_coca.data.inspection.collection import common_tokenizer, find_shards, plain, required  # noqa: E402
 from megatron_coca.data.inspection.coverage import coverage_facts, coverage_table, measure_coverage  # noqa: E402
@@ -28,7 +27,8 @@ from megatron_coca.data.inspection.lengths import lengths_by_source, lengths_tab
 from megatron_coca.data.inspection.mixture import mixture, mixture_table  # noqa: E402
 from megatron_coca.data.inspection.samples import document_text, sample_text, view_sample  # noqa: E402
 from megatron_coca.data.inspection.text_faults import find_text_faults, text_faults_table  # noqa: E402
-from megatron_coca.data.shards import Shard  # noqa: E402
+from megatron_coca.data.order.blend import Blend  # noqa: E402
+from megatron_coca.data.shards.shard import Shard  # noqa: E402
 from megatron_coca.data.tokenizers.kinds import Tokenizer  # noqa: E402
 from megatron_coca.data.tokenizers.load import TOKENIZERS, load_tokenizer  # noqa: E402
 from megatron_coca.training.corpus import Corpus, open_corpus  # noqa: E402

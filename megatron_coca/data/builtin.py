@@ -26,7 +26,7 @@ from megatron_coca.data.preparation.run_config import RUN_CONFIG
 from megatron_coca.data.preparation.sample import training_texts
 from megatron_coca.data.readers.document import Problems
 from megatron_coca.data.readers.source import SourceSpec
-from megatron_coca.data.shard_format import token_dtype
+from megatron_coca.data.shards.layout import token_dtype
 from megatron_coca.data.tokenizers.load import train_sentencepiece
 
 _LOGGER = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from megatron_coca.checkpoints import native
-from megatron_coca.data.shard_writer import ShardWriter
+from megatron_coca.data.shards.writer import ShardWriter
 
 ROOT = Path(__file__).parents[2]
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "SLURM_")

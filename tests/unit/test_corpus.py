@@ -7,7 +7,7 @@ import pytest
 
 from megatron_coca.config import Config, ConfigError, load_config
 from megatron_coca.data import Blend, DataError, Loader, Shard, load_tokenizer
-from megatron_coca.data.shard_writer import ShardWriter
+from megatron_coca.data.shards.writer import ShardWriter
 from megatron_coca.training.corpus import open_corpus, split_shard
 from megatron_coca.training.mixture import mixture_figures, mixture_table, repeated_sources
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from megatron_coca.data import Blend, DataError, Loader, Shard
-from megatron_coca.data.blend import Places
-from megatron_coca.data.permutation import derive_key, permute
-from megatron_coca.data.shard_writer import ShardWriter
+from megatron_coca.data.order.blend import Places
+from megatron_coca.data.order.permutation import derive_key, permute
+from megatron_coca.data.shards.writer import ShardWriter
 
 
 def make_shard(prefix: Path, lengths: list[int], first: int = 0, vocab_size: int = 60000) -> Shard:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from megatron_coca.config import load_config
-from megatron_coca.data.blend import Blend
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.inspection import collection, duplicates
 from megatron_coca.data.inspection.collection import Entry, common_tokenizer, documents, find_shards, some_documents
@@ -19,9 +18,10 @@ from megatron_coca.data.inspection.lengths import count_lengths, lengths_by_sour
 from megatron_coca.data.inspection.samples import BOUNDARY, sample_text, view_sample
 from megatron_coca.data.inspection.table import excerpt, percent, table
 from megatron_coca.data.inspection.text_faults import FAULTS, find_text_faults
+from megatron_coca.data.order.blend import Blend
 from megatron_coca.data.preparation.manifest import FORMAT
-from megatron_coca.data.shard_format import HEADER, MAGIC
-from megatron_coca.data.shards import Shard
+from megatron_coca.data.shards.layout import HEADER, MAGIC
+from megatron_coca.data.shards.shard import Shard
 from megatron_coca.data.tokenizers.load import load_tokenizer
 from megatron_coca.data.tokenizers.training import train_sentencepiece
 from tools import inspect_data

@@ -19,7 +19,7 @@ from megatron_coca.data.preparation.plan import Execution, Rules, Source, split_
 from megatron_coca.data.preparation.run import prepare
 from megatron_coca.data.preparation.run_config import training_weights
 from megatron_coca.data.readers.files import FileReader
-from megatron_coca.data.shard_writer import ShardWriter
+from megatron_coca.data.shards.writer import ShardWriter
 
 CHARACTERS = load_tokenizer("CharLevelTokenizer")
 SHAPE = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "seq_length": 4}

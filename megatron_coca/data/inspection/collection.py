@@ -10,7 +10,7 @@ import numpy as np
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.inspection.index import document_lengths
 from megatron_coca.data.preparation.manifest import MANIFEST, read_manifest
-from megatron_coca.data.shards import Shard
+from megatron_coca.data.shards.shard import Shard
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION, Tokenizer
 from megatron_coca.data.tokenizers.load import load_saved_tokenizer
 

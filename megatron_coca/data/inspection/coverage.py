@@ -10,7 +10,7 @@ from tqdm import tqdm
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.inspection.collection import Entry, documents, some_documents, without_separator
 from megatron_coca.data.inspection.table import excerpt, percent, table
-from megatron_coca.data.shard_index import read_header
+from megatron_coca.data.shards.index import read_header
 from megatron_coca.data.tokenizers.kinds import FileTokenizer, Tokenizer
 
 FREQUENT = 20

@@ -13,8 +13,8 @@ from tqdm import tqdm
 
 from megatron_coca.data.inspection.collection import Entry, documents
 from megatron_coca.data.inspection.table import excerpt, percent, table
-from megatron_coca.data.shard_index import read_header
-from megatron_coca.data.shards import Shard
+from megatron_coca.data.shards.index import read_header
+from megatron_coca.data.shards.shard import Shard
 from megatron_coca.data.tokenizers.kinds import Tokenizer
 
 # 96 bits of hash: among 10^9 documents two different ones agree with a probability of 10^-11.

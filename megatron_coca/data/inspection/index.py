@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_coca.data.shard_format import HEADER, shard_paths
-from megatron_coca.data.shard_index import check_index, read_header
+from megatron_coca.data.shards.index import check_index, read_header
+from megatron_coca.data.shards.layout import HEADER, shard_paths
 
 _AT_ONCE = 1 << 18
 

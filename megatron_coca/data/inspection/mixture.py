@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from megatron_coca.data.blend import Blend, SourceShare
 from megatron_coca.data.inspection.table import percent, table
+from megatron_coca.data.order.blend import Blend, SourceShare
 
 TITLES = ("source", "tokens on disk", "weight", "achieved", "samples", "tokens read", "epochs")
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_coca.data.blend import Blend
-from megatron_coca.data.shards import Shard
+from megatron_coca.data.order.blend import Blend
+from megatron_coca.data.shards.shard import Shard
 from megatron_coca.data.tokenizers.kinds import Tokenizer
 
 BOUNDARY = "──────── document ends ────────"

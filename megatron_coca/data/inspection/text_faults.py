@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from megatron_coca.data.inspection.collection import Entry, some_documents
 from megatron_coca.data.inspection.table import excerpt, percent, table
-from megatron_coca.data.shard_index import read_header
+from megatron_coca.data.shards.index import read_header
 from megatron_coca.data.tokenizers.kinds import Tokenizer
 
 # Bytes 0x80 to 0xBF as Latin-1 and as Windows-1252 read them: what follows the first byte of a character in UTF-8.

@@ -13,7 +13,7 @@ from megatron_coca.data.preparation.journal import ShardState, State
 from megatron_coca.data.preparation.outputs import shard_name
 from megatron_coca.data.preparation.plan import SPLITS, Source
 from megatron_coca.data.readers.source import Unit
-from megatron_coca.data.shards import Shard
+from megatron_coca.data.shards.shard import Shard
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION, Tokenizer
 
 FORMAT = 2  # of the manifest and the split; raise it when either changes meaning

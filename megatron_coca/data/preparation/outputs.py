@@ -10,7 +10,7 @@ import numpy as np
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.preparation.journal import ShardState
 from megatron_coca.data.preparation.work import Prepared
-from megatron_coca.data.shard_writer import ShardWriter, Written
+from megatron_coca.data.shards.writer import ShardWriter, Written
 
 _Key = tuple[int, str, str]
 

@@ -16,7 +16,7 @@ from megatron_coca.data.preparation.plan import Rules, Source, position, split_o
 from megatron_coca.data.readers import open_reader
 from megatron_coca.data.readers.document import Document, Problems
 from megatron_coca.data.readers.source import Chunk
-from megatron_coca.data.shard_format import token_dtype
+from megatron_coca.data.shards.layout import token_dtype
 from megatron_coca.data.tokenizers.kinds import Tokenizer
 from megatron_coca.data.tokenizers.load import load_saved_tokenizer
 
@@ -101,8 +101,6 @@ _workshop: Workshop | None = None  # one per process of the pool: opening a toke
 def begin_process(sources: Sequence[Source], tokenizer: Path, rules: Rules) -> None:
     """Set up a process of the pool."""
     global _workshop
-    # The processes are the parallel part; threads of the tokenizers' library would only fight over the same cores.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends the pool in order
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _workshop = Workshop(sources, load_saved_tokenizer(tokenizer), rules)

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from megatron_coca.data.errors import DataError
-from megatron_coca.data.shard_format import shard_paths
-from megatron_coca.data.shard_index import check_index, read_header
+from megatron_coca.data.shards.index import check_index, read_header
+from megatron_coca.data.shards.layout import shard_paths
 
 
 class Shard:

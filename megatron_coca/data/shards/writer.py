@@ -14,7 +14,7 @@ from typing import IO
 import numpy as np
 
 from megatron_coca.data.errors import DataError
-from megatron_coca.data.shard_format import HEADER, MAGIC, dtype_code, shard_paths, token_dtype
+from megatron_coca.data.shards.layout import HEADER, MAGIC, dtype_code, shard_paths, token_dtype
 
 _LENGTH = np.dtype("<i4")
 _AT_ONCE = 1 << 18

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_coca.data.errors import DataError
-from megatron_coca.data.permutation import derive_key, permute
-from megatron_coca.data.shards import Shard
+from megatron_coca.data.order.permutation import derive_key, permute
+from megatron_coca.data.shards.shard import Shard
 
 PATTERN_SLOTS = 65536  # fixed: were it chosen by the length of a run, a longer run would see another order
 

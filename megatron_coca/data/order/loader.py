@@ -5,9 +5,9 @@ from types import TracebackType
 
 import numpy as np
 
-from megatron_coca.data.batch import Batch, Packing
-from megatron_coca.data.blend import Blend, Places
 from megatron_coca.data.errors import DataError
+from megatron_coca.data.order.batch import Batch, Packing
+from megatron_coca.data.order.blend import Blend, Places
 
 
 class Loader:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_coca.data.errors import DataError
-from megatron_coca.data.shard_format import HEADER, INTEGER_CODES, MAGIC, shard_paths
+from megatron_coca.data.shards.layout import HEADER, INTEGER_CODES, MAGIC, shard_paths
 
 _AT_ONCE = 1 << 18
 _REBUILD = "Prepare the corpus again, or copy both files again from where they were built."

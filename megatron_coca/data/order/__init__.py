@@ -1,0 +1,1 @@
+"""The order of training data: which sample is which, what a batch holds, and how one rank reads it."""

@@ -1,0 +1,1 @@
+"""Tokenized documents on disk: ``.bin``/``.idx`` pairs, how they are laid out, checked, read and written."""
