@@ -86,6 +86,7 @@ def test_shards_manifest_tokenizer_and_run_config(tmp_path: Path) -> None:
     assert load_saved_tokenizer(manifest.parent).fingerprint == CHARACTERS.fingerprint
     config = load_config(manifest.parent / "data.yml", SHAPE)
     assert config.data.train_data_paths == [str(manifest.parent / "c_train")]
+    assert config.model.vocab_size == CHARACTERS.vocab_size
     assert not partial_folder(tmp_path / "out").exists()
 
 

@@ -26,8 +26,8 @@ def write(
             keys[f"{split}_data_weights"] = [weights[entry["name"]] for entry in entries]
     saved = json.loads((folder / DESCRIPTION).read_text())
     files = {argument: str(final / saved[argument]) for argument in ("vocab_file", "merge_file") if saved.get(argument)}
-    keys |= {"tokenizer_type": tokenizer.tokenizer_type, **files}
-    header = f"# Written with {final / 'manifest.json'}; name it in front of `train.py`'s other files.\n"
+    keys |= {"tokenizer_type": tokenizer.tokenizer_type, **files, "vocab_size": tokenizer.vocab_size}
+    header = f"# Written with {final / 'manifest.json'}. Name it after the model: train.py MODEL.yml {final / RUN_CONFIG}\n"
     (folder / RUN_CONFIG).write_text(header + yaml.safe_dump(keys, sort_keys=False, width=120))
 
 
