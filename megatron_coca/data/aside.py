@@ -41,12 +41,12 @@ def partial_folder(final: Path) -> Path:
 
 
 def complete(folder: Path, final: Path, without: Sequence[str] = ()) -> None:
-    """Make a filled folder ``final``: all its files flushed to the disk, those named ``without`` removed, then renamed."""
+    """Make a filled folder ``final``: its files flushed to the disk, those that match ``without`` removed, then renamed."""
     for path in folder.rglob("*"):
         if path.is_file():
             _flush(path)
-    for name in without:
-        (folder / name).unlink(missing_ok=True)
+    for path in [path for pattern in without for path in folder.glob(pattern)]:
+        path.unlink()
     folder.rename(final)
 
 

@@ -20,7 +20,6 @@ def write(prefix: Path, documents: list[list[int]], vocab_size: int = 10) -> Non
     for document in documents:
         writer.add(document)
     writer.finish()
-    writer.discard_lengths()
 
 
 @pytest.mark.parametrize("vocab_size", [10, 65499, 65500])
@@ -33,7 +32,6 @@ def test_the_bytes_are_those_of_megatron_core(tmp_path: Path, vocab_size: int) -
     builder.finalize(str(tmp_path / "theirs.idx"))
     write(tmp_path / "ours", DOCUMENTS, vocab_size)
     assert files(tmp_path / "ours") == files(tmp_path / "theirs")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["ours.bin", "ours.idx", "theirs.bin", "theirs.idx"]
 
 
 @pytest.mark.parametrize("done", range(len(DOCUMENTS) + 1))

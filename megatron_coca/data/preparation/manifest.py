@@ -74,6 +74,7 @@ def _read(number: int, source: Source, units: Sequence[tuple[int, Unit]], state:
     findings = state.findings.get(source.spec.name, {})
     return {
         "name": source.spec.name,
+        "paths": [str(path) for path in source.spec.paths],
         "units": len(own),
         "bytes": sum(unit.size for unit in own),
         "problems": findings.get("problems", {}),

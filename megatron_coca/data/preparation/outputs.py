@@ -74,11 +74,6 @@ class Outputs:
             writer.finish()
         return sorted(self.states(), key=lambda state: (state.source, state.part))
 
-    def discard_lengths(self) -> None:
-        """Remove what only continuing would need."""
-        for writer in self._writers.values():
-            writer.discard_lengths()
-
     def close(self) -> None:
         """Close all files as they are."""
         for writer in self._writers.values():

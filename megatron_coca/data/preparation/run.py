@@ -17,7 +17,7 @@ from tqdm import tqdm
 from megatron_coca.data.aside import complete, partial_folder
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.preparation import manifest, run_config
-from megatron_coca.data.preparation.journal import Journal, State
+from megatron_coca.data.preparation.journal import JOURNAL, Journal, State
 from megatron_coca.data.preparation.outputs import Outputs
 from megatron_coca.data.preparation.pipeline import ChunkDone, Pool, UnitDone, cut, in_order
 from megatron_coca.data.preparation.plan import Execution, Rules, Source, check
@@ -25,6 +25,7 @@ from megatron_coca.data.preparation.sample import nothing_usable
 from megatron_coca.data.readers import open_reader
 from megatron_coca.data.readers.document import Problems
 from megatron_coca.data.readers.source import Unit
+from megatron_coca.data.shards.writer import LENGTHS_SUFFIX
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION, Tokenizer
 from megatron_coca.data.tokenizers.load import load_saved_tokenizer
 
@@ -72,11 +73,10 @@ def prepare(
         raise DataError(f"{output}: exists already, and is left as it is. Remove it or choose another folder.")
     units = [(number, unit) for number, source in enumerate(sources) for unit in open_reader(source.spec).units()]
     with _alone(output) as folder:
-        if not (folder / manifest.MANIFEST).exists():
-            made = _tokenizer(tokenizer, folder)
-            settings = _settings(sources, made, rules, notes)
-            _Preparation(sources, made, rules, settings, units, folder).run(execution, output)
-        complete(folder, output, without=[_LOCK])
+        made = _tokenizer(tokenizer, folder)
+        settings = _settings(sources, made, rules, notes)
+        _Preparation(sources, made, rules, settings, units, folder).run(execution, output)
+        complete(folder, output, without=[_LOCK, f"{JOURNAL}*", f"*{LENGTHS_SUFFIX}"])
     return output / manifest.MANIFEST
 
 
@@ -106,7 +106,7 @@ def _tokenizer(source: TokenizerSource, folder: Path) -> Tokenizer:
     """The tokenizer, saved in ``folder``; the one that is there already, where it was to be made."""
     if (folder / DESCRIPTION).exists() and callable(source):
         return load_saved_tokenizer(folder)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+    with tempfile.TemporaryDirectory() as scratch:
         tokenizer = source(Path(scratch)) if callable(source) else source
         if not (folder / DESCRIPTION).exists():
             tokenizer.save(folder)
@@ -116,9 +116,11 @@ def _tokenizer(source: TokenizerSource, folder: Path) -> Tokenizer:
 def _settings(
     sources: Sequence[Source], tokenizer: Tokenizer, rules: Rules, notes: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Everything that decides what is written; not what is done about faults, which may be decided anew."""
+    """Everything that decides what is written, but for the files, which the journal has one by one, and for what is done
+    about faults, which may be decided anew.
+    """
     fractions = {"valid_fraction": rules.valid_fraction, "test_fraction": rules.test_fraction}
-    named = {source.spec.name: asdict(source) for source in sources}
+    named = {source.spec.name: asdict(replace(source, spec=replace(source.spec, paths=()))) for source in sources}
     values = {"sources": named, "tokenizer": tokenizer.fingerprint, **fractions, **(notes or {})}
     return json.loads(json.dumps(values, default=str))
 
@@ -156,9 +158,6 @@ class _Preparation:
                 self._outputs.close()
         finally:
             self._journal.close()
-        for path in self._folder.glob("journal.sqlite*"):
-            path.unlink()
-        self._outputs.discard_lengths()
 
     def _read_all(self, execution: Execution) -> None:
         readers = [open_reader(source.spec) for source in self._sources]

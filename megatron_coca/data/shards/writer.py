@@ -17,6 +17,7 @@ from megatron_coca.data.errors import DataError
 from megatron_coca.data.shards.layout import HEADER, MAGIC, dtype_code, shard_paths, token_dtype
 
 _LENGTH = np.dtype("<i4")
+LENGTHS_SUFFIX = ".lengths"
 _AT_ONCE = 1 << 18
 
 
@@ -32,14 +33,14 @@ class ShardWriter:
     """Appends documents to one shard. Nothing can be read before ``finish``.
 
     Args:
-        prefix: path of the pair without ``.bin`` and ``.idx``.
+        prefix: path of the pair without ``.bin`` and ``.idx``; a third file, ``.lengths``, is of use to writers only.
         vocab_size: decides the dtype; ids at or above it are refused.
         at: what an earlier writer's ``sync`` told; everything after it is cut off.
     """
 
     def __init__(self, prefix: str | Path, vocab_size: int, at: Written | None = None) -> None:
         self._bin_path, self._idx_path = shard_paths(prefix)
-        self._lengths_path = Path(f"{prefix}.lengths")
+        self._lengths_path = Path(f"{prefix}{LENGTHS_SUFFIX}")
         self._vocab_size, self._dtype = vocab_size, np.dtype(token_dtype(vocab_size)).newbyteorder("<")
         at = at or Written()
         self.documents, self.tokens = at.documents, at.tokens
@@ -71,7 +72,7 @@ class ShardWriter:
         return Written(self.documents, self.tokens)
 
     def finish(self) -> None:
-        """Write the index, and close. The lengths stay until ``discard_lengths``: finishing can be repeated."""
+        """Write the index, and close. The file of lengths stays, so that finishing can be repeated."""
         self.sync()
         self.close()
         with self._idx_path.open("wb") as index:
@@ -80,10 +81,6 @@ class ShardWriter:
                 index.write(part.data)
             index.flush()
             os.fsync(index.fileno())
-
-    def discard_lengths(self) -> None:
-        """Remove what only a further writer would need."""
-        self._lengths_path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Close both files."""
