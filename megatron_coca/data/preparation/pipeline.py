@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Protocol
@@ -39,8 +38,16 @@ class UnitDone:
     damage: DataError | None
 
 
-Step = ChunkDone | UnitDone
-_Cut = tuple[int, int, Chunk] | UnitDone
+@dataclass(frozen=True, slots=True)
+class ChunkSkipped:
+    """A chunk that was done before; the bytes had to be read to get past it."""
+
+    source: int
+    read: int
+
+
+Step = ChunkDone | ChunkSkipped | UnitDone
+_Cut = tuple[int, int, Chunk] | ChunkSkipped | UnitDone
 
 
 class Submit(Protocol):
@@ -57,9 +64,9 @@ def cut(
         source, unit = units[number]
         damage = None
         try:
-            chunks = readers[source].chunks(unit)
-            for chunk in islice(chunks, first_chunk if number == first_unit else 0, None):
-                yield number, source, chunk
+            done = first_chunk if number == first_unit else 0
+            for index, chunk in enumerate(readers[source].chunks(unit)):
+                yield ChunkSkipped(source, chunk.read) if index < done else (number, source, chunk)
         except DataError as error:
             damage = error
         yield UnitDone(number, source, damage)
@@ -69,7 +76,7 @@ def in_order(cuts: Iterator[_Cut], submit: Submit, in_flight: int) -> Iterator[S
     """The steps in order, while up to ``in_flight`` chunks are being worked on."""
     waiting: deque[tuple[_Cut, Callable[[], Prepared] | None]] = deque()
     for each in cuts:
-        waiting.append((each, None if isinstance(each, UnitDone) else submit(each[1], each[2])))
+        waiting.append((each, submit(each[1], each[2]) if isinstance(each, tuple) else None))
         while len(waiting) > in_flight:
             yield _step(*waiting.popleft())
     while waiting:
@@ -77,7 +84,7 @@ def in_order(cuts: Iterator[_Cut], submit: Submit, in_flight: int) -> Iterator[S
 
 
 def _step(each: _Cut, result: Callable[[], Prepared] | None) -> Step:
-    if isinstance(each, UnitDone):
+    if not isinstance(each, tuple):
         return each
     assert result is not None
     unit, source, chunk = each

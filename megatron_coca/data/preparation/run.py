@@ -19,7 +19,7 @@ from megatron_coca.data.errors import DataError
 from megatron_coca.data.preparation import manifest, run_config
 from megatron_coca.data.preparation.journal import JOURNAL, Journal, State
 from megatron_coca.data.preparation.outputs import Outputs
-from megatron_coca.data.preparation.pipeline import ChunkDone, Pool, UnitDone, cut, in_order
+from megatron_coca.data.preparation.pipeline import ChunkDone, Pool, Step, UnitDone, cut, in_order
 from megatron_coca.data.preparation.plan import Execution, Rules, Source, check
 from megatron_coca.data.preparation.sample import nothing_usable
 from megatron_coca.data.readers import open_reader
@@ -167,7 +167,7 @@ class _Preparation:
             for step in in_order(cuts, pool.submit, pool.in_flight):
                 if isinstance(step, ChunkDone):
                     self._write(step)
-                else:
+                elif isinstance(step, UnitDone):
                     self._end_unit(step)
                 bar.update(step, sum(shard.tokens for shard in self._outputs.states()))
                 if time.monotonic() - self._saved >= execution.save_seconds:
@@ -246,11 +246,11 @@ class _Progress:
     def __exit__(self, *_: object) -> None:
         self._bar.close()
 
-    def update(self, step: ChunkDone | UnitDone, tokens: int) -> None:
+    def update(self, step: Step, tokens: int) -> None:
         """Move on by a step; ``tokens`` have been written so far."""
         self._bar.set_description(f"tokenize {self._names[step.source]}", refresh=False)
         self._bar.set_postfix_str(f"{tokens / 1e6:,.1f}M tokens", refresh=False)
-        if isinstance(step, ChunkDone) and self._by_size:
+        if isinstance(step, UnitDone):
+            self._bar.update(0 if self._by_size else 1)
+        elif self._by_size:
             self._bar.update(step.read)
-        elif isinstance(step, UnitDone) and not self._by_size:
-            self._bar.update(1)
