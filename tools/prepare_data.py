@@ -20,7 +20,7 @@ from megatron_coca.data.builtin import VOCAB_SIZE, prepare_builtin  # noqa: E402
 from megatron_coca.data.errors import DataError  # noqa: E402
 from megatron_coca.data.preparation.manifest import read_manifest  # noqa: E402
 from megatron_coca.data.preparation.plan import SPLITS, Execution, Rules, Source  # noqa: E402
-from megatron_coca.data.preparation.recipe import Recipe, TokenizerTraining, read_recipe  # noqa: E402
+from megatron_coca.data.preparation.recipe import Recipe, TokenizerTraining, named_paths, read_recipe  # noqa: E402
 from megatron_coca.data.preparation.run import prepare  # noqa: E402
 from megatron_coca.data.preparation.run_config import RUN_CONFIG  # noqa: E402
 from megatron_coca.data.preparation.sample import training_texts  # noqa: E402
@@ -58,16 +58,10 @@ def _from_input(arguments: argparse.Namespace) -> Recipe:
     """The recipe that the options amount to."""
     if (arguments.tokenizer_type is None) == (arguments.train_tokenizer is None):
         raise DataError("--input needs either --tokenizer-type or --train-tokenizer.")
-    paths: dict[str, list[Path]] = {}
-    for item in arguments.input:
-        name, separator, path = item.partition("=")
-        if not (name and separator and path):
-            raise DataError(f"--input {item}: give each as NAME=PATH, for example books=books.jsonl.zst")
-        paths.setdefault(name, []).append(Path(path))
     fields = {"text": arguments.text_field}
     sources = [
         Source(SourceSpec(name, found, fields=fields, documents=arguments.documents), duplicates=arguments.duplicates)
-        for name, found in paths.items()
+        for name, found in named_paths(arguments.input).items()
     ]
     files = {name: getattr(arguments, name) for name in ("tokenizer_type", "vocab_file", "merge_file")}
     training = TokenizerTraining(vocab_size=arguments.train_tokenizer) if arguments.train_tokenizer else None

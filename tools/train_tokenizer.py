@@ -21,7 +21,7 @@ from megatron_coca.data.aside import written_aside  # noqa: E402
 from megatron_coca.data.errors import DataError  # noqa: E402
 from megatron_coca.data.inspection.table import table  # noqa: E402
 from megatron_coca.data.preparation.plan import Rules, Source, check  # noqa: E402
-from megatron_coca.data.preparation.recipe import read_recipe  # noqa: E402
+from megatron_coca.data.preparation.recipe import named_paths, read_recipe  # noqa: E402
 from megatron_coca.data.preparation.sample import training_texts  # noqa: E402
 from megatron_coca.data.readers.source import SourceSpec  # noqa: E402
 from megatron_coca.data.tokenizers.kinds import FileTokenizer  # noqa: E402
@@ -59,15 +59,9 @@ def read_sources(options: argparse.Namespace) -> tuple[list[Source], Rules]:
             raise DataError("--text-field and --test-fraction go with --input; a recipe has its own.")
         recipe = read_recipe(options.recipe, options.root)
         return recipe.sources, recipe.rules
-    paths: dict[str, list[Path]] = {}
-    for item in options.input:
-        name, separator, path = item.partition("=")
-        if not (name and separator and path):
-            raise DataError(f"--input {item}: give each as NAME=PATH, for example books=books.jsonl.zst")
-        paths.setdefault(name, []).append(Path(path))
     fields = {"text": options.text_field} if options.text_field else {}
     rules = Rules() if options.test_fraction is None else Rules(test_fraction=options.test_fraction)
-    return [Source(SourceSpec(name, found, fields=fields)) for name, found in paths.items()], rules
+    return [Source(SourceSpec(name, found, fields=fields)) for name, found in named_paths(options.input).items()], rules
 
 
 def shares(sources: Sequence[Source], characters: int, equal: bool) -> list[int]:

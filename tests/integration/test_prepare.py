@@ -128,7 +128,7 @@ def test_a_recipe_is_prepared_and_its_faults_are_named(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (("--input", "c=none.jsonl", "--output", "o", "--tokenizer-type", "CharLevelTokenizer"), "none.jsonl: no such"),
-        (("--input", "none.jsonl", "--output", "o", "--train-tokenizer", 300), "give each as NAME=PATH"),
+        (("--input", "none.jsonl", "--output", "o", "--train-tokenizer", 300), "give each input as NAME=PATH"),
         (("--input", "c=x.jsonl", "--output", "o"), "either --tokenizer-type or --train-tokenizer"),
         (("--output", "o"), "Give one of: a recipe, --input, --builtin"),
     ],

@@ -122,6 +122,17 @@ def read_recipe(path: Path, root: Path | None = None) -> Recipe:
     )
 
 
+def named_paths(items: Sequence[str]) -> dict[str, list[Path]]:
+    """Paths by source, as a command line gives them: ``NAME=PATH``, a name as often as it has paths."""
+    paths: dict[str, list[Path]] = {}
+    for item in items:
+        name, separator, path = item.partition("=")
+        if not (name and separator and path):
+            raise DataError(f"{item}: give each input as NAME=PATH, for example books=books.jsonl.zst")
+        paths.setdefault(name, []).append(Path(path))
+    return paths
+
+
 def _tokenizer(recipe: _Recipe, base: Path) -> dict[str, str | None] | None:
     if recipe.tokenizer_type is None:
         return None
