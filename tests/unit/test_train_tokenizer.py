@@ -99,7 +99,7 @@ def test_weights_of_a_recipe_divide_the_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (["--input", "text"], "give each as NAME=PATH"),
+        (["--input", "text"], "give each input as NAME=PATH"),
         (["--text-field", "absent"], "no usable document"),
         (["--type", "HFTokenizer", "--model", "unigram"], "HFTokenizer is trained as bpe"),
         (["--characters", "1"], "less than one for each source"),
