@@ -69,8 +69,12 @@ class Journal:
             self._database.executescript("PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL; PRAGMA cache_size=-65536;")
             self._database.executescript(_SCHEMA)
             self._check_settings(settings)
-        except sqlite3.Error as error:
-            raise self._damaged(error) from error
+        except sqlite3.OperationalError:
+            raise  # of the disk, not of the file
+        except sqlite3.DatabaseError as error:
+            raise DataError(
+                f"{self._path}: cannot be used ({error}). Remove {self._path.parent} to begin anew."
+            ) from error
 
     def close(self) -> None:
         """Close, without keeping what was not saved."""
@@ -133,7 +137,7 @@ class Journal:
             self._put("settings", text)
             self.save(State(), State())
         elif found != text:
-            before, now = json.loads(found), json.loads(text)
+            before, now = _flat(json.loads(found)), _flat(json.loads(text))
             names = sorted(name for name in before | now if before.get(name) != now.get(name))
             raise DataError(
                 f"{self._path.parent}: was begun with other settings ({', '.join(names)}). Give the same ones to go on, "
@@ -160,8 +164,13 @@ class Journal:
     def _put(self, name: str, value: str) -> None:
         self._database.execute("INSERT OR REPLACE INTO facts VALUES (?, ?)", (name, value))
 
-    def _damaged(self, error: sqlite3.Error) -> DataError:
-        return DataError(f"{self._path}: cannot be used ({error}). Remove {self._path.parent} to begin anew.")
+
+def _flat(value: Any, path: str = "") -> dict[str, Any]:
+    """Values of nested mappings by their dotted paths."""
+    if not isinstance(value, dict) or not value:
+        return {path: value}
+    inner = (_flat(each, f"{path}.{name}" if path else name) for name, each in value.items())
+    return {name: each for part in inner for name, each in part.items()}
 
 
 def _differs(before: tuple[int, Unit], now: tuple[int, Unit]) -> bool:

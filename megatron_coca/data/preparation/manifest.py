@@ -10,14 +10,14 @@ from typing import Any
 
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.preparation.journal import ShardState, State
-from megatron_coca.data.preparation.outputs import shard_name
-from megatron_coca.data.preparation.plan import SPLITS, Source
+from megatron_coca.data.preparation.plan import SPLITS, Source, shard_name
 from megatron_coca.data.readers.source import Unit
 from megatron_coca.data.shards.shard import Shard
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION, Tokenizer
 
 FORMAT = 2  # of the manifest and the split; raise it when either changes meaning
 MANIFEST = "manifest.json"
+DAMAGED = "damaged file"  # the one kind of problem that is not a record
 _TOKENIZER_FACTS = ("tokenizer_type", "vocab_size", "eod", "fingerprint")
 _LIBRARIES = ("sentencepiece", "tokenizers", "numpy")
 _EMPTY = {"prefix": None, "documents": 0, "tokens": 0, "bytes": 0, "sha256": None}
@@ -70,17 +70,21 @@ def _shard_facts(folder: Path, name: str, state: ShardState) -> dict[str, Any]:
 
 def _read(number: int, source: Source, units: Sequence[tuple[int, Unit]], state: State) -> dict[str, Any]:
     own = [unit for owner, unit in units if owner == number]
-    parts = {shard.part for shard in state.shards if shard.source == number}
+    written = sum(shard.documents for shard in state.shards if shard.source == number)
     findings = state.findings.get(source.spec.name, {})
+    problems, left_out = findings.get("problems", {}), findings.get("left_out", {})
+    rejected = sum(count for kind, count in problems.items() if kind != DAMAGED)
     return {
         "name": source.spec.name,
         "paths": [str(path) for path in source.spec.paths],
         "units": len(own),
         "bytes": sum(unit.size for unit in own),
-        "problems": findings.get("problems", {}),
+        "records": written + rejected + sum(left_out.values()),
+        "written": written,
+        "problems": problems,
         "problems_named": findings.get("named", []),
-        "left_out": findings.get("left_out", {}),
-        "sets_missing": [name for name in source.spec.sets if source.spec.divide and name not in parts],
+        "left_out": left_out,
+        "sets_missing": sorted(set(source.spec.sets) - set(findings.get("sets", ()))),
     }
 
 

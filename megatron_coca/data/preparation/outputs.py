@@ -1,28 +1,18 @@
 """The shards that grow during a preparation, one for each source, part and split that has a document."""
 
-import re
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.preparation.journal import ShardState
+from megatron_coca.data.preparation.plan import shard_name
 from megatron_coca.data.preparation.work import Prepared
-from megatron_coca.data.shards.writer import ShardWriter, Written
+from megatron_coca.data.shards.writer import LENGTHS_SUFFIX, ShardWriter, Written
 
+_SUFFIXES = (".bin", ".idx", LENGTHS_SUFFIX)
 _Key = tuple[int, str, str]
-
-
-def shard_name(source: str, part: str, split: str) -> str:
-    """Name of a shard's files: the source, the part in lower case with ``-`` for all but letters and digits, the split.
-
-    >>> shard_name("pile", "OpenWebText2", "train"), shard_name("pile", "PubMed Central", "test")
-    ('pile_openwebtext2_train', 'pile_pubmed-central_test')
-    """
-    slug = re.sub(r"[^a-z0-9]+", "-", part.lower()).strip("-")
-    return "_".join(filter(None, (source, slug, split)))
 
 
 class Outputs:
@@ -32,7 +22,7 @@ class Outputs:
         folder: where the shards grow.
         names: of the sources.
         vocab_size: of the tokenizer.
-        shards: what is there already; the files are cut to it.
+        shards: what is there already; the files are cut to it, and other shards in the folder removed.
     """
 
     def __init__(self, folder: Path, names: Sequence[str], vocab_size: int, shards: Sequence[ShardState]) -> None:
@@ -42,6 +32,10 @@ class Outputs:
         for shard in shards:
             written = Written(shard.documents, shard.tokens)
             self._open((shard.source, shard.part, shard.split), written, shard.bytes)
+        known = {self.name(shard) for shard in shards}
+        for path in [path for suffix in _SUFFIXES for path in folder.glob(f"*{suffix}")]:
+            if path.stem not in known:
+                path.unlink()  # begun after what was saved
 
     def write(self, source: int, prepared: Prepared, kept: np.ndarray) -> None:
         """Append the ``kept`` (bool [documents]) documents of a chunk."""
@@ -83,14 +77,16 @@ class Outputs:
         """Name of a shard's files."""
         return shard_name(self._names[state.source], state.part, state.split)
 
+    def _told(self, key: _Key) -> str:
+        return f"{self._names[key[0]]}, set {key[1]!r}," if key[1] else self._names[key[0]]
+
     def _open(self, key: _Key, written: Written, size: int) -> None:
-        state = replace(ShardState(*key))
-        name = self.name(state)
+        name = self.name(ShardState(*key))
         taken = [other for other in self._writers if self.name(ShardState(*other)) == name]
         if taken:
             raise DataError(
-                f"{self._names[key[0]]}: the sets {taken[0][1]!r} and {key[1]!r} would both be written to {name}. "
-                "Leave one out with `sets`, or rename the source."
+                f"{self._told(taken[0])} and {self._told(key)} would both be written to {name}. "
+                "Leave a set out with `sets`, or rename a source."
             )
         self._writers[key] = ShardWriter(self._folder / name, self._vocab_size, written)
         self._bytes[key] = size

@@ -1,9 +1,12 @@
 """Chunks through a pool of processes, in bounded memory, and back in the order in which they were cut."""
 
+import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -91,6 +94,19 @@ def _step(each: _Cut, result: Callable[[], Prepared] | None) -> Step:
     return ChunkDone(unit, source, chunk.read, result())
 
 
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """What is started meanwhile ignores Ctrl-C, which reaches the whole group; the one who started it does not."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 class Pool:
     """``workers`` processes, or this one where ``workers`` is 0. A context manager."""
 
@@ -102,6 +118,8 @@ class Pool:
             self._executor = ProcessPoolExecutor(
                 workers, get_context("spawn"), initializer=begin_process, initargs=(list(sources), tokenizer, rules)
             )
+            with _without_interrupts():
+                self._executor.submit(int)  # starts all processes: an interrupt would end them in the middle of imports
 
     def __enter__(self) -> "Pool":
         return self

@@ -1,6 +1,7 @@
 """What is to be prepared and how: the sources with their treatment, and the rules that hold for all."""
 
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -44,8 +45,8 @@ class Rules:
             an error.
     """
 
-    valid_fraction: float = 0.0
-    test_fraction: float = 0.03
+    valid_fraction: float = 0.01
+    test_fraction: float = 0.01
     strict: bool = False
     skip_damaged: bool = False
 
@@ -78,6 +79,16 @@ def split_of(key: str, rules: Rules) -> str:
     return "valid" if place < rules.test_fraction + rules.valid_fraction else "train"
 
 
+def shard_name(source: str, part: str, split: str) -> str:
+    """Name of a shard's files: the source, the part in lower case with ``-`` for all but letters and digits, the split.
+
+    >>> shard_name("pile", "OpenWebText2", "train"), shard_name("pile", "PubMed Central", "test")
+    ('pile_openwebtext2_train', 'pile_pubmed-central_test')
+    """
+    slug = re.sub(r"[^a-z0-9]+", "-", part.lower()).strip("-")
+    return "_".join(filter(None, (source, slug, split)))
+
+
 def check(sources: Sequence[Source], rules: Rules) -> None:
     """Raise ``DataError`` for what cannot be meant."""
     names = [source.spec.name for source in sources]
@@ -85,15 +96,29 @@ def check(sources: Sequence[Source], rules: Rules) -> None:
         raise DataError(f"Sources need names that differ; given are {names}.")
     for source in sources:
         _check_source(source)
+    _check_files(sources)
     given = [source.weight for source in sources if source.weight is not None]
     if given and len(given) != len(sources):
         missing = [source.spec.name for source in sources if source.weight is None]
         raise DataError(f"{', '.join(missing)}: no weight, where other sources have one. Weight all of them or none.")
-    if min(rules.valid_fraction, rules.test_fraction) < 0 or rules.valid_fraction + rules.test_fraction > 1:
+    held_out = rules.valid_fraction + rules.test_fraction
+    if not (rules.valid_fraction >= 0 and rules.test_fraction >= 0 and held_out <= 1):  # nor NaN
         raise DataError(
             f"valid_fraction {rules.valid_fraction} and test_fraction {rules.test_fraction} must lie in [0, 1], "
             "and their sum as well."
         )
+
+
+def _check_files(sources: Sequence[Source]) -> None:
+    """Two shards must not have one name; sets that are not listed are known only when they come."""
+    owners: dict[str, str] = {}
+    for source in sources:
+        for part in source.spec.sets if source.spec.divide else ("",):
+            name = shard_name(source.spec.name, part, "")
+            told = f"{source.spec.name}, set {part!r}," if part else source.spec.name
+            if name in owners:
+                raise DataError(f"{owners[name]} and {told} would both be written to {name}_train. Rename a source.")
+            owners[name] = told
 
 
 def _check_source(source: Source) -> None:

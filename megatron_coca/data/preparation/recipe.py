@@ -80,8 +80,8 @@ class _Recipe(_Strict):
     vocab_file: str | None = None
     merge_file: str | None = None
     train_tokenizer: TokenizerTraining | None = None
-    valid_fraction: Share = 0.0
-    test_fraction: Share = 0.03
+    valid_fraction: Share = 0.01
+    test_fraction: Share = 0.01
     sources: dict[str, _Source] = Field(min_length=1)
 
 
@@ -99,10 +99,21 @@ class Recipe:
     training: TokenizerTraining | None
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that stands twice in a mapping; YAML would keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        twice = next((key for number, key in enumerate(keys) if key in keys[:number]), None)
+        if twice is not None:
+            raise yaml.constructor.ConstructorError(None, None, f"the key {twice!r} stands twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
 def read_recipe(path: Path, root: Path | None = None) -> Recipe:
     """Read a recipe; ``root`` replaces its own. Raises ``DataError`` that names every key at fault."""
     try:
-        values = yaml.safe_load(Path(path).read_text())
+        values = yaml.load(Path(path).read_text(), _Loader)
         recipe = _Recipe.model_validate(values)
     except OSError as error:
         raise DataError(f"{path}: cannot read the recipe ({error.strerror}).") from error
@@ -145,7 +156,7 @@ def _tokenizer(recipe: _Recipe, base: Path) -> dict[str, str | None] | None:
 def _source(name: str, source: _Source, base: Path) -> Source:
     spec = SourceSpec(
         name=name,
-        paths=source.paths if source.reader == "huggingface" else _expanded(source.paths, base),
+        paths=_datasets(source.paths, base) if source.reader == "huggingface" else _expanded(source.paths, base),
         reader=source.reader,
         fields=source.fields,
         documents=source.documents,
@@ -161,6 +172,11 @@ def _source(name: str, source: _Source, base: Path) -> Source:
     )
     weights: Mapping[str, float] = source.sets if isinstance(source.sets, dict) else {}
     return Source(spec, source.weight, weights, source.duplicates, source.fraction, source.split)
+
+
+def _datasets(paths: Sequence[str], base: Path) -> list[Path | str]:
+    """Those below the root as paths, others as names at the hub."""
+    return [base / path if (base / path).exists() else path for path in paths]
 
 
 def _expanded(paths: Sequence[str], base: Path) -> list[Path]:
@@ -180,6 +196,8 @@ _MODELS: dict[int, type[BaseModel]] = {1: _Recipe, 3: _Source}
 
 def _told(fault: Any) -> str:
     place = [str(part) for part in fault["loc"]]
+    if fault["type"] in ("model_type", "model_attributes_type"):
+        return f"{'.'.join(place) or 'the file'}: expected a mapping of keys to values, not {fault['input']!r:.80}"
     if fault["type"] != "extra_forbidden":
         return f"{'.'.join(place) or 'the file'}: {fault['msg']}"
     known = (_Filters if "filters" in place[:-1] else _MODELS.get(len(place), TokenizerTraining)).model_fields

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sqlite3
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -86,6 +87,9 @@ def _alone(output: Path) -> Iterator[Path]:
     folder = partial_folder(output)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"{output}: cannot be written ({error.strerror}). Choose another folder.") from error
+    try:
         with FileLock(folder / _LOCK, timeout=0):
             try:
                 yield folder
@@ -95,9 +99,9 @@ def _alone(output: Path) -> Iterator[Path]:
                 raise
     except Timeout as error:
         raise DataError(f"{output}: another process is preparing it. Wait for it, or choose another folder.") from error
-    except OSError as error:
+    except (OSError, sqlite3.OperationalError) as error:
         raise DataError(
-            f"{output}: cannot be written ({error.strerror or error}). What was done is kept in {folder}: free some "
+            f"{output}: cannot be written ({getattr(error, 'strerror', None) or error}). What was done is kept in {folder}: free some "
             "space and run the same command again, or remove it and choose another folder."
         ) from error
 
@@ -138,6 +142,8 @@ class _Preparation:
         self._sources, self._tokenizer, self._rules = sources, tokenizer, rules
         self._settings, self._units, self._folder = settings, units, folder
         self._names = [source.spec.name for source in sources]
+        comparing = [number for number, source in enumerate(sources) if source.duplicates != "keep"]
+        self._last_compared = max(comparing, default=-1)
         self._journal = Journal(folder, settings)
         self._saved = time.monotonic()
 
@@ -145,6 +151,7 @@ class _Preparation:
         try:
             self._state, self._unit_begin = self._journal.load(self._units)
             strict, found = self._rules.strict, self._state.findings
+            self._sets = {name: set(found.get(name, {}).get("sets", ())) for name in self._names}
             self._problems = {
                 name: Problems.restored(found[name], strict) if name in found else Problems(strict)
                 for name in self._names
@@ -177,9 +184,11 @@ class _Preparation:
     def _write(self, step: ChunkDone) -> None:
         problems, source = self._problems[self._names[step.source]], self._sources[step.source]
         problems.merge(step.prepared.problems)
+        self._sets[self._names[step.source]] |= step.prepared.sets
         kept = np.ones(len(step.prepared.lengths), dtype=bool)
-        if source.duplicates != "keep":
-            kept = self._journal.are_new(step.prepared.digests, step.unit)
+        if step.source <= self._last_compared:  # a source that keeps all may stand before one that compares
+            new = self._journal.are_new(step.prepared.digests, step.unit)
+            kept = new if source.duplicates != "keep" else kept
             problems.leave_out("duplicate", int((~kept).sum()))
         if step.prepared.bands is not None:
             unlike = self._journal.are_unlike(step.prepared.bands, kept, step.unit)
@@ -194,7 +203,7 @@ class _Preparation:
                 self._save()
                 raise step.damage
             unit = self._units[step.unit][1]
-            self._problems[self._names[step.source]].add(unit.path, "damaged file", str(step.damage))
+            self._problems[self._names[step.source]].add(unit.path, manifest.DAMAGED, str(step.damage))
         self._state = replace(self._state, unit=step.unit + 1, chunks=0)
         self._unit_begin = self._current()
         if step.unit + 1 == len(self._units) or self._units[step.unit + 1][0] != step.source:
@@ -202,7 +211,9 @@ class _Preparation:
 
     def _current(self) -> State:
         """The state as it would be saved now; the shards may not be flushed yet."""
-        findings = {name: problems.facts() for name, problems in self._problems.items()}
+        findings = {
+            name: problems.facts() | {"sets": sorted(self._sets[name])} for name, problems in self._problems.items()
+        }
         return replace(self._state, shards=self._outputs.states(), findings=findings)
 
     def _save(self) -> None:

@@ -11,18 +11,23 @@ from megatron_coca.data.preparation.plan import SPLITS, Source
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION, Tokenizer
 
 RUN_CONFIG = "data.yml"
+_INSTEAD = {"train": (), "valid": ("test",), "test": ("valid",)}
 
 
 def write(
     folder: Path, final: Path, sources: Sequence[Source], record: Mapping[str, Any], tokenizer: Tokenizer
 ) -> None:
-    """Write ``data.yml`` into ``folder``, with paths as they will be under ``final``."""
+    """Write ``data.yml`` into ``folder``, with paths as they will be under ``final``.
+
+    Where nothing fell into one of validation and test, the other stands for it.
+    """
     keys: dict[str, Any] = {}
     weights = training_weights(sources, record["sources"])
-    for split in SPLITS:
-        entries = [entry for entry in record["sources"] if entry[split]["documents"]]
+    for split, others in _INSTEAD.items():
+        found = next((each for each in (split, *others) if any(e[each]["documents"] for e in record["sources"])), None)
+        entries = [entry for entry in record["sources"] if found and entry[found]["documents"]]
         if entries:
-            keys[f"{split}_data_paths"] = [str(final / entry[split]["prefix"]) for entry in entries]
+            keys[f"{split}_data_paths"] = [str(final / entry[found]["prefix"]) for entry in entries]
             keys[f"{split}_data_weights"] = [weights[entry["name"]] for entry in entries]
     saved = json.loads((folder / DESCRIPTION).read_text())
     files = {argument: str(final / saved[argument]) for argument in ("vocab_file", "merge_file") if saved.get(argument)}
@@ -47,4 +52,4 @@ def training_weights(sources: Sequence[Source], entries: Sequence[Mapping[str, A
         weight = sum(tokens[entry["name"]] for entry in own) if source.weight is None else source.weight
         shares |= {entry["name"]: weight * part / sum(within) for entry, part in zip(own, within, strict=True)}
     total = sum(shares.values())
-    return {name: round(share / total, 6) for name, share in shares.items()}
+    return {name: float(f"{share / total:.6g}") for name, share in shares.items()}

@@ -17,10 +17,16 @@ def training_texts(sources: Sequence[Source], rules: Rules, characters: int) -> 
 
     Documents are chosen by a hash of their key, from all units of a source in proportion to their size, so that they
     come from everywhere in a corpus larger than that. Faults are not reported: the preparation reads the same files.
-    Raises ``DataError`` for a source without one usable document.
+    Raises ``DataError`` for a source without one usable document, where everything is held out, and for a damaged file,
+    unless the rules say to take what it gives.
     """
+    held_out = True
     for source in sources:
-        yield from _source_texts(source, rules, characters // len(sources))
+        for text in _source_texts(source, rules, characters // len(sources)):
+            held_out = False
+            yield text
+    if held_out:
+        raise DataError("There is no text to train a tokenizer on: all documents are held out. Hold out fewer.")
 
 
 def _source_texts(source: Source, rules: Rules, share: int) -> Iterator[str]:
@@ -31,7 +37,7 @@ def _source_texts(source: Source, rules: Rules, share: int) -> Iterator[str]:
     quota, found = 0.0, False
     for unit in units:
         quota += share * (unit.size / size if size else 1 / len(units))
-        for document in _sparse(reader, unit, size, problems):
+        for document in _sparse(reader, unit, size, problems, rules.skip_damaged):
             found = True
             wanted = position(f"tokenizer/{document.key}") < share / max(1, min(size, PARSED_BYTES))
             if quota > 0 and wanted and (source.split or split_of(document.key, rules)) == "train":
@@ -41,11 +47,15 @@ def _source_texts(source: Source, rules: Rules, share: int) -> Iterator[str]:
         raise DataError(nothing_usable(source, units, problems))
 
 
-def _sparse(reader: Reader, unit: Unit, size: int, problems: Problems) -> Iterator[Document]:
+def _sparse(reader: Reader, unit: Unit, size: int, problems: Problems, skip_damaged: bool) -> Iterator[Document]:
     """The documents of a unit, or of so many of its chunks that ``PARSED_BYTES`` of the source's ``size`` are read."""
-    for number, chunk in enumerate(reader.chunks(unit)):
-        if number == 0 or size <= PARSED_BYTES or position(f"{chunk.path}/{number}") < PARSED_BYTES / size:
-            yield from reader.documents(chunk, problems)
+    try:
+        for number, chunk in enumerate(reader.chunks(unit)):
+            if number == 0 or size <= PARSED_BYTES or position(f"{chunk.path}/{number}") < PARSED_BYTES / size:
+                yield from reader.documents(chunk, problems)
+    except DataError:
+        if not skip_damaged:
+            raise
 
 
 def nothing_usable(source: Source, units: Sequence[Unit], problems: Problems) -> str:

@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import signal
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -38,6 +37,7 @@ class Prepared:
         tokens: of all documents, one after another, in the dtype of the shard.
         digests: 16 bytes of each text's BLAKE2b.
         bands: uint64 [documents, bands], where near duplicates are looked for, else None.
+        sets: the sets that occur.
         problems: what could not be used.
     """
 
@@ -48,6 +48,7 @@ class Prepared:
     tokens: np.ndarray
     digests: list[bytes]
     bands: np.ndarray | None
+    sets: frozenset[str]
     problems: Problems
 
 
@@ -76,11 +77,13 @@ class Workshop:
             tokens=_joined(ids, self._tokenizer.eod, self._dtype),
             digests=[hashlib.blake2b(text, digest_size=DIGEST_BYTES).digest() for text in encoded],
             bands=band_hashes(texts) if source.duplicates == "near" else None,
+            sets=frozenset(document.part for document in documents if document.part),
             problems=problems,
         )
 
     def _target(self, document: Document, source: Source) -> Target:
-        return document.part, source.split or split_of(document.key, self._rules)
+        part = document.part if source.spec.divide else ""
+        return part, source.split or split_of(document.key, self._rules)
 
 
 def _sampled(document: Document, source: Source, problems: Problems) -> bool:
@@ -101,7 +104,6 @@ _workshop: Workshop | None = None  # one per process of the pool: opening a toke
 def begin_process(sources: Sequence[Source], tokenizer: Path, rules: Rules) -> None:
     """Set up a process of the pool."""
     global _workshop
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends the pool in order
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _workshop = Workshop(sources, load_saved_tokenizer(tokenizer), rules)
 

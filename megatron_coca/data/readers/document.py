@@ -18,7 +18,7 @@ class Document:
     Attributes:
         text: what is tokenized.
         key: decides the split; documents with one key stay on one side.
-        part: the set within its source that it belongs to, where a source is divided into sets; else empty.
+        part: the set within its source that it belongs to, where sets are chosen or told apart; else empty.
     """
 
     text: str

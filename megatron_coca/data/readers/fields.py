@@ -67,7 +67,7 @@ class Fields:
         text = self._text(row)
         if self._filters and (reason := admit(text, self._facts(row), self._filters)):
             raise LeftOut(reason)
-        return Document(text, self._key(row) or content_key(text), part if self._divide else "")
+        return Document(text, self._key(row) or content_key(text), part)
 
     def columns(self, names: Sequence[str], place: str) -> list[str]:
         """Those of a table's columns that are needed. ``DataError`` where none of them holds the text."""
