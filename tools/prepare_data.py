@@ -10,6 +10,7 @@ Killed or stopped, the same command goes on from where it was.
 import argparse
 import os
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,42 +31,70 @@ from megatron_coca.data.tokenizers.load import TOKENIZERS, load_tokenizer  # noq
 from megatron_coca.data.tokenizers.training import TRAINERS  # noqa: E402
 
 
+def _at_least(lowest: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if (value := int(text)) < lowest:
+            raise argparse.ArgumentTypeError(f"{value} is less than {lowest}")
+        return value
+
+    return number
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", nargs="?", type=Path, help="a YAML file that describes the corpus (docs/data.md)")
     parser.add_argument("--builtin", action="store_true", help="the corpus inside this Python installation")
     parser.add_argument("--input", nargs="+", metavar="NAME=PATH", help="files or folders; a name may occur again")
     parser.add_argument("--output", type=Path, help="folder to make (with --builtin: its parent, default data)")
-    parser.add_argument("--root", type=Path, help="where the paths of the recipe begin, instead of its own root")
-    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes; 0: this one only")
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument("--workers", type=_at_least(0), default=cores, help="processes; 0: this one only")
     parser.add_argument("--save-seconds", type=float, default=10.0, help="the work that a kill can cost")
     parser.add_argument("--strict", action="store_true", help="stop at the first record that cannot be used")
     parser.add_argument("--skip-damaged", action="store_true", help="keep what a damaged file gives, and go on")
-    plain = parser.add_argument_group("with --input")
+    parser.add_argument("--root", type=Path, help="with a recipe: where its paths begin, instead of its own root")
+    plain = parser.add_argument_group("with --input; a recipe has its own")
     plain.add_argument("--tokenizer-type", choices=list(TOKENIZERS), help="with --vocab-file and --merge-file")
     plain.add_argument("--vocab-file")
     plain.add_argument("--merge-file")
-    plain.add_argument("--train-tokenizer", type=int, metavar="VOCAB_SIZE", help="train SentencePiece on the input")
-    plain.add_argument("--text-field", default="text", help="field of a record that holds its text")
-    plain.add_argument("--documents", choices=["file", "line", "paragraph"], default="file", help="of text files")
-    plain.add_argument("--duplicates", choices=["exact", "near", "keep"], default="exact", help="what to remove")
-    plain.add_argument("--valid-fraction", type=float, default=0.0, help="of the documents, by a hash of their key")
-    plain.add_argument("--test-fraction", type=float, default=0.03)
+    plain.add_argument("--train-tokenizer", type=_at_least(1), metavar="VOCAB_SIZE", help="train SentencePiece on it")
+    plain.add_argument("--text-field", help="field of a record that holds its text (text)")
+    plain.add_argument("--documents", choices=["file", "line", "paragraph"], help="of text files (file)")
+    plain.add_argument("--duplicates", choices=["exact", "near", "keep"], help="what to remove (exact)")
+    plain.add_argument("--valid-fraction", type=float, help="of the documents, by a hash of their key (0.01)")
+    plain.add_argument("--test-fraction", type=float, help="the same (0.01)")
     return parser
+
+
+_TOKENIZER_FILES = ("tokenizer_type", "vocab_file", "merge_file")
+_FRACTIONS = ("valid_fraction", "test_fraction")
+_OF_INPUT = (*_TOKENIZER_FILES, "train_tokenizer", "text_field", "documents", "duplicates", *_FRACTIONS)
+
+
+def _given(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+    """Those of the options that were given."""
+    return {name: value for name in names if (value := getattr(arguments, name)) is not None}
+
+
+def _refuse(arguments: argparse.Namespace, names: Sequence[str], reason: str) -> None:
+    given = ", ".join(f"--{name.replace('_', '-')}" for name in _given(arguments, names))
+    if given:
+        raise DataError(f"{given}: {reason}")
 
 
 def _from_input(arguments: argparse.Namespace) -> Recipe:
     """The recipe that the options amount to."""
+    _refuse(arguments, ["root"], "goes with a recipe")
     if (arguments.tokenizer_type is None) == (arguments.train_tokenizer is None):
         raise DataError("--input needs either --tokenizer-type or --train-tokenizer.")
-    fields = {"text": arguments.text_field}
+    fields = {"text": arguments.text_field} if arguments.text_field else {}
+    reading, treatment = _given(arguments, ["documents"]), _given(arguments, ["duplicates"])
     sources = [
-        Source(SourceSpec(name, found, fields=fields, documents=arguments.documents), duplicates=arguments.duplicates)
+        Source(SourceSpec(name, found, fields=fields, **reading), **treatment)
         for name, found in named_paths(arguments.input).items()
     ]
-    files = {name: getattr(arguments, name) for name in ("tokenizer_type", "vocab_file", "merge_file")}
+    files = {name: getattr(arguments, name) for name in _TOKENIZER_FILES}
     training = TokenizerTraining(vocab_size=arguments.train_tokenizer) if arguments.train_tokenizer else None
-    rules = Rules(arguments.valid_fraction, arguments.test_fraction)
+    rules = Rules(**_given(arguments, _FRACTIONS))
     return Recipe(sources, rules, None, files if training is None else None, training)
 
 
@@ -94,28 +123,39 @@ def _run(arguments: argparse.Namespace) -> Path:
     if sum(map(bool, (arguments.builtin, arguments.input, arguments.recipe))) != 1:
         raise DataError("Give one of: a recipe, --input, --builtin. See --help.")
     if arguments.builtin:
+        _refuse(arguments, [name for name in _OF_INPUT if name != "train_tokenizer"], "does not go with --builtin")
         return prepare_builtin(arguments.output or Path("data"), arguments.train_tokenizer or VOCAB_SIZE)
-    recipe = read_recipe(arguments.recipe, arguments.root) if arguments.recipe else _from_input(arguments)
-    return _prepare(arguments, recipe)
+    if arguments.input:
+        return _prepare(arguments, _from_input(arguments))
+    _refuse(arguments, _OF_INPUT, "goes with --input; write it into the recipe")
+    return _prepare(arguments, read_recipe(arguments.recipe, arguments.root))
 
 
 def _summary(path: Path) -> str:
     record = read_manifest(path)
     lines = [f"{path}"]
     for entry in record["sources"]:
-        found = [(split, entry[split]) for split in SPLITS if entry[split]["documents"]]
-        lines += [f"  {entry['name']} {split}: {_counted(facts)}" for split, facts in found]
+        lines += [f"  {entry['name']} {split}: {_counted(entry[split])}" for split in SPLITS]
     for source in record["inputs"]:
         lines += [f"  {source['name']} left out: {count:,} x {reason}" for reason, count in source["left_out"].items()]
         lines += [f"  {source['name']} FAULTY: {count:,} x {kind}" for kind, count in source["problems"].items()]
         lines += [f"    {line}" for line in source["problems_named"][:10]]
-        lines += [f"  {source['name']}: no document of the set {name!r}" for name in source["sets_missing"]]
-    if (path.parent / RUN_CONFIG).exists():
-        lines.append(f"Train with: python train.py configs/350M/roformer_coca.yml {path.parent / RUN_CONFIG}")
-    return "\n".join(lines)
+        lines += [f"  {source['name']}: NO DOCUMENT of the set {name!r}" for name in source["sets_missing"]]
+    return "\n".join([*lines, *_next_step(path.parent, record)])
+
+
+def _next_step(folder: Path, record: dict[str, Any]) -> list[str]:
+    if not (folder / RUN_CONFIG).exists():
+        return []
+    found = {split for split in SPLITS for entry in record["sources"] if entry[split]["documents"]}
+    if "train" in found and len(found) > 1:
+        return [f"Train with: python train.py configs/350M/roformer_coca.yml {folder / RUN_CONFIG}"]
+    return [f"Only {', '.join(found)} documents: a run needs training documents and held-out ones."]
 
 
 def _counted(facts: dict[str, Any]) -> str:
+    if not facts["documents"]:
+        return "no document"
     per_token = facts["bytes"] / facts["tokens"]
     return f"{facts['documents']:,} documents, {facts['tokens']:,} tokens, {per_token:.2f} bytes per token"
 

@@ -114,10 +114,11 @@ def test_command_trains_a_tokenizer_and_reports(tmp_path: Path) -> None:
 def test_a_recipe_is_prepared_and_its_faults_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\ntwo\n\nthree\n")
     (tmp_path / "recipe.yml").write_text(
-        "tokenizer_type: CharLevelTokenizer\ntest_fraction: 0\nsources:\n  a: {paths: [a.txt], documents: line}\n"
+        "tokenizer_type: CharLevelTokenizer\nvalid_fraction: 0\ntest_fraction: 0\nsources:\n  a: {paths: [a.txt], documents: line}\n"
     )
     done = run_tool(tmp_path / "recipe.yml", "--root", tmp_path, "--output", tmp_path / "out")
     assert done.returncode == 0 and "a train: 3 documents" in done.stdout, done.stderr
+    assert "Only train documents: a run needs" in done.stdout
     (tmp_path / "recipe.yml").write_text("sources: {a: {path: [a.txt]}}\n")
     done = run_tool(tmp_path / "recipe.yml", "--output", tmp_path / "o")
     assert done.returncode == 2 and "sources.a.path: unknown key; did you mean paths?" in done.stderr
@@ -131,6 +132,11 @@ def test_a_recipe_is_prepared_and_its_faults_are_named(tmp_path: Path) -> None:
         (("--input", "none.jsonl", "--output", "o", "--train-tokenizer", 300), "give each input as NAME=PATH"),
         (("--input", "c=x.jsonl", "--output", "o"), "either --tokenizer-type or --train-tokenizer"),
         (("--output", "o"), "Give one of: a recipe, --input, --builtin"),
+        (("r.yml", "--test-fraction", 0.5, "--duplicates", "near"), "--duplicates, --test-fraction: goes with --input"),
+        (("--input", "c=x", "--root", "y", "--train-tokenizer", 300), "--root: goes with a recipe"),
+        (("--builtin", "--documents", "line"), "--documents: does not go with --builtin"),
+        (("--input", "c=x", "--workers", -1), "-1 is less than 0"),
+        (("--input", "c=x", "--train-tokenizer", 0), "0 is less than 1"),
     ],
 )
 def test_bad_commands_end_without_a_traceback(arguments: tuple[object, ...], message: str) -> None:

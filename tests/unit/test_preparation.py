@@ -2,6 +2,7 @@
 
 import json
 import random
+import sqlite3
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 RULES = Rules(valid_fraction=0.1, test_fraction=0.2)
+ALL = Rules(valid_fraction=0, test_fraction=0)
 
 
 def test_shards_manifest_tokenizer_and_run_config(tmp_path: Path) -> None:
@@ -191,7 +193,7 @@ def test_a_finished_file_that_changed_is_refused(
 def test_other_settings_do_not_go_on(tmp_path: Path, corpus: list[Source], monkeypatch: pytest.MonkeyPatch) -> None:
     interrupted(tmp_path, corpus, 3, monkeypatch)
     changes = [
-        ("sources", [replace(corpus[0], duplicates="keep"), corpus[1]], RULES),
+        ("sources.books.duplicates", [replace(corpus[0], duplicates="keep"), corpus[1]], RULES),
         ("test_fraction", corpus, Rules(0.1, 0.3)),
     ]
     for name, sources, rules in changes:
@@ -214,7 +216,7 @@ def test_two_at_once_are_refused(tmp_path: Path, corpus: list[Source], monkeypat
 
 
 def test_equal_texts_are_written_once_unless_kept(tmp_path: Path, corpus: list[Source]) -> None:
-    rules = Rules(test_fraction=0)
+    rules = ALL
     prepare(corpus, tmp_path / "once", CHARACTERS, rules, QUIET)
     once = [text for name in ("books", "code") for text in texts_of(tmp_path / "once" / f"{name}_train")]
     assert len(set(once)) == len(once) and "the same in both" in texts_of(tmp_path / "once" / "books_train")
@@ -222,7 +224,9 @@ def test_equal_texts_are_written_once_unless_kept(tmp_path: Path, corpus: list[S
     prepare(kept, tmp_path / "kept", CHARACTERS, rules, QUIET)
     every = [text for name in ("books", "code") for text in texts_of(tmp_path / "kept" / f"{name}_train")]
     assert len(every) == 5 * 121 and set(every) == set(once)
-    left_out = [entry["left_out"] for entry in read_manifest(tmp_path / "once" / "manifest.json")["inputs"]]
+    read = read_manifest(tmp_path / "once" / "manifest.json")["inputs"]
+    assert [entry["records"] for entry in read] == [3 * 122, 2 * 122], "with the faulty ones"
+    left_out = [entry["left_out"] for entry in read]
     assert sum(found["duplicate"] for found in left_out) == len(every) - len(once)
 
 
@@ -242,11 +246,28 @@ def test_near_duplicates_are_removed_and_others_are_not(tmp_path: Path) -> None:
     unlike = [changed(text, 8) for text in originals]  # more than half of the shingles differ: similarity below 0.25
     path = write_jsonl(tmp_path / "c.jsonl", [*texts, *alike, *unlike, "short", "Short"])
     near = source("c", path, duplicates="near")
-    prepare([near], tmp_path / "out", CHARACTERS, Rules(test_fraction=0), QUIET)
+    prepare([near], tmp_path / "out", CHARACTERS, ALL, QUIET)
     kept = texts_of(tmp_path / "out" / "c_train")
     assert kept == [*texts, *unlike, "short", "Short"]
     (read,) = read_manifest(tmp_path / "out" / "manifest.json")["inputs"]
     assert read["left_out"] == {"near duplicate": 40}
+
+
+def test_near_duplicates_without_spaces_between_words(tmp_path: Path) -> None:
+    chosen = random.Random(3)
+    texts = ["".join(chr(chosen.randrange(0x4E00, 0x9FA0)) for _ in range(400)) for _ in range(10)]
+    alike = [f"{text[:200]}。{text[201:]}" for text in texts]
+    path = write_jsonl(tmp_path / "c.jsonl", [*texts, *alike])
+    prepare([source("c", path, duplicates="near")], tmp_path / "out", CHARACTERS, ALL, QUIET)
+    assert texts_of(tmp_path / "out" / "c_train") == texts
+
+
+def test_a_source_that_keeps_all_counts_for_the_ones_after_it(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "c.jsonl", ["one", "two", "one"])
+    other = write_jsonl(tmp_path / "d.jsonl", ["two", "three"])
+    prepare([source("a", path, duplicates="keep"), source("b", other)], tmp_path / "out", CHARACTERS, ALL, QUIET)
+    assert texts_of(tmp_path / "out" / "a_train") == ["one", "two", "one"]
+    assert texts_of(tmp_path / "out" / "b_train") == ["three"]
 
 
 def test_a_fraction_is_the_same_documents_in_any_order(tmp_path: Path) -> None:
@@ -254,7 +275,7 @@ def test_a_fraction_is_the_same_documents_in_any_order(tmp_path: Path) -> None:
     chosen = []
     for name, ordered in (("a", texts), ("b", texts[::-1])):
         path = write_jsonl(tmp_path / f"{name}.jsonl", ordered)
-        prepare([source("s", path, fraction=0.25)], tmp_path / name, CHARACTERS, Rules(test_fraction=0), QUIET)
+        prepare([source("s", path, fraction=0.25)], tmp_path / name, CHARACTERS, ALL, QUIET)
         chosen.append(set(texts_of(tmp_path / name / "s_train")))
     assert chosen[0] == chosen[1] and 440 < len(chosen[0]) < 560
 
@@ -288,7 +309,7 @@ def test_sets_become_shards_with_weights(tmp_path: Path) -> None:
     weights = {"Pile-CC": 3.0, "PubMed Central": 1.0, "Books3": 1.0}
     spec = SourceSpec("pile", [path], sets=tuple(weights), divide=True)
     rest = source("rest", write_jsonl(tmp_path / "rest.jsonl", ["a text"] * 3), weight=0.25)
-    prepare([Source(spec, 0.75, weights), rest], tmp_path / "out", CHARACTERS, Rules(test_fraction=0), QUIET)
+    prepare([Source(spec, 0.75, weights), rest], tmp_path / "out", CHARACTERS, ALL, QUIET)
     record = read_manifest(tmp_path / "out" / "manifest.json")
     assert [entry["name"] for entry in record["sources"]] == ["pile_pile-cc", "pile_pubmed-central", "rest"]
     assert record["inputs"][0]["left_out"] == {"set not chosen": 20}
@@ -297,10 +318,60 @@ def test_sets_become_shards_with_weights(tmp_path: Path) -> None:
     assert keys["train_data_weights"] == [0.5625, 0.1875, 0.25]
 
 
+def test_a_listed_set_that_never_comes_is_told(tmp_path: Path) -> None:
+    spec = SourceSpec("pile", [pile(tmp_path, ["Pile-CC", "ArXiv"])], sets=("ArXiv", "Pile-cc"))
+    record = read_manifest(prepare([Source(spec)], tmp_path / "out", CHARACTERS, ALL, QUIET))
+    assert [entry["name"] for entry in record["sources"]] == ["pile"]
+    assert record["inputs"][0]["sets_missing"] == ["Pile-cc"]
+
+
+def test_sources_with_one_file_name_are_refused_before_anything_is_read(tmp_path: Path) -> None:
+    path = pile(tmp_path, ["Pile-CC"])
+    sources = [source("a_c", path), Source(SourceSpec("a", [path], sets=("C",), divide=True))]
+    with pytest.raises(DataError, match="a_c and a, set 'C', would both be written to a_c_train"):
+        prepare(sources, tmp_path / "out", CHARACTERS, ALL, QUIET)
+
+
+def test_shards_begun_after_the_last_save_do_not_stay(
+    tmp_path: Path, corpus: list[Source], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted(tmp_path, corpus, 3, monkeypatch)
+    (partial_folder(tmp_path / "out") / "books_other_train.bin").write_bytes(b"x")
+    prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET)
+    prepare(corpus, tmp_path / "whole", CHARACTERS, RULES, QUIET)
+    assert everything(tmp_path / "out") == everything(tmp_path / "whole")
+
+
 def test_sets_with_one_file_name_are_refused(tmp_path: Path) -> None:
     spec = SourceSpec("pile", [pile(tmp_path, ["Pile-CC", "pile CC"])], divide=True)
-    with pytest.raises(DataError, match=r"pile: the sets 'Pile-CC' and 'pile CC' would both be written"):
+    with pytest.raises(DataError, match=r"pile, set 'Pile-CC', and pile, set 'pile CC', would both be written"):
         prepare([Source(spec)], tmp_path / "out", CHARACTERS, None, QUIET)
+
+
+@pytest.mark.parametrize(
+    ("rules", "valid", "test"),
+    [
+        (Rules(0, 0.3), "s_test", "s_test"),
+        (Rules(0.3, 0), "s_valid", "s_valid"),
+        (Rules(0.3, 0.3), "s_valid", "s_test"),
+    ],
+)
+def test_one_held_out_split_stands_for_the_other(tmp_path: Path, rules: Rules, valid: str, test: str) -> None:
+    path = write_jsonl(tmp_path / "c.jsonl", [f"text {i}" for i in range(50)])
+    prepare([source("s", path)], tmp_path / "out", CHARACTERS, rules, QUIET)
+    keys = load_config(tmp_path / "out" / "data.yml", SHAPE).data
+    assert (keys.valid_data_paths, keys.test_data_paths) == (
+        [str(tmp_path / "out" / valid)],
+        [str(tmp_path / "out" / test)],
+    )
+
+
+def test_small_weights_stay_positive() -> None:
+    entries = [
+        {"name": name, "source": name, "part": "", **{split: {"tokens": 5} for split in ("train", "valid", "test")}}
+        for name in "ab"
+    ]
+    assert training_weights([source("a", weight=1.0), source("b", weight=1e8)], entries) == {"a": 1e-08, "b": 1.0}
 
 
 def test_without_weights_a_source_counts_by_its_tokens() -> None:
@@ -331,6 +402,7 @@ def test_a_damaged_file_is_fatal_or_named_by_choice(tmp_path: Path, workers: int
     manifest = prepare(sources, tmp_path / "out", CHARACTERS, skipping, Execution(workers, progress=False))
     (read,) = read_manifest(manifest)["inputs"]
     assert read["problems"] == {"damaged file": 1} and "b.jsonl.gz" in read["problems_named"][0]
+    assert read["records"] == read["written"] > 3000
     counts = [read_manifest(manifest)["sources"][0][split]["documents"] for split in ("train", "valid", "test")]
     assert 3000 < sum(counts) < 6000
 
@@ -369,6 +441,26 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, corpus: list[Source], monkeyp
     assert not (tmp_path / "out").exists()
     prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET)
     assert everything(tmp_path / "out") == everything(tmp_path / "whole")
+
+
+def test_a_full_disk_under_the_journal_is_told_as_one(
+    tmp_path: Path, corpus: list[Source], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    with monkeypatch.context() as patched, pytest.raises(DataError, match="disk is full.*What was done is kept"):
+        patched.setattr("megatron_coca.data.preparation.journal.Journal.save", full)
+        prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET)
+
+
+def test_a_damaged_journal_is_told(tmp_path: Path, corpus: list[Source], monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupted(tmp_path, corpus, 3, monkeypatch)
+    folder = partial_folder(tmp_path / "out")
+    for path in folder.glob("journal.sqlite*"):
+        path.write_bytes(b"garbage" * 1000)
+    with pytest.raises(DataError, match=r"journal\.sqlite: cannot be used .*begin anew"):
+        prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET)
 
 
 def test_a_lost_worker_is_an_error_that_can_be_gone_on_from(
@@ -424,5 +516,5 @@ def test_split_is_stable_and_near_its_fractions() -> None:
     for held_out in ("valid", "test"):
         assert 0.026 < splits.count(held_out) / 20000 < 0.034
     assert [s for s in splits if s == "test"] == [
-        s for i in range(20000) if (s := split_of(f"document {i}", Rules())) == "test"
+        s for i in range(20000) if (s := split_of(f"document {i}", Rules(0, 0.03))) == "test"
     ]

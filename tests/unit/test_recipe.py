@@ -47,7 +47,7 @@ sources:
     )
     assert pile.spec.fields == {"text": "content"}
     assert code.spec.filters == Filters(min_stars=1, licences=("MIT",)) and code.spec.metadata == tmp_path / "m.jsonl"
-    assert recipe.rules == Rules(0.1, 0.03) and recipe.output == Path("out") and recipe.tokenizer is None
+    assert recipe.rules == Rules(0.1, 0.01) and recipe.output == Path("out") and recipe.tokenizer is None
     assert recipe.training is not None and recipe.training.vocab_size == 500
 
 
@@ -76,7 +76,8 @@ def test_another_root_moves_every_path(tmp_path: Path) -> None:
             "HFTokenizer is trained as bpe",
         ),
         ("a: [", "not YAML"),
-        ("- a\n", "valid dictionary"),
+        ("- a\n", "expected a mapping of keys to values, not"),
+        (BASE + "  a: {paths: [y]}\n", "the key 'a' stands twice"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, text: str, message: str) -> None:

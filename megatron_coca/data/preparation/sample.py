@@ -6,19 +6,21 @@ from megatron_coca.data.errors import DataError
 from megatron_coca.data.preparation.plan import Rules, Source, position, split_of
 from megatron_coca.data.readers import open_reader
 from megatron_coca.data.readers.document import Document, Problems
-from megatron_coca.data.readers.source import Reader, Unit
+from megatron_coca.data.readers.source import Chunk, Reader, Unit
 
 PARSED_BYTES = 1 << 30
 """Of a source larger than this on the disk, only about so much is parsed."""
 
 
 def training_texts(sources: Sequence[Source], rules: Rules, characters: int) -> Iterator[str]:
-    """Up to about ``characters`` characters of training text, an equal share per source.
+    """About ``characters`` characters of training text, an equal share per source; all there is where that is less.
 
-    Documents are chosen by a hash of their key, from all units of a source in proportion to their size, so that they
-    come from everywhere in a corpus larger than that. Faults are not reported: the preparation reads the same files.
-    Raises ``DataError`` for a source without one usable document, where everything is held out, and for a damaged file,
-    unless the rules say to take what it gives.
+    They come evenly from all units of a source, by what each takes on the disk. Faults are not reported: the
+    preparation reads the same files.
+
+    Raises:
+        DataError: a source without one usable document; everything is held out; a damaged file, unless the rules say
+            to take what it gives.
     """
     held_out = True
     for source in sources:
@@ -34,28 +36,36 @@ def _source_texts(source: Source, rules: Rules, share: int) -> Iterator[str]:
     units = reader.units()
     size = sum(unit.size for unit in units)
     problems = Problems()
-    quota, found = 0.0, False
+    due, found = 0.0, False
     for unit in units:
-        quota += share * (unit.size / size if size else 1 / len(units))
-        for document in _sparse(reader, unit, size, problems, rules.skip_damaged):
-            found = True
-            wanted = position(f"tokenizer/{document.key}") < share / max(1, min(size, PARSED_BYTES))
-            if quota > 0 and wanted and (source.split or split_of(document.key, rules)) == "train":
-                quota -= len(document.text)
-                yield document.text
+        due += 0 if size else share / len(units)
+        for chunk, parsed in _chunks(reader, unit, size, rules):
+            due += share * chunk.read / size if size else 0
+            documents = list(reader.documents(chunk, problems)) if parsed else []
+            found = found or bool(documents)
+            for text in _scattered(documents, source, rules) if due > 0 else ():
+                due -= len(text)
+                yield text
+                if due <= 0:
+                    break
     if not found:
         raise DataError(nothing_usable(source, units, problems))
 
 
-def _sparse(reader: Reader, unit: Unit, size: int, problems: Problems, skip_damaged: bool) -> Iterator[Document]:
-    """The documents of a unit, or of so many of its chunks that ``PARSED_BYTES`` of the source's ``size`` are read."""
+def _chunks(reader: Reader, unit: Unit, size: int, rules: Rules) -> Iterator[tuple[Chunk, bool]]:
+    """The chunks of a unit, and whether each is among those of a source of ``size`` bytes that are parsed."""
     try:
         for number, chunk in enumerate(reader.chunks(unit)):
-            if number == 0 or size <= PARSED_BYTES or position(f"{chunk.path}/{number}") < PARSED_BYTES / size:
-                yield from reader.documents(chunk, problems)
+            yield chunk, number == 0 or size <= PARSED_BYTES or position(f"{chunk.path}/{number}") < PARSED_BYTES / size
     except DataError:
-        if not skip_damaged:
+        if not rules.skip_damaged:
             raise
+
+
+def _scattered(documents: Sequence[Document], source: Source, rules: Rules) -> list[str]:
+    """Texts to train on in the order of their hash: the first of them are a fair choice."""
+    trained = [d.text for d in documents if (source.split or split_of(d.key, rules)) == "train"]
+    return sorted(trained, key=lambda text: position(f"tokenizer/{text}"))
 
 
 def nothing_usable(source: Source, units: Sequence[Unit], problems: Problems) -> str:
