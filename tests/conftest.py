@@ -125,7 +125,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts = (" ".join(generator.choices(VOCABULARY.split(), k=40)) for _ in range(60))
     (folder / "words.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     source = Source(SourceSpec("words", [folder / "words.jsonl"]))
-    rules = Rules(test_fraction=0.2)
+    rules = Rules(valid_fraction=0, test_fraction=0.2)
     prepare([source], folder / "shards", load_tokenizer("CharLevelTokenizer"), rules, Execution(progress=False))
     return folder / "shards"
 

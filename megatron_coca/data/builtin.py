@@ -80,7 +80,7 @@ def prepare_builtin(root: Path, vocab_size: int = VOCAB_SIZE, progress: bool = T
     final = Path(root) / FOLDER
     with written_aside(final) as folder:
         sources = _write_jsonl(folder, progress)
-        rules = Rules(test_fraction=TEST_FRACTION, strict=True)
+        rules = Rules(valid_fraction=0, test_fraction=TEST_FRACTION, strict=True)
         texts = training_texts(sources, rules, _TOKENIZER_CHARACTERS)
         tokenizer = train_sentencepiece(texts, vocab_size, folder / "tokenizer.model")
         prepare(sources, folder / "shards", tokenizer, rules, Execution(progress=progress))

@@ -111,6 +111,30 @@ def test_command_trains_a_tokenizer_and_reports(tmp_path: Path) -> None:
     assert tokenizer.decode(Shard(tmp_path / "out/c_test").document(0)).startswith("the q")
 
 
+def test_what_was_prepared_trains(tmp_path: Path) -> None:
+    """With the options as they are when none is given, and the command that is told at the end."""
+    chosen = random.Random(4)
+    rows = ({"text": " ".join(chosen.choices(["one", "two", "three", "four"], k=60))} for _ in range(500))
+    (tmp_path / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = ("--input", f"c={tmp_path / 'c.jsonl'}", "--train-tokenizer", 280, "--output", tmp_path / "out")
+    done = run_tool(*given)
+    assert done.returncode == 0, done.stderr
+    told = done.stdout.splitlines()[-1].removeprefix("Train with: python ").split()
+    small = [
+        "num_layers=1",
+        "hidden_size=16",
+        "num_attention_heads=2",
+        "seq_length=16",
+        "train_iters=2",
+        "precision=fp32",
+    ]
+    small += ["train_micro_batch_size_per_gpu=2", f"save={tmp_path / 'run'}", "eval_iters=1"]
+    line = [sys.executable, *told, *small]
+    trained = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert trained.returncode == 0, trained.stderr
+    assert (tmp_path / "run" / "global_step2").is_dir() and "c_train" in trained.stderr + trained.stdout
+
+
 def test_a_recipe_is_prepared_and_its_faults_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\ntwo\n\nthree\n")
     (tmp_path / "recipe.yml").write_text(

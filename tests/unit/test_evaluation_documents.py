@@ -28,7 +28,7 @@ def shard(tmp_path: Path, corpus: Path) -> str:
         [Source(SourceSpec("all", [corpus]))],
         tmp_path / "shards",
         TOKENIZER,
-        Rules(test_fraction=0.999999),
+        Rules(0, 0.999999),
         Execution(progress=False),
     )
     return str(tmp_path / "shards" / "all_test")
