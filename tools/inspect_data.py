@@ -7,6 +7,9 @@ python tools/inspect_data.py mixture configs/350M/roformer_coca.yml
 python tools/inspect_data.py duplicates data/mine
 python tools/inspect_data.py utf8 data/mine --documents 1000
 python tools/inspect_data.py coverage data/mine
+python tools/inspect_data.py verify data/mine
+
+The exit status is 1 where verify finds a fault, and 2 after input that cannot be used.
 """
 
 import argparse
@@ -14,7 +17,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, without installing
 
@@ -23,18 +26,24 @@ from megatron_coca.data.errors import DataError  # noqa: E402
 from megatron_coca.data.inspection.collection import common_tokenizer, find_shards, plain, required  # noqa: E402
 from megatron_coca.data.inspection.coverage import coverage_facts, coverage_table, measure_coverage  # noqa: E402
 from megatron_coca.data.inspection.duplicates import duplicates_table, find_duplicates  # noqa: E402
-from megatron_coca.data.inspection.lengths import lengths_by_source, lengths_table, plot_lengths  # noqa: E402
+from megatron_coca.data.inspection.lengths import check_picture, lengths_by_source, lengths_table, plot_lengths  # noqa: E402
 from megatron_coca.data.inspection.mixture import mixture, mixture_table  # noqa: E402
 from megatron_coca.data.inspection.samples import document_text, sample_text, view_sample  # noqa: E402
 from megatron_coca.data.inspection.text_faults import find_text_faults, text_faults_table  # noqa: E402
+from megatron_coca.data.inspection.verify import verified_table, verify_shards  # noqa: E402
 from megatron_coca.data.order.blend import Blend  # noqa: E402
 from megatron_coca.data.shards.shard import Shard  # noqa: E402
 from megatron_coca.data.tokenizers.kinds import Tokenizer  # noqa: E402
 from megatron_coca.data.tokenizers.load import TOKENIZERS, load_tokenizer  # noqa: E402
-from megatron_coca.training.corpus import Corpus, open_corpus  # noqa: E402
+from megatron_coca.training.corpus import SPLITS, Corpus, open_corpus, open_split  # noqa: E402
 
-Result = tuple[str, Any]
-"""What to print, and the numbers for --json."""
+
+class Result(NamedTuple):
+    """What to print, the numbers for --json, and whether something is wrong with the data."""
+
+    text: str
+    facts: Any
+    faulty: bool = False
 
 
 def _config(options: argparse.Namespace) -> Config:
@@ -42,7 +51,8 @@ def _config(options: argparse.Namespace) -> Config:
 
 
 def _blend(corpus: Corpus, split: str) -> Blend:
-    blend = getattr(corpus, split)
+    opened = {"train": corpus.train, "valid": corpus.valid}
+    blend = opened[split] if split in opened else open_split(corpus.config, split)
     if blend is None:
         raise DataError(f"The configuration names no data for {split}.")
     return blend
@@ -58,7 +68,7 @@ def _tokenizer(options: argparse.Namespace) -> Tokenizer | None:
 def _sample(options: argparse.Namespace) -> Result:
     corpus = open_corpus(_config(options))
     view = view_sample(_blend(corpus, options.split), options.number)
-    return sample_text(view, required(corpus.tokenizer), options.tokens), view.facts()
+    return Result(sample_text(view, required(corpus.tokenizer), options.tokens), view.facts())
 
 
 def _mixture(options: argparse.Namespace) -> Result:
@@ -70,7 +80,7 @@ def _mixture(options: argparse.Namespace) -> Result:
             raise DataError("The configuration has no train_iters. Set it, or say --samples.")
         samples = steps * corpus.config.batch.resolve(options.ranks).total
     found = mixture(_blend(corpus, options.split), samples)
-    return mixture_table(found), {"samples": samples, "sources": [source.facts() for source in found]}
+    return Result(mixture_table(found), {"samples": samples, "sources": [source.facts() for source in found]})
 
 
 def _document(options: argparse.Namespace) -> Result:
@@ -80,35 +90,43 @@ def _document(options: argparse.Namespace) -> Result:
     tokenizer = required(common_tokenizer(entries, _tokenizer(options)))
     shard = Shard(entries[0].prefix)
     text = document_text(shard, options.number, tokenizer, options.tokens)
-    return text, {"prefix": entries[0].prefix, "number": options.number, "tokens": len(shard.document(options.number))}
+    tokens = len(shard.document(options.number))
+    return Result(text, {"prefix": entries[0].prefix, "number": options.number, "tokens": tokens})
 
 
 def _lengths(options: argparse.Namespace) -> Result:
+    if options.output is not None:
+        check_picture(options.output)
     found = lengths_by_source(find_shards(options.shards))
     if options.output is not None:
         plot_lengths(found, options.output)
-    return lengths_table(found), {source: lengths.facts() for source, lengths in found.items()}
+    return Result(lengths_table(found), {source: lengths.facts() for source, lengths in found.items()})
 
 
 def _duplicates(options: argparse.Namespace) -> Result:
     entries = find_shards(options.shards)
     tokenizer = common_tokenizer(entries, _tokenizer(options))
     found = find_duplicates(entries, show=True, workplace=options.workplace)
-    return duplicates_table(found, tokenizer), found.facts()
+    return Result(duplicates_table(found, tokenizer), found.facts())
 
 
 def _utf8(options: argparse.Namespace) -> Result:
     entries = find_shards(options.shards)
     tokenizer = required(common_tokenizer(entries, _tokenizer(options)))
     found = find_text_faults(entries, tokenizer, options.documents, show=True)
-    return text_faults_table(found), [faults.facts() for faults in found]
+    return Result(text_faults_table(found), [faults.facts() for faults in found])
 
 
 def _coverage(options: argparse.Namespace) -> Result:
     entries = find_shards(options.shards)
     tokenizer = required(common_tokenizer(entries, _tokenizer(options)))
     facts = coverage_facts(measure_coverage(entries, tokenizer, show=True), tokenizer)
-    return coverage_table(facts), facts
+    return Result(coverage_table(facts), facts)
+
+
+def _verify(options: argparse.Namespace) -> Result:
+    found = verify_shards(find_shards(options.shards), _tokenizer(options), show=True)
+    return Result(verified_table(found), [each.facts() for each in found], any(each.faults for each in found))
 
 
 def _count(text: str) -> int:
@@ -120,7 +138,7 @@ def _count(text: str) -> int:
 
 def _reads_config(command: argparse.ArgumentParser) -> None:
     command.add_argument("inputs", nargs="+", metavar="CONFIG.yml | key=value", help="as train.py takes them")
-    command.add_argument("--split", choices=["train", "valid"], default="train")
+    command.add_argument("--split", choices=SPLITS, default="train")
 
 
 def _reads_shards(command: argparse.ArgumentParser) -> None:
@@ -161,13 +179,14 @@ def parser() -> argparse.ArgumentParser:
     lengths = command("lengths", _lengths, "how long documents are, by source, from the indices alone")
     lengths.add_argument("--output", type=Path, metavar="FILE.png", help="draw the histogram")
     duplicates = command("duplicates", _duplicates, "documents with equal tokens, within shards and across them")
-    duplicates.add_argument("--workplace", type=Path, help="folder for temporary files, 24 bytes a document")
+    duplicates.add_argument("--workplace", type=Path, help="folder for temporary files, 28 bytes a document")
     utf8 = command("utf8", _utf8, "documents that went through a wrong decoding or hold control characters")
     utf8.add_argument("--documents", type=_count, help="of each shard, spread evenly; default all")
     coverage = command("coverage", _coverage, "how the vocabulary is used, by source")
-    for added in (lengths, duplicates, utf8, coverage):
+    verify = command("verify", _verify, "compare shards with their manifest, index and vocabulary; reads all tokens")
+    for added in (lengths, duplicates, utf8, coverage, verify):
         _reads_shards(added)
-    for added in (document, duplicates, utf8, coverage):
+    for added in (document, duplicates, utf8, coverage, verify):
         _has_tokenizer(added)
     return options
 
@@ -183,21 +202,23 @@ def read_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; 0, or 2 after an error of the input, which is printed without a traceback."""
+    """Run the command; 0, 1 where it found the data faulty, or 2 after an error of the input, which is printed without
+    a traceback.
+    """
     options = read_arguments(arguments)
     try:
-        text, facts = options.run(options)
-        print(text)
+        result = options.run(options)
+        print(result.text)
         if options.json is not None:
             options.json.parent.mkdir(parents=True, exist_ok=True)
-            options.json.write_text(json.dumps(plain(facts), indent=1) + "\n")
+            options.json.write_text(json.dumps(plain(result.facts), indent=1) + "\n")
     except (DataError, ConfigError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
         print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
         return 2
-    return 0
+    return int(result.faulty)
 
 
 if __name__ == "__main__":

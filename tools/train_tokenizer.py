@@ -27,9 +27,11 @@ from megatron_coca.data.readers.source import SourceSpec  # noqa: E402
 from megatron_coca.data.tokenizers.kinds import FileTokenizer  # noqa: E402
 from megatron_coca.data.tokenizers.load import TOKENIZERS  # noqa: E402
 from megatron_coca.data.tokenizers.measure import HeldOut, Measure, measure  # noqa: E402
-from megatron_coca.data.tokenizers.training import TRAINERS  # noqa: E402
+from megatron_coca.data.tokenizers.training import TRAINERS, check_vocabulary  # noqa: E402
 
 REPORT = "training.json"
+CLEARLY_FEWER = 0.7
+"""Share of the characters asked for of a source below which that is said."""
 TITLES = ("source", "trained on: characters", "held out: documents", "bytes", "tokens", "bytes per token", "exact")
 
 
@@ -43,11 +45,20 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--test-fraction", type=float, help="with --input: of the documents, kept out (default 0.03)")
     options.add_argument("--type", choices=list(TRAINERS), default="SPMTokenizer", help="default SPMTokenizer")
     options.add_argument("--model", choices=["bpe", "unigram"], default="bpe", help="default bpe")
-    options.add_argument("--vocab-size", type=int, required=True, help="ids in all, with bytes and special tokens")
-    options.add_argument("--characters", type=int, default=50_000_000, help="of text to train on (default 50 million)")
+    options.add_argument("--vocab-size", type=_count, required=True, help="ids in all, with bytes and special tokens")
+    options.add_argument(
+        "--characters", type=_count, default=50_000_000, help="of text to train on (default 50 million)"
+    )
     options.add_argument("--equal", action="store_true", help="as much text of each source, whatever their weights")
     options.add_argument("--output", type=Path, required=True, help="folder to make")
     return options
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
+    return value
 
 
 def read_sources(options: argparse.Namespace) -> tuple[list[Source], Rules]:
@@ -88,6 +99,7 @@ def train(options: argparse.Namespace, show: bool = True) -> str:
     """Train, measure and write; returns what to tell of it."""
     sources, rules = read_sources(options)
     check(sources, rules)
+    check_vocabulary(options.type, options.vocab_size)
     if options.model not in TRAINERS[options.type]:
         raise DataError(f"--model {options.model}: {options.type} is trained as {', '.join(TRAINERS[options.type])}.")
     if options.characters < len(sources):
@@ -101,7 +113,7 @@ def train(options: argparse.Namespace, show: bool = True) -> str:
         measures = {name: measure(tokenizer, held.texts) for name, held in held_out.items()}
         report = facts(options, tokenizer, held_out, measures)
         (folder / REPORT).write_text(json.dumps(report, indent=1) + "\n")
-    return told(options, held_out, measures)
+    return told(options, held_out, measures, wanted)
 
 
 def file_name(tokenizer_type: str) -> str:
@@ -124,8 +136,20 @@ def facts(
     }
 
 
-def told(options: argparse.Namespace, held_out: dict[str, HeldOut], measures: dict[str, Measure]) -> str:
-    """The measures, and what to write in a config."""
+def short_of(held_out: dict[str, HeldOut], wanted: Sequence[int]) -> list[str]:
+    """A line for every source that gave clearly fewer characters than ``wanted`` of it."""
+    given = {name: held.characters + sum(map(len, held.texts)) for name, held in held_out.items()}
+    return [
+        f"{name}: gave {found:,} characters where {share:,} were asked for; its share of the training is smaller"
+        for (name, found), share in zip(given.items(), wanted, strict=True)
+        if found < CLEARLY_FEWER * share
+    ]
+
+
+def told(
+    options: argparse.Namespace, held_out: dict[str, HeldOut], measures: dict[str, Measure], wanted: Sequence[int]
+) -> str:
+    """The measures, what is wanting, and what to write in a config."""
     rows = [
         (name, held_out[name].characters, m.documents, m.bytes, m.tokens, m.bytes_per_token, m.exact)
         for name, m in measures.items()
@@ -134,6 +158,8 @@ def told(options: argparse.Namespace, held_out: dict[str, HeldOut], measures: di
     unmeasured = [name for name, found in measures.items() if not found.documents]
     if unmeasured:
         lines += [f"not measured, with fewer than two documents: {', '.join(unmeasured)}", ""]
+    fewer = short_of(held_out, wanted)
+    lines += [*fewer, ""] if fewer else []
     return "\n".join(
         [*lines, f"tokenizer_type: {options.type}", f"vocab_file: {options.output / file_name(options.type)}"]
     )

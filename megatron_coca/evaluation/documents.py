@@ -1,6 +1,7 @@
 """The documents that are scored: text tokenised on the way, or prepared shards; only those long enough, truncated."""
 
 import hashlib
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,10 +10,15 @@ from typing import Protocol
 import numpy as np
 from tqdm import tqdm
 
-from megatron_coca.data import Shard, corpus_files, read_documents, read_manifest
+from megatron_coca.data import Shard, corpus_files, load_saved_tokenizer, read_documents, read_manifest
+from megatron_coca.data.preparation.manifest import MANIFEST
+from megatron_coca.data.shards.layout import SUFFIXES
+from megatron_coca.data.tokenizers.kinds import DESCRIPTION
 from megatron_coca.evaluation.results import DocumentsRecord, EvaluationError
 
-SHARD_SUFFIXES = (".bin", ".idx")
+logger = logging.getLogger(__name__)
+
+_SHOWN = 6
 
 
 class Encoder(Protocol):
@@ -63,15 +69,22 @@ class Source:
 def find_sources(names: Sequence[str]) -> list[Source]:
     """What `names` stand for: a shard's prefix (or its .bin or .idx), a text file, or a folder's text files, sorted.
 
-    Raises EvaluationError for a name that is none of these or where there is no name, DataError for an unknown format.
+    Raises EvaluationError for a name that is none of these, a folder of shards, or where there is no name, DataError for
+    an unknown format.
     """
     if not names:
         raise EvaluationError("no test data: name text files or shard prefixes with --data")
     found = []
     for name in names:
         prefix = name.removesuffix(".bin").removesuffix(".idx")
-        if any(Path(prefix + suffix).is_file() for suffix in SHARD_SUFFIXES):
+        if any(Path(prefix + suffix).is_file() for suffix in SUFFIXES):
             found.append(Source(prefix, True))
+        elif Path(name).is_dir() and (shards := _shards_in(Path(name))):
+            more = f" and {len(shards) - _SHOWN} more" if len(shards) > _SHOWN else ""
+            raise EvaluationError(
+                f"{name}: is a folder of shards, training data among them perhaps; name those to evaluate on with "
+                f"--data: {' '.join(shards[:_SHOWN])}{more}"
+            )
         elif Path(name).exists():
             found += [Source(str(file), False) for file in corpus_files([Path(name)])]
         else:
@@ -82,19 +95,43 @@ def find_sources(names: Sequence[str]) -> list[Source]:
     return found
 
 
-def check_tokenizer(prefix: str, tokenizer: Encoder | None) -> None:
-    """Raises EvaluationError for a shard whose manifest names another tokenizer, DataError for a damaged manifest.
+def _shards_in(folder: Path) -> list[str]:
+    """Prefixes of the shards in a folder, those named as test data first."""
+    prefixes = [str(path.with_suffix("")) for path in sorted(folder.glob("*.idx"))]
+    return sorted(prefixes, key=lambda prefix: not prefix.endswith("_test"))
+
+
+def check_tokenizers(sources: Iterable[Source], tokenizer: Encoder | None) -> None:
+    """Refuse shards of another tokenizer than the checkpoint's, and warn of those that may be, in one line.
 
     Vocabularies of one size hide such a mistake from every other check, and the perplexity would mean nothing.
+    Raises EvaluationError for a shard beside which another tokenizer is named, DataError for a damaged manifest.
     """
-    manifest = Path(prefix).parent / "manifest.json"
-    if tokenizer is not None and manifest.is_file():
-        fingerprint = read_manifest(manifest)["tokenizer"]["fingerprint"]
-        if fingerprint != tokenizer.fingerprint:
+    prefixes = [source.place for source in sources if source.is_shard]
+    folders = {Path(prefix).parent for prefix in prefixes} if tokenizer is not None else set()
+    beside = {folder: _fingerprint_beside(folder) for folder in folders}
+    unverified = []
+    for prefix in prefixes:
+        found = beside.get(Path(prefix).parent)
+        if tokenizer is None or found is None:
+            unverified.append(prefix)
+        elif found[0] != tokenizer.fingerprint:
             raise EvaluationError(
-                f"{prefix}: prepared with another tokenizer ({fingerprint[:12]}, by {manifest}) than the checkpoint's "
+                f"{prefix}: prepared with another tokenizer ({found[0][:12]}, by {found[1]}) than the checkpoint's "
                 f"({tokenizer.fingerprint[:12]}); name text with --data, or prepare the corpus with the checkpoint's"
             )
+    if unverified:
+        lacking = "the checkpoint carries no tokenizer" if tokenizer is None else "no tokenizer is named beside them"
+        logger.warning("%s: %s, nothing shows that they were made with the model's", ", ".join(unverified), lacking)
+
+
+def _fingerprint_beside(folder: Path) -> tuple[str, Path] | None:
+    """What says which tokenizer made the shards in a folder: its fingerprint and the file; None where nothing does."""
+    if (folder / MANIFEST).is_file():
+        return read_manifest(folder / MANIFEST)["tokenizer"]["fingerprint"], folder / MANIFEST
+    if (folder / DESCRIPTION).is_file():
+        return load_saved_tokenizer(folder).fingerprint, folder / DESCRIPTION
+    return None
 
 
 def tokens_of(source: Source, tokenizer: Encoder | None) -> Iterator[np.ndarray]:
@@ -103,7 +140,6 @@ def tokens_of(source: Source, tokenizer: Encoder | None) -> Iterator[np.ndarray]
     Raises DataError for files that cannot be read, EvaluationError where a tokenizer is needed and there is none.
     """
     if source.is_shard:
-        check_tokenizer(source.place, tokenizer)
         shard = Shard(source.place)
         yield from (np.asarray(shard.document(index), dtype=np.int64) for index in range(shard.documents))
     elif tokenizer is None:
@@ -138,10 +174,12 @@ def collect_documents(
     `names` as for `find_sources`; the tokenizer is needed for text. Raises DataError and EvaluationError: sources that
     cannot be read, token ids outside 0 .. vocab_size-1, no document long enough.
     """
+    sources = find_sources(names)
+    check_tokenizers(sources, tokenizer)
     kept: list[np.ndarray] = []
     longest = 0
     with tqdm(desc="documents read", unit="document", disable=not progress) as bar:
-        for source, tokens in all_documents(find_sources(names), tokenizer):
+        for source, tokens in all_documents(sources, tokenizer):
             bar.update()
             check_vocabulary(tokens, vocab_size, source)
             longest = max(longest, len(tokens))

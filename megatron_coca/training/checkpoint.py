@@ -23,6 +23,7 @@ from megatron_coca.training import engine as dist
 from megatron_coca.training import rng
 from megatron_coca.training.corpus import Corpus
 from megatron_coca.training.engine import Engine
+from megatron_coca.training.identity import differing_data
 
 logger = logging.getLogger(__name__)
 
@@ -95,9 +96,9 @@ def refuse_other_run(folder: Path, corpus: Corpus, layout: dict[str, Any]) -> No
     saved = load_config([folder / native.CONFIG])
     meta = native.read_json(folder / native.META)
     problems = differing_keys(saved, corpus.config, FREE_KEYS, FREE_GROUPS)
-    wanted = {"data": corpus.identity, **layout}
+    problems += differing_data(meta.get("data") or {}, corpus.identity, [str(s.prefix) for s in corpus.train.shards])
     problems += [
-        f"{key} (saved {meta.get(key)!r}, now {value!r})" for key, value in wanted.items() if meta.get(key) != value
+        f"{key} (saved {meta.get(key)!r}, now {value!r})" for key, value in layout.items() if meta.get(key) != value
     ]
     if problems:
         raise CheckpointError(

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,14 @@ from megatron_coca.data import (
     load_saved_tokenizer,
     load_tokenizer,
 )
+from megatron_coca.data.shards.index import read_header
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION
+from megatron_coca.data.tokenizers.load import needs_files
+from megatron_coca.training.identity import data_identity
 
 BUILTIN_WEIGHTS = {"text": 0.75, "code": 0.25}
 """The paper's mixture by tokens."""
+SPLITS = ("train", "valid", "test")
 PACKING_KEYS = ("reset_attention_mask", "reset_position_ids", "eod_mask_loss")
 """The keys that say what the ends of documents within a sample change."""
 
@@ -34,8 +39,9 @@ class Corpus:
         train: the order of the training samples.
         valid: the order of the validation samples, or None where no validation data is named.
         tokenizer: what the shards were made with, or None where nothing says (shards of another program, no
-        vocab_file).
+        tokenizer named).
         packing: what the ends of documents within a sample change.
+        unverified: prefixes of shards that have no tokenizer beside them, so that nothing shows which made them.
     """
 
     config: Config
@@ -43,17 +49,14 @@ class Corpus:
     valid: Blend | None
     tokenizer: Tokenizer | None
     packing: Packing = Packing()
+    unverified: tuple[str, ...] = ()
 
-    @property
+    @cached_property
     def identity(self) -> dict[str, Any]:
-        """What must not change when a run is resumed: sizes and weights of the sources, the tokenizer, and what the
-        ends of documents change.
+        """What must not change when a run is resumed: sizes, weights and content of the sources, the tokenizer, and
+        what the ends of documents change.
         """
-        identity = {
-            "tokens": [shard.len_tokens for shard in self.train.shards],
-            "weights": list(self.train.weights),
-            "tokenizer": self.tokenizer.fingerprint if self.tokenizer else None,
-        }
+        identity = data_identity(self.train) | {"tokenizer": self.tokenizer.fingerprint if self.tokenizer else None}
         # Left out where nothing is changed, so that checkpoints from before these keys can be resumed.
         changed = [name for name in PACKING_KEYS if getattr(self.config.data, name)]
         return identity | ({"documents": changed} if changed else {})
@@ -62,22 +65,43 @@ class Corpus:
 def open_corpus(config: Config) -> Corpus:
     """Open the shards that the configuration names; without any, the built-in corpus, prepared at first use.
 
+    Opening a shard checks the sizes of its files and its index, not its tokens (`tools/inspect_data.py verify` does).
+    Of the test shards, which training does not read, the headers are checked: a wrong path shows at the start.
+
     Raises:
         DataError: a shard is missing, damaged, too short, or made with another tokenizer than the rest.
         ConfigError: the tokenizer has more tokens than the model's vocabulary; `eod_mask_loss` without a tokenizer.
     """
     config = _with_paths(config)
-    train, valid = _open_shards(config)
+    train, valid = _open_shards(config, ("train", "valid"))
+    for prefix in config.data.test_data_paths or ():
+        read_header(prefix)
     tokenizer = _common_tokenizer(config)
     config = _with_vocabulary(config, tokenizer)
-    data, length = config.data, config.model.seq_length
     return Corpus(
         config,
-        Blend(train, data.train_data_weights or [1.0] * len(train), length, config.seed),
-        Blend(valid, data.valid_data_weights or [1.0] * len(valid), length, config.seed) if valid else None,
+        _blend(config, "train", train),
+        _blend(config, "valid", valid) if valid else None,
         tokenizer,
         _packing(config, tokenizer),
+        tuple(prefix for prefix in _prefixes(config) if not _describes(Path(prefix).parent)),
     )
+
+
+def open_split(config: Config, split: str) -> Blend | None:
+    """The samples of train, valid or test alone, as `open_corpus` orders them; None where no data is named for it.
+
+    Raises:
+        DataError: a shard is missing, damaged or too short.
+    """
+    config = _with_paths(config)
+    (shards,) = _open_shards(config, (split,))
+    return _blend(config, split, shards) if shards else None
+
+
+def _blend(config: Config, split: str, shards: Sequence[Shard]) -> Blend:
+    weights = getattr(config.data, f"{split}_data_weights") or [1.0] * len(shards)
+    return Blend(shards, weights, config.model.seq_length, config.seed)
 
 
 def _packing(config: Config, tokenizer: Tokenizer | None) -> Packing:
@@ -100,25 +124,26 @@ def _with_paths(config: Config) -> Config:
     folder = ensure_builtin(Path(config.data.data_root)).parent
     weights = list(BUILTIN_WEIGHTS.values())
     keys: dict[str, Any] = {}
-    for split, part in (("train", "train"), ("valid", "test"), ("test", "test")):
+    for split, part in zip(SPLITS, ("train", "test", "test"), strict=True):
         keys[f"{split}_data_paths"] = [str(folder / f"{name}_{part}") for name in BUILTIN_WEIGHTS]
         keys[f"{split}_data_weights"] = weights
     return config.override(keys)
 
 
-def _open_shards(config: Config) -> tuple[list[Shard], list[Shard]]:
+def _open_shards(config: Config, splits: Sequence[str]) -> list[list[Shard]]:
+    """The shards of each split, in the order of the configuration."""
     data = config.data
     if data.train_data_paths:
-        return [Shard(path) for path in data.train_data_paths], [Shard(path) for path in data.valid_data_paths or ()]
+        return [[Shard(path) for path in getattr(data, f"{split}_data_paths") or ()] for split in splits]
     assert data.data_path is not None
     shares = split_shares(data.split)
     assert shares is not None, "a configuration holds a split that can be read"
-    train, valid, _ = split_shard(Shard(data.data_path), shares)
-    if train is None:
+    parts = dict(zip(SPLITS, split_shard(Shard(data.data_path), shares), strict=True))
+    if parts["train"] is None:
         raise DataError(
             f"{data.data_path}: split {data.split!r} leaves no document to train on; change split or add documents"
         )
-    return [train], [valid] if valid is not None else []
+    return [[part] if (part := parts[split]) is not None else [] for split in splits]
 
 
 def split_shard(shard: Shard, shares: Sequence[float]) -> list[Shard | None]:
@@ -129,23 +154,29 @@ def split_shard(shard: Shard, shares: Sequence[float]) -> list[Shard | None]:
     return [shard.part(first, last) if last > first else None for first, last in pairwise(edges)]
 
 
+def _prefixes(config: Config) -> list[str]:
+    """All shards that the configuration names, each once."""
+    groups = [getattr(config.data, f"{split}_data_paths") for split in SPLITS]
+    groups.append([config.data.data_path] if config.data.data_path else None)
+    return list(dict.fromkeys(prefix for group in groups for prefix in group or ()))
+
+
+def _describes(folder: Path) -> bool:
+    """Whether a tokenizer lies in the folder."""
+    return (folder / DESCRIPTION).is_file()
+
+
 def _common_tokenizer(config: Config) -> Tokenizer | None:
-    """The tokenizer that lies beside the shards; all of them and `vocab_file`, where given, must agree."""
-    found = {}
+    """The tokenizer that lies beside the shards; all of them and the named one, where one is named, must agree.
+
+    A type that needs a file names a tokenizer together with it only: the default type does.
+    """
     data = config.data
-    groups = (
-        data.train_data_paths,
-        data.valid_data_paths,
-        data.test_data_paths,
-        [data.data_path] if data.data_path else None,
-    )
-    for prefix in (prefix for group in groups for prefix in group or ()):
-        folder = Path(prefix).parent
-        if (folder / DESCRIPTION).is_file():
-            found[str(folder)] = load_saved_tokenizer(folder)
-    if config.data.vocab_file:
-        named = load_tokenizer(config.data.tokenizer_type, config.data.vocab_file, config.data.merge_file)
-        found[config.data.vocab_file] = named
+    folders = dict.fromkeys(Path(prefix).parent for prefix in _prefixes(config))
+    found = {str(folder): load_saved_tokenizer(folder) for folder in folders if _describes(folder)}
+    if data.vocab_file or not needs_files(data.tokenizer_type):
+        named = load_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
+        found[data.vocab_file or f"tokenizer_type {data.tokenizer_type}"] = named
     if len({tokenizer.fingerprint for tokenizer in found.values()}) > 1:
         raise DataError(
             f"the tokenizers of {', '.join(found)} differ; shards of one run must be made with one tokenizer"

@@ -62,6 +62,11 @@ def _run(config: Config) -> None:
     sizes = config.batch.resolve(dist.world_size())
     folder = starting_point(config.checkpoint)
     corpus = open_corpus(config)
+    if corpus.unverified and dist.is_main():
+        logger.warning(
+            "no tokenizer lies beside %s: nothing shows that they were made with that of this run",
+            ", ".join(corpus.unverified),
+        )
     layout = _layout(corpus.config, sizes)
     if folder is not None:
         verify(folder)
@@ -127,12 +132,15 @@ def _iterate(
 
 
 def open_loader(corpus: Corpus, blend: Blend, layout: tuple[int, int, int, int]) -> Loader:
-    """A loader of one of the corpus's blends; `layout` is global batch, micro batch, rank, world size."""
+    """A loader of one of the corpus's blends; `layout` is global batch, micro batch, rank, world size.
+
+    Ids in the embedding's padding are refused too: no tokenizer of the configured vocabulary gives them.
+    """
     config = corpus.config
     return Loader(
         blend,
         *layout,
-        vocab_size=config.model.padded_vocab_size,
+        vocab_size=config.model.vocab_size,
         packing=corpus.packing,
         num_workers=config.data.num_workers,
     )

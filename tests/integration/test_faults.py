@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -209,6 +210,27 @@ def test_another_run(changes: dict[str, Any], message: str, attempt: Attempt, ru
     before = contents(run_copy)
     status, output = attempt(changes | {"load": str(run_copy), "save": str(run_copy), "train_iters": 14})
     assert_one_message(status, output, message)
+    assert contents(run_copy) == before
+
+
+def test_other_data_of_equal_size(
+    attempt: Attempt, run_copy: Path, small: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another text of as many tokens, from a folder in which nothing says what made it."""
+    (prefix,) = small["train_data_paths"]
+    (tmp_path / "own").mkdir()
+    for suffix in (".bin", ".idx"):
+        shutil.copy(f"{prefix}{suffix}", tmp_path / "own" / f"s{suffix}")
+    own = tmp_path / "own" / "s"
+    tokens = np.memmap(f"{own}.bin", dtype="<u2", mode="r+")
+    tokens[100:110] = ord("z")
+    keys = {"load": str(run_copy), "save": str(run_copy), "train_data_paths": [str(own)], "train_iters": 14}
+    before = contents(run_copy)
+    status, output = attempt(keys)
+    assert_one_message(status, output, f"cannot be resumed with another content of {own} (saved ")
+    assert len(output) < 500, "the differing entries only"
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert sum(f"no tokenizer lies beside {own}: nothing shows" in line for line in warnings) == 1
     assert contents(run_copy) == before
 
 

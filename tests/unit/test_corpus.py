@@ -8,7 +8,9 @@ import pytest
 from megatron_coca.config import Config, ConfigError, load_config
 from megatron_coca.data import Blend, DataError, Loader, Shard, load_tokenizer
 from megatron_coca.data.shards.writer import ShardWriter
-from megatron_coca.training.corpus import open_corpus, split_shard
+from megatron_coca.data.tokenizers.training import train_bpe
+from megatron_coca.training.corpus import open_corpus, open_split, split_shard
+from megatron_coca.training.loop import open_loader
 from megatron_coca.training.mixture import mixture_figures, mixture_table, repeated_sources
 
 SHAPE = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "seq_length": 4}
@@ -88,17 +90,93 @@ def test_shards_of_different_tokenizers_are_refused(tmp_path: Path) -> None:
 
 def test_ids_beyond_the_vocabulary_are_refused_when_they_are_read(tmp_path: Path) -> None:
     corpus = open_corpus(config(data_path=str(write_shard(tmp_path / "s", tokenizer=False)), vocab_size=4, split="1"))
+    assert corpus.config.model.padded_vocab_size > 10, "what the padding holds is refused as well"
     with (
-        Loader(corpus.train, 8, 8, 0, 1, vocab_size=4) as loader,
-        pytest.raises(DataError, match="outside the model's"),
+        open_loader(corpus, corpus.train, (8, 8, 0, 1)) as loader,
+        pytest.raises(DataError, match=r"/s: token id [4-9] lies outside the model's vocabulary of vocab_size=4"),
     ):
         for step in range(10):
             loader.micro_batches(step)
 
 
+def test_negative_ids_are_refused_too(tmp_path: Path) -> None:
+    prefix = write_shard(tmp_path / "s", tokenizer=False)
+    tokens, index = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+    ids = np.fromfile(tokens, dtype="<i2")
+    ids[5::7] = -2
+    ids.tofile(tokens)
+    header = bytearray(index.read_bytes())
+    header[17] = 3  # int16
+    index.write_bytes(header)
+    with (
+        Loader(Blend([Shard(prefix)], [1], 16, seed=0), 8, 8, 0, 1, vocab_size=20) as loader,
+        pytest.raises(DataError, match="token id -2 lies outside"),
+    ):
+        loader.micro_batches(0)
+
+
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="nothing.idx|nothing.bin"):
         open_corpus(config(data_path=str(tmp_path / "nothing")))
+
+
+def paths(train: object, valid: object, test: object) -> dict[str, list[str]]:
+    given = zip(("train", "valid", "test"), (train, valid, test), strict=True)
+    return {f"{split}_data_paths": [str(path)] for split, path in given}
+
+
+def test_test_shards_must_be_there_when_training_starts(tmp_path: Path) -> None:
+    prefix = write_shard(tmp_path / "s")
+    with pytest.raises(DataError, match=r"nope\.bin: no such file"):
+        open_corpus(config(**paths(prefix, prefix, tmp_path / "nope")))
+    (tmp_path / "cut.bin").write_bytes(b"1234")
+    (tmp_path / "cut.idx").write_bytes(Path(f"{prefix}.idx").read_bytes()[:-3])
+    with pytest.raises(DataError, match=r"cut\.idx: truncated or foreign"):
+        open_corpus(config(**paths(prefix, prefix, tmp_path / "cut")))
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+@pytest.mark.parametrize("split", ["train", "valid", "test"])
+def test_a_prefix_has_no_ending(tmp_path: Path, suffix: str, split: str) -> None:
+    prefix = write_shard(tmp_path / "s")
+    given = paths(prefix, prefix, prefix) | {f"{split}_data_paths": [f"{prefix}{suffix}"]}
+    with pytest.raises(DataError, match=rf"s\{suffix}: is one of the two files .* give the path without \{suffix}"):
+        open_corpus(config(**given))
+
+
+def test_a_type_that_needs_no_file_names_a_tokenizer(tmp_path: Path) -> None:
+    prefix = str(write_shard(tmp_path / "s", tokenizer=False))
+    keys = {"data_path": prefix, "tokenizer_type": "CharLevelTokenizer", "eod_mask_loss": True}
+    corpus = open_corpus(config(**keys))
+    assert corpus.tokenizer is not None and corpus.packing.masked_token == 0
+    assert corpus.config.model.vocab_size == 512
+    for name in ("GPT2BPETokenizer", "HFTokenizer", "TiktokenTokenizer"):
+        assert open_corpus(config(data_path=prefix, vocab_size=512, tokenizer_type=name)).tokenizer is None
+
+
+def test_a_named_type_must_agree_with_the_shards(tmp_path: Path) -> None:
+    prefix = write_shard(tmp_path / "s", tokenizer=False)
+    train_bpe(["some text"], 285, tmp_path / "t.json").save(tmp_path)
+    with pytest.raises(DataError, match="tokenizers of .*, tokenizer_type CharLevelTokenizer differ"):
+        open_corpus(config(data_path=str(prefix), tokenizer_type="CharLevelTokenizer"))
+
+
+def test_shards_without_a_tokenizer_are_named(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    known = write_shard(tmp_path / "a" / "s")
+    foreign, other = (write_shard(tmp_path / "b" / name, tokenizer=False) for name in ("s", "t"))
+    keys = paths(known, foreign, other) | {"train_data_paths": [str(known), str(foreign)]}
+    assert open_corpus(config(**keys)).unverified == (str(foreign), str(other))
+    assert open_corpus(config(data_path=str(known))).unverified == ()
+
+
+def test_one_split_alone(tmp_path: Path) -> None:
+    train, other = write_shard(tmp_path / "s"), write_shard(tmp_path / "t", documents=3)
+    keys = paths(train, train, train) | {"test_data_paths": [str(train), str(other)], "test_data_weights": [1, 3]}
+    found = open_split(config(**keys), "test")
+    assert found is not None and [share.weight for share in found.mixture(10)] == [0.25, 0.75]
+    assert open_split(config(data_path=str(train), split="1,1,0"), "test") is None
 
 
 def test_the_mixture_is_told_by_source(tmp_path: Path) -> None:

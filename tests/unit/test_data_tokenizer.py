@@ -257,6 +257,24 @@ def test_a_changed_or_absent_saved_tokenizer_is_an_error(tmp_path: Path) -> None
         load_saved_tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize("content", [b"", b"\x00\xff", b"{}"])
+@pytest.mark.parametrize("name", ["SPMTokenizer", "HFTokenizer", "GPT2BPETokenizer"])
+def test_a_damaged_file_is_told_as_changed(folder: Path, tmp_path: Path, name: str, content: bytes) -> None:
+    opened(folder, name).save(tmp_path)
+    saved = json.loads((tmp_path / "tokenizer_type.json").read_text())
+    (tmp_path / saved["vocab_file"]).write_bytes(content)
+    with pytest.raises(DataError, match="files have changed since they were saved"):
+        load_saved_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["a\ud800b", "the value " * 900 + "\udfff", "\udc80\u2581"])
+def test_half_a_character_is_an_error(tokenizer: Tokenizer, text: str) -> None:
+    place = next(number for number, letter in enumerate(text) if 0xD800 <= ord(letter) < 0xE000)
+    for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch(["fine", text])):
+        with pytest.raises(DataError, match=rf"half a surrogate pair, U\+D[8CF][0-9A-F]+ at character {place},"):
+            encode(text)
+
+
 def test_training_on_too_little_text_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot train 5000 pieces"):
         train_sentencepiece(["too little"], 5000, tmp_path / "m.model")

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_coca.data import DataError, Execution, Rules, Source, SourceSpec, load_tokenizer, prepare
+from megatron_coca.data.tokenizers.training import train_bpe
 from megatron_coca.evaluation import EvaluationError
 from megatron_coca.evaluation.documents import Documents, collect_documents
 
@@ -93,6 +94,40 @@ def test_sources_that_are_not_there(tmp_path: Path, corpus: Path) -> None:
     (tmp_path / "book.pdf").write_bytes(b"%PDF")
     with pytest.raises(DataError, match=r"book.pdf: unknown type"):
         collect(tmp_path / "book.pdf")
+
+
+def test_a_folder_of_shards_is_told_as_that(shard: str) -> None:
+    folder = Path(shard).parent
+    for name in ("b_train", "c_train"):
+        for suffix in (".bin", ".idx"):
+            Path(f"{folder / name}{suffix}").write_bytes(Path(f"{shard}{suffix}").read_bytes())
+    with pytest.raises(EvaluationError, match=rf"is a folder of shards.*--data: {shard} {folder}/b_train {folder}/c"):
+        collect(folder)
+
+
+@pytest.mark.parametrize("manifest", [True, False])
+def test_shards_that_nothing_vouches_for_are_named(
+    shard: str, caplog: pytest.LogCaptureFixture, manifest: bool
+) -> None:
+    folder = Path(shard).parent
+    if not manifest:
+        (folder / "manifest.json").unlink()
+    collect(shard)
+    assert not caplog.records, "the manifest or the tokenizer beside the shard vouches for it"
+    collect(shard, tokenizer=None)
+    (record,) = caplog.records
+    assert f"{shard}: the checkpoint carries no tokenizer" in record.getMessage()
+    for name in ("manifest.json", "tokenizer_type.json"):
+        (folder / name).unlink(missing_ok=True)
+    collect(shard)
+    assert f"{shard}: no tokenizer is named beside them" in caplog.records[1].getMessage()
+
+
+def test_a_tokenizer_beside_a_shard_counts_without_a_manifest(shard: str, tmp_path: Path) -> None:
+    (Path(shard).parent / "manifest.json").unlink()
+    train_bpe(["some text"], 285, tmp_path / "t.json").save(Path(shard).parent)
+    with pytest.raises(EvaluationError, match="all_test: prepared with another tokenizer .* by .*tokenizer_type.json"):
+        collect(shard)
 
 
 def test_shard_of_another_tokenizer(shard: str) -> None:

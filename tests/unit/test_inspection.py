@@ -3,13 +3,14 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from megatron_coca.config import load_config
 from megatron_coca.data.errors import DataError
-from megatron_coca.data.inspection import collection, duplicates
+from megatron_coca.data.inspection import buckets, collection, duplicates
 from megatron_coca.data.inspection.collection import Entry, common_tokenizer, documents, find_shards, some_documents
 from megatron_coca.data.inspection.coverage import coverage_facts, measure_coverage
 from megatron_coca.data.inspection.duplicates import duplicates_table, find_duplicates
@@ -78,6 +79,23 @@ def test_shards_are_found_by_folder_prefix_and_file(folder: Path, tmp_path: Path
     )
 
 
+def test_sources_of_equal_name_are_named_after_their_folders(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        write(tmp_path / name / "books", [name] * (2 if name == "a" else 3))
+    write(tmp_path / "b" / "code", ["x"])
+    entries = find_shards([tmp_path / "a", tmp_path / "b", tmp_path / "a" / "books"])
+    names = [f"{tmp_path}/a/books", f"{tmp_path}/b/books", "code"]
+    assert [entry.label for entry in entries] == names
+    assert {name: found.documents for name, found in lengths_by_source(entries).items()} == {
+        names[0]: 2,
+        names[1]: 3,
+        "code": 1,
+    }
+    assert [facts.source for facts in measure_coverage(entries, TEXT)] == names
+    assert f"{tmp_path}/b/books:0" in duplicates_table(find_duplicates(entries), TEXT)
+
+
 def test_nothing_to_find_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="neither manifest.json nor an .idx"):
         find_shards([tmp_path])
@@ -138,8 +156,8 @@ def test_lengths_by_source_and_their_picture(folder: Path, tmp_path: Path) -> No
 def test_duplicates_within_and_across_shards(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, per_bucket: int
 ) -> None:
-    monkeypatch.setattr(duplicates, "_BUCKET_DOCUMENTS", per_bucket)
-    monkeypatch.setattr(duplicates, "_BUFFERED", 2)
+    monkeypatch.setattr(buckets, "_BUCKET_DOCUMENTS", per_bucket)
+    monkeypatch.setattr(buckets, "_BUFFERED", 2)
     found = find_duplicates(find_shards([folder]), workplace=tmp_path)
     assert not list(tmp_path.iterdir())
     assert (found.documents, found.extra.tolist(), found.extra_tokens.tolist()) == ([3, 7, 3], [0, 2, 0], [0, 22, 0])
@@ -151,6 +169,31 @@ def test_duplicates_within_and_across_shards(
     text = duplicates_table(found, TEXT)
     assert "books train:0, books train:3, books train:6\n  twice here" in text and "leak" in text
     assert "tokens [" in duplicates_table(found, None)
+
+
+@pytest.mark.parametrize("per_bucket", [40, 1 << 18])
+def test_a_document_that_occurs_very_often_fills_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, per_bucket: int
+) -> None:
+    monkeypatch.setattr(buckets, "_BUCKET_DOCUMENTS", per_bucket)
+    monkeypatch.setattr(buckets, "_BUFFERED", 500)
+    monkeypatch.setattr(buckets, "_MOST_BUCKETS", 3)
+    compared: list[int] = []
+    compare = duplicates._compare
+
+    def watched(records: np.ndarray, *others: Any) -> None:
+        compared.append(len(records))
+        compare(records, *others)
+
+    monkeypatch.setattr(duplicates, "_compare", watched)
+    texts = ["same" if number % 4 else f"own {number}" for number in range(2000)]
+    entries = [Entry("s", "", write(tmp_path / "s", texts)), Entry("t", "", write(tmp_path / "t", ["same", "x"] * 30))]
+    found = find_duplicates(entries)
+    assert found.extra.tolist() == [1499, 29 + 29] and found.extra_tokens.tolist() == [1499 * 5, 29 * 5 + 29 * 2]
+    assert found.pairs() == [(0, 1, 1)]
+    assert (found.worst[0].copies, found.worst[0].places) == (1530, [(0, n) for n in range(1, 14) if n % 4])
+    assert sum(compared) < 2060 - 1500 + 10 * 5 + 10, "ten records of each buffer at most stand for the copies"
+    assert per_bucket > 40 or max(compared) < 40 + 10 * 5 + 30
 
 
 def test_empty_documents_are_duplicates_too(tmp_path: Path) -> None:
@@ -279,6 +322,49 @@ def test_keys_may_stand_behind_options(config: str, capsys: pytest.CaptureFixtur
     assert "sample 3: " in (shown := capsys.readouterr().out) and "(7), of" in shown
     with pytest.raises(SystemExit):
         inspect_data.main(["sample", config, "--number", "3", "--nonsense"])
+
+
+@pytest.mark.parametrize(("command", "shown"), [("sample", "sample 1: "), ("mixture", "tokens on disk")])
+@pytest.mark.parametrize("split", ["train", "valid", "test"])
+def test_every_split_can_be_looked_at(
+    folder: Path, config: str, capsys: pytest.CaptureFixture[str], command: str, shown: str, split: str
+) -> None:
+    paths = json.dumps([str(folder / ("books_test" if split == "test" else "books_train"))])
+    keys = [f"{name}_data_paths={paths}" for name in ("train", "valid", "test") if name == split]
+    keys += ["train_data_weights=[1]"] if split == "train" else []
+    number = ["--number", "1"] if command == "sample" else []
+    assert inspect_data.main([command, config, "--split", split, *number, *keys]) == 0
+    printed = capsys.readouterr().out
+    assert shown in printed and ("books_test" in printed) == (split == "test")
+
+
+def test_the_test_part_of_one_shard(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "seq_length": 4}
+    texts = [f"{name}={value}" for name, value in (keys | {"data_path": folder / "books_train"}).items()]
+    arguments = ["sample", "--split", "test", "--number", "0", *texts, "split=5,1,1"]
+    assert inspect_data.main(arguments) == 0
+    heading, _, text = capsys.readouterr().out.partition("\n\n")
+    assert "of 1 document(s)" in heading and text.strip() and text.strip() in BOOKS[-1]
+    assert inspect_data.main([*arguments[:-1], "split=5,1,0"]) == 2
+    assert "names no data for test" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["sample", "{config}", "--number", "9" * 23], "9: samples are numbered up to 2^62 only"),
+        (["sample", "{config}", "--number", "-1"], "Sample numbers begin at 0"),
+        (["mixture", "{config}", "--samples", "9" * 23], "9: samples are numbered up to 2^62 only"),
+        (["lengths", "{folder}", "--output", "{folder}/l.xyz"], "l.xyz: no picture is drawn in this format"),
+        (["lengths", "{folder}", "--output", "{folder}/l"], "/l: no picture is drawn in this format"),
+    ],
+)
+def test_what_a_library_would_trip_over(
+    folder: Path, config: str, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert inspect_data.main([text.format(config=config, folder=folder) for text in arguments]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and not captured.out
 
 
 def test_errors_end_with_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -291,6 +291,15 @@ def test_added_files_do_not_move_documents_between_splits(tmp_path: Path) -> Non
         assert before == {text for text in after if text.startswith("first")}
 
 
+def test_files_of_a_folder_that_are_not_read_are_told(tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    folder.mkdir()
+    write_jsonl(folder / "a.jsonl", ["text"])
+    (folder / "b.zip").write_bytes(b"PK")
+    record = read_manifest(prepare([source("s", folder)], tmp_path / "out", CHARACTERS, ALL, QUIET))
+    assert record["inputs"][0]["unread"] == {"not a readable file (.zip)": 1}
+
+
 def test_a_source_can_be_one_split(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [f"text {i}" for i in range(50)])
     prepare([source("s", path, split="valid")], tmp_path / "out", CHARACTERS, RULES, QUIET)

@@ -56,7 +56,7 @@ def test_unknown_fields_are_refused() -> None:
 
 def test_sets_are_chosen_and_the_others_counted() -> None:
     found, problems = documents(PILE, sets=["Pile-CC"])
-    assert found == [Document("a web page", content_key("a web page"))]
+    assert found == [Document("a web page", content_key("a web page"), "Pile-CC")]
     assert problems.filtered == {"set not chosen": 2} and problems.counts == {"empty text": 1, "missing field": 3}
     assert "meta.pile_set_name" in problems.named[1]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from megatron_coca.data import DataError, Problems, SourceSpec, corpus_files, read_documents
+from megatron_coca.data import DataError, Problems, SourceSpec, read_documents
 from megatron_coca.data.readers import READERS, open_reader
 from megatron_coca.data.readers.document import Document, content_key
 from megatron_coca.data.readers.files import FileReader
@@ -35,7 +35,7 @@ def texts(spec: SourceSpec) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "suffix", [".jsonl", ".json", ".ndjson", ".JSONL", ".jsonl.gz", ".zst", ".00.zst", ".json.bz2"]
+    "suffix", [".jsonl", ".json", ".ndjson", ".JSONL", ".jsonl.gz", ".zst", ".00.jsonl.zst", ".json.bz2"]
 )
 def test_json_lines_are_read_in_order_whatever_the_name(tmp_path: Path, suffix: str) -> None:
     lines = "\ufeff" + "".join(json.dumps({"body": f"text {i}"}) + "\r\n\n" for i in range(50))
@@ -128,46 +128,17 @@ def test_a_dump_of_wikipedia_is_cut_between_pages(tmp_path: Path, block: int) ->
     assert problems.counts == {"invalid XML": 1} and problems.named[0].startswith(f"{path}:8: ")
 
 
-def test_a_folder_stands_for_its_readable_files(tmp_path: Path) -> None:
-    names = ["b/2.txt", "b/1.txt.gz", "a.txt", "c.csv", ".hidden.txt", ".git/d.txt", "README.md", "b/state.json"]
-    for name in names:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(name)
-    (tmp_path / "elsewhere").symlink_to(tmp_path / "b")
-    (tmp_path / "b" / "up").symlink_to(tmp_path)
-    assert corpus_files([tmp_path]) == [tmp_path / name for name in ("a.txt", "b/1.txt.gz", "b/2.txt")]
-    assert corpus_files([tmp_path / "b", tmp_path / "README.md"])[-1] == tmp_path / "README.md"
-
-
-def test_a_link_that_leads_nowhere_is_not_passed_over(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("a")
-    (tmp_path / "b.txt").symlink_to(tmp_path / "gone.txt")
-    with pytest.raises(DataError, match=r"b\.txt"):
-        FileReader(SourceSpec("s", [tmp_path])).units()
-
-
-def test_a_folder_that_cannot_be_listed_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "closed").mkdir()
-    (tmp_path / "a.txt").write_text("a")
-    listed = os.scandir
-
-    def scandir(path: str):
-        if str(path).endswith("closed"):
-            raise PermissionError(13, "Permission denied", str(path))
-        return listed(path)
-
-    monkeypatch.setattr(os, "scandir", scandir)
-    with pytest.raises(DataError, match="closed: the folder cannot be read"):
-        corpus_files([tmp_path])
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("absent.jsonl", None, "no such file"),
         ("a.csv", b"a,b", "unknown type"),
         ("a.parquet.gz", b"", "unknown type"),
-        ("jsonl", b"", "unknown type"),
+        ("jsonl", b"", r"unknown type of file \(no ending\)"),
+        ("a.csv.gz", gzip.compress(b"a,b"), r"unknown type of file \(\.csv\.gz\)"),
+        ("a.html.zst", b"", r"unknown type of file \(\.html\.zst\)"),
+        ("corpus.v2.zst", b"", r"\(\.v2\.zst\).*give it its ending: corpus\.v2\.jsonl\.zst"),
+        ("corpus.00.bz2", b"", r"give it its ending: corpus\.00\.jsonl\.bz2"),
         ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 500)[:-9], "read to its end"),
         ("a.jsonl.zst", b"not zstd at all", "damaged zstd"),
     ],

@@ -55,6 +55,12 @@ def test_a_split_of_a_saved_data_set_is_chosen(tmp_path: Path) -> None:
     assert [d.text for d in read(tmp_path, options={"split": "validation"})[0]] == TEXTS[300:]
     with pytest.raises(DataError, match="no split 'test'; there are train, validation"):
         read(tmp_path, options={"split": "test"})
+    files = open_reader(SourceSpec("f", [tmp_path]))
+    with pytest.raises(DataError, match="holds the splits train, validation .* reader huggingface with the option"):
+        files.units()
+    assert len(open_reader(SourceSpec("f", [tmp_path / "validation"])).units()) == 1
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    assert len(files.units()) == 2, "one split alone is not mixed with another"
 
 
 @pytest.mark.parametrize("named", ["folder", "file"])
@@ -79,6 +85,8 @@ def test_a_local_folder_that_changes_has_another_stamp(tmp_path: Path) -> None:
     [
         ({"options": {"split": "test"}}, "Bad split: test"),
         ({"fields": {"text": "content"}}, r"no column 'content'; the table has \['text'\]"),
+        ({"metadata": Path("m.jsonl")}, "metadata means nothing to the reader huggingface.*take repositories"),
+        ({"documents": "line"}, "documents means nothing to the reader huggingface"),
         ({"options": {"splits": "test"}}, r"unknown options \['splits'\].*name, split, revision"),
     ],
 )
@@ -88,7 +96,9 @@ def test_wrong_requests_are_errors(tmp_path: Path, spec: dict[str, Any], message
         read(tmp_path, **spec)
 
 
-@pytest.mark.parametrize("path", ["/no/such/folder", "./data", "data/of/mine"])
+@pytest.mark.parametrize(
+    "path", ["/no/such/folder", "./data", "data/of/mine", "c/nope.jsonl", "nope.parquet", "c/nope.csv"]
+)
 def test_a_missing_folder_is_not_looked_for_at_the_hub(path: str) -> None:
     with pytest.raises(DataError, match="no such file or folder"):
         read(path)
@@ -101,8 +111,9 @@ def test_the_hub_without_a_network_is_an_error(monkeypatch: pytest.MonkeyPatch) 
         raise ConnectionError("Name or service not known")
 
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", unreachable)
-    with pytest.raises(DataError, match=r"owner/name: datasets cannot read it \(ConnectionError.*network"):
-        read("owner/name")
+    for name in ("owner/name", "name", "owner/name-v1.1", "owner/name.en"):
+        with pytest.raises(DataError, match=rf"^{name}: datasets cannot read it \(ConnectionError.*network"):
+            read(name)
 
 
 def test_the_hub_is_read_at_the_commit_that_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

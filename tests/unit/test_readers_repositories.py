@@ -150,6 +150,82 @@ def test_facts_come_from_the_metadata(tmp_path: Path) -> None:
     assert problems.filtered == {"version control": 2, "no licence given": 3, "licence not chosen": 1}
 
 
+def grow(root: Path) -> None:
+    write(root, {"r/a.py": "a = 12\n"})
+
+
+def touch(root: Path) -> None:
+    os.utime(root / "r" / "a.py", ns=(1, 1))
+
+
+def add(root: Path) -> None:
+    write(root, {"r/sub/new.py": "n = 1\n"})
+
+
+def remove(root: Path) -> None:
+    (root / "r" / "sub" / "b.c").unlink()
+
+
+def rename(root: Path) -> None:
+    (root / "r" / "sub" / "b.c").rename(root / "r" / "b.c")
+
+
+def relink(root: Path) -> None:
+    remove(root)
+    (root / "r" / "sub" / "b.c").symlink_to(root / "r" / "a.py")
+
+
+@pytest.mark.parametrize("change", [grow, touch, add, remove, rename, relink])
+def test_a_changed_repository_has_another_stamp_and_the_others_keep_theirs(tmp_path: Path, change) -> None:
+    write(tmp_path, {"r/a.py": "a = 1\n", "r/sub/b.c": "int b;\n", "s/c.py": "c = 1\n", "README": "of none"})
+    reader = open_reader(spec(tmp_path))
+    before = {unit.path: unit for unit in reader.units()}
+    assert list(before.values()) == reader.units()
+    assert [unit.size for unit in before.values()] == [0, 13, 6]
+    change(tmp_path)
+    after = {unit.path: unit for unit in reader.units()}
+    assert [after[path].stamp == before[path].stamp for path in before] == [True, False, True]
+
+
+def test_what_is_not_read_does_not_change_a_stamp(tmp_path: Path) -> None:
+    write(tmp_path, {"r/a.py": "a = 1\n", "r/.git/HEAD": "one"})
+    reader = open_reader(spec(tmp_path))
+    before = reader.units()
+    write(tmp_path, {"r/.git/HEAD": "two", "r/__pycache__/a.pyc": b"\0", "r/image.png": b"\0"})
+    assert reader.units() == before and not reader.unread()
+
+
+def test_a_folder_that_became_readable_is_another_stamp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, scandir = open_reader(spec(write(tmp_path, {"r/a.py": "a = 1\n", "r/empty/b.png": ""}))), os.scandir
+
+    def refuse(path: str):  # permissions do not stop the superuser, who may run this
+        if str(path).endswith("empty"):
+            raise PermissionError(13, "Permission denied")
+        return scandir(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "scandir", refuse)
+        before = reader.units()
+    assert reader.units() != before
+
+
+def test_other_metadata_is_another_stamp(tmp_path: Path) -> None:
+    root = write(tmp_path / "all", {"r/a.py": "a = 1\n"})
+    write(tmp_path, {"m.jsonl": '{"repository": "r", "stars": 1}\n'})
+    reader, plain = open_reader(spec(root, metadata=tmp_path / "m.jsonl")), open_reader(spec(root))
+    (before,) = reader.units()
+    os.utime(tmp_path / "m.jsonl", ns=(1, 1))
+    assert reader.units() == [before] != plain.units()
+    write(tmp_path, {"m.jsonl": '{"repository": "r", "stars": 2}\n'})
+    assert reader.units()[0].stamp != before.stamp
+
+
+def test_paths_may_be_many_repositories_and_owners(tmp_path: Path) -> None:
+    write(tmp_path, TREE)
+    documents, _ = read(spec(tmp_path / "flat", tmp_path / "owner"))
+    assert [d.key for d in documents] == ["flat"] * 3 + ["one", "two"]
+
+
 def test_filters_of_files(tmp_path: Path) -> None:
     files = {"r/a.py": "x = 1\n", "r/b.py": "y" * 2000, "r/c.js": "// @generated\n", "r/vendor/d.py": "z = 1\n"}
     filters = Filters(max_bytes=100, generated=False, minified=False, languages=("python", "javascript"))
@@ -166,6 +242,10 @@ def test_filters_of_files(tmp_path: Path) -> None:
         ({"filters": Filters(min_stars=1)}, "need metadata"),
         ({"filters": Filters(licences=("mit",))}, "need metadata"),
         ({"metadata": Path("nowhere.jsonl")}, "no such file"),
+        ({"options": {"split": "train"}}, "options means nothing to the reader repositories.*take huggingface"),
+        ({"fields": {"text": "content"}}, "fields means nothing"),
+        ({"documents": "line"}, "documents means nothing"),
+        ({"sets": ["ArXiv"]}, "sets means nothing"),
         ({"metadata": Path("bad.jsonl")}, "bad.jsonl:2: needs"),
     ],
 )
@@ -187,7 +267,7 @@ def test_chunks_are_small_and_the_same_every_time(tmp_path: Path, monkeypatch: p
     chunks = list(reader.chunks(unit))
     assert chunks == list(reader.chunks(unit)) and len(chunks) > 20
     assert read(spec(root))[0] == whole and len(whole) == 200
-    assert sum(chunk.read for chunk in chunks) == sum(p.stat().st_size for p in root.rglob("*.py"))
+    assert sum(chunk.read for chunk in chunks) == unit.size == sum(p.stat().st_size for p in root.rglob("*.py"))
     assert [chunk.first for chunk in chunks[1:]] == [chunk.first + len(chunk.payload.names) for chunk in chunks[:-1]]
 
 

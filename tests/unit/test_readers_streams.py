@@ -127,7 +127,15 @@ def test_what_is_not_read_in_an_archive_is_counted(tmp_path: Path) -> None:
             archive.addfile(header)
     problems = Problems()
     assert len(list(read_documents(path, problems=problems))) == 2
-    assert problems.filtered == {"not a readable file": 6} and not problems.total
+    assert problems.filtered == {
+        "not a readable file (.jpg)": 1,
+        "not readable in an archive (.parquet)": 1,
+        "description of the data": 1,
+        "hidden file": 1,
+        "not a readable file (no ending)": 1,
+        "not a regular file": 1,
+    }
+    assert not problems.total
 
 
 def test_faults_name_the_file_in_the_archive(tmp_path: Path) -> None:
@@ -178,6 +186,58 @@ def test_a_damaged_header_does_not_end_an_archive(tmp_path: Path) -> None:
     path.write_bytes(whole)
     found, message = texts_before_damage(path)
     assert found == ["a" * 1024] and "header" in message
+
+
+def damaged_members() -> dict[str, bytes]:
+    """Files of an archive: sound ones between a gzip cut off, a zstd with bits flipped, and an archive cut off."""
+    flipped = bytearray(COMPRESS[".zst"](LINES))
+    flipped[8:40] = bytes(byte ^ 0xFF for byte in flipped[8:40])
+    return {
+        "a.txt": b"first",
+        "cut.jsonl.gz": gzip.compress(LINES[:20000]) + gzip.compress(LINES[20000:])[:-9],
+        "b.txt": b"second",
+        "flipped.jsonl.zst": bytes(flipped),
+        "inner.tar": tar({"c.txt": b"third", "d.txt": b"d" * 2000})[: 1024 + 512 + 700],
+        "page.xml": b"<mediawiki><page><title>T</title><revision><text>Prose.</text></revision></page>",
+        "e.txt": b"last",
+    }
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+@pytest.mark.parametrize("block", [100, 1 << 20])
+def test_a_damaged_file_in_an_archive_does_not_hide_the_others(tmp_path: Path, suffix: str, block: int) -> None:
+    path = tmp_path / f"a.tar{suffix}"
+    path.write_bytes(COMPRESS.get(suffix, bytes)(tar(damaged_members())))
+    reader, found = FileReader(SourceSpec("s", [path]), block), list[str]()
+    with pytest.raises(DataError) as caught:  # noqa: PT012
+        for chunk in reader.chunks(reader.units()[0]):
+            found += [document.text for document in reader.documents(chunk, Problems(strict=True))]
+    assert found[0] == "first" and found[-4:] == ["second", "third", "T\n\nProse.", "last"]
+    lines = found[1:-4]
+    assert lines == TEXTS[: len(lines)] and len(lines) >= LINES[:20000].count(b"\n")
+    message = str(caught.value)
+    assert message.startswith(f"{path}: 4 damaged in it")
+    for name in ("cut.jsonl.gz", "flipped.jsonl.zst", "inner.tar", "inner.tar!d.txt", "page.xml"):
+        assert f"{path}!{name}" in message
+    assert "a.txt" not in message and "e.txt" not in message
+
+
+def test_an_archive_cut_off_behind_a_damaged_file_tells_both(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    content = tar(damaged_members())
+    path.write_bytes(content[: content.index(b"second")] + b"seco")
+    found, message = texts_before_damage(path)
+    assert found[0] == "first" and len(found) > 50
+    assert f"{path}!b.txt: cannot be read to its end (2 bytes are missing)" in message
+    assert "Before that, 1 damaged in it" in message and f"{path}!cut.jsonl.gz" in message
+
+
+def test_an_archive_whose_compression_is_damaged_is_no_damaged_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar.gz"
+    noise = random.Random(2).randbytes(4000).hex().encode()
+    path.write_bytes(gzip.compress(tar({"a.txt": b"one", "b.jsonl": noise, "c.jsonl.gz": gzip.compress(noise)}))[:3000])
+    found, message = texts_before_damage(path)
+    assert found == ["one"] and message.startswith(f"{path}: cannot be read to its end (the gzip data stops")
 
 
 def test_members_can_be_left_unread() -> None:

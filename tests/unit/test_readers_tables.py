@@ -137,6 +137,19 @@ def test_damaged_pages_are_an_error(tmp_path: Path) -> None:
         read(path, fields={"text": "content"})
 
 
+@pytest.mark.parametrize("compression", ["none", "snappy"])
+def test_zeroed_pages_are_an_error_where_there_are_checksums(tmp_path: Path, compression: str) -> None:
+    texts = {"text": [f"{i:0200}" for i in range(2000)]}
+    options = {"row_group_size": 500, "use_dictionary": False, "write_page_checksum": True}
+    path = write(tmp_path / "a.parquet", texts, compression=compression, **options)
+    content = bytearray(path.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 1000] = bytes(1000)
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"a\.parquet: cannot be read to its end.*CRC"):
+        read(path)
+
+
 def test_an_empty_table_has_no_documents(tmp_path: Path) -> None:
     for name in ("a.parquet", "a.arrow"):
         assert read(write(tmp_path / name, {"text": arrow.array([], arrow.string())}))[0] == []

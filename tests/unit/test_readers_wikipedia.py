@@ -9,8 +9,9 @@ from xml.sax.saxutils import escape
 import pytest
 
 from megatron_coca.data.errors import DataError
-from megatron_coca.data.readers import open_reader
+from megatron_coca.data.readers import open_reader, read_documents
 from megatron_coca.data.readers.document import Problems
+from megatron_coca.data.readers.files import FileReader
 from megatron_coca.data.readers.source import Chunk, SourceSpec
 from megatron_coca.data.readers.wikipedia import WikipediaPages
 from megatron_coca.data.readers.wikitext import plain_text
@@ -82,13 +83,16 @@ def test_a_dump_cut_between_any_two_pages_gives_the_same(at: int) -> None:
         (HEAD + "<page><title>A</title>" + PAGES[9], "w.xml:1: invalid XML (the page does not end)"),
         (HEAD + PAGES[9] + "<page><title>A</title>", "w.xml:2: invalid XML (the page does not end)"),
         (HEAD + PAGES[9] + "<title>A</title></page>", "w.xml:2: invalid XML (the page does not begin)"),
+        (HEAD + FOOT, "w.xml:1: invalid XML (no page in it)"),
+        ("", "w.xml:1: invalid XML (no page in it)"),
+        ("<rss><item>text</item></rss>", "w.xml:1: invalid XML (neither a page"),
         (PAGES[9] + "what is this", "w.xml:2: invalid XML (neither a page"),
         ((HEAD + PAGES[9]).encode("utf-16"), "w.xml:1: invalid XML (neither a page"),
     ],
 )
 def test_pages_that_are_not_whole_are_faults(raw: str | bytes, fault: str) -> None:
     found, problems = rows(raw)
-    assert len(found) == isinstance(raw, str)
+    assert len(found) == (PAGES[9] in raw if isinstance(raw, str) else 0)
     assert len(problems.named) == 1 and problems.named[0].startswith(fault)
 
 
@@ -119,6 +123,40 @@ def test_a_dump_on_the_disk_is_read_by_the_file_reader(tmp_path: Path, compress)
     documents = [d for u in reader.units() for c in reader.chunks(u) for d in reader.documents(c, problems)]
     assert [(d.key, d.text.splitlines()[0]) for d in documents] == [("Ada & Co", "Ada & Co"), ("Last", "Last")]
     assert sum(problems.counts.values()) == 2
+
+
+@pytest.mark.parametrize("block", [50, 1 << 20])
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (HEAD + PAGES[0] + PAGES[9], 2),  # cut off between two pages
+        (HEAD + PAGES[0] + PAGES[9] + FOOT[:-3], 2),
+        (HEAD + PAGES[0] + FOOT + HEAD + PAGES[9], 2),
+        (HEAD, 0),
+        ("", 0),
+        ("<rss><item>text</item></rss>", 0),
+    ],
+)
+def test_a_dump_without_its_end_is_an_error_after_what_comes_before(
+    tmp_path: Path, content: str, found: int, block: int
+) -> None:
+    path = tmp_path / "dump.xml"
+    path.write_text(content)
+    reader, documents, problems = FileReader(SourceSpec("wiki", [path]), block), list[str](), Problems()
+    with pytest.raises(DataError, match="there is no </mediawiki>"):  # noqa: PT012
+        for chunk in reader.chunks(reader.units()[0]):
+            documents += [document.key for document in reader.documents(chunk, problems)]
+    assert documents == ["Ada & Co", "Last"][:found]
+    path.write_text(HEAD + "".join(PAGES) + FOOT + " \n\n")
+    assert list(reader.chunks(reader.units()[0]))
+
+
+@pytest.mark.parametrize("name", ["-p1p41242.bz2", "-p41243p151573.BZ2", "-p1p41242"])
+def test_a_part_of_a_dump_is_told_by_its_name(tmp_path: Path, name: str) -> None:
+    path = tmp_path / f"enwiki-20240101-pages-articles1.xml{name}"
+    content = (HEAD + PAGES[0] + FOOT).encode()
+    path.write_bytes(bz2.compress(content) if name[-1] in "2Z" and "." in name else content)
+    assert [document.key for document in read_documents(path)] == ["Ada & Co"]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """Training tokenizers: the same texts give the same file, and the tool measures on what it held out."""
 
 import json
-from collections.abc import Callable
+import string
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -39,6 +40,43 @@ def test_a_vocabulary_that_cannot_be_is_an_error(tmp_path: Path, train: Callable
     with pytest.raises(DataError, match=f"{vocab_size} .*cannot be trained|cannot train {vocab_size} pieces"):
         train(TEXTS[:2], vocab_size, tmp_path / "m")
     assert not (tmp_path / "m").exists()
+
+
+@pytest.mark.parametrize("train", [train_bpe, train_sentencepiece])
+@pytest.mark.parametrize("vocab_size", [-5, 0, 258])
+def test_a_vocabulary_that_no_text_makes_possible_is_refused_before_the_text_is_read(
+    tmp_path: Path, train: Callable, vocab_size: int
+) -> None:
+    def texts() -> Iterator[str]:
+        raise AssertionError("the corpus was read")
+        yield ""
+
+    with pytest.raises(DataError, match=f"vocabulary of {vocab_size} tokens cannot be trained"):
+        train(texts(), vocab_size, tmp_path / "m")
+
+
+@pytest.mark.parametrize("train", [train_bpe, train_sentencepiece])
+@pytest.mark.parametrize("error", [DataError("corpus.jsonl: damaged"), KeyboardInterrupt("stop"), OSError("gone")])
+def test_an_error_of_the_texts_comes_out_as_itself(tmp_path: Path, train: Callable, error: BaseException) -> None:
+    def texts() -> Iterator[str]:
+        yield TEXTS[0]
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        train(texts(), 400, tmp_path / "m")
+    assert caught.value is error and not (tmp_path / "m").exists()
+
+
+@pytest.mark.parametrize("train", [train_bpe, train_sentencepiece])
+@pytest.mark.parametrize("texts", [[], ["", " \n\n"]])
+def test_no_text_is_told_as_that(tmp_path: Path, train: Callable, texts: list[str]) -> None:
+    with pytest.raises(DataError, match="There is no text to train a tokenizer on"):
+        train(texts, 400, tmp_path / "m")
+
+
+def test_more_characters_than_pieces_need_a_larger_vocabulary(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="cannot train 280 pieces .*Take a larger vocabulary"):
+        train_sentencepiece([string.printable] * 9, 280, tmp_path / "m")
 
 
 def test_lines_longer_than_the_trainer_takes_are_cut(tmp_path: Path) -> None:
@@ -104,6 +142,8 @@ def test_weights_of_a_recipe_divide_the_text(tmp_path: Path) -> None:
         (["--type", "HFTokenizer", "--model", "unigram"], "HFTokenizer is trained as bpe"),
         (["--characters", "1"], "less than one for each source"),
         (["--vocab-size", "90000"], "cannot train 90000 pieces"),
+        (["--vocab-size", "200"], "vocabulary of 200 tokens cannot be trained as SPMTokenizer"),
+        (["--type", "HFTokenizer", "--vocab-size", "280"], "special tokens are 281 already. Take a larger one"),
     ],
 )
 def test_wrong_input_leaves_nothing(
@@ -114,6 +154,27 @@ def test_wrong_input_leaves_nothing(
     assert train_tokenizer.main(arguments) == 2
     assert message in capsys.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {"text.jsonl", "code.jsonl"}
+
+
+@pytest.mark.parametrize("option", ["--vocab-size", "--characters"])
+@pytest.mark.parametrize("value", ["0", "-5"])
+def test_sizes_are_positive(tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, value: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        train_tokenizer.main([*corpus(tmp_path), "--vocab-size", "500", "--output", "x", f"{option}={value}"])
+    assert caught.value.code == 2 and f"{value}: must be at least 1" in capsys.readouterr().err
+
+
+def test_a_source_that_gives_fewer_characters_is_named() -> None:
+    held_out = {"text": HeldOut(60, ["x" * 9]), "code": HeldOut(60, ["x" * 11])}
+    (line,) = train_tokenizer.short_of(held_out, [100, 100])
+    assert line.startswith("text: gave 69 characters where 100 were asked for")
+
+
+def test_the_tool_says_which_source_was_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [*corpus(tmp_path), "--vocab-size", "500", "--output", str(tmp_path / "out")]
+    assert train_tokenizer.main([*arguments, "--characters", "10000000"]) == 0
+    shown = capsys.readouterr().out
+    assert "text: gave " in shown and "code: gave " in shown and "characters where 5,000,000 were asked for" in shown
 
 
 def test_a_source_of_one_document_is_not_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

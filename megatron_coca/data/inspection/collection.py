@@ -1,7 +1,7 @@
 """Which shards are meant, where their facts stand, and their documents one after another."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +22,22 @@ class Entry:
     """A shard and what its manifest says of it.
 
     Attributes:
-        source: its name in the manifest, or that of its files.
+        source: its name in the manifest, or that of its files; after its folder where another folder has one of that
+            name.
         split: train, valid or test; empty where no manifest tells.
         prefix: path of its files without their ending.
-        bytes: of the UTF-8 text, None where no manifest tells.
+        bytes: of the UTF-8 text, None where no manifest tells; the following too.
+        documents, tokens: in the shard.
+        sha256: of the tokens' file, in hexadecimal digits.
     """
 
     source: str
     split: str
     prefix: Path
     bytes: int | None = None
+    documents: int | None = None
+    tokens: int | None = None
+    sha256: str | None = None
 
     @property
     def label(self) -> str:
@@ -47,11 +53,22 @@ def find_shards(names: Sequence[str | Path]) -> list[Entry]:
     found: dict[Path, Entry] = {}
     for name in map(Path, names):
         prefix = name.with_suffix("") if name.suffix in (".bin", ".idx") else name
-        for entry in _of_folder(name) if name.is_dir() else [_of_prefix(prefix)]:
+        for entry in _of_folder(name) if name.is_dir() else [shard_entry(prefix)]:
             found.setdefault(entry.prefix.resolve(), entry)
     if not found:
         raise DataError("No shard is named. Give a prefix (the path without .bin or .idx) or a folder.")
-    return list(found.values())
+    return _told_apart(list(found.values()))
+
+
+def _told_apart(entries: list[Entry]) -> list[Entry]:
+    """The entries, those of equal name in several folders named after their folders as well."""
+    folders: dict[str, set[Path]] = {}
+    for entry in entries:
+        folders.setdefault(entry.source, set()).add(entry.prefix.parent.resolve())
+    return [
+        replace(entry, source=str(entry.prefix.parent / entry.source)) if len(folders[entry.source]) > 1 else entry
+        for entry in entries
+    ]
 
 
 def _of_folder(folder: Path) -> list[Entry]:
@@ -65,7 +82,8 @@ def _of_folder(folder: Path) -> list[Entry]:
     return entries
 
 
-def _of_prefix(prefix: Path) -> Entry:
+def shard_entry(prefix: Path) -> Entry:
+    """A shard by its prefix, with what a manifest beside it says. ``DataError`` for a damaged manifest."""
     known = _manifest_entries(prefix.parent) if (prefix.parent / MANIFEST).is_file() else []
     return next((entry for entry in known if entry.prefix == prefix), Entry(prefix.name, "", prefix))
 
@@ -75,7 +93,8 @@ def _manifest_entries(folder: Path) -> list[Entry]:
     for source in read_manifest(folder / MANIFEST)["sources"]:
         for split, facts in source.items():
             if isinstance(facts, dict) and facts.get("prefix"):
-                entries.append(Entry(source["name"], split, folder / facts["prefix"], facts.get("bytes")))
+                told = (facts.get(name) for name in ("bytes", "documents", "tokens", "sha256"))
+                entries.append(Entry(source["name"], split, folder / facts["prefix"], *told))
     return entries
 
 

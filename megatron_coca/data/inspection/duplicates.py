@@ -1,28 +1,21 @@
 """Documents that occur more than once, within shards and across them, by a hash of their tokens."""
 
-import hashlib
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
-from megatron_coca.data.inspection.collection import Entry, documents
+from megatron_coca.data.inspection.buckets import KEPT, begins_document, hashed, order
+from megatron_coca.data.inspection.collection import Entry
 from megatron_coca.data.inspection.table import excerpt, percent, table
 from megatron_coca.data.shards.index import read_header
 from megatron_coca.data.shards.shard import Shard
 from megatron_coca.data.tokenizers.kinds import Tokenizer
 
-# 96 bits of hash: among 10^9 documents two different ones agree with a probability of 10^-11.
-_RECORD = np.dtype([("high", "<u8"), ("low", "<u4"), ("tokens", "<u4"), ("number", "<u8")])
-_BUCKET_DOCUMENTS = 1 << 18
-_MOST_BUCKETS = 256  # files open at once
-_BUFFERED = 1 << 12  # records, before they are told apart by bucket
-SHOWN = 10
+SHOWN = KEPT
 
 
 @dataclass(frozen=True)
@@ -82,8 +75,9 @@ class Duplicates:
 def find_duplicates(entries: Sequence[Entry], show: bool = False, workplace: Path | None = None) -> Duplicates:
     """Compare all documents of all shards. Reads every token once.
 
-    Memory holds some 6 MB of hashes and a column of counters per shard at a time; a temporary folder, in ``workplace``
-    where given, holds 24 bytes a document. Raises ``DataError`` for a damaged shard.
+    Memory holds some 8 MB of hashes and a column of counters per shard at a time, however many documents there are and
+    however often one is repeated; a temporary folder, in ``workplace`` where given, holds up to 28 bytes a document.
+    Raises ``DataError`` for a damaged shard.
     """
     counts = [read_header(entry.prefix).entries - 1 for entry in entries]
     firsts = np.cumsum([0, *counts])
@@ -91,61 +85,29 @@ def find_duplicates(entries: Sequence[Entry], show: bool = False, workplace: Pat
     found = Duplicates(
         entries,
         counts,
-        [0] * size,
+        [Shard(entry.prefix).len_tokens for entry in entries],
         np.zeros(size, np.int64),
         np.zeros(size, np.int64),
         np.zeros((size, size), np.int64),
     )
     with tempfile.TemporaryDirectory(dir=workplace) as folder:
-        for bucket in _hash_all(found, firsts, Path(folder), show):
-            _compare(bucket, firsts, found)
+        for records in hashed(entries, firsts, Path(folder), show):
+            _compare(records, firsts, found)
     return found
 
 
-def _hash_all(found: Duplicates, firsts: np.ndarray, folder: Path, show: bool) -> Iterator[np.ndarray]:
-    """Records of all documents, int structured [any], those with equal hashes in one piece."""
-    buckets = min(_MOST_BUCKETS, max(1, -(-int(firsts[-1]) // _BUCKET_DOCUMENTS)))
-    with ExitStack() as stack, tqdm(total=int(firsts[-1]), unit=" documents", disable=not show) as bar:
-        files = [stack.enter_context((folder / str(number)).open("w+b")) for number in range(buckets)]
-        for entry_number, entry in enumerate(found.entries):
-            bar.set_description(f"hash {entry.label}")
-            for records in _records(entry, int(firsts[entry_number])):
-                found.tokens[entry_number] += int(records["tokens"].sum(dtype=np.int64))
-                chosen = records["high"] % np.uint64(buckets)
-                for bucket in np.unique(chosen).tolist():
-                    records[chosen == bucket].tofile(files[bucket])
-                bar.update(len(records))
-        for file in files:
-            file.seek(0)
-            yield np.fromfile(file, dtype=_RECORD)
-
-
-def _records(entry: Entry, first: int) -> Iterator[np.ndarray]:
-    buffered: list[tuple[int, int, int, int]] = []
-    for number, tokens in enumerate(documents(entry.prefix), start=first):
-        digest = hashlib.blake2b(tokens.astype("<u4").tobytes(), digest_size=12).digest()
-        high, low = int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little")
-        buffered.append((high, low, len(tokens), number))
-        if len(buffered) == _BUFFERED:
-            yield np.array(buffered, dtype=_RECORD)
-            buffered.clear()
-    yield np.array(buffered, dtype=_RECORD)
-
-
 def _compare(records: np.ndarray, firsts: np.ndarray, found: Duplicates) -> None:
-    """Add what a bucket tells to ``found``."""
-    records = records[np.lexsort((records["number"], records["low"], records["high"]))]
-    same = (records["high"][1:] == records["high"][:-1]) & (records["low"][1:] == records["low"][:-1])
-    group = np.concatenate(([0], np.cumsum(~same))) if len(records) else np.empty(0, np.int64)
-    copies = np.bincount(group)
-    kept = copies[group] > 1
+    """Add what the records of some documents, all of each, tell to ``found``."""
+    records = records[order(records)]
+    group = np.cumsum(begins_document(records)) - 1
+    kept = np.bincount(group)[group] > 1  # of what was folded, KEPT records are left at least
     records = records[kept]
     if not len(records):
         return
-    _, begins, group = np.unique(group[kept], return_index=True, return_inverse=True)
+    _, begins, group, sizes = np.unique(group[kept], return_index=True, return_inverse=True, return_counts=True)
     entry = np.searchsorted(firsts, records["number"].astype(np.int64), side="right") - 1
     held = np.zeros((len(begins), len(found.entries)), dtype=np.int64)
-    np.add.at(held, (group, entry), 1)
+    np.add.at(held, (group, entry), records["copies"].astype(np.int64))
     tokens = records["tokens"][begins].astype(np.int64)
     extra = np.maximum(held - 1, 0)
     found.extra += extra.sum(axis=0)
@@ -154,7 +116,7 @@ def _compare(records: np.ndarray, firsts: np.ndarray, found: Duplicates) -> None
     copies = held.sum(axis=1)
     worst = np.argsort(-tokens * (copies - 1), kind="stable")[:SHOWN]
     for number in worst.tolist():
-        members = range(int(begins[number]), int(begins[number] + min(copies[number], SHOWN)))
+        members = range(int(begins[number]), int(begins[number] + min(sizes[number], SHOWN)))
         places = [(int(entry[i]), int(records["number"][i]) - int(firsts[entry[i]])) for i in members]
         found.worst.append(Repeated(int(copies[number]), int(tokens[number]), places))
     found.worst.sort(key=lambda repeated: -repeated.tokens * (repeated.copies - 1))

@@ -11,6 +11,32 @@ from megatron_coca.data.shards.layout import HEADER, shard_paths
 _AT_ONCE = 1 << 18
 
 
+class DocumentEnds:
+    """Where the documents of a shard end, read along with its tokens.
+
+    Attributes:
+        empty: documents without any token, among those that were read.
+    """
+
+    def __init__(self, prefix: Path) -> None:
+        self._lengths = document_lengths(prefix)
+        self._waiting = np.empty(0, dtype=np.int64)
+        self._read = self.empty = 0
+
+    def before(self, place: int) -> np.ndarray:
+        """Last tokens of further documents, those that lie before token ``place``: int64 [any]."""
+        while not len(self._waiting) or self._waiting[-1] < place:
+            lengths = next(self._lengths, None)
+            if lengths is None:
+                break
+            ends = self._read + np.cumsum(lengths)
+            self._read, self.empty = int(ends[-1]), self.empty + int((lengths == 0).sum())
+            self._waiting = np.concatenate((self._waiting, ends[lengths > 0] - 1))
+        count = int(np.searchsorted(self._waiting, place))
+        taken, self._waiting = self._waiting[:count], self._waiting[count:]
+        return taken
+
+
 def document_lengths(prefix: Path) -> Iterator[np.ndarray]:
     """Tokens of each document in order, with the one that ends it: int64, some at a time.
 

@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from megatron_coca.data.errors import DataError
 from megatron_coca.data.inspection.collection import Entry
 from megatron_coca.data.inspection.index import document_lengths
 from megatron_coca.data.inspection.table import percent, table
 
 QUANTILES = {"1%": 0.01, "10%": 0.1, "50%": 0.5, "90%": 0.9, "99%": 0.99}
 THRESHOLDS = (512, 2048, 8192, 32768)
+PICTURES = (".png", ".svg", ".pdf")
 _COUNTED_ONE_BY_ONE = 1 << 20  # lengths below have a counter each; there are few documents above
 
 
@@ -95,8 +97,18 @@ def lengths_table(found: dict[str, Lengths]) -> str:
     return f"{quantiles}\n\n{shares}"
 
 
+def check_picture(path: Path) -> None:
+    """Raise ``DataError`` for a file name that does not end as a picture's."""
+    if path.suffix.lower() not in PICTURES:
+        raise DataError(f"{path}: no picture is drawn in this format. End the name in one of {', '.join(PICTURES)}.")
+
+
 def plot_lengths(found: dict[str, Lengths], path: Path) -> None:
-    """Draw a histogram of documents by length, one line per source, both axes logarithmic."""
+    """Draw a histogram of documents by length, one line per source, both axes logarithmic.
+
+    Raises ``DataError`` for a file name that does not end in one of ``PICTURES``.
+    """
+    check_picture(path)
     from matplotlib.figure import Figure
 
     shortest = max(1, min(int(lengths.values[0]) for lengths in found.values()))

@@ -3,9 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from megatron_coca.data.errors import DataError
 from megatron_coca.data.inspection.table import percent, table
 from megatron_coca.data.order.blend import Blend, SourceShare
 
+MOST_SAMPLES = 1 << 62
+"""Numbers of samples are 64-bit integers."""
 TITLES = ("source", "tokens on disk", "weight", "achieved", "samples", "tokens read", "epochs")
 
 
@@ -21,8 +24,15 @@ class SourceMixture:
         return {"tokens_on_disk": self.tokens_on_disk, **asdict(self.share)}
 
 
+def check_samples(number: int) -> None:
+    """Raise ``DataError`` for a number that the order does not reach."""
+    if number > MOST_SAMPLES:
+        raise DataError(f"{number}: samples are numbered up to 2^62 only. Take a smaller number.")
+
+
 def mixture(blend: Blend, samples: int) -> list[SourceMixture]:
-    """What the first ``samples`` samples of a run take from each source."""
+    """What the first ``samples`` samples of a run take from each source. ``DataError`` beyond ``MOST_SAMPLES``."""
+    check_samples(samples)
     shares = blend.mixture(samples)
     return [SourceMixture(shard.len_tokens, share) for shard, share in zip(blend.shards, shares, strict=True)]
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_coca.data.inspection.mixture import check_samples
 from megatron_coca.data.order.blend import Blend
 from megatron_coca.data.shards.shard import Shard
 from megatron_coca.data.tokenizers.kinds import Tokenizer
@@ -53,7 +54,8 @@ class SampleView:
 
 
 def view_sample(blend: Blend, number: int) -> SampleView:
-    """Sample ``number`` as training reads it. ``DataError`` for a negative number."""
+    """Sample ``number`` as training reads it. ``DataError`` for a number below 0 or beyond ``MOST_SAMPLES``."""
+    check_samples(number)
     place = blend.places([number])[0]
     shard, start, count = blend.shards[place.source], int(place.starts[0]), blend.seq_length + 1
     tokens = shard.tokens(start, count)

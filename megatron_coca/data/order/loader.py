@@ -22,7 +22,7 @@ class Loader:
         micro_batch: samples per rank and accumulation step.
         rank: of this process among the data-parallel ones.
         world_size: number of data-parallel processes.
-        vocab_size: ids at or above it are refused when they are read; None checks nothing.
+        vocab_size: ids outside it are refused when they are read; None checks nothing.
         packing: what the ends of documents within a sample change; by default nothing.
         num_workers: threads, each of which reads one step ahead; with 0 a step is read when it is asked for. What is
             read does not depend on it.
@@ -97,14 +97,17 @@ class Loader:
     def _read(self, step: int) -> list[Batch]:
         places = self._blend.places(self.indices(step).ravel())
         tokens = self._blend.tokens(places)
-        if self._vocab_size is not None and tokens.max() >= self._vocab_size:
+        # As unsigned numbers, so that one comparison finds negative ids as well.
+        if self._vocab_size is not None and tokens.view(np.uint64).max() >= self._vocab_size:
             raise self._outside(places, tokens)
         begins = self._blend.document_begins(places) if self._packing.needs_documents else None
         return list(self._packing.batch(tokens, begins).split(self._micro_batch))
 
     def _outside(self, places: list[Places], tokens: np.ndarray) -> DataError:
-        part = next(part for part in places if tokens[part.rows].max() >= self._vocab_size)
+        wrong = (tokens < 0) | (tokens >= self._vocab_size)
+        part = next(part for part in places if wrong[part.rows].any())
+        token = tokens[part.rows][wrong[part.rows]][0]
         return DataError(
-            f"{self._blend.shards[part.source].prefix}: token id {tokens[part.rows].max()} lies outside the model's "
-            f"vocabulary of {self._vocab_size}. Take shards made with the model's tokenizer, or a larger vocab_size."
+            f"{self._blend.shards[part.source].prefix}: token id {token} lies outside the model's vocabulary of "
+            f"vocab_size={self._vocab_size}. Take shards made with the model's tokenizer, or a larger vocab_size."
         )

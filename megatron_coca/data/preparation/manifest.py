@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_coca.data.errors import DataError
+from megatron_coca.data.preparation.inputs import Inputs
 from megatron_coca.data.preparation.journal import ShardState, State
 from megatron_coca.data.preparation.plan import SPLITS, Source, shard_name
-from megatron_coca.data.readers.source import Unit
 from megatron_coca.data.shards.shard import Shard
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION, Tokenizer
 
@@ -27,7 +27,7 @@ def build(
     sources: Sequence[Source],
     tokenizer: Tokenizer,
     settings: Mapping[str, Any],
-    units: Sequence[tuple[int, Unit]],
+    inputs: Inputs,
     state: State,
     folder: Path,
 ) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def build(
         "settings": dict(settings),
         "tokenizer": {name: getattr(tokenizer, name) for name in _TOKENIZER_FACTS} | {"description": DESCRIPTION},
         "sources": _written(sources, state.shards, folder),
-        "inputs": [_read(number, source, units, state) for number, source in enumerate(sources)],
+        "inputs": [_read(number, source, inputs, state) for number, source in enumerate(sources)],
         "versions": {"python": platform.python_version()} | {name: version(name) for name in _LIBRARIES},
     }
 
@@ -68,8 +68,8 @@ def _shard_facts(folder: Path, name: str, state: ShardState) -> dict[str, Any]:
     }
 
 
-def _read(number: int, source: Source, units: Sequence[tuple[int, Unit]], state: State) -> dict[str, Any]:
-    own = [unit for owner, unit in units if owner == number]
+def _read(number: int, source: Source, inputs: Inputs, state: State) -> dict[str, Any]:
+    own = inputs.of(number)
     written = sum(shard.documents for shard in state.shards if shard.source == number)
     findings = state.findings.get(source.spec.name, {})
     problems, left_out = findings.get("problems", {}), findings.get("left_out", {})
@@ -84,6 +84,7 @@ def _read(number: int, source: Source, units: Sequence[tuple[int, Unit]], state:
         "problems": problems,
         "problems_named": findings.get("named", []),
         "left_out": left_out,
+        "unread": dict(inputs.unread[number]),
         "sets_missing": sorted(set(source.spec.sets) - set(findings.get("sets", ()))),
     }
 

@@ -18,6 +18,7 @@ from tqdm import tqdm
 from megatron_coca.data.aside import complete, partial_folder
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.preparation import manifest, run_config
+from megatron_coca.data.preparation.inputs import Inputs, find_inputs
 from megatron_coca.data.preparation.journal import JOURNAL, Journal, State
 from megatron_coca.data.preparation.outputs import Outputs
 from megatron_coca.data.preparation.pipeline import ChunkDone, Pool, Step, UnitDone, cut, in_order
@@ -72,11 +73,11 @@ def prepare(
     output = Path(output)
     if output.exists():
         raise DataError(f"{output}: exists already, and is left as it is. Remove it or choose another folder.")
-    units = [(number, unit) for number, source in enumerate(sources) for unit in open_reader(source.spec).units()]
+    inputs = find_inputs(sources)
     with _alone(output) as folder:
         made = _tokenizer(tokenizer, folder)
         settings = _settings(sources, made, rules, notes)
-        _Preparation(sources, made, rules, settings, units, folder).run(execution, output)
+        _Preparation(sources, made, rules, settings, inputs, folder).run(execution, output)
         complete(folder, output, without=[_LOCK, f"{JOURNAL}*", f"*{LENGTHS_SUFFIX}"])
     return output / manifest.MANIFEST
 
@@ -136,11 +137,12 @@ class _Preparation:
         tokenizer: Tokenizer,
         rules: Rules,
         settings: dict[str, Any],
-        units: Sequence[tuple[int, Unit]],
+        inputs: Inputs,
         folder: Path,
     ) -> None:
         self._sources, self._tokenizer, self._rules = sources, tokenizer, rules
-        self._settings, self._units, self._folder = settings, units, folder
+        self._settings, self._inputs, self._folder = settings, inputs, folder
+        self._units = inputs.units
         self._names = [source.spec.name for source in sources]
         comparing = [number for number, source in enumerate(sources) if source.duplicates != "keep"]
         self._last_compared = max(comparing, default=-1)
@@ -224,7 +226,7 @@ class _Preparation:
     def _finish(self, output: Path) -> None:
         shards = self._outputs.finish()
         state = replace(self._current(), shards=tuple(shards))
-        record = manifest.build(self._sources, self._tokenizer, self._settings, self._units, state, self._folder)
+        record = manifest.build(self._sources, self._tokenizer, self._settings, self._inputs, state, self._folder)
         run_config.write(self._folder, output, self._sources, record, self._tokenizer)
         (self._folder / f"{manifest.MANIFEST}.new").write_text(json.dumps(record, indent=1) + "\n")
         (self._folder / f"{manifest.MANIFEST}.new").rename(self._folder / manifest.MANIFEST)
@@ -232,15 +234,16 @@ class _Preparation:
     def _check_found(self, number: int) -> None:
         """A source that gave nothing at all is a mistake in its description."""
         if not any(shard.source == number for shard in self._outputs.states()):
-            own = [unit for owner, unit in self._units if owner == number]
-            raise DataError(nothing_usable(self._sources[number], own, self._problems[self._names[number]]))
+            raise DataError(
+                nothing_usable(self._sources[number], self._inputs.of(number), self._problems[self._names[number]])
+            )
 
 
 class _Progress:
-    """A bar over the bytes of all units, or over their number where sizes are unknown."""
+    """A bar over the bytes of all units, or over their number where no size is known."""
 
     def __init__(self, units: Sequence[tuple[int, Unit]], names: Sequence[str], first: int, shown: bool) -> None:
-        self._names, self._by_size = names, all(unit.size for _, unit in units)
+        self._names, self._by_size = names, any(unit.size for _, unit in units)
         sizes = [unit.size if self._by_size else 1 for _, unit in units]
         self._bar = tqdm(
             total=sum(sizes),

@@ -64,7 +64,35 @@ class _Header(tarfile.TarInfo):
         return header
 
 
-def members(place: str, blocks: Iterator[bytes]) -> Iterator[tuple[str, Iterator[bytes] | None]]:
+class Content:
+    """The bytes of one file in an archive, in blocks; an iterator. ``DataError`` where the archive is cut off in it.
+
+    Attributes:
+        lost: what went wrong, if something did, is the archive's fault: it cannot be read on behind this file.
+    """
+
+    def __init__(self, place: str, stream: _Forward, size: int) -> None:
+        self._place, self._stream, self._left = place, stream, size
+        self.lost = False
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> bytes:
+        if not self._left:
+            raise StopIteration
+        self.lost = True  # until the block is here
+        block = self._stream.take(self._left)
+        if not block:
+            raise DataError(
+                f"{self._place}: cannot be read to its end ({self._left} bytes are missing). Is the archive complete?"
+            )
+        self.lost = False
+        self._left -= len(block)
+        return block
+
+
+def members(place: str, blocks: Iterator[bytes]) -> Iterator[tuple[str, Content | None]]:
     """(name, content in blocks) of everything in a tar archive but folders; content None for links and devices.
 
     A content must be read before the next member is asked for, or it is skipped. Archives written one after another
@@ -82,15 +110,6 @@ def members(place: str, blocks: Iterator[bytes]) -> Iterator[tuple[str, Iterator
                 archive.members.clear()  # type: ignore[attr-defined]  # else the archive's whole list of contents grows in memory
                 if not member.isdir():
                     plain = member.isreg() and not member.issparse()
-                    yield member.name, _content(f"{place}!{member.name}", stream, member.size) if plain else None
+                    yield member.name, Content(f"{place}!{member.name}", stream, member.size) if plain else None
     except (tarfile.TarError, ValueError, OverflowError) as error:
         raise DataError(f"{place}: cannot be read to its end ({error}). Is the archive complete?") from error
-
-
-def _content(place: str, stream: _Forward, left: int) -> Iterator[bytes]:
-    while left:
-        block = stream.take(left)
-        if not block:
-            raise DataError(f"{place}: cannot be read to its end ({left} bytes are missing). Is the archive complete?")
-        left -= len(block)
-        yield block

@@ -1,15 +1,21 @@
-"""Which files a path stands for."""
+"""Which files a path stands for, and which it does not."""
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+import stat
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from megatron_coca.data.errors import DataError
-from megatron_coca.data.readers.formats import READABLE, is_corpus_file, kind_of
+from megatron_coca.data.readers.kinds import READABLE, kind_of, unknown_type, unread_reason
 
 _STATE = "state.json"
 _SAVED = {_STATE, "dataset_info.json"}
+_SPLITS = "dataset_dict.json"
+
+Listing = tuple[list[Path], Counter[str]]
+"""Files to be read, in sorted order, and those that are not, by the reason."""
 
 
 def corpus_files(paths: Sequence[Path]) -> list[Path]:
@@ -19,19 +25,15 @@ def corpus_files(paths: Sequence[Path]) -> list[Path]:
     that its ``state.json`` lists.
 
     Raises:
-        DataError: a missing path, a file of an unknown type, a folder that cannot be read or holds no readable file.
+        DataError: a missing path, a file of an unknown type, a folder that cannot be read, holds no readable file, or
+            was saved with several splits.
     """
-    files: list[Path] = []
-    for path in map(Path, paths):
-        if not path.exists():
-            raise DataError(f"{path}: no such file or folder. Check the path of the corpus.")
-        found = sorted(_files(path)) if path.is_dir() else [path]
-        if not found:
-            raise DataError(f"{path}: the folder holds no readable file ({READABLE}).")
-        if kind_of(found[0].name) is None:
-            raise DataError(f"{path}: unknown type of file. Readable are {READABLE}.")
-        files += found
-    return files
+    return [file for path in paths for file in _listing(Path(path))[0]]
+
+
+def unread_files(paths: Sequence[Path]) -> Counter[str]:
+    """Files in the folders among ``paths`` that ``corpus_files`` passes over, by the reason."""
+    return sum((_listing(Path(path))[1] for path in paths), Counter[str]())
 
 
 def is_saved_dataset(folder: Path) -> bool:
@@ -39,19 +41,81 @@ def is_saved_dataset(folder: Path) -> bool:
     return all((folder / name).is_file() for name in _SAVED)
 
 
-def _files(folder: Path) -> Iterator[Path]:
+def saved_splits(folder: Path) -> list[str]:
+    """The splits that ``datasets`` saved in this folder; none where it saved no ``DatasetDict``."""
+    listing = folder / _SPLITS
+    if not listing.is_file():
+        return []
+    try:
+        return list(json.loads(listing.read_text())["splits"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise DataError(f"{listing}: cannot be read ({error!r}). Save the data set again.") from error
+
+
+def _listing(path: Path) -> Listing:
+    if not path.exists():
+        raise DataError(f"{path}: no such file or folder. Check the path of the corpus.")
+    if path.is_dir():
+        files, unread = _walked(path)
+        if not files:
+            what = "".join(f"; {count} {reason}" for reason, count in sorted(unread.items(), key=_rank)[:3])
+            raise DataError(f"{path}: the folder holds no readable file ({READABLE}){what}.")
+        return sorted(files), unread
+    if kind_of(path.name) is None:
+        raise DataError(f"{path}: {unknown_type(path.name)}")
+    return [path], Counter()
+
+
+def _rank(counted: tuple[str, int]) -> tuple[int, str]:
+    return -counted[1], counted[0]
+
+
+def _walked(folder: Path) -> Listing:
+    files, unread = list[Path](), Counter[str]()
     seen = {os.path.realpath(folder)}
     for at, folders, names in os.walk(folder, followlinks=True, onerror=_unreadable):
-        # A link may lead to a folder above it, or to one that is read anyway; the folder itself goes before it.
-        entered: dict[str, str] = {}
-        for name in sorted(folders, key=lambda name: (os.path.islink(os.path.join(at, name)), name)):
-            real = os.path.realpath(os.path.join(at, name))
-            if not name.startswith(".") and real not in seen:
-                entered.setdefault(real, name)
-        seen |= entered.keys()
-        folders[:] = entered.values()
-        here = _saved_files(Path(at)) if set(names) >= _SAVED else filter(is_corpus_file, names)
-        yield from (Path(at, name) for name in here)  # one that is missing is reported when it is opened
+        unread["hidden folder"] += sum(name.startswith(".") for name in folders)
+        folders[:] = _entered(at, folders, seen)
+        found, passed_over = _told_apart(Path(at), names)
+        files += found
+        unread.update(passed_over)
+    return files, +unread
+
+
+def _entered(at: str, folders: Iterable[str], seen: set[str]) -> list[str]:
+    """The folders to go into. A link may lead to one above it, or to one that is read anyway, which goes before it."""
+    entered: dict[str, str] = {}
+    for name in sorted(folders, key=lambda name: (os.path.islink(os.path.join(at, name)), name)):
+        real = os.path.realpath(os.path.join(at, name))
+        if not name.startswith(".") and real not in seen:
+            entered.setdefault(real, name)
+    seen |= entered.keys()
+    return list(entered.values())
+
+
+def _told_apart(folder: Path, names: list[str]) -> Listing:
+    if _SPLITS in names and len(splits := saved_splits(folder)) > 1:
+        raise DataError(
+            f"{folder}: holds the splits {', '.join(splits)} of a data set, which would be mixed. Name the folder of "
+            "one, or take the reader huggingface with the option split."
+        )
+    if set(names) >= _SAVED:
+        files = _saved_files(folder)  # one that is missing is reported when it is opened
+        others = set(names).difference(files)
+        return [folder / file for file in files], Counter(
+            unread_reason(name) or "beside a saved data set" for name in others
+        )
+    reasons = {name: unread_reason(name) or _irregular(os.path.join(folder, name)) for name in names}
+    files = [name for name, reason in reasons.items() if reason is None]
+    return [folder / file for file in files], Counter(filter(None, reasons.values()))
+
+
+def _irregular(path: str) -> str | None:
+    """Why this is no file to be read; None for one that is, and for one that only opening can tell of."""
+    try:
+        return None if stat.S_ISREG(os.stat(path).st_mode) else "not a regular file"
+    except OSError:
+        return "dangling link" if os.path.islink(path) else None
 
 
 def _saved_files(folder: Path) -> list[str]:

@@ -1,18 +1,12 @@
-"""What lies in a stream of bytes: JSON lines, text, Wikipedia's XML. Formats are chosen by the file's name."""
+"""What lies in a stream of bytes: JSON lines and text. ``kinds`` says which names have which format."""
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import groupby
-from pathlib import PurePath
 from typing import Any, Protocol
 
-from megatron_coca.data.readers.compression import COMPRESSIONS
 from megatron_coca.data.readers.document import Problems, RejectedRecord
 from megatron_coca.data.readers.source import Chunk, Row
-from megatron_coca.data.readers.streams import Cut
-from megatron_coca.data.readers.tables import TABLE_FORMATS
-from megatron_coca.data.readers.wikipedia import WikipediaPages
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -91,64 +85,6 @@ class TextParagraphs:
 
 TEXT_FORMATS: dict[str, StreamFormat] = {"file": TextFile(), "line": TextLines(), "paragraph": TextParagraphs()}
 """By ``SourceSpec.documents``."""
-TEXT_SUFFIXES = (".txt", ".text", ".md")
-# A name that ends in the compression alone ("wiki.zst") is taken for JSON lines, the usual content of such files.
-FORMATS: dict[str, StreamFormat] = {
-    **dict.fromkeys((".jsonl", ".json", ".ndjson", ""), JsonLines()),
-    ".xml": WikipediaPages(),
-}
-ARCHIVE = ".tar"
-_SHORT = {".tgz": ".tar.gz", ".tbz2": ".tar.bz2", ".txz": ".tar.xz", ".tzst": ".tar.zst"}
-READABLE = (
-    ".jsonl, .json, .ndjson, .txt, .text, .md, .xml (Wikipedia) or .tar, each plain or with .gz, .zst, .bz2 or .xz; "
-    ".parquet, .arrow"
-)
-# Descriptions that lie beside data; taken for documents they would be read, or reported as damaged.
-_BESIDE_DATA = ("readme.md", "dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json")
-
-# A run of line ends holds several blank lines, or one, by where it is cut; so paragraphs go by the number of the line.
-_CUTS: dict[bytes | None, Cut] = {
-    None: Cut((), counted=b"\n"),
-    TextParagraphs.delimiter: Cut((b"\n\n", b"\n\r\n"), counted=b"\n"),
-}
-
-
-@dataclass(frozen=True)
-class FileKind:
-    """What a file's name says.
-
-    Attributes:
-        form: suffix of what is inside: of ``FORMATS``, ``TEXT_SUFFIXES``, ``TABLE_FORMATS``, or ``ARCHIVE``.
-        compression: a suffix of ``COMPRESSIONS``, or empty.
-    """
-
-    form: str
-    compression: str
-
-
-def kind_of(name: str) -> FileKind | None:
-    """By the end of a file's name, without regard to case; None where no reader takes it."""
-    lower = PurePath(name).name.lower()
-    lower = next((lower.removesuffix(short) + long for short, long in _SHORT.items() if lower.endswith(short)), lower)
-    compression = PurePath(lower).suffix if PurePath(lower).suffix in COMPRESSIONS else ""
-    inner = PurePath(lower.removesuffix(compression)).suffix
-    if inner in TABLE_FORMATS:
-        return None if compression else FileKind(inner, "")
-    if inner and inner in (*FORMATS, *TEXT_SUFFIXES, ARCHIVE):
-        return FileKind(inner, compression)
-    return FileKind("", compression) if compression else None
-
-
-def is_corpus_file(name: str) -> bool:
-    """Whether a file in a folder or an archive is read: of a known kind, not hidden, not a description of the data."""
-    base = PurePath(name).name
-    return kind_of(base) is not None and not base.startswith(".") and base.lower() not in _BESIDE_DATA
-
-
-def cut_of(form: StreamFormat) -> Cut:
-    """Where a stream of this format may be cut."""
-    end = form.delimiter
-    return _CUTS.get(end) or Cut((end or b"",), end or b"")
 
 
 def decode(raw: bytes) -> str:

@@ -3,15 +3,20 @@
 import contextlib
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megatron_coca.data.errors import DataError
+from megatron_coca.data.readers.compression import COMPRESSIONS
+from megatron_coca.data.readers.contents import Piece
 from megatron_coca.data.readers.document import Document, Problems
-from megatron_coca.data.readers.files import FileReader, Piece, file_unit
-from megatron_coca.data.readers.folders import corpus_files, is_saved_dataset
-from megatron_coca.data.readers.source import Chunk, SourceSpec, Unit
+from megatron_coca.data.readers.files import FileReader, file_unit
+from megatron_coca.data.readers.folders import corpus_files, is_saved_dataset, saved_splits
+from megatron_coca.data.readers.kinds import kind_of
+from megatron_coca.data.readers.source import Chunk, SourceSpec, Unit, check_keys
 from megatron_coca.data.readers.streams import BLOCK
 from megatron_coca.data.readers.tables import packed
 
@@ -19,6 +24,7 @@ OPTIONS = ("name", "split", "revision")
 DEFAULT_SPLIT = "train"
 _ROWS = 100  # read at once: a few hundred KB of articles, tens of MB of books
 _FORM = ".arrow"
+_FILE_SUFFIXES = frozenset((*COMPRESSIONS, ".csv", ".tsv", ".zip", ".7z", ".rar", ".html", ".py"))
 
 
 class HuggingFaceReader:
@@ -29,14 +35,15 @@ class HuggingFaceReader:
     ``name`` of the configuration, ``split`` (train), ``revision`` at the hub.
 
     Raises:
-        DataError: an unknown option, and as ``FileReader``.
+        DataError: an unknown option, a key that means nothing here, and as ``FileReader``.
     """
 
     def __init__(self, spec: SourceSpec, block: int = BLOCK) -> None:
+        check_keys(spec, "huggingface")
         if unknown := sorted(set(spec.options) - set(OPTIONS)):
             raise DataError(f"{spec.name}: unknown options {unknown} of huggingface. Known are {', '.join(OPTIONS)}.")
         self.spec, self._block = spec, block
-        self._files = FileReader(spec, block)
+        self._files = FileReader(replace(spec, options={}), block)
         self._split = spec.options.get("split", DEFAULT_SPLIT)
 
     def units(self) -> list[Unit]:
@@ -64,13 +71,17 @@ class HuggingFaceReader:
         """The documents of a chunk; what cannot be used goes to ``problems``."""
         return self._files.documents(chunk, problems)
 
+    def unread(self) -> Counter[str]:
+        """None: which files of a folder belong to a data set, its description or ``datasets`` decides."""
+        return Counter()
+
     def _units(self, path: str) -> list[Unit]:
         place = Path(path)
         if place.is_dir() and (saved := _saved_split(place, self._split)):
             return [file_unit(file) for file in corpus_files([saved])]
         if place.exists():
             return [Unit(path, 0, _stamp(place))]
-        if path.startswith((".", "/", "~")) or path.count("/") > 1:
+        if path.startswith((".", "/", "~")) or path.count("/") > 1 or _is_file_name(path):
             raise DataError(f"{path}: no such file or folder. Check the path, or name a data set as owner/name.")
         return [Unit(path, 0, self._commit(path))]
 
@@ -96,16 +107,17 @@ def _saved_split(folder: Path, split: str) -> Path | None:
     """The folder that holds a saved split; None where ``folder`` is no saved data set."""
     if is_saved_dataset(folder):
         return folder
-    listing = folder / "dataset_dict.json"
-    if not listing.is_file():
+    splits = saved_splits(folder)
+    if not splits:
         return None
-    try:
-        splits = json.loads(listing.read_text())["splits"]
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise DataError(f"{listing}: cannot be read ({error!r}). Save the data set again.") from error
     if split not in splits:
         raise DataError(f"{folder}: no split {split!r}; there are {', '.join(splits)}. Set the option split.")
     return folder / split
+
+
+def _is_file_name(path: str) -> bool:
+    """Whether this can only be meant as a file: names at the hub may hold dots as well, but not end like one."""
+    return kind_of(path) is not None or Path(path).suffix.lower() in _FILE_SUFFIXES
 
 
 def _stamp(place: Path) -> str:

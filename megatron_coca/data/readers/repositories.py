@@ -5,8 +5,9 @@ any file of its own; if it has folders only, those are the repositories of an ow
 """
 
 import functools
-import json
+import hashlib
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,9 @@ from megatron_coca.data.errors import DataError
 from megatron_coca.data.readers.document import Document, Problems, RejectedRecord
 from megatron_coca.data.readers.filters import Facts, admit, admit_facts, size_reason
 from megatron_coca.data.readers.languages import language_of_path, language_of_script
-from megatron_coca.data.readers.source import Chunk, Filters, SourceSpec, Unit
-from megatron_coca.data.readers.trees import Walk, is_repository, outside, repositories, shown
+from megatron_coca.data.readers.metadata import Known, digest, load_metadata
+from megatron_coca.data.readers.source import Chunk, Filters, SourceSpec, Unit, check_keys
+from megatron_coca.data.readers.trees import Walk, fingerprint, is_repository, outside, repositories, shown
 
 CHUNK_BYTES, CHUNK_FILES = 1 << 20, 2000
 _HEAD_BYTES = 8192
@@ -47,10 +49,12 @@ class RepositoryReader:
     from ``spec.metadata``, found by the name of the repository without regard to case.
 
     Raises:
-        DataError: a filter needs stars or licences and there is no metadata.
+        DataError: a filter needs stars or licences and there is no metadata, or ``spec`` has keys that mean nothing
+            here.
     """
 
     def __init__(self, spec: SourceSpec) -> None:
+        check_keys(spec, "repositories")
         self._spec = spec
         needed = bool(spec.filters.min_stars or spec.filters.licences)
         if needed and spec.metadata is None:
@@ -61,10 +65,24 @@ class RepositoryReader:
             raise DataError(f"{spec.metadata}: no such file. Correct the metadata of {spec.name}.")
 
     def units(self) -> list[Unit]:
-        """One per repository. Their sizes would take a look at every file, and are not known."""
-        return [Unit(path, 0) for root in self._spec.paths for path in self._roots(str(root))]
+        """One per repository. Its stamp tells names, sizes and times of its source files, and the metadata.
 
-    def _roots(self, root: str) -> list[str]:
+        ``DataError`` for a path that is no folder, or holds no repository. A million files take about 3 s where the
+        page cache has their folders.
+        """
+        known = digest(Path(self._spec.metadata)) if self._spec.metadata is not None else ""
+        return [self._unit(path, known) for root in self._spec.paths for path in self._found(str(root))]
+
+    def _unit(self, path: str, known: str) -> Unit:
+        repository = self._name(path) is not None
+        size, stamp = fingerprint(path) if repository else (0, repr(sorted(outside(path).items())))
+        return Unit(path, size, hashlib.sha256(f"{stamp} {known}".encode()).hexdigest()[:32])
+
+    def unread(self) -> Counter[str]:
+        """None: what is passed over in folders of repositories is counted with their chunks."""
+        return Counter()
+
+    def _found(self, root: str) -> list[str]:
         if not os.path.isdir(root):
             raise DataError(f"{root}: no such folder. Check the path of {self._spec.name}.")
         try:
@@ -79,7 +97,7 @@ class RepositoryReader:
         if repository is None:
             yield Chunk(unit.path, 1, Files("", (), outside(unit.path), ()), 0)
             return
-        for path, length in walk.files(unit.path):
+        for path, length, _ in walk.files(unit.path):
             names.append(path[len(unit.path) + 1 :])
             size += length
             if size >= CHUNK_BYTES or len(names) >= CHUNK_FILES:
@@ -91,10 +109,11 @@ class RepositoryReader:
 
     def _name(self, path: str) -> str | None:
         """Name of the repository at ``path``; None for a folder of repositories."""
-        for root in map(os.path.normpath, map(str, self._spec.paths)):
-            if path == root:
-                return shown(os.path.basename(os.path.abspath(path))) if is_repository(path) else None
-            if path.startswith(os.path.join(root, "")):
+        if path in self._roots:
+            return shown(os.path.basename(os.path.abspath(path))) if is_repository(path) else None
+        owner = os.path.dirname(path)
+        for root in (owner, os.path.dirname(owner)):
+            if root in self._roots:
                 return shown(os.path.relpath(path, root))
         raise DataError(f"{path}: not a repository of {self._spec.name}. Read the units that this reader gave.")
 
@@ -122,8 +141,12 @@ class RepositoryReader:
                 yield Document(text, files.repository)
 
     @functools.cached_property
-    def _metadata(self) -> dict[str, tuple[int | None, tuple[str, ...] | None]]:
-        return {} if self._spec.metadata is None else _load_metadata(Path(self._spec.metadata))
+    def _roots(self) -> frozenset[str]:
+        return frozenset(os.path.normpath(path) for path in self._spec.paths)
+
+    @functools.cached_property
+    def _metadata(self) -> dict[str, Known]:
+        return {} if self._spec.metadata is None else load_metadata(Path(self._spec.metadata))
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_spec": self._spec}  # each process reads the metadata itself: it may be large
@@ -171,28 +194,3 @@ def _decode(raw: bytes) -> str:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise RejectedRecord("invalid UTF-8", f"byte {error.start}") from error
-
-
-def _load_metadata(path: Path) -> dict[str, tuple[int | None, tuple[str, ...] | None]]:
-    """(stars, licences) by repository in lower case."""
-    known = {}
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                record = json.loads(line) if line.strip() else None
-                if record is not None:
-                    known[record["repository"].lower()] = _stars(record), _licences(record)
-            except (ValueError, TypeError, KeyError, AttributeError) as error:
-                raise DataError(
-                    f'{path}:{number}: needs {{"repository": "owner/name", "stars": 3, "licence": "MIT"}} ({error!r}).'
-                ) from error
-    return known
-
-
-def _stars(record: Mapping[str, Any]) -> int | None:
-    return None if record.get("stars") is None else int(record["stars"])
-
-
-def _licences(record: Mapping[str, Any]) -> tuple[str, ...] | None:
-    found = record.get("licence", record.get("license"))
-    return (found,) if isinstance(found, str) else None if found is None else tuple(map(str, found))

@@ -1,10 +1,12 @@
 """What is asked of a reader, and what it hands on: sources, units, chunks."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from megatron_coca.data.errors import DataError
 from megatron_coca.data.readers.document import Document, Problems
 
 Row = Mapping[str, Any]
@@ -63,6 +65,28 @@ class SourceSpec:
     options: Mapping[str, str] = field(default_factory=dict)
 
 
+KEY_READERS: dict[str, tuple[str, ...]] = {
+    "fields": ("files", "huggingface"),
+    "documents": ("files",),
+    "sets": ("files", "huggingface"),
+    "divide": ("files", "huggingface"),
+    "metadata": ("repositories",),
+    "options": ("huggingface",),
+}
+"""Keys of a ``SourceSpec`` that only some readers know what to do with, and which."""
+
+
+def check_keys(spec: SourceSpec, reader: str) -> None:
+    """``DataError`` for a key that is set and has no meaning for ``reader``, instead of passing over it."""
+    unset = SourceSpec(spec.name, spec.paths)
+    for key, readers in KEY_READERS.items():
+        given = getattr(spec, key)
+        if reader not in readers and given and given != getattr(unset, key):
+            raise DataError(
+                f"{spec.name}: {key} means nothing to the reader {reader}. Remove it, or take {' or '.join(readers)}."
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class Unit:
     """What is read from its beginning to its end: a file, a repository, a data set.
@@ -109,3 +133,6 @@ class Reader(Protocol):
 
     def documents(self, chunk: Chunk, problems: Problems) -> Iterator[Document]:
         """The documents of a chunk, in order. What cannot be used goes to ``problems``."""
+
+    def unread(self) -> Counter[str]:
+        """Files in the named folders that belong to no unit, by the reason. Looks at the folders again."""

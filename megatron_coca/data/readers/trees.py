@@ -3,6 +3,7 @@
 Links are not followed, so that nothing outside is read and nothing twice.
 """
 
+import hashlib
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -72,8 +73,8 @@ class Walk:
         self.left_out: Counter[str] = Counter()
         self.unreadable: list[tuple[str, str]] = []
 
-    def files(self, folder: str) -> Iterator[tuple[str, int]]:
-        """(path, bytes) of every file of a known or possible type."""
+    def files(self, folder: str) -> Iterator[tuple[str, int, int]]:
+        """(path, bytes, time of the last change in ns) of every file of a known or possible type."""
         waiting = [iter(self._list(folder))]
         while waiting:
             entry = next(waiting[-1], None)
@@ -84,7 +85,7 @@ class Walk:
             elif entry.is_dir(follow_symlinks=False):
                 self._enter(entry, waiting)
             elif self._is_source(entry):
-                yield entry.path, self._size(entry)
+                yield entry.path, *self._size_and_time(entry)
 
     def drain(self) -> tuple[Mapping[str, int], tuple[tuple[str, str], ...]]:
         """What was met since the last call."""
@@ -113,8 +114,19 @@ class Walk:
         self.left_out["unknown file type" if regular else "not a regular file"] += 1
         return False
 
-    def _size(self, entry: os.DirEntry[str]) -> int:
+    def _size_and_time(self, entry: os.DirEntry[str]) -> tuple[int, int]:
         try:
-            return entry.stat(follow_symlinks=False).st_size
+            status = entry.stat(follow_symlinks=False)
         except OSError:
-            return 0  # reported where it is read
+            return 0, 0  # reported where it is read
+        return status.st_size, status.st_mtime_ns
+
+
+def fingerprint(repository: str) -> tuple[int, str]:
+    """(bytes, stamp) of the files that a walk through a repository gives; another stamp when one of them changed."""
+    walk, total, digest = Walk(), 0, hashlib.blake2b(digest_size=16)
+    for path, size, changed in walk.files(repository):
+        total += size
+        digest.update(os.fsencode(f"{path}\0{size} {changed}\0"))
+    digest.update(repr(walk.unreadable).encode("utf-8", "backslashreplace"))
+    return total, digest.hexdigest()

@@ -88,6 +88,6 @@ class WikipediaPages:
                 continue
             if row is not None:
                 yield place, row
-        wrong = _fault_of_rest(rest)
+        wrong = _fault_of_rest(rest) or (None if records or chunk.first > 1 else "no page in it")
         if wrong is not None:
             problems.add(f"{chunk.path}:{max(1, chunk.first) + len(records)}", "invalid XML", wrong)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_coca.data.errors import DataError
-from megatron_coca.data.shards.layout import HEADER, INTEGER_CODES, MAGIC, shard_paths
+from megatron_coca.data.shards.layout import HEADER, INTEGER_CODES, MAGIC, SUFFIXES, shard_paths
 
 _AT_ONCE = 1 << 18
 _REBUILD = "Prepare the corpus again, or copy both files again from where they were built."
@@ -52,10 +52,7 @@ def read_header(prefix: str | Path) -> Header:
     bin_path, idx_path = shard_paths(prefix)
     for path in (bin_path, idx_path):
         if not path.is_file():
-            raise DataError(
-                f"{path}: no such file. A shard is a .bin and an .idx file; give their path without the ending, "
-                "and prepare the corpus first (python tools/prepare_data.py --help)."
-            )
+            raise _absent(Path(prefix), path)
     with idx_path.open("rb") as stream:
         raw = stream.read(HEADER.size)
     if raw[: len(MAGIC)] != MAGIC[: len(raw)] or not raw:
@@ -71,6 +68,15 @@ def read_header(prefix: str | Path) -> Header:
     if not sequences or entries < 2 or not bin_path.stat().st_size:
         raise DataError(f"{prefix}: the shard holds no token. {_REBUILD}")
     return header
+
+
+def _absent(prefix: Path, path: Path) -> DataError:
+    if prefix.suffix in SUFFIXES and prefix.is_file():
+        return DataError(f"{prefix}: is one of the two files of a shard; give the path without {prefix.suffix}.")
+    return DataError(
+        f"{path}: no such file. A shard is a .bin and an .idx file; give their path without the ending, "
+        "and prepare the corpus first (python tools/prepare_data.py --help)."
+    )
 
 
 def check_index(prefix: str | Path, header: Header) -> bool:

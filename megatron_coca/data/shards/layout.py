@@ -13,11 +13,13 @@ MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, entries of the document index
 INTEGER_CODES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 """The dtypes that hold tokens."""
+SUFFIXES = (".bin", ".idx")
 
 
 def shard_paths(prefix: str | Path) -> tuple[Path, Path]:
     """The two files of a shard."""
-    return Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+    tokens, index = (Path(f"{prefix}{suffix}") for suffix in SUFFIXES)
+    return tokens, index
 
 
 def token_dtype(vocab_size: int) -> type[np.integer]:

@@ -21,7 +21,8 @@ class Shard:
     """A ``.bin``/``.idx`` pair, opened for reading and checked.
 
     Opening reads the whole index once, a piece at a time; after that the index and the tokens are memory maps, and a
-    process holds nothing of their size.
+    process holds nothing of their size. The size of the tokens' file is checked, its content is not read: altered
+    tokens are found by ``verify_shards`` (``tools/inspect_data.py verify``), which reads all of it.
 
     Args:
         prefix: path of the pair without ``.bin`` and ``.idx``.

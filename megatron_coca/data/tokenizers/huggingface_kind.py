@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Sequence
 from typing import Any
 
 from megatron_coca.data.errors import DataError
@@ -48,13 +47,9 @@ class HFTokenizer(FileTokenizer):
             )
         return found
 
-    def encode(self, text: str) -> list[int]:
+    def _encode(self, text: str) -> list[int]:
         # A batch of one: without offsets, which nobody asks for, and on one thread whatever TOKENIZERS_PARALLELISM is.
         return self._model.encode_batch_fast([text], add_special_tokens=False)[0].ids
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        encode = self._model.encode_batch_fast
-        return [encode([text], add_special_tokens=False)[0].ids for text in texts]
 
     def _decode(self, ids: list[int]) -> str:
         return self._model.decode(ids)

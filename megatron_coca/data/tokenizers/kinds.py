@@ -7,8 +7,9 @@ writes it. A tokenizer works in one thread; what is to be parallel takes a proce
 
 import hashlib
 import json
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -17,6 +18,16 @@ from megatron_coca.data.errors import DataError
 DESCRIPTION = "tokenizer_type.json"
 # In order of preference: ours, GPT-2's and GPT-NeoX's, LLaMA 3's, LLaMA's, Gemma's.
 EOD_SYMBOLS = ("<eod>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+Files = Mapping[str, tuple[str, bytes]]
+"""A tokenizer's files by the argument that names them (vocab_file, merge_file): (name to save under, bytes)."""
+
+
+def fingerprint_of(tokenizer_type: str, files: Files, eod: str | None = None) -> str:
+    """SHA-256 of the files, or of the type that needs none; with another separator the same files make other shards."""
+    content = b"".join(data for _, data in files.values()) or tokenizer_type.encode()
+    return hashlib.sha256(content + (b"\0" + eod.encode() if eod else b"")).hexdigest()
 
 
 @runtime_checkable
@@ -29,7 +40,7 @@ class Tokenizer(Protocol):
     fingerprint: str
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of ``text``, without any start or end symbol."""
+        """Token ids of ``text``, without any start or end symbol. ``DataError`` for what is not Unicode text."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """``encode`` of each text."""
@@ -60,11 +71,9 @@ class FileTokenizer(ABC):
     fallback_ids: frozenset[int] = frozenset()
     unknown_id: int | None = None
 
-    def __init__(self, files: dict[str, tuple[str, bytes]], eod: str | None = None) -> None:
+    def __init__(self, files: Files, eod: str | None = None) -> None:
         self._files, self._eod_symbol = files, eod
-        content = b"".join(data for _, data in files.values()) or self.tokenizer_type.encode()
-        # With another separator the same files make other shards.
-        self.fingerprint = hashlib.sha256(content + (b"\0" + eod.encode() if eod else b"")).hexdigest()
+        self.fingerprint = fingerprint_of(self.tokenizer_type, files, eod)
         self.vocab_size = self._open({argument: data for argument, (_, data) in files.items()})
         self.eod = self._find_eod(eod)
 
@@ -77,13 +86,25 @@ class FileTokenizer(ABC):
         """Id of a symbol, None where the vocabulary lacks it."""
 
     @abstractmethod
-    def encode(self, text: str) -> list[int]: ...
+    def _encode(self, text: str) -> list[int]: ...
 
     @abstractmethod
     def _decode(self, ids: list[int]) -> str: ...
 
     @abstractmethod
     def piece(self, token: int) -> str: ...
+
+    def encode(self, text: str) -> list[int]:
+        try:
+            return self._encode(text)
+        except Exception as error:  # each library has an error of its own for what UTF-8 cannot hold
+            found = _SURROGATE.search(text)
+            if found is None:
+                raise
+            raise DataError(
+                f"A text holds half a surrogate pair, U+{ord(found[0]):X} at character {found.start()}, which is not a "
+                "character: it was decoded wrongly. Correct the text, or leave it out."
+            ) from error
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [self.encode(text) for text in texts]
@@ -130,7 +151,7 @@ class CharLevelTokenizer(FileTokenizer):
             raise DataError(f"{self.tokenizer_type} has no symbols: 0 ends a document. Leave out eod={symbol!r}.")
         return 0
 
-    def encode(self, text: str) -> list[int]:
+    def _encode(self, text: str) -> list[int]:
         data = text.encode("utf-8")
         return [byte or self._NUL for byte in data] if b"\0" in data else list(data)
 

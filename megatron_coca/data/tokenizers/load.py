@@ -1,15 +1,23 @@
 """Which tokenizer: by GPT-NeoX's name for it, or from where it was saved."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.tokenizers.huggingface_kind import GPT2BPETokenizer, HFGPT2Tokenizer, HFTokenizer
-from megatron_coca.data.tokenizers.kinds import DESCRIPTION, CharLevelTokenizer, FileTokenizer, Tokenizer
+from megatron_coca.data.tokenizers.kinds import (
+    DESCRIPTION,
+    CharLevelTokenizer,
+    Files,
+    FileTokenizer,
+    Tokenizer,
+    fingerprint_of,
+)
 from megatron_coca.data.tokenizers.sentencepiece_kind import SentencePieceTokenizer
 from megatron_coca.data.tokenizers.training import train_sentencepiece
 
-__all__ = ["TOKENIZERS", "load_saved_tokenizer", "load_tokenizer", "train_sentencepiece"]
+__all__ = ["TOKENIZERS", "load_saved_tokenizer", "load_tokenizer", "needs_files", "train_sentencepiece"]
 
 _GPT2_FILES = {"vocab_file": "vocab.json", "merge_file": "merges.txt"}
 # GPT-NeoX's names, each with the files it is made from and the names they are saved under.
@@ -41,22 +49,39 @@ def load_tokenizer(
     differs. Raises ``DataError`` for an unknown type, a symbol that the vocabulary lacks, and for a missing, unreadable
     or foreign file.
     """
+    given = {"vocab_file": vocab_file, "merge_file": merge_file}
+    if vocab_file is not None and Path(vocab_file).is_dir():
+        for argument, name in _names(tokenizer_type).items():
+            given[argument] = (merge_file if argument == "merge_file" else None) or Path(vocab_file) / name
+    return _open(tokenizer_type, _files(tokenizer_type, given), eod, str(vocab_file or tokenizer_type))
+
+
+def needs_files(tokenizer_type: str) -> bool:
+    """Whether the type alone does not say which tokenizer is meant."""
+    return tokenizer_type not in TOKENIZERS or bool(_names(tokenizer_type))
+
+
+def _names(tokenizer_type: str) -> dict[str, str]:
+    """The files of a type, by argument."""
     if tokenizer_type in _REFUSED:
         raise DataError(f"{tokenizer_type} is not supported: {_REFUSED[tokenizer_type]}")
     if tokenizer_type not in TOKENIZERS:
         raise DataError(f"Unknown tokenizer_type {tokenizer_type!r}. Known are {', '.join(TOKENIZERS)}.")
-    kind, names = TOKENIZERS[tokenizer_type]
-    given = {"vocab_file": vocab_file, "merge_file": merge_file}
-    if vocab_file is not None and Path(vocab_file).is_dir():
-        for argument, name in names.items():
-            given[argument] = (merge_file if argument == "merge_file" else None) or Path(vocab_file) / name
-    files = {argument: (name, _read(tokenizer_type, argument, given[argument])) for argument, name in names.items()}
+    return TOKENIZERS[tokenizer_type][1]
+
+
+def _files(tokenizer_type: str, given: Mapping[str, str | Path | None]) -> Files:
+    names = _names(tokenizer_type)
+    return {argument: (name, _read(tokenizer_type, argument, given.get(argument))) for argument, name in names.items()}
+
+
+def _open(tokenizer_type: str, files: Files, eod: str | None, place: str) -> Tokenizer:
     try:
-        return kind(files, eod)
+        return TOKENIZERS[tokenizer_type][0](files, eod)
     except DataError as error:
-        raise DataError(f"{vocab_file or tokenizer_type}: {error}") from error
+        raise DataError(f"{place}: {error}") from error
     except Exception as error:  # the libraries raise RuntimeError, plain Exception, ValueError for a foreign file
-        raise DataError(f"{vocab_file}: not a file that {tokenizer_type} can open ({error}).") from error
+        raise DataError(f"{place}: not a file that {tokenizer_type} can open ({error}).") from error
 
 
 def _read(tokenizer_type: str, argument: str, path: str | Path | None) -> bytes:
@@ -79,8 +104,8 @@ def load_saved_tokenizer(folder: str | Path) -> Tokenizer:
         tokenizer_type, fingerprint, eod = saved["tokenizer_type"], saved["fingerprint"], saved.get("eod_symbol")
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise DataError(f"{path}: cannot read the tokenizer's description ({error}).") from error
-    files = {argument: Path(folder) / name for argument, name in names.items() if name}
-    tokenizer = load_tokenizer(tokenizer_type, **files, eod=eod)
-    if tokenizer.fingerprint != fingerprint:
+    files = _files(tokenizer_type, {argument: Path(folder) / name for argument, name in names.items() if name})
+    # Before a library sees them: of a changed file it might say anything.
+    if fingerprint_of(tokenizer_type, files, eod) != fingerprint:
         raise DataError(f"{folder}: the tokenizer's files have changed since they were saved. Restore the originals.")
-    return tokenizer
+    return _open(tokenizer_type, files, eod, str(folder))

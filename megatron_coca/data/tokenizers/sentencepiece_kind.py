@@ -51,7 +51,7 @@ class SentencePieceTokenizer(FileTokenizer):
         # A control symbol is never matched in a text; a user-defined one is: encode() takes it in two parts.
         return None if self._model.is_control(self.eod) else self._model.id_to_piece(self.eod)
 
-    def encode(self, text: str) -> list[int]:
+    def _encode(self, text: str) -> list[int]:
         separated = self._eod_text is not None and self._eod_text in text
         if not separated and (self._space_mark_ids is None or self._SPACE_MARK not in text):
             return self._encode_run(text, self._model)

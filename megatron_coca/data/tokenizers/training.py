@@ -16,6 +16,58 @@ _LINE_BYTES = 1 << 20  # SentencePiece's trainer leaves out longer lines
 _SPECIAL = ("<|endoftext|>", "<|padding|>")
 _LONGEST_SPACES = 24
 _BYTES = 256
+# By whether SentencePiece complains that a piece for each character does not fit.
+_REMEDIES = {True: "Take a larger vocabulary.", False: "Take a smaller vocabulary or more text."}
+LEAST = {
+    "SPMTokenizer": _BYTES + len(("<unk>", "<eod>")) + 1,
+    "HFTokenizer": _BYTES + len(_SPECIAL) + _LONGEST_SPACES - 1,
+}
+"""The smallest vocabulary of each type: what it holds whatever the text. A SentencePiece model needs more, a piece for
+each character of the text.
+"""
+
+
+def check_vocabulary(tokenizer_type: str, vocab_size: int) -> None:
+    """Raise ``DataError`` for a vocabulary that no text makes possible."""
+    if vocab_size < LEAST[tokenizer_type]:
+        raise DataError(
+            f"A vocabulary of {vocab_size} tokens cannot be trained as {tokenizer_type}, whose bytes and special "
+            f"tokens are {LEAST[tokenizer_type]} already. Take a larger one."
+        )
+
+
+class _Watched:
+    """An iterator of texts that keeps the error which ended it, and whether it gave any text.
+
+    SentencePiece makes a RuntimeError with a text of its own out of everything that is raised in between, an interrupt
+    included.
+    """
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self._texts = iter(texts)
+        self.error: BaseException | None = None
+        self.empty = True
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        try:
+            text = next(self._texts)
+        except StopIteration:
+            raise
+        except BaseException as error:
+            self.error = error
+            raise
+        self.empty = self.empty and not text.strip()
+        return text
+
+    def raise_own(self) -> None:
+        """Raise the error of the texts, or a ``DataError`` where they were none or blank."""
+        if self.error is not None:
+            raise self.error
+        if self.empty:
+            raise DataError("There is no text to train a tokenizer on: every document is empty, blank or left out.")
 
 
 def train_sentencepiece(
@@ -24,12 +76,15 @@ def train_sentencepiece(
     """Train an exact SentencePiece model on ``texts`` and write it to ``path``.
 
     Byte fallback, identity normalisation, all white space kept; ``<eod>`` is a control symbol. Newlines go through as
-    their byte. Raises ``DataError`` where the texts cannot carry ``vocab_size`` pieces.
+    their byte. Raises ``DataError`` where the texts cannot carry ``vocab_size`` pieces; errors of ``texts`` themselves
+    come out as they are.
     """
+    check_vocabulary("SPMTokenizer", vocab_size)
+    watched = _Watched(texts)
     try:
         with path.open("wb") as writer:
             sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=_lines(texts),
+                sentence_iterator=_lines(watched),
                 model_writer=writer,
                 model_type=model,
                 vocab_size=vocab_size,
@@ -50,10 +105,9 @@ def train_sentencepiece(
             )
     except (RuntimeError, ValueError) as error:
         path.unlink(missing_ok=True)
-        raise DataError(
-            f"SentencePiece cannot train {vocab_size} pieces on this text ({error}). "
-            "Take a smaller vocabulary, one of at least 300, or more text."
-        ) from error
+        watched.raise_own()
+        remedy = _REMEDIES["required_chars" in str(error)]
+        raise DataError(f"SentencePiece cannot train {vocab_size} pieces on this text ({error}). {remedy}") from error
     return SentencePieceTokenizer({"vocab_file": ("tokenizer.model", path.read_bytes())})
 
 
@@ -74,6 +128,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> HFTokenizer:
     keep the indentation of code short. Unlike GPT-NeoX-20B's it has no normaliser. ``vocab_size`` counts all of them.
     Raises ``DataError`` where the texts cannot carry so many tokens.
     """
+    check_vocabulary("HFTokenizer", vocab_size)
+    watched = _Watched(texts)
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     model = Tokenizer(models.BPE())
@@ -82,18 +138,18 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> HFTokenizer:
     model.decoder = decoders.ByteLevel()
     spaces = [" " * count for count in range(_LONGEST_SPACES, 1, -1)]
     trainer = trainers.BpeTrainer(
-        vocab_size=max(0, vocab_size - len(spaces)),
+        vocab_size=vocab_size - len(spaces),
         special_tokens=list(_SPECIAL),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    model.train_from_iterator(_between_spaces(texts), trainer)
+    model.train_from_iterator(_between_spaces(watched), trainer)
+    watched.raise_own()
     model.add_tokens([AddedToken(run, normalized=True) for run in spaces])
     if model.get_vocab_size() != vocab_size:
         raise DataError(
             f"A byte-level BPE of {vocab_size} tokens cannot be trained on this text, which carries "
-            f"{model.get_vocab_size()}. Take a smaller vocabulary, one of at least "
-            f"{_BYTES + len(_SPECIAL) + len(spaces)}, or more text."
+            f"{model.get_vocab_size()}. Take a smaller vocabulary or more text."
         )
     path.write_text(model.to_str(pretty=True) + "\n", encoding="utf-8")
     return HFTokenizer({"vocab_file": ("tokenizer.json", path.read_bytes())})

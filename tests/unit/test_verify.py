@@ -1,0 +1,145 @@
+"""Shards against their manifest: every fault is found and told, and nothing sound is."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_coca.data import Shard, load_tokenizer
+from megatron_coca.data.errors import DataError
+from megatron_coca.data.inspection import index, verify
+from megatron_coca.data.inspection.collection import find_shards
+from megatron_coca.data.inspection.verify import verify_shards
+from megatron_coca.data.shards.layout import HEADER
+from megatron_coca.data.shards.writer import ShardWriter
+from tools import inspect_data
+
+TEXT = load_tokenizer("CharLevelTokenizer")
+
+
+@pytest.fixture
+def shards(corpus: Path, tmp_path: Path) -> Path:
+    """A prepared folder, to be damaged."""
+    return shutil.copytree(corpus, tmp_path / "shards")
+
+
+def other_byte(folder: Path) -> None:
+    """A letter becomes another one: size, index and vocabulary are as they were."""
+    with (folder / "words_train.bin").open("r+b") as stream:
+        stream.seek(400)
+        old = stream.read(1)
+        stream.seek(400)
+        stream.write(b"z" if old != b"z" else b"y")
+
+
+def large_id(folder: Path) -> None:
+    with (folder / "words_train.bin").open("r+b") as stream:
+        stream.seek(401)
+        stream.write(b"\x7f")
+
+
+def moved_end(folder: Path) -> None:
+    """The first document is one token longer, the second one shorter: the index is sound in itself."""
+    path = folder / "words_train.idx"
+    content = bytearray(path.read_bytes())
+    count = HEADER.unpack_from(content)[3]
+    lengths = np.frombuffer(content, "<i4", count, HEADER.size)
+    pointers = np.frombuffer(content, "<i8", count, HEADER.size + 4 * count)
+    lengths[0] += 1
+    lengths[1] -= 1
+    pointers[1] += 2
+    path.write_bytes(content)
+    Shard(folder / "words_train")
+
+
+def fewer_documents(folder: Path) -> None:
+    shard = Shard(folder / "words_train")
+    documents = [shard.document(number) for number in range(shard.documents)]
+    writer = ShardWriter(folder / "words_train", 512)
+    for document in [np.concatenate(documents[:2]), *documents[2:]]:
+        writer.add(document)
+    writer.finish()
+
+
+def other_manifest(folder: Path) -> None:
+    content = json.loads((folder / "manifest.json").read_text())
+    content["tokenizer"]["fingerprint"] = "0" * 64
+    (folder / "manifest.json").write_text(json.dumps(content))
+
+
+def other_description(folder: Path) -> None:
+    content = json.loads((folder / "tokenizer_type.json").read_text())
+    (folder / "tokenizer_type.json").write_text(json.dumps(content | {"fingerprint": "0" * 64}))
+
+
+FAULTS: dict[str, tuple[Callable[[Path], None], list[str]]] = {
+    "nothing": (lambda folder: None, []),
+    "one byte": (other_byte, ["words_train.bin: its content is not what was written"]),
+    "an id": (large_id, ["its content is not", "1 ids outside the vocabulary of 512, the first 32"]),
+    "the index": (moved_end, ["1 documents of the index do not end in the separator, 0"]),
+    "two in one": (fewer_documents, ["documents, where manifest.json tells of"]),
+    "cut": (
+        lambda folder: (folder / "words_test.bin").write_bytes(b"12"),
+        ["words_test.bin: 2 bytes where its index tells of"],
+    ),
+    "absent": (lambda folder: (folder / "words_test.idx").unlink(), ["words_test.idx: no such file"]),
+    "tokenizer": (other_manifest, ["shards: the tokenizer is not the one that manifest.json names"]),
+    "description": (other_description, ["files have changed since"]),
+}
+
+
+@pytest.mark.parametrize("at_once", [1, 7, 1 << 20])
+@pytest.mark.parametrize("name", FAULTS)
+def test_every_fault_is_told(shards: Path, name: str, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "_TOKENS_AT_ONCE", 5 * at_once)
+    monkeypatch.setattr(index, "_AT_ONCE", at_once)
+    damage, messages = FAULTS[name]
+    damage(shards)
+    faults = [fault for found in verify_shards(find_shards([shards])) for fault in found.faults]
+    assert len(faults) == len(messages), faults
+    assert all(message in fault for message, fault in zip(messages, faults, strict=True)), faults
+
+
+def test_all_faults_of_all_shards_and_status_1(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert inspect_data.main(["verify", str(shards)]) == 0
+    assert "no fault was found" in capsys.readouterr().out
+    other_byte(shards)
+    other_description(shards)
+    (shards / "words_test.bin").unlink()
+    out = shards / "facts.json"
+    assert inspect_data.main(["verify", str(shards), "--json", str(out)]) == 1
+    shown = capsys.readouterr().out
+    assert shown.count("FAULT ") == 3 and "words_test.bin: no such file" in shown
+    assert sum(len(found["faults"]) for found in json.loads(out.read_text())) == 3
+
+
+def test_a_shard_without_a_manifest_is_checked_as_far_as_that_goes(shards: Path, tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    for suffix in (".bin", ".idx"):
+        shutil.copy(shards / f"words_train{suffix}", tmp_path / "own")
+    moved_end(tmp_path / "own")  # its documents need not end in anything
+    entries = find_shards([tmp_path / "own"])
+    (found,) = verify_shards(entries)
+    assert (found.checked, found.faults) == (["index"], [])
+    (found,) = verify_shards(entries, TEXT)
+    assert (found.checked, found.faults) == (["index", "ids"], [])
+    large_id(tmp_path / "own")
+    assert "1 ids outside the vocabulary" in verify_shards(entries, TEXT)[0].faults[0]
+    (found,) = verify_shards(find_shards([shards / "words_train"]))
+    assert found.checked == ["index", "content", "ids"]
+
+
+def test_a_damaged_manifest_is_an_error_of_the_input(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (shards / "manifest.json").write_text("{")
+    with pytest.raises(DataError, match="cannot read the manifest"):
+        find_shards([shards])
+    assert inspect_data.main(["verify", str(shards)]) == 2
+
+
+def test_what_is_recorded_is_the_hash_of_the_file(shards: Path) -> None:
+    for entry in find_shards([shards]):
+        assert entry.sha256 == hashlib.sha256(Path(f"{entry.prefix}.bin").read_bytes()).hexdigest()
