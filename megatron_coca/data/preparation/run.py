@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 from filelock import FileLock, Timeout
-from tqdm import tqdm
 
 from megatron_coca.data.aside import complete, partial_folder
 from megatron_coca.data.errors import DataError
@@ -21,12 +20,12 @@ from megatron_coca.data.preparation import manifest, run_config
 from megatron_coca.data.preparation.inputs import Inputs, find_inputs
 from megatron_coca.data.preparation.journal import JOURNAL, Journal, State
 from megatron_coca.data.preparation.outputs import Outputs
-from megatron_coca.data.preparation.pipeline import ChunkDone, Pool, Step, UnitDone, cut, in_order
+from megatron_coca.data.preparation.pipeline import ChunkDone, Pool, UnitDone, cut, in_order
 from megatron_coca.data.preparation.plan import Execution, Rules, Source, check
+from megatron_coca.data.preparation.progress import Progress
 from megatron_coca.data.preparation.sample import nothing_usable
 from megatron_coca.data.readers import open_reader
 from megatron_coca.data.readers.document import Problems
-from megatron_coca.data.readers.source import Unit
 from megatron_coca.data.shards.writer import LENGTHS_SUFFIX
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION, Tokenizer
 from megatron_coca.data.tokenizers.load import load_saved_tokenizer
@@ -172,7 +171,7 @@ class _Preparation:
         readers = [open_reader(source.spec) for source in self._sources]
         cuts = cut(readers, self._units, self._state.unit, self._state.chunks)
         pool = Pool(execution.workers, self._sources, self._folder, self._rules)
-        with pool, _Progress(self._units, self._names, self._state.unit, execution.progress) as bar:
+        with pool, Progress(self._units, self._names, self._state.unit, execution.progress) as bar:
             for step in in_order(cuts, pool.submit, pool.in_flight):
                 if isinstance(step, ChunkDone):
                     self._write(step)
@@ -237,34 +236,3 @@ class _Preparation:
             raise DataError(
                 nothing_usable(self._sources[number], self._inputs.of(number), self._problems[self._names[number]])
             )
-
-
-class _Progress:
-    """A bar over the bytes of all units, or over their number where no size is known."""
-
-    def __init__(self, units: Sequence[tuple[int, Unit]], names: Sequence[str], first: int, shown: bool) -> None:
-        self._names, self._by_size = names, any(unit.size for _, unit in units)
-        sizes = [unit.size if self._by_size else 1 for _, unit in units]
-        self._bar = tqdm(
-            total=sum(sizes),
-            initial=sum(sizes[:first]),
-            unit="B" if self._by_size else " units",
-            unit_scale=self._by_size,
-            smoothing=0.05,
-            disable=not shown,
-        )
-
-    def __enter__(self) -> "_Progress":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
-
-    def update(self, step: Step, tokens: int) -> None:
-        """Move on by a step; ``tokens`` have been written so far."""
-        self._bar.set_description(f"tokenize {self._names[step.source]}", refresh=False)
-        self._bar.set_postfix_str(f"{tokens / 1e6:,.1f}M tokens", refresh=False)
-        if isinstance(step, UnitDone):
-            self._bar.update(0 if self._by_size else 1)
-        elif self._by_size:
-            self._bar.update(step.read)
