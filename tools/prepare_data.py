@@ -138,7 +138,9 @@ def _summary(path: Path) -> str:
         lines += [f"  {entry['name']} {split}: {_counted(entry[split])}" for split in SPLITS]
     for source in record["inputs"]:
         lines += [f"  {source['name']} left out: {count:,} x {reason}" for reason, count in source["left_out"].items()]
-        lines += [f"  {source['name']} files not read: {count:,} x {reason}" for reason, count in source["unread"].items()]
+        lines += [
+            f"  {source['name']} files not read: {count:,} x {reason}" for reason, count in source["unread"].items()
+        ]
         lines += [f"  {source['name']} FAULTY: {count:,} x {kind}" for kind, count in source["problems"].items()]
         lines += [f"    {line}" for line in source["problems_named"][:10]]
         lines += [f"  {source['name']}: NO DOCUMENT of the set {name!r}" for name in source["sets_missing"]]
