@@ -42,7 +42,8 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--input", nargs="+", metavar="NAME=PATH", help="in place of a recipe; a name may occur again")
     options.add_argument("--text-field", help="with --input: field of a JSON record that holds its text")
     options.add_argument("--root", type=Path, help="in place of the recipe's root folder")
-    options.add_argument("--test-fraction", type=float, help="with --input: of the documents, kept out (default 0.03)")
+    options.add_argument("--valid-fraction", type=float, help="with --input: as the preparation will hold out (0.01)")
+    options.add_argument("--test-fraction", type=float, help="with --input: the same (0.01)")
     options.add_argument("--type", choices=list(TRAINERS), default="SPMTokenizer", help="default SPMTokenizer")
     options.add_argument("--model", choices=["bpe", "unigram"], default="bpe", help="default bpe")
     options.add_argument("--vocab-size", type=_count, required=True, help="ids in all, with bytes and special tokens")
@@ -65,14 +66,17 @@ def read_sources(options: argparse.Namespace) -> tuple[list[Source], Rules]:
     """What the command line or the recipe names."""
     if (options.recipe is None) == (options.input is None):
         raise DataError("Name either a recipe or --input NAME=PATH ...")
+    fractions = {
+        name: value for name in ("valid_fraction", "test_fraction") if (value := getattr(options, name)) is not None
+    }
     if options.recipe is not None:
-        if options.text_field is not None or options.test_fraction is not None:
-            raise DataError("--text-field and --test-fraction go with --input; a recipe has its own.")
+        if options.text_field is not None or fractions:
+            raise DataError("--text-field, --valid-fraction and --test-fraction go with --input; a recipe has its own.")
         recipe = read_recipe(options.recipe, options.root)
         return recipe.sources, recipe.rules
     fields = {"text": options.text_field} if options.text_field else {}
-    rules = Rules() if options.test_fraction is None else Rules(test_fraction=options.test_fraction)
-    return [Source(SourceSpec(name, found, fields=fields)) for name, found in named_paths(options.input).items()], rules
+    sources = [Source(SourceSpec(name, found, fields=fields)) for name, found in named_paths(options.input).items()]
+    return sources, Rules(**fractions)
 
 
 def shares(sources: Sequence[Source], characters: int, equal: bool) -> list[int]:
