@@ -278,3 +278,8 @@ def test_a_part_of_the_python_installation(tmp_path: Path) -> None:
     assert len(documents) > 40 and {d.key for d in documents} == {"python/json", "python/email", "python/xml"}
     assert any("class JSONDecoder" in d.text for d in documents)
     assert not problems.total and set(problems.filtered) <= {"unknown file type", "empty file", "generated"}
+
+
+def test_a_language_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="code: filters.languages: 'Pyton' is no language .*did you mean Python"):
+        open_reader(spec(tmp_path, filters=Filters(languages=("c", "Pyton"))))

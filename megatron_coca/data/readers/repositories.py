@@ -4,6 +4,7 @@ A path of the source holds repositories: ``name`` or ``owner/name``. A folder in
 any file of its own; if it has folders only, those are the repositories of an owner. A path with ``.git`` is itself one.
 """
 
+import difflib
 import functools
 import hashlib
 import os
@@ -16,13 +17,23 @@ from typing import Any
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.readers.document import Document, Problems, RejectedRecord
 from megatron_coca.data.readers.filters import Facts, admit, admit_facts, size_reason
-from megatron_coca.data.readers.languages import language_of_path, language_of_script
+from megatron_coca.data.readers.languages import LANGUAGES, language_of_path, language_of_script
 from megatron_coca.data.readers.metadata import Known, digest, load_metadata
 from megatron_coca.data.readers.source import Chunk, Filters, SourceSpec, Unit, check_keys
 from megatron_coca.data.readers.trees import Walk, fingerprint, is_repository, outside, repositories, shown
 
 CHUNK_BYTES, CHUNK_FILES = 1 << 20, 2000
 _HEAD_BYTES = 8192
+
+
+def _check_languages(spec: SourceSpec) -> None:
+    """A name that is no language would leave everything out."""
+    known = {language.lower() for language in LANGUAGES}
+    for name in spec.filters.languages:
+        if name.lower() not in known:
+            near = difflib.get_close_matches(name, LANGUAGES, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(LANGUAGES))}."
+            raise DataError(f"{spec.name}: filters.languages: {name!r} is no language that files are told by; {hint}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +66,7 @@ class RepositoryReader:
 
     def __init__(self, spec: SourceSpec) -> None:
         check_keys(spec, "repositories")
+        _check_languages(spec)
         self._spec = spec
         needed = bool(spec.filters.min_stars or spec.filters.licences)
         if needed and spec.metadata is None:
