@@ -21,7 +21,13 @@ from megatron_coca.data.builtin import VOCAB_SIZE, prepare_builtin  # noqa: E402
 from megatron_coca.data.errors import DataError  # noqa: E402
 from megatron_coca.data.preparation.manifest import read_manifest  # noqa: E402
 from megatron_coca.data.preparation.plan import SPLITS, Execution, Rules, Source  # noqa: E402
-from megatron_coca.data.preparation.recipe import Recipe, TokenizerTraining, named_paths, read_recipe  # noqa: E402
+from megatron_coca.data.preparation.recipe import (  # noqa: E402
+    Recipe,
+    TokenizerTraining,
+    check_tokenizer_files,
+    named_paths,
+    read_recipe,
+)
 from megatron_coca.data.preparation.run import prepare  # noqa: E402
 from megatron_coca.data.preparation.run_config import RUN_CONFIG  # noqa: E402
 from megatron_coca.data.preparation.sample import training_texts  # noqa: E402
@@ -72,7 +78,7 @@ _OF_INPUT = (*_TOKENIZER_FILES, "train_tokenizer", "text_field", "documents", "d
 
 def _given(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
     """Those of the options that were given."""
-    return {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    return {name: value for name in names if (value := getattr(arguments, name)) not in (None, False)}
 
 
 def _refuse(arguments: argparse.Namespace, names: Sequence[str], reason: str) -> None:
@@ -86,6 +92,7 @@ def _from_input(arguments: argparse.Namespace) -> Recipe:
     _refuse(arguments, ["root"], "goes with a recipe")
     if (arguments.tokenizer_type is None) == (arguments.train_tokenizer is None):
         raise DataError("--input needs either --tokenizer-type or --train-tokenizer.")
+    check_tokenizer_files("--input", arguments.tokenizer_type, arguments.vocab_file, arguments.merge_file)
     fields = {"text": arguments.text_field} if arguments.text_field else {}
     reading, treatment = _given(arguments, ["documents"]), _given(arguments, ["duplicates"])
     sources = [
@@ -123,7 +130,8 @@ def _run(arguments: argparse.Namespace) -> Path:
     if sum(map(bool, (arguments.builtin, arguments.input, arguments.recipe))) != 1:
         raise DataError("Give one of: a recipe, --input, --builtin. See --help.")
     if arguments.builtin:
-        _refuse(arguments, [name for name in _OF_INPUT if name != "train_tokenizer"], "does not go with --builtin")
+        others = (*_OF_INPUT, "root", "strict", "skip_damaged")
+        _refuse(arguments, [name for name in others if name != "train_tokenizer"], "does not go with --builtin")
         return prepare_builtin(arguments.output or Path("data"), arguments.train_tokenizer or VOCAB_SIZE)
     if arguments.input:
         return _prepare(arguments, _from_input(arguments))

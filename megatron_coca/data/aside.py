@@ -1,5 +1,6 @@
 """Writing that is complete or absent: into a folder aside, flushed to the disk, then renamed."""
 
+import fcntl
 import os
 import shutil
 import tempfile
@@ -38,6 +39,37 @@ def written_aside(final: Path) -> Iterator[Path]:
 def partial_folder(final: Path) -> Path:
     """Where work towards ``final`` goes on from, after a kill: always the same folder, beside it."""
     return final.parent / f".{final.name}.partial"
+
+
+@contextmanager
+def alone(final: Path) -> Iterator[None]:
+    """Work towards ``final`` while no other process does, on this machine.
+
+    The lock is a file beside ``final``, removed by its holder at the end, so whoever gets it looks whether it is still
+    the one that can be found. Raises ``DataError`` where another process has it.
+    """
+    path = final.parent / f".{final.name}.lock"
+    descriptor = _locked(path)
+    if descriptor is None:
+        raise DataError(f"{final}: another process is preparing it. Wait for it, or choose another folder.")
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _locked(path: Path) -> int | None:
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.exists() and path.stat().st_ino == os.fstat(descriptor).st_ino:
+                return descriptor
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        os.close(descriptor)
 
 
 def complete(folder: Path, final: Path, without: Sequence[str] = ()) -> None:

@@ -1,12 +1,13 @@
 """Folders that are complete or absent."""
 
+import fcntl
 import os
 from pathlib import Path
 
 import pytest
 
 from megatron_coca.data import DataError
-from megatron_coca.data.aside import complete, partial_folder, written_aside
+from megatron_coca.data.aside import alone, complete, partial_folder, written_aside
 
 
 def test_a_folder_appears_when_it_is_filled(tmp_path: Path) -> None:
@@ -38,3 +39,22 @@ def test_a_partial_folder_is_found_again_and_completed_without_its_lock(tmp_path
     (folder / ".lock").touch()
     complete(folder, tmp_path / "out", without=[".lock"])
     assert os.listdir(tmp_path / "out") == ["a"] and not folder.exists()
+
+
+def test_a_lock_that_its_holder_removed_is_not_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between opening the file and locking it, the holder may remove it and another process make it anew."""
+    path, lock, times = tmp_path / ".out.lock", fcntl.flock, []
+
+    def late(descriptor: int, operation: int) -> None:
+        if not times:
+            path.unlink()
+        times.append(1)
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with alone(tmp_path / "out"):
+        assert len(times) == 2 and path.exists()
+        with pytest.raises(DataError, match="another process is preparing it"), alone(tmp_path / "out"):
+            pass
+        assert path.exists()
+    assert os.listdir(tmp_path) == []

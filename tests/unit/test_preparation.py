@@ -14,6 +14,8 @@ import yaml
 from megatron_coca.config import load_config
 from megatron_coca.data import DataError, Shard, SourceSpec, load_saved_tokenizer, load_tokenizer
 from megatron_coca.data.aside import partial_folder
+from megatron_coca.data.preparation.inputs import find_inputs
+from megatron_coca.data.preparation.journal import Journal
 from megatron_coca.data.preparation.manifest import read_manifest
 from megatron_coca.data.preparation.outputs import Outputs
 from megatron_coca.data.preparation.plan import Execution, Rules, Source, split_of
@@ -202,6 +204,66 @@ def test_other_settings_do_not_go_on(tmp_path: Path, corpus: list[Source], monke
     prepare(corpus, tmp_path / "out", CHARACTERS, replace(RULES, skip_damaged=True), QUIET)
 
 
+class OtherTokenizer(type(CHARACTERS)):  # type: ignore[misc]
+    """Of another fingerprint and other ids."""
+
+    def __init__(self) -> None:
+        super().__init__({}, None)
+        self.fingerprint = "another"
+
+
+def test_another_tokenizer_does_not_go_on(
+    tmp_path: Path, corpus: list[Source], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted(tmp_path, corpus, 3, monkeypatch)
+    with pytest.raises(DataError, match=r"begun with other settings \(tokenizer\)"):
+        prepare(corpus, tmp_path / "out", OtherTokenizer(), RULES, QUIET)
+    assert load_saved_tokenizer(partial_folder(tmp_path / "out")).fingerprint == CHARACTERS.fingerprint
+
+
+@pytest.mark.parametrize("where", ["save", "journal", "load"])
+def test_a_tokenizer_is_made_once_and_again_where_it_was_not_saved(
+    tmp_path: Path, corpus: list[Source], where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+
+    def make(folder: Path) -> Any:
+        made.append(1)
+        return CHARACTERS
+
+    def kill(*_: Any, **__: Any) -> None:
+        raise Killed
+
+    place = {
+        "save": "megatron_coca.data.tokenizers.kinds.FileTokenizer.save",
+        "journal": "megatron_coca.data.preparation.journal.Journal._put",
+        "load": "megatron_coca.data.preparation.journal.Journal.load",
+    }[where]
+    put = Journal._put
+
+    def killing(self: Journal, name: str, value: str) -> None:
+        kill() if name == "tokenizer" else put(self, name, value)
+
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(place, killing if where == "journal" else kill)
+        prepare(corpus, tmp_path / "out", make, RULES, QUIET)
+    prepare(corpus, tmp_path / "out", make, RULES, QUIET)
+    assert len(made) == (1 if where == "load" else 2)
+
+
+def test_a_folder_made_while_the_inputs_are_listed_is_kept(
+    tmp_path: Path, corpus: list[Source], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slowly(sources: list[Source]) -> Any:
+        (tmp_path / "out").mkdir()
+        return find_inputs(sources)
+
+    with monkeypatch.context() as patched, pytest.raises(DataError, match="exists already"):
+        patched.setattr("megatron_coca.data.preparation.run.find_inputs", slowly)
+        prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET)
+    assert not partial_folder(tmp_path / "out").exists() and not (tmp_path / ".out.lock").exists()
+
+
 def test_two_at_once_are_refused(tmp_path: Path, corpus: list[Source], monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
 
@@ -268,6 +330,20 @@ def test_a_source_that_keeps_all_counts_for_the_ones_after_it(tmp_path: Path) ->
     prepare([source("a", path, duplicates="keep"), source("b", other)], tmp_path / "out", CHARACTERS, ALL, QUIET)
     assert texts_of(tmp_path / "out" / "a_train") == ["one", "two", "one"]
     assert texts_of(tmp_path / "out" / "b_train") == ["three"]
+
+
+def test_what_near_left_out_is_new_to_another_source(tmp_path: Path) -> None:
+    originals = [words(seed) for seed in range(10)]
+    texts, alike = [" ".join(text) for text in originals], [changed(text, 200) for text in originals]
+    near = source("a", write_jsonl(tmp_path / "a.jsonl", [*texts, *alike]), duplicates="near")
+    prepare(
+        [near, source("b", write_jsonl(tmp_path / "b.jsonl", [*alike, texts[0]]))],
+        tmp_path / "out",
+        CHARACTERS,
+        ALL,
+        QUIET,
+    )
+    assert texts_of(tmp_path / "out" / "a_train") == texts and texts_of(tmp_path / "out" / "b_train") == alike
 
 
 def test_a_fraction_is_the_same_documents_in_any_order(tmp_path: Path) -> None:

@@ -140,6 +140,17 @@ def test_a_damaged_manifest_is_an_error_of_the_input(shards: Path, capsys: pytes
     assert inspect_data.main(["verify", str(shards)]) == 2
 
 
+def test_what_the_manifest_does_not_vouch_for_is_told(shards: Path) -> None:
+    for suffix in (".bin", ".idx"):
+        shutil.copy(shards / f"words_train{suffix}", shards / f"extra{suffix}")
+    record = json.loads((shards / "manifest.json").read_text())
+    record["sources"][0]["test"]["sha256"] = None
+    (shards / "manifest.json").write_text(json.dumps(record))
+    faults = [fault for found in verify_shards(find_shards([shards])) for fault in found.faults]
+    assert len(faults) == 2 and "extra: lies beside manifest.json" in faults[0]
+    assert "words_test: manifest.json names it without a SHA-256" in faults[1]
+
+
 def test_what_is_recorded_is_the_hash_of_the_file(shards: Path) -> None:
     for entry in find_shards([shards]):
         assert entry.sha256 == hashlib.sha256(Path(f"{entry.prefix}.bin").read_bytes()).hexdigest()

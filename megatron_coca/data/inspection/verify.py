@@ -10,7 +10,7 @@ import numpy as np
 from tqdm import tqdm
 
 from megatron_coca.data.errors import DataError
-from megatron_coca.data.inspection.collection import Entry
+from megatron_coca.data.inspection.collection import Entry, find_shards
 from megatron_coca.data.inspection.index import DocumentEnds
 from megatron_coca.data.inspection.table import table
 from megatron_coca.data.preparation.manifest import MANIFEST, read_manifest
@@ -81,6 +81,12 @@ class _Folder:
         self.vocabulary = _Vocabulary(beside.vocab_size, None) if beside else None
         if told:
             self.vocabulary = _Vocabulary(told["vocab_size"], told["eod"])
+        if told:
+            named_here = {entry.prefix.name for entry in find_shards([folder])}
+            unnamed = sorted(path.stem for path in folder.glob("*.idx") if path.stem not in named_here)
+            self.verified.faults += [
+                f"{folder / name}: lies beside {MANIFEST}, which does not name it." for name in unnamed
+            ]
         if told and beside and told["fingerprint"] != beside.fingerprint:
             self.verified.faults.append(f"{folder}: the tokenizer is not the one that {MANIFEST} names.")
 
@@ -100,6 +106,8 @@ def _verify(entry: Entry, vocabulary: _Vocabulary | None, show: bool) -> Verifie
         found.faults.append(str(error))
         return found
     found.checked.append(_INDEX)
+    if entry.documents is not None and entry.sha256 is None:
+        found.faults.append(f"{entry.prefix}: {MANIFEST} names it without a SHA-256.")
     found.tokens = shard.len_tokens
     for name, due, actual in (
         ("documents", entry.documents, shard.documents),

@@ -80,6 +80,16 @@ class Journal:
         """Close, without keeping what was not saved."""
         self._database.close()
 
+    @property
+    def tokenizer(self) -> str | None:
+        """Fingerprint of the tokenizer that was made for this preparation, once it is saved."""
+        return self._get("tokenizer")
+
+    @tokenizer.setter
+    def tokenizer(self, fingerprint: str) -> None:
+        self._put("tokenizer", fingerprint)
+        self._database.commit()
+
     def load(self, units: Sequence[tuple[int, Unit]]) -> tuple[State, State]:
         """Where to go on, and the state before the unit that it is in, given the units (number of the source, unit) as they are found now.
 
@@ -116,6 +126,10 @@ class Journal:
         insert = "INSERT OR IGNORE INTO digests VALUES (?, ?)"
         cursor = self._database.cursor()
         return np.array([cursor.execute(insert, (digest, unit)).rowcount for digest in digests], dtype=bool)
+
+    def forget(self, digests: Sequence[bytes]) -> None:
+        """Let these texts be new again."""
+        self._database.executemany("DELETE FROM digests WHERE digest = ?", [(digest,) for digest in digests])
 
     def are_unlike(self, bands: np.ndarray, candidates: np.ndarray, unit: int) -> np.ndarray:
         """Which of the candidates share no band with a text that was kept before: bool [texts]."""

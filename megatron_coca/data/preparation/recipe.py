@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.preparation.plan import Rules, Source
 from megatron_coca.data.readers.source import Filters, SourceSpec
+from megatron_coca.data.tokenizers.load import TOKENIZERS
 from megatron_coca.data.tokenizers.training import TRAINERS
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -124,6 +125,7 @@ def read_recipe(path: Path, root: Path | None = None) -> Recipe:
     base = Path(root or recipe.root)
     if (recipe.tokenizer_type is None) == (recipe.train_tokenizer is None):
         raise DataError(f"{path}: give either tokenizer_type, with vocab_file, or train_tokenizer.")
+    check_tokenizer_files(str(path), recipe.tokenizer_type, recipe.vocab_file, recipe.merge_file)
     return Recipe(
         sources=[_source(name, source, base) for name, source in recipe.sources.items()],
         rules=Rules(recipe.valid_fraction, recipe.test_fraction),
@@ -131,6 +133,16 @@ def read_recipe(path: Path, root: Path | None = None) -> Recipe:
         tokenizer=_tokenizer(recipe, base),
         training=recipe.train_tokenizer,
     )
+
+
+def check_tokenizer_files(
+    place: str, tokenizer_type: str | None, vocab_file: str | None, merge_file: str | None
+) -> None:
+    """Raise ``DataError`` for a file that the kind of tokenizer, or one that is to be trained, does not take."""
+    taken = TOKENIZERS[tokenizer_type][1] if tokenizer_type in TOKENIZERS else {}
+    for name, value in (("vocab_file", vocab_file), ("merge_file", merge_file)):
+        if value is not None and name not in taken and (tokenizer_type is None or tokenizer_type in TOKENIZERS):
+            raise DataError(f"{place}: {name} has no effect with {tokenizer_type or 'a tokenizer that is trained'}.")
 
 
 def named_paths(items: Sequence[str]) -> dict[str, list[Path]]:

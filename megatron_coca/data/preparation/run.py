@@ -6,15 +6,14 @@ import sqlite3
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from filelock import FileLock, Timeout
 
-from megatron_coca.data.aside import complete, partial_folder
+from megatron_coca.data.aside import alone, complete, partial_folder
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.preparation import manifest, run_config
 from megatron_coca.data.preparation.inputs import Inputs, find_inputs
@@ -27,10 +26,8 @@ from megatron_coca.data.preparation.sample import nothing_usable
 from megatron_coca.data.readers import open_reader
 from megatron_coca.data.readers.document import Problems
 from megatron_coca.data.shards.writer import LENGTHS_SUFFIX
-from megatron_coca.data.tokenizers.kinds import DESCRIPTION, Tokenizer
+from megatron_coca.data.tokenizers.kinds import Tokenizer
 from megatron_coca.data.tokenizers.load import load_saved_tokenizer
-
-_LOCK = ".lock"
 
 TokenizerSource = Tokenizer | Callable[[Path], Tokenizer]
 """A tokenizer, or what makes one in a folder; it is made once, and kept while the preparation is interrupted."""
@@ -70,62 +67,70 @@ def prepare(
     rules, execution = rules or Rules(), execution or Execution()
     check(sources, rules)
     output = Path(output)
-    if output.exists():
-        raise DataError(f"{output}: exists already, and is left as it is. Remove it or choose another folder.")
+    _refuse_existing(output)
     inputs = find_inputs(sources)
-    with _alone(output) as folder:
-        made = _tokenizer(tokenizer, folder)
-        settings = _settings(sources, made, rules, notes)
-        _Preparation(sources, made, rules, settings, inputs, folder).run(execution, output)
-        complete(folder, output, without=[_LOCK, f"{JOURNAL}*", f"*{LENGTHS_SUFFIX}"])
+    with _partial(output) as folder:
+        settings = _settings(sources, tokenizer, rules, notes)
+        with closing(Journal(folder, settings)) as journal:
+            made = _tokenizer(tokenizer, journal, folder)
+            _Preparation(sources, made, rules, settings, inputs, folder, journal).run(execution, output)
+        complete(folder, output, without=[f"{JOURNAL}*", f"*{LENGTHS_SUFFIX}"])
     return output / manifest.MANIFEST
 
 
 @contextmanager
-def _alone(output: Path) -> Iterator[Path]:
+def _partial(output: Path) -> Iterator[Path]:
     """The partial folder of ``output``, which no other process works in meanwhile."""
     folder = partial_folder(output)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(f"{output}: cannot be written ({error.strerror}). Choose another folder.") from error
-    try:
-        with FileLock(folder / _LOCK, timeout=0):
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with alone(output):
+            _refuse_existing(output)  # another process may have made it while this one looked for its inputs
+            folder.mkdir(exist_ok=True)
             try:
                 yield folder
             except DataError:
                 if folder.exists() and not any(folder.glob("*.bin")):
                     shutil.rmtree(folder)  # nothing was done that could be gone on with
                 raise
-    except Timeout as error:
-        raise DataError(f"{output}: another process is preparing it. Wait for it, or choose another folder.") from error
     except (OSError, sqlite3.OperationalError) as error:
-        raise DataError(
-            f"{output}: cannot be written ({getattr(error, 'strerror', None) or error}). What was done is kept in {folder}: free some "
-            "space and run the same command again, or remove it and choose another folder."
-        ) from error
+        reason = getattr(error, "strerror", None) or error
+        kept = f"What was done is kept in {folder}: free some space and run the same command again, or remove it and"
+        advice = f"{kept} choose another folder." if folder.exists() else "Choose another folder."
+        raise DataError(f"{output}: cannot be written ({reason}). {advice}") from error
 
 
-def _tokenizer(source: TokenizerSource, folder: Path) -> Tokenizer:
-    """The tokenizer, saved in ``folder``; the one that is there already, where it was to be made."""
-    if (folder / DESCRIPTION).exists() and callable(source):
-        return load_saved_tokenizer(folder)
+def _refuse_existing(output: Path) -> None:
+    if output.exists():
+        raise DataError(f"{output}: exists already, and is left as it is. Remove it or choose another folder.")
+
+
+def _tokenizer(source: TokenizerSource, journal: Journal, folder: Path) -> Tokenizer:
+    """The tokenizer, saved in ``folder``; where it was to be made, the one that the journal knows to be there."""
+    if not callable(source):
+        source.save(folder)
+        return source
+    if (known := journal.tokenizer) is not None:
+        saved = load_saved_tokenizer(folder)
+        if saved.fingerprint == known:
+            return saved
     with tempfile.TemporaryDirectory() as scratch:
-        tokenizer = source(Path(scratch)) if callable(source) else source
-        if not (folder / DESCRIPTION).exists():
-            tokenizer.save(folder)
-    return tokenizer
+        made = source(Path(scratch))
+    made.save(folder)
+    journal.tokenizer = made.fingerprint
+    return made
 
 
 def _settings(
-    sources: Sequence[Source], tokenizer: Tokenizer, rules: Rules, notes: dict[str, Any] | None
+    sources: Sequence[Source], tokenizer: TokenizerSource, rules: Rules, notes: dict[str, Any] | None
 ) -> dict[str, Any]:
     """Everything that decides what is written, but for the files, which the journal has one by one, and for what is done
     about faults, which may be decided anew.
     """
     fractions = {"valid_fraction": rules.valid_fraction, "test_fraction": rules.test_fraction}
     named = {source.spec.name: asdict(replace(source, spec=replace(source.spec, paths=()))) for source in sources}
-    values = {"sources": named, "tokenizer": tokenizer.fingerprint, **fractions, **(notes or {})}
+    fingerprint = None if callable(tokenizer) else tokenizer.fingerprint
+    values = {"sources": named, "tokenizer": fingerprint, **fractions, **(notes or {})}
     return json.loads(json.dumps(values, default=str))
 
 
@@ -138,6 +143,7 @@ class _Preparation:
         settings: dict[str, Any],
         inputs: Inputs,
         folder: Path,
+        journal: Journal,
     ) -> None:
         self._sources, self._tokenizer, self._rules = sources, tokenizer, rules
         self._settings, self._inputs, self._folder = settings, inputs, folder
@@ -145,27 +151,20 @@ class _Preparation:
         self._names = [source.spec.name for source in sources]
         comparing = [number for number, source in enumerate(sources) if source.duplicates != "keep"]
         self._last_compared = max(comparing, default=-1)
-        self._journal = Journal(folder, settings)
+        self._journal = journal
         self._saved = time.monotonic()
 
     def run(self, execution: Execution, output: Path) -> None:
-        try:
-            self._state, self._unit_begin = self._journal.load(self._units)
-            strict, found = self._rules.strict, self._state.findings
-            self._sets = {name: set(found.get(name, {}).get("sets", ())) for name in self._names}
-            self._problems = {
-                name: Problems.restored(found[name], strict) if name in found else Problems(strict)
-                for name in self._names
-            }
-            vocab_size = self._tokenizer.vocab_size
-            self._outputs = Outputs(self._folder, self._names, vocab_size, self._state.shards)
-            try:
-                self._read_all(execution)
-                self._finish(output)
-            finally:
-                self._outputs.close()
-        finally:
-            self._journal.close()
+        self._state, self._unit_begin = self._journal.load(self._units)
+        strict, found = self._rules.strict, self._state.findings
+        self._sets = {name: set(found.get(name, {}).get("sets", ())) for name in self._names}
+        self._problems = {
+            name: Problems.restored(found[name], strict) if name in found else Problems(strict) for name in self._names
+        }
+        vocab_size = self._tokenizer.vocab_size
+        with closing(Outputs(self._folder, self._names, vocab_size, self._state.shards)) as self._outputs:
+            self._read_all(execution)
+            self._finish(output)
 
     def _read_all(self, execution: Execution) -> None:
         readers = [open_reader(source.spec) for source in self._sources]
@@ -194,6 +193,8 @@ class _Preparation:
         if step.prepared.bands is not None:
             unlike = self._journal.are_unlike(step.prepared.bands, kept, step.unit)
             problems.leave_out("near duplicate", int((kept & ~unlike).sum()))
+            # A text that was left out for being like another has not been written: another source may have it.
+            self._journal.forget([step.prepared.digests[row] for row in np.flatnonzero(kept & ~unlike)])
             kept = unlike
         self._outputs.write(step.source, step.prepared, kept)
         self._state = replace(self._state, chunks=self._state.chunks + 1)
