@@ -101,12 +101,24 @@ def texts(files: list[Path] | None) -> Iterator[str]:
 
 def _once(files: list[Path] | None) -> Iterator[str]:
     if files:
-        for path in files:
-            yield from (document.text for document in read_documents(path))
+        yield from _interleaved([(document.text for document in read_documents(path)) for path in files])
         return
     for path in sorted(Path(sysconfig.get_paths()["purelib"]).rglob("*.py")):
         text = path.read_text(errors="ignore")
         if len(text) > 200:
+            yield text
+
+
+def _interleaved(streams: list[Iterator[str]]) -> Iterator[str]:
+    """From each stream as many characters as from the others, so that a small corpus is of the same kind as a large."""
+    taken = {number: 0 for number in range(len(streams))}
+    while taken:
+        number = min(taken, key=taken.__getitem__)
+        text = next(streams[number], None)
+        if text is None:
+            del taken[number]
+        else:
+            taken[number] += len(text)
             yield text
 
 
