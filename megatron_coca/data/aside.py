@@ -17,8 +17,7 @@ def written_aside(final: Path) -> Iterator[Path]:
 
     Raises ``DataError`` where ``final`` exists, and for a disk that is full or read-only.
     """
-    if final.exists():
-        raise DataError(f"{final}: exists already, and is left as it is. Remove it or choose another folder.")
+    refuse_existing(final)
     aside: Path | None = None
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
@@ -34,6 +33,12 @@ def written_aside(final: Path) -> Iterator[Path]:
     finally:
         if aside is not None and aside.exists():
             shutil.rmtree(aside, ignore_errors=True)
+
+
+def refuse_existing(final: Path) -> None:
+    """Raise ``DataError`` where ``final`` exists: nothing is ever written into it."""
+    if final.exists():
+        raise DataError(f"{final}: exists already, and is left as it is. Remove it or choose another folder.")
 
 
 def partial_folder(final: Path) -> Path:

@@ -18,6 +18,7 @@ from megatron_coca.data import (
     load_saved_tokenizer,
     load_tokenizer,
 )
+from megatron_coca.data.preparation.plan import SPLITS
 from megatron_coca.data.shards.index import read_header
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION
 from megatron_coca.data.tokenizers.load import needs_files
@@ -25,7 +26,6 @@ from megatron_coca.training.identity import data_identity
 
 BUILTIN_WEIGHTS = {"text": 0.75, "code": 0.25}
 """The paper's mixture by tokens."""
-SPLITS = ("train", "valid", "test")
 PACKING_KEYS = ("reset_attention_mask", "reset_position_ids", "eod_mask_loss")
 """The keys that say what the ends of documents within a sample change."""
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_coca.data import SourceShare
+from megatron_coca.data.inspection.table import table
 
 REPEATED = 4
 """Passes over a source up to which repeating it is worth about as much as new text, and beyond which ever less:
@@ -14,14 +15,7 @@ _HEADINGS = ("source", "weight", "share", "samples", "tokens", "epochs")
 
 def mixture_table(shares: Sequence[SourceShare]) -> str:
     """A line for every source: weight asked for, share achieved, samples, tokens, passes over it."""
-    rows = [_HEADINGS, *(_row(share) for share in shares)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
-    return "\n".join(
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in rows
-    )
+    return table(_HEADINGS, [_row(share) for share in shares])
 
 
 def _row(share: SourceShare) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ import numpy as np
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.inspection.index import document_lengths
 from megatron_coca.data.preparation.manifest import MANIFEST, read_manifest
+from megatron_coca.data.shards.layout import SUFFIXES
 from megatron_coca.data.shards.shard import Shard
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION, Tokenizer
 from megatron_coca.data.tokenizers.load import load_saved_tokenizer
@@ -52,7 +53,7 @@ def find_shards(names: Sequence[str | Path]) -> list[Entry]:
     """
     found: dict[Path, Entry] = {}
     for name in map(Path, names):
-        prefix = name.with_suffix("") if name.suffix in (".bin", ".idx") else name
+        prefix = name.with_suffix("") if name.suffix in SUFFIXES else name
         for entry in _of_folder(name) if name.is_dir() else [shard_entry(prefix)]:
             found.setdefault(entry.prefix.resolve(), entry)
     if not found:

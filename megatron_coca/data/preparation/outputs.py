@@ -9,9 +9,9 @@ from megatron_coca.data.errors import DataError
 from megatron_coca.data.preparation.journal import ShardState
 from megatron_coca.data.preparation.plan import shard_name
 from megatron_coca.data.preparation.work import Prepared
+from megatron_coca.data.shards.layout import SUFFIXES
 from megatron_coca.data.shards.writer import LENGTHS_SUFFIX, ShardWriter, Written
 
-_SUFFIXES = (".bin", ".idx", LENGTHS_SUFFIX)
 _Key = tuple[int, str, str]
 
 
@@ -33,7 +33,7 @@ class Outputs:
             written = Written(shard.documents, shard.tokens)
             self._open((shard.source, shard.part, shard.split), written, shard.bytes)
         known = {self.name(shard) for shard in shards}
-        for path in [path for suffix in _SUFFIXES for path in folder.glob(f"*{suffix}")]:
+        for path in [path for suffix in (*SUFFIXES, LENGTHS_SUFFIX) for path in folder.glob(f"*{suffix}")]:
             if path.stem not in known:
                 path.unlink()  # begun after what was saved
 
@@ -50,11 +50,15 @@ class Outputs:
             self._writers[key].extend(tokens, prepared.lengths[chosen])
             self._bytes[key] += int(prepared.bytes[chosen].sum())
 
-    def sync(self) -> tuple[ShardState, ...]:
-        """Flush everything; what is told can be gone back to."""
+    def sync(self) -> None:
+        """Flush everything; what ``states`` tells then can be gone back to."""
         for writer in self._writers.values():
             writer.sync()
-        return self.states()
+
+    @property
+    def tokens(self) -> int:
+        """In all shards."""
+        return sum(writer.tokens for writer in self._writers.values())
 
     def states(self) -> tuple[ShardState, ...]:
         """What the shards hold, flushed or not."""

@@ -81,8 +81,8 @@ class _Recipe(_Strict):
     vocab_file: str | None = None
     merge_file: str | None = None
     train_tokenizer: TokenizerTraining | None = None
-    valid_fraction: Share = 0.01
-    test_fraction: Share = 0.01
+    valid_fraction: Share = Rules.valid_fraction
+    test_fraction: Share = Rules.test_fraction
     sources: dict[str, _Source] = Field(min_length=1)
 
 

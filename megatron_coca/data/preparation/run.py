@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_coca.data.aside import alone, complete, partial_folder
+from megatron_coca.data.aside import alone, complete, partial_folder, refuse_existing
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.preparation import manifest, run_config
 from megatron_coca.data.preparation.inputs import Inputs, find_inputs
@@ -67,7 +67,7 @@ def prepare(
     rules, execution = rules or Rules(), execution or Execution()
     check(sources, rules)
     output = Path(output)
-    _refuse_existing(output)
+    refuse_existing(output)
     inputs = find_inputs(sources)
     with _partial(output) as folder:
         settings = _settings(sources, tokenizer, rules, notes)
@@ -85,7 +85,7 @@ def _partial(output: Path) -> Iterator[Path]:
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with alone(output):
-            _refuse_existing(output)  # another process may have made it while this one looked for its inputs
+            refuse_existing(output)  # another process may have made it while this one looked for its inputs
             folder.mkdir(exist_ok=True)
             try:
                 yield folder
@@ -98,11 +98,6 @@ def _partial(output: Path) -> Iterator[Path]:
         kept = f"What was done is kept in {folder}: free some space and run the same command again, or remove it and"
         advice = f"{kept} choose another folder." if folder.exists() else "Choose another folder."
         raise DataError(f"{output}: cannot be written ({reason}). {advice}") from error
-
-
-def _refuse_existing(output: Path) -> None:
-    if output.exists():
-        raise DataError(f"{output}: exists already, and is left as it is. Remove it or choose another folder.")
 
 
 def _tokenizer(source: TokenizerSource, journal: Journal, folder: Path) -> Tokenizer:
@@ -176,7 +171,7 @@ class _Preparation:
                     self._write(step)
                 elif isinstance(step, UnitDone):
                     self._end_unit(step)
-                bar.update(step, sum(shard.tokens for shard in self._outputs.states()))
+                bar.update(step, self._outputs.tokens)
                 if time.monotonic() - self._saved >= execution.save_seconds:
                     self._save()
         self._save()
@@ -228,8 +223,7 @@ class _Preparation:
         state = replace(self._current(), shards=tuple(shards))
         record = manifest.build(self._sources, self._tokenizer, self._settings, self._inputs, state, self._folder)
         run_config.write(self._folder, output, self._sources, record, self._tokenizer)
-        (self._folder / f"{manifest.MANIFEST}.new").write_text(json.dumps(record, indent=1) + "\n")
-        (self._folder / f"{manifest.MANIFEST}.new").rename(self._folder / manifest.MANIFEST)
+        (self._folder / manifest.MANIFEST).write_text(json.dumps(record, indent=1) + "\n")
 
     def _check_found(self, number: int) -> None:
         """A source that gave nothing at all is a mistake in its description."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from megatron_coca.data.preparation.manifest import MANIFEST
 from megatron_coca.data.preparation.plan import SPLITS, Source
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION, Tokenizer
 
@@ -32,9 +33,7 @@ def write(
     saved = json.loads((folder / DESCRIPTION).read_text())
     files = {argument: str(final / saved[argument]) for argument in ("vocab_file", "merge_file") if saved.get(argument)}
     keys |= {"tokenizer_type": tokenizer.tokenizer_type, **files, "vocab_size": tokenizer.vocab_size}
-    header = (
-        f"# Written with {final / 'manifest.json'}. Name it after the model: train.py MODEL.yml {final / RUN_CONFIG}\n"
-    )
+    header = f"# Written with {final / MANIFEST}. Name it after the model: train.py MODEL.yml {final / RUN_CONFIG}\n"
     (folder / RUN_CONFIG).write_text(header + yaml.safe_dump(keys, sort_keys=False, width=120))
 
 
