@@ -17,6 +17,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton, which then runs kernels in its interpreter
 
 from megatron_coca.data import Execution, Rules, Source, SourceSpec, load_tokenizer, prepare  # noqa: E402
+from megatron_coca.training.reporting import TIMINGS  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 TIME_LIMIT = 300
@@ -66,9 +67,18 @@ class Run:
 
     @property
     def records(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl without the timings, which no two runs share."""
-        lines = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
-        return [{name: value for name, value in line.items() if name != "tokens_per_second"} for line in lines]
+        """The reports in metrics.jsonl without the timings, which no two runs share, and without notes."""
+        reports = [line for line in self._lines if "event" not in line]
+        return [{name: value for name, value in line.items() if name not in TIMINGS} for line in reports]
+
+    @property
+    def events(self) -> list[str]:
+        """The notes in metrics.jsonl."""
+        return [line["event"] for line in self._lines if "event" in line]
+
+    @property
+    def _lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
 
     @property
     def losses(self) -> list[float]:

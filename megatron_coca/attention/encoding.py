@@ -1,15 +1,15 @@
 """The positions of one forward pass, with what is learned about them once for all layers."""
 
 import torch
-import torch.nn as nn
 from torch import Tensor
 
 from megatron_coca.attention.frame import Frame, Places, Spectrum, column, segment_tables
+from megatron_coca.attention.heads import Shared
 from megatron_coca.attention.inputs import DistanceBias, Documents
 from megatron_coca.attention.method import PositionMethod
 
 
-class PositionEncoding(nn.Module):
+class PositionEncoding(Shared):
     """Turns positions into the frame that all layers share.
 
     Learned parts, where the method has them: `bias` (T5 buckets), `clex` (the network behind CLEX's frequencies).
@@ -45,7 +45,7 @@ class PositionEncoding(nn.Module):
         return Frame(
             tuple(segment_tables(part, queries, keys, spectrum, factor, dtype) for part in parts),
             None if factor is None else column(factor, dtype),
-            self._shared_bias(positions.device),
+            self.share.bias(self._shared_bias(positions.device)),
             documents,
         )
 
@@ -65,7 +65,7 @@ class PositionEncoding(nn.Module):
     def _drawn(self, positions: Tensor) -> tuple[Spectrum, Tensor]:
         """CLEX in training: a random extension, and random places within the extended length for all rows alike."""
         assert self.clex is not None
-        factor, places = self.clex.training_draw(positions.shape[-1])
+        factor, places = self.share.agreed(self.clex.training_draw(positions.shape[-1]), positions.device)
         return Spectrum(self.clex.inverse_frequencies(factor), 1.0, self.method.decay), places.to(positions.device)
 
 

@@ -29,6 +29,10 @@ class DistanceBias(Protocol):
         """[heads, ...] for `distance` [...] >= 0 of a floating type, in the dtype and on the device of `distance`."""
         ...
 
+    def part(self, index: int, count: int) -> "DistanceBias":
+        """The bias of part `index` of `count` equal parts of the heads."""
+        ...
+
 
 @dataclass(frozen=True)
 class Band:

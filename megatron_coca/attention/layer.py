@@ -5,16 +5,20 @@ from torch import Tensor
 
 from megatron_coca.attention.cache import LayerCache
 from megatron_coca.attention.frame import Frame
+from megatron_coca.attention.heads import Shared
 from megatron_coca.attention.inputs import AttentionInputs, Backend
 from megatron_coca.attention.method import PositionMethod
 
 
-class SelfAttention(nn.Module):
+class SelfAttention(Shared):
     """Causal self-attention of hidden states [batch, length, hidden_size] with any position method and backend.
 
     Parameter names and the packing of `query_key_value` are GPT-NeoX's: with as many key heads as query heads its
     rows are [q | k | v] head by head, with fewer (grouped-query attention) all queries, then all keys, then all
     values. For CoCA the k rows are the T projection. A method whose layers learn a bias each adds `position_bias`.
+
+    Nothing here counts heads: there are as many as the projection has rows for, which are this process's own where
+    its rows are divided among several.
     """
 
     def __init__(
@@ -28,7 +32,7 @@ class SelfAttention(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, hidden_size // num_heads
+        self.head_dim, self.queries_per_key = hidden_size // num_heads, num_heads // num_kv_heads
         self.method, self.backend, self.dropout = method, backend, dropout
         self.query_key_value = nn.Linear(hidden_size, (num_heads + 2 * num_kv_heads) * self.head_dim, bias=bias)
         self.dense = nn.Linear(hidden_size, hidden_size, bias=bias)
@@ -41,10 +45,10 @@ class SelfAttention(nn.Module):
         """
         inputs = self._inputs(*self._heads(self.query_key_value(hidden)), frame, cache)
         out = self.backend.attend(inputs)
-        return self.dense(out.transpose(1, 2).reshape(hidden.shape))
+        return self.dense(self.share.scatter(out.transpose(1, 2)).flatten(2))
 
     def _inputs(self, q: Tensor, k: Tensor, v: Tensor, frame: Frame, cache: LayerCache | None) -> AttentionInputs:
-        bias = self.position_bias.distance_bias() if self.position_bias is not None else None
+        bias = self.share.bias(self.position_bias.distance_bias()) if self.position_bias is not None else None
         if cache is None:
             return self.method.prepare(q, k, v, frame, self.dropout if self.training else 0.0, bias)
         cached, values = cache.append(self.method.cached(k), v)
@@ -52,10 +56,11 @@ class SelfAttention(nn.Module):
 
     def _heads(self, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[batch, length, rows] -> q [batch, heads, length, head_dim], k and v [batch, kv_heads, length, head_dim]."""
-        batch, length, _ = packed.shape
-        if self.num_kv_heads == self.num_heads:
-            q, k, v = packed.view(batch, length, self.num_heads, 3 * self.head_dim).chunk(3, dim=-1)
+        if self.queries_per_key == 1:
+            q, k, v = self.share.gather(packed.unflatten(-1, (-1, 3 * self.head_dim))).chunk(3, dim=-1)
         else:
-            heads = packed.view(batch, length, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
-            q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=2)
+            heads = packed.unflatten(-1, (-1, self.head_dim))
+            kv_heads = heads.shape[2] // (self.queries_per_key + 2)
+            parts = heads.split((self.queries_per_key * kv_heads, kv_heads, kv_heads), dim=2)
+            q, k, v = (self.share.gather(part) for part in parts)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)

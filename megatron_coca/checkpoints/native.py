@@ -2,12 +2,13 @@
 
     <save>/.lock                        held by the run that trains into the folder
     <save>/latest                       the newest step's folder name
+    <save>/aside/                       checkpoints that were found damaged, or lie on a branch that was left
     <save>/global_step100/manifest.json size and sha256 of every file below, written last
                           meta.json     step, code and library versions, parallel layout
                           config.yml    the resolved configuration
                           model.safetensors  all weights, in the training dtype
                           tokenizer/    the tokenizer's files
-                          engine/       DeepSpeed's optimizer and parameter state
+                          state/        float32 weights and optimizer states, a file per rank (state.py)
                           rng/          one random state per rank
 
 A checkpoint is filled in under a hidden name beside its final one, hashed, flushed to disk and only then renamed;
@@ -19,24 +20,28 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from megatron_coca.checkpoints.errors import CheckpointError
 
-CONFIG, META, MANIFEST, WEIGHTS, TOKENIZER, ENGINE, RNG = (
+CONFIG, META, MANIFEST, WEIGHTS, TOKENIZER, STATE, RNG = (
     "config.yml",
     "meta.json",
     "manifest.json",
     "model.safetensors",
     "tokenizer",
-    "engine",
+    "state",
     "rng",
 )
 LATEST = "latest"
 LOCK = ".lock"
-FORMAT = 1
+ASIDE = "aside"
+FORMAT = 2
+READABLE = (1, 2)
+"""Format 1 had DeepSpeed's own files in place of `state/`: its weights can be read, a run cannot go on from it."""
 _STEP = re.compile(r"global_step(\d+)")
 
 
@@ -65,18 +70,24 @@ def begin(save: Path, step: int) -> Path:
     return partial
 
 
-def commit(save: Path, step: int) -> Path:
-    """Hash, flush and rename the filled folder of `step`, then move `latest`. Returns the final folder."""
+def commit(save: Path, step: int, described: Mapping[str, Mapping[str, Any]] | None = None) -> Path:
+    """Hash, flush and rename the filled folder of `step`, then move `latest`. Returns the final folder.
+
+    `described` says of some files, by name within the folder, what `describe` gives: these were flushed by those who
+    wrote them and are not read again.
+    """
     partial, final = partial_folder(save, step), step_folder(save, step)
-    manifest = {"format": FORMAT, "files": {name: _describe(partial / name) for name in _files(partial)}}
+    done = dict(described or {})
+    others = [name for name in files(partial) if name not in done]
+    manifest = {"format": FORMAT, "files": done | {name: describe(partial / name) for name in others}}
     write_json(partial / MANIFEST, manifest)
-    for path in (*(partial / name for name in _files(partial)), *_folders(partial)):
-        _flush(path)
+    for path in (*(partial / name for name in (*others, MANIFEST)), *_folders(partial)):
+        flush(path)
     replaced = save / f".{final.name}.replaced.partial"
     if final.exists():
         final.rename(replaced)  # in one move: half a folder under its final name would pass for a checkpoint
     partial.rename(final)
-    _flush(save)
+    flush(save)
     _write_atomically(save / LATEST, final.name)
     if replaced.exists():
         shutil.rmtree(replaced)
@@ -88,17 +99,42 @@ def abandon(save: Path, step: int) -> None:
     shutil.rmtree(partial_folder(save, step), ignore_errors=True)
 
 
-def prune(save: Path, keep_last: int | None) -> None:
-    """Remove all but the `keep_last` checkpoints of the highest steps and the one that `latest` names (None keeps
-    all).
+def prune(save: Path, keep_last: int | None, keep_every: int | None = None) -> None:
+    """Remove all but the `keep_last` checkpoints of the highest steps, those of steps that are multiples of
+    `keep_every`, and the one that `latest` names (`keep_last` None keeps all).
     """
     for step in steps(save)[:-keep_last] if keep_last else []:
         folder = step_folder(save, step)
-        if folder == _named_latest(save):
+        if folder == _named_latest(save) or (keep_every and step % keep_every == 0):
             continue
         doomed = partial_folder(save, step)
         folder.rename(doomed)
         shutil.rmtree(doomed)
+
+
+def set_aside(folder: Path) -> Path:
+    """Move a checkpoint to where no reader looks, under a free name; returns its new place."""
+    shelf = folder.parent / ASIDE
+    shelf.mkdir(exist_ok=True)
+    names = (shelf / (folder.name + (f".{number}" if number else "")) for number in count())
+    free = next(place for place in names if not place.exists())
+    folder.rename(free)
+    flush(folder.parent)
+    return free
+
+
+def copy(folder: Path, target: Path) -> Path:
+    """Copy a complete checkpoint into the save folder `target`, complete or absent there as well; returns the copy."""
+    match = _STEP.fullmatch(folder.name)
+    assert match is not None, "checkpoints are named by their steps"
+    step = int(match.group(1))
+    partial = begin(target, step)
+    described = read_json(folder / MANIFEST)["files"]
+    for name in described:
+        (partial / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(folder / name, partial / name)
+        flush(partial / name)
+    return commit(target, step, described)
 
 
 def locate(path: str | Path, step: int | None = None) -> Path:
@@ -127,9 +163,9 @@ def verify(folder: Path) -> dict[str, Any]:
         CheckpointError: a file is missing, truncated or altered, or the manifest is of a newer format.
     """
     manifest = read_json(folder / MANIFEST)
-    if manifest.get("format") != FORMAT:
+    if manifest.get("format") not in READABLE:
         raise CheckpointError(
-            f"{folder}: checkpoint format {manifest.get('format')!r}, this version reads format {FORMAT}"
+            f"{folder}: checkpoint format {manifest.get('format')!r}, this version reads formats {READABLE}"
         )
     if not isinstance(manifest.get("files"), dict):
         raise CheckpointError(f"{folder / MANIFEST}: lists no files; it is damaged")
@@ -169,7 +205,7 @@ def _named_latest(save: Path) -> Path | None:
     return named if named is not None and (named / MANIFEST).is_file() else None
 
 
-def _files(folder: Path) -> list[str]:
+def files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
@@ -178,7 +214,8 @@ def _folders(folder: Path) -> Iterator[Path]:
     yield from (path for path in folder.rglob("*") if path.is_dir())
 
 
-def _describe(path: Path) -> dict[str, Any]:
+def describe(path: Path) -> dict[str, Any]:
+    """What a manifest says of a file."""
     return {"size": path.stat().st_size, "sha256": _sha256(path)}
 
 
@@ -187,7 +224,7 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -198,6 +235,6 @@ def _flush(path: Path) -> None:
 def _write_atomically(path: Path, text: str) -> None:
     aside = path.with_name(f".{path.name}.partial")
     aside.write_text(text)
-    _flush(aside)
+    flush(aside)
     aside.rename(path)
-    _flush(path.parent)
+    flush(path.parent)

@@ -104,6 +104,12 @@ def _checkpoint_ratio(settings: Settings) -> str | None:
     return "1 is no ratio; with checkpoint_scale log set at least 2" if endless else None
 
 
+def _profiled_steps(settings: Settings) -> str | None:
+    keys = settings.logging
+    empty = keys.profile_step_stop <= keys.profile_step_start and (keys.profile or keys.memory_profiling)
+    return f"{keys.profile_step_stop} is not after profile_step_start {keys.profile_step_start}" if empty else None
+
+
 def _one_source(settings: Settings) -> str | None:
     data = settings.data
     lists = [name for name in ("train", "valid", "test") if getattr(data, f"{name}_data_paths")]
@@ -161,6 +167,7 @@ CHECKS: tuple[Check, ...] = (
     Check(("pipe_parallel_size",), _pipeline),
     Check(("model_parallel_size",), _tensor),
     Check(("checkpoint_factor", "checkpoint_scale"), _checkpoint_ratio),
+    Check(("profile_step_stop", "profile_step_start"), _profiled_steps),
     Check(("data_path", *_ALL_PATHS), _one_source),
     Check(("split",), _split),
     Check(("reset_position_ids", "reset_attention_mask", "pos_emb"), _positions),

@@ -91,7 +91,6 @@ _TE = "Transformer Engine"
 _SERVING = "online training"
 _COMET = "Comet"
 _STATISTICS = "this statistic"
-_PROFILING = "profiling from a configuration file"
 _DERIVED = "setting this derived value"
 _LOSS_SCALE = "a top-level loss-scaling key (put it into the fp16 section)"
 _DEEPSPEED = "this DeepSpeed section as a key of its own (put it into deepspeed_extra_args)"
@@ -247,12 +246,6 @@ UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "gradient_noise_scale_n_batches": (5, _STATISTICS),
     "gradient_noise_scale_cpu_offload": (False, _STATISTICS),
     "char_level_ppl": (False, _STATISTICS),
-    "peak_theoretical_tflops": (None, _STATISTICS),
-    "memory_profiling": (False, _PROFILING),
-    "memory_profiling_path": (None, _PROFILING),
-    "profile": (False, _PROFILING),
-    "profile_step_start": (10, _PROFILING),
-    "profile_step_stop": (12, _PROFILING),
     # generation and evaluation
     "text_gen_type": (None, _GENERATION),
     "precompute_model_name": (None, _GENERATION),

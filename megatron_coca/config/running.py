@@ -52,6 +52,14 @@ class CheckpointConfig(Group):
     checkpoint_scale: Literal["linear", "log"] = key("linear", "Spacing of the checkpoints.")
     extra_save_iters: list[WholeNumber] | None = key(None, "Further steps at which to write a checkpoint.")
     keep_last_n_checkpoints: Count | None = key(None, "Delete older checkpoints; null keeps all.")
+    keep_every_n_steps: Count | None = key(
+        None, "Keep checkpoints of steps that are multiples of this, whatever keep_last_n_checkpoints says."
+    )
+    async_save: bool = key(True, "Write checkpoints in the background, while training goes on.")
+    save_copy: str | None = key(None, "Folder that every complete checkpoint is copied to, for example on other disks.")
+    auto_resume: bool = key(
+        False, "Go on from the newest intact checkpoint in `save`; start afresh where there is none."
+    )
     finetune: bool = key(False, "Load the weights only and start at step 0.")
     iteration: WholeNumber | None = key(None, "Step to load; null means the latest.")
 
@@ -62,8 +70,9 @@ class LoggingConfig(Group):
     log_interval: Count = key(100, "Steps between reports of the loss.")
     eval_interval: Count = key(1000, "Steps between validations.")
     eval_iters: WholeNumber = key(100, "Batches in one validation.")
+    eval_per_source: bool = key(True, "Validate every validation source by itself too, where there are several.")
     exit_interval: Count | None = key(None, "Stop, after saving, once this step is reached.")
-    log_dir: str | None = key(None, "Folder for log files.")
+    log_dir: str | None = key(None, "Folder for log files; null means that of `save`, or runs/unsaved without one.")
     tensorboard_dir: str | None = key(None, "Folder for TensorBoard files.")
     use_wandb: bool = key(False, "Report to Weights & Biases.")
     wandb_project: str = key("neox", "Project at Weights & Biases.")
@@ -71,24 +80,35 @@ class LoggingConfig(Group):
     wandb_run_name: str | None = key(None, "Name of the run at Weights & Biases.")
     wandb_team: str | None = key(None, "Team at Weights & Biases.")
     wandb_host: str | None = key(None, "Server of Weights & Biases; null means its default.")
+    peak_theoretical_tflops: Positive | None = key(
+        None, "Peak TFLOP/s of one device, for MFU; null means that of its data sheet (bfloat16, dense), where known."
+    )
+    profile: bool = key(False, "Record a trace with PyTorch's profiler, into `profile` in the folder of the log files.")
+    profile_step_start: WholeNumber = key(10, "Optimizer steps of a launch before the trace begins.")
+    profile_step_stop: Count = key(12, "Optimizer steps of a launch after which the trace ends.")
+    profile_ranks: list[WholeNumber] = key([0], "Ranks that record.")
+    memory_profiling: bool = key(False, "Record allocations of GPU memory over the same steps.")
+    memory_profiling_path: str | None = key(None, "Folder for the recorded allocations; null means that of the trace.")
 
 
 class LaunchConfig(Group):
-    """How processes are started; DeepSpeed's launcher reads these."""
+    """How processes are started (docs/launch.md)."""
 
     hostfile: str | None = key(None, "File of host names and slots.")
     include: str | None = key(None, "Hosts and devices to use, in DeepSpeed's notation.")
     exclude: str | None = key(None, "Hosts and devices to leave out, in DeepSpeed's notation.")
     num_nodes: int = Field(default=-1, ge=-1, description="Hosts to use; -1 means all of the hostfile.")
-    num_gpus: Count | None = key(None, "Processes per host; null means one per device.")
+    num_gpus: Count | None = key(None, "Processes per host; null means one, or with a hostfile one per slot.")
     master_addr: str | None = key(None, "Address of the first process.")
     master_port: int = Field(default=29500, ge=1, le=65535, description="Port of the first process.")
-    launcher: Literal["pdsh", "openmpi", "mvapich", "slurm"] = key("pdsh", "How other hosts are reached.")
+    launcher: Literal["ssh", "pdsh", "openmpi", "mvapich", "slurm"] = key(
+        "ssh", "How other hosts are reached; docs/launch.md compares them."
+    )
     force_multi: bool = key(False, "Use the multi-host launcher for one host too.")
-    no_ssh_check: bool = key(False, "Do not test whether the hosts are reachable.")
+    no_ssh_check: bool = key(False, "pdsh, openmpi, mvapich: do not test whether the hosts are reachable.")
     comment: str | None = key(None, "Comment of the Slurm job.")
     account: str | None = key(None, "Account of the Slurm job.")
-    deepspeed_slurm: bool = key(False, "Read rank and world size from Slurm.")
+    deepspeed_slurm: bool = key(False, "The same as `launcher: slurm`.")
 
 
 class GeneralConfig(Group):

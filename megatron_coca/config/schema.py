@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
+from megatron_coca.config.faults import FaultConfig
 from megatron_coca.config.fields import Group
 from megatron_coca.config.model import ModelConfig
 from megatron_coca.config.position import PositionConfig, RelativePositions, RopeScaling
@@ -40,6 +41,7 @@ class Settings(BaseModel):
     parallel: ParallelConfig
     data: DataConfig
     checkpoint: CheckpointConfig
+    faults: FaultConfig
     logging: LoggingConfig
     launch: LaunchConfig
     general: GeneralConfig
@@ -60,6 +62,7 @@ GROUPS: dict[str, type[Group]] = {
     "parallel": ParallelConfig,
     "data": DataConfig,
     "checkpoint": CheckpointConfig,
+    "faults": FaultConfig,
     "logging": LoggingConfig,
     "launch": LaunchConfig,
     "general": GeneralConfig,

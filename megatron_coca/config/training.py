@@ -161,11 +161,19 @@ class ParallelConfig(Group):
     zero_optimization: dict[str, Any] | None = key(None, "DeepSpeed's section, passed through; stage is 0 to 3.")
     pipe_parallel_size: WholeNumber = key(0, "Pipeline stages; 0 and 1 both mean none.")
     model_parallel_size: Count = key(1, "Tensor-parallel ranks.")
+    sequence_parallel_size: Count = key(
+        1, "Ranks that share each sequence (DeepSpeed-Ulysses); they must divide the heads and seq_length."
+    )
     sequence_parallel: bool = key(False, "Split norms and dropouts along the sequence.")
     deepspeed_extra_args: dict[str, Any] | None = key(None, "Further DeepSpeed keys, passed through.")
     distributed_backend: str = key(
         "nccl", "Communication library where there is a GPU; gloo is used where there is none."
     )
+
+    @property
+    def model_copies(self) -> int:
+        """Ranks that hold the weights of one model between them."""
+        return max(1, self.pipe_parallel_size) * self.model_parallel_size
 
     @property
     def stage(self) -> int:

@@ -72,19 +72,11 @@ class GPT(nn.Module):
         """
         if cache is not None:
             self._check_cache(cache, documents)
-        if documents is not None and documents.shape != input_ids.shape:
-            raise ValueError(
-                f"documents {tuple(documents.shape)} must be shaped like input_ids {tuple(input_ids.shape)}"
-            )
-        packed = documents_from_ids(documents) if documents is not None else None
-        if positions is None:
-            positions, reached = _default_positions(input_ids, packed, cache)
-        else:
-            reached = int(positions.max()) + 1
+        positions, reached, packed = resolve_positions(input_ids, positions, documents, cache)
         length = length or (cache.length if cache is not None else None) or reached
         with nullcontext() if cache is None else cache.advanced(positions) as seen:
             x = self.embedding(input_ids, positions)
-            return self._through_blocks(x, self.positions(positions, length, x.dtype, seen, packed), cache)
+            return self.through_blocks(x, self.positions(positions, length, x.dtype, seen, packed), cache)
 
     def _check_cache(self, cache: Cache, documents: Tensor | None) -> None:
         if documents is not None:
@@ -94,7 +86,8 @@ class GPT(nn.Module):
         if len(cache.layers) != len(self.blocks):
             raise ValueError(f"this cache is of {len(cache.layers)} layers, the model has {len(self.blocks)}")
 
-    def _through_blocks(self, x: Tensor, frame: Frame, cache: Cache | None) -> Tensor:
+    def through_blocks(self, x: Tensor, frame: Frame, cache: Cache | None = None) -> Tensor:
+        """Hidden states [batch, length, hidden_size] after the blocks and the final norm, from those before them."""
         layers = cache.layers if cache is not None else [None] * len(self.blocks)
         for block, layer in zip(self.blocks, layers, strict=True):
             if self.checkpoint_activations and self.training:
@@ -112,6 +105,22 @@ class GPT(nn.Module):
         if self.final_linear is not None:
             return self.final_linear(hidden)
         return F.linear(hidden, self.embedding.word_embeddings.weight)
+
+
+def resolve_positions(
+    input_ids: Tensor, positions: Tensor | None, documents: Tensor | None, cache: Cache | None = None
+) -> tuple[Tensor, int, Documents | None]:
+    """Positions of the tokens, the largest + 1, and where documents begin, from what `hidden_states` is given.
+
+    Raises:
+        ValueError: `documents` is not shaped like `input_ids`.
+    """
+    if documents is not None and documents.shape != input_ids.shape:
+        raise ValueError(f"documents {tuple(documents.shape)} must be shaped like input_ids {tuple(input_ids.shape)}")
+    packed = documents_from_ids(documents) if documents is not None else None
+    if positions is not None:
+        return positions, int(positions.max()) + 1, packed
+    return *_default_positions(input_ids, packed, cache), packed
 
 
 def _default_positions(input_ids: Tensor, packed: Documents | None, cache: Cache | None) -> tuple[Tensor, int]:

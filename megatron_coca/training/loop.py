@@ -1,34 +1,34 @@
-"""The training loop."""
+"""A training run from its configuration to its end."""
 
 import logging
 import os
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron_coca.config import BatchSizes, Config, ConfigError
-from megatron_coca.data import Blend, Loader
 from megatron_coca.model import LanguageModelLoss, build_model, keep_freed_memory
 from megatron_coca.training import engine as dist
 from megatron_coca.training import launch, rng
-from megatron_coca.training.checkpoint import (
-    Checkpoints,
-    exclusive,
-    is_due,
-    load_initial_weights,
-    refuse_other_run,
-    require_writable,
-    starting_point,
-    verify,
-)
 from megatron_coca.training.corpus import Corpus, open_corpus
 from megatron_coca.training.engine import Engine
-from megatron_coca.training.mixture import mixture_figures, mixture_table, repeated_sources
+from megatron_coca.training.faults.signals import Preemption
+from megatron_coca.training.faults.watchdog import Watchdog
+from megatron_coca.training.mixture import mixture_table, repeated_sources
 from megatron_coca.training.optimizer import build_optimizer
-from megatron_coca.training.reporting import Reporters, set_up_logging
-from megatron_coca.training.schedule import learning_rate
+from megatron_coca.training.reporting import run_folder, set_up_logging
+from megatron_coca.training.saving import Checkpoints
+from megatron_coca.training.starting import (
+    candidates,
+    clear_the_way,
+    first_intact,
+    load_initial_weights,
+    refuse_other_run,
+)
+from megatron_coca.training.together import attempt, exclusive, require_writable
+from megatron_coca.training.topology import Topology
+from megatron_coca.training.trainer import Shape, Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -39,132 +39,78 @@ def fit(config: Config) -> None:
 
     Raises:
         ConfigError, DataError, CheckpointError, BackendError: something given cannot be used; nothing was overwritten.
+        Stopped: the run ended before its last step, in good order; its `status` says why.
     """
     launch.complete_environment(os.environ)
     if not torch.cuda.is_available():
         keep_freed_memory()
         torch.set_num_threads(min(torch.get_num_threads(), launch.threads_per_process(os.environ)))
-    dist.init_distributed()
-    set_up_logging(dist.is_main())
-    try:
-        _run(config)
-    finally:
-        dist.shut_down()
+    with Preemption() as preemption:
+        dist.init_distributed(config.faults.collective_timeout)
+        set_up_logging(dist.is_main())
+        try:
+            with Watchdog(config.faults.watchdog_timeout, run_folder(config), dist.rank()) as watchdog:
+                _run(config, preemption, watchdog)
+        finally:
+            dist.shut_down()
 
 
-def _run(config: Config) -> None:
-    if config.schedule.train_iters is None:
-        raise ConfigError(["train_iters: not set; training needs it, for example `train_iters=1000`"])
-    if config.optimizer.lr is None:
-        raise ConfigError(["optimizer.params.lr: not set; training needs it, for example `optimizer.params.lr=1e-4`"])
-    if config.precision.dtype == "fp16" and not torch.cuda.is_available():
-        raise ConfigError(["precision: fp16 needs a GPU; use precision=bfloat16 or precision=fp32 here"])
-    sizes = config.batch.resolve(dist.world_size())
-    folder = starting_point(config.checkpoint)
+def _run(config: Config, preemption: Preemption, watchdog: Watchdog) -> None:
+    _refuse_what_cannot_train(config)
+    topology = Topology.of(config.parallel, dist.world_size())
+    shape = Shape(config.batch.resolve(topology.data), topology)
+    folders = candidates(config.checkpoint)
     corpus = open_corpus(config)
     if corpus.unverified and dist.is_main():
         logger.warning(
             "no tokenizer lies beside %s: nothing shows that they were made with that of this run",
             ", ".join(corpus.unverified),
         )
-    layout = _layout(corpus.config, sizes)
-    if folder is not None:
-        verify(folder)
-        refuse_other_run(folder, corpus, layout)
+    layout = {"batch": shape.sizes.total, "dtype": config.precision.dtype}
+    resumed = first_intact(folders)
+    if resumed is not None:
+        refuse_other_run(resumed, corpus, layout)
     require_writable(corpus.config)
     with exclusive(corpus.config.checkpoint.save):
-        _train(corpus, sizes, layout, folder)
+        attempt(lambda: clear_the_way(corpus.config.checkpoint.save, resumed), (), main_only=True)
+        _train(corpus, shape, layout, resumed, (preemption, watchdog))
 
 
-def _train(corpus: Corpus, sizes: BatchSizes, layout: dict[str, Any], folder: Path | None) -> None:
-    engine = _build_engine(corpus.config, sizes)
-    checkpoints = Checkpoints(corpus, engine, layout)
-    start = checkpoints.restore(folder) if folder is not None else 0
-    logger.info(_summary(corpus.config, engine, sizes, start))
-    _log_mixture(corpus, sizes)
-    reporters = Reporters(corpus.config, start, dist.is_main())
-    try:
-        _iterate(corpus, engine, checkpoints, reporters, sizes, start)
-    finally:
-        reporters.close()
+def _refuse_what_cannot_train(config: Config) -> None:
+    if config.schedule.train_iters is None:
+        raise ConfigError(["train_iters: not set; training needs it, for example `train_iters=1000`"])
+    if config.optimizer.lr is None:
+        raise ConfigError(["optimizer.params.lr: not set; training needs it, for example `optimizer.params.lr=1e-4`"])
+    if config.precision.dtype == "fp16" and not torch.cuda.is_available():
+        raise ConfigError(["precision: fp16 needs a GPU; use precision=bfloat16 or precision=fp32 here"])
+    if config.faults.rolls_back and config.checkpoint.save is None:
+        raise ConfigError(["save: not set, but a rollback needs checkpoints; set save=FOLDER and checkpoint_factor"])
 
 
-def _build_engine(config: Config, sizes: BatchSizes) -> Engine:
+def _train(
+    corpus: Corpus,
+    shape: Shape,
+    layout: dict[str, Any],
+    resumed: Path | None,
+    watchers: tuple[Preemption, Watchdog],
+) -> None:
+    engine = _build_engine(corpus.config, shape, resumed is None)
+    checkpoints = Checkpoints(corpus, engine, shape.topology, layout)
+    trainer = Trainer(corpus, engine, checkpoints, shape, *watchers)
+    if resumed is not None:
+        trainer.restore(resumed)
+    logger.info(_summary(corpus.config, engine, shape, trainer.step))
+    _log_mixture(corpus, shape.sizes)
+    trainer.run()
+
+
+def _build_engine(config: Config, shape: Shape, fresh: bool) -> Engine:
     model = build_model(config, dist.local_device())
-    load_initial_weights(model, config.checkpoint)
-    rng.seed_everything(config.seed, dist.rank())
+    if fresh:
+        load_initial_weights(model, config.checkpoint)
+    rng.seed_everything(config.seed, shape.topology.random_stream(dist.rank()))
     model.train()
-    return Engine(LanguageModelLoss(model), build_optimizer(model, config.optimizer), config, sizes)
-
-
-def _iterate(
-    corpus: Corpus, engine: Engine, checkpoints: Checkpoints, reporters: Reporters, sizes: BatchSizes, start: int
-) -> None:
-    config, layout = corpus.config, (sizes.total, sizes.micro, dist.rank(), dist.world_size())
-    assert config.schedule.train_iters is not None and config.optimizer.lr is not None
-    last = min(config.schedule.train_iters, config.logging.exit_interval or config.schedule.train_iters)
-    clock, seen = time.perf_counter(), start
-    saved = start
-    if start >= last:
-        logger.info("nothing to do: step %d is reached already (train_iters or exit_interval is %d)", start, last)
-    with open_loader(corpus, corpus.train, layout) as loader:
-        for step in range(start, last):
-            rate = learning_rate(step, config.optimizer.lr, config.schedule)
-            result = engine.train_step(loader.micro_batches(step), rate)
-            done = step + 1
-            if done % config.logging.log_interval == 0 or done == last:
-                elapsed = time.perf_counter() - clock
-                tokens = (done - seen) * sizes.total * config.model.seq_length
-                reporters.report(
-                    done, loss=result.loss, grad_norm=result.grad_norm, lr=rate, tokens_per_second=tokens / elapsed
-                )
-                clock, seen = time.perf_counter(), done
-            reporters.advance()
-            if done == config.schedule.train_iters:
-                reporters.report(done, **mixture_figures(corpus.train.mixture(done * sizes.total)))
-            if done % config.logging.eval_interval == 0 or done == config.schedule.train_iters:
-                _validate(corpus, engine, reporters, layout, done)
-            if is_due(done, config.checkpoint):
-                checkpoints.save(done)
-                saved = done
-    if saved < last:
-        checkpoints.save(last)
-
-
-def open_loader(corpus: Corpus, blend: Blend, layout: tuple[int, int, int, int]) -> Loader:
-    """A loader of one of the corpus's blends; `layout` is global batch, micro batch, rank, world size.
-
-    Ids in the embedding's padding are refused too: no tokenizer of the configured vocabulary gives them.
-    """
-    config = corpus.config
-    return Loader(
-        blend,
-        *layout,
-        vocab_size=config.model.vocab_size,
-        packing=corpus.packing,
-        num_workers=config.data.num_workers,
-    )
-
-
-def _validate(
-    corpus: Corpus, engine: Engine, reporters: Reporters, layout: tuple[int, int, int, int], step: int
-) -> None:
-    """Report the mean loss of the first `eval_iters` validation batches: the same samples every time."""
-    batches = corpus.config.logging.eval_iters
-    if corpus.valid is None or batches == 0:
-        return
-    with open_loader(corpus, corpus.valid, layout) as loader:
-        losses = [engine.mean_loss(loader.micro_batches(index)) for index in range(batches)]
-    reporters.report(step, validation_loss=sum(losses) / len(losses))
-
-
-def _layout(config: Config, sizes: BatchSizes) -> dict[str, Any]:
-    return {
-        "world_size": dist.world_size(),
-        "zero_stage": config.parallel.stage,
-        "batch": sizes.total,
-        "dtype": config.precision.dtype,
-    }
+    return Engine(LanguageModelLoss(model), build_optimizer(model, config.optimizer), config, shape.sizes)
 
 
 def _log_mixture(corpus: Corpus, sizes: BatchSizes) -> None:
@@ -176,10 +122,10 @@ def _log_mixture(corpus: Corpus, sizes: BatchSizes) -> None:
         logger.warning(line)
 
 
-def _summary(config: Config, engine: Engine, sizes: BatchSizes, start: int) -> str:
+def _summary(config: Config, engine: Engine, shape: Shape, start: int) -> str:
     parameters = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
     return (
         f"{config.position.pos_emb}: {parameters:,} parameters, {config.precision.dtype}, {dist.world_size()} process(es), "
-        f"{sizes.total} x {config.model.seq_length} tokens a step; "
+        f"{shape.sizes.total} x {config.model.seq_length} tokens a step; "
         + (f"resuming at step {start}" if start else "from step 0")
     )

@@ -39,13 +39,15 @@ def repeated_sources(shares: Sequence[SourceShare]) -> list[str]:
     ]
 
 
+def source_names(sources: Sequence[str]) -> list[str]:
+    """What sources are called in figures, by their prefixes: the shards' names where these differ, else whole prefixes."""
+    short = [Path(source).name for source in sources]
+    return short if len(set(short)) == len(short) else list(sources)
+
+
 def mixture_figures(shares: Sequence[SourceShare]) -> dict[str, float]:
-    """Share and passes of every source, as `share/NAME` and `epochs/NAME`; names are the shards' where they differ,
-    else whole prefixes.
-    """
-    short = [Path(share.source).name for share in shares]
-    names = short if len(set(short)) == len(short) else [share.source for share in shares]
+    """Share and passes of every source, as `share/NAME` and `epochs/NAME`."""
     figures: dict[str, float] = {}
-    for name, share in zip(names, shares, strict=True):
+    for name, share in zip(source_names([share.source for share in shares]), shares, strict=True):
         figures |= {f"share/{name}": share.fraction, f"epochs/{name}": share.epochs}
     return figures

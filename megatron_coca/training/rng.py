@@ -9,27 +9,26 @@ import numpy as np
 import torch
 
 
-def seed_everything(seed: int, rank: int) -> None:
-    """Seed this process's generators; ranks differ, so that their dropout masks do."""
-    random.seed(seed + rank)
-    np.random.seed((seed + rank) % 2**32)
-    torch.manual_seed(seed + rank)
+def seed_everything(seed: int, stream: int) -> None:
+    """Seed this process's generators; ranks of different streams differ, so that their dropout masks do."""
+    random.seed(seed + stream)
+    np.random.seed((seed + stream) % 2**32)
+    torch.manual_seed(seed + stream)
 
 
-def save_states(path: Path) -> None:
-    """Write the states of Python, NumPy, PyTorch and, where there is one, this process's GPU."""
+def states() -> dict[str, Any]:
+    """The states of Python, NumPy, PyTorch and, where there is one, this process's GPU."""
     kind, keys, *rest = np.random.get_state()
-    states: dict[str, Any] = {
+    return {
         "python": json.dumps(random.getstate()),
         "numpy": json.dumps([kind, keys.tolist(), *rest]),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
     }
-    torch.save(states, path)
 
 
 def load_states(path: Path) -> None:
-    """Restore what `save_states` wrote."""
+    """Restore what `states` gave, from the file that `torch.save` wrote."""
     states = torch.load(path, weights_only=True, map_location="cpu")
     version, internal, gauss = json.loads(states["python"])
     random.setstate((version, tuple(internal), gauss))

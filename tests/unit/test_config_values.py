@@ -30,6 +30,8 @@ OURS = {
     "operand_kernel",
     "lr_warmup_init",
     "data_root",
+    "eval_per_source",
+    "profile_ranks",
     "reset_attention_mask",
     "reset_position_ids",
     "optimizer.type",

@@ -1,7 +1,11 @@
 """Where the figures of a run go, and what a resumed run does to those already written."""
 
+import io
 import json
 import logging
+import math
+import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +13,9 @@ import pytest
 
 from megatron_coca.checkpoints import CheckpointError
 from megatron_coca.config import Config, ConfigError, load_config
-from megatron_coca.training import reporting
-from megatron_coca.training.reporting import METRICS, JsonLines, Reporters, set_up_logging
+from megatron_coca.training.reporting import METRICS, JsonLines, Reporters, console, set_up_logging, sinks
+from megatron_coca.training.reporting.console import COLUMNS, shown
+from megatron_coca.training.reporting.figures import UNSAVED
 
 SHAPE = {
     "num_layers": 1,
@@ -84,19 +89,106 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
     sink.close()
 
 
-@pytest.mark.parametrize("keys", [{"save": "run"}, {"save": "elsewhere", "log_dir": "run"}])
-def test_the_first_rank_writes_and_shows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], keys: dict[str, str]
+def test_what_json_has_no_word_for_is_null(tmp_path: Path) -> None:
+    sink = JsonLines(tmp_path, 0)
+    sink.report(1, {"loss": math.nan, "grad_norm": math.inf, "lr": 0.5})
+    sink.note(1, "the loss is nan")
+    sink.close()
+    assert lines(tmp_path) == [
+        {"step": 1, "loss": None, "grad_norm": None, "lr": 0.5},
+        {"step": 1, "event": "the loss is nan"},
+    ]
+
+
+def report_all(config: Config, start: int = 0, stop: int = 10) -> None:
+    reporters = Reporters(config, start, active=True)
+    for step in range(start + 1, stop + 1):
+        reporters.report(step, loss=3.5, lr=0.1, tokens_per_second=12345.0, eta_seconds=3661.0)
+        reporters.advance()
+    reporters.note(stop, "odd")
+    reporters.close()
+
+
+@pytest.mark.parametrize(
+    ("keys", "folder"),
+    [({"save": "run"}, "run"), ({"save": "elsewhere", "log_dir": "run"}, "run"), ({}, str(UNSAVED))],
+)
+def test_the_first_rank_always_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, str], folder: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    reporters = Reporters(configured(**keys), 0, active=True)
-    for step in range(1, 11):
-        reporters.report(step, loss=3.5, lr=0.1)
-        reporters.advance()
+    report_all(configured(**keys))
+    assert len(lines(tmp_path / folder)) == 11 and len(list(tmp_path.rglob(METRICS))) == 1
+
+
+def test_a_run_without_a_folder_continues_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    report_all(configured(), stop=7)
+    report_all(configured(load="elsewhere"), start=5)
+    assert [line["step"] for line in lines(tmp_path / UNSAVED)] == [6, 7, 8, 9, 10, 10]
+    assert (tmp_path / UNSAVED / f"{METRICS}.1").read_text().count("\n") == 8
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"log_dir: .*file/run'; a folder that can be written is needed"):
+        Reporters(configured(log_dir=str(tmp_path / "file" / "run")), 0, active=True)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("stream", "bar"), [(Terminal(), True), (io.StringIO(), False)])
+def test_a_bar_is_for_terminals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, bar: bool
+) -> None:
+    monkeypatch.setattr(sys, "stderr", stream)
+    report_all(configured(save=str(tmp_path)))
+    text = stream.getvalue()
+    assert ("10/10" in text and "step/s" in text and "loss=3.5000" in text and "\r" in text) == bar
+    assert ("learned step 3/10: loss 3.5000, lr 0.1, tokens/s 12.3k, ETA 1:01:01\n" in text) == (not bar)
+    assert bar or text.count("\n") == 10, "a line per report"
+
+
+def test_a_bar_keeps_the_latest_of_every_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", stream := Terminal())
+    reporters = Reporters(configured(save=str(tmp_path)), 0, active=True)
+    reporters.report(1, loss=3.5)
+    reporters.report(1, validation_loss=3.25)
     reporters.close()
-    assert len(lines(tmp_path / "run")) == 10 and not (tmp_path / "elsewhere").exists()
-    bar = capsys.readouterr().err
-    assert "10/10" in bar and "step/s" in bar and "loss=3.5" in bar
+    assert "loss=3.5000, validation loss=3.2500" in stream.getvalue()
+
+
+def test_what_a_person_is_shown() -> None:
+    figures = {"lr": 3e-4, "mfu": 0.4567, "loss": 2.0, "peak_memory_gib": 12.345, "grad_norm": None, "data_wait": 0.5}
+    assert shown(figures) == {"loss": "2.0000", "lr": "0.0003", "MFU": "45.7%", "memory": "12.35GiB"}
+    assert list(shown(figures)) == [column.label for name, column in COLUMNS.items() if figures.get(name) is not None]
+
+
+@pytest.mark.parametrize(
+    ("rate", "text"), [(7.0, "7"), (999.0, "999"), (1234.0, "1.23k"), (218e3, "218k"), (4.2e6, "4.2M")]
+)
+def test_rates_are_short(rate: float, text: str) -> None:
+    assert COLUMNS["tokens_per_second"].text(rate) == text
+
+
+def test_sources_are_on_the_line_of_a_validation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    reporters = Reporters(configured(save=str(tmp_path)), 0, active=True)
+    reporters.report(4, **{"validation_loss": 3.0, "validation_loss/text": 3.25, "validation_loss/code": 2.75})
+    reporters.report(4, **{"share/text": 0.5})
+    reporters.close()
+    assert capsys.readouterr().err == "learned step 4/10: validation loss 3.0000, text 3.2500, code 2.7500\n"
+
+
+def test_log_lines_stand_above_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", stream := Terminal())
+    bar = console.Bar(configured(), 0)
+    console.AboveBar().emit(logging.makeLogRecord({"msg": "saved %d", "args": (5,), "levelname": "INFO"}))
+    bar.close()
+    before, _, after = stream.getvalue().partition("saved 5\n")
+    assert "0/10" in before and "0/10" in after, "the bar is drawn again below the line"
 
 
 def test_other_ranks_are_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,7 +208,7 @@ def test_a_missing_extra_says_how_to_get_it(
     def missing(*arguments: object) -> None:
         raise ImportError(f"No module named {name!r}")
 
-    monkeypatch.setattr(reporting, name, missing)
+    monkeypatch.setattr(sinks, name, missing)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=rf"{next(iter(keys))}: No module .*pip install 'megatron-coca\[logging\]'"):
         Reporters(configured(**keys), 0, active=True)
@@ -132,3 +224,58 @@ def test_only_the_first_rank_logs() -> None:
         assert logger.isEnabledFor(logging.INFO)
     finally:
         logger.setLevel(level)
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard shows of a folder."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(str(folder))
+    events.Reload()
+    return {name: [(each.step, each.value) for each in events.Scalars(name)] for name in events.Tags()["scalars"]}
+
+
+def test_tensorboard_shows_repeated_steps_once(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    keys = {"save": str(tmp_path / "run"), "tensorboard_dir": str(tmp_path / "board")}
+    report_all(configured(**keys), stop=7)
+    report_all(configured(**keys), start=5)
+    found = scalars(tmp_path / "board")
+    assert found["loss"] == [(step, 3.5) for step in range(1, 11)]
+    assert set(found) == {"loss", "lr", "tokens_per_second", "eta_seconds"}
+
+
+class FakeWandB:
+    """Stands for the library: what runs it was asked for, and what they were given."""
+
+    class errors:  # noqa: N801
+        class Error(Exception): ...
+
+    def __init__(self) -> None:
+        self.inits: list[dict[str, Any]] = []
+        self.logged: list[tuple[str, int]] = []
+
+    def init(self, **arguments: Any) -> "FakeWandB":
+        self.inits.append(arguments)
+        self.id = arguments["id"] or f"run{len(self.inits)}"
+        return self
+
+    def log(self, figures: dict[str, float], step: int) -> None:
+        self.logged.append((self.id, step))
+
+    def finish(self) -> None: ...
+
+
+def test_a_resumed_run_is_the_same_run_at_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", fake := FakeWandB())  # type: ignore[arg-type]
+    config = configured(save=str(tmp_path), use_wandb=True)
+    for start, stop in ((0, 7), (5, 10), (0, 2)):
+        report_all(config, start, stop)
+    assert [(each["id"], each["resume"]) for each in fake.inits] == [(None, None), ("run1", "allow"), (None, None)]
+    assert Counter(fake.logged) == Counter([("run1", step) for step in range(1, 11)] + [("run3", 1), ("run3", 2)])
+
+
+def test_a_file_that_names_no_run_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandB())  # type: ignore[arg-type]
+    (tmp_path / sinks.WANDB_RUN).write_text("{}")
+    with pytest.raises(ConfigError, match="wandb.json does not name a run"):
+        Reporters(configured(save=str(tmp_path), use_wandb=True), 5, active=True)

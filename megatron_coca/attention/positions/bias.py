@@ -53,6 +53,11 @@ class AlibiBias:
         (slopes,) = _columns(_column(self.slopes, distance.dtype, distance.device), distance)
         return -slopes * distance
 
+    def part(self, index: int, count: int) -> "AlibiBias":
+        """The bias of part `index` of `count` equal parts of the heads."""
+        heads = len(self.slopes) // count
+        return replace(self, slopes=self.slopes[index * heads : (index + 1) * heads])
+
 
 @lru_cache(maxsize=64)
 def _column(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -72,6 +77,10 @@ class KerpleLogBias:
         p, a = _columns(self.coefficients, distance)
         return -p * torch.log1p(a * distance)
 
+    def part(self, index: int, count: int) -> "KerpleLogBias":
+        """The bias of part `index` of `count` equal parts of the heads."""
+        return replace(self, coefficients=self.coefficients.chunk(count)[index])
+
 
 @dataclass(frozen=True, eq=False)
 class KerplePowerBias:
@@ -84,6 +93,10 @@ class KerplePowerBias:
         """The bias at `distance` [...]: [heads, ...]; 0 at r = 0, with zero gradients there."""
         a, p = _columns(self.coefficients, distance)
         return -a * distance.pow(p)
+
+    def part(self, index: int, count: int) -> "KerplePowerBias":
+        """The bias of part `index` of `count` equal parts of the heads."""
+        return replace(self, coefficients=self.coefficients.chunk(count)[index])
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,6 +118,10 @@ class BucketBias:
         bucket = torch.bucketize(distance, starts, right=True) - 1
         values = self.coefficients.to(distance).index_select(1, bucket.flatten())
         return values.view(len(values), *distance.shape)
+
+    def part(self, index: int, count: int) -> "BucketBias":
+        """The bias of part `index` of `count` equal parts of the heads."""
+        return replace(self, coefficients=self.coefficients.chunk(count)[index])
 
 
 @lru_cache(maxsize=64)

@@ -1,0 +1,46 @@
+"""Keys for what goes wrong within a run: hangs, values that are not finite, spikes of the loss."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megatron_coca.config.fields import Group, Positive, WholeNumber, key
+
+
+class FaultConfig(Group):
+    """What a run does when a process hangs or a step goes wrong. A step that is skipped leaves the weights alone."""
+
+    watchdog_timeout: Positive | None = key(
+        1200.0, "Seconds without progress after which a run reports its stacks and ends; null waits for ever."
+    )
+    nonfinite_policy: Literal["stop", "skip", "rollback"] = key(
+        "skip", "What a loss or gradient norm that is not finite leads to; its step is skipped in any case."
+    )
+    loss_spike_policy: Literal["off", "warn", "skip", "rollback"] = key(
+        "off", "What a loss or gradient norm far above those before leads to."
+    )
+    loss_spike_factor: Positive = key(
+        6.0, "Standard deviations above the middle of the window from which a value is a spike."
+    )
+    loss_spike_window: Annotated[int, Field(ge=4)] = key(
+        128, "Steps whose values are the measure; nothing is a spike before half of them are there."
+    )
+    max_consecutive_skips: WholeNumber = key(10, "Skipped steps in a row that are borne.")
+    skip_limit_policy: Literal["stop", "rollback"] = key("stop", "What one skipped step more than that leads to.")
+    rollback_margin: WholeNumber = key(
+        100, "Steps before the first bad one whose data are left out after a rollback, beside those of the bad ones."
+    )
+    max_rollbacks: WholeNumber = key(10, "Rollbacks in the whole run; where one more is due, the run stops.")
+
+    @property
+    def rolls_back(self) -> bool:
+        """Whether any of the policies may go back to a checkpoint."""
+        return "rollback" in (self.nonfinite_policy, self.loss_spike_policy, self.skip_limit_policy)
+
+    @property
+    def collective_timeout(self) -> float | None:
+        """Seconds after which a collective gives up, or None for the library's own.
+
+        Longer than the watchdog's, so that a rank which waits for a hanging one is still there to report its stacks.
+        """
+        return None if self.watchdog_timeout is None else 2.0 * self.watchdog_timeout

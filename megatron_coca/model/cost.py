@@ -1,0 +1,203 @@
+"""What a model costs, from its configuration alone: parameters, floating-point operations per token, peaks of GPUs."""
+
+from dataclasses import dataclass
+
+from megatron_coca.config import Config, ModelConfig, PositionConfig
+from megatron_coca.config.model import GATED_ACTIVATIONS
+
+NORM_VECTORS: dict[str, int] = {"layernorm": 2, "rmsnorm": 1, "non_parametric_layernorm": 0}
+"""Vectors of hidden_size that a norm learns (with its bias, if it has one); scalenorm learns one number."""
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """Learned numbers of a model by part.
+
+    Attributes:
+        embedding: the table of tokens, padding included; with tied weights it is the output head too.
+        attention: projections of all layers.
+        mlp: both matrices of all layers, with their biases.
+        norms: of all layers, and the final one.
+        position: what the position method learns (a table, a bias, CLEX's network).
+        head: the output head's own matrix; 0 where it is tied.
+    """
+
+    embedding: int
+    attention: int
+    mlp: int
+    norms: int
+    position: int
+    head: int
+
+    @property
+    def total(self) -> int:
+        """All of them: the sum of `numel()` over the parameters of `build_model`."""
+        return self.embedding + self.non_embedding + self.head
+
+    @property
+    def non_embedding(self) -> int:
+        """All but the table of tokens and the output head (Kaplan et al. 2020 leave out the same)."""
+        return self.attention + self.mlp + self.norms + self.position
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Floating-point operations of training on one token; one multiplication with its addition counts as two.
+
+    Attributes:
+        model: 6N + 12 L h n, by which model FLOPs utilisation (MFU) is reckoned (Chowdhery et al. 2022, "PaLM",
+            appendix B): N counts every weight that a token is multiplied with, the output head once, the lookup in
+            the embedding not; each of the n queries is counted with n keys in L layers of width h. Causality and
+            recomputation change nothing in it, so figures of different programs compare.
+        executed: what a causal kernel has to do: each query with (n + 1) / 2 keys on average, and the forward pass of
+            the blocks once more where their activations are recomputed.
+        forward: the forward part of `executed`, once.
+    """
+
+    model: float
+    executed: float
+    forward: float
+
+
+def parameter_count(config: Config) -> ParameterCount:
+    """The parameters of the model that `build_model(config)` makes.
+
+    Raises:
+        ConfigError: `vocab_size` is not known.
+    """
+    model = config.model
+    table = model.padded_vocab_size * model.hidden_size
+    return ParameterCount(
+        embedding=table,
+        attention=model.num_layers * _attention(model),
+        mlp=model.num_layers * _mlp(model),
+        norms=(model.num_layers * norms_per_block(model) + 1) * _norm(model),
+        position=_position(config.position, model),
+        head=table if model.no_weight_tying else 0,
+    )
+
+
+def flops_per_token(config: Config, length: int | None = None) -> Flops:
+    """The cost of one token in samples of `length` tokens (default: seq_length); see `Flops`.
+
+    Only matrix products and attention are counted: norms, activations, rotations and the loss are a few hundredths
+    more. A relative-position map that scores bands separately costs more than is counted here.
+
+    Raises:
+        ConfigError: `vocab_size` is not known.
+    """
+    model = config.model
+    length = length or model.seq_length
+    blocks = model.num_layers * _weights_per_block(model)
+    head = model.padded_vocab_size * model.hidden_size
+    square = 4.0 * model.num_layers * model.hidden_size * length  # q k^T and its product with v
+    causal = square * (length + 1) / (2 * length)
+    forward = 2.0 * (blocks + head) + causal
+    again = 2.0 * (blocks - _not_repeated(model)) + causal if recomputes_blocks(model) else 0.0
+    return Flops(model=3 * (2.0 * (blocks + head) + square), executed=3 * forward + again, forward=forward)
+
+
+def recomputes_blocks(model: ModelConfig) -> bool:
+    """Whether the backward pass computes whole blocks again (selective checkpointing keeps the matrix products)."""
+    return model.checkpoint_activations and getattr(model, "checkpoint_policy", "full") == "full"
+
+
+def _not_repeated(model: ModelConfig) -> int:
+    """PyTorch ends a second forward pass with the last tensor that a gradient needs: the group's last matrix product
+    is not one of them, unless dropout follows.
+    """
+    groups = -(-model.num_layers // getattr(model, "checkpoint_num_layers", 1))
+    return 0 if model.hidden_dropout else groups * model.hidden_size * model.ffn_hidden_size
+
+
+def norms_per_block(model: ModelConfig) -> int:
+    """One where attention and MLP share theirs, else two."""
+    return 1 if model.gpt_j_residual and model.gpt_j_tied else 2
+
+
+def packed_mlp_width(model: ModelConfig) -> int:
+    """Rows of the MLP's first matrix: value and gate together, where the activation is gated."""
+    return model.ffn_hidden_size * (2 if model.activation in GATED_ACTIVATIONS else 1)
+
+
+def packed_attention_width(model: ModelConfig) -> int:
+    """Rows of query_key_value."""
+    return (model.num_attention_heads + 2 * model.num_kv_heads) * model.head_dim
+
+
+def _weights_per_block(model: ModelConfig) -> int:
+    """Numbers in the matrices of one block: what a token is multiplied with."""
+    h = model.hidden_size
+    return h * (packed_attention_width(model) + h) + h * (packed_mlp_width(model) + model.ffn_hidden_size)
+
+
+def _attention(model: ModelConfig) -> int:
+    width, h = packed_attention_width(model), model.hidden_size
+    return h * (width + h) + (width + h if model.use_bias_in_attn_linear else 0)
+
+
+def _mlp(model: ModelConfig) -> int:
+    width, h = packed_mlp_width(model), model.hidden_size
+    return h * (width + model.ffn_hidden_size) + (width + h if model.use_bias_in_mlp else 0)
+
+
+def _norm(model: ModelConfig) -> int:
+    if model.norm == "scalenorm":
+        return 1
+    without_bias = model.norm == "layernorm" and not model.use_bias_in_norms
+    return model.hidden_size * (NORM_VECTORS[model.norm] - without_bias)
+
+
+def _position(position: PositionConfig, model: ModelConfig) -> int:
+    heads = model.num_attention_heads
+    learned = {
+        "learned": model.max_position_embeddings * model.hidden_size,
+        "rpe": position.rpe_num_buckets * heads,
+        "kerple_log": 2 * heads * model.num_layers,
+        "kerple_power": 2 * heads * model.num_layers,
+    }
+    clex = position.rope_scaling is not None and position.rope_scaling.rope_type == "clex"
+    dim = int(model.head_dim * position.rotary_pct) if clex else 0
+    return learned.get(position.pos_emb, 0) + dim // 2 * dim * 2
+
+
+PEAKS: tuple[tuple[str, float], ...] = (
+    ("GB200", 2500e12),
+    ("B200", 2250e12),
+    ("B100", 1750e12),
+    ("H200 NVL", 835e12),
+    ("GH200", 989e12),
+    ("H200", 989e12),
+    ("H100 PCIe", 756e12),
+    ("H100 NVL", 835e12),
+    ("H100", 989e12),
+    ("H800", 989e12),
+    ("A100", 312e12),
+    ("A800", 312e12),
+    ("RTX 6000 Ada", 364e12),
+    ("L40S", 362e12),
+    ("L40", 181e12),
+    ("L4", 121e12),
+    ("A6000", 155e12),
+    ("A40", 150e12),
+    ("A30", 165e12),
+    ("A10", 125e12),
+    ("V100", 125e12),
+    ("T4", 65e12),
+    ("RTX 5090", 209e12),
+    ("RTX 4090", 165e12),
+    ("RTX 3090", 71e12),
+    ("MI300X", 1307e12),
+    ("MI250X", 383e12),
+)
+"""(what stands in the device's name, FLOP/s), more specific names first. Dense bfloat16 with float32 sums, from the
+makers' data sheets; float16 for V100 and T4, which have no bfloat16.
+"""
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Dense bfloat16 peak in FLOP/s of a device as PyTorch names it, such as "NVIDIA A100-SXM4-80GB"; None where it
+    is not known.
+    """
+    words = device_name.lower().replace("-", " ").replace("_", " ")
+    return next((peak for name, peak in PEAKS if f" {name.lower()}" in f" {words}"), None)

@@ -1,0 +1,44 @@
+"""The one place that knows DeepSpeed: the process group, and the engine that trains a model in it."""
+
+# ruff: noqa: E402
+import os
+
+import torch
+
+# DeepSpeed looks for an accelerator while it is imported, and warns where it finds none: tell it.
+os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+
+from megatron_coca.training.engine.engine import Engine, StepResult
+from megatron_coca.training.engine.group import (
+    anyone,
+    background_group,
+    barrier,
+    everyone_succeeded,
+    gather_floats,
+    init_distributed,
+    is_main,
+    local_device,
+    merge_dicts,
+    rank,
+    shut_down,
+    world_size,
+)
+from megatron_coca.training.engine.settings import deepspeed_config
+
+__all__ = [
+    "Engine",
+    "StepResult",
+    "anyone",
+    "background_group",
+    "barrier",
+    "deepspeed_config",
+    "everyone_succeeded",
+    "gather_floats",
+    "init_distributed",
+    "is_main",
+    "local_device",
+    "merge_dicts",
+    "rank",
+    "shut_down",
+    "world_size",
+]

@@ -1,0 +1,172 @@
+"""A model being trained by DeepSpeed: ZeRO 0 to 3."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import deepspeed
+import numpy as np
+import torch
+import torch.nn as nn
+from deepspeed.runtime.config import DeepSpeedConfigError
+from pydantic import ValidationError
+from torch import Tensor
+
+from megatron_coca.checkpoints.state import Piece, Place
+from megatron_coca.config import BatchSizes, Config, ConfigError
+from megatron_coca.data import Batch
+from megatron_coca.training.engine import state
+from megatron_coca.training.engine.group import mean_over_ranks
+from megatron_coca.training.engine.settings import deepspeed_config
+from megatron_coca.training.faults.guard import Limits, bad_reason
+
+MODEL_PREFIX = "model."
+"""The language model's name inside the trained module (LanguageModelLoss)."""
+
+
+class StepResult(NamedTuple):
+    """What one optimizer step reports.
+
+    Attributes:
+        loss: mean over all ranks, in nats per token.
+        grad_norm: before clipping; None where DeepSpeed found an overflow.
+        skipped: whether the weights were left as they were.
+    """
+
+    loss: float
+    grad_norm: float | None
+    skipped: bool
+
+
+class Engine:
+    """Forward, backward, reduction, clipping, optimizer, and the state of these in pieces."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, config: Config, sizes: BatchSizes) -> None:
+        """`model` maps samples [micro_batch, length + 1], and what else a batch has, to a scalar loss (as
+        LanguageModelLoss); `sizes` are those of this world size.
+        """
+        self._clipping = config.optimizer.gradient_clipping
+        self._step = _OneStep()
+        optimizer.step = _gated(optimizer.step, self._open)  # type: ignore[method-assign]
+        self._engine = self._initialize(model, optimizer, deepspeed_config(config, sizes))
+        self.device = self._engine.device
+        self._names = {parameter: name.removeprefix(MODEL_PREFIX) for name, parameter in model.named_parameters()}
+
+    def _initialize(self, model: nn.Module, optimizer: torch.optim.Optimizer, section: dict[str, Any]) -> Any:
+        try:
+            engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=section)
+        except (ValidationError, DeepSpeedConfigError) as error:
+            raise ConfigError(
+                [f"zero_optimization, fp16, bf16 or deepspeed_extra_args: DeepSpeed says: {error}"]
+            ) from error
+        return engine
+
+    @property
+    def partitioned(self) -> bool:
+        """Whether ranks that read different samples hold different pieces, rather than copies of the same."""
+        return not isinstance(self._engine.optimizer, torch.optim.Optimizer)
+
+    @property
+    def module(self) -> nn.Module:
+        """The module given at construction, its parameters in the training dtype (and sharded under ZeRO 3)."""
+        return self._engine.module
+
+    def train_step(
+        self, micro_batches: Sequence[Batch], learning_rate: float, limits: Limits | None = None
+    ) -> StepResult:
+        """One optimizer step over this rank's micro batches."""
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = learning_rate
+        total = torch.zeros((), device=self.device, dtype=torch.float64)
+        for index, batch in enumerate(micro_batches):
+            loss = self._engine(**self._inputs(batch))
+            total += loss.detach()
+            self._engine.backward(loss)
+            if index == len(micro_batches) - 1:
+                self._step = _OneStep(float(mean_over_ranks(total / len(micro_batches))), limits or Limits())
+                self._clip_plain_gradients()
+            self._engine.step()
+        return self._result()
+
+    @torch.no_grad()
+    def mean_loss(self, micro_batches: Sequence[Batch]) -> float:
+        """The loss of held-out samples, averaged over all ranks."""
+        self._engine.eval()
+        losses = [self._engine(**self._inputs(batch)).double() for batch in micro_batches]
+        self._engine.train()
+        return float(mean_over_ranks(torch.stack(losses).mean()))
+
+    def pieces(self) -> list[Piece]:
+        """What this rank holds of weights and optimizer states, as the memory that the engine works on."""
+        return state.pieces(self._engine.optimizer, self._names)
+
+    def places(self) -> dict[str, Place]:
+        """The shape of every parameter on this rank, and which part of the whole it is."""
+        return {name: Place(tuple(getattr(p, "ds_shape", p.shape))) for p, name in self._names.items()}
+
+    @property
+    def loss_scale(self) -> float | None:
+        """What float16 losses are multiplied with now; None in other number formats."""
+        return float(self._engine.optimizer.loss_scale) if self._engine.fp16_enabled() else None
+
+    def counters(self) -> dict[str, float]:
+        """The numbers that belong to the pieces."""
+        return state.counters(self._engine.optimizer)
+
+    def restored(self, counters: dict[str, float]) -> None:
+        """Take the pieces as they were written to, and the counters, for its state. Every rank must call it."""
+        state.set_counters(self._engine.optimizer, counters)
+        state.refresh(self._engine.optimizer)
+
+    def _inputs(self, batch: Batch) -> dict[str, Tensor]:
+        """What the trained module is called with: the arrays that the batch has, on the device."""
+        arrays = {name: array for name, array in vars(batch).items() if array is not None}
+        arrays["samples"] = arrays.pop("tokens")
+        return {name: self._on_device(array) for name, array in arrays.items()}
+
+    def _on_device(self, array: np.ndarray) -> Tensor:
+        tensor = torch.from_numpy(array)
+        # Only from pinned memory does the copy run beside the computation.
+        return tensor.pin_memory().to(self.device, non_blocking=True) if torch.cuda.is_available() else tensor
+
+    def _clip_plain_gradients(self) -> None:
+        """Without ZeRO the reduced gradients lie in the parameters, and DeepSpeed reports no norm of them."""
+        if self.partitioned:
+            return
+        parameters = [p for p in self._engine.module.parameters() if p.grad is not None]
+        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        if self._clipping > 0:
+            nn.utils.clip_grads_with_norm_(parameters, self._clipping, norm)
+        self._step.norm = float(norm)
+
+    def _open(self) -> bool:
+        """Whether the optimizer may change weights; asked when it is about to, once for each group of them."""
+        step = self._step
+        if step.norm is None:
+            step.norm = float(self._engine.optimizer._global_grad_norm)
+        step.applied = bad_reason(step.loss, step.norm, step.limits) is None
+        return step.applied
+
+    def _result(self) -> StepResult:
+        return StepResult(self._step.loss, self._step.norm, not self._step.applied)
+
+
+class _OneStep:
+    """What is known of the step under way."""
+
+    def __init__(self, loss: float = math.nan, limits: Limits | None = None) -> None:
+        self.loss, self.limits = loss, limits or Limits()
+        self.norm: float | None = None
+        self.applied = False
+
+
+def _gated(step: Callable[..., Any], is_open: Callable[[], bool]) -> Callable[..., Any]:
+    """An optimizer's `step` that does nothing while the gate is shut.
+
+    DeepSpeed's optimizers call PyTorch's at their end: shutting it there leaves all their bookkeeping as it is.
+    """
+
+    def gated(closure: Any = None) -> Any:
+        return step(closure) if is_open() else None
+
+    return gated

@@ -1,0 +1,185 @@
+"""Where an engine keeps weights and optimizer states, as pieces of named parameters.
+
+DeepSpeed flattens parameters and gives each rank a stretch of the result; how, depends on the ZeRO stage. A strategy
+for each kind of optimizer knows its way about; nothing else does.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn as nn
+from deepspeed.runtime.utils import all_gather_dp_groups
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import Tensor
+
+from megatron_coca.checkpoints.state import WEIGHT, Piece
+
+Names = Mapping[nn.Parameter, str]
+MOMENTS: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
+    torch.optim.AdamW: ("exp_avg", "exp_avg_sq"),
+    torch.optim.SGD: (),
+}
+"""The tensors that an optimizer keeps for each parameter."""
+STEP = "step"
+
+
+def pieces(optimizer: Any, names: Names) -> list[Piece]:
+    """What this rank holds of every named parameter; `optimizer` is DeepSpeed's or, without ZeRO, PyTorch's."""
+    found = list(STRATEGIES[_kind(optimizer)](optimizer, names))
+    held = {piece.name for piece in found}
+    return found + [piece for parameter, name in names.items() if name not in held for piece in _frozen(parameter, name)]
+
+
+def counters(optimizer: Any) -> dict[str, float]:
+    """The numbers beside the tensors: steps that the optimizer took, and the loss scale's state in float16."""
+    states = [state for state in base(optimizer).state.values() if STEP in state]
+    found = {STEP: float(states[0][STEP]) if states else 0.0}
+    scaler = getattr(optimizer, "loss_scaler", None)
+    kept = vars(scaler) if scaler is not None else {}
+    return found | {
+        f"loss_scaler.{name}": float(value) for name, value in kept.items() if isinstance(value, int | float)
+    }
+
+
+def set_counters(optimizer: Any, values: Mapping[str, float]) -> None:
+    """Restore what `counters` gave."""
+    for tensor in _optimized(optimizer):
+        state = _state(base(optimizer), tensor)
+        if STEP in state:
+            state[STEP].fill_(values[STEP])
+    scaler = getattr(optimizer, "loss_scaler", None)
+    for name, value in values.items():
+        attribute = name.removeprefix("loss_scaler.")
+        if attribute != name and hasattr(scaler, attribute):
+            setattr(scaler, attribute, type(getattr(scaler, attribute))(value))
+
+
+def base(optimizer: Any) -> torch.optim.Optimizer:
+    """PyTorch's optimizer inside DeepSpeed's."""
+    return optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer.optimizer
+
+
+def refresh(optimizer: Any) -> None:
+    """Make the trained weights follow float32 ones that were written to. Every rank must call it."""
+    REFRESH[_kind(optimizer)](optimizer)
+
+
+def _kind(optimizer: Any) -> type:
+    return next(kind for kind in STRATEGIES if isinstance(optimizer, kind))
+
+
+def _state(optimizer: torch.optim.Optimizer, tensor: Tensor) -> dict[str, Any]:
+    """The optimizer's state of `tensor`, made as its first step would where there is none yet."""
+    state = optimizer.state[tensor]
+    moments = _moments(optimizer)
+    if not state and moments:
+        state[STEP] = torch.zeros((), dtype=torch.float32, device=tensor.device)
+        state.update({name: torch.zeros_like(tensor) for name in moments})
+    return state
+
+
+def _moments(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    return next(names for kind, names in MOMENTS.items() if isinstance(optimizer, kind))
+
+
+def _of_tensor(
+    optimizer: torch.optim.Optimizer, tensor: Tensor, name: str, begin: int, numel: int, start: int
+) -> Iterator[Piece]:
+    """The pieces of stretch [begin, begin + numel) of a flat tensor that the optimizer steps, which is stretch `start`
+    onwards of the parameter.
+    """
+    state = _state(optimizer, tensor)
+    for kind, values in {WEIGHT: tensor.detach(), **{moment: state[moment] for moment in _moments(optimizer)}}.items():
+        yield Piece(name, kind, start, values.view(-1).narrow(0, begin, numel))
+
+
+def _plain(optimizer: torch.optim.Optimizer, names: Names) -> Iterator[Piece]:
+    for parameter in _optimized(optimizer):
+        yield from _of_tensor(optimizer, parameter, names[parameter], 0, parameter.numel(), 0)
+
+
+def _partitioned(optimizer: Any, names: Names) -> Iterator[Piece]:
+    """ZeRO 1 and 2: a rank's stretch of each group of parameters, laid end to end, is one float32 tensor."""
+    for group, flat in zip(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups, strict=True):
+        for parameter in group:
+            mapping = parameter._hp_mapping
+            if mapping is None:
+                continue
+            inner, outer = mapping.hp_fragment_address, mapping.lp_fragment_address
+            yield from _of_tensor(
+                optimizer.optimizer, flat, names[parameter], inner.start, inner.numel, outer.start
+            )
+
+
+def _fully_partitioned(optimizer: Any, names: Names) -> Iterator[Piece]:
+    """ZeRO 3: a rank's stretch of each parameter, filled up at its end, lies in the float32 tensor of a sub-group."""
+    rank = torch.distributed.get_rank(optimizer.dp_process_group)
+    for group, parameters in enumerate(optimizer.fp16_groups):
+        flat = optimizer.fp32_partitioned_groups_flat[group]
+        for parameter in parameters:
+            _, begin, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
+            start = rank * size
+            held = min(size, parameter.ds_numel - start)
+            if held > 0:
+                yield from _of_tensor(optimizer.optimizer, flat, names[parameter], begin, held, start)
+
+
+def _frozen(parameter: nn.Parameter, name: str) -> Iterator[Piece]:
+    """A parameter that no optimizer steps; under ZeRO 3 the rank's stretch of it."""
+    if not hasattr(parameter, "ds_tensor"):
+        yield Piece(name, WEIGHT, 0, parameter.detach().view(-1))
+        return
+    size = parameter.ds_tensor.ds_numel
+    start = torch.distributed.get_rank(parameter.ds_process_group) * size
+    held = min(size, parameter.ds_numel - start)
+    if held > 0:
+        yield Piece(name, WEIGHT, start, parameter.ds_tensor.detach().narrow(0, 0, held))
+
+
+def _optimized(optimizer: Any) -> list[Tensor]:
+    """The tensors that PyTorch's optimizer steps."""
+    if isinstance(optimizer, DeepSpeedZeroOptimizer):
+        return list(optimizer.single_partition_of_fp32_groups)
+    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        return list(optimizer.fp32_partitioned_groups_flat)
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _refresh_partitioned(optimizer: Any) -> None:
+    for group, flat in enumerate(optimizer.single_partition_of_fp32_groups):
+        rank = torch.distributed.get_rank(optimizer.real_dp_process_group[group])
+        optimizer.parallel_partitioned_bit16_groups[group][rank].data.copy_(flat.data)
+    all_gather_dp_groups(
+        groups_flat=optimizer.bit16_groups_flat,
+        partitioned_param_groups=optimizer.parallel_partitioned_bit16_groups,
+        dp_process_group=optimizer.real_dp_process_group,
+        start_alignment_factor=optimizer.nccl_start_alignment_factor,
+        allgather_bucket_size=optimizer.allgather_bucket_size,
+    )
+
+
+def _refresh_fully_partitioned(optimizer: Any) -> None:
+    optimizer.checkpoint_event_prologue()  # gives back gathered copies of the parameters
+    for flat, trained in zip(
+        optimizer.fp32_partitioned_groups_flat, optimizer.fp16_partitioned_groups_flat, strict=True
+    ):
+        if flat.numel():
+            trained.data.copy_(flat.data)
+    optimizer.checkpoint_event_epilogue()  # and gathers those again that always stay whole
+
+
+STRATEGIES: dict[type, Callable[[Any, Names], Iterator[Piece]]] = {
+    DeepSpeedZeroOptimizer: _partitioned,
+    DeepSpeedZeroOptimizer_Stage3: _fully_partitioned,
+    torch.optim.Optimizer: _plain,
+}
+"""How the pieces are found, by the kind of DeepSpeed's optimizer; without ZeRO it leaves PyTorch's as it is."""
+
+REFRESH: dict[type, Callable[[Any], None]] = {
+    DeepSpeedZeroOptimizer: _refresh_partitioned,
+    DeepSpeedZeroOptimizer_Stage3: _refresh_fully_partitioned,
+    torch.optim.Optimizer: lambda optimizer: None,
+}
+"""How trained weights follow the float32 ones; PyTorch's optimizer steps the trained weights themselves."""

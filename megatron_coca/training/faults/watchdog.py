@@ -1,0 +1,171 @@
+"""A run that hangs says where, on every rank, and ends."""
+
+import faulthandler
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple, Self
+
+from megatron_coca.training.faults.status import HUNG
+
+GRACE = 10.0
+"""Seconds between a rank's report and its end. Ranks do not notice a hang at the same moment, and the end of the first
+makes the launcher stop the rest: all must have written by then.
+"""
+LONGEST_POLL = 1.0
+COMMUNICATION = ("distributed_c10d.py", f"{os.sep}deepspeed{os.sep}comm{os.sep}")
+"""Names of files in which a process waits for others."""
+STDERR = 2
+
+
+class Beat(NamedTuple):
+    """Progress: the how-many-th, what was reached, and when on the monotonic clock."""
+
+    number: int
+    what: str
+    at: float
+
+
+class Watchdog:
+    """Ends the process with status HUNG once `beat` was not called for `timeout` seconds.
+
+    Before, the stacks of all threads are written to standard error and to `hang_rank_<rank>.txt` in `report_folder`,
+    with the host, the last beat and what the main thread is in. A rank that waits for others in a collective is told
+    from the one that they wait for by the last two. After the report the process is given `GRACE` seconds; if it goes
+    on meanwhile, so does the run.
+
+    A daemon thread watches. It needs Python's global lock, so C code that never gives the lock back would stop it too;
+    then, 3 times GRACE later, faulthandler's own thread writes the stacks to standard error and ends the process with
+    status 1. That thread also strikes after the process was suspended (SIGSTOP) for that long; shorter suspensions
+    do not count. faulthandler has one such timer a process, so only one watchdog may run at a time.
+    """
+
+    def __init__(
+        self,
+        timeout: float | None,
+        report_folder: Path | None,
+        rank: int,
+        grace: float = GRACE,
+        end: Callable[[int], object] = os._exit,
+    ) -> None:
+        """`timeout` in seconds, None for a watchdog that does nothing; `end` ends the process with a status."""
+        self._timeout, self._folder, self._rank, self._grace, self._end = timeout, report_folder, rank, grace, end
+        self._poll = min(LONGEST_POLL, (timeout or LONGEST_POLL) / 4)
+        self._main = threading.main_thread().ident
+        self._beat = Beat(0, "start", time.monotonic())
+        self._pauses = 0
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        self.beat("start")
+        if self._timeout is not None:
+            self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join()
+            faulthandler.cancel_dump_traceback_later()
+
+    def beat(self, what: str) -> None:
+        """There is progress: `what`, for example "step 12" or "saving", is reached. Costs less than a microsecond."""
+        self._beat = Beat(self._beat.number + 1, what, time.monotonic())
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not watch within: for what takes long and cannot beat, such as a first compilation."""
+        self._pauses += 1
+        try:
+            yield
+        finally:
+            self.beat(self._beat.what)
+            self._pauses -= 1
+
+    def _watch(self) -> None:
+        assert self._timeout is not None
+        silent, before, last = 0.0, time.monotonic(), self._beat
+        while not self._over.is_set():
+            faulthandler.dump_traceback_later(self._timeout + 3 * self._grace, exit=True, file=STDERR)
+            self._over.wait(self._poll)
+            now = time.monotonic()
+            # A process that was suspended has not hung: of a long gap only as much counts as a poll may take.
+            silent += min(now - before, 2 * self._poll)
+            before = now
+            if self._pauses or self._beat is not last:
+                silent, last = 0.0, self._beat
+            elif silent >= self._timeout:
+                self._report_and_end(last)
+                silent = 0.0
+
+    def _report_and_end(self, last: Beat) -> None:
+        text = self._describe(last)
+        # In threads of their own: a full pipe or a file system that hangs must not keep the process.
+        for write in (self._to_stderr, self._to_folder):
+            threading.Thread(target=write, args=(text,), daemon=True).start()
+        if self._over.wait(self._grace):
+            return
+        if self._beat is last:
+            self._end(HUNG)
+        else:
+            self._to_stderr(f"rank {self._rank}: goes on with {self._beat.what!r}; set watchdog_timeout higher\n")
+
+    def _describe(self, last: Beat) -> str:
+        frame = sys._current_frames().get(self._main or 0)
+        return (
+            f"rank {self._rank} on {socket.gethostname()}: no progress for {time.monotonic() - last.at:.0f} s "
+            f"(watchdog_timeout {self._timeout:g}); last was {last.what!r}, number {last.number}; "
+            f"the main thread {_doing(frame)}\n{_all_stacks()}\n"
+        )
+
+    def _to_stderr(self, text: str) -> None:
+        rest = text.encode()
+        while rest:
+            rest = rest[os.write(STDERR, rest) :]
+
+    def _to_folder(self, text: str) -> None:
+        if self._folder is None:
+            return
+        path = self._folder / f"hang_rank_{self._rank}.txt"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        except OSError as error:
+            self._to_stderr(f"rank {self._rank}: {path}: cannot be written ({error})\n")
+
+
+def _doing(frame: FrameType | None) -> str:
+    """What the innermost frame of a thread says about it, and whether it lies in communication between ranks."""
+    if frame is None:
+        return "has ended"
+    waits = any(name in file for file in _files(frame) for name in COMMUNICATION)
+    return f"{'waits for other ranks' if waits else 'is'} in {_place(frame)}"
+
+
+def _files(frame: FrameType | None) -> Iterator[str]:
+    """The source files of a frame and of those that called it."""
+    while frame is not None:
+        yield frame.f_code.co_filename
+        frame = frame.f_back
+
+
+def _place(frame: FrameType) -> str:
+    return f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})"
+
+
+def _all_stacks() -> str:
+    """The stacks of all threads, through memory: faulthandler keeps the global lock while it writes, so it must not
+    write to where it could wait.
+    """
+    with open(os.memfd_create("stacks"), "w+", errors="replace") as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        return file.read()

@@ -1,0 +1,227 @@
+"""Which place a process has in its run, by the variables that launchers and schedulers set for it."""
+
+import os
+import re
+import socket
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from megatron_coca.config import ConfigError
+
+Variables = Mapping[str, str]
+DEFAULT_PORT = 29500
+_RESERVED_STEPS = 0xFFFFFFF0  # slurm.h: from here on the numbers stand for batch scripts, interactive shells, ...
+
+
+class Place(NamedTuple):
+    """A process among those of its run.
+
+    `master` is the address of the first process and `port` its port, None where the variables do not say.
+    `sole_on_host` says that the scheduler started one process for each host, which may start the others there.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    master: str | None
+    port: int | None
+    sole_on_host: bool = False
+
+
+class Launcher(NamedTuple):
+    """How one kind of launcher is recognised and read."""
+
+    name: str
+    started: Callable[[Variables], bool]
+    place: Callable[[Variables], Place]
+
+
+def find_place(environment: Variables) -> Place | None:
+    """The place that the variables describe, or None for a process that no launcher started.
+
+    Raises:
+        ConfigError: a variable is missing, is no number or contradicts another one.
+    """
+    for launcher in LAUNCHERS:
+        if launcher.started(environment):
+            return _checked(launcher.place(environment), launcher.name, environment)
+    given = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name in environment]
+    missing = [name for name in ("RANK", "WORLD_SIZE") if name not in environment]
+    if given and missing:
+        raise ConfigError(
+            [f"{' and '.join(missing)}: not set although {' and '.join(given)} is; set all of RANK, WORLD_SIZE, LOCAL_RANK, "
+             "MASTER_ADDR and MASTER_PORT, or unset them"]
+        )  # fmt: skip
+    return None
+
+
+def under_launcher(environment: Variables) -> bool:
+    """Whether a launcher or a scheduler started this process as one of several, or as a group of one."""
+    return find_place(environment) is not None
+
+
+def complete_environment(environment: dict[str, str]) -> None:
+    """Write down the variables that the process group is joined by: those of the launcher, or of a group of one."""
+    alone = Place(0, 1, 0, 1, "127.0.0.1", None)
+    place = find_place(environment) or alone
+    port = place.port or (free_port() if place.world_size == 1 else DEFAULT_PORT)
+    environment |= {
+        "RANK": str(place.rank),
+        "WORLD_SIZE": str(place.world_size),
+        "LOCAL_RANK": str(place.local_rank),
+        "LOCAL_WORLD_SIZE": str(place.local_world_size),
+        "MASTER_ADDR": place.master or "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def threads_per_process(environment: Variables) -> int:
+    """CPU threads for this process where several share one machine."""
+    cores = len(os.sched_getaffinity(0))
+    return max(1, cores // int(environment.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def free_port() -> int:
+    """A port of this host that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of Slurm's compressed list: "gpu[003-007,9],login" -> "gpu003"."""
+    entry = re.match(r"(?:\[[^\]]*\]|[^\[,])*", nodelist)
+    host = re.sub(r"\[(\d+)[^\]]*\]", r"\1", entry.group()) if entry else ""
+    if not re.search(r"[^\W\d]", host) and not re.fullmatch(r"[\d.]{7,}", host):
+        raise ConfigError([f"SLURM_STEP_NODELIST: cannot find a host in {nodelist!r}; set MASTER_ADDR"])
+    return host
+
+
+def tasks_on_node(tasks: str, node: int) -> int:
+    """Tasks on host number `node` by Slurm's compressed list: "8(x3),4" -> 8 for the first three, 4 for the last."""
+    counts: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks):
+        counts += [int(count)] * int(times or 1)
+    if not counts:
+        raise ConfigError([f"SLURM_STEP_TASKS_PER_NODE: cannot read {tasks!r}; set LOCAL_WORLD_SIZE"])
+    return counts[min(node, len(counts) - 1)]
+
+
+def _number(environment: Variables, *names: str, default: int | None = None) -> int:
+    """The value of the first of `names` that is set."""
+    for name in names:
+        if name in environment:
+            if not re.fullmatch(r"\s*\d+\s*", environment[name]):
+                raise ConfigError([f"{name}: {environment[name]!r} is not a whole number"])
+            return int(environment[name])
+    if default is None:
+        raise ConfigError([f"{names[0]}: not set in the environment; the launcher must set it for every process"])
+    return default
+
+
+def _port(environment: Variables) -> int | None:
+    return _number(environment, "MASTER_PORT") if "MASTER_PORT" in environment else None
+
+
+def _checked(place: Place, name: str, environment: Variables) -> Place:
+    if not 0 <= place.rank < place.world_size:
+        raise ConfigError([f"{name}: rank {place.rank} is not below the world size {place.world_size}"])
+    if not 0 <= place.local_rank < place.local_world_size:
+        raise ConfigError(
+            [f"{name}: local rank {place.local_rank} is not below the local world size {place.local_world_size}"]
+        )
+    given = _number(environment, "WORLD_SIZE", default=place.world_size)
+    if given != place.world_size:
+        raise ConfigError([f"WORLD_SIZE: {given}, but {name} started {place.world_size} processes; unset WORLD_SIZE"])
+    if place.master is None and place.world_size > place.local_world_size:
+        raise ConfigError([f"MASTER_ADDR: not set; {name} started processes on several hosts: set it to the first one"])
+    return place
+
+
+def _by_rank(environment: Variables) -> Place:
+    """torchrun and deepspeed set everything; PyTorchJob sets no LOCAL_RANK, because it starts one process in a pod."""
+    world, sole = _number(environment, "WORLD_SIZE"), "LOCAL_RANK" not in environment
+    local_world = _number(environment, "LOCAL_WORLD_SIZE", "LOCAL_SIZE", default=1 if sole else world)
+    local = _number(environment, "LOCAL_RANK", default=0)
+    master = environment.get("MASTER_ADDR")
+    if master is None and world > 1:
+        raise ConfigError([f"MASTER_ADDR: not set although WORLD_SIZE is {world}; set it to the host of rank 0"])
+    return Place(_number(environment, "RANK"), world, local, local_world, master, _port(environment), sole)
+
+
+def _by_slurm(environment: Variables) -> Place:
+    """A step's variables go before those of its job, of which the step may be a part."""
+    world = _number(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    tasks = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_NTASKS_PER_NODE")
+    node = _number(environment, "SLURM_NODEID", default=0)
+    local = _number(environment, "SLURM_LOCALID", default=0)
+    local_world = tasks_on_node(tasks, node) if tasks else local + 1
+    nodes = environment.get("SLURM_STEP_NODELIST")
+    # The launching host may be a login node; it serves only where Slurm does not name the hosts of the step.
+    other = environment.get("SLURM_LAUNCH_NODE_IPADDR")
+    step = _number(environment, "SLURM_STEP_ID", default=0)
+    port = 20000 + (_number(environment, "SLURM_JOB_ID", default=9500) + 101 * step) % 20000
+    return Place(
+        rank=_number(environment, "SLURM_PROCID"),
+        world_size=world,
+        local_rank=local,
+        local_world_size=_number(environment, "LOCAL_WORLD_SIZE", default=local_world),
+        master=environment.get("MASTER_ADDR") or (first_host(nodes) if nodes else other),
+        port=_port(environment) or port,
+        sole_on_host=bool(tasks) and local_world == 1,
+    )
+
+
+def _by_mpi(rank: str, size: str, local_rank: str, local_size: str) -> Callable[[Variables], Place]:
+    def place(environment: Variables) -> Place:
+        return Place(
+            _number(environment, rank),
+            _number(environment, size),
+            _number(environment, local_rank),
+            _number(environment, local_size),
+            environment.get("MASTER_ADDR"),
+            _port(environment),
+        )
+
+    return place
+
+
+def _by_index(environment: Variables) -> Place:
+    """Pods of an Indexed Job: Kubernetes gives each its number, the manifest their count and the first one's name."""
+    rank, master = _number(environment, "JOB_COMPLETION_INDEX"), environment.get("MASTER_ADDR")
+    return Place(rank, _number(environment, "WORLD_SIZE"), 0, 1, master, _port(environment), sole_on_host=True)
+
+
+def _has(*names: str) -> Callable[[Variables], bool]:
+    return lambda environment: all(name in environment for name in names)
+
+
+def is_slurm_task(environment: Variables) -> bool:
+    """Whether srun started this process. The body of a batch script and the shell of an interactive allocation are no
+    tasks, though they have SLURM_PROCID and SLURM_NTASKS: they are steps of a reserved number, or of none.
+    """
+    step = _number(environment, "SLURM_STEP_ID", default=_RESERVED_STEPS)
+    return "SLURM_PROCID" in environment and step < _RESERVED_STEPS
+
+
+def _is_one_of_several_tasks(environment: Variables) -> bool:
+    tasks = _number(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", default=1)
+    return is_slurm_task(environment) and tasks > 1
+
+
+_OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+_MVAPICH = tuple(f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+_HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+
+LAUNCHERS: tuple[Launcher, ...] = (
+    Launcher("torchrun or deepspeed", _has("RANK", "WORLD_SIZE"), _by_rank),
+    Launcher("Open MPI", _has(*_OPEN_MPI[:2]), _by_mpi(*_OPEN_MPI)),
+    Launcher("MVAPICH", _has(*_MVAPICH[:2]), _by_mpi(*_MVAPICH)),
+    Launcher("srun", _is_one_of_several_tasks, _by_slurm),
+    Launcher("MPICH or Intel MPI", _has(*_HYDRA), _by_mpi(*_HYDRA)),
+    Launcher("Kubernetes (Indexed Job)", _has("JOB_COMPLETION_INDEX", "WORLD_SIZE"), _by_index),
+)
+"""In order of precedence. Within a Slurm job mpirun starts its daemons through srun, so its own variables go first; srun
+sets PMI_RANK for its tasks, so those of MPICH come after Slurm's.
+"""

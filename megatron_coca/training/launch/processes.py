@@ -1,0 +1,184 @@
+"""Processes that end together: signals reach all of them, and the failure of one ends the others.
+
+DeepSpeed's launcher and torchrun end their processes when they are told to stop, and give an exit status of their own.
+Here the processes are told, have the time to save, and their status is kept.
+"""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from megatron_coca.training.faults.status import INTERRUPTED, PREEMPTED
+
+STOPPING = (signal.SIGTERM, signal.SIGUSR1)
+FORWARDED = (*STOPPING, signal.SIGINT, signal.SIGHUP)
+SETTLE = 5.0
+"""Seconds that the others have to end by themselves after one has failed: long enough to print their own errors."""
+PREEMPTED_SETTLE = 300.0
+"""The same where the first one ended with PREEMPTED: the others may still be writing."""
+INTERVAL = 0.05
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class Member(Protocol):
+    """A process, here or behind a connection; `label` names it in messages."""
+
+    label: str
+
+    def poll(self) -> int | None:
+        """Its exit status (128 + n for one that signal n ended), or None while it runs."""
+        ...
+
+    def send(self, number: int) -> None:
+        """Hand it a signal."""
+        ...
+
+
+class SignalSource(Protocol):
+    """Where requests to stop come from."""
+
+    def take(self) -> list[int]:
+        """The signals that have come since the last call."""
+        ...
+
+
+class LocalProcess:
+    """A process of this host in a session of its own, which a dying parent takes with it.
+
+    The terminal's Ctrl-C does not reach it, so that it gets every signal once: through `send`.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        stdin: int = subprocess.DEVNULL,
+        translated: Mapping[int, int] | None = None,
+    ) -> None:
+        """`translated` replaces signals that mean something else to this command."""
+        self.label, self._translated = label, dict(translated or {})
+        prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
+
+        def die_with_parent() -> None:
+            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != parent:
+                os._exit(INTERRUPTED)
+
+        self.process = subprocess.Popen(
+            command, env=dict(environment), stdin=stdin, start_new_session=True, preexec_fn=die_with_parent
+        )
+
+    def poll(self) -> int | None:
+        status = self.process.poll()
+        return 128 - status if status is not None and status < 0 else status
+
+    def send(self, number: int) -> None:
+        if self.process.poll() is not None:
+            return
+        if number == signal.SIGKILL:
+            os.killpg(self.process.pid, number)  # and what it has started
+        else:
+            self.process.send_signal(self._translated.get(number, number))
+
+
+class CaughtSignals:
+    """The signals that this process gets, in place of their usual effect, from now until `release`.
+
+    Those that are ignored stay so (nohup).
+    """
+
+    def __init__(self) -> None:
+        self._caught: list[int] = []
+        heard = [number for number in FORWARDED if signal.getsignal(number) != signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self._catch) for number in heard}
+
+    def _catch(self, number: int, frame: object) -> None:
+        self._caught.append(number)
+
+    def take(self) -> list[int]:
+        taken, self._caught = self._caught, []
+        return taken
+
+    def release(self) -> None:
+        """Restore what the signals did before."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+class _Group:
+    """What `supervise` knows while it waits."""
+
+    def __init__(self, members: Sequence[Member], settle: float) -> None:
+        self.running, self.settle = list(members), settle
+        self.failures: list[tuple[str, int]] = []
+        self.sent: list[int] = []
+        self.deadline: float | None = None
+
+    def forward(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            again = number == signal.SIGINT and number in self.sent
+            self.sent.append(number)
+            for member in self.running:
+                member.send(signal.SIGKILL if again else number)
+
+    def collect(self) -> None:
+        """Take out who has ended. Of those that ended at once, one that a signal ended is the cause of the others."""
+        ended = {member.label: status for member in self.running if (status := member.poll()) is not None}
+        self.running = [member for member in self.running if member.label not in ended]
+        failed = sorted(((label, status) for label, status in ended.items() if status), key=lambda each: -each[1])
+        for label, status in failed:
+            self._note(label, PREEMPTED if self._is_asked_for(status) else status)
+
+    def _is_asked_for(self, status: int) -> bool:
+        """A process that cannot save yet dies of the signal that asks it to stop; nothing is lost by that."""
+        return any(status == 128 + number for number in self.sent if number in STOPPING)
+
+    def _note(self, label: str, status: int) -> None:
+        if not self.failures or (status != PREEMPTED and self.status == PREEMPTED):
+            self.deadline = time.monotonic() + (PREEMPTED_SETTLE if status == PREEMPTED else self.settle)
+            self.failures.insert(0, (label, status))
+            if status not in (PREEMPTED, INTERRUPTED):
+                rest = "; stopping the others" if self.running else ""
+                print(f"{label} {describe(status)}{rest}", file=sys.stderr, flush=True)
+
+    def end_the_late(self) -> None:
+        if self.deadline is not None and time.monotonic() > self.deadline:
+            self.deadline = None
+            for member in self.running:
+                member.send(signal.SIGKILL)
+
+    @property
+    def status(self) -> int:
+        return self.failures[0][1] if self.failures else 0
+
+
+def supervise(members: Sequence[Member], signals: SignalSource, settle: float = SETTLE) -> int:
+    """Wait for all members and give the run's exit status: 0, or that of the one that failed first.
+
+    Signals are passed on and their effect is waited for, without a limit of time: the scheduler that sent one has its
+    own. A second Ctrl-C kills. When a member fails, the others have `settle` seconds, then they are killed. PREEMPTED
+    is the status only where nobody failed otherwise.
+    """
+    group = _Group(members, settle)
+    while group.running:
+        group.forward(signals.take())
+        group.collect()
+        group.end_the_late()
+        if group.running:
+            time.sleep(INTERVAL)
+    return group.status
+
+
+def describe(status: int) -> str:
+    """An exit status in words."""
+    if status <= 128 or status - 128 not in {int(number) for number in signal.Signals}:
+        return f"ended with exit status {status}"
+    name = signal.Signals(status - 128).name
+    hint = ", as the kernel does when memory runs out" if name == "SIGKILL" else ""
+    return f"was ended by {name}{hint} (exit status {status})"

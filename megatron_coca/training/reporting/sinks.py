@@ -1,0 +1,178 @@
+"""Where figures are kept: a JSON line per report, TensorBoard, Weights & Biases."""
+
+import contextlib
+import json
+import math
+import os
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from megatron_coca.checkpoints import CheckpointError
+from megatron_coca.config import Config, ConfigError
+from megatron_coca.training.reporting.figures import Figures
+
+METRICS = "metrics.jsonl"
+WANDB_RUN = "wandb.json"
+
+
+class Sink(Protocol):
+    """Takes what a run reports."""
+
+    def report(self, step: int, figures: Figures) -> None:
+        """`step` is the number of completed steps."""
+        ...
+
+    def note(self, step: int, message: str) -> None:
+        """One line on something odd."""
+        ...
+
+    def close(self) -> None:
+        """Flush and let go."""
+        ...
+
+
+class JsonLines:
+    """One JSON object per report in `metrics.jsonl`; a note is one too, with its text as `event`.
+
+    A resumed run first drops the lines of steps that it will repeat; a fresh one sets an older file aside. Numbers
+    that JSON does not have (not a number, infinite) are null.
+    """
+
+    def __init__(self, folder: Path, start: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / METRICS
+        kept = [line for line in _lines(path) if line["step"] <= start] if start else []
+        if path.is_file() and not start:
+            path.replace(next(old for number in count(1) if not (old := folder / f"{METRICS}.{number}").exists()))
+        aside = folder / f".{METRICS}.{os.getpid()}.partial"
+        aside.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        aside.replace(path)
+        self._path, self._file = path, path.open("a")
+
+    def report(self, step: int, figures: Figures) -> None:
+        self._write({"step": step} | {name: _finite(value) for name, value in figures.items()})
+
+    def note(self, step: int, message: str) -> None:
+        self._write({"step": step, "event": message})
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # `report` has told of a full disk already
+            self._file.close()
+
+    def _write(self, line: dict[str, Any]) -> None:
+        try:
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise CheckpointError(
+                f"{self._path}: cannot be written ({error}); complete checkpoints are intact"
+            ) from error
+
+
+class TensorBoard:
+    """Scalars, and notes as text, for TensorBoard. What an earlier process wrote of repeated steps is hidden."""
+
+    def __init__(self, folder: str, start: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # an extra: imported only where it is asked for
+
+        self._writer = SummaryWriter(folder, purge_step=start + 1)
+
+    def report(self, step: int, figures: Figures) -> None:
+        for name, value in figures.items():
+            if value is not None:
+                self._writer.add_scalar(name, value, step)
+
+    def note(self, step: int, message: str) -> None:
+        self._writer.add_text("event", message, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Logged(NamedTuple):
+    """What is known of the run at Weights & Biases: its id and the last step that it was given."""
+
+    id: str
+    step: int
+
+
+class WandB:
+    """A run at Weights & Biases; WANDB_MODE=offline keeps it on disk.
+
+    The run's id and its last step lie in `wandb.json` of the run's folder. A resumed run goes on under that id, and
+    steps that it repeats are not given a second time: its history cannot be taken back.
+    """
+
+    def __init__(self, config: Config, folder: Path, start: int) -> None:
+        import wandb  # an extra: imported only where it is asked for
+
+        keys = config.logging
+        self._path = folder / WANDB_RUN
+        before = _read_run(self._path) if start else None
+        self._given = before.step if before else 0
+        settings = wandb.Settings(base_url=keys.wandb_host) if keys.wandb_host else None
+        try:
+            self._run = wandb.init(
+                project=keys.wandb_project,
+                group=keys.wandb_group,
+                name=keys.wandb_run_name,
+                entity=keys.wandb_team,
+                config=config.flat(),
+                settings=settings,
+                id=before.id if before else None,
+                resume="allow" if before else None,
+                allow_val_change=True if before else None,
+            )
+        except wandb.errors.Error as error:
+            other = f", or delete {self._path} to begin another run there" if before else ""
+            raise ConfigError([f"use_wandb: {error}; log in, or set WANDB_MODE=offline{other}"]) from error
+
+    def report(self, step: int, figures: Figures) -> None:
+        if step > self._given:
+            self._run.log({name: value for name, value in figures.items() if value is not None}, step=step)
+            _write_run(self._path, _Logged(self._run.id, step))
+
+    def note(self, step: int, message: str) -> None:
+        """Weights & Biases keeps what is printed, and this is."""
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _read_run(path: Path) -> _Logged | None:
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text())
+        return _Logged(str(content["id"]), int(content["step"]))
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            [f"use_wandb: {path} does not name a run ({error}); delete it to begin another one"]
+        ) from error
+
+
+def _write_run(path: Path, run: _Logged) -> None:
+    aside = path.with_name(f".{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside.write_text(json.dumps(run._asdict()))
+        aside.replace(path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be written ({error}); complete checkpoints are intact") from error
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is None or math.isfinite(value) else None
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """The complete lines of a metrics file; a kill can leave half a line at its end."""
+    lines = []
+    for text in path.read_text(errors="replace").splitlines() if path.is_file() else ():
+        try:
+            line = json.loads(text)
+            lines.append(line | {"step": int(line["step"])})
+        except (ValueError, TypeError, KeyError):
+            break
+    return lines

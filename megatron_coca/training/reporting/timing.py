@@ -1,0 +1,127 @@
+"""Where the time of the loop goes, and how long this rank's own work takes."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn as nn
+
+Clock = Callable[[], float]
+"""Seconds since some moment."""
+
+TIMED_FORWARDS = 64
+"""Forward passes per interval that are timed on a GPU, the newest; each needs two events."""
+
+
+class Lap(NamedTuple):
+    """Seconds since the lap before, and how many of them went by in each phase."""
+
+    wall: float
+    waiting: float
+    saving: float
+    validating: float
+
+    @property
+    def training(self) -> float:
+        """Seconds in neither a save nor a validation; waits for data belong to training."""
+        return self.wall - self.saving - self.validating
+
+
+class Phases:
+    """Divides the time of the loop into laps and phases."""
+
+    def __init__(self, clock: Clock = time.perf_counter) -> None:
+        self._clock = clock
+        self._since, self._spent = clock(), dict.fromkeys(Lap._fields[1:], 0.0)
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Count what runs inside as `phase`: waiting, saving or validating."""
+        began = self._clock()
+        try:
+            yield
+        finally:
+            self._spent[phase] += self._clock() - began
+
+    def lap(self) -> Lap:
+        """The lap that ends now; the next one begins."""
+        now = self._clock()
+        found = Lap(now - self._since, **self._spent)
+        self._since, self._spent = now, dict.fromkeys(self._spent, 0.0)
+        return found
+
+
+class Remaining:
+    """Seconds until the last step, at the pace of this process so far, saves and validations included.
+
+    The first step is left out once there are others: it allocates, and may compile.
+    """
+
+    def __init__(self, start: int, last: int, clock: Clock = time.perf_counter) -> None:
+        self._clock, self._start, self._last = clock, start, last
+        self._began = self._after_first = clock()
+
+    def stepped(self, step: int) -> None:
+        """`step` is done."""
+        if step == self._start + 1:
+            self._after_first = self._clock()
+
+    def seconds(self, step: int) -> float:
+        """From `step`, which is done, to the last."""
+        several = step > self._start + 1
+        since, done = (self._after_first, step - self._start - 1) if several else (self._began, 1)
+        return (self._clock() - since) / done * max(0, self._last - step)
+
+
+class ForwardTimer:
+    """Times the forward passes of the trained module.
+
+    No rank waits for another inside one (but under ZeRO 3 and tensor or sequence parallelism), while the step as a
+    whole takes equally long on all: so this tells which rank is slow. On a GPU by events, which wait for nothing.
+    """
+
+    def __init__(self, clock: Clock = time.perf_counter) -> None:
+        self._clock = clock
+        self._begun: Any = None
+        self._timed: deque[tuple[Any, Any]] = deque(maxlen=TIMED_FORWARDS)
+        events = torch.cuda.is_available()
+        self._mark: Callable[[], Any] = _event if events else clock
+        self._between: Callable[[Any, Any], float] = _between_events if events else _between_times
+
+    def watch(self, module: nn.Module) -> None:
+        """Time `module` from now on, while it is in training mode."""
+        module.register_forward_pre_hook(self._before)
+        module.register_forward_hook(self._after)
+
+    def lap(self) -> float:
+        """Mean seconds of a forward pass since the lap before, 0 without any. On a GPU it waits for the last one."""
+        pairs = list(self._timed)
+        self._timed.clear()
+        return sum(self._between(*pair) for pair in pairs) / len(pairs) if pairs else 0.0
+
+    @torch.compiler.disable
+    def _before(self, module: nn.Module, inputs: Any) -> None:
+        self._begun = self._mark() if module.training else None
+
+    @torch.compiler.disable
+    def _after(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if self._begun is not None:
+            self._timed.append((self._begun, self._mark()))
+
+
+def _event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _between_events(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
+
+
+def _between_times(begin: float, end: float) -> float:
+    return end - begin

@@ -1,0 +1,222 @@
+"""When a run is saved, and how: a copy of the state is taken between two steps and written while training goes on."""
+
+import logging
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_coca.checkpoints import CheckpointError, native
+from megatron_coca.checkpoints.state import Piece, Place, StateReader, file_name, weights, write_pieces
+from megatron_coca.checkpoints.versions import code_versions
+from megatron_coca.config import CheckpointConfig
+from megatron_coca.training import engine as dist
+from megatron_coca.training import rng
+from megatron_coca.training.background import Background
+from megatron_coca.training.corpus import Corpus
+from megatron_coca.training.engine import Engine
+from megatron_coca.training.together import attempt
+from megatron_coca.training.topology import Topology
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def is_due(step: int, config: CheckpointConfig) -> bool:
+    """Whether the checkpoint keys ask for one after `step` completed iterations."""
+    if step in (config.extra_save_iters or ()):
+        return True
+    factor = config.checkpoint_factor
+    if factor is None:
+        return False
+    return step % factor == 0 if config.checkpoint_scale == "linear" else _is_power(step, factor)
+
+
+def _is_power(step: int, factor: int) -> bool:
+    power = 1
+    while power < step and factor > 1:
+        power *= factor
+    return power == step
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The state of one rank between two steps, in CPU memory that training does not touch."""
+
+    step: int
+    pieces: list[Piece]
+    places: dict[str, Place]
+    random: dict[str, Any]
+    meta: dict[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints of one run."""
+
+    def __init__(self, corpus: Corpus, engine: Engine, topology: Topology, layout: Mapping[str, Any]) -> None:
+        """`layout` is what a resumed run must share: samples of a step, number format. Every rank must call it."""
+        self._corpus, self._engine, self._layout = corpus, engine, dict(layout)
+        self._topology, self._place = topology, topology.coordinates(dist.rank())
+        self._keys = corpus.config.checkpoint
+        self._background = Background()
+        self._group = dist.background_group()
+        self._buffers: dict[tuple[str, str, int], Tensor] = {}
+
+    @property
+    def failed(self) -> bool:
+        """Whether a checkpoint could not be written; `wait` says why."""
+        return self._background.failed
+
+    def restore(self, folder: Path) -> dict[str, Any]:
+        """Bring engine and random state to where the checkpoint was taken; returns its `meta.json`. Every rank must
+        call it.
+
+        Raises:
+            CheckpointError: the state does not hold all that this rank needs.
+        """
+        meta = native.read_json(folder / native.META)
+        places = self._engine.places()
+        with StateReader(folder / native.STATE) as reader:
+            for piece in self._engine.pieces():
+                reader.fill(piece, places[piece.name])
+        self._engine.restored(meta["counters"])
+        if meta["topology"] == self._topology.layout():
+            rng.load_states(folder / native.RNG / f"rank_{dist.rank()}.pt")
+        else:
+            logger.warning("another division among processes than %s: dropout draws anew", meta["topology"])
+            rng.seed_everything(self._corpus.config.seed + int(meta["step"]), self._topology.random_stream(dist.rank()))
+        return meta
+
+    def save(self, step: int, progress: Mapping[str, Any]) -> None:
+        """Take the state after `step` and begin to write it; complete or absent. Every rank must call it.
+
+        `progress` is what the loop keeps beside the engine, as JSON can hold it.
+
+        Raises:
+            CheckpointError: this one, or the one before it where this is the first call since, could not be written;
+                earlier checkpoints are untouched.
+        """
+        if self._keys.save is None:
+            return
+        root = Path(self._keys.save)
+        self.wait()  # its buffers are used again
+        snapshot = self._snapshot(step, progress)
+        self._background.start(lambda: self._write(root, snapshot))
+        if not self._keys.async_save:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until the checkpoint in progress is complete.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        self._background.wait()
+
+    def _snapshot(self, step: int, progress: Mapping[str, Any]) -> Snapshot:
+        places = self._engine.places()
+        own = [piece for piece in self._engine.pieces() if self._is_writer(places[piece.name])]
+        if self._keys.async_save or torch.cuda.is_available():
+            own = [piece._replace(tensor=self._copied(piece)) for piece in own]
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return Snapshot(step, own, places, rng.states(), self._meta(step, progress))
+
+    def _is_writer(self, place: Place) -> bool:
+        """Whether this rank writes what it holds: copies of the same are written once."""
+        first_tensor = place.shard is not None or self._place.tensor == 0
+        replica = self._place.data or self._place.sequence
+        return first_tensor and (self._engine.partitioned or not replica)
+
+    def _copied(self, piece: Piece) -> Tensor:
+        key = (piece.kind, piece.name, piece.start)
+        if key not in self._buffers:
+            self._buffers[key] = torch.empty_like(piece.tensor, device="cpu", pin_memory=piece.tensor.is_cuda)
+        return self._buffers[key].copy_(piece.tensor, non_blocking=True)
+
+    def _write(self, root: Path, snapshot: Snapshot) -> None:
+        step, written = snapshot.step, {}
+        self._together(lambda: native.begin(root, step), root, step, main_only=True)
+        self._together(lambda: written.update(_write_own(native.partial_folder(root, step), snapshot)), root, step)
+        described = dist.merge_dicts(written, self._group)
+        self._together(lambda: self._complete(root, snapshot, described), root, step, main_only=True)
+        if dist.is_main():
+            self._after(root, step)
+
+    def _together(self, action: Callable[[], Any], root: Path, step: int, main_only: bool = False) -> None:
+        """Run `action` on every rank (or the first), and fail on all where it fails on one."""
+        succeeded, failure = attempt(action, (OSError, RuntimeError, SafetensorError), main_only, self._group)
+        if not succeeded:
+            if dist.is_main():
+                native.abandon(root, step)
+            newest = native.steps(root)[-1:] or "none"
+            raise CheckpointError(
+                f"{root}: the checkpoint of step {step} could not be written ({failure or 'on another rank'}); "
+                f"earlier ones are intact (newest: {newest})"
+            ) from failure
+
+    def _complete(self, root: Path, snapshot: Snapshot, described: dict[str, Any]) -> None:
+        """What the first rank adds once all others have written."""
+        folder = native.partial_folder(root, snapshot.step)
+        dtype = DTYPES[self._corpus.config.precision.dtype]
+        with StateReader(folder / native.STATE) as reader:
+            save_file(dict(weights(reader, dtype)), folder / native.WEIGHTS)
+        (folder / native.CONFIG).write_text(self._corpus.config.to_yaml())
+        # safetensors leaves its files to the owner alone
+        for name in (native.WEIGHTS, *(name for name in described if name.endswith(".safetensors"))):
+            shutil.copymode(folder / native.CONFIG, folder / name)
+        native.write_json(folder / native.META, snapshot.meta)
+        if self._corpus.tokenizer is not None:
+            self._corpus.tokenizer.save(folder / native.TOKENIZER)
+        native.commit(root, snapshot.step, described)
+
+    def _after(self, root: Path, step: int) -> None:
+        """Make room, and copy. A copy that fails is told and tried again with the next checkpoint."""
+        native.prune(root, self._keys.keep_last_n_checkpoints, self._keys.keep_every_n_steps)
+        logger.info("saved %s", native.step_folder(root, step))
+        if self._keys.save_copy is None:
+            return
+        try:
+            native.copy(native.step_folder(root, step), Path(self._keys.save_copy))
+            native.prune(
+                Path(self._keys.save_copy), self._keys.keep_last_n_checkpoints, self._keys.keep_every_n_steps
+            )
+        except (OSError, CheckpointError) as error:
+            logger.warning("%s: step %d could not be copied (%s)", self._keys.save_copy, step, error)
+
+    def _meta(self, step: int, progress: Mapping[str, Any]) -> dict[str, Any]:
+        taken = self._corpus.train.mixture(step * self._layout["batch"])
+        return {
+            "step": step,
+            "data": self._corpus.identity,
+            **self._layout,
+            "topology": self._topology.layout(),
+            "zero_stage": self._corpus.config.parallel.stage,
+            "counters": self._engine.counters(),
+            "progress": dict(progress),
+            "mixture": [asdict(share) for share in taken],
+            "versions": code_versions(),
+        }
+
+
+def _write_own(folder: Path, snapshot: Snapshot) -> dict[str, Any]:
+    """Write a rank's own files to disk; returns what a manifest says of them."""
+    random = folder / native.RNG / f"rank_{dist.rank()}.pt"
+    state = folder / native.STATE / file_name(dist.rank())
+    for path in (random, state):
+        path.parent.mkdir(exist_ok=True)
+    torch.save(snapshot.random, random)
+    files = [random]
+    if snapshot.pieces:
+        write_pieces(state, snapshot.pieces, snapshot.places)
+        files.append(state)
+    for path in files:
+        native.flush(path)
+    return {str(path.relative_to(folder)): native.describe(path) for path in files}

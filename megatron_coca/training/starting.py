@@ -1,0 +1,152 @@
+"""How a run starts: fresh, resumed, or from given weights."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.nn as nn
+
+from megatron_coca.checkpoints import CheckpointError, huggingface, native
+from megatron_coca.checkpoints.compare import differing_keys
+from megatron_coca.checkpoints.load import load_checkpoint, load_weights
+from megatron_coca.config import CheckpointConfig, load_config
+from megatron_coca.training import engine as dist
+from megatron_coca.training.corpus import Corpus
+from megatron_coca.training.identity import differing_data
+from megatron_coca.training.together import attempt
+
+logger = logging.getLogger(__name__)
+
+FREE_GROUPS = frozenset({"schedule", "data", "batch", "parallel", "checkpoint", "logging", "launch", "faults"})
+FREE_KEYS = frozenset(
+    {
+        "attention_backend",
+        "operand_kernel",
+        "checkpoint_activations",
+        "checkpoint_num_layers",
+        "checkpoint_policy",
+        "loss_chunk_size",
+        "torch_compile",
+        "optimizer.params.lr",
+    }
+)
+"""What may change when a run is resumed. Of these, data and batch are checked by what they amount to (meta.json); how
+the work is divided among processes is free, because the saved state is not divided by it.
+"""
+
+
+def candidates(config: CheckpointConfig) -> list[Path]:
+    """The checkpoints to resume from, the preferred one first; none for a fresh start.
+
+    With `auto_resume` the run's own come first, then those of `save_copy`. `load` naming the folder of `save` while
+    that holds nothing yet is a first start, so that one command serves first and later launches.
+
+    Raises:
+        CheckpointError: `load` holds no checkpoint, `save` holds some that a fresh run would mix with its own, or
+            `auto_resume` has no folder to look into.
+    """
+    if config.auto_resume and config.save is None:
+        raise CheckpointError("auto_resume: needs a folder to resume from; set save=FOLDER")
+    own = _newest_first(config.save, config.save_copy) if config.auto_resume else []
+    if own:
+        return own
+    folders, save = _folders_to_resume(config), Path(config.save) if config.save is not None else None
+    if save is not None and native.steps(save) and (not folders or folders[0].resolve().parent != save.resolve()):
+        raise CheckpointError(
+            f"{save}: already holds a run, up to step {native.steps(save)[-1]}; resume it with load={save} or "
+            "auto_resume=true, or choose another save folder"
+        )
+    return folders
+
+
+def _newest_first(*saves: str | None) -> list[Path]:
+    """The complete checkpoints of several save folders by step, falling; of one step in the order of the folders."""
+    found = [
+        (-step, number, native.step_folder(Path(save), step))
+        for number, save in enumerate(saves)
+        if save is not None
+        for step in native.steps(Path(save))
+    ]
+    return [folder for _, _, folder in sorted(found)]
+
+
+def _folders_to_resume(config: CheckpointConfig) -> list[Path]:
+    if config.load is None or config.finetune:
+        return []
+    if huggingface.is_huggingface_folder(Path(config.load)):
+        raise CheckpointError(
+            f"{config.load}: a Hugging Face folder has no optimizer state; set finetune=true to start from its weights"
+        )
+    same = config.save is not None and Path(config.load).resolve() == Path(config.save).resolve()
+    if same and not native.steps(Path(config.load)):
+        return []
+    named = native.locate(config.load, config.iteration)
+    if config.iteration is not None or named == Path(config.load):
+        return [named]
+    return _newest_first(config.load)
+
+
+def first_intact(folders: Sequence[Path]) -> Path | None:
+    """The first of `folders` whose files all are as they were written; says which ones are not. Every rank must call
+    it.
+
+    Raises:
+        CheckpointError: none of them is intact; a run that was begun is never silently begun anew.
+    """
+    for folder in folders:
+        intact, failure = attempt(lambda folder=folder: native.verify(folder), CheckpointError, main_only=True)  # type: ignore[misc]
+        if intact:
+            return folder
+        if folder is folders[-1]:
+            raise failure or CheckpointError(f"{folder}: is damaged (the first process says how)")
+        logger.warning("%s; falling back to the checkpoint before it", failure)
+    return None
+
+
+def clear_the_way(save: str | None, resumed: Path | None) -> None:
+    """Set aside the checkpoints in `save` beyond the one that is resumed: they are damaged, or of a branch that is left.
+
+    A later start would otherwise prefer them. Called by the first rank, under the folder's lock.
+    """
+    if save is None or resumed is None:
+        return
+    reached = int(native.read_json(resumed / native.META)["step"])
+    own = resumed.resolve().parent == Path(save).resolve()
+    for step in native.steps(Path(save)):
+        if step > reached or (step == reached and not own):
+            place = native.set_aside(native.step_folder(Path(save), step))
+            logger.warning("%s: moved to %s", native.step_folder(Path(save), step), place)
+
+
+def load_initial_weights(model: nn.Module, config: CheckpointConfig) -> None:
+    """With `finetune`, copy the weights that `load` names into a fresh model."""
+    if config.finetune and config.load is not None:
+        source = load_checkpoint(native.locate(config.load, config.iteration) if config.iteration else config.load)
+        load_weights(model, source.model.state_dict(), Path(config.load))
+
+
+def refuse_other_run(folder: Path, corpus: Corpus, layout: Mapping[str, Any]) -> None:
+    """Raise a CheckpointError naming all that makes the checkpoint in `folder` another run than the one configured.
+
+    `layout` is what a step depends on beside the keys: samples of a step, number format.
+    """
+    if native.read_json(folder / native.MANIFEST).get("format") == 1:
+        raise CheckpointError(
+            f"{folder}: was written by an earlier version, whose optimizer state cannot be read; start a new run from "
+            "its weights with finetune=true"
+        )
+    saved = load_config([folder / native.CONFIG])
+    meta = native.read_json(folder / native.META)
+    problems = differing_keys(saved, corpus.config, FREE_KEYS, FREE_GROUPS)
+    problems += differing_data(meta.get("data") or {}, corpus.identity, [str(s.prefix) for s in corpus.train.shards])
+    problems += [
+        f"{key} (saved {meta.get(key)!r}, now {value!r})" for key, value in layout.items() if meta.get(key) != value
+    ]
+    if problems:
+        raise CheckpointError(
+            f"{folder}: cannot be resumed with another {', '.join(problems)}; "
+            "restore these, or start a new run from its weights with finetune=true"
+        )
+    for line in differing_keys(saved, corpus.config, frozenset(), FREE_GROUPS - {"schedule"}) if dist.is_main() else ():
+        logger.warning("resuming with another %s", line)

@@ -1,0 +1,209 @@
+"""The training loop: steps, what is reported and saved between them, and what follows from a step that goes wrong."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_coca.checkpoints import native
+from megatron_coca.config import BatchSizes
+from megatron_coca.data import Batch, Blend, Loader
+from megatron_coca.training import engine as dist
+from megatron_coca.training.corpus import Corpus
+from megatron_coca.training.engine import Engine, StepResult
+from megatron_coca.training.faults.guard import LossGuard, Verdict
+from megatron_coca.training.faults.signals import Preemption
+from megatron_coca.training.faults.skips import DataSkips
+from megatron_coca.training.faults.status import Diverged, Preempted
+from megatron_coca.training.faults.watchdog import Watchdog
+from megatron_coca.training.mixture import mixture_figures
+from megatron_coca.training.reporting import Monitor, StepFigures
+from megatron_coca.training.saving import Checkpoints, is_due
+from megatron_coca.training.schedule import learning_rate
+from megatron_coca.training.starting import clear_the_way
+from megatron_coca.training.topology import Topology
+from megatron_coca.training.validation import Layout, validate
+
+logger = logging.getLogger(__name__)
+
+
+class Shape(NamedTuple):
+    """How a step is divided: batch sizes of one rank and of all, and the grid of ranks."""
+
+    sizes: BatchSizes
+    topology: Topology
+
+    def layout(self, rank: int) -> Layout:
+        """What a loader needs to know: ranks that hold one model between them read the same samples."""
+        return self.sizes.total, self.sizes.micro, self.topology.coordinates(rank).data, self.topology.data
+
+
+class Trainer:
+    """One run in one process; all ranks do the same in the same order.
+
+    Attributes:
+        step: completed optimizer steps.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        engine: Engine,
+        checkpoints: Checkpoints,
+        shape: Shape,
+        preemption: Preemption,
+        watchdog: Watchdog,
+    ) -> None:
+        self._corpus, self._engine, self._checkpoints = corpus, engine, checkpoints
+        self._shape, self._layout = shape, shape.layout(dist.rank())
+        self._preemption, self._watchdog = preemption, watchdog
+        self._guard, self._skips = LossGuard(corpus.config.faults), DataSkips()
+        self._skipped = 0
+        self.step = self._saved = 0
+
+    def restore(self, folder: Path) -> None:
+        """Go to where the checkpoint in `folder` was taken."""
+        meta = self._checkpoints.restore(folder)
+        progress = meta["progress"]
+        self.step = self._saved = int(meta["step"])
+        self._guard.restore(progress["guard"])
+        self._skips, self._skipped = DataSkips.restore(progress["skips"]), int(progress["skipped"])
+
+    def run(self) -> None:
+        """Train to the last step of this launch, and save.
+
+        Raises:
+            Stopped: by a signal or by the loss guard, after saving what is good.
+            CheckpointError: a checkpoint could not be written.
+        """
+        schedule, logging_keys = self._corpus.config.schedule, self._corpus.config.logging
+        assert schedule.train_iters is not None
+        last = min(schedule.train_iters, logging_keys.exit_interval or schedule.train_iters)
+        if self.step >= last:
+            logger.info("nothing to do: step %d is reached already (train_iters or exit_interval is %d)", self.step, last)
+        while self.step < last:
+            self._until(last)
+        self._save()
+        self._checkpoints.wait()
+
+    def _until(self, last: int) -> None:
+        """Train to step `last`, or to where the run is rolled back."""
+        tokens = self._shape.sizes.total * self._corpus.config.model.seq_length
+        monitor = Monitor(self._corpus.config, self.step, tokens, dist.gather_floats, dist.rank(), self._skipped)
+        monitor.watch(self._engine.module)
+        try:
+            with open_loader(self._corpus, self._corpus.train, self._layout) as loader:
+                going = True
+                while going and self.step < last:
+                    verdict = self._one_step(loader, monitor)
+                    going = self._go_on(verdict, monitor)
+        finally:
+            monitor.close()
+
+    def _one_step(self, loader: Loader, monitor: Monitor) -> Verdict:
+        config, step = self._corpus.config, self.step
+        assert config.optimizer.lr is not None
+        with monitor.waiting():
+            batches = loader.micro_batches(self._skips.position(step))
+        rate = learning_rate(step, config.optimizer.lr, config.schedule)
+        result = self._engine.train_step(batches, rate, self._guard.limits())
+        verdict = self._guard.observe(step, result.loss, result.grad_norm)
+        self.step, self._skipped = step + 1, self._skipped + result.skipped
+        self._watchdog.beat(f"step {self.step}")
+        monitor.stepped(self.step, self._figures(result, rate))
+        if verdict.reason is not None:
+            monitor.note(self.step, f"{verdict.reason}: {verdict.kind}")
+        return verdict
+
+    def _figures(self, result: StepResult, rate: float) -> StepFigures:
+        return StepFigures(result.loss, result.grad_norm, rate, result.skipped, self._engine.loss_scale)
+
+    def _go_on(self, verdict: Verdict, monitor: Monitor) -> bool:
+        """What is due between two steps; False where the run was rolled back."""
+        if verdict.kind == "stop":
+            self._checkpoints.wait()
+            raise Diverged(f"stopped at step {self.step}: {verdict.reason}; {self._newest()}")
+        if verdict.kind == "rollback":
+            self._roll_back(verdict)
+            return False
+        self._validate_if_due(monitor)
+        if is_due(self.step, self._corpus.config.checkpoint):
+            with monitor.saving():
+                self._save()
+        preempted, failed = dist.anyone((self._preemption.requested is not None, self._checkpoints.failed))
+        if failed:
+            self._checkpoints.wait()
+        if preempted:
+            with monitor.saving():
+                self._save()
+                self._checkpoints.wait()
+            raise Preempted(f"asked to leave ({self._preemption.requested or 'on another rank'}); {self._newest()}")
+        return True
+
+    def _validate_if_due(self, monitor: Monitor) -> None:
+        config, done = self._corpus.config, self.step
+        assert config.schedule.train_iters is not None
+        finished = done == config.schedule.train_iters
+        if finished:
+            monitor.report(done, mixture_figures(self._corpus.train.mixture(done * self._shape.sizes.total)))
+        if finished or done % config.logging.eval_interval == 0:
+            with monitor.validating():
+                evaluator = _Beating(self._engine, self._watchdog)
+                monitor.validated(done, validate(self._corpus, evaluator, self._layout, open_loader))
+
+    def _save(self) -> None:
+        if self.step <= self._saved:
+            return
+        self._watchdog.beat(f"saving step {self.step}")
+        progress = {"guard": self._guard.state(), "skips": self._skips.state(), "skipped": self._skipped}
+        self._checkpoints.save(self.step, progress)
+        self._saved = self.step
+
+    def _roll_back(self, verdict: Verdict) -> None:
+        """Go back to the newest checkpoint before the bad steps, and leave out their data from there on."""
+        self._checkpoints.wait()
+        config = self._corpus.config
+        first_bad = self.step - 1 if verdict.first_bad is None else verdict.first_bad
+        assert config.checkpoint.save is not None
+        save = Path(config.checkpoint.save)
+        before = [step for step in native.steps(save) if step <= first_bad]
+        # What the first rank sees counts: a shared file system may show others an older list.
+        newest = int(dist.gather_floats([float(before[-1]) if before else -1.0])[0][0])
+        if newest < 0:
+            raise Diverged(f"step {self.step}: {verdict.reason}; there is no checkpoint from before to roll back to")
+        last_bad, skips = self.step - 1, self._skips
+        folder = native.step_folder(save, newest)
+        counted = self._guard
+        self.restore(folder)
+        counted.rolled_back(self._guard.state())
+        self._guard = counted
+        self._skips = skips.after_rollback(newest, first_bad, last_bad, config.faults.rollback_margin)
+        if dist.is_main():
+            logger.warning("rolled back from step %d to step %d: %s", last_bad + 1, newest, verdict.reason)
+            clear_the_way(str(save), folder)
+
+    def _newest(self) -> str:
+        save = self._corpus.config.checkpoint.save
+        steps = native.steps(Path(save)) if save is not None else []
+        return f"step {steps[-1]} is saved" if steps else "nothing is saved"
+
+
+class _Beating:
+    """An evaluator that tells the watchdog of every batch."""
+
+    def __init__(self, engine: Engine, watchdog: Watchdog) -> None:
+        self._engine, self._watchdog = engine, watchdog
+
+    def mean_loss(self, micro_batches: Sequence[Batch]) -> float:
+        self._watchdog.beat("validation")
+        return self._engine.mean_loss(micro_batches)
+
+
+def open_loader(corpus: Corpus, blend: Blend, layout: Layout) -> Loader:
+    """A loader of one of the corpus's blends.
+
+    Ids in the embedding's padding are refused too: no tokenizer of the configured vocabulary gives them.
+    """
+    config = corpus.config
+    options: dict[str, Any] = {"packing": corpus.packing, "num_workers": config.data.num_workers}
+    return Loader(blend, *layout, vocab_size=config.model.vocab_size, **options)

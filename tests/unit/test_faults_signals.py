@@ -1,0 +1,89 @@
+"""Preemption notes signals, interrupts nothing, and leaves no trace; the exit statuses are those that are documented."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from megatron_coca.training.faults.signals import SIGNALS, Preempted, Preemption
+from megatron_coca.training.faults.status import EXIT_STATUSES, Diverged, Stopped
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_is_noted(number: signal.Signals) -> None:
+    with Preemption() as preemption:
+        assert preemption.requested is None
+        os.kill(os.getpid(), number)
+        assert preemption.requested == number.name
+
+
+def test_the_first_signal_counts_and_none_interrupts() -> None:
+    done = []
+    with Preemption() as preemption:
+        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+            done.append(number)
+    assert len(done) == 3 and preemption.requested == "SIGUSR1"
+
+
+def test_handlers_are_restored_after_an_error_too() -> None:
+    before = [signal.getsignal(number) for number in (*SIGNALS, signal.SIGINT)]
+    with pytest.raises(KeyError), Preemption():
+        assert signal.getsignal(signal.SIGINT) == before[-1], "Ctrl-C goes on raising KeyboardInterrupt"
+        raise KeyError
+    assert [signal.getsignal(number) for number in (*SIGNALS, signal.SIGINT)] == before
+
+
+def test_in_another_thread_it_notes_nothing() -> None:
+    found = []
+
+    def enter() -> None:
+        with Preemption() as preemption:
+            found.append((preemption.requested, signal.getsignal(signal.SIGTERM)))
+
+    before = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert found == [(None, before)]
+
+
+def test_a_forked_worker_still_ends_by_the_signal() -> None:
+    code = """
+import multiprocessing, time
+from megatron_coca.training.faults.signals import Preemption
+with Preemption() as preemption:
+    worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    worker.start()
+    worker.terminate()
+    worker.join(10)
+    print(worker.exitcode, preemption.requested)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"{-signal.SIGTERM} None\n", done.stderr
+
+
+@pytest.mark.parametrize(("kind", "status"), [(Preempted, 75), (Diverged, 77)])
+def test_what_ends_a_run_in_good_order_knows_its_status(kind: type[Stopped], status: int) -> None:
+    with pytest.raises(Stopped) as caught:
+        raise kind("SIGTERM")
+    assert caught.value.status == status and status in EXIT_STATUSES
+
+
+def test_every_exit_status_is_documented() -> None:
+    page = (ROOT / "docs" / "faults.md").read_text()
+    for number, status in EXIT_STATUSES.items():
+        assert f"| {number} | {status.meaning} | {status.remedy} |" in page
+
+
+@pytest.mark.parametrize("module", ["status", "signals", "watchdog"])
+def test_the_launching_process_may_use_it_without_loading_torch(module: str) -> None:
+    code = f"import sys, megatron_coca.training.faults.{module}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
