@@ -7,11 +7,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton, which then runs kernels in its interpreter
@@ -92,10 +94,11 @@ class Run:
     def state(self, step: int) -> dict[str, Any]:
         """Every number in the engine's and the random state of `step`, by file and place."""
         folder = self.folder / f"global_step{step}"
-        found: dict[str, Any] = {}
-        for path in sorted([*(folder / "engine").rglob("*.pt"), *(folder / "rng").rglob("*.pt")]):
-            content = torch.load(path, weights_only=False, map_location="cpu")
-            found |= {f"{path.relative_to(folder)}{place}": value for place, value in _leaves(content)}
+        found = dict(_leaves({"counters": json.loads((folder / "meta.json").read_text())["counters"]}))
+        readers = {"state": load_file, "rng": partial(torch.load, weights_only=True)}
+        for name, read in readers.items():
+            for path in sorted((folder / name).iterdir()):
+                found |= {f"{path.relative_to(folder)}{place}": value for place, value in _leaves(read(path))}
         return found
 
 

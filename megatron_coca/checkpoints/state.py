@@ -8,9 +8,10 @@ matrices finds any stretch of any parameter in them.
 """
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from math import prod
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -137,9 +138,23 @@ class StateReader:
         """The whole shape of every parameter, in the order of the files."""
         return {name: place.full_shape for name, place in self._places.items()}
 
-    def kinds(self, name: str) -> list[str]:
-        """What is known of a parameter."""
-        return [kind for kind, known in self._sources if known == name]
+    @property
+    def stored(self) -> dict[str, int]:
+        """Elements of each kind in all files; what several ranks hold counts again."""
+        found: Counter[str] = Counter()
+        for (kind, _), sources in self._sources.items():
+            found[kind] += sum(source.numel for source in sources)
+        return dict(found)
+
+    def require_complete(self) -> None:
+        """Look for a gap, without reading values.
+
+        Raises:
+            CheckpointError: a stretch of a parameter, or of one of its states, is in no file.
+        """
+        for kind, name in self._sources:
+            for sources in self._by_shard(name, kind).values():
+                self._stretches(sources, 0, prod(self._places[name].shape), kind, name)
 
     def fill(self, piece: Piece, place: Place) -> None:
         """Copy what was saved into the memory of `piece`, whose parameter lies at `place` now.
@@ -150,7 +165,7 @@ class StateReader:
         stop = piece.start + piece.tensor.numel()
         same = [source for source in self._sources[piece.kind, piece.name] if source.shard == place.shard]
         if same:
-            self._copy(same, piece.start, stop, piece.tensor, piece)
+            self._copy(same, piece.start, stop, piece)
             return
         whole = self.whole(piece.name, piece.kind)
         local = place.shard.cut(whole) if place.shard is not None else whole
@@ -169,7 +184,7 @@ class StateReader:
         for shard, sources in self._by_shard(name, kind).items():
             part = torch.empty(place.shape) if shard is not None else full
             flat = part.view(-1)
-            self._copy(sources, 0, flat.numel(), flat, Piece(name, kind, 0, flat))
+            self._copy(sources, 0, flat.numel(), Piece(name, kind, 0, flat))
             if shard is not None:
                 shard.place(part, full)
         return full
@@ -182,21 +197,28 @@ class StateReader:
         wanted = [None] if shard is None else [shard._replace(index=index) for index in range(shard.count)]
         return {each: found[each] for each in wanted}
 
-    def _copy(self, sources: Sequence[_Source], begin: int, stop: int, target: Tensor, piece: Piece) -> None:
-        """Fill `target` with the stretch [begin, stop) of a flattened parameter."""
-        reached = begin
+    def _copy(self, sources: Sequence[_Source], begin: int, stop: int, piece: Piece) -> None:
+        """Fill the tensor of `piece` with the stretch [begin, stop) of a flattened parameter."""
+        for source, first, last in self._stretches(sources, begin, stop, piece.kind, piece.name):
+            part = source.file.get_slice(source.key)[first - source.start : last - source.start]
+            piece.tensor[first - begin : last - begin].copy_(part)
+
+    def _stretches(
+        self, sources: Sequence[_Source], begin: int, stop: int, kind: str, name: str
+    ) -> list[tuple[_Source, int, int]]:
+        """Which source gives what of [begin, stop)."""
+        found, reached = [], begin
         for source in sorted(sources, key=lambda each: each.start):
             last = min(stop, source.start + source.numel)
-            if source.start > reached or last <= reached:
-                continue
-            part = source.file.get_slice(source.key)[reached - source.start : last - source.start]
-            target[reached - begin : last - begin].copy_(part)
-            reached = last
+            if source.start <= reached < last:
+                found.append((source, reached, last))
+                reached = last
         if reached < stop:
             raise CheckpointError(
-                f"{self._folder}: {piece.kind} of {piece.name} is not complete: elements from {reached} on are in no "
-                "file; files of some ranks are missing"
+                f"{self._folder}: {kind} of {name} is not complete: elements from {reached} on are in no file; files "
+                "of some ranks are missing"
             )
+        return found
 
     def _open(self, path: Path) -> None:
         try:

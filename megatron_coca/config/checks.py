@@ -2,13 +2,34 @@
 
 from collections.abc import Callable, Iterator
 
+from megatron_coca.config.faults import POLICIES
 from megatron_coca.config.position_checks import POSITION_CHECKS, Check
 from megatron_coca.config.running import split_shares
 from megatron_coca.config.schema import Settings
+from megatron_coca.config.training import ParallelConfig
 
 FULL_ATTENTION = frozenset({"global", "flash"})
 ABSOLUTE_METHODS = frozenset({"learned", "sinusoidal"})
 """Methods whose positions say nothing of distances: they may begin again while attention goes on."""
+
+PIPELINE_REFUSALS: tuple[tuple[Callable[[ParallelConfig], bool], str], ...] = (
+    (
+        lambda keys: keys.stage > 1,
+        "DeepSpeed's pipelines have ZeRO stages 0 and 1 only: stages 2 and 3 give gradients away after every micro"
+        " batch, of which several are under way; set zero_optimization.stage to 0 or 1",
+    ),
+    (
+        lambda keys: keys.model_parallel_size > 1,
+        "DeepSpeed's tensor parallelism (AutoTP) puts its own grid of processes in the place of the pipeline's; set"
+        " model_parallel_size 1 or pipe_parallel_size 0",
+    ),
+    (
+        lambda keys: keys.sequence_parallel_size > 1,
+        "DeepSpeed's pipelines have no axis for sequence parallelism in their grid of processes; set"
+        " sequence_parallel_size 1 or pipe_parallel_size 0",
+    ),
+)
+"""What DeepSpeed cannot do together with pipeline stages, and why."""
 
 
 def _heads(settings: Settings) -> str | None:
@@ -89,13 +110,17 @@ def _zero_stage(settings: Settings) -> str | None:
 
 
 def _pipeline(settings: Settings) -> str | None:
-    stages = settings.parallel.pipe_parallel_size
-    return f"pipeline parallelism is not supported yet ({stages} given); set 0 or 1" if stages > 1 else None
+    keys, layers = settings.parallel, settings.model.num_layers
+    if keys.pipe_parallel_size <= 1:
+        return None
+    if keys.pipe_parallel_size > layers:
+        return f"{keys.pipe_parallel_size} stages have no block each with num_layers {layers}; lower it"
+    return next((reason for refused, reason in PIPELINE_REFUSALS if refused(keys)), None)
 
 
 def _tensor(settings: Settings) -> str | None:
     ranks = settings.parallel.model_parallel_size
-    return f"tensor parallelism is not supported yet ({ranks} given); set 1" if ranks > 1 else None
+    return None
 
 
 def _checkpoint_ratio(settings: Settings) -> str | None:
@@ -108,6 +133,16 @@ def _profiled_steps(settings: Settings) -> str | None:
     keys = settings.logging
     empty = keys.profile_step_stop <= keys.profile_step_start and (keys.profile or keys.memory_profiling)
     return f"{keys.profile_step_stop} is not after profile_step_start {keys.profile_step_start}" if empty else None
+
+
+def _rollback(name: str) -> Callable[[Settings], str | None]:
+    def find(settings: Settings) -> str | None:
+        keep = settings.checkpoint
+        none = keep.save is None or (keep.checkpoint_factor is None and not keep.extra_save_iters)
+        lacking = none and getattr(settings.faults, name) == "rollback"
+        return "rollback needs checkpoints to go back to; set save and checkpoint_factor" if lacking else None
+
+    return find
 
 
 def _one_source(settings: Settings) -> str | None:
@@ -164,13 +199,17 @@ CHECKS: tuple[Check, ...] = (
     Check(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), _batch),
     Check(("precision", "fp16", "bf16"), _precision),
     Check(("zero_optimization",), _zero_stage),
-    Check(("pipe_parallel_size",), _pipeline),
+    Check(
+        ("pipe_parallel_size", "num_layers", "zero_optimization", "model_parallel_size", "sequence_parallel_size"),
+        _pipeline,
+    ),
     Check(("model_parallel_size",), _tensor),
     Check(("checkpoint_factor", "checkpoint_scale"), _checkpoint_ratio),
     Check(("profile_step_stop", "profile_step_start"), _profiled_steps),
     Check(("data_path", *_ALL_PATHS), _one_source),
     Check(("split",), _split),
     Check(("reset_position_ids", "reset_attention_mask", "pos_emb"), _positions),
+    *(Check((name, "save", "checkpoint_factor", "extra_save_iters"), _rollback(name)) for name in POLICIES),
     *(Check((f"{name}_data_paths", *_ALL_PATHS), _paths(name)) for name in ("train", "valid", "test")),
     *(Check((f"{name}_data_weights", *_ALL_PATHS), _weights(name)) for name in ("train", "valid", "test")),
 )

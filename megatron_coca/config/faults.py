@@ -6,6 +6,9 @@ from pydantic import Field
 
 from megatron_coca.config.fields import Group, Positive, WholeNumber, key
 
+POLICIES = ("nonfinite_policy", "loss_spike_policy", "skip_limit_policy")
+"""The keys that may ask for a rollback."""
+
 
 class FaultConfig(Group):
     """What a run does when a process hangs or a step goes wrong. A step that is skipped leaves the weights alone."""
@@ -35,7 +38,7 @@ class FaultConfig(Group):
     @property
     def rolls_back(self) -> bool:
         """Whether any of the policies may go back to a checkpoint."""
-        return "rollback" in (self.nonfinite_policy, self.loss_spike_policy, self.skip_limit_policy)
+        return "rollback" in [getattr(self, name) for name in POLICIES]
 
     @property
     def collective_timeout(self) -> float | None:

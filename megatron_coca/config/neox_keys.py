@@ -25,7 +25,6 @@ INERT: dict[str, str] = {
     "rotary_save_freqs_buffer": "the frequencies are computed, not stored",
     "output_layer_parallelism": "has one choice",
     "use_cpu_initialization": "selects where weights are drawn, not how",
-    "pipe_partition_method": "no pipeline stages",
     "checkpoint_num_layers": _RECOMPUTE,
     "partition_activations": _RECOMPUTE,
     "contiguous_checkpointing": _RECOMPUTE,

@@ -160,6 +160,10 @@ class ParallelConfig(Group):
 
     zero_optimization: dict[str, Any] | None = key(None, "DeepSpeed's section, passed through; stage is 0 to 3.")
     pipe_parallel_size: WholeNumber = key(0, "Pipeline stages; 0 and 1 both mean none.")
+    pipe_partition_method: Literal["type:transformer|mlp", "parameters", "uniform"] = key(
+        "type:transformer|mlp",
+        "What pipeline stages share equally: blocks, parameters, or layers with embedding and head as one each.",
+    )
     model_parallel_size: Count = key(1, "Tensor-parallel ranks.")
     sequence_parallel_size: Count = key(
         1, "Ranks that share each sequence (DeepSpeed-Ulysses); they must divide the heads and seq_length."

@@ -1,8 +1,8 @@
 """The transformer language model of GPT-NeoX and LLaMA shape."""
 
 from megatron_coca.model.allocator import keep_freed_memory
-from megatron_coca.model.build import build_model
+from megatron_coca.model.build import assemble_model, build_model
 from megatron_coca.model.gpt import GPT
 from megatron_coca.model.loss import LanguageModelLoss, next_token_loss
 
-__all__ = ["GPT", "LanguageModelLoss", "build_model", "keep_freed_memory", "next_token_loss"]
+__all__ = ["GPT", "LanguageModelLoss", "assemble_model", "build_model", "keep_freed_memory", "next_token_loss"]

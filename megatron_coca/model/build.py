@@ -20,6 +20,13 @@ def build_model(config: Config, device: str = "cpu", training: bool = True) -> G
         ConfigError: `vocab_size` is not known.
         BackendError: the named attention backend or operand kernel cannot serve the model on that device.
     """
+    return assemble_model(config, device, training).to(device)
+
+
+def assemble_model(config: Config, device: str, training: bool = True) -> GPT:
+    """As `build_model`, for `device` but with its weights still in the memory of the host: for one of which the device
+    shall hold a part.
+    """
     method = build_method(config.position, config.model)
     device_type = device.partition(":")[0]
     check_operand_kernel(config.position.operand_kernel, device_type)
@@ -28,4 +35,4 @@ def build_model(config: Config, device: str = "cpu", training: bool = True) -> G
     with torch.random.fork_rng(devices=[]):  # PyTorch's layers draw weights of their own, which are then replaced
         model = GPT(config.model, method, backend)
     initialize(model, config.model, config.seed)
-    return model.to(device)
+    return model

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_coca.attention.cache import Cache
 from megatron_coca.attention.encoding import PositionEncoding
 from megatron_coca.attention.frame import Frame
+from megatron_coca.attention.heads import Shared
 from megatron_coca.attention.inputs import Backend, Documents
 from megatron_coca.attention.method import PositionMethod
 from megatron_coca.attention.packing import documents_from_ids, positions_within
@@ -20,7 +21,7 @@ from megatron_coca.model.embedding import Embedding, absolute
 from megatron_coca.model.norms import build_norm
 
 
-class GPT(nn.Module):
+class GPT(Shared):
     """A causal language model; `model(input_ids)` gives logits [batch, length, padded vocabulary].
 
     `layers` is the list embedding, blocks, final norm; nothing but hidden states and the positions' frame passes
@@ -75,7 +76,7 @@ class GPT(nn.Module):
         positions, reached, packed = resolve_positions(input_ids, positions, documents, cache)
         length = length or (cache.length if cache is not None else None) or reached
         with nullcontext() if cache is None else cache.advanced(positions) as seen:
-            x = self.embedding(input_ids, positions)
+            x = self.embedding(self.share.split(input_ids), self.share.split(positions))
             return self.through_blocks(x, self.positions(positions, length, x.dtype, seen, packed), cache)
 
     def _check_cache(self, cache: Cache, documents: Tensor | None) -> None:

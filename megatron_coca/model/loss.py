@@ -4,6 +4,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_coca.attention.heads import Shared
+
 _IGNORED = -100
 
 
@@ -21,7 +23,7 @@ def next_token_loss(logits: Tensor, labels: Tensor, loss_mask: Tensor | None = N
     return total / loss_mask.sum().clamp(min=1)
 
 
-class LanguageModelLoss(nn.Module):
+class LanguageModelLoss(Shared):
     """A model with its objective: samples [batch, length + 1] int64 -> the scalar loss of predicting each token from
     those before it, in nats per token.
 
@@ -41,4 +43,5 @@ class LanguageModelLoss(nn.Module):
         loss_mask: Tensor | None = None,
     ) -> Tensor:
         logits = self.model(samples[:, :-1], positions=positions, documents=documents)
-        return next_token_loss(logits, samples[:, 1:], loss_mask)
+        own_mask = None if loss_mask is None else self.share.split(loss_mask)
+        return self.share.mean(next_token_loss(logits, self.share.split(samples[:, 1:]), own_mask), loss_mask)

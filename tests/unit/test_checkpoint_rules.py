@@ -9,22 +9,25 @@ from typing import Any
 import pytest
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from megatron_coca.checkpoints import CheckpointError, native
+from megatron_coca.checkpoints.state import WEIGHT, Piece, Place
 from megatron_coca.config import CheckpointConfig, Config, load_config
 from megatron_coca.model import build_model
-from megatron_coca.training.checkpoint import (
-    Checkpoints,
-    exclusive,
-    is_due,
+from megatron_coca.training.corpus import Corpus, open_corpus
+from megatron_coca.training.saving import Checkpoints, is_due
+from megatron_coca.training.starting import (
+    candidates,
+    clear_the_way,
+    first_intact,
     load_initial_weights,
     refuse_other_run,
-    starting_point,
 )
-from megatron_coca.training.corpus import Corpus, open_corpus
+from megatron_coca.training.together import exclusive
+from megatron_coca.training.topology import Topology
 
-LAYOUT = {"world_size": 1, "zero_stage": 0, "batch": 4, "dtype": "fp32"}
+LAYOUT = {"batch": 4, "dtype": "fp32"}
 
 
 def keys(**values: Any) -> CheckpointConfig:
@@ -60,25 +63,48 @@ def checkpoint(root: Path, step: int, config: Config | None = None, meta: dict[s
     return native.commit(root, step)
 
 
+def steps_of(folders: list[Path]) -> list[str]:
+    return [str(folder.relative_to(folder.parents[1])) for folder in folders]
+
+
 def test_a_fresh_start(tmp_path: Path) -> None:
     new, both = str(tmp_path / "new"), str(tmp_path / "run")
-    assert starting_point(keys()) is None
-    assert starting_point(keys(save=new)) is None
-    assert starting_point(keys(save=new, load=new)) is None, "the first launch of a command that can be repeated"
+    assert candidates(keys()) == candidates(keys(save=new)) == []
+    assert candidates(keys(save=new, load=new)) == [], "the first launch of a command that can be repeated"
+    assert candidates(keys(save=new, auto_resume=True)) == []
     (tmp_path / "run").mkdir()
     native.begin(tmp_path / "run", 4)
-    assert starting_point(keys(save=both, load=f"{both}/../run")) is None, "an interrupted first save is no checkpoint"
+    assert candidates(keys(save=both, load=f"{both}/../run")) == [], "an interrupted first save is no checkpoint"
 
 
 def test_resuming(tmp_path: Path) -> None:
     run = str(tmp_path / "run")
-    for step in (4, 8):
+    for step in (4, 8, 10):
         checkpoint(tmp_path / "run", step)
-    assert starting_point(keys(save=run, load=run)) == tmp_path / "run/global_step8"
-    assert starting_point(keys(save=run, load=run, iteration=4)) == tmp_path / "run/global_step4"
-    assert starting_point(keys(save=str(tmp_path / "new"), load=run)) == tmp_path / "run/global_step8"
+    all_of_them = ["run/global_step10", "run/global_step8", "run/global_step4"]
+    assert steps_of(candidates(keys(save=run, load=run))) == all_of_them
+    assert steps_of(candidates(keys(save=run, auto_resume=True))) == all_of_them
+    assert steps_of(candidates(keys(save=str(tmp_path / "new"), load=run))) == all_of_them
+    assert steps_of(candidates(keys(save=run, load=run, iteration=4))) == ["run/global_step4"], "no other will do"
     for values in ({}, {"save": run}):
-        assert starting_point(keys(load=f"{run}/global_step4", **values)) == tmp_path / "run/global_step4"
+        assert steps_of(candidates(keys(load=f"{run}/global_step4", **values))) == ["run/global_step4"]
+
+
+def test_what_resumes_by_itself_prefers_its_own_folder(tmp_path: Path) -> None:
+    other, run, copy = (str(tmp_path / name) for name in ("other", "run", "copy"))
+    checkpoint(tmp_path / "other", 3)
+    first = keys(save=run, load=other, auto_resume=True, finetune=True)
+    assert candidates(first) == [], "the first launch takes the weights alone"
+    assert steps_of(candidates(keys(save=run, load=other, auto_resume=True))) == ["other/global_step3"]
+    for root, steps in (("run", (2, 6)), ("copy", (2, 4, 6))):
+        for step in steps:
+            checkpoint(tmp_path / root, step)
+    assert steps_of(candidates(first)) == ["run/global_step6", "run/global_step2"]
+    both = candidates(keys(save=run, save_copy=copy, auto_resume=True))
+    wanted = ["run/global_step6", "copy/global_step6", "copy/global_step4", "run/global_step2", "copy/global_step2"]
+    assert steps_of(both) == wanted
+    with pytest.raises(CheckpointError, match="auto_resume: needs a folder"):
+        candidates(keys(auto_resume=True))
 
 
 def test_a_start_that_would_mix_runs_is_refused(tmp_path: Path) -> None:
@@ -86,22 +112,60 @@ def test_a_start_that_would_mix_runs_is_refused(tmp_path: Path) -> None:
     checkpoint(tmp_path / "run", 8)
     for values in ({"save": run}, {"save": run, "load": run, "finetune": True}):
         with pytest.raises(CheckpointError, match="already holds a run, up to step 8; resume it with load="):
-            starting_point(keys(**values))
+            candidates(keys(**values))
     checkpoint(tmp_path / "other", 3)
     with pytest.raises(CheckpointError, match="run: already holds a run, up to step 8"):
-        starting_point(keys(save=run, load=str(tmp_path / "other")))
+        candidates(keys(save=run, load=str(tmp_path / "other")))
 
 
 def test_a_start_that_cannot_be_found_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="elsewhere: no such checkpoint folder"):
-        starting_point(keys(load=str(tmp_path / "elsewhere"), save=str(tmp_path / "new")))
+        candidates(keys(load=str(tmp_path / "elsewhere"), save=str(tmp_path / "new")))
     checkpoint(tmp_path / "run", 8)
     with pytest.raises(CheckpointError, match=r"no checkpoint of step 5; there are \[8\]"):
-        starting_point(keys(load=str(tmp_path / "run"), iteration=5))
+        candidates(keys(load=str(tmp_path / "run"), iteration=5))
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf/config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="no optimizer state; set finetune=true"):
-        starting_point(keys(load=str(tmp_path / "hf")))
+        candidates(keys(load=str(tmp_path / "hf")))
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of one process, without a process group."""
+    for name, answer in (("is_main", True), ("rank", 0), ("background_group", None)):
+        monkeypatch.setattr(f"megatron_coca.training.engine.{name}", lambda answer=answer: answer)
+    monkeypatch.setattr("megatron_coca.training.engine.everyone_succeeded", lambda succeeded, group=None: succeeded)
+    monkeypatch.setattr("megatron_coca.training.engine.merge_dicts", lambda mine, group: mine)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folders = [checkpoint(tmp_path, step) for step in (6, 4, 2)]
+    assert first_intact([]) is None and first_intact(folders) == folders[0]
+    (folders[0] / native.META).write_text("{}")
+    logging.getLogger("megatron_coca").setLevel(logging.NOTSET)
+    with caplog.at_level(logging.WARNING):
+        assert first_intact(folders) == folders[1]
+    assert "global_step6/meta.json: has 2 bytes" in caplog.text and "falling back" in caplog.text
+    with pytest.raises(CheckpointError, match="global_step6/meta.json: has 2 bytes"):
+        first_intact(folders[:1])
+
+
+def test_what_lies_beyond_the_resumed_checkpoint_is_set_aside(tmp_path: Path) -> None:
+    folders = {step: checkpoint(tmp_path / "run", step) for step in (2, 4, 6)}
+    clear_the_way(None, folders[4])
+    clear_the_way(str(tmp_path / "run"), None)
+    assert native.steps(tmp_path / "run") == [2, 4, 6]
+    clear_the_way(str(tmp_path / "run"), folders[4])
+    assert native.steps(tmp_path / "run") == [2, 4] and native.locate(tmp_path / "run") == folders[4]
+    assert (tmp_path / "run/aside/global_step6" / native.MANIFEST).is_file(), "nothing is lost"
+    checkpoint(tmp_path / "run", 6)
+    clear_the_way(str(tmp_path / "run"), folders[4])
+    assert (tmp_path / "run/aside/global_step6.1" / native.MANIFEST).is_file()
+    elsewhere = checkpoint(tmp_path / "copy", 4)
+    clear_the_way(str(tmp_path / "run"), elsewhere)
+    assert native.steps(tmp_path / "run") == [2], "its own of that step was damaged, or a copy would not be taken"
 
 
 @pytest.fixture(scope="module")
@@ -118,12 +182,14 @@ def changed(corpus: Corpus, **values: Any) -> Corpus:
     return replace(corpus, config=corpus.config.override(values))
 
 
+@pytest.mark.usefixtures("alone")
 def test_the_same_run_is_accepted(saved: Path, opened: Corpus, caplog: pytest.LogCaptureFixture) -> None:
     refuse_other_run(saved, opened, LAYOUT)
     elsewhere = {"save": "x", "load": "y", "log_interval": 5, "train_iters": 99, "attention_backend": "sdpa"}
     refuse_other_run(saved, changed(opened, **elsewhere), LAYOUT)
 
 
+@pytest.mark.usefixtures("alone")
 def test_what_may_change_is_said(saved: Path, opened: Corpus, caplog: pytest.LogCaptureFixture) -> None:
     logging.getLogger("megatron_coca").setLevel(logging.NOTSET)
     with caplog.at_level(logging.WARNING):
@@ -184,9 +250,8 @@ def test_finetuning_refuses_weights_of_another_shape(saved: Path, opened: Corpus
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items()), "nothing was copied"
 
 
-def test_a_folder_serves_one_run_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_coca.training.engine.is_main", lambda: True)
-    monkeypatch.setattr("megatron_coca.training.engine.everyone_succeeded", lambda succeeded: succeeded)
+@pytest.mark.usefixtures("alone")
+def test_a_folder_serves_one_run_at_a_time(tmp_path: Path) -> None:
     with exclusive(str(tmp_path)), pytest.raises(CheckpointError, match="another run is training into"):  # noqa: SIM117
         with exclusive(str(tmp_path)):
             pass
@@ -194,18 +259,75 @@ def test_a_folder_serves_one_run_at_a_time(tmp_path: Path, monkeypatch: pytest.M
         pass
 
 
+def engine_of(weight: torch.Tensor) -> Any:
+    """An engine with one parameter and no optimizer."""
+    return SimpleNamespace(
+        pieces=lambda: [Piece("w", WEIGHT, 0, weight)],
+        places=lambda: {"w": Place((weight.numel(),))},
+        counters=lambda: {"step": 1.0},
+        restored=lambda counters: None,
+        partitioned=False,
+    )
+
+
+def checkpoints_of(corpus: Corpus, engine: Any, **values: Any) -> Checkpoints:
+    return Checkpoints(changed(corpus, **values), engine, Topology(1, 1, 1, 1), LAYOUT)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("in_background", [True, False])
+def test_what_is_saved_is_the_state_when_it_was_asked_for(opened: Corpus, tmp_path: Path, in_background: bool) -> None:
+    weight = torch.arange(5.0)
+    run = checkpoints_of(opened, engine_of(weight), save=str(tmp_path / "run"), async_save=in_background)
+    run.save(3, {"skips": []})
+    weight.fill_(7.0)  # training goes on
+    run.wait()
+    folder = native.locate(tmp_path / "run")
+    native.verify(folder)
+    assert load_file(folder / native.WEIGHTS)["w"].tolist() == [0, 1, 2, 3, 4]
+    assert run.restore(folder)["progress"] == {"skips": []} and weight.tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.usefixtures("alone")
+def test_checkpoints_are_kept_and_copied_by_the_keys(opened: Corpus, tmp_path: Path) -> None:
+    keep = {"keep_last_n_checkpoints": 2, "keep_every_n_steps": 4, "save_copy": str(tmp_path / "copy")}
+    run = checkpoints_of(opened, engine_of(torch.zeros(5)), save=str(tmp_path / "run"), **keep)
+    for step in range(1, 11):
+        run.save(step, {})
+    run.wait()
+    assert native.steps(tmp_path / "run") == native.steps(tmp_path / "copy") == [4, 8, 9, 10]
+    for step in (4, 10):
+        assert native.verify(tmp_path / f"copy/global_step{step}") == native.verify(tmp_path / f"run/global_step{step}")
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_copy_that_fails_does_not_stop_the_run(
+    opened: Corpus, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    run = checkpoints_of(
+        opened, engine_of(torch.zeros(5)), save=str(tmp_path / "run"), save_copy=str(tmp_path / "file" / "copy")
+    )
+    logging.getLogger("megatron_coca").setLevel(logging.NOTSET)
+    with caplog.at_level(logging.WARNING):
+        run.save(1, {})
+        run.wait()
+    assert native.steps(tmp_path / "run") == [1] and "copy: step 1 could not be copied" in caplog.text
+
+
+@pytest.mark.usefixtures("alone")
 def test_a_disk_that_fills_up_under_the_weights_leaves_nothing_half_written(
     opened: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
         raise SafetensorError("Error while serializing: No space left on device")
 
-    for name, answer in (("is_main", True), ("rank", 0)):
-        monkeypatch.setattr(f"megatron_coca.training.engine.{name}", lambda answer=answer: answer)
-    monkeypatch.setattr("megatron_coca.training.engine.everyone_succeeded", lambda succeeded: succeeded)
-    monkeypatch.setattr("megatron_coca.training.checkpoint.save_file", full)
-    corpus = replace(opened, config=opened.config.override({"save": str(tmp_path / "run")}))
-    engine = SimpleNamespace(save=lambda folder: folder.mkdir(), weights=lambda: {})
+    run = checkpoints_of(opened, engine_of(torch.zeros(5)), save=str(tmp_path / "run"))
+    run.save(2, {})
+    run.wait()
+    monkeypatch.setattr("megatron_coca.training.saving.save_file", full)
+    run.save(3, {})
     with pytest.raises(CheckpointError, match="step 3 could not be written .*No space left.*earlier ones are intact"):
-        Checkpoints(corpus, engine, LAYOUT).save(3)  # type: ignore[arg-type]
-    assert list((tmp_path / "run").iterdir()) == []
+        run.wait()
+    assert not run.failed, "told once"
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"global_step2", native.LATEST}

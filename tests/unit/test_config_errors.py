@@ -178,7 +178,19 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
         ("fp16: {enabled: 1}", "fp16.enabled: expected true or false, got 1"),
         ("precision: bf16", "precision: `bf16` is not one of fp16 | fp32 | bfloat16; did you mean `bfloat16`?"),
         ("zero_optimization: {stage: 4}", "zero_optimization: stage 4 is not one of 0 | 1 | 2 | 3"),
-        ("pipe_parallel_size: 2", "pipe_parallel_size: pipeline parallelism is not supported yet"),
+        (
+            "pipe_parallel_size: 2\nzero_optimization: {stage: 2}",
+            "pipe_parallel_size: DeepSpeed's pipelines have ZeRO stages 0 and 1 only",
+        ),
+        (
+            "pipe_parallel_size: 2\nmodel_parallel_size: 2",
+            "pipe_parallel_size: DeepSpeed's tensor parallelism (AutoTP) puts its own grid",
+        ),
+        (
+            "pipe_parallel_size: 2\nsequence_parallel_size: 2",
+            "pipe_parallel_size: DeepSpeed's pipelines have no axis for sequence parallelism",
+        ),
+        ("pipe_parallel_size: 3", "pipe_parallel_size: 3 stages have no block each with num_layers 2"),
         ("model_parallel_size: 2", "model_parallel_size: tensor parallelism is not supported yet"),
         ("sequence_parallel: true", "sequence_parallel: `True`: sequence parallelism is not supported yet"),
         ("moe_num_experts: 8", "moe_num_experts: mixture of experts is not supported yet"),

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_coca.config import Config, ConfigError, load_config
+from megatron_coca.config import Config, ConfigError, FaultConfig, load_config
 from megatron_coca.config.neox_keys import ALIASES, INERT, UNSUPPORTED, UNSUPPORTED_CHOICES, is_inert
 from megatron_coca.config.reference import reference
 from megatron_coca.config.schema import KEYS
@@ -34,6 +34,7 @@ OURS = {
     "profile_ranks",
     "reset_attention_mask",
     "reset_position_ids",
+    *FaultConfig.model_fields,
     "optimizer.type",
     "optimizer.params.lr",
     "optimizer.params.betas",

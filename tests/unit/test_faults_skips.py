@@ -53,7 +53,8 @@ def test_any_row_of_rollbacks(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("checkpoint", "margin", "gap"), [(100, 0, (130, 3)), (100, 10, (120, 13)), (100, 50, (100, 33)), (130, 9, (130, 3))]
+    ("checkpoint", "margin", "gap"),
+    [(100, 0, (130, 3)), (100, 10, (120, 13)), (100, 50, (100, 33)), (130, 9, (130, 3))],
 )
 def test_after_a_rollback(checkpoint: int, margin: int, gap: tuple[int, int]) -> None:
     skips = DataSkips().after_rollback(checkpoint, first_bad=130, last_bad=132, margin=margin)

@@ -165,4 +165,3 @@ def test_without_a_timeout_it_does_nothing() -> None:
         dog.beat("step 1")
         with dog.paused():
             pass
-

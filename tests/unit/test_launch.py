@@ -12,6 +12,7 @@ from megatron_coca.training import launch
 from megatron_coca.training.launch import environment as variables
 from megatron_coca.training.launch.commands import Script, deepspeed_command, srun_command
 from megatron_coca.training.launch.hosts import Host, chosen_hosts
+from megatron_coca.training.launch.network import interface_towards
 from megatron_coca.training.launch.start import host_plans
 
 SCRIPT = Script("/x/train.py", ("a.yml", "lr=1"))
@@ -131,8 +132,8 @@ def test_places(environment: dict[str, str], rank: int, world: int, local: int, 
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ({"RANK": "0"}, "WORLD_SIZE: not set although RANK is"),
-        ({"WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK: not set although LOCAL_RANK and WORLD_SIZE is"),
+        ({"RANK": "0"}, "WORLD_SIZE: not set, but RANK found"),
+        ({"WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK: not set, but LOCAL_RANK and WORLD_SIZE found"),
         ({"RANK": "1", "WORLD_SIZE": "2"}, "MASTER_ADDR: not set although WORLD_SIZE is 2"),
         (TORCHRUN | {"RANK": "x"}, "RANK: 'x' is not a whole number"),
         (TORCHRUN | {"RANK": "4"}, "rank 4 is not below the world size 4"),
@@ -150,6 +151,15 @@ def test_half_an_environment_names_what_is_missing(environment: dict[str, str], 
         return
     with pytest.raises(ConfigError, match=message):
         launch.under_launcher(environment)
+
+
+def test_gloo_is_told_the_way_to_the_first_host() -> None:
+    here = PYTORCH_JOB | {"MASTER_ADDR": "127.0.0.1"}
+    for given, expected in ((here, "lo"), (here | {"GLOO_SOCKET_IFNAME": "ib0"}, "ib0"), (TORCHRUN, None), ({}, None)):
+        found = dict(given) | ({"WORLD_SIZE": "2", "RANK": "0"} if given is TORCHRUN else {})
+        launch.complete_environment(found)
+        assert found.get("GLOO_SOCKET_IFNAME") == expected
+    assert interface_towards("no.such.host.invalid") is None
 
 
 def test_ports_of_slurm_jobs_and_steps_differ() -> None:

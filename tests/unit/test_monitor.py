@@ -211,6 +211,9 @@ def test_forward_passes_are_timed_in_training_only() -> None:
     module(2.0), module(4.0)
     module.eval()(100.0)
     assert timer.lap() == 3.0 and timer.lap() == 0.0
+    timer.close()
+    module.train()(1.0)
+    assert timer.lap() == 0.0 and not module._forward_hooks and not module._forward_pre_hooks
 
 
 def test_stages_of_a_pipeline_are_not_compared(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ class Interrupted(BaseException):
 
 def save(root: Path, step: int, content: str = "weights") -> Path:
     folder = native.begin(root, step)
-    (folder / "engine" / "state").mkdir(parents=True)
-    for name in (native.WEIGHTS, native.CONFIG, "engine/state/model.pt"):
+    (folder / "state").mkdir(parents=True)
+    for name in (native.WEIGHTS, native.CONFIG, "state/rank_00000.safetensors"):
         (folder / name).write_text(f"{content} of step {step} in {name}")
     native.write_json(folder / native.META, {"step": step, "content": content})
     return native.commit(root, step)
@@ -28,7 +28,7 @@ def found(root: Path) -> tuple[int, str]:
     """Step and content of what `locate` returns, every file of which must be whole."""
     folder = native.locate(root)
     manifest = native.verify(folder)
-    assert set(manifest["files"]) == {native.WEIGHTS, native.CONFIG, native.META, "engine/state/model.pt"}
+    assert set(manifest["files"]) == {native.WEIGHTS, native.CONFIG, native.META, "state/rank_00000.safetensors"}
     meta = native.read_json(folder / native.META)
     assert (folder / native.WEIGHTS).read_text() == f"{meta['content']} of step {meta['step']} in {native.WEIGHTS}"
     return meta["step"], meta["content"]
@@ -140,7 +140,7 @@ def rewrite(path: Path, change: Callable[[bytes], bytes]) -> None:
     path.write_bytes(change(path.read_bytes()))
 
 
-@pytest.mark.parametrize("name", [native.WEIGHTS, native.CONFIG, native.META, "engine/state/model.pt"])
+@pytest.mark.parametrize("name", [native.WEIGHTS, native.CONFIG, native.META, "state/rank_00000.safetensors"])
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -163,8 +163,8 @@ def test_damage_is_found(tmp_path: Path, name: str, damage: Callable[[Path], Non
 def test_manifest_of_another_format_or_none(tmp_path: Path) -> None:
     folder = save(tmp_path, 3)
     manifest = native.read_json(folder / native.MANIFEST)
-    native.write_json(folder / native.MANIFEST, manifest | {"format": 2})
-    with pytest.raises(CheckpointError, match="checkpoint format 2, this version reads format 1"):
+    native.write_json(folder / native.MANIFEST, manifest | {"format": 3})
+    with pytest.raises(CheckpointError, match="checkpoint format 3, this version reads formats"):
         native.verify(folder)
     (folder / native.MANIFEST).write_text('{"format"')
     with pytest.raises(CheckpointError, match="manifest.json: cannot be read as JSON"):

@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 import torch
 import torch.nn as nn
@@ -66,10 +66,18 @@ def _column(values: tuple[float, ...], dtype: torch.dtype, device: torch.device)
 
 
 @dataclass(frozen=True, eq=False)
-class KerpleLogBias:
+class _OfCoefficients:
+    coefficients: Tensor
+
+    def part(self, index: int, count: int) -> Self:
+        """The bias of part `index` of `count` equal parts of the heads."""
+        return replace(self, coefficients=self.coefficients.chunk(count)[index])
+
+
+@dataclass(frozen=True, eq=False)
+class KerpleLogBias(_OfCoefficients):
     """-p ln(1 + a r) with `coefficients` [heads, 2] = (p, a), both positive (Chi et al. 2022, "KERPLE", section 4)."""
 
-    coefficients: Tensor
     formula: ClassVar[Literal["log"]] = "log"
 
     def at(self, distance: Tensor) -> Tensor:
@@ -77,16 +85,11 @@ class KerpleLogBias:
         p, a = _columns(self.coefficients, distance)
         return -p * torch.log1p(a * distance)
 
-    def part(self, index: int, count: int) -> "KerpleLogBias":
-        """The bias of part `index` of `count` equal parts of the heads."""
-        return replace(self, coefficients=self.coefficients.chunk(count)[index])
-
 
 @dataclass(frozen=True, eq=False)
-class KerplePowerBias:
+class KerplePowerBias(_OfCoefficients):
     """-a r^p with `coefficients` [heads, 2] = (a, p), a positive, 0 < p <= 2 (Chi et al. 2022, "KERPLE", section 4)."""
 
-    coefficients: Tensor
     formula: ClassVar[Literal["power"]] = "power"
 
     def at(self, distance: Tensor) -> Tensor:
@@ -94,20 +97,15 @@ class KerplePowerBias:
         a, p = _columns(self.coefficients, distance)
         return -a * distance.pow(p)
 
-    def part(self, index: int, count: int) -> "KerplePowerBias":
-        """The bias of part `index` of `count` equal parts of the heads."""
-        return replace(self, coefficients=self.coefficients.chunk(count)[index])
-
 
 @dataclass(frozen=True, eq=False)
-class BucketBias:
+class BucketBias(_OfCoefficients):
     """One number per bucket of distances: `coefficients` [heads, buckets] (Raffel et al. 2020, "T5", section 2.1).
 
     For B buckets and E = floor(B/2), a distance below E is a bucket of its own; from there on the bucket is E + floor((B - E)
     ln(r/E) / ln(max_distance/E)), at most B - 1.
     """
 
-    coefficients: Tensor
     max_distance: int = 128
     formula: ClassVar[Literal["buckets"]] = "buckets"
 
@@ -118,10 +116,6 @@ class BucketBias:
         bucket = torch.bucketize(distance, starts, right=True) - 1
         values = self.coefficients.to(distance).index_select(1, bucket.flatten())
         return values.view(len(values), *distance.shape)
-
-    def part(self, index: int, count: int) -> "BucketBias":
-        """The bias of part `index` of `count` equal parts of the heads."""
-        return replace(self, coefficients=self.coefficients.chunk(count)[index])
 
 
 @lru_cache(maxsize=64)

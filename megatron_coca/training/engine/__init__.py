@@ -23,14 +23,17 @@ from megatron_coca.training.engine.group import (
     shut_down,
     world_size,
 )
+from megatron_coca.training.engine.pipeline import PipelineEngine, cut
 from megatron_coca.training.engine.settings import deepspeed_config
 
 __all__ = [
     "Engine",
+    "PipelineEngine",
     "StepResult",
     "anyone",
     "background_group",
     "barrier",
+    "cut",
     "deepspeed_config",
     "everyone_succeeded",
     "gather_floats",

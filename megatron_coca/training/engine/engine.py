@@ -12,10 +12,12 @@ from deepspeed.runtime.config import DeepSpeedConfigError
 from pydantic import ValidationError
 from torch import Tensor
 
+from megatron_coca.attention.heads import take_share
 from megatron_coca.checkpoints.state import Piece, Place
 from megatron_coca.config import BatchSizes, Config, ConfigError
 from megatron_coca.data import Batch
 from megatron_coca.training.engine import state
+from megatron_coca.training.engine.divisions import division
 from megatron_coca.training.engine.group import mean_over_ranks
 from megatron_coca.training.engine.settings import deepspeed_config
 from megatron_coca.training.faults.guard import Limits, bad_reason
@@ -48,13 +50,16 @@ class Engine:
         self._clipping = config.optimizer.gradient_clipping
         self._step = _OneStep()
         optimizer.step = _gated(optimizer.step, self._open)  # type: ignore[method-assign]
-        self._engine = self._initialize(model, optimizer, deepspeed_config(config, sizes))
+        self._division = division(config)
+        self._engine = self._initialize(model, optimizer, deepspeed_config(config, sizes, self._division.section()))
+        take_share(model, self._division.share())
         self.device = self._engine.device
         self._names = {parameter: name.removeprefix(MODEL_PREFIX) for name, parameter in model.named_parameters()}
 
     def _initialize(self, model: nn.Module, optimizer: torch.optim.Optimizer, section: dict[str, Any]) -> Any:
         try:
-            engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=section)
+            grid = self._division.grid()
+            engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=section, mpu=grid)
         except (ValidationError, DeepSpeedConfigError) as error:
             raise ConfigError(
                 [f"zero_optimization, fp16, bf16 or deepspeed_extra_args: DeepSpeed says: {error}"]
@@ -102,7 +107,8 @@ class Engine:
 
     def places(self) -> dict[str, Place]:
         """The shape of every parameter on this rank, and which part of the whole it is."""
-        return {name: Place(tuple(getattr(p, "ds_shape", p.shape))) for p, name in self._names.items()}
+        shards = {name: self._division.shard(name) for name in self._names.values()}
+        return {name: Place(tuple(getattr(p, "ds_shape", p.shape)), shards[name]) for p, name in self._names.items()}
 
     @property
     def loss_scale(self) -> float | None:

@@ -1,8 +1,15 @@
 """What DeepSpeed is told."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_coca.config import BatchSizes, Config, ConfigError
+
+RESERVED = frozenset({"train_batch_size", "tensor_parallel", "sequence_parallel_size", "data_parallel_size"})
+"""Keys of DeepSpeed that keys of our own stand for. The total batch is left to DeepSpeed's arithmetic, which takes
+tensor ranks for ranks that read samples of their own in some places and not in others, and uses the product for
+nothing.
+"""
 
 
 def effective_stage(config: Config) -> int:
@@ -16,14 +23,13 @@ def effective_stage(config: Config) -> int:
     return max(config.parallel.stage, 0 if alone else 1)
 
 
-def deepspeed_config(config: Config, sizes: BatchSizes) -> dict[str, Any]:
+def deepspeed_config(config: Config, sizes: BatchSizes, division: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """DeepSpeed's own configuration. Every value that matters is spelled out, so that its defaults never decide a
-    result.
+    result. `division` is the section of what divides the model among ranks, if anything does.
     """
     section: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": sizes.micro,
         "gradient_accumulation_steps": sizes.accumulation,
-        "train_batch_size": sizes.total,
         # Without ZeRO the engine clips: it needs the norm in any case, which DeepSpeed would compute again.
         "gradient_clipping": config.optimizer.gradient_clipping if effective_stage(config) else 0.0,
         "zero_optimization": {**(config.parallel.zero_optimization or {}), "stage": effective_stage(config)},
@@ -31,13 +37,14 @@ def deepspeed_config(config: Config, sizes: BatchSizes) -> dict[str, Any]:
         # PyTorch's fused AdamW serves offloaded states too; DeepSpeed's own needs a compiler on every host.
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 2**62,
+        **(division or {}),
     }
     if config.precision.dtype == "bf16":
         section["bf16"] = {**(config.precision.bf16 or {}), "enabled": True}
     if config.precision.dtype == "fp16":
         section["fp16"] = {**(config.precision.fp16 or {}), "enabled": True}
     extra = config.parallel.deepspeed_extra_args or {}
-    taken = sorted(section.keys() & extra.keys())
+    taken = sorted((section.keys() | RESERVED) & extra.keys())
     if taken:
         raise ConfigError(
             [f"deepspeed_extra_args: {', '.join(taken)}: set by keys of their own; use those (docs/config.md)"]

@@ -28,8 +28,8 @@ STEP = "step"
 def pieces(optimizer: Any, names: Names) -> list[Piece]:
     """What this rank holds of every named parameter; `optimizer` is DeepSpeed's or, without ZeRO, PyTorch's."""
     found = list(STRATEGIES[_kind(optimizer)](optimizer, names))
-    held = {piece.name for piece in found}
-    return found + [piece for parameter, name in names.items() if name not in held for piece in _frozen(parameter, name)]
+    frozen = (item for item in names.items() if not item[0].requires_grad)
+    return found + [piece for parameter, name in frozen for piece in _frozen(parameter, name)]
 
 
 def counters(optimizer: Any) -> dict[str, float]:

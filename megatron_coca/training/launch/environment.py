@@ -2,14 +2,15 @@
 
 import os
 import re
-import socket
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from megatron_coca.config import ConfigError
+from megatron_coca.training.launch.network import free_port, interface_towards
 
 Variables = Mapping[str, str]
 DEFAULT_PORT = 29500
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _RESERVED_STEPS = 0xFFFFFFF0  # slurm.h: from here on the numbers stand for batch scripts, interactive shells, ...
 
 
@@ -50,9 +51,11 @@ def find_place(environment: Variables) -> Place | None:
     missing = [name for name in ("RANK", "WORLD_SIZE") if name not in environment]
     if given and missing:
         raise ConfigError(
-            [f"{' and '.join(missing)}: not set although {' and '.join(given)} is; set all of RANK, WORLD_SIZE, LOCAL_RANK, "
-             "MASTER_ADDR and MASTER_PORT, or unset them"]
-        )  # fmt: skip
+            [
+                f"{' and '.join(missing)}: not set, but {' and '.join(given)} found; set all of RANK, WORLD_SIZE, "
+                "LOCAL_RANK, MASTER_ADDR and MASTER_PORT, or unset them"
+            ]
+        )
     return None
 
 
@@ -62,7 +65,10 @@ def under_launcher(environment: Variables) -> bool:
 
 
 def complete_environment(environment: dict[str, str]) -> None:
-    """Write down the variables that the process group is joined by: those of the launcher, or of a group of one."""
+    """Write down the variables that the process group is joined by: those of the launcher, or of a group of one.
+
+    Where there are several hosts, Gloo is told the interface that leads to the first one, unless it was told another.
+    """
     alone = Place(0, 1, 0, 1, "127.0.0.1", None)
     place = find_place(environment) or alone
     port = place.port or (free_port() if place.world_size == 1 else DEFAULT_PORT)
@@ -74,19 +80,15 @@ def complete_environment(environment: dict[str, str]) -> None:
         "MASTER_ADDR": place.master or "127.0.0.1",
         "MASTER_PORT": str(port),
     }
+    if place.world_size > place.local_world_size and place.master is not None:
+        interface = interface_towards(place.master)
+        environment |= {_GLOO_INTERFACE: interface} if interface and not environment.get(_GLOO_INTERFACE) else {}
 
 
 def threads_per_process(environment: Variables) -> int:
     """CPU threads for this process where several share one machine."""
     cores = len(os.sched_getaffinity(0))
     return max(1, cores // int(environment.get("LOCAL_WORLD_SIZE", "1")))
-
-
-def free_port() -> int:
-    """A port of this host that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def first_host(nodelist: str) -> str:

@@ -143,7 +143,7 @@ class _Group:
         if not self.failures or (status != PREEMPTED and self.status == PREEMPTED):
             self.deadline = time.monotonic() + (PREEMPTED_SETTLE if status == PREEMPTED else self.settle)
             self.failures.insert(0, (label, status))
-            if status not in (PREEMPTED, INTERRUPTED):
+            if status not in (PREEMPTED, INTERRUPTED) and status - 128 not in self.sent:
                 rest = "; stopping the others" if self.running else ""
                 print(f"{label} {describe(status)}{rest}", file=sys.stderr, flush=True)
 

@@ -5,8 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from megatron_coca.config import ConfigError, LaunchConfig
 from megatron_coca.training.launch.commands import SIGNALS_OF_SRUN, Script, address, deepspeed_command, srun_command
-from megatron_coca.training.launch.environment import DEFAULT_PORT, Place, find_place, free_port, is_slurm_task
+from megatron_coca.training.launch.environment import DEFAULT_PORT, Place, find_place, is_slurm_task
 from megatron_coca.training.launch.hosts import Host, chosen_hosts
+from megatron_coca.training.launch.network import free_port
 from megatron_coca.training.launch.processes import CaughtSignals, LocalProcess, Member, supervise
 from megatron_coca.training.launch.remote import HostPlan, RemoteHost
 

@@ -102,6 +102,7 @@ class Monitor:
 
     def close(self) -> None:
         """Write what is left and let go."""
+        self._forward.close()
         for profiler in self._profilers:
             profiler.close()
         self._reporters.close()

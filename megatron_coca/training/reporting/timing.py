@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
+from torch.utils.hooks import RemovableHandle
 
 Clock = Callable[[], float]
 """Seconds since some moment."""
@@ -86,15 +87,20 @@ class ForwardTimer:
     def __init__(self, clock: Clock = time.perf_counter) -> None:
         self._clock = clock
         self._begun: Any = None
+        self._hooks: list[RemovableHandle] = []
         self._timed: deque[tuple[Any, Any]] = deque(maxlen=TIMED_FORWARDS)
         events = torch.cuda.is_available()
         self._mark: Callable[[], Any] = _event if events else clock
         self._between: Callable[[Any, Any], float] = _between_events if events else _between_times
 
     def watch(self, module: nn.Module) -> None:
-        """Time `module` from now on, while it is in training mode."""
-        module.register_forward_pre_hook(self._before)
-        module.register_forward_hook(self._after)
+        """Time `module` until `close`, while it is in training mode."""
+        self._hooks += [module.register_forward_pre_hook(self._before), module.register_forward_hook(self._after)]
+
+    def close(self) -> None:
+        """Time no more: a module may outlive its timer."""
+        for hook in self._hooks:
+            hook.remove()
 
     def lap(self) -> float:
         """Mean seconds of a forward pass since the lap before, 0 without any. On a GPU it waits for the last one."""

@@ -1,0 +1,122 @@
+"""What a checkpoint is, and whether its files are as they were written."""
+
+from collections import Counter
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from megatron_coca.checkpoints import native
+from megatron_coca.checkpoints.errors import CheckpointError
+from megatron_coca.checkpoints.state import StateReader
+from megatron_coca.config import ConfigError, load_config
+from megatron_coca.data.inspection.table import table
+
+SHOWN_KEYS = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_kv_heads",
+    "seq_length",
+    "vocab_size",
+    "pos_emb",
+    "rope_scaling",
+    "relative_positions",
+    "logit_scaling",
+    "seed",
+)
+"""The keys that a description names; all of them stand in config.yml."""
+
+
+@dataclass(frozen=True)
+class Description:
+    """A checkpoint in figures.
+
+    Attributes:
+        folder: one step's folder.
+        meta: what meta.json says: step, topology, versions, progress, what was read.
+        keys: the configuration's keys that say what model it is.
+        parameters: numbers of the model; None for a checkpoint without readable state.
+        stored: elements of each kind in the state, all ranks together; a copy counts again.
+        sizes: bytes of the files below each top entry of the folder.
+        damage: what is wrong with it; None where every file is as it was written.
+    """
+
+    folder: Path
+    meta: dict[str, Any]
+    keys: dict[str, Any]
+    parameters: int | None
+    stored: dict[str, int]
+    sizes: dict[str, int]
+    damage: str | None
+
+    def facts(self) -> dict[str, Any]:
+        """Everything, as JSON can hold it."""
+        return vars(self) | {"folder": str(self.folder)}
+
+
+def checkpoints_in(path: Path) -> list[Path]:
+    """The step folders that `path` means: itself, or all complete ones of a save folder, by step.
+
+    Raises:
+        CheckpointError: there are none.
+    """
+    if (path / native.MANIFEST).is_file():
+        return [path]
+    found = [native.step_folder(path, step) for step in native.steps(path)]
+    return found or [native.locate(path)]
+
+
+def describe(folder: Path, verify: bool = True) -> Description:
+    """Look at one step's folder; with `verify` every byte of it is read."""
+    meta, keys, parameters, stored = {}, {}, None, {}
+    damage = _damage(folder) if verify else None
+    try:
+        meta = native.read_json(folder / native.META)
+        flat = load_config([folder / native.CONFIG]).flat()
+        keys = {name: flat[name] for name in SHOWN_KEYS}
+        parameters, stored = _state(folder)
+    except (CheckpointError, ConfigError) as error:
+        damage = damage or str(error)
+    return Description(folder, meta, keys, parameters, stored, _sizes(folder), damage)
+
+
+def _damage(folder: Path) -> str | None:
+    try:
+        native.verify(folder)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def _state(folder: Path) -> tuple[int | None, dict[str, int]]:
+    if not (folder / native.STATE).is_dir():
+        return None, {}
+    with StateReader(folder / native.STATE) as reader:
+        reader.require_complete()
+        return sum(prod(shape) for shape in reader.shapes.values()), reader.stored
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    sizes: Counter[str] = Counter()
+    for name in native.files(folder):
+        sizes[Path(name).parts[0]] += (folder / name).stat().st_size
+    return dict(sizes)
+
+
+def describe_text(found: Description) -> str:
+    """A description for people to read."""
+    meta = found.meta
+    read = [(each["source"], each["samples"], each["tokens"], each["epochs"]) for each in meta.get("mixture", ())]
+    lines = [
+        f"{found.folder}: step {meta.get('step', '?')}, {found.damage or 'intact'}",
+        *(f"  {name}: {value}" for name, value in found.keys.items() if value is not None),
+        f"  parameters: {found.parameters:,}" if found.parameters is not None else "  no state of the optimizer",
+        *(f"  {name}: {meta[name]}" for name in ("dtype", "batch", "topology", "zero_stage", "versions") if name in meta),
+        *(f"  {name}: {value}" for name, value in meta.get("progress", {}).items() if name != "guard" and value),
+        "",
+        table(("state", "elements"), sorted(found.stored.items())) if found.stored else "",
+        table(("file", "bytes"), sorted(found.sizes.items())),
+        table(("read", "samples", "tokens", "epochs"), read) if read else "",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,36 @@
+"""Ports and interfaces of this host."""
+
+import fcntl
+import socket
+import struct
+
+_SIOCGIFADDR = 0x8915  # linux/sockios.h
+
+
+def free_port() -> int:
+    """A port of this host that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def interface_towards(address: str) -> str | None:
+    """The name of the interface whose IPv4 address this host has for `address`; None where that cannot be found out.
+
+    Gloo would take the one that the host's own name stands for, and on many machines that is the loopback.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, 9))  # sends nothing; any port will do
+        except OSError:
+            return None
+        own = probe.getsockname()[0]
+        return next((name for _, name in socket.if_nameindex() if _address(probe, name) == own), None)
+
+
+def _address(probe: socket.socket, interface: str) -> str | None:
+    request = struct.pack("256s", interface.encode()[:15])
+    try:
+        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
+    except OSError:
+        return None

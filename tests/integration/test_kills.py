@@ -1,0 +1,63 @@
+"""SIGKILL at random moments, inside saves too: by its own command the run goes on, and ends as one never killed."""
+
+import json
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_coca.checkpoints import native
+from tests.conftest import clean_environment
+from tests.integration.killing import ForkServer, fork_server, kill_randomly, run_to_end
+
+STEPS = 12
+KEYS = {"auto_resume": True, "train_iters": STEPS, "checkpoint_factor": 2, "keep_last_n_checkpoints": 2}
+IN_ONE_RUN = 5
+"""Kills after which a run may end in peace."""
+
+
+@pytest.fixture(scope="module")
+def server(small: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    folder = tmp_path_factory.mktemp("lives")
+    file = folder / "small.json"
+    file.write_text(json.dumps(small))
+    with fork_server(clean_environment(), folder, file) as started:
+        yield started
+
+
+def final_hashes(run: Path) -> dict[str, str]:
+    """The sha256 of the files with weights, optimizer and random states at the last step."""
+    files = native.read_json(native.step_folder(run, STEPS) / native.MANIFEST)["files"]
+    return {name: entry["sha256"] for name, entry in files.items() if name.endswith((".safetensors", ".pt"))}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "keys", "kills"),
+    [
+        pytest.param(1, {}, 10, id="10"),
+        pytest.param(1, {}, 100, id="100", marks=pytest.mark.slow),
+        pytest.param(2, {"zero_stage": 1}, 20, id="ZeRO 1 in two processes", marks=pytest.mark.slow),
+        pytest.param(2, {"zero_stage": 3}, 20, id="ZeRO 3 in two processes", marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_run_ends_as_one_never_killed(
+    ranks: int, keys: dict[str, Any], kills: int, server: ForkServer, tmp_path: Path, open_run: Any
+) -> None:
+    def start(changes: Any) -> Any:
+        return server.start(KEYS | keys | dict(changes), ranks)
+
+    within = run_to_end(start, {"save": str(tmp_path / "whole")})
+    whole, losses = final_hashes(tmp_path / "whole"), open_run(tmp_path / "whole").losses
+    assert len(whole) > 2 and len(losses) == STEPS
+    hits = inside_saves = 0
+    for seed in count():
+        run = tmp_path / f"run_{seed}"
+        killed = kill_randomly(start, {"save": str(run)}, seed, min(IN_ONE_RUN, kills - hits), within)
+        hits, inside_saves = hits + killed.hits, inside_saves + killed.inside_saves
+        assert final_hashes(run) == whole and open_run(run).losses == losses, f"run {seed}, {killed}"
+        if hits >= kills:
+            break
+    print(f"{hits} kills in {seed + 1} runs, {inside_saves} of them inside a save")
+    assert kills < 100 or inside_saves

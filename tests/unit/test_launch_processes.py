@@ -1,0 +1,148 @@
+"""Processes that end together: statuses, signals, failures."""
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from launch_cases import SAVING, Launch, alive, all_ready, eventually, finish, launcher  # noqa: F401
+
+
+def test_every_process_knows_its_place(launch: Launch) -> None:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+    body = f'sys.stdout.write(" ".join(os.environ[n] for n in {names}) + f" {{sys.argv[1:]}}\\n")'
+    status, output, _ = finish(launch(body, "num_gpus=3"))
+    assert status == 0
+    expected = [f"{rank} 3 {rank} 3 127.0.0.1 ['argument']" for rank in range(3)]
+    assert sorted(output.splitlines()) == expected
+
+
+def test_one_process_trains_where_it_is(launch: Launch) -> None:
+    assert finish(launch("", "num_gpus=1"))[0] == 99
+
+
+def test_a_pod_starts_the_others_of_its_host(launch: Launch) -> None:
+    body = 'sys.stdout.write(f\'{rank} {os.environ["WORLD_SIZE"]} {os.environ["MASTER_ADDR"]}\\n\')'
+    pod = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "master-0", "MASTER_PORT": "1234"}
+    status, output, _ = finish(launch(body, **pod))
+    assert status == 0 and sorted(output.splitlines()) == ["2 6 master-0", "3 6 master-0"]
+    assert finish(launch(body, LOCAL_RANK="0", **pod))[0] == 99, "torchrun and deepspeed start every process themselves"
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        ("sys.exit(0)", 0, ""),
+        ("sys.exit(75)", 75, ""),
+        ("sys.exit(2)", 2, "rank . ended with exit status 2"),
+        ("sys.exit(75 if rank else 3)", 3, "rank 0 ended with exit status 3"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", 139, r"was ended by SIGSEGV \(exit status 139\)"),
+    ],
+)
+def test_exit_statuses_are_kept(launch: Launch, body: str, status: int, message: str) -> None:
+    found, output, _ = finish(launch(body))
+    assert found == status
+    assert output == "" if not message else re.search(message, output)
+
+
+def test_one_failure_ends_the_others(launch: Launch) -> None:
+    """Those that do not answer any more are killed."""
+    body = "signal.signal(signal.SIGTERM, signal.SIG_IGN) if rank else os.kill(os.getpid(), 9)\nwait()"
+    status, output, seconds = finish(launch(body))
+    assert status == 137 and seconds < 10
+    assert output == (
+        "rank 0 was ended by SIGKILL, as the kernel does when memory runs out (exit status 137); stopping the others\n"
+    )
+
+
+def test_the_cause_is_named_not_its_consequences(launch: Launch) -> None:
+    body = """
+    write("ready")
+    while not (folder / "ready.0").exists() or not (folder / "ready.1").exists():
+        time.sleep(0.01)
+    os.kill(os.getpid(), 9) if rank else time.sleep(0.3)
+    sys.exit("connection closed by peer")
+    """
+    status, output, seconds = finish(launch(body))
+    assert status == 137 and "rank 1 was ended by SIGKILL" in output and "rank 0" not in output
+    assert "connection closed by peer" in output, "the others may print their own errors"
+    assert seconds < 4, "nobody waits for those that have ended"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_request_to_stop_reaches_all_and_is_waited_for(launch: Launch, tmp_path: Path, number: int) -> None:
+    process = launch(SAVING)
+    all_ready(tmp_path)
+    process.send_signal(number)
+    status, output, _ = finish(process)
+    assert status == 75 and output == ""
+    assert (tmp_path / "saved.0").exists() and (tmp_path / "saved.1").exists()
+
+
+def test_a_failure_while_saving_is_a_failure(launch: Launch, tmp_path: Path) -> None:
+    process = launch(SAVING.replace("sys.exit(75)", "sys.exit(75 if rank == 0 else 2)"))
+    all_ready(tmp_path)
+    process.send_signal(signal.SIGTERM)
+    status, output, _ = finish(process)
+    assert status == 2 and "rank 1 ended with exit status 2" in output
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_preempted_before_anything_could_be_saved(launch: Launch, tmp_path: Path, number: int) -> None:
+    """The signal ends processes that have no handler yet; that is no failure."""
+    process = launch("wait()")
+    all_ready(tmp_path)
+    process.send_signal(number)
+    status, output, _ = finish(process)
+    assert status == 75 and output == ""
+
+
+def test_ctrl_c_is_quiet_and_comes_once(launch: Launch, tmp_path: Path) -> None:
+    body = """
+    count = 0
+    def note(number, frame):
+        global count
+        count += 1
+        write(f"interrupt{count}")
+    signal.signal(signal.SIGINT, note)
+    write("ready")
+    while not count:
+        time.sleep(0.01)
+    time.sleep(0.3)
+    sys.exit(130)
+    """
+    process = launch(body)
+    all_ready(tmp_path)
+    process.send_signal(signal.SIGINT)
+    status, output, _ = finish(process)
+    assert status == 130 and output == ""
+    assert not list(tmp_path.glob("interrupt2.*"))
+
+
+def test_a_second_ctrl_c_kills(launch: Launch, tmp_path: Path) -> None:
+    process = launch("signal.signal(signal.SIGINT, lambda *_: write('asked'))\nwhile True:\n    wait()")
+    all_ready(tmp_path)
+    process.send_signal(signal.SIGINT)
+    assert eventually(lambda: len(list(tmp_path.glob("asked.*"))) == 2)
+    process.send_signal(signal.SIGINT)
+    assert finish(process)[0] == 137
+
+
+def test_a_killed_launcher_leaves_nobody_behind(launch: Launch, tmp_path: Path) -> None:
+    process = launch("signal.signal(signal.SIGTERM, signal.SIG_IGN)\nwait()")
+    all_ready(tmp_path)
+    process.kill()
+    numbers = [int(path.read_text()) for path in tmp_path.glob("ready.*")]
+    assert eventually(lambda: not any(map(alive, numbers)), 5)
+
+
+def test_what_is_ignored_stays_ignored(launch: Launch, tmp_path: Path) -> None:
+    """nohup ignores SIGHUP for whatever it starts."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        process = launch("write('ready')\ntime.sleep(1)")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    all_ready(tmp_path)
+    process.send_signal(signal.SIGHUP)
+    assert finish(process)[0] == 0

@@ -1,0 +1,40 @@
+"""The grid of ranks."""
+
+import pytest
+
+from megatron_coca.config import ConfigError, ParallelConfig
+from megatron_coca.training.topology import Topology
+
+
+def parallel(pipe: int = 0, tensor: int = 1, sequence: int = 1) -> ParallelConfig:
+    return ParallelConfig(pipe_parallel_size=pipe, model_parallel_size=tensor, sequence_parallel_size=sequence)
+
+
+@pytest.mark.parametrize("sizes", [(0, 1, 1), (1, 1, 1), (2, 1, 1), (0, 2, 1), (0, 1, 4), (2, 3, 2)])
+def test_every_place_is_taken_once(sizes: tuple[int, int, int]) -> None:
+    topology = Topology.of(parallel(*sizes), 24)
+    assert topology.world_size == 24
+    assert topology.layout() == {"pipe": max(1, sizes[0]), "data": topology.data, "tensor": sizes[1], "sequence": sizes[2]}
+    assert len({topology.coordinates(rank) for rank in range(24)}) == 24
+
+
+def test_neighbours_share_a_model() -> None:
+    """DeepSpeed's meshes put data ranks outside tensor and sequence ranks, and its pipelines put stages outside both."""
+    topology = Topology.of(parallel(tensor=2), 6)
+    assert [topology.coordinates(rank).data for rank in range(6)] == [0, 0, 1, 1, 2, 2]
+    assert [topology.coordinates(rank).tensor for rank in range(6)] == [0, 1, 0, 1, 0, 1]
+    topology = Topology.of(parallel(pipe=2), 6)
+    assert [topology.coordinates(rank).pipe for rank in range(6)] == [0, 0, 0, 1, 1, 1]
+
+
+def test_ranks_that_share_activations_draw_the_same_numbers() -> None:
+    topology = Topology.of(parallel(tensor=2, sequence=2), 8)
+    streams = {topology.coordinates(rank)._replace(tensor=0): set[int]() for rank in range(8)}
+    for rank in range(8):
+        streams[topology.coordinates(rank)._replace(tensor=0)].add(topology.random_stream(rank))
+    assert all(len(found) == 1 for found in streams.values()) and len(set.union(*streams.values())) == 4
+
+
+def test_ranks_that_cannot_be_divided() -> None:
+    with pytest.raises(ConfigError, match=r"pipe_parallel_size 2 x model_parallel_size 2 .* = 4 does not divide 6"):
+        Topology.of(parallel(2, 2), 6)
