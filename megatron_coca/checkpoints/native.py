@@ -56,6 +56,12 @@ def steps(save: Path) -> list[int]:
     return sorted(int(match.group(1)) for match in found if match)
 
 
+def begun_steps(save: Path) -> list[int]:
+    """The steps of all checkpoints under `save`, ascending; those that have lost their manifest too."""
+    found = (_STEP.fullmatch(path.name) for path in save.glob("global_step*") if path.is_dir())
+    return sorted(int(match.group(1)) for match in found if match)
+
+
 def partial_folder(save: Path, step: int) -> Path:
     """Where the checkpoint of `step` is filled in before it is complete."""
     return save / f".global_step{step}.partial"
@@ -63,11 +69,16 @@ def partial_folder(save: Path, step: int) -> Path:
 
 def begin(save: Path, step: int) -> Path:
     """An empty folder to fill in; whatever an interrupted save left behind is removed."""
-    for leftover in save.glob(".global_step*.partial"):
-        shutil.rmtree(leftover)
+    sweep(save)
     partial = partial_folder(save, step)
     partial.mkdir(parents=True)
     return partial
+
+
+def sweep(save: Path) -> None:
+    """Remove what interrupted saves and removals have left behind."""
+    for leftover in save.glob(".global_step*.partial"):
+        shutil.rmtree(leftover)
 
 
 def commit(save: Path, step: int, described: Mapping[str, Mapping[str, Any]] | None = None) -> Path:
@@ -160,24 +171,25 @@ def verify(folder: Path) -> dict[str, Any]:
     """Check every file of a checkpoint against its manifest and return the manifest.
 
     Raises:
-        CheckpointError: a file is missing, truncated or altered, or the manifest is of a newer format.
+        CheckpointError: a file is missing, truncated or altered, or the manifest is damaged or of a newer format.
     """
     manifest = read_json(folder / MANIFEST)
     if manifest.get("format") not in READABLE:
         raise CheckpointError(
             f"{folder}: checkpoint format {manifest.get('format')!r}, this version reads formats {READABLE}"
         )
-    if not isinstance(manifest.get("files"), dict):
+    listed = manifest.get("files")
+    if not isinstance(listed, dict) or not all(isinstance(entry, dict) for entry in listed.values()):
         raise CheckpointError(f"{folder / MANIFEST}: lists no files; it is damaged")
-    for name, expected in manifest["files"].items():
+    for name, expected in listed.items():
         path = folder / name
         if not path.is_file():
             raise CheckpointError(f"{path}: is missing from the checkpoint")
-        if path.stat().st_size != expected["size"]:
+        if path.stat().st_size != expected.get("size"):
             raise CheckpointError(
-                f"{path}: has {path.stat().st_size} bytes, the checkpoint was written with {expected['size']}"
+                f"{path}: has {path.stat().st_size} bytes, the checkpoint was written with {expected.get('size')}"
             )
-        if _sha256(path) != expected["sha256"]:
+        if _sha256(path) != expected.get("sha256"):
             raise CheckpointError(f"{path}: its content has changed since the checkpoint was written (sha256 differs)")
     return manifest
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from megatron_coca.config.faults import POLICIES
+from megatron_coca.config.parallel_checks import PARALLEL_CHECKS
 from megatron_coca.config.position_checks import POSITION_CHECKS, Check
 from megatron_coca.config.running import split_shares
 from megatron_coca.config.schema import Settings
@@ -118,11 +119,6 @@ def _pipeline(settings: Settings) -> str | None:
     return next((reason for refused, reason in PIPELINE_REFUSALS if refused(keys)), None)
 
 
-def _tensor(settings: Settings) -> str | None:
-    ranks = settings.parallel.model_parallel_size
-    return None
-
-
 def _checkpoint_ratio(settings: Settings) -> str | None:
     keep = settings.checkpoint
     endless = keep.checkpoint_scale == "log" and keep.checkpoint_factor == 1
@@ -203,7 +199,7 @@ CHECKS: tuple[Check, ...] = (
         ("pipe_parallel_size", "num_layers", "zero_optimization", "model_parallel_size", "sequence_parallel_size"),
         _pipeline,
     ),
-    Check(("model_parallel_size",), _tensor),
+    *PARALLEL_CHECKS,
     Check(("checkpoint_factor", "checkpoint_scale"), _checkpoint_ratio),
     Check(("profile_step_stop", "profile_step_start"), _profiled_steps),
     Check(("data_path", *_ALL_PATHS), _one_source),

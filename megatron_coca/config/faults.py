@@ -36,11 +36,6 @@ class FaultConfig(Group):
     max_rollbacks: WholeNumber = key(10, "Rollbacks in the whole run; where one more is due, the run stops.")
 
     @property
-    def rolls_back(self) -> bool:
-        """Whether any of the policies may go back to a checkpoint."""
-        return "rollback" in [getattr(self, name) for name in POLICIES]
-
-    @property
     def collective_timeout(self) -> float | None:
         """Seconds after which a collective gives up, or None for the library's own.
 

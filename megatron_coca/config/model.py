@@ -67,7 +67,19 @@ class ModelConfig(Group):
         "scaled_normal", "Initialisation of the last matrix of attention and MLP."
     )
     init_method_std: Positive = key(0.02, "Standard deviation of the normal initialisations.")
-    checkpoint_activations: bool = key(False, "Recompute each block's activations in the backward pass.")
+    checkpoint_activations: bool = key(False, "Recompute activations of the blocks in the backward pass.")
+    checkpoint_num_layers: Count = key(1, "With checkpoint_activations, blocks that are recomputed together.")
+    checkpoint_policy: Literal["full", "selective"] = key(
+        "full",
+        "With checkpoint_activations, what is recomputed: everything within a group of blocks, or everything but"
+        " matrix products and attention.",
+    )
+    loss_chunk_size: Count | None = key(
+        1024, "Tokens whose logits are held at a time while the loss is computed; null means all of a micro batch."
+    )
+    torch_compile: bool = key(
+        False, "Compile the blocks with torch.compile for training; needs a C++ compiler, on a GPU also Triton."
+    )
 
     @property
     def head_dim(self) -> int:

@@ -25,7 +25,6 @@ INERT: dict[str, str] = {
     "rotary_save_freqs_buffer": "the frequencies are computed, not stored",
     "output_layer_parallelism": "has one choice",
     "use_cpu_initialization": "selects where weights are drawn, not how",
-    "checkpoint_num_layers": _RECOMPUTE,
     "partition_activations": _RECOMPUTE,
     "contiguous_checkpointing": _RECOMPUTE,
     "checkpoint_in_cpu": _RECOMPUTE,
@@ -268,7 +267,7 @@ UNSUPPORTED_CHOICES: dict[str, dict[Any, str]] = {
     "init_method": {"single_residual_scaled_normal": "this initialisation"},
     "output_layer_init_method": {"single_residual_scaled_normal": "this initialisation"},
     "data_impl": {"cached": "the cached index format"},
-    "sequence_parallel": {True: "sequence parallelism"},
+    "sequence_parallel": {True: "Megatron's form of it (set sequence_parallel_size instead)"},
     "optimizer.type": dict.fromkeys(("onebitadam", "cpu_torch_adam", "sm3", "madgrad_wd", "lion"), "this optimizer"),
 }
 """GPT-NeoX's choices that are absent, by key, in lower case, and the feature each stands for."""

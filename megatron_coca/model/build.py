@@ -6,6 +6,7 @@ from megatron_coca.attention.backends.select import select_backend
 from megatron_coca.attention.compose import build_method
 from megatron_coca.attention.operands import check_operand_kernel
 from megatron_coca.config import Config
+from megatron_coca.model.compile import compile_blocks
 from megatron_coca.model.gpt import GPT
 from megatron_coca.model.init import initialize
 
@@ -18,7 +19,8 @@ def build_model(config: Config, device: str = "cpu", training: bool = True) -> G
 
     Raises:
         ConfigError: `vocab_size` is not known.
-        BackendError: the named attention backend or operand kernel cannot serve the model on that device.
+        BackendError: the named attention backend or operand kernel cannot serve the model on that device, or there is
+            no compiler for `torch_compile`.
     """
     return assemble_model(config, device, training).to(device)
 
@@ -35,4 +37,6 @@ def assemble_model(config: Config, device: str, training: bool = True) -> GPT:
     with torch.random.fork_rng(devices=[]):  # PyTorch's layers draw weights of their own, which are then replaced
         model = GPT(config.model, method, backend)
     initialize(model, config.model, config.seed)
+    if config.model.torch_compile and training:
+        compile_blocks(model.blocks, device_type)
     return model

@@ -71,7 +71,7 @@ def parameter_count(config: Config) -> ParameterCount:
         embedding=table,
         attention=model.num_layers * _attention(model),
         mlp=model.num_layers * _mlp(model),
-        norms=(model.num_layers * norms_per_block(model) + 1) * _norm(model),
+        norms=(model.num_layers * norms_per_block(model) + 1) * norm_parameters(model),
         position=_position(config.position, model),
         head=table if model.no_weight_tying else 0,
     )
@@ -141,7 +141,8 @@ def _mlp(model: ModelConfig) -> int:
     return h * (width + model.ffn_hidden_size) + (width + h if model.use_bias_in_mlp else 0)
 
 
-def _norm(model: ModelConfig) -> int:
+def norm_parameters(model: ModelConfig) -> int:
+    """Numbers that one norm learns."""
     if model.norm == "scalenorm":
         return 1
     without_bias = model.norm == "layernorm" and not model.use_bias_in_norms

@@ -14,11 +14,17 @@ from megatron_coca.config import ModelConfig
 class LearnedPositions(nn.Embedding):
     """A learned vector per position; a position beyond the table is an error, because such a model sees no further."""
 
-    def forward(self, positions: Tensor) -> Tensor:
-        if int(positions.max()) >= self.num_embeddings:
+    def forward(self, positions: Tensor, reached: int | None = None) -> Tensor:
+        """[..., hidden_size] for integer positions [...]. `reached`, the largest + 1, spares asking the device for it.
+
+        Raises:
+            ValueError: a position has no vector.
+        """
+        reached = int(positions.max()) + 1 if reached is None else reached
+        if reached > self.num_embeddings:
             raise ValueError(
                 f"pos_emb: learned has {self.num_embeddings} positions (max_position_embeddings); "
-                f"position {int(positions.max())} is beyond them"
+                f"position {reached - 1} is beyond them"
             )
         return super().forward(positions)
 
@@ -30,7 +36,7 @@ class SinusoidalPositions(nn.Module):
         super().__init__()
         self.hidden_size = hidden_size
 
-    def forward(self, positions: Tensor) -> Tensor:
+    def forward(self, positions: Tensor, reached: int | None = None) -> Tensor:
         """[..., hidden_size] float32 for integer positions [...] of any size; phases are taken in float64."""
         pair = torch.arange(0, self.hidden_size, 2, dtype=torch.float64, device=positions.device)
         phases = positions.to(torch.float64)[..., None] * 10000.0 ** (-pair / self.hidden_size)
@@ -56,8 +62,9 @@ class Embedding(nn.Module):
         self.word_embeddings = nn.Embedding(vocab_size, hidden_size)
         self.position_embeddings, self.dropout = positions, dropout
 
-    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor, reached: int | None = None) -> Tensor:
+        """`positions` [length] or [batch, length] of the tokens; `reached` the largest + 1, where it is known."""
         x = self.word_embeddings(input_ids)
         if self.position_embeddings is not None:
-            x = x + self.position_embeddings(positions).to(x.dtype)
+            x = x + self.position_embeddings(positions, reached).to(x.dtype)
         return F.dropout(x, self.dropout, self.training) if self.dropout else x

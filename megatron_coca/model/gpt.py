@@ -6,7 +6,6 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from megatron_coca.attention.cache import Cache
 from megatron_coca.attention.encoding import PositionEncoding
@@ -18,7 +17,9 @@ from megatron_coca.attention.packing import documents_from_ids, positions_within
 from megatron_coca.config import ModelConfig
 from megatron_coca.model.block import Block
 from megatron_coca.model.embedding import Embedding, absolute
+from megatron_coca.model.head import IGNORED, OutputHead, linear_cross_entropy, next_token_loss
 from megatron_coca.model.norms import build_norm
+from megatron_coca.model.recompute import trained_steps
 
 
 class GPT(Shared):
@@ -35,12 +36,12 @@ class GPT(Shared):
     def __init__(self, model: ModelConfig, method: PositionMethod, backend: Backend) -> None:
         super().__init__()
         self.method, self.vocab_size = method, model.padded_vocab_size
-        self.checkpoint_activations = model.checkpoint_activations
+        self._config = model
         self.embedding = Embedding(self.vocab_size, model.hidden_size, model.hidden_dropout, absolute(method, model))
         self.positions = PositionEncoding(method)
         self.blocks = nn.ModuleList(Block(model, method, backend) for _ in range(model.num_layers))
         self.norm = build_norm(model)
-        self.final_linear = nn.Linear(model.hidden_size, self.vocab_size, bias=False) if model.no_weight_tying else None
+        self.final_linear = OutputHead(model.hidden_size, self.vocab_size) if model.no_weight_tying else None
 
     def forward(
         self,
@@ -76,7 +77,7 @@ class GPT(Shared):
         positions, reached, packed = resolve_positions(input_ids, positions, documents, cache)
         length = length or (cache.length if cache is not None else None) or reached
         with nullcontext() if cache is None else cache.advanced(positions) as seen:
-            x = self.embedding(self.share.split(input_ids), self.share.split(positions))
+            x = self.embedding(self.share.split(input_ids), self.share.split(positions), reached)
             return self.through_blocks(x, self.positions(positions, length, x.dtype, seen, packed), cache)
 
     def _check_cache(self, cache: Cache, documents: Tensor | None) -> None:
@@ -89,12 +90,13 @@ class GPT(Shared):
 
     def through_blocks(self, x: Tensor, frame: Frame, cache: Cache | None = None) -> Tensor:
         """Hidden states [batch, length, hidden_size] after the blocks and the final norm, from those before them."""
+        if self.training:
+            for step in trained_steps(self.blocks, self._config):
+                x = step(x, frame)
+            return self.norm(x)
         layers = cache.layers if cache is not None else [None] * len(self.blocks)
         for block, layer in zip(self.blocks, layers, strict=True):
-            if self.checkpoint_activations and self.training:
-                x = checkpoint(block, x, frame, use_reentrant=False)
-            else:
-                x = block(x, frame, layer)
+            x = block(x, frame, layer)
         return self.norm(x)
 
     def new_cache(self, length: int | None = None) -> Cache:
@@ -106,6 +108,22 @@ class GPT(Shared):
         if self.final_linear is not None:
             return self.final_linear(hidden)
         return F.linear(hidden, self.embedding.word_embeddings.weight)
+
+    def loss(self, hidden: Tensor, labels: Tensor, loss_mask: Tensor | None = None) -> Tensor:
+        """The mean loss in nats per token of labels int64 [batch, length] under the logits of `hidden_states` [batch,
+        length, hidden_size], in float32: `loss_chunk_size` tokens at a time, or over all logits at once where it is None.
+
+        With `loss_mask`, bool [batch, length], the mean is over the labels where it holds, as in GPT-NeoX and Megatron;
+        0 where it holds nowhere.
+        """
+        chunk = self._config.loss_chunk_size
+        if chunk is None:
+            return next_token_loss(self.logits(hidden), labels, loss_mask)
+        kept = labels if loss_mask is None else labels.masked_fill(~loss_mask, IGNORED)
+        states, targets = hidden.flatten(0, -2), kept.flatten()
+        if self.final_linear is not None:
+            return self.final_linear(states, targets, chunk)
+        return linear_cross_entropy(states, self.embedding.word_embeddings.weight, targets, chunk)
 
 
 def resolve_positions(

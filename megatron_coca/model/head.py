@@ -19,6 +19,21 @@ IGNORED = -100
 """The label of a token that takes no part in the loss, as in PyTorch."""
 
 
+def next_token_loss(logits: Tensor, labels: Tensor, loss_mask: Tensor | None = None) -> Tensor:
+    """Mean negative log-likelihood, in float32 or better, of labels [batch, length] under logits [batch, length, vocabulary], in
+    nats per token.
+
+    With `loss_mask`, bool [batch, length], the mean is over the labels where it holds, as in GPT-NeoX and Megatron; 0
+    where it holds nowhere.
+    """
+    scores = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
+    if loss_mask is None:
+        return F.cross_entropy(scores, labels.flatten())
+    kept = labels.masked_fill(~loss_mask, IGNORED)
+    total = F.cross_entropy(scores, kept.flatten(), ignore_index=IGNORED, reduction="sum")
+    return total / loss_mask.sum().clamp(min=1)
+
+
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int | None) -> Tensor:
     """Mean negative log-likelihood of labels [tokens] int64 under the logits hidden @ weight^T, in nats, a scalar in
     float32 or better; labels of `IGNORED` do not count, and without others the loss is 0.

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from itertools import batched
 from typing import Any
 
 import torch
@@ -58,8 +57,9 @@ def trained_steps(blocks: nn.ModuleList, model: ModelConfig) -> Iterator[Step]:
     if not model.checkpoint_activations:
         yield from blocks
         return
-    contexts = CONTEXTS[model.checkpoint_policy]
-    for group in batched(blocks, model.checkpoint_num_layers):  # noqa: B911
+    contexts, size = CONTEXTS[model.checkpoint_policy], model.checkpoint_num_layers
+    for first in range(0, len(blocks), size):
+        group = list(blocks)[first : first + size]
         yield partial(checkpoint, partial(_through, group), use_reentrant=False, context_fn=contexts)
 
 

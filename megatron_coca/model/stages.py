@@ -18,7 +18,6 @@ from torch import Tensor
 from megatron_coca.attention.frame import Frame
 from megatron_coca.attention.inputs import Documents
 from megatron_coca.model.gpt import GPT, resolve_positions
-from megatron_coca.model.loss import next_token_loss
 
 TOKEN_TABLE = "embedding.word_embeddings"
 """The table of tokens; with tied weights it is the output head's too."""
@@ -142,7 +141,7 @@ class Stage(nn.Module):
         input_ids = batch.samples[:, :-1]
         positions, length, packed = resolve_positions(input_ids, batch.positions, batch.documents)
         if self.span.has_embedding:
-            x = self.model.embedding(input_ids, positions)
+            x = self.model.embedding(input_ids, positions, length)
         if self.span.blocks:
             x = self.model.through_blocks(x, self._frame(batch.samples, positions, length, x.dtype, packed))
         return self._loss(x, batch) if self.span.has_head else x
@@ -156,7 +155,7 @@ class Stage(nn.Module):
 
     def _loss(self, x: Tensor, batch: StageInput) -> Tensor:
         hidden = x if self.span.blocks else self.model.norm(x)
-        return next_token_loss(self.model.logits(hidden), batch.samples[:, 1:], batch.loss_mask)
+        return self.model.loss(hidden, batch.samples[:, 1:], batch.loss_mask)
 
 
 def _sharing(model: GPT, spans: Sequence[Span]) -> Iterator[Sharing]:

@@ -2,13 +2,15 @@
 
 import logging
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron_coca.config import BatchSizes, Config, ConfigError
-from megatron_coca.model import LanguageModelLoss, build_model, keep_freed_memory
+from megatron_coca.model import assemble_model, keep_freed_memory
+from megatron_coca.model.cost import parameter_count
 from megatron_coca.training import engine as dist
 from megatron_coca.training import launch, rng
 from megatron_coca.training.corpus import Corpus, open_corpus
@@ -71,9 +73,21 @@ def _run(config: Config, preemption: Preemption, watchdog: Watchdog) -> None:
     if resumed is not None:
         refuse_other_run(resumed, corpus, layout)
     require_writable(corpus.config)
+    watchdog.beat("data and checkpoint are checked")
     with exclusive(corpus.config.checkpoint.save):
-        attempt(lambda: clear_the_way(corpus.config.checkpoint.save, resumed), (), main_only=True)
+        _clear_the_way(corpus.config.checkpoint, resumed)
         _train(corpus, shape, layout, resumed, (preemption, watchdog))
+
+
+def _clear_the_way(keys: CheckpointConfig, resumed: Path | None) -> None:
+    cleared, failure = attempt(
+        lambda: clear_the_way(keys.save, resumed, keys.save_copy), (OSError, CheckpointError), main_only=True
+    )
+    if not cleared:
+        raise CheckpointError(
+            f"{keys.save}: a checkpoint that is damaged or of a branch that is left, or part of one, cannot be moved "
+            f"({failure or 'the first process says why'}); allow it, or move it away"
+        ) from failure
 
 
 def _refuse_what_cannot_train(config: Config) -> None:
@@ -83,8 +97,6 @@ def _refuse_what_cannot_train(config: Config) -> None:
         raise ConfigError(["optimizer.params.lr: not set; training needs it, for example `optimizer.params.lr=1e-4`"])
     if config.precision.dtype == "fp16" and not torch.cuda.is_available():
         raise ConfigError(["precision: fp16 needs a GPU; use precision=bfloat16 or precision=fp32 here"])
-    if config.faults.rolls_back and config.checkpoint.save is None:
-        raise ConfigError(["save: not set, but a rollback needs checkpoints; set save=FOLDER and checkpoint_factor"])
 
 
 def _train(
@@ -94,23 +106,27 @@ def _train(
     resumed: Path | None,
     watchers: tuple[Preemption, Watchdog],
 ) -> None:
+    preemption, watchdog = watchers
+    watchdog.beat("building the model")
     engine = _build_engine(corpus.config, shape, resumed is None)
+    watchdog.beat("the model is built")
     checkpoints = Checkpoints(corpus, engine, shape.topology, layout)
-    trainer = Trainer(corpus, engine, checkpoints, shape, *watchers)
+    trainer = Trainer(corpus, engine, checkpoints, shape, preemption, watchdog)
     if resumed is not None:
         trainer.restore(resumed)
-    logger.info(_summary(corpus.config, engine, shape, trainer.step))
+    logger.info(_summary(corpus.config, shape, trainer.step))
     _log_mixture(corpus, shape.sizes)
     trainer.run()
 
 
 def _build_engine(config: Config, shape: Shape, fresh: bool) -> Engine:
-    model = build_model(config, dist.local_device())
+    model = assemble_model(config, dist.local_device())
     if fresh:
         load_initial_weights(model, config.checkpoint)
     rng.seed_everything(config.seed, shape.topology.random_stream(dist.rank()))
     model.train()
-    return Engine(LanguageModelLoss(model), build_optimizer(model, config.optimizer), config, shape.sizes)
+    place = shape.topology.coordinates(dist.rank())
+    return dist.build_engine(model, partial(build_optimizer, config=config.optimizer), config, shape.sizes, place.pipe)
 
 
 def _log_mixture(corpus: Corpus, sizes: BatchSizes) -> None:
@@ -122,10 +138,9 @@ def _log_mixture(corpus: Corpus, sizes: BatchSizes) -> None:
         logger.warning(line)
 
 
-def _summary(config: Config, engine: Engine, shape: Shape, start: int) -> str:
-    parameters = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
+def _summary(config: Config, shape: Shape, start: int) -> str:
     return (
-        f"{config.position.pos_emb}: {parameters:,} parameters, {config.precision.dtype}, {dist.world_size()} process(es), "
+        f"{config.position.pos_emb}: {parameter_count(config).total:,} parameters, {config.precision.dtype}, {dist.world_size()} process(es), "
         f"{shape.sizes.total} x {config.model.seq_length} tokens a step; "
         + (f"resuming at step {start}" if start else "from step 0")
     )

@@ -122,18 +122,18 @@ class Checkpoints:
 
     def _snapshot(self, step: int, progress: Mapping[str, Any]) -> Snapshot:
         places = self._engine.places()
-        own = [piece for piece in self._engine.pieces() if self._is_writer(places[piece.name])]
+        own = [piece for piece in self._engine.pieces() if self._writes(piece.name, places[piece.name])]
         if self._keys.async_save or torch.cuda.is_available():
             own = [piece._replace(tensor=self._copied(piece)) for piece in own]
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return Snapshot(step, own, places, rng.states(), self._meta(step, progress))
 
-    def _is_writer(self, place: Place) -> bool:
-        """Whether this rank writes what it holds: copies of the same are written once."""
+    def _writes(self, name: str, place: Place) -> bool:
+        """Whether this rank writes what it holds of a parameter: copies of the same are written once."""
         first_tensor = place.shard is not None or self._place.tensor == 0
-        replica = self._place.data or self._place.sequence
-        return first_tensor and (self._engine.partitioned or not replica)
+        replica = not self._engine.partitioned and (self._place.data or self._place.sequence)
+        return first_tensor and not replica and name not in self._engine.copies
 
     def _copied(self, piece: Piece) -> Tensor:
         key = (piece.kind, piece.name, piece.start)
@@ -152,7 +152,8 @@ class Checkpoints:
 
     def _together(self, action: Callable[[], Any], root: Path, step: int, main_only: bool = False) -> None:
         """Run `action` on every rank (or the first), and fail on all where it fails on one."""
-        succeeded, failure = attempt(action, (OSError, RuntimeError, SafetensorError), main_only, self._group)
+        errors = (OSError, RuntimeError, SafetensorError, CheckpointError)
+        succeeded, failure = attempt(action, errors, main_only, self._group)
         if not succeeded:
             if dist.is_main():
                 native.abandon(root, step)

@@ -61,12 +61,14 @@ def candidates(config: CheckpointConfig) -> list[Path]:
 
 
 def _newest_first(*saves: str | None) -> list[Path]:
-    """The complete checkpoints of several save folders by step, falling; of one step in the order of the folders."""
+    """The checkpoints of several save folders by step, falling; of one step in the order of the folders. Also those
+    that have lost their manifest: they are damaged, not absent.
+    """
     found = [
         (-step, number, native.step_folder(Path(save), step))
         for number, save in enumerate(saves)
         if save is not None
-        for step in native.steps(Path(save))
+        for step in native.begun_steps(Path(save))
     ]
     return [folder for _, _, folder in sorted(found)]
 
@@ -104,19 +106,24 @@ def first_intact(folders: Sequence[Path]) -> Path | None:
     return None
 
 
-def clear_the_way(save: str | None, resumed: Path | None) -> None:
-    """Set aside the checkpoints in `save` beyond the one that is resumed: they are damaged, or of a branch that is left.
+def clear_the_way(save: str | None, resumed: Path | None, save_copy: str | None = None) -> None:
+    """Set aside the checkpoints in `save` and its copy beyond the one that is resumed: they are damaged, or of a branch
+    that is left. A later start would otherwise prefer them. What interrupted saves have left is removed.
 
-    A later start would otherwise prefer them. Called by the first rank, under the folder's lock.
+    Called by the first rank, under the folder's lock.
     """
-    if save is None or resumed is None:
-        return
+    for folder in (Path(each) for each in (save, save_copy) if each is not None):
+        native.sweep(folder)
+        for step in _beyond(folder, resumed, is_copy=str(folder) == save_copy) if resumed is not None else ():
+            place = native.set_aside(native.step_folder(folder, step))
+            logger.warning("%s: moved to %s", native.step_folder(folder, step), place)
+
+
+def _beyond(folder: Path, resumed: Path, is_copy: bool) -> list[int]:
+    """The steps in a save folder that a start would prefer to `resumed`; of its own step one comes before a copy."""
     reached = int(native.read_json(resumed / native.META)["step"])
-    own = resumed.resolve().parent == Path(save).resolve()
-    for step in native.steps(Path(save)):
-        if step > reached or (step == reached and not own):
-            place = native.set_aside(native.step_folder(Path(save), step))
-            logger.warning("%s: moved to %s", native.step_folder(Path(save), step), place)
+    preferred = not is_copy and resumed.resolve().parent != folder.resolve()
+    return [step for step in native.begun_steps(folder) if step > reached or (step == reached and preferred)]
 
 
 def load_initial_weights(model: nn.Module, config: CheckpointConfig) -> None:

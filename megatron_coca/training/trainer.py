@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_coca.checkpoints import native
+from megatron_coca.checkpoints import CheckpointError, native
 from megatron_coca.config import BatchSizes
 from megatron_coca.data import Batch, Blend, Loader
 from megatron_coca.training import engine as dist
@@ -145,7 +145,7 @@ class Trainer:
         assert config.schedule.train_iters is not None
         finished = done == config.schedule.train_iters
         if finished:
-            monitor.report(done, mixture_figures(self._corpus.train.mixture(done * self._shape.sizes.total)))
+            monitor.report(done, mixture_figures(self._corpus.train.mixture(self._skips.position(done) * self._shape.sizes.total)))
         if finished or done % config.logging.eval_interval == 0:
             with monitor.validating():
                 evaluator = _Beating(self._engine, self._watchdog)
@@ -158,6 +158,7 @@ class Trainer:
         progress = {"guard": self._guard.state(), "skips": self._skips.state(), "skipped": self._skipped}
         self._checkpoints.save(self.step, progress)
         self._saved = self.step
+        self._watchdog.beat(f"step {self.step} is handed to be saved")
 
     def _roll_back(self, verdict: Verdict) -> None:
         """Go back to the newest checkpoint before the bad steps, and leave out their data from there on."""
@@ -166,11 +167,13 @@ class Trainer:
         first_bad = self.step - 1 if verdict.first_bad is None else verdict.first_bad
         assert config.checkpoint.save is not None
         save = Path(config.checkpoint.save)
-        before = [step for step in native.steps(save) if step <= first_bad]
+        self._watchdog.beat("rolling back")
         # What the first rank sees counts: a shared file system may show others an older list.
-        newest = int(dist.gather_floats([float(before[-1]) if before else -1.0])[0][0])
+        newest = int(dist.gather_floats([float(_newest_intact(save, first_bad)) if dist.is_main() else 0.0])[0][0])
         if newest < 0:
-            raise Diverged(f"step {self.step}: {verdict.reason}; there is no checkpoint from before to roll back to")
+            raise Diverged(
+                f"step {self.step}: {verdict.reason}; there is no intact checkpoint from before to roll back to"
+            )
         last_bad, skips = self.step - 1, self._skips
         folder = native.step_folder(save, newest)
         counted = self._guard
@@ -180,12 +183,24 @@ class Trainer:
         self._skips = skips.after_rollback(newest, first_bad, last_bad, config.faults.rollback_margin)
         if dist.is_main():
             logger.warning("rolled back from step %d to step %d: %s", last_bad + 1, newest, verdict.reason)
-            clear_the_way(str(save), folder)
+            clear_the_way(str(save), folder, config.checkpoint.save_copy)
 
     def _newest(self) -> str:
         save = self._corpus.config.checkpoint.save
         steps = native.steps(Path(save)) if save is not None else []
         return f"step {steps[-1]} is saved" if steps else "nothing is saved"
+
+
+def _newest_intact(save: Path, last: int) -> int:
+    """The highest step up to `last` whose checkpoint is as it was written, or -1."""
+    for step in reversed([step for step in native.begun_steps(save) if step <= last]):
+        try:
+            native.verify(native.step_folder(save, step))
+        except CheckpointError as damage:
+            logger.warning("%s; rolling back beyond it", damage)
+        else:
+            return step
+    return -1
 
 
 class _Beating:

@@ -1,9 +1,9 @@
 """A process that has imported everything and forks training processes: what costs seconds is done once.
 
-Reads one request a line from standard input, {"arguments": [...], "environments": [{...}, ...], "output": "FILE"}, forks
-a process of train.py's main for each environment into a process group of their own, answers with the group's number,
-and once all have ended with their exit statuses (minus the signal for one that was killed). Like a launcher it kills
-the rest when one fails.
+Reads one request a line from standard input, {"arguments": [...], "environments": [{...}, ...], "hooks": [...],
+"output": "FILE"}, forks a process of train.py's main for each environment into a process group of their own, answers
+with the group's number, and once all have ended with their exit statuses (minus the signal for one that was killed).
+Like a launcher it kills the rest some time after one has failed. Hooks are put in before main (hooks.py).
 """
 
 import json
@@ -11,12 +11,18 @@ import os
 import runpy
 import signal
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Any
 
+from tests.integration.hooks import Hook, install
+
 ROOT = Path(__file__).parents[2]
 APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+SETTLE = 20.0
+"""Seconds that the other ranks have to end by themselves."""
+INTERVAL = 0.01
 
 
 def become_training(request: dict[str, Any], environment: dict[str, str], group: int, main: Any) -> None:
@@ -26,8 +32,10 @@ def become_training(request: dict[str, Any], environment: dict[str, str], group:
     for source, target in ((null, 0), (output, 1), (output, 2)):
         os.dup2(source, target)
     os.environ.update(environment)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever started the server may ignore it
     status = 1
     try:
+        install([Hook(*hook) for hook in request["hooks"]], int(environment.get("RANK", "0")))
         status = main(request["arguments"])
     except BaseException:
         traceback.print_exc()
@@ -55,11 +63,16 @@ def serve(main: Any) -> None:
 def ended(ranks: list[int]) -> list[int]:
     """Wait for all; their statuses in order."""
     statuses: dict[int, int] = {}
+    deadline = float("inf")
     while len(statuses) < len(ranks):
-        child, status = os.wait()
-        statuses[child] = os.waitstatus_to_exitcode(status)
-        if statuses[child] and len(statuses) < len(ranks):
+        child, status = os.waitpid(-1, 0 if len(ranks) == 1 else os.WNOHANG)
+        if child:
+            statuses[child] = os.waitstatus_to_exitcode(status)
+            deadline = min(deadline, time.monotonic() + SETTLE) if statuses[child] else deadline
+        elif time.monotonic() > deadline:
             os.killpg(ranks[0], signal.SIGKILL)
+        else:
+            time.sleep(INTERVAL)
     return [statuses[child] for child in ranks]
 
 

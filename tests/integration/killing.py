@@ -9,10 +9,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
+
+from tests.integration.hooks import Hook
 
 ROOT = Path(__file__).parents[2]
 TIME_LIMIT = 300.0
@@ -64,12 +66,17 @@ class ForkServer:
         )
         assert self._answer(TIME_LIMIT) == b"ready"
 
-    def start(self, keys: Mapping[str, Any], ranks: int = 1) -> "ForkedLife":
-        """A run of train.py with `keys`, in `ranks` processes."""
+    def start(self, keys: Mapping[str, Any], ranks: int = 1, hooks: Sequence[Hook] = ()) -> "ForkedLife":
+        """A run of train.py with `keys`, in `ranks` processes that `hooks` are put into."""
         self._lives += 1
         output = self._folder / f"life_{self._lives}.txt"
         arguments = [str(self._file), *(f"{name}={json.dumps(value)}" for name, value in keys.items())]
-        request = {"arguments": arguments, "environments": _environments(ranks), "output": str(output)}
+        request = {
+            "arguments": arguments,
+            "environments": _environments(ranks),
+            "hooks": [list(hook) for hook in hooks],
+            "output": str(output),
+        }
         assert self._server.stdin is not None
         self._server.stdin.write(json.dumps(request).encode() + b"\n")
         self._server.stdin.flush()
@@ -111,7 +118,20 @@ class ForkedLife:
         return self._statuses
 
     def kill(self) -> None:
-        os.killpg(self._group, signal.SIGKILL)
+        self.send(signal.SIGKILL)
+
+    def send(self, number: int) -> None:
+        """A signal to every rank."""
+        os.killpg(self._group, number)
+
+    def end(self) -> list[int]:
+        """The exit statuses of all ranks, once they have ended."""
+        statuses = self.wait(TIME_LIMIT)
+        if statuses is None:
+            self.kill()
+            self.wait(TIME_LIMIT)
+        assert statuses is not None, f"does not end: {self.output()[-TAIL:]}"
+        return statuses
 
     def output(self) -> str:
         return self._output.read_text() if self._output.exists() else ""
@@ -150,6 +170,7 @@ def kill_randomly(
     generator = random.Random(seed)
     hits, inside, begin = 0, 0, time.monotonic()
     while hits < kills:
+        before = _partials(Path(keys["save"]))
         life = start(keys)
         if life.wait(generator.uniform(0, within)) is not None:
             _end(life)
@@ -159,9 +180,14 @@ def kill_randomly(
         assert statuses is not None, "a killed group ends"
         # It may have ended by itself in the moment before.
         hits += -signal.SIGKILL in statuses
-        inside += any(Path(keys["save"]).glob(".global_step*.partial"))
+        inside += not _partials(Path(keys["save"])) <= before
     _end(start(keys))
     return Kills(hits, inside, time.monotonic() - begin)
+
+
+def _partials(save: Path) -> set[tuple[str, int, int]]:
+    """The parts of checkpoints in a folder; a kill before the first save of a life leaves those of the life before."""
+    return {(path.name, path.stat().st_ino, path.stat().st_mtime_ns) for path in save.glob(".global_step*.partial")}
 
 
 def _end(life: Life) -> None:
@@ -179,4 +205,6 @@ def _environments(ranks: int) -> list[dict[str, str]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": str(ranks)}
-    return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)} for rank in range(ranks)]
+    return [
+        shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)} for rank in range(ranks)
+    ]

@@ -1,7 +1,5 @@
 """SIGKILL at random moments, inside saves too: by its own command the run goes on, and ends as one never killed."""
 
-import json
-from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -9,22 +7,12 @@ from typing import Any
 import pytest
 
 from megatron_coca.checkpoints import native
-from tests.conftest import clean_environment
-from tests.integration.killing import ForkServer, fork_server, kill_randomly, run_to_end
+from tests.integration.killing import ForkServer, kill_randomly, run_to_end
 
 STEPS = 12
 KEYS = {"auto_resume": True, "train_iters": STEPS, "checkpoint_factor": 2, "keep_last_n_checkpoints": 2}
 IN_ONE_RUN = 5
 """Kills after which a run may end in peace."""
-
-
-@pytest.fixture(scope="module")
-def server(small: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    folder = tmp_path_factory.mktemp("lives")
-    file = folder / "small.json"
-    file.write_text(json.dumps(small))
-    with fork_server(clean_environment(), folder, file) as started:
-        yield started
 
 
 def final_hashes(run: Path) -> dict[str, str]:

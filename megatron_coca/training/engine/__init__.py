@@ -8,6 +8,7 @@ import torch
 # DeepSpeed looks for an accelerator while it is imported, and warns where it finds none: tell it.
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 
+from megatron_coca.training.engine.build import build_engine
 from megatron_coca.training.engine.engine import Engine, StepResult
 from megatron_coca.training.engine.group import (
     anyone,
@@ -23,17 +24,15 @@ from megatron_coca.training.engine.group import (
     shut_down,
     world_size,
 )
-from megatron_coca.training.engine.pipeline import PipelineEngine, cut
 from megatron_coca.training.engine.settings import deepspeed_config
 
 __all__ = [
     "Engine",
-    "PipelineEngine",
     "StepResult",
     "anyone",
     "background_group",
     "barrier",
-    "cut",
+    "build_engine",
     "deepspeed_config",
     "everyone_succeeded",
     "gather_floats",

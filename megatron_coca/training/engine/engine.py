@@ -67,6 +67,11 @@ class Engine:
         return engine
 
     @property
+    def copies(self) -> frozenset[str]:
+        """Names of the parameters whose pieces another rank of this model holds too, and writes."""
+        return frozenset()
+
+    @property
     def partitioned(self) -> bool:
         """Whether ranks that read different samples hold different pieces, rather than copies of the same."""
         return not isinstance(self._engine.optimizer, torch.optim.Optimizer)

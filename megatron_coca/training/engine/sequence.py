@@ -75,7 +75,8 @@ class SequenceDivision(Division):
         self._size, self._averaged = size, stage == 3
 
     def grid(self) -> Any:
-        parallel_state_sp.initialize_sequence_parallel(self._size)
+        if parallel_state_sp._SEQUENCE_PARALLEL_GROUP is None:  # it refuses to be asked for the same groups again
+            parallel_state_sp.initialize_sequence_parallel(self._size)
         return parallel_state_sp
 
     def share(self) -> HeadShare:

@@ -47,6 +47,10 @@ class Cut(NamedTuple):
         """Whether the named parameter is cut by this."""
         return name.endswith((f"{self.layer}.weight", f"{self.layer}.bias")[: 2 - self.dim])
 
+    def shard(self, index: int, count: int) -> Shard:
+        """What rank `index` of `count` has of such a parameter."""
+        return Shard(self.dim, index, count, self.blocks)
+
 
 def cuts(model: ModelConfig) -> tuple[Cut, ...]:
     """How the layers of a block are cut."""
@@ -78,4 +82,4 @@ class TensorDivision(Division):
 
     def shard(self, name: str) -> Shard | None:
         index = groups.get_tensor_model_parallel_rank()
-        return next((Shard(cut.dim, index, self._size, cut.blocks) for cut in self._cuts if cut.holds(name)), None)
+        return next((cut.shard(index, self._size) for cut in self._cuts if cut.holds(name)), None)

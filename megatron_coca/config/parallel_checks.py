@@ -1,0 +1,66 @@
+"""What must hold where several ranks hold one model (tensor parallelism) or one sequence (sequence parallelism)."""
+
+from collections.abc import Callable
+
+from megatron_coca.config.position_checks import Check
+from megatron_coca.config.schema import Settings
+
+Quantities = Callable[[Settings], dict[str, int]]
+
+
+def _tensor_quantities(settings: Settings) -> dict[str, int]:
+    return _head_counts(settings) | {"intermediate_size": settings.model.ffn_hidden_size}
+
+
+def _sequence_quantities(settings: Settings) -> dict[str, int]:
+    return _head_counts(settings) | {"seq_length": settings.model.seq_length}
+
+
+def _head_counts(settings: Settings) -> dict[str, int]:
+    model = settings.model
+    return {"num_attention_heads": model.num_attention_heads, "num_kv_heads": model.num_kv_heads}
+
+
+def _divides(key: str, quantities: Quantities) -> Callable[[Settings], str | None]:
+    """A check that the ranks of `key` have equal parts of every quantity."""
+
+    def find(settings: Settings) -> str | None:
+        ranks = getattr(settings.parallel, key)
+        uneven = [f"{name} {value}" for name, value in quantities(settings).items() if value % ranks]
+        return f"{ranks} does not divide {' and '.join(uneven)}; every rank has an equal part" if uneven else None
+
+    return find
+
+
+def _both(settings: Settings) -> str | None:
+    keys = settings.parallel
+    if keys.model_parallel_size == 1 or keys.sequence_parallel_size == 1:
+        return None
+    return (
+        "not together with sequence_parallel_size: DeepSpeed's tensor parallelism (AutoTP) puts a grid of data and tensor"
+        " ranks in the place of every other; set one of the two to 1"
+    )
+
+
+def _one_gradient_scale(settings: Settings) -> str | None:
+    keys = settings.parallel
+    given = keys.zero_optimization or {}
+    if keys.sequence_parallel_size == 1 or keys.stage < 3 or given.get("reduce_scatter", True):
+        return None
+    return (
+        "with sequence_parallel_size, stage 3 needs reduce_scatter: without it DeepSpeed sums some gradients over the"
+        " ranks of a sequence and averages others; leave reduce_scatter out"
+    )
+
+
+_SHAPE = ("num_attention_heads", "num_kv_heads", "hidden_size")
+
+PARALLEL_CHECKS: tuple[Check, ...] = (
+    Check(
+        ("model_parallel_size", *_SHAPE, "intermediate_size", "expansion_factor"),
+        _divides("model_parallel_size", _tensor_quantities),
+    ),
+    Check(("sequence_parallel_size", *_SHAPE, "seq_length"), _divides("sequence_parallel_size", _sequence_quantities)),
+    Check(("model_parallel_size", "sequence_parallel_size"), _both),
+    Check(("zero_optimization", "sequence_parallel_size"), _one_gradient_scale),
+)

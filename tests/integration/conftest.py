@@ -1,0 +1,42 @@
+"""Training processes that cost little to start, and lives of a run that end in a given way."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from tests.conftest import Finished, clean_environment
+from tests.integration.hooks import Hook
+from tests.integration.killing import ForkServer, fork_server
+
+Live = Callable[..., Finished]
+
+
+@pytest.fixture(scope="session")
+def server(small: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    """Forks processes that train on `small`."""
+    folder = tmp_path_factory.mktemp("lives")
+    file = folder / "small.json"
+    file.write_text(json.dumps(small))
+    with fork_server(clean_environment(), folder, file) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def live(server: ForkServer) -> Live:
+    """live(changes, hooks=(), ranks=1, expected=0): a run on `small` with changed keys, to its end.
+
+    Every rank must end with the status `expected`; the output is that of all ranks.
+    """
+
+    def run(
+        changes: Mapping[str, Any], hooks: Sequence[Hook] = (), ranks: int = 1, expected: int | None = 0
+    ) -> Finished:
+        life = server.start(changes, ranks, hooks)
+        statuses = life.end()
+        output = life.output()
+        assert expected is None or statuses == [expected] * ranks, f"{statuses}: {output[-3000:]}"
+        return Finished(max(statuses, key=abs), output)
+
+    return run

@@ -1,0 +1,135 @@
+"""What is done to a training process from outside: at some visits of a named point in the code something happens."""
+
+import importlib
+import os
+import random
+import signal
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+
+class Hook(NamedTuple):
+    """`action` (of ACTIONS) at the `visits` of `point` (of POINTS), counted from 1; none for every visit.
+
+    `ranks` are those that it happens on; none for all.
+    """
+
+    point: str
+    action: str
+    visits: Sequence[int] = (1,)
+    ranks: Sequence[int] = ()
+
+
+class Point(NamedTuple):
+    """A function, by its module and its name there, before or after it has run."""
+
+    module: str
+    name: str
+    after: bool = False
+
+
+SAVING, NATIVE = "megatron_coca.training.saving", "megatron_coca.checkpoints.native"
+POINTS: dict[str, Point] = {
+    "forward": Point("deepspeed.runtime.engine", "DeepSpeedEngine.forward", after=True),
+    "backward": Point("deepspeed.runtime.engine", "DeepSpeedEngine.backward"),
+    "backward done": Point("deepspeed.runtime.engine", "DeepSpeedEngine.backward", after=True),
+    "step": Point("megatron_coca.training.trainer", "Trainer._one_step"),
+    "stage done": Point("megatron_coca.model.stages", "Stage.forward", after=True),
+    "evaluation": Point("megatron_coca.training.trainer", "_Beating.mean_loss"),
+    "restore": Point(SAVING, "Checkpoints.restore"),
+    "rolled back": Point("megatron_coca.training.trainer", "Trainer._roll_back", after=True),
+    "snapshot": Point(SAVING, "Checkpoints._snapshot", after=True),
+    "save begun": Point(NATIVE, "begin", after=True),
+    "own files": Point(SAVING, "_write_own"),
+    "own files done": Point(SAVING, "_write_own", after=True),
+    "weights done": Point(SAVING, "save_file", after=True),
+    "commit": Point(NATIVE, "commit"),
+    "manifest done": Point(NATIVE, "write_json", after=True),
+    "renamed": Point(NATIVE, "_write_atomically"),
+    "latest done": Point(NATIVE, "_write_atomically", after=True),
+    "removal": Point("shutil", "rmtree"),
+    "copy": Point(NATIVE, "copy"),
+    "copied file": Point("shutil", "copyfile", after=True),
+    "set aside": Point("megatron_coca.training.trainer", "clear_the_way"),
+    "clock": Point("time", "time", after=True),
+    "host": Point("socket", "gethostname", after=True),
+}
+
+Action = Callable[[Callable[..., Any], Point, tuple[Any, ...], dict[str, Any]], Any]
+"""Calls a function that a Point names, with arguments, and does what it is there for before or after."""
+
+
+def _does(effect: Callable[[], object]) -> Action:
+    def act(function: Callable[..., Any], point: Point, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        if not point.after:
+            effect()
+        result = function(*given, **named)
+        if point.after:
+            effect()
+        return result
+
+    return act
+
+
+def _changes(change: Callable[[Any], Any]) -> Action:
+    """`change` of a function's result, or before the function of the first argument after self."""
+
+    def act(function: Callable[..., Any], point: Point, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        if point.after:
+            return change(function(*given, **named))
+        return function(given[0], change(given[1]), *given[2:], **named)
+
+    return act
+
+
+def _signals(*numbers: int) -> Action:
+    return _does(lambda: [os.kill(os.getpid(), number) for number in numbers])
+
+
+def _fail() -> None:
+    raise RuntimeError("a fault that nobody foresaw")
+
+
+def _spin() -> None:
+    while True:
+        pass
+
+
+ACTIONS: dict[str, Action] = {
+    "kill": _signals(signal.SIGKILL),
+    "suspend": _signals(signal.SIGSTOP),
+    "interrupt": _signals(signal.SIGINT),
+    "terminate twice": _signals(signal.SIGTERM, signal.SIGTERM),
+    "ask to leave": _signals(signal.SIGUSR1),
+    "raise": _does(_fail),
+    "spin": _does(_spin),
+    "nan": _changes(lambda value: value * float("nan")),
+    "inf": _changes(lambda value: value * float("inf")),
+    "spike": _changes(lambda value: value * 1e3),
+    "jump": _changes(lambda seconds: seconds + random.Random(seconds).choice((-1e7, -1e3, 1e3, 1e7))),
+    "rename": _changes(lambda name: f"{name}-{os.getpid()}"),
+}
+
+
+def install(hooks: Sequence[Hook], rank: int) -> None:
+    """Put the hooks into the modules of this process, which is `rank`."""
+    for hook in hooks:
+        if rank in (hook.ranks or [rank]):
+            _install(hook, POINTS[hook.point], ACTIONS[hook.action])
+
+
+def _install(hook: Hook, point: Point, action: Action) -> None:
+    owner: Any = importlib.import_module(point.module)
+    *path, name = point.name.split(".")
+    for step in path:
+        owner = getattr(owner, step)
+    function, visits = getattr(owner, name), 0
+
+    def hooked(*given: Any, **named: Any) -> Any:
+        nonlocal visits
+        visits += 1
+        if hook.visits and visits not in hook.visits:
+            return function(*given, **named)
+        return action(function, point, given, named)
+
+    setattr(owner, name, hooked)

@@ -1,0 +1,115 @@
+"""SIGKILL at every kind of moment of a step, of a save and of an evaluation: by the same command the run goes on, and ends
+in the same bits as one that was never stopped.
+"""
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_coca.checkpoints import native
+from tests.integration.hooks import Hook
+
+STEPS = 12
+KEYS = {"auto_resume": True, "checkpoint_factor": 2, "keep_last_n_checkpoints": 2, "train_batch_size": 8}
+"""Four micro batches a step in one process, two in each of two."""
+
+LIVES: dict[str, Hook] = {
+    "within the first step's micro batches": Hook("backward done", "kill"),
+    "before the background save": Hook("snapshot", "kill"),
+    "a save that has begun": Hook("save begun", "kill"),
+    "before a rank's files": Hook("own files", "kill", ranks=[1]),
+    "after a rank's files": Hook("own files done", "kill", ranks=[0]),
+    "after the weights": Hook("weights done", "kill"),
+    "before the manifest": Hook("commit", "kill"),
+    "after the manifest": Hook("manifest done", "kill", [2]),
+    "between the rename and `latest`": Hook("renamed", "kill"),
+    "within the restoring": Hook("restore", "kill"),
+    "after `latest`": Hook("latest done", "kill"),
+    "within the micro batches after a resume": Hook("backward done", "kill", [6]),
+    "in the second save of a life": Hook("own files", "kill", [2]),
+    "in an evaluation": Hook("evaluation", "kill"),
+    "in the removal of what was left, or of an old checkpoint": Hook("removal", "kill"),
+    "in the next removal": Hook("removal", "kill", [2]),
+}
+"""How one life after the other ends."""
+SHORTER = (
+    "before a rank's files",
+    "after a rank's files",
+    "between the rename and `latest`",
+    "in an evaluation",
+    "in the next removal",
+)
+
+
+def assert_same_end(run: Any, whole: Any, assert_same_state: Any) -> None:
+    assert len(whole.losses) == STEPS
+    assert run.records == whole.records, "losses, gradient norms, learning rates and validation losses"
+    assert run.weights(STEPS) == whole.weights(STEPS)
+    assert_same_state(run.state(STEPS), whole.state(STEPS))
+
+
+LAYOUTS = [
+    pytest.param(1, {}, tuple(LIVES), id="one process"),
+    *(
+        pytest.param(2, keys, lives, id=name, marks=pytest.mark.slow)
+        for name, keys, lives in (
+            ("ZeRO 0 in two processes", {}, SHORTER),
+            ("ZeRO 1 in two processes", {"zero_stage": 1}, SHORTER),
+            ("ZeRO 2 in two processes", {"zero_stage": 2}, tuple(LIVES)),
+            ("ZeRO 3 in two processes", {"zero_stage": 3}, tuple(LIVES)),
+            ("two pipeline stages", {"pipe_parallel_size": 2}, tuple(LIVES)),
+            ("two tensor ranks", {"model_parallel_size": 2}, SHORTER),
+            ("two sequence ranks", {"sequence_parallel_size": 2}, SHORTER),
+        )
+    ),
+]
+
+
+def reached(hook: Hook, ranks: int, pipeline: bool) -> Hook:
+    """The same moment in another layout: a stage has no engine's backward, and a single rank no second one."""
+    stages = hook._replace(point="stage done") if pipeline and hook.point == "backward done" else hook
+    return stages._replace(ranks=[]) if ranks == 1 else stages
+
+
+@pytest.mark.parametrize(("ranks", "keys", "lives"), LAYOUTS)
+def test_an_interrupted_run_ends_as_one_never_stopped(
+    ranks: int,
+    keys: dict[str, Any],
+    lives: tuple[str, ...],
+    live: Any,
+    open_run: Any,
+    assert_same_state: Any,
+    tmp_path: Path,
+) -> None:
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    live(KEYS | keys | {"save": str(whole)}, ranks=ranks)
+    for name in lives:
+        hook = reached(LIVES[name], ranks, "pipe_parallel_size" in keys)
+        killed = live(KEYS | keys | {"save": str(run)}, [hook], ranks, expected=None)
+        assert killed.status == -signal.SIGKILL, f"not reached: {name}\n{killed.output[-2000:]}"
+    live(KEYS | keys | {"save": str(run)}, ranks=ranks)
+    assert native.steps(run) == [STEPS - 2, STEPS] and not list(run.glob("*.partial"))
+    assert_same_end(open_run(run), open_run(whole), assert_same_state)
+
+
+BAD_STEP = 7
+ROLLING = KEYS | {"nonfinite_policy": "rollback", "rollback_margin": 0, "keep_last_n_checkpoints": None}
+
+
+def bad(step: int) -> Hook:
+    """No loss of step number `step` of a life is finite."""
+    return Hook("backward", "nan", [4 * step + micro for micro in range(1, 5)])
+
+
+@pytest.mark.parametrize("point", ["set aside", "rolled back"])
+def test_a_kill_at_a_rollback(point: str, live: Any, open_run: Any, assert_same_state: Any, tmp_path: Path) -> None:
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    live(ROLLING | {"save": str(whole)}, [bad(BAD_STEP)])
+    killed = live(ROLLING | {"save": str(run)}, [bad(BAD_STEP), Hook(point, "kill")], expected=-signal.SIGKILL)
+    assert native.steps(run)[-1] == 6, killed.output
+    live(ROLLING | {"save": str(run)}, [bad(BAD_STEP - 6)])
+    meta = native.read_json(native.step_folder(run, STEPS) / native.META)
+    assert meta["progress"]["skips"] == [[BAD_STEP, 1]] and meta["progress"]["guard"]["rollbacks"] == 1
+    assert_same_end(open_run(run), open_run(whole), assert_same_state)
