@@ -164,11 +164,16 @@ class ParallelConfig(Group):
         "type:transformer|mlp",
         "What pipeline stages share equally: blocks, parameters, or layers with embedding and head as one each.",
     )
-    model_parallel_size: Count = key(1, "Tensor-parallel ranks.")
+    model_parallel_size: Count = key(
+        1,
+        "Ranks that share every matrix of a block (DeepSpeed's AutoTP); they must divide the heads and the inner width.",
+    )
     sequence_parallel_size: Count = key(
         1, "Ranks that share each sequence (DeepSpeed-Ulysses); they must divide the heads and seq_length."
     )
-    sequence_parallel: bool = key(False, "Split norms and dropouts along the sequence.")
+    sequence_parallel: bool = key(
+        False, "Megatron's division of norms and dropouts among tensor ranks; absent, see sequence_parallel_size."
+    )
     deepspeed_extra_args: dict[str, Any] | None = key(None, "Further DeepSpeed keys, passed through.")
     distributed_backend: str = key(
         "nccl", "Communication library where there is a GPU; gloo is used where there is none."

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import socket
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,12 @@ from megatron_coca.training.reporting import run_folder, set_up_logging
 from megatron_coca.training.saving import Checkpoints
 from megatron_coca.training.starting import (
     candidates,
-    clear_the_way,
+    clear_together,
     first_intact,
     load_initial_weights,
     refuse_other_run,
 )
-from megatron_coca.training.together import attempt, exclusive, require_writable
+from megatron_coca.training.together import exclusive, require_writable
 from megatron_coca.training.topology import Topology
 from megatron_coca.training.trainer import Shape, Trainer
 
@@ -53,6 +54,9 @@ def fit(config: Config) -> None:
         try:
             with Watchdog(config.faults.watchdog_timeout, run_folder(config), dist.rank()) as watchdog:
                 _run(config, preemption, watchdog)
+        except Exception as error:
+            error.add_note(f"on rank {dist.rank()} of {dist.world_size()}, {socket.gethostname()}")
+            raise
         finally:
             dist.shut_down()
 
@@ -75,19 +79,8 @@ def _run(config: Config, preemption: Preemption, watchdog: Watchdog) -> None:
     require_writable(corpus.config)
     watchdog.beat("data and checkpoint are checked")
     with exclusive(corpus.config.checkpoint.save):
-        _clear_the_way(corpus.config.checkpoint, resumed)
+        clear_together(corpus.config.checkpoint, resumed)
         _train(corpus, shape, layout, resumed, (preemption, watchdog))
-
-
-def _clear_the_way(keys: CheckpointConfig, resumed: Path | None) -> None:
-    cleared, failure = attempt(
-        lambda: clear_the_way(keys.save, resumed, keys.save_copy), (OSError, CheckpointError), main_only=True
-    )
-    if not cleared:
-        raise CheckpointError(
-            f"{keys.save}: a checkpoint that is damaged or of a branch that is left, or part of one, cannot be moved "
-            f"({failure or 'the first process says why'}); allow it, or move it away"
-        ) from failure
 
 
 def _refuse_what_cannot_train(config: Config) -> None:

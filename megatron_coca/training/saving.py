@@ -179,18 +179,25 @@ class Checkpoints:
         native.commit(root, snapshot.step, described)
 
     def _after(self, root: Path, step: int) -> None:
-        """Make room, and copy. A copy that fails is told and tried again with the next checkpoint."""
-        native.prune(root, self._keys.keep_last_n_checkpoints, self._keys.keep_every_n_steps)
+        """Make room, and copy. What fails of this is told and tried again with the next checkpoint."""
         logger.info("saved %s", native.step_folder(root, step))
+        self._prune(root)
         if self._keys.save_copy is None:
             return
+        copies = Path(self._keys.save_copy)
         try:
-            native.copy(native.step_folder(root, step), Path(self._keys.save_copy))
-            native.prune(
-                Path(self._keys.save_copy), self._keys.keep_last_n_checkpoints, self._keys.keep_every_n_steps
-            )
+            native.copy(native.step_folder(root, step), copies)
         except (OSError, CheckpointError) as error:
-            logger.warning("%s: step %d could not be copied (%s)", self._keys.save_copy, step, error)
+            native.abandon(copies, step)
+            logger.warning("%s: step %d could not be copied (%s)", copies, step, error)
+        else:
+            self._prune(copies)
+
+    def _prune(self, folder: Path) -> None:
+        try:
+            native.prune(folder, self._keys.keep_last_n_checkpoints, self._keys.keep_every_n_steps)
+        except OSError as error:
+            logger.warning("%s: an old checkpoint could not be removed (%s)", folder, error)
 
     def _meta(self, step: int, progress: Mapping[str, Any]) -> dict[str, Any]:
         taken = self._corpus.train.mixture(step * self._layout["batch"])

@@ -52,9 +52,9 @@ def candidates(config: CheckpointConfig) -> list[Path]:
     if own:
         return own
     folders, save = _folders_to_resume(config), Path(config.save) if config.save is not None else None
-    if save is not None and native.steps(save) and (not folders or folders[0].resolve().parent != save.resolve()):
+    if save is not None and native.begun_steps(save) and (not folders or folders[0].resolve().parent != save.resolve()):
         raise CheckpointError(
-            f"{save}: already holds a run, up to step {native.steps(save)[-1]}; resume it with load={save} or "
+            f"{save}: already holds a run, up to step {native.begun_steps(save)[-1]}; resume it with load={save} or "
             "auto_resume=true, or choose another save folder"
         )
     return folders
@@ -81,7 +81,7 @@ def _folders_to_resume(config: CheckpointConfig) -> list[Path]:
             f"{config.load}: a Hugging Face folder has no optimizer state; set finetune=true to start from its weights"
         )
     same = config.save is not None and Path(config.load).resolve() == Path(config.save).resolve()
-    if same and not native.steps(Path(config.load)):
+    if same and not native.begun_steps(Path(config.load)):
         return []
     named = native.locate(config.load, config.iteration)
     if config.iteration is not None or named == Path(config.load):
@@ -106,11 +106,23 @@ def first_intact(folders: Sequence[Path]) -> Path | None:
     return None
 
 
+def clear_together(keys: CheckpointConfig, resumed: Path | None) -> None:
+    """As `clear_the_way`, for all ranks: every one must call it, under the folder's lock.
+
+    Raises:
+        CheckpointError: what is in the way cannot be moved or removed.
+    """
+    cleared, failure = attempt(lambda: clear_the_way(keys.save, resumed, keys.save_copy), OSError, main_only=True)
+    if not cleared:
+        raise CheckpointError(
+            f"{keys.save}: what lies beyond the checkpoint to go on from cannot be moved or removed "
+            f"({failure or 'the first process says why'}); allow it, or do it by hand"
+        ) from failure
+
+
 def clear_the_way(save: str | None, resumed: Path | None, save_copy: str | None = None) -> None:
     """Set aside the checkpoints in `save` and its copy beyond the one that is resumed: they are damaged, or of a branch
     that is left. A later start would otherwise prefer them. What interrupted saves have left is removed.
-
-    Called by the first rank, under the folder's lock.
     """
     for folder in (Path(each) for each in (save, save_copy) if each is not None):
         native.sweep(folder)

@@ -20,7 +20,7 @@ from megatron_coca.training.mixture import mixture_figures
 from megatron_coca.training.reporting import Monitor, StepFigures
 from megatron_coca.training.saving import Checkpoints, is_due
 from megatron_coca.training.schedule import learning_rate
-from megatron_coca.training.starting import clear_the_way
+from megatron_coca.training.starting import clear_together
 from megatron_coca.training.topology import Topology
 from megatron_coca.training.validation import Layout, validate
 
@@ -183,7 +183,7 @@ class Trainer:
         self._skips = skips.after_rollback(newest, first_bad, last_bad, config.faults.rollback_margin)
         if dist.is_main():
             logger.warning("rolled back from step %d to step %d: %s", last_bad + 1, newest, verdict.reason)
-            clear_the_way(str(save), folder, config.checkpoint.save_copy)
+        clear_together(config.checkpoint, folder)
 
     def _newest(self) -> str:
         save = self._corpus.config.checkpoint.save

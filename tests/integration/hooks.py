@@ -50,7 +50,7 @@ POINTS: dict[str, Point] = {
     "removal": Point("shutil", "rmtree"),
     "copy": Point(NATIVE, "copy"),
     "copied file": Point("shutil", "copyfile", after=True),
-    "set aside": Point("megatron_coca.training.trainer", "clear_the_way"),
+    "set aside": Point("megatron_coca.training.trainer", "clear_together"),
     "clock": Point("time", "time", after=True),
     "host": Point("socket", "gethostname", after=True),
 }

@@ -112,7 +112,9 @@ def trained(keys: Mapping[str, Any], folder: Path) -> list[list[float]]:
     place, copies = topology.coordinates(dist.rank()), topology.data
     model = build_model(config)
     rng.seed_everything(config.seed, topology.random_stream(dist.rank()))
-    engine = Engine(LanguageModelLoss(model.train()), build_optimizer(model, config.optimizer), config, config.batch.resolve(copies))
+    engine = Engine(
+        LanguageModelLoss(model.train()), build_optimizer(model, config.optimizer), config, config.batch.resolve(copies)
+    )
     steps = [engine.train_step(batches(config, step, place.data, copies), RATE) for step in range(STEPS)]
     evaluated = engine.mean_loss(batches(config, STEPS, place.data, copies))
     places = engine.places()
@@ -183,7 +185,9 @@ def assert_equal_moments(found: Path, expected: Path) -> None:
         for name in other.shapes:
             moment = other.whole(name, "exp_avg")
             tolerance = MOMENT * float(moment.abs().max())
-            torch.testing.assert_close(reader.whole(name, "exp_avg"), moment, rtol=0, atol=tolerance, msg=f"{found}: {name}")
+            torch.testing.assert_close(
+                reader.whole(name, "exp_avg"), moment, rtol=0, atol=tolerance, msg=f"{found}: {name}"
+            )
 
 
 def test_two_tensor_ranks_train_as_one_process(folder: Path, alone: Launched) -> None:

@@ -267,6 +267,7 @@ def engine_of(weight: torch.Tensor) -> Any:
         counters=lambda: {"step": 1.0},
         restored=lambda counters: None,
         partitioned=False,
+        copies=frozenset(),
     )
 
 

@@ -191,7 +191,10 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
             "pipe_parallel_size: DeepSpeed's pipelines have no axis for sequence parallelism",
         ),
         ("pipe_parallel_size: 3", "pipe_parallel_size: 3 stages have no block each with num_layers 2"),
-        ("model_parallel_size: 3", "model_parallel_size: 3 does not divide num_attention_heads 4 and num_kv_heads 4 and "),
+        (
+            "model_parallel_size: 3",
+            "model_parallel_size: 3 does not divide num_attention_heads 4 and num_kv_heads 4 and ",
+        ),
         (
             "model_parallel_size: 2\nintermediate_size: 63",
             "model_parallel_size: 2 does not divide intermediate_size 63; every rank has an equal part",
@@ -206,7 +209,10 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
             "sequence_parallel_size: 2\nzero_optimization: {stage: 3, reduce_scatter: false}",
             "zero_optimization: with sequence_parallel_size, stage 3 needs reduce_scatter",
         ),
-        ("sequence_parallel: true", "sequence_parallel: `True`: Megatron's form of it (set sequence_parallel_size instead) is not supported yet"),
+        (
+            "sequence_parallel: true",
+            "sequence_parallel: `True`: Megatron's form of it (set sequence_parallel_size instead) is not supported yet",
+        ),
         ("moe_num_experts: 8", "moe_num_experts: mixture of experts is not supported yet"),
         ("norm: te_rmsnorm", "norm: `te_rmsnorm`: Transformer Engine is not supported yet"),
         ("hidden_dropout: 1.0", "hidden_dropout: expected a value less than 1, got 1.0"),

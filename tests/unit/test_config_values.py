@@ -198,7 +198,7 @@ def test_cpu_overlay_makes_a_run_of_one_process(name: str) -> None:
     assert config.batch.resolve(1) == (4, 1, 4)
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("a100x8", 8), ("a100x32", 32)])
+@pytest.mark.parametrize(("name", "ranks"), [("gpu1", 1), ("a100x8", 8), ("a100x32", 32), ("slurm", 32)])
 def test_cluster_overlays_keep_the_global_batch(name: str, ranks: int) -> None:
     config = load_config([ROFORMER, CONFIGS / "cluster" / f"{name}.yml"])
     assert config.batch.resolve(ranks).total == 256

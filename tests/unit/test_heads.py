@@ -40,7 +40,9 @@ def model_of(keys: dict[str, Any]) -> GPT:
     model = build_model(config).double()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(0.3 * torch.rand(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel())))
+            parameter.add_(
+                0.3 * torch.rand(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel()))
+            )
     return model
 
 

@@ -1,0 +1,103 @@
+"""The training benchmark: complete records, the peer's shape is ours, memory that grows with the work."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_coca.config import ConfigError, load_config
+from megatron_coca.model.cost import parameter_count
+from tools.bench_peer import peer_keys, transformers_step
+from tools.bench_train import Contestant, draw, parse, peak_bytes, race, record
+
+SHAPE: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "seq_length": 16,
+    "vocab_size": 90,
+    "make_vocab_size_divisible_by": 16,
+    "train_micro_batch_size_per_gpu": 2,
+    "train_batch_size": 4,
+    "pos_emb": "rotary",
+}
+EVERY_RECORD = {"benchmark", "method", "seconds", "tokens_per_second", "flops_per_second", "mfu", "peak_bytes"}
+EVERY_RECORD |= {"ratio", "ratio_to", "ratio_quartiles", "rounds", "compiled", "shape", "parameters"}
+EVERY_RECORD |= {"tokens_per_step", "dtype", "device", "threads", "python", "versions"}
+
+
+def test_records_are_complete(tmp_path: Path) -> None:
+    """Two contestants that take turns on the same micro batches; the second does twice the first one's work."""
+    config, seen = load_config([], SHAPE), []
+
+    def step(name: str, times: int) -> Any:
+        def run(micro_batches: list[torch.Tensor]) -> float:
+            seen.append((name, micro_batches))
+            return sum(float((torch.ones(300, 300) @ torch.ones(300, 300)).sum()) for _ in range(times))
+
+        return run
+
+    field = [Contestant("one", config, step("one", 20), []), Contestant("other", config, step("other", 60), [])]
+    options = parse(["x=1", "--methods", "one", "other", "--rounds", "9", "--profile", str(tmp_path / "trace.json")])
+    race(field, options)
+    first, second = (json.loads(json.dumps(record(each, field[0], options))) for each in field)
+    assert first.keys() == second.keys() == EVERY_RECORD
+    assert first["ratio"] == 1 and second["ratio"] > 1.3 and second["rounds"] == 9
+    assert first["tokens_per_step"] == 64 and first["tokens_per_second"] == pytest.approx(64 / first["seconds"])
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert [name for name, _ in seen[:4]] == ["one", "other"] * 2
+    assert all(mine is theirs for (_, mine), (_, theirs) in zip(seen[:20:2], seen[1:20:2], strict=True))
+
+
+def test_micro_batches_have_the_configured_size() -> None:
+    batches = draw(load_config([], SHAPE), torch.Generator().manual_seed(0))
+    assert [tuple(each.shape) for each in batches] == [(2, 17), (2, 17)] and max(map(torch.max, batches)) < 96
+
+
+@pytest.mark.parametrize("keys", [{}, {"no_weight_tying": True}, {"use_bias_in_attn_linear": False}])
+def test_the_peer_has_our_shape(keys: dict[str, Any]) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = load_config([], SHAPE | keys)
+    model = transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**peer_keys(config)))
+    own = parameter_count(config).total
+    assert sum(each.numel() for each in model.parameters()) == own
+
+
+def test_the_peer_trains() -> None:
+    pytest.importorskip("transformers")
+    config = load_config([], SHAPE)
+    step, batches = transformers_step(config, "cpu"), draw(config, torch.Generator().manual_seed(0))
+    losses = [step(batches) for _ in range(10)]
+    assert losses[0] == pytest.approx(4.5, abs=0.3) and losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("keys", [{"norm": "rmsnorm"}, {"num_kv_heads": 2}])
+def test_a_shape_that_the_peer_lacks_is_refused(keys: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(keys))}=.*no such model; leave out --peer"):
+        peer_keys(load_config([], SHAPE | keys))
+
+
+def test_peak_counts_what_is_held_at_once() -> None:
+    def grow(count: int) -> Any:
+        return lambda: [torch.empty(1000, 256) for _ in range(count)]
+
+    one, three = peak_bytes(grow(1)), peak_bytes(grow(3))
+    assert one == 1024_000 and three == 3 * one
+    assert peak_bytes(lambda: [torch.empty(1000, 256).sum() for _ in range(3)]) < 2 * one
+
+
+@pytest.mark.slow
+def test_the_command_measures_the_engine(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    root, output = Path(__file__).parents[2], tmp_path / "train.jsonl"
+    keys = [f"{name}={json.dumps(value)}" for name, value in SHAPE.items()] + ["optimizer.params.lr=1e-3"]
+    command = [sys.executable, str(root / "tools/bench_train.py"), *keys, "--rounds", "3", "--output", str(output)]
+    done = subprocess.run([*command, "--peer", "transformers"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    records = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [each["method"] for each in records] == ["transformers", "rotary", "coca"]
+    assert all(each["ratio_to"] == "transformers" and each["peak_bytes"] > 0 for each in records)
