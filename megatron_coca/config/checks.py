@@ -7,30 +7,10 @@ from megatron_coca.config.parallel_checks import PARALLEL_CHECKS
 from megatron_coca.config.position_checks import POSITION_CHECKS, Check
 from megatron_coca.config.running import split_shares
 from megatron_coca.config.schema import Settings
-from megatron_coca.config.training import ParallelConfig
 
 FULL_ATTENTION = frozenset({"global", "flash"})
 ABSOLUTE_METHODS = frozenset({"learned", "sinusoidal"})
 """Methods whose positions say nothing of distances: they may begin again while attention goes on."""
-
-PIPELINE_REFUSALS: tuple[tuple[Callable[[ParallelConfig], bool], str], ...] = (
-    (
-        lambda keys: keys.stage > 1,
-        "DeepSpeed's pipelines have ZeRO stages 0 and 1 only: stages 2 and 3 give gradients away after every micro"
-        " batch, of which several are under way; set zero_optimization.stage to 0 or 1",
-    ),
-    (
-        lambda keys: keys.model_parallel_size > 1,
-        "DeepSpeed's tensor parallelism (AutoTP) puts its own grid of processes in the place of the pipeline's; set"
-        " model_parallel_size 1 or pipe_parallel_size 0",
-    ),
-    (
-        lambda keys: keys.sequence_parallel_size > 1,
-        "DeepSpeed's pipelines have no axis for sequence parallelism in their grid of processes; set"
-        " sequence_parallel_size 1 or pipe_parallel_size 0",
-    ),
-)
-"""What DeepSpeed cannot do together with pipeline stages, and why."""
 
 
 def _heads(settings: Settings) -> str | None:
@@ -110,15 +90,6 @@ def _zero_stage(settings: Settings) -> str | None:
     return None if valid else f"stage {stage!r} is not one of 0 | 1 | 2 | 3"
 
 
-def _pipeline(settings: Settings) -> str | None:
-    keys, layers = settings.parallel, settings.model.num_layers
-    if keys.pipe_parallel_size <= 1:
-        return None
-    if keys.pipe_parallel_size > layers:
-        return f"{keys.pipe_parallel_size} stages have no block each with num_layers {layers}; lower it"
-    return next((reason for refused, reason in PIPELINE_REFUSALS if refused(keys)), None)
-
-
 def _checkpoint_ratio(settings: Settings) -> str | None:
     keep = settings.checkpoint
     endless = keep.checkpoint_scale == "log" and keep.checkpoint_factor == 1
@@ -195,10 +166,6 @@ CHECKS: tuple[Check, ...] = (
     Check(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), _batch),
     Check(("precision", "fp16", "bf16"), _precision),
     Check(("zero_optimization",), _zero_stage),
-    Check(
-        ("pipe_parallel_size", "num_layers", "zero_optimization", "model_parallel_size", "sequence_parallel_size"),
-        _pipeline,
-    ),
     *PARALLEL_CHECKS,
     Check(("checkpoint_factor", "checkpoint_scale"), _checkpoint_ratio),
     Check(("profile_step_stop", "profile_step_start"), _profiled_steps),

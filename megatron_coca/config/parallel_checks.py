@@ -1,11 +1,31 @@
-"""What must hold where several ranks hold one model (tensor parallelism) or one sequence (sequence parallelism)."""
+"""What must hold where several ranks hold one model (pipeline stages, tensor parallelism) or one sequence."""
 
 from collections.abc import Callable
 
 from megatron_coca.config.position_checks import Check
 from megatron_coca.config.schema import Settings
+from megatron_coca.config.training import ParallelConfig
 
 Quantities = Callable[[Settings], dict[str, int]]
+
+PIPELINE_REFUSALS: tuple[tuple[Callable[[ParallelConfig], bool], str], ...] = (
+    (
+        lambda keys: (keys.zero_optimization or {}).get("stage", 0) in (2, 3),
+        "DeepSpeed's pipelines have ZeRO stages 0 and 1 only: stages 2 and 3 give gradients away after every micro"
+        " batch, of which several are under way; set zero_optimization.stage to 0 or 1",
+    ),
+    (
+        lambda keys: keys.model_parallel_size > 1,
+        "DeepSpeed's tensor parallelism (AutoTP) puts its own grid of processes in the place of the pipeline's; set"
+        " model_parallel_size 1 or pipe_parallel_size 0",
+    ),
+    (
+        lambda keys: keys.sequence_parallel_size > 1,
+        "DeepSpeed's pipelines have no axis for sequence parallelism in their grid of processes; set"
+        " sequence_parallel_size 1 or pipe_parallel_size 0",
+    ),
+)
+"""What DeepSpeed cannot do together with pipeline stages, and why."""
 
 
 def _tensor_quantities(settings: Settings) -> dict[str, int]:
@@ -53,14 +73,39 @@ def _one_gradient_scale(settings: Settings) -> str | None:
     )
 
 
+def _reduced_once(settings: Settings) -> str | None:
+    keys, model = settings.parallel, settings.model
+    selective = model.checkpoint_activations and model.checkpoint_policy == "selective"
+    if keys.model_parallel_size == 1 or not selective:
+        return None
+    return (
+        "not with checkpoint_policy selective: DeepSpeed sums a matrix product over tensor ranks in place, so the product"
+        " that is kept is summed already, and would be summed again; set checkpoint_policy=full"
+    )
+
+
+def _pipeline(settings: Settings) -> str | None:
+    keys, layers = settings.parallel, settings.model.num_layers
+    if keys.pipe_parallel_size <= 1:
+        return None
+    if keys.pipe_parallel_size > layers:
+        return f"{keys.pipe_parallel_size} stages have no block each with num_layers {layers}; lower it"
+    return next((reason for refused, reason in PIPELINE_REFUSALS if refused(keys)), None)
+
+
 _SHAPE = ("num_attention_heads", "num_kv_heads", "hidden_size")
 
 PARALLEL_CHECKS: tuple[Check, ...] = (
+    Check(
+        ("pipe_parallel_size", "num_layers", "zero_optimization", "model_parallel_size", "sequence_parallel_size"),
+        _pipeline,
+    ),
     Check(
         ("model_parallel_size", *_SHAPE, "intermediate_size", "expansion_factor"),
         _divides("model_parallel_size", _tensor_quantities),
     ),
     Check(("sequence_parallel_size", *_SHAPE, "seq_length"), _divides("sequence_parallel_size", _sequence_quantities)),
     Check(("model_parallel_size", "sequence_parallel_size"), _both),
+    Check(("model_parallel_size", "checkpoint_activations", "checkpoint_policy"), _reduced_once),
     Check(("zero_optimization", "sequence_parallel_size"), _one_gradient_scale),
 )

@@ -70,7 +70,7 @@ def _rows(kind: type[Group], prefix: str) -> Iterator[tuple[str, ...]]:
 def _type(field: FieldInfo) -> str:
     choices = leaves(field.annotation)
     if choices:
-        return " \\| ".join(str(choice) for choice in choices)
+        return " \\| ".join(_cell(choice) for choice in choices)
     return _type_name(field.annotation)
 
 
@@ -92,7 +92,13 @@ def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
     value = list(field.default) if isinstance(field.default, tuple) else field.default
-    return "`" + yaml.safe_dump(value, default_flow_style=True, width=1000).replace("\n...", "").strip() + "`"
+    text = yaml.safe_dump(value, default_flow_style=True, width=1000).replace("\n...", "").strip()
+    return f"`{_cell(text)}`"
+
+
+def _cell(value: Any) -> str:
+    """Text within a table, where a bar would end the cell."""
+    return str(value).replace("|", "\\|")
 
 
 def _other_keys() -> Iterator[str]:

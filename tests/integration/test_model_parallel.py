@@ -54,6 +54,7 @@ KEYS: dict[str, Any] = {
 LLAMA: dict[str, Any] = {
     "num_kv_heads": 2,
     "activation": "swiglu",
+    "intermediate_size": 48,
     "norm": "rmsnorm",
     "use_bias_in_attn_linear": False,
     "use_bias_in_mlp": False,
@@ -71,7 +72,7 @@ METHODS: Runs = {
     "learned positions": {"pos_emb": "learned"},
     "a relative map": {"relative_positions": {"type": "rerope", "window": 8}},
     "learned frequencies": {"rope_scaling": {"rope_type": "clex", "max_factor": 4}},
-    "ZeRO 3": {"zero_stage": 3, "pos_emb": "coca"},
+    "ZeRO 3, coca": {"zero_stage": 3, "pos_emb": "coca"},
 }
 TENSOR_ONLY: Runs = {"hidden dropout": {"hidden_dropout": 0.1}}
 """Tensor ranks draw the masks of one process; those of a sequence draw their own."""
@@ -85,7 +86,7 @@ STAGES: Runs = {
     "ZeRO 3, parameters offloaded": {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}} | OFFLOAD},
     **{f"bfloat16, ZeRO {stage}": {"precision": "bfloat16", "zero_stage": stage} for stage in (1, 2, 3)},
 }
-FOUR_RANKS: Runs = {name: METHODS[name] for name in ("rotary", "coca, packed documents, a loss mask", "ZeRO 3")} | {
+FOUR_RANKS: Runs = {name: METHODS[name] for name in ("rotary", "coca, packed documents, a loss mask", "ZeRO 3, coca")} | {
     name: STAGES[name] for name in ("ZeRO 1", "ZeRO 2")
 }
 

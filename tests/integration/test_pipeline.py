@@ -61,6 +61,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "chunked loss, tied weights": {"loss_chunk_size": 5, "no_weight_tying": False},
     "fewer micro batches than stages": {"train_micro_batch_size_per_gpu": 4},
     "sgd, no clipping": {"optimizer.type": "sgd", "gradient_clipping": 0.0},
+    "CPU offload": {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
     "bfloat16": {"precision": "bfloat16"},
     "bfloat16, tied weights": {"precision": "bfloat16", "no_weight_tying": False},
 }
@@ -220,6 +221,25 @@ def test_four_processes_train_as_one(world: int, stages: int, folder: Path, alon
     ranks = launched(folder / f"{world} {stages}", world, jobs(stages))
     assert_resumed(ranks)
     assert_equal_runs(ranks, alone)
+
+
+@pytest.mark.slow
+def test_train_in_stages_stop_and_go_on_in_stages_or_without(train: Any, open_run: Any, tmp_path: Path) -> None:
+    plain = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "no_weight_tying": False, "train_iters": 6}
+    staged, two = plain | {"pipe_parallel_size": 2}, ("--num_gpus", "2")
+    whole, stopped, alone = (tmp_path / name for name in ("whole", "stopped", "alone"))
+    commands = [
+        (staged | {"save": str(whole)}, two),
+        (staged | {"save": str(stopped), "exit_interval": 3}, two),
+        (plain | {"save": str(alone), "load": str(stopped)}, ()),
+        (staged | {"save": str(stopped), "load": str(stopped)}, two),
+    ]
+    for keys, options in commands:
+        finished = train(keys, options=options)
+        assert finished.status == 0, finished.output
+    assert open_run(stopped).records == open_run(whole).records
+    assert open_run(stopped).weights(6) == open_run(whole).weights(6)
+    assert open_run(alone).losses == pytest.approx(open_run(whole).losses[3:], rel=RELATIVE["fp32"])
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ def test_the_launcher_changes_no_bit(runs: dict[str, Any], launcher: str) -> Non
 def test_all_processes_are_in_the_checkpoint(runs: dict[str, Any]) -> None:
     for name, count in (("one", 1), ("deepspeed", 2), ("torchrun", 2), ("srun", 2)):
         folder: Path = runs[name].folder / f"global_step{STEPS}"
-        assert json.loads((folder / "meta.json").read_text())["world_size"] == count
+        assert json.loads((folder / "meta.json").read_text())["topology"]["data"] == count
         assert sorted(path.name for path in (folder / "rng").iterdir()) == [f"rank_{rank}.pt" for rank in range(count)]
 
 

@@ -202,6 +202,10 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
         ("sequence_parallel_size: 2\nnum_kv_heads: 1", "sequence_parallel_size: 2 does not divide num_kv_heads 1;"),
         ("sequence_parallel_size: 8", "sequence_parallel_size: 8 does not divide num_attention_heads 4 and "),
         (
+            "model_parallel_size: 2\ncheckpoint_activations: true\ncheckpoint_policy: selective",
+            "model_parallel_size: not with checkpoint_policy selective: DeepSpeed sums a matrix product",
+        ),
+        (
             "sequence_parallel_size: 2\nmodel_parallel_size: 2",
             "model_parallel_size: not together with sequence_parallel_size: DeepSpeed's tensor parallelism (AutoTP)",
         ),

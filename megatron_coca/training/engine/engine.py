@@ -31,7 +31,7 @@ class StepResult(NamedTuple):
 
     Attributes:
         loss: mean over all ranks, in nats per token.
-        grad_norm: before clipping; None where DeepSpeed found an overflow.
+        grad_norm: before clipping; None where DeepSpeed found an overflow of fp16's loss scaling.
         skipped: whether the weights were left as they were.
     """
 
@@ -159,7 +159,10 @@ class Engine:
         return step.applied
 
     def _result(self) -> StepResult:
-        return StepResult(self._step.loss, self._step.norm, not self._step.applied)
+        norm = self._step.norm
+        if norm is None and self.loss_scale is None:
+            norm = math.nan  # DeepSpeed leaves out such steps in every number format, but only fp16 provokes them
+        return StepResult(self._step.loss, norm, not self._step.applied)
 
 
 class _OneStep:

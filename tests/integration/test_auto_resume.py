@@ -1,0 +1,148 @@
+"""One command for the first start and every later one: what `auto_resume` finds, and what it makes of it."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_coca.checkpoints import native
+from tests.integration.hooks import Hook
+
+STEPS = 8
+KEYS = {"auto_resume": True, "checkpoint_factor": 2, "train_iters": STEPS, "eval_iters": 0}
+STOPPED = 6
+
+
+@pytest.fixture(scope="module")
+def whole(live: Any, open_run: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The run that never stopped, with a copy of its checkpoints in `copy`. Not to be changed."""
+    folder = tmp_path_factory.mktemp("auto")
+    live(KEYS | {"save": str(folder / "run"), "save_copy": str(folder / "copy")})
+    return open_run(folder / "run")
+
+
+@pytest.fixture
+def stopped(whole: Any, tmp_path: Path) -> Path:
+    """The run's folder as it was after step 6, with the copy beside it."""
+    for name in ("run", "copy"):
+        shutil.copytree(whole.folder.parent / name, tmp_path / name)
+        shutil.rmtree(native.step_folder(tmp_path / name, STEPS))
+        (tmp_path / name / native.LATEST).write_text(f"global_step{STOPPED}")
+    return tmp_path / "run"
+
+
+def flip_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def truncate_state(folder: Path) -> None:
+    path = next((folder / native.STATE).iterdir())
+    path.write_bytes(path.read_bytes()[:-4])
+
+
+Damage = Callable[[Path], object]
+DAMAGES: dict[str, tuple[Damage, str]] = {
+    "a bit of the weights": (lambda folder: flip_bit(folder / native.WEIGHTS), "its content has changed"),
+    "truncated state": (truncate_state, "bytes, the checkpoint was written with"),
+    "no meta.json": (lambda folder: (folder / native.META).unlink(), "meta.json: is missing"),
+    "garbled manifest": (lambda folder: flip_bit(folder / native.MANIFEST), "global_step6"),
+    "manifest without a sense": (
+        lambda folder: (folder / native.MANIFEST).write_text('{"format": 2, "files": {"meta.json": 3}}'),
+        "lists no files; it is damaged",
+    ),
+    "no manifest": (lambda folder: (folder / native.MANIFEST).unlink(), "manifest.json: cannot be read"),
+    "empty folder": (lambda folder: [shutil.rmtree(folder), folder.mkdir()], "manifest.json: cannot be read"),
+}
+
+
+def assert_same_end(run: Any, whole: Any, assert_same_state: Any) -> None:
+    assert run.records == whole.records and run.weights(STEPS) == whole.weights(STEPS)
+    assert_same_state(run.state(STEPS), whole.state(STEPS))
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_newest_checkpoint(
+    name: str, live: Any, stopped: Path, whole: Any, open_run: Any, assert_same_state: Any
+) -> None:
+    damage, message = DAMAGES[name]
+    damage(native.step_folder(stopped, STOPPED))
+    finished = live(KEYS | {"save": str(stopped)})
+    assert "falling back to the checkpoint before it" in finished.output and "resuming at step 4" in finished.output
+    assert any(message in line and "falling back" in line for line in finished.output.splitlines()), finished.output
+    assert (stopped / native.ASIDE / "global_step6").is_dir(), "the damaged one is kept"
+    assert_same_end(open_run(stopped), whole, assert_same_state)
+
+
+def test_only_damaged_checkpoints_are_no_fresh_start(live: Any, stopped: Path) -> None:
+    for step, (damage, _) in zip(native.steps(stopped), DAMAGES.values(), strict=False):
+        damage(native.step_folder(stopped, step))
+    (native.step_folder(stopped, 2) / native.MANIFEST).unlink()
+    before = sorted(stopped.rglob("*"))
+    finished = live(KEYS | {"save": str(stopped)}, expected=2)
+    assert "global_step2" in finished.output.splitlines()[-1] and "Traceback" not in finished.output
+    assert sorted(stopped.rglob("*")) == before
+
+
+def test_a_copy_serves_where_the_run_has_no_intact_one(
+    live: Any, stopped: Path, whole: Any, open_run: Any, assert_same_state: Any
+) -> None:
+    keys = KEYS | {"save": str(stopped), "save_copy": str(stopped.parent / "copy")}
+    flip_bit(native.step_folder(stopped, STOPPED) / native.WEIGHTS)
+    finished = live(keys | {"exit_interval": STOPPED})
+    assert "nothing to do: step 6" in finished.output, "the copy's is of the same step"
+    shutil.rmtree(stopped)
+    assert "resuming at step 6" in live(keys).output
+    run = open_run(stopped)
+    assert run.losses == whole.losses[STOPPED:], "the figures before lay in the deleted folder"
+    assert run.weights(STEPS) == whole.weights(STEPS)
+    assert_same_state(run.state(STEPS), whole.state(STEPS))
+
+
+def test_first_start_partial_save_and_finished_run(
+    live: Any, whole: Any, open_run: Any, assert_same_state: Any, tmp_path: Path
+) -> None:
+    run = tmp_path / "new" / "run"
+    killed = live(KEYS | {"save": str(run)}, [Hook("commit", "kill")], expected=-9)
+    assert "from step 0" in killed.output and list(run.glob(".*.partial")) and not native.steps(run)
+    assert "from step 0" in live(KEYS | {"save": str(run), "load": str(run)}).output
+    assert_same_end(open_run(run), whole, assert_same_state)
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.is_file() and path.name != native.LOCK}
+    assert "nothing to do: step 8 is reached already" in live(KEYS | {"save": str(run)}).output
+    assert all(path.stat().st_mtime_ns == time for path, time in before.items())
+
+
+def test_keys_that_may_change_and_keys_that_may_not(live: Any, stopped: Path, whole: Any, open_run: Any) -> None:
+    refused = live(KEYS | {"save": str(stopped), "hidden_dropout": 0.0, "seed": 8}, expected=2)
+    assert "hidden_dropout (saved 0.1, now 0.0), seed (saved 7, now 8)" in refused.output
+    allowed = live(KEYS | {"save": str(stopped), "log_interval": 2, "num_workers": 0, "zero_stage": 1})
+    assert "resuming at step 6" in allowed.output
+    assert open_run(stopped).losses == [*whole.losses[:STOPPED], whole.losses[-1]]
+
+
+def test_weights_of_another_run_begin_this_one_once(live: Any, whole: Any, open_run: Any, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    keys = KEYS | {"save": str(run), "load": str(whole.folder), "finetune": True}
+    first = live(keys, [Hook("commit", "kill", [2])], expected=-9)
+    assert "from step 0" in first.output and open_run(run).losses[0] < whole.losses[0]
+    assert "resuming at step 2" in live(keys).output, "its own checkpoint comes before the given weights"
+    straight = tmp_path / "straight"
+    live(keys | {"save": str(straight)})
+    assert open_run(run).records == open_run(straight).records
+    assert open_run(run).weights(STEPS) == open_run(straight).weights(STEPS)
+
+
+def test_clocks_and_host_names_do_not_matter(
+    live: Any, whole: Any, open_run: Any, assert_same_state: Any, tmp_path: Path
+) -> None:
+    hooks = [Hook("clock", "jump", ()), Hook("host", "rename", ())]
+    keys = KEYS | {"save": str(tmp_path), "watchdog_timeout": 60.0}
+    live(keys, [*hooks, Hook("step", "kill", [6])], expected=-9)
+    live(keys, hooks)
+    assert_same_end(open_run(tmp_path), whole, assert_same_state)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert all(0 <= line["eta_seconds"] < 300 for line in lines if "eta_seconds" in line)

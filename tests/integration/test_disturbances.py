@@ -1,0 +1,242 @@
+"""Faults of ranks, signals, steps and disks, each really done: the run says what happened, ends as documented, loses nothing."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_coca.checkpoints import native
+from tests.integration.hooks import Hook
+
+HOOKED = (str(Path(__file__).with_name("hooked_train.py")),)
+TWO = ("--num_gpus", "2")
+PROMPT = 30.0
+"""Seconds in which the end of one rank must have ended the others, on a busy machine; collectives wait for 40 minutes."""
+PAIR = {"train_batch_size": 8, "eval_iters": 0}
+
+
+def left_alive(folder: Path) -> list[str]:
+    """Command lines of processes that train into `folder`."""
+    lines = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            lines.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+        except OSError:  # it has ended
+            continue
+    return [line for line in lines if str(folder) in line]
+
+
+@pytest.mark.parametrize(
+    ("action", "status", "said"),
+    [
+        ("raise", 1, ("RuntimeError: a fault that nobody foresaw\non rank 1 of 2", "rank 1 ended with exit status 1")),
+        pytest.param("kill", 137, ("rank 1 was ended by SIGKILL",), marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_dies_ends_the_run(
+    action: str, status: int, said: tuple[str, ...], train: Any, tmp_path: Path
+) -> None:
+    hooks = json.dumps([Hook("backward", action, [7], [1])])
+    finished = train(
+        PAIR | {"save": str(tmp_path), "checkpoint_factor": 1}, options=TWO, before=HOOKED, environment={"HOOKS": hooks}
+    )
+    took = time.time() - (tmp_path / "metrics.jsonl").stat().st_mtime
+    assert finished.status == status and took < PROMPT, f"{took} s: {finished.output}"
+    for text in said:
+        assert text in finished.output, finished.output
+    assert "stopping the others" in finished.output and not left_alive(tmp_path)
+    newest = native.steps(tmp_path)[-1]
+    native.verify(native.step_folder(tmp_path, newest))
+
+
+@pytest.mark.parametrize(
+    ("action", "statuses", "reports"),
+    [
+        ("spin", [76, 76], [0, 1]),
+        pytest.param("suspend", [76, -signal.SIGKILL], [0], marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_hangs(action: str, statuses: list[int], reports: list[int], server: Any, tmp_path: Path) -> None:
+    keys = PAIR | {"save": str(tmp_path), "watchdog_timeout": 8.0}
+    life = server.start(keys, 2, [Hook("backward", action, [7], [1])])
+    assert life.end() == statuses, life.output()
+    stacks = {int(path.stem[-1]): path.read_text() for path in tmp_path.glob("hang_rank_*.txt")}
+    assert sorted(stacks) == reports
+    assert "the main thread waits for other ranks in" in stacks[0]
+    assert "last was 'step 3'" in stacks[0] and all(" in _spin" in text for rank, text in stacks.items() if rank)
+
+
+BAD = 3
+"""Completed steps before the bad one."""
+FAULTS = {
+    "a gradient that is not a number": Hook("backward", "nan", [2 * BAD + 1], [1]),
+    "an infinite loss": Hook("forward", "inf", [2 * BAD + 2], [0]),
+}
+POLICIES = {"skip": 0, "stop": 77, "rollback": 0}
+ORDINARY = {(2, "skip"), (0, "stop"), (3, "rollback")}
+
+
+@pytest.mark.parametrize(
+    ("stage", "policy", "fault"),
+    [
+        pytest.param(
+            stage,
+            policy,
+            fault,
+            id=f"ZeRO {stage}, {policy}, {fault}",
+            marks=[] if (stage, policy) in ORDINARY and hook.action == "nan" else [pytest.mark.slow],
+        )
+        for stage in range(4)
+        for policy in POLICIES
+        for fault, hook in FAULTS.items()
+    ],
+)
+def test_a_bad_step_on_one_of_two_ranks(
+    stage: int, policy: str, fault: str, live: Any, open_run: Any, assert_same_state: Any, tmp_path: Path
+) -> None:
+    keys = PAIR | {"nonfinite_policy": policy, "rollback_margin": 0, "checkpoint_factor": 1, "train_iters": 6}
+    finished = live(keys | {"zero_stage": stage, "save": str(tmp_path)}, [FAULTS[fault]], 2, POLICIES[policy])
+    what = "loss is inf" if "loss" in fault else "gradient norm is "
+    assert f"step {BAD + 1}: {what}" in finished.output, finished.output
+    run, taken = open_run(tmp_path), native.steps(tmp_path)
+    newest = native.read_json(native.step_folder(tmp_path, taken[-1]) / native.META)["progress"]
+    if policy == "stop":
+        assert taken == [1, 2, 3] and f"step {BAD} is saved" in finished.output
+    elif policy == "skip":
+        assert_same_state(*({k: v for k, v in run.state(at).items() if "rng" not in k} for at in (BAD, BAD + 1)))
+        assert run.weights(BAD) == run.weights(BAD + 1) != run.weights(BAD + 2)
+        assert newest["skips"] == [] and newest["skipped"] == 1
+    else:
+        assert newest["skips"] == [[BAD, 1]] and newest["guard"]["rollbacks"] == 1
+        assert f"rolled back from step {BAD + 1} to step {BAD}" in finished.output
+        assert len(run.losses) == 6 and run.weights(BAD) != run.weights(BAD + 1)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({}, "3 steps in a row were bad"),
+        ({"zero_stage": 2, "skip_limit_policy": "rollback", "max_rollbacks": 1}, "rolled back 1 times before"),
+    ],
+)
+def test_bad_steps_that_do_not_end(keys: dict[str, Any], said: str, live: Any, tmp_path: Path) -> None:
+    common = {"save": str(tmp_path), "checkpoint_factor": 3, "max_consecutive_skips": 2, "eval_iters": 0}
+    bad = Hook("backward", "nan", list(range(2 * BAD + 1, 100)))
+    assert said in live(common | keys, [bad], expected=77).output
+    assert native.steps(tmp_path) == [BAD]
+
+
+@pytest.mark.parametrize("policy", ["off", "warn", "skip", "rollback"])
+def test_a_spike(policy: str, live: Any, open_run: Any, tmp_path: Path) -> None:
+    spikes = {"loss_spike_policy": policy, "loss_spike_window": 16, "loss_spike_factor": 40.0, "rollback_margin": 0}
+    keys = spikes | {"save": str(tmp_path), "checkpoint_factor": 9, "eval_iters": 0}
+    output = live(keys, [Hook("backward", "spike", [19, 20])]).output
+    run = open_run(tmp_path)
+    progress = native.read_json(native.step_folder(tmp_path, 12) / native.META)["progress"]
+    assert ("step 10: gradient norm " in output) == (policy != "off")
+    assert len(run.losses) == 12
+    assert progress["skipped"] == (policy == "skip") and progress["skips"] == ([[9, 1]] if policy == "rollback" else [])
+
+
+def test_signals_at_random_moments(
+    server: Any, live: Any, whole: Any, open_run: Any, assert_same_state: Any, tmp_path: Path
+) -> None:
+    """Twice in a row. A process that has not begun to listen ends by the signal; so may one that has finished."""
+    generator, keys = random.Random(0), {"auto_resume": True, "save": str(tmp_path), "checkpoint_factor": 5}
+    for number in (signal.SIGTERM, signal.SIGUSR1) * 3:
+        life = server.start(keys)
+        if life.wait(generator.uniform(0, 2)) is None:
+            life.send(number)
+            life.send(signal.SIGTERM)
+        (status,) = life.end()
+        assert status in (0, 75, -number, -signal.SIGTERM), life.output()
+        assert "Traceback" not in life.output()
+    live(keys)
+    assert open_run(tmp_path).records == whole.records
+    assert_same_state(open_run(tmp_path).state(12), whole.state(12))
+
+
+def test_signals_at_chosen_moments(
+    live: Any, whole: Any, open_run: Any, assert_same_state: Any, tmp_path: Path
+) -> None:
+    keys = {"auto_resume": True, "save": str(tmp_path), "checkpoint_factor": 2}
+    for hook in (
+        Hook("own files", "terminate twice"),
+        Hook("commit", "ask to leave", [2]),
+        Hook("evaluation", "terminate twice"),
+    ):
+        finished = live(keys, [hook], expected=75)
+        assert f"step {native.steps(tmp_path)[-1]} is saved" in finished.output
+    live(keys)
+    assert open_run(tmp_path).records == whole.records
+    assert_same_state(open_run(tmp_path).state(12), whole.state(12))
+
+
+@pytest.mark.parametrize("point", ["backward", "evaluation", "own files", "commit", "restore"])
+def test_ctrl_c(point: str, live: Any, tmp_path: Path) -> None:
+    keys = {"auto_resume": True, "save": str(tmp_path), "checkpoint_factor": 2, "exit_interval": 6}
+    live(keys | {"exit_interval": 2})
+    finished = live(keys, [Hook(point, "interrupt")], expected=130)
+    assert "Traceback" not in finished.output, finished.output
+    assert finished.output.splitlines()[-1].startswith("interrupted; --auto-resume goes on")
+    native.verify(native.locate(tmp_path))
+
+
+@pytest.fixture
+def ctrl_c_is_heard() -> Iterator[None]:
+    """Whoever starts the tests in the background lets them ignore it, and so would their children."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ctrl_c_is_heard")
+@pytest.mark.parametrize("point", ["own files", "commit", "backward"])
+def test_ctrl_c_in_a_process_that_ends_as_python_does(point: str, train: Any, tmp_path: Path) -> None:
+    hooks = json.dumps([Hook(point, "interrupt", [2])])
+    keys = {"save": str(tmp_path), "checkpoint_factor": 2}
+    finished = train(keys, before=HOOKED, environment={"HOOKS": hooks})
+    assert finished.status == 130 and "Traceback" not in finished.output, finished.output
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ctrl_c_is_heard")
+def test_ctrl_c_with_two_processes(start: Any, tmp_path: Path) -> None:
+    process = start(PAIR | {"save": str(tmp_path), "train_iters": 5000, "checkpoint_factor": 20}, options=TWO)
+    metrics = tmp_path / "metrics.jsonl"
+    while process.poll() is None and not (metrics.is_file() and metrics.read_text().count("\n") >= 30):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 130 and "Traceback" not in output, output
+    assert not left_alive(tmp_path)
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk that holds one checkpoint of `small` and part of another."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1900k", "tmpfs", str(folder)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("only root can mount a small file system to fill")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_of_copies(live: Any, full_disk: Path, tmp_path: Path) -> None:
+    copies = full_disk / "copies"
+    keys = {"save": str(tmp_path / "run"), "save_copy": str(copies), "checkpoint_factor": 4, "eval_iters": 0}
+    finished = live(keys)
+    assert "copies: step 8 could not be copied ([Errno 28] No space left on device" in finished.output
+    assert native.steps(tmp_path / "run") == [4, 8, 12] and native.steps(copies) == [4]
+    native.verify(native.locate(copies))
+    assert not list(copies.glob(".*partial"))
