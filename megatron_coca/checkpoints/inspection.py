@@ -112,7 +112,11 @@ def describe_text(found: Description) -> str:
         f"{found.folder}: step {meta.get('step', '?')}, {found.damage or 'intact'}",
         *(f"  {name}: {value}" for name, value in found.keys.items() if value is not None),
         f"  parameters: {found.parameters:,}" if found.parameters is not None else "  no state of the optimizer",
-        *(f"  {name}: {meta[name]}" for name in ("dtype", "batch", "topology", "zero_stage", "versions") if name in meta),
+        *(
+            f"  {name}: {meta[name]}"
+            for name in ("dtype", "batch", "topology", "zero_stage", "versions")
+            if name in meta
+        ),
         *(f"  {name}: {value}" for name, value in meta.get("progress", {}).items() if name != "guard" and value),
         "",
         table(("state", "elements"), sorted(found.stored.items())) if found.stored else "",

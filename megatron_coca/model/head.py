@@ -51,7 +51,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: 
     size = min(chunk or len(labels), len(labels))
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         return _SummedLoss.apply(hidden, weight, labels, size) / count
-    return sum(losses.sum() for losses, _ in _chunks(hidden, weight, labels, size)) / count  # type: ignore[return-value]
+    return sum(losses.sum() for losses, _ in _chunks(hidden, weight, labels, size)) / count
 
 
 def _chunks(hidden: Tensor, weight: Tensor, labels: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:

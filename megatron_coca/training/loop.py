@@ -132,8 +132,9 @@ def _log_mixture(corpus: Corpus, sizes: BatchSizes) -> None:
 
 
 def _summary(config: Config, shape: Shape, start: int) -> str:
+    parameters, processes = parameter_count(config).total, dist.world_size()
+    begins = f"resuming at step {start}" if start else "from step 0"
     return (
-        f"{config.position.pos_emb}: {parameter_count(config).total:,} parameters, {config.precision.dtype}, {dist.world_size()} process(es), "
-        f"{shape.sizes.total} x {config.model.seq_length} tokens a step; "
-        + (f"resuming at step {start}" if start else "from step 0")
+        f"{config.position.pos_emb}: {parameters:,} parameters, {config.precision.dtype}, {processes} process(es), "
+        f"{shape.sizes.total} x {config.model.seq_length} tokens a step; {begins}"
     )

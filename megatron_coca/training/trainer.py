@@ -80,7 +80,9 @@ class Trainer:
         assert schedule.train_iters is not None
         last = min(schedule.train_iters, logging_keys.exit_interval or schedule.train_iters)
         if self.step >= last:
-            logger.info("nothing to do: step %d is reached already (train_iters or exit_interval is %d)", self.step, last)
+            logger.info(
+                "nothing to do: step %d is reached already (train_iters or exit_interval is %d)", self.step, last
+            )
         while self.step < last:
             self._until(last)
         self._save()
@@ -145,7 +147,8 @@ class Trainer:
         assert config.schedule.train_iters is not None
         finished = done == config.schedule.train_iters
         if finished:
-            monitor.report(done, mixture_figures(self._corpus.train.mixture(self._skips.position(done) * self._shape.sizes.total)))
+            reached = self._skips.position(done) * self._shape.sizes.total
+            monitor.report(done, mixture_figures(self._corpus.train.mixture(reached)))
         if finished or done % config.logging.eval_interval == 0:
             with monitor.validating():
                 evaluator = _Beating(self._engine, self._watchdog)

@@ -4,6 +4,7 @@ import importlib
 import os
 import random
 import signal
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -95,6 +96,11 @@ def _spin() -> None:
         pass
 
 
+def _wait() -> None:
+    while True:
+        time.sleep(1.0)
+
+
 ACTIONS: dict[str, Action] = {
     "kill": _signals(signal.SIGKILL),
     "suspend": _signals(signal.SIGSTOP),
@@ -103,6 +109,7 @@ ACTIONS: dict[str, Action] = {
     "ask to leave": _signals(signal.SIGUSR1),
     "raise": _does(_fail),
     "spin": _does(_spin),
+    "wait": _does(_wait),
     "nan": _changes(lambda value: value * float("nan")),
     "inf": _changes(lambda value: value * float("inf")),
     "spike": _changes(lambda value: value * 1e3),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_coca.checkpoints import native
+from megatron_coca.training.trainer import _newest_intact
 from tests.integration.hooks import Hook
 
 STEPS = 8
@@ -76,6 +77,13 @@ def test_a_damaged_newest_checkpoint(
     assert any(message in line and "falling back" in line for line in finished.output.splitlines()), finished.output
     assert (stopped / native.ASIDE / "global_step6").is_dir(), "the damaged one is kept"
     assert_same_end(open_run(stopped), whole, assert_same_state)
+
+
+def test_a_rollback_goes_past_a_damaged_checkpoint(stopped: Path) -> None:
+    assert (_newest_intact(stopped, 99), _newest_intact(stopped, 5), _newest_intact(stopped, 1)) == (STOPPED, 4, -1)
+    flip_bit(native.step_folder(stopped, STOPPED) / native.WEIGHTS)
+    (native.step_folder(stopped, 4) / native.MANIFEST).unlink()
+    assert _newest_intact(stopped, STOPPED) == 2
 
 
 def test_only_damaged_checkpoints_are_no_fresh_start(live: Any, stopped: Path) -> None:

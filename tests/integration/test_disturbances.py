@@ -36,7 +36,11 @@ def left_alive(folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("action", "status", "said"),
     [
-        ("raise", 1, ("RuntimeError: a fault that nobody foresaw\non rank 1 of 2", "rank 1 ended with exit status 1")),
+        (
+            "raise",
+            1,
+            ("[rank1]: RuntimeError: a fault that nobody foresaw", "on rank 1 of 2", "rank 1 ended with exit status 1"),
+        ),
         pytest.param("kill", 137, ("rank 1 was ended by SIGKILL",), marks=pytest.mark.slow),
     ],
 )
@@ -59,7 +63,8 @@ def test_a_rank_that_dies_ends_the_run(
 @pytest.mark.parametrize(
     ("action", "statuses", "reports"),
     [
-        ("spin", [76, 76], [0, 1]),
+        ("wait", [76, 76], [0, 1]),
+        pytest.param("spin", [76, 76], [0, 1], marks=pytest.mark.slow),
         pytest.param("suspend", [76, -signal.SIGKILL], [0], marks=pytest.mark.slow),
     ],
 )
@@ -70,7 +75,7 @@ def test_a_rank_that_hangs(action: str, statuses: list[int], reports: list[int],
     stacks = {int(path.stem[-1]): path.read_text() for path in tmp_path.glob("hang_rank_*.txt")}
     assert sorted(stacks) == reports
     assert "the main thread waits for other ranks in" in stacks[0]
-    assert "last was 'step 3'" in stacks[0] and all(" in _spin" in text for rank, text in stacks.items() if rank)
+    assert "last was 'step 3'" in stacks[0] and all(f" in _{action}" in text for rank, text in stacks.items() if rank)
 
 
 BAD = 3
@@ -209,14 +214,15 @@ def test_ctrl_c_in_a_process_that_ends_as_python_does(point: str, train: Any, tm
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ctrl_c_is_heard")
-def test_ctrl_c_with_two_processes(start: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGUSR1, 75)])
+def test_a_signal_to_the_launcher_of_two_processes(number: int, status: int, start: Any, tmp_path: Path) -> None:
     process = start(PAIR | {"save": str(tmp_path), "train_iters": 5000, "checkpoint_factor": 20}, options=TWO)
     metrics = tmp_path / "metrics.jsonl"
     while process.poll() is None and not (metrics.is_file() and metrics.read_text().count("\n") >= 30):
         time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     output, _ = process.communicate(timeout=120)
-    assert process.returncode == 130 and "Traceback" not in output, output
+    assert process.returncode == status and "Traceback" not in output, output
     assert not left_alive(tmp_path)
 
 

@@ -27,8 +27,8 @@ from megatron_coca.training.topology import Topology
 
 ROOT = Path(__file__).parents[2]
 STEPS, LENGTH, VOCABULARY, RATE = 3, 32, 96, 3e-3
-RELATIVE = {"fp32": 1e-6, "bf16": 5e-3}
-"""Of losses and gradient norms. Sums are taken in another order: 2e-7 was seen in float32. In bfloat16 partial sums are
+RELATIVE = {"fp32": 1e-5, "bf16": 5e-3}
+"""Of losses and gradient norms. Sums are taken in another order: 3e-6 was seen in float32. In bfloat16 partial sums are
 rounded before they are added: 2e-3 was seen.
 """
 MOMENT = 1e-4
@@ -86,9 +86,9 @@ STAGES: Runs = {
     "ZeRO 3, parameters offloaded": {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}} | OFFLOAD},
     **{f"bfloat16, ZeRO {stage}": {"precision": "bfloat16", "zero_stage": stage} for stage in (1, 2, 3)},
 }
-FOUR_RANKS: Runs = {name: METHODS[name] for name in ("rotary", "coca, packed documents, a loss mask", "ZeRO 3, coca")} | {
-    name: STAGES[name] for name in ("ZeRO 1", "ZeRO 2")
-}
+FOUR_RANKS: Runs = {
+    name: METHODS[name] for name in ("rotary", "coca, packed documents, a loss mask", "ZeRO 3, coca")
+} | {name: STAGES[name] for name in ("ZeRO 1", "ZeRO 2")}
 
 
 def config_of(keys: Mapping[str, Any]) -> Config:

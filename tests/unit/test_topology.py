@@ -14,7 +14,12 @@ def parallel(pipe: int = 0, tensor: int = 1, sequence: int = 1) -> ParallelConfi
 def test_every_place_is_taken_once(sizes: tuple[int, int, int]) -> None:
     topology = Topology.of(parallel(*sizes), 24)
     assert topology.world_size == 24
-    assert topology.layout() == {"pipe": max(1, sizes[0]), "data": topology.data, "tensor": sizes[1], "sequence": sizes[2]}
+    assert topology.layout() == {
+        "pipe": max(1, sizes[0]),
+        "data": topology.data,
+        "tensor": sizes[1],
+        "sequence": sizes[2],
+    }
     assert len({topology.coordinates(rank) for rank in range(24)}) == 24
 
 

@@ -154,7 +154,8 @@ class Engine:
         """Whether the optimizer may change weights; asked when it is about to, once for each group of them."""
         step = self._step
         if step.norm is None:
-            step.norm = float(self._engine.optimizer._global_grad_norm)
+            reported = float(self._engine.optimizer._global_grad_norm)
+            step.norm = reported if reported >= 0 else math.nan  # DeepSpeed writes -1 for a norm that is not finite
         step.applied = bad_reason(step.loss, step.norm, step.limits) is None
         return step.applied
 

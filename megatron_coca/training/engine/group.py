@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-
 def init_distributed(timeout: float | None = None) -> None:
     """Join the process group that the launcher's environment describes (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
     MASTER_PORT). A collective gives up after `timeout` seconds, None for PyTorch's default.

@@ -108,9 +108,7 @@ def _partitioned(optimizer: Any, names: Names) -> Iterator[Piece]:
             if mapping is None:
                 continue
             inner, outer = mapping.hp_fragment_address, mapping.lp_fragment_address
-            yield from _of_tensor(
-                optimizer.optimizer, flat, names[parameter], inner.start, inner.numel, outer.start
-            )
+            yield from _of_tensor(optimizer.optimizer, flat, names[parameter], inner.start, inner.numel, outer.start)
 
 
 def _fully_partitioned(optimizer: Any, names: Names) -> Iterator[Piece]:
