@@ -185,6 +185,17 @@ def kill_randomly(
     return Kills(hits, inside, time.monotonic() - begin)
 
 
+def left_alive(folder: Path) -> list[str]:
+    """Command lines of processes that train into `folder`."""
+    lines = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            lines.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+        except OSError:  # it has ended
+            continue
+    return [line for line in lines if str(folder) in line]
+
+
 def _partials(save: Path) -> set[tuple[str, int, int]]:
     """The parts of checkpoints in a folder; a kill before the first save of a life leaves those of the life before."""
     return {(path.name, path.stat().st_ino, path.stat().st_mtime_ns) for path in save.glob(".global_step*.partial")}

@@ -18,7 +18,7 @@ from megatron_coca.config import BatchSizes, Config, ConfigError
 from megatron_coca.data import Batch
 from megatron_coca.training.engine import state
 from megatron_coca.training.engine.divisions import division
-from megatron_coca.training.engine.group import mean_over_ranks
+from megatron_coca.training.engine.group import mean_over_ranks, world_size
 from megatron_coca.training.engine.settings import deepspeed_config
 from megatron_coca.training.faults.guard import Limits, bad_reason
 
@@ -53,6 +53,9 @@ class Engine:
         self._division = division(config)
         self._engine = self._initialize(model, optimizer, deepspeed_config(config, sizes, self._division.section()))
         take_share(model, self._division.share())
+        if world_size() == 1 and not self.partitioned:
+            # DeepSpeed would flatten all gradients, reduce them over one rank and copy them back.
+            self._engine.enable_backward_allreduce = False
         self.device = self._engine.device
         self._names = {parameter: name.removeprefix(MODEL_PREFIX) for name, parameter in model.named_parameters()}
 

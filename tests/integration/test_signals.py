@@ -1,0 +1,94 @@
+"""Signals at random and at chosen moments: the run leaves in good order, with the status that says so, and loses nothing."""
+
+import json
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_coca.checkpoints import native
+from tests.integration.hooks import HOOKED, Hook
+from tests.integration.killing import left_alive
+
+TWO = ("--num_gpus", "2")
+PAIR = {"train_batch_size": 8, "eval_iters": 0}
+
+
+def test_signals_at_random_moments(
+    server: Any, live: Any, whole: Any, open_run: Any, assert_same_state: Any, tmp_path: Path
+) -> None:
+    """Twice in a row. A process that has not begun to listen ends by the signal; so may one that has finished."""
+    generator, keys = random.Random(0), {"auto_resume": True, "save": str(tmp_path), "checkpoint_factor": 5}
+    for number in (signal.SIGTERM, signal.SIGUSR1) * 3:
+        life = server.start(keys)
+        if life.wait(generator.uniform(0, 2)) is None:
+            life.send(number)
+            life.send(signal.SIGTERM)
+        (status,) = life.end()
+        assert status in (0, 75, -number, -signal.SIGTERM), life.output()
+        assert "Traceback" not in life.output()
+    live(keys)
+    assert open_run(tmp_path).records == whole.records
+    assert_same_state(open_run(tmp_path).state(12), whole.state(12))
+
+
+def test_signals_at_chosen_moments(
+    live: Any, whole: Any, open_run: Any, assert_same_state: Any, tmp_path: Path
+) -> None:
+    keys = {"auto_resume": True, "save": str(tmp_path), "checkpoint_factor": 2}
+    for hook in (
+        Hook("own files", "terminate twice"),
+        Hook("commit", "ask to leave", [2]),
+        Hook("evaluation", "terminate twice"),
+    ):
+        finished = live(keys, [hook], expected=75)
+        assert f"step {native.steps(tmp_path)[-1]} is saved" in finished.output
+    live(keys)
+    assert open_run(tmp_path).records == whole.records
+    assert_same_state(open_run(tmp_path).state(12), whole.state(12))
+
+
+@pytest.mark.parametrize("point", ["backward", "evaluation", "own files", "commit", "restore"])
+def test_ctrl_c(point: str, live: Any, tmp_path: Path) -> None:
+    keys = {"auto_resume": True, "save": str(tmp_path), "checkpoint_factor": 2, "exit_interval": 6}
+    live(keys | {"exit_interval": 2})
+    finished = live(keys, [Hook(point, "interrupt")], expected=130)
+    assert "Traceback" not in finished.output, finished.output
+    assert finished.output.splitlines()[-1].startswith("interrupted; --auto-resume goes on")
+    native.verify(native.locate(tmp_path))
+
+
+@pytest.fixture
+def ctrl_c_is_heard() -> Iterator[None]:
+    """Whoever starts the tests in the background lets them ignore it, and so would their children."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ctrl_c_is_heard")
+@pytest.mark.parametrize("point", ["own files", "commit", "backward"])
+def test_ctrl_c_in_a_process_that_ends_as_python_does(point: str, train: Any, tmp_path: Path) -> None:
+    hooks = json.dumps([Hook(point, "interrupt", [2])])
+    keys = {"save": str(tmp_path), "checkpoint_factor": 2}
+    finished = train(keys, before=HOOKED, environment={"HOOKS": hooks})
+    assert finished.status == 130 and "Traceback" not in finished.output, finished.output
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ctrl_c_is_heard")
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGUSR1, 75)])
+def test_a_signal_to_the_launcher_of_two_processes(number: int, status: int, start: Any, tmp_path: Path) -> None:
+    process = start(PAIR | {"save": str(tmp_path), "train_iters": 5000, "checkpoint_factor": 20}, options=TWO)
+    metrics = tmp_path / "metrics.jsonl"
+    while process.poll() is None and not (metrics.is_file() and metrics.read_text().count("\n") >= 30):
+        time.sleep(0.01)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == status and "Traceback" not in output, output
+    assert not left_alive(tmp_path)
