@@ -2,9 +2,10 @@
 
     python tools/bench_train.py CONFIG.yml [MORE.yml] [key=value ...] --methods rotary coca --peer transformers
 
-Ours is the step that `train.py` runs, DeepSpeed included; the peer is PyTorch alone. All take turns, step by step, on
-the same random tokens, so that a machine that slows down for a while slows all of them; a ratio is the median over the
-rounds. One JSON line for each is appended to --output. On a GPU, with 350M parameters and bfloat16:
+Ours is the step that `train.py` runs, DeepSpeed included; the peer is PyTorch alone, in a process of its own, as its users
+run it. On a CPU it is measured a second time with our setting of the C library, which keeps freed memory. All take
+turns, step by step, on the same random tokens, so that a machine that slows down for a while slows all of them; a ratio
+is the median over the rounds. One JSON line for each is appended to --output. On a GPU, with 350M parameters and bfloat16:
 
     python tools/bench_train.py configs/350M/roformer.yml precision=bfloat16 train_micro_batch_size_per_gpu=32 \\
         --methods rotary coca --peer transformers --compile --rounds 50
@@ -24,7 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -37,12 +38,11 @@ from megatron_coca.model.cost import flops_per_token, parameter_count, peak_flop
 from megatron_coca.training import engine, launch  # noqa: E402
 from megatron_coca.training.engine import Engine  # noqa: E402
 from megatron_coca.training.optimizer import build_optimizer  # noqa: E402
-from tools.bench_peer import Step, transformers_step  # noqa: E402
+from tools.bench_peer import Peer, Step, peak_bytes  # noqa: E402
 from tools.records import append_records, environment  # noqa: E402
 
 SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size", "no_weight_tying")
 RATE = 1e-4
-MEMORY_EVENT = "[memory]"
 
 
 @dataclass
@@ -106,24 +106,28 @@ def contestants(options: argparse.Namespace) -> list[Contestant]:
     keys = [text for text in options.inputs if "=" in text]
     keys += ["torch_compile=true"] if options.compile else []
     configs = {name: load_config(files, [*keys, f"pos_emb={name}"]) for name in options.methods}
-    field = [Contestant(name, config, our_step(config), []) for name, config in configs.items()]
+    field = [Contestant(name, config, Ours(config), []) for name, config in configs.items()]
     if options.peer:
         config = load_config(files, [*keys, "pos_emb=rotary"])
-        field.insert(0, Contestant(options.peer, config, transformers_step(config, _device(), options.compile), []))
+        peers = {options.peer: False} | ({} if torch.cuda.is_available() else {f"{options.peer}, memory kept": True})
+        steps = {name: Peer(config, _device(), options.compile, kept) for name, kept in peers.items()}
+        field = [Contestant(name, config, step, []) for name, step in steps.items()] + field
     return field
 
 
-def our_step(config: Config) -> Step:
+class Ours:
     """A step of the engine, as `train.py` makes it."""
-    model = build_model(config, _device()).train()
-    trained = Engine(
-        LanguageModelLoss(model), build_optimizer(model, config.optimizer), config, config.batch.resolve(1)
-    )
 
-    def step(micro_batches: list[Tensor]) -> float:
-        return trained.train_step([Batch(samples.numpy()) for samples in micro_batches], RATE).loss
+    def __init__(self, config: Config) -> None:
+        model = build_model(config, _device()).train()
+        optimizer = build_optimizer(model, config.optimizer)
+        self._engine = Engine(LanguageModelLoss(model), optimizer, config, config.batch.resolve(1))
 
-    return step
+    def __call__(self, micro_batches: list[Tensor]) -> float:
+        return self._engine.train_step([Batch(samples.numpy()) for samples in micro_batches], RATE).loss
+
+    def peak(self, micro_batches: list[Tensor]) -> int:
+        return peak_bytes(lambda: self(micro_batches))
 
 
 def race(field: list[Contestant], options: argparse.Namespace) -> None:
@@ -136,7 +140,7 @@ def race(field: list[Contestant], options: argparse.Namespace) -> None:
             if turn >= options.warmup:
                 each.seconds.append(seconds)
     for each in field:
-        each.peak = peak_bytes(partial(each.step, micro_batches))
+        each.peak = each.step.peak(micro_batches)
     if options.profile:
         first = next(each for each in field if each.name in options.methods)
         options.profile.parent.mkdir(parents=True, exist_ok=True)
@@ -159,23 +163,6 @@ def timed(call: Callable[[], object]) -> float:
     call()
     _wait()
     return time.perf_counter() - begun
-
-
-def peak_bytes(call: Callable[[], object]) -> int:
-    """The most bytes of tensors that were held at once during a call, beyond those before it."""
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        call()
-        return torch.cuda.max_memory_allocated() - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
-        call()
-    events = [each for each in run.profiler.kineto_results.events() if each.name() == MEMORY_EVENT]
-    held = most = 0
-    for event in sorted(events, key=lambda each: each.start_ns()):
-        held += event.nbytes()
-        most = max(most, held)
-    return most
 
 
 def record(own: Contestant, base: Contestant, options: argparse.Namespace) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from megatron_coca.attention.rotary import RotaryTables
 
 def rotate(x: Tensor, tables: RotaryTables) -> Tensor:
     """R_p x for x [batch, heads, length, rotary_dim] in the tables' dtype."""
-    if tables.cos.requires_grad:
+    if tables.cos.requires_grad or torch.compiler.is_compiling():
         (first, second), (cos, sin) = _halves(x), tables
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return _Rotation.apply(x, *tables)
@@ -24,25 +24,31 @@ def rotate(x: Tensor, tables: RotaryTables) -> Tensor:
 
 def times_rotated(x: Tensor, tables: RotaryTables) -> Tensor:
     """x * (R_p x), dimension by dimension."""
-    if tables.cos.requires_grad:
+    if tables.cos.requires_grad or torch.compiler.is_compiling():
         return x * rotate(x, tables)
     return _TimesRotated.apply(x, *tables)
 
 
 def spread(x: Tensor, to_first: Tensor, to_second: Tensor) -> Tensor:
     """(x a, x b), [..., d/2] -> [..., d], for tables a and b."""
-    if to_first.requires_grad:
+    if to_first.requires_grad or torch.compiler.is_compiling():
         return torch.cat((x * to_first, x * to_second), dim=-1)
     return _Spread.apply(x, to_first, to_second)
 
 
 def positive_mean(x: Tensor) -> Tensor:
     """relu of the mean of the members of each pair, [..., d] -> [..., d/2]."""
+    if torch.compiler.is_compiling():
+        first, second = _halves(x)
+        return ((first + second) * 0.5).relu()
     return _PositiveMean.apply(x)
 
 
 def squared_length(x: Tensor) -> Tensor:
     """x_i^2 + x_{i+d/2}^2, [..., d] -> [..., d/2]."""
+    if torch.compiler.is_compiling():
+        first, second = _halves(x)
+        return first.square() + second.square()
     return _SquaredLength.apply(x)
 
 

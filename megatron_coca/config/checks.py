@@ -90,6 +90,18 @@ def _zero_stage(settings: Settings) -> str | None:
     return None if valid else f"stage {stage!r} is not one of 0 | 1 | 2 | 3"
 
 
+def _selective(settings: Settings) -> str | None:
+    """DeepSpeed's own linear layers add biases and sums over ranks in place to the products that would be kept."""
+    model, parallel = settings.model, settings.parallel
+    if not model.checkpoint_activations or model.checkpoint_policy != "selective":
+        return None
+    if parallel.model_parallel_size > 1:
+        return "selective cannot keep the products of tensor-parallel layers; set full, or model_parallel_size 1"
+    if parallel.stage == 3 and (parallel.zero_optimization or {}).get("memory_efficient_linear", True):
+        return "selective cannot keep the products of ZeRO 3's linear layers; set full, or zero_optimization.memory_efficient_linear=false"
+    return None
+
+
 def _checkpoint_ratio(settings: Settings) -> str | None:
     keep = settings.checkpoint
     endless = keep.checkpoint_scale == "log" and keep.checkpoint_factor == 1
@@ -167,6 +179,10 @@ CHECKS: tuple[Check, ...] = (
     Check(("precision", "fp16", "bf16"), _precision),
     Check(("zero_optimization",), _zero_stage),
     *PARALLEL_CHECKS,
+    Check(
+        ("checkpoint_policy", "checkpoint_activations", "zero_optimization", "model_parallel_size"),
+        _selective,
+    ),
     Check(("checkpoint_factor", "checkpoint_scale"), _checkpoint_ratio),
     Check(("profile_step_stop", "profile_step_start"), _profiled_steps),
     Check(("data_path", *_ALL_PATHS), _one_source),

@@ -73,17 +73,6 @@ def _one_gradient_scale(settings: Settings) -> str | None:
     )
 
 
-def _reduced_once(settings: Settings) -> str | None:
-    keys, model = settings.parallel, settings.model
-    selective = model.checkpoint_activations and model.checkpoint_policy == "selective"
-    if keys.model_parallel_size == 1 or not selective:
-        return None
-    return (
-        "not with checkpoint_policy selective: DeepSpeed sums a matrix product over tensor ranks in place, so the product"
-        " that is kept is summed already, and would be summed again; set checkpoint_policy=full"
-    )
-
-
 def _pipeline(settings: Settings) -> str | None:
     keys, layers = settings.parallel, settings.model.num_layers
     if keys.pipe_parallel_size <= 1:
@@ -91,6 +80,20 @@ def _pipeline(settings: Settings) -> str | None:
     if keys.pipe_parallel_size > layers:
         return f"{keys.pipe_parallel_size} stages have no block each with num_layers {layers}; lower it"
     return next((reason for refused, reason in PIPELINE_REFUSALS if refused(keys)), None)
+
+
+def _not_compiled(key: str) -> Callable[[Settings], str | None]:
+    """A check that blocks with the collectives of `key` in them are not compiled."""
+
+    def find(settings: Settings) -> str | None:
+        if getattr(settings.parallel, key) == 1 or not settings.model.torch_compile:
+            return None
+        return (
+            "not with torch_compile: the blocks exchange data between ranks through functions of DeepSpeed that are not"
+            " made for compiling; set torch_compile=false"
+        )
+
+    return find
 
 
 _SHAPE = ("num_attention_heads", "num_kv_heads", "hidden_size")
@@ -106,6 +109,6 @@ PARALLEL_CHECKS: tuple[Check, ...] = (
     ),
     Check(("sequence_parallel_size", *_SHAPE, "seq_length"), _divides("sequence_parallel_size", _sequence_quantities)),
     Check(("model_parallel_size", "sequence_parallel_size"), _both),
-    Check(("model_parallel_size", "checkpoint_activations", "checkpoint_policy"), _reduced_once),
     Check(("zero_optimization", "sequence_parallel_size"), _one_gradient_scale),
+    *(Check((key, "torch_compile"), _not_compiled(key)) for key in ("model_parallel_size", "sequence_parallel_size")),
 )

@@ -9,8 +9,8 @@ import torch
 
 from megatron_coca.config import ConfigError, load_config
 from megatron_coca.model.cost import parameter_count
-from tools.bench_peer import peer_keys, transformers_step
-from tools.bench_train import Contestant, draw, parse, peak_bytes, race, record
+from tools.bench_peer import Peer, peak_bytes, peer_keys, transformers_step
+from tools.bench_train import Contestant, draw, parse, race, record
 
 SHAPE: dict[str, Any] = {
     "num_layers": 2,
@@ -32,14 +32,18 @@ def test_records_are_complete(tmp_path: Path) -> None:
     """Two contestants that take turns on the same micro batches; the second does twice the first one's work."""
     config, seen = load_config([], SHAPE), []
 
-    def step(name: str, times: int) -> Any:
-        def run(micro_batches: list[torch.Tensor]) -> float:
-            seen.append((name, micro_batches))
-            return sum(float((torch.ones(300, 300) @ torch.ones(300, 300)).sum()) for _ in range(times))
+    class Work:
+        def __init__(self, name: str, times: int) -> None:
+            self.name, self.times = name, times
 
-        return run
+        def __call__(self, micro_batches: list[torch.Tensor]) -> float:
+            seen.append((self.name, micro_batches))
+            return sum(float((torch.ones(300, 300) @ torch.ones(300, 300)).sum()) for _ in range(self.times))
 
-    field = [Contestant("one", config, step("one", 20), []), Contestant("other", config, step("other", 60), [])]
+        def peak(self, micro_batches: list[torch.Tensor]) -> int:
+            return peak_bytes(lambda: self(micro_batches))
+
+    field = [Contestant("one", config, Work("one", 20), []), Contestant("other", config, Work("other", 60), [])]
     options = parse(["x=1", "--methods", "one", "other", "--rounds", "9", "--profile", str(tmp_path / "trace.json")])
     race(field, options)
     first, second = (json.loads(json.dumps(record(each, field[0], options))) for each in field)
@@ -73,6 +77,14 @@ def test_the_peer_trains() -> None:
     assert losses[0] == pytest.approx(4.5, abs=0.3) and losses[-1] < losses[0]
 
 
+def test_the_peer_has_a_process_of_its_own() -> None:
+    pytest.importorskip("transformers")
+    config = load_config([], SHAPE)
+    batches = draw(config, torch.Generator().manual_seed(0))
+    peer = Peer(config, "cpu", compiled=False, keeps_memory=False)
+    assert peer(batches) == pytest.approx(4.5, abs=0.3) and peer.peak(batches) > 2 * 17 * 32 * 4
+
+
 @pytest.mark.parametrize("keys", [{"norm": "rmsnorm"}, {"num_kv_heads": 2}])
 def test_a_shape_that_the_peer_lacks_is_refused(keys: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"{next(iter(keys))}=.*no such model; leave out --peer"):
@@ -99,5 +111,5 @@ def test_the_command_measures_the_engine(tmp_path: Path) -> None:
     done = subprocess.run([*command, "--peer", "transformers"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     records = [json.loads(line) for line in output.read_text().splitlines()]
-    assert [each["method"] for each in records] == ["transformers", "rotary", "coca"]
+    assert [each["method"] for each in records] == ["transformers", "transformers, memory kept", "rotary", "coca"]
     assert all(each["ratio_to"] == "transformers" and each["peak_bytes"] > 0 for each in records)

@@ -203,7 +203,15 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
         ("sequence_parallel_size: 8", "sequence_parallel_size: 8 does not divide num_attention_heads 4 and "),
         (
             "model_parallel_size: 2\ncheckpoint_activations: true\ncheckpoint_policy: selective",
-            "model_parallel_size: not with checkpoint_policy selective: DeepSpeed sums a matrix product",
+            "checkpoint_policy: selective cannot keep the products of tensor-parallel layers",
+        ),
+        (
+            "model_parallel_size: 2\ntorch_compile: true",
+            "model_parallel_size: not with torch_compile: the blocks exchange",
+        ),
+        (
+            "sequence_parallel_size: 2\ntorch_compile: true",
+            "sequence_parallel_size: not with torch_compile: the blocks exchange",
         ),
         (
             "sequence_parallel_size: 2\nmodel_parallel_size: 2",

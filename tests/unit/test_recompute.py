@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_coca.attention.inputs import BackendError
-from megatron_coca.config import load_config
+from megatron_coca.config import ConfigError, load_config
 from megatron_coca.model import LanguageModelLoss, build_model
 from megatron_coca.model import compile as compiling
 from megatron_coca.model.recompute import CONTEXTS
@@ -65,6 +65,21 @@ def test_recomputing_changes_no_bit(choice: str, pos_emb: str, dropout: float) -
 
 def test_every_policy_is_tested() -> None:
     assert {each.get("checkpoint_policy", "full") for each in CHOICES.values()} == CONTEXTS.keys()
+
+
+ZERO3 = {"zero_optimization": {"stage": 3}}
+
+
+@pytest.mark.parametrize("keys", [ZERO3, {"model_parallel_size": 2}])
+def test_selective_is_refused_where_deepspeed_changes_kept_products(keys: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="checkpoint_policy: selective cannot keep the products"):
+        load_config([], KEYS | keys | CHOICES["selective"] | {"pos_emb": "coca"})
+    load_config([], KEYS | keys | CHOICES["full"] | {"pos_emb": "coca"})
+
+
+def test_selective_is_taken_with_pytorchs_linear_layers_under_zero_3() -> None:
+    section = {"zero_optimization": {"stage": 3, "memory_efficient_linear": False}}
+    load_config([], KEYS | section | CHOICES["selective"] | {"pos_emb": "coca"})
 
 
 def test_bytes_kept_fall_in_order() -> None:
