@@ -4,8 +4,8 @@ python tools/inspect_checkpoint.py runs/350M_roformer_coca                  # al
 python tools/inspect_checkpoint.py runs/350M_roformer_coca/global_step5000  # one
 python tools/inspect_checkpoint.py runs/350M_roformer_coca --no-verify --json
 
-Every file is read and compared with its checksum. The exit status is 1 where one is damaged, and 2 where there is no
-checkpoint.
+Every file is read and compared with its checksum; with --no-verify, only that the files are there and have their
+sizes. The exit status is 1 where one is damaged, and 2 where there is no checkpoint.
 """
 
 import argparse
@@ -23,7 +23,7 @@ def main(arguments: list[str]) -> int:
     """The exit status; see above."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", type=Path, help="a run's save folder, or one step's")
-    parser.add_argument("--no-verify", action="store_true", help="do not read the files' contents")
+    parser.add_argument("--no-verify", action="store_true", help="look at names and sizes, not at contents")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
     try:

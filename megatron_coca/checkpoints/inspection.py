@@ -39,7 +39,9 @@ class Description:
         parameters: numbers of the model; None for a checkpoint without readable state.
         stored: elements of each kind in the state, all ranks together; a copy counts again.
         sizes: bytes of the files below each top entry of the folder.
-        damage: what is wrong with it; None where every file is as it was written.
+        unlisted: files in the folder that its manifest does not know.
+        verified: whether the contents of the files were read and compared with their checksums.
+        damage: what is wrong with it; None where every file is as it was written, as far as it was looked at.
     """
 
     folder: Path
@@ -48,6 +50,8 @@ class Description:
     parameters: int | None
     stored: dict[str, int]
     sizes: dict[str, int]
+    unlisted: list[str]
+    verified: bool
     damage: str | None
 
     def facts(self) -> dict[str, Any]:
@@ -56,34 +60,35 @@ class Description:
 
 
 def checkpoints_in(path: Path) -> list[Path]:
-    """The step folders that `path` means: itself, or all complete ones of a save folder, by step.
+    """The step folders that `path` means: itself, or all of a save folder, by step; also those without a manifest.
 
     Raises:
         CheckpointError: there are none.
     """
-    if (path / native.MANIFEST).is_file():
+    if native.is_step_folder(path):
         return [path]
-    found = [native.step_folder(path, step) for step in native.steps(path)]
+    found = [native.step_folder(path, step) for step in native.begun_steps(path)]
     return found or [native.locate(path)]
 
 
 def describe(folder: Path, verify: bool = True) -> Description:
-    """Look at one step's folder; with `verify` every byte of it is read."""
-    meta, keys, parameters, stored = {}, {}, None, {}
-    damage = _damage(folder) if verify else None
+    """Look at one step's folder; with `verify` every byte of it is read, without it names and sizes are compared."""
+    meta, keys, parameters, stored, unlisted = {}, {}, None, {}, []
+    damage = _damage(folder, verify)
     try:
+        unlisted = native.unlisted(folder)
         meta = native.read_json(folder / native.META)
         flat = load_config([folder / native.CONFIG]).flat()
         keys = {name: flat[name] for name in SHOWN_KEYS}
         parameters, stored = _state(folder)
     except (CheckpointError, ConfigError) as error:
         damage = damage or str(error)
-    return Description(folder, meta, keys, parameters, stored, _sizes(folder), damage)
+    return Description(folder, meta, keys, parameters, stored, _sizes(folder), unlisted, verify, damage)
 
 
-def _damage(folder: Path) -> str | None:
+def _damage(folder: Path, contents: bool) -> str | None:
     try:
-        native.verify(folder)
+        native.verify(folder, contents)
     except CheckpointError as error:
         return str(error)
     return None
@@ -106,10 +111,11 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 def describe_text(found: Description) -> str:
     """A description for people to read."""
-    meta = found.meta
+    meta, sound = found.meta, "intact" if found.verified else "not verified: files and sizes are as written"
     read = [(each["source"], each["samples"], each["tokens"], each["epochs"]) for each in meta.get("mixture", ())]
     lines = [
-        f"{found.folder}: step {meta.get('step', '?')}, {found.damage or 'intact'}",
+        f"{found.folder}: step {meta.get('step', '?')}, {found.damage or sound}",
+        *(f"  not listed in {native.MANIFEST}: {name}" for name in found.unlisted),
         *(f"  {name}: {value}" for name, value in found.keys.items() if value is not None),
         f"  parameters: {found.parameters:,}" if found.parameters is not None else "  no state of the optimizer",
         *(

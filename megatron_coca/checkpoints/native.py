@@ -17,15 +17,19 @@ A checkpoint is filled in under a hidden name beside its final one, hashed, flus
 
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
 from itertools import count
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from megatron_coca.checkpoints.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 CONFIG, META, MANIFEST, WEIGHTS, TOKENIZER, STATE, RNG = (
     "config.yml",
@@ -42,7 +46,9 @@ ASIDE = "aside"
 FORMAT = 2
 READABLE = (1, 2)
 """Format 1 had DeepSpeed's own files in place of `state/`: its weights can be read, a run cannot go on from it."""
-_STEP = re.compile(r"global_step(\d+)")
+REQUIRED = (CONFIG, META, WEIGHTS, f"{STATE}/", f"{RNG}/rank_0.pt")
+"""What a manifest of the current format lists at least; of a folder, one file in it."""
+_STEP = re.compile(r"global_step(0|[1-9][0-9]*)")
 
 
 def step_folder(save: Path, step: int) -> Path:
@@ -57,7 +63,10 @@ def steps(save: Path) -> list[int]:
 
 
 def begun_steps(save: Path) -> list[int]:
-    """The steps of all checkpoints under `save`, ascending; those that have lost their manifest too."""
+    """The steps of all checkpoints under `save`, ascending; those that have lost their manifest too.
+
+    A name with leading zeros was not written by a run, and is left alone.
+    """
     found = (_STEP.fullmatch(path.name) for path in save.glob("global_step*") if path.is_dir())
     return sorted(int(match.group(1)) for match in found if match)
 
@@ -85,7 +94,8 @@ def commit(save: Path, step: int, described: Mapping[str, Mapping[str, Any]] | N
     """Hash, flush and rename the filled folder of `step`, then move `latest`. Returns the final folder.
 
     `described` says of some files, by name within the folder, what `describe` gives: these were flushed by those who
-    wrote them and are not read again.
+    wrote them and are not read again. Once the folder is renamed the checkpoint is complete: what fails after that is
+    told in a warning.
     """
     partial, final = partial_folder(save, step), step_folder(save, step)
     done = dict(described or {})
@@ -99,9 +109,12 @@ def commit(save: Path, step: int, described: Mapping[str, Mapping[str, Any]] | N
         final.rename(replaced)  # in one move: half a folder under its final name would pass for a checkpoint
     partial.rename(final)
     flush(save)
-    _write_atomically(save / LATEST, final.name)
-    if replaced.exists():
-        shutil.rmtree(replaced)
+    try:
+        _write_atomically(save / LATEST, final.name)
+        if replaced.exists():
+            shutil.rmtree(replaced)
+    except OSError as error:
+        logger.warning("%s is complete, but %s may not name it, or what it replaces may still lie beside it: %s", final, LATEST, error)
     return final
 
 
@@ -167,12 +180,30 @@ def locate(path: str | Path, step: int | None = None) -> Path:
     return _named_latest(path) or step_folder(path, available[-1])
 
 
-def verify(folder: Path) -> dict[str, Any]:
-    """Check every file of a checkpoint against its manifest and return the manifest.
+def verify(folder: Path, contents: bool = True) -> dict[str, Any]:
+    """Check every file of a checkpoint against its manifest and return the manifest; without `contents`, that the
+    files are there and have their sizes.
 
     Raises:
-        CheckpointError: a file is missing, truncated or altered, or the manifest is damaged or of a newer format.
+        CheckpointError: a file is missing, truncated or altered, or the manifest is damaged, lists less than a
+            checkpoint has, or is of a newer format.
     """
+    manifest = _read_manifest(folder)
+    for name, expected in manifest["files"].items():
+        path = folder / name
+        if not path.is_file():
+            raise CheckpointError(f"{path}: is missing from the checkpoint")
+        if path.stat().st_size != expected.get("size"):
+            raise CheckpointError(
+                f"{path}: has {path.stat().st_size} bytes, the checkpoint was written with {expected.get('size')}"
+            )
+        if contents and _sha256(path) != expected.get("sha256"):
+            raise CheckpointError(f"{path}: its content has changed since the checkpoint was written (sha256 differs)")
+    return manifest
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest, once it lists all that a checkpoint of its format has."""
     manifest = read_json(folder / MANIFEST)
     if manifest.get("format") not in READABLE:
         raise CheckpointError(
@@ -181,24 +212,38 @@ def verify(folder: Path) -> dict[str, Any]:
     listed = manifest.get("files")
     if not isinstance(listed, dict) or not all(isinstance(entry, dict) for entry in listed.values()):
         raise CheckpointError(f"{folder / MANIFEST}: lists no files; it is damaged")
-    for name, expected in listed.items():
-        path = folder / name
-        if not path.is_file():
-            raise CheckpointError(f"{path}: is missing from the checkpoint")
-        if path.stat().st_size != expected.get("size"):
-            raise CheckpointError(
-                f"{path}: has {path.stat().st_size} bytes, the checkpoint was written with {expected.get('size')}"
-            )
-        if _sha256(path) != expected.get("sha256"):
-            raise CheckpointError(f"{path}: its content has changed since the checkpoint was written (sha256 differs)")
+    # A checkpoint of format 1 has no state: only its weights are read.
+    required = [*REQUIRED, *_random_states(folder)] if manifest["format"] == FORMAT else [CONFIG, META, WEIGHTS]
+    lacking = [name for name in required if not any(_is_it(each, name) for each in listed)]
+    if lacking:
+        raise CheckpointError(f"{folder / MANIFEST}: does not list {lacking[0]}; the checkpoint is damaged")
     return manifest
+
+
+def _is_it(listed: str, required: str) -> bool:
+    return listed == required or (required.endswith("/") and listed.startswith(required))
+
+
+def _random_states(folder: Path) -> list[str]:
+    """The files of random states, one for every rank of the division that meta.json names."""
+    sizes = (read_json(folder / META).get("topology") if (folder / META).is_file() else None) or {}
+    try:
+        return [f"{RNG}/rank_{rank}.pt" for rank in range(prod(sizes.values()))]
+    except (AttributeError, TypeError) as error:
+        raise CheckpointError(f"{folder / META}: topology {sizes!r} is not a mapping of numbers") from error
+
+
+def unlisted(folder: Path) -> list[str]:
+    """Files in a checkpoint's folder that its manifest does not know."""
+    listed = read_json(folder / MANIFEST).get("files") or {}
+    return [name for name in files(folder) if name != MANIFEST and name not in listed]
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON mapping of a checkpoint, or a CheckpointError that names the file."""
     try:
         content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: is not a mapping")
@@ -217,7 +262,13 @@ def _named_latest(save: Path) -> Path | None:
     return named if named is not None and (named / MANIFEST).is_file() else None
 
 
+def is_step_folder(folder: Path) -> bool:
+    """Whether a folder has the name and the manifest of one step's checkpoint, or only the name."""
+    return folder.is_dir() and ((folder / MANIFEST).is_file() or _STEP.fullmatch(folder.resolve().name) is not None)
+
+
 def files(folder: Path) -> list[str]:
+    """The names of all files below a folder."""
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
@@ -248,5 +299,9 @@ def _write_atomically(path: Path, text: str) -> None:
     aside = path.with_name(f".{path.name}.partial")
     aside.write_text(text)
     flush(aside)
-    aside.rename(path)
+    try:
+        aside.rename(path)
+    except OSError:
+        aside.unlink()
+        raise
     flush(path.parent)

@@ -78,8 +78,9 @@ def _run(config: Config, preemption: Preemption, watchdog: Watchdog) -> None:
         refuse_other_run(resumed, corpus, layout)
     require_writable(corpus.config)
     watchdog.beat("data and checkpoint are checked")
-    with exclusive(corpus.config.checkpoint.save):
-        clear_together(corpus.config.checkpoint, resumed)
+    keys = corpus.config.checkpoint
+    with exclusive(keys.save, keys.save_copy):
+        clear_together(keys, resumed)
         _train(corpus, shape, layout, resumed, (preemption, watchdog))
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from safetensors import SafetensorError
@@ -21,6 +22,7 @@ from megatron_coca.training import rng
 from megatron_coca.training.background import Background
 from megatron_coca.training.corpus import Corpus
 from megatron_coca.training.engine import Engine
+from megatron_coca.training.faults.skips import DataSkips
 from megatron_coca.training.together import attempt
 from megatron_coca.training.topology import Topology
 
@@ -58,7 +60,10 @@ class Snapshot:
 
 
 class Checkpoints:
-    """The checkpoints of one run."""
+    """The checkpoints of one run.
+
+    Every `meta.json` names the run by an identity of its own, which is drawn at a fresh start and carried on by resumes.
+    """
 
     def __init__(self, corpus: Corpus, engine: Engine, topology: Topology, layout: Mapping[str, Any]) -> None:
         """`layout` is what a resumed run must share: samples of a step, number format. Every rank must call it."""
@@ -68,6 +73,7 @@ class Checkpoints:
         self._background = Background()
         self._group = dist.background_group()
         self._buffers: dict[tuple[str, str, int], Tensor] = {}
+        self._run = uuid4().hex
 
     @property
     def failed(self) -> bool:
@@ -82,6 +88,7 @@ class Checkpoints:
             CheckpointError: the state does not hold all that this rank needs.
         """
         meta = native.read_json(folder / native.META)
+        self._run = meta.get("run", self._run)
         places = self._engine.places()
         with StateReader(folder / native.STATE) as reader:
             for piece in self._engine.pieces():
@@ -200,9 +207,11 @@ class Checkpoints:
             logger.warning("%s: an old checkpoint could not be removed (%s)", folder, error)
 
     def _meta(self, step: int, progress: Mapping[str, Any]) -> dict[str, Any]:
-        taken = self._corpus.train.mixture(step * self._layout["batch"])
+        reached = DataSkips.restore(progress.get("skips", ())).position(step)
+        taken = self._corpus.train.mixture(reached * self._layout["batch"])
         return {
             "step": step,
+            "run": self._run,
             "data": self._corpus.identity,
             **self._layout,
             "topology": self._topology.layout(),

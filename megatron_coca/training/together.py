@@ -2,7 +2,7 @@
 
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,18 +58,18 @@ def require_writable(config: Config) -> None:
 
 
 @contextmanager
-def exclusive(save: str | None) -> Iterator[None]:
-    """Hold the `save` folder for this run; the lock goes with the process, however it ends. Every rank must call it.
+def exclusive(*folders: str | None) -> Iterator[None]:
+    """Hold the folders of `save` and `save_copy` (None: there is none) for this run; the locks go with the process, however it ends. Every rank must call it.
 
     Raises:
-        CheckpointError: another run is training into the folder.
+        CheckpointError: another run is training into one of the folders.
     """
-    lock = FileLock(Path(save) / native.LOCK, timeout=0) if save is not None and dist.is_main() else None
-    held, _ = attempt(lambda: lock and lock.acquire(), Timeout, main_only=True)
-    if not held:
-        raise CheckpointError(f"{save}: another run is training into this folder; wait for it, or choose another")
-    try:
+    with ExitStack() as held:
+        for folder in (each for each in folders if each is not None):
+            lock = FileLock(Path(folder) / native.LOCK, timeout=0)
+            free, _ = attempt(lambda lock=lock: held.enter_context(lock), Timeout, main_only=True)  # type: ignore[misc]
+            if not free:
+                raise CheckpointError(
+                    f"{folder}: another run is training into this folder; wait for it, or choose another"
+                )
         yield
-    finally:
-        if lock is not None:
-            lock.release()

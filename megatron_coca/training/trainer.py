@@ -59,6 +59,7 @@ class Trainer:
         self._preemption, self._watchdog = preemption, watchdog
         self._guard, self._skips = LossGuard(corpus.config.faults), DataSkips()
         self._skipped = 0
+        self._note: str | None = None
         self.step = self._saved = 0
 
     def restore(self, folder: Path) -> None:
@@ -93,6 +94,9 @@ class Trainer:
         tokens = self._shape.sizes.total * self._corpus.config.model.seq_length
         monitor = Monitor(self._corpus.config, self.step, tokens, dist.gather_floats, dist.rank(), self._skipped)
         monitor.watch(self._engine.module)
+        if self._note is not None:
+            monitor.note(self.step, self._note)
+            self._note = None
         try:
             with open_loader(self._corpus, self._corpus.train, self._layout) as loader:
                 going = True
@@ -172,26 +176,35 @@ class Trainer:
         save = Path(config.checkpoint.save)
         self._watchdog.beat("rolling back")
         # What the first rank sees counts: a shared file system may show others an older list.
-        newest = int(dist.gather_floats([float(_newest_intact(save, first_bad)) if dist.is_main() else 0.0])[0][0])
+        found = _newest_good(save, first_bad, self.step - 1) if dist.is_main() else 0
+        newest = int(dist.gather_floats([float(found)])[0][0])
         if newest < 0:
             raise Diverged(
                 f"step {self.step}: {verdict.reason}; there is no intact checkpoint from before to roll back to"
             )
-        last_bad, skips = self.step - 1, self._skips
-        folder = native.step_folder(save, newest)
-        counted = self._guard
+        last_bad, folder = self.step - 1, native.step_folder(save, newest)
+        self._note = f"rolled back from step {self.step} to step {newest}: {verdict.reason}"
+        counted, skips, skipped = self._guard, self._skips, self._skipped
+        self._guard = LossGuard(config.faults)
         self.restore(folder)
         counted.rolled_back(self._guard.state())
-        self._guard = counted
+        self._guard, self._skipped = counted, skipped
         self._skips = skips.after_rollback(newest, first_bad, last_bad, config.faults.rollback_margin)
-        if dist.is_main():
-            logger.warning("rolled back from step %d to step %d: %s", last_bad + 1, newest, verdict.reason)
         clear_together(config.checkpoint, folder)
 
     def _newest(self) -> str:
         save = self._corpus.config.checkpoint.save
         steps = native.steps(Path(save)) if save is not None else []
         return f"step {steps[-1]} is saved" if steps else "nothing is saved"
+
+
+def _newest_good(save: Path, first_bad: int, last: int) -> int:
+    """The highest step with an intact checkpoint from before the first bad step, else from before step `last`, or -1.
+
+    Where only checkpoints from between the bad steps are left, these will do: skipped steps have changed no weight.
+    """
+    before = _newest_intact(save, first_bad)
+    return before if before >= 0 else _newest_intact(save, last)
 
 
 def _newest_intact(save: Path, last: int) -> int:

@@ -18,12 +18,16 @@ from megatron_coca.config import BatchSizes, Config, ConfigError
 from megatron_coca.data import Batch
 from megatron_coca.training.engine import state
 from megatron_coca.training.engine.divisions import division
-from megatron_coca.training.engine.group import mean_over_ranks, world_size
+from megatron_coca.training.engine.group import everyone_succeeded, mean_over_ranks, world_size
 from megatron_coca.training.engine.settings import deepspeed_config
 from megatron_coca.training.faults.guard import Limits, bad_reason
 
 MODEL_PREFIX = "model."
 """The language model's name inside the trained module (LanguageModelLoss)."""
+
+
+REFUSALS = (ValidationError, DeepSpeedConfigError, AssertionError, ValueError, NotImplementedError)
+"""What DeepSpeed raises for options that it cannot serve."""
 
 
 class StepResult(NamedTuple):
@@ -56,6 +60,13 @@ class Engine:
         if world_size() == 1 and not self.partitioned:
             # DeepSpeed would flatten all gradients, reduce them over one rank and copy them back.
             self._engine.enable_backward_allreduce = False
+        if not everyone_succeeded(state.in_known_order(self._engine.optimizer)):
+            raise ConfigError(
+                [
+                    "zero_optimization: DeepSpeed keeps optimizer states in an order that checkpoints do not know; leave out "
+                    "what reorders them (round_robin_gradients)"
+                ]
+            )
         self.device = self._engine.device
         self._names = {parameter: name.removeprefix(MODEL_PREFIX) for name, parameter in model.named_parameters()}
 
@@ -63,7 +74,7 @@ class Engine:
         try:
             grid = self._division.grid()
             engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=section, mpu=grid)
-        except (ValidationError, DeepSpeedConfigError) as error:
+        except REFUSALS as error:
             raise ConfigError(
                 [f"zero_optimization, fp16, bf16 or deepspeed_extra_args: DeepSpeed says: {error}"]
             ) from error

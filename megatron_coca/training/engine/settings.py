@@ -5,7 +5,21 @@ from typing import Any
 
 from megatron_coca.config import BatchSizes, Config, ConfigError
 
-RESERVED = frozenset({"train_batch_size", "tensor_parallel", "sequence_parallel_size", "data_parallel_size"})
+RESERVED = frozenset(
+    {
+        "train_batch_size",
+        "tensor_parallel",
+        "sequence_parallel_size",
+        "data_parallel_size",
+        "bf16",
+        "bfloat16",
+        "fp16",
+        "torch_autocast",
+        "optimizer",
+        "scheduler",
+        "checkpoint",
+    }
+)
 """Keys of DeepSpeed that keys of our own stand for. The total batch is left to DeepSpeed's arithmetic, which takes
 tensor ranks for ranks that read samples of their own in some places and not in others, and uses the product for
 nothing.

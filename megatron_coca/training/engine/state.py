@@ -5,7 +5,7 @@ for each kind of optimizer knows its way about; nothing else does.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -25,11 +25,57 @@ MOMENTS: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
 STEP = "step"
 
 
+class Stretch(NamedTuple):
+    """Where a part of a parameter lies in what the optimizer steps.
+
+    Attributes:
+        parameter: the trained one.
+        flat: the tensor that the optimizer steps.
+        begin: where the part begins in it.
+        numel: its length.
+        start: where it begins in the flattened parameter.
+    """
+
+    parameter: nn.Parameter
+    flat: Tensor
+    begin: int
+    numel: int
+    start: int
+
+    def of(self, values: Tensor) -> Tensor:
+        """This part of a tensor laid out as the one that the optimizer steps."""
+        return values.view(-1).narrow(0, self.begin, self.numel)
+
+
 def pieces(optimizer: Any, names: Names) -> list[Piece]:
     """What this rank holds of every named parameter; `optimizer` is DeepSpeed's or, without ZeRO, PyTorch's."""
-    found = list(STRATEGIES[_kind(optimizer)](optimizer, names))
+    found: list[Piece] = []
+    for stretch in STRATEGIES[_kind(optimizer)](optimizer):
+        state = _state(base(optimizer), stretch.flat)
+        values = {WEIGHT: stretch.flat.detach()} | {name: state[name] for name in _moments(base(optimizer))}
+        name = names[stretch.parameter]
+        found += [Piece(name, kind, stretch.start, stretch.of(tensor)) for kind, tensor in values.items()]
     frozen = (item for item in names.items() if not item[0].requires_grad)
     return found + [piece for parameter, name in frozen for piece in _frozen(parameter, name)]
+
+
+def in_known_order(optimizer: Any) -> bool:
+    """Whether the stretches are where they are taken to be, by their values: some of DeepSpeed's keys reorder them
+    without saying so. To be asked before the first step.
+    """
+    return all(
+        torch.equal(stretch.of(stretch.flat.detach()).to(trained), trained)
+        for stretch in STRATEGIES[_kind(optimizer)](optimizer)
+        for trained in [_trained(stretch)]
+    )
+
+
+def _trained(stretch: Stretch) -> Tensor:
+    """The same part of the parameter that is trained."""
+    parameter: Any = stretch.parameter
+    if hasattr(parameter, "ds_tensor"):
+        return parameter.ds_tensor.detach().narrow(0, 0, stretch.numel)
+    return parameter.detach().reshape(-1).narrow(0, stretch.start, stretch.numel)
 
 
 def counters(optimizer: Any) -> dict[str, float]:
@@ -84,34 +130,23 @@ def _moments(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
     return next(names for kind, names in MOMENTS.items() if isinstance(optimizer, kind))
 
 
-def _of_tensor(
-    optimizer: torch.optim.Optimizer, tensor: Tensor, name: str, begin: int, numel: int, start: int
-) -> Iterator[Piece]:
-    """The pieces of stretch [begin, begin + numel) of a flat tensor that the optimizer steps, which is stretch `start`
-    onwards of the parameter.
-    """
-    state = _state(optimizer, tensor)
-    for kind, values in {WEIGHT: tensor.detach(), **{moment: state[moment] for moment in _moments(optimizer)}}.items():
-        yield Piece(name, kind, start, values.view(-1).narrow(0, begin, numel))
+def _plain(optimizer: torch.optim.Optimizer) -> Iterator[Stretch]:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            yield Stretch(parameter, parameter, 0, parameter.numel(), 0)
 
 
-def _plain(optimizer: torch.optim.Optimizer, names: Names) -> Iterator[Piece]:
-    for parameter in _optimized(optimizer):
-        yield from _of_tensor(optimizer, parameter, names[parameter], 0, parameter.numel(), 0)
-
-
-def _partitioned(optimizer: Any, names: Names) -> Iterator[Piece]:
+def _partitioned(optimizer: Any) -> Iterator[Stretch]:
     """ZeRO 1 and 2: a rank's stretch of each group of parameters, laid end to end, is one float32 tensor."""
     for group, flat in zip(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups, strict=True):
         for parameter in group:
             mapping = parameter._hp_mapping
-            if mapping is None:
-                continue
-            inner, outer = mapping.hp_fragment_address, mapping.lp_fragment_address
-            yield from _of_tensor(optimizer.optimizer, flat, names[parameter], inner.start, inner.numel, outer.start)
+            if mapping is not None:
+                inner, outer = mapping.hp_fragment_address, mapping.lp_fragment_address
+                yield Stretch(parameter, flat, inner.start, inner.numel, outer.start)
 
 
-def _fully_partitioned(optimizer: Any, names: Names) -> Iterator[Piece]:
+def _fully_partitioned(optimizer: Any) -> Iterator[Stretch]:
     """ZeRO 3: a rank's stretch of each parameter, filled up at its end, lies in the float32 tensor of a sub-group."""
     rank = torch.distributed.get_rank(optimizer.dp_process_group)
     for group, parameters in enumerate(optimizer.fp16_groups):
@@ -121,7 +156,7 @@ def _fully_partitioned(optimizer: Any, names: Names) -> Iterator[Piece]:
             start = rank * size
             held = min(size, parameter.ds_numel - start)
             if held > 0:
-                yield from _of_tensor(optimizer.optimizer, flat, names[parameter], begin, held, start)
+                yield Stretch(parameter, flat, begin, held, start)
 
 
 def _frozen(parameter: nn.Parameter, name: str) -> Iterator[Piece]:
@@ -168,12 +203,12 @@ def _refresh_fully_partitioned(optimizer: Any) -> None:
     optimizer.checkpoint_event_epilogue()  # and gathers those again that always stay whole
 
 
-STRATEGIES: dict[type, Callable[[Any, Names], Iterator[Piece]]] = {
+STRATEGIES: dict[type, Callable[[Any], Iterator[Stretch]]] = {
     DeepSpeedZeroOptimizer: _partitioned,
     DeepSpeedZeroOptimizer_Stage3: _fully_partitioned,
     torch.optim.Optimizer: _plain,
 }
-"""How the pieces are found, by the kind of DeepSpeed's optimizer; without ZeRO it leaves PyTorch's as it is."""
+"""How the stretches are found, by the kind of DeepSpeed's optimizer; without ZeRO it leaves PyTorch's as it is."""
 
 REFRESH: dict[type, Callable[[Any], None]] = {
     DeepSpeedZeroOptimizer: _refresh_partitioned,

@@ -6,18 +6,21 @@ import threading
 from types import FrameType
 from typing import Any, Self
 
-from megatron_coca.training.faults.status import Preempted
+from megatron_coca.training.faults.status import Preempted, Unsaved
 
-__all__ = ["SIGNALS", "Preempted", "Preemption"]
+__all__ = ["SIGNALS", "Preempted", "Preemption", "Unsaved"]
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""What schedulers send before they take the machine away: SIGTERM by default, SIGUSR1 by Slurm's `--signal`."""
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""What schedulers send before they take the machine away: SIGTERM by default, SIGUSR1 by Slurm's `--signal`; and SIGHUP,
+which says that the terminal or the connection is gone.
+"""
 
 
 class Preemption:
     """Notes the signals of `SIGNALS` while it is entered, and restores their handlers afterwards.
 
-    A signal interrupts nothing, so a second one during a save does no harm. SIGINT is left alone: it goes on raising
+    A signal interrupts nothing, so a second one during a save does no harm. One that is ignored
+    stays so (SIGHUP under nohup). SIGINT is left alone: it goes on raising
     KeyboardInterrupt. Entered in another thread than the main one it notes nothing, because Python gives handlers to
     the main thread only.
 
@@ -33,7 +36,8 @@ class Preemption:
     def __enter__(self) -> Self:
         self._process = os.getpid()
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+            heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+            self._before = {number: signal.signal(number, self._note) for number in heard}
         return self
 
     def __exit__(self, *_: object) -> None:

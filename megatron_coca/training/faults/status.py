@@ -8,6 +8,7 @@ UNUSABLE = 2
 PREEMPTED = 75
 HUNG = 76
 DIVERGED = 77
+UNSAVED = 78
 INTERRUPTED = 130
 
 
@@ -25,6 +26,7 @@ EXIT_STATUSES: dict[int, ExitStatus] = {
     PREEMPTED: ExitStatus("asked to leave by a signal, and saved", "requeue: the same command resumes"),
     HUNG: ExitStatus("no progress for `watchdog_timeout` seconds", "read the stacks; resume"),
     DIVERGED: ExitStatus("too many bad steps, by the policies for them", "look at data and learning rate"),
+    UNSAVED: ExitStatus("asked to leave by a signal, and nothing is saved", "set `save`; the same command begins anew"),
     INTERRUPTED: ExitStatus("Ctrl-C", "resume from the newest checkpoint"),
 }
 """Every status with which a training process ends by itself. 75 is EX_TEMPFAIL of sysexits.h: try again later."""
@@ -44,6 +46,12 @@ class Preempted(Stopped):
     """A signal asked the run to leave; it has saved."""
 
     status = PREEMPTED
+
+
+class Unsaved(Stopped):
+    """A signal asked the run to leave, and it has no `save` folder: requeued, it would begin anew for ever."""
+
+    status = UNSAVED
 
 
 class Diverged(Stopped):

@@ -15,7 +15,7 @@ from megatron_coca.training.launch.hosts import Host, chosen_hosts, read_hostfil
 SIGNALS_OF_SRUN: dict[int, int] = {
     signal.SIGTERM: signal.SIGUSR1,
     signal.SIGINT: signal.SIGTERM,
-    signal.SIGHUP: signal.SIGTERM,
+    signal.SIGHUP: signal.SIGUSR1,
 }
 """What to send to srun: it passes SIGUSR1 on to its tasks, ends them on SIGTERM, and answers SIGINT with a report."""
 

@@ -13,10 +13,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from megatron_coca.training.faults.status import INTERRUPTED, PREEMPTED
+from megatron_coca.training.faults.status import INTERRUPTED, PREEMPTED, UNSAVED
 
-STOPPING = (signal.SIGTERM, signal.SIGUSR1)
-FORWARDED = (*STOPPING, signal.SIGINT, signal.SIGHUP)
+STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+FORWARDED = (*STOPPING, signal.SIGINT)
 SETTLE = 5.0
 """Seconds that the others have to end by themselves after one has failed: long enough to print their own errors."""
 PREEMPTED_SETTLE = 300.0
@@ -143,7 +143,7 @@ class _Group:
         if not self.failures or (status != PREEMPTED and self.status == PREEMPTED):
             self.deadline = time.monotonic() + (PREEMPTED_SETTLE if status == PREEMPTED else self.settle)
             self.failures.insert(0, (label, status))
-            if status not in (PREEMPTED, INTERRUPTED) and status - 128 not in self.sent:
+            if status not in (PREEMPTED, UNSAVED, INTERRUPTED) and status - 128 not in self.sent:
                 rest = "; stopping the others" if self.running else ""
                 print(f"{label} {describe(status)}{rest}", file=sys.stderr, flush=True)
 

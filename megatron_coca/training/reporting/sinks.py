@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import math
 import os
 from itertools import count
@@ -11,6 +12,8 @@ from typing import Any, NamedTuple, Protocol
 from megatron_coca.checkpoints import CheckpointError
 from megatron_coca.config import Config, ConfigError
 from megatron_coca.training.reporting.figures import Figures
+
+logger = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
 WANDB_RUN = "wandb.json"
@@ -167,12 +170,15 @@ def _finite(value: float | None) -> float | None:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a metrics file; a kill can leave half a line at its end."""
+    """The readable lines of a metrics file; of others there is a warning, but for half a line at the end, as a kill
+    can leave it.
+    """
     lines = []
-    for text in path.read_text(errors="replace").splitlines() if path.is_file() else ():
+    *complete, _ = path.read_text(errors="replace").split("\n") if path.is_file() else [""]
+    for number, text in enumerate(complete, start=1):
         try:
             line = json.loads(text)
             lines.append(line | {"step": int(line["step"])})
-        except (ValueError, TypeError, KeyError):
-            break
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+            logger.warning("%s: line %d cannot be read (%s) and is left out", path, number, error)
     return lines
