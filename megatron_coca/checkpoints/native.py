@@ -114,7 +114,12 @@ def commit(save: Path, step: int, described: Mapping[str, Mapping[str, Any]] | N
         if replaced.exists():
             shutil.rmtree(replaced)
     except OSError as error:
-        logger.warning("%s is complete, but %s may not name it, or what it replaces may still lie beside it: %s", final, LATEST, error)
+        logger.warning(
+            "%s is complete, but %s may not name it, or what it replaces may still lie beside it: %s",
+            final,
+            LATEST,
+            error,
+        )
     return final
 
 

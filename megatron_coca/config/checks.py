@@ -1,6 +1,7 @@
 """What must hold between keys. Each check is one line of a literal table."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from megatron_coca.config.faults import POLICIES
 from megatron_coca.config.parallel_checks import PARALLEL_CHECKS
@@ -108,6 +109,39 @@ def _checkpoint_ratio(settings: Settings) -> str | None:
     return "1 is no ratio; with checkpoint_scale log set at least 2" if endless else None
 
 
+def _folder(name: str) -> Callable[[Settings], str | None]:
+    def find(settings: Settings) -> str | None:
+        return "an empty text names no folder; leave it out" if getattr(settings.checkpoint, name) == "" else None
+
+    return find
+
+
+def _needs_load(name: str) -> Callable[[Settings], str | None]:
+    def find(settings: Settings) -> str | None:
+        lacking = getattr(settings.checkpoint, name) not in (None, False) and not settings.checkpoint.load
+        return "has no effect without load, the folder to read; set load" if lacking else None
+
+    return find
+
+
+def _iteration(settings: Settings) -> str | None:
+    keep = settings.checkpoint
+    if not (keep.auto_resume and keep.iteration is not None and keep.save and keep.load):
+        return None
+    ignored = Path(keep.load).resolve() == Path(keep.save).resolve()
+    return "contradicts auto_resume, which takes the newest step of save; leave one of the two out" if ignored else None
+
+
+def _copy(settings: Settings) -> str | None:
+    keep = settings.checkpoint
+    if not keep.save_copy:
+        return None
+    if not keep.save:
+        return "there is nothing to copy without save; set save"
+    same = Path(keep.save_copy).resolve() == Path(keep.save).resolve()
+    return "is the folder of save; name another one, best on other disks" if same else None
+
+
 def _profiled_steps(settings: Settings) -> str | None:
     keys = settings.logging
     empty = keys.profile_step_stop <= keys.profile_step_start and (keys.profile or keys.memory_profiling)
@@ -184,6 +218,10 @@ CHECKS: tuple[Check, ...] = (
         _selective,
     ),
     Check(("checkpoint_factor", "checkpoint_scale"), _checkpoint_ratio),
+    *(Check((name,), _folder(name)) for name in ("save", "save_copy", "load")),
+    *(Check((name, "load"), _needs_load(name)) for name in ("finetune", "iteration")),
+    Check(("iteration", "load", "save", "auto_resume"), _iteration),
+    Check(("save_copy", "save"), _copy),
     Check(("profile_step_stop", "profile_step_start"), _profiled_steps),
     Check(("data_path", *_ALL_PATHS), _one_source),
     Check(("split",), _split),

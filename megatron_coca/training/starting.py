@@ -1,7 +1,8 @@
 """How a run starts: fresh, resumed, or from given weights."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ import torch.nn as nn
 from megatron_coca.checkpoints import CheckpointError, huggingface, native
 from megatron_coca.checkpoints.compare import differing_keys
 from megatron_coca.checkpoints.load import load_checkpoint, load_weights
-from megatron_coca.config import CheckpointConfig, load_config
+from megatron_coca.config import CheckpointConfig, Config, load_config
 from megatron_coca.training import engine as dist
 from megatron_coca.training.corpus import Corpus
 from megatron_coca.training.identity import differing_data
+from megatron_coca.training.optimizer import OPTIMIZERS
 from megatron_coca.training.together import attempt
 
 logger = logging.getLogger(__name__)
@@ -34,6 +36,8 @@ FREE_KEYS = frozenset(
 """What may change when a run is resumed. Of these, data and batch are checked by what they amount to (meta.json); how
 the work is divided among processes is free, because the saved state is not divided by it.
 """
+BY_MEANING = frozenset({"optimizer.type"})
+"""Keys with several words for one thing; what they amount to must be the same."""
 
 
 def candidates(config: CheckpointConfig) -> list[Path]:
@@ -43,11 +47,18 @@ def candidates(config: CheckpointConfig) -> list[Path]:
     that holds nothing yet is a first start, so that one command serves first and later launches.
 
     Raises:
-        CheckpointError: `load` holds no checkpoint, `save` holds some that a fresh run would mix with its own, or
-            `auto_resume` has no folder to look into.
+        CheckpointError: `load` holds no checkpoint, `save` or `save_copy` holds some that this run would mix with its
+            own, or `auto_resume` has no folder to look into.
     """
     if config.auto_resume and config.save is None:
         raise CheckpointError("auto_resume: needs a folder to resume from; set save=FOLDER")
+    folders = _candidates(config)
+    if config.save_copy is not None:
+        _refuse_copies_of_another_run(Path(config.save_copy), folders)
+    return folders
+
+
+def _candidates(config: CheckpointConfig) -> list[Path]:
     own = _newest_first(config.save, config.save_copy) if config.auto_resume else []
     if own:
         return own
@@ -58,6 +69,38 @@ def candidates(config: CheckpointConfig) -> list[Path]:
             "auto_resume=true, or choose another save folder"
         )
     return folders
+
+
+def _refuse_copies_of_another_run(copies: Path, folders: Sequence[Path]) -> None:
+    """Raise a CheckpointError where `copies` holds checkpoints and not all are of the run that `folders` are of.
+
+    What cannot be read is damaged, and of no run. Where `folders` are nothing but copies, these must be of one run.
+    """
+    steps = native.begun_steps(copies)
+    if not steps:
+        return
+    remedy = "take another folder for save_copy, or move them elsewhere"
+    if not folders:
+        raise CheckpointError(
+            f"{copies}: already holds copies of a run, up to step {steps[-1]}, and this one starts afresh; {remedy}, or "
+            "resume that run with auto_resume=true"
+        )
+    found = _runs(native.step_folder(copies, step) for step in steps)
+    own = _runs(folder for folder in folders if folder.resolve().parent != copies.resolve()) or found
+    if None in found or len(own) > 1 or not found <= own:
+        raise CheckpointError(
+            f"{copies}: holds copies of another run, or of one that its meta.json does not name, than the one to resume "
+            f"({folders[0].parent}); {remedy}"
+        )
+
+
+def _runs(folders: Iterable[Path]) -> set[str | None]:
+    """The identities of the runs that have written checkpoints; None stands for versions that wrote none."""
+    runs: set[str | None] = set()
+    for folder in folders:
+        with suppress(CheckpointError):
+            runs.add(native.read_json(folder / native.META).get("run"))
+    return runs
 
 
 def _newest_first(*saves: str | None) -> list[Path]:
@@ -157,7 +200,8 @@ def refuse_other_run(folder: Path, corpus: Corpus, layout: Mapping[str, Any]) ->
         )
     saved = load_config([folder / native.CONFIG])
     meta = native.read_json(folder / native.META)
-    problems = differing_keys(saved, corpus.config, FREE_KEYS, FREE_GROUPS)
+    problems = differing_keys(saved, corpus.config, FREE_KEYS | BY_MEANING, FREE_GROUPS)
+    problems += _differing_optimizer(saved, corpus.config)
     problems += differing_data(meta.get("data") or {}, corpus.identity, [str(s.prefix) for s in corpus.train.shards])
     problems += [
         f"{key} (saved {meta.get(key)!r}, now {value!r})" for key, value in layout.items() if meta.get(key) != value
@@ -167,5 +211,11 @@ def refuse_other_run(folder: Path, corpus: Corpus, layout: Mapping[str, Any]) ->
             f"{folder}: cannot be resumed with another {', '.join(problems)}; "
             "restore these, or start a new run from its weights with finetune=true"
         )
-    for line in differing_keys(saved, corpus.config, frozenset(), FREE_GROUPS - {"schedule"}) if dist.is_main() else ():
+    for line in differing_keys(saved, corpus.config, BY_MEANING, FREE_GROUPS - {"schedule"}) if dist.is_main() else ():
         logger.warning("resuming with another %s", line)
+
+
+def _differing_optimizer(saved: Config, wanted: Config) -> list[str]:
+    before, after = saved.optimizer.type, wanted.optimizer.type
+    same = OPTIMIZERS[before] is OPTIMIZERS[after]
+    return [] if same else [f"optimizer.type (saved {before!r}, now {after!r})"]

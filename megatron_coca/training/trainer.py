@@ -14,7 +14,7 @@ from megatron_coca.training.engine import Engine, StepResult
 from megatron_coca.training.faults.guard import LossGuard, Verdict
 from megatron_coca.training.faults.signals import Preemption
 from megatron_coca.training.faults.skips import DataSkips
-from megatron_coca.training.faults.status import Diverged, Preempted
+from megatron_coca.training.faults.status import Diverged, Preempted, Unsaved
 from megatron_coca.training.faults.watchdog import Watchdog
 from megatron_coca.training.mixture import mixture_figures
 from megatron_coca.training.reporting import Monitor, StepFigures
@@ -60,6 +60,7 @@ class Trainer:
         self._guard, self._skips = LossGuard(corpus.config.faults), DataSkips()
         self._skipped = 0
         self._note: str | None = None
+        self._unvalidated = self._leaving = False
         self.step = self._saved = 0
 
     def restore(self, folder: Path) -> None:
@@ -69,6 +70,7 @@ class Trainer:
         self.step = self._saved = int(meta["step"])
         self._guard.restore(progress["guard"])
         self._skips, self._skipped = DataSkips.restore(progress["skips"]), int(progress["skipped"])
+        self._unvalidated = bool(progress.get("unvalidated", False))
 
     def run(self) -> None:
         """Train to the last step of this launch, and save.
@@ -84,7 +86,7 @@ class Trainer:
             logger.info(
                 "nothing to do: step %d is reached already (train_iters or exit_interval is %d)", self.step, last
             )
-        while self.step < last:
+        while self.step < last or self._unvalidated:
             self._until(last)
         self._save()
         self._checkpoints.wait()
@@ -99,7 +101,7 @@ class Trainer:
             self._note = None
         try:
             with open_loader(self._corpus, self._corpus.train, self._layout) as loader:
-                going = True
+                going = self._between(monitor) if self._unvalidated else True
                 while going and self.step < last:
                     verdict = self._one_step(loader, monitor)
                     going = self._go_on(verdict, monitor)
@@ -132,37 +134,55 @@ class Trainer:
         if verdict.kind == "rollback":
             self._roll_back(verdict)
             return False
-        self._validate_if_due(monitor)
-        if is_due(self.step, self._corpus.config.checkpoint):
-            with monitor.saving():
-                self._save()
-        preempted, failed = dist.anyone((self._preemption.requested is not None, self._checkpoints.failed))
+        config = self._corpus.config
+        self._unvalidated = self._finished() or self.step % config.logging.eval_interval == 0
+        return self._between(monitor)
+
+    def _between(self, monitor: Monitor) -> bool:
+        """Validate and save where these are due, or save and leave where a signal asks for it."""
+        self._leaving, failed = dist.anyone((self._preemption.requested is not None, self._checkpoints.failed))
         if failed:
             self._checkpoints.wait()
-        if preempted:
+        if self._unvalidated and not self._leaving:
+            self._validate(monitor)
+        if self._leaving or is_due(self.step, self._corpus.config.checkpoint):
             with monitor.saving():
                 self._save()
-                self._checkpoints.wait()
-            raise Preempted(f"asked to leave ({self._preemption.requested or 'on another rank'}); {self._newest()}")
+        if self._leaving:
+            self._leave(monitor)
         return True
 
-    def _validate_if_due(self, monitor: Monitor) -> None:
-        config, done = self._corpus.config, self.step
-        assert config.schedule.train_iters is not None
-        finished = done == config.schedule.train_iters
-        if finished:
-            reached = self._skips.position(done) * self._shape.sizes.total
-            monitor.report(done, mixture_figures(self._corpus.train.mixture(reached)))
-        if finished or done % config.logging.eval_interval == 0:
+    def _leave(self, monitor: Monitor) -> None:
+        with monitor.saving():
+            self._checkpoints.wait()
+        unsaved = self._corpus.config.checkpoint.save is None
+        who = self._preemption.requested or "on another rank"
+        raise (Unsaved if unsaved else Preempted)(f"asked to leave ({who}); {self._newest()}")
+
+    def _finished(self) -> bool:
+        return self.step == self._corpus.config.schedule.train_iters
+
+    def _validate(self, monitor: Monitor) -> None:
+        """Report the losses of held-out data, or nothing where a signal comes meanwhile: a resumed run does it then."""
+        evaluator = _Beating(self._engine, self._watchdog, self._preemption)
+        try:
             with monitor.validating():
-                evaluator = _Beating(self._engine, self._watchdog)
-                monitor.validated(done, validate(self._corpus, evaluator, self._layout, open_loader))
+                losses = validate(self._corpus, evaluator, self._layout, open_loader)
+        except _AskedToLeaveError:
+            self._leaving = True
+            return
+        self._unvalidated = False
+        if self._finished():
+            reached = self._skips.position(self.step) * self._shape.sizes.total
+            monitor.report(self.step, mixture_figures(self._corpus.train.mixture(reached)))
+        monitor.validated(self.step, losses)
 
     def _save(self) -> None:
         if self.step <= self._saved:
             return
         self._watchdog.beat(f"saving step {self.step}")
         progress = {"guard": self._guard.state(), "skips": self._skips.state(), "skipped": self._skipped}
+        progress["unvalidated"] = self._unvalidated
         self._checkpoints.save(self.step, progress)
         self._saved = self.step
         self._watchdog.beat(f"step {self.step} is handed to be saved")
@@ -219,13 +239,19 @@ def _newest_intact(save: Path, last: int) -> int:
     return -1
 
 
-class _Beating:
-    """An evaluator that tells the watchdog of every batch."""
+class _AskedToLeaveError(Exception):
+    """A signal came during a validation, on this rank or another."""
 
-    def __init__(self, engine: Engine, watchdog: Watchdog) -> None:
-        self._engine, self._watchdog = engine, watchdog
+
+class _Beating:
+    """An evaluator that tells the watchdog of every batch, and asks all ranks before each whether to go on."""
+
+    def __init__(self, engine: Engine, watchdog: Watchdog, preemption: Preemption) -> None:
+        self._engine, self._watchdog, self._preemption = engine, watchdog, preemption
 
     def mean_loss(self, micro_batches: Sequence[Batch]) -> float:
+        if dist.anyone((self._preemption.requested is not None,))[0]:
+            raise _AskedToLeaveError
         self._watchdog.beat("validation")
         return self._engine.mean_loss(micro_batches)
 

@@ -174,11 +174,12 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     can leave it.
     """
     lines = []
-    *complete, _ = path.read_text(errors="replace").split("\n") if path.is_file() else [""]
-    for number, text in enumerate(complete, start=1):
+    texts = path.read_text(errors="replace").split("\n") if path.is_file() else []
+    for number, text in enumerate(texts, start=1):
         try:
             line = json.loads(text)
             lines.append(line | {"step": int(line["step"])})
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-            logger.warning("%s: line %d cannot be read (%s) and is left out", path, number, error)
+            if number < len(texts):
+                logger.warning("%s: line %d cannot be read (%s) and is left out", path, number, error)
     return lines

@@ -1,0 +1,164 @@
+"""What the loop does with steps that go wrong, with an engine that does what the test says."""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_coca.checkpoints import native
+from megatron_coca.checkpoints.state import WEIGHT, Piece, Place
+from megatron_coca.config import load_config
+from megatron_coca.data import Batch
+from megatron_coca.training.corpus import Corpus, open_corpus
+from megatron_coca.training.engine import StepResult
+from megatron_coca.training.faults.guard import Limits, bad_reason
+from megatron_coca.training.faults.signals import Preemption
+from megatron_coca.training.faults.status import Diverged, Preempted
+from megatron_coca.training.faults.watchdog import Watchdog
+from megatron_coca.training.saving import Checkpoints
+from megatron_coca.training.topology import Topology
+from megatron_coca.training.trainer import Shape, Trainer
+
+ALONE = Topology(1, 1, 1, 1)
+LAYOUT = {"batch": 4, "dtype": "fp32"}
+
+
+class CountingEngine:
+    """An engine whose weight is the number of steps that changed it, and whose losses the test gives."""
+
+    copies: frozenset[str] = frozenset()
+    partitioned, loss_scale, module = False, None, torch.nn.Linear(1, 1)
+
+    def __init__(self, loss: Callable[[int], float]) -> None:
+        self.weight, self.calls, self._loss = torch.zeros(1), 0, loss
+        self.read: list[bytes] = []
+
+    def train_step(self, batches: Sequence[Batch], rate: float, limits: Limits) -> StepResult:
+        loss = self._loss(self.calls)
+        self.calls += 1
+        self.read.append(b"".join(np.ascontiguousarray(batch.tokens).tobytes() for batch in batches))
+        taken = bad_reason(loss, 1.0, limits) is None
+        self.weight += taken
+        return StepResult(loss, 1.0, not taken)
+
+    def mean_loss(self, batches: Sequence[Batch]) -> float:
+        return 1.0
+
+    def pieces(self) -> list[Piece]:
+        return [Piece("w", WEIGHT, 0, self.weight)]
+
+    def places(self) -> dict[str, Place]:
+        return {"w": Place((1,))}
+
+    def counters(self) -> dict[str, float]:
+        return {"step": 0.0}
+
+    def restored(self, counters: dict[str, float]) -> None:
+        pass
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of one process, without a process group."""
+    group = "megatron_coca.training.engine"
+    for name, answer in (("is_main", True), ("rank", 0), ("background_group", None), ("world_size", 1)):
+        monkeypatch.setattr(f"{group}.{name}", lambda answer=answer: answer)
+    monkeypatch.setattr(f"{group}.everyone_succeeded", lambda succeeded, group=None: succeeded)
+    monkeypatch.setattr(f"{group}.merge_dicts", lambda mine, group: mine)
+    monkeypatch.setattr(f"{group}.gather_floats", lambda values: [values])
+    monkeypatch.setattr(f"{group}.anyone", lambda flags, group=None: tuple(flags))
+
+
+@pytest.fixture(scope="module")
+def opened(small: dict[str, Any]) -> Corpus:
+    return open_corpus(load_config([], small))
+
+
+Run = Callable[..., CountingEngine]
+
+
+@pytest.fixture
+def run(opened: Corpus, tmp_path: Path, alone: None) -> Run:
+    """run(loss by call, **keys): the engine after a run of ten steps that saves after each."""
+
+    def train(loss: Callable[[int], float], preemption: Preemption | None = None, **keys: Any) -> CountingEngine:
+        keys = {"save": str(tmp_path / "run"), "checkpoint_factor": 1, "train_iters": 10, **keys}
+        config = opened.config.override(keys | {"rollback_margin": 0, "eval_interval": 100})
+        corpus, engine = Corpus(config, opened.train, opened.valid, opened.tokenizer), CountingEngine(loss)
+        shape = Shape(config.batch.resolve(1), ALONE)
+        checkpoints = Checkpoints(corpus, engine, ALONE, LAYOUT)  # type: ignore[arg-type]
+        watchdog = Watchdog(None, None, 0)
+        Trainer(corpus, engine, checkpoints, shape, preemption or Preemption(), watchdog).run()  # type: ignore[arg-type]
+        return engine
+
+    return train
+
+
+def events(folder: Path) -> list[str]:
+    lines = map(json.loads, (folder / "run/metrics.jsonl").read_text().splitlines())
+    return [line["event"] for line in lines if "event" in line]
+
+
+def nan_at(*calls: int) -> Callable[[int], float]:
+    return lambda call: math.nan if call in calls else 1.0
+
+
+def test_a_run_without_faults(run: Run, tmp_path: Path) -> None:
+    engine = run(nan_at())
+    assert engine.calls == 10 and float(engine.weight) == 10 and len(set(engine.read)) == 10
+    assert native.steps(tmp_path / "run") == list(range(1, 11)) and events(tmp_path) == []
+
+
+def test_a_skipped_step_changes_nothing(run: Run, tmp_path: Path) -> None:
+    engine = run(nan_at(3, 4))
+    assert engine.calls == 10 and float(engine.weight) == 8
+    assert any("loss is nan" in each for each in events(tmp_path))
+
+
+def test_too_many_skipped_steps_stop_the_run(run: Run, tmp_path: Path) -> None:
+    with pytest.raises(Diverged, match=r"stopped at step 7: .*3 steps in a row were bad"):
+        run(nan_at(*range(4, 10)), max_consecutive_skips=2)
+
+
+def test_a_rollback_reads_other_data(run: Run, tmp_path: Path) -> None:
+    engine = run(nan_at(5), nonfinite_policy="rollback")
+    assert engine.calls == 11 and float(engine.weight) == 10, "ten steps that count"
+    assert len(set(engine.read)) == 11, "the bad step's data are not read again"
+    assert any("rolled back from step 6 to step 5" in each for each in events(tmp_path))
+    meta = native.read_json(native.locate(tmp_path / "run") / native.META)
+    assert meta["progress"]["guard"]["rollbacks"] == 1 and meta["progress"]["skips"] == [[5, 1]]
+
+
+def test_rollbacks_are_counted_beyond_the_checkpoint_that_they_go_back_to(run: Run) -> None:
+    with pytest.raises(Diverged, match="rolled back 3 times before"):
+        run(nan_at(*range(5, 99)), nonfinite_policy="rollback", max_rollbacks=3)
+
+
+def test_a_rollback_takes_a_checkpoint_between_bad_steps_where_no_other_is_left(run: Run) -> None:
+    """Of one checkpoint kept, saved after a skipped step, which has changed no weight."""
+    keys = {"max_consecutive_skips": 1, "skip_limit_policy": "rollback", "keep_last_n_checkpoints": 1}
+    engine = run(nan_at(3, 4), **keys)
+    assert float(engine.weight) == 9, "step 3 is skipped, step 4 repeated on other data"
+    assert len(set(engine.read)) == engine.calls == 11
+
+
+def test_a_rollback_without_a_checkpoint_stops(run: Run) -> None:
+    with pytest.raises(Diverged, match="no intact checkpoint from before"):
+        run(nan_at(0), nonfinite_policy="rollback", checkpoint_factor=5)
+
+
+def test_a_preempted_run_saves_where_it_is(run: Run, tmp_path: Path) -> None:
+    preemption = Preemption()
+
+    def loss(call: int) -> float:
+        preemption.requested = "SIGTERM" if call == 3 else None
+        return 1.0
+
+    with pytest.raises(Preempted, match=r"asked to leave \(SIGTERM\); step 4 is saved"):
+        run(loss, preemption, checkpoint_factor=100)
+    assert native.steps(tmp_path / "run") == [4]
