@@ -21,7 +21,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import count
 from math import prod
 from pathlib import Path
@@ -204,6 +204,8 @@ def verify(folder: Path, contents: bool = True) -> dict[str, Any]:
             )
         if contents and _sha256(path) != expected.get("sha256"):
             raise CheckpointError(f"{path}: its content has changed since the checkpoint was written (sha256 differs)")
+    if manifest["format"] == FORMAT:
+        _require(_random_states(folder), manifest["files"], folder)
     return manifest
 
 
@@ -218,11 +220,15 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     if not isinstance(listed, dict) or not all(isinstance(entry, dict) for entry in listed.values()):
         raise CheckpointError(f"{folder / MANIFEST}: lists no files; it is damaged")
     # A checkpoint of format 1 has no state: only its weights are read.
-    required = [*REQUIRED, *_random_states(folder)] if manifest["format"] == FORMAT else [CONFIG, META, WEIGHTS]
-    lacking = [name for name in required if not any(_is_it(each, name) for each in listed)]
+    _require(REQUIRED if manifest["format"] == FORMAT else REQUIRED[:3], listed, folder)
+    return manifest
+
+
+def _require(names: Iterable[str], listed: Iterable[str], folder: Path) -> None:
+    """Raise a CheckpointError where a manifest that lists `listed` lacks one of `names`."""
+    lacking = [name for name in names if not any(_is_it(each, name) for each in listed)]
     if lacking:
         raise CheckpointError(f"{folder / MANIFEST}: does not list {lacking[0]}; the checkpoint is damaged")
-    return manifest
 
 
 def _is_it(listed: str, required: str) -> bool:
@@ -231,7 +237,7 @@ def _is_it(listed: str, required: str) -> bool:
 
 def _random_states(folder: Path) -> list[str]:
     """The files of random states, one for every rank of the division that meta.json names."""
-    sizes = (read_json(folder / META).get("topology") if (folder / META).is_file() else None) or {}
+    sizes = read_json(folder / META).get("topology") or {}
     try:
         return [f"{RNG}/rank_{rank}.pt" for rank in range(prod(sizes.values()))]
     except (AttributeError, TypeError) as error:

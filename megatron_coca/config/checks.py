@@ -118,7 +118,8 @@ def _folder(name: str) -> Callable[[Settings], str | None]:
 
 def _needs_load(name: str) -> Callable[[Settings], str | None]:
     def find(settings: Settings) -> str | None:
-        lacking = getattr(settings.checkpoint, name) not in (None, False) and not settings.checkpoint.load
+        value = getattr(settings.checkpoint, name)
+        lacking = value is not None and value is not False and not settings.checkpoint.load
         return "has no effect without load, the folder to read; set load" if lacking else None
 
     return find

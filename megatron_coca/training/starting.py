@@ -87,7 +87,7 @@ def _refuse_copies_of_another_run(copies: Path, folders: Sequence[Path]) -> None
         )
     found = _runs(native.step_folder(copies, step) for step in steps)
     own = _runs(folder for folder in folders if folder.resolve().parent != copies.resolve()) or found
-    if None in found or len(own) > 1 or not found <= own:
+    if None in found or len(found) > 1 or not found <= own:
         raise CheckpointError(
             f"{copies}: holds copies of another run, or of one that its meta.json does not name, than the one to resume "
             f"({folders[0].parent}); {remedy}"

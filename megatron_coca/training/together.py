@@ -59,7 +59,8 @@ def require_writable(config: Config) -> None:
 
 @contextmanager
 def exclusive(*folders: str | None) -> Iterator[None]:
-    """Hold the folders of `save` and `save_copy` (None: there is none) for this run; the locks go with the process, however it ends. Every rank must call it.
+    """Hold the folders of `save` and `save_copy` (None: there is none) for this run; the locks go with the process,
+    however it ends. Every rank must call it.
 
     Raises:
         CheckpointError: another run is training into one of the folders.

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_coca.config import ConfigError, ParallelConfig
+from megatron_coca.config import Config, ConfigError, ParallelConfig
 
 
 class Coordinates(NamedTuple):
@@ -65,3 +65,19 @@ class Topology:
     def layout(self) -> dict[str, int]:
         """The sizes by name, for a checkpoint's records."""
         return {"pipe": self.pipe, "data": self.data, "tensor": self.tensor, "sequence": self.sequence}
+
+
+def effective_stage(config: Config, ranks: int) -> int:
+    """The ZeRO stage that is run where `ranks` (data times sequence ranks) share its work; it changes no result beyond
+    the last digits.
+
+    In half precision the optimizer keeps float32 copies of the weights in any case; stage 1 divides them among the
+    ranks, so stage 0 runs as stage 1 there. So it does where several ranks hold one model (pipeline, tensor): norms
+    over all of them are taken in DeepSpeed's ZeRO optimizers. One rank has nothing to divide: in float32 stages 1 and 2
+    run as 0, without their buffers and copies, unless they offload.
+    """
+    stage = config.parallel.stage
+    if config.precision.dtype != "fp32" or config.parallel.model_copies > 1:
+        return max(stage, 1)
+    offloads = "offload_optimizer" in (config.parallel.zero_optimization or {})
+    return 0 if ranks == 1 and stage < 3 and not offloads else stage

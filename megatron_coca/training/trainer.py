@@ -82,7 +82,7 @@ class Trainer:
         schedule, logging_keys = self._corpus.config.schedule, self._corpus.config.logging
         assert schedule.train_iters is not None
         last = min(schedule.train_iters, logging_keys.exit_interval or schedule.train_iters)
-        if self.step >= last:
+        if self.step >= last and not self._unvalidated:
             logger.info(
                 "nothing to do: step %d is reached already (train_iters or exit_interval is %d)", self.step, last
             )

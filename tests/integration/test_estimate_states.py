@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_coca.config import load_config
-from megatron_coca.training.estimate.states import stage_parameters, states_bytes, zero_stage
-from megatron_coca.training.topology import Topology
+from megatron_coca.training.estimate.states import stage_parameters, states_bytes
+from megatron_coca.training.topology import Topology, effective_stage
 
 ROOT = Path(__file__).parents[2]
 KEYS = {
@@ -35,7 +35,7 @@ from megatron_coca.data import Batch
 from megatron_coca.model import LanguageModelLoss, build_model
 from megatron_coca.training import engine as dist, launch
 from megatron_coca.training.engine import Engine
-from megatron_coca.training.engine.settings import effective_stage
+from megatron_coca.training.topology import effective_stage
 from megatron_coca.training.optimizer import build_optimizer
 
 def held():
@@ -56,7 +56,7 @@ for case in json.loads(sys.argv[2]):
     for _ in range(2):
         engine.train_step([Batch(tokens)] * sizes.accumulation, 1e-3)
     found.append(held() - before)
-    stages.append(effective_stage(config))
+    stages.append(effective_stage(config, dist.world_size()))
     engine._engine.destroy()
     del model, engine
 if dist.is_main():
@@ -85,5 +85,5 @@ def test_states_are_what_an_engine_holds(processes: int) -> None:
         )
         topology = Topology.of(config.parallel, processes)
         ((numbers, _),) = stage_parameters(config, topology)
-        assert zero_stage(config) == stage, case
+        assert effective_stage(config, processes) == stage, case
         assert bytes_held == pytest.approx(states_bytes(config, topology, numbers).resident, rel=0.02), case

@@ -45,7 +45,7 @@ def test_stopping_changes_no_bit(train: Any, whole: Any, open_run: Any, assert_s
 
 
 LAYOUTS = [
-    pytest.param({"zero_stage": 2}, (5,), (), id="ZeRO 2"),
+    pytest.param({"zero_stage": 3}, (5,), (), id="ZeRO 3"),
     pytest.param({"train_batch_size": 8, "zero_stage": 1}, (5,), TWO, id="ZeRO 1 in two processes"),
     *(
         pytest.param({"zero_stage": stage}, STOPS, (), id=f"ZeRO {stage}, three stops", marks=pytest.mark.slow)

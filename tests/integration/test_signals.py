@@ -48,8 +48,15 @@ def test_signals_at_chosen_moments(
         finished = live(keys, [hook], expected=75)
         assert f"step {native.steps(tmp_path)[-1]} is saved" in finished.output
     live(keys)
-    assert open_run(tmp_path).records == whole.records
+    assert open_run(tmp_path).records == whole.records, "the validation that was left out is made up for"
     assert_same_state(open_run(tmp_path).state(12), whole.state(12))
+
+
+def test_a_signal_that_comes_late_in_a_validation_or_without_a_place_to_save(live: Any, tmp_path: Path) -> None:
+    hook = Hook("evaluation", "terminate twice")
+    unsaved = live({"log_dir": str(tmp_path)}, [hook], expected=78)
+    assert "nothing is saved" in unsaved.output
+    assert "validation" not in (tmp_path / "metrics.jsonl").read_text()
 
 
 @pytest.mark.parametrize("point", ["backward", "evaluation", "own files", "commit", "restore"])

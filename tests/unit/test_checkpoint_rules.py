@@ -59,7 +59,10 @@ def checkpoint(root: Path, step: int, config: Config | None = None, meta: dict[s
     if config is not None:
         (folder / native.CONFIG).write_text(config.to_yaml())
         save_file(build_model(config).state_dict(), folder / native.WEIGHTS)
-    native.write_json(folder / native.META, {"step": step, **(meta or {})})
+    for name in (native.WEIGHTS, native.CONFIG, "state/rank_00000.safetensors", "rng/rank_0.pt"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).touch()
+    native.write_json(folder / native.META, {"step": step, "run": "one", **(meta or {})})
     return native.commit(root, step)
 
 
@@ -116,6 +119,48 @@ def test_a_start_that_would_mix_runs_is_refused(tmp_path: Path) -> None:
     checkpoint(tmp_path / "other", 3)
     with pytest.raises(CheckpointError, match="run: already holds a run, up to step 8"):
         candidates(keys(save=run, load=str(tmp_path / "other")))
+
+
+RUNS = [
+    # what lies in save, what in save_copy, further keys, why it is refused (None: it is not)
+    (None, "one", {}, "already holds copies of a run, up to step 4"),
+    (None, "one", {"load": "save"}, "already holds copies of a run"),
+    (None, "one", {"auto_resume": True}, None),
+    (None, None, {"auto_resume": True}, None),
+    ("one", "one", {"auto_resume": True}, None),
+    ("one", "one", {"load": "save"}, None),
+    ("one", "two", {"auto_resume": True}, "holds copies of another run"),
+    ("one", "two", {"load": "save"}, "holds copies of another run"),
+    ("one", "", {"auto_resume": True}, "holds copies of another run"),
+    ("one", None, {"auto_resume": True}, None),
+]
+
+
+@pytest.mark.parametrize(("own", "copied", "values", "reason"), RUNS)
+def test_copies_of_another_run_are_neither_taken_nor_mixed(
+    tmp_path: Path, own: str | None, copied: str | None, values: dict[str, Any], reason: str | None
+) -> None:
+    folders = {name: str(tmp_path / name) for name in ("save", "save_copy")}
+    for run, name, step in ((own, "save", 2), (copied, "save_copy", 4)):
+        if run is not None:
+            checkpoint(tmp_path / name, step, meta={"run": run or None})
+    asked = keys(**folders, **(values | ({"load": folders["save"]} if "load" in values else {})))
+    if reason is None:
+        assert len(candidates(asked)) >= (own is not None)
+        return
+    with pytest.raises(CheckpointError, match=reason) as caught:
+        candidates(asked)
+    assert folders["save_copy"] in str(caught.value) and "take another folder for save_copy" in str(caught.value)
+
+
+def test_copies_of_two_runs_are_not_taken(tmp_path: Path) -> None:
+    for step, run in ((2, "one"), (4, "two")):
+        checkpoint(tmp_path / "copy", step, meta={"run": run})
+    asked = keys(save=str(tmp_path / "new"), save_copy=str(tmp_path / "copy"), auto_resume=True)
+    with pytest.raises(CheckpointError, match="holds copies of another run"):
+        candidates(asked)
+    (tmp_path / "copy/global_step4" / native.META).unlink()
+    assert len(candidates(asked)) == 2, "a damaged one is of no run"
 
 
 def test_a_start_that_cannot_be_found_is_refused(tmp_path: Path) -> None:
@@ -185,6 +230,8 @@ def changed(corpus: Corpus, **values: Any) -> Corpus:
 @pytest.mark.usefixtures("alone")
 def test_the_same_run_is_accepted(saved: Path, opened: Corpus, caplog: pytest.LogCaptureFixture) -> None:
     refuse_other_run(saved, opened, LAYOUT)
+    refuse_other_run(saved, changed(opened, **{"optimizer.type": "cpu_adam"}), LAYOUT)
+    assert not caplog.text
     elsewhere = {"save": "x", "load": "y", "log_interval": 5, "train_iters": 99, "attention_backend": "sdpa"}
     refuse_other_run(saved, changed(opened, **elsewhere), LAYOUT)
 
@@ -203,6 +250,7 @@ def test_what_may_change_is_said(saved: Path, opened: Corpus, caplog: pytest.Log
         ({"num_layers": 3, "hidden_size": 64}, ("num_layers (saved 2, now 3)", "hidden_size (saved 32, now 64)")),
         ({"pos_emb": "rotary"}, ("pos_emb (saved 'coca', now 'rotary')",)),
         ({"seed": 8}, ("seed (saved 7, now 8)",)),
+        ({"optimizer.type": "sgd"}, ("optimizer.type (saved 'Adam', now 'sgd')",)),
         ({"hidden_dropout": 0.0}, ("hidden_dropout (saved 0.1, now 0.0)",)),
         ({"weight_decay": 0.0}, ("weight_decay (saved 0.1, now 0.0)",)),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, ("rope_scaling (saved None, now ",)),
@@ -255,7 +303,13 @@ def test_a_folder_serves_one_run_at_a_time(tmp_path: Path) -> None:
     with exclusive(str(tmp_path)), pytest.raises(CheckpointError, match="another run is training into"):  # noqa: SIM117
         with exclusive(str(tmp_path)):
             pass
-    with exclusive(str(tmp_path)):
+    with exclusive(str(tmp_path), None):
+        pass
+    (tmp_path / "copy").mkdir()
+    with exclusive(None, str(tmp_path / "copy")), pytest.raises(CheckpointError, match="copy: another run is training"):  # noqa: SIM117
+        with exclusive(str(tmp_path), str(tmp_path / "copy")):
+            pass
+    with exclusive(str(tmp_path), str(tmp_path / "copy")):
         pass
 
 
@@ -287,6 +341,30 @@ def test_what_is_saved_is_the_state_when_it_was_asked_for(opened: Corpus, tmp_pa
     native.verify(folder)
     assert load_file(folder / native.WEIGHTS)["w"].tolist() == [0, 1, 2, 3, 4]
     assert run.restore(folder)["progress"] == {"skips": []} and weight.tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_resumed_run_keeps_its_identity(opened: Corpus, tmp_path: Path) -> None:
+    def run(name: str) -> Checkpoints:
+        return checkpoints_of(opened, engine_of(torch.zeros(5)), save=str(tmp_path / name), async_save=False)
+
+    def identity(name: str, step: int) -> str:
+        return str(native.read_json(tmp_path / f"{name}/global_step{step}" / native.META)["run"])
+
+    run("one").save(1, {})
+    resumed = run("one")
+    resumed.restore(tmp_path / "one/global_step1")
+    resumed.save(2, {})
+    run("two").save(1, {})
+    assert identity("one", 1) == identity("one", 2) != identity("two", 1)
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_mixture_counts_what_was_left_out(opened: Corpus, tmp_path: Path) -> None:
+    run = checkpoints_of(opened, engine_of(torch.zeros(5)), save=str(tmp_path), async_save=False)
+    run.save(4, {"skips": [[2, 3]]})
+    meta = native.read_json(tmp_path / "global_step4" / native.META)
+    assert sum(share["samples"] for share in meta["mixture"]) == (4 + 3) * LAYOUT["batch"]
 
 
 @pytest.mark.usefixtures("alone")

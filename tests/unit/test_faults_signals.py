@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_coca.training.faults.signals import SIGNALS, Preempted, Preemption
-from megatron_coca.training.faults.status import EXIT_STATUSES, Diverged, Stopped
+from megatron_coca.training.faults.status import EXIT_STATUSES, Diverged, Stopped, Unsaved
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,6 +30,16 @@ def test_the_first_signal_counts_and_none_interrupts() -> None:
             os.kill(os.getpid(), number)
             done.append(number)
     assert len(done) == 3 and preemption.requested == "SIGUSR1"
+
+
+def test_a_signal_that_is_ignored_stays_so() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Preemption() as preemption:
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert preemption.requested is None and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_handlers_are_restored_after_an_error_too() -> None:
@@ -58,9 +68,15 @@ def test_a_forked_worker_still_ends_by_the_signal() -> None:
     code = """
 import multiprocessing, time
 from megatron_coca.training.faults.signals import Preemption
+context = multiprocessing.get_context("fork")
+ready = context.Event()
+def work():
+    ready.set()
+    time.sleep(60)
 with Preemption() as preemption:
-    worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    worker = context.Process(target=work)
     worker.start()
+    ready.wait()
     worker.terminate()
     worker.join(10)
     print(worker.exitcode, preemption.requested)
@@ -69,7 +85,7 @@ with Preemption() as preemption:
     assert done.stdout == f"{-signal.SIGTERM} None\n", done.stderr
 
 
-@pytest.mark.parametrize(("kind", "status"), [(Preempted, 75), (Diverged, 77)])
+@pytest.mark.parametrize(("kind", "status"), [(Preempted, 75), (Diverged, 77), (Unsaved, 78)])
 def test_what_ends_a_run_in_good_order_knows_its_status(kind: type[Stopped], status: int) -> None:
     with pytest.raises(Stopped) as caught:
         raise kind("SIGTERM")

@@ -34,6 +34,9 @@ def run(small: dict[str, Any], tmp_path: Path) -> Path:
         (folder / native.CONFIG).write_text(config.to_yaml())
         native.write_json(folder / native.META, {"step": step, "topology": {"data": 2}, "batch": 4})
         (folder / native.STATE).mkdir()
+        (folder / native.RNG).mkdir()
+        for rank in range(2):
+            (folder / native.RNG / f"rank_{rank}.pt").write_text("random")
         places = {name: Place(tuple(tensor.shape)) for name, tensor in weights.items()}
         for rank in range(2):
             write_pieces(folder / native.STATE / file_name(rank), halves(weights, rank), places)
@@ -76,6 +79,24 @@ def test_damage_is_found(inspect: Any, run: Path, capsys: pytest.CaptureFixture[
     assert "global_step4: step 4, intact" in text
     assert "rank_00001.safetensors: its content has changed" in text
     assert inspect([str(run), "--no-verify"]) == 0, "a changed value shows in the checksum alone"
+    text = capsys.readouterr().out
+    assert text.count("not verified: files and sizes are as written") == 2 and "intact" not in text
+    flip_size = run / "global_step4" / native.RNG / "rank_0.pt"
+    flip_size.write_text("")
+    assert inspect([str(run), "--no-verify"]) == 1 and "rank_0.pt: has 0 bytes" in capsys.readouterr().out
+
+
+def test_a_step_without_a_manifest_is_damaged(inspect: Any, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "global_step4" / native.MANIFEST).unlink()
+    for path in (run, run / "global_step4"):
+        assert inspect([str(path)]) == 1
+        assert "global_step4: step ?, " in (text := capsys.readouterr().out) and "manifest.json: cannot be read" in text
+
+
+def test_files_that_the_manifest_does_not_know(inspect: Any, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "global_step4" / "notes.txt").write_text("mine")
+    assert inspect([str(run)]) == 0
+    assert capsys.readouterr().out.count("not listed in manifest.json: notes.txt") == 1
 
 
 def test_a_rank_that_is_missing_is_found_without_checksums(
@@ -83,7 +104,7 @@ def test_a_rank_that_is_missing_is_found_without_checksums(
 ) -> None:
     (run / "global_step8" / native.STATE / file_name(1)).unlink()
     assert inspect([str(run / "global_step8"), "--no-verify"]) == 1
-    assert "is not complete" in capsys.readouterr().out
+    assert "rank_00001.safetensors: is missing from the checkpoint" in capsys.readouterr().out
 
 
 def test_nothing_to_inspect(inspect: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """A checkpoint is complete or absent, at every point where writing it can be interrupted."""
 
 import json
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,9 @@ import pytest
 
 from megatron_coca.checkpoints import CheckpointError, native
 
+STATE_FILE, RANDOM_FILE = "state/rank_00000.safetensors", "rng/rank_0.pt"
+WRITTEN = (native.WEIGHTS, native.CONFIG, STATE_FILE, RANDOM_FILE)
+
 
 class Interrupted(BaseException):
     """The machine stops here; nothing that comes after runs."""
@@ -17,8 +21,9 @@ class Interrupted(BaseException):
 
 def save(root: Path, step: int, content: str = "weights") -> Path:
     folder = native.begin(root, step)
-    (folder / "state").mkdir(parents=True)
-    for name in (native.WEIGHTS, native.CONFIG, "state/rank_00000.safetensors"):
+    for name in (native.STATE, native.RNG):
+        (folder / name).mkdir(parents=True)
+    for name in WRITTEN:
         (folder / name).write_text(f"{content} of step {step} in {name}")
     native.write_json(folder / native.META, {"step": step, "content": content})
     return native.commit(root, step)
@@ -28,7 +33,7 @@ def found(root: Path) -> tuple[int, str]:
     """Step and content of what `locate` returns, every file of which must be whole."""
     folder = native.locate(root)
     manifest = native.verify(folder)
-    assert set(manifest["files"]) == {native.WEIGHTS, native.CONFIG, native.META, "state/rank_00000.safetensors"}
+    assert set(manifest["files"]) == {*WRITTEN, native.META}
     meta = native.read_json(folder / native.META)
     assert (folder / native.WEIGHTS).read_text() == f"{meta['content']} of step {meta['step']} in {native.WEIGHTS}"
     return meta["step"], meta["content"]
@@ -140,7 +145,7 @@ def rewrite(path: Path, change: Callable[[bytes], bytes]) -> None:
     path.write_bytes(change(path.read_bytes()))
 
 
-@pytest.mark.parametrize("name", [native.WEIGHTS, native.CONFIG, native.META, "state/rank_00000.safetensors"])
+@pytest.mark.parametrize("name", [native.WEIGHTS, native.CONFIG, native.META, STATE_FILE])
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -172,6 +177,71 @@ def test_manifest_of_another_format_or_none(tmp_path: Path) -> None:
     (folder / native.MANIFEST).write_text("[]")
     with pytest.raises(CheckpointError, match="manifest.json: is not a mapping"):
         native.verify(folder)
+
+
+def rewrite_manifest(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    manifest = native.read_json(folder / native.MANIFEST)
+    change(manifest)
+    native.write_json(folder / native.MANIFEST, manifest)
+
+
+@pytest.mark.parametrize("name", [*WRITTEN, native.META])
+def test_a_manifest_that_lists_too_little_is_damaged(tmp_path: Path, name: str) -> None:
+    folder = save(tmp_path, 3)
+    rewrite_manifest(folder, lambda manifest: manifest["files"].pop(name))
+    with pytest.raises(CheckpointError, match="manifest.json: does not list .*damaged"):
+        native.verify(folder)
+    rewrite_manifest(folder, lambda manifest: manifest["files"].clear())
+    with pytest.raises(CheckpointError, match="does not list config.yml"):
+        native.verify(folder)
+
+
+def test_every_rank_of_the_division_has_random_states(tmp_path: Path) -> None:
+    folder = save(tmp_path, 3)
+    native.write_json(folder / native.META, {"topology": {"data": 2, "pipe": 1}})
+    rewrite_manifest(
+        folder, lambda manifest: manifest["files"].update({native.META: native.describe(folder / native.META)})
+    )
+    with pytest.raises(CheckpointError, match=r"does not list rng/rank_1\.pt"):
+        native.verify(folder)
+
+
+def test_the_first_format_has_no_state(tmp_path: Path) -> None:
+    folder = save(tmp_path, 3)
+    rewrite_manifest(folder, lambda manifest: [manifest["files"].pop(STATE_FILE), manifest.update(format=1)])
+    native.verify(folder)
+
+
+def test_names_and_sizes_alone(tmp_path: Path) -> None:
+    folder = save(tmp_path, 3)
+    rewrite(folder / native.WEIGHTS, lambda content: content[:-1] + b"#")
+    native.verify(folder, contents=False)
+    rewrite(folder / native.WEIGHTS, lambda content: content[:-1])
+    with pytest.raises(CheckpointError, match="was written with"):
+        native.verify(folder, contents=False)
+
+
+def test_a_deeply_nested_manifest_is_damaged(tmp_path: Path) -> None:
+    folder = save(tmp_path, 3)
+    (folder / native.MANIFEST).write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match="manifest.json: cannot be read as JSON"):
+        native.verify(folder)
+
+
+def test_names_that_no_run_writes_are_left_alone(tmp_path: Path) -> None:
+    save(tmp_path, 3)
+    for name in ("global_step0099", "global_step٣", "global_step"):
+        (tmp_path / name).mkdir()
+    assert native.begun_steps(tmp_path) == native.steps(tmp_path) == [3]
+
+
+def test_a_checkpoint_is_complete_whatever_becomes_of_latest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / native.LATEST).mkdir()
+    logging.getLogger("megatron_coca").setLevel(logging.NOTSET)
+    with caplog.at_level(logging.WARNING):
+        assert found(save(tmp_path, 3).parent) == (3, "weights")
+    assert "global_step3 is complete, but latest may not name it" in caplog.text
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_locate(tmp_path: Path) -> None:
@@ -226,4 +296,4 @@ def test_abandon_leaves_nothing(tmp_path: Path) -> None:
 def test_the_manifest_lists_every_file(tmp_path: Path) -> None:
     manifest = json.loads((save(tmp_path, 1) / native.MANIFEST).read_text())
     assert manifest["files"][native.META]["size"] == (tmp_path / "global_step1" / native.META).stat().st_size
-    assert len(manifest["files"]) == 4
+    assert len(manifest["files"]) == 5

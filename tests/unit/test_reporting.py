@@ -58,19 +58,28 @@ def test_a_fresh_run_begins_an_empty_file(tmp_path: Path) -> None:
     assert older == [7, 2], "an older run's lines are set aside, not lost"
 
 
-def test_a_damaged_line_ends_what_is_kept(tmp_path: Path) -> None:
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    logging.getLogger("megatron_coca").setLevel(logging.NOTSET)
+    return caplog
+
+
+@pytest.mark.parametrize("text", [b'{"loss": 1}', b"\xff", b"[" * 100_000, b'{"step": 1e999}', b""])
+def test_a_damaged_line_is_left_out_and_told(tmp_path: Path, warnings: Any, text: bytes) -> None:
     write(tmp_path, 0, 2)
     with (tmp_path / METRICS).open("ab") as file:
-        file.write(b'{"loss": 1}\n\xff\n')
-    write(tmp_path, 2, 3)
-    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3]
+        file.write(text + b'\n{"step": 3}\n')
+    write(tmp_path, 3, 4)
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4]
+    assert warnings.text.count("metrics.jsonl: line 3 cannot be read") == warnings.text.count("WARNING") == 1
 
 
-def test_half_a_line_is_dropped(tmp_path: Path) -> None:
+def test_half_a_line_is_dropped(tmp_path: Path, warnings: Any) -> None:
     write(tmp_path, 0, 4)
     with (tmp_path / METRICS).open("a") as file:
         file.write('{"step": 5, "los')
     write(tmp_path, 4, 6)
+    assert not warnings.text, "a kill leaves it: nothing is wrong"
     assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4, 5, 6]
 
 

@@ -5,8 +5,7 @@ from typing import Any, NamedTuple
 
 from megatron_coca.config import Config, ConfigError
 from megatron_coca.training.estimate.plan import Memory, estimate, fits
-from megatron_coca.training.estimate.states import zero_stage
-from megatron_coca.training.topology import Topology
+from megatron_coca.training.topology import Topology, effective_stage
 
 
 class Change(NamedTuple):
@@ -43,12 +42,13 @@ def _fitting(config: Config, changes: list[tuple[str, dict[str, Any]]], gpus: in
 
 
 def _single_changes(config: Config, gpus: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    section = config.parallel.zero_optimization or {}
-    for stage in range(zero_stage(config) + 1, 4) if config.parallel.model_copies == 1 else ():
+    section, topology = config.parallel.zero_optimization or {}, Topology.of(config.parallel, gpus)
+    present = effective_stage(config, topology.data * topology.sequence)
+    for stage in range(present + 1, 4) if config.parallel.model_copies == 1 else ():
         yield f"zero_optimization.stage={stage}", {"zero_optimization": {**section, "stage": stage}}
     if (config.model.loss_chunk_size or 10**9) > 1024:
         yield "loss_chunk_size=1024", {"loss_chunk_size": 1024}
-    sizes = config.batch.resolve(Topology.of(config.parallel, gpus).data)
+    sizes = config.batch.resolve(topology.data)
     for divisor in (2, 4, 8, 16, 32):
         if sizes.micro % divisor == 0:
             batch = {
@@ -65,5 +65,5 @@ def _single_changes(config: Config, gpus: int) -> Iterator[tuple[str, dict[str, 
             },
         )
         yield "checkpoint_activations=true", {"checkpoint_activations": True, "checkpoint_policy": "full"}
-    offload = {**section, "stage": max(1, zero_stage(config)), "offload_optimizer": {"device": "cpu"}}
+    offload = {**section, "stage": max(1, present), "offload_optimizer": {"device": "cpu"}}
     yield "zero_optimization.offload_optimizer.device=cpu", {"zero_optimization": offload}

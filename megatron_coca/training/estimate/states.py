@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from megatron_coca.config import Config
 from megatron_coca.model.cost import norm_parameters, norms_per_block, parameter_count
 from megatron_coca.model.memory import BYTES
-from megatron_coca.training.topology import Topology
+from megatron_coca.training.topology import Topology, effective_stage
 
 STATES = {"Adam": 2, "AdamW": 2, "cpu_adam": 2, "sgd": 0}
 """Float32 numbers that an optimizer keeps for every parameter."""
@@ -34,8 +34,9 @@ class States(NamedTuple):
 
 def states_bytes(config: Config, topology: Topology, numbers: int) -> States:
     """Weights, gradients and optimizer states of `numbers` parameters, divided as the ZeRO stage says."""
-    stage, size, section = zero_stage(config), BYTES[config.precision.dtype], config.parallel.zero_optimization or {}
     ranks = topology.data * topology.sequence
+    stage, size = effective_stage(config, ranks), BYTES[config.precision.dtype]
+    section = config.parallel.zero_optimization or {}
     share = {True: numbers / ranks, False: float(numbers)}
     own_weights = size * share[stage == 3]
     copies = 4 if stage else 0  # in float32 too: DeepSpeed steps on a flat copy
@@ -69,12 +70,6 @@ def _number(section: dict[str, Any], key: str, default: float) -> float:
 def _is_offloaded(section: dict[str, Any], key: str) -> bool:
     part = section.get(key)
     return isinstance(part, dict) and part.get("device") in ("cpu", "nvme")
-
-
-def zero_stage(config: Config) -> int:
-    """The stage that DeepSpeed runs, as `engine.settings.effective_stage` chooses it."""
-    plain = config.precision.dtype == "fp32" and config.parallel.model_copies == 1
-    return max(config.parallel.stage, 0 if plain else 1)
 
 
 def stage_parameters(config: Config, topology: Topology) -> list[tuple[int, int]]:
