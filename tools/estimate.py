@@ -64,6 +64,9 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _configured_gpus(config: Config) -> int:
+    keys = config.launch
+    if keys.launcher == "slurm" and keys.hostfile is None and keys.num_nodes > 0:
+        return keys.num_nodes * (keys.num_gpus or 1)
     try:
         return sum(len(host.slots) for host in chosen_hosts(config.launch))
     except ConfigError as error:
@@ -108,8 +111,9 @@ def _verdict(found: Estimate, gib: float, fitting: bool, changes: list[Change]) 
     for change in changes:
         yield f"  fits with {change.keys}: {_gib(change.memory.total)}"
     if not fitting and not changes:
-        yield "  no change of ZeRO stage, micro batch, loss or checkpointing is enough: more GPUs with zero_optimization.stage=3, "
-        yield "  pipe_parallel_size, model_parallel_size, sequence_parallel_size, or a larger GPU (--gpu)"
+        yield "  no change of ZeRO stage, micro batch, loss or checkpointing, nor two of them, is enough: try three,"
+        yield "  more GPUs with zero_optimization.stage=3, pipe_parallel_size, model_parallel_size,"
+        yield "  sequence_parallel_size, or a larger GPU (--gpu)"
 
 
 def _record(found: Estimate, gpu: str, mfu: float, fitting: bool, changes: list[Change]) -> dict[str, object]:

@@ -48,17 +48,18 @@ def fit(config: Config) -> None:
     if not torch.cuda.is_available():
         keep_freed_memory()
         torch.set_num_threads(min(torch.get_num_threads(), launch.threads_per_process(os.environ)))
-    with Preemption() as preemption:
-        dist.init_distributed(config.faults.collective_timeout)
-        set_up_logging(dist.is_main())
-        try:
-            with Watchdog(config.faults.watchdog_timeout, run_folder(config), dist.rank()) as watchdog:
-                _run(config, preemption, watchdog)
-        except Exception as error:
-            error.add_note(f"on rank {dist.rank()} of {dist.world_size()}, {socket.gethostname()}")
-            raise
-        finally:
-            dist.shut_down()
+    # Before there is anything to save, signals end the process as they always do: others may never come.
+    dist.init_distributed(config.faults.collective_timeout)
+    set_up_logging(dist.is_main())
+    watchdog = Watchdog(config.faults.watchdog_timeout, run_folder(config), dist.rank())
+    try:
+        with Preemption() as preemption, watchdog:
+            _run(config, preemption, watchdog)
+    except Exception as error:
+        error.add_note(f"on rank {dist.rank()} of {dist.world_size()}, {socket.gethostname()}")
+        raise
+    finally:
+        dist.shut_down()
 
 
 def _run(config: Config, preemption: Preemption, watchdog: Watchdog) -> None:

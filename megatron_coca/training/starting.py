@@ -167,9 +167,12 @@ def clear_the_way(save: str | None, resumed: Path | None, save_copy: str | None 
     """Set aside the checkpoints in `save` and its copy beyond the one that is resumed: they are damaged, or of a branch
     that is left. A later start would otherwise prefer them. What interrupted saves have left is removed.
     """
-    for folder in (Path(each) for each in (save, save_copy) if each is not None):
+    for given, is_copy in ((save, False), (save_copy, True)):
+        if given is None:
+            continue
+        folder = Path(given)
         native.sweep(folder)
-        for step in _beyond(folder, resumed, is_copy=str(folder) == save_copy) if resumed is not None else ():
+        for step in _beyond(folder, resumed, is_copy) if resumed is not None else ():
             place = native.set_aside(native.step_folder(folder, step))
             logger.warning("%s: moved to %s", native.step_folder(folder, step), place)
 

@@ -79,6 +79,7 @@ def test_bf16_keeps_its_float32_weights(train: Any, open_run: Any, tmp_path: Pat
     assert one.losses == other.losses and one.weights(STEPS) == other.weights(STEPS)
 
 
+@pytest.mark.slow
 def test_a_batch_that_would_change_is_refused(train: Any, tmp_path: Path) -> None:
     keys = PLAIN | {"save": str(tmp_path), "auto_resume": True, "train_batch_size": None, "train_iters": 2}
     assert train(keys).status == 0

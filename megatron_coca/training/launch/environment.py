@@ -47,16 +47,37 @@ def find_place(environment: Variables) -> Place | None:
     for launcher in LAUNCHERS:
         if launcher.started(environment):
             return _checked(launcher.place(environment), launcher.name, environment)
-    given = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name in environment]
-    missing = [name for name in ("RANK", "WORLD_SIZE") if name not in environment]
-    if given and missing:
-        raise ConfigError(
-            [
-                f"{' and '.join(missing)}: not set, but {' and '.join(given)} found; set all of RANK, WORLD_SIZE, "
-                "LOCAL_RANK, MASTER_ADDR and MASTER_PORT, or unset them"
-            ]
-        )
+    for given, needed, remedy in HALVES:
+        found = [name for name in given if name in environment]
+        missing = [name for name in needed if name not in environment]
+        if found and missing and not _alone(environment):
+            raise ConfigError([f"{' and '.join(missing)}: not set, but {' and '.join(found)} found; {remedy}"])
     return None
+
+
+HALVES = (
+    (
+        ("RANK", "LOCAL_RANK", "WORLD_SIZE"),
+        ("RANK", "WORLD_SIZE"),
+        "set all of RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, or unset them",
+    ),
+    (
+        ("PMI_RANK", "PMI_SIZE"),
+        ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+        "this launcher does not say which process of its host this is: set them, or use torchrun",
+    ),
+    (
+        ("JOB_COMPLETION_INDEX",),
+        ("WORLD_SIZE",),
+        "set WORLD_SIZE to the number of pods, 1 where each trains a run of its own",
+    ),
+)
+"""Variables of which one tells that there is a launcher, those that are needed then, and what to do without."""
+
+
+def _alone(environment: Variables) -> bool:
+    """Whether a launcher says that it started one process only."""
+    return environment.get("PMI_SIZE") == "1" and "RANK" not in environment
 
 
 def under_launcher(environment: Variables) -> bool:
