@@ -3,7 +3,7 @@
 from typing import Any, Literal
 
 from megatron_coca.config.errors import ConfigError
-from megatron_coca.config.fields import Count, Group, Positive, Probability, follows, key, required
+from megatron_coca.config.fields import Count, Group, Positive, Probability, WholeNumber, follows, key, required
 
 Activation = Literal["gelu", "geglu", "relu", "softsign", "swish", "mish", "silu", "reglu", "swiglu", "bilinear", "glu"]
 Norm = Literal["layernorm", "rmsnorm", "non_parametric_layernorm", "scalenorm"]
@@ -74,8 +74,8 @@ class ModelConfig(Group):
         "With checkpoint_activations, what is recomputed: everything within a group of blocks, or everything but"
         " matrix products and attention.",
     )
-    loss_chunk_size: Count | None = key(
-        1024, "Tokens whose logits are held at a time while the loss is computed; null means all of a micro batch."
+    loss_chunk_size: WholeNumber = key(
+        1024, "Tokens whose logits are held at a time while the loss is computed; 0 means all of a micro batch."
     )
     torch_compile: bool = key(
         False, "Compile the blocks with torch.compile for training; needs a C++ compiler, on a GPU also Triton."

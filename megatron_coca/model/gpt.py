@@ -111,13 +111,13 @@ class GPT(Shared):
 
     def loss(self, hidden: Tensor, labels: Tensor, loss_mask: Tensor | None = None) -> Tensor:
         """The mean loss in nats per token of labels int64 [batch, length] under the logits of `hidden_states` [batch,
-        length, hidden_size], in float32: `loss_chunk_size` tokens at a time, or over all logits at once where it is None.
+        length, hidden_size], in float32: `loss_chunk_size` tokens at a time, or over all logits at once where it is 0.
 
         With `loss_mask`, bool [batch, length], the mean is over the labels where it holds, as in GPT-NeoX and Megatron;
         0 where it holds nowhere.
         """
         chunk = self._config.loss_chunk_size
-        if chunk is None:
+        if chunk == 0:
             return next_token_loss(self.logits(hidden), labels, loss_mask)
         kept = labels if loss_mask is None else labels.masked_fill(~loss_mask, IGNORED)
         states, targets = hidden.flatten(0, -2), kept.flatten()

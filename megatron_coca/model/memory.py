@@ -54,7 +54,7 @@ def loss_bytes(config: Config, micro: int, tensor: int = 1, sequence: int = 1) -
     model, size = config.model, BYTES[config.precision.dtype]
     tokens, vocabulary = micro * model.seq_length / sequence, model.padded_vocab_size
     chunk = model.loss_chunk_size
-    if chunk is None:
+    if chunk == 0:
         # Logits, in half precision their float32 copy, log-probabilities, and the gradient of these.
         return tokens * vocabulary * (size + 8 + (4 if size < 4 else 0))
     head = vocabulary * model.hidden_size
