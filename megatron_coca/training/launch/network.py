@@ -1,17 +1,31 @@
 """Ports and interfaces of this host."""
 
+import contextlib
 import fcntl
+import random
 import socket
 import struct
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
+FIRST_PORT, LAST_PORT = 20000, 32767
+"""Below the range that Linux takes ports of outgoing connections from: seconds pass until the first process listens,
+and in that time any connection of the machine could be given a port from within it.
+"""
+
+
 def free_port() -> int:
-    """A port of this host that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port of this host that nobody listens on, chosen at random so that two runs hardly choose the same.
+
+    Raises:
+        OSError: there is none.
+    """
+    for port in random.SystemRandom().sample(range(FIRST_PORT, LAST_PORT + 1), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise OSError(f"none of 100 ports between {FIRST_PORT} and {LAST_PORT} is free")
 
 
 def interface_towards(address: str) -> str | None:
