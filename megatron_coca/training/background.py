@@ -31,6 +31,11 @@ class Background:
         if failure is not None:
             raise failure
 
+    def leave(self, seconds: float) -> None:
+        """Give a job in progress some seconds to end, before a process that failed ends under it."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+
     def _run(self, job: Callable[[], None]) -> None:
         try:
             job()

@@ -111,7 +111,11 @@ def _train(
         trainer.restore(resumed)
     logger.info(_summary(corpus.config, shape, trainer.step))
     _log_mixture(corpus, shape.sizes)
-    trainer.run()
+    try:
+        trainer.run()
+    except BaseException:
+        checkpoints.leave()
+        raise
 
 
 def _build_engine(config: Config, shape: Shape, fresh: bool) -> Engine:

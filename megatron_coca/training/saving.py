@@ -28,6 +28,8 @@ from megatron_coca.training.topology import Topology
 
 logger = logging.getLogger(__name__)
 
+LAST_SECONDS = 5.0
+"""What a run that failed waits for its last checkpoint. A thread within a collective when the process ends aborts it."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -126,6 +128,10 @@ class Checkpoints:
             CheckpointError: it could not be written.
         """
         self._background.wait()
+
+    def leave(self) -> None:
+        """Let a checkpoint in progress be completed, if that is soon: the training loop has failed."""
+        self._background.leave(LAST_SECONDS)
 
     def _snapshot(self, step: int, progress: Mapping[str, Any]) -> Snapshot:
         places = self._engine.places()

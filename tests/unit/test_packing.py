@@ -14,8 +14,8 @@ from torch import Tensor
 from megatron_coca.config import ConfigError, load_config
 from megatron_coca.data import Batch, Blend, DataError, Loader, Packing, Shard, load_tokenizer
 from megatron_coca.model import LanguageModelLoss, build_model, next_token_loss
-from megatron_coca.training import loop
 from megatron_coca.training.corpus import open_corpus
+from megatron_coca.training.trainer import open_loader
 
 EOD = 0
 LENGTH = 16
@@ -242,7 +242,7 @@ def test_training_and_validation_read_alike(tmp_path: Path) -> None:
     corpus = open_corpus(load_config([], given))
     assert corpus.valid is not None
     for blend in (corpus.train, corpus.valid):
-        with loop.open_loader(corpus, blend, (8, 8, 0, 1)) as loader:
+        with open_loader(corpus, blend, (8, 8, 0, 1)) as loader:
             (batch,) = loader.micro_batches(0)
         assert batch.documents is not None and batch.documents.max() > 1
         assert batch.loss_mask is not None and not batch.loss_mask.all()
