@@ -76,6 +76,7 @@ class Checkpoints:
         self._group = dist.background_group()
         self._buffers: dict[tuple[str, str, int], Tensor] = {}
         self._run = uuid4().hex
+        self._versions = code_versions()  # asks git, and those of a running process do not change
 
     @property
     def failed(self) -> bool:
@@ -225,7 +226,7 @@ class Checkpoints:
             "counters": self._engine.counters(),
             "progress": dict(progress),
             "mixture": [asdict(share) for share in taken],
-            "versions": code_versions(),
+            "versions": self._versions,
         }
 
 

@@ -99,8 +99,7 @@ class Engine:
         self, micro_batches: Sequence[Batch], learning_rate: float, limits: Limits | None = None
     ) -> StepResult:
         """One optimizer step over this rank's micro batches."""
-        for group in self._engine.optimizer.param_groups:
-            group["lr"] = learning_rate
+        self._set_rate(learning_rate)
         total = torch.zeros((), device=self.device, dtype=torch.float64)
         for index, batch in enumerate(micro_batches):
             loss = self._engine(**self._inputs(batch))
@@ -142,6 +141,10 @@ class Engine:
         """Take the pieces as they were written to, and the counters, for its state. Every rank must call it."""
         state.set_counters(self._engine.optimizer, counters)
         state.refresh(self._engine.optimizer)
+
+    def _set_rate(self, learning_rate: float) -> None:
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = learning_rate
 
     def _inputs(self, batch: Batch) -> dict[str, Tensor]:
         """What the trained module is called with: the arrays that the batch has, on the device."""

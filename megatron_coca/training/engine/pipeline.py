@@ -61,8 +61,7 @@ class PipelineEngine(Engine):
         self, micro_batches: Sequence[Batch], learning_rate: float, limits: Limits | None = None
     ) -> StepResult:
         """One optimizer step over the micro batches of this rank's data-parallel copy, `sizes.accumulation` many."""
-        for group in self._engine.optimizer.param_groups:
-            group["lr"] = learning_rate
+        self._set_rate(learning_rate)
         self._step, self._loss_known = _OneStep(limits=limits), False
         self._engine.train_batch(self._fed(micro_batches))
         self._know_loss()
