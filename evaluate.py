@@ -20,11 +20,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 2 where the user has something to put right."""
     args = build_parser().parse_args(arguments)
     try:
-        TASKS[args.task].run(args)
+        return TASKS[args.task].run(args)
     except USER_ERRORS as error:
         print(f"evaluate.py: {error}", file=sys.stderr)
         return 2
-    return 0
 
 
 if __name__ == "__main__":

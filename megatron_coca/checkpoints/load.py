@@ -1,7 +1,8 @@
 """From a checkpoint folder to a model ready for evaluation."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ class Loaded:
     """A model in evaluation mode, with where it came from.
 
     Attributes:
-        model: float32 weights on the asked device.
+        model: on the asked device, float32 unless another dtype was asked for.
         config: the resolved configuration, overrides included.
         tokenizer_folder: the tokenizer's files, or None where the folder has none.
         step: completed training iterations, or None for a Hugging Face folder.
@@ -54,21 +55,67 @@ def load_model(path: str | Path, overrides: Overrides = (), device: str = "cpu")
 
 def load_checkpoint(path: str | Path, overrides: Overrides = (), device: str = "cpu") -> Loaded:
     """As `load_model`, with the configuration, tokenizer and identity."""
+    return open_checkpoint(path).load(overrides, device=device)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint whose files are in order, from which models are made, one for each way of using the weights.
+
+    Attributes:
+        folder: where it is.
+        trained: its configuration.
+        tokenizer_folder, step, identity: as in `Loaded`.
+        weights: reads the state dict, in the dtype on disk.
+        also_free: keys that may differ from `trained` besides those of any checkpoint.
+    """
+
+    folder: Path
+    trained: Config
+    tokenizer_folder: Path | None
+    step: int | None
+    identity: str
+    weights: Callable[[], dict[str, Tensor]]
+    also_free: frozenset[str] = frozenset()
+
+    def configure(self, overrides: Overrides = (), files: Sequence[str | Path] = ()) -> Config:
+        """The configuration for another use of the weights: YAML files, then overrides, over the trained one.
+
+        Raises CheckpointError where it would be another model, ConfigError where it is not valid.
+        """
+        config = self.trained.override(overrides, files)
+        refuse_other_model(self.folder, self.trained, config, self.also_free)
+        return config
+
+    def load(
+        self,
+        overrides: Overrides = (),
+        files: Sequence[str | Path] = (),
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> Loaded:
+        """The model for one use of the weights, with its parameters in `dtype`. Raises as `load_model`."""
+        config = self.configure(overrides, files)
+        model = build_model(config, device, training=False)
+        load_weights(model, self.weights(), self.folder)
+        return Loaded(model.to(dtype).eval(), config, self.tokenizer_folder, self.step, self.identity)
+
+
+def open_checkpoint(path: str | Path) -> Opened:
+    """Find a checkpoint of ours, verifying its files, or a Hugging Face folder. Raises CheckpointError."""
     path = Path(path)
     if huggingface.is_huggingface_folder(path):
-        return _load_huggingface(path, overrides, device)
+        return _open_huggingface(path)
     folder = native.locate(path)
     manifest = native.verify(folder)
-    trained = load_config([folder / native.CONFIG])
-    config = trained.override(overrides)
-    refuse_other_model(folder, trained, config)
     tokenizer = folder / native.TOKENIZER
-    return Loaded(
-        model=_fill(build_model(config, device, training=False), read_weights(folder), folder),
-        config=config,
+    return Opened(
+        folder=folder,
+        trained=load_config([folder / native.CONFIG]),
         tokenizer_folder=tokenizer if tokenizer.is_dir() else None,
         step=native.read_json(folder / native.META)["step"],
         identity=manifest["files"][native.WEIGHTS]["sha256"],
+        weights=partial(read_weights, folder),
     )
 
 
@@ -80,20 +127,21 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{folder / native.WEIGHTS}: cannot be read: {error}") from error
 
 
-def _load_huggingface(folder: Path, overrides: Overrides, device: str) -> Loaded:
-    keys = huggingface.read_keys(folder)
-    config = load_config([], keys).override(overrides)
-    refuse_other_model(folder, load_config([], keys), config, frozenset({"pos_emb"}))
-    shape = config.model
-    weights = huggingface.read_weights(folder, shape.num_layers, shape.num_attention_heads, not shape.no_weight_tying)
-    return Loaded(
-        _fill(build_model(config, device, training=False), weights, folder), config, None, None, folder.resolve().name
+def _open_huggingface(folder: Path) -> Opened:
+    """The authors' GPT-NeoX folders look like plain ones, so that `pos_emb` may be said here."""
+    trained = load_config([], huggingface.read_keys(folder))
+    shape = trained.model
+    return Opened(
+        folder=folder,
+        trained=trained,
+        tokenizer_folder=None,
+        step=None,
+        identity=folder.resolve().name,
+        weights=partial(
+            huggingface.read_weights, folder, shape.num_layers, shape.num_attention_heads, not shape.no_weight_tying
+        ),
+        also_free=frozenset({"pos_emb"}),
     )
-
-
-def _fill(model: GPT, weights: dict[str, Tensor], folder: Path) -> GPT:
-    load_weights(model, weights, folder)
-    return model.eval()
 
 
 @torch.no_grad()

@@ -17,11 +17,12 @@ Overrides = Mapping[str, Any] | Sequence[str]
 class Config(Settings):
     """A resolved configuration: frozen groups of typed values."""
 
-    def override(self, overrides: Overrides) -> Self:
+    def override(self, overrides: Overrides, files: Sequence[str | Path] = ()) -> Self:
         """A copy with some keys changed, validated anew.
 
         Args:
             overrides: a mapping of dotted keys to values, or texts `key=value`.
+            files: YAML files that are merged before the overrides.
 
         Raises:
             ConfigError: the result is not valid.
@@ -31,8 +32,8 @@ class Config(Settings):
         """
         problems: list[str] = []
         given = Layer("configuration", self._nested(only_set=True), {})
-        layers = [given, *_override_layers(overrides, problems)]
-        return self._from_layers(layers, problems)
+        read = [layer for file in files if (layer := read_file(file, problems)) is not None]
+        return self._from_layers([given, *read, *_override_layers(overrides, problems)], problems)
 
     def to_yaml(self) -> str:
         """Every key with its resolved value, as flat YAML from which load_config makes an equal Config."""

@@ -14,7 +14,7 @@ from megatron_coca.data import Shard, corpus_files, load_saved_tokenizer, read_d
 from megatron_coca.data.preparation.manifest import MANIFEST
 from megatron_coca.data.shards.layout import SUFFIXES
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION
-from megatron_coca.evaluation.results import DocumentsRecord, EvaluationError
+from megatron_coca.evaluation.results import EvaluationError, Record
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +28,16 @@ class Encoder(Protocol):
     fingerprint: str
 
     def encode(self, text: str) -> list[int]: ...
+
+
+class DocumentsRecord(Record):
+    """On what was measured: `sha256` of lengths and token ids; `tokens` in all, `max_length` of one document."""
+
+    sha256: str
+    count: int
+    tokens: int
+    max_length: int
+    sources: list[str]
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import io
 import math
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Sequence
 from itertools import cycle
 from pathlib import Path
@@ -12,16 +13,18 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter, NullLocator
 
+from megatron_coca.evaluation.documents import DocumentsRecord
+from megatron_coca.evaluation.markdown import format_table
+from megatron_coca.evaluation.perplexity.records import PerplexityResult
 from megatron_coca.evaluation.results import (
-    DocumentsRecord,
     EvaluationError,
-    PerplexityResult,
     Record,
     check_writable,
-    read_perplexity,
+    read_record,
     write_atomically,
     write_record,
 )
+from megatron_coca.evaluation.running import Task
 
 # What must agree before results may stand in one table: how an error names it, and where a result has it.
 COMPARABLE: dict[str, Callable[[PerplexityResult], Any]] = {
@@ -41,7 +44,6 @@ class Row(Record):
     perplexity: float
     nll: float
     tokens_scored: int
-    tokens_per_second: float
 
 
 class Report(Record):
@@ -53,19 +55,6 @@ class Report(Record):
     documents: DocumentsRecord
     rows: list[Row]
     results: dict[str, PerplexityResult]
-
-
-def format_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table with aligned columns: the first one left, the others right."""
-    lines = [list(header), *(list(row) for row in rows)]
-    widths = [max(3, *(len(line[column]) for line in lines)) for column in range(len(header))]
-
-    def cells(line: Sequence[str]) -> list[str]:
-        numbers = [text.rjust(width) for text, width in zip(line[1:], widths[1:], strict=True)]
-        return [line[0].ljust(widths[0]), *numbers]
-
-    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
-    return "\n".join("| " + " | ".join(line) + " |" for line in [cells(lines[0]), rule, *map(cells, lines[1:])])
 
 
 def check_comparable(results: dict[str, PerplexityResult]) -> None:
@@ -106,7 +95,7 @@ def table_rows(results: Iterable[PerplexityResult]) -> list[Row]:
             label=result.label,
             window=each.window,
             extrapolation=each.window / result.checkpoint.seq_length,
-            **each.model_dump(include={"perplexity", "nll", "tokens_scored", "tokens_per_second"}),
+            **each.model_dump(include={"perplexity", "nll", "tokens_scored"}),
         )
         for result in results
         for each in result.results
@@ -163,7 +152,10 @@ def build_report(result_files: Sequence[str | Path], output_dir: str | Path, tit
     """
     folder = Path(output_dir)
     check_writable(folder / "report.json")
-    results = {str(file): read_perplexity(Path(file)) for file in result_files}
+    results = {
+        str(file): read_record(Path(file), PerplexityResult, "a result of `evaluate.py perplexity`")
+        for file in result_files
+    }
     check_comparable(results)
     check_labels(results)
     rows = table_rows(results.values())
@@ -189,3 +181,20 @@ def scored(report: Report) -> str:
     """How much one cell of the table rests on."""
     documents = report.documents
     return f"stride {report.stride}, {documents.count} documents, {report.rows[0].tokens_scored} tokens scored"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """The options of the subcommand."""
+    add = parser.add_argument
+    add("results", nargs="+", type=Path, metavar="RESULTS.json", help="files of evaluate.py perplexity --output")
+    add("--output", required=True, type=Path, metavar="DIR", help="where report.json and report.png go")
+    add("--title", default="Perplexity", help="title of table and plot")
+
+
+def run(args: Namespace) -> int:
+    """Merges, draws, prints."""
+    print(build_report(args.results, args.output, args.title))
+    return 0
+
+
+REPORT = Task("one table and plot out of several results", add_arguments, run)

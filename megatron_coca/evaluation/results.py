@@ -1,11 +1,17 @@
-"""Result files: what they hold, and that they are complete or absent."""
+"""Result files: what every one of them holds, and that they are complete or absent.
+
+A result file holds nothing that differs between two runs of the same measurement, so that equal files mean equal
+results; what a measurement cost stands in a file beside it (`store.py`).
+"""
 
 import os
 import tempfile
+from abc import abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
 
 class EvaluationError(ValueError):
@@ -18,26 +24,13 @@ class Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
 
-class WindowResult(Record):
-    """One window size over all documents."""
+class Cell(Record):
+    """One number of a table with what it rests on."""
 
-    window: int  # tokens the model reads at a time
-    perplexity: float  # exp(nll); infinite where it overflows
-    nll: float  # nats, mean over the scored tokens
-    tokens_scored: int
-    seconds: float
-    tokens_per_second: float  # scored tokens
-    documents: int
-    peak_memory_bytes: int | None  # of the CUDA device; None where the device does not count it
-
-
-class ProtocolRecord(Record):
-    """How was measured; `windows` are the sizes asked for, in that order."""
-
-    text: str
-    stride: int
-    windows: list[int]
-    tokens_per_batch: int
+    @property
+    @abstractmethod
+    def key(self) -> tuple[Any, ...]:
+        """What names this cell among those of its file; files are sorted by it."""
 
 
 class CheckpointRecord(Record):
@@ -50,37 +43,44 @@ class CheckpointRecord(Record):
     pos_emb: str
 
 
-class DocumentsRecord(Record):
-    """On what was measured: `sha256` of lengths and token ids; `tokens` in all, `max_length` of one document."""
-
-    sha256: str
-    count: int
-    tokens: int
-    max_length: int
-    sources: list[str]
-
-
 class EnvironmentRecord(Record):
-    """Where was measured. `backend` is the attention backend."""
+    """Where was measured. `backend` is the attention backend, None where no model could be built."""
 
     dtype: str
-    backend: str
+    backend: str | None
     device: str
     torch: str
 
 
-class PerplexityResult(Record):
-    """The file that `evaluate.py perplexity --output` writes."""
+class Missing(Record):
+    """A cell, or all cells, that a measurement was asked for and does not have."""
 
-    task: Literal["perplexity"] = "perplexity"
+    at: str  # "window 4096", or "all"
+    kind: Literal["refused", "out of memory", "not run", "failed"]
+    reason: str
+
+
+class Result(Record):
+    """The file of one task of one model in one setting; a task adds its `protocol` and the type of its `results`.
+
+    `overrides` are the keys in which the model is used otherwise than it was trained, with their values.
+    """
+
+    task: str
     label: str
-    protocol: ProtocolRecord
     checkpoint: CheckpointRecord
-    overrides: list[str]
+    overrides: dict[str, JsonValue]
     tokenizer: str | None  # fingerprint; None where the checkpoint carries none
-    documents: DocumentsRecord
     environment: EnvironmentRecord
-    results: list[WindowResult]
+    results: Sequence[Cell]
+    missing: list[Missing]
+
+    def measurement(self) -> dict[str, Any]:
+        """What two files share if and only if they hold the same measurement; the checkpoint may have moved."""
+        return self.model_dump(mode="json", exclude={"results": True, "missing": True, "checkpoint": {"path"}})
+
+
+R = TypeVar("R", bound=Record)
 
 
 def check_writable(path: Path) -> None:
@@ -119,14 +119,13 @@ def write_record(path: Path, record: Record) -> None:
     write_atomically(path, (record.model_dump_json(indent=2) + "\n").encode())
 
 
-def read_perplexity(path: Path) -> PerplexityResult:
-    """Reads one result file. Raises EvaluationError where it is missing, unreadable or of another kind."""
+def read_record(path: Path, kind: type[R], what: str) -> R:
+    """Reads one file. Raises EvaluationError where it is missing, unreadable or of another kind than `what` says."""
     try:
-        return PerplexityResult.model_validate_json(path.read_bytes())
+        return kind.model_validate_json(path.read_bytes())
     except OSError as error:
         raise EvaluationError(f"{path}: cannot be read ({error.strerror})") from error
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "file"
-        reason = f"{place}: {first['msg']}"
-        raise EvaluationError(f"{path}: is not a result of `evaluate.py perplexity` ({reason})") from error
+        raise EvaluationError(f"{path}: is not {what} ({place}: {first['msg']})") from error

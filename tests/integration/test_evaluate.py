@@ -12,6 +12,9 @@ from megatron_coca.checkpoints import native
 from megatron_coca.config import load_config
 from megatron_coca.data import load_tokenizer
 from megatron_coca.evaluation import PerplexityResult
+from megatron_coca.evaluation.perplexity import command
+from megatron_coca.evaluation.perplexity.scoring import score_document
+from megatron_coca.evaluation.store import read_costs
 from megatron_coca.model import GPT, build_model
 
 main = runpy.run_path(str(Path(__file__).parents[2] / "evaluate.py"))["main"]
@@ -65,7 +68,9 @@ def test_perplexity_then_report(
     assert one.results[1].nll != other.results[1].nll
     assert (one.checkpoint.step, one.checkpoint.seq_length, one.checkpoint.pos_emb) == (7, 16, "coca")
     assert one.checkpoint.identity == other.checkpoint.identity and one.documents == other.documents
-    assert other.overrides == overrides[1:] and other.label.endswith("rope_scaling.factor=4")
+    assert other.label.endswith("rope_scaling.factor=4") and one.overrides == {}
+    scaling = other.overrides["rope_scaling"]
+    assert isinstance(scaling, dict) and (scaling["rope_type"], scaling["factor"]) == ("dynamic", 4.0)
     assert one.tokenizer == load_tokenizer("CharLevelTokenizer").fingerprint
     assert (one.environment.dtype, one.environment.device) == ("float32", "cpu")
     capsys.readouterr()
@@ -74,15 +79,105 @@ def test_perplexity_then_report(
     assert {path.name for path in (tmp_path / "report").iterdir()} == {"report.json", "report.png"}
 
 
-def test_results_do_not_depend_on_the_order_of_windows(checkpoint: Path, text: Path, tmp_path: Path) -> None:
-    dynamic = ["--set", "rope_scaling.rope_type=dynamic", "--set", "rope_scaling.factor=2"]
-    found = []
-    for windows in ("16,32,64", "64,16,32"):
-        output = tmp_path / f"{windows}.json"
-        assert main(arguments(checkpoint, text, "--output", output, *dynamic, "--windows", windows)) == 0
-        result = PerplexityResult.model_validate_json(output.read_bytes())
-        found.append({each.window: each.nll for each in result.results})
-    assert found[0] == found[1]
+VARIANTS = {
+    "plain": ["--variant", "plain"],
+    "NTK 4": ["--variant", "NTK 4", "configs/extend/dynamic_ntk.yml"],
+    "ReRoPE": ["--variant", "ReRoPE", "relative_positions.type=rerope", "relative_positions.window=8"],
+}
+
+
+def test_files_do_not_depend_on_the_order_of_windows_and_variants(checkpoint: Path, text: Path, tmp_path: Path) -> None:
+    orders = {"one": ("16,32,64", ["plain", "NTK 4", "ReRoPE"]), "two": ("64,16,32", ["ReRoPE", "plain", "NTK 4"])}
+    for name, (windows, labels) in orders.items():
+        given = [part for label in labels for part in VARIANTS[label]]
+        assert main(arguments(checkpoint, text, "--output", tmp_path / name, *given, "--windows", windows)) == 0
+    files = sorted(path.name for path in (tmp_path / "one").iterdir() if not path.name.endswith(".cost.json"))
+    assert files == ["perplexity_ntk_4.json", "perplexity_plain.json", "perplexity_rerope.json"]
+    for file in files:
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
+    nlls = [read(tmp_path / "one" / file).results[2].nll for file in files]
+    assert len(set(nlls)) == 3, "each variant uses the weights in its own way"
+
+
+def read(path: Path) -> PerplexityResult:
+    return PerplexityResult.model_validate_json(path.read_bytes())
+
+
+def test_an_interrupted_measurement_goes_on(
+    checkpoint: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, whole = tmp_path / "result.json", tmp_path / "whole.json"
+    assert main(arguments(checkpoint, text, "--output", whole)) == 0
+    calls = []
+
+    def interrupted(*args: object) -> float:
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        calls.append(args)
+        return score_document(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(command, "score_document", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        main(arguments(checkpoint, text, "--output", output))
+    assert [(each.window, each.documents) for each in read(output).results] == [(16, 2), (64, 1)]
+    monkeypatch.setattr(command, "score_document", lambda *args: calls.append(args) or score_document(*args))
+    assert main(arguments(checkpoint, text, "--output", output)) == 0
+    assert len(calls) == 4, "only the document that was not measured"
+    assert output.read_bytes() == whole.read_bytes()
+    costs = read_costs(output)
+    assert costs is not None and [(cost.at, cost.tokens) for cost in costs.costs] == [
+        ("window 16", 126),
+        ("window 64", 126),
+    ]
+
+
+def test_another_measurement_is_not_overwritten_unasked(
+    checkpoint: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "result.json"
+    assert main(arguments(checkpoint, text, "--output", output)) == 0
+    before = output.read_bytes()
+    assert main(arguments(checkpoint, text, "--output", output, "--stride", 16)) == 2
+    assert "holds another measurement (its protocol.stride is another)" in capsys.readouterr().err
+    assert output.read_bytes() == before
+    assert main(arguments(checkpoint, text, "--output", output, "--stride", 16, "--overwrite")) == 0
+    assert read(output).protocol.stride == 16
+
+
+def test_what_is_refused_is_noted_and_the_others_go_on(
+    checkpoint: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--variant", "T5", "pos_emb=rpe", "--variant", "plain", "--output", tmp_path]
+    assert main(arguments(checkpoint, text, *given)) == 2
+    refused, plain = read(tmp_path / "perplexity_t5.json"), read(tmp_path / "perplexity_plain.json")
+    assert [each.window for each in plain.results] == [16, 64] and not plain.missing
+    assert refused.results == [] and [(each.at, each.kind) for each in refused.missing] == [("all", "refused")]
+    assert "pos_emb" in refused.missing[0].reason and "T5: all: refused" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--variant", "a", "--variant", "A"], "a: the name stands for two variants"),
+        (["--variant", "a", "--variant", "b", "--output", "x.json"], "several variants need a folder"),
+        (["--variant", "a", "ntk"], "--variant a: ntk is neither KEY=VALUE nor a YAML file"),
+        (["--variant", "a", "absent.yml"], "absent.yml"),
+    ],
+)
+def test_variants_that_cannot_be_are_named(
+    checkpoint: Path, text: Path, more: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments(checkpoint, text, *more)) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_bfloat16(checkpoint: Path, text: Path, tmp_path: Path) -> None:
+    for dtype in ("float32", "bfloat16"):
+        assert main(arguments(checkpoint, text, "--output", tmp_path / f"{dtype}.json", "--dtype", dtype)) == 0
+    exact, rounded = (read(tmp_path / f"{dtype}.json") for dtype in ("float32", "bfloat16"))
+    assert rounded.environment.dtype == "bfloat16"
+    for one, other in zip(exact.results, rounded.results, strict=True):
+        assert one.nll != other.nll and other.nll == pytest.approx(one.nll, abs=0.02)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +191,6 @@ def test_results_do_not_depend_on_the_order_of_windows(checkpoint: Path, text: P
         (["--set", "rope_scaling.rope_typ=dynamic"], "rope_typ"),
         (["--set", "hidden_size=64"], "hidden_size"),
         (["--device", "abacus"], "device abacus: cannot be used here"),
-        (["--output", "."], ".: is a folder"),
         (["--output", "/proc/nowhere/result.json"], "/proc/nowhere/result.json: cannot be written"),
     ],
 )
@@ -121,7 +215,7 @@ def test_malformed_numbers_stop_at_the_command_line(
     assert "error:" in capsys.readouterr().err
 
 
-def test_interruption_keeps_the_windows_before(
+def test_a_window_that_does_not_fit_is_noted(
     checkpoint: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     compute = GPT.hidden_states
@@ -134,5 +228,10 @@ def test_interruption_keeps_the_windows_before(
     monkeypatch.setattr(GPT, "hidden_states", limited)
     output = tmp_path / "result.json"
     assert main(arguments(checkpoint, text, "--output", output)) == 2
-    assert "window 64: the memory of cpu does not suffice; lower --tokens-per-batch" in capsys.readouterr().err
-    assert [each.window for each in PerplexityResult.model_validate_json(output.read_bytes()).results] == [16]
+    found = read(output)
+    assert [each.window for each in found.results] == [16]
+    assert [(each.at, each.kind) for each in found.missing] == [("window 64", "out of memory")]
+    assert "window 64: out of memory: the memory of cpu does not suffice; lower --tokens-per" in capsys.readouterr().err
+    monkeypatch.setattr(GPT, "hidden_states", compute)
+    assert main(arguments(checkpoint, text, "--output", output)) == 0, "tried again, and only that"
+    assert [each.window for each in read(output).results] == [16, 64] and not read(output).missing

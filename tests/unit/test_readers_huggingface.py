@@ -99,7 +99,10 @@ def test_wrong_requests_are_errors(tmp_path: Path, spec: dict[str, Any], message
 @pytest.mark.parametrize(
     "path", ["/no/such/folder", "./data", "data/of/mine", "c/nope.jsonl", "nope.parquet", "c/nope.csv"]
 )
-def test_a_missing_folder_is_not_looked_for_at_the_hub(path: str) -> None:
+def test_a_missing_folder_is_not_looked_for_at_the_hub(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # a working tree may have a folder `data`
     with pytest.raises(DataError, match="no such file or folder"):
         read(path)
 

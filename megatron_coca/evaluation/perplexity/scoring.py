@@ -5,7 +5,6 @@ window sizes differ only in how much context each token has.
 """
 
 import math
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -16,7 +15,8 @@ from torch import Tensor
 from torch.nn import functional
 from tqdm import tqdm
 
-from megatron_coca.evaluation.results import EvaluationError, WindowResult
+from megatron_coca.evaluation.perplexity.records import WindowResult
+from megatron_coca.evaluation.results import EvaluationError
 
 PROTOCOL = (
     "sliding window: the model reads exactly W tokens at a time, positions counted from the window's start, no "
@@ -49,7 +49,6 @@ class LanguageModel(Protocol):
 class Window:
     """The model reads tokens [start, start + W) of a document and scores tokens [first_scored, end)."""
 
-    document: int
     start: int
     first_scored: int
     end: int
@@ -59,16 +58,16 @@ class Window:
         return self.end - self.first_scored
 
 
-def plan_windows(length: int, window: int, stride: int, document: int = 0) -> list[Window]:
+def plan_windows(length: int, window: int, stride: int) -> list[Window]:
     """The windows of one document of `length` tokens; together they score tokens 1 .. length-1 once each.
 
     A token is predicted at the position before it, so a later window reads one token further to the left than
     the tokens it scores. Hence stride == window (windows that do not overlap) scores every token too.
     """
-    windows = [Window(document, 0, 1, window)]
+    windows = [Window(0, 1, window)]
     while windows[-1].end < length:
         end = min(windows[-1].end + stride, length)
-        windows.append(Window(document, end - 1 - window, windows[-1].end, end))
+        windows.append(Window(end - 1 - window, windows[-1].end, end))
     return windows
 
 
@@ -117,43 +116,38 @@ def nll_sum(model: LanguageModel, hidden: Tensor, targets: Tensor) -> Tensor:
 
 
 def score_batch(
-    model: LanguageModel, documents: Sequence[np.ndarray], batch: Sequence[Window], window: int, device: torch.device
-) -> tuple[Tensor, int]:
-    """Returns the batch's sum of nll (float64 scalar) and the number of tokens that went into it."""
-    rows = np.stack([documents[each.document][each.start : each.start + window] for each in batch])
+    model: LanguageModel, tokens: np.ndarray, batch: Sequence[Window], window: int, device: torch.device
+) -> Tensor:
+    """The sum of the nll (float64 scalar) of what a batch of windows of one document scores."""
+    rows = np.stack([tokens[each.start : each.start + window] for each in batch])
     hidden = model.hidden_states(torch.from_numpy(rows).to(device))
     scored = [
         hidden[row, each.first_scored - 1 - each.start : each.end - 1 - each.start] for row, each in enumerate(batch)
     ]
-    targets = np.concatenate([documents[each.document][each.first_scored : each.end] for each in batch])
-    return nll_sum(model, torch.cat(scored), torch.from_numpy(targets).to(device)), len(targets)
+    targets = np.concatenate([tokens[each.first_scored : each.end] for each in batch])
+    return nll_sum(model, torch.cat(scored), torch.from_numpy(targets).to(device))
 
 
-def score_window(
-    model: LanguageModel,
-    documents: Sequence[np.ndarray],
-    window: int,
-    stride: int,
-    tokens_per_batch: int,
-    progress: bool,
-) -> WindowResult:
-    """Scores all documents (int64 arrays) with one window size."""
+@torch.inference_mode()
+def score_document(
+    model: LanguageModel, tokens: np.ndarray, window: int, stride: int, tokens_per_batch: int = 16384
+) -> float:
+    """The sum of the nll, in nats, of all tokens of one document (int64, one dimension) but its first.
+
+    A batch holds windows of this document alone: the last bits of a matrix product depend on the other rows of its
+    batch, and so nothing depends on which other documents there are.
+
+    Raises RuntimeError if another number of tokens was scored.
+    """
     device = next(model.parameters()).device
-    plan = [each for index, tokens in enumerate(documents) for each in plan_windows(len(tokens), window, stride, index)]
-    wanted = sum(len(tokens) - 1 for tokens in documents)
-    total, count = torch.zeros((), dtype=torch.float64, device=device), 0
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    began = time.perf_counter()
-    with tqdm(total=wanted, desc=f"window {window}", unit="token", unit_scale=True, disable=not progress) as bar:
-        for batch in batches(plan, max(1, tokens_per_batch // window)):
-            nll, scored = score_batch(model, documents, batch, window, device)
-            total += nll
-            count += scored
-            bar.update(scored)
-    if count != wanted:
-        raise RuntimeError(f"window {window}, stride {stride}: {count} tokens were scored instead of {wanted}")
-    return summarise(window, total.item(), count, time.perf_counter() - began, len(documents), device)
+    plan = plan_windows(len(tokens), window, stride)
+    counted, wanted = sum(each.tokens_scored for each in plan), len(tokens) - 1
+    if counted != wanted:
+        raise RuntimeError(f"window {window}, stride {stride}: {counted} tokens were scored instead of {wanted}")
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for batch in batches(plan, max(1, tokens_per_batch // window)):
+        total += score_batch(model, tokens, batch, window, device)
+    return total.item()
 
 
 def exponential(nll: float) -> float:
@@ -164,24 +158,40 @@ def exponential(nll: float) -> float:
         return math.inf
 
 
-def summarise(
-    window: int, nll_total: float, count: int, seconds: float, documents: int, device: torch.device
-) -> WindowResult:
-    """`seconds` must be read after `nll_total`, which waits for the device."""
-    nll = nll_total / count
+def pooled(window: int, nlls: Sequence[float], lengths: Sequence[int]) -> WindowResult:
+    """One window size, from the sum of the nll of each document and its number of tokens.
+
+    Sums are exact (math.fsum), so that the order of the documents changes nothing.
+    """
+    count = sum(length - 1 for length in lengths)
+    nll = math.fsum(nlls) / count
     return WindowResult(
         window=window,
         perplexity=exponential(nll),
         nll=nll,
+        nll_stderr=standard_error(nll, nlls, lengths),
         tokens_scored=count,
-        seconds=seconds,
-        tokens_per_second=count / seconds,
-        documents=documents,
-        peak_memory_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+        documents=len(nlls),
+        nll_by_document=list(nlls),
     )
 
 
-@torch.inference_mode()
+def standard_error(nll: float, nlls: Sequence[float], lengths: Sequence[int]) -> float | None:
+    """Of the pooled mean `nll`, over documents as independent draws (the ratio estimator); None for one document."""
+    number = len(nlls)
+    if number < 2:
+        return None
+    residuals = [total - nll * (length - 1) for total, length in zip(nlls, lengths, strict=True)]
+    mean_count = sum(length - 1 for length in lengths) / number
+    return math.sqrt(math.fsum(each * each for each in residuals) / (number * (number - 1))) / mean_count
+
+
+def check_model(model: LanguageModel) -> None:
+    """Raises ValueError for a model in training mode."""
+    if model.training:
+        raise ValueError("the model is in training mode, dropout would change the result: call model.eval()")
+
+
 def sliding_window_perplexity(
     model: LanguageModel,
     documents: Sequence[np.ndarray],
@@ -203,9 +213,11 @@ def sliding_window_perplexity(
     check_lengths(documents, windows)
     if tokens_per_batch < 1:
         raise EvaluationError(f"tokens per batch {tokens_per_batch}: must be at least 1")
-    if model.training:
-        raise ValueError("the model is in training mode, dropout would change the result: call model.eval()")
+    check_model(model)
     arrays = [np.ascontiguousarray(tokens, dtype=np.int64) for tokens in documents]
-    # The last bits of a matrix product depend on the other rows of its batch: one fixed order makes them repeatable.
-    arrays.sort(key=lambda tokens: tokens.tobytes())
-    return [score_window(model, arrays, window, stride, tokens_per_batch, progress) for window in windows]
+    found = []
+    for window in windows:
+        shown = tqdm(arrays, desc=f"window {window}", unit="document", disable=not progress)
+        nlls = [score_document(model, tokens, window, stride, tokens_per_batch) for tokens in shown]
+        found.append(pooled(window, nlls, [len(tokens) for tokens in arrays]))
+    return found

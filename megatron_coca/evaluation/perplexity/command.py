@@ -1,0 +1,86 @@
+"""`python evaluate.py perplexity`."""
+
+from argparse import ArgumentParser, Namespace
+from dataclasses import dataclass
+
+from tqdm import tqdm
+
+from megatron_coca.evaluation.document_options import add_document_options, read_subject_documents
+from megatron_coca.evaluation.documents import Documents
+from megatron_coca.evaluation.markdown import format_table
+from megatron_coca.evaluation.measure import measured
+from megatron_coca.evaluation.options import add_subject_options, int_list, positive_int
+from megatron_coca.evaluation.perplexity.records import PerplexityProtocol, PerplexityResult
+from megatron_coca.evaluation.perplexity.scoring import PROTOCOL, check_windows, pooled, score_document
+from megatron_coca.evaluation.running import Task, run_subjects, within_memory
+from megatron_coca.evaluation.store import Cost, Store
+from megatron_coca.evaluation.subject import Header, Source, Subject
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """The same documents for every subject."""
+
+    documents: Documents
+    windows: tuple[int, ...]
+    stride: int
+    tokens_per_batch: int
+
+    def empty(self, header: Header) -> PerplexityResult:
+        """As in `running.Measurement`."""
+        protocol = PerplexityProtocol(text=PROTOCOL, stride=self.stride, tokens_per_batch=self.tokens_per_batch)
+        return PerplexityResult(
+            **header.fields(), protocol=protocol, documents=self.documents.record(), results=[], missing=[]
+        )
+
+    def measure(self, subject: Subject, store: Store[PerplexityResult]) -> None:
+        """Short windows first, and after each document what is known of its window is written."""
+        remedy = (
+            f"lower --tokens-per-batch (it is {self.tokens_per_batch}, one window at least) or use --dtype bfloat16"
+        )
+        for window in sorted(self.windows):
+            with within_memory(store, f"window {window}", remedy):
+                self._measure_window(subject, store, window)
+
+    def _measure_window(self, subject: Subject, store: Store[PerplexityResult], window: int) -> None:
+        arrays, earlier = self.documents.arrays, store.get((window,))
+        nlls = list(earlier.nll_by_document) if earlier is not None else []
+        for tokens in tqdm(arrays[len(nlls) :], desc=f"{subject.label}, window {window}", unit="document"):
+            with measured(subject.device) as meter:
+                nlls.append(score_document(subject.model, tokens, window, self.stride, self.tokens_per_batch))
+            cell = pooled(window, nlls, [len(scored) for scored in arrays[: len(nlls)]])
+            store.put(cell, Cost.of(f"window {window}", meter, len(tokens) - 1))
+
+    def table(self, result: PerplexityResult) -> str:
+        """As in `running.Measurement`."""
+        rows = [
+            [str(each.window), f"{each.perplexity:.3f}", f"{each.nll:.4f}", str(each.tokens_scored)]
+            for each in result.results
+        ]
+        place = f"{result.documents.count} documents, stride {result.protocol.stride}"
+        header = f"{result.label}: trained at {result.checkpoint.seq_length}, {place}"
+        return f"{header}\n\n{format_table(['window', 'perplexity', 'nll', 'tokens scored'], rows)}\n"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """The options of the subcommand."""
+    add_subject_options(parser)
+    add_document_options(parser)
+    add = parser.add_argument
+    add("--windows", required=True, type=int_list, metavar="W,W,...", help="window sizes in tokens")
+    add("--stride", required=True, type=positive_int, metavar="S", help="tokens scored by each window")
+    add("--tokens-per-batch", type=positive_int, default=16384, metavar="N", help="fewer need less memory")
+
+
+def run(args: Namespace) -> int:
+    """Measures every variant; returns the exit status."""
+    check_windows(args.windows, args.stride)
+
+    def begin(source: Source) -> Perplexity:
+        documents = read_subject_documents(args, source, max(args.windows))
+        return Perplexity(documents, tuple(args.windows), args.stride, args.tokens_per_batch)
+
+    return run_subjects(args, "perplexity", begin)
+
+
+PERPLEXITY = Task("sliding-window perplexity of a checkpoint", add_arguments, run)

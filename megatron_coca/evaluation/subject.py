@@ -1,0 +1,154 @@
+"""What is measured: one checkpoint in one of the ways in which its weights may be used."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_coca.attention.backends.select import BACKENDS
+from megatron_coca.attention.inputs import BackendError
+from megatron_coca.attention.layer import SelfAttention
+from megatron_coca.checkpoints import CheckpointError, Opened, open_checkpoint
+from megatron_coca.checkpoints.compare import EVALUATION_KEYS
+from megatron_coca.config import Config, ConfigError
+from megatron_coca.data import Tokenizer, load_saved_tokenizer, load_tokenizer
+from megatron_coca.evaluation.options import DTYPES, SubjectOptions, Variant, resolve_device
+from megatron_coca.evaluation.results import CheckpointRecord, EnvironmentRecord
+from megatron_coca.model import GPT, keep_freed_memory
+
+REFUSALS = (ConfigError, CheckpointError, BackendError)
+"""What says that weights cannot be used in the way that is asked for."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """What every result file says of its subject."""
+
+    label: str
+    checkpoint: CheckpointRecord
+    overrides: dict[str, Any]
+    tokenizer: str | None
+    environment: EnvironmentRecord
+
+    def fields(self) -> dict[str, Any]:
+        """For `SomeResult(**header.fields(), protocol=..., results=[], missing=[])`."""
+        return vars(self)
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A use of the weights that has no meaning, or that nothing here can compute; `header` says what is known of it."""
+
+    header: Header
+    reason: str
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model in evaluation mode on its device, with the tokenizer of its checkpoint and its configuration, what
+    evaluation changes in it included.
+    """
+
+    header: Header
+    model: GPT
+    config: Config
+    tokenizer: Tokenizer | None
+
+    @property
+    def label(self) -> str:
+        """Its name in reports."""
+        return self.header.label
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(self.model.parameters()).device
+
+    @property
+    def training_length(self) -> int:
+        """L, the length that the weights were trained at."""
+        return self.header.checkpoint.seq_length
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the vocabulary that mean a token, those of the padding not counted."""
+        return self.config.model.vocab_size or self.config.model.padded_vocab_size
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint opened once for all variants."""
+
+    opened: Opened
+    options: SubjectOptions
+    tokenizer: Tokenizer | None
+
+    def subjects(self) -> Iterator[Subject | Refused]:
+        """One after another, so that no two models are in memory at once."""
+        device = resolve_device(self.options.device)
+        if device == "cpu":
+            keep_freed_memory()
+        for variant in self.options.variants:
+            yield self.subject(variant, device)
+
+    def subject(self, variant: Variant, device: str) -> Subject | Refused:
+        """Raises nothing of what a variant can do wrong; what the checkpoint itself has wrong it raises."""
+        try:
+            loaded = self.opened.load(variant.overrides, variant.files, device, DTYPES[self.options.dtype])
+        except REFUSALS as error:
+            said = {"variant": " ".join([*variant.files, *variant.overrides])}
+            return Refused(self._header(variant, said, self._environment(None, device)), str(error))
+        changed = changed_keys(self.opened.trained, loaded.config)
+        environment = self._environment(backend_name(loaded.model), device)
+        return Subject(self._header(variant, changed, environment), loaded.model, loaded.config, self.tokenizer)
+
+    def _header(self, variant: Variant, overrides: dict[str, Any], environment: EnvironmentRecord) -> Header:
+        fingerprint = self.tokenizer.fingerprint if self.tokenizer is not None else None
+        return Header(variant.label, self._checkpoint(), overrides, fingerprint, environment)
+
+    def _checkpoint(self) -> CheckpointRecord:
+        trained = self.opened.trained
+        return CheckpointRecord(
+            path=str(self.options.checkpoint),
+            identity=self.opened.identity,
+            step=self.opened.step,
+            seq_length=trained.position.training_length(trained.model.seq_length),
+            pos_emb=trained.position.pos_emb,
+        )
+
+    def _environment(self, backend: str | None, device: str) -> EnvironmentRecord:
+        place = torch.device(device)
+        return EnvironmentRecord(
+            dtype=self.options.dtype,
+            backend=backend,
+            device=torch.cuda.get_device_name(place) if place.type == "cuda" else str(place),
+            torch=torch.__version__,
+        )
+
+
+def open_source(options: SubjectOptions) -> Source:
+    """Raises CheckpointError for a checkpoint that is not in order, DataError for its tokenizer."""
+    opened = open_checkpoint(options.checkpoint)
+    return Source(opened, options, find_tokenizer(opened))
+
+
+def find_tokenizer(opened: Opened) -> Tokenizer | None:
+    """The tokenizer of a checkpoint of ours or of a Hugging Face folder; None where there is none. Raises DataError."""
+    if opened.tokenizer_folder is not None:
+        return load_saved_tokenizer(opened.tokenizer_folder)
+    beside = Path(opened.folder) / "tokenizer.json"
+    return load_tokenizer("HFTokenizer", beside) if beside.is_file() else None
+
+
+def changed_keys(trained: Config, used: Config) -> dict[str, Any]:
+    """The keys that evaluation changes, with their values: the same for the same use, however it was asked for."""
+    before, after = trained.flat(), used.flat()
+    return {key: after[key] for key in sorted(EVALUATION_KEYS) if before[key] != after[key]}
+
+
+def backend_name(model: GPT) -> str:
+    """The attention backend of a model by its name in the table."""
+    backend = next(module.backend for module in model.modules() if isinstance(module, SelfAttention))
+    return next(name for name, known in BACKENDS.items() if known is backend)
