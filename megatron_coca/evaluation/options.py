@@ -103,7 +103,12 @@ def _variant(args: Namespace, label: str, *changes: Any) -> Variant:
     if unknown:
         raise EvaluationError(f"--variant {label}: {unknown[0]} is neither KEY=VALUE nor a YAML file")
     overrides = (*args.overrides, *(change for change in changes if "=" in change))
-    return Variant(" ".join(filter(None, [args.label, label])), files, overrides)
+    return Variant(full_label(args.label, label), files, overrides)
+
+
+def full_label(label: str | None, variant: str) -> str:
+    """The name in reports of a variant of the model that `--label` names."""
+    return " ".join(filter(None, [label, variant]))
 
 
 def resolve_device(name: str) -> str:

@@ -27,11 +27,13 @@ class Task:
         add_arguments: declares the options.
         run: does the work and returns the exit status; raises one of `tasks.USER_ERRORS` for what the user can put
             right.
+        of_checkpoint: whether it measures a checkpoint, in all its variants.
     """
 
     help: str
     add_arguments: Callable[[ArgumentParser], None]
     run: Callable[[Namespace], int]
+    of_checkpoint: bool = True
 
 
 class Measurement(Protocol[R]):

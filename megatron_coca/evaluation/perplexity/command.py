@@ -69,7 +69,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("--windows", required=True, type=int_list, metavar="W,W,...", help="window sizes in tokens")
     add("--stride", required=True, type=positive_int, metavar="S", help="tokens scored by each window")
-    add("--tokens-per-batch", type=positive_int, default=16384, metavar="N", help="fewer need less memory")
+    add("--tokens-per-batch", type=positive_int, default=8192, metavar="N", help="fewer need less memory")
 
 
 def run(args: Namespace) -> int:

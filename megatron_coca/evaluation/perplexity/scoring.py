@@ -130,7 +130,7 @@ def score_batch(
 
 @torch.inference_mode()
 def score_document(
-    model: LanguageModel, tokens: np.ndarray, window: int, stride: int, tokens_per_batch: int = 16384
+    model: LanguageModel, tokens: np.ndarray, window: int, stride: int, tokens_per_batch: int = 8192
 ) -> float:
     """The sum of the nll, in nats, of all tokens of one document (int64, one dimension) but its first.
 
@@ -198,7 +198,7 @@ def sliding_window_perplexity(
     windows: Sequence[int],
     stride: int,
     *,
-    tokens_per_batch: int = 16384,
+    tokens_per_batch: int = 8192,
     progress: bool = True,
 ) -> list[WindowResult]:
     """Perplexity of `documents` (one-dimensional integer arrays of token ids) for each window size, by PROTOCOL.

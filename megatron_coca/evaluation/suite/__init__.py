@@ -1,0 +1,1 @@
+"""Many tasks over many checkpoints, from one YAML file, and their report."""

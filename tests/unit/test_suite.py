@@ -1,0 +1,142 @@
+"""A suite's file: the commands that it stands for, and what is refused before the first is run."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from megatron_coca.evaluation import EvaluationError
+from megatron_coca.evaluation.cli import build_parser
+from megatron_coca.evaluation.suite.plan import (
+    Command,
+    Place,
+    SuiteFile,
+    commands,
+    read_suite,
+    training_lengths,
+    with_checkpoints,
+)
+from megatron_coca.evaluation.suite.run import how_it_ended, note_failure
+from megatron_coca.evaluation.tasks import MEASUREMENTS
+
+ROOT = Path(__file__).parents[2]
+SHIPPED = sorted((ROOT / "configs" / "evaluation").glob("*.yml"))
+
+SUITE = """
+title: Two models
+checkpoints:
+  RoFormer: runs/roformer
+  CoCA:
+    path: runs/coca
+    set: [attention_backend=sdpa]
+    variants:
+      "": []
+      "+ NTK": [configs/extend/dynamic_ntk.yml, rope_scaling.factor=2]
+tasks:
+  perplexity: {windows: [1L, 4L, 100], stride: 1L, data: [a.txt, b.txt], overwrite: true, max_length: null}
+"""
+
+
+def suite(tmp_path: Path, text: str = SUITE) -> SuiteFile:
+    (tmp_path / "suite.yml").write_text(text)
+    return read_suite(tmp_path / "suite.yml")
+
+
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path, "cpu", "bfloat16")
+
+
+def test_a_call_for_each_checkpoint_with_all_its_variants(tmp_path: Path) -> None:
+    planned = commands(suite(tmp_path), MEASUREMENTS, {"RoFormer": 64, "CoCA": 128}, place(tmp_path))
+    assert [(each.task, each.checkpoint) for each in planned] == [("perplexity", "RoFormer"), ("perplexity", "CoCA")]
+    args = build_parser().parse_args(planned[1].arguments)
+    assert (args.checkpoint, args.label, args.device, args.dtype) == ("runs/coca", "CoCA", "cpu", "bfloat16")
+    assert args.overrides == ["attention_backend=sdpa"]
+    assert args.variant == [[""], ["+ NTK", "configs/extend/dynamic_ntk.yml", "rope_scaling.factor=2"]]
+    assert (args.windows, args.stride, args.data) == ([128, 512, 100], 128, ["a.txt", "b.txt"])
+    assert args.overwrite and args.max_length is None
+    assert [file.name for file in planned[1].files] == ["perplexity_coca.json", "perplexity_coca_ntk.json"]
+    assert args.output == tmp_path / "results"
+
+
+@pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
+def test_shipped_suites_are_commands(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    read = read_suite(file)
+    named = {"mine": "runs/mine"} if "any" in read.checkpoints else {}
+    complete = with_checkpoints(read, named)
+    planned = commands(complete, MEASUREMENTS, dict.fromkeys(complete.checkpoints, 512), place(tmp_path))
+    assert {each.task for each in planned} == read.tasks.keys()
+    files = [each for command in planned for each in command.files]
+    assert len(set(files)) == len(files), "no result stands in the file of another"
+    for each in planned:
+        args = build_parser().parse_args(each.arguments)
+        overlays = [change for variant in args.variant for change in variant[1:] if "=" not in change]
+        assert all(Path(overlay).is_file() for overlay in overlays)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[]", "is not a suite"),
+        ("title: [", "is not YAML"),
+        (SUITE.replace("title", "titel"), "titel: Extra inputs"),
+        (SUITE.replace("  CoCA:\n    path", "  CoCA:\n    paht"), "checkpoints.CoCA.paht"),
+        (SUITE.replace("  perplexity", "  perplexty"), "tasks.perplexty: there is no such task; known: analyse"),
+        (SUITE.replace("stride", "strid"), "tasks.perplexity.strid: there is no such option; known: .*stride"),
+    ],
+)
+def test_mistakes_are_named(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(EvaluationError, match=message):
+        commands(suite(tmp_path, text), MEASUREMENTS, {"CoCA": 64}, place(tmp_path))
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(EvaluationError, match=r"absent.yml: cannot be read"):
+        read_suite(tmp_path / "absent.yml")
+
+
+def test_checkpoints_are_named_on_the_command_line(tmp_path: Path) -> None:
+    fixed = suite(tmp_path)
+    assert with_checkpoints(fixed, {"CoCA": "elsewhere"}).checkpoints["CoCA"].path == "elsewhere"
+    assert with_checkpoints(fixed, {"CoCA": "elsewhere"}).checkpoints["CoCA"].set == ["attention_backend=sdpa"]
+    with pytest.raises(EvaluationError, match="--checkpoint Coca: the suite knows RoFormer, CoCA"):
+        with_checkpoints(fixed, {"Coca": "elsewhere"})
+    either = suite(tmp_path, SUITE.replace("  RoFormer: runs/roformer", "  any: {set: [a=1]}"))
+    assert with_checkpoints(either, {"mine": "m"}).checkpoints["mine"].set == ["a=1"]
+    with pytest.raises(EvaluationError, match="no checkpoint for RoFormer"):
+        with_checkpoints(suite(tmp_path, SUITE.replace("RoFormer: runs/roformer", "RoFormer: {}")), {})
+
+
+def test_checkpoints_that_cannot_be_used_leave_the_others(tmp_path: Path) -> None:
+    lengths, problems = training_lengths(suite(tmp_path))
+    assert lengths == {} and problems.keys() == {"RoFormer", "CoCA"}
+    assert "runs/roformer: no such checkpoint folder" in problems["RoFormer"]
+
+
+def test_multiples_need_a_checkpoint(tmp_path: Path) -> None:
+    text = SUITE + "  speed: {config: [x.yml], lengths: [4L]}\n"
+    with pytest.raises(EvaluationError, match=r"tasks.speed.lengths: 4L is a multiple"):
+        commands(suite(tmp_path, text), MEASUREMENTS, {}, place(tmp_path))
+
+
+def test_a_task_of_no_checkpoint_is_run_once(tmp_path: Path) -> None:
+    text = SUITE + "  speed: {config: [x.yml], lengths: [64], variant: [[a, k=1], [b, k=2]]}\n"
+    planned = commands(suite(tmp_path, text), MEASUREMENTS, {"RoFormer": 64, "CoCA": 64}, place(tmp_path))
+    assert [each.checkpoint for each in planned] == ["RoFormer", "CoCA", None]
+    assert build_parser().parse_args(planned[2].arguments).variant == [["a", "k=1"], ["b", "k=2"]]
+
+
+def test_how_a_command_ended() -> None:
+    assert "SIGKILL (the host's memory" in how_it_ended(-signal.SIGKILL)
+    assert how_it_ended(1) == "ended with status 1"
+
+
+def test_a_failure_is_written_into_the_files_that_were_begun(tmp_path: Path) -> None:
+    begun, absent = tmp_path / "begun.json", tmp_path / "absent.json"
+    begun.write_text(json.dumps({"results": [1], "missing": [{"at": "x", "kind": "failed", "reason": "earlier"}]}))
+    for file in Command("t", "c", (), (begun, absent)).files:
+        note_failure(file, "killed")
+    assert json.loads(begun.read_text())["missing"] == [{"at": "all", "kind": "failed", "reason": "killed"}]
+    assert json.loads(begun.read_text())["results"] == [1] and not absent.exists()
