@@ -53,10 +53,11 @@ def read_keys(folder: Path) -> dict[str, Any]:
 def read_weights(folder: Path, num_layers: int, num_heads: int, tied: bool) -> dict[str, Tensor]:
     """The state dict of our model, in the dtype on disk."""
     available = _index(folder)
-    kind = read_json(folder / "config.json")["model_type"]
+    config = read_json(folder / "config.json")
+    heads = weight_map.Heads(num_heads, config.get("num_key_value_heads") or num_heads)
     rows = (
         weight_map.GPT_NEOX
-        if kind == "gpt_neox"
+        if config["model_type"] == "gpt_neox"
         else weight_map.llama("t_proj" if _has_t_proj(available) else "k_proj")
     )
     state = {}
@@ -65,7 +66,7 @@ def read_weights(folder: Path, num_layers: int, num_heads: int, tied: bool) -> d
             continue
         if not any(name in available for name in row.theirs) and row.ours.endswith(".bias"):
             continue
-        state[row.ours] = row.join([_tensor(available, name, folder) for name in row.theirs], num_heads)
+        state[row.ours] = row.packing.join([_tensor(available, name, folder) for name in row.theirs], heads)
     return state
 
 
@@ -90,13 +91,13 @@ def _rope_keys(config: Mapping[str, Any], source: Path) -> dict[str, Any]:
     scaling = {name: value for name, value in given.items() if name not in ROPE_BOOKKEEPING and value is not None}
     kind = given.get("rope_type", given.get("type", "default"))
     if kind == "default":
-        return {"rotary_emb_base": int(base)}
+        return {"rotary_emb_base": float(base)}
     unread = sorted(scaling.keys() - set(SCALING_OPTIONS.get(kind, ())) - {"original_max_position_embeddings"})
     if kind not in SCALING_OPTIONS or unread:
         raise CheckpointError(f"{source}: rope_type {kind!r} {_with(unread)}is not supported")
     if kind == "longrope":
-        scaling |= _longrope_keys(config, scaling)
-    return {"rotary_emb_base": int(base), "rope_scaling": {"rope_type": kind} | scaling}
+        scaling = _longrope_keys(config, scaling) | scaling
+    return {"rotary_emb_base": float(base), "rope_scaling": {"rope_type": kind} | scaling}
 
 
 def _with(names: list[str]) -> str:
@@ -104,7 +105,7 @@ def _with(names: list[str]) -> str:
 
 
 def _longrope_keys(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> dict[str, Any]:
-    """L beside or inside the section, and the factor that transformers derives where L is known."""
+    """L beside or inside the section, and the factor that transformers derives from it where none is given."""
     original = scaling.get("original_max_position_embeddings", config.get("original_max_position_embeddings"))
     if original is None:
         return {}

@@ -2,7 +2,17 @@
 
 from megatron_coca.model.allocator import keep_freed_memory
 from megatron_coca.model.build import assemble_model, build_model
+from megatron_coca.model.generate import NOT_GENERATED, generate
 from megatron_coca.model.gpt import GPT
 from megatron_coca.model.loss import LanguageModelLoss, next_token_loss
 
-__all__ = ["GPT", "LanguageModelLoss", "assemble_model", "build_model", "keep_freed_memory", "next_token_loss"]
+__all__ = [
+    "GPT",
+    "NOT_GENERATED",
+    "LanguageModelLoss",
+    "assemble_model",
+    "build_model",
+    "generate",
+    "keep_freed_memory",
+    "next_token_loss",
+]

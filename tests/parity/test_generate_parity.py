@@ -1,0 +1,120 @@
+"""Generation with the cache, without it, by a plain loop over full passes, and by transformers: the same tokens."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, PreTrainedConfig
+
+from megatron_coca import load_model
+from megatron_coca.attention.positions.forms import SCORE_FORMS
+from megatron_coca.config import load_config
+from megatron_coca.model import GPT, build_model, generate
+
+TRAINED, PROMPT, NEW, VOCABULARY = 16, 30, 12, 90
+SHAPE = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "seq_length": TRAINED,
+    "max_position_embeddings": PROMPT + NEW,
+    "vocab_size": VOCABULARY,
+    "no_weight_tying": True,
+}
+LONG = [1.0 + 0.5 * j for j in range(8)]
+EXTENSIONS: list[dict[str, Any]] = [
+    {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
+    {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+    {"rope_scaling": {"rope_type": "dynamic_yarn"}},
+    {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": LONG, "factor": 4.0}},
+    {"logit_scaling": "log_n"},
+    {"relative_positions": {"type": "rerope", "window": 6}},
+    {"relative_positions": {"type": "leaky_rerope", "window": 6}},
+    {"relative_positions": {"type": "self_extend", "window": 6, "group_size": 4}},
+    {"relative_positions": {"type": "lm_infinite", "window": 12, "sinks": 3}},
+    {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "relative_positions": {"type": "rerope"}}
+    | {"logit_scaling": "log_n"},
+]
+ROTATED = ("rotary", "coca", "coca_strict", "xpos")
+CASES = [{"pos_emb": name} for name in SCORE_FORMS]
+CASES += [{"pos_emb": name} | extension for name in ROTATED for extension in EXTENSIONS]
+CASES += [
+    {"pos_emb": "rotary", "relative_positions": {"type": "streaming", "window": 12, "sinks": 3}},
+    {"pos_emb": "alibi", "logit_scaling": "log_n"},
+    {"pos_emb": "coca", "num_kv_heads": 1, "rotary_pct": 0.5, "gpt_j_residual": True},
+]
+
+
+def random_model(**keys: Any) -> GPT:
+    """Weights so large that what is generated depends on the prompt, and rarely repeats."""
+    model = build_model(load_config([], SHAPE | keys), training=False).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def prompts(length: int = PROMPT) -> Tensor:
+    return torch.randint(VOCABULARY, (3, length), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def by_full_passes(model: GPT, ids: Tensor, new: int) -> tuple[Tensor, Tensor]:
+    """The tokens, and by how much each was ahead of the next best one: all logits of every pass, the last one used."""
+    total, margins = ids.shape[1] + new, []
+    for _ in range(new):
+        last = model.logits(model.hidden_states(ids, length=total))[:, -1, :VOCABULARY]
+        best = last.topk(2).values
+        margins.append(best[:, 0] - best[:, 1])
+        ids = torch.cat((ids, last.argmax(-1, keepdim=True)), dim=1)
+    return ids[:, -new:], torch.stack(margins, dim=1)
+
+
+@pytest.mark.parametrize("keys", CASES, ids=str)
+def test_the_cache_changes_nothing(keys: dict[str, Any]) -> None:
+    model, ids = random_model(**keys), prompts()
+    wanted, margins = by_full_passes(model, ids, NEW)
+    assert margins.min() > 1e-4, "float32 decides which token is the largest: another seed is needed"
+    assert torch.equal(generate(model, ids, NEW), wanted)
+    assert torch.equal(generate(model, ids, NEW, use_cache=False), wanted)
+
+
+def test_rows_do_not_look_at_one_another() -> None:
+    model, ids = random_model(pos_emb="coca"), prompts()
+    alone = torch.cat([generate(model, row[None], NEW) for row in ids])
+    assert torch.equal(generate(model, ids, NEW), alone)
+    assert len(set(map(tuple, alone.tolist()))) == 3
+
+
+def test_a_dynamic_extension_sees_the_length_that_will_be_reached() -> None:
+    scaling = {"rope_type": "dynamic", "factor": 4.0}
+    model, ids = random_model(pos_emb="rotary", rope_scaling=scaling), prompts()
+    assert torch.equal(generate(model, ids, NEW)[:, :1], by_full_passes(model, ids, NEW)[0][:, :1])
+    longer, _ = by_full_passes(model, ids, 20 * NEW)
+    assert not torch.equal(generate(model, ids, NEW), longer[:, :NEW]), "the length does count"
+
+
+COMMON = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+THEIRS = [
+    GPTNeoXConfig(**COMMON, intermediate_size=80, rope_parameters=ROPE | {"partial_rotary_factor": 0.25}),
+    LlamaConfig(**COMMON, intermediate_size=52, rope_parameters=ROPE, num_key_value_heads=2),
+]
+
+
+@pytest.mark.parametrize("config", THEIRS, ids=lambda config: config.model_type)
+def test_transformers_generates_the_same(config: PreTrainedConfig, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter += 0.3 * torch.randn(parameter.shape)
+    theirs.save_pretrained(tmp_path)
+    ids = prompts()
+    options = {"attention_mask": torch.ones_like(ids), "eos_token_id": None, "pad_token_id": 0}
+    wanted = theirs.generate(ids, max_new_tokens=NEW, do_sample=False, **options)
+    assert torch.equal(generate(load_model(tmp_path), ids, NEW), wanted[:, PROMPT:])

@@ -1,0 +1,98 @@
+"""What an export refuses, with the reason and without a trace on disk; packed weights and their way back."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_coca.checkpoints import CheckpointError, export_tokenizer, weight_map
+from megatron_coca.checkpoints.export import export
+from megatron_coca.data import train_sentencepiece
+from tests.parity.exported import LLAMA, NEOX, write_checkpoint
+from tools.convert_to_huggingface import main
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "CoCA": (NEOX | {"pos_emb": "coca"}, "as gpt_neox: pos_emb 'coca' is in no stock model.*as llama: pos_emb 'coca'"),
+    "ALiBi": ({"pos_emb": "alibi"}, "pos_emb 'alibi' is in no stock model"),
+    "map": (NEOX | {"relative_positions": {"type": "rerope"}}, "relative_positions is set"),
+    "logits": (LLAMA | {"logit_scaling": "log_n"}, "logit_scaling 'log_n'"),
+    "ntk": (LLAMA | {"rope_scaling": {"rope_type": "ntk", "factor": 2.0}}, "rope_type 'ntk' is not known.* dynamic,"),
+    "ramp": (LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "ramp": "rotations"}}, "ramp 'rotations'"),
+    "mixed": (LLAMA | {"norm": "layernorm"}, r"gpt_neox: activation is 'swiglu'.*llama: norm is 'layernorm', not 'rms"),
+    "biases": (LLAMA | {"use_bias_in_mlp": True}, "as llama: use_bias_in_mlp is True, not False"),
+    "partial": (LLAMA | {"rotary_pct": 0.5}, "as llama: rotary_pct is 0.5, not 1"),
+    "tied norms": (NEOX | {"gpt_j_tied": True}, "gpt_j_tied: attention and MLP have one norm"),
+    "grouped neox": (NEOX | {"num_kv_heads": 2}, r"num_kv_heads is 2, not num_attention_heads \(4\)"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_stock_model_computes_is_refused(name: str, tmp_path: Path) -> None:
+    keys, message = REFUSED[name]
+    checkpoint = write_checkpoint(tmp_path / "run", **keys)
+    with pytest.raises(CheckpointError, match=message):
+        export(checkpoint, tmp_path / "out" / "model")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_refused_extension_can_be_left_out(tmp_path: Path) -> None:
+    keys, _ = REFUSED["ntk"]
+    done = export(write_checkpoint(tmp_path / "run", **keys), tmp_path / "model", {"rope_scaling": None})
+    assert done.model_type == "llama"
+
+
+def test_a_folder_that_exists_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    with pytest.raises(CheckpointError, match="model: exists already; name a new folder"):
+        export(write_checkpoint(tmp_path / "run", **NEOX), tmp_path / "model")
+    assert not list((tmp_path / "model").iterdir())
+
+
+def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("megatron_coca.checkpoints.export.save_file", full)
+    checkpoint = write_checkpoint(tmp_path / "run", **NEOX)
+    with pytest.raises(CheckpointError, match="model: cannot be written .No space left"):
+        export(checkpoint, tmp_path / "model")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize("heads", [weight_map.Heads(4, 4), weight_map.Heads(4, 2), weight_map.Heads(4, 1)])
+@pytest.mark.parametrize("trailing", [(), (5,)])
+def test_packing_by_head_and_back(heads: weight_map.Heads, trailing: tuple[int, ...]) -> None:
+    rows = (heads.query * 6, heads.key * 6, heads.key * 6)
+    parts = [torch.randn(count, *trailing) for count in rows]
+    packed = weight_map.BY_HEAD.join(parts, heads)
+    assert packed.shape == (sum(rows), *trailing)
+    back = weight_map.BY_HEAD.split(packed, heads, 3)
+    assert all(torch.equal(one, other) for one, other in zip(parts, back, strict=True))
+    if heads.query == heads.key:
+        assert torch.equal(packed[6:12], parts[1][:6]), "the first head's key follows its query"
+
+
+def test_a_tokenizer_that_cannot_be_expressed_is_copied_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = train_sentencepiece(["the sea was calm and a boat lay near"] * 9, 280, tmp_path / "spm")
+    monkeypatch.setattr(export_tokenizer, "PROBES", ("the sea", "a \u2581 mark"))
+    checkpoint = write_checkpoint(tmp_path / "run", tokenizer=tokenizer, **NEOX)
+    done = export(checkpoint, tmp_path / "model")
+    assert done.tokenizer_note is not None and "the folder has tokenizer.model instead" in done.tokenizer_note
+    assert (done.folder / "tokenizer.model").is_file() and not (done.folder / "tokenizer.json").exists()
+
+
+def test_the_tool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_checkpoint(tmp_path / "run", tokenizer=None, **LLAMA)
+    changes = ["rope_scaling.rope_type=dynamic", "rope_scaling.factor=4"]
+    assert main([str(run), str(tmp_path / "model"), "--dtype", "bfloat16", "--set", *changes]) == 0
+    said = capsys.readouterr()
+    assert "model: a llama model" in said.out and "carries no tokenizer" in said.err
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert config["dtype"] == "bfloat16" and config["rope_parameters"]["rope_type"] == "dynamic"
+    assert config["vocab_size"] == 512 and config["intermediate_size"] == 52
+    assert main([str(run), str(tmp_path / "model")]) == 2
+    assert "exists already" in capsys.readouterr().err

@@ -1,0 +1,43 @@
+"""Writes a checkpoint as a folder that stock Hugging Face transformers loads; see docs/checkpoints.md, "Export"."""
+
+import sys
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_coca.checkpoints import CheckpointError  # noqa: E402
+from megatron_coca.checkpoints.export import DTYPES, export  # noqa: E402
+from megatron_coca.config import ConfigError  # noqa: E402
+from megatron_coca.data import DataError  # noqa: E402
+
+
+def build_parser() -> ArgumentParser:
+    """Two places, and how the weights are used."""
+    parser = ArgumentParser(prog="convert_to_huggingface.py", description=__doc__)
+    add = parser.add_argument
+    add("checkpoint", metavar="CHECKPOINT", help="a run's save folder, one step of it, or a Hugging Face folder")
+    add("folder", metavar="FOLDER", help="what to write; it must not exist")
+    changes = "use the weights otherwise than they were trained, e.g. rope_scaling.rope_type=dynamic"
+    add("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", dest="overrides", help=changes)
+    add("--dtype", choices=DTYPES, help="of the weights; default: as saved")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 2 where there is something to put right."""
+    args = build_parser().parse_args(arguments)
+    try:
+        done = export(args.checkpoint, args.folder, args.overrides, args.dtype)
+    except (CheckpointError, ConfigError, DataError) as error:
+        print(f"convert_to_huggingface.py: {error}", file=sys.stderr)
+        return 2
+    print(f"{done.folder}: a {done.model_type} model for transformers")
+    if done.tokenizer_note is not None:
+        print(f"convert_to_huggingface.py: {done.tokenizer_note}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
