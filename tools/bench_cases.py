@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from megatron_coca.config import Config, load_config
+from megatron_coca.evaluation.speed.contraction import CONTRACTION
 
-CONTRACTION, EINSUM = "contraction", "opt_einsum"
 METHODS: dict[str, dict[str, Any]] = {
     "rotary": {"pos_emb": "rotary"},
     "coca": {"pos_emb": "coca"},

@@ -55,7 +55,7 @@ def ours(folder: Path, device: str) -> Scorer:
     if device == "cpu":
         keep_freed_memory()
     model = load_model(folder, device=device)
-    return lambda tokens, window, stride: score_document(model, tokens, window, stride)
+    return lambda tokens, window, stride: score_document(model, tokens, window, stride).nll
 
 
 def plain_loop(folder: Path, device: str) -> Scorer:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from megatron_coca.attention.cache import bytes_per_token
-from tools.bench_cases import CONTRACTION, EINSUM, Case, Shape
+from megatron_coca.evaluation.speed.contraction import CONTRACTION, EINSUM
+from tools.bench_cases import Case, Shape
 from tools.bench_steps import DECODE, Workload
 from tools.bench_timing import operations
 

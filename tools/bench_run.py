@@ -4,8 +4,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
+from megatron_coca.evaluation.speed.contraction import EINSUM
 from tools import bench_parity, bench_report
-from tools.bench_cases import EINSUM, Case, Shape
+from tools.bench_cases import Case, Shape
 from tools.bench_report import Record
 from tools.bench_steps import DECODE, MODES, Workload, make_frame, steps_of
 from tools.bench_timing import Clock, free_bytes, peak_mib

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-import opt_einsum
 import torch
 import torch.nn as nn
 from torch import Tensor
@@ -17,9 +16,8 @@ from megatron_coca.attention.frame import Frame
 from megatron_coca.attention.inputs import AttentionInputs
 from megatron_coca.attention.method import PositionMethod
 from megatron_coca.attention.operands import with_torch
-from megatron_coca.attention.pairs import rotate
-from megatron_coca.attention.positions.forms import coefficients
-from tools.bench_cases import EINSUM, Case, Shape, configuration
+from megatron_coca.evaluation.speed.contraction import EINSUM, contracted_attention
+from tools.bench_cases import Case, Shape, configuration
 
 Attend = Callable[[AttentionInputs], Tensor]
 Results = dict[str, Tensor]
@@ -115,16 +113,8 @@ class Contraction:
     """The three-operand contraction of the CoCA paper's listing, in the operands' dtype."""
 
     def full(self, work: Workload, packed: Tensor) -> Tensor:
-        q, t, v = work.shape.unpack(packed)
-        groups, length = q.shape[1] // t.shape[1], q.shape[2]
-        t, v = t.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         tables = work.frame.segments[0]
-        turned_t = rotate(coefficients(t).repeat(1, 1, 1, 2), tables.key).to(q.dtype)
-        turned_q = rotate(q, tables.query).to(q.dtype)
-        scores = opt_einsum.contract("bhmd,bhnd,bhmd->bhmn", q, turned_t, turned_q) * work.method.scale
-        hidden = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
-        weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1)
-        return opt_einsum.contract("bhmn,bhnd->bhmd", weights, v)
+        return contracted_attention(*work.shape.unpack(packed), tables.query, tables.key, work.method.scale)
 
 
 def steps_of(case: Case) -> Steps:

@@ -19,8 +19,8 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_coca.checkpoints import native  # noqa: E402
 from megatron_coca.config import load_config  # noqa: E402
-from megatron_coca.evaluation import EvaluationError, build_report  # noqa: E402
-from megatron_coca.evaluation.results import read_perplexity  # noqa: E402
+from megatron_coca.evaluation import EvaluationError, PerplexityResult, build_report  # noqa: E402
+from megatron_coca.evaluation.results import read_record  # noqa: E402
 
 RUNS = Path("runs/quickstart")
 METHODS = {"roformer": "RoFormer", "roformer_coca": "RoFormer + CoCA"}
@@ -46,7 +46,8 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 2
     print(
-        f"\n{table}\n\n{RUNS}/report.json and {RUNS}/report.png are written; {time.perf_counter() - begun:.0f} s in all."
+        f"\n{table}\n\n{RUNS}/report.html is written, with report.png, report.md and report.json beside it; "
+        f"{time.perf_counter() - begun:.0f} s in all."
     )
     return 0
 
@@ -99,7 +100,7 @@ def evaluate(name: str, extension: str) -> Path:
     output = RUNS / f"{name}_{extension}.json"
     checkpoint = RUNS / name
     weights = native.read_json(native.locate(checkpoint) / native.MANIFEST)["files"][native.WEIGHTS]["sha256"]
-    if output.is_file() and read_perplexity(output).checkpoint.identity == weights:
+    if output.is_file() and measured_weights(output) == weights:
         print(f"# {output}: measured already")
         return output
     command = [
@@ -112,10 +113,22 @@ def evaluate(name: str, extension: str) -> Path:
         WINDOWS,
         "--stride",
         STRIDE,
+        "--overwrite",
     ]
     command += ["--label", METHODS[name] + EXTENSION_LABELS[extension], "--output", str(output)]
     run(command + [part for key in EXTENSIONS[extension] for part in ("--set", key)])
     return output
+
+
+def measured_weights(output: Path) -> str:
+    """What names the weights that a result file is of; empty where it cannot be used or lacks a window."""
+    try:
+        result = read_record(output, PerplexityResult, "a result of `evaluate.py perplexity`")
+    except EvaluationError as error:
+        print(f"# {error}: measured again")
+        return ""
+    complete = {cell.window for cell in result.results if cell.documents == result.documents.count}
+    return result.checkpoint.identity if complete == set(map(int, WINDOWS.split(","))) else ""
 
 
 def run(command: Sequence[str]) -> None:

@@ -15,10 +15,10 @@ from megatron_coca.attention.method import PositionMethod
 
 
 class LayerCache:
-    """Keys and values of one layer, in buffers that double when they are full."""
+    """Keys and values of one layer, in buffers that have room for `reserved` tokens and double when they are full."""
 
-    def __init__(self) -> None:
-        self.length = 0
+    def __init__(self, reserved: int = 0) -> None:
+        self.length, self._reserved = 0, reserved
         self._buffers: list[Tensor] = []
 
     def append(self, *new: Tensor) -> list[Tensor]:
@@ -40,7 +40,7 @@ class LayerCache:
 
     def _grown(self, index: int, new: Tensor) -> Tensor:
         batch, heads, _, width = new.shape
-        grown = new.new_empty(batch, heads, max(self.length, 2 * self._capacity()), width)
+        grown = new.new_empty(batch, heads, max(self.length, 2 * self._capacity(), self._reserved), width)
         if self._buffers:
             grown[:, :, : self._capacity()] = self._buffers[index]
         return grown
@@ -57,13 +57,14 @@ class Cache:
         positions: [length] or [batch, length] of the tokens kept, or None before the first.
         length: what extensions that depend on a length see at every step, or None for the number of tokens so far.
             Given the length that a generation will reach, cached decoding equals the full forward pass of that length
-            exactly; stepped, earlier tokens keep what their layers computed at the shorter length.
+            exactly; stepped, earlier tokens keep what their layers computed at the shorter length. Memory is taken for
+            that many tokens at once.
     """
 
     def __init__(self, num_layers: int, length: int | None = None) -> None:
         if length is not None and length < 1:
             raise ValueError(f"the length of a generation is at least 1, not {length}")
-        self.layers = [LayerCache() for _ in range(num_layers)]
+        self.layers = [LayerCache(length or 0) for _ in range(num_layers)]
         self.positions: Tensor | None = None
         self.length = length
 

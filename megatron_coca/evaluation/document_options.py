@@ -19,6 +19,8 @@ def add_document_options(parser: ArgumentParser) -> None:
     add("--num-documents", type=positive_int, metavar="N", help="only the first N that are long enough")
     lengths = "documents of at least N tokens, truncated to N; default: the largest window or length"
     add("--max-length", type=positive_int, metavar="N", help=lengths)
+    repeated = "make each document of its first N tokens, again and again up to --max-length"
+    add("--repeat", type=positive_int, metavar="N", help=repeated)
 
 
 def read_subject_documents(args: Namespace, source: Source, longest: int) -> Documents:
@@ -32,6 +34,7 @@ def read_subject_documents(args: Namespace, source: Source, longest: int) -> Doc
         trained.model.vocab_size or trained.model.padded_vocab_size,
         args.max_length or longest,
         args.num_documents,
+        repeated=args.repeat,
     )
 
 

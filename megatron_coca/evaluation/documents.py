@@ -37,6 +37,7 @@ class DocumentsRecord(Record):
     count: int
     tokens: int
     max_length: int
+    repeated: int | None  # documents are their first tokens, so many of them, again and again
     sources: list[str]
 
 
@@ -47,6 +48,7 @@ class Documents:
     arrays: tuple[np.ndarray, ...]
     sources: tuple[str, ...]
     max_length: int
+    repeated: int | None = None
 
     @property
     def sha256(self) -> str:
@@ -64,6 +66,7 @@ class Documents:
             count=len(self.arrays),
             tokens=sum(len(tokens) for tokens in self.arrays),
             max_length=self.max_length,
+            repeated=self.repeated,
             sources=list(self.sources),
         )
 
@@ -178,8 +181,12 @@ def collect_documents(
     max_length: int,
     num_documents: int | None = None,
     progress: bool = True,
+    repeated: int | None = None,
 ) -> Documents:
     """The first `num_documents` (None: all) documents of at least `max_length` tokens, truncated to it.
+
+    With `repeated`, documents of at least so many tokens are enough: the first of them are repeated up to
+    `max_length`, as in Su's pages on ReRoPE (kexue.fm/archives/9708).
 
     `names` as for `find_sources`; the tokenizer is needed for text. Raises DataError and EvaluationError: sources that
     cannot be read, token ids outside 0 .. vocab_size-1, no document long enough.
@@ -187,22 +194,22 @@ def collect_documents(
     sources = find_sources(names)
     check_tokenizers(sources, tokenizer)
     kept: list[np.ndarray] = []
-    longest = 0
+    longest, wanted = 0, repeated or max_length
     with tqdm(desc="documents read", unit="document", disable=not progress) as bar:
         for source, tokens in all_documents(sources, tokenizer):
             bar.update()
             check_vocabulary(tokens, vocab_size, source)
             longest = max(longest, len(tokens))
-            if len(tokens) >= max_length:
-                kept.append(tokens[:max_length].copy())
+            if len(tokens) >= wanted:
+                kept.append(np.resize(tokens[:wanted], max_length))
             if len(kept) == num_documents:
                 break
     if not kept:
         raise EvaluationError(
-            f"{', '.join(names)}: no document has the {max_length} tokens that are wanted, the longest has {longest}; "
+            f"{', '.join(names)}: no document has the {wanted} tokens that are wanted, the longest has {longest}; "
             "use smaller windows, or a corpus with longer documents"
         )
-    return Documents(tuple(kept), tuple(names), max_length)
+    return Documents(tuple(kept), tuple(names), max_length, repeated)
 
 
 def all_documents(sources: Iterable[Source], tokenizer: Encoder | None) -> Iterator[tuple[Source, np.ndarray]]:

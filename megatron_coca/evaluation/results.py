@@ -34,13 +34,16 @@ class Cell(Record):
 
 
 class CheckpointRecord(Record):
-    """What was measured: `identity` names the weights, `seq_length` is the length they were trained at."""
+    """What was measured: `identity` names the weights, `seq_length` is the length they were trained at, `trained_with`
+    the extension, map and logit scaling that they were trained with, where they were with any.
+    """
 
     path: str
     identity: str
     step: int | None
     seq_length: int
     pos_emb: str
+    trained_with: dict[str, JsonValue] = {}
 
 
 class EnvironmentRecord(Record):

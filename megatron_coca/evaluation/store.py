@@ -77,8 +77,8 @@ def read_costs(path: Path) -> Costs | None:
 class Store(Generic[R]):
     """The result file at `path` (None: in memory alone), as far as it is measured.
 
-    A file of the same measurement is continued: what it has is kept, what it misses is tried again. Raises
-    EvaluationError for a file of another measurement, unless `overwrite`.
+    A file of the same measurement is continued: what it has is kept, what it misses is tried again. A file of another
+    one is replaced if `overwrite`; otherwise it is an EvaluationError, unless it has no results.
     """
 
     def __init__(self, path: Path | None, empty: R, overwrite: bool = False) -> None:
@@ -87,8 +87,8 @@ class Store(Generic[R]):
         if path is None:
             return
         check_writable(path)
-        if path.exists() and not overwrite:
-            self.result = _continued(path, empty)
+        if path.exists() and (continued := _continued(path, empty, overwrite)) is not None:
+            self.result = continued
             earlier = read_costs(path)
             self.costs = {cost.at: cost for cost in earlier.costs} if earlier is not None else {}
 
@@ -129,17 +129,27 @@ class Store(Generic[R]):
             write_record(cost_path(self.path), costs)
 
 
-def _continued(path: Path, empty: R) -> R:
-    """What is at `path`, without what it misses. Raises EvaluationError where it is not the same measurement."""
-    earlier = read_record(path, type(empty), f"a result of `evaluate.py {empty.task}`")
+def _continued(path: Path, empty: R, overwrite: bool) -> R | None:
+    """What is at `path`, without what it misses; None where it may be replaced. Raises EvaluationError where it holds
+    another measurement.
+    """
+    what = f"a result of `evaluate.py {empty.task}`"
+    try:
+        earlier = read_record(path, type(empty), what)
+    except EvaluationError:
+        if overwrite:
+            return None
+        raise
     before, now = earlier.measurement(), empty.measurement()
-    if before != now and earlier.results:
-        differing = ", ".join(_differences(before, now))
-        raise EvaluationError(
-            f"{path}: holds another measurement (its {differing} is another); name another --output, or replace it "
-            "with --overwrite"
-        )
-    return empty.model_copy(update={"results": list(earlier.results)})
+    if before == now:
+        return empty.model_copy(update={"results": list(earlier.results)})
+    if overwrite or not earlier.results:
+        return None
+    differing = ", ".join(_differences(before, now))
+    raise EvaluationError(
+        f"{path}: holds another measurement (its {differing} is another); name another --output, or replace it with "
+        "--overwrite"
+    )
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:

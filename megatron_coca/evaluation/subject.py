@@ -11,7 +11,7 @@ from megatron_coca.attention.backends.select import BACKENDS
 from megatron_coca.attention.inputs import BackendError
 from megatron_coca.attention.layer import SelfAttention
 from megatron_coca.checkpoints import CheckpointError, Opened, open_checkpoint
-from megatron_coca.checkpoints.compare import EVALUATION_KEYS
+from megatron_coca.checkpoints.compare import EVALUATION_KEYS, TRAINED_CHOICES
 from megatron_coca.config import Config, ConfigError
 from megatron_coca.data import Tokenizer, load_saved_tokenizer, load_tokenizer
 from megatron_coca.evaluation.options import DTYPES, SubjectOptions, Variant, resolve_device
@@ -116,6 +116,9 @@ class Source:
             step=self.opened.step,
             seq_length=trained.position.training_length(trained.model.seq_length),
             pos_emb=trained.position.pos_emb,
+            trained_with={
+                key: trained.flat()[key] for key in TRAINED_CHOICES if trained.flat()[key] not in (None, "none")
+            },
         )
 
     def _environment(self, backend: str | None, device: str) -> EnvironmentRecord:

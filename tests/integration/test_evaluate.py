@@ -76,7 +76,9 @@ def test_perplexity_then_report(
     capsys.readouterr()
     assert main(["report", str(plain), str(extended), "--output", str(tmp_path / "report")]) == 0
     assert "| plain " in capsys.readouterr().out
-    assert {path.name for path in (tmp_path / "report").iterdir()} == {"report.json", "report.png"}
+    assert {path.name for path in (tmp_path / "report").iterdir()} == {
+        f"report.{suffix}" for suffix in ("html", "md", "json", "png")
+    }
 
 
 VARIANTS = {

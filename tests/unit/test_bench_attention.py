@@ -14,8 +14,9 @@ from torch import Tensor
 from megatron_coca.attention.backends.reference import ReferenceBackend
 from megatron_coca.attention.backends.select import BACKENDS
 from megatron_coca.attention.inputs import CAUSAL, AttentionInputs, Band, Needs
+from megatron_coca.evaluation.speed.contraction import EINSUM
 from tools.bench_attention import choose, main, parse
-from tools.bench_cases import EINSUM, METHODS, Case, Shape
+from tools.bench_cases import METHODS, Case, Shape
 from tools.bench_parity import attend_rows, by_oracle, by_rows, sample, verdict
 from tools.bench_steps import MODES, Workload, steps_of
 from tools.bench_timing import visible_pairs

@@ -48,6 +48,12 @@ def test_long_documents_in_order_truncated(corpus: Path) -> None:
     assert (record.count, record.tokens, record.max_length, record.sources) == (3, 48, 16, [str(corpus)])
 
 
+def test_documents_of_a_repeated_beginning(corpus: Path) -> None:
+    found = collect(corpus, max_length=20, repeated=8)
+    assert [bytes(tokens.tolist()).decode() for tokens in found.arrays] == [(text[:8] * 3)[:20] for text in TEXTS[1:]]
+    assert found.record().repeated == 8
+
+
 def test_end_of_document_counts_as_in_shards(corpus: Path) -> None:
     length = len(TEXTS[2]) + 1
     (tokens,) = collect(corpus, max_length=length).arrays

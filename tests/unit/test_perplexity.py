@@ -59,6 +59,20 @@ def contexts_by_definition(length: int, window: int, stride: int) -> dict[int, t
     return contexts
 
 
+def test_accuracy_counts_the_likeliest_tokens(model: CausalMean) -> None:
+    arrays = documents(23, 31)
+    found = sliding_window_perplexity(model, arrays, [8], 5, progress=False)[0]
+    with torch.no_grad():
+        right = [
+            int(model.logits(model.hidden_states(torch.from_numpy(tokens[first:token])[None])[0, -1]).argmax())
+            == tokens[token]
+            for tokens in arrays
+            for token, (first, _) in contexts_by_definition(len(tokens), 8, 5).items()
+        ]
+    assert 0 < sum(right) < len(right)
+    assert sum(found.correct_by_document) == sum(right) and found.accuracy == pytest.approx(sum(right) / len(right))
+
+
 def brute_force(model: CausalMean, arrays: list[np.ndarray], window: int, stride: int) -> tuple[float, int]:
     values = [
         nll_of_token(model, tokens[first:token], int(tokens[token]))

@@ -1,139 +1,165 @@
-"""The report: what it writes, and what it refuses to put side by side."""
+"""The report: what it writes, what it puts together, and what it refuses to put side by side."""
 
 import json
+import logging
 import math
 import os
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+from report_cases import FULL, NTK, REFUSED, every_result, lacking, needle, perplexity, window, write, write_costs
 
 from megatron_coca.evaluation import EvaluationError, PerplexityResult, WindowResult, build_report
-from megatron_coca.evaluation.results import read_perplexity, write_atomically, write_record
+from megatron_coca.evaluation.report.document import Document
+from megatron_coca.evaluation.report.reading import RESULT_TYPES, read_results
+from megatron_coca.evaluation.report.sections import PARTS, build_sections
+from megatron_coca.evaluation.report.text import render_ours
+from megatron_coca.evaluation.results import read_record, write_atomically
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
-def window_result(window: int, nll: float) -> dict[str, Any]:
-    return {
-        "window": window,
-        "perplexity": math.exp(nll) if nll < 709 else math.inf,
-        "nll": nll,
-        "tokens_scored": 4092,
-        "seconds": 2.0,
-        "tokens_per_second": 2046.0,
-        "documents": 4,
-        "peak_memory_bytes": None,
-    }
-
-
-def result(label: str, nlls: dict[int, float], /, **changes: Any) -> PerplexityResult:
-    content = {
-        "label": label,
-        "protocol": {"text": "as written", "stride": 64, "windows": list(nlls), "tokens_per_batch": 4096},
-        "checkpoint": {"path": label, "identity": label, "step": 500, "seq_length": 64, "pos_emb": "rotary"},
-        "overrides": [],
-        "tokenizer": "f00d",
-        "documents": {"sha256": "aa", "count": 4, "tokens": 4096, "max_length": 1024, "sources": ["test"]},
-        "environment": {"dtype": "float32", "backend": "sdpa", "device": "cpu", "torch": "2"},
-        "results": [window_result(window, nll) for window, nll in nlls.items()],
-    }
-    for path, value in changes.items():
-        group, _, name = path.partition("__")
-        content[group] = {**content[group], name: value} if name else value
-    return PerplexityResult.model_validate(content)
-
-
-def write(folder: Path, **results: PerplexityResult) -> list[Path]:
-    for name, content in results.items():
-        write_record(folder / f"{name}.json", content)
-    return [folder / f"{name}.json" for name in results]
-
-
 def test_table_json_and_plot(tmp_path: Path) -> None:
-    files = write(
-        tmp_path,
-        rotary=result("rotary", {64: 2.0, 1024: 6.0}),
-        coca=result("rotary coca", {64: 2.1, 256: 2.5, 1024: 3.0}),
-    )
-    table = build_report(files, tmp_path / "new" / "folder", "Quick start")
-    assert table.splitlines()[:6] == [
+    results = {
+        "rotary": perplexity("rotary", {64: 2.0, 1024: 6.0}, length=64),
+        "coca": perplexity("rotary coca", {64: 2.1, 256: 2.5, 1024: 3.0}, length=64),
+    }
+    files = write(tmp_path, results)
+    folder = tmp_path / "new" / "folder"
+    printed = build_report(files, folder, "Quick start")
+    assert printed.splitlines()[:8] == [
         "Quick start",
         "",
-        "| perplexity at window |  64* |   256 |   1024 |",
-        "| -------------------- | ---: | ----: | -----: |",
-        "| rotary               | 7.39 |     - | 403.43 |",
-        "| rotary coca          | 8.17 | 12.18 |  20.09 |",
+        "Perplexity by window",
+        "",
+        "| perplexity at window |  64* |     256 |   1024 |",
+        "| -------------------- | ---: | ------: | -----: |",
+        "| rotary               | 7.39 | not run | 403.43 |",
+        "| rotary coca          | 8.17 |   12.18 |  20.09 |",
     ]
-    assert table.splitlines()[-1] == "* training length (64); stride 64, 4 documents, 4092 tokens scored"
-    report = json.loads((tmp_path / "new" / "folder" / "report.json").read_text())
-    assert [(row["label"], row["window"], row["extrapolation"]) for row in report["rows"]] == [
-        ("rotary", 64, 1.0),
-        ("rotary", 1024, 16.0),
-        ("rotary coca", 64, 1.0),
-        ("rotary coca", 256, 4.0),
-        ("rotary coca", 1024, 16.0),
-    ]
-    assert report["rows"][4]["perplexity"] == pytest.approx(math.exp(3.0))
-    assert list(report["results"]) == [str(file) for file in files]
-    assert report["results"][str(files[0])] == json.loads(files[0].read_text())
-    assert (tmp_path / "new" / "folder" / "report.png").read_bytes().startswith(PNG_SIGNATURE)
+    assert printed.splitlines()[-3:] == ["* training length (64)", "", "stride 512, 4 documents, 4092 tokens scored"]
+    assert "RoFormer" not in printed, "the console shows ours alone"
+    report = json.loads((folder / "report.json").read_text())
+    rows = report["tables"][0]["rows"]
+    assert [row["name"] for row in rows] == ["rotary", "rotary coca"]
+    assert rows[1]["cells"][2]["value"] == pytest.approx(math.exp(3.0))
+    assert report["results"] == {str(file): json.loads(file.read_text()) for file in files}
+    assert (folder / "report.png").read_bytes().startswith(PNG_SIGNATURE)
+    assert "![" in (folder / "report.md").read_text() and "(report.png)" in (folder / "report.md").read_text()
+
+
+def printed_of(*files: Path) -> str:
+    """What the console shows of ours, without drawing anything."""
+    return render_ours(Document("", "", build_sections(read_results(files), papers=False)))
 
 
 def test_infinite_perplexity_survives_strict_json(tmp_path: Path) -> None:
-    files = write(tmp_path, rotary=result("rotary", {64: 2.0, 1024: 800.0}))
+    files = write(tmp_path, {"rotary": perplexity("rotary", {64: 2.0, 1024: 800.0})})
 
     def reject(name: str) -> None:
         raise AssertionError(f"{name} is not JSON")
 
     stored = json.loads(files[0].read_text(), parse_constant=reject)
     assert stored["results"][1]["perplexity"] == "Infinity"
-    assert read_perplexity(files[0]).results[1].perplexity == math.inf
-    assert "|  inf |" in build_report(files, tmp_path)
+    assert read_record(files[0], PerplexityResult, "a result").results[1].perplexity == math.inf
+    assert "|  inf |" in build_report(files, tmp_path, papers=False)
     json.loads((tmp_path / "report.json").read_text(), parse_constant=reject)
 
 
 def test_windows_of_one_model_in_two_files_are_one_line(tmp_path: Path) -> None:
-    files = write(tmp_path, a=result("rotary", {1024: 6.0}), b=result("rotary", {64: 2.0}))
-    assert "| rotary               | 7.39 | 403.43 |" in build_report(files, tmp_path)
+    results = {"a": perplexity("rotary", {1024: 6.0}), "b": perplexity("rotary", {64: 2.0})}
+    assert "| rotary               | 7.39 | 403.43 |" in printed_of(*write(tmp_path, results))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"documents__sha256": "bb"}, r"different documents"),
-        ({"protocol__stride": 32}, r"different stride(.|\n)*64: .*one.json\n  32: .*two.json"),
-        ({"protocol__text": "otherwise"}, r"different protocol"),
-        ({"label": "rotary"}, r"label `rotary` stands for different models in .*one.json and .*two.json"),
-        ({"label": "rotary", "checkpoint__identity": "rotary"}, r"label `rotary` has window 64 both in .*one.json"),
-        ({"label": "rotary", "checkpoint__identity": "rotary", "overrides": ["a=1"]}, r"different models"),
+        ({}, r"label `rotary` stands for different models in .*one.json and .*two.json"),
+        ({"checkpoint__identity": "rotary"}, r"label `rotary` has the cell 64 of perplexity both in .*one.json"),
+        ({"checkpoint__identity": "rotary", "overrides": NTK}, r"different models"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    files = write(tmp_path, one=result("rotary", {64: 2.0}), two=result("coca", {64: 2.0}, **changes))
+def test_a_label_stands_for_one_model(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    two = perplexity("two", {64: 2.0}, label="rotary", **changes)
+    files = write(tmp_path, {"one": perplexity("rotary", {64: 2.0}), "two": two})
     with pytest.raises(EvaluationError, match=message):
         build_report(files, tmp_path / "report")
     assert not list((tmp_path / "report").glob("*"))
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"task": "passkey"}', "\x00"])
-def test_foreign_file_is_named(tmp_path: Path, content: str) -> None:
+@pytest.mark.parametrize(
+    ("changes", "heading"),
+    [
+        ({"documents__sha256": "bb"}, "Results with documents (sha256) bb"),
+        ({"protocol__stride": 32}, "Results with stride 32"),
+        ({"protocol__text": "otherwise"}, "Results with protocol otherwise"),
+    ],
+)
+def test_what_cannot_be_compared_has_tables_of_its_own(tmp_path: Path, changes: dict[str, Any], heading: str) -> None:
+    one, two = perplexity("rotary", {64: 2.0}), perplexity("rotary", {64: 3.0}, **changes)
+    printed = printed_of(*write(tmp_path, {"one": one, "two": two}))
+    first, second = printed.split(heading)
+    assert "7.39" in first and "20.09" not in first
+    assert "20.09" in second and "7.39" not in second
+
+
+def test_missing_cells_say_why(tmp_path: Path) -> None:
+    missing = [lacking("window 2048", "out of memory", FULL), lacking("window 4096", "failed", "it broke")]
+    refused = perplexity("ALiBi", {}, missing=[lacking("all", "refused", REFUSED)])
+    results = {"one": perplexity("rotary", {1024: 3.0}, missing=missing), "two": refused}
+    printed = printed_of(*write(tmp_path, results))
+    lines = printed.splitlines()
+    assert [cell.strip() for cell in lines[6].split("|")[1:-1]] == ["rotary", "20.09", "OOM [1]", "failed [2]"]
+    assert [cell.strip() for cell in lines[7].split("|")[1:-1]] == ["ALiBi", *["refused [3]"] * 3]
+    assert {f"[1] {FULL}", "[2] it broke", f"[3] {REFUSED}"} <= set(lines)
+
+
+def test_an_interrupted_window_is_marked(tmp_path: Path) -> None:
+    partly = perplexity("rotary", {}, results=[window(1024, 3.0, documents=3)])
+    printed = printed_of(*write(tmp_path, {"one": partly}))
+    assert "20.09 [1]" in printed and "[1] interrupted: the first 3 of 4 documents" in printed
+
+
+def test_folders_are_searched_and_what_is_no_result_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("megatron_coca").setLevel(logging.NOTSET)
+    (file,) = write(tmp_path / "deep" / "er", {"one": perplexity("rotary", {64: 2.0})})
+    write_costs(file, "rotary")
+    (tmp_path / "foreign.json").write_text('{"task": "painting"}')
+    (tmp_path / ".hidden.json").write_text("[]")
+    (tmp_path / "report.json").write_text("{}")
+    found = read_results([tmp_path, file])
+    assert [each.file for each in found] == [str(file)] and len(found[0].costs) == 3
+    assert caplog.text.count("foreign.json") == 1 and "hidden" not in caplog.text and "report.json" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"task": "painting"}', '{"task": ["passkey"]}', "\x00", "[" * 9999]
+)
+def test_a_foreign_file_that_is_named_is_an_error(tmp_path: Path, content: str) -> None:
     (tmp_path / "foreign.json").write_text(content)
-    with pytest.raises(EvaluationError, match=r"foreign.json: is not a result of `evaluate.py perplexity`"):
+    with pytest.raises(EvaluationError, match=r"foreign.json: is not a result of `evaluate.py`"):
         build_report([tmp_path / "foreign.json"], tmp_path)
 
 
-def test_missing_file_and_nothing_evaluated(tmp_path: Path) -> None:
+@pytest.mark.parametrize("task", RESULT_TYPES)
+def test_a_damaged_result_is_an_error_in_a_folder_too(tmp_path: Path, task: str) -> None:
+    (tmp_path / "damaged.json").write_text(json.dumps({"task": task}))
+    with pytest.raises(EvaluationError, match=rf"damaged.json: is not a result of `evaluate.py {task}`"):
+        build_report([tmp_path], tmp_path / "report")
+
+
+def test_nothing_to_report(tmp_path: Path) -> None:
     with pytest.raises(EvaluationError, match=r"absent.json: cannot be read"):
         build_report([tmp_path / "absent.json"], tmp_path)
-    with pytest.raises(EvaluationError, match="no results to report"):
-        build_report(write(tmp_path, empty=result("rotary", {})), tmp_path)
-    with pytest.raises(EvaluationError, match="no results to report"):
-        build_report([], tmp_path)
+    for files in ([], [tmp_path], write(tmp_path, {"empty": perplexity("rotary", {})})):
+        with pytest.raises(EvaluationError, match="no results to report"):
+            build_report(files, tmp_path / "report")
 
 
 def test_output_that_cannot_be_a_folder_is_an_error(tmp_path: Path) -> None:
-    files = write(tmp_path, one=result("rotary", {64: 2.0}))
+    files = write(tmp_path, {"one": perplexity("rotary", {64: 2.0})})
     with pytest.raises(EvaluationError, match="cannot be written"):
         build_report(files, files[0])
 
@@ -154,4 +180,122 @@ def test_failed_write_keeps_the_earlier_file(tmp_path: Path, monkeypatch: pytest
 
 def test_results_are_closed_records() -> None:
     with pytest.raises(ValueError, match="extra"):
-        WindowResult.model_validate({**window_result(64, 1.0), "surprise": 1})
+        WindowResult.model_validate({**window(64, 1.0), "surprise": 1})
+
+
+class Page(HTMLParser):
+    """What a page is made of; `opened` is what was not closed."""
+
+    VOID = {"meta", "link", "img", "source", "br"}
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.opened: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.opened.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.opened.pop() == tag, f"</{tag}> closes what it should not"
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.tags if name == tag]
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A report of everything, with a label that is no HTML."""
+    folder = tmp_path_factory.mktemp("report")
+    files = write(folder / "results", every_result())
+    write_costs(folder / "results" / "perplexity_1.json", "RoFormer")
+    hostile = perplexity("<b>&\"'|label", {512: 3.0}, documents__sha256="cc33")
+    write(folder / "results", {"hostile": hostile})
+    assert files
+    build_report([folder / "results"], folder / "out", "<Everything>")
+    return folder / "out"
+
+
+def test_the_page_is_well_formed_and_needs_nothing_else(report: Path) -> None:
+    page = Page((report / "report.html").read_text())
+    assert page.opened == []
+    assert not {"script", "iframe", "object", "embed", "b"} & {tag for tag, _ in page.tags}
+    places = [
+        value for _, attributes in page.tags for key, value in attributes.items() if key in ("src", "srcset", "href")
+    ]
+    assert places and all(str(place).startswith(("data:", "#")) for place in places)
+    assert "url(" not in (report / "report.html").read_text() and "@import" not in (report / "report.html").read_text()
+    targets = {attributes["id"] for _, attributes in page.tags if "id" in attributes}
+    links = {str(each["href"])[1:] for each in page.all("a")}
+    assert links and links <= targets
+    identities = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(identities) == len(set(identities))
+    assert "<b>&\"'|label" in page.text
+
+
+def test_every_image_and_table_says_what_it_is(report: Path) -> None:
+    page = Page((report / "report.html").read_text())
+    images, tables = page.all("img"), page.all("table")
+    assert len(images) == len(page.all("figcaption")) == len(page.all("picture")) == len(list(report.glob("*.png")))
+    assert all(image["alt"] for image in images)
+    assert len(tables) == len(page.all("caption")) == len(json.loads((report / "report.json").read_text())["tables"])
+    assert page.all("html")[0]["lang"] == "en" and any(each.get("name") == "viewport" for each in page.all("meta"))
+
+
+def test_every_section_is_there(report: Path) -> None:
+    page = Page((report / "report.html").read_text())
+    assert [each["id"] for each in page.all("section")] == [part.name for part in PARTS]
+    assert set(RESULT_TYPES) == {task for part in PARTS for task in part.tasks}
+    markdown = (report / "report.md").read_text()
+    assert all(f"## {part.title}\n" in markdown for part in PARTS)
+    for word in ("Table 1", "Table 2", "Table 3", "Table 5", "Table 6", "next-token", "Wilson", "OOM", "failed"):
+        assert word.lower() in page.text.lower()
+    assert REFUSED in page.text and "8192 x 8192 scores" in page.text
+
+
+def test_captions_name_what_was_measured(report: Path) -> None:
+    text = Page((report / "report.html").read_text()).text
+    for said in ("runs/350M_rotary, step 120000", "sha256 aa11bb22cc33", "bfloat16, sdpa, NVIDIA H200", "pg19/test"):
+        assert said in text
+    assert "the model reads W tokens and scores the last S" in text
+
+
+def test_the_same_results_give_the_same_files(tmp_path: Path) -> None:
+    results = {"one": perplexity("RoFormer", {512: 2.0}), "two": needle("CoCA", (512, 1024), (0, 100))}
+    files = write(tmp_path, results)
+    for name in ("a", "b"):
+        build_report(files, tmp_path / name)
+    for path in (tmp_path / "a").iterdir():
+        assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes(), path.name
+
+
+def test_without_papers_there_is_no_number_of_theirs(tmp_path: Path) -> None:
+    write(tmp_path, every_result())
+    sections = build_sections(read_results([tmp_path]), papers=False)
+    tables = [table for section in sections for block in section.blocks for table in block.tables]
+    assert tables and not [line for table in tables for line in table.lines if line.published]
+    with_papers = build_sections(read_results([tmp_path]), papers=True)
+    assert [
+        line
+        for section in with_papers
+        for block in section.blocks
+        for table in block.tables
+        for line in table.lines
+        if line.published
+    ]
+
+
+def test_the_best_of_ours_is_marked_and_theirs_never(tmp_path: Path) -> None:
+    results = {"one": perplexity("A", {512: 2.0, 1024: 3.0}), "two": perplexity("B", {512: 2.5, 1024: 2.5})}
+    (section, *_) = build_sections(read_results(write(tmp_path, results)), papers=True)
+    lines = section.blocks[0].tables[0].lines
+    assert [[entry.best for entry in line.entries[:2]] for line in lines[:2]] == [[True, False], [False, True]]
+    assert not any(entry.best for line in lines[2:] for entry in line.entries)

@@ -10,11 +10,13 @@ from megatron_coca.evaluation.documents import Documents
 from megatron_coca.evaluation.markdown import format_table
 from megatron_coca.evaluation.measure import measured
 from megatron_coca.evaluation.options import add_subject_options, int_list, positive_int
-from megatron_coca.evaluation.perplexity.records import PerplexityProtocol, PerplexityResult
-from megatron_coca.evaluation.perplexity.scoring import PROTOCOL, check_windows, pooled, score_document
+from megatron_coca.evaluation.perplexity.records import PerplexityProtocol, PerplexityResult, WindowResult
+from megatron_coca.evaluation.perplexity.scoring import PROTOCOL, DocumentScore, check_windows, pooled, score_document
 from megatron_coca.evaluation.running import Task, run_subjects, within_memory
 from megatron_coca.evaluation.store import Cost, Store
 from megatron_coca.evaluation.subject import Header, Source, Subject
+
+HEADER = ("window", "perplexity", "nll", "accuracy", "tokens scored")
 
 
 @dataclass(frozen=True)
@@ -44,22 +46,33 @@ class Perplexity:
 
     def _measure_window(self, subject: Subject, store: Store[PerplexityResult], window: int) -> None:
         arrays, earlier = self.documents.arrays, store.get((window,))
-        nlls = list(earlier.nll_by_document) if earlier is not None else []
-        for tokens in tqdm(arrays[len(nlls) :], desc=f"{subject.label}, window {window}", unit="document"):
+        scores = scores_of(earlier) if earlier is not None else []
+        for tokens in tqdm(arrays[len(scores) :], desc=f"{subject.label}, window {window}", unit="document"):
             with measured(subject.device) as meter:
-                nlls.append(score_document(subject.model, tokens, window, self.stride, self.tokens_per_batch))
-            cell = pooled(window, nlls, [len(scored) for scored in arrays[: len(nlls)]])
+                scores.append(score_document(subject.model, tokens, window, self.stride, self.tokens_per_batch))
+            cell = pooled(window, scores, [len(scored) for scored in arrays[: len(scores)]])
             store.put(cell, Cost.of(f"window {window}", meter, len(tokens) - 1))
 
     def table(self, result: PerplexityResult) -> str:
         """As in `running.Measurement`."""
         rows = [
-            [str(each.window), f"{each.perplexity:.3f}", f"{each.nll:.4f}", str(each.tokens_scored)]
+            [
+                str(each.window),
+                f"{each.perplexity:.3f}",
+                f"{each.nll:.4f}",
+                f"{each.accuracy:.4f}",
+                str(each.tokens_scored),
+            ]
             for each in result.results
         ]
         place = f"{result.documents.count} documents, stride {result.protocol.stride}"
         header = f"{result.label}: trained at {result.checkpoint.seq_length}, {place}"
-        return f"{header}\n\n{format_table(['window', 'perplexity', 'nll', 'tokens scored'], rows)}\n"
+        return f"{header}\n\n{format_table(HEADER, rows)}\n"
+
+
+def scores_of(cell: WindowResult) -> list[DocumentScore]:
+    """The scores that a window's result was made of."""
+    return [DocumentScore(*score) for score in zip(cell.nll_by_document, cell.correct_by_document, strict=True)]
 
 
 def add_arguments(parser: ArgumentParser) -> None:

@@ -13,9 +13,11 @@ class WindowResult(Cell):
     perplexity: float  # exp(nll); infinite where it overflows
     nll: float  # nats, mean over the scored tokens
     nll_stderr: float | None  # standard error over documents of the mean; None for one document
+    accuracy: float  # share of the scored tokens that were the likeliest
     tokens_scored: int
     documents: int
     nll_by_document: list[float]  # nats, sum over the scored tokens of each
+    correct_by_document: list[int]  # tokens that were the likeliest
 
     @property
     def key(self) -> tuple[int]:

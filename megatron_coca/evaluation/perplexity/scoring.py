@@ -7,7 +7,7 @@ window sizes differ only in how much context each token has.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -105,34 +105,42 @@ def batches(windows: Sequence[Window], size: int) -> Iterator[Sequence[Window]]:
         yield windows[first : first + size]
 
 
-def nll_sum(model: LanguageModel, hidden: Tensor, targets: Tensor) -> Tensor:
-    """Sum of the negative log-likelihoods in nats, float64 scalar; hidden [n, hidden_size], targets [n] int64."""
-    total = torch.zeros((), dtype=torch.float64, device=hidden.device)
+class DocumentScore(NamedTuple):
+    """Of the scored tokens of a document: the sum of their nll in nats, and how many were the likeliest."""
+
+    nll: float
+    correct: int
+
+
+def score_hidden(model: LanguageModel, hidden: Tensor, targets: Tensor) -> Tensor:
+    """The two sums of `DocumentScore`, float64 [2]; hidden [n, hidden_size], targets [n] int64."""
+    total = torch.zeros(2, dtype=torch.float64, device=hidden.device)
     for first in range(0, len(targets), POSITIONS_PER_CHUNK):
         chunk = slice(first, first + POSITIONS_PER_CHUNK)
         logits = model.logits(hidden[chunk]).float()
-        total += functional.cross_entropy(logits, targets[chunk], reduction="none").double().sum()
+        total[0] += functional.cross_entropy(logits, targets[chunk], reduction="none").double().sum()
+        total[1] += (logits.argmax(dim=-1) == targets[chunk]).sum()
     return total
 
 
 def score_batch(
     model: LanguageModel, tokens: np.ndarray, batch: Sequence[Window], window: int, device: torch.device
 ) -> Tensor:
-    """The sum of the nll (float64 scalar) of what a batch of windows of one document scores."""
+    """The sums, as `score_hidden`, of what a batch of windows of one document scores."""
     rows = np.stack([tokens[each.start : each.start + window] for each in batch])
     hidden = model.hidden_states(torch.from_numpy(rows).to(device))
     scored = [
         hidden[row, each.first_scored - 1 - each.start : each.end - 1 - each.start] for row, each in enumerate(batch)
     ]
     targets = np.concatenate([tokens[each.first_scored : each.end] for each in batch])
-    return nll_sum(model, torch.cat(scored), torch.from_numpy(targets).to(device))
+    return score_hidden(model, torch.cat(scored), torch.from_numpy(targets).to(device))
 
 
 @torch.inference_mode()
 def score_document(
     model: LanguageModel, tokens: np.ndarray, window: int, stride: int, tokens_per_batch: int = 8192
-) -> float:
-    """The sum of the nll, in nats, of all tokens of one document (int64, one dimension) but its first.
+) -> DocumentScore:
+    """Scores all tokens of one document (int64, one dimension) but its first.
 
     A batch holds windows of this document alone: the last bits of a matrix product depend on the other rows of its
     batch, and so nothing depends on which other documents there are.
@@ -144,10 +152,11 @@ def score_document(
     counted, wanted = sum(each.tokens_scored for each in plan), len(tokens) - 1
     if counted != wanted:
         raise RuntimeError(f"window {window}, stride {stride}: {counted} tokens were scored instead of {wanted}")
-    total = torch.zeros((), dtype=torch.float64, device=device)
+    total = torch.zeros(2, dtype=torch.float64, device=device)
     for batch in batches(plan, max(1, tokens_per_batch // window)):
         total += score_batch(model, tokens, batch, window, device)
-    return total.item()
+    nll, correct = total.tolist()
+    return DocumentScore(nll, round(correct))
 
 
 def exponential(nll: float) -> float:
@@ -158,21 +167,24 @@ def exponential(nll: float) -> float:
         return math.inf
 
 
-def pooled(window: int, nlls: Sequence[float], lengths: Sequence[int]) -> WindowResult:
-    """One window size, from the sum of the nll of each document and its number of tokens.
+def pooled(window: int, scores: Sequence[DocumentScore], lengths: Sequence[int]) -> WindowResult:
+    """One window size, from the score of each document and its number of tokens.
 
     Sums are exact (math.fsum), so that the order of the documents changes nothing.
     """
     count = sum(length - 1 for length in lengths)
+    nlls = [score.nll for score in scores]
     nll = math.fsum(nlls) / count
     return WindowResult(
         window=window,
         perplexity=exponential(nll),
         nll=nll,
         nll_stderr=standard_error(nll, nlls, lengths),
+        accuracy=sum(score.correct for score in scores) / count,
         tokens_scored=count,
-        documents=len(nlls),
-        nll_by_document=list(nlls),
+        documents=len(scores),
+        nll_by_document=nlls,
+        correct_by_document=[score.correct for score in scores],
     )
 
 
@@ -218,6 +230,6 @@ def sliding_window_perplexity(
     found = []
     for window in windows:
         shown = tqdm(arrays, desc=f"window {window}", unit="document", disable=not progress)
-        nlls = [score_document(model, tokens, window, stride, tokens_per_batch) for tokens in shown]
-        found.append(pooled(window, nlls, [len(tokens) for tokens in arrays]))
+        scores = [score_document(model, tokens, window, stride, tokens_per_batch) for tokens in shown]
+        found.append(pooled(window, scores, [len(tokens) for tokens in arrays]))
     return found

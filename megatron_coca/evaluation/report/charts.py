@@ -1,0 +1,134 @@
+"""Plots against length: lines with their intervals, and heat maps."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure as Canvas
+from matplotlib.ticker import LogFormatter, NullLocator
+
+from megatron_coca.evaluation.report.style import MARKERS
+
+LEGEND_COLUMNS = 2
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One line; a value that is not finite leaves a gap. `low` and `high` are ends of intervals.
+
+    `like` is the place of the line of ours that a published one has its colour from.
+    """
+
+    label: str
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+    low: tuple[float, ...] = ()
+    high: tuple[float, ...] = ()
+    like: int | None = None
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes with its curves; `marks` are values of x with a dashed line and its name."""
+
+    curves: tuple[Curve, ...]
+    x_label: str
+    y_label: str
+    title: str = ""
+    log_y: bool = False
+    log_x: bool = True
+    marks: dict[float, str] = field(default_factory=dict)
+    y_range: tuple[float, float] | None = None
+    level: float | None = None
+
+
+def panels(given: Sequence[Panel], columns: int = 1) -> Callable[[Canvas], None]:
+    """What draws panels in rows of `columns`, with one legend below."""
+
+    def draw(canvas: Canvas) -> None:
+        rows = math.ceil(len(given) / columns)
+        places = canvas.subplots(rows, columns, squeeze=False, sharey=columns > 1).flat
+        for axes, panel in zip(places, given, strict=False):
+            draw_panel(axes, panel)
+        for axes in list(places)[len(given) :]:
+            axes.set_visible(False)
+        handles = {
+            label: handle
+            for axes in canvas.axes
+            for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+        }
+        if handles:
+            canvas.legend(
+                handles.values(), handles.keys(), loc="outside lower center", ncols=min(LEGEND_COLUMNS, len(handles))
+            )
+
+    return draw
+
+
+def height(curves: int, plot: float = 3.5) -> float:
+    """Inches for a plot with a legend of so many lines below it."""
+    return plot + 0.23 * math.ceil((curves + 1) / LEGEND_COLUMNS)
+
+
+def draw_panel(axes: Axes, panel: Panel) -> None:
+    """Curves, marks, scales and labels of one panel."""
+    for place, curve in enumerate(panel.curves):
+        _draw_curve(axes, curve, place)
+    for at, name in panel.marks.items():
+        axes.axvline(at, color="grey", linestyle="--", linewidth=1, label=name, zorder=1)
+    if panel.level is not None:
+        axes.axhline(panel.level, color="grey", linestyle=":", linewidth=1, zorder=1)
+    ticks = sorted({x for curve in panel.curves for x in curve.x})
+    if panel.log_x:
+        axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [short(tick) for tick in ticks], rotation=45 if len(ticks) > 8 else 0)
+    axes.xaxis.set_minor_locator(NullLocator())
+    if panel.log_y:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 1)))
+    if panel.y_range is not None:
+        axes.set_ylim(*panel.y_range)
+    axes.set(xlabel=panel.x_label, ylabel=panel.y_label, title=panel.title)
+    axes.grid(which="major")
+
+
+def _draw_curve(axes: Axes, curve: Curve, place: int) -> None:
+    finite = [y if math.isfinite(y) else math.nan for y in curve.y]
+    colour = f"C{(place if curve.like is None else curve.like) % 7}"
+    if curve.like is not None:
+        hollow = {"marker": "o", "markerfacecolor": "none", "linestyle": (0, (2, 2)), "linewidth": 1.2, "alpha": 0.75}
+        axes.plot(curve.x, finite, color=colour, label=curve.label, zorder=2, **hollow)  # type: ignore[arg-type]
+        return
+    axes.plot(curve.x, finite, color=colour, marker=MARKERS[place % len(MARKERS)], label=curve.label, zorder=3)
+    if curve.low:
+        axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.15, linewidth=0, zorder=2)
+
+
+def short(length: float) -> str:
+    """A length as papers write it: 512, 1024, 16k."""
+    whole = int(length)
+    return f"{whole // 1024}k" if whole >= 8192 and whole % 1024 == 0 else f"{length:g}"
+
+
+def heat_map(
+    rows: Sequence[str], columns: Sequence[str], values: Sequence[Sequence[float | None]], x_label: str, y_label: str
+) -> Callable[[Canvas], None]:
+    """What draws shares between 0 and 1 as coloured cells with their numbers; None is left empty."""
+
+    def draw(canvas: Canvas) -> None:
+        axes = canvas.subplots()
+        numbers = [[math.nan if value is None else value for value in line] for line in values]
+        image = axes.imshow(numbers, cmap="cividis", vmin=0.0, vmax=1.0, aspect="auto")
+        axes.set_xticks(range(len(columns)), columns)
+        axes.set_yticks(range(len(rows)), rows)
+        axes.set(xlabel=x_label, ylabel=y_label)
+        axes.spines[:].set_visible(False)
+        for row, line in enumerate(values):
+            for column, value in enumerate(line):
+                text, ink = ("–", "grey") if value is None else (f"{value:.2f}", "white" if value < 0.55 else "black")
+                axes.text(column, row, text, ha="center", va="center", color=ink, fontsize=9)
+        canvas.colorbar(image, ax=axes, label="accuracy", shrink=0.9)
+
+    return draw

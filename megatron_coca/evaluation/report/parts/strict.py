@@ -1,0 +1,95 @@
+"""CoCA-Strict against CoCA-Slack: Table 3 of the CoCA paper."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megatron_coca.evaluation.perplexity.records import PerplexityResult
+from megatron_coca.evaluation.report.document import NOTHING, Block, Entry, Line, Table
+from megatron_coca.evaluation.report.grouping import Comparable, Group, Series, groups
+from megatron_coca.evaluation.report.parts import passkey, perplexity
+from megatron_coca.evaluation.report.provenance import heading, origin
+from megatron_coca.evaluation.report.published import TABLES, use_of
+from megatron_coca.evaluation.report.reading import Loaded, of_type
+from megatron_coca.evaluation.report.tables import (
+    THEIRS,
+    number,
+    published_lines,
+    published_table,
+    starred,
+    training_lengths,
+)
+from megatron_coca.evaluation.results import Result
+from megatron_coca.evaluation.retrieval.records import PasskeyResult
+
+Measures = tuple[str, str, type[Result], Comparable[Any], Callable[[Any], float]]
+
+MEASURES: tuple[Measures, ...] = (
+    ("strict perplexity", "Perplexity", PerplexityResult, perplexity.COMPARABLE, lambda cell: cell.perplexity),
+    ("strict passkey", "Passkey accuracy", PasskeyResult, passkey.COMPARABLE, lambda cell: cell.accuracy),
+)
+"""Metric of the paper's table, its name, the results, what must agree, and the number of a cell."""
+
+
+def build(loaded: Sequence[Loaded], papers: bool) -> list[Block]:
+    """A table for each group that has both forms, used in the same way."""
+    blocks = []
+    for metric, title, kind, comparable, value in MEASURES:
+        for place, group in enumerate(groups(of_type(loaded, kind), comparable), 1):
+            if pairs := _pairs(group):
+                name = f"{metric.replace(' ', '-')}-{place}"
+                tables = _tables(group, pairs, name, title, value, metric if papers else "")
+                blocks.append(Block(heading(group), (origin(group),), (), tables))
+    return blocks
+
+
+def _pairs(group: Group[Any]) -> list[tuple[Series[Any], Series[Any]]]:
+    """Slack and Strict of the same use and training length."""
+    return [
+        (slack, strict)
+        for slack in group.series
+        for strict in group.series
+        if use_of(slack.header).pos_emb == "coca"
+        and replace(use_of(slack.header), pos_emb="coca_strict") == use_of(strict.header)
+        and slack.header.checkpoint.seq_length == strict.header.checkpoint.seq_length
+    ]
+
+
+def _tables(
+    group: Group[Any],
+    pairs: Sequence[tuple[Series[Any], Series[Any]]],
+    name: str,
+    title: str,
+    value: Callable[[Any], float],
+    metric: str,
+) -> tuple[Table, ...]:
+    """Ours, with the paper's rows below where the training length is the same; else its table on its own."""
+    trained = training_lengths(group)
+    theirs = [table for table in TABLES if table.metric == metric]
+    joined = [table for table in theirs if table.training_length in trained]
+    columns = sorted({key[0] for pair in pairs for each in pair for key in each.cells})
+    columns = sorted({*columns, *(at for table in joined for at in table.columns if isinstance(at, int))})
+    lines = [line for pair in pairs for line in _lines(*pair, columns, value)]
+    lines += [line for table in joined for line in published_lines(table, columns, None)]
+    sources = tuple(f"{table.name}: {table.setting}; {THEIRS}." for table in joined)
+    caption = f"{title}: CoCA-Slack, and what CoCA-Strict adds to it"
+    main = Table(name, caption, ("at length", *starred(columns, trained)), tuple(lines), sources=sources)
+    return main, *(published_table(table, None, name) for table in theirs if table not in joined)
+
+
+def _lines(
+    slack: Series[Any], strict: Series[Any], columns: Sequence[int], value: Callable[[Any], float]
+) -> tuple[Line, Line]:
+    first, second = [], []
+    for column in columns:
+        cells = [series.cells.get((column,)) for series in (slack, strict)]
+        numbers = [None if cell is None else value(cell) for cell in cells]
+        first.append(NOTHING if numbers[0] is None else Entry(number(numbers[0]), numbers[0]))
+        second.append(_difference(*numbers))
+    return Line(slack.label, tuple(first)), Line(f"{strict.label}: difference", tuple(second))
+
+
+def _difference(slack: float | None, strict: float | None) -> Entry:
+    if slack is None or strict is None:
+        return NOTHING
+    return Entry(number(strict - slack, sign=True), strict - slack)

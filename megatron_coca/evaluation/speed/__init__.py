@@ -1,0 +1,1 @@
+"""What position methods cost: side by side, against RoPE and against the paper's contraction."""

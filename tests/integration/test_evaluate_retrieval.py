@@ -1,0 +1,126 @@
+"""Retrieval tasks on a small checkpoint: command line to result files, variants, order, and what is missing."""
+
+import json
+from argparse import ArgumentParser
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megatron_coca.checkpoints import native
+from megatron_coca.config import load_config
+from megatron_coca.data import load_tokenizer
+from megatron_coca.evaluation.retrieval.commands import NEEDLE, PASSKEY, RULER
+from megatron_coca.evaluation.retrieval.records import NeedleResult, PasskeyResult, RulerResult
+from megatron_coca.evaluation.running import Task
+from megatron_coca.model import build_model
+
+ROOT = Path(__file__).parents[2]
+SHAPE = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 256, "vocab_size": 512}
+
+
+def save_checkpoint(save: Path, **changes: object) -> Path:
+    config = load_config([], {**SHAPE, "no_weight_tying": True, "pos_emb": "coca", **changes})
+    folder = native.begin(save, 3)
+    generator = torch.Generator().manual_seed(0)
+    # As large as trained ones, so that what is generated depends on where things stand.
+    weights = {
+        name: weight + 0.3 * torch.randn(weight.shape, generator=generator)
+        for name, weight in build_model(config).state_dict().items()
+    }
+    save_file(weights, folder / native.WEIGHTS)
+    (folder / native.CONFIG).write_text(config.to_yaml())
+    (folder / native.META).write_text(json.dumps({"step": 3}))
+    load_tokenizer("CharLevelTokenizer").save(folder / native.TOKENIZER)
+    for name in ("state/rank_00000.safetensors", "rng/rank_0.pt"):  # needed to be complete, and not read here
+        (folder / name).parent.mkdir()
+        (folder / name).touch()
+    native.commit(save, 3)
+    return save
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("run"))
+
+
+def evaluate(task: Task, checkpoint: Path, *options: object) -> int:
+    parser = ArgumentParser()
+    task.add_arguments(parser)
+    given = ["--checkpoint", checkpoint, "--device", "cpu", "--cases", 2, "--max-new-tokens", 6, *options]
+    return task.run(parser.parse_args([str(each) for each in given]))
+
+
+def variants(*labels: str) -> list[str]:
+    changes = {
+        "plain": [],
+        "NTK": [str(ROOT / "configs/extend/dynamic_ntk.yml")],
+        "ReRoPE": ["relative_positions.type=rerope", "relative_positions.window=64"],
+    }
+    return [part for label in labels for part in ("--variant", label, *changes[label])]
+
+
+TASKS = {
+    "passkey": (PASSKEY, []),
+    "needle": (NEEDLE, ["--depths", "0,100"]),
+    "ruler": (RULER, ["--tasks", "multi_query,variable_tracking"]),
+}
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_files_do_not_depend_on_the_order_of_lengths_and_variants(name: str, checkpoint: Path, tmp_path: Path) -> None:
+    task, options = TASKS[name]
+    one, two = tmp_path / "one", tmp_path / "two"
+    labels = ["plain", "NTK", "ReRoPE"]
+    assert evaluate(task, checkpoint, "--lengths", "512,640", "--output", one, *options, *variants(*labels)) == 0
+    assert evaluate(task, checkpoint, "--lengths", "640,512", "--output", two, *options, *variants(*labels[::-1])) == 0
+    files = sorted(path.name for path in one.iterdir() if not path.name.endswith(".cost.json"))
+    assert files == [f"{name}_{label}.json" for label in ("ntk", "plain", "rerope")]
+    for file in files:
+        assert (one / file).read_bytes() == (two / file).read_bytes()
+    answers = {(one / file).read_text().split('"results"')[1] for file in files}
+    assert len(answers) == 3, "each variant uses the weights in its own way"
+
+
+def test_the_passkey_file_says_all_that_a_report_needs(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "passkey.json"
+    assert evaluate(PASSKEY, checkpoint, "--lengths", "200,400,900", "--output", path) == 2, "one length has no room"
+    output = capsys.readouterr()
+    result = PasskeyResult.model_validate_json(path.read_bytes())
+    assert [(each.at, each.kind) for each in result.missing] == [("length 200", "refused")]
+    assert "length 200: refused: length 200: the prompt has" in output.err
+    assert [cell.length for cell in result.results] == [400, 900] and "| 900" in output.out
+    assert (result.checkpoint.seq_length, result.protocol.cases, result.protocol.haystack.name) == (256, 2, "filler")
+    for cell in result.results:
+        assert cell.count == 2 == len(cell.cases) and 0 <= cell.low <= cell.accuracy <= cell.high <= 1
+        assert sum(each.tally.count for each in cell.ranges if each.tally) == 2
+        assert sum(part.count for part in (cell.inside, cell.beyond) if part) == 2
+        assert all(case.tokens <= cell.length for case in cell.cases)
+
+
+def test_a_longer_list_of_lengths_continues_a_file(checkpoint: Path, tmp_path: Path) -> None:
+    path, whole = tmp_path / "needle.json", tmp_path / "whole.json"
+    text = tmp_path / "book.txt"
+    text.write_text("The boat lay near the shore. Nobody was on board! Was it late?\n\n" * 20)
+    options = ["--depths", "0,50", "--haystack", text]
+    assert evaluate(NEEDLE, checkpoint, "--lengths", "500", "--output", path, *options) == 0
+    before = NeedleResult.model_validate_json(path.read_bytes())
+    assert evaluate(NEEDLE, checkpoint, "--lengths", "400,500", "--output", path, *options) == 0
+    assert evaluate(NEEDLE, checkpoint, "--lengths", "400,500", "--output", whole, *options) == 0
+    after = NeedleResult.model_validate_json(path.read_bytes())
+    assert path.read_bytes() == whole.read_bytes() and after.results[2:] == before.results
+    assert [cell.key for cell in after.results] == [(400, 0), (400, 50), (500, 0), (500, 50)]
+
+
+def test_positions_that_a_model_does_not_have_are_missing_and_no_crash(tmp_path: Path) -> None:
+    learned = save_checkpoint(tmp_path / "learned", pos_emb="learned", max_position_embeddings=600)
+    path = tmp_path / "ruler.json"
+    options = ["--tasks", "multi_key", "--lengths", "512,700", "--output", path]
+    assert evaluate(RULER, learned, *options) == 2
+    result = RulerResult.model_validate_json(path.read_bytes())
+    assert [cell.key for cell in result.results] == [("multi_key", 512)]
+    assert [(each.at, each.kind) for each in result.missing] == [("multi_key, length 700", "refused")]
+    assert "600 positions" in result.missing[0].reason

@@ -1,0 +1,315 @@
+"""The analysis against float64 computed pair by pair: from packed projections, by the papers' formulas and the oracle."""
+
+import cmath
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_coca.attention.oracle import dense
+from megatron_coca.attention.oracle.frequencies import frequencies
+from megatron_coca.config import load_config
+from megatron_coca.evaluation.analysis import scores as scores_module
+from megatron_coca.evaluation.analysis.measuring import Observer, Sampling, analyse
+from megatron_coca.evaluation.analysis.observe import observed
+from megatron_coca.evaluation.analysis.records import LengthAnalysis
+from megatron_coca.model import GPT, build_model
+
+LAYERS, HEADS, WIDTH, TRAINED, LENGTH = 2, 2, 32, 12, 20
+HEAD = WIDTH // HEADS
+EVERYTHING = Sampling(pairs=10**6, queries=10**6, seed=1)
+DYNAMIC = {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}
+YARN = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
+REROPE = {"relative_positions": {"type": "rerope", "window": 6}}
+INFINITE = {"relative_positions": {"type": "lm_infinite", "window": 6, "sinks": 3}}
+PROBABILITIES = (0.1, 0.25, 0.5, 0.75, 0.9)
+
+
+def build(pos_emb: str, **keys: Any) -> GPT:
+    """A float64 model whose weights are large enough to make attention uneven."""
+    shape = {"num_layers": LAYERS, "hidden_size": WIDTH, "num_attention_heads": HEADS, "seq_length": TRAINED}
+    config = load_config([], shape | {"vocab_size": 50, "pos_emb": pos_emb} | keys)
+    model = build_model(config, training=False).double().eval()
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.2 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    return model
+
+
+def documents(count: int = 2) -> list[np.ndarray]:
+    generator = np.random.default_rng(3)
+    return [generator.integers(0, 50, LENGTH) for _ in range(count)]
+
+
+def projections(model: GPT, tokens: np.ndarray) -> list[tuple[Tensor, Tensor]]:
+    """q and k [heads, length, head_dim] of every layer, unpacked by hand from what the linear layer gives."""
+    packed: list[Tensor] = []
+    hooks = [
+        block.attention.query_key_value.register_forward_hook(lambda module, given, out: packed.append(out[0]))
+        for block in model.blocks
+    ]
+    with torch.no_grad():
+        model(torch.from_numpy(tokens)[None])
+    for hook in hooks:
+        hook.remove()
+    found = []
+    for rows in packed:
+        heads = [rows[:, 3 * HEAD * head : 3 * HEAD * (head + 1)] for head in range(HEADS)]
+        found.append((torch.stack([x[:, :HEAD] for x in heads]), torch.stack([x[:, HEAD : 2 * HEAD] for x in heads])))
+    return found
+
+
+def theta(pos_emb: str, keys: dict[str, Any]) -> list[float]:
+    return frequencies(HEAD, length=LENGTH, training_length=TRAINED, **keys.get("rope_scaling", {})).tolist()
+
+
+def vectors(pos_emb: str, q: Tensor, k: Tensor, j: int) -> tuple[complex, complex]:
+    """The papers' q_j and k_j of one query and one key [head_dim]."""
+    query = complex(q[j], q[j + HEAD // 2])
+    if pos_emb in ("coca", "coca_strict"):
+        u = max(0.0, (float(k[j]) + float(k[j + HEAD // 2])) / 2)
+        return query, complex(query.real * u, query.imag * u)
+    return query, complex(k[j], k[j + HEAD // 2])
+
+
+def angles_by_hand(pos_emb: str, model: GPT) -> dict[tuple[int, int, int], list[float | None]]:
+    """Every Theta_j in (-pi, pi] by layer, head and j, over all pairs that a query sees."""
+    found: dict[tuple[int, int, int], list[float | None]] = {}
+    for tokens in documents():
+        for layer, (q, k) in enumerate(projections(model, tokens)):
+            for head in range(HEADS):
+                for m in range(LENGTH):
+                    for n in range(m + 1):
+                        for j in range(HEAD // 2):
+                            one, other = vectors(pos_emb, q[head, m], k[head, n], j)
+                            angle = None if one * other == 0 else cmath.phase(one * other.conjugate())
+                            found.setdefault((layer, head, j), []).append(angle)
+    return found
+
+
+@pytest.fixture(scope="module")
+def rotary() -> tuple[GPT, LengthAnalysis]:
+    model = build("rotary")
+    return model, analyse(model, documents(), LENGTH, EVERYTHING)
+
+
+def test_angles_are_those_of_all_pairs(rotary: tuple[GPT, LengthAnalysis]) -> None:
+    model, cell = rotary
+    by_hand, found = angles_by_hand("rotary", model), cell.angles
+    assert found is not None and found.undefined == 0
+    everything = [angle for angles in by_hand.values() for angle in angles]
+    assert sum(found.counts_by_pair[0]) == len(documents()) * LAYERS * HEADS * LENGTH * (LENGTH + 1) // 2
+    assert found.anomalous == pytest.approx(sum(angle < 0 for angle in everything) / len(everything), abs=1e-12)
+    assert found.largest == pytest.approx(max(map(abs, everything)), rel=1e-6)
+    for layer in range(LAYERS):
+        for head in range(HEADS):
+            own = [angle for j in range(HEAD // 2) for angle in by_hand[layer, head, j]]
+            counts, _ = np.histogram([at + 2 * math.pi if at < found.edges[0] else at for at in own], found.edges)
+            assert found.counts_by_head[layer][head] == counts.tolist()
+            share = sum(angle < 0 for angle in own) / len(own)
+            assert found.anomalous_by_head[layer][head] == pytest.approx(share, abs=1e-12)
+
+
+@pytest.mark.parametrize("keys", [{}, DYNAMIC], ids=["plain", "dynamic"])
+def test_borders_follow_from_the_angles(keys: dict[str, Any]) -> None:
+    """Found by turning: the first r > 0 at which the angle, unwrapped, has reached each border."""
+    model = build("rotary", **keys)
+    by_hand, borders = angles_by_hand("rotary", model), analyse(model, documents(), LENGTH, EVERYTHING).borders
+    assert borders is not None
+    beyond = total = 0
+    for j, speed in enumerate(theta("rotary", keys)):
+        own = [angle for (_, _, plane), angles in by_hand.items() if plane == j for angle in angles]
+        tau = [(2 * math.pi - angle % (2 * math.pi)) / speed for angle in own if angle % (2 * math.pi) > math.pi]
+        assert borders.frequencies[j] == pytest.approx(speed, rel=1e-12)
+        assert borders.k.exists[j] == pytest.approx(len(tau) / len(own), abs=1e-12)
+        assert borders.k.mean[j] == pytest.approx(np.mean(tau), rel=1e-5)
+        assert borders.k.quantiles[j] == pytest.approx(np.quantile(tau, PROBABILITIES), rel=1e-5)
+        minus_q = [(math.pi - angle) / speed for angle in own]
+        assert borders.minus_q.quantiles[j] == pytest.approx(np.quantile(minus_q, PROBABILITIES), rel=1e-5)
+        assert borders.minus_q.within_length[j] == pytest.approx(np.mean(np.array(minus_q) <= LENGTH), abs=1e-12)
+        q = np.array([(2 * math.pi - angle) / speed for angle in own])
+        assert borders.q.within_training[j] == pytest.approx(np.mean(q <= TRAINED), abs=1e-12)
+        beyond, total = beyond + sum(each > TRAINED for each in tau), total + len(own)
+    assert borders.k.beyond_training == pytest.approx(beyond / total, abs=1e-12)
+
+
+@pytest.mark.parametrize("pos_emb", ["coca", "coca_strict"])
+def test_the_angles_of_coca_come_out_as_zero(pos_emb: str) -> None:
+    model = build(pos_emb)
+    cell, by_hand = analyse(model, documents(), LENGTH, EVERYTHING), angles_by_hand(pos_emb, model)
+    assert cell.angles is not None and cell.borders is not None
+    assert cell.angles.anomalous == 0 and cell.angles.collinear == 1 and cell.angles.largest < 1e-14
+    everything = [angle for angles in by_hand.values() for angle in angles]
+    assert cell.angles.undefined == pytest.approx(everything.count(None) / len(everything), abs=1e-12)
+    assert 0.1 < cell.angles.undefined < 0.9, "both coefficients that are zero and others are in the test"
+    assert cell.borders.k.exists == [0.0] * (HEAD // 2)
+    for j, speed in enumerate(theta(pos_emb, {})):
+        assert cell.borders.minus_q.quantiles[j] == pytest.approx([math.pi / speed] * 5, rel=1e-12)
+        assert cell.borders.q.quantiles[j] == pytest.approx([2 * math.pi / speed] * 5, rel=1e-12)
+
+
+def scores_by_oracle(pos_emb: str, keys: dict[str, Any], model: GPT, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores [heads, length, length] as softmax takes them, and which pairs are visible, by the oracle's formulas."""
+    given = keys.get("relative_positions")
+    relative = None if given is None else dense.RelativeMap(given["type"], given["window"], sinks=given.get("sinks", 0))
+    multiplier = 0.1 * math.log(4) + 1 if keys == YARN else 1.0
+    setting = dense.Setting(map=relative)
+    pairs = dense.lay_out(torch.arange(LENGTH, dtype=torch.float64)[None], LENGTH, setting)
+    speeds = torch.tensor(theta(pos_emb, keys), dtype=torch.float64)
+    scores = dense.SCORES[pos_emb](q[None], k[None], speeds, pairs, multiplier) / math.sqrt(HEAD)
+    if keys.get("logit_scaling") == "log_n":
+        scores = scores * (torch.arange(1, LENGTH + 1).double().log() / math.log(TRAINED)).clamp(min=1)[:, None]
+    if pos_emb in dense.BIASES:
+        scores = scores + dense.BIASES[pos_emb](pairs.distance.clamp(min=0).double(), HEADS, HEAD, {})
+    return scores[0], pairs.visible.expand(1, 1, LENGTH, LENGTH)[0, 0]
+
+
+CASES = [
+    ("rotary", {}),
+    ("rotary", DYNAMIC),
+    ("rotary", YARN),
+    ("rotary", REROPE),
+    ("rotary", INFINITE),
+    ("rotary", {"logit_scaling": "log_n"}),
+    ("xpos", {}),
+    ("coca", {}),
+    ("coca", REROPE),
+    ("coca_strict", DYNAMIC),
+    ("alibi", {}),
+    ("none", {}),
+]
+
+
+@pytest.mark.parametrize(("pos_emb", "keys"), CASES, ids=lambda case: str(case))
+def test_scores_and_entropy_are_the_oracles(
+    pos_emb: str, keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every pair and every query; with memory for three queries at a time."""
+    monkeypatch.setattr(scores_module, "SCORES_AT_ONCE", 3 * HEADS * LENGTH)
+    model = build(pos_emb, **keys)
+    cell = analyse(model, documents(), LENGTH, EVERYTHING)
+    by_distance: dict[int, list[float]] = {}
+    entropies = np.zeros((len(documents()), LAYERS, HEADS, LENGTH))
+    for number, tokens in enumerate(documents()):
+        for layer, (q, k) in enumerate(projections(model, tokens)):
+            scores, visible = scores_by_oracle(pos_emb, keys, model, q, k)
+            for head in range(HEADS):
+                for m in range(LENGTH):
+                    row = {n: float(scores[head, m, n]) for n in range(m + 1) if visible[m, n]}
+                    for n, score in row.items():
+                        by_distance.setdefault(m - n, []).append(score)
+                    weights = [math.exp(score) for score in row.values()]
+                    shares = [weight / sum(weights) for weight in weights]
+                    entropies[number, layer, head, m] = -sum(each * math.log(each) for each in shares)
+    decay, entropy = cell.decay, cell.entropy
+    assert decay.distances == [*range(17), LENGTH - 1]
+    assert decay.measured.pairs == [len(by_distance.get(r, [])) for r in decay.distances]
+    for at, distance in enumerate(decay.distances):
+        values = by_distance.get(distance, [])
+        if values:
+            assert decay.measured.mean[at] == pytest.approx(np.mean(values), rel=1e-5, abs=1e-6)
+            assert decay.measured.mean_abs[at] == pytest.approx(np.mean(np.abs(values)), rel=1e-5)
+            expected = np.quantile(np.abs(values), PROBABILITIES)
+            assert decay.measured.quantiles_abs[at] == pytest.approx(expected, rel=1e-5, abs=1e-6)
+        else:
+            assert decay.measured.mean[at] is None
+    assert entropy.positions == list(range(LENGTH))
+    np.testing.assert_allclose(entropy.by_position, entropies.mean((0, 1, 2)), atol=1e-9)
+    np.testing.assert_allclose(entropy.by_layer, entropies.mean((0, 2, 3)), atol=1e-9)
+    np.testing.assert_allclose(entropy.by_head, entropies.mean((0, 3)), atol=1e-9)
+    assert entropy.mean == pytest.approx(entropies.mean(), abs=1e-9)
+
+
+def turned_by_hand(
+    pos_emb: str, q: Tensor, k: Tensor, speeds: list[float], r: float, factor: float
+) -> tuple[float, float, float]:
+    """The score of one pair of tokens at distance r, and both bounds, term by term; the query stands at LENGTH - 1."""
+    pairs = [vectors(pos_emb, q, k, j) for j in range(HEAD // 2)]
+    h = [one * other.conjugate() for one, other in pairs]
+    score = sum(each * cmath.exp(1j * r * speed) for each, speed in zip(h, speeds, strict=True)).real
+    if pos_emb == "coca":
+        m, n, score = LENGTH - 1, LENGTH - 1 - r, 0.0
+        for (one, other), speed in zip(pairs, speeds, strict=True):
+            u, first, second = abs(other) / abs(one), one.real, one.imag
+            (cm, sm), (cn, sn) = ((math.cos(at * speed), math.sin(at * speed)) for at in (m, n))
+            score += u * (first**2 + second**2) * cm * cn
+            score += u * ((second**2 - first**2) * cm * sn + 2 * first * second * sm * sn)
+    bounds = []
+    for amplitudes, waves in (
+        (h, [cmath.exp(1j * r * speed) for speed in speeds]),
+        ([abs(each) for each in h], [math.cos(r * speed) for speed in speeds]),
+    ):
+        following = [*amplitudes[1:], 0]
+        step = max(abs(after - before) for before, after in zip(amplitudes, following, strict=True))
+        bounds.append(step * sum(abs(sum(waves[: j + 1])) for j in range(len(waves))))
+    scale = factor / math.sqrt(HEAD)
+    return score * scale, bounds[0] * scale, bounds[1] * scale
+
+
+@pytest.mark.parametrize(
+    ("pos_emb", "keys", "factor", "furthest"),
+    [
+        ("rotary", {}, 1.0, LENGTH),
+        ("rotary", DYNAMIC, 1.0, LENGTH),
+        ("rotary", YARN, (0.1 * math.log(4) + 1) ** 2, LENGTH),
+        ("rotary", REROPE, 1.0, REROPE["relative_positions"]["window"]),
+        ("coca", {}, 1.0, LENGTH),
+        ("coca_strict", {}, 1.0, LENGTH),
+        ("coca_strict", {"logit_scaling": "log_n"}, math.log(LENGTH) / math.log(TRAINED), LENGTH),
+    ],
+    ids=str,
+)
+def test_pairs_put_apart_and_their_bounds(pos_emb: str, keys: dict[str, Any], factor: float, furthest: int) -> None:
+    model, sampling = build(pos_emb, **keys), Sampling(pairs=6, queries=3, seed=9)
+    decay = analyse(model, documents(), LENGTH, sampling).decay
+    observer, speeds, samples = Observer(model, LENGTH, sampling, 2), theta(pos_emb, keys), []
+    for number, tokens in enumerate(documents()):
+        observer.begin(number)
+        assert len(observer.pairs[0]) == 3
+        for q, k in projections(model, tokens):
+            for head in range(HEADS):
+                for m, n in zip(*observer.pairs, strict=True):
+                    one, other = q[head, m], k[head, n]
+                    mapped = [min(r, furthest) for r in decay.distances]
+                    samples.append([turned_by_hand(pos_emb, one, other, speeds, r, factor) for r in mapped])
+    scores, rope, coca = np.moveaxis(np.array(samples), -1, 0)  # [samples, distances] each
+    np.testing.assert_allclose(decay.turned.mean, scores.mean(0), atol=1e-9)
+    np.testing.assert_allclose(decay.turned.quantiles_abs, np.quantile(np.abs(scores), PROBABILITIES, axis=0).T)
+    np.testing.assert_allclose(decay.bound_rope, rope.mean(0))
+    np.testing.assert_allclose(decay.bound_coca, coca.mean(0))
+    np.testing.assert_allclose(decay.above_coca, (np.abs(scores) > coca * (1 + 1e-9)).mean(0))
+    if furthest == LENGTH:
+        np.testing.assert_allclose(decay.falling, (np.diff(scores, axis=1) < 0).mean(0))
+    if pos_emb != "coca":
+        assert decay.above_rope == [0.0] * len(decay.distances), "a theorem (RoFormer, section 3.4.3)"
+    if pos_emb == "coca_strict":
+        assert decay.above_coca == [0.0] * len(decay.distances), "a theorem (CoCA, equation 20)"
+
+
+@pytest.mark.parametrize(
+    ("pos_emb", "keys", "bounded"),
+    [("rotary", {"rotary_pct": 0.5}, True), ("xpos", {}, False), ("alibi", {}, False), ("none", {}, False)],
+)
+def test_there_is_a_bound_where_rotation_alone_moves_scores(pos_emb: str, keys: dict[str, Any], bounded: bool) -> None:
+    cell = analyse(build(pos_emb, **keys), documents(), LENGTH, EVERYTHING)
+    assert (cell.decay.bound_rope is not None) == bounded
+    assert cell.decay.above_rope == ([0.0] * len(cell.decay.distances) if bounded else None)
+    assert (cell.angles is None) == (pos_emb in ("alibi", "none"))
+    assert cell.decay.falling_mean == {"alibi": 1.0, "none": 0.0}.get(pos_emb, cell.decay.falling_mean)
+
+
+def test_watching_changes_nothing() -> None:
+    model, ids = build("coca"), torch.from_numpy(documents(1)[0])[None]
+    methods = [block.attention.method for block in model.blocks]
+    with torch.no_grad():
+        before = model(ids)
+        seen: list[int] = []
+        with pytest.raises(RuntimeError, match="stop"), observed(model, lambda each: seen.append(each.layer)):
+            assert torch.equal(model(ids), before)
+            raise RuntimeError("stop")
+        assert torch.equal(model(ids), before)
+    assert seen == [0, 1] and [block.attention.method for block in model.blocks] == methods

@@ -1,0 +1,367 @@
+"""Results as tasks write them, with invented numbers: one of every kind, and of every way in which a cell may lack."""
+
+import math
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_coca.evaluation import PerplexityResult
+from megatron_coca.evaluation.analysis.records import AnalysisResult
+from megatron_coca.evaluation.harness.records import HarnessResult
+from megatron_coca.evaluation.results import Result, write_record
+from megatron_coca.evaluation.retrieval.records import NeedleResult, PasskeyResult, RulerResult
+from megatron_coca.evaluation.speed.records import WHATS, SpeedResult
+from megatron_coca.evaluation.store import Cost, Costs, cost_path
+
+NTK = {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0, "target_length": None}}
+REROPE = {"relative_positions": {"type": "rerope", "window": None}}
+USES: dict[str, tuple[str, dict[str, Any], float]] = {
+    "ALiBi": ("alibi", {}, 0.3),
+    "RoFormer": ("rotary", {}, 2.0),
+    "RoFormer + dynamic NTK": ("rotary", NTK, 0.8),
+    "RoFormer + ReRoPE": ("rotary", REROPE, 0.1),
+    "CoCA": ("coca", {}, 0.9),
+    "CoCA + dynamic NTK": ("coca", NTK, 0.35),
+    "CoCA-Strict + dynamic NTK": ("coca_strict", NTK, 0.4),
+}
+"""Label: form, what is set, and how fast the loss grows with each doubling of the length."""
+
+REFUSED = "rope_scaling: a bias has no frequencies that could be extended"
+FULL = "the memory of cpu does not suffice; lower --tokens-per-batch (it is 16384, one window at least)"
+
+
+def header(label: str, pos_emb: str = "rotary", overrides: Any = None, length: int = 512) -> dict[str, Any]:
+    return {
+        "label": label,
+        "checkpoint": {
+            "path": f"runs/350M_{pos_emb}",
+            "identity": f"{pos_emb}5ad1c0ffee7715",
+            "step": 120000,
+            "seq_length": length,
+            "pos_emb": pos_emb,
+        },
+        "overrides": overrides or {},
+        "tokenizer": "f00dfeedf00dfeed",
+        "environment": {"dtype": "bfloat16", "backend": "sdpa", "device": "NVIDIA H200", "torch": "2.13.0"},
+        "missing": [],
+    }
+
+
+DOCUMENTS = {
+    "sha256": "aa11bb22cc33dd44ee",
+    "count": 4,
+    "tokens": 131072,
+    "max_length": 32768,
+    "repeated": None,
+    "sources": ["pg19/test"],
+}
+
+
+def window(size: int, nll: float, documents: int = 4) -> dict[str, Any]:
+    return {
+        "window": size,
+        "perplexity": math.exp(nll) if nll < 709 else math.inf,
+        "nll": nll,
+        "nll_stderr": 0.01,
+        "tokens_scored": 4092,
+        "documents": documents,
+        "nll_by_document": [nll * 1023] * documents,
+        "accuracy": 0.25,
+        "correct_by_document": [256] * documents,
+    }
+
+
+def perplexity(label: str, nlls: dict[int, float], /, **changes: Any) -> PerplexityResult:
+    """`group__name=value` changes one field of a group of the file, `name=value` a field of the file."""
+    content = header(label, length=changes.pop("length", 512)) | {
+        "protocol": {
+            "text": "the model reads W tokens and scores the last S",
+            "stride": 512,
+            "tokens_per_batch": 16384,
+        },
+        "documents": DOCUMENTS,
+        "results": [window(size, nll) for size, nll in nlls.items()],
+    }
+    content["checkpoint"]["identity"] = label
+    for path, value in changes.items():
+        group, _, name = path.partition("__")
+        content[group] = {**content[group], name: value} if name else value
+    return PerplexityResult.model_validate(content)
+
+
+def lacking(at: str, kind: str, reason: str) -> dict[str, str]:
+    return {"at": at, "kind": kind, "reason": reason}
+
+
+def tally(correct: int, count: int) -> dict[str, Any]:
+    share = correct / count
+    spread = 1.96 * math.sqrt(share * (1 - share) / count + 1 / count**2)
+    low, high = max(0.0, share - spread), min(1.0, share + spread)
+    return {"accuracy": share, "correct": correct, "count": count, "low": low, "high": high}
+
+
+RETRIEVAL = {
+    "text": "greedy; the first run of five digits in the answer is the key",
+    "cases": 100,
+    "max_new_tokens": 64,
+    "seed": 1234,
+    "tokens_per_batch": 16384,
+    "answer_stub": False,
+    "haystack": {"name": "the paper's filler", "sentences": 5, "sha256": "99aa88bb77cc66dd"},
+}
+
+
+def passkey(label: str, accuracies: dict[int, float], **more: Any) -> PasskeyResult:
+    pos_emb, overrides, _ = USES.get(label, ("rotary", {}, 0.0))
+    cells = []
+    for length, accuracy in accuracies.items():
+        inside, near = min(100, round(100 * 512 / length)), min(1.0, 2 * accuracy)
+        beyond = 100 - inside
+        cells.append(
+            {
+                **tally(round(100 * accuracy), 100),
+                "length": length,
+                "cases": [],
+                "inside": tally(round(near * inside), inside),
+                "beyond": tally(round(accuracy * beyond), beyond) if beyond else None,
+                "ranges": [
+                    {
+                        "above": length * quarter // 4,
+                        "up_to": length * (quarter + 1) // 4,
+                        "tally": tally(round(25 * min(1.0, accuracy * (1.3 - 0.2 * quarter))), 25),
+                    }
+                    for quarter in range(4)
+                ],
+            }
+        )
+    return PasskeyResult.model_validate(
+        {**header(label, pos_emb, overrides), "protocol": RETRIEVAL, "results": cells, **more}
+    )
+
+
+def needle(label: str, lengths: Sequence[int], depths: Sequence[int] = range(0, 101, 10)) -> NeedleResult:
+    pos_emb, overrides, slope = USES[label]
+    cells = [
+        {
+            **tally(round(20 * max(0.0, min(1.0, 1.05 - slope * 0.25 * at - 0.003 * (100 - depth) * at))), 20),
+            "length": length,
+            "depth": depth,
+            "cases": [],
+        }
+        for at, length in enumerate(lengths)
+        for depth in depths
+    ]
+    missing = [lacking("length 32768", "out of memory", FULL)]
+    content = {**header(label, pos_emb, overrides), "missing": missing, "results": cells}
+    return NeedleResult.model_validate({**content, "protocol": {**RETRIEVAL, "depths": list(depths)}})
+
+
+def ruler(label: str, lengths: Sequence[int]) -> RulerResult:
+    pos_emb, overrides, slope = USES[label]
+    cells = [
+        {**tally(round(50 * max(0.0, 0.98 - slope * 0.1 * at * hard)), 50), "length": length, "cases": [], "task": task}
+        for hard, task in enumerate(("multi_key", "multi_value", "variable_tracking", "common_words"), 1)
+        for at, length in enumerate(lengths)
+    ]
+    missing = [lacking("common_words, length 16384", "failed", "the cache is smaller than the prompt")]
+    content = {**header(label, pos_emb, overrides), "missing": missing, "results": cells}
+    return RulerResult.model_validate({**content, "protocol": RETRIEVAL})
+
+
+def harness(label: str, base: float) -> HarnessResult:
+    pos_emb, overrides, _ = USES[label]
+    tasks = {"copa": ("acc", True), "boolq": ("acc", True), "wikitext": ("word_perplexity", False)}
+    cells = [
+        {
+            "task": task,
+            "version": "1.0",
+            "num_fewshot": 0,
+            "samples": 100,
+            "config_sha256": "11",
+            "documents_sha256": "22",
+            "prompts_sha256": "33",
+            "scores": [
+                {
+                    "metric": metric,
+                    "filter": "none",
+                    "value": base + 0.01 * at,
+                    "stderr": 0.02,
+                    "higher_is_better": high,
+                }
+            ],
+        }
+        for at, (task, (metric, high)) in enumerate(tasks.items())
+    ]
+    protocol = {"text": "loglikelihood of the continuations", "lm_eval": "0.4.13", "max_length": 512, "seed": 1234}
+    protocol |= {"num_fewshot": None, "limit": None, "bootstrap_iterations": 1000, "tokens_per_batch": 4096}
+    missing = [lacking("task afqmc", "failed", "afqmc.jsonl is not in --task-data")]
+    content = {**header(label, pos_emb, overrides), "missing": missing, "protocol": protocol, "results": cells}
+    return HarnessResult.model_validate(content)
+
+
+def speed() -> SpeedResult:
+    times = {"rotary": 1.0, "coca": 1.06, "alibi": 1.3, "contraction": 4.0}
+    cells = [
+        {
+            "what": what,
+            "length": length,
+            "method": method,
+            "backend": "sdpa",
+            "seconds": factor * length**1.3 * 1e-6,
+            "quartiles": (factor * length**1.3 * 0.9e-6, factor * length**1.3 * 1.1e-6),
+            "rounds": 5,
+            "tokens_per_second": length / (factor * length**1.3 * 1e-6),
+            "to_rope": {"against": "rotary", "median": factor, "low": factor * 0.97, "high": factor * 1.03},
+            "to_contraction": {"against": "contraction", "median": factor / 4, "low": factor / 5, "high": factor / 3},
+            "peak_memory_bytes": length * 65536,
+            "cache_bytes_per_token": 98304 if what == "decode" else None,
+        }
+        for what in (WHATS[0], "decode")
+        for length in (512, 2048, 8192)
+        for method, factor in times.items()
+        if not (method == "contraction" and length == 8192)
+    ]
+    shape = {"layers": 24, "hidden_size": 1024, "heads": 16, "kv_heads": 16, "parameters": 354_000_000}
+    at = "layer forward, length 8192, contraction"
+    content = {
+        **header("350M"),
+        "missing": [lacking(at, "out of memory", "8192 x 8192 scores need 8 GiB of 4 GiB that are free")],
+        "protocol": {"text": "interleaved rounds, median", "rounds": 5, "batch": 1, "shape": shape},
+        "machine": {"processor": "a processor", "threads": 2, "versions": {"torch": "2.13.0"}},
+        "results": cells,
+    }
+    return SpeedResult.model_validate(content)
+
+
+def analysis(label: str) -> AnalysisResult:
+    pos_emb, overrides, _ = USES[label]
+    generator = random.Random(7)
+    pairs, edges = 4, [math.pi * (at / 18 - 1) for at in range(37)]
+    by_pair = [[generator.randint(20, 60) for _ in range(36)] for _ in range(pairs)]
+
+    def border(scale: float) -> dict[str, Any]:
+        quantiles = [[scale * 4**j * (0.5 + 0.3 * at) for at in range(5)] for j in range(pairs)]
+        shares = [0.5, 0.4, 0.3, 0.2]
+        return {
+            "exists": shares,
+            "mean": [row[2] for row in quantiles],
+            "quantiles": quantiles,
+            "within_training": shares,
+            "within_length": shares,
+            "beyond_training": 0.21,
+        }
+
+    distances = [0, 1, 4, 16, 64, 256]
+    curve = {
+        "mean": [3.0 / (1 + at) for at in range(6)],
+        "mean_abs": [3.5 / (1 + at) for at in range(6)],
+        "quantiles_abs": [None] * 6,
+        "pairs": [100] * 6,
+    }
+    cells = [
+        {
+            "length": length,
+            "documents": 4,
+            "angles": {
+                "edges": edges,
+                "counts_by_head": [[[9] * 36] * 2],
+                "counts_by_pair": by_pair,
+                "undefined": 0.0,
+                "collinear": 0.01,
+                "anomalous": 0.48,
+                "anomalous_by_head": [[0.48, 0.48]],
+                "anomalous_by_pair": [0.48] * pairs,
+                "largest": 3.1,
+            },
+            "borders": {"frequencies": [1.0, 0.1, 0.01, 0.001], "k": border(1), "minus_q": border(2), "q": border(4)},
+            "decay": {
+                "distances": distances,
+                "measured": curve,
+                "turned": curve,
+                "falling": [0.6] * 5,
+                "falling_mean": 0.6,
+                "bound_rope": [30.0 / (1 + at) for at in range(6)],
+                "bound_coca": [20.0 / (1 + at) for at in range(6)],
+                "above_rope": [0.0] * 6,
+                "above_coca": [0.0] * 6,
+            },
+            "entropy": {
+                "positions": [0, 3, 15, 63, 255],
+                "by_position": [0.0, 1.2, 2.3, 3.1, 3.8],
+                "by_layer": [2.0],
+                "by_head": [[2.0, 2.1]],
+                "mean": 2.05,
+            },
+        }
+        for length in (512, 2048)
+    ]
+    protocol = {
+        "text": "angles before rotation",
+        "pairs": 10000,
+        "queries": 64,
+        "seed": 1,
+        "quantiles": [0.05, 0.25, 0.5, 0.75, 0.95],
+    }
+    content = {**header(label, pos_emb, overrides), "protocol": protocol, "documents": DOCUMENTS, "results": cells}
+    return AnalysisResult.model_validate(content)
+
+
+def every_result() -> dict[str, Result]:
+    """Files of all tasks by their names."""
+    lengths = [512 * 2**at for at in range(7)]
+    files: dict[str, Result] = {"speed": speed()}
+    for place, (label, (pos_emb, overrides, slope)) in enumerate(USES.items()):
+        nlls = {size: 2.95 + 0.02 * place + slope * at for at, size in enumerate(lengths)}
+        missing: list[dict[str, str]] = []
+        if label == "ALiBi":
+            nlls = {size: nll for size, nll in nlls.items() if size < 16384}
+            missing = [lacking(f"window {size}", "out of memory", FULL) for size in (16384, 32768)]
+        if label == "RoFormer":
+            nlls[32768] = 800.0
+        common = {"overrides": overrides, "checkpoint__pos_emb": pos_emb, "checkpoint__path": f"runs/350M_{pos_emb}"}
+        files[f"perplexity_{place}"] = perplexity(label, nlls, missing=missing, **common)
+        accuracies = {size: max(0.02, 1 - 0.2 * slope * at * (0.5 + 0.2 * at)) for at, size in enumerate(lengths[:6])}
+        files[f"passkey_{place}"] = passkey(label, accuracies)
+    refused = [lacking("all", "refused", REFUSED)]
+    extended = {
+        "overrides": NTK,
+        "checkpoint__pos_emb": "alibi",
+        "results": [],
+        "missing": refused,
+        "environment__backend": None,
+    }
+    files["perplexity_refused"] = perplexity("ALiBi + dynamic NTK", {}, **extended)
+    files["perplexity_other"] = perplexity(
+        "RoFormer", {512: 3.4, 1024: 5.0}, documents__sha256="bb22", documents__sources=["code/test"]
+    )
+    for place, label in enumerate(("RoFormer", "CoCA + dynamic NTK")):
+        files[f"ruler_{place}"], files[f"harness_{place}"] = (
+            ruler(label, lengths[:5]),
+            harness(label, 0.5 + 0.1 * place),
+        )
+    files["needle"], files["analysis"] = needle("CoCA + dynamic NTK", lengths[:6]), analysis("RoFormer")
+    return files
+
+
+def write(folder: Path, results: dict[str, Result]) -> list[Path]:
+    """Each as FOLDER/NAME.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in results.items():
+        write_record(folder / f"{name}.json", content)
+    return [folder / f"{name}.json" for name in results]
+
+
+def write_costs(file: Path, label: str) -> None:
+    """A file of costs beside a result of perplexity."""
+    costs = [
+        Cost(
+            at=f"window {size}",
+            seconds=size / 100,
+            tokens=4092,
+            tokens_per_second=409200 / size,
+            peak_memory_bytes=size * 3**9,
+        )
+        for size in (512, 1024, 2048)
+    ]
+    write_record(cost_path(file), Costs(label=label, task="perplexity", device="NVIDIA H200", costs=costs))

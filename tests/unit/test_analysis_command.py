@@ -1,0 +1,172 @@
+"""evaluate.py analyse: the same numbers whatever the order, what is sampled, and plots of everything there can be."""
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.figure import Figure
+from safetensors.torch import save_file
+
+from megatron_coca.attention.inputs import AttentionInputs, Segment
+from megatron_coca.checkpoints import native
+from megatron_coca.config import load_config
+from megatron_coca.data import load_tokenizer
+from megatron_coca.evaluation.analysis import command, scores
+from megatron_coca.evaluation.analysis.angles import BINS, summarise_angles
+from megatron_coca.evaluation.analysis.command import ANALYSE
+from megatron_coca.evaluation.analysis.figures import FIGURES
+from megatron_coca.evaluation.analysis.records import AnalysisResult
+from megatron_coca.evaluation.analysis.sampling import draw_pairs, log_distances, spread
+from megatron_coca.evaluation.analysis.scores import row_entropies
+from megatron_coca.evaluation.results import read_record
+from megatron_coca.evaluation.store import read_costs
+from megatron_coca.evaluation.tasks import TASKS
+from megatron_coca.model import build_model
+
+ROOT = Path(__file__).parents[2]
+MODEL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 16, "vocab_size": 512}
+MODEL |= {"no_weight_tying": True, "tokenizer_type": "CharLevelTokenizer"}
+
+
+def save_checkpoint(save: Path, pos_emb: str) -> Path:
+    config = load_config([], {**MODEL, "pos_emb": pos_emb})
+    folder = native.begin(save, 3)
+    save_file(build_model(config).state_dict(), folder / native.WEIGHTS)
+    (folder / native.CONFIG).write_text(config.to_yaml())
+    (folder / native.META).write_text(json.dumps({"step": 3}))
+    load_tokenizer("CharLevelTokenizer").save(folder / native.TOKENIZER)
+    for name in ("state/rank_00000.safetensors", "rng/rank_0.pt"):  # needed to be complete, and not read here
+        (folder / name).parent.mkdir()
+        (folder / name).touch()
+    native.commit(save, 3)
+    return save
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {name: save_checkpoint(tmp_path_factory.mktemp(name), name) for name in ("rotary", "coca", "alibi")}
+
+
+@pytest.fixture
+def analyse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """analyse(checkpoint, file name, option, ...): the exit status."""
+    monkeypatch.setitem(TASKS, "analyse", ANALYSE)
+    main = runpy.run_path(str(ROOT / "evaluate.py"))["main"]
+    text = tmp_path / "text.jsonl"
+    sentences = ["It is a truth universally acknowledged. " * 3, "Call me Ishmael, some years ago. " * 3]
+    text.write_text("".join(json.dumps({"text": sentence}) + "\n" for sentence in sentences))
+
+    def run(checkpoint: Path, name: str, *more: str) -> int:
+        given = ["analyse", "--checkpoint", str(checkpoint), "--data", str(text), "--max-length", "48"]
+        given += ["--pairs", "40", "--queries", "9", "--device", "cpu", "--output", str(tmp_path / name)]
+        return main([*given, *more])
+
+    return run
+
+
+def test_order_and_interruption_change_no_byte(
+    analyse: Any, checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert analyse(checkpoints["rotary"], "one.json", "--lengths", "16,48") == 0
+    assert analyse(checkpoints["rotary"], "two.json", "--lengths", "48") == 0
+    assert analyse(checkpoints["rotary"], "two.json", "--lengths", "48,16") == 0
+    assert (tmp_path / "one.json").read_bytes() == (tmp_path / "two.json").read_bytes()
+    result = read_record(tmp_path / "one.json", AnalysisResult, "an analysis")
+    assert [cell.length for cell in result.results] == [16, 48] and result.documents.count == 2
+    assert all((tmp_path / f"one.{name}.png").stat().st_size > 5000 for name in FIGURES)
+    costs = read_costs(tmp_path / "one.json")
+    assert costs is not None and [(cost.at, cost.tokens) for cost in costs.costs] == [
+        ("length 16", 32),
+        ("length 48", 96),
+    ]
+    monkeypatch.setattr(command, "analyse", lambda *given: pytest.fail("it was measured already"))
+    assert analyse(checkpoints["rotary"], "one.json", "--lengths", "16") == 0
+
+
+def test_variants_and_methods_without_rotation(
+    analyse: Any, checkpoints: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dynamic = ("--variant", "plain", "--variant", "dynamic", "rope_scaling.rope_type=dynamic", "rope_scaling.factor=4")
+    assert analyse(checkpoints["coca"], "coca", "--lengths", "48", *dynamic) == 0
+    results = [
+        read_record(tmp_path / "coca" / f"analyse_{name}.json", AnalysisResult, "an analysis").results[0]
+        for name in ("plain", "dynamic")
+    ]
+    assert [cell.angles.anomalous for cell in results] == [0.0, 0.0], "collinear, under every extension"
+    slow = [cell.borders.frequencies[-1] for cell in results]
+    assert slow[1] < slow[0] and results[0].borders.frequencies[0] == results[1].borders.frequencies[0] == 1.0
+    assert analyse(checkpoints["alibi"], "alibi.json", "--lengths", "16") == 0
+    cell = read_record(tmp_path / "alibi.json", AnalysisResult, "an analysis").results[0]
+    assert cell.angles is None and cell.borders is None and cell.decay.falling_mean == 1.0
+    assert "| 16     |         - |" in capsys.readouterr().out
+    assert analyse(checkpoints["alibi"], "alibi.json", "--lengths", "16,16") == 2
+    assert "each once" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_every_figure_has_what_its_result_has(
+    name: str, analyse: Any, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    assert analyse(checkpoints["coca"], "coca.json", "--lengths", "16,32") == 0
+    result = read_record(tmp_path / "coca.json", AnalysisResult, "an analysis")
+    axes = Figure().subplots()
+    FIGURES[name](axes, result)
+    drawn = len(axes.lines) + len(axes.patches)
+    assert drawn == {"angles": 3, "reach": 3, "decay": 4, "entropy": 4}[name]
+    FIGURES[name](Figure().subplots(), result.model_copy(update={"results": []}))
+
+
+def test_all_pairs_come_once_each() -> None:
+    m, n = draw_pairs(9, 10**6, seed=4)
+    assert sorted(zip(m.tolist(), n.tolist(), strict=True)) == [
+        (row, key) for row in range(9) for key in range(row + 1)
+    ]
+
+
+def test_drawn_pairs_are_spread_evenly_over_all() -> None:
+    m, n = draw_pairs(131072, 20000, seed=4)
+    assert len({*zip(m.tolist(), n.tolist(), strict=True)}) == 20000 and (n <= m).all() and m.max() < 131072
+    assert (m < 65536).double().mean() == pytest.approx(1 / 4, abs=0.02)
+    assert (n < m / 2).double().mean() == pytest.approx(1 / 2, abs=0.02)
+    again, other = draw_pairs(131072, 20000, seed=4), draw_pairs(131072, 20000, seed=5)
+    assert torch.equal(m, again[0]) and not torch.equal(m, other[0])
+
+
+@pytest.mark.parametrize(("length", "count"), [(2, 2), (17, 17), (18, 18), (512, 37), (32768, 61)])
+def test_distances_are_dense_where_it_is_near(length: int, count: int) -> None:
+    found = log_distances(length)
+    assert found == sorted(set(found)) and found[0] == 0 and found[-1] == length - 1
+    assert found[:17] == list(range(min(17, length))) and len(found) == count
+    assert all(after / before < 1.25 for before, after in zip(found[16:], found[17:], strict=False))
+
+
+def test_positions_are_spread() -> None:
+    assert spread(0, 100, 5).tolist() == [0, 25, 50, 75, 100] and spread(3, 5, 9).tolist() == [3, 4, 5]
+    assert spread(7, 7, 4).tolist() == [7]
+
+
+def test_bins_hold_the_angles_around_their_middle() -> None:
+    width = 2 * np.pi / BINS
+    theta = np.array([0.0, 1e-12, -1e-12, 0.49 * width, -0.49 * width, np.pi, -np.pi + 1e-6, 0.51 * width, np.nan])
+    found = summarise_angles(theta[None, None, :, None])
+    (counts,) = found.counts_by_pair
+    middles = (np.array(found.edges[1:]) + np.array(found.edges[:-1])) / 2
+    full = {round(np.degrees(middle)): count for middle, count in zip(middles, counts, strict=True) if count}
+    assert full == {0: 5, 15: 1, 180: 2}
+    assert found.undefined == 1 / 9 and found.anomalous == 2 / 8 and found.collinear == 3 / 8
+
+
+def test_entropy_takes_no_more_memory_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the number of queries, no more scores than allowed exist at once."""
+    length, heads, sizes = 400, 2, []
+    x = torch.randn(1, heads, length, 8)
+    inputs = AttentionInputs((Segment(x, x),), x, 0.3)
+    whole, original = row_entropies(inputs, torch.arange(length)), scores.row_scores
+    monkeypatch.setattr(scores, "SCORES_AT_ONCE", 7 * heads * length + 1)
+    monkeypatch.setattr(scores, "row_scores", lambda *given: sizes.append(len(given[1])) or original(*given))
+    torch.testing.assert_close(row_entropies(inputs, torch.arange(length)), whole)
+    assert max(sizes) == 7 and sum(sizes) == length

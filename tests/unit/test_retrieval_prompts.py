@@ -1,0 +1,318 @@
+"""Prompts of the retrieval tasks: what they say, how long they are, where the facts stand, on what they depend."""
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tokenizers
+
+from megatron_coca.data import DataError, Tokenizer, load_tokenizer, train_sentencepiece
+from megatron_coca.evaluation.results import EvaluationError
+from megatron_coca.evaluation.retrieval import passkey
+from megatron_coca.evaluation.retrieval.cases import Case, LengthError, RetrievalTask
+from megatron_coca.evaluation.retrieval.fitting import Prices, Text, fit
+from megatron_coca.evaluation.retrieval.haystack import (
+    FILLER,
+    FILLER_HAYSTACK,
+    Haystack,
+    HaystackDraft,
+    Hidden,
+    depth_gap,
+    inner_gap,
+    load_haystack,
+    uniform_gap,
+)
+from megatron_coca.evaluation.retrieval.needle import needle
+from megatron_coca.evaluation.retrieval.ruler import RULER_TASKS
+from megatron_coca.evaluation.retrieval.words import ADJECTIVES, CITIES, NOUNS
+
+WORDS = "the grass is green and the sky is blue, there is a code of the sun 12 345 again; Here we go. What is it?"
+PROSE = Haystack("prose", tuple(f"{WORDS[: 7 + 13 * (number % 8)].strip()} {number}." for number in range(60)))
+
+TASKS: dict[str, RetrievalTask] = {"passkey": passkey.passkey(), "passkey with stub": passkey.passkey(True)}
+TASKS |= {f"needle at {depth}": needle(depth, FILLER_HAYSTACK) for depth in (0, 30, 100)}
+TASKS |= {f"prose, needle at {depth}": needle(depth, PROSE) for depth in (0, 50)}
+TASKS |= {name: make(FILLER_HAYSTACK, False) for name, make in RULER_TASKS.items()}
+TASKS |= {f"prose, {name}": make(PROSE, True) for name, make in RULER_TASKS.items()}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizers")
+    lines = [f"{WORDS} {number * 7919 % 100003}" for number in range(300)]
+    train_sentencepiece(lines, 330, folder / "tokenizer.model")
+    model = tokenizers.ByteLevelBPETokenizer()
+    model.train_from_iterator(lines, vocab_size=400, special_tokens=["<|endoftext|>"], show_progress=False)
+    model.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(scope="module", params=["bytes", "SentencePiece", "byte-level BPE"])
+def tokenizer(request: pytest.FixtureRequest, folder: Path) -> Tokenizer:
+    arguments = {
+        "bytes": ("CharLevelTokenizer",),
+        "SentencePiece": ("SPMTokenizer", folder / "tokenizer.model"),
+        "byte-level BPE": ("HFTokenizer", folder / "tokenizer.json"),
+    }
+    return load_tokenizer(*arguments[request.param])
+
+
+def text_of(case: Case, tokenizer: Tokenizer) -> str:
+    return tokenizer.decode(case.prompt.tolist())
+
+
+LISTING = """\
+There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. I will quiz you about \
+the important information there.
+FILLER
+The passkey is KEY. Remember it. KEY is the passkey.
+FILLER
+What is the passkey?"""
+
+
+@pytest.mark.parametrize("length", [512, 3000])
+def test_the_passkey_prompt_is_the_papers_listing(tokenizer: Tokenizer, length: int) -> None:
+    repeated = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. " * 200
+    for case in passkey.passkey().make_cases(tokenizer, length, 5, 0):
+        lines, (key,) = text_of(case, tokenizer).split("\n"), case.expected
+        wanted = LISTING.replace("KEY", key).split("\n")
+        assert (lines[0], lines[-3], lines[-1]) == (wanted[0], wanted[2], wanted[4]) and len(lines) == 5
+        for stretch in (lines[1], lines[3]):
+            assert repeated.startswith(f"{stretch} ") and stretch[-1] == ".", "whole sentences from the first one on"
+        assert 10000 <= int(key) <= 99999
+
+
+def test_the_answer_stub_stands_behind_the_question(tokenizer: Tokenizer) -> None:
+    (case,) = passkey.passkey(answer_stub=True).make_cases(tokenizer, 512, 1, 0)
+    assert text_of(case, tokenizer).endswith("\nWhat is the passkey? The pass key is")
+
+
+@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("length", [640, 1531])
+def test_prompts_fit_and_are_one_text(name: str, length: int, tokenizer: Tokenizer) -> None:
+    for case in TASKS[name].make_cases(tokenizer, length, 3, 1):
+        assert len(case.prompt) <= length and case.length == length
+        assert tokenizer.encode(text_of(case, tokenizer)) == case.prompt.tolist()
+
+
+@pytest.mark.parametrize("haystack", [FILLER_HAYSTACK, PROSE], ids=lambda haystack: haystack.name)
+@pytest.mark.parametrize("length", [300, 512, 777, 2048])
+def test_one_sentence_more_would_be_too_long(haystack: Haystack, length: int, tokenizer: Tokenizer) -> None:
+    """Against trying every number of sentences."""
+    for place in (0.0, 0.31, 0.99):
+        draft = HaystackDraft(
+            "Find it.",
+            haystack,
+            [Hidden(uniform_gap(place), "The code is 12345.")],
+            "What is it?",
+            Prices(tokenizer),
+            3,
+        )
+        units = fit(draft, tokenizer, length).units
+        sizes = [len(tokenizer.encode(draft.build(units + more).text)) for more in range(4)]
+        assert sizes[0] <= length < min(sizes[1:])
+
+
+def test_few_candidates_are_tokenised(folder: Path) -> None:
+    tokenizer = load_tokenizer("SPMTokenizer", folder / "tokenizer.model")
+    sizes: list[int] = []
+
+    class Counting:
+        def encode(self, text: str) -> list[int]:
+            sizes.append(len(text))
+            return tokenizer.encode(text)
+
+    draft = HaystackDraft("Find it.", FILLER_HAYSTACK, [], "What is it?", Prices(Counting()))  # type: ignore[arg-type]
+    fitted = fit(draft, Counting(), 20000)  # type: ignore[arg-type]
+    assert sum(size > len(fitted.text.text) / 2 for size in sizes) <= 3
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_facts_stand_where_the_case_says(name: str, tokenizer: Tokenizer) -> None:
+    for case in TASKS[name].make_cases(tokenizer, 1024, 4, 0):
+        assert len(case.facts) == (0 if "common_words" in name else len(case.expected))
+        found = [tokenizer.decode(case.prompt[-fact.distance :].tolist()).lstrip() for fact in case.facts]
+        starts = {answer for tail in found for answer in case.expected if tail.startswith(answer)}
+        assert starts == set(case.expected if case.facts else ())
+        assert [fact.distance for fact in case.facts] == sorted((fact.distance for fact in case.facts), reverse=True)
+        assert all(0 <= fact.depth <= 1 for fact in case.facts)
+
+
+@pytest.mark.parametrize("depth", [0, 10, 50, 100])
+def test_the_needle_is_as_deep_as_asked(depth: int) -> None:
+    for case in needle(depth, FILLER_HAYSTACK).make_cases(load_tokenizer("CharLevelTokenizer"), 2048, 5, 0):
+        haystack = text_of(case, load_tokenizer("CharLevelTokenizer")).split("\n")[1]
+        (code,) = case.expected
+        before, after = re.split(rf"The code of \w+ is {code}\.", haystack)
+        counts = [part.count(".") for part in (before, after)]
+        assert abs(counts[0] - depth / 100 * sum(counts)) <= 0.5
+        assert case.facts[0].depth == pytest.approx(depth / 100, abs=0.5 / sum(counts))
+
+
+def test_places_are_uniform_over_all_gaps() -> None:
+    assert [uniform_gap(place)(3) for place in (0, 0.24, 0.26, 0.51, 0.76, 0.9999999)] == [0, 0, 1, 2, 3, 3]
+    assert [inner_gap(place)(3) for place in (0, 0.49, 0.51, 0.9999999)] == [1, 1, 2, 2]
+    assert [inner_gap(0.5)(units) for units in (0, 1, 2)] == [0, 1, 1]
+    assert [depth_gap(depth)(10) for depth in (0, 0.34, 0.5, 1)] == [0, 3, 5, 10]
+    cases = passkey.passkey().make_cases(load_tokenizer("CharLevelTokenizer"), 1024, 400, 0)
+    counts = Counter(int(case.facts[0].depth * 3.999) for case in cases)
+    assert all(70 < counts[quarter] < 130 for quarter in range(4)), counts
+    assert len({case.expected for case in cases}) > 395
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_case_depends_on_its_seed_length_and_number_alone(name: str) -> None:
+    tokenizer = load_tokenizer("CharLevelTokenizer")
+    make: Callable[..., list[Case]] = TASKS[name].make_cases
+    several = make(tokenizer, 1024, 6, 5)
+    make(tokenizer, 4096, 2, 5)
+    again = make(tokenizer, 1024, 3, 5)
+    assert [case.prompt.tolist() for case in again] == [case.prompt.tolist() for case in several[:3]]
+    assert [case.number for case in several] == list(range(6))
+    assert len({case.prompt.tobytes() for case in several}) == 6
+    other = make(tokenizer, 1024, 3, 6)
+    assert all(one.expected != two.expected for one, two in zip(again, other, strict=True)), "the seed does count"
+
+
+def test_the_cases_stay_what_they_are() -> None:
+    """Published figures rest on these very cases; a change here is a new measurement."""
+    tokenizer = load_tokenizer("CharLevelTokenizer")
+    drawn = {name: TASKS[name].make_cases(tokenizer, 640, 1, 0)[0] for name in sorted(TASKS)}
+    assert {name: (case.expected[0], len(case.prompt)) for name, case in drawn.items()} == DRAWN
+
+
+DRAWN: dict[str, tuple[str, int]] = {
+    "common_words": ("rusty-oven", 627),
+    "multi_key": ("8211013", 639),
+    "multi_query": ("8109144", 635),
+    "multi_value": ("2949034", 631),
+    "needle at 0": ("1279211", 635),
+    "needle at 100": ("2277004", 639),
+    "needle at 30": ("5344313", 639),
+    "passkey": ("74478", 623),
+    "passkey with stub": ("74478", 639),
+    "prose, common_words": ("rusty-oven", 638),
+    "prose, multi_key": ("8211013", 585),
+    "prose, multi_query": ("8109144", 592),
+    "prose, multi_value": ("2949034", 633),
+    "prose, needle at 0": ("1279211", 622),
+    "prose, needle at 50": ("1301902", 618),
+    "prose, variable_tracking": ("KQBT", 629),
+    "variable_tracking": ("KQBT", 623),
+}
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_length_without_room_says_how_much_is_needed(name: str) -> None:
+    with pytest.raises(LengthError, match=r"length 60: the prompt has \d+ tokens without any filler"):
+        TASKS[name].make_cases(load_tokenizer("CharLevelTokenizer"), 60, 1, 0)
+    assert issubclass(LengthError, EvaluationError)
+
+
+def test_variables_are_tracked_as_expected() -> None:
+    tokenizer = load_tokenizer("CharLevelTokenizer")
+    for length in (512, 640, 4096):
+        for case in RULER_TASKS["variable_tracking"](PROSE, False).make_cases(tokenizer, length, 4, 0):
+            text, values = text_of(case, tokenizer), dict[str, str]()
+            for name, source in re.findall(r"Let ([A-Z]{4}) = (\w+)\.", text):
+                values[name] = values.get(source, source)
+            (asked,) = re.findall(r"have the value (\d+)\?", text)
+            assert {name for name, value in values.items() if value == asked} == set(case.expected)
+            assert len(values) > len(case.expected), "there are variables with other values"
+            assert all(value.isdigit() for value in values.values()), "each is given what stands before it"
+
+
+def test_the_expected_words_are_the_most_frequent() -> None:
+    tokenizer = load_tokenizer("CharLevelTokenizer")
+    for length in (512, 2048, 8192):
+        for case in RULER_TASKS["common_words"](PROSE, False).make_cases(tokenizer, length, 3, 0):
+            words = Counter(text_of(case, tokenizer).split("\n")[1].split(", ")).most_common()
+            count = len(case.expected)
+            assert {word for word, _ in words[:count]} == set(case.expected)
+            assert words[count - 1][1] >= 4 * words[count][1]
+            assert f"Which {count} words" in text_of(case, tokenizer)
+
+
+@pytest.mark.parametrize(("length", "others"), [(512, 4), (2048, 16), (8192, 32)])
+def test_distractors_grow_with_the_length(length: int, others: int) -> None:
+    tokenizer = load_tokenizer("CharLevelTokenizer")
+    for case in RULER_TASKS["multi_key"](FILLER_HAYSTACK, False).make_cases(tokenizer, length, 3, 0):
+        text = text_of(case, tokenizer)
+        codes = dict(re.findall(r"The code of the ([\w-]+) is (\d{7})\.", text))
+        (asked,) = re.findall(r"What is the code of the ([\w-]+)\?", text)
+        assert len(codes) == 1 + others and (codes[asked],) == case.expected
+
+
+@pytest.mark.parametrize("name", ["multi_value", "multi_query"])
+def test_all_that_is_asked_for_is_there(name: str) -> None:
+    tokenizer = load_tokenizer("CharLevelTokenizer")
+    for case in RULER_TASKS[name](FILLER_HAYSTACK, False).make_cases(tokenizer, 1024, 3, 0):
+        text = text_of(case, tokenizer)
+        context, question = text.rsplit("\n", 1)
+        asked = set(re.findall(r"the ([a-z]+-[a-z]+)", question))
+        codes = {code for key, code in re.findall(r"The code of the ([\w-]+) is (\d{7})\.", context) if key in asked}
+        assert codes == set(case.expected) and len(codes) == 4
+
+
+def test_no_word_is_found_in_another() -> None:
+    assert not [(one, two) for one in ADJECTIVES for two in ADJECTIVES if one != two and two.endswith(one)]
+    assert not [(one, two) for one in NOUNS for two in NOUNS if one != two and two.startswith(one)]
+    assert all(len(set(words)) == len(words) for words in (ADJECTIVES, NOUNS, CITIES))
+
+
+def test_a_haystack_is_read_in_sentences(tmp_path: Path) -> None:
+    path = tmp_path / "book.txt"
+    path.write_text("It was the best of\ntimes. It was the worst!  Was it?\n\nA heading\n\n" + "word " * 100)
+    haystack = load_haystack([str(path)], tmp_path)
+    assert haystack.sentences[:4] == ("It was the best of times.", "It was the worst!", "Was it?", "A heading")
+    assert [len(sentence) for sentence in haystack.sentences[4:]] == [299, 199], "what never ends is cut between words"
+    assert (haystack.record().sentences, haystack.restarts) == (6, False)
+    assert load_haystack(None, tmp_path).sentences == FILLER
+    path.write_text("\n")
+    with pytest.raises(DataError, match="empty text"):
+        load_haystack([str(path)], tmp_path)
+    (tmp_path / "none.jsonl").touch()
+    with pytest.raises(EvaluationError, match="none.jsonl: holds no text"):
+        load_haystack([str(tmp_path / "none.jsonl")], tmp_path)
+
+
+def test_a_draft_with_too_few_units_is_an_error() -> None:
+    class Three:
+        limit: int | None = 3
+
+        def build(self, units: int) -> Text:
+            return Text("x" * (1 + units))
+
+        def predict(self, units: int) -> int:
+            return units
+
+    tokenizer = load_tokenizer("CharLevelTokenizer")
+    assert fit(Three(), tokenizer, 3).units == 2
+    with pytest.raises(LengthError, match="all filler there is makes 4 tokens"):
+        fit(Three(), tokenizer, 100)
+
+
+@pytest.mark.parametrize("error", [-9, -1, 0, 1, 9])
+@pytest.mark.parametrize("slope", [0.5, 1.0, 1.7])
+def test_a_wrong_prediction_is_put_right(error: int, slope: float) -> None:
+    tried = []
+
+    class Wrong:
+        limit: int | None = None
+
+        def build(self, units: int) -> Text:
+            tried.append(units)
+            return Text("x" * (5 + 3 * units))
+
+        def predict(self, units: int) -> int:
+            return max(0, int(3 * slope * units) + error * (units > 0))
+
+    fitted = fit(Wrong(), load_tokenizer("CharLevelTokenizer"), 1000)
+    assert len(fitted.ids) <= 1000
+    assert len(tried) <= 15, tried
+    if slope <= 1:
+        assert fitted.units == 331
+    else:
+        assert fitted.units >= 330, "the price of one unit is trusted"

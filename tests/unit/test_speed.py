@@ -1,0 +1,224 @@
+"""evaluate.py speed: that all methods do the same work side by side, and that what does not fit is never begun."""
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_coca.attention.inputs import BackendError
+from megatron_coca.config import Config, load_config
+from megatron_coca.evaluation.options import Variant
+from megatron_coca.evaluation.results import EvaluationError, read_record
+from megatron_coca.evaluation.speed import apart, probing, workloads
+from megatron_coca.evaluation.speed.cases import Case, Refusal, build, build_all, choose
+from megatron_coca.evaluation.speed.command import SPEED
+from megatron_coca.evaluation.speed.contraction import CONTRACTION, contract
+from megatron_coca.evaluation.speed.probing import Plan, Probe, probe
+from megatron_coca.evaluation.speed.records import WHATS, SpeedResult
+from megatron_coca.evaluation.speed.rounds import interleaved, quartiles, ratio
+from megatron_coca.evaluation.speed.workloads import WORKLOADS
+from megatron_coca.evaluation.tasks import TASKS
+from megatron_coca.model import build_model
+
+ROOT = Path(__file__).parents[2]
+MODEL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16, "vocab_size": 50}
+CPU = torch.device("cpu")
+
+
+def config(**keys: Any) -> Config:
+    return load_config([], MODEL | {"pos_emb": "rotary"} | keys)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_the_contraction_computes_coca(kv_heads: int) -> None:
+    coca = build_model(config(pos_emb="coca", num_kv_heads=kv_heads))
+    contracted = build_model(config(pos_emb="coca", num_kv_heads=kv_heads))
+    contract(contracted)
+    ids = torch.randint(50, (2, 20), generator=torch.Generator().manual_seed(0))
+    for model in (coca, contracted):
+        model.loss(model.hidden_states(ids), ids).backward()
+    torch.testing.assert_close(contracted(ids), coca(ids), atol=1e-5, rtol=1e-4)
+    for own, other in zip(contracted.parameters(), coca.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad, atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"pos_emb": "rotary"},
+        {"pos_emb": "coca", "rotary_pct": 0.5},
+        {"pos_emb": "coca", "relative_positions": {"type": "rerope", "window": 4}},
+    ],
+)
+def test_the_contraction_refuses_what_it_does_not_compute(keys: dict[str, Any]) -> None:
+    with pytest.raises(BackendError, match="computes pos_emb coca"):
+        contract(build_model(config(**keys)))
+
+
+def test_all_models_have_one_set_of_weights() -> None:
+    cases, _ = choose(config(), ["rotary", "coca", "rpe"], [])
+    built, refused = build_all(cases, "cpu", torch.float32)
+    first, *others = (dict(each.model.named_parameters()) for each in built)
+    assert not refused and [each.label for each in built] == ["rotary", "coca", "rpe"]
+    for other in others:
+        assert all(other[name] is parameter for name, parameter in first.items())
+    assert len(others[1]) == len(first) + 1, "T5's table is its own"
+    ids, alone = torch.zeros(1, 8, dtype=torch.long), build_model(cases[1].config)
+    torch.testing.assert_close(built[1].model(ids), alone(ids))
+
+
+def test_every_backend_has_its_own_rope() -> None:
+    rerope = Variant("rerope", (), ("relative_positions.type=rerope", "relative_positions.window=4"))
+    cases, _ = choose(config(), ["coca", CONTRACTION], [rerope])
+    built, _ = build_all(cases, "cpu", torch.float32)
+    assert [(each.label, each.backend) for each in built] == [
+        ("coca", "sdpa"),
+        ("contraction", "opt_einsum"),
+        ("rerope", "merge"),
+        ("rotary", "sdpa"),
+        ("rotary by merge", "merge"),
+    ]
+
+
+def test_what_cannot_be_built_is_said_and_the_others_stay() -> None:
+    base = config(rope_scaling={"rope_type": "dynamic", "factor": 4.0})
+    cases, refused = choose(base, ["rotary", "alibi"], [Variant("wrong", (), ("no_such_key=1",))])
+    assert [each.label for each in cases] == ["rotary"] and [each.label for each in refused] == ["alibi", "wrong"]
+    built, later = build_all(
+        [
+            *cases,
+            Case("flash", config(attention_backend="flash")),
+            Case("part", config(pos_emb="coca", rotary_pct=0.5), True),
+        ],
+        "cpu",
+        torch.float32,
+    )
+    assert [each.label for each in later] == ["flash", "part"] and all(isinstance(each, Refusal) for each in later)
+    assert "rotary" in [each.label for each in built]
+    with pytest.raises(EvaluationError, match="stands for two"):
+        choose(base, ["rotary"], [Variant("rotary")])
+
+
+def test_methods_take_turns() -> None:
+    order: list[str] = []
+    times = interleaved({name: lambda name=name: order.append(name) for name in "ab"}, 3, CPU)
+    assert order == ["a", "b"] * 4 and {name: len(each) for name, each in times.items()} == {"a": 3, "b": 3}
+
+
+def test_ratios_are_taken_round_by_round() -> None:
+    """A machine that becomes ten times slower changes none of them."""
+    found = ratio([2.0, 20.0, 30.0], [1.0, 10.0, 10.0], "rotary")
+    assert (found.median, found.low, found.high, found.against) == (2.0, 2.0, 2.5, "rotary")
+    assert quartiles([1.0]) == (1.0, 1.0, 1.0) and quartiles([4.0, 1.0, 3.0, 2.0, 5.0]) == (2.0, 3.0, 4.0)
+
+
+@pytest.mark.parametrize("pos_emb", ["rotary", "coca", "alibi", "rpe"])
+@pytest.mark.parametrize("what", WHATS)
+def test_a_call_can_be_repeated(what: str, pos_emb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build_model(config(pos_emb=pos_emb, num_kv_heads=2))
+    caches = []
+    original = type(model).new_cache
+    monkeypatch.setattr(
+        type(model), "new_cache", lambda *args, **rest: caches.append(original(*args, **rest)) or caches[0]
+    )
+    work = WORKLOADS[what](model, 8, 2)
+    for _ in range(2):
+        work.call()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert all(layer.length == 8 for cache in caches for layer in cache.layers)
+    assert (work.tokens, work.passes) == ((2, workloads.DECODED) if what == "decode" else (16, 1))
+    assert len(caches) == (what == "decode")
+
+
+def test_scores_that_do_not_fit_are_never_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probing, "free_bytes", lambda device: 100 * 2**20)
+    case = Case(CONTRACTION, config(pos_emb="coca"), True)
+    plan = Plan(("model forward", "model forward+backward", "decode"), (8, 4096), 1, 2, 1e9)
+    found = {(each.what, each.length): each for each in probe(build(case, "cpu", torch.float32), plan)}
+    assert found["model forward", 8].kind is None and found["model forward", 8].peak is not None
+    assert found["model forward", 4096].kind == "out of memory"
+    assert "4096 x 4096 scores take about 1.2 GiB, free are 0.1 GiB" in found["model forward", 4096].reason
+    assert len(found) == 4, "it cannot decode, which nobody asks of it"
+
+
+def test_what_takes_too_long_is_left_out() -> None:
+    built = build(Case("rotary", config()), "cpu", torch.float32)
+    found = list(probe(built, Plan(("layer forward",), (8, 16), 1, 2, budget=0.0)))
+    assert [each.kind for each in found] == [None, "not run"] and "--budget-seconds" in found[1].reason
+
+
+def test_a_length_that_a_method_does_not_have_is_refused() -> None:
+    built = build(Case("learned", config(pos_emb="learned")), "cpu", torch.float32)
+    found = list(probe(built, Plan(("model forward",), (16, 17), 1, 2, 1e9)))
+    assert [each.kind for each in found] == [None, "refused"] and "beyond" in found[1].reason
+
+
+def test_memory_that_runs_out_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object) -> None:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried to")
+
+    monkeypatch.setitem(WORKLOADS, "layer forward", full)
+    built = build(Case("rotary", config()), "cpu", torch.float32)
+    (found,) = probe(built, Plan(("layer forward",), (8,), 1, 2, 1e9))
+    assert found.kind == "out of memory" and "does not suffice" in found.reason
+
+
+def test_a_process_that_ended_early_leaves_no_gap() -> None:
+    plan, first = Plan(("decode",), (8, 16), 1, 2, 1.0), Probe("decode", 8, 5)
+    (killed,) = apart.lost(plan, [first], -9, "")
+    (failed,) = apart.lost(plan, [first], 1, "Traceback\nValueError: odd\n")
+    assert (killed.length, killed.kind, failed.kind) == (16, "out of memory", "failed") and "odd" in failed.reason
+
+
+def test_the_contraction_takes_memory_for_its_scores() -> None:
+    """In a process of its own: beyond N x N scores for the contraction, which grow fourfold."""
+    plan = Plan(("layer forward",), (512, 1024), 1, 1, 1e9)
+    small, large = apart.probe_apart(Case(CONTRACTION, config(pos_emb="coca"), True), plan, "float32")
+    assert small.peak is not None and large.peak is not None, (small, large)
+    assert small.peak > 4 * 4 * 512**2 and 3 < large.peak / small.peak < 5
+
+
+@pytest.fixture
+def main(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setitem(TASKS, "speed", SPEED)
+    return runpy.run_path(str(ROOT / "evaluate.py"))["main"]
+
+
+def arguments(tmp_path: Path, *more: str) -> list[str]:
+    path = tmp_path / "shape.yml"
+    path.write_text("\n".join(f"{key}: {value}" for key, value in (MODEL | {"pos_emb": "rotary"}).items()))
+    given = ["speed", "--config", str(path), "--lengths", "8", "--rounds", "2", "--device", "cpu", "--no-memory"]
+    return [*given, *more]
+
+
+def test_the_command_measures_every_cell(main: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "speed.json"
+    more = ("--methods", "coca,contraction", "--variant", "rerope", str(ROOT / "configs/extend/rerope.yml"))
+    assert main(arguments(tmp_path, *more, "--output", str(output))) == 0
+    result = read_record(output, SpeedResult, "a speed result")
+    methods = {"coca", "contraction", "rerope", "rotary", "rotary by merge"}
+    expected = {(what, length, method) for what in WHATS for length in (8,) for method in methods}
+    found = {(cell.what, cell.length, cell.method): cell for cell in result.results}
+    assert found.keys() == expected - {("decode", 8, "contraction")}
+    assert [cell.key for cell in result.results] == sorted(cell.key for cell in result.results)
+    for (what, _, method), cell in found.items():
+        assert cell.to_rope.against == ("rotary by merge" if cell.backend == "merge" else "rotary")
+        assert (cell.to_contraction is None) == (what == "decode") and cell.seconds > 0
+        assert cell.quartiles[0] <= cell.seconds <= cell.quartiles[1]
+        if method == "contraction":
+            assert cell.to_contraction.median == 1.0
+    decoded = {method: found["decode", 8, method].cache_bytes_per_token for method in ("rotary", "coca")}
+    assert decoded == {"rotary": 2 * 32 * 4 * 2, "coca": int(0.75 * 2 * 32 * 4 * 2)}
+    assert result.machine.threads == torch.get_num_threads() and "torch" in result.machine.versions
+    shown = capsys.readouterr().out
+    assert all(f"shape, {what}, cpu, float32" in shown for what in WHATS) and "coca: to RoPE" in shown
+    assert main(arguments(tmp_path, "--methods", "rotary", "--output", str(output))) == 2
+    assert "times of two runs do not mix" in capsys.readouterr().err
+
+
+def test_a_mistyped_method_is_one_message(main: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments(tmp_path, "--methods", "roatry"))
+    assert "roatry" in capsys.readouterr().err
