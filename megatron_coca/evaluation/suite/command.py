@@ -36,20 +36,19 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run_suite(args: Namespace, tasks: Mapping[str, Task]) -> int:
     """Runs every command of the suite and writes the report; 2 where something is missing."""
     suite = with_checkpoints(read_suite(args.suite), dict(args.checkpoint))
-    if args.only:
-        unknown = sorted(set(args.only) - suite.tasks.keys())
-        if unknown:
-            raise EvaluationError(f"--only {unknown[0]}: the suite has {', '.join(suite.tasks)}")
-        suite = suite.model_copy(update={"tasks": {name: suite.tasks[name] for name in args.only}})
-    check_writable(args.output / REPORT / "report.html")
+    unknown = sorted(set(args.only or ()) - suite.tasks.keys())
+    if unknown:
+        raise EvaluationError(f"--only {unknown[0]}: the suite has {', '.join(suite.tasks)}")
+    page = args.output / REPORT / "report.html"
+    check_writable(page)
     resolve_device(args.device)
     lengths, unusable = training_lengths(suite)
-    place = Place(args.output, args.device, args.dtype)
+    planned = commands(suite, tasks, lengths, Place(args.output, args.device, args.dtype))
     problems = [f"{name}: {problem}" for name, problem in unusable.items()]
-    problems += run_commands(commands(suite, tasks, lengths, place))
-    if place.results.is_dir():
-        print("\n" + build_report([place.results], args.output / REPORT, suite.title))
-        print(f"\n{args.output / REPORT / 'report.html'} is written")
+    problems += run_commands(command for command in planned if not args.only or command.task in args.only)
+    measured = [file for command in planned for file in command.files if file.is_file()]
+    if measured:
+        print(f"\n{build_report(measured, page.parent, suite.title)}\n\n{page} is written")
     for problem in problems:
         print(f"evaluate.py: {problem}", file=sys.stderr)
     return 2 if problems else 0
