@@ -38,9 +38,12 @@ class Block(nn.Module):
             self.post_attention_layernorm = build_norm(model)
         self.mlp = MLP(model)
 
-    def forward(self, x: Tensor, frame: Frame, cache: LayerCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, frame: Frame, cache: LayerCache | None = None, last: int | None = None) -> Tensor:
+        """`last` asks for the hidden states of the last so many tokens alone: [batch, last, hidden_size]."""
         normed = self.input_layernorm(x)
         attended = self._drop(self.attention(normed, frame, cache))
+        if last is not None:
+            x, normed, attended = x[:, -last:], normed[:, -last:], attended[:, -last:]
         if self.parallel:
             return x + attended + self._drop(self.mlp(normed if self.tied_norm else self.post_attention_layernorm(x)))
         x = x + attended

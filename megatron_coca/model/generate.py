@@ -24,8 +24,12 @@ class Decoder(Protocol):
     def new_cache(self, length: int | None = None) -> Cache:
         """An empty cache for a generation that reaches `length` tokens."""
 
-    def hidden_states(self, input_ids: Tensor, *, cache: Cache | None = None, length: int | None = None) -> Tensor:
-        """[batch, length] int64 -> [batch, length, hidden_size]; with a cache, of the tokens that follow its own."""
+    def hidden_states(
+        self, input_ids: Tensor, *, cache: Cache | None = None, length: int | None = None, last: int | None = None
+    ) -> Tensor:
+        """[batch, length] int64 -> [batch, last, hidden_size] of the last so many tokens (None: of all); with a cache,
+        the tokens follow its own.
+        """
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., hidden_size] -> [..., padded vocabulary]."""
@@ -80,7 +84,7 @@ class _WithCache:
         self.model, self.cache = model, model.new_cache(length=length)
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        return self.model.logits(self.model.hidden_states(tokens, cache=self.cache)[:, -1])
+        return self.model.logits(self.model.hidden_states(tokens, cache=self.cache, last=1)[:, -1])
 
 
 class _Anew:
@@ -92,7 +96,9 @@ class _Anew:
 
     def __call__(self, tokens: Tensor) -> Tensor:
         self.seen.append(tokens)
-        return self.model.logits(self.model.hidden_states(torch.cat(self.seen, dim=1), length=self.length)[:, -1])
+        return self.model.logits(
+            self.model.hidden_states(torch.cat(self.seen, dim=1), length=self.length, last=1)[:, -1]
+        )
 
 
 class _Rows:

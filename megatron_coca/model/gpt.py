@@ -60,6 +60,7 @@ class GPT(Shared):
         documents: Tensor | None = None,
         cache: Cache | None = None,
         length: int | None = None,
+        last: int | None = None,
     ) -> Tensor:
         """Hidden states after the final norm, [batch, length, hidden_size].
 
@@ -71,14 +72,18 @@ class GPT(Shared):
                 sees another document's.
             cache: from `new_cache`; the tokens are added to it.
             length: what extensions that depend on a length look at; by default the largest position + 1.
+            last: gives the states of the last so many tokens alone, [batch, last, hidden_size], for evaluation: the last
+                block then computes no others.
         """
+        if last is not None and self.training:
+            raise ValueError("the states of some tokens alone are for evaluation: call model.eval()")
         if cache is not None:
             self._check_cache(cache, documents)
         positions, reached, packed = resolve_positions(input_ids, positions, documents, cache)
         length = length or (cache.length if cache is not None else None) or reached
         with nullcontext() if cache is None else cache.advanced(positions) as seen:
             x = self.embedding(self.share.split(input_ids), self.share.split(positions), reached)
-            return self.through_blocks(x, self.positions(positions, length, x.dtype, seen, packed), cache)
+            return self.through_blocks(x, self.positions(positions, length, x.dtype, seen, packed), cache, last)
 
     def _check_cache(self, cache: Cache, documents: Tensor | None) -> None:
         if documents is not None:
@@ -88,15 +93,18 @@ class GPT(Shared):
         if len(cache.layers) != len(self.blocks):
             raise ValueError(f"this cache is of {len(cache.layers)} layers, the model has {len(self.blocks)}")
 
-    def through_blocks(self, x: Tensor, frame: Frame, cache: Cache | None = None) -> Tensor:
-        """Hidden states [batch, length, hidden_size] after the blocks and the final norm, from those before them."""
+    def through_blocks(self, x: Tensor, frame: Frame, cache: Cache | None = None, last: int | None = None) -> Tensor:
+        """Hidden states [batch, length, hidden_size] after the blocks and the final norm, from those before them; of the
+        `last` tokens alone where that is said.
+        """
         if self.training:
             for step in trained_steps(self.blocks, self._config):
                 x = step(x, frame)
             return self.norm(x)
         layers = cache.layers if cache is not None else [None] * len(self.blocks)
-        for block, layer in zip(self.blocks, layers, strict=True):
-            x = block(x, frame, layer)
+        wanted = [None] * (len(self.blocks) - 1) + [last]
+        for block, layer, tokens in zip(self.blocks, layers, wanted, strict=True):
+            x = block(x, frame, layer, tokens)
         return self.norm(x)
 
     def new_cache(self, length: int | None = None) -> Cache:

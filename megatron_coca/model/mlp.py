@@ -28,6 +28,9 @@ GATED: dict[str, Activation] = {
     "bilinear": lambda gate: gate,
 }
 
+TOKENS_AT_ONCE = 8192
+"""Without gradients the inner features, four times the hidden ones and more, are held of so many tokens only."""
+
 
 class MLP(nn.Module):
     """linear2(act(linear1 x)), or linear2(value * act(gate)) with (value | gate) = linear1 x, as GPT-NeoX packs them.
@@ -44,6 +47,12 @@ class MLP(nn.Module):
         self.linear2 = nn.Linear(width, model.hidden_size, bias=model.use_bias_in_mlp)
 
     def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled() or x.numel() // x.shape[-1] <= TOKENS_AT_ONCE:
+            return self._feed(x)
+        parts = [self._feed(part) for part in x.flatten(0, -2).split(TOKENS_AT_ONCE)]
+        return torch.cat(parts).view(x.shape)
+
+    def _feed(self, x: Tensor) -> Tensor:
         inner = self.linear1(x)
         if self.gated:
             value, gate = inner.chunk(2, dim=-1)

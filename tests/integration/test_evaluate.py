@@ -222,10 +222,10 @@ def test_a_window_that_does_not_fit_is_noted(
 ) -> None:
     compute = GPT.hidden_states
 
-    def limited(self: GPT, input_ids: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+    def limited(self: GPT, input_ids: torch.Tensor, last: int) -> torch.Tensor:
         if input_ids.shape[1] > 16:
             raise torch.OutOfMemoryError("out of memory")
-        return compute(self, input_ids, positions)
+        return compute(self, input_ids, last=last)
 
     monkeypatch.setattr(GPT, "hidden_states", limited)
     output = tmp_path / "result.json"

@@ -41,7 +41,9 @@ class Counting:
     def new_cache(self, length: int | None = None) -> Cache:
         return Cache(1, length)
 
-    def hidden_states(self, input_ids: Tensor, *, cache: Cache | None = None, length: int | None = None) -> Tensor:
+    def hidden_states(
+        self, input_ids: Tensor, *, cache: Cache | None = None, length: int | None = None, last: int | None = None
+    ) -> Tensor:
         return input_ids[..., None].float()
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_coca.attention.positions.forms import SCORE_FORMS
 from megatron_coca.config import load_config
 from megatron_coca.config.model import Activation, Norm
-from megatron_coca.model import GPT, LanguageModelLoss, build_model, keep_freed_memory, next_token_loss
+from megatron_coca.model import GPT, LanguageModelLoss, build_model, keep_freed_memory, mlp, next_token_loss
 from megatron_coca.model.mlp import GATED, PLAIN
 from megatron_coca.model.norms import NORMS
 
@@ -91,6 +91,25 @@ def recomputed(model: GPT, ids: Tensor, parallel: bool, tied_norm: bool) -> Tens
 def test_blocks_match_their_formula(parallel: bool, tied_norm: bool) -> None:
     model = shake(make(pos_emb="none", gpt_j_residual=parallel, gpt_j_tied=tied_norm)).eval()
     torch.testing.assert_close(model(tokens()), recomputed(model, tokens(), parallel, tied_norm), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("parallel", "tied_norm"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("last", [1, 5, 12])
+def test_states_of_the_last_tokens_alone(parallel: bool, tied_norm: bool, last: int) -> None:
+    model = shake(make(pos_emb="coca", gpt_j_residual=parallel, gpt_j_tied=tied_norm)).eval()
+    whole = model.hidden_states(tokens())
+    torch.testing.assert_close(model.hidden_states(tokens(), last=last), whole[:, -last:], rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="for evaluation"):
+        model.train().hidden_states(tokens(), last=last)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_feed_forward_in_parts(activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = make(activation=activation).blocks[0].mlp, torch.randn(3, 7, 32)
+    whole = layer(x)
+    monkeypatch.setattr(mlp, "TOKENS_AT_ONCE", 4)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), whole, rtol=1e-5, atol=1e-6)
 
 
 def test_tables_of_layers_hold_every_choice() -> None:

@@ -25,12 +25,12 @@ class CausalMean(nn.Module):
         self.lengths: set[int] = set()
         self.most_logits = 0
 
-    def hidden_states(self, input_ids: Tensor) -> Tensor:
+    def hidden_states(self, input_ids: Tensor, *, last: int | None = None) -> Tensor:
         length = input_ids.shape[1]
         self.lengths.add(length)
         weight = torch.arange(1, length + 1, dtype=self.embedding.dtype)
         hidden = self.embedding[input_ids] * weight.cos()[:, None]
-        return hidden.cumsum(1) / weight[:, None].sqrt()
+        return (hidden.cumsum(1) / weight[:, None].sqrt())[:, -(last or length) :]
 
     def logits(self, hidden: Tensor) -> Tensor:
         self.most_logits = max(self.most_logits, hidden.shape[0])

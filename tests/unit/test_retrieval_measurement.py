@@ -46,7 +46,7 @@ class Speaker:
     def new_cache(self, length: int | None = None) -> list[Iterator[int]]:
         return []
 
-    def hidden_states(self, ids: Tensor, cache: list[Iterator[int]], length: int | None = None) -> Tensor:
+    def hidden_states(self, ids: Tensor, cache: list[Iterator[int]], last: int) -> Tensor:
         if not cache:
             self.prompts.append(tuple(ids.shape))
             answers = [TOKENIZER.encode(self.says(TOKENIZER.decode(row))) for row in ids.tolist()]

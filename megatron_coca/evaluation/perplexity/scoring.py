@@ -38,8 +38,8 @@ class LanguageModel(Protocol):
 
     def parameters(self) -> Iterator[Tensor]: ...
 
-    def hidden_states(self, input_ids: Tensor) -> Tensor:
-        """[batch, length] int64 -> [batch, length, hidden_size], after the final norm."""
+    def hidden_states(self, input_ids: Tensor, *, last: int | None = None) -> Tensor:
+        """[batch, length] int64 -> [batch, last, hidden_size] of the last so many tokens, after the final norm."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., hidden_size] -> [..., padded vocabulary]."""
@@ -100,8 +100,9 @@ def check_lengths(documents: Sequence[np.ndarray], windows: Sequence[int]) -> No
 
 
 def batches(windows: Sequence[Window], size: int) -> Iterator[Sequence[Window]]:
-    """Cuts the windows into runs of `size`."""
-    for first in range(0, len(windows), size):
+    """Cuts the windows of a document into runs of `size`; the first is alone, as all of its positions are needed."""
+    yield windows[:1]
+    for first in range(1, len(windows), size):
         yield windows[first : first + size]
 
 
@@ -128,9 +129,11 @@ def score_batch(
 ) -> Tensor:
     """The sums, as `score_hidden`, of what a batch of windows of one document scores."""
     rows = np.stack([tokens[each.start : each.start + window] for each in batch])
-    hidden = model.hidden_states(torch.from_numpy(rows).to(device))
+    first = min(each.first_scored - 1 - each.start for each in batch)  # the position that predicts the first token
+    hidden = model.hidden_states(torch.from_numpy(rows).to(device), last=window - first)
     scored = [
-        hidden[row, each.first_scored - 1 - each.start : each.end - 1 - each.start] for row, each in enumerate(batch)
+        hidden[row, each.first_scored - 1 - each.start - first : each.end - 1 - each.start - first]
+        for row, each in enumerate(batch)
     ]
     targets = np.concatenate([tokens[each.first_scored : each.end] for each in batch])
     return score_hidden(model, torch.cat(scored), torch.from_numpy(targets).to(device))

@@ -78,7 +78,7 @@ def model_forward(model: GPT, length: int, batch: int) -> Workload:
 
     def call() -> Tensor:
         with torch.no_grad():
-            return model.logits(model.hidden_states(ids)[:, -1:])
+            return model.logits(model.hidden_states(ids, last=1))
 
     return Workload(call, length * batch)
 
