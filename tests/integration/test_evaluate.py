@@ -6,16 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
-from megatron_coca.checkpoints import native
 from megatron_coca.config import load_config
 from megatron_coca.data import load_tokenizer
 from megatron_coca.evaluation import PerplexityResult
 from megatron_coca.evaluation.perplexity import command
 from megatron_coca.evaluation.perplexity.scoring import score_document
 from megatron_coca.evaluation.store import read_costs
-from megatron_coca.model import GPT, build_model
+from megatron_coca.model import GPT
+from tests.checkpoint_files import write_checkpoint
 
 main = runpy.run_path(str(Path(__file__).parents[2] / "evaluate.py"))["main"]
 
@@ -23,23 +22,9 @@ MODEL = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "seq_leng
 MODEL |= {"no_weight_tying": True, "pos_emb": "coca", "tokenizer_type": "CharLevelTokenizer"}
 
 
-def save_checkpoint(save: Path, **changes: object) -> Path:
-    config = load_config([], {**MODEL, **changes})
-    folder = native.begin(save, 7)
-    save_file(build_model(config).state_dict(), folder / native.WEIGHTS)
-    (folder / native.CONFIG).write_text(config.to_yaml())
-    (folder / native.META).write_text(json.dumps({"step": 7}))
-    load_tokenizer("CharLevelTokenizer").save(folder / native.TOKENIZER)
-    for name in ("state/rank_00000.safetensors", "rng/rank_0.pt"):  # needed to be complete, and not read here
-        (folder / name).parent.mkdir()
-        (folder / name).touch()
-    native.commit(save, 7)
-    return save
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(tmp_path_factory.mktemp("run"))
+    return write_checkpoint(tmp_path_factory.mktemp("run"), load_config([], MODEL))
 
 
 @pytest.fixture(scope="module")

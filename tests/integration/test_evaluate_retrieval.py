@@ -1,20 +1,17 @@
 """Retrieval tasks on a small checkpoint: command line to result files, variants, order, and what is missing."""
 
-import json
 from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
-from megatron_coca.checkpoints import native
 from megatron_coca.config import load_config
-from megatron_coca.data import load_tokenizer
 from megatron_coca.evaluation.retrieval.commands import NEEDLE, PASSKEY, RULER
 from megatron_coca.evaluation.retrieval.records import NeedleResult, PasskeyResult, RulerResult
 from megatron_coca.evaluation.running import Task
 from megatron_coca.model import build_model
+from tests.checkpoint_files import write_checkpoint
 
 ROOT = Path(__file__).parents[2]
 SHAPE = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 256, "vocab_size": 512}
@@ -22,22 +19,13 @@ SHAPE = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "seq_leng
 
 def save_checkpoint(save: Path, **changes: object) -> Path:
     config = load_config([], {**SHAPE, "no_weight_tying": True, "pos_emb": "coca", **changes})
-    folder = native.begin(save, 3)
     generator = torch.Generator().manual_seed(0)
     # As large as trained ones, so that what is generated depends on where things stand.
     weights = {
         name: weight + 0.3 * torch.randn(weight.shape, generator=generator)
         for name, weight in build_model(config).state_dict().items()
     }
-    save_file(weights, folder / native.WEIGHTS)
-    (folder / native.CONFIG).write_text(config.to_yaml())
-    (folder / native.META).write_text(json.dumps({"step": 3}))
-    load_tokenizer("CharLevelTokenizer").save(folder / native.TOKENIZER)
-    for name in ("state/rank_00000.safetensors", "rng/rank_0.pt"):  # needed to be complete, and not read here
-        (folder / name).parent.mkdir()
-        (folder / name).touch()
-    native.commit(save, 3)
-    return save
+    return write_checkpoint(save, config, weights)
 
 
 @pytest.fixture(scope="module")

@@ -1,16 +1,14 @@
 """Small checkpoints with random weights, norms and biases included, for the tests of exports."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
-from megatron_coca.checkpoints import native
 from megatron_coca.config import load_config
-from megatron_coca.data import Tokenizer, load_tokenizer
+from megatron_coca.data import Tokenizer
 from megatron_coca.model import build_model
+from tests.checkpoint_files import BYTES, write_checkpoint
 
 TRAINED = 32
 SHAPE: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": TRAINED}
@@ -26,26 +24,14 @@ LLAMA: dict[str, Any] = {
 }
 
 
-BYTES = load_tokenizer("CharLevelTokenizer")
-
-
-def write_checkpoint(
+def random_checkpoint(
     save: Path, dtype: torch.dtype = torch.float32, tokenizer: Tokenizer | None = BYTES, **keys: Any
 ) -> Path:
     """A checkpoint of one step as a run leaves it, as far as evaluation and export read it."""
     config = load_config([], SHAPE | keys)
     torch.manual_seed(0)
     weights = {
-        name: weight + 0.1 * torch.randn(weight.shape) for name, weight in build_model(config).state_dict().items()
+        name: (weight + 0.1 * torch.randn(weight.shape)).to(dtype)
+        for name, weight in build_model(config).state_dict().items()
     }
-    folder = native.begin(save, 7)
-    save_file({name: weight.to(dtype) for name, weight in weights.items()}, folder / native.WEIGHTS)
-    (folder / native.CONFIG).write_text(config.to_yaml())
-    (folder / native.META).write_text(json.dumps({"step": 7}))
-    if tokenizer is not None:
-        tokenizer.save(folder / native.TOKENIZER)
-    for name in ("state/rank_00000.safetensors", "rng/rank_0.pt"):
-        (folder / name).parent.mkdir()
-        (folder / name).touch()
-    native.commit(save, 7)
-    return save
+    return write_checkpoint(save, config, weights, tokenizer)

@@ -13,7 +13,7 @@ from megatron_coca.checkpoints import load_model, open_checkpoint
 from megatron_coca.checkpoints.export import export
 from megatron_coca.data import load_tokenizer
 from megatron_coca.data.tokenizers.training import train_bpe, train_sentencepiece
-from tests.parity.exported import LLAMA, NEOX, TRAINED, write_checkpoint
+from tests.parity.exported import LLAMA, NEOX, TRAINED, random_checkpoint
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0}
@@ -55,7 +55,7 @@ def tokens(length: int) -> Tensor:
 @torch.no_grad()
 @pytest.mark.parametrize("name", SHAPES)
 def test_logits_and_weights(name: str, tmp_path: Path) -> None:
-    checkpoint = write_checkpoint(tmp_path / "run", **SHAPES[name])
+    checkpoint = random_checkpoint(tmp_path / "run", **SHAPES[name])
     folder = export(checkpoint, tmp_path / "exported").folder
     ours = load_model(checkpoint)
     for length in (3 * TRAINED, TRAINED):
@@ -71,7 +71,7 @@ def test_logits_and_weights(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("shape", [NEOX, LLAMA, LLAMA | {"num_kv_heads": 2}], ids=["neox", "llama", "grouped"])
 @pytest.mark.parametrize("shard_bytes", [10**9, 20_000])
 def test_read_back_bit_by_bit(shape: dict[str, Any], dtype: torch.dtype, shard_bytes: int, tmp_path: Path) -> None:
-    checkpoint = write_checkpoint(tmp_path / "run", dtype=dtype, **shape)
+    checkpoint = random_checkpoint(tmp_path / "run", dtype=dtype, **shape)
     folder = export(checkpoint, tmp_path / "exported", shard_bytes=shard_bytes).folder
     before, after = open_checkpoint(checkpoint).weights(), open_checkpoint(folder).weights()
     assert before.keys() == after.keys()
@@ -82,7 +82,7 @@ def test_read_back_bit_by_bit(shape: dict[str, Any], dtype: torch.dtype, shard_b
 
 
 def test_padding_is_never_generated(tmp_path: Path) -> None:
-    folder = export(write_checkpoint(tmp_path / "run", **NEOX), tmp_path / "exported").folder
+    folder = export(random_checkpoint(tmp_path / "run", **NEOX), tmp_path / "exported").folder
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     assert model.generation_config.suppress_tokens == list(range(500, 512))
     with torch.no_grad():
@@ -115,7 +115,7 @@ def test_tokenizers_give_the_same_ids(kind: str, tmp_path: Path) -> None:
     """Text that spells the end of a document is ordinary text, in both."""
     train = TRAINERS[kind]
     ours = load_tokenizer(kind) if train is None else train(CORPUS, 320, tmp_path / "tokenizer")
-    done = export(write_checkpoint(tmp_path / "run", tokenizer=ours, **NEOX), tmp_path / "exported")
+    done = export(random_checkpoint(tmp_path / "run", tokenizer=ours, **NEOX), tmp_path / "exported")
     assert done.tokenizer_note is None
     theirs = AutoTokenizer.from_pretrained(done.folder)
     for text in TEXTS:

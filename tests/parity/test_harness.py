@@ -22,7 +22,7 @@ from megatron_coca.evaluation.harness.records import HarnessResult
 from megatron_coca.evaluation.harness.suite import Selection, load_suites
 from megatron_coca.evaluation.harness.task_data import LAYOUTS
 from megatron_coca.evaluation.results import EvaluationError
-from tests.parity.exported import LLAMA, NEOX, TRAINED, write_checkpoint
+from tests.parity.exported import LLAMA, NEOX, TRAINED, random_checkpoint
 
 LENGTH = 48
 """Tokens read at most: beyond the training length, and less than some documents have."""
@@ -111,7 +111,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("neox") / "run", **NEOX)
+    return random_checkpoint(tmp_path_factory.mktemp("neox") / "run", **NEOX)
 
 
 def adapter(loaded: Loaded, tokens_per_batch: int = 400, max_length: int = LENGTH) -> HarnessModel:
@@ -132,7 +132,7 @@ def test_scores_equal_those_of_hflm_on_the_export(
     name: str, shots: int, shape: dict[str, Any], tasks: Path, tmp_path: Path
 ) -> None:
     """Every sample's log-likelihoods or text, and every score with its error."""
-    run = write_checkpoint(tmp_path / "run", **shape)
+    run = random_checkpoint(tmp_path / "run", **shape)
     theirs = HFLM(
         pretrained=str(export(run, tmp_path / "exported").folder), device="cpu", batch_size=4, max_length=LENGTH
     )
@@ -171,7 +171,7 @@ def requests(kind: str, arguments: Sequence[tuple[Any, ...]]) -> list[Instance]:
 def test_batches_and_order_change_nothing(name: str, tmp_path: Path) -> None:
     """Long and short inputs together, against one at a time: a length-dependent extension sees each input's own."""
     keys = {"rotary_pct": 1.0} | METHODS[name]
-    loaded = load_checkpoint(write_checkpoint(tmp_path / "run", **keys))
+    loaded = load_checkpoint(random_checkpoint(tmp_path / "run", **keys))
     pairs = [(document["text"], " " + document["choices"][0]) for document in documents()[:5]] + [("", "alone")]
     together, alone = adapter(loaded, 10_000, 400), adapter(loaded, 1, 400)
     scored = together.loglikelihood(requests("loglikelihood", pairs))

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from megatron_coca import load_model
 from megatron_coca.checkpoints.export import export
 from megatron_coca.evaluation import sliding_window_perplexity
-from tests.parity.exported import LLAMA, NEOX, TRAINED, write_checkpoint
+from tests.parity.exported import LLAMA, NEOX, TRAINED, random_checkpoint
 
 DYNAMIC = {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}, "rotary_pct": 1.0}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -51,7 +51,7 @@ def plain_loop(model: PreTrainedModel, window: int, stride: int) -> tuple[float,
 @pytest.mark.parametrize("stride", [13, TRAINED])
 @pytest.mark.parametrize("name", SHAPES)
 def test_perplexity_is_that_of_transformers(name: str, stride: int, tmp_path: Path) -> None:
-    checkpoint = write_checkpoint(tmp_path / "run", **SHAPES[name])
+    checkpoint = random_checkpoint(tmp_path / "run", **SHAPES[name])
     folder = export(checkpoint, tmp_path / "exported").folder
     windows = [TRAINED, 2 * TRAINED, 4 * TRAINED]
     arrays = [document.numpy().astype(np.int64) for document in documents()]

@@ -9,12 +9,9 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.figure import Figure
-from safetensors.torch import save_file
 
 from megatron_coca.attention.inputs import AttentionInputs, Segment
-from megatron_coca.checkpoints import native
 from megatron_coca.config import load_config
-from megatron_coca.data import load_tokenizer
 from megatron_coca.evaluation.analysis import command, scores
 from megatron_coca.evaluation.analysis.angles import BINS, summarise_angles
 from megatron_coca.evaluation.analysis.command import ANALYSE
@@ -25,30 +22,19 @@ from megatron_coca.evaluation.analysis.scores import row_entropies
 from megatron_coca.evaluation.results import read_record
 from megatron_coca.evaluation.store import read_costs
 from megatron_coca.evaluation.tasks import TASKS
-from megatron_coca.model import build_model
+from tests.checkpoint_files import write_checkpoint
 
 ROOT = Path(__file__).parents[2]
 MODEL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 16, "vocab_size": 512}
 MODEL |= {"no_weight_tying": True, "tokenizer_type": "CharLevelTokenizer"}
 
 
-def save_checkpoint(save: Path, pos_emb: str) -> Path:
-    config = load_config([], {**MODEL, "pos_emb": pos_emb})
-    folder = native.begin(save, 3)
-    save_file(build_model(config).state_dict(), folder / native.WEIGHTS)
-    (folder / native.CONFIG).write_text(config.to_yaml())
-    (folder / native.META).write_text(json.dumps({"step": 3}))
-    load_tokenizer("CharLevelTokenizer").save(folder / native.TOKENIZER)
-    for name in ("state/rank_00000.safetensors", "rng/rank_0.pt"):  # needed to be complete, and not read here
-        (folder / name).parent.mkdir()
-        (folder / name).touch()
-    native.commit(save, 3)
-    return save
-
-
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {name: save_checkpoint(tmp_path_factory.mktemp(name), name) for name in ("rotary", "coca", "alibi")}
+    return {
+        name: write_checkpoint(tmp_path_factory.mktemp(name), load_config([], {**MODEL, "pos_emb": name}))
+        for name in ("rotary", "coca", "alibi")
+    }
 
 
 @pytest.fixture

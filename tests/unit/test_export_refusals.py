@@ -10,7 +10,7 @@ import torch
 from megatron_coca.checkpoints import CheckpointError, export_tokenizer, weight_map
 from megatron_coca.checkpoints.export import export
 from megatron_coca.data import train_sentencepiece
-from tests.parity.exported import LLAMA, NEOX, write_checkpoint
+from tests.parity.exported import LLAMA, NEOX, random_checkpoint
 from tools.convert_to_huggingface import main
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -31,7 +31,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_no_stock_model_computes_is_refused(name: str, tmp_path: Path) -> None:
     keys, message = REFUSED[name]
-    checkpoint = write_checkpoint(tmp_path / "run", **keys)
+    checkpoint = random_checkpoint(tmp_path / "run", **keys)
     with pytest.raises(CheckpointError, match=message):
         export(checkpoint, tmp_path / "out" / "model")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
@@ -39,14 +39,14 @@ def test_what_no_stock_model_computes_is_refused(name: str, tmp_path: Path) -> N
 
 def test_a_refused_extension_can_be_left_out(tmp_path: Path) -> None:
     keys, _ = REFUSED["ntk"]
-    done = export(write_checkpoint(tmp_path / "run", **keys), tmp_path / "model", {"rope_scaling": None})
+    done = export(random_checkpoint(tmp_path / "run", **keys), tmp_path / "model", {"rope_scaling": None})
     assert done.model_type == "llama"
 
 
 def test_a_folder_that_exists_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     with pytest.raises(CheckpointError, match="model: exists already; name a new folder"):
-        export(write_checkpoint(tmp_path / "run", **NEOX), tmp_path / "model")
+        export(random_checkpoint(tmp_path / "run", **NEOX), tmp_path / "model")
     assert not list((tmp_path / "model").iterdir())
 
 
@@ -55,7 +55,7 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("megatron_coca.checkpoints.export.save_file", full)
-    checkpoint = write_checkpoint(tmp_path / "run", **NEOX)
+    checkpoint = random_checkpoint(tmp_path / "run", **NEOX)
     with pytest.raises(CheckpointError, match="model: cannot be written .No space left"):
         export(checkpoint, tmp_path / "model")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
@@ -79,14 +79,14 @@ def test_a_tokenizer_that_cannot_be_expressed_is_copied_and_told(
 ) -> None:
     tokenizer = train_sentencepiece(["the sea was calm and a boat lay near"] * 9, 280, tmp_path / "spm")
     monkeypatch.setattr(export_tokenizer, "PROBES", ("the sea", "a \u2581 mark"))
-    checkpoint = write_checkpoint(tmp_path / "run", tokenizer=tokenizer, **NEOX)
+    checkpoint = random_checkpoint(tmp_path / "run", tokenizer=tokenizer, **NEOX)
     done = export(checkpoint, tmp_path / "model")
     assert done.tokenizer_note is not None and "the folder has tokenizer.model instead" in done.tokenizer_note
     assert (done.folder / "tokenizer.model").is_file() and not (done.folder / "tokenizer.json").exists()
 
 
 def test_the_tool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = write_checkpoint(tmp_path / "run", tokenizer=None, **LLAMA)
+    run = random_checkpoint(tmp_path / "run", tokenizer=None, **LLAMA)
     changes = ["rope_scaling.rope_type=dynamic", "rope_scaling.factor=4"]
     assert main([str(run), str(tmp_path / "model"), "--dtype", "bfloat16", "--set", *changes]) == 0
     said = capsys.readouterr()
