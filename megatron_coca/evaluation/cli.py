@@ -6,6 +6,9 @@ from collections.abc import Sequence
 
 from megatron_coca.evaluation.tasks import TASKS, USER_ERRORS
 
+INTERRUPTED = 130
+"""The exit status after Ctrl-C, as shells have it."""
+
 
 def build_parser() -> ArgumentParser:
     """Every task with its options."""
@@ -24,3 +27,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except USER_ERRORS as error:
         print(f"evaluate.py: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("evaluate.py: interrupted; the same command goes on where it was", file=sys.stderr)
+        return INTERRUPTED

@@ -109,8 +109,8 @@ def find_sources(names: Sequence[str]) -> list[Source]:
 
 
 def _shards_in(folder: Path) -> list[str]:
-    """Prefixes of the shards in a folder, those named as test data first."""
-    prefixes = [str(path.with_suffix("")) for path in sorted(folder.glob("*.idx"))]
+    """Prefixes of the shards in a folder and below, those named as test data first."""
+    prefixes = [str(path.with_suffix("")) for path in sorted(folder.rglob("*.idx"))]
     return sorted(prefixes, key=lambda prefix: not prefix.endswith("_test"))
 
 

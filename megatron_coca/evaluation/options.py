@@ -2,17 +2,23 @@
 
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from dataclasses import dataclass
+from difflib import get_close_matches
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatron_coca.config import KEYS
 from megatron_coca.evaluation.results import EvaluationError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Of the weights and of what is computed with them."""
 
 FILE_SUFFIXES = (".yml", ".yaml", ".json")
+
+LONGEST = 120
+"""Bytes of a label in a file name: file systems allow 255, and other names are made out of this one."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +61,14 @@ def int_list(text: str) -> list[int]:
 
 
 def slug(label: str) -> str:
-    """A label as a part of a file name: lower case, everything but letters, digits, `.`, `-` as one `_`."""
+    """A label as a part of a file name: lower case, everything but letters, digits, `.`, `-` as one `_`; of a long one
+    the beginning and a hash.
+    """
     kept = "".join(character if character.isalnum() or character in ".-" else " " for character in label.lower())
-    return "_".join(kept.split()) or "unnamed"
+    name = "_".join(kept.split()) or "unnamed"
+    if len(name.encode()) <= LONGEST:
+        return name
+    return name.encode()[: LONGEST - 9].decode(errors="ignore") + "_" + sha256(label.encode()).hexdigest()[:8]
 
 
 def add_subject_options(parser: ArgumentParser) -> None:
@@ -80,6 +91,8 @@ def add_subject_options(parser: ArgumentParser) -> None:
 def subject_options(args: Namespace) -> SubjectOptions:
     """Raises EvaluationError for variants that share a name, or that would share a file."""
     variants = read_variants(args)
+    for variant in variants:
+        check_changes(variant)
     labels = [slug(variant.label) for variant in variants]
     twice = sorted({label for label in labels if labels.count(label) > 1})
     if twice:
@@ -99,11 +112,28 @@ def read_variants(args: Namespace) -> tuple[Variant, ...]:
 
 def _variant(args: Namespace, label: str, *changes: Any) -> Variant:
     files = tuple(change for change in changes if "=" not in change)
-    unknown = [file for file in files if not file.endswith(FILE_SUFFIXES)]
-    if unknown:
-        raise EvaluationError(f"--variant {label}: {unknown[0]} is neither KEY=VALUE nor a YAML file")
+    for file in files:
+        if not file.endswith(FILE_SUFFIXES):
+            raise EvaluationError(f"--variant {label}: {file} is neither KEY=VALUE nor a YAML file")
+        if not Path(file).is_file():
+            raise EvaluationError(f"--variant {label}: there is no file {file}")
     overrides = (*args.overrides, *(change for change in changes if "=" in change))
     return Variant(full_label(args.label, label), files, overrides)
+
+
+def check_changes(variant: Variant) -> None:
+    """Raises EvaluationError for a variant without a name, or with a key that does not exist: what is merely misspelt is
+    no use of the weights that could be refused.
+    """
+    if not variant.label.strip():
+        raise EvaluationError("--variant: the name is empty, and there is no --label; name it")
+    known = {key.partition(".")[0] for key in KEYS}
+    for change in variant.overrides:
+        key = change.partition("=")[0].strip().partition(".")[0].replace("-", "_")
+        if key not in known:
+            near = get_close_matches(key, known, n=1)
+            hint = f"; the nearest is {near[0]}" if near else ""
+            raise EvaluationError(f"{variant.label}: {change}: there is no key {key!r}{hint}")
 
 
 def full_label(label: str | None, variant: str) -> str:

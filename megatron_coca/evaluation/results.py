@@ -79,8 +79,9 @@ class Result(Record):
     missing: list[Missing]
 
     def measurement(self) -> dict[str, Any]:
-        """What two files share if and only if they hold the same measurement; the checkpoint may have moved."""
-        return self.model_dump(mode="json", exclude={"results": True, "missing": True, "checkpoint": {"path"}})
+        """What two files share if and only if they hold the same measurement; checkpoint and data may have moved."""
+        moved = {"checkpoint": {"path"}, "documents": {"sources"}}
+        return self.model_dump(mode="json", exclude={"results": True, "missing": True, **moved})
 
 
 R = TypeVar("R", bound=Record)

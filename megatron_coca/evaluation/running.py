@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from megatron_coca.evaluation.measure import out_of_memory
-from megatron_coca.evaluation.options import subject_options
+from megatron_coca.evaluation.options import resolve_device, subject_options
 from megatron_coca.evaluation.results import Missing, Result, check_writable
 from megatron_coca.evaluation.store import Store
 from megatron_coca.evaluation.subject import Header, Refused, Source, Subject, open_source
@@ -55,6 +55,7 @@ def run_subjects(args: Namespace, task: str, begin: Callable[[Source], Measureme
     Returns the exit status: 2 where anything that was asked for is missing, which is said on the error output.
     """
     options = subject_options(args)
+    resolve_device(options.device)
     for variant in options.variants:
         if (output := options.output_of(task, variant.label)) is not None:
             check_writable(output)
@@ -68,17 +69,17 @@ def run_subjects(args: Namespace, task: str, begin: Callable[[Source], Measureme
             store.miss(Missing(at="all", kind="refused", reason=subject.reason))
         else:
             measurement.measure(subject, store)
-        complete &= tell(measurement, store.result)
+        complete &= tell(measurement, store)
     return 0 if complete else 2
 
 
-def tell(measurement: Measurement[R], result: R) -> bool:
-    """Print what there is, and on the error output what is missing; whether nothing is."""
-    if result.results:
-        print(measurement.table(result), flush=True)
-    for missing in result.missing:
-        print(f"evaluate.py: {result.label}: {missing.at}: {missing.kind}: {missing.reason}", file=sys.stderr)
-    return not result.missing
+def tell(measurement: Measurement[R], store: Store[R]) -> bool:
+    """Print what there is, and on the error output what could not be measured now; whether all could be."""
+    if store.result.results:
+        print(measurement.table(store.result), flush=True)
+    for missing in store.noted:
+        print(f"evaluate.py: {store.result.label}: {missing.at}: {missing.kind}: {missing.reason}", file=sys.stderr)
+    return not store.noted
 
 
 @contextmanager

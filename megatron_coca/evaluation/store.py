@@ -1,5 +1,6 @@
 """A result file while it is being measured: written after every cell, continued where it was left."""
 
+import logging
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -14,6 +15,8 @@ from megatron_coca.evaluation.results import (
     read_record,
     write_record,
 )
+
+logger = logging.getLogger(__name__)
 
 R = TypeVar("R", bound=Result)
 
@@ -69,21 +72,35 @@ def cost_path(path: Path) -> Path:
 
 
 def read_costs(path: Path) -> Costs | None:
-    """The costs of the result file `path`; None where there are none. Raises EvaluationError."""
+    """The costs of the result file `path`; None where there are none, or where they cannot be read, which is warned of:
+    no result depends on them.
+    """
     beside = cost_path(path)
-    return read_record(beside, Costs, "a file of costs") if beside.is_file() else None
+    if not beside.is_file():
+        return None
+    try:
+        return read_record(beside, Costs, "a file of costs")
+    except EvaluationError as error:
+        logger.warning("%s; left out", error)
+        return None
 
 
 class Store(Generic[R]):
     """The result file at `path` (None: in memory alone), as far as it is measured.
 
-    A file of the same measurement is continued: what it has is kept, what it misses is tried again. A file of another
-    one is replaced if `overwrite`; otherwise it is an EvaluationError, unless it has no results.
+    A file of the same measurement is continued: what it has is kept, and what it misses until it is measured. A file of
+    another one is replaced if `overwrite`; otherwise it is an EvaluationError, unless it has no results. The file is
+    there from the start, so that a process that is killed leaves one.
+
+    Attributes:
+        result: what there is.
+        noted: what this store was told to be missing.
     """
 
     def __init__(self, path: Path | None, empty: R, overwrite: bool = False) -> None:
         self.path, self.result = path, empty
         self.costs: dict[str, Cost] = {}
+        self.noted: list[Missing] = []
         if path is None:
             return
         check_writable(path)
@@ -91,6 +108,7 @@ class Store(Generic[R]):
             self.result = continued
             earlier = read_costs(path)
             self.costs = {cost.at: cost for cost in earlier.costs} if earlier is not None else {}
+        self.write()
 
     def get(self, key: tuple[Any, ...]) -> Any:
         """The cell of that key, or None."""
@@ -108,10 +126,13 @@ class Store(Generic[R]):
         if cost is not None:
             earlier = self.costs.get(cost.at)
             self.costs[cost.at] = cost if earlier is None else earlier.plus(cost)
+            left = [missing for missing in self.result.missing if missing.at != cost.at]
+            self.result = self.result.model_copy(update={"missing": left})
         self.write()
 
     def miss(self, missing: Missing) -> None:
         """Note what could not be measured, and write."""
+        self.noted.append(missing)
         others = [other for other in self.result.missing if other.at != missing.at]
         ordered = sorted([*others, missing], key=lambda each: (len(each.at), each.at))
         self.result = self.result.model_copy(update={"missing": ordered})
@@ -130,19 +151,20 @@ class Store(Generic[R]):
 
 
 def _continued(path: Path, empty: R, overwrite: bool) -> R | None:
-    """What is at `path`, without what it misses; None where it may be replaced. Raises EvaluationError where it holds
-    another measurement.
+    """What is at `path`, without what it misses as a whole; None where it may be replaced. Raises EvaluationError where
+    it holds another measurement.
     """
     what = f"a result of `evaluate.py {empty.task}`"
     try:
         earlier = read_record(path, type(empty), what)
-    except EvaluationError:
+    except EvaluationError as error:
         if overwrite:
             return None
-        raise
+        raise EvaluationError(f"{error}; remove it, or replace it with --overwrite") from error
     before, now = earlier.measurement(), empty.measurement()
     if before == now:
-        return empty.model_copy(update={"results": list(earlier.results)})
+        missing = [each for each in earlier.missing if each.at != "all"]
+        return empty.model_copy(update={"results": list(earlier.results), "missing": missing})
     if overwrite or not earlier.results:
         return None
     differing = ", ".join(_differences(before, now))

@@ -12,7 +12,8 @@ from megatron_coca.data import load_tokenizer
 from megatron_coca.evaluation import PerplexityResult
 from megatron_coca.evaluation.perplexity import command
 from megatron_coca.evaluation.perplexity.scoring import score_document
-from megatron_coca.evaluation.store import read_costs
+from megatron_coca.evaluation.results import Missing, write_record
+from megatron_coca.evaluation.store import cost_path, read_costs
 from megatron_coca.model import GPT
 from tests.checkpoint_files import write_checkpoint
 
@@ -104,8 +105,7 @@ def test_an_interrupted_measurement_goes_on(
         return score_document(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(command, "score_document", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        main(arguments(checkpoint, text, "--output", output))
+    assert main(arguments(checkpoint, text, "--output", output)) == 130
     assert [(each.window, each.documents) for each in read(output).results] == [(16, 2), (64, 1)]
     monkeypatch.setattr(command, "score_document", lambda *args: calls.append(args) or score_document(*args))
     assert main(arguments(checkpoint, text, "--output", output)) == 0
@@ -148,7 +148,9 @@ def test_what_is_refused_is_noted_and_the_others_go_on(
         (["--variant", "a", "--variant", "A"], "a: the name stands for two variants"),
         (["--variant", "a", "--variant", "b", "--output", "x.json"], "several variants need a folder"),
         (["--variant", "a", "ntk"], "--variant a: ntk is neither KEY=VALUE nor a YAML file"),
-        (["--variant", "a", "absent.yml"], "absent.yml"),
+        (["--variant", "a", "absent.yml"], "there is no file absent.yml"),
+        (["--variant", " "], "the name is empty"),
+        (["--variant", "a", "rope_scalin.factor=2"], "no key 'rope_scalin'; the nearest is rope_scaling"),
     ],
 )
 def test_variants_that_cannot_be_are_named(
@@ -156,6 +158,36 @@ def test_variants_that_cannot_be_are_named(
 ) -> None:
     assert main(arguments(checkpoint, text, *more)) == 2
     assert message in capsys.readouterr().err
+
+
+def test_what_is_missing_stays_until_it_is_measured(checkpoint: Path, text: Path, tmp_path: Path) -> None:
+    output = tmp_path / "result.json"
+    assert main(arguments(checkpoint, text, "--output", output)) == 0
+    complete = output.read_bytes()
+    found = read(output)
+    lacking = [Missing(at=at, kind="failed", reason="x") for at in ("all", "window 16", "window 99")]
+    write_record(output, found.model_copy(update={"missing": lacking, "results": found.results[1:]}))
+    assert main(arguments(checkpoint, text, "--output", output)) == 0
+    assert [each.at for each in read(output).missing] == ["window 99"], "nobody asked for that one"
+    write_record(output, read(output).model_copy(update={"missing": []}))
+    assert output.read_bytes() == complete
+
+
+def test_damaged_costs_cost_nothing(checkpoint: Path, text: Path, tmp_path: Path) -> None:
+    output = tmp_path / "result.json"
+    cost_path(output).write_text("{")
+    given = ["--output", output, "--max-length", 64]
+    assert main(arguments(checkpoint, text, *given, "--windows", "16")) == 0
+    cost_path(output).write_text("{")
+    assert main(arguments(checkpoint, text, *given)) == 0
+    assert [each.window for each in read(output).results] == [16, 64]
+
+
+def test_a_long_label(checkpoint: Path, text: Path, tmp_path: Path) -> None:
+    for ending in "ab":
+        given = ["--label", "ü" * 300 + ending, "--output", tmp_path, "--windows", "16"]
+        assert main(arguments(checkpoint, text, *given)) == 0
+    assert len([path for path in tmp_path.iterdir() if not path.name.endswith(".cost.json")]) == 2
 
 
 def test_bfloat16(checkpoint: Path, text: Path, tmp_path: Path) -> None:

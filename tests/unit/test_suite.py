@@ -1,7 +1,11 @@
 """A suite's file: the commands that it stands for, and what is refused before the first is run."""
 
 import json
+import os
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -9,7 +13,6 @@ import pytest
 from megatron_coca.evaluation import EvaluationError
 from megatron_coca.evaluation.cli import build_parser
 from megatron_coca.evaluation.suite.plan import (
-    Command,
     Place,
     SuiteFile,
     commands,
@@ -34,7 +37,7 @@ checkpoints:
       "": []
       "+ NTK": [configs/extend/dynamic_ntk.yml, rope_scaling.factor=2]
 tasks:
-  perplexity: {windows: [1L, 4L, 100], stride: 1L, data: [a.txt, b.txt], overwrite: true, max_length: null}
+  perplexity: {windows: ["1L,4L", 100], stride: 1L, data: [a.txt, b.txt], overwrite: true, max_length: null}
 """
 
 
@@ -84,12 +87,25 @@ def test_shipped_suites_are_commands(file: Path, tmp_path: Path, monkeypatch: py
         (SUITE.replace("title", "titel"), "titel: Extra inputs"),
         (SUITE.replace("  CoCA:\n    path", "  CoCA:\n    paht"), "checkpoints.CoCA.paht"),
         (SUITE.replace("  perplexity", "  perplexty"), "tasks.perplexty: there is no such task; known: analyse"),
+        (SUITE.replace("tasks:", "tasks: {}\nx:"), "x: Extra|tasks"),
+        (SUITE.replace("stride: 1L", "output: x"), "tasks.perplexity.output: is given by the suite itself"),
+        (SUITE.replace("stride: 1L", "help: true"), "tasks.perplexity.help: is given by the suite itself"),
+        (
+            SUITE.replace('"+ NTK"', '"!"'),
+            "checkpoints CoCA and CoCA: their results would both be in perplexity_coca.json",
+        ),
         (SUITE.replace("stride", "strid"), "tasks.perplexity.strid: there is no such option; known: .*stride"),
     ],
 )
 def test_mistakes_are_named(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(EvaluationError, match=message):
         commands(suite(tmp_path, text), MEASUREMENTS, {"CoCA": 64}, place(tmp_path))
+
+
+def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+    (tmp_path / "suite.yml").write_bytes(b"\xff\xfe\x00\x81")
+    with pytest.raises(EvaluationError, match="suite.yml: is not YAML"):
+        read_suite(tmp_path / "suite.yml")
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
@@ -133,10 +149,27 @@ def test_how_a_command_ended() -> None:
     assert how_it_ended(1) == "ended with status 1"
 
 
-def test_a_failure_is_written_into_the_files_that_were_begun(tmp_path: Path) -> None:
-    begun, absent = tmp_path / "begun.json", tmp_path / "absent.json"
-    begun.write_text(json.dumps({"results": [1], "missing": [{"at": "x", "kind": "failed", "reason": "earlier"}]}))
-    for file in Command("t", "c", (), (begun, absent)).files:
-        note_failure(file, "killed")
-    assert json.loads(begun.read_text())["missing"] == [{"at": "all", "kind": "failed", "reason": "killed"}]
-    assert json.loads(begun.read_text())["results"] == [1] and not absent.exists()
+def test_a_failure_is_written_into_the_last_file_that_was_begun(tmp_path: Path) -> None:
+    complete, begun = tmp_path / "complete.json", tmp_path / "begun.json"
+    complete.write_text("{}")
+    earlier = [{"at": "all", "kind": "failed", "reason": "earlier"}, {"at": "x", "kind": "refused", "reason": "y"}]
+    begun.write_text(json.dumps({"label": "RoFö", "results": [1], "missing": earlier}))
+    note_failure([complete, begun], "killed")
+    found = json.loads(begun.read_text())
+    assert found["missing"] == [earlier[1], {"at": "all", "kind": "failed", "reason": "killed"}]
+    assert found["results"] == [1] and "RoFö" in begun.read_text() and complete.read_text() == "{}"
+    note_failure([], "killed")
+
+
+def test_a_terminated_suite_ends_its_command(tmp_path: Path) -> None:
+    child = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(60)"
+    code = "import sys; from megatron_coca.evaluation.suite.run import run_to_its_end; run_to_its_end(sys.argv[1:])"
+    command = [sys.executable, "-c", code, sys.executable, "-c", child, str(tmp_path / "pid")]
+    parent = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+    while not (tmp_path / "pid").is_file() or not (tmp_path / "pid").read_text():
+        assert parent.poll() is None
+        time.sleep(0.05)
+    parent.terminate()
+    assert parent.wait(timeout=30) != 0
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)

@@ -1,6 +1,8 @@
 """The result file of `evaluate.py perplexity`."""
 
-from typing import Literal
+from typing import Literal, Self
+
+from pydantic import model_validator
 
 from megatron_coca.evaluation.documents import DocumentsRecord
 from megatron_coca.evaluation.results import Cell, Record, Result
@@ -22,6 +24,12 @@ class WindowResult(Cell):
     @property
     def key(self) -> tuple[int]:
         return (self.window,)
+
+    @model_validator(mode="after")
+    def _of_as_many_documents(self) -> Self:
+        if not self.documents == len(self.nll_by_document) == len(self.correct_by_document):
+            raise ValueError(f"window {self.window} does not have a sum for each of its {self.documents} documents")
+        return self
 
 
 class PerplexityProtocol(Record):

@@ -10,7 +10,8 @@ from matplotlib.figure import Figure as Canvas
 class Entry:
     """One cell of a table: `text` as it is shown, `value` behind it, `detail` in small print (an interval).
 
-    `note` says why the cell has no number, or what its number does not cover; it becomes a footnote. `wide` is text.
+    `note` says why the cell has no number, or what its number does not cover; it becomes a footnote. `partial` is a
+    number that rests on less than those of its column, and is not held against them. `wide` is text.
     """
 
     text: str
@@ -19,6 +20,7 @@ class Entry:
     note: str = ""
     absent: bool = False
     best: bool = False
+    partial: bool = False
     wide: bool = False
 
 

@@ -28,6 +28,7 @@ RESULT_TYPES: dict[str, type[Result]] = {
 """Every kind of result file by its field `task`."""
 
 REPORT_FILE = "report.json"
+REMEDY = "measure it again, or take the file away"
 _SHOWN = 5
 
 
@@ -43,8 +44,8 @@ class Loaded:
 def read_results(places: Sequence[str | Path]) -> list[Loaded]:
     """The results of files, and of folders with all that is below them; each file once, folders by name.
 
-    Raises EvaluationError for a file that is named and is no result, for a damaged one, and where there is none at all.
-    What else a folder holds is told in a warning.
+    A result without a label has that of its checkpoint's folder. Raises EvaluationError for a file that is named and is no
+    result, for a damaged one, and where there is none at all. What else a folder holds is told in a warning.
     """
     read: dict[Path, Loaded] = {}
     for place in map(Path, places):
@@ -77,21 +78,33 @@ def _may_be_a_result(path: Path) -> bool:
 
 
 def _task(file: Path) -> str | None:
-    """The field `task` where it is a known one. Raises EvaluationError for a file that cannot be read."""
+    """The field `task` where it is a known one. Raises EvaluationError for a file that cannot be read, or is no JSON: a
+    result that was cut off does not show what it is.
+    """
     try:
         content = json.loads(file.read_bytes())
     except OSError as error:
         raise EvaluationError(f"{file}: cannot be read ({error.strerror})") from error
-    except (ValueError, RecursionError):
-        return None
+    except (ValueError, RecursionError) as error:
+        raise EvaluationError(f"{file}: is damaged, as it is no JSON ({error}); {REMEDY}") from error
     task = content.get("task") if isinstance(content, dict) else None
     return task if isinstance(task, str) and task in RESULT_TYPES else None
 
 
 def _load(file: Path, task: str) -> Loaded:
-    result = read_record(file, RESULT_TYPES[task], f"a result of `evaluate.py {task}`")
-    costs = read_costs(file)
-    return Loaded(str(file), result, tuple(costs.costs) if costs is not None else ())
+    try:
+        result = read_record(file, RESULT_TYPES[task], f"a result of `evaluate.py {task}`")
+        costs = read_costs(file)
+    except EvaluationError as error:
+        raise EvaluationError(f"{error}; {REMEDY}") from error
+    return Loaded(str(file), _labelled(result), tuple(costs.costs) if costs is not None else ())
+
+
+def _labelled(result: Result) -> Result:
+    if result.label.strip():
+        return result
+    place = result.checkpoint.path
+    return result.model_copy(update={"label": Path(place).name or place})
 
 
 def _known() -> str:

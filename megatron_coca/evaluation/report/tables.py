@@ -27,10 +27,10 @@ def lacking(missing: Missing) -> Entry:
 
 
 def marked(lines: Sequence[Line], lowest: bool) -> tuple[Line, ...]:
-    """The lines with the best finite value of each column marked, where it has at least two."""
+    """The lines with the best finite value of each column marked, where it has at least two that may be compared."""
     best: dict[int, float] = {}
     for place in range(len(lines[0].entries) if lines else 0):
-        values = [line.entries[place].value for line in lines]
+        values = [_compared(line.entries[place]) for line in lines]
         finite = [value for value in values if value is not None and math.isfinite(value)]
         if len(finite) > 1 and len(set(finite)) > 1:
             best[place] = min(finite) if lowest else max(finite)
@@ -39,9 +39,13 @@ def marked(lines: Sequence[Line], lowest: bool) -> tuple[Line, ...]:
 
 def _marked(entries: Sequence[Entry], best: dict[int, float]) -> tuple[Entry, ...]:
     return tuple(
-        replace(entry, best=True) if place in best and entry.value == best[place] else entry
+        replace(entry, best=True) if place in best and _compared(entry) == best[place] else entry
         for place, entry in enumerate(entries)
     )
+
+
+def _compared(entry: Entry) -> float | None:
+    return None if entry.partial else entry.value
 
 
 def training_lengths(group: Group[Any]) -> set[int]:
@@ -83,7 +87,7 @@ def length_table(
 def beside(group: Group[Any], metric: str) -> tuple[list[PublishedTable], list[PublishedTable]]:
     """The papers' tables of a metric: of the training length of ours, and others that have something of ours."""
     trained = training_lengths(group)
-    uses = [use_of(series.header) for series in group.series]
+    uses = [use for series in group.series if (use := use_of(series.header)) is not None]
     wanted = [table for table in TABLES if table.metric == metric and table.wanted(trained, uses)]
     joined = [table for table in wanted if table.training_length in trained]
     return joined, [table for table in wanted if table.training_length not in trained]
@@ -94,11 +98,7 @@ def published_lines(table: PublishedTable, columns: Sequence[int | str], group: 
     lines = []
     for row in table.rows:
         values = dict(zip(table.columns, row.values, strict=True))
-        alike = [
-            series.label
-            for series in (group.series if group is not None else ())
-            if row.use is not None and row.use.covers(use_of(series.header))
-        ]
+        alike = [series.label for series in (group.series if group is not None else ()) if row.is_of(series.header)]
         detail = f"the method of: {', '.join(alike)}" if alike else ""
         cells = tuple(Entry(values[column]) if column in values else NOTHING for column in columns)
         lines.append(Line(row.name, cells, f"{table.source}, {table.name}", detail))

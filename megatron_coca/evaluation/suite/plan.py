@@ -2,7 +2,7 @@
 
 import re
 from argparse import Action, ArgumentParser
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,11 @@ from megatron_coca.evaluation.options import full_label, slug
 from megatron_coca.evaluation.results import EvaluationError
 from megatron_coca.evaluation.running import Task
 
-MULTIPLE = re.compile(r"(\d+)L")
-"""A length as a multiple of the training length: "4L"."""
+MULTIPLES = re.compile(r"\d+L(,\d+L)*")
+"""Lengths as multiples of the training length: "4L", or "1L,4L"."""
+
+OWN = ("help", "output", "checkpoint", "label", "variant", "set", "device", "dtype")
+"""Options of a task of checkpoints that the suite gives itself."""
 
 RESULTS, REPORT = "results", "report"
 """Folders in the suite's output."""
@@ -47,7 +50,7 @@ class SuiteFile(Strict):
 
     title: str
     checkpoints: dict[str, CheckpointEntry]
-    tasks: dict[str, dict[str, Any] | None]
+    tasks: dict[str, dict[str, Any] | None] = Field(min_length=1)
 
     @field_validator("checkpoints", mode="before")
     @classmethod
@@ -76,7 +79,7 @@ def read_suite(path: Path) -> SuiteFile:
         return SuiteFile.model_validate(yaml.safe_load(path.read_text()))
     except OSError as error:
         raise EvaluationError(f"{path}: cannot be read ({error.strerror})") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise EvaluationError(f"{path}: is not YAML ({error})") from error
     except ValidationError as error:
         lines = [f"{'.'.join(map(str, each['loc'])) or 'file'}: {each['msg']}" for each in error.errors()]
@@ -129,11 +132,12 @@ def training_lengths(suite: SuiteFile) -> tuple[dict[str, int], dict[str, str]]:
 def commands(suite: SuiteFile, tasks: Mapping[str, Task], lengths: Mapping[str, int], place: Place) -> list[Command]:
     """Every call that the suite stands for, task by task, for the checkpoints that have a length.
 
-    Raises EvaluationError for tasks and options that do not exist.
+    Raises EvaluationError for tasks and options that do not exist, and for labels that would share a file.
     """
-    planned = []
+    planned: list[Command] = []
     for name, options in suite.tasks.items():
         parser = _parser(tasks, name)
+        _check_options(name, options or {}, OWN if tasks[name].of_checkpoint else ("help", "output", "device"))
         if not tasks[name].of_checkpoint:
             file = place.results / f"{name}.json"
             arguments = (name, "--device", place.device, "--output", str(file), *_options(name, parser, options, None))
@@ -142,7 +146,26 @@ def commands(suite: SuiteFile, tasks: Mapping[str, Task], lengths: Mapping[str, 
         for label, length in lengths.items():
             arguments, files = _subject(name, label, suite.checkpoints[label], place)
             planned.append(Command(name, label, (*arguments, *_options(name, parser, options, length)), files))
+    _check_files(planned)
     return planned
+
+
+def _check_options(task: str, options: Mapping[str, Any], own: Sequence[str]) -> None:
+    for key in options:
+        if key.replace("_", "-") in own:
+            raise EvaluationError(f"tasks.{task}.{key}: is given by the suite itself; leave it out")
+
+
+def _check_files(planned: Sequence[Command]) -> None:
+    owners: dict[Path, str | None] = {}
+    for command in planned:
+        for file in command.files:
+            if file in owners:
+                raise EvaluationError(
+                    f"checkpoints {owners[file]} and {command.checkpoint}: their results would both be in {file.name}; "
+                    "name them, or their variants, more differently"
+                )
+            owners[file] = command.checkpoint
 
 
 def _parser(tasks: Mapping[str, Task], name: str) -> ArgumentParser:
@@ -187,9 +210,8 @@ def _option(task: str, parser: ArgumentParser, key: str, value: Any, length: int
 
 def _text(place: str, value: Any, length: int | None) -> str:
     """A value as on the command line, "4L" as a number of tokens."""
-    multiple = MULTIPLE.fullmatch(value) if isinstance(value, str) else None
-    if multiple is None:
+    if not isinstance(value, str) or not MULTIPLES.fullmatch(value):
         return str(value)
     if length is None:
         raise EvaluationError(f"{place}: {value} is a multiple of a training length, and this task has no checkpoint")
-    return str(int(multiple[1]) * length)
+    return ",".join(str(int(part.removesuffix("L")) * length) for part in value.split(","))

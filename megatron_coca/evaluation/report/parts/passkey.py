@@ -6,7 +6,6 @@ from megatron_coca.evaluation.report.charts import Curve, Panel, height, panels
 from megatron_coca.evaluation.report.document import Block, Entry, Figure, Line, Table
 from megatron_coca.evaluation.report.grouping import Comparable, Group, Series, groups
 from megatron_coca.evaluation.report.provenance import heading, origin
-from megatron_coca.evaluation.report.published import use_of
 from megatron_coca.evaluation.report.reading import Loaded
 from megatron_coca.evaluation.report.tables import beside, lacking, length_table, marked, starred, training_lengths
 from megatron_coca.evaluation.retrieval.records import PasskeyCell, PasskeyResult, RangeTally, ScoredCell, Tally
@@ -84,7 +83,7 @@ def _by_length(group: Group[PasskeyResult], name: str, papers: bool) -> Figure:
     ]
     for table in beside(group, "passkey")[0] if papers else []:
         for row in table.rows:
-            like = [at for at, series in enumerate(group.measured) if row.use and row.use.covers(use_of(series.header))]
+            like = [at for at, series in enumerate(group.measured) if row.is_of(series.header)]
             values = tuple(float("nan") if value == "OOM" else float(value) for value in row.values)
             lengths = tuple(float(column) for column in table.columns)
             curves += [Curve(f"paper: {row.name}", lengths, values, like=at) for at in like[:1]]

@@ -9,7 +9,6 @@ from megatron_coca.evaluation.report.charts import Curve, Panel, height, panels
 from megatron_coca.evaluation.report.document import Block, Entry, Figure, Table
 from megatron_coca.evaluation.report.grouping import Comparable, Group, Series, groups
 from megatron_coca.evaluation.report.provenance import heading, origin
-from megatron_coca.evaluation.report.published import use_of
 from megatron_coca.evaluation.report.reading import Loaded
 from megatron_coca.evaluation.report.tables import beside, lacking, length_table, number, training_lengths
 
@@ -33,7 +32,8 @@ def _block(group: Group[PerplexityResult], place: int, papers: bool) -> Block:
     tables = length_table(
         name, "Perplexity by window", "perplexity at window", group, _entry, windows, "perplexity", papers
     )
-    figures = (figure(group, FIGURE if place == 1 else f"{FIGURE}_{place}", papers),) if group.cell_keys() else ()
+    drawn = [series for series in group.series if complete(series)]
+    figures = (figure(group, drawn, FIGURE if place == 1 else f"{FIGURE}_{place}", papers),) if drawn else ()
     text = (f"Protocol: {group.first.protocol.text}; stride {group.first.protocol.stride}.",)
     return Block(heading(group), text, figures, (_scored(tables[0], group), *tables[1:]))
 
@@ -41,8 +41,8 @@ def _block(group: Group[PerplexityResult], place: int, papers: bool) -> Block:
 def _scored(table: Table, group: Group[PerplexityResult]) -> Table:
     """The table with what one of its cells rests on among its notes."""
     documents = group.first.documents
-    counts = sorted({cell.tokens_scored for series in group.series for cell in series.cells.values()})
-    scored = f", {counts[-1]} tokens scored" if counts else ""
+    counts = {cell.tokens_scored for series in group.series for cell in complete(series)}
+    scored = f", {max(counts)} tokens scored" if counts else ""
     note = f"stride {group.first.protocol.stride}, {documents.count} documents{scored}"
     return replace(table, notes=(*table.notes, note))
 
@@ -51,38 +51,63 @@ def _entry(series: Series[PerplexityResult], window: int) -> Entry:
     cell: WindowResult | None = series.cells.get((window,))
     if cell is None:
         return lacking(series.why(f"window {window}"))
+    return cell_entry(series, cell, number(cell.perplexity), cell.perplexity)
+
+
+def cell_entry(series: Series[PerplexityResult], cell: WindowResult, text: str, value: float) -> Entry:
+    """A number out of `cell`; what only some documents were scored for says so, and is no rival to others."""
+    note = interrupted(series, cell)
+    return Entry(text, value, note=note, partial=bool(note))
+
+
+def interrupted(series: Series[PerplexityResult], cell: WindowResult) -> str:
+    """What is missing of a window; empty where all documents are scored."""
     count = series.header.documents.count
-    partly = f"interrupted: the first {cell.documents} of {count} documents" if cell.documents < count else ""
-    return Entry(number(cell.perplexity), cell.perplexity, note=partly)
+    return f"interrupted: the first {cell.documents} of {count} documents" if cell.documents < count else ""
 
 
-def figure(group: Group[PerplexityResult], name: str, papers: bool) -> Figure:
-    """Perplexity against window, both logarithmic, with the papers' lines of the same method and training length."""
-    curves = [_curve(series) for series in group.measured]
-    curves += _published(group) if papers else []
+def complete(series: Series[PerplexityResult]) -> list[WindowResult]:
+    """The windows of which all documents are scored."""
+    return [cell for cell in series.cells.values() if not interrupted(series, cell)]
+
+
+def figure(
+    group: Group[PerplexityResult], drawn: Sequence[Series[PerplexityResult]], name: str, papers: bool
+) -> Figure:
+    """Perplexity against window, both logarithmic, with the papers' lines of the same method and training length.
+
+    `drawn` are the series of the group that have a complete window.
+    """
+    curves = [_curve(series) for series in drawn]
+    curves += _published(group, drawn) if papers else []
     trained = {float(length): f"training length {length}" for length in sorted(training_lengths(group))}
     panel = Panel(tuple(curves), "window (tokens)", "perplexity", log_y=True, marks=trained)
-    dashed = " Dashed with hollow marks: the CoCA paper's numbers." if len(curves) > len(group.measured) else ""
+    dashed = " Dashed with hollow marks: the CoCA paper's numbers." if len(curves) > len(drawn) else ""
     caption = (
         f"Perplexity against the window, sliding by {group.first.protocol.stride} tokens; an infinite one leaves a gap."
-        f"{dashed} {origin(group)}"
+        f"{_left_out(group)}{dashed} {origin(group)}"
     )
-    labels = ", ".join(series.label for series in group.measured)
+    labels = ", ".join(series.label for series in drawn)
     size = (6.0, height(len(curves) + len(trained)))
     return Figure(name, caption, f"Perplexity by window for {labels}; the table has the numbers", panels([panel]), size)
 
 
 def _curve(series: Series[PerplexityResult]) -> Curve:
-    cells = list(series.cells.values())
+    cells = complete(series)
     return Curve(series.label, tuple(cell.window for cell in cells), tuple(cell.perplexity for cell in cells))
 
 
-def _published(group: Group[PerplexityResult]) -> list[Curve]:
+def _left_out(group: Group[PerplexityResult]) -> str:
+    whole = all(len(complete(series)) == len(series.cells) for series in group.series)
+    return "" if whole else " Interrupted windows are left out."
+
+
+def _published(group: Group[PerplexityResult], drawn: Sequence[Series[PerplexityResult]]) -> list[Curve]:
     """A line for each of ours that has the method and the training length of a row of the paper."""
     curves = []
     for table in beside(group, "perplexity")[0]:
         for row in table.rows:
-            like = [at for at, series in enumerate(group.measured) if row.use and row.use.covers(use_of(series.header))]
+            like = [at for at, series in enumerate(drawn) if row.is_of(series.header)]
             values = [float(value) if value != "OOM" else math.nan for value in row.values]
             lengths = tuple(float(column) for column in table.columns)
             curves += [Curve(f"paper: {row.name}", lengths, tuple(values), like=at) for at in like[:1]]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from megatron_coca.evaluation.perplexity.records import PerplexityResult
 from megatron_coca.evaluation.report.document import Block, Entry
 from megatron_coca.evaluation.report.grouping import Group, Series, groups
-from megatron_coca.evaluation.report.parts.perplexity import COMPARABLE
+from megatron_coca.evaluation.report.parts.perplexity import COMPARABLE, cell_entry
 from megatron_coca.evaluation.report.provenance import heading, origin
 from megatron_coca.evaluation.report.published import TABLES, use_of
 from megatron_coca.evaluation.report.reading import Loaded
@@ -24,7 +24,8 @@ def build(loaded: Sequence[Loaded], papers: bool) -> list[Block]:
 
 
 def _mapped(series: Series[PerplexityResult]) -> bool:
-    return use_of(series.header).positions != "none"
+    use = use_of(series.header)
+    return use is not None and use.positions != "none"
 
 
 def _block(group: Group[PerplexityResult], place: int, papers: bool) -> Block:
@@ -41,13 +42,13 @@ def _block(group: Group[PerplexityResult], place: int, papers: bool) -> Block:
 
 def _loss(series: Series[PerplexityResult], window: int) -> Entry:
     cell = series.cells.get((window,))
-    return Entry(number(cell.nll, 4), cell.nll) if cell is not None else lacking(series.why(f"window {window}"))
+    if cell is None:
+        return lacking(series.why(f"window {window}"))
+    return cell_entry(series, cell, number(cell.nll, 4), cell.nll)
 
 
 def _accuracy(series: Series[PerplexityResult], window: int) -> Entry:
     cell = series.cells.get((window,))
-    return (
-        Entry(number(100 * cell.accuracy), cell.accuracy)
-        if cell is not None
-        else lacking(series.why(f"window {window}"))
-    )
+    if cell is None:
+        return lacking(series.why(f"window {window}"))
+    return cell_entry(series, cell, number(100 * cell.accuracy), cell.accuracy)

@@ -12,7 +12,11 @@ from megatron_coca.evaluation.report.published.coca import COST
 from megatron_coca.evaluation.report.reading import Loaded
 from megatron_coca.evaluation.report.tables import lacking, published_table
 from megatron_coca.evaluation.results import Missing
+from megatron_coca.evaluation.speed.contraction import CONTRACTION
 from megatron_coca.evaluation.speed.records import WHATS, Ratio, SpeedCell, SpeedResult
+
+IMPOSSIBLE = {("decode", CONTRACTION): "the contraction computes whole sequences only"}
+"""Work of a method that `evaluate.py speed` has no cells for, and why."""
 
 
 def build(loaded: Sequence[Loaded], papers: bool) -> list[Block]:
@@ -88,7 +92,8 @@ def _cache(cells: dict[tuple[str, int], SpeedCell], method: str) -> str:
 def _why(result: SpeedResult, what: str, method: str, length: int) -> Missing:
     known = {missing.at: missing for missing in result.missing}
     places = (f"{what}, length {length}, {method}", method, "all")
-    unknown = Missing(at=method, kind="not run", reason="")
+    impossible = IMPOSSIBLE.get((what, method))
+    unknown = Missing(at=method, kind="refused" if impossible else "not run", reason=impossible or "")
     return next((known[place] for place in places if place in known), unknown)
 
 

@@ -49,8 +49,9 @@ def _pairs(group: Group[Any]) -> list[tuple[Series[Any], Series[Any]]]:
         (slack, strict)
         for slack in group.series
         for strict in group.series
-        if use_of(slack.header).pos_emb == "coca"
-        and replace(use_of(slack.header), pos_emb="coca_strict") == use_of(strict.header)
+        if (use := use_of(slack.header)) is not None
+        and use.pos_emb == "coca"
+        and replace(use, pos_emb="coca_strict") == use_of(strict.header)
         and slack.header.checkpoint.seq_length == strict.header.checkpoint.seq_length
     ]
 

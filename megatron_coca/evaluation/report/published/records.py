@@ -32,8 +32,13 @@ DEFAULT_WINDOWS = {"rerope": 0.5, "leaky_rerope": 0.5, "self_extend": 0.25}
 """Shares of the training length that a map takes where its options name no window."""
 
 
-def use_of(result: Result) -> Use:
-    """How a result's weights were used: as they were trained, but for what evaluation changed."""
+def use_of(result: Result) -> Use | None:
+    """How a result's weights were used: as they were trained, but for what evaluation changed.
+
+    None for a refused use: nothing was computed, and its file says what was asked for, not what that means.
+    """
+    if result.environment.backend is None:
+        return None
     settings = {**result.checkpoint.trained_with, **result.overrides}
     scaling, relative = (_mapping(settings.get(key)) for key in ("rope_scaling", "relative_positions"))
     kind = str(relative.get("type", "none"))
@@ -60,6 +65,11 @@ class PublishedRow:
     name: str
     values: tuple[str, ...]
     use: Use | None = None
+
+    def is_of(self, result: Result) -> bool:
+        """Whether a result uses weights in the way of this row."""
+        given = use_of(result)
+        return self.use is not None and given is not None and self.use.covers(given)
 
 
 @dataclass(frozen=True)
