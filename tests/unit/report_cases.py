@@ -213,14 +213,16 @@ def speed() -> SpeedResult:
             "rounds": 5,
             "tokens_per_second": length / (factor * length**1.3 * 1e-6),
             "to_rope": {"against": "rotary", "median": factor, "low": factor * 0.97, "high": factor * 1.03},
-            "to_contraction": {"against": "contraction", "median": factor / 4, "low": factor / 5, "high": factor / 3},
+            "to_contraction": {"against": "contraction", "median": factor / 4, "low": factor / 5, "high": factor / 3}
+            if what != "decode"
+            else None,
             "peak_memory_bytes": length * 65536,
             "cache_bytes_per_token": 98304 if what == "decode" else None,
         }
         for what in (WHATS[0], "decode")
         for length in (512, 2048, 8192)
         for method, factor in times.items()
-        if not (method == "contraction" and length == 8192)
+        if not (method == "contraction" and (what == "decode" or length == 8192))
     ]
     shape = {"layers": 24, "hidden_size": 1024, "heads": 16, "kv_heads": 16, "parameters": 354_000_000}
     at = "layer forward, length 8192, contraction"

@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_cases import NTK, REROPE, passkey, perplexity, write
+from report_cases import NTK, REROPE, lacking, passkey, perplexity, write
 
+from megatron_coca.evaluation import PerplexityResult
 from megatron_coca.evaluation.report.document import Line, Table
 from megatron_coca.evaluation.report.published import TABLES, PublishedTable, Use, coca, rerope, use_of
 from megatron_coca.evaluation.report.reading import read_results
@@ -110,6 +111,38 @@ def test_other_training_lengths_stand_alone(
     main, *others = perplexity_tables(tmp_path, length=length, overrides=overrides)
     assert list(dict.fromkeys(line.published.rpartition(", ")[2] for line in main.lines if line.published)) == joined
     assert [table.caption.rpartition(": ")[2] for table in others] == apart
+
+
+REFUSED = {"environment__backend": None, "overrides": {"variant": "rope_scaling.rope_type=dynamic"}}
+
+
+def refused(label: str, pos_emb: str = "rotary") -> PerplexityResult:
+    missing = [lacking("all", "refused", "it means nothing")]
+    return perplexity(label, {}, missing=missing, checkpoint__pos_emb=pos_emb, **REFUSED)
+
+
+def test_a_refused_use_is_of_no_method(tmp_path: Path) -> None:
+    results = {"one": perplexity("RoFormer", {512: 2.0}), "two": refused("RoFormer, refused")}
+    assert use_of(results["two"]) is None
+    sections = build_sections(read_results(write(tmp_path, results)), papers=True)
+    lines = sections[0].blocks[0].tables[0].lines
+    assert [line.name for line in lines if not line.published] == ["RoFormer", "RoFormer, refused"]
+    assert {line.detail for line in lines if line.published} == {"", "the method of: RoFormer"}
+
+
+def test_a_refused_use_asks_for_no_table_of_its_own(tmp_path: Path) -> None:
+    trained = {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    tables = perplexity_tables(tmp_path, results=[], checkpoint__trained_with=trained, **REFUSED)
+    assert not [table for table in tables if "Table 4" in table.caption]
+    measured = perplexity_tables(tmp_path / "measured", checkpoint__trained_with=trained)
+    assert [table for table in measured if "Table 4" in table.caption]
+
+
+def test_a_refused_strict_is_no_pair(tmp_path: Path) -> None:
+    slack = perplexity("Slack", {512: 3.0}, checkpoint__pos_emb="coca")
+    results = {"slack": slack, "strict": refused("Strict", "coca_strict")}
+    sections = build_sections(read_results(write(tmp_path, results)), papers=True)
+    assert "strict" not in [section.name for section in sections]
 
 
 def test_strict_less_slack(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ from megatron_coca.evaluation.report.document import Block, Document, Entry, Fig
 from megatron_coca.evaluation.report.stylesheet import CSS
 
 LEGEND = (
-    "In tables, the best of our numbers in a column is bold. An asterisk marks a training length. OOM: the memory did not "
-    "suffice. refused: the combination means nothing, or nothing can compute it. failed: an error. not run: nobody asked "
-    "for it. Shaded rows are numbers of papers, of other models and data than ours."
+    "In tables, the best of our numbers in a column is bold, interrupted ones aside. An asterisk marks a training length. "
+    "OOM: the memory did not suffice. refused: the combination means nothing, or nothing can compute it. failed: an error. "
+    "not run: nobody asked for it. Shaded rows are numbers of papers, of other models and data than ours."
 )
 
 

@@ -94,9 +94,9 @@ def _task(file: Path) -> str | None:
 def _load(file: Path, task: str) -> Loaded:
     try:
         result = read_record(file, RESULT_TYPES[task], f"a result of `evaluate.py {task}`")
-        costs = read_costs(file)
     except EvaluationError as error:
         raise EvaluationError(f"{error}; {REMEDY}") from error
+    costs = read_costs(file)
     return Loaded(str(file), _labelled(result), tuple(costs.costs) if costs is not None else ())
 
 

@@ -51,13 +51,18 @@ def _entry(series: Series[PerplexityResult], window: int) -> Entry:
     cell: WindowResult | None = series.cells.get((window,))
     if cell is None:
         return lacking(series.why(f"window {window}"))
-    return cell_entry(series, cell, number(cell.perplexity), cell.perplexity)
+    return cell_entry(series, cell)
 
 
-def cell_entry(series: Series[PerplexityResult], cell: WindowResult, text: str, value: float) -> Entry:
-    """A number out of `cell`; what only some documents were scored for says so, and is no rival to others."""
+def cell_entry(series: Series[PerplexityResult], cell: WindowResult) -> Entry:
+    """The perplexity of `cell`."""
+    return marked_partial(Entry(number(cell.perplexity), cell.perplexity), series, cell)
+
+
+def marked_partial(entry: Entry, series: Series[PerplexityResult], cell: WindowResult) -> Entry:
+    """An entry out of `cell`: where only some documents are scored it says so, and is not held against others."""
     note = interrupted(series, cell)
-    return Entry(text, value, note=note, partial=bool(note))
+    return replace(entry, note=note, partial=bool(note))
 
 
 def interrupted(series: Series[PerplexityResult], cell: WindowResult) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from megatron_coca.evaluation.perplexity.records import PerplexityResult
 from megatron_coca.evaluation.report.document import Block, Entry
 from megatron_coca.evaluation.report.grouping import Group, Series, groups
-from megatron_coca.evaluation.report.parts.perplexity import COMPARABLE, cell_entry
+from megatron_coca.evaluation.report.parts.perplexity import COMPARABLE, marked_partial
 from megatron_coca.evaluation.report.provenance import heading, origin
 from megatron_coca.evaluation.report.published import TABLES, use_of
 from megatron_coca.evaluation.report.reading import Loaded
@@ -44,11 +44,11 @@ def _loss(series: Series[PerplexityResult], window: int) -> Entry:
     cell = series.cells.get((window,))
     if cell is None:
         return lacking(series.why(f"window {window}"))
-    return cell_entry(series, cell, number(cell.nll, 4), cell.nll)
+    return marked_partial(Entry(number(cell.nll, 4), cell.nll), series, cell)
 
 
 def _accuracy(series: Series[PerplexityResult], window: int) -> Entry:
     cell = series.cells.get((window,))
     if cell is None:
         return lacking(series.why(f"window {window}"))
-    return cell_entry(series, cell, number(100 * cell.accuracy), cell.accuracy)
+    return marked_partial(Entry(number(100 * cell.accuracy), cell.accuracy), series, cell)

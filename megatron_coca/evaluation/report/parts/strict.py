@@ -22,23 +22,30 @@ from megatron_coca.evaluation.report.tables import (
 from megatron_coca.evaluation.results import Result
 from megatron_coca.evaluation.retrieval.records import PasskeyResult
 
-Measures = tuple[str, str, type[Result], Comparable[Any], Callable[[Any], float]]
+Read = Callable[[Series[Any], Any], Entry]
+Measures = tuple[str, str, type[Result], Comparable[Any], Read]
 
 MEASURES: tuple[Measures, ...] = (
-    ("strict perplexity", "Perplexity", PerplexityResult, perplexity.COMPARABLE, lambda cell: cell.perplexity),
-    ("strict passkey", "Passkey accuracy", PasskeyResult, passkey.COMPARABLE, lambda cell: cell.accuracy),
+    ("strict perplexity", "Perplexity", PerplexityResult, perplexity.COMPARABLE, perplexity.cell_entry),
+    (
+        "strict passkey",
+        "Passkey accuracy",
+        PasskeyResult,
+        passkey.COMPARABLE,
+        lambda _, cell: Entry(number(cell.accuracy), cell.accuracy),
+    ),
 )
-"""Metric of the paper's table, its name, the results, what must agree, and the number of a cell."""
+"""Metric of the paper's table, its name, the results, what must agree, and the entry of a series' cell."""
 
 
 def build(loaded: Sequence[Loaded], papers: bool) -> list[Block]:
     """A table for each group that has both forms, used in the same way."""
     blocks = []
-    for metric, title, kind, comparable, value in MEASURES:
+    for metric, title, kind, comparable, read in MEASURES:
         for place, group in enumerate(groups(of_type(loaded, kind), comparable), 1):
             if pairs := _pairs(group):
                 name = f"{metric.replace(' ', '-')}-{place}"
-                tables = _tables(group, pairs, name, title, value, metric if papers else "")
+                tables = _tables(group, pairs, name, title, read, metric if papers else "")
                 blocks.append(Block(heading(group), (origin(group),), (), tables))
     return blocks
 
@@ -61,7 +68,7 @@ def _tables(
     pairs: Sequence[tuple[Series[Any], Series[Any]]],
     name: str,
     title: str,
-    value: Callable[[Any], float],
+    read: Read,
     metric: str,
 ) -> tuple[Table, ...]:
     """Ours, with the paper's rows below where the training length is the same; else its table on its own."""
@@ -70,7 +77,7 @@ def _tables(
     joined = [table for table in theirs if table.training_length in trained]
     columns = sorted({key[0] for pair in pairs for each in pair for key in each.cells})
     columns = sorted({*columns, *(at for table in joined for at in table.columns if isinstance(at, int))})
-    lines = [line for pair in pairs for line in _lines(*pair, columns, value)]
+    lines = [line for pair in pairs for line in _lines(*pair, columns, read)]
     lines += [line for table in joined for line in published_lines(table, columns, None)]
     sources = tuple(f"{table.name}: {table.setting}; {THEIRS}." for table in joined)
     caption = f"{title}: CoCA-Slack, and what CoCA-Strict adds to it"
@@ -78,19 +85,18 @@ def _tables(
     return main, *(published_table(table, None, name) for table in theirs if table not in joined)
 
 
-def _lines(
-    slack: Series[Any], strict: Series[Any], columns: Sequence[int], value: Callable[[Any], float]
-) -> tuple[Line, Line]:
-    first, second = [], []
-    for column in columns:
-        cells = [series.cells.get((column,)) for series in (slack, strict)]
-        numbers = [None if cell is None else value(cell) for cell in cells]
-        first.append(NOTHING if numbers[0] is None else Entry(number(numbers[0]), numbers[0]))
-        second.append(_difference(*numbers))
-    return Line(slack.label, tuple(first)), Line(f"{strict.label}: difference", tuple(second))
+def _lines(slack: Series[Any], strict: Series[Any], columns: Sequence[int], read: Read) -> tuple[Line, Line]:
+    first, second = (
+        [read(series, series.cells[column,]) if (column,) in series.cells else NOTHING for column in columns]
+        for series in (slack, strict)
+    )
+    differences = tuple(map(_difference, first, second))
+    return Line(slack.label, tuple(first)), Line(f"{strict.label}: difference", differences)
 
 
-def _difference(slack: float | None, strict: float | None) -> Entry:
-    if slack is None or strict is None:
+def _difference(slack: Entry, strict: Entry) -> Entry:
+    if slack.value is None or strict.value is None:
         return NOTHING
-    return Entry(number(strict - slack, sign=True), strict - slack)
+    if slack.partial or strict.partial:
+        return Entry("–", note=slack.note or strict.note)
+    return Entry(number(strict.value - slack.value, sign=True), strict.value - slack.value)

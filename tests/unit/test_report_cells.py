@@ -1,0 +1,136 @@
+"""Cells of a report that are not as they should be: interrupted, unnamed, not countable, impossible."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure as Canvas
+from report_cases import FULL, REROPE, lacking, perplexity, speed, window, write
+
+from megatron_coca.evaluation import PerplexityResult
+from megatron_coca.evaluation.report.document import Block, Figure, Table
+from megatron_coca.evaluation.report.reading import read_results
+from megatron_coca.evaluation.report.sections import build_sections
+from megatron_coca.evaluation.results import Result, write_record
+from megatron_coca.evaluation.store import Cost, Costs, cost_path
+
+
+def only_section(folder: Path, name: str, results: Mapping[str, Result]) -> tuple[Block, ...]:
+    """The blocks of one section of a report on ours alone."""
+    sections = build_sections(read_results(write(folder, dict(results))), papers=False)
+    return next(section.blocks for section in sections if section.name == name)
+
+
+def plotted(figure: Figure) -> dict[str, list[float]]:
+    """Where along x the lines of a plot have points."""
+    canvas = Canvas()
+    figure.draw(canvas)
+    return {str(line.get_label()): [float(x) for x in np.asarray(line.get_xdata())] for line in canvas.axes[0].lines}
+
+
+def interrupted_and_whole() -> dict[str, Result]:
+    """Of three labels one has a window of which less is scored, with the lowest loss of all."""
+    cells = [window(512, 2.0), window(1024, 1.0, documents=3)]
+    return {
+        "partly": perplexity("partly", {}, results=cells, overrides=REROPE),
+        "better": perplexity("better", {512: 2.5, 1024: 2.6}),
+        "worse": perplexity("worse", {512: 2.5, 1024: 2.7}),
+    }
+
+
+@pytest.mark.parametrize("section", ["perplexity", "rerope"])
+def test_an_interrupted_window_is_never_the_best(tmp_path: Path, section: str) -> None:
+    table = only_section(tmp_path, section, interrupted_and_whole())[0].tables[0]
+    assert [[entry.best for entry in line.entries] for line in table.lines] == [
+        [True, False],
+        [False, True],
+        [False, False],
+    ]
+    assert table.lines[0].entries[1].note == "interrupted: the first 3 of 4 documents"
+
+
+def test_a_best_needs_two_complete_numbers(tmp_path: Path) -> None:
+    results = interrupted_and_whole()
+    del results["worse"]
+    table = only_section(tmp_path, "perplexity", results)[0].tables[0]
+    assert not any(line.entries[1].best for line in table.lines)
+
+
+def test_an_interrupted_window_is_not_plotted(tmp_path: Path) -> None:
+    (figure,) = only_section(tmp_path, "perplexity", interrupted_and_whole())[0].figures
+    lines = plotted(figure)
+    assert lines["partly"] == [512] and lines["better"] == lines["worse"] == [512, 1024]
+    assert "Interrupted windows are left out" in figure.caption
+    alone = {"one": perplexity("one", {}, results=[window(512, 2.0, documents=3)])}
+    assert not only_section(tmp_path / "alone", "perplexity", alone)[0].figures
+
+
+def test_no_difference_is_taken_of_an_interrupted_window(tmp_path: Path) -> None:
+    cells = [window(512, 3.1), window(1024, 3.2, documents=1)]
+    results = {
+        "slack": perplexity("Slack", {512: 3.0, 1024: 3.5}, checkpoint__pos_emb="coca"),
+        "strict": perplexity("Strict", {}, results=cells, checkpoint__pos_emb="coca_strict"),
+    }
+    (table,) = only_section(tmp_path, "strict", results)[0].tables
+    assert [entry.text for entry in table.lines[1].entries] == ["+2.11", "–"]
+    assert table.lines[1].entries[1].note == "interrupted: the first 1 of 4 documents"
+
+
+def test_accuracy_of_the_next_token_by_window(tmp_path: Path) -> None:
+    def measured(label: str, right: float, **changes: Any) -> PerplexityResult:
+        cells = [window(512, 2.0) | {"accuracy": 0.25}, window(1024, 2.0) | {"accuracy": right}]
+        return perplexity(label, {}, results=cells, **changes)
+
+    missing = [lacking("window 2048", "out of memory", FULL)]
+    results = {"plain": measured("plain", 0.125), "rerope": measured("ReRoPE", 0.5, overrides=REROPE, missing=missing)}
+    table = only_section(tmp_path, "rerope", results)[0].tables[1]
+    assert table.caption == "Next-token accuracy in percent by window"
+    assert table.header == ("accuracy at window", "512*", "1024", "2048")
+    texts = {line.name: [entry.text for entry in line.entries] for line in table.lines}
+    assert texts == {"plain": ["25.00", "12.50", "not run"], "ReRoPE": ["25.00", "50.00", "OOM"]}
+    assert [line.entries[1].best for line in table.lines] == [False, True], "the most is the best"
+
+
+@pytest.mark.parametrize("label", ["", "  "])
+def test_an_empty_label_is_that_of_the_folder(tmp_path: Path, label: str) -> None:
+    results = {"one": perplexity("one", {512: 2.0, 1024: 3.0}, label=label, checkpoint__path="runs/350M_coca")}
+    (block,) = only_section(tmp_path, "perplexity", results)
+    assert block.tables[0].lines[0].name == "350M_coca" and "350M_coca" in plotted(block.figures[0])
+
+
+def peaks(folder: Path, device: str, *found: int | None) -> Table:
+    """The table of memory for windows that took so many bytes."""
+    (file,) = write(folder, {"one": perplexity("one", {512: 2.0}, environment__device=device)})
+    costs = [
+        Cost(at=f"window {at}", seconds=1.0, tokens=9, tokens_per_second=9.0, peak_memory_bytes=peak)
+        for at, peak in enumerate(found)
+    ]
+    write_record(cost_path(file), Costs(label="one", task="perplexity", device=device, costs=costs))
+    section = next(section for section in build_sections(read_results([file]), papers=False) if section.name == "costs")
+    return section.blocks[0].tables[1]
+
+
+@pytest.mark.parametrize(
+    ("device", "texts", "said"),
+    [
+        ("cpu", ["–", "–", "1.0 MiB", "–"], "only the first label measured in a process shows the whole"),
+        ("NVIDIA H200", ["0 B", "1024.0 KiB", "1.0 MiB", "–"], "the most that PyTorch held"),
+    ],
+)
+def test_memory_that_a_process_kept_is_no_peak(tmp_path: Path, device: str, texts: list[str], said: str) -> None:
+    table = peaks(tmp_path, device, 0, 2**20 - 1, 2**20, None)
+    assert [entry.text for entry in table.lines[0].entries] == texts
+    assert said in table.caption
+    assert all(bool(entry.note) == (entry.text == "–") for entry in table.lines[0].entries)
+
+
+def test_what_the_contraction_cannot_do_says_so(tmp_path: Path) -> None:
+    (block,) = only_section(tmp_path, "speed", {"speed": speed()})
+    decode = block.tables[-1]
+    (line,) = [line for line in decode.lines if line.name == "contraction"]
+    assert {(entry.text, entry.note) for entry in line.entries} == {
+        ("refused", "the contraction computes whole sequences only")
+    }
+    assert all(entry.note for table in block.tables for line in table.lines for entry in line.entries if entry.absent)
