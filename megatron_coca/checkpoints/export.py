@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_coca.checkpoints import native, weight_map
+from megatron_coca.checkpoints import huggingface, native, weight_map
 from megatron_coca.checkpoints.errors import CheckpointError
 from megatron_coca.checkpoints.export_tokenizer import tokenizer_files
 from megatron_coca.checkpoints.exporters import EXPORTERS, choose, describe
@@ -25,6 +25,17 @@ from megatron_coca.data import load_saved_tokenizer
 
 SHARD_BYTES = 5_000_000_000
 """Of one weights file at most, where a single weight is not larger; transformers' own limit."""
+
+THEIRS = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+)
+"""Files of Hugging Face folders that are written again as they are: the tokenizer, and how to generate."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -65,14 +76,13 @@ def export(
     kind = choose(config, opened.folder)
     if folder.exists():
         raise CheckpointError(f"{folder}: exists already; name a new folder, or remove this one")
-    tokenizer = load_saved_tokenizer(opened.tokenizer_folder) if opened.tokenizer_folder is not None else None
-    files, note = tokenizer_files(opened.tokenizer_folder, tokenizer)
+    files, end, note = _tokenizer(opened)
     weights = foreign_weights(opened, config, EXPORTERS[kind].rows)
     if dtype is not None:
         weights = {name: weight.to(DTYPES[dtype]) for name, weight in weights.items()}
     partial = folder.with_name(f".{folder.name}.partial")
     try:
-        _fill(partial, describe(config, kind, tokenizer, weights), weights, shard_bytes, files)
+        _fill(partial, describe(config, kind, end, weights), weights, shard_bytes, files)
         partial.rename(folder)
         native.flush(folder.parent)
     except OSError as error:
@@ -81,6 +91,20 @@ def export(
             f"{folder}: cannot be written ({error.strerror or error}); name another folder"
         ) from error
     return Exported(folder, kind, note)
+
+
+def _tokenizer(opened: Opened) -> tuple[Mapping[str, bytes], Any, str | None]:
+    """The files of the tokenizer, what ends a text (an id, several, or None), and what is not expressed, or None; of a
+    Hugging Face folder they are its own.
+    """
+    if huggingface.is_huggingface_folder(opened.folder):
+        files = {name: (opened.folder / name).read_bytes() for name in THEIRS if (opened.folder / name).is_file()}
+        end = native.read_json(opened.folder / "config.json").get("eos_token_id")
+        note = f"{opened.folder}: has no tokenizer, so the folder has none"
+        return files, end, None if any("token" in name for name in files) else note
+    tokenizer = load_saved_tokenizer(opened.tokenizer_folder) if opened.tokenizer_folder is not None else None
+    files, note = tokenizer_files(opened.tokenizer_folder, tokenizer)
+    return files, tokenizer.eod if tokenizer is not None else None, note
 
 
 def foreign_weights(opened: Opened, config: Config, rows: Sequence[weight_map.Row]) -> dict[str, Tensor]:

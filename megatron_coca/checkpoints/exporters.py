@@ -14,7 +14,6 @@ from megatron_coca.checkpoints import weight_map
 from megatron_coca.checkpoints.errors import CheckpointError
 from megatron_coca.config import Config
 from megatron_coca.config.position import SCALING_OPTIONS
-from megatron_coca.data import Tokenizer
 
 STOCK_SCALINGS = frozenset({"default", "linear", "dynamic", "yarn", "longrope", "llama3"})
 NOT_THEIRS = frozenset({"ramp"})
@@ -154,22 +153,24 @@ def choose(config: Config, source: Path) -> str:
     """The `model_type` that expresses a model.
 
     Raises:
-        CheckpointError: none does; it names what stands against each.
+        CheckpointError: none does; it names what stands against the one that is nearest.
     """
     reasons = {kind: exporter.reasons(config) for kind, exporter in EXPORTERS.items()}
     fitting = next((kind for kind, against in reasons.items() if not against), None)
     if fitting is None:
-        told = "; ".join(f"as {kind}: {', '.join(against)}" for kind, against in reasons.items())
-        raise CheckpointError(f"{source}: no model of stock transformers computes what this one does ({told})")
+        nearest = min(reasons, key=lambda kind: len(reasons[kind]))
+        against = "; ".join(reasons[nearest])
+        raise CheckpointError(
+            f"{source}: no model of stock transformers computes what this one does; against {nearest}, the nearest: {against}"
+        )
     return fitting
 
 
 def describe(
-    config: Config, kind: str, tokenizer: Tokenizer | None, weights: Mapping[str, Tensor]
+    config: Config, kind: str, end: int | list[int] | None, weights: Mapping[str, Tensor]
 ) -> dict[str, dict[str, Any]]:
-    """The contents of config.json and generation_config.json, by these names."""
+    """The contents of config.json and generation_config.json, by these names; `end` is what ends a text."""
     model, exporter = config.model, EXPORTERS[kind]
-    end = tokenizer.eod if tokenizer is not None else None
     known = model.vocab_size or model.padded_vocab_size
     settings = {
         "model_type": kind,

@@ -14,15 +14,15 @@ from tests.parity.exported import LLAMA, NEOX, random_checkpoint
 from tools.convert_to_huggingface import main
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "CoCA": (NEOX | {"pos_emb": "coca"}, "as gpt_neox: pos_emb 'coca' is in no stock model.*as llama: pos_emb 'coca'"),
+    "CoCA": (NEOX | {"pos_emb": "coca"}, "against gpt_neox, the nearest: pos_emb 'coca' is in no stock model, only 'rotary' is$"),
     "ALiBi": ({"pos_emb": "alibi"}, "pos_emb 'alibi' is in no stock model"),
     "map": (NEOX | {"relative_positions": {"type": "rerope"}}, "relative_positions is set"),
     "logits": (LLAMA | {"logit_scaling": "log_n"}, "logit_scaling 'log_n'"),
     "ntk": (LLAMA | {"rope_scaling": {"rope_type": "ntk", "factor": 2.0}}, "rope_type 'ntk' is not known.* dynamic,"),
     "ramp": (LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "ramp": "rotations"}}, "ramp 'rotations'"),
-    "mixed": (LLAMA | {"norm": "layernorm"}, r"gpt_neox: activation is 'swiglu'.*llama: norm is 'layernorm', not 'rms"),
-    "biases": (LLAMA | {"use_bias_in_mlp": True}, "as llama: use_bias_in_mlp is True, not False"),
-    "partial": (LLAMA | {"rotary_pct": 0.5}, "as llama: rotary_pct is 0.5, not 1"),
+    "mixed": (LLAMA | {"norm": "layernorm"}, r"against llama, the nearest: norm is 'layernorm', not 'rms"),
+    "biases": (LLAMA | {"use_bias_in_mlp": True}, "against llama, the nearest: use_bias_in_mlp is True, not False"),
+    "partial": (LLAMA | {"rotary_pct": 0.5}, "against llama, the nearest: rotary_pct is 0.5, not 1"),
     "tied norms": (NEOX | {"gpt_j_tied": True}, "gpt_j_tied: attention and MLP have one norm"),
     "grouped neox": (NEOX | {"num_kv_heads": 2}, r"num_kv_heads is 2, not num_attention_heads \(4\)"),
 }
@@ -41,6 +41,17 @@ def test_a_refused_extension_can_be_left_out(tmp_path: Path) -> None:
     keys, _ = REFUSED["ntk"]
     done = export(random_checkpoint(tmp_path / "run", **keys), tmp_path / "model", {"rope_scaling": None})
     assert done.model_type == "llama"
+
+
+def test_a_hugging_face_folder_keeps_its_tokenizer(tmp_path: Path) -> None:
+    once = export(random_checkpoint(tmp_path / "run", **NEOX), tmp_path / "once").folder
+    scaling = {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
+    again = export(once, tmp_path / "again", scaling)
+    assert again.tokenizer_note is None
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "model.safetensors"):
+        assert (again.folder / name).read_bytes() == (once / name).read_bytes()
+    ends = [json.loads((folder / "config.json").read_text())["eos_token_id"] for folder in (once, again.folder)]
+    assert ends[0] == ends[1] is not None
 
 
 def test_a_folder_that_exists_is_left_alone(tmp_path: Path) -> None:
