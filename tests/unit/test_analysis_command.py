@@ -93,6 +93,15 @@ def test_variants_and_methods_without_rotation(
     assert "each once" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("seed", ["-1", "1.5", "x"])
+def test_a_seed_that_is_none_is_one_message(
+    seed: str, analyse: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        analyse(tmp_path, "one.json", "--lengths", "16", "--seed", seed)
+    assert "--seed" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", FIGURES)
 def test_every_figure_has_what_its_result_has(
     name: str, analyse: Any, checkpoints: dict[str, Path], tmp_path: Path

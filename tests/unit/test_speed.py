@@ -1,7 +1,11 @@
 """evaluate.py speed: that all methods do the same work side by side, and that what does not fit is never begun."""
 
 import runpy
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,14 +17,18 @@ from megatron_coca.evaluation.options import Variant
 from megatron_coca.evaluation.results import EvaluationError, read_record
 from megatron_coca.evaluation.speed import apart, probing, workloads
 from megatron_coca.evaluation.speed.cases import Case, Refusal, build, build_all, choose
-from megatron_coca.evaluation.speed.command import SPEED
+from megatron_coca.evaluation.speed.command import SPEED, add_arguments, empty_result
 from megatron_coca.evaluation.speed.contraction import CONTRACTION, contract
+from megatron_coca.evaluation.speed.measuring import Bench
 from megatron_coca.evaluation.speed.probing import Plan, Probe, probe
 from megatron_coca.evaluation.speed.records import WHATS, SpeedResult
 from megatron_coca.evaluation.speed.rounds import interleaved, quartiles, ratio
-from megatron_coca.evaluation.speed.workloads import WORKLOADS
+from megatron_coca.evaluation.speed.table import tables
+from megatron_coca.evaluation.speed.workloads import WORKLOADS, Workload
+from megatron_coca.evaluation.store import Store
 from megatron_coca.evaluation.tasks import TASKS
 from megatron_coca.model import build_model
+from tools.bench_peer import peak_bytes
 
 ROOT = Path(__file__).parents[2]
 MODEL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16, "vocab_size": 50}
@@ -140,13 +148,73 @@ def test_scores_that_do_not_fit_are_never_begun(monkeypatch: pytest.MonkeyPatch)
     assert found["model forward", 8].kind is None and found["model forward", 8].peak is not None
     assert found["model forward", 4096].kind == "out of memory"
     assert "4096 x 4096 scores take about 1.2 GiB, free are 0.1 GiB" in found["model forward", 4096].reason
-    assert len(found) == 4, "it cannot decode, which nobody asks of it"
+    decoded = {(found["decode", length].kind, found["decode", length].reason) for length in plan.lengths}
+    assert decoded == {("refused", "the contraction computes whole sequences only")} and len(found) == 6
 
 
-def test_what_takes_too_long_is_left_out() -> None:
+def timed(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float]) -> list[int]:
+    """Lets a layer's call of n tokens count as seconds(n); gives the lengths that are called."""
+    called: list[int] = []
+
+    def work(model: object, length: int, batch: int) -> Workload:
+        return Workload(lambda: called.append(length), length)
+
+    @contextmanager
+    def meter(device: torch.device) -> Iterator[SimpleNamespace]:
+        found = SimpleNamespace(peak_memory_bytes=1, seconds=0.0)
+        yield found
+        found.seconds = seconds(called[-1])
+
+    monkeypatch.setitem(WORKLOADS, "layer forward", work)
+    monkeypatch.setattr(probing, "measured", meter)
+    return called
+
+
+def probe_layer(lengths: tuple[int, ...], budget: float) -> list[Probe]:
     built = build(Case("rotary", config()), "cpu", torch.float32)
-    found = list(probe(built, Plan(("layer forward",), (8, 16), 1, 2, budget=0.0)))
-    assert [each.kind for each in found] == [None, "not run"] and "--budget-seconds" in found[1].reason
+    return list(probe(built, Plan(("layer forward",), lengths, 1, 9, budget)))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "kinds"), [((64, 65536), [None, None]), ((64, 1 << 20), [None, "not run"]), ((1 << 20,), ["not run"])]
+)
+def test_time_is_foretold_from_the_last_calls(
+    lengths: tuple[int, ...], kinds: list[str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a millisecond that is the same at every length, then linear, then quadratic: 5 s a call at 65,536."""
+    called = timed(monkeypatch, lambda length: 5e-4 + 1e-6 * length + 1.15e-9 * length**2)
+    found = probe_layer(lengths, 600.0)
+    assert [each.kind for each in found] == kinds and max(called) <= 262144, called
+    assert all("would take about" in each.reason for each in found if each.kind)
+
+
+def test_the_first_length_is_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = timed(monkeypatch, lambda length: 0.5 * (length / 256) ** 2)
+    (found,) = probe_layer((131072,), 0.5)
+    assert called == [128, 256], "1,024 tokens alone would take 8 seconds"
+    assert found.reason == "would take about 1300000 s, --budget-seconds allows 0.5"
+
+
+@pytest.mark.parametrize(
+    ("lengths", "stones"),
+    [((8, 16), [4, 8, 16]), ((64, 1024), [32, 64, 256, 1024]), ((5000, 300), [128, 256, 300, 1200, 4800, 5000])],
+)
+def test_no_length_is_far_from_the_one_before(lengths: tuple[int, ...], stones: list[int]) -> None:
+    assert probing.stepping_stones(lengths) == stones
+
+
+@pytest.mark.parametrize(
+    ("called", "expected"),
+    [
+        ([], 0.0),
+        ([(8, 1.0)], 16.0),
+        ([(4, 1.0), (8, 1.0)], 4.0),
+        ([(4, 1.0), (8, 9.0)], 144.0),
+        ([(4, 1.0), (8, 3.0)], 27.0),
+    ],
+)
+def test_time_grows_between_linearly_and_quadratically(called: list[tuple[int, float]], expected: float) -> None:
+    assert probing.expected_seconds(called, 32) == pytest.approx(expected)
 
 
 def test_a_length_that_a_method_does_not_have_is_refused() -> None:
@@ -172,18 +240,26 @@ def test_a_process_that_ended_early_leaves_no_gap() -> None:
     assert (killed.length, killed.kind, failed.kind) == (16, "out of memory", "failed") and "odd" in failed.reason
 
 
-def test_the_contraction_takes_memory_for_its_scores() -> None:
-    """In a process of its own: beyond N x N scores for the contraction, which grow fourfold."""
-    plan = Plan(("layer forward",), (512, 1024), 1, 1, 1e9)
-    small, large = apart.probe_apart(Case(CONTRACTION, config(pos_emb="coca"), True), plan, "float32")
-    assert small.peak is not None and large.peak is not None, (small, large)
-    assert small.peak > 4 * 4 * 512**2 and 3 < large.peak / small.peak < 5
+def test_memory_is_what_the_allocator_gave() -> None:
+    """In a process of its own, where freed blocks that a call uses again are no memory for nothing."""
+    case = Case(CONTRACTION, config(pos_emb="coca"), True)
+    model = build(case, "cpu", torch.float32).model
+    for found in apart.probe_apart(case, Plan(("layer forward",), (512, 1024), 1, 1, 1e9), "float32"):
+        given = peak_bytes(WORKLOADS["layer forward"](model, found.length, 1).call)
+        assert found.peak is not None and given > 4 * 4 * found.length**2, found
+        assert given - 2**18 <= found.peak <= given + 3 * 2**20, (found, given)
 
 
 @pytest.fixture
 def main(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setitem(TASKS, "speed", SPEED)
     return runpy.run_path(str(ROOT / "evaluate.py"))["main"]
+
+
+def parsed() -> Namespace:
+    parser = ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(["--config", "shape.yml", "--lengths", "8"])
 
 
 def arguments(tmp_path: Path, *more: str) -> list[str]:
@@ -202,10 +278,12 @@ def test_the_command_measures_every_cell(main: Any, tmp_path: Path, capsys: pyte
     expected = {(what, length, method) for what in WHATS for length in (8,) for method in methods}
     found = {(cell.what, cell.length, cell.method): cell for cell in result.results}
     assert found.keys() == expected - {("decode", 8, "contraction")}
+    assert [(each.at, each.kind) for each in result.missing] == [("decode, length 8, contraction", "refused")]
     assert [cell.key for cell in result.results] == sorted(cell.key for cell in result.results)
     for (what, _, method), cell in found.items():
         assert cell.to_rope.against == ("rotary by merge" if cell.backend == "merge" else "rotary")
         assert (cell.to_contraction is None) == (what == "decode") and cell.seconds > 0
+        assert cell.peak_memory_bytes is None, "--no-memory"
         assert cell.quartiles[0] <= cell.seconds <= cell.quartiles[1]
         if method == "contraction":
             assert cell.to_contraction.median == 1.0
@@ -218,7 +296,37 @@ def test_the_command_measures_every_cell(main: Any, tmp_path: Path, capsys: pyte
     assert "times of two runs do not mix" in capsys.readouterr().err
 
 
-def test_a_mistyped_method_is_one_message(main: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("option", "text"), [("--methods", "roatry"), ("--budget-seconds", "0"), ("--budget-seconds", "nan")]
+)
+def test_a_wrong_value_is_one_message(
+    option: str, text: str, main: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
-        main(arguments(tmp_path, "--methods", "roatry"))
-    assert "roatry" in capsys.readouterr().err
+        main(arguments(tmp_path, option, text))
+    assert f"{option}: '{text}' is" in capsys.readouterr().err
+
+
+def test_decoding_by_the_contraction_is_refused(main: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Who names it learns it by the exit status too."""
+    output = tmp_path / "speed.json"
+    more = ("--methods", "contraction", "--what", "decode", "--output", str(output))
+    assert main(arguments(tmp_path, *more)) == 2
+    (missing,) = read_record(output, SpeedResult, "a speed result").missing
+    assert (missing.at, missing.kind) == ("decode, length 8, contraction", "refused")
+    assert "the contraction computes whole sequences only" in capsys.readouterr().err
+
+
+def test_only_rope_by_the_same_backend_is_a_measure() -> None:
+    """Where that has no time, there is no ratio, and the table says so; the contraction takes any RoPE."""
+    rerope = Variant("rerope", (), ("relative_positions.type=rerope", "relative_positions.window=4"))
+    cases, _ = choose(config(), ["rotary", "coca", CONTRACTION], [rerope])
+    built, _ = build_all(cases, "cpu", torch.float32)
+    plan = Plan(("layer forward",), (8,), 1, 2, 1e9)
+    bench, found = Bench(built, plan, CPU), {each.label: [Probe("layer forward", 8)] for each in built}
+    found["rotary by merge"] = [Probe("layer forward", 8, kind="not run", reason="it is slow")]
+    store = Store(None, empty_result(parsed(), config(), built, "cpu"))
+    bench.run(store, lambda each: found[each.label])
+    against = {cell.method: cell.to_rope.against if cell.to_rope else None for cell in store.result.results}
+    assert against == {"rotary": "rotary", "coca": "rotary", "contraction": "rotary", "rerope": None}
+    assert tables(store.result).rstrip().endswith("was not measured: rerope")

@@ -1,6 +1,6 @@
 """`python evaluate.py analyse`."""
 
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from dataclasses import dataclass
 
 from megatron_coca.evaluation.analysis.figures import draw_files
@@ -86,7 +86,14 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--pairs", type=positive_int, default=default.pairs, metavar="N", help=pairs)
     queries = f"positions in a document whose entropy and scores are taken; default {default.queries}"
     add("--queries", type=positive_int, default=default.queries, metavar="N", help=queries)
-    add("--seed", type=int, default=default.seed, help="of the draw of the pairs")
+    add("--seed", type=_seed, default=default.seed, help="of the draw of the pairs")
+
+
+def _seed(text: str) -> int:
+    """An argparse type: numpy has no others."""
+    if not text.strip().isdecimal():
+        raise ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
+    return int(text)
 
 
 def run(args: Namespace) -> int:

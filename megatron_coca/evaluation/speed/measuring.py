@@ -74,10 +74,10 @@ class Bench:
         )
 
     def _rope_for(self, built: Built, times: Times) -> str | None:
-        """Plain RoPE by the same backend, else the first plain RoPE."""
+        """Plain RoPE by the same backend; the contraction has a backend of its own, and is held against the first."""
         ropes = [each for each in self.built if each.case.is_plain_rope and each.label in times]
-        same = [each for each in ropes if each.backend == built.backend]
-        return next((each.label for each in [*same, *ropes]), None)
+        same = [each for each in ropes if built.backend in (each.backend, EINSUM)]
+        return next((each.label for each in same), None)
 
     def _contraction(self, times: Times) -> str | None:
         return next((each.label for each in self.built if each.backend == EINSUM and each.label in times), None)

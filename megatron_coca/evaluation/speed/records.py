@@ -4,7 +4,13 @@ from typing import Literal
 
 from megatron_coca.evaluation.results import Cell, Record, Result
 
-WHATS = ("layer forward", "layer forward+backward", "model forward", "model forward+backward", "decode")
+WHATS: tuple["What", ...] = (
+    "layer forward",
+    "layer forward+backward",
+    "model forward",
+    "model forward+backward",
+    "decode",
+)
 What = Literal["layer forward", "layer forward+backward", "model forward", "model forward+backward", "decode"]
 
 
@@ -28,7 +34,7 @@ class SpeedCell(Cell):
     quartiles: tuple[float, float]
     rounds: int
     tokens_per_second: float
-    to_rope: Ratio | None  # against RoPE by the same backend where one of the methods is that, else by the first's
+    to_rope: Ratio | None  # against RoPE by the same backend, of the contraction by the first; None: not there
     to_contraction: Ratio | None
     peak_memory_bytes: int | None  # beside weights and inputs; gradients count
     cache_bytes_per_token: int | None  # of a row, all layers; in `decode`

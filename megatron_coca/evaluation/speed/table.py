@@ -22,13 +22,16 @@ def _table(result: SpeedResult, what: str) -> str:
             if any(value != "-" for value in values):
                 rows.append([f"{method}: {name}", *values])
     title = f"{result.label}, {what}, {result.environment.device}, {result.environment.dtype}"
-    return f"{title}\n\n{format_table(['method', *map(str, lengths)], rows)}\n"
+    shown = f"{title}\n\n{format_table(['method', *map(str, lengths)], rows)}\n"
+    alone = dict.fromkeys(method for (method, _), cell in sorted(cells.items()) if cell.to_rope is None)
+    return f"{shown}\n{WITHOUT_ROPE}: {', '.join(alone)}\n" if alone else shown
 
 
 def _ratio_text(given: Ratio | None) -> str:
     return "-" if given is None else f"{given.median:.2f} ({given.low:.2f}-{given.high:.2f})"
 
 
+WITHOUT_ROPE = "No ratio to RoPE, as at some length RoPE by the same backend was not measured"
 COLUMNS: dict[str, Callable[[SpeedCell], str]] = {
     "ms": lambda cell: f"{1000 * cell.seconds:.2f}",
     "to RoPE": lambda cell: _ratio_text(cell.to_rope),
