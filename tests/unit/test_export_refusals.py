@@ -14,7 +14,10 @@ from tests.parity.exported import LLAMA, NEOX, random_checkpoint
 from tools.convert_to_huggingface import main
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "CoCA": (NEOX | {"pos_emb": "coca"}, "against gpt_neox, the nearest: pos_emb 'coca' is in no stock model, only 'rotary' is$"),
+    "CoCA": (
+        NEOX | {"pos_emb": "coca"},
+        "against gpt_neox, the nearest: pos_emb 'coca' is in no stock model, only 'rotary' is$",
+    ),
     "ALiBi": ({"pos_emb": "alibi"}, "pos_emb 'alibi' is in no stock model"),
     "map": (NEOX | {"relative_positions": {"type": "rerope"}}, "relative_positions is set"),
     "logits": (LLAMA | {"logit_scaling": "log_n"}, "logit_scaling 'log_n'"),

@@ -17,8 +17,11 @@ DEFAULT_NEW_TOKENS = 256
 LENGTH_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 """Names that tasks give the largest number of new tokens, in the harness's order of preference."""
 
-NO_EFFECT = frozenset({"until", "do_sample", "temperature", "top_p", "top_k", *LENGTH_NAMES})
+NO_EFFECT = frozenset({"until", "do_sample", "temperature", "top_p", "top_k", "min_p", "use_cache", *LENGTH_NAMES})
 """Settings that greedy decoding reads, or that say nothing to it."""
+
+NEUTRAL = {"num_beams": 1, "num_return_sequences": 1, "repetition_penalty": 1}
+"""Settings that are greedy decoding with this value."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +34,8 @@ class Ending:
     @classmethod
     def read(cls, task: str, settings: Mapping[str, Any]) -> "Ending":
         """From a task's `generation_kwargs`. Raises EvaluationError for what is not greedy decoding."""
-        other = sorted(name for name, value in settings.items() if name not in NO_EFFECT and value is not None)
-        if settings.get("do_sample") or float(settings.get("temperature") or 0.0) > 0.0:
-            other = ["do_sample", *other]
+        other = [name for name, value in settings.items() if name not in NO_EFFECT and value != NEUTRAL.get(name)]
+        other = sorted(name for name in other if settings[name] is not None) + _sampling(settings)
         if other:
             raise EvaluationError(
                 f"task {task}: generation_kwargs ask for {', '.join(other)}, and only greedy decoding is done here; "
@@ -43,6 +45,13 @@ class Ending:
         until = settings.get("until") or ()
         stops = (until,) if isinstance(until, str) else tuple(until)
         return cls(int(lengths[0]) if lengths else DEFAULT_NEW_TOKENS, tuple(filter(None, stops)))
+
+
+def _sampling(settings: Mapping[str, Any]) -> list[str]:
+    """The settings that ask for sampling. The harness reads a temperature only where `do_sample` is not False."""
+    if settings.get("do_sample") is False:
+        return []
+    return [name for name in ("do_sample", "temperature") if float(settings.get(name) or 0.0) > 0.0]
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,16 @@
 """The result file of `evaluate.py lm-eval`."""
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from megatron_coca.evaluation.results import Cell, Record, Result
+
+
+class Fingerprint(NamedTuple):
+    """SHA-256 of what one task, or one group with all of its tasks, measures. Equal ones mean the same measurement."""
+
+    config: str
+    documents: str
+    prompts: str
 
 
 class Score(Record):
@@ -22,14 +30,19 @@ class TaskScores(Cell):
     version: str | None
     num_fewshot: int | None  # None for a group whose tasks differ
     samples: int  # documents that were scored
-    config_sha256: str | None  # of the task's configuration, places on disk left out; None for groups
-    documents_sha256: str | None  # of the documents in their order; None for groups
-    prompts_sha256: str | None  # of the first prompt of each document, examples included; None for groups
+    config_sha256: str  # of the task's configuration, places on disk left out
+    documents_sha256: str  # of the documents in their order
+    prompts_sha256: str  # of the first prompt of each document, examples included
     scores: list[Score]
 
     @property
     def key(self) -> tuple[str]:
         return (self.task,)
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """What was measured. That of a group is over those of its tasks."""
+        return Fingerprint(self.config_sha256, self.documents_sha256, self.prompts_sha256)
 
 
 class HarnessProtocol(Record):

@@ -1,22 +1,19 @@
-"""Tasks of the harness: found, loaded once for all models, run one after another. Importing this needs lm_eval."""
+"""One name of `--tasks`: run, and compared with what a file holds. Importing this needs lm_eval."""
 
-import difflib
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from datasets.exceptions import DatasetsError
 from lm_eval.api.model import LM
 from lm_eval.evaluator import evaluate
-from lm_eval.tasks import TaskManager
 
+from megatron_coca.evaluation.harness.fingerprints import fingerprints
+from megatron_coca.evaluation.harness.records import Fingerprint
 from megatron_coca.evaluation.results import EvaluationError
-
-OWN_TASKS = Path(__file__).parent / "tasks"
-PLAIN_KINDS = frozenset({"TASK", "PY_TASK"})
 
 
 @dataclass(frozen=True)
@@ -50,85 +47,111 @@ class Suite:
     loaded: dict[str, Any]
     selection: Selection
 
+    @property
+    def names(self) -> frozenset[str]:
+        """Of its tasks and groups: of the cells that it writes."""
+        return frozenset({self.name, *self.loaded["tasks"], *self.loaded.get("groups", {})})
+
+    @cached_property
+    def expected(self) -> dict[str, Fingerprint]:
+        """What `run` would measure, by name: every prompt is made for it, and no model is asked."""
+        self._prepare()
+        for task in self.loaded["tasks"].values():
+            task.build_all_requests(limit=self.selection.limit)
+        return fingerprints(self.loaded)
+
     def run(self, model: LM) -> dict[str, Any]:
         """What the harness makes of it, its samples included. The same whatever else was run before."""
-        chosen = self.selection
-        for task in self.loaded["tasks"].values():
-            _prepare(task, chosen.num_fewshot, chosen.seed)
+        self._prepare()
         found = evaluate(
             lm=model,
             task_dict=self.loaded,
-            limit=chosen.limit,
-            bootstrap_iters=chosen.bootstrap_iterations,
+            limit=self.selection.limit,
+            bootstrap_iters=self.selection.bootstrap_iterations,
             log_samples=True,
         )
         assert found is not None, "None is for processes other than the first"
         return found
 
+    def measured(self) -> dict[str, Fingerprint]:
+        """What `run` measured last, by name."""
+        return fingerprints(self.loaded)
 
-def _prepare(task: Any, num_fewshot: int | None, seed: int) -> None:
+    def not_computed(self, found: dict[str, Any]) -> list[str]:
+        """Metrics that a task asks for and that are not in what `run` returned, in words: the harness is silent there.
+        Those of generated texts may go by other names in it.
+        """
+        return [
+            f"task {name}: metric {metric} is not computed for {task.OUTPUT_TYPE}; left out"
+            for name, task in self.loaded["tasks"].items()
+            for metric in getattr(task, "_metric_fn_list", ())
+            if task.OUTPUT_TYPE != "generate_until" and metric not in _metrics(found["results"][name])
+        ]
+
+    def _prepare(self) -> None:
+        seed_global_states(self.selection.seed)
+        for task in self.loaded["tasks"].values():
+            _set_shots(task, self.selection.num_fewshot)
+            task.set_fewshot_seed(seed=self.selection.seed)
+
+
+@dataclass(frozen=True)
+class Unloaded:
+    """One name of a selection that could not be loaded; does what a Suite does by saying why."""
+
+    name: str
+    reason: str
+
+    @property
+    def names(self) -> frozenset[str]:
+        """As of a Suite."""
+        return frozenset({self.name})
+
+    @property
+    def expected(self) -> dict[str, Fingerprint]:
+        """Raises EvaluationError."""
+        raise EvaluationError(self.reason)
+
+    def run(self, model: LM) -> dict[str, Any]:
+        """Raises EvaluationError."""
+        raise EvaluationError(self.reason)
+
+    def measured(self) -> dict[str, Fingerprint]:
+        """Raises EvaluationError."""
+        raise EvaluationError(self.reason)
+
+    def not_computed(self, found: dict[str, Any]) -> list[str]:
+        """Raises EvaluationError."""
+        raise EvaluationError(self.reason)
+
+
+def seed_global_states(seed: int) -> None:
+    """Files of tasks draw from the libraries' global states while they prepare documents and prompts."""
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+def _set_shots(task: Any, num_fewshot: int | None) -> None:
     own = task.get_config("num_fewshot")
     if num_fewshot is not None and own != 0:
         task.set_config(key="num_fewshot", value=num_fewshot)
     elif own is None:
         task.set_config(key="num_fewshot", value=0)
-    task.set_fewshot_seed(seed=seed)
 
 
-def load_suites(selection: Selection) -> list[Suite]:
-    """A suite for each name, tags taken apart into their tasks.
-
-    Raises EvaluationError for a name that nobody knows, and for a task whose files or documents cannot be had.
-    """
-    absent = [path for path in selection.include if not path.is_dir()]
-    if absent:
-        raise EvaluationError(f"--include-path {absent[0]}: no such folder; name one with task files (*.yaml)")
-    manager = _manager(selection)
-    names = [name for given in selection.names for name in _expand(manager, given)]
-    return [_load(manager, name, selection) for name in dict.fromkeys(names)]
+def _metrics(scores: dict[str, Any]) -> set[str]:
+    return {key.partition(",")[0] for key in scores}
 
 
-def _manager(selection: Selection) -> TaskManager:
-    """The harness's own thousands of task files are read only where they are needed: that takes long."""
-    folders = [str(path) for path in (OWN_TASKS, *selection.include)]
-    said = {"task_data": str(selection.data)} if selection.data is not None else {}
-    for defaults in (False, True):
-        manager = TaskManager(include_path=folders, include_defaults=defaults, metadata=said)
-        if all(_is_complete(manager, name) for name in selection.names):
-            break
-    return manager
+def unlike(expected: dict[str, Fingerprint], held: Iterable[tuple[str, Fingerprint]]) -> list[str]:
+    """Of what is held by name, what is not as expected, in words."""
+    return [
+        f"task {name}: its {' and '.join(parts)} {'is another' if parts == ['configuration'] else 'are others'}"
+        for name, other in held
+        if (parts := _parts(expected[name], other))
+    ]
 
 
-def _is_complete(manager: TaskManager, name: Any) -> bool:
-    """Whether a task, or a group with all of its members, is known; of a tag one never knows."""
-    entry = manager.task_index.get(name) if isinstance(name, str) else None
-    if entry is None or entry.kind.name != "GROUP":
-        return entry is not None and entry.kind.name in PLAIN_KINDS
-    members = (entry.cfg or {}).get("task", ())
-    return isinstance(members, list) and all(_is_complete(manager, member) for member in members)
-
-
-def _expand(manager: TaskManager, name: str) -> Sequence[str]:
-    entry = manager.task_index.get(name)
-    if entry is None:
-        near = difflib.get_close_matches(name, manager.all_tasks, n=3)
-        hint = f"; near it are {', '.join(near)}" if near else ""
-        raise EvaluationError(f"--tasks {name}: no such task, group or tag{hint}; own task files go to --include-path")
-    return sorted(entry.tags) if entry.kind.name == "TAG" else [name]
-
-
-def _load(manager: TaskManager, name: str, selection: Selection) -> Suite:
-    # Files of tasks draw from the libraries' global states while they prepare documents.
-    random.seed(selection.seed)
-    np.random.seed(selection.seed)
-    try:
-        return Suite(name, dict(manager.load([name])), selection)
-    except EvaluationError:
-        raise
-    except (OSError, DatasetsError) as error:
-        raise EvaluationError(
-            f"task {name}: its documents cannot be had ({error}); without a network they have to be in the cache of the "
-            "datasets library, or in a file that the task names"
-        ) from error
-    except (KeyError, ValueError, TypeError, AttributeError, ImportError) as error:
-        raise EvaluationError(f"task {name}: its file is not in order ({error!r}); correct it") from error
+def _parts(one: Fingerprint, other: Fingerprint) -> list[str]:
+    words = ("configuration", "documents", "prompts")
+    return [word for word, a, b in zip(words, one, other, strict=True) if a != b]

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 import matplotlib
-from cycler import cycler
+from matplotlib import cycler
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure as Canvas

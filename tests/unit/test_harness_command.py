@@ -1,0 +1,75 @@
+"""`evaluate.py lm-eval`."""
+
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+
+import pytest
+
+from megatron_coca.evaluation.results import EvaluationError
+from tests.parity.exported import NEOX, TRAINED, random_checkpoint
+from tests.unit.harness_cases import LENGTH, command, read, write_tasks
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of task files on one file of documents."""
+    return write_tasks(tmp_path_factory.mktemp("tasks"))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_checkpoint(tmp_path_factory.mktemp("neox") / "run", **NEOX)
+
+
+def test_the_command(checkpoint: Path, tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two variants; the order of tasks changes nothing; what is there is not measured again; a failed task is told."""
+    (tasks / "both.yaml").write_text(
+        "group: both\ntask: [local_choice, local_rolling]\naggregate_metric_list: [{metric: acc, weight_by_size: true}]\n"
+    )
+    variants = ["--variant", "plain", "--variant", "dynamic", "rope_scaling.rope_type=dynamic", "rope_scaling.factor=4"]
+    options = [*variants, "--max-length", LENGTH, "--limit", 5]
+    assert command(checkpoint, tasks, "local_choice,local_rolling", *options, "--output", tmp_path / "a") == 0
+    assert "local_choice" in capsys.readouterr().out
+    assert command(checkpoint, tasks, "local_rolling", *options, "--output", tmp_path / "b") == 0
+    assert command(checkpoint, tasks, "local_choice", *options, "--output", tmp_path / "b") == 0
+    for name in ("lm-eval_plain.json", "lm-eval_dynamic.json"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    result = read(tmp_path / "a" / "lm-eval_plain.json")
+    assert [each.task for each in result.results] == ["local_choice", "local_rolling"]
+    assert result.results[0].version == "2.5" and result.results[0].samples == 5
+    assert {score.metric for score in result.results[0].scores} == {"acc", "acc_norm", "acc_bytes"}
+    assert str(tasks) not in (tmp_path / "a" / "lm-eval_plain.json").read_text()
+    assert command(checkpoint, tasks, "both", "--limit", 5, "--output", tmp_path / "c.json") == 0
+    group = read(tmp_path / "c.json").results[0]
+    assert (group.task, group.samples) == ("both", 10)
+    assert command(checkpoint, tasks, "local_until", "--max-length", 12) == 2
+    assert "12 new tokens leave no room" in capsys.readouterr().err
+
+
+@pytest.mark.slow  # the harness's own task files are read
+def test_an_unknown_name(checkpoint: Path, tasks: Path, tmp_path: Path) -> None:
+    """At once, with what is near it and what could not be read."""
+    (tmp_path / "bad.yaml").write_text("task: local_choise\n  doc: [")
+    with pytest.raises(EvaluationError, match="--tasks local_choise: no such task.*near it are local_choice.*bad.yaml"):
+        command(checkpoint, tasks, "local_choice,local_choise", "--include-path", tasks, tmp_path)
+
+
+@pytest.mark.parametrize("names", [",", "", " , "])
+def test_no_name(names: str, checkpoint: Path, tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command(checkpoint, tasks, names)
+    assert "names no task" in capsys.readouterr().err
+
+
+def test_without_the_harness(checkpoint: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("megatron_coca.evaluation.harness.command.version", absent)
+    with pytest.raises(EvaluationError, match="pip install 'lm-eval==0.4.13'"):
+        command(checkpoint, tasks, "local_choice")
+
+
+def test_the_training_length_is_read_by_default(checkpoint: Path, tasks: Path, tmp_path: Path) -> None:
+    assert command(checkpoint, tasks, "local_rolling", "--limit", 2, "--output", tmp_path / "a.json") == 0
+    assert read(tmp_path / "a.json").protocol.max_length == TRAINED

@@ -1,0 +1,106 @@
+"""A task that cannot be loaded or run is told under `missing`, and the others go on."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from tests.parity.exported import NEOX, random_checkpoint
+from tests.unit.harness_cases import CHOICE, PAIRS, UNTIL, command, documents, read, write_documents, write_rows
+
+BROKEN = CHOICE.replace("local_choice", "broken")
+
+CASES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "absent documents": (BROKEN.replace("DATA", "/absent.jsonl"), ("its documents cannot be had", "/absent.jsonl")),
+    "empty documents": (BROKEN.replace("DATA", "EMPTY"), ("not in order", "an empty file of documents")),
+    "bad documents": (BROKEN.replace("DATA", "BAD"), ("not in order", "caused by ArrowInvalid: JSON")),
+    "unreachable": (BROKEN.replace("dataset_path: json", "dataset_path: /no/such"), ("its documents cannot be had",)),
+    "field": (BROKEN.replace("{{question}}", "{{question.a.b}}"), ("UndefinedError",)),
+    "filter": (BROKEN.replace("{{question}}", "{{question | nothing}}"), ("nothing",)),
+    "gold": (BROKEN.replace("doc_to_target: gold", "doc_to_target: 7"), ("IndexError",)),
+    "choice": (BROKEN.replace('"{{choices}}"', '["", "b"]'), ("IndexError",)),
+    "function": (BROKEN + "process_docs: !function nothing.here\n", ("nothing",)),
+    "metric": (
+        BROKEN.replace("{metric: acc_norm}", "{metric: acc_nrom, aggregation: mean, higher_is_better: true}"),
+        ("asks for acc_nrom",),
+    ),
+    "metric alone": (BROKEN.replace("{metric: acc_norm}", "{metric: acc_nrom}"), ("has no metric acc_nrom",)),
+    "sampling": (
+        UNTIL.replace("local_until", "broken").replace("STOPS", '["."]').replace("do_sample: false", "temperature: 1"),
+        ("ask for temperature",),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_checkpoint(tmp_path_factory.mktemp("neox") / "run", **NEOX)
+
+
+def write(folder: Path, broken: str) -> Path:
+    """A task that cannot be run, beside one that can."""
+    files = {"DATA": write_documents(folder / "documents.jsonl", documents())}
+    files |= {"EMPTY": folder / "empty.jsonl", "BAD": folder / "bad.jsonl"}
+    (folder / "empty.jsonl").write_text("")
+    (folder / "bad.jsonl").write_text('{"question": "a"}\n{"question": \n')
+    for name, text in {"broken": broken, "choice": CHOICE}.items():
+        for word, path in files.items():
+            text = text.replace(word, str(path))
+        (folder / f"{name}.yaml").write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_others_go_on(name: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, said = CASES[name]
+    output = tmp_path / "a.json"
+    options = ["--limit", 3, "--output", output]
+    assert command(checkpoint, write(tmp_path, text), "broken,local_choice", *options) == 2
+    result = read(output)
+    (missing,) = result.missing
+    assert (missing.at, missing.kind) == ("task broken", "failed")
+    assert all(each in missing.reason for each in said) and "\n" not in missing.reason
+    assert [cell.task for cell in result.results] == ["local_choice"]
+    assert missing.reason in capsys.readouterr().err
+
+
+def test_more_examples_than_documents(checkpoint: Path, tmp_path: Path) -> None:
+    output = tmp_path / "a.json"
+    assert command(checkpoint, write(tmp_path, BROKEN), "local_choice", "--num-fewshot", 20, "--output", output) == 2
+    assert "ValueError" in read(output).missing[0].reason
+
+
+def test_an_absent_file_among_those_of_the_project(checkpoint: Path, tmp_path: Path) -> None:
+    output, data = tmp_path / "a.json", write_rows(tmp_path / "data", "ocnli", PAIRS)
+    options = ["--task-data", data, "--max-length", 200, "--output", output]
+    assert command(checkpoint, write(tmp_path, BROKEN), "ocnli,afqmc", *options) == 2
+    result = read(output)
+    assert [cell.task for cell in result.results] == ["ocnli"] and [each.at for each in result.missing] == [
+        "task afqmc"
+    ]
+    assert "afqmc.jsonl: the documents of task afqmc cannot be read" in result.missing[0].reason
+
+
+def test_a_mended_task_is_missing_no_more(checkpoint: Path, tmp_path: Path) -> None:
+    output = tmp_path / "a.json"
+    folder = write(tmp_path, BROKEN.replace("{{question}}", "{{question.a.b}}"))
+    assert command(checkpoint, folder, "broken", "--limit", 3, "--output", output) == 2
+    assert command(checkpoint, write(tmp_path, BROKEN), "broken", "--limit", 3, "--output", output) == 0
+    assert not read(output).missing
+
+
+def test_a_metric_that_is_not_of_the_output_type(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = BROKEN.replace("{metric: acc_norm}", "{metric: word_perplexity}")
+    with caplog.at_level(logging.WARNING):
+        assert command(checkpoint, write(tmp_path, text), "broken", "--limit", 2) == 0
+    assert "task broken: metric word_perplexity is not computed for multiple_choice; left out" in caplog.messages
+
+
+def test_an_unreadable_task_file_is_told(checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = write(tmp_path, BROKEN)
+    (folder / "bad.yaml").write_text("task: bad\n  doc: [")
+    with caplog.at_level(logging.WARNING):
+        assert command(checkpoint, folder, "broken", "--limit", 2) == 0
+    assert any("bad.yaml: cannot be read as a task file" in each and "mapping" in each for each in caplog.messages)

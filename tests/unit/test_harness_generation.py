@@ -1,0 +1,49 @@
+"""Which generation settings are greedy decoding."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_coca.checkpoints import load_checkpoint
+from megatron_coca.evaluation.harness.continuations import Ending
+from megatron_coca.evaluation.results import EvaluationError
+from tests.parity.exported import NEOX, random_checkpoint
+from tests.unit.harness_cases import adapter, requests
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"do_sample": False, "temperature": 1},
+        {"do_sample": False, "temperature": 0.7, "top_p": 0.9},
+        {"temperature": 0.0},
+        {"num_beams": 1},
+        {"num_beams": None, "repetition_penalty": 1.0},
+    ],
+    ids=str,
+)
+def test_what_is_greedy(settings: dict[str, Any]) -> None:
+    assert Ending.read("task", {"until": "x", "max_gen_toks": 7} | settings) == Ending(7, ("x",))
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"do_sample": True}, "do_sample"),
+        ({"temperature": 0.7}, "temperature"),
+        ({"do_sample": True, "temperature": 0.7}, "do_sample, temperature"),
+        ({"num_beams": 4, "do_sample": False}, "num_beams"),
+        ({"repetition_penalty": 1.2}, "repetition_penalty"),
+    ],
+    ids=str,
+)
+def test_what_is_not(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(EvaluationError, match=f"task task: generation_kwargs ask for {named}, and only greedy"):
+        Ending.read("task", settings)
+
+
+def test_no_room_for_a_prompt(tmp_path: Path) -> None:
+    model = adapter(load_checkpoint(random_checkpoint(tmp_path / "run", **NEOX)), max_length=48)
+    with pytest.raises(EvaluationError, match="48 new tokens leave no room for a prompt in 48; raise --max-length"):
+        model.generate_until(requests("generate_until", [("a", {"max_new_tokens": 48})]))
