@@ -115,7 +115,7 @@ def test_every_window_scores_the_same_tokens(length: int, window: int, stride: i
 def test_dynamic_extension_sees_the_window_and_the_head_only_scored_positions(
     model: CausalMean, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scoring, "POSITIONS_PER_CHUNK", 6)
+    monkeypatch.setitem(scoring.LOGITS_AT_ONCE, "cpu", 6 * VOCABULARY)
     expected, _ = brute_force(model, documents(45), 20, 4)
     model.lengths.clear()
     model.most_logits = 0
