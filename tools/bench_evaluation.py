@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_coca import load_config, load_model  # noqa: E402
 from megatron_coca.config import Config, ConfigError  # noqa: E402
-from megatron_coca.evaluation.measure import measured  # noqa: E402
+from megatron_coca.evaluation.measure import measured, resident_memory  # noqa: E402
 from megatron_coca.evaluation.perplexity.scoring import plan_windows, score_document  # noqa: E402
 from megatron_coca.model import keep_freed_memory  # noqa: E402
 from tools.bench_peer import peer_keys  # noqa: E402
@@ -47,7 +47,7 @@ class Scored(NamedTuple):
 
     nll: float
     seconds: float
-    peak_memory_bytes: int | None
+    peak_memory_bytes: int
 
 
 def ours(folder: Path, device: str) -> Scorer:
@@ -112,14 +112,17 @@ class Contestant:
 def _serve(connection: Connection, name: str, folder: Path, device: str, threads: int) -> None:
     torch.set_num_threads(threads)
     scorer = CONTESTANTS[name](folder, device)
+    loaded = resident_memory() or 0
     while True:
         try:
             tokens, window, stride = connection.recv()
         except EOFError:
             return
+        # What an earlier pass freed may still be the process's: on the CPU, memory is counted from the loaded model on.
+        kept = (resident_memory() or 0) - loaded if device == "cpu" else 0
         with measured(torch.device(device)) as meter:
             nll = scorer(tokens, window, stride)
-        connection.send(Scored(nll, meter.seconds, meter.peak_memory_bytes))
+        connection.send(Scored(nll, meter.seconds, kept + (meter.peak_memory_bytes or 0)))
 
 
 def write_model(config: Config, folder: Path) -> None:
@@ -155,7 +158,7 @@ def record(
     own = passes[name]
     ratios = [theirs.seconds / mine.seconds for mine, theirs in zip(own, passes[base], strict=True)]
     seconds = statistics.median(each.seconds for each in own)
-    peak = max((each.peak_memory_bytes or 0 for each in own), default=0)
+    peak = max(each.peak_memory_bytes for each in own)
     print(
         f"window {window:6}  {name:26} {tokens / seconds:9,.0f} scored tokens/s  {peak / 2**20:8,.0f} MiB  "
         f"{statistics.median(ratios):.2f} x {base}",

@@ -36,6 +36,11 @@ def measured(device: torch.device) -> Iterator[Meter]:
         meter.peak_memory_bytes = _peak(device, before)
 
 
+def resident_memory() -> int | None:
+    """Bytes of this process that are in memory now; None where the system does not tell."""
+    return _status("VmRSS")
+
+
 def out_of_memory(error: BaseException) -> bool:
     """Whether `error` says that a device's memory did not suffice."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
@@ -51,7 +56,7 @@ def _reset_peak(device: torch.device) -> int | None:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
         return None
-    return _status("VmRSS")
+    return resident_memory()
 
 
 def _peak(device: torch.device, before: int | None) -> int | None:
