@@ -38,6 +38,7 @@ THEIRS = (
 """Files of Hugging Face folders that are written again as they are: the tokenizer, and how to generate."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""What weights may be written in and computed with, by name."""
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,9 @@ from typing import Any
 
 import torch
 
+from megatron_coca.checkpoints.export import DTYPES
 from megatron_coca.config import KEYS
 from megatron_coca.evaluation.results import EvaluationError
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""Of the weights and of what is computed with them."""
 
 FILE_SUFFIXES = (".yml", ".yaml", ".json")
 
@@ -52,6 +50,13 @@ def positive_int(text: str) -> int:
     """An argparse type."""
     if not text.strip().isdecimal() or int(text) < 1:
         raise ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def whole_number(text: str) -> int:
+    """An argparse type."""
+    if not text.strip().isdecimal():
+        raise ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
     return int(text)
 
 

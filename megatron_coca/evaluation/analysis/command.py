@@ -1,6 +1,6 @@
 """`python evaluate.py analyse`."""
 
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass
 
 from megatron_coca.evaluation.analysis.figures import draw_files
@@ -11,7 +11,7 @@ from megatron_coca.evaluation.document_options import add_document_options, read
 from megatron_coca.evaluation.documents import Documents
 from megatron_coca.evaluation.markdown import format_table
 from megatron_coca.evaluation.measure import measured
-from megatron_coca.evaluation.options import add_subject_options, int_list, positive_int
+from megatron_coca.evaluation.options import add_subject_options, int_list, positive_int, whole_number
 from megatron_coca.evaluation.results import EvaluationError
 from megatron_coca.evaluation.running import Task, run_subjects, within_memory
 from megatron_coca.evaluation.store import Cost, Store
@@ -86,14 +86,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--pairs", type=positive_int, default=default.pairs, metavar="N", help=pairs)
     queries = f"positions in a document whose entropy and scores are taken; default {default.queries}"
     add("--queries", type=positive_int, default=default.queries, metavar="N", help=queries)
-    add("--seed", type=_seed, default=default.seed, help="of the draw of the pairs")
-
-
-def _seed(text: str) -> int:
-    """An argparse type: numpy has no others."""
-    if not text.strip().isdecimal():
-        raise ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
-    return int(text)
+    add("--seed", type=whole_number, default=default.seed, help="of the draw of the pairs")
 
 
 def run(args: Namespace) -> int:

@@ -5,7 +5,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from megatron_coca.evaluation.harness.measuring import Harness
-from megatron_coca.evaluation.options import add_subject_options, positive_int
+from megatron_coca.evaluation.options import add_subject_options, positive_int, whole_number
 from megatron_coca.evaluation.results import EvaluationError
 from megatron_coca.evaluation.running import Task, run_subjects
 from megatron_coca.evaluation.subject import Source
@@ -26,11 +26,16 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--include-path", nargs="+", type=Path, default=[], metavar="DIR", help=folders)
     places = "folder of the documents of tasks that come with this project, NAME.jsonl each"
     add("--task-data", type=Path, metavar="DIR", help=places)
-    add("--num-fewshot", type=_count, metavar="N", help="examples before each document; default: what the task says")
+    add(
+        "--num-fewshot",
+        type=whole_number,
+        metavar="N",
+        help="examples before each document; default: what the task says",
+    )
     add("--limit", type=positive_int, metavar="N", help="only the first N documents of each task")
     add("--max-length", type=positive_int, metavar="N", help="tokens read at most; default: the training length")
     add("--tokens-per-batch", type=positive_int, default=16384, metavar="N", help="fewer need less memory")
-    add("--seed", type=_count, default=1234, metavar="N", help="of the choice of examples")
+    add("--seed", type=whole_number, default=1234, metavar="N", help="of the choice of examples")
     errors = "of standard errors that have no formula"
     add("--bootstrap-iterations", type=positive_int, default=1000, metavar="N", help=errors)
 
@@ -40,10 +45,6 @@ def _names(text: str) -> tuple[str, ...]:
     if not names:
         raise ArgumentTypeError(f"{text!r} names no task; give NAME,NAME,...")
     return names
-
-
-def _count(text: str) -> int:
-    return 0 if text.strip() == "0" else positive_int(text)
 
 
 def run(args: Namespace) -> int:
