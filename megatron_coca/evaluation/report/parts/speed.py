@@ -13,9 +13,10 @@ from megatron_coca.evaluation.report.reading import Loaded
 from megatron_coca.evaluation.report.tables import lacking, published_table
 from megatron_coca.evaluation.results import Missing
 from megatron_coca.evaluation.speed.contraction import CONTRACTION
+from megatron_coca.evaluation.speed.probing import WHOLE_SEQUENCES
 from megatron_coca.evaluation.speed.records import WHATS, Ratio, SpeedCell, SpeedResult
 
-IMPOSSIBLE = {("decode", CONTRACTION): "the contraction computes whole sequences only"}
+IMPOSSIBLE = {("decode", CONTRACTION): WHOLE_SEQUENCES}
 """Work of a method that `evaluate.py speed` has no cells for, and why."""
 
 
