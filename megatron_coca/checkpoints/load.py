@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor
 
-from megatron_coca.checkpoints import huggingface, native
+from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.compare import refuse_other_model
 from megatron_coca.checkpoints.errors import CheckpointError
+from megatron_coca.checkpoints.huggingface.keys import read_keys
+from megatron_coca.checkpoints.huggingface.reading import is_huggingface_folder, open_weights
+from megatron_coca.checkpoints.weights import Weights, names_in, open_safetensors
 from megatron_coca.config import Config, load_config
-from megatron_coca.model import GPT, build_model
+from megatron_coca.model import GPT, empty_model
 
 Overrides = Mapping[str, Any] | Sequence[str]
 
@@ -66,7 +66,7 @@ class Opened:
         folder: where it is.
         trained: its configuration.
         tokenizer_folder, step, identity: as in `Loaded`.
-        weights: reads the state dict, in the dtype on disk.
+        weights: opens the state dict, in the dtype on disk.
         also_free: keys that may differ from `trained` besides those of any checkpoint.
     """
 
@@ -75,7 +75,7 @@ class Opened:
     tokenizer_folder: Path | None
     step: int | None
     identity: str
-    weights: Callable[[], dict[str, Tensor]]
+    weights: Callable[[], Weights]
     also_free: frozenset[str] = frozenset()
 
     def configure(self, overrides: Overrides = (), files: Sequence[str | Path] = ()) -> Config:
@@ -96,9 +96,9 @@ class Opened:
     ) -> Loaded:
         """The model for one use of the weights, with its parameters in `dtype`. Raises as `load_model`."""
         config = self.configure(overrides, files)
-        model = build_model(config, device, training=False)
-        load_weights(model, self.weights(), self.folder)
-        return Loaded(model.to(dtype).eval(), config, self.tokenizer_folder, self.step, self.identity)
+        model = empty_model(config, device, training=False, dtype=dtype)
+        load_weights(model, self.weights())
+        return Loaded(model.eval(), config, self.tokenizer_folder, self.step, self.identity)
 
 
 def open_checkpoint(path: str | Path, verify: bool = True) -> Opened:
@@ -107,7 +107,7 @@ def open_checkpoint(path: str | Path, verify: bool = True) -> Opened:
     `verify` compares the files of ours with their checksums; without it their sizes alone are looked at.
     """
     path = Path(path)
-    if huggingface.is_huggingface_folder(path):
+    if is_huggingface_folder(path):
         return _open_huggingface(path)
     folder = native.locate(path)
     manifest = native.verify(folder, contents=verify)
@@ -118,21 +118,18 @@ def open_checkpoint(path: str | Path, verify: bool = True) -> Opened:
         tokenizer_folder=tokenizer if tokenizer.is_dir() else None,
         step=native.read_json(folder / native.META)["step"],
         identity=manifest["files"][native.WEIGHTS]["sha256"],
-        weights=partial(read_weights, folder),
+        weights=partial(_native_weights, folder),
     )
 
 
-def read_weights(folder: Path) -> dict[str, Tensor]:
-    """The weights of one step folder by our names, in the dtype they were saved in."""
-    try:
-        return load_file(folder / native.WEIGHTS)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{folder / native.WEIGHTS}: cannot be read: {error}") from error
+def _native_weights(folder: Path) -> Weights:
+    path = folder / native.WEIGHTS
+    return open_safetensors(dict.fromkeys(names_in(path), path), folder)
 
 
 def _open_huggingface(folder: Path) -> Opened:
     """The authors' GPT-NeoX folders look like plain ones, so that `pos_emb` may be said here."""
-    trained = load_config([], huggingface.read_keys(folder))
+    trained = load_config([], read_keys(folder))
     shape = trained.model
     return Opened(
         folder=folder,
@@ -140,25 +137,23 @@ def _open_huggingface(folder: Path) -> Opened:
         tokenizer_folder=None,
         step=None,
         identity=folder.resolve().name,
-        weights=partial(
-            huggingface.read_weights, folder, shape.num_layers, shape.num_attention_heads, not shape.no_weight_tying
-        ),
+        weights=partial(open_weights, folder, shape.num_layers, shape.num_attention_heads, not shape.no_weight_tying),
         also_free=frozenset({"pos_emb"}),
     )
 
 
 @torch.no_grad()
-def load_weights(model: nn.Module, weights: Mapping[str, Tensor], folder: Path) -> None:
-    """Copy `weights` into `model`, or name every key and shape that does not fit and change nothing."""
-    own = model.state_dict()
-    problems = [f"missing {name}" for name in own if name not in weights]
-    problems += [f"unexpected {name}" for name in weights if name not in own]
+def load_weights(model: nn.Module, weights: Weights) -> None:
+    """Copy `weights` into `model` one by one, or name every key and shape that does not fit and change nothing."""
+    own, given = model.state_dict(), weights.entries
+    problems = [f"missing {name}" for name in own if name not in given]
+    problems += [f"unexpected {name}" for name in given if name not in own]
     problems += [
-        f"{name} is {list(weights[name].shape)}, the model wants {list(own[name].shape)}"
+        f"{name} is {list(given[name].shape)}, the model wants {list(own[name].shape)}"
         for name in own
-        if name in weights and weights[name].shape != own[name].shape
+        if name in given and given[name].shape != own[name].shape
     ]
     if problems:
-        raise CheckpointError(f"{folder}: the weights do not fit the model: {'; '.join(problems)}")
-    for name, tensor in own.items():
-        tensor.copy_(weights[name])
+        raise CheckpointError(f"{weights.source}: the weights do not fit the model: {'; '.join(problems)}")
+    for name, tensor in weights:
+        own[name].copy_(tensor)

@@ -9,7 +9,7 @@ matrices finds any stretch of any parameter in them.
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_coca.checkpoints.errors import CheckpointError
+from megatron_coca.checkpoints.weights import Entry, Weights
 
 WEIGHT = "weight"
 """The kind of a piece of the weights themselves; other kinds are names of optimizer states."""
@@ -242,7 +243,7 @@ def _place(given: Sequence[Any]) -> Place:
     return Place(tuple(shape), Shard(dim, index, count, tuple(blocks)))
 
 
-def weights(reader: StateReader, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Every weight in its whole shape, one at a time, in `dtype`."""
-    for name in reader.shapes:
-        yield name, reader.whole(name).to(dtype)
+def weights(reader: StateReader, dtype: torch.dtype, source: Path) -> Weights:
+    """Every weight in its whole shape, in `dtype`; `source` is the folder of the checkpoint."""
+    entries = {name: Entry(dtype, shape) for name, shape in reader.shapes.items()}
+    return Weights(entries, lambda name: reader.whole(name).to(dtype), source)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_coca.checkpoints.export import DTYPES
+from megatron_coca.checkpoints.weights import DTYPES
 from megatron_coca.config import KEYS
 from megatron_coca.evaluation.results import EvaluationError
 

@@ -1,7 +1,7 @@
 """The transformer language model of GPT-NeoX and LLaMA shape."""
 
 from megatron_coca.model.allocator import keep_freed_memory
-from megatron_coca.model.build import assemble_model, build_model
+from megatron_coca.model.build import assemble_model, build_model, empty_model
 from megatron_coca.model.generate import NOT_GENERATED, generate
 from megatron_coca.model.gpt import GPT
 from megatron_coca.model.loss import LanguageModelLoss, next_token_loss
@@ -12,6 +12,7 @@ __all__ = [
     "LanguageModelLoss",
     "assemble_model",
     "build_model",
+    "empty_model",
     "generate",
     "keep_freed_memory",
     "next_token_loss",

@@ -29,14 +29,33 @@ def assemble_model(config: Config, device: str, training: bool = True) -> GPT:
     """As `build_model`, for `device` but with its weights still in the memory of the host: for one of which the device
     shall hold a part.
     """
-    method = build_method(config.position, config.model)
+    with torch.random.fork_rng(devices=[]):  # PyTorch's layers draw weights of their own, which are then replaced
+        model = _compose(config, device, training)
+    initialize(model, config.model, config.seed)
+    return _compiled(model, config, device, training)
+
+
+def empty_model(config: Config, device: str, training: bool = True, dtype: torch.dtype = torch.float32) -> GPT:
+    """As `build_model`, with memory of `dtype` for the weights but no values in it: for one whose weights are loaded.
+
+    Drawing the weights of 7 billion parameters takes minutes, and float32 twice the memory that they need.
+    """
+    with torch.device("meta"):
+        model = _compose(config, device, training)
+    return _compiled(model.to(dtype).to_empty(device=device), config, device, training)
+
+
+def _compose(config: Config, device: str, training: bool) -> GPT:
+    with torch.device("cpu"):
+        method = build_method(config.position, config.model)
     device_type = device.partition(":")[0]
     check_operand_kernel(config.position.operand_kernel, device_type)
     needs = method.needs(device_type, config.model.attention_dropout, training)
     _, backend = select_backend(config.position.attention_backend, needs)
-    with torch.random.fork_rng(devices=[]):  # PyTorch's layers draw weights of their own, which are then replaced
-        model = GPT(config.model, method, backend)
-    initialize(model, config.model, config.seed)
+    return GPT(config.model, method, backend)
+
+
+def _compiled(model: GPT, config: Config, device: str, training: bool) -> GPT:
     if config.model.torch_compile and training:
-        compile_blocks(model.blocks, device_type)
+        compile_blocks(model.blocks, device.partition(":")[0])
     return model

@@ -10,12 +10,12 @@ from uuid import uuid4
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_coca.checkpoints import CheckpointError, native
 from megatron_coca.checkpoints.state import Piece, Place, StateReader, file_name, weights, write_pieces
 from megatron_coca.checkpoints.versions import code_versions
+from megatron_coca.checkpoints.weights import write_safetensors
 from megatron_coca.config import CheckpointConfig
 from megatron_coca.training import engine as dist
 from megatron_coca.training import rng
@@ -182,7 +182,7 @@ class Checkpoints:
         folder = native.partial_folder(root, snapshot.step)
         dtype = DTYPES[self._corpus.config.precision.dtype]
         with StateReader(folder / native.STATE) as reader:
-            save_file(dict(weights(reader, dtype)), folder / native.WEIGHTS)
+            write_safetensors(folder / native.WEIGHTS, weights(reader, dtype, folder))
         (folder / native.CONFIG).write_text(self._corpus.config.to_yaml())
         # safetensors leaves its files to the owner alone
         for name in (native.WEIGHTS, *(name for name in described if name.endswith(".safetensors"))):

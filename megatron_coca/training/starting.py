@@ -8,9 +8,10 @@ from typing import Any
 
 import torch.nn as nn
 
-from megatron_coca.checkpoints import CheckpointError, huggingface, native
+from megatron_coca.checkpoints import CheckpointError, native, open_checkpoint
 from megatron_coca.checkpoints.compare import differing_keys
-from megatron_coca.checkpoints.load import load_checkpoint, load_weights
+from megatron_coca.checkpoints.huggingface.reading import is_huggingface_folder
+from megatron_coca.checkpoints.load import load_weights
 from megatron_coca.config import CheckpointConfig, Config, load_config
 from megatron_coca.training import engine as dist
 from megatron_coca.training.corpus import Corpus
@@ -119,7 +120,7 @@ def _newest_first(*saves: str | None) -> list[Path]:
 def _folders_to_resume(config: CheckpointConfig) -> list[Path]:
     if config.load is None or config.finetune:
         return []
-    if huggingface.is_huggingface_folder(Path(config.load)):
+    if is_huggingface_folder(Path(config.load)):
         raise CheckpointError(
             f"{config.load}: a Hugging Face folder has no optimizer state; set finetune=true to start from its weights"
         )
@@ -187,8 +188,8 @@ def _beyond(folder: Path, resumed: Path, is_copy: bool) -> list[int]:
 def load_initial_weights(model: nn.Module, config: CheckpointConfig) -> None:
     """With `finetune`, copy the weights that `load` names into a fresh model."""
     if config.finetune and config.load is not None:
-        source = load_checkpoint(native.locate(config.load, config.iteration) if config.iteration else config.load)
-        load_weights(model, source.model.state_dict(), Path(config.load))
+        source = open_checkpoint(native.locate(config.load, config.iteration) if config.iteration else config.load)
+        load_weights(model, source.weights())
 
 
 def refuse_other_run(folder: Path, corpus: Corpus, layout: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_coca.checkpoints import load_model, open_checkpoint
-from megatron_coca.checkpoints.export import export
+from megatron_coca.checkpoints.huggingface.export import export
 from megatron_coca.data import load_tokenizer
 from megatron_coca.data.tokenizers.training import train_bpe, train_sentencepiece
 from tests.parity.exported import LLAMA, NEOX, TRAINED, random_checkpoint
@@ -73,7 +73,7 @@ def test_logits_and_weights(name: str, tmp_path: Path) -> None:
 def test_read_back_bit_by_bit(shape: dict[str, Any], dtype: torch.dtype, shard_bytes: int, tmp_path: Path) -> None:
     checkpoint = random_checkpoint(tmp_path / "run", dtype=dtype, **shape)
     folder = export(checkpoint, tmp_path / "exported", shard_bytes=shard_bytes).folder
-    before, after = open_checkpoint(checkpoint).weights(), open_checkpoint(folder).weights()
+    before, after = (dict(open_checkpoint(place).weights()) for place in (checkpoint, folder))
     assert before.keys() == after.keys()
     assert all(torch.equal(after[name], before[name]) and after[name].dtype == dtype for name in before)
     assert len(list(folder.glob("*.safetensors"))) == 1 or shard_bytes == 20_000

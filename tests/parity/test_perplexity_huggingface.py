@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megatron_coca import load_model
-from megatron_coca.checkpoints.export import export
+from megatron_coca.checkpoints.huggingface.export import export
 from megatron_coca.evaluation import sliding_window_perplexity
 from tests.parity.exported import LLAMA, NEOX, TRAINED, random_checkpoint
 

@@ -404,7 +404,7 @@ def test_a_disk_that_fills_up_under_the_weights_leaves_nothing_half_written(
     run = checkpoints_of(opened, engine_of(torch.zeros(5)), save=str(tmp_path / "run"))
     run.save(2, {})
     run.wait()
-    monkeypatch.setattr("megatron_coca.training.saving.save_file", full)
+    monkeypatch.setattr("megatron_coca.training.saving.write_safetensors", full)
     run.save(3, {})
     with pytest.raises(CheckpointError, match="step 3 could not be written .*No space left.*earlier ones are intact"):
         run.wait()

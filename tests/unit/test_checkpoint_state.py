@@ -79,7 +79,7 @@ def test_whole_weights(tmp_path: Path, saved: tuple[int, int]) -> None:
     write(tmp_path / "state", *saved)
     with StateReader(tmp_path / "state") as reader:
         assert reader.shapes == NAMES
-        found = dict(weights(reader, torch.bfloat16))
+        found = dict(weights(reader, torch.bfloat16, tmp_path))
     assert all(torch.equal(found[name], value(name, WEIGHT).to(torch.bfloat16)) for name in NAMES)
 
 

@@ -11,15 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import save_file
-from torch import Tensor
-
-from megatron_coca.checkpoints import huggingface, native, weight_map
+from megatron_coca.checkpoints import native, weight_map
 from megatron_coca.checkpoints.errors import CheckpointError
-from megatron_coca.checkpoints.export_tokenizer import tokenizer_files
-from megatron_coca.checkpoints.exporters import EXPORTERS, choose, describe
+from megatron_coca.checkpoints.huggingface.exporters import EXPORTERS, choose, describe
+from megatron_coca.checkpoints.huggingface.files import INDEX, SINGLE
+from megatron_coca.checkpoints.huggingface.reading import is_huggingface_folder
+from megatron_coca.checkpoints.huggingface.tokenizer import tokenizer_files
 from megatron_coca.checkpoints.load import Opened, Overrides, open_checkpoint
+from megatron_coca.checkpoints.weights import DTYPES, Weights, divided, write_safetensors
 from megatron_coca.config import Config
 from megatron_coca.data import load_saved_tokenizer
 
@@ -36,9 +35,6 @@ THEIRS = (
     "merges.txt",
 )
 """Files of Hugging Face folders that are written again as they are: the tokenizer, and how to generate."""
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""What weights may be written in and computed with, by name."""
 
 
 @dataclass(frozen=True)
@@ -79,13 +75,15 @@ def export(
         raise CheckpointError(f"{folder}: exists already; name a new folder, or remove this one")
     files, end, note = _tokenizer(opened)
     weights = foreign_weights(opened, config, EXPORTERS[kind].rows)
-    if dtype is not None:
-        weights = {name: weight.to(DTYPES[dtype]) for name, weight in weights.items()}
+    weights = weights if dtype is None else weights.to(DTYPES[dtype])
     partial = folder.with_name(f".{folder.name}.partial")
     try:
         _fill(partial, describe(config, kind, end, weights), weights, shard_bytes, files)
         partial.rename(folder)
         native.flush(folder.parent)
+    except CheckpointError:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise CheckpointError(
@@ -98,7 +96,7 @@ def _tokenizer(opened: Opened) -> tuple[Mapping[str, bytes], Any, str | None]:
     """The files of the tokenizer, what ends a text (an id, several, or None), and what is not expressed, or None; of a
     Hugging Face folder they are its own.
     """
-    if huggingface.is_huggingface_folder(opened.folder):
+    if is_huggingface_folder(opened.folder):
         files = {name: (opened.folder / name).read_bytes() for name in THEIRS if (opened.folder / name).is_file()}
         end = native.read_json(opened.folder / "config.json").get("eos_token_id")
         note = f"{opened.folder}: has no tokenizer, so the folder has none"
@@ -108,24 +106,16 @@ def _tokenizer(opened: Opened) -> tuple[Mapping[str, bytes], Any, str | None]:
     return files, tokenizer.eod if tokenizer is not None else None, note
 
 
-def foreign_weights(opened: Opened, config: Config, rows: Sequence[weight_map.Row]) -> dict[str, Tensor]:
-    """The weights by their names in `rows`, each contiguous, in the dtype on disk. Raises CheckpointError."""
-    ours = opened.weights()
+def foreign_weights(opened: Opened, config: Config, rows: Sequence[weight_map.Row]) -> Weights:
+    """The weights by their names in `rows`, in the dtype on disk. Raises CheckpointError."""
     heads = weight_map.Heads(config.model.num_attention_heads, config.model.num_kv_heads)
-    found: dict[str, Tensor] = {}
-    for row in weight_map.expand(rows, config.model.num_layers):
-        if row.ours in ours:
-            parts = row.packing.split(ours.pop(row.ours), heads, len(row.theirs))
-            found |= {name: part.contiguous() for name, part in zip(row.theirs, parts, strict=True)}
-    if ours:
-        raise CheckpointError(f"{opened.folder}: no name in Hugging Face folders for {', '.join(sorted(ours))}")
-    return found
+    return divided(opened.weights(), weight_map.expand(rows, config.model.num_layers), heads)
 
 
 def _fill(
     partial: Path,
     contents: Mapping[str, dict[str, Any]],
-    weights: Mapping[str, Tensor],
+    weights: Weights,
     shard_bytes: int,
     files: Mapping[str, bytes],
 ) -> None:
@@ -139,23 +129,25 @@ def _fill(
     shards = list(_shards(weights, shard_bytes))
     index: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
-        name = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        save_file(shard, partial / name, metadata={"format": "pt"})
+        name = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        write_safetensors(partial / name, weights.only(shard), {"format": "pt"})
         index |= dict.fromkeys(shard, name)
     if len(shards) > 1:
-        size = {"total_size": sum(weight.nbytes for weight in weights.values())}
+        size = {"total_size": sum(entry.nbytes for entry in weights.entries.values())}
         text = json.dumps({"metadata": size, "weight_map": index}, indent=1)
-        (partial / "model.safetensors.index.json").write_text(text + "\n")
+        (partial / INDEX).write_text(text + "\n")
     for path in (*partial.iterdir(), partial):
         native.flush(path)
 
 
-def _shards(weights: Mapping[str, Tensor], limit: int) -> Iterator[dict[str, Tensor]]:
-    """The weights in their order, in parts of at most `limit` bytes; one that is larger stands alone."""
-    shard: dict[str, Tensor] = {}
-    for name, weight in weights.items():
-        if shard and sum(each.nbytes for each in shard.values()) + weight.nbytes > limit:
+def _shards(weights: Weights, limit: int) -> Iterator[list[str]]:
+    """The names of the weights in their order, in parts of at most `limit` bytes; one that is larger stands alone."""
+    shard: list[str] = []
+    taken = 0
+    for name, entry in weights.entries.items():
+        if shard and taken + entry.nbytes > limit:
             yield shard
-            shard = {}
-        shard[name] = weight
+            shard, taken = [], 0
+        shard.append(name)
+        taken += entry.nbytes
     yield shard

@@ -1,14 +1,11 @@
-"""Reading Hugging Face folders of GPT-NeoX and LLaMA shape, the CoCA authors' own among them."""
+"""What the config.json of a Hugging Face folder says of a model, in keys of ours."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
-
-from megatron_coca.checkpoints import weight_map
 from megatron_coca.checkpoints.errors import CheckpointError
+from megatron_coca.checkpoints.huggingface.files import has_t_projection, weight_files
 from megatron_coca.checkpoints.native import read_json
 from megatron_coca.config.position import SCALING_OPTIONS
 
@@ -48,26 +45,6 @@ def read_keys(folder: Path) -> dict[str, Any]:
         return _common_keys(config) | _rope_keys(config, folder / "config.json") | readers[kind](config, folder)
     except KeyError as missing:
         raise CheckpointError(f"{folder / 'config.json'}: has no {missing}") from missing
-
-
-def read_weights(folder: Path, num_layers: int, num_heads: int, tied: bool) -> dict[str, Tensor]:
-    """The state dict of our model, in the dtype on disk."""
-    available = _index(folder)
-    config = read_json(folder / "config.json")
-    heads = weight_map.Heads(num_heads, config.get("num_key_value_heads") or num_heads)
-    rows = (
-        weight_map.GPT_NEOX
-        if config["model_type"] == "gpt_neox"
-        else weight_map.llama("t_proj" if _has_t_proj(available) else "k_proj")
-    )
-    state = {}
-    for row in weight_map.expand(rows, num_layers):
-        if tied and row.ours == "final_linear.weight":
-            continue
-        if not any(name in available for name in row.theirs) and row.ours.endswith(".bias"):
-            continue
-        state[row.ours] = row.packing.join([_tensor(available, name, folder) for name in row.theirs], heads)
-    return state
 
 
 def _common_keys(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -141,7 +118,7 @@ def _llama_keys(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
             f"{folder / 'config.json'}: hidden_act {config['hidden_act']!r} is not supported for LLaMA; known: silu"
         )
     return {
-        "pos_emb": "coca" if _has_t_proj(_index(folder)) else "rotary",
+        "pos_emb": "coca" if has_t_projection(weight_files(folder)) else "rotary",
         "intermediate_size": 3 * config["intermediate_size"],  # upstream counts both halves of a gated layer, times 3/2
         "activation": "swiglu",
         "norm": "rmsnorm",
@@ -159,37 +136,3 @@ def _activation_keys(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
             f"{folder / 'config.json'}: hidden_act {name!r} is not supported; known: {', '.join(ACTIVATIONS)}"
         )
     return {"activation": ACTIVATIONS[name], "bias_gelu_fusion": name in TANH_GELU}
-
-
-def _index(folder: Path) -> dict[str, Path]:
-    """Which safetensors file holds each weight."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        files = read_json(index).get("weight_map")
-        if not isinstance(files, dict):
-            raise CheckpointError(f"{index}: has no weight_map that says which file holds each weight")
-        return {name: folder / file for name, file in files.items()}
-    single = folder / "model.safetensors"
-    if not single.is_file():
-        raise CheckpointError(
-            f"{folder}: no model.safetensors and no model.safetensors.index.json (pickled .bin weights are not read)"
-        )
-    try:
-        with safe_open(single, framework="pt") as file:
-            return dict.fromkeys(file.keys(), single)
-    except SafetensorError as error:
-        raise CheckpointError(f"{single}: is not a readable safetensors file: {error}") from error
-
-
-def _has_t_proj(available: Mapping[str, Path]) -> bool:
-    return any(name.endswith("self_attn.t_proj.weight") for name in available)
-
-
-def _tensor(available: Mapping[str, Path], name: str, folder: Path) -> Tensor:
-    if name not in available:
-        raise CheckpointError(f"{folder}: has no weight {name}")
-    try:
-        with safe_open(available[name], framework="pt") as file:
-            return file.get_tensor(name)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{available[name]}: cannot be read: {error}") from error

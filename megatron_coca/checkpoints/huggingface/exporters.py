@@ -3,15 +3,14 @@
 A model of a position method that no stock architecture has would be one more row, with code of its own beside it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from megatron_coca.checkpoints import weight_map
 from megatron_coca.checkpoints.errors import CheckpointError
+from megatron_coca.checkpoints.weights import Weights
 from megatron_coca.config import Config
 from megatron_coca.config.position import SCALING_OPTIONS
 
@@ -166,16 +165,14 @@ def choose(config: Config, source: Path) -> str:
     return fitting
 
 
-def describe(
-    config: Config, kind: str, end: int | list[int] | None, weights: Mapping[str, Tensor]
-) -> dict[str, dict[str, Any]]:
+def describe(config: Config, kind: str, end: int | list[int] | None, weights: Weights) -> dict[str, dict[str, Any]]:
     """The contents of config.json and generation_config.json, by these names; `end` is what ends a text."""
     model, exporter = config.model, EXPORTERS[kind]
     known = model.vocab_size or model.padded_vocab_size
     settings = {
         "model_type": kind,
         "architectures": [exporter.architecture],
-        "dtype": str(next(iter(weights.values())).dtype).removeprefix("torch."),
+        "dtype": str(next(iter(weights.entries.values())).dtype).removeprefix("torch."),
         "vocab_size": model.padded_vocab_size,
         "hidden_size": model.hidden_size,
         "intermediate_size": model.ffn_hidden_size,

@@ -1,0 +1,1 @@
+"""Folders of Hugging Face transformers: what they say of a model, their weights, and writing them."""

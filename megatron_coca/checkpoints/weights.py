@@ -1,0 +1,191 @@
+"""Weights by name, read one at a time: what every layout on disk is for those that load or convert a model.
+
+A model of 7 billion parameters is 13 GB in half precision. Nothing here holds more of one than the weight at hand.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megatron_coca.checkpoints.errors import CheckpointError
+from megatron_coca.checkpoints.weight_map import Heads, Row
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""What weights may be written in and computed with, by name."""
+
+_CODES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_NAMED = {code: dtype for dtype, code in _CODES.items()}
+
+
+class Entry(NamedTuple):
+    """What is known of a weight before it is read."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weight."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def stand_in(self) -> Tensor:
+        """A tensor without memory of this dtype and shape."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Weights that are read when they are asked for.
+
+    Attributes:
+        entries: every weight by its name, in the order in which they are best read.
+        read: gives one of them, on the CPU, in the dtype and shape of its entry.
+        source: the file or folder, for messages.
+    """
+
+    entries: Mapping[str, Entry]
+    read: Callable[[str], Tensor]
+    source: Path
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Each weight with its name; forget one before the next to hold no more than one."""
+        return ((name, self.read(name)) for name in self.entries)
+
+    def to(self, dtype: torch.dtype) -> "Weights":
+        """The same weights, rounded to `dtype` as they are read."""
+        entries = {name: entry._replace(dtype=dtype) for name, entry in self.entries.items()}
+        return Weights(entries, lambda name: self.read(name).to(dtype), self.source)
+
+    def only(self, names: Iterable[str]) -> "Weights":
+        """Some of them, in this order."""
+        return Weights({name: self.entries[name] for name in names}, self.read, self.source)
+
+
+def open_safetensors(files: Mapping[str, Path], source: Path) -> Weights:
+    """The weights in safetensors files, from which file holds each one. Headers are read at once.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, a weight is not in its file, or is no floating-point tensor.
+    """
+    entries: dict[str, Entry] = {}
+    for path in dict.fromkeys(files.values()):
+        with _opened(path) as file:
+            present = set(file.keys())
+            for name in (name for name, place in files.items() if place == path):
+                if name not in present:
+                    raise CheckpointError(f"{path}: has no weight {name}, which the index of {source} looks for there")
+                part = file.get_slice(name)
+                entries[name] = Entry(_dtype(part.get_dtype(), name, path), tuple(part.get_shape()))
+
+    def read(name: str) -> Tensor:
+        with _opened(files[name]) as file:
+            return file.get_tensor(name)
+
+    return Weights({name: entries[name] for name in files}, read, source)
+
+
+def names_in(path: Path) -> list[str]:
+    """The names of the weights in one safetensors file. Raises CheckpointError."""
+    with _opened(path) as file:
+        return list(file.keys())
+
+
+def _opened(path: Path) -> safe_open:
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: is not a readable safetensors file: {error}") from error
+
+
+def _dtype(code: str, name: str, path: Path) -> torch.dtype:
+    if code not in _NAMED:
+        raise CheckpointError(f"{path}: {name} is stored as {code}; known are {', '.join(_NAMED)}")
+    return _NAMED[code]
+
+
+def write_safetensors(path: Path, weights: Weights, metadata: Mapping[str, str] | None = None) -> None:
+    """Write weights to one file as they are read; the library's own writer wants all of them in memory.
+
+    The format is a header of JSON with its length before it, then the values end to end (huggingface/safetensors,
+    "Format").
+    """
+    header, end = {"__metadata__": dict(metadata)} if metadata else {}, 0
+    for name, entry in weights.entries.items():
+        place = {"dtype": _CODES[entry.dtype], "shape": list(entry.shape), "data_offsets": [end, end + entry.nbytes]}
+        header[name], end = place, end + entry.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # so that values lie at multiples of 8 bytes
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, entry in weights.entries.items():
+            values = weights.read(name)
+            assert (values.dtype, tuple(values.shape)) == entry, f"{name}: {values.dtype} {values.shape}, not {entry}"
+            file.write(values.contiguous().flatten().view(torch.uint8).numpy())
+
+
+def joined(theirs: Weights, rows: Sequence[Row], heads: Heads) -> Weights:
+    """Weights by our names from those of a foreign layout. `rows` are those that the foreign layout has.
+
+    Raises:
+        CheckpointError: a weight is missing, or parts of one do not fit together.
+    """
+    by_name = {row.ours: row for row in rows}
+    missing = [name for row in rows for name in row.theirs if name not in theirs.entries]
+    if missing:
+        raise CheckpointError(f"{theirs.source}: has no weight {missing[0]}" + _and_more(missing))
+
+    def read(name: str) -> Tensor:
+        row = by_name[name]
+        return row.packing.join([theirs.read(part) for part in row.theirs], heads)
+
+    return Weights({row.ours: _joined_entry(theirs, row, heads) for row in rows}, read, theirs.source)
+
+
+def _joined_entry(theirs: Weights, row: Row, heads: Heads) -> Entry:
+    parts = [theirs.entries[name] for name in row.theirs]
+    try:
+        whole = row.packing.join([part.stand_in() for part in parts], heads)
+    except RuntimeError as error:
+        shapes = ", ".join(f"{name} {list(part.shape)}" for name, part in zip(row.theirs, parts, strict=True))
+        raise CheckpointError(f"{theirs.source}: the shapes of {shapes} do not fit together") from error
+    return Entry(whole.dtype, tuple(whole.shape))
+
+
+def divided(ours: Weights, rows: Sequence[Row], heads: Heads) -> Weights:
+    """The way back: weights by foreign names, from ours. Rows of weights that a model does not have are left out.
+
+    Raises:
+        CheckpointError: a weight of ours is in no row.
+    """
+    present = {row.ours: row for row in rows if row.ours in ours.entries}
+    lacking = ours.entries.keys() - present.keys()
+    if lacking:
+        raise CheckpointError(f"{ours.source}: the foreign layout has no name for {', '.join(sorted(lacking))}")
+    places = {name: (row.ours, number) for row in present.values() for number, name in enumerate(row.theirs)}
+
+    @lru_cache(maxsize=1)  # the parts of one weight are asked for one after the other
+    def parts(name: str) -> list[Tensor]:
+        row = present[name]
+        return [part.contiguous() for part in row.packing.split(ours.read(name), heads, len(row.theirs))]
+
+    def read(name: str) -> Tensor:
+        whole, number = places[name]
+        return parts(whole)[number]
+
+    entries: dict[str, Entry] = {}
+    for row in present.values():
+        split = row.packing.split(ours.entries[row.ours].stand_in(), heads, len(row.theirs))
+        entries |= {name: Entry(part.dtype, tuple(part.shape)) for name, part in zip(row.theirs, split, strict=True)}
+    return Weights(entries, read, ours.source)
+
+
+def _and_more(missing: Sequence[str]) -> str:
+    return f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
