@@ -1,9 +1,11 @@
 """Which keys may change between training and evaluation without making another model of it."""
 
+import re
 from pathlib import Path
 
 from megatron_coca.checkpoints.errors import CheckpointError
 from megatron_coca.config import KEYS, Config
+from megatron_coca.config.position import ROTATED_METHODS
 
 EVALUATION_KEYS = frozenset(
     {"rope_scaling", "rotary_emb_base", "relative_positions", "logit_scaling", "attention_backend", "operand_kernel"}
@@ -22,6 +24,27 @@ evaluated with them if and only if it was trained with them, options and trainin
 
 LEARNED_WITH = {"rope_scaling": ("rotary_emb_base",)}
 """Further keys that a choice which belongs to the weights was learned with."""
+
+
+FIXED_BY_WEIGHTS = frozenset(
+    {
+        "num_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "num_kv_heads",
+        "no_weight_tying",
+        "activation",
+        "bias_gelu_fusion",
+        "gpt_j_residual",
+        "gpt_j_tied",
+        "norm",
+    }
+)
+"""What a run that starts from weights must share with the one that trained them; how positions enter is its choice."""
+
+NORM_EPSILONS = {"layernorm": "layernorm_epsilon", "rmsnorm": "rms_norm_epsilon", "scalenorm": "scalenorm_epsilon"}
+POSITION_WEIGHTS = re.compile(r"positions\..+|embedding\.position_embeddings\..+|.+\.position_bias\..+")
+"""Names of the weights that belong to a position method alone."""
 
 
 def differing_keys(
@@ -46,6 +69,24 @@ def refuse_other_model(folder: Path, saved: Config, wanted: Config, also_free: f
     differing += [_trained_otherwise(key, saved, wanted) for key in TRAINED_CHOICES if _bound(key, saved, wanted)]
     if differing:
         raise CheckpointError(f"{folder}: its weights cannot be evaluated with another {', '.join(differing)}")
+
+
+def refuse_other_architecture(folder: Path, saved: Config, wanted: Config) -> None:
+    """Check that a run of `wanted` may start from weights trained as `saved`. What shapes tell is left to them.
+
+    Raises:
+        CheckpointError: a key differs that changes what the weights compute; it names all of them.
+    """
+    fixed = (
+        FIXED_BY_WEIGHTS | {NORM_EPSILONS[saved.model.norm]} if saved.model.norm in NORM_EPSILONS else FIXED_BY_WEIGHTS
+    )
+    if {saved.position.pos_emb, wanted.position.pos_emb} <= ROTATED_METHODS:
+        fixed |= {"rotary_pct"}
+    differing = differing_keys(saved, wanted, frozenset(KEYS) - fixed)
+    if differing:
+        raise CheckpointError(
+            f"{folder}: a run cannot start from its weights with another {', '.join(differing)}; set these as saved"
+        )
 
 
 def _choice(key: str, config: Config) -> str | None:

@@ -1,6 +1,6 @@
 """From a checkpoint folder to a model ready for evaluation."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -143,10 +143,13 @@ def _open_huggingface(folder: Path) -> Opened:
 
 
 @torch.no_grad()
-def load_weights(model: nn.Module, weights: Weights) -> None:
-    """Copy `weights` into `model` one by one, or name every key and shape that does not fit and change nothing."""
+def load_weights(model: nn.Module, weights: Weights, drawn: Collection[str] = ()) -> None:
+    """Copy `weights` into `model` one by one, or name every key and shape that does not fit and change nothing.
+
+    Those of the names `drawn` may be missing: the model keeps its own.
+    """
     own, given = model.state_dict(), weights.entries
-    problems = [f"missing {name}" for name in own if name not in given]
+    problems = [f"missing {name}" for name in own if name not in given and name not in drawn]
     problems += [f"unexpected {name}" for name in given if name not in own]
     problems += [
         f"{name} is {list(given[name].shape)}, the model wants {list(own[name].shape)}"

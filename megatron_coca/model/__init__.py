@@ -4,6 +4,7 @@ from megatron_coca.model.allocator import keep_freed_memory
 from megatron_coca.model.build import assemble_model, build_model, empty_model
 from megatron_coca.model.generate import NOT_GENERATED, generate
 from megatron_coca.model.gpt import GPT
+from megatron_coca.model.init import draw_learned_positions
 from megatron_coca.model.loss import LanguageModelLoss, next_token_loss
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "LanguageModelLoss",
     "assemble_model",
     "build_model",
+    "draw_learned_positions",
     "empty_model",
     "generate",
     "keep_freed_memory",

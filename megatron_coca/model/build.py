@@ -35,14 +35,21 @@ def assemble_model(config: Config, device: str, training: bool = True) -> GPT:
     return _compiled(model, config, device, training)
 
 
-def empty_model(config: Config, device: str, training: bool = True, dtype: torch.dtype = torch.float32) -> GPT:
+def empty_model(
+    config: Config,
+    device: str,
+    training: bool = True,
+    dtype: torch.dtype = torch.float32,
+    memory: str | None = None,
+) -> GPT:
     """As `build_model`, with memory of `dtype` for the weights but no values in it: for one whose weights are loaded.
 
-    Drawing the weights of 7 billion parameters takes minutes, and float32 twice the memory that they need.
+    `memory` is where they shall lie, by default on `device`. Drawing 7 billion weights takes minutes, and float32 twice
+    the memory that they need.
     """
     with torch.device("meta"):
         model = _compose(config, device, training)
-    return _compiled(model.to(dtype).to_empty(device=device), config, device, training)
+    return _compiled(model.to(dtype).to_empty(device=memory or device), config, device, training)
 
 
 def _compose(config: Config, device: str, training: bool) -> GPT:

@@ -54,3 +54,13 @@ def initialize(module: nn.Module, model: ModelConfig, seed: int) -> None:
                 parameter.zero_()
         for part in learned:
             part.reset_parameters()
+
+
+def draw_learned_positions(module: nn.Module, seed: int) -> list[str]:
+    """Draw what positions learn, by the seed; the global random state is left as it was. Returns the names."""
+    parts = {name: part for name, part in module.named_modules() if isinstance(part, LEARNED_MODULES)}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for part in parts.values():
+            part.reset_parameters()
+    return [f"{name}.{weight}" for name, part in parts.items() for weight, _ in part.named_parameters()]

@@ -18,6 +18,7 @@ from megatron_coca.training.corpus import Corpus, open_corpus
 from megatron_coca.training.engine import Engine
 from megatron_coca.training.faults.signals import Preemption
 from megatron_coca.training.faults.watchdog import Watchdog
+from megatron_coca.training.initial import initial_model
 from megatron_coca.training.mixture import mixture_table, repeated_sources
 from megatron_coca.training.optimizer import build_optimizer
 from megatron_coca.training.reporting import run_folder, set_up_logging
@@ -26,7 +27,6 @@ from megatron_coca.training.starting import (
     candidates,
     clear_together,
     first_intact,
-    load_initial_weights,
     refuse_other_run,
 )
 from megatron_coca.training.together import exclusive, require_writable
@@ -119,9 +119,8 @@ def _train(
 
 
 def _build_engine(config: Config, shape: Shape, fresh: bool) -> Engine:
-    model = assemble_model(config, dist.local_device())
-    if fresh:
-        load_initial_weights(model, config.checkpoint)
+    make = initial_model if fresh else assemble_model  # a resumed run's weights come from its state
+    model = make(config, dist.local_device())
     rng.seed_everything(config.seed, shape.topology.random_stream(dist.rank()))
     model.train()
     place = shape.topology.coordinates(dist.rank())

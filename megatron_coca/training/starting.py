@@ -6,12 +6,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch.nn as nn
-
-from megatron_coca.checkpoints import CheckpointError, native, open_checkpoint
+from megatron_coca.checkpoints import CheckpointError, native
 from megatron_coca.checkpoints.compare import differing_keys
 from megatron_coca.checkpoints.huggingface.reading import is_huggingface_folder
-from megatron_coca.checkpoints.load import load_weights
 from megatron_coca.config import CheckpointConfig, Config, load_config
 from megatron_coca.training import engine as dist
 from megatron_coca.training.corpus import Corpus
@@ -183,13 +180,6 @@ def _beyond(folder: Path, resumed: Path, is_copy: bool) -> list[int]:
     reached = int(native.read_json(resumed / native.META)["step"])
     preferred = not is_copy and resumed.resolve().parent != folder.resolve()
     return [step for step in native.begun_steps(folder) if step > reached or (step == reached and preferred)]
-
-
-def load_initial_weights(model: nn.Module, config: CheckpointConfig) -> None:
-    """With `finetune`, copy the weights that `load` names into a fresh model."""
-    if config.finetune and config.load is not None:
-        source = open_checkpoint(native.locate(config.load, config.iteration) if config.iteration else config.load)
-        load_weights(model, source.weights())
 
 
 def refuse_other_run(folder: Path, corpus: Corpus, layout: Mapping[str, Any]) -> None:

@@ -21,7 +21,6 @@ from megatron_coca.training.starting import (
     candidates,
     clear_the_way,
     first_intact,
-    load_initial_weights,
     refuse_other_run,
 )
 from megatron_coca.training.together import exclusive
@@ -276,26 +275,6 @@ def test_other_data_is_refused(saved: Path, opened: Corpus, small: dict[str, Any
     prefix = small["test_data_paths"][0]
     with pytest.raises(CheckpointError, match=rf"another token count of {prefix} \(saved [\d,]+, now [\d,]+\)"):
         refuse_other_run(saved, other, LAYOUT)
-
-
-def test_finetuning_takes_the_weights(saved: Path, opened: Corpus) -> None:
-    source = build_model(opened.config).state_dict()
-    model = build_model(opened.config.override({"seed": 99}))
-    assert not torch.equal(model.state_dict()["final_linear.weight"], source["final_linear.weight"])
-    load_initial_weights(model, keys(load=str(saved.parent)))
-    assert not torch.equal(model.state_dict()["final_linear.weight"], source["final_linear.weight"]), (
-        "only with finetune"
-    )
-    load_initial_weights(model, keys(load=str(saved.parent), finetune=True, iteration=4))
-    assert all(torch.equal(tensor, source[name]) for name, tensor in model.state_dict().items())
-
-
-def test_finetuning_refuses_weights_of_another_shape(saved: Path, opened: Corpus) -> None:
-    model = build_model(opened.config.override({"num_layers": 3}))
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(CheckpointError, match="missing blocks.2.input_layernorm.weight"):
-        load_initial_weights(model, keys(load=str(saved.parent), finetune=True))
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items()), "nothing was copied"
 
 
 @pytest.mark.usefixtures("alone")

@@ -1,0 +1,116 @@
+"""The model that a run begins with: drawn, or with weights of a checkpoint, whose position method may be another."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_coca.checkpoints import CheckpointError
+from megatron_coca.config import Config, load_config
+from megatron_coca.model import build_model
+from megatron_coca.training.initial import initial_model
+from tests.checkpoint_files import write_checkpoint
+
+SHAPE: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 32}
+SHAPE |= {"vocab_size": 96, "make_vocab_size_divisible_by": 1, "no_weight_tying": True, "pos_emb": "rotary"}
+KERPLE = "blocks.{}.attention.position_bias.bias_{}"
+
+
+def configured(**keys: Any) -> Config:
+    return load_config([], SHAPE | keys)
+
+
+def source(folder: Path, **keys: Any) -> tuple[Path, dict[str, torch.Tensor]]:
+    config = configured(seed=5, **keys)
+    return write_checkpoint(folder, config), build_model(config).state_dict()
+
+
+def begun(load: Path, **keys: Any) -> dict[str, torch.Tensor]:
+    return initial_model(configured(load=str(load), finetune=True, **keys), "cpu").state_dict()
+
+
+def test_without_finetune_weights_are_drawn(tmp_path: Path) -> None:
+    folder, weights = source(tmp_path / "run")
+    found = initial_model(configured(load=str(folder)), "cpu").state_dict()
+    drawn = build_model(configured()).state_dict()
+    assert all(torch.equal(found[name], drawn[name]) for name in drawn)
+    assert not torch.equal(found["final_linear.weight"], weights["final_linear.weight"])
+
+
+@pytest.mark.parametrize("keys", [{}, {"iteration": 7}, {"pos_emb": "coca"}, {"pos_emb": "coca", "seq_length": 64}])
+def test_the_weights_are_taken(tmp_path: Path, keys: dict[str, Any]) -> None:
+    folder, weights = source(tmp_path / "run")
+    found = begun(folder, **keys)
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
+
+
+@pytest.mark.parametrize(
+    ("keys", "drawn"),
+    [
+        ({"pos_emb": "kerple_log"}, [KERPLE.format(0, "p"), KERPLE.format(1, "a")]),
+        ({"rope_scaling": {"rope_type": "clex"}}, ["positions.clex.up", "positions.clex.down"]),
+        ({"pos_emb": "rpe"}, ["positions.bias.weight"]),
+    ],
+)
+def test_what_a_method_learns_is_drawn(
+    tmp_path: Path, keys: dict[str, Any], drawn: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, weights = source(tmp_path / "run")
+    with caplog.at_level(logging.INFO):
+        found = begun(folder, **keys)
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
+    again, other = begun(folder, **keys), begun(folder, seed=6, **keys)
+    for name in drawn:
+        assert torch.equal(found[name], again[name]), "the seed decides"
+        assert found[name].isfinite().all() and name in caplog.text
+        assert name.endswith("down") or not torch.equal(found[name], other[name])
+
+
+@pytest.mark.parametrize("method", ["kerple_power", "rpe", "learned"])
+def test_what_the_former_method_learned_is_left_out(
+    tmp_path: Path, method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, weights = source(tmp_path / "run", pos_emb=method)
+    with caplog.at_level(logging.INFO):
+        found = begun(folder, pos_emb="coca")
+    assert weights.keys() - found.keys() and all(torch.equal(found[name], weights[name]) for name in found)
+    assert f"pos_emb (saved {method!r}, now 'coca')" in caplog.text
+    assert all(name in caplog.text for name in weights.keys() - found.keys())
+
+
+def test_a_table_of_positions_is_not_drawn(tmp_path: Path) -> None:
+    folder, _ = source(tmp_path / "run")
+    with pytest.raises(CheckpointError, match="missing embedding.position_embeddings.weight"):
+        begun(folder, pos_emb="learned")
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"num_layers": 3}, "num_layers (saved 2, now 3)"),
+        ({"num_attention_heads": 4, "num_kv_heads": 4}, "num_attention_heads (saved 2, now 4)"),
+        ({"gpt_j_residual": True}, "gpt_j_residual (saved False, now True)"),
+        ({"activation": "relu"}, "activation (saved 'gelu', now 'relu')"),
+        ({"layernorm_epsilon": 1e-6}, "layernorm_epsilon (saved 1e-05, now 1e-06)"),
+        ({"rotary_pct": 0.5, "pos_emb": "coca"}, "rotary_pct (saved 1.0, now 0.5)"),
+    ],
+)
+def test_another_architecture_is_refused(tmp_path: Path, keys: dict[str, Any], named: str) -> None:
+    folder, _ = source(tmp_path / "run")
+    with pytest.raises(CheckpointError) as caught:
+        begun(folder, **keys)
+    assert named in str(caught.value) and str(folder) in str(caught.value)
+
+
+def test_another_shape_is_refused(tmp_path: Path) -> None:
+    folder, _ = source(tmp_path / "run")
+    with pytest.raises(CheckpointError, match=r"embedding.word_embeddings.weight is \[96, 32\], the model wants \[128"):
+        begun(folder, make_vocab_size_divisible_by=128)
+
+
+def test_what_no_rotation_reads_may_differ(tmp_path: Path) -> None:
+    folder, _ = source(tmp_path / "run", rotary_pct=0.5)
+    assert begun(folder, pos_emb="alibi")
