@@ -1,0 +1,95 @@
+"""Runs one after the other: what is refused before the first, and what is trained again."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from megatron_coca.checkpoints import native
+from megatron_coca.config import ConfigError
+from megatron_coca.training.chain import plan, run_chain
+from tools.train_stages import ROOT, main
+
+COMMON = "num_layers: 1\nhidden_size: 8\nnum_attention_heads: 1\nseq_length: 8\ntrain_iters: 5\n"
+
+
+def write(folder: Path, name: str, load: str | None, save: str | None, extra: str = "finetune: true\n") -> str:
+    keys = {"load": load, "save": save}
+    lines = "".join(f"{key}: {folder / value}\n" for key, value in keys.items() if value is not None)
+    (folder / f"{name}.yml").write_text(COMMON + lines + extra)
+    return str(folder / f"{name}.yml")
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[str]:
+    return [write(tmp_path, f"stage{n}", "source" if n == 1 else f"run{n - 1}", f"run{n}") for n in (1, 2, 3)]
+
+
+class Trainings:
+    """Stands for train.py: notes what it is given and leaves checkpoints."""
+
+    def __init__(self, folder: Path, reached: int = 5, statuses: Sequence[int] = ()) -> None:
+        self.folder, self.reached, self.statuses = folder, reached, list(statuses)
+        self.given: list[tuple[str, ...]] = []
+
+    def __call__(self, arguments: Sequence[str]) -> int:
+        self.given.append(tuple(arguments))
+        save = self.folder / Path(arguments[0]).stem.replace("stage", "run")
+        place = native.step_folder(save, self.reached)
+        place.mkdir(parents=True, exist_ok=True)
+        (place / native.MANIFEST).write_text("{}")
+        return self.statuses.pop(0) if self.statuses else 0
+
+
+def test_runs_follow_each_other(tmp_path: Path, files: list[str]) -> None:
+    trainings = Trainings(tmp_path)
+    assert run_chain(plan(files, ["seed=9"]), trainings) == 0
+    assert trainings.given == [(file, "seed=9", "auto_resume=true") for file in files]
+
+
+def test_finished_runs_are_left_alone(tmp_path: Path, files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    Trainings(tmp_path)([files[0]])
+    trainings = Trainings(tmp_path)
+    assert run_chain(plan(files), trainings) == 0
+    assert [arguments[0] for arguments in trainings.given] == files[1:]
+    assert "1 of 3: stage1: step 5 is there already" in capsys.readouterr().out
+
+
+def test_a_failure_ends_the_chain(tmp_path: Path, files: list[str]) -> None:
+    trainings = Trainings(tmp_path, statuses=[0, 75])
+    assert run_chain(plan(files), trainings) == 75
+    assert len(trainings.given) == 2
+
+
+def test_a_run_that_ends_early_ends_the_chain(
+    tmp_path: Path, files: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainings = Trainings(tmp_path, reached=3)
+    assert run_chain(plan(files), trainings) == 0
+    assert len(trainings.given) == 1 and "stage1: ended before step 5" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("load", "save", "extra", "message"),
+    [
+        ("elsewhere", "run2", "finetune: true\n", "load: .*elsewhere is the save folder of no run before it"),
+        ("run1", "run1", "finetune: true\n", "save: .*run1 is the folder of a run before it"),
+        ("run1", None, "finetune: true\n", "stage2: save: not set"),
+        ("run1", "run2", "", "stage2: finetune: a run of a chain starts from weights"),
+        ("run1", "run2", "finetune: true\nnum_lairs: 2\n", "stage2.yml: .*num_lairs"),
+    ],
+)
+def test_a_chain_that_does_not_hold_is_refused_before_it_starts(
+    tmp_path: Path, load: str, save: str | None, extra: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [write(tmp_path, "stage1", "source", "run1"), write(tmp_path, "stage2", load, save, extra)]
+    with pytest.raises(ConfigError, match=message):
+        plan(files)
+    assert main(files) == 2 and "train_stages.py:" in capsys.readouterr().err
+
+
+def test_the_papers_chain_holds() -> None:
+    files = [str(ROOT / f"configs/finetune/llama7b_coca_{name}.yml") for name in ("stage1", "stage2", "stage3")]
+    runs = plan([*files, str(ROOT / "configs/finetune/llama7b_coca_pi_32k.yml")])
+    assert [str(run.config.model.ffn_hidden_size) for run in runs] == ["11008"] * 4
+    assert [run.config.schedule.train_iters for run in runs] == [15000, 15000, 15000, 6000]
