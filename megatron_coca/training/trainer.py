@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from megatron_coca.checkpoints import CheckpointError, native
 from megatron_coca.config import BatchSizes
+from megatron_coca.config.rates import learning_rate
 from megatron_coca.data import Batch, Blend, Loader
 from megatron_coca.training import engine as dist
 from megatron_coca.training.corpus import Corpus
@@ -19,7 +20,6 @@ from megatron_coca.training.faults.watchdog import Watchdog
 from megatron_coca.training.mixture import mixture_figures
 from megatron_coca.training.reporting import Monitor, StepFigures
 from megatron_coca.training.saving import Checkpoints, is_due
-from megatron_coca.training.schedule import learning_rate
 from megatron_coca.training.starting import clear_together
 from megatron_coca.training.topology import Topology
 from megatron_coca.training.validation import Layout, validate

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 
-from megatron_coca.config import ScheduleConfig
+from megatron_coca.config.training import ScheduleConfig
 
 DECAYS: dict[str, Callable[[float, float, float], float]] = {
     "constant": lambda progress, peak, low: peak,

@@ -1,0 +1,101 @@
+"""Upstream's self-attention with a position method and a backend of ours.
+
+Projections, their weights, tensor parallelism and the key-value cache stay upstream's: what reaches this code are the
+heads of this rank before any rotation, with those of cached tokens in front of the keys.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_coca.attention.backends.select import select_backend
+from megatron_coca.attention.compose import build_method
+from megatron_coca.attention.encoding import PositionEncoding
+from megatron_coca.attention.frame import Frame
+from megatron_coca.attention.operands import check_operand_kernel
+from megatron_coca.config import Config, load_config
+from megatron_coca.neox_plugin.keys import is_asked_for, resolve
+
+
+class Positioned:
+    """Attention of a position method, in upstream's layout of heads."""
+
+    def __init__(self, config: Config, device_type: str) -> None:
+        """Raises BackendError where the named backend cannot serve."""
+        check_operand_kernel(config.position.operand_kernel, device_type)
+        self._method = build_method(config.position, config.model)
+        needs = self._method.needs(device_type, config.model.attention_dropout)
+        _, self._backend = select_backend(config.position.attention_backend, needs)
+        self._encoding = PositionEncoding(self._method)
+        self._frames: dict[tuple[Any, ...], Frame] = {}
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, training: bool) -> Tensor:
+        """[batch, heads, tokens, head_dim] of q [tokens, batch, heads, head_dim], which are the last tokens of those of
+        k and v [all tokens, batch, key heads, head_dim]. `dropout` is that of the attention weights.
+        """
+        frame = self._frame(len(q), len(k), q, training)
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+        if q.shape[2] == k.shape[2]:
+            return self._backend.attend(self._method.prepare(q, k, v, frame, dropout))
+        return self._backend.attend(self._method.prepare_cached(q, self._method.cached(k), v, frame))
+
+    def _frame(self, queries: int, keys: int, like: Tensor, training: bool) -> Frame:
+        """The same for all layers, so that of the last call is kept; it depends on nothing else."""
+        place = (queries, keys, like.device, like.dtype, training)
+        if place not in self._frames:
+            positions = torch.arange(keys, device=like.device)
+            with torch.no_grad():
+                encoding = self._encoding.train(training)
+                self._frames = {place: encoding(positions[keys - queries :], keys, like.dtype, positions)}
+        return self._frames[place]
+
+
+@lru_cache(maxsize=4)
+def positioned(config: str, device_type: str) -> Positioned:
+    """One for all layers of a model, by the YAML of what it is built from."""
+    return Positioned(load_config([], _flat(config)), device_type)
+
+
+def _flat(text: str) -> dict[str, Any]:
+    import yaml
+
+    return yaml.safe_load(text)
+
+
+def dispatcher(upstream: type, random_states: Callable[[], Any]) -> Callable[..., Any]:
+    """What takes the place of `upstream` (ParallelSelfAttention): it makes an instance of it, or of a subclass with
+    our attention where the configuration asks for that.
+
+    `random_states` gives upstream's tracker of the random states of tensor ranks.
+    """
+
+    class PositionedSelfAttention(upstream):  # type: ignore[misc, valid-type]
+        """Upstream's layer, whose raw heads are attended to by ours."""
+
+        def __init__(self, neox_args: Any, *given: Any, rotary: bool = False, **named: Any) -> None:
+            super().__init__(neox_args, *given, rotary=False, **named)
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            self._attend = positioned(resolve(neox_args).to_yaml(), device)
+            self._dropout = neox_args.attention_dropout
+
+        def attention(
+            self, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, layer_past: Any, attention_mask: Any
+        ) -> Tensor:
+            return self.flash_attention(query_layer, key_layer, value_layer)
+
+        def flash_attention(self, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor) -> Tensor:
+            dropout = self._dropout if self.training else 0.0
+            if not dropout:
+                return self._attend(query_layer, key_layer, value_layer, 0.0, self.training)
+            with random_states().fork():
+                return self._attend(query_layer, key_layer, value_layer, dropout, self.training)
+
+    def make(neox_args: Any, *given: Any, **named: Any) -> Any:
+        kind = PositionedSelfAttention if is_asked_for(neox_args) else upstream
+        return kind(neox_args, *given, **named)
+
+    make.upstream = upstream  # type: ignore[attr-defined]
+    return make

@@ -1,0 +1,111 @@
+"""What of GPT-NeoX is relied on, and whether the checkout at hand has it."""
+
+import importlib
+import inspect
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+TESTED_COMMIT = "ea7aefd8f8e183256992d9fede4d7c71a46d67a5"
+"""The commit of EleutherAI/gpt-neox that the plugin is tested with."""
+
+
+class IncompatibleError(Exception):
+    """GPT-NeoX is not importable, or has no more what the plugin relies on; the message names all of it."""
+
+
+class Seam(NamedTuple):
+    """A name of upstream's, and the parameters or fields that it must have at least."""
+
+    module: str
+    name: str
+    parameters: tuple[str, ...] = ()
+    fields: tuple[str, ...] = ()
+
+
+SEAMS: tuple[Seam, ...] = (
+    Seam(
+        "megatron.neox_arguments.neox_args",
+        "NeoXArgsModel",
+        fields=(
+            *("num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "seq_length", "pos_emb"),
+            *("rotary_pct", "rotary_emb_base", "attention_config", "sliding_window_width", "max_position_embeddings"),
+        ),
+    ),
+    Seam("megatron.neox_arguments.neox_args", "NeoXArgsLRScheduler", fields=("lr_decay_style", "min_lr", "warmup")),
+    Seam("megatron.neox_arguments.neox_args", "NeoXArgsTraining", fields=("attention_dropout", "train_iters")),
+    Seam("megatron.neox_arguments", "NeoXArgs", fields=("user_script", "optimizer", "optimizer_type", "use_mup")),
+    Seam("megatron.neox_arguments", "NeoXArgs.calculate_derived", ("self",)),
+    Seam("megatron.neox_arguments", "NeoXArgs.validate_values", ("self",)),
+    Seam("megatron.neox_arguments", "NeoXArgs.get_deepspeed_main_args", ("self",)),
+    Seam(
+        "megatron.model.transformer",
+        "ParallelSelfAttention",
+        (
+            *("neox_args", "attention_mask_func", "init_method", "output_layer_init_method", "layer_number"),
+            *("rpe", "rotary", "use_cache", "parallel_output"),
+        ),
+    ),
+    Seam(
+        "megatron.model.transformer",
+        "ParallelSelfAttention.attention",
+        ("self", "query_layer", "key_layer", "value_layer", "layer_past", "attention_mask"),
+    ),
+    Seam(
+        "megatron.model.transformer",
+        "ParallelSelfAttention.flash_attention",
+        ("self", "query_layer", "key_layer", "value_layer"),
+    ),
+    Seam("megatron.mpu", "get_cuda_rng_tracker"),
+    Seam("megatron.checkpointing", "check_checkpoint_args", ("neox_args", "checkpoint_args")),
+    Seam("megatron.training", "get_learning_rate_scheduler", ("optimizer", "neox_args")),
+    Seam("megatron.learning_rates", "AnnealingLR.get_lr", ("self",)),
+)
+
+
+def upstream() -> Mapping[str, ModuleType]:
+    """Upstream's modules by name, once all that is relied on is there.
+
+    Raises:
+        IncompatibleError: something is missing or has other parameters.
+    """
+    modules = {seam.module: _imported(seam.module) for seam in SEAMS}
+    problems = [problem for seam in SEAMS if (problem := _problem(seam, modules[seam.module])) is not None]
+    if problems:
+        where = Path(str(modules["megatron.mpu"].__file__)).parents[2]
+        lines = "\n".join(f"  {problem}" for problem in problems)
+        raise IncompatibleError(
+            f"{where}: this GPT-NeoX (commit {commit(where) or 'unknown'}) has changed what megatron_coca.neox_plugin "
+            f"relies on:\n{lines}\nUse the tested commit, {TESTED_COMMIT}, or a newer plugin."
+        )
+    return modules
+
+
+def _imported(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise IncompatibleError(
+            f"{name} cannot be imported ({error}): run from the root of a GPT-NeoX checkout, or put it on PYTHONPATH, with "
+            "its requirements installed; another package named `megatron` (megatron-core) must not come before it"
+        ) from error
+
+
+def _problem(seam: Seam, module: ModuleType) -> str | None:
+    found: Any = module
+    for part in seam.name.split("."):
+        found = getattr(found, part, None)
+    if found is None:
+        return f"{seam.module}.{seam.name} is missing"
+    has = list(inspect.signature(found).parameters) if seam.parameters else []
+    lacking = [name for name in seam.parameters if name not in has]
+    lacking += [name for name in seam.fields if name not in getattr(found, "__dataclass_fields__", {})]
+    return f"{seam.module}.{seam.name} has no {', '.join(lacking)}" if lacking else None
+
+
+def commit(folder: Path) -> str | None:
+    """The commit of a git checkout, or None."""
+    done = subprocess.run(["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else None

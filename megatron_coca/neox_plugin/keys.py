@@ -1,0 +1,136 @@
+"""The YAML keys that the plugin adds to GPT-NeoX's, and what becomes of ours that it does not have."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
+
+from megatron_coca.config import KEYS, Config, ConfigError, load_config
+from megatron_coca.config.position import PositionConfig
+
+logger = logging.getLogger(__name__)
+
+METHODS = ("coca", "coca_strict", "xpos")
+"""Values of `pos_emb` that GPT-NeoX does not have."""
+
+EXTENDING = ("rope_scaling", "relative_positions", "logit_scaling")
+"""Keys that ask for the plugin where `pos_emb` is rotary."""
+
+SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "seq_length", "attention_dropout")
+POSITION = ("pos_emb", "rotary_pct", "rotary_emb_base", *EXTENDING, "attention_backend", "operand_kernel")
+"""What a position method is built from; all of them are fields of NeoXArgs once the plugin is active."""
+
+WITHOUT_EFFECT = frozenset({"faults", "checkpoint", "logging", "launch"})
+"""Groups of our keys that change no result: those that GPT-NeoX has not are left out there."""
+
+ALSO_WITHOUT_EFFECT = frozenset({"loss_chunk_size", "torch_compile", "num_workers", "data_root"})
+
+
+class Added(NamedTuple):
+    """A new field: the class of NeoXArgs's that gets it, its type and its default."""
+
+    owner: str
+    type: Any
+    default: Any
+
+
+def _choices(name: str) -> Any:
+    return Literal[get_args(PositionConfig.model_fields[name].annotation)]  # type: ignore[misc]
+
+
+FIELDS: dict[str, Added] = {
+    "rope_scaling": Added("NeoXArgsModel", dict, None),
+    "relative_positions": Added("NeoXArgsModel", dict, None),
+    "logit_scaling": Added("NeoXArgsModel", _choices("logit_scaling"), "none"),
+    "attention_backend": Added("NeoXArgsModel", _choices("attention_backend"), "auto"),
+    "operand_kernel": Added("NeoXArgsModel", _choices("operand_kernel"), "torch"),
+    "lr_warmup_init": Added("NeoXArgsLRScheduler", float, 0.0),
+}
+CHOICES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "pos_emb": ("NeoXArgsModel", METHODS),
+    "lr_decay_style": ("NeoXArgsLRScheduler", ("linear_to_min_lr",)),
+    "optimizer_type": ("NeoXArgsOptimizer", ("adamw",)),
+}
+"""Further values of fields that are there: their class, and the values."""
+
+
+def extend(arguments: type, groups: Mapping[str, type]) -> None:
+    """Add the fields and choices to `arguments` (NeoXArgs), whose bases by name are `groups`."""
+    for name, (owner, values) in CHOICES.items():
+        field = groups[owner].__dataclass_fields__[name]  # type: ignore[attr-defined]
+        field.type = Literal[(*get_args(field.type), *values)]
+    for name, added in FIELDS.items():
+        groups[added.owner].__annotations__[name] = added.type
+        setattr(groups[added.owner], name, added.default)
+    choices = {name: groups[owner].__dataclass_fields__[name].type for name, (owner, _) in CHOICES.items()}  # type: ignore[attr-defined]
+    for owner in {added.owner for added in FIELDS.values()}:
+        _made_anew(groups[owner])
+    _made_anew(arguments)
+    for kind in (arguments, *groups.values()):
+        for name, annotation in choices.items():
+            if name in kind.__dataclass_fields__:  # type: ignore[attr-defined]
+                kind.__dataclass_fields__[name].type = annotation  # type: ignore[attr-defined]
+
+
+def _made_anew(kind: type) -> None:
+    """A dataclass with the fields that its annotations name now; `dataclass` replaces no method that is there."""
+    for method in ("__init__", "__repr__", "__eq__"):
+        if method in vars(kind):
+            delattr(kind, method)
+    dataclass(kind)
+
+
+def is_asked_for(neox_args: Any) -> bool:
+    """Whether a configuration wants something of the plugin's attention."""
+    if neox_args.pos_emb.lower() in METHODS:
+        return True
+    return bool(neox_args.rope_scaling or neox_args.relative_positions or neox_args.logit_scaling != "none")
+
+
+def resolve(neox_args: Any) -> Config:
+    """Our configuration of what the plugin builds.
+
+    Raises:
+        ConfigError: the keys are not valid, or GPT-NeoX is told to do what the plugin's attention cannot.
+    """
+    problems = [reason for name, (default, reason) in REFUSED.items() if getattr(neox_args, name, default) != default]
+    kinds = set(neox_args.attention_config or ()) - {"global", "flash"}
+    problems += [f"attention_config: {', '.join(sorted(kinds))} is not served; use global or flash"] if kinds else []
+    given = {name: getattr(neox_args, name) for name in (*SHAPE, *POSITION)}
+    given |= {"pos_emb": neox_args.pos_emb.lower(), "make_vocab_size_divisible_by": 1}
+    scaling = neox_args.rope_scaling or {}
+    if scaling.get("rope_type", scaling.get("type")) == "clex":
+        problems.append("rope_scaling: clex learns frequencies for all layers at once, which GPT-NeoX has no place for")
+    if problems:
+        raise ConfigError(problems)
+    return load_config([], {name: value for name, value in given.items() if value is not None})
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "sliding_window_width": (None, "sliding_window_width: not with the plugin's attention; leave it out"),
+    "use_mup": (
+        False,
+        "use_mup: not with the plugin's attention, which divides scores by sqrt(head_dim); leave it out",
+    ),
+    "te_mha": (False, "te_mha: Transformer Engine's attention takes no other positions; leave it out"),
+    "te_fp8_mha": (False, "te_fp8_mha: Transformer Engine's attention takes no other positions; leave it out"),
+}
+"""Keys of GPT-NeoX that contradict the plugin's attention: their default, and what is said."""
+
+
+def translated(values: Mapping[str, Any], known: frozenset[str]) -> dict[str, Any]:
+    """The keyword arguments of NeoXArgs (whose fields are `known`) from those of a YAML file of ours.
+
+    Raises:
+        ValueError: a key of ours that would change results is unknown to GPT-NeoX.
+    """
+    foreign = [name for name in values if name not in known and name in KEYS]
+    left_out = [name for name in foreign if KEYS[name].group in WITHOUT_EFFECT or name in ALSO_WITHOUT_EFFECT]
+    refused = [name for name in foreign if name not in left_out]
+    if refused:
+        raise ValueError(
+            f"{', '.join(refused)}: megatron_coca's own trainer has this, GPT-NeoX has not; leave it out here"
+        )
+    if left_out:
+        logger.warning("%s: without effect in GPT-NeoX", ", ".join(left_out))
+    return {name: value for name, value in values.items() if name not in left_out}
