@@ -8,7 +8,15 @@ from megatron_coca.config import KEYS, Config
 from megatron_coca.config.position import ROTATED_METHODS
 
 EVALUATION_KEYS = frozenset(
-    {"rope_scaling", "rotary_emb_base", "relative_positions", "logit_scaling", "attention_backend", "operand_kernel"}
+    {
+        "rope_scaling",
+        "rotary_emb_base",
+        "relative_positions",
+        "logit_scaling",
+        "attention_backend",
+        "operand_kernel",
+        "trainable",
+    }
 )
 EVALUATION_GROUPS = frozenset({"data", "batch", "checkpoint", "logging", "launch"})
 """What may differ from training when a checkpoint is evaluated; anything else would be another model."""

@@ -1,6 +1,7 @@
 """What a checkpoint is, and whether its files are as they were written."""
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.errors import CheckpointError
 from megatron_coca.checkpoints.state import StateReader
+from megatron_coca.checkpoints.weights import names_in, open_safetensors
 from megatron_coca.config import ConfigError, load_config
 from megatron_coca.data.inspection.table import table
 
@@ -34,9 +36,10 @@ class Description:
 
     Attributes:
         folder: one step's folder.
+        holds: "run" for all that a run needs to go on, "weights" for a model alone; None without a manifest.
         meta: what meta.json says: step, topology, versions, progress, what was read.
         keys: the configuration's keys that say what model it is.
-        parameters: numbers of the model; None for a checkpoint without readable state.
+        parameters: numbers of the model; None for a checkpoint without readable state, where it should have one.
         stored: elements of each kind in the state, all ranks together; a copy counts again.
         sizes: bytes of the files below each top entry of the folder.
         unlisted: files in the folder that its manifest does not know.
@@ -45,6 +48,7 @@ class Description:
     """
 
     folder: Path
+    holds: str | None
     meta: dict[str, Any]
     keys: dict[str, Any]
     parameters: int | None
@@ -73,17 +77,22 @@ def checkpoints_in(path: Path) -> list[Path]:
 
 def describe(folder: Path, verify: bool = True) -> Description:
     """Look at one step's folder; with `verify` every byte of it is read, without it names and sizes are compared."""
-    meta, keys, parameters, stored, unlisted = {}, {}, None, {}, []
+    holds, parameters = None, None
+    meta: dict[str, Any] = {}
+    keys: dict[str, Any] = {}
+    stored: dict[str, int] = {}
+    unlisted: list[str] = []
     damage = _damage(folder, verify)
     try:
         unlisted = native.unlisted(folder)
+        holds = native.read_json(folder / native.MANIFEST).get("holds", native.EVERYTHING)
         meta = native.read_json(folder / native.META)
         flat = load_config([folder / native.CONFIG]).flat()
         keys = {name: flat[name] for name in SHOWN_KEYS}
-        parameters, stored = _state(folder)
+        parameters, stored = (_weights if holds == native.WEIGHTS_ONLY else _state)(folder)
     except (CheckpointError, ConfigError) as error:
         damage = damage or str(error)
-    return Description(folder, meta, keys, parameters, stored, _sizes(folder), unlisted, verify, damage)
+    return Description(folder, holds, meta, keys, parameters, stored, _sizes(folder), unlisted, verify, damage)
 
 
 def _damage(folder: Path, contents: bool) -> str | None:
@@ -102,11 +111,27 @@ def _state(folder: Path) -> tuple[int | None, dict[str, int]]:
         return sum(prod(shape) for shape in reader.shapes.values()), reader.stored
 
 
+def _weights(folder: Path) -> tuple[int | None, dict[str, int]]:
+    path = folder / native.WEIGHTS
+    entries = open_safetensors(dict.fromkeys(names_in(path), path), folder).entries
+    return sum(prod(entry.shape) for entry in entries.values()), {}
+
+
 def _sizes(folder: Path) -> dict[str, int]:
     sizes: Counter[str] = Counter()
     for name in native.files(folder):
         sizes[Path(name).parts[0]] += (folder / name).stat().st_size
     return dict(sizes)
+
+
+def _contents(found: Description) -> Iterator[str]:
+    yield from (f"  imported, {name}: {value}" for name, value in found.meta.get("imported", {}).items())
+    if found.parameters is not None:
+        yield f"  parameters: {found.parameters:,}"
+    if found.holds == native.WEIGHTS_ONLY:
+        yield "  holds weights only: a run starts from them with finetune=true"
+    elif found.parameters is None:
+        yield "  no state of the optimizer"
 
 
 def describe_text(found: Description) -> str:
@@ -117,7 +142,7 @@ def describe_text(found: Description) -> str:
         f"{found.folder}: step {meta.get('step', '?')}, {found.damage or sound}",
         *(f"  not listed in {native.MANIFEST}: {name}" for name in found.unlisted),
         *(f"  {name}: {value}" for name, value in found.keys.items() if value is not None),
-        f"  parameters: {found.parameters:,}" if found.parameters is not None else "  no state of the optimizer",
+        *_contents(found),
         *(
             f"  {name}: {meta[name]}"
             for name in ("dtype", "batch", "topology", "zero_stage", "versions")

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -14,6 +14,8 @@ from megatron_coca.checkpoints.compare import refuse_other_model
 from megatron_coca.checkpoints.errors import CheckpointError
 from megatron_coca.checkpoints.huggingface.keys import read_keys
 from megatron_coca.checkpoints.huggingface.reading import is_huggingface_folder, open_weights
+from megatron_coca.checkpoints.neox import files as neox_files
+from megatron_coca.checkpoints.neox import reading as neox
 from megatron_coca.checkpoints.weights import Weights, names_in, open_safetensors
 from megatron_coca.config import Config, load_config
 from megatron_coca.model import GPT, empty_model
@@ -30,7 +32,7 @@ class Loaded:
         config: the resolved configuration, overrides included.
         tokenizer_folder: the tokenizer's files, or None where the folder has none.
         step: completed training iterations, or None for a Hugging Face folder.
-        identity: sha256 of the weights file of our own checkpoints, else the folder's name.
+        identity: sha256 of the weights file of our own checkpoints, one of GPT-NeoX's files, else the folder's name.
     """
 
     model: GPT
@@ -41,7 +43,7 @@ class Loaded:
 
 
 def load_model(path: str | Path, overrides: Overrides = (), device: str = "cpu") -> GPT:
-    """The model of a checkpoint of ours or of a Hugging Face folder, in evaluation mode.
+    """The model of a checkpoint of ours, of a Hugging Face folder or of a checkpoint of GPT-NeoX, in evaluation mode.
 
     `overrides` may change the extension, the rotary base or the attention backend, as a mapping or as "key=value"
     strings: {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}.
@@ -102,13 +104,16 @@ class Opened:
 
 
 def open_checkpoint(path: str | Path, verify: bool = True) -> Opened:
-    """Find a checkpoint of ours or a Hugging Face folder. Raises CheckpointError.
+    """Find a checkpoint of ours, a Hugging Face folder or a checkpoint of GPT-NeoX. Raises CheckpointError.
 
     `verify` compares the files of ours with their checksums; without it their sizes alone are looked at.
     """
     path = Path(path)
-    if is_huggingface_folder(path):
-        return _open_huggingface(path)
+    layout = next(layout for layout in LAYOUTS if layout.found(path))
+    return layout.open(path, verify)
+
+
+def _open_native(path: Path, verify: bool) -> Opened:
     folder = native.locate(path)
     manifest = native.verify(folder, contents=verify)
     tokenizer = folder / native.TOKENIZER
@@ -127,7 +132,7 @@ def _native_weights(folder: Path) -> Weights:
     return open_safetensors(dict.fromkeys(names_in(path), path), folder)
 
 
-def _open_huggingface(folder: Path) -> Opened:
+def _open_huggingface(folder: Path, verify: bool) -> Opened:
     """The authors' GPT-NeoX folders look like plain ones, so that `pos_emb` may be said here."""
     trained = load_config([], read_keys(folder))
     shape = trained.model
@@ -140,6 +145,36 @@ def _open_huggingface(folder: Path) -> Opened:
         weights=partial(open_weights, folder, shape.num_layers, shape.num_attention_heads, not shape.no_weight_tying),
         also_free=frozenset({"pos_emb"}),
     )
+
+
+def _open_neox(path: Path, verify: bool) -> Opened:
+    folder = neox_files.find_step(path)
+    assert folder is not None, "found by it"
+    files = neox_files.open_files(folder)
+    config, ranks = neox.configure(folder, files)
+    return Opened(
+        folder=folder,
+        trained=config,
+        tokenizer_folder=None,
+        step=neox_files.step_of(folder),
+        identity=neox_files.identity(files),
+        weights=partial(neox.open_weights, folder, files, config, ranks),
+    )
+
+
+class Layout(NamedTuple):
+    """A layout on disk: whether a path is of it, and how it is opened, with its checksums compared or not."""
+
+    found: Callable[[Path], bool]
+    open: Callable[[Path, bool], Opened]
+
+
+LAYOUTS: tuple[Layout, ...] = (
+    Layout(is_huggingface_folder, _open_huggingface),
+    Layout(lambda path: neox_files.find_step(path) is not None, _open_neox),
+    Layout(lambda path: True, _open_native),
+)
+"""The first that a path is of is taken. What is of none is looked for as ours, whose errors say what is missing."""
 
 
 @torch.no_grad()

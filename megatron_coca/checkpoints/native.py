@@ -11,6 +11,8 @@
                           state/        float32 weights and optimizer states, a file per rank (state.py)
                           rng/          one random state per rank
 
+One that was imported holds weights only, which its manifest says: it has no state/ and no rng/.
+
 A checkpoint is filled in under a hidden name beside its final one, hashed, flushed to disk and only then renamed;
 `latest` moves last.
 """
@@ -46,8 +48,13 @@ ASIDE = "aside"
 FORMAT = 2
 READABLE = (1, 2)
 """Format 1 had DeepSpeed's own files in place of `state/`: its weights can be read, a run cannot go on from it."""
-REQUIRED = (CONFIG, META, WEIGHTS, f"{STATE}/", f"{RNG}/rank_0.pt")
-"""What a manifest of the current format lists at least; of a folder, one file in it."""
+EVERYTHING, WEIGHTS_ONLY = "run", "weights"
+"""What a checkpoint may hold: all that a run needs to go on, or a model alone."""
+REQUIRED = {
+    EVERYTHING: (CONFIG, META, WEIGHTS, f"{STATE}/", f"{RNG}/rank_0.pt"),
+    WEIGHTS_ONLY: (CONFIG, META, WEIGHTS),
+}
+"""What a manifest of the current format lists at least, by what the checkpoint holds; of a folder, one file in it."""
 _STEP = re.compile(r"global_step(0|[1-9][0-9]*)")
 
 
@@ -90,17 +97,20 @@ def sweep(save: Path) -> None:
         shutil.rmtree(leftover)
 
 
-def commit(save: Path, step: int, described: Mapping[str, Mapping[str, Any]] | None = None) -> Path:
+def commit(
+    save: Path, step: int, described: Mapping[str, Mapping[str, Any]] | None = None, holds: str = EVERYTHING
+) -> Path:
     """Hash, flush and rename the filled folder of `step`, then move `latest`. Returns the final folder.
 
     `described` says of some files, by name within the folder, what `describe` gives: these were flushed by those who
-    wrote them and are not read again. Once the folder is renamed the checkpoint is complete: what fails after that is
-    told in a warning.
+    wrote them and are not read again. `holds` is a key of `REQUIRED`. Once the folder is renamed the checkpoint is
+    complete: what fails after that is told in a warning.
     """
     partial, final = partial_folder(save, step), step_folder(save, step)
     done = dict(described or {})
     others = [name for name in files(partial) if name not in done]
-    manifest = {"format": FORMAT, "files": done | {name: describe(partial / name) for name in others}}
+    listed = done | {name: describe(partial / name) for name in others}
+    manifest = {"format": FORMAT, "holds": holds, "files": listed}
     write_json(partial / MANIFEST, manifest)
     for path in (*(partial / name for name in (*others, MANIFEST)), *_folders(partial)):
         flush(path)
@@ -158,12 +168,13 @@ def copy(folder: Path, target: Path) -> Path:
     assert match is not None, "checkpoints are named by their steps"
     step = int(match.group(1))
     partial = begin(target, step)
-    described = read_json(folder / MANIFEST)["files"]
+    manifest = read_json(folder / MANIFEST)
+    described = manifest["files"]
     for name in described:
         (partial / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(folder / name, partial / name)
         flush(partial / name)
-    return commit(target, step, described)
+    return commit(target, step, described, manifest.get("holds", EVERYTHING))
 
 
 def locate(path: str | Path, step: int | None = None) -> Path:
@@ -204,7 +215,7 @@ def verify(folder: Path, contents: bool = True) -> dict[str, Any]:
             )
         if contents and _sha256(path) != expected.get("sha256"):
             raise CheckpointError(f"{path}: its content has changed since the checkpoint was written (sha256 differs)")
-    if manifest["format"] == FORMAT:
+    if manifest["format"] == FORMAT and manifest["holds"] == EVERYTHING:
         _require(_random_states(folder), manifest["files"], folder)
     return manifest
 
@@ -219,8 +230,11 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     listed = manifest.get("files")
     if not isinstance(listed, dict) or not all(isinstance(entry, dict) for entry in listed.values()):
         raise CheckpointError(f"{folder / MANIFEST}: lists no files; it is damaged")
+    holds = manifest.setdefault("holds", EVERYTHING)  # earlier manifests do not say it
+    if holds not in tuple(REQUIRED):
+        raise CheckpointError(f"{folder / MANIFEST}: holds {holds!r} is not known; known: {', '.join(REQUIRED)}")
     # A checkpoint of format 1 has no state: only its weights are read.
-    _require(REQUIRED if manifest["format"] == FORMAT else REQUIRED[:3], listed, folder)
+    _require(REQUIRED[holds if manifest["format"] == FORMAT else WEIGHTS_ONLY], listed, folder)
     return manifest
 
 
@@ -242,6 +256,14 @@ def _random_states(folder: Path) -> list[str]:
         return [f"{RNG}/rank_{rank}.pt" for rank in range(prod(sizes.values()))]
     except (AttributeError, TypeError) as error:
         raise CheckpointError(f"{folder / META}: topology {sizes!r} is not a mapping of numbers") from error
+
+
+def refuse_weights_only(folder: Path) -> None:
+    """Raise a CheckpointError where a checkpoint holds a model alone, from which no run can go on."""
+    if read_json(folder / MANIFEST).get("holds") == WEIGHTS_ONLY:
+        raise CheckpointError(
+            f"{folder}: holds weights only, no state of an optimizer; set finetune=true to start a run from them"
+        )
 
 
 def unlisted(folder: Path) -> list[str]:

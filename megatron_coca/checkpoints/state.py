@@ -120,6 +120,7 @@ class StateReader:
         self._files = ExitStack()
         self._sources: dict[tuple[str, str], list[_Source]] = defaultdict(list)
         self._places: dict[str, Place] = {}
+        self._recent: tuple[tuple[str, str, Shard | None], tuple[Tensor, Tensor]] | None = None
         paths = sorted(folder.glob("rank_*.safetensors"))
         if not paths:
             raise CheckpointError(f"{folder}: holds no state of any rank")
@@ -141,7 +142,9 @@ class StateReader:
 
     @property
     def stored(self) -> dict[str, int]:
-        """Elements of each kind in all files; what several ranks hold counts again."""
+        """Elements of each kind in all files; what several ranks hold counts again. Weights that are not trained have no
+        other kind.
+        """
         found: Counter[str] = Counter()
         for (kind, _), sources in self._sources.items():
             found[kind] += sum(source.numel for source in sources)
@@ -151,11 +154,20 @@ class StateReader:
         """Look for a gap, without reading values.
 
         Raises:
-            CheckpointError: a stretch of a parameter, or of one of its states, is in no file.
+            CheckpointError: a stretch of a parameter is in no file, or one state of the optimizer for it and not another.
         """
-        for kind, name in self._sources:
-            for sources in self._by_shard(name, kind).values():
-                self._stretches(sources, 0, prod(self._places[name].shape), kind, name)
+        states = sorted({kind for kind, _ in self._sources} - {WEIGHT})
+        for name in self._places:
+            self._require_weight(name)
+            covered = [
+                sorted((each.shard or (), each.start, each.numel) for each in self._sources[kind, name])
+                for kind in states
+            ]
+            for kind, stretches in zip(states, covered, strict=True):
+                if stretches != covered[0]:
+                    raise CheckpointError(
+                        f"{self._folder}: {kind} of {name} covers other elements than {states[0]} does"
+                    )
 
     def fill(self, piece: Piece, place: Place) -> None:
         """Copy what was saved into the memory of `piece`, whose parameter lies at `place` now.
@@ -168,27 +180,55 @@ class StateReader:
         if same:
             self._copy(same, piece.start, stop, piece)
             return
-        whole = self.whole(piece.name, piece.kind)
-        local = place.shard.cut(whole) if place.shard is not None else whole
-        piece.tensor.copy_(local.reshape(-1)[piece.start : stop])
+        values, held = self._part(piece.name, piece.kind, place.shard)
+        missing = (~held[piece.start : stop]).nonzero()
+        if len(missing):
+            raise self._incomplete(piece.kind, piece.name, piece.start + int(missing[0]))
+        piece.tensor.copy_(values[piece.start : stop])
 
     def whole(self, name: str, kind: str = WEIGHT) -> Tensor:
-        """A parameter, or one of its states, in its whole shape, float32 on the CPU.
+        """A parameter, or one of its states, in its whole shape, float32 on the CPU; what is not trained has a state of 0.
 
         Raises:
-            CheckpointError: the state does not hold all of it.
+            CheckpointError: the state does not hold all of the parameter.
         """
-        place = self._places.get(name)
-        if place is None:
+        self._require_weight(name)
+        return self._gathered(name, kind)[0]
+
+    def _require_weight(self, name: str) -> None:
+        place = self._place(name)
+        for sources in self._by_shard(name, WEIGHT).values():
+            self._stretches(sources, 0, prod(place.shape), WEIGHT, name)
+
+    def _place(self, name: str) -> Place:
+        if name not in self._places:
             raise CheckpointError(f"{self._folder}: holds no parameter {name}")
-        full = torch.empty(place.full_shape)
+        return self._places[name]
+
+    def _part(self, name: str, kind: str, shard: Shard | None) -> tuple[Tensor, Tensor]:
+        """Part `shard` of what `_gathered` gives, flattened. The last one is kept: pieces of one parameter are many where
+        only some of its rows are trained, and are asked for one after the other.
+        """
+        if self._recent is None or self._recent[0] != (name, kind, shard):
+            found = self._gathered(name, kind)
+            values, held = (each if shard is None else shard.cut(each) for each in found)
+            self._recent = (name, kind, shard), (values.reshape(-1), held.reshape(-1))
+        return self._recent[1]
+
+    def _gathered(self, name: str, kind: str) -> tuple[Tensor, Tensor]:
+        """What all files have of a parameter or one of its states, float32, and bool: where they have any."""
+        place = self._place(name)
+        values, held = torch.zeros(place.full_shape), torch.zeros(place.full_shape, dtype=torch.bool)
         for shard, sources in self._by_shard(name, kind).items():
-            part = torch.empty(place.shape) if shard is not None else full
-            flat = part.view(-1)
-            self._copy(sources, 0, flat.numel(), Piece(name, kind, 0, flat))
+            part = values if shard is None else torch.zeros(place.shape)
+            there = held if shard is None else torch.zeros(place.shape, dtype=torch.bool)
+            for source in sources:
+                part.view(-1).narrow(0, source.start, source.numel).copy_(source.file.get_tensor(source.key))
+                there.view(-1).narrow(0, source.start, source.numel).fill_(True)
             if shard is not None:
-                shard.place(part, full)
-        return full
+                shard.place(part, values)
+                shard.place(there, held)
+        return values, held
 
     def _by_shard(self, name: str, kind: str) -> dict[Shard | None, list[_Source]]:
         found: dict[Shard | None, list[_Source]] = defaultdict(list)
@@ -215,11 +255,14 @@ class StateReader:
                 found.append((source, reached, last))
                 reached = last
         if reached < stop:
-            raise CheckpointError(
-                f"{self._folder}: {kind} of {name} is not complete: elements from {reached} on are in no file; files "
-                "of some ranks are missing"
-            )
+            raise self._incomplete(kind, name, reached)
         return found
+
+    def _incomplete(self, kind: str, name: str, reached: int) -> CheckpointError:
+        return CheckpointError(
+            f"{self._folder}: {kind} of {name} is not complete: elements from {reached} on are in no file; files "
+            "of some ranks are missing"
+        )
 
     def _open(self, path: Path) -> None:
         try:

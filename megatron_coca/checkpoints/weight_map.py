@@ -81,23 +81,49 @@ GPT_NEOX: tuple[Row, ...] = (
 
 
 def llama(key_projection: str) -> tuple[Row, ...]:
-    """LLaMA's table; the CoCA authors' folders call the key projection `t_proj`."""
-    attention = "model.layers.{i}.self_attn"
-    projections = tuple(f"{attention}.{name}.weight" for name in ("q_proj", key_projection, "v_proj"))
+    """LLaMA's table; the CoCA authors' folders call the key projection `t_proj`. Most models have no biases."""
+    attention, mlp = "model.layers.{i}.self_attn", "model.layers.{i}.mlp"
+    kinds = ("weight", "bias")
     return (
         Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",)),
         Row("blocks.{i}.input_layernorm.weight", ("model.layers.{i}.input_layernorm.weight",)),
         Row("blocks.{i}.post_attention_layernorm.weight", ("model.layers.{i}.post_attention_layernorm.weight",)),
-        Row("blocks.{i}.attention.query_key_value.weight", projections, BY_HEAD),
-        Row("blocks.{i}.attention.dense.weight", (f"{attention}.o_proj.weight",)),
-        Row(
-            "blocks.{i}.mlp.linear1.weight",
-            ("model.layers.{i}.mlp.up_proj.weight", "model.layers.{i}.mlp.gate_proj.weight"),
-            STACKED,
+        *(
+            Row(
+                f"blocks.{{i}}.attention.query_key_value.{kind}",
+                tuple(f"{attention}.{name}.{kind}" for name in ("q_proj", key_projection, "v_proj")),
+                BY_HEAD,
+            )
+            for kind in kinds
         ),
-        Row("blocks.{i}.mlp.linear2.weight", ("model.layers.{i}.mlp.down_proj.weight",)),
+        *(Row(f"blocks.{{i}}.attention.dense.{kind}", (f"{attention}.o_proj.{kind}",)) for kind in kinds),
+        *(
+            Row(f"blocks.{{i}}.mlp.linear1.{kind}", (f"{mlp}.up_proj.{kind}", f"{mlp}.gate_proj.{kind}"), STACKED)
+            for kind in kinds
+        ),
+        *(Row(f"blocks.{{i}}.mlp.linear2.{kind}", (f"{mlp}.down_proj.{kind}",)) for kind in kinds),
         Row("norm.weight", ("model.norm.weight",)),
         Row("final_linear.weight", ("lm_head.weight",)),
+    )
+
+
+LEARNED_PARTS: dict[str, tuple[str, str]] = {"gpt_neox": ("gpt_neox", "attention"), "llama": ("model", "self_attn")}
+"""What the two architectures call the network without its head, and the attention of a layer."""
+
+
+def learned_positions(kind: str) -> tuple[Row, ...]:
+    """What a position method learns, by its names in the folders that carry our modelling file. `kind` is the stock
+    architecture; a model has one of these at most, and most have none.
+    """
+    base, attention = LEARNED_PARTS[kind]
+    by_layer = f"{base}.layers.{{i}}.{attention}.position_bias"
+    return (
+        Row("embedding.position_embeddings.weight", (f"{base}.position_embeddings.weight",)),
+        Row("positions.bias.weight", (f"{base}.position_bias.weight",)),
+        Row("positions.clex.up", (f"{base}.clex.up",)),
+        Row("positions.clex.down", (f"{base}.clex.down",)),
+        Row("blocks.{i}.attention.position_bias.bias_p", (f"{by_layer}.bias_p",)),
+        Row("blocks.{i}.attention.position_bias.bias_a", (f"{by_layer}.bias_a",)),
     )
 
 

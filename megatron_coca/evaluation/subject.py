@@ -12,6 +12,7 @@ from megatron_coca.attention.inputs import BackendError
 from megatron_coca.attention.layer import SelfAttention
 from megatron_coca.checkpoints import CheckpointError, Opened, open_checkpoint
 from megatron_coca.checkpoints.compare import EVALUATION_KEYS, TRAINED_CHOICES
+from megatron_coca.checkpoints.huggingface.source_tokenizer import read_tokenizer
 from megatron_coca.config import Config, ConfigError
 from megatron_coca.data import Tokenizer, load_saved_tokenizer, load_tokenizer
 from megatron_coca.evaluation.options import DTYPES, SubjectOptions, Variant, resolve_device
@@ -142,7 +143,9 @@ def find_tokenizer(opened: Opened) -> Tokenizer | None:
     if opened.tokenizer_folder is not None:
         return load_saved_tokenizer(opened.tokenizer_folder)
     beside = Path(opened.folder) / "tokenizer.json"
-    return load_tokenizer("HFTokenizer", beside) if beside.is_file() else None
+    if beside.is_file():
+        return load_tokenizer("HFTokenizer", beside)
+    return read_tokenizer(opened.folder, opened.trained.model.padded_vocab_size).tokenizer
 
 
 def changed_keys(trained: Config, used: Config) -> dict[str, Any]:

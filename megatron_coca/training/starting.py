@@ -125,6 +125,7 @@ def _folders_to_resume(config: CheckpointConfig) -> list[Path]:
     if same and not native.begun_steps(Path(config.load)):
         return []
     named = native.locate(config.load, config.iteration)
+    native.refuse_weights_only(named)
     if config.iteration is not None or named == Path(config.load):
         return [named]
     return _newest_first(config.load)
@@ -187,6 +188,7 @@ def refuse_other_run(folder: Path, corpus: Corpus, layout: Mapping[str, Any]) ->
 
     `layout` is what a step depends on beside the keys: samples of a step, number format.
     """
+    native.refuse_weights_only(folder)
     if native.read_json(folder / native.MANIFEST).get("format") == 1:
         raise CheckpointError(
             f"{folder}: was written by an earlier version, whose optimizer state cannot be read; start a new run from "

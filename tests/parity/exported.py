@@ -1,10 +1,14 @@
 """Small checkpoints with random weights, norms and biases included, for the tests of exports."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from torch import Tensor
 
+from megatron_coca.checkpoints.huggingface.export import export
 from megatron_coca.config import load_config
 from megatron_coca.data import Tokenizer
 from megatron_coca.model import build_model
@@ -22,6 +26,7 @@ LLAMA: dict[str, Any] = {
     "use_bias_in_mlp": False,
     "use_bias_in_norms": False,
 }
+GROUPED = LLAMA | {"num_kv_heads": 2}
 
 
 def random_checkpoint(
@@ -35,3 +40,32 @@ def random_checkpoint(
         for name, weight in build_model(config).state_dict().items()
     }
     return write_checkpoint(save, config, weights, tokenizer)
+
+
+def tokens(length: int, rows: int = 2) -> Tensor:
+    """int64 [rows, length], the same at every call."""
+    return torch.randint(500, (rows, length), generator=torch.Generator().manual_seed(length))
+
+
+@pytest.fixture(scope="session")
+def modules_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where transformers copies modelling files to, in place of the user's own folder."""
+    from transformers import dynamic_module_utils
+
+    folder = tmp_path_factory.mktemp("modules")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(folder))
+        patch.syspath_prepend(str(folder))
+        yield folder
+
+
+def remote(checkpoint: Path, folder: Path, *overrides: str, attention: str = "sdpa", **settings: Any) -> Any:
+    """The exported model as transformers loads it with the modelling file, in evaluation mode."""
+    from transformers import AutoModelForCausalLM
+
+    done = export(checkpoint, folder, overrides)
+    assert done.remote
+    loaded = AutoModelForCausalLM.from_pretrained(
+        folder, trust_remote_code=True, attn_implementation=attention, **settings
+    )
+    return loaded.eval()

@@ -1,7 +1,8 @@
-"""Writing checkpoints as folders that stock Hugging Face transformers loads.
+"""Writing checkpoints as folders that Hugging Face transformers loads.
 
-Only what a stock model computes is written: an export gives the same logits, or there is none. The vocabulary keeps
-its padding rows, over which the softmax goes here as well; generation is told never to choose them.
+An export gives the same logits, or there is none. What a stock model computes is written as one; what differs in its
+positions alone carries a modelling file (exporters.py). The vocabulary keeps its padding rows, over which the softmax
+goes here as well; generation is told never to choose them.
 """
 
 import json
@@ -15,7 +16,9 @@ from megatron_coca.checkpoints import native, weight_map
 from megatron_coca.checkpoints.errors import CheckpointError
 from megatron_coca.checkpoints.huggingface.exporters import EXPORTERS, choose, describe
 from megatron_coca.checkpoints.huggingface.files import INDEX, SINGLE
+from megatron_coca.checkpoints.huggingface.model_card import CARD, model_card
 from megatron_coca.checkpoints.huggingface.reading import is_huggingface_folder
+from megatron_coca.checkpoints.huggingface.remote import MODELLING_FILE, REMOTE_TYPES
 from megatron_coca.checkpoints.huggingface.tokenizer import tokenizer_files
 from megatron_coca.checkpoints.load import Opened, Overrides, open_checkpoint
 from megatron_coca.checkpoints.weights import DTYPES, Weights, divided, write_safetensors
@@ -45,6 +48,11 @@ class Exported:
     model_type: str
     tokenizer_note: str | None
 
+    @property
+    def remote(self) -> bool:
+        """Whether it is loaded with `trust_remote_code=True`, by the modelling file beside the weights."""
+        return self.model_type in REMOTE_TYPES
+
 
 def export(
     checkpoint: str | Path,
@@ -63,8 +71,8 @@ def export(
         shard_bytes: larger models are written in several files.
 
     Raises:
-        CheckpointError: the checkpoint is not in order, no stock model computes what it does, or `folder` exists or
-            cannot be written. Nothing is written then.
+        CheckpointError: the checkpoint is not in order, its network has another shape than LLaMA's and GPT-NeoX's, or
+            `folder` exists or cannot be written. Nothing is written then.
         ConfigError: an override that is not valid.
         DataError: the checkpoint's tokenizer is damaged.
     """
@@ -74,11 +82,14 @@ def export(
     if folder.exists():
         raise CheckpointError(f"{folder}: exists already; name a new folder, or remove this one")
     files, end, note = _tokenizer(opened)
-    weights = foreign_weights(opened, config, EXPORTERS[kind].rows)
-    weights = weights if dtype is None else weights.to(DTYPES[dtype])
+    ours = opened.weights() if dtype is None else opened.weights().to(DTYPES[dtype])
+    weights = foreign_weights(ours, config, EXPORTERS[kind].rows)
+    contents = describe(config, kind, end, ours)
+    files = dict(files) | {CARD: model_card(opened, config, kind, weights, folder.name).encode()}
+    files |= {MODELLING_FILE.name: MODELLING_FILE.read_bytes()} if kind in REMOTE_TYPES else {}
     partial = folder.with_name(f".{folder.name}.partial")
     try:
-        _fill(partial, describe(config, kind, end, weights), weights, shard_bytes, files)
+        _fill(partial, contents, weights, shard_bytes, files)
         partial.rename(folder)
         native.flush(folder.parent)
     except CheckpointError:
@@ -106,10 +117,10 @@ def _tokenizer(opened: Opened) -> tuple[Mapping[str, bytes], Any, str | None]:
     return files, tokenizer.eod if tokenizer is not None else None, note
 
 
-def foreign_weights(opened: Opened, config: Config, rows: Sequence[weight_map.Row]) -> Weights:
-    """The weights by their names in `rows`, in the dtype on disk. Raises CheckpointError."""
+def foreign_weights(ours: Weights, config: Config, rows: Sequence[weight_map.Row]) -> Weights:
+    """The weights by their names in `rows`. Raises CheckpointError."""
     heads = weight_map.Heads(config.model.num_attention_heads, config.model.num_kv_heads)
-    return divided(opened.weights(), weight_map.expand(rows, config.model.num_layers), heads)
+    return divided(ours, weight_map.expand(rows, config.model.num_layers), heads)
 
 
 def _fill(

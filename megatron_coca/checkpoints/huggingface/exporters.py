@@ -1,6 +1,7 @@
-"""What stock Hugging Face transformers can express: an exporter for each architecture, in a table.
+"""What a model is written as in Hugging Face's terms: an exporter for each architecture, in a table.
 
-A model of a position method that no stock architecture has would be one more row, with code of its own beside it.
+A stock architecture is taken where it computes what the model does. Else one of the same shape is, whose positions are
+computed by a modelling file beside the weights (remote.py).
 """
 
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 
 from megatron_coca.checkpoints import weight_map
 from megatron_coca.checkpoints.errors import CheckpointError
+from megatron_coca.checkpoints.huggingface.remote import POSITION, auto_map, describe_position, rows
 from megatron_coca.checkpoints.weights import Weights
 from megatron_coca.config import Config
 from megatron_coca.config.position import SCALING_OPTIONS
@@ -30,17 +32,19 @@ class Exporter:
         architecture: the class that loads it.
         rows: its names of the weights.
         obstacles: what it cannot express.
-        keys: its config.json, apart from what all have in common.
+        shape: its config.json without positions, apart from what all have in common.
+        positions: what its config.json says of positions, from the weights by their names here.
     """
 
     architecture: str
     rows: tuple[weight_map.Row, ...]
     obstacles: tuple[Obstacle, ...]
-    keys: Callable[[Config], dict[str, Any]]
+    shape: Callable[[Config], dict[str, Any]]
+    positions: Callable[[Config, Weights], dict[str, Any]]
 
     def reasons(self, config: Config) -> list[str]:
         """Why a model cannot be written; none where it can."""
-        return [told(config) for has, told in (*POSITION_OBSTACLES, *self.obstacles) if has(config)]
+        return [told(config) for has, told in self.obstacles if has(config)]
 
 
 def _is(name: str, *allowed: Any) -> Obstacle:
@@ -109,13 +113,12 @@ LLAMA_OBSTACLES: tuple[Obstacle, ...] = (
     _is("norm", "rmsnorm"),
     _is("activation", "swiglu"),
     _is("gpt_j_residual", False),
-    _is("use_bias_in_attn_linear", False),
-    _is("use_bias_in_mlp", False),
-    (
-        lambda config: config.position.rotary_pct != 1,
-        lambda config: f"rotary_pct is {config.position.rotary_pct}, not 1",
-    ),
 )
+PARTIAL: Obstacle = (
+    lambda config: config.position.rotary_pct != 1,
+    lambda config: f"rotary_pct is {config.position.rotary_pct}, not 1",
+)
+"""Of stock LLaMA, which turns all features."""
 
 
 def _neox_keys(config: Config) -> dict[str, Any]:
@@ -136,14 +139,42 @@ def _llama_keys(config: Config) -> dict[str, Any]:
         "rms_norm_eps": config.model.rms_norm_epsilon,
         "num_key_value_heads": config.model.num_kv_heads,
         "head_dim": config.model.head_dim,
-        "attention_bias": False,
-        "mlp_bias": False,
+        "attention_bias": config.model.use_bias_in_attn_linear,
+        "mlp_bias": config.model.use_bias_in_mlp,
     }
 
 
+def _neox_rope(config: Config, weights: Weights) -> dict[str, Any]:
+    return {"rope_parameters": _rope_parameters(config) | {"partial_rotary_factor": config.position.rotary_pct}}
+
+
+def _llama_rope(config: Config, weights: Weights) -> dict[str, Any]:
+    return {"rope_parameters": _rope_parameters(config)}
+
+
+def _remote(kind: str, obstacles: tuple[Obstacle, ...], shape: Callable[[Config], dict[str, Any]]) -> Exporter:
+    """An architecture of the modelling file; what stock transformers would read of positions says nothing."""
+
+    def positions(config: Config, weights: Weights) -> dict[str, Any]:
+        plain = {"rope_type": "default", "rope_theta": config.position.rotary_emb_base}
+        return {"auto_map": auto_map(kind), "rope_parameters": plain, POSITION: describe_position(config, weights)}
+
+    return Exporter(auto_map(kind)["AutoModelForCausalLM"].rpartition(".")[2], rows(kind), obstacles, shape, positions)
+
+
 EXPORTERS: dict[str, Exporter] = {
-    "gpt_neox": Exporter("GPTNeoXForCausalLM", weight_map.GPT_NEOX, NEOX_OBSTACLES, _neox_keys),
-    "llama": Exporter("LlamaForCausalLM", weight_map.llama("k_proj"), LLAMA_OBSTACLES, _llama_keys),
+    "gpt_neox": Exporter(
+        "GPTNeoXForCausalLM", weight_map.GPT_NEOX, (*POSITION_OBSTACLES, *NEOX_OBSTACLES), _neox_keys, _neox_rope
+    ),
+    "llama": Exporter(
+        "LlamaForCausalLM",
+        weight_map.llama("k_proj"),
+        (*POSITION_OBSTACLES, PARTIAL, *LLAMA_OBSTACLES),
+        _llama_keys,
+        _llama_rope,
+    ),
+    "coca_gpt_neox": _remote("coca_gpt_neox", NEOX_OBSTACLES, _neox_keys),
+    "coca_llama": _remote("coca_llama", LLAMA_OBSTACLES, _llama_keys),
 }
 """Every architecture that a model may be written as, by its `model_type`; the first that can express it is taken."""
 
@@ -160,13 +191,15 @@ def choose(config: Config, source: Path) -> str:
         nearest = min(reasons, key=lambda kind: len(reasons[kind]))
         against = "; ".join(reasons[nearest])
         raise CheckpointError(
-            f"{source}: no model of stock transformers computes what this one does; against {nearest}, the nearest: {against}"
+            f"{source}: transformers has no model of this one's shape; against {nearest}, the nearest: {against}"
         )
     return fitting
 
 
 def describe(config: Config, kind: str, end: int | list[int] | None, weights: Weights) -> dict[str, dict[str, Any]]:
-    """The contents of config.json and generation_config.json, by these names; `end` is what ends a text."""
+    """The contents of config.json and generation_config.json, by these names; `end` is what ends a text, `weights` are
+    those that are written, by their names here.
+    """
     model, exporter = config.model, EXPORTERS[kind]
     known = model.vocab_size or model.padded_vocab_size
     settings = {
@@ -178,23 +211,22 @@ def describe(config: Config, kind: str, end: int | list[int] | None, weights: We
         "intermediate_size": model.ffn_hidden_size,
         "num_hidden_layers": model.num_layers,
         "num_attention_heads": model.num_attention_heads,
-        "max_position_embeddings": config.position.training_length(model.seq_length),
+        "max_position_embeddings": config.position.training_length(config.model.seq_length),
         "tie_word_embeddings": not model.no_weight_tying,
         "attention_dropout": model.attention_dropout,
         "initializer_range": model.init_method_std,
-        "rope_parameters": _rope_parameters(config, kind),
         **{"bos_token_id": None, "eos_token_id": end, "pad_token_id": None},
-        **exporter.keys(config),
+        **exporter.shape(config),
+        **exporter.positions(config, weights),
     }
     padding = list(range(known, model.padded_vocab_size))
     generation = {"do_sample": False, "eos_token_id": end} | ({"suppress_tokens": padding} if padding else {})
     return {"config.json": settings, "generation_config.json": generation}
 
 
-def _rope_parameters(config: Config, kind: str) -> dict[str, Any]:
+def _rope_parameters(config: Config) -> dict[str, Any]:
     position = config.position
     found: dict[str, Any] = {"rope_type": _scaling(config), "rope_theta": position.rotary_emb_base}
-    found |= {"partial_rotary_factor": position.rotary_pct} if kind == "gpt_neox" else {}
     for name in SCALING_OPTIONS[_scaling(config)]:
         value = getattr(position.rope_scaling, name)
         if value is not None and name not in NOT_THEIRS:

@@ -51,6 +51,7 @@ def tokenizer_files(folder: Path | None, tokenizer: Tokenizer | None) -> tuple[F
         "eos_token": model.id_to_token(tokenizer.eod),
         "clean_up_tokenization_spaces": False,
         "split_special_tokens": True,
+        "padding_side": "left",
     }
     return {
         "tokenizer.json": model.to_str(pretty=True).encode(),

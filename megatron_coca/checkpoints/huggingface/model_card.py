@@ -1,0 +1,161 @@
+"""The README.md of an exported folder: what the model is, how it is loaded, and how it is used on longer texts.
+
+It tells what the configuration and the checkpoint know, and no path of the machine that trained the model.
+"""
+
+from math import prod
+from typing import Any
+
+from megatron_coca.checkpoints.huggingface.remote import MODELLING_FILE, REMOTE_TYPES
+from megatron_coca.checkpoints.load import Opened
+from megatron_coca.checkpoints.weights import Weights
+from megatron_coca.config import Config
+from megatron_coca.config.position import ROTATED_METHODS
+
+CARD = "README.md"
+METHODS = {
+    "rotary": "rotary position embedding (RoPE)",
+    "coca": "Collinear Constrained Attention (CoCA), in the form that its paper trains",
+    "coca_strict": "Collinear Constrained Attention (CoCA), with the constraint on queries too",
+    "xpos": "xPos",
+    "alibi": "ALiBi",
+    "kerple_log": "KERPLE, logarithmic",
+    "kerple_power": "KERPLE, power",
+    "rpe": "T5's relative position bias",
+    "learned": "learned absolute positions",
+    "sinusoidal": "sinusoidal absolute positions",
+    "none": "no position encoding",
+}
+COCA = frozenset({"coca", "coca_strict"})
+SHAPES = {"llama": "LLaMA", "gpt_neox": "GPT-NeoX"}
+
+REMOTE_NOTE = f"""
+`trust_remote_code=True` runs `{MODELLING_FILE.name}` of this folder, which computes the position method; read it before you
+allow it. It needs torch and transformers alone. Nothing else in the folder is code. Any `attn_implementation` works
+for methods that rotate; a bias or a relative-position map needs `eager` or `sdpa`. Padding on the left is exact: each
+row gets what it gets alone.
+"""
+STOCK_NOTE = """
+This is a stock architecture: no code but that of transformers is run.
+"""
+LONGER_REMOTE = """
+## Longer texts
+
+The training length is {length} tokens. Beyond it, change how positions are extended, for example by dynamic NTK:
+
+```python
+from transformers import AutoConfig, AutoModelForCausalLM
+
+config = AutoConfig.from_pretrained("{name}", trust_remote_code=True)
+config.position["rope_scaling"] = {{"rope_type": "dynamic", "factor": 4.0}}
+model = AutoModelForCausalLM.from_pretrained("{name}", config=config, trust_remote_code=True)
+```
+
+Each row is extended by its own length, and goes back to the plain frequencies when it is short. While `generate`
+extends a sequence, every step sees the length so far. `{{"rope_type": "dynamic_max", "target_length": N}}` sees at least N
+tokens at every step, `{{"rope_type": "linear", "factor": s}}` interpolates positions.
+"""
+LONGER_STOCK = """
+## Longer texts
+
+The training length is {length} tokens. Beyond it, set `rope_parameters`, for example to dynamic NTK:
+
+```python
+from transformers import AutoConfig, AutoModelForCausalLM
+
+config = AutoConfig.from_pretrained("{name}")
+config.rope_parameters = config.rope_parameters | {{"rope_type": "dynamic", "factor": 4.0}}
+model = AutoModelForCausalLM.from_pretrained("{name}", config=config)
+```
+"""
+CITATION = """
+## Citation
+
+```bibtex
+@article{zhu2023coca,
+  title = {CoCA: Fusing Position Embedding with Collinear Constrained Attention in Transformers for Long Context Window
+           Extending},
+  author = {Zhu, Shiyi and Ye, Jing and Jiang, Wei and Xue, Siqiao and Zhang, Qi and Wu, Yifan and Li, Jianguo},
+  journal = {arXiv preprint arXiv:2309.08646},
+  year = {2023}
+}
+```
+"""
+
+
+def model_card(opened: Opened, config: Config, kind: str, weights: Weights, name: str) -> str:
+    """The card of an export of `opened`, used as `config` says, written as `model_type` `kind` into the folder `name`;
+    `weights` are those that are written.
+    """
+    remote, method = kind in REMOTE_TYPES, config.position.pos_emb
+    length = config.position.training_length(config.model.seq_length)
+    longer = LONGER_REMOTE if remote else LONGER_STOCK
+    parts = [
+        _front(kind, method),
+        f"# {name}\n",
+        _facts(opened, config, kind, weights),
+        _loading(name, remote),
+        REMOTE_NOTE if remote else STOCK_NOTE,
+        longer.format(length=length, name=name) if method in ROTATED_METHODS else "",
+        CITATION if method in COCA else "",
+    ]
+    return "\n".join(part.strip("\n") + "\n" for part in parts if part)
+
+
+def _front(kind: str, method: str) -> str:
+    tags = [kind, method.replace("_", "-"), *(["custom_code"] if kind in REMOTE_TYPES else [])]
+    tags = list(dict.fromkeys(tags + (["coca"] if method in COCA else [])))
+    listed = "\n".join(f"- {tag}" for tag in tags)
+    return f"---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n{listed}\n---\n"
+
+
+def _facts(opened: Opened, config: Config, kind: str, weights: Weights) -> str:
+    model, position = config.model, config.position
+    count = sum(prod(entry.shape) for entry in weights.entries.values())
+    length = position.training_length(model.seq_length)
+    rows = {
+        "architecture": f"a causal language model of {SHAPES[REMOTE_TYPES.get(kind, kind)]} shape",
+        "positions": METHODS[position.pos_emb],
+        "extension": position.rope_scaling.rope_type if position.rope_scaling is not None else None,
+        "relative positions": position.relative_positions.type if position.relative_positions is not None else None,
+        "logit scaling": position.logit_scaling if position.logit_scaling != "none" else None,
+        "training length": f"{length:,} tokens",
+        "parameters": f"{count:,}",
+        "shape": f"{model.num_layers} layers, width {model.hidden_size}, {model.num_attention_heads} heads"
+        + (f", {model.num_kv_heads} of keys" if model.num_kv_heads != model.num_attention_heads else ""),
+        "vocabulary": f"{model.vocab_size:,} tokens, {model.padded_vocab_size:,} rows" if model.vocab_size else None,
+        "weights": str(next(iter(weights.entries.values())).dtype).removeprefix("torch."),
+        **_training(opened),
+    }
+    told = [f"| {name} | {value} |" for name, value in rows.items() if value is not None]
+    return "\n".join(["| | |", "|---|---|", *told]) + "\n"
+
+
+def _training(opened: Opened) -> dict[str, Any]:
+    """What the run's configuration says of it, where the checkpoint is one of a run."""
+    if not opened.step:
+        return {}
+    config = opened.trained
+    batch, rate = config.batch.train_batch_size, config.optimizer.lr
+    return {
+        "trained for": f"{opened.step:,} steps" + (f" of {batch:,} sequences" if batch else ""),
+        "optimizer": config.optimizer.type + (f", peak learning rate {rate:g}" if rate else ""),
+        "trained in": config.precision.dtype,
+        "trained parts": ", ".join(config.optimizer.trainable) if config.optimizer.trainable else None,
+    }
+
+
+def _loading(name: str, remote: bool) -> str:
+    trust = ", trust_remote_code=True" if remote else ""
+    return f"""## Loading
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{name}"{trust})
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+
+inputs = tokenizer("Once upon a time", return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=40)[0]))
+```
+"""

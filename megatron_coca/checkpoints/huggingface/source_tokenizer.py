@@ -1,0 +1,98 @@
+"""The tokenizer of a Hugging Face folder as one of ours."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_coca.checkpoints.errors import CheckpointError
+from megatron_coca.checkpoints.native import read_json
+from megatron_coca.data import DataError, Tokenizer, load_tokenizer
+
+KINDS = (
+    ("HFTokenizer", ("tokenizer.json",)),
+    ("SPMTokenizer", ("tokenizer.model",)),
+    ("GPT2BPETokenizer", ("vocab.json", "merges.txt")),
+)
+"""Ours in order of preference, with the files that each is made of."""
+
+END, END_ID = "eos_token", "eos_token_id"
+CONFIGS = ("config.json", "generation_config.json", "tokenizer_config.json")
+"""Where a folder may say what ends a text, in order of preference."""
+
+
+class Found(NamedTuple):
+    """A tokenizer, or None, and what there is to say about it, or None."""
+
+    tokenizer: Tokenizer | None
+    note: str | None
+
+
+def read_tokenizer(folder: Path, rows: int) -> Found:
+    """The tokenizer of a folder, with the end of text that the folder names.
+
+    A folder without one, or with one that cannot be taken, is no error: the note says why there is none.
+
+    Args:
+        folder: with the tokenizer's files, under transformers' names for them.
+        rows: of the embedding; a tokenizer with more ids than that belongs to another model.
+    """
+    reasons = []
+    for kind, files in KINDS:
+        if not all((folder / name).is_file() for name in files):
+            continue
+        try:
+            tokenizer, note = _with_end(kind, folder)
+        except (DataError, CheckpointError) as error:
+            reasons.append(str(error))
+            continue
+        if tokenizer.vocab_size <= rows:
+            return Found(tokenizer, note)
+        reasons.append(f"{folder / files[0]}: has {tokenizer.vocab_size} ids, the embedding has {rows} rows")
+    return Found(None, f"no tokenizer is taken: {'; '.join(reasons) or f'{folder} has none'}")
+
+
+def _with_end(kind: str, folder: Path) -> tuple[Tokenizer, str | None]:
+    """The tokenizer whose end of text is the folder's, or else the usual one, with a note."""
+    plain = _try(kind, folder, None)
+    refusals = []
+    for named in _ends(folder):
+        if not isinstance(plain, DataError) and named in (plain.eod, plain.piece(plain.eod)):
+            return plain, None
+        chosen = _try(kind, folder, _symbol(plain, named))
+        if not isinstance(chosen, DataError):
+            return chosen, None
+        refusals.append(chosen)
+    if isinstance(plain, DataError):
+        raise plain
+    told = f"{folder}: what ends a text there is not taken ({refusals[0]})" if refusals else None
+    return plain, told and f"{told}; {plain.piece(plain.eod)!r} ends documents"
+
+
+def _try(kind: str, folder: Path, end: str | None) -> Tokenizer | DataError:
+    try:
+        return load_tokenizer(kind, folder, eod=end)
+    except DataError as error:
+        return error
+
+
+def _ends(folder: Path) -> Iterator[int | str]:
+    """What the folder's files say, each an id or a symbol; of several the first."""
+    for name in CONFIGS:
+        content = read_json(folder / name) if (folder / name).is_file() else {}
+        for key in (END_ID, END):
+            value = _first(content.get(key))
+            if isinstance(value, int | str):
+                yield value
+
+
+def _first(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return value.get("content")
+    return value[0] if isinstance(value, list) and value else value
+
+
+def _symbol(tokenizer: Tokenizer | DataError, named: int | str) -> str:
+    """The symbol of an id; what the vocabulary does not have is refused by its number."""
+    if isinstance(tokenizer, DataError) or not isinstance(named, int) or not 0 <= named < tokenizer.vocab_size:
+        return str(named)
+    return tokenizer.piece(named)

@@ -1,0 +1,176 @@
+"""The files of a GPT-NeoX checkpoint: which there are, and the state dicts in them.
+
+DeepSpeed writes a file per layer and tensor rank (`pipe_parallel_size` 1 or more), or all layers of a tensor rank into one
+(`pipe_parallel_size` 0).
+"""
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from megatron_coca.checkpoints import native
+from megatron_coca.checkpoints.errors import CheckpointError
+from megatron_coca.checkpoints.neox.pickles import RANDOM_STATE, load, tensors
+
+LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
+RANK_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+ZERO_3_FILE = re.compile(r"zero_pp_rank_\d+_mp_rank_\d+_model_states\.pt")
+STEP = re.compile(r"global_step(\d+)")
+SEQUENTIAL = re.compile(r"sequential\.(\d+)\.(.+)")
+SAMPLE = 1 << 16
+"""Bytes at either end of a file that its identity depends on; the checksums of all tensors are among the last ones."""
+
+
+class Files(Protocol):
+    """The weights' files of one checkpoint.
+
+    Attributes:
+        paths: all of them, by name.
+    """
+
+    paths: list[Path]
+
+    def layers(self) -> Iterable[int]:
+        """The layers that are there, by number."""
+
+    def ranks(self) -> set[int]:
+        """The tensor ranks that any file is of."""
+
+    def named(self, layer: int, rank: int) -> Path:
+        """The file, there or not, of a layer."""
+
+    def state(self, layer: int, rank: int) -> Mapping[str, Tensor]:
+        """The weights of a layer. Raises CheckpointError where there are none."""
+
+
+class LayerFiles:
+    """A file for each layer and tensor rank."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.paths = _matching(folder, LAYER_FILE)
+        self._found = [tuple(map(int, _groups(LAYER_FILE, path))) for path in self.paths]
+
+    def layers(self) -> Iterable[int]:
+        return {layer for layer, _ in self._found}
+
+    def ranks(self) -> set[int]:
+        return {rank for _, rank in self._found}
+
+    def named(self, layer: int, rank: int) -> Path:
+        return self._folder / f"layer_{layer:02}-model_{rank:02}-model_states.pt"
+
+    def state(self, layer: int, rank: int) -> Mapping[str, Tensor]:
+        path = self.named(layer, rank)
+        if not path.is_file():
+            raise CheckpointError(f"{path}: is missing; copy all files of the checkpoint")
+        return tensors(load(path), path)
+
+
+class RankFiles:
+    """A file for each tensor rank, with all layers in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.paths = _matching(folder, RANK_FILE)
+        self._opened: dict[int, dict[int, dict[str, Tensor]]] = {}
+
+    def layers(self) -> Iterable[int]:
+        return self._layers(min(self.ranks()))
+
+    def ranks(self) -> set[int]:
+        return {int(*_groups(RANK_FILE, path)) for path in self.paths}
+
+    def named(self, layer: int, rank: int) -> Path:
+        return self._folder / f"mp_rank_{rank:02}_model_states.pt"
+
+    def state(self, layer: int, rank: int) -> Mapping[str, Tensor]:
+        return self._layers(rank).get(layer, {})
+
+    def _layers(self, rank: int) -> dict[int, dict[str, Tensor]]:
+        if rank not in self._opened:
+            self._opened[rank] = self._open(self.named(0, rank))
+        return self._opened[rank]
+
+    def _open(self, path: Path) -> dict[int, dict[str, Tensor]]:
+        if not path.is_file():
+            raise CheckpointError(f"{path}: is missing; copy all files of the checkpoint")
+        content = load(path, RANDOM_STATE)
+        module = content.get("module")
+        if not isinstance(module, dict):
+            raise CheckpointError(f"{path}: holds no weights, and there are no layer_<N> files beside it")
+        found: dict[int, dict[str, Tensor]] = {}
+        for name, tensor in tensors(module, path).items():
+            match = SEQUENTIAL.fullmatch(name)
+            if match is None:
+                raise CheckpointError(f"{path}: {name} is in no layer (names begin with sequential.<N>)")
+            found.setdefault(int(match.group(1)), {})[match.group(2)] = tensor
+        return found
+
+
+def find_step(path: Path) -> Path | None:
+    """The folder of one step that `path` means, if it is GPT-NeoX's: itself, or of a save folder what `latest` names,
+    without that the last step. Folders of ours have a manifest.
+    """
+    if is_step(path):
+        return path
+    latest = path / native.LATEST
+    named = path / latest.read_text(errors="replace").strip() if latest.is_file() else path
+    if named != path and (named / native.MANIFEST).is_file():
+        return None
+    if named != path and is_step(named):
+        return named
+    steps = [native.step_folder(path, step) for step in native.begun_steps(path)]
+    theirs = [folder for folder in steps if is_step(folder)]
+    return theirs[-1] if theirs and not native.steps(path) else None
+
+
+def is_step(folder: Path) -> bool:
+    """Whether a folder is one step of GPT-NeoX's."""
+    if not folder.is_dir() or (folder / native.MANIFEST).is_file():
+        return False
+    return any(_matching(folder, kind) for kind in (LAYER_FILE, RANK_FILE, ZERO_3_FILE))
+
+
+def step_of(folder: Path) -> int | None:
+    """The completed iterations that a step's folder is named after; None where it has another name."""
+    match = STEP.fullmatch(folder.resolve().name)
+    return int(match.group(1)) if match else None
+
+
+def open_files(folder: Path) -> Files:
+    """The files of a step's folder, whichever way they are divided. Raises CheckpointError."""
+    if _matching(folder, LAYER_FILE):
+        return LayerFiles(folder)
+    if not _matching(folder, RANK_FILE):
+        raise CheckpointError(
+            f"{folder}: was saved under ZeRO 3, whose weights are in pieces; save it again under ZeRO 2 or less"
+        )
+    return RankFiles(folder)
+
+
+def identity(files: Files) -> str:
+    """A sha256 that other weights do not have: of names, sizes, and both ends of every file."""
+    digest = hashlib.sha256()
+    for path in files.paths:
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(SAMPLE))
+            file.seek(max(size - SAMPLE, 0))
+            digest.update(file.read())
+    return digest.hexdigest()
+
+
+def _matching(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if pattern.fullmatch(path.name))
+
+
+def _groups(pattern: re.Pattern[str], path: Path) -> tuple[str, ...]:
+    match = pattern.fullmatch(path.name)
+    assert match is not None, f"{path} was found by this pattern"
+    return match.groups()

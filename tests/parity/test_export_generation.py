@@ -1,0 +1,295 @@
+"""Exports with a modelling file in use: padding, the cache, generation, training, engines that keep keys themselves."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoTokenizer, StaticCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from megatron_coca.checkpoints import load_model
+from megatron_coca.checkpoints.huggingface.export import export
+from megatron_coca.model.generate import generate
+from tests.parity.exported import GROUPED, LLAMA, NEOX, TRAINED, modules_cache, random_checkpoint, remote, tokens
+
+pytestmark = pytest.mark.usefixtures("modules_cache")
+__all__ = ["modules_cache"]
+
+DYNAMIC = {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}
+STRICT = {"rtol": 1e-5, "atol": 1e-5}
+FIXED: dict[str, dict[str, Any]] = {
+    "coca": NEOX | {"pos_emb": "coca"},
+    "coca_strict, yarn": GROUPED | {"pos_emb": "coca_strict", "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+    "coca, rerope, log n": GROUPED
+    | {"pos_emb": "coca", "relative_positions": {"type": "rerope", "window": 8}, "logit_scaling": "log_n"},
+    "rotary, lm_infinite": LLAMA | {"relative_positions": {"type": "lm_infinite", "window": 12, "sinks": 2}},
+    "xpos": LLAMA | {"pos_emb": "xpos"},
+    "alibi": GROUPED | {"pos_emb": "alibi"},
+    "kerple_log": NEOX | {"pos_emb": "kerple_log"},
+    "rpe": GROUPED | {"pos_emb": "rpe"},
+    "learned": NEOX | {"pos_emb": "learned", "max_position_embeddings": 128},
+    "sinusoidal": LLAMA | {"pos_emb": "sinusoidal"},
+    "none": LLAMA | {"pos_emb": "none"},
+}
+"""Methods to which a length means nothing."""
+GROWING: dict[str, dict[str, Any]] = {
+    "coca, dynamic": GROUPED | {"pos_emb": "coca"} | DYNAMIC,
+    "coca, dynamic, partial": NEOX | {"pos_emb": "coca"} | DYNAMIC,
+    "coca, dynamic_yarn": LLAMA | {"pos_emb": "coca", "rope_scaling": {"rope_type": "dynamic_yarn", "beta_fast": 4.0}},
+    "xpos, dynamic_max": LLAMA | {"pos_emb": "xpos", "rope_scaling": {"rope_type": "dynamic_max", "target_length": 40}},
+    "coca, clex": LLAMA | {"pos_emb": "coca", "rope_scaling": {"rope_type": "clex", "max_factor": 4}},
+}
+ALL = FIXED | GROWING
+
+
+def exported(name: str, tmp_path: Path, **settings: Any) -> Any:
+    return remote(random_checkpoint(tmp_path / "run", **ALL[name]), tmp_path / "exported", **settings)
+
+
+def padded(lengths: tuple[int, ...]) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Rows of these lengths, the batch of them with padding before each, and its mask."""
+    rows = [tokens(length, 1) for length in lengths]
+    width = max(lengths)
+    batch = torch.cat([torch.nn.functional.pad(row, (width - row.shape[1], 0), value=17) for row in rows])
+    mask = torch.tensor([[0] * (width - length) + [1] * length for length in lengths])
+    return rows, batch, mask
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [*((name, "sdpa") for name in ALL), *((name, "eager") for name in ("coca", "rpe", "coca, rerope, log n"))],
+)
+def test_padding_on_the_left_changes_nothing(name: str, attention: str, tmp_path: Path) -> None:
+    """In one pass and in steps with the cache, whoever counts the positions: each row as if it were alone."""
+    model = exported(name, tmp_path, attention=attention)
+    rows, batch, mask = padded((70, 23, 40))
+    alone = [model(row).logits[0] for row in rows]
+    counted = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
+    for given in ({}, {"position_ids": counted}):
+        together = model(batch, attention_mask=mask, **given).logits
+        for row, logits in enumerate(alone):
+            torch.testing.assert_close(together[row, -len(logits) :], logits, **STRICT)
+    cache, split = None, 50
+    for start, stop in ((0, split), (split, 69), (69, 70)):
+        step = model(batch[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache, use_cache=True)
+        cache = step.past_key_values
+    singles = []
+    for row in rows:  # the same steps for each row alone
+        hidden, kept = 70 - row.shape[1], None
+        for start, stop in ((0, split), (split, 69), (69, 70)):
+            part = row[:, max(start - hidden, 0) : max(stop - hidden, 0)]
+            if part.shape[1]:
+                last = model(part, past_key_values=kept, use_cache=True)
+                kept = last.past_key_values
+        singles.append(last.logits[0, -1])
+    torch.testing.assert_close(step.logits[:, -1], torch.stack(singles), **STRICT)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ALL)
+def test_steps_with_the_cache_are_ours(name: str, tmp_path: Path) -> None:
+    """Each step sees the length so far, as with our cache that is not told a length; then a short input again."""
+    checkpoint = random_checkpoint(tmp_path / "run", **ALL[name])
+    theirs, ours = remote(checkpoint, tmp_path / "exported"), load_model(checkpoint)
+    batch, own, kept = tokens(2 * TRAINED + 8), ours.new_cache(), None
+    for start, stop in ((0, 20), (20, 34), (34, 35), (35, 60), (60, 61), (61, 72)):
+        expected = ours(batch[:, start:stop], cache=own)
+        step = theirs(batch[:, start:stop], past_key_values=kept, use_cache=True)
+        kept = step.past_key_values
+        torch.testing.assert_close(step.logits, expected, **STRICT)
+        whole = theirs(batch[:, :stop]).logits[:, start:]
+        if name in FIXED:
+            torch.testing.assert_close(step.logits, whole, **STRICT)
+    torch.testing.assert_close(theirs(batch[:, :9]).logits, ours(batch[:, :9]), **STRICT)
+    keys, values = kept.layers[0].keys, kept.layers[0].values
+    rotated = 4 if name.endswith("partial") or name == "coca" else 8
+    width = 8 - (rotated // 2 if name.startswith("coca") else 0)
+    assert keys.shape[-1] == width and values.shape[-1] == 8, "of CoCA's rotated keys half is kept"
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_greedy_generation_is_ours(name: str, tmp_path: Path) -> None:
+    checkpoint = random_checkpoint(tmp_path / "run", **FIXED[name])
+    theirs, prompt = remote(checkpoint, tmp_path / "exported"), tokens(30)
+    expected = generate(load_model(checkpoint), prompt, 20, vocab_size=500)
+    settings = {"max_new_tokens": 20, "eos_token_id": None, "do_sample": False}
+    assert torch.equal(theirs.generate(prompt, **settings)[:, 30:], expected)
+    assert torch.equal(theirs.generate(prompt, use_cache=False, **settings)[:, 30:], expected)
+
+
+@pytest.mark.parametrize("name", ["coca", "coca, dynamic", "coca, rerope, log n", "alibi", "learned"])
+def test_other_ways_to_generate(name: str, tmp_path: Path) -> None:
+    """Beams, a cache of fixed size, a drafting model, prompts of several lengths, sampling."""
+    model = exported(name, tmp_path)
+    rows, batch, mask = padded((26, 11))
+    settings = {"max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 17}
+    greedy = [model.generate(row, **settings)[0, row.shape[1] :] for row in rows]
+    together = model.generate(batch, attention_mask=mask, **settings)[:, 26:]
+    assert torch.equal(together, torch.stack(greedy))
+    fixed = model.generate(batch, attention_mask=mask, cache_implementation="static", **settings)[:, 26:]
+    assert torch.equal(fixed, together)
+    beams = model.generate(batch, attention_mask=mask, num_beams=3, **settings)[:, 26:]
+    alone = [model.generate(row, num_beams=3, **settings)[0, row.shape[1] :] for row in rows]
+    assert torch.equal(beams, torch.stack(alone))
+    torch.manual_seed(1)
+    assert model.generate(batch, attention_mask=mask, do_sample=True, **settings).shape == (2, 32)
+    if name in FIXED:
+        drafted = model.generate(rows[0], assistant_model=model, **settings)[0, 26:]
+        assert torch.equal(drafted, greedy[0])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["coca", "coca, dynamic", "rpe"])
+def test_a_cache_of_fixed_size(name: str, tmp_path: Path) -> None:
+    model = exported(name, tmp_path)
+    batch, cache = tokens(50), StaticCache(config=model.config, max_cache_len=64)
+    kept = None
+    for start, stop in ((0, 30), (30, 31), (31, 50)):
+        expected = model(batch[:, start:stop], past_key_values=kept, use_cache=True)
+        kept = expected.past_key_values
+        logits = model(batch[:, start:stop], past_key_values=cache, use_cache=True).logits
+        torch.testing.assert_close(logits, expected.logits, **STRICT)
+
+
+def test_the_pipeline_answers(tmp_path: Path) -> None:
+    folder = export(random_checkpoint(tmp_path / "run", **ALL["coca"]), tmp_path / "exported").folder
+    pipe = transformers.pipeline("text-generation", str(folder), trust_remote_code=True)
+    assert pipe.tokenizer.padding_side == "left"
+    pipe.tokenizer.pad_token = pipe.tokenizer.eos_token
+    answer = pipe(["The sea was calm", "and"], max_new_tokens=5, batch_size=2)
+    assert [row[0]["generated_text"].startswith(text) for row, text in zip(answer, ("The sea", "and"), strict=True)]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer("The sea").input_ids
+
+
+@pytest.mark.parametrize("name", ["coca", "coca_strict, yarn", "kerple_log", "rpe", "learned"])
+def test_training(name: str, tmp_path: Path) -> None:
+    """Gradients are ours, and recomputing activations changes none of them."""
+    checkpoint = random_checkpoint(tmp_path / "run", **ALL[name])
+    theirs, ours = remote(checkpoint, tmp_path / "exported").train(), load_model(checkpoint).train()
+    batch = tokens(48)
+    found = []
+    for reentrant in (None, False, True):
+        if reentrant is not None:
+            theirs.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        theirs.zero_grad()
+        theirs(batch, labels=batch).loss.backward()
+        found.append({key: weight.grad for key, weight in theirs.named_parameters() if weight.grad is not None})
+    for other in found[1:]:
+        assert other.keys() == found[0].keys()
+        assert all(torch.allclose(other[key], found[0][key], atol=1e-7) for key in other)
+    ours.loss(ours.hidden_states(batch)[:, :-1], batch[:, 1:]).backward()
+    word = theirs.get_input_embeddings().weight.grad
+    torch.testing.assert_close(word, ours.embedding.word_embeddings.weight.grad, rtol=1e-3, atol=1e-6)
+    learned = [weight.grad for key, weight in theirs.named_parameters() if "position" in key]
+    assert all(each is not None and each.abs().max() > 0 for each in learned)
+
+
+def test_a_map_that_only_trains(tmp_path: Path) -> None:
+    keys = LLAMA | {"pos_emb": "coca", "relative_positions": {"type": "inv_leaky_rerope", "target_length": 64}}
+    checkpoint = random_checkpoint(tmp_path / "run", **keys)
+    theirs = remote(checkpoint, tmp_path / "exported").train()
+    ours = load_model(checkpoint, {"attention_backend": "reference"}).train()
+    batch = tokens(TRAINED)
+    trained = theirs(batch).logits
+    torch.testing.assert_close(trained, ours(batch), **STRICT)
+    assert not torch.allclose(theirs.eval()(batch).logits, trained, atol=1e-3)
+
+
+class Engine:
+    """An attention function that keeps the keys it is given, as serving engines do, and knows no mask."""
+
+    def __init__(self) -> None:
+        self.kept: dict[int, list[Tensor]] = {}
+
+    def __call__(
+        self, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: None, scaling: float, told: str, **_: Any
+    ) -> tuple[Tensor, None]:
+        assert mask is None and told == "passed through"
+        before = self.kept.get(module.layer_idx)
+        k, v = (torch.cat((old, new), dim=2) for old, new in zip(before, (k, v), strict=True)) if before else (k, v)
+        self.kept[module.layer_idx] = [k, v]
+        causal = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, causal, scale=scaling, enable_gqa=True)
+        return out.transpose(1, 2), None
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    made = Engine()
+    ALL_ATTENTION_FUNCTIONS["an_engine"] = made
+    yield made
+    del ALL_ATTENTION_FUNCTIONS["an_engine"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["coca", "coca_strict, yarn", "learned", "sinusoidal"])
+def test_an_engine_keeps_keys(name: str, engine: Engine, tmp_path: Path) -> None:
+    """The new tokens alone, with their positions, as vLLM's and SGLang's transformers backends call the model."""
+    model = exported(name, tmp_path)
+    batch = tokens(50, 1)
+    expected = model(batch).logits
+    model.set_attn_implementation("an_engine")
+    steps = []
+    for start, stop in ((0, 30), (30, 31), (31, 50)):
+        where = torch.arange(start, stop)[None]
+        given = {"position_ids": where, "use_cache": False, "told": "passed through", "return_dict": False}
+        steps.append(model.lm_head(model.base_model(batch[:, start:stop], **given)[0]))
+    torch.testing.assert_close(torch.cat(steps, dim=1), expected, **STRICT)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["coca", "learned"])
+def test_an_engine_may_compile(name: str, engine: Engine, tmp_path: Path) -> None:
+    """As one graph of any length; vLLM compiles the model so."""
+    model = exported(name, tmp_path)
+    expected = model.base_model(tokens(30, 1)).last_hidden_state
+    model.set_attn_implementation("an_engine")
+    compiled = torch.compile(model.base_model, backend="eager", fullgraph=True, dynamic=True)
+    given = {"position_ids": torch.arange(30)[None], "use_cache": False, "told": "passed through"}
+    torch.testing.assert_close(compiled(tokens(30, 1), **given).last_hidden_state, expected, **STRICT)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("coca, dynamic", "an_engine keeps keys that are rotated already.*dynamic"),
+        ("coca, clex", "keeps keys that are rotated already"),
+        ("xpos", "keeps keys that are rotated already.*pos_emb xpos"),
+        ("alibi", "needs attn_implementation eager or sdpa, not an_engine"),
+        ("coca, rerope, log n", "needs attn_implementation eager or sdpa"),
+    ],
+)
+def test_what_an_engine_cannot_serve(name: str, message: str, engine: Engine, tmp_path: Path) -> None:
+    model = exported(name, tmp_path)
+    model.set_attn_implementation("an_engine")
+    with pytest.raises(ValueError, match=message):
+        model(tokens(5, 1), use_cache=False)
+
+
+@torch.no_grad()
+def test_positions_that_are_given(tmp_path: Path) -> None:
+    """CoCA is not shift-invariant: a shift by the caller is seen, as in our model."""
+    checkpoint = random_checkpoint(tmp_path / "run", **ALL["coca"])
+    theirs, ours = remote(checkpoint, tmp_path / "exported"), load_model(checkpoint)
+    batch, moved = tokens(20), torch.arange(100, 120)
+    logits = theirs(batch, position_ids=moved[None]).logits
+    torch.testing.assert_close(logits, ours(batch, positions=moved), **STRICT)
+    assert not torch.allclose(logits, theirs(batch).logits, atol=1e-3)
+    for given in ({"inputs_embeds": theirs.get_input_embeddings()(batch)}, {"input_ids": batch}):
+        torch.testing.assert_close(theirs(**given).logits, ours(batch), **STRICT)
+
+
+@torch.no_grad()
+def test_beyond_what_can_be_computed(tmp_path: Path) -> None:
+    learned = exported("learned", tmp_path / "learned")
+    with pytest.raises(ValueError, match="learned 128 positions; position 128 is beyond"):
+        learned(tokens(129, 1))
+    xpos = exported("xpos", tmp_path / "xpos", dtype=torch.float16)
+    with pytest.raises(ValueError, match="xpos reaches 5.* tokens in torch.float16"):
+        xpos(tokens(3, 1), position_ids=torch.tensor([[0, 1, 9999]]))

@@ -1,0 +1,254 @@
+"""Exports with a modelling file: logits of transformers equal to ours for every position method, and equal weights when
+read back.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from megatron_coca.checkpoints import load_model, open_checkpoint
+from megatron_coca.checkpoints.huggingface.export import export
+from megatron_coca.checkpoints.huggingface.remote import MODELLING_FILE, REMOTE_TYPES
+from tests.parity.exported import GROUPED, LLAMA, NEOX, TRAINED, modules_cache, random_checkpoint, remote, tokens
+
+pytestmark = pytest.mark.usefixtures("modules_cache")
+__all__ = ["modules_cache"]
+
+SHAPES = {"neox": NEOX, "grouped llama": GROUPED}
+ROTATED = ("coca", "coca_strict", "xpos")
+PLAIN = ("alibi", "kerple_log", "kerple_power", "rpe", "learned", "sinusoidal", "none")
+LONGROPE = {"factor": 4.0, "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0]}
+EXTENSIONS: dict[str, dict[str, Any]] = {
+    "linear": {"factor": 4.0},
+    "ntk": {"factor": 4.0},
+    "ntk_fixed": {"factor": 4.0},
+    "ntk_mixed": {"factor": 4.0, "b": 0.7},
+    "dynamic": {"factor": 4.0},
+    "dynamic_max": {"target_length": 64},
+    "yarn": {"factor": 4.0, "ramp": "rotations", "beta_fast": 8.0},
+    "dynamic_yarn": {"truncate": False, "beta_fast": 4.0},
+    "longrope": LONGROPE,
+    "llama3": {"factor": 8.0},
+    "clex": {"max_factor": 4},
+}
+MAPS: dict[str, dict[str, Any]] = {
+    "rerope": {},
+    "leaky_rerope": {"leak": 4.0},
+    "inv_leaky_rerope": {"target_length": 64},
+    "self_extend": {"group_size": 3},
+    "lm_infinite": {"window": 12, "sinks": 3},
+    "streaming": {"window": 12},
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "rotary, partial": LLAMA | {"rotary_pct": 0.5},
+    "rotary, log n": NEOX | {"logit_scaling": "log_n"},
+    "alibi, log n": LLAMA | {"pos_emb": "alibi", "logit_scaling": "log_n"},
+    "coca, trained log n, partial": NEOX | {"pos_emb": "coca", "logit_scaling": "log_n_trained"},
+    "coca, tied, biases": GROUPED
+    | {"pos_emb": "coca", "no_weight_tying": False, "use_bias_in_attn_linear": True, "use_bias_in_mlp": True},
+    "coca, another base, trained at less": LLAMA
+    | {
+        "pos_emb": "coca",
+        "rotary_emb_base": 500.5,
+        "rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 16},
+    },
+    "coca, yarn, rerope, log n": LLAMA
+    | {
+        "pos_emb": "coca",
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
+        "relative_positions": {"type": "rerope"},
+        "logit_scaling": "log_n",
+    },
+    "kerple beyond its bounds": LLAMA | {"pos_emb": "kerple_power", "num_attention_heads": 8},
+    "alibi, six heads": NEOX | {"pos_emb": "alibi", "num_attention_heads": 6, "hidden_size": 48},
+}
+
+
+def cases() -> dict[str, dict[str, Any]]:
+    found = {f"{form}, {name}": shape | {"pos_emb": form} for form in ROTATED for name, shape in SHAPES.items()}
+    for form in PLAIN:
+        rows = {"max_position_embeddings": 4 * TRAINED} if form == "learned" else {}
+        found |= {
+            f"{form}, {name}": shape | {"pos_emb": form, "rotary_pct": 1.0} | rows for name, shape in SHAPES.items()
+        }
+    for form, kind in (("coca", "grouped llama"), ("xpos", "grouped llama")):
+        scalings = {name: {"rope_type": name} | options for name, options in EXTENSIONS.items()}
+        found |= {
+            f"{form}, {name}": SHAPES[kind] | {"pos_emb": form, "rope_scaling": scaling}
+            for name, scaling in scalings.items()
+        }
+    for form in ("rotary", "coca", "coca_strict"):
+        found |= {
+            f"{form}, {name}": GROUPED | {"pos_emb": form, "relative_positions": {"type": name} | options}
+            for name, options in MAPS.items()
+            if (form, name) != ("coca", "streaming")
+        }
+    return found | OTHERS
+
+
+CASES = cases()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", CASES)
+def test_logits_and_weights(name: str, tmp_path: Path) -> None:
+    """A short input after a long one, as if it were the first; then the weights that are read back."""
+    checkpoint = random_checkpoint(tmp_path / "run", **CASES[name])
+    theirs, ours = remote(checkpoint, tmp_path / "exported"), load_model(checkpoint)
+    assert theirs.config.model_type in REMOTE_TYPES
+    for attention in ("sdpa", "eager"):
+        theirs.set_attn_implementation(attention)
+        for length in (3 * TRAINED, TRAINED // 2):
+            logits = theirs(tokens(length)).logits
+            assert logits.std() > 0.1 and logits.shape[-1] == 512
+            torch.testing.assert_close(logits, ours(tokens(length)), rtol=1e-5, atol=1e-5)
+    opened = [open_checkpoint(place) for place in (checkpoint, tmp_path / "exported")]
+    before, after = (dict(each.weights()) for each in opened)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[weight], before[weight]) for weight in before)
+    again = opened[1].load().model
+    torch.testing.assert_close(again(tokens(3 * TRAINED)), ours(tokens(3 * TRAINED)), rtol=0, atol=1e-6)
+
+
+def test_every_choice_is_covered() -> None:
+    """The modelling file's tables have no row that no case above uses, nor a case that they lack."""
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    folder = MODELLING_FILE.parent
+    tables = get_class_from_dynamic_module("modeling_coca.Positions", str(folder)).__init__.__globals__
+    assert set(tables["FORMS"]) == {*ROTATED, *PLAIN, "rotary"}
+    assert set(tables["EXTENSIONS"]) == {*EXTENSIONS, "default"}
+    assert set(tables["MAPS"]) == set(MAPS)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("form", ["coca", "kerple_log", "rpe", "alibi"])
+def test_half_precision(form: str, dtype: str, tmp_path: Path) -> None:
+    """As close to float32 as ours is in that dtype; nothing of positions is rounded with the weights."""
+    checkpoint = random_checkpoint(tmp_path / "run", **LLAMA | {"pos_emb": form})
+    theirs = remote(checkpoint, tmp_path / "exported", dtype=getattr(torch, dtype))
+    opened = open_checkpoint(checkpoint)
+    exact, ours = opened.load().model, opened.load(dtype=getattr(torch, dtype)).model
+    batch = tokens(4 * TRAINED)
+    with torch.no_grad():
+        error = [(model.float() - exact(batch)).abs().mean() for model in (theirs(batch).logits, ours(batch))]
+    assert error[0] < 1.2 * error[1] + 1e-4
+    assert theirs.dtype == getattr(torch, dtype)
+
+
+def test_exported_weights_are_read_by_their_dtype(tmp_path: Path) -> None:
+    checkpoint = random_checkpoint(tmp_path / "run", **CASES["coca, clex"])
+    folder = export(checkpoint, tmp_path / "exported", dtype="bfloat16").folder
+    theirs = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
+    with torch.no_grad():
+        expected = open_checkpoint(folder).load().model(tokens(3 * TRAINED))
+        torch.testing.assert_close(theirs(tokens(3 * TRAINED)).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_several_files(tmp_path: Path) -> None:
+    checkpoint = random_checkpoint(tmp_path / "run", **CASES["rpe, neox"])
+    folder = export(checkpoint, tmp_path / "exported", shard_bytes=20_000).folder
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    theirs = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(tokens(9)).logits, load_model(checkpoint)(tokens(9)), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["coca, neox", "kerple_log, grouped llama", "coca, clex", "coca, tied, biases"])
+def test_save_pretrained_loads_again(name: str, tmp_path: Path) -> None:
+    """By transformers and by us; the modelling file goes with it."""
+    theirs = remote(random_checkpoint(tmp_path / "run", **CASES[name]), tmp_path / "exported")
+    theirs.save_pretrained(tmp_path / "saved")
+    assert (tmp_path / "saved" / MODELLING_FILE.name).is_file()
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", trust_remote_code=True).eval()
+    with torch.no_grad():
+        assert torch.equal(again(tokens(50)).logits, theirs(tokens(50)).logits)
+        ours = load_model(tmp_path / "saved")(tokens(50))
+    torch.testing.assert_close(ours, theirs(tokens(50)).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["coca, neox", "rpe, grouped llama"])
+def test_without_the_head(name: str, tmp_path: Path) -> None:
+    theirs = remote(random_checkpoint(tmp_path / "run", **CASES[name]), tmp_path / "exported")
+    bare, told = AutoModel.from_pretrained(tmp_path / "exported", trust_remote_code=True, output_loading_info=True)
+    assert not told["missing_keys"]
+    with torch.no_grad():
+        hidden = bare.eval()(tokens(40)).last_hidden_state
+        assert torch.equal(theirs.get_output_embeddings()(hidden), theirs(tokens(40)).logits)
+
+
+@pytest.mark.parametrize("name", ["coca, neox", "kerple_power, grouped llama", "rpe, neox", "coca, clex"])
+def test_a_fresh_model_is_drawn(name: str, tmp_path: Path) -> None:
+    folder = export(random_checkpoint(tmp_path / "run", **CASES[name]), tmp_path / "exported").folder
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    fresh = AutoModelForCausalLM.from_config(config, trust_remote_code=True).eval()
+    with torch.no_grad():
+        assert fresh(tokens(40)).logits.isfinite().all()
+    drawn = [weight for weight_name, weight in fresh.named_parameters() if "position" in weight_name]
+    assert all(0 < weight.std() < 2 for weight in drawn) and (drawn or "coca" in name)
+
+
+@pytest.mark.parametrize("name", ["coca, clex", "rpe, neox", "coca, rerope"])
+def test_an_exported_folder_is_exported_again(name: str, tmp_path: Path) -> None:
+    once = export(random_checkpoint(tmp_path / "run", **CASES[name]), tmp_path / "once").folder
+    again = export(once, tmp_path / "again").folder
+    for file in once.iterdir():
+        same = (again / file.name).read_bytes() == file.read_bytes()
+        assert same or file.name == "README.md", file.name
+
+
+def test_stock_stays_stock(tmp_path: Path) -> None:
+    done = export(random_checkpoint(tmp_path / "run", **LLAMA), tmp_path / "exported")
+    assert not done.remote and not (done.folder / MODELLING_FILE.name).exists()
+    assert "auto_map" not in json.loads((done.folder / "config.json").read_text())
+
+
+def test_an_extension_chosen_when_it_is_loaded(tmp_path: Path) -> None:
+    """The lines of the model card."""
+    checkpoint = random_checkpoint(tmp_path / "run", **CASES["coca, neox"])
+    folder = export(checkpoint, tmp_path / "exported").folder
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    config.position["rope_scaling"] = {"rope_type": "dynamic", "factor": 4.0}
+    theirs = AutoModelForCausalLM.from_pretrained(folder, config=config, trust_remote_code=True).eval()
+    ours = load_model(checkpoint, {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}})
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(tokens(99)).logits, ours(tokens(99)), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        (
+            "rope_scaling",
+            {"rope_type": "dynamik", "factor": 4.0},
+            "rope_type 'dynamik' is not known; known are default, ",
+        ),
+        ("rope_scaling", {"rope_type": "linear"}, "says nothing of factor"),
+        ("rope_scaling", {"rope_type": "clex"}, "says nothing of clex_frequencies"),
+        ("pos_emb", "cope", "pos_emb 'cope' is not known"),
+        ("relative_positions", {"type": "rerope"}, "says nothing of window"),
+    ],
+)
+def test_what_the_modelling_file_refuses(key: str, value: Any, message: str, tmp_path: Path) -> None:
+    folder = export(random_checkpoint(tmp_path / "run", **CASES["coca, neox"]), tmp_path / "exported").folder
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    config.position[key] = value
+    with pytest.raises(ValueError, match=message):
+        AutoModelForCausalLM.from_config(config, trust_remote_code=True)(tokens(5))
+
+
+def test_stock_scaling_is_refused_and_no_code_without_trust(tmp_path: Path) -> None:
+    folder = export(random_checkpoint(tmp_path / "run", **CASES["coca, neox"]), tmp_path / "exported").folder
+    with pytest.raises(ValueError, match="trust_remote_code=True"):
+        AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    config.rope_parameters = config.rope_parameters | {"rope_type": "linear", "factor": 4.0}
+    with pytest.raises(ValueError, match=r"set as config.position\['rope_scaling'\]"):
+        AutoModelForCausalLM.from_config(config, trust_remote_code=True)
+    config.position = None
+    with pytest.raises(ValueError, match="no `position` in its config.json"):
+        AutoModelForCausalLM.from_config(config, trust_remote_code=True)

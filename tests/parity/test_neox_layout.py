@@ -1,0 +1,126 @@
+"""GPT-NeoX's layout, from files cut and named by hand and from our own: equal weights and equal logits."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_coca.checkpoints import load_model, open_checkpoint
+from megatron_coca.checkpoints.huggingface.export import export
+from megatron_coca.checkpoints.neox.writing import export_neox
+from megatron_coca.config import load_config
+from megatron_coca.model import build_model
+from tests.neox_files import write_neox
+from tests.parity.exported import LLAMA, NEOX, SHAPE, random_checkpoint
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "parallel residual": NEOX,
+    "sequential": {"rotary_pct": 0.25},
+    "tied": NEOX | {"no_weight_tying": False},
+    "learned positions": {"pos_emb": "learned", "max_position_embeddings": 40},
+    "rmsnorm, gated, no biases": LLAMA,
+    "gated with biases": {"activation": "geglu", "intermediate_size": 192},
+    "grouped queries": LLAMA | {"num_kv_heads": 2},
+    "grouped queries with biases": {"num_kv_heads": 2, "activation": "swiglu", "intermediate_size": 96},
+    "scalenorm": {"norm": "scalenorm"},
+    "norm without weights": {"norm": "non_parametric_layernorm"},
+    "buckets": {"pos_emb": "rpe"},
+    "alibi": {"pos_emb": "alibi"},
+    "CoCA": {"pos_emb": "coca"},
+}
+OURS_ONLY: dict[str, dict[str, Any]] = {
+    "sinusoidal": {"pos_emb": "sinusoidal"},
+    "one norm for both": NEOX | {"gpt_j_tied": True},
+    "extended CoCA": {"pos_emb": "coca", "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
+    "map and logits": {"relative_positions": {"type": "rerope", "window": 8}, "logit_scaling": "log_n"},
+}
+DIVISIONS = [(1, 1), (2, 1), (1, 0), (2, 0)]
+"""Tensor ranks, and whether there is a file for each layer."""
+
+
+def tokens(length: int) -> Tensor:
+    return torch.randint(500, (2, length), generator=torch.Generator().manual_seed(length))
+
+
+def assert_same(folder: Path, expected: dict[str, Tensor]) -> None:
+    found = dict(open_checkpoint(folder).weights())
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert found[name].dtype == weight.dtype and torch.equal(found[name], weight), name
+
+
+@pytest.mark.parametrize(("ranks", "piped"), DIVISIONS)
+@pytest.mark.parametrize("name", SHAPES)
+@torch.no_grad()
+def test_what_is_cut_by_hand_is_read(name: str, ranks: int, piped: int, tmp_path: Path) -> None:
+    division = {"model_parallel_size": ranks, "pipe_parallel_size": piped}
+    keys = SHAPE | SHAPES[name] | {"use_bias_in_norms": True}
+    model = build_model(load_config([], keys)).eval()
+    # Multiples of 3, so that a bias is divided among ranks in thirds without rounding.
+    weights = {
+        each: torch.randint(-96, 97, weight.shape, generator=torch.Generator().manual_seed(i)) * 3 / 512
+        for i, (each, weight) in enumerate(model.state_dict().items())
+    }
+    model.load_state_dict(weights)
+    folder = write_neox(tmp_path / "run", keys | division, weights)
+    for place in (folder, tmp_path / "run"):
+        assert_same(place, weights)
+    opened = open_checkpoint(folder)
+    assert opened.step == 20 and opened.tokenizer_folder is None
+    assert opened.trained.model.padded_vocab_size == 512 and opened.trained.position.pos_emb == keys["pos_emb"]
+    assert torch.equal(load_model(folder)(tokens(32)), model(tokens(32)))
+
+
+@pytest.mark.parametrize(("ranks", "piped"), DIVISIONS)
+@pytest.mark.parametrize("name", SHAPES | OURS_ONLY)
+@torch.no_grad()
+def test_written_and_read_back(name: str, ranks: int, piped: int, tmp_path: Path) -> None:
+    source = random_checkpoint(tmp_path / "run", **(SHAPES | OURS_ONLY)[name])
+    done = export_neox(source, tmp_path / "neox", model_parallel_size=ranks, pipe_parallel_size=piped)
+    assert (done.folder / "latest").read_text() == done.step.name == "global_step7"
+    assert_same(done.folder, dict(open_checkpoint(source).weights()))
+    assert torch.equal(load_model(done.folder)(tokens(32)), load_model(source)(tokens(32)))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(("ranks", "piped"), [(2, 1), (1, 0)])
+def test_files_are_those_cut_by_hand(name: str, ranks: int, piped: int, tmp_path: Path) -> None:
+    """Names, shapes and values, file by file; a bias that is a sum may be divided in any way."""
+    source = random_checkpoint(tmp_path / "run", **SHAPES[name])
+    done = export_neox(source, tmp_path / "neox", model_parallel_size=ranks, pipe_parallel_size=piped)
+    keys = SHAPE | SHAPES[name] | {"model_parallel_size": ranks, "pipe_parallel_size": piped}
+    by_hand = write_neox(tmp_path / "hand", keys, dict(open_checkpoint(source).weights()), step=7)
+    files = sorted(path.name for path in by_hand.glob("*.pt"))
+    assert sorted(path.name for path in done.step.glob("*.pt")) == files
+    for file in files:
+        first, second = (torch.load(place / file, weights_only=False) for place in (done.step, by_hand))
+        if file.startswith("mp_rank"):
+            first, second = (content["module"] or {} for content in (first, second))
+        assert first.keys() == second.keys(), file
+        for each, tensor in second.items():
+            summed = keys.get("gpt_j_residual") and each.endswith(("dense.bias", "linear2.bias")) and ranks > 1
+            assert first[each].dtype == tensor.dtype and first[each].shape == tensor.shape
+            assert summed or torch.equal(first[each], tensor), each
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("keys", [NEOX, LLAMA | {"num_kv_heads": 2}], ids=["neox", "grouped"])
+def test_other_dtypes(keys: dict[str, Any], dtype: str, tmp_path: Path) -> None:
+    source = random_checkpoint(tmp_path / "run", **keys)
+    done = export_neox(source, tmp_path / "neox", dtype=dtype, model_parallel_size=2)
+    rounded = {name: weight.to(getattr(torch, dtype)) for name, weight in open_checkpoint(source).weights()}
+    assert_same(done.folder, rounded)
+    again = export_neox(done.folder, tmp_path / "again", model_parallel_size=4 if "num_kv_heads" not in keys else 1)
+    assert_same(again.folder, rounded)
+
+
+@pytest.mark.parametrize("keys", [NEOX, LLAMA | {"num_kv_heads": 2}, LLAMA | {"no_weight_tying": False}])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_hugging_face_to_neox_and_back(keys: dict[str, Any], ranks: int, tmp_path: Path) -> None:
+    first = export(random_checkpoint(tmp_path / "run", tokenizer=None, **keys), tmp_path / "first").folder
+    neox = export_neox(first, tmp_path / "neox", model_parallel_size=ranks).folder
+    second = export(neox, tmp_path / "second").folder
+    assert (first / "model.safetensors").read_bytes() == (second / "model.safetensors").read_bytes()
+    assert (first / "config.json").read_text() == (second / "config.json").read_text()

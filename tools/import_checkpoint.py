@@ -1,0 +1,46 @@
+"""Writes a Hugging Face folder, or any other checkpoint that can be read, as a checkpoint of ours; see
+docs/checkpoints.md, "Import".
+"""
+
+import sys
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_coca.checkpoints import CheckpointError  # noqa: E402
+from megatron_coca.checkpoints.importing import import_checkpoint  # noqa: E402
+from megatron_coca.checkpoints.weights import DTYPES  # noqa: E402
+from megatron_coca.config import ConfigError  # noqa: E402
+from megatron_coca.data import DataError  # noqa: E402
+
+
+def build_parser() -> ArgumentParser:
+    """Two places, and how the weights are used."""
+    parser = ArgumentParser(prog="import_checkpoint.py", description=__doc__)
+    add = parser.add_argument
+    add("source", metavar="SOURCE", help="a Hugging Face folder, or whatever else can be evaluated")
+    add("folder", metavar="FOLDER", help="what to write; it must not exist")
+    changes = "use the weights otherwise than the source says, e.g. pos_emb=coca for the CoCA authors' GPT-NeoX folders"
+    add("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", dest="overrides", help=changes)
+    add("--dtype", choices=DTYPES, help="of the weights; default: as in the source")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 2 where there is something to put right."""
+    args = build_parser().parse_args(arguments)
+    try:
+        done = import_checkpoint(args.source, args.folder, args.overrides, args.dtype)
+    except (CheckpointError, ConfigError, DataError) as error:
+        print(f"import_checkpoint.py: {error}", file=sys.stderr)
+        return 2
+    print(f"{done.folder}: {done.parameters:,} parameters, pos_emb {done.config.position.pos_emb}, weights only")
+    if done.tokenizer_note is not None:
+        print(f"import_checkpoint.py: {done.tokenizer_note}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
