@@ -1,4 +1,4 @@
-"""Writes a checkpoint as a folder that stock Hugging Face transformers loads; see docs/checkpoints.md, "Export"."""
+"""Writes a checkpoint as a folder that Hugging Face transformers loads; see docs/checkpoints.md, "Export"."""
 
 import sys
 from argparse import ArgumentParser
@@ -34,7 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (CheckpointError, ConfigError, DataError) as error:
         print(f"convert_to_huggingface.py: {error}", file=sys.stderr)
         return 2
-    print(f"{done.folder}: a {done.model_type} model for transformers")
+    trust = ", loaded with trust_remote_code=True" if done.remote else ""
+    print(f"{done.folder}: a {done.model_type} model for transformers{trust}")
     if done.tokenizer_note is not None:
         print(f"convert_to_huggingface.py: {done.tokenizer_note}", file=sys.stderr)
     return 0

@@ -1,5 +1,7 @@
 """Self-attention: project, prepare, attend, project."""
 
+from collections.abc import Sequence
+
 import torch.nn as nn
 from torch import Tensor
 
@@ -8,6 +10,7 @@ from megatron_coca.attention.frame import Frame
 from megatron_coca.attention.heads import Shared
 from megatron_coca.attention.inputs import AttentionInputs, Backend
 from megatron_coca.attention.method import PositionMethod
+from megatron_coca.attention.projection import SplitProjection, packed_rows
 
 
 class SelfAttention(Shared):
@@ -34,9 +37,21 @@ class SelfAttention(Shared):
         super().__init__()
         self.head_dim, self.queries_per_key = hidden_size // num_heads, num_heads // num_kv_heads
         self.method, self.backend, self.dropout = method, backend, dropout
-        self.query_key_value = nn.Linear(hidden_size, (num_heads + 2 * num_kv_heads) * self.head_dim, bias=bias)
+        self.query_key_value: nn.Module = nn.Linear(
+            hidden_size, (num_heads + 2 * num_kv_heads) * self.head_dim, bias=bias
+        )
         self.dense = nn.Linear(hidden_size, hidden_size, bias=bias)
         self.position_bias = method.layer_bias()
+
+    def split_projection(self) -> None:
+        """Replace `query_key_value` by three layers with the same weights, to be done before these are divided among
+        processes. Names of its parameters get `query`, `key` or `value` into them.
+        """
+        packed = self.query_key_value
+        assert isinstance(packed, nn.Linear)
+        key_rows = packed.out_features // (self.queries_per_key + 2)
+        rows = packed_rows(self.queries_per_key * key_rows, key_rows, self.head_dim)
+        self.query_key_value = SplitProjection(packed, rows)
 
     def forward(self, hidden: Tensor, frame: Frame, cache: LayerCache | None = None) -> Tensor:
         """[batch, length, hidden_size] -> the same; `frame` comes from `PositionEncoding` and serves all layers.
@@ -54,13 +69,20 @@ class SelfAttention(Shared):
         cached, values = cache.append(self.method.cached(k), v)
         return self.method.prepare_cached(q, cached, values, frame, bias)
 
-    def _heads(self, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[batch, length, rows] -> q [batch, heads, length, head_dim], k and v [batch, kv_heads, length, head_dim]."""
-        if self.queries_per_key == 1:
-            q, k, v = self.share.gather(packed.unflatten(-1, (-1, 3 * self.head_dim))).chunk(3, dim=-1)
+    def _heads(self, projected: Tensor | tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """[batch, length, rows], packed or each -> q [batch, heads, length, head_dim], k and v [batch, kv_heads, length,
+        head_dim].
+        """
+        if isinstance(projected, Tensor) and self.queries_per_key == 1:
+            q, k, v = self.share.gather(projected.unflatten(-1, (-1, 3 * self.head_dim))).chunk(3, dim=-1)
         else:
-            heads = packed.unflatten(-1, (-1, self.head_dim))
-            kv_heads = heads.shape[2] // (self.queries_per_key + 2)
-            parts = heads.split((self.queries_per_key * kv_heads, kv_heads, kv_heads), dim=2)
-            q, k, v = (self.share.gather(part) for part in parts)
+            q, k, v = (self.share.gather(part) for part in self._parts(projected))
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+    def _parts(self, projected: Tensor | tuple[Tensor, Tensor, Tensor]) -> Sequence[Tensor]:
+        """Queries, keys and values, each [batch, length, its heads, head_dim]."""
+        if not isinstance(projected, Tensor):
+            return [part.unflatten(-1, (-1, self.head_dim)) for part in projected]
+        heads = projected.unflatten(-1, (-1, self.head_dim))
+        kv_heads = heads.shape[2] // (self.queries_per_key + 2)
+        return heads.split((self.queries_per_key * kv_heads, kv_heads, kv_heads), dim=2)

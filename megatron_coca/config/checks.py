@@ -8,6 +8,7 @@ from megatron_coca.config.parallel_checks import PARALLEL_CHECKS
 from megatron_coca.config.position_checks import POSITION_CHECKS, Check
 from megatron_coca.config.running import split_shares
 from megatron_coca.config.schema import Settings
+from megatron_coca.config.trainable_checks import TRAINABLE_CHECKS
 
 FULL_ATTENTION = frozenset({"global", "flash"})
 ABSOLUTE_METHODS = frozenset({"learned", "sinusoidal"})
@@ -210,6 +211,7 @@ CHECKS: tuple[Check, ...] = (
     Check(("attention_config", "num_layers"), _attention_types),
     Check(("min_lr", "optimizer.params.lr"), _lowest_rate),
     Check(("lr_warmup_init", "optimizer.params.lr"), _warmup_start),
+    *TRAINABLE_CHECKS,
     Check(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), _batch),
     Check(("precision", "fp16", "bf16"), _precision),
     Check(("zero_optimization",), _zero_stage),

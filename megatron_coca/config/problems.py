@@ -82,10 +82,10 @@ def _hint(kind: str, value: Any) -> str:
 
 
 def choices_of(key: str) -> tuple[Any, ...]:
-    """The choices of a key, also of one inside a mapping such as `rope_scaling.rope_type`."""
+    """The choices of a key, also of one inside a mapping such as `rope_scaling.rope_type`, or of an item of a list."""
     owner = owner_of(key)
     annotation: Any = GROUPS[KEYS[owner].group].model_fields[KEYS[owner].field].annotation
-    if key != owner:
+    if "." in key.removeprefix(owner):
         nested = next(kind for kind in get_args(annotation) if kind is not type(None))
         annotation = nested.model_fields[key.rpartition(".")[2]].annotation
     return leaves(annotation)

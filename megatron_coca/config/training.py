@@ -1,6 +1,6 @@
 """Keys that fix a training step: optimizer, schedule, batch, precision, parallelism."""
 
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import BeforeValidator, ConfigDict, Field, Strict
 from typing_extensions import TypedDict
@@ -10,11 +10,20 @@ from megatron_coca.config.fields import Count, Fraction, Group, NotNegative, Pos
 
 OPTIMIZER_TYPES = {"adam": "Adam", "adamw": "AdamW", "cpu_adam": "cpu_adam", "sgd": "sgd"}
 Dtype = Literal["fp32", "bf16", "fp16"]
+Part = Literal["query", "key", "value", "attention_output", "mlp", "norms", "embedding", "output_head", "positions"]
+QUERY_KEY_VALUE: tuple[Part, Part, Part] = ("query", "key", "value")
+"""The parts of attention's packed projection, in the order of its rows."""
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 def _normalise_optimizer(name: Any) -> Any:
     return OPTIMIZER_TYPES.get(name.lower(), name) if isinstance(name, str) else name
+
+
+def _in_order(parts: Any) -> Any:
+    """Known parts in one order, so that two ways of writing the same are the same."""
+    known = get_args(Part)
+    return sorted(parts, key=known.index) if isinstance(parts, list) and all(part in known for part in parts) else parts
 
 
 class OptimizerConfig(Group):
@@ -30,6 +39,16 @@ class OptimizerConfig(Group):
     eps: Positive = key(1.0e-8, "Epsilon of Adam.", "optimizer.params.eps")
     weight_decay: NotNegative = key(0.1, "Weight decay of matrices and embeddings; decoupled, but for sgd.")
     gradient_clipping: NotNegative = key(1.0, "Largest global gradient norm; 0 means no clipping.")
+    trainable: Annotated[list[Part], Field(min_length=1), BeforeValidator(_in_order)] | None = key(
+        None,
+        "List of the parts of the weights that are trained; the others stay as they are, bit by bit. null means all. `key` is CoCA's T"
+        " projection, `attention_output` the layer behind attention, `positions` what the position method learns;"
+        " `embedding` is the output head too where the two are tied.",
+    )
+
+    def trains(self, *parts: Part) -> bool:
+        """Whether all of these parts are trained."""
+        return self.trainable is None or set(parts) <= set(self.trainable)
 
 
 class ScheduleConfig(Group):

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from megatron_coca.config import Config, ModelConfig, PositionConfig
 from megatron_coca.config.model import GATED_ACTIVATIONS
+from megatron_coca.config.training import Part
 
 NORM_VECTORS: dict[str, int] = {"layernorm": 2, "rmsnorm": 1, "non_parametric_layernorm": 0}
 """Vectors of hidden_size that a norm learns (with its bias, if it has one); scalenorm learns one number."""
@@ -77,6 +78,24 @@ def parameter_count(config: Config) -> ParameterCount:
     )
 
 
+def trained_count(config: Config) -> ParameterCount:
+    """As `parameter_count`, of the parts that the run trains (`trainable`).
+
+    Raises:
+        ConfigError: `vocab_size` is not known.
+    """
+    count, trains, model = parameter_count(config), config.optimizer.trains, config.model
+    projections = sum(size for part, size in _projections(model).items() if trains(part))
+    return ParameterCount(
+        embedding=count.embedding * trains("embedding"),
+        attention=model.num_layers * projections,
+        mlp=count.mlp * trains("mlp"),
+        norms=count.norms * trains("norms"),
+        position=count.position * trains("positions"),
+        head=count.head * trains("output_head"),
+    )
+
+
 def flops_per_token(config: Config, length: int | None = None) -> Flops:
     """The cost of one token in samples of `length` tokens (default: seq_length); see `Flops`.
 
@@ -132,8 +151,14 @@ def _weights_per_block(model: ModelConfig) -> int:
 
 
 def _attention(model: ModelConfig) -> int:
-    width, h = packed_attention_width(model), model.hidden_size
-    return h * (width + h) + (width + h if model.use_bias_in_attn_linear else 0)
+    return sum(_projections(model).values())
+
+
+def _projections(model: ModelConfig) -> dict[Part, int]:
+    """Numbers of one layer's attention by part; each of its matrices has hidden_size numbers for every row."""
+    keys, h, bias = model.num_kv_heads * model.head_dim, model.hidden_size, int(model.use_bias_in_attn_linear)
+    rows: dict[Part, int] = {"query": h, "key": keys, "value": keys, "attention_output": h}
+    return {part: count * (h + bias) for part, count in rows.items()}
 
 
 def _mlp(model: ModelConfig) -> int:

@@ -67,14 +67,16 @@ class _SummedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, size: int) -> Tensor:
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        of_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device)
+        wide, trained = torch.promote_types(weight.dtype, torch.float32), ctx.needs_input_grad[1]
+        of_weight = torch.zeros(weight.shape if trained else (0,), dtype=wide, device=weight.device)
         total, of_hidden = of_weight.new_zeros(()), []
         parts = zip(_chunks(hidden, weight, labels, size), hidden.split(size), labels.split(size), strict=True)
         for (losses, logs), states, targets in parts:
             total = total + losses.sum()
             of_logits = _gradient(logs, targets).to(hidden.dtype)
             of_hidden.append(of_logits @ weight)
+            if not trained:
+                continue
             if wide == weight.dtype:
                 of_weight.addmm_(of_logits.t(), states)
             else:
@@ -89,7 +91,7 @@ class _SummedLoss(torch.autograd.Function):
         of_hidden, of_weight = ctx.saved_tensors
         # In float32 first: a factor such as 1 / count would itself be rounded to half precision.
         scaled = (of_hidden.to(of_weight.dtype) * grad).to(ctx.dtype)
-        return scaled, (of_weight * grad).to(ctx.dtype), None, None
+        return scaled, (of_weight * grad).to(ctx.dtype) if ctx.needs_input_grad[1] else None, None, None
 
 
 def _gradient(logs: Tensor, targets: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ import torch
 
 from megatron_coca.config import BatchSizes, Config, ConfigError
 from megatron_coca.model import assemble_model, keep_freed_memory
-from megatron_coca.model.cost import parameter_count
 from megatron_coca.training import engine as dist
 from megatron_coca.training import launch, rng
 from megatron_coca.training.corpus import Corpus, open_corpus
@@ -31,6 +30,7 @@ from megatron_coca.training.starting import (
 )
 from megatron_coca.training.together import exclusive, require_writable
 from megatron_coca.training.topology import Topology
+from megatron_coca.training.trainable import train_only_parts, trainable_share
 from megatron_coca.training.trainer import Shape, Trainer
 
 logger = logging.getLogger(__name__)
@@ -121,6 +121,7 @@ def _train(
 def _build_engine(config: Config, shape: Shape, fresh: bool) -> Engine:
     make = initial_model if fresh else assemble_model  # a resumed run's weights come from its state
     model = make(config, dist.local_device())
+    train_only_parts(model, config.optimizer)
     rng.seed_everything(config.seed, shape.topology.random_stream(dist.rank()))
     model.train()
     place = shape.topology.coordinates(dist.rank())
@@ -137,9 +138,9 @@ def _log_mixture(corpus: Corpus, sizes: BatchSizes) -> None:
 
 
 def _summary(config: Config, shape: Shape, start: int) -> str:
-    parameters, processes = parameter_count(config).total, dist.world_size()
+    parameters, processes = trainable_share(config).text(), dist.world_size()
     begins = f"resuming at step {start}" if start else "from step 0"
     return (
-        f"{config.position.pos_emb}: {parameters:,} parameters, {config.precision.dtype}, {processes} process(es), "
+        f"{config.position.pos_emb}: {parameters}, {config.precision.dtype}, {processes} process(es), "
         f"{shape.sizes.total} x {config.model.seq_length} tokens a step; {begins}"
     )

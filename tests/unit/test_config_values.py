@@ -14,7 +14,7 @@ CONFIGS = ROOT / "configs"
 ROFORMER = CONFIGS / "350M" / "roformer.yml"
 OF_OTHER_COMMANDS = {"recipes", "evaluation"}
 SHIPPED = sorted(path for path in CONFIGS.rglob("*.yml") if path.parent.name not in OF_OTHER_COMMANDS)
-COMPLETE = {"350M", "quickstart"}
+COMPLETE = {"350M", "quickstart", "finetune", "small"}
 METHODS = {
     "roformer": "rotary",
     "roformer_coca": "coca",
@@ -33,6 +33,7 @@ OURS = {
     "loss_chunk_size",
     "torch_compile",
     "lr_warmup_init",
+    "trainable",
     "data_root",
     "eval_per_source",
     "profile_ranks",

@@ -10,30 +10,42 @@ import torch
 from megatron_coca.checkpoints import CheckpointError, weight_map
 from megatron_coca.checkpoints.huggingface import tokenizer as export_tokenizer
 from megatron_coca.checkpoints.huggingface.export import export
+from megatron_coca.checkpoints.huggingface.remote import MODELLING_FILE
 from megatron_coca.data import train_sentencepiece
 from tests.parity.exported import LLAMA, NEOX, random_checkpoint
 from tools.convert_to_huggingface import main
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "CoCA": (
-        NEOX | {"pos_emb": "coca"},
-        "against gpt_neox, the nearest: pos_emb 'coca' is in no stock model, only 'rotary' is$",
+    "mixed": (
+        LLAMA | {"norm": "layernorm"},
+        r"no model of this one's shape; against llama, the nearest: norm is 'layernorm', not 'rms",
     ),
-    "ALiBi": ({"pos_emb": "alibi"}, "pos_emb 'alibi' is in no stock model"),
-    "map": (NEOX | {"relative_positions": {"type": "rerope"}}, "relative_positions is set"),
-    "logits": (LLAMA | {"logit_scaling": "log_n"}, "logit_scaling 'log_n'"),
-    "ntk": (LLAMA | {"rope_scaling": {"rope_type": "ntk", "factor": 2.0}}, "rope_type 'ntk' is not known.* dynamic,"),
-    "ramp": (LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "ramp": "rotations"}}, "ramp 'rotations'"),
-    "mixed": (LLAMA | {"norm": "layernorm"}, r"against llama, the nearest: norm is 'layernorm', not 'rms"),
-    "biases": (LLAMA | {"use_bias_in_mlp": True}, "against llama, the nearest: use_bias_in_mlp is True, not False"),
-    "partial": (LLAMA | {"rotary_pct": 0.5}, "against llama, the nearest: rotary_pct is 0.5, not 1"),
+    "activation": (
+        NEOX | {"activation": "softsign"},
+        "against gpt_neox, the nearest: activation is 'softsign', not 'gelu'",
+    ),
     "tied norms": (NEOX | {"gpt_j_tied": True}, "gpt_j_tied: attention and MLP have one norm"),
     "grouped neox": (NEOX | {"num_kv_heads": 2}, r"num_kv_heads is 2, not num_attention_heads \(4\)"),
+    "parallel llama": (LLAMA | {"gpt_j_residual": True, "pos_emb": "coca"}, "gpt_j_residual is True, not False$"),
 }
+WRITTEN: dict[str, tuple[dict[str, Any], str]] = {
+    "neox": (NEOX, "gpt_neox"),
+    "llama": (LLAMA, "llama"),
+    "llama with biases": (LLAMA | {"use_bias_in_attn_linear": True, "use_bias_in_mlp": True}, "llama"),
+    "dynamic": (LLAMA | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "llama"),
+    "CoCA": (NEOX | {"pos_emb": "coca"}, "coca_gpt_neox"),
+    "ALiBi": (LLAMA | {"pos_emb": "alibi"}, "coca_llama"),
+    "map": (NEOX | {"relative_positions": {"type": "rerope"}}, "coca_gpt_neox"),
+    "logits": (LLAMA | {"logit_scaling": "log_n"}, "coca_llama"),
+    "ntk": (LLAMA | {"rope_scaling": {"rope_type": "ntk", "factor": 2.0}}, "coca_llama"),
+    "ramp": (LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "ramp": "rotations"}}, "coca_llama"),
+    "partial": (LLAMA | {"rotary_pct": 0.5}, "coca_llama"),
+}
+"""A stock architecture wherever one computes the model, else the modelling file's of the same shape."""
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_no_stock_model_computes_is_refused(name: str, tmp_path: Path) -> None:
+def test_a_network_of_another_shape_is_refused(name: str, tmp_path: Path) -> None:
     keys, message = REFUSED[name]
     checkpoint = random_checkpoint(tmp_path / "run", **keys)
     with pytest.raises(CheckpointError, match=message):
@@ -41,8 +53,19 @@ def test_what_no_stock_model_computes_is_refused(name: str, tmp_path: Path) -> N
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_a_refused_extension_can_be_left_out(tmp_path: Path) -> None:
-    keys, _ = REFUSED["ntk"]
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_it_is_written_as(name: str, tmp_path: Path) -> None:
+    keys, kind = WRITTEN[name]
+    done = export(random_checkpoint(tmp_path / "run", **keys), tmp_path / "model")
+    config = json.loads((done.folder / "config.json").read_text())
+    assert done.model_type == config["model_type"] == kind
+    assert done.remote == (done.folder / MODELLING_FILE.name).is_file() == ("position" in config)
+    if done.remote:
+        assert (done.folder / MODELLING_FILE.name).read_bytes() == MODELLING_FILE.read_bytes()
+
+
+def test_an_extension_can_be_left_out(tmp_path: Path) -> None:
+    keys, _ = WRITTEN["ntk"]
     done = export(random_checkpoint(tmp_path / "run", **keys), tmp_path / "model", {"rope_scaling": None})
     assert done.model_type == "llama"
 
@@ -107,7 +130,10 @@ def test_the_tool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr()
     assert "model: a llama model" in said.out and "carries no tokenizer" in said.err
     config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert "trust_remote_code" not in said.out
     assert config["dtype"] == "bfloat16" and config["rope_parameters"]["rope_type"] == "dynamic"
     assert config["vocab_size"] == 512 and config["intermediate_size"] == 52
+    assert main([str(run), str(tmp_path / "other"), "--set", "logit_scaling=log_n"]) == 0
+    assert "other: a coca_llama model" in (said := capsys.readouterr().out) and "trust_remote_code=True" in said
     assert main([str(run), str(tmp_path / "model")]) == 2
     assert "exists already" in capsys.readouterr().err

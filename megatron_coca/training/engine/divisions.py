@@ -8,7 +8,9 @@ from megatron_coca.training.engine.sequence import SequenceDivision
 from megatron_coca.training.engine.tensor import TensorDivision
 
 DIVISIONS: dict[str, Callable[[Config, int], Division]] = {
-    "model_parallel_size": lambda config, size: TensorDivision(config.model, size),
+    "model_parallel_size": lambda config, size: TensorDivision(
+        config.model, size, config.optimizer.trains("positions")
+    ),
     "sequence_parallel_size": lambda config, size: SequenceDivision(size, config.parallel.stage),
 }
 """By the key that gives the number of ranks; the configuration's checks let at most one be above 1."""

@@ -20,6 +20,7 @@ from megatron_coca.training.engine import state
 from megatron_coca.training.engine.divisions import division
 from megatron_coca.training.engine.group import everyone_succeeded, mean_over_ranks, world_size
 from megatron_coca.training.engine.settings import deepspeed_config
+from megatron_coca.training.engine.split import local_shape, packed_pieces, packed_places
 from megatron_coca.training.faults.guard import Limits, bad_reason
 
 MODEL_PREFIX = "model."
@@ -51,7 +52,7 @@ class Engine:
         """`model` maps samples [micro_batch, length + 1], and what else a batch has, to a scalar loss (as
         LanguageModelLoss); `sizes` are those of this world size.
         """
-        self._clipping = config.optimizer.gradient_clipping
+        self._clipping, self._model = config.optimizer.gradient_clipping, config.model
         self._step = _OneStep()
         optimizer.step = _gated(optimizer.step, self._open)  # type: ignore[method-assign]
         self._division = division(config)
@@ -121,12 +122,15 @@ class Engine:
 
     def pieces(self) -> list[Piece]:
         """What this rank holds of weights and optimizer states, as the memory that the engine works on."""
-        return state.pieces(self._engine.optimizer, self._names)
+        pieces = state.pieces(self._engine.optimizer, self._names)
+        return list(packed_pieces(pieces, packed_places(self._names, self._model)))
 
     def places(self) -> dict[str, Place]:
         """The shape of every parameter on this rank, and which part of the whole it is."""
-        shards = {name: self._division.shard(name) for name in self._names.values()}
-        return {name: Place(tuple(getattr(p, "ds_shape", p.shape)), shards[name]) for p, name in self._names.items()}
+        parts = packed_places(self._names, self._model)
+        shapes = {name: local_shape(parameter) for parameter, name in self._names.items() if name not in parts}
+        shapes |= {packed.name: packed.shape for packed in parts.values()}
+        return {name: Place(shape, self._division.shard(name)) for name, shape in shapes.items()}
 
     @property
     def loss_scale(self) -> float | None:
@@ -140,7 +144,7 @@ class Engine:
     def restored(self, counters: dict[str, float]) -> None:
         """Take the pieces as they were written to, and the counters, for its state. Every rank must call it."""
         state.set_counters(self._engine.optimizer, counters)
-        state.refresh(self._engine.optimizer)
+        state.refresh(self._engine.optimizer, self._names)
 
     def _set_rate(self, learning_rate: float) -> None:
         for group in self._engine.optimizer.param_groups:

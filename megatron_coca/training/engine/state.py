@@ -48,15 +48,19 @@ class Stretch(NamedTuple):
 
 
 def pieces(optimizer: Any, names: Names) -> list[Piece]:
-    """What this rank holds of every named parameter; `optimizer` is DeepSpeed's or, without ZeRO, PyTorch's."""
+    """What this rank holds of every named parameter; `optimizer` is DeepSpeed's or, without ZeRO, PyTorch's.
+
+    Of those that are not trained there are weights alone, in the training dtype. ZeRO 1 and 2 divide no weights: each of
+    these is named by one of the ranks that hold it, and `refresh` gives it to the others.
+    """
     found: list[Piece] = []
     for stretch in STRATEGIES[_kind(optimizer)](optimizer):
         state = _state(base(optimizer), stretch.flat)
         values = {WEIGHT: stretch.flat.detach()} | {name: state[name] for name in _moments(base(optimizer))}
         name = names[stretch.parameter]
         found += [Piece(name, kind, stretch.start, stretch.of(tensor)) for kind, tensor in values.items()]
-    frozen = (item for item in names.items() if not item[0].requires_grad)
-    return found + [piece for parameter, name in frozen for piece in _frozen(parameter, name)]
+    mine = (parameter for parameter, owner in _frozen_owners(optimizer, names) if owner in (None, _own_rank(optimizer)))
+    return found + [piece for parameter in mine for piece in _frozen(parameter, names[parameter])]
 
 
 def in_known_order(optimizer: Any) -> bool:
@@ -107,9 +111,12 @@ def base(optimizer: Any) -> torch.optim.Optimizer:
     return optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer.optimizer
 
 
-def refresh(optimizer: Any) -> None:
-    """Make the trained weights follow float32 ones that were written to. Every rank must call it."""
+def refresh(optimizer: Any, names: Names) -> None:
+    """Make the weights that are computed with follow the pieces, which were written to. Every rank must call it."""
     REFRESH[_kind(optimizer)](optimizer)
+    for parameter, owner in _frozen_owners(optimizer, names):
+        if owner is not None:
+            torch.distributed.broadcast(parameter.data, group=optimizer.dp_process_group, group_src=owner)
 
 
 def _kind(optimizer: Any) -> type:
@@ -157,6 +164,23 @@ def _fully_partitioned(optimizer: Any) -> Iterator[Stretch]:
             held = min(size, parameter.ds_numel - start)
             if held > 0:
                 yield Stretch(parameter, flat, begin, held, start)
+
+
+def _frozen_owners(optimizer: Any, names: Names) -> Iterator[tuple[nn.Parameter, int | None]]:
+    """The parameters that no optimizer steps, and which of the ranks that share its work speaks for each; None where all
+    do, because each has its own part (ZeRO 3) or the first one is asked anyway (without ZeRO).
+    """
+    frozen = [parameter for parameter in names if not parameter.requires_grad]
+    divided = isinstance(optimizer, DeepSpeedZeroOptimizer)
+    ranks = torch.distributed.get_world_size(optimizer.dp_process_group) if divided else 1
+    for number, parameter in enumerate(frozen):
+        yield parameter, number % ranks if divided else None
+
+
+def _own_rank(optimizer: Any) -> int | None:
+    """This rank's number among those that share the optimizer's work under ZeRO 1 and 2."""
+    shares = isinstance(optimizer, DeepSpeedZeroOptimizer)
+    return torch.distributed.get_rank(optimizer.dp_process_group) if shares else None
 
 
 def _frozen(parameter: nn.Parameter, name: str) -> Iterator[Piece]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from megatron_coca.config import BatchSizes, Config
 from megatron_coca.model.cost import Flops, ParameterCount, flops_per_token, parameter_count
 from megatron_coca.model.memory import activations, loss_bytes
-from megatron_coca.training.estimate.states import stage_parameters, states_bytes
+from megatron_coca.training.estimate.states import stage_parameters, stage_trained, states_bytes
 from megatron_coca.training.topology import Topology
 
 GIB = 2.0**30
@@ -45,7 +45,7 @@ class Memory:
 
     Attributes:
         weights: in the training format, and what ZeRO 3 gathers of other ranks' weights while it computes.
-        gradients: of all weights, or of this rank's part (ZeRO 2, 3).
+        gradients: of all weights that are trained, or of this rank's part (ZeRO 2, 3).
         optimizer: float32 copies of the weights, where ZeRO keeps them, and the optimizer's moments.
         buffers: of gradients on their way to other ranks.
         activations: that the backward pass waits for.
@@ -117,8 +117,9 @@ def fits(memory: Memory, gib: float) -> bool:
 
 
 def _stages(config: Config, topology: Topology, sizes: BatchSizes) -> Iterator[Memory]:
+    trained = stage_trained(config, topology)
     for stage, (numbers, blocks) in enumerate(stage_parameters(config, topology)):
-        states = states_bytes(config, topology, numbers)
+        states = states_bytes(config, topology, numbers, trained[stage])
         kept, working, ends = activations(config, sizes.micro, topology.tensor, topology.sequence)
         # One forward, one backward: the first stage is ahead of the last by as many micro batches as there are stages.
         waiting = min(topology.pipe - stage, sizes.accumulation)

@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 from megatron_coca.config import Config
-from megatron_coca.model.cost import norm_parameters, norms_per_block, parameter_count
+from megatron_coca.model.cost import ParameterCount, norm_parameters, norms_per_block, parameter_count, trained_count
 from megatron_coca.model.memory import BYTES
 from megatron_coca.training.topology import Topology, effective_stage
 
@@ -32,13 +32,16 @@ class States(NamedTuple):
     resident: float
 
 
-def states_bytes(config: Config, topology: Topology, numbers: int) -> States:
-    """Weights, gradients and optimizer states of `numbers` parameters, divided as the ZeRO stage says."""
+def states_bytes(config: Config, topology: Topology, numbers: int, trained: int | None = None) -> States:
+    """Weights of `numbers` parameters, gradients and optimizer states of the `trained` ones (None: all), divided as the
+    ZeRO stage says.
+    """
+    trained = numbers if trained is None else trained
     ranks = topology.data * topology.sequence
     stage, size = effective_stage(config, ranks), BYTES[config.precision.dtype]
     section = config.parallel.zero_optimization or {}
-    share = {True: numbers / ranks, False: float(numbers)}
-    own_weights = size * share[stage == 3]
+    share = {True: trained / ranks, False: float(trained)}
+    own_weights = size * numbers / (ranks if stage == 3 else 1)
     copies = 4 if stage else 0  # in float32 too: DeepSpeed steps on a flat copy
     optimizer = (copies + 4 * STATES[config.optimizer.type]) * share[stage >= 1]
     gradients = size * share[stage >= 2]
@@ -78,15 +81,31 @@ def stage_parameters(config: Config, topology: Topology) -> list[tuple[int, int]
     Blocks are shared out evenly; the first stage has the embedding too, the last one the head, or with tied weights a
     copy of the embedding.
     """
-    count, model, pipe = parameter_count(config), config.model, topology.pipe
+    model, pipe = config.model, topology.pipe
+    blocks = [model.num_layers // pipe + (stage < model.num_layers % pipe) for stage in range(pipe)]
     # Biases of the projections into the residual stream are whole on every tensor rank.
     whole = model.hidden_size * (model.use_bias_in_attn_linear + model.use_bias_in_mlp)
+    return list(zip(_numbers(config, topology, parameter_count(config), whole, blocks), blocks, strict=True))
+
+
+def stage_trained(config: Config, topology: Topology) -> list[int]:
+    """For every pipeline stage the numbers on one tensor rank that are trained."""
+    model, trains = config.model, config.optimizer.trains
+    blocks = [count for _, count in stage_parameters(config, topology)]
+    attention = model.use_bias_in_attn_linear and trains("attention_output")
+    whole = model.hidden_size * (attention + (model.use_bias_in_mlp and trains("mlp")))
+    return _numbers(config, topology, trained_count(config), whole, blocks)
+
+
+def _numbers(config: Config, topology: Topology, count: ParameterCount, whole: int, blocks: list[int]) -> list[int]:
+    """Of `count`, those of every stage on one tensor rank; `whole` of each block's are on all of these."""
+    model = config.model
+    norm = norm_parameters(model) if count.norms else 0
     divided = (count.attention + count.mlp) // model.num_layers - whole
-    block = divided // topology.tensor + whole + norms_per_block(model) * norm_parameters(model)
-    blocks = [model.num_layers // pipe + (stage < model.num_layers % pipe) for stage in range(pipe)]
+    block = divided // topology.tensor + whole + norms_per_block(model) * norm
     numbers = [block * each for each in blocks]
     numbers[0] += count.embedding + count.position
-    numbers[-1] += norm_parameters(model) + count.head
-    if pipe > 1 and not model.no_weight_tying:
+    numbers[-1] += norm + count.head
+    if topology.pipe > 1 and not model.no_weight_tying:
         numbers[-1] += count.embedding
-    return list(zip(numbers, blocks, strict=True))
+    return numbers

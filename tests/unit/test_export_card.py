@@ -1,0 +1,89 @@
+"""The model card of an export, and what config.json says of positions."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron_coca.checkpoints import open_checkpoint
+from megatron_coca.checkpoints.huggingface.export import export
+from megatron_coca.checkpoints.huggingface.remote import describe_position, position_keys
+from megatron_coca.config import load_config
+from tests.parity.exported import GROUPED, LLAMA, NEOX, SHAPE, random_checkpoint
+
+TRAINING = {"train_batch_size": 24, "optimizer.params.lr": 3e-4, "train_data_paths": ["/secret/place/words"]}
+TRAINING |= {"valid_data_paths": ["/secret/place/words"], "test_data_paths": ["/secret/place/words"]}
+
+
+def card(tmp_path: Path, **keys: Any) -> tuple[dict[str, Any], str]:
+    folder = export(random_checkpoint(tmp_path / "run", **keys), tmp_path / "my-model").folder
+    _, front, text = (folder / "README.md").read_text().split("---\n", 2)
+    return yaml.safe_load(front), text
+
+
+def test_what_the_card_says(tmp_path: Path) -> None:
+    front, text = card(tmp_path, **GROUPED, pos_emb="coca", **TRAINING)
+    assert front["library_name"] == "transformers" and front["pipeline_tag"] == "text-generation"
+    assert {"coca_llama", "coca", "custom_code"} <= set(front["tags"])
+    weights = sum(entry.nbytes // 4 for entry in open_checkpoint(tmp_path / "run").weights().entries.values())
+    for line in (
+        "| training length | 32 tokens |",
+        f"| parameters | {weights:,} |",
+        "| shape | 2 layers, width 32, 4 heads, 2 of keys |",
+        "| trained for | 7 steps of 24 sequences |",
+        "| optimizer | Adam, peak learning rate 0.0003 |",
+        'from_pretrained("my-model", trust_remote_code=True)',
+        'config.position["rope_scaling"] = {"rope_type": "dynamic", "factor": 4.0}',
+        "arXiv:2309.08646",
+        "author = {Zhu, Shiyi",
+    ):
+        assert line in text, line
+    assert "secret" not in text and str(tmp_path) not in text
+
+
+def test_the_card_of_a_stock_model(tmp_path: Path) -> None:
+    front, text = card(tmp_path, **NEOX, rope_scaling={"rope_type": "linear", "factor": 2.0})
+    assert "custom_code" not in front["tags"] and "trust_remote_code" not in text and "2309.08646" not in text
+    assert "| extension | linear |" in text and "config.rope_parameters" in text
+
+
+def test_no_advice_on_rotations_where_nothing_turns(tmp_path: Path) -> None:
+    _, text = card(tmp_path, **LLAMA, pos_emb="alibi")
+    assert "Longer texts" not in text and "ALiBi" in text
+
+
+def test_a_card_of_what_was_not_trained_here(tmp_path: Path) -> None:
+    once = export(random_checkpoint(tmp_path / "run", **LLAMA), tmp_path / "once").folder
+    text = (export(once, tmp_path / "again").folder / "README.md").read_text()
+    assert "trained for" not in text and "optimizer" not in text and "| training length | 32 tokens |" in text
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"pos_emb": "coca", "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
+        {"pos_emb": "xpos", "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "ramp": "rotations"}},
+        {"pos_emb": "rpe", "rpe_num_buckets": 16, "rpe_max_distance": 64},
+        {"pos_emb": "learned", "max_position_embeddings": 99},
+        {"pos_emb": "coca", "relative_positions": {"type": "self_extend"}, "logit_scaling": "log_n", "rotary_pct": 0.5},
+    ],
+)
+def test_positions_there_and_back(keys: dict[str, Any], tmp_path: Path) -> None:
+    run = random_checkpoint(tmp_path / "run", **LLAMA | keys)
+    opened = open_checkpoint(run)
+    told = json.loads(json.dumps({"position": describe_position(opened.trained, opened.weights())}))
+    back = load_config([], SHAPE | LLAMA | position_keys(told))
+    again = describe_position(back, opened.weights())
+    assert again == told["position"]
+    assert set(keys) <= set(position_keys(told)), "what was set is written"
+    section = told["position"]["rope_scaling"] or {}
+    assert set(section) == set(keys.get("rope_scaling", {})) | (set(section) & {"beta_fast", "beta_slow", "truncate"})
+    if "relative_positions" in keys:
+        assert told["position"]["relative_positions"] == {"type": "self_extend", "window": 8, "group_size": 8}
+
+
+def test_a_folder_without_positions() -> None:
+    with pytest.raises(KeyError, match="position"):
+        position_keys({"model_type": "coca_llama", "position": 3})
