@@ -7,7 +7,7 @@ from megatron_coca.checkpoints.errors import CheckpointError
 from megatron_coca.config import KEYS, Config, ConfigError, load_config
 from megatron_coca.config.model import GATED_ACTIVATIONS
 from megatron_coca.config.neox_keys import ALIASES, INERT, UNSUPPORTED
-from megatron_coca.config.source import merge, read_file
+from megatron_coca.config.source import OVERRIDES, merge, read_file
 from megatron_coca.config.yaml_text import dump
 
 CONFIGS = "configs"
@@ -74,7 +74,8 @@ def read_config(folder: Path, vocab_size: int) -> tuple[Config, int]:
             raise ConfigError(problems)
         config = load_config([], kept | {"vocab_size": vocab_size, "make_vocab_size_divisible_by": 1})
     except ConfigError as error:
-        raise CheckpointError(f"{place}: {error}") from error
+        told = "; ".join(line.removeprefix(f"{OVERRIDES}: ") for line in error.problems)
+        raise CheckpointError(f"{place}: {told}") from error
     return config, int(values.get("model_parallel_size") or 1)
 
 

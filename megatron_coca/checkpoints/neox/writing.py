@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.errors import CheckpointError
 from megatron_coca.checkpoints.folders import new_folder, refuse_existing
+from megatron_coca.checkpoints.importing import check_fit
 from megatron_coca.checkpoints.load import Overrides, open_checkpoint
 from megatron_coca.checkpoints.neox.keys import CONFIGS, MODEL_FILE, foreign_keys, model_yaml
 from megatron_coca.checkpoints.neox.layout import Place, buffers, layers, table
@@ -69,6 +70,7 @@ def export_neox(
     if against:
         raise CheckpointError(f"{opened.folder}: GPT-NeoX's layout cannot hold it: {'; '.join(against)}")
     weights = opened.weights()
+    check_fit(config, weights)
     weights = weights if dtype is None else weights.to(DTYPES[dtype])
     name = native.step_folder(folder, opened.step or 0).name
     with new_folder(folder) as partial:
@@ -92,11 +94,6 @@ class _Source:
     def layers(self) -> Iterator[tuple[int, list[dict[str, Tensor]]]]:
         """The state dict of every layer on every rank, a layer at a time."""
         held, kept = table(self.config), buffers(self.config)
-        lacking = self.weights.entries.keys() - {each.ours for each in held.values()}
-        if lacking:
-            raise CheckpointError(
-                f"{self.weights.source}: GPT-NeoX's layout has no name for {', '.join(sorted(lacking))}"
-            )
         dtype = next(iter(self.weights.entries.values())).dtype
         for layer in layers(self.config.model):
             states: list[dict[str, Tensor]] = [{} for _ in range(self.ranks)]

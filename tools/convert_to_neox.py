@@ -1,0 +1,47 @@
+"""Writes a checkpoint as a save folder that GPT-NeoX loads; see docs/checkpoints.md, "GPT-NeoX checkpoints"."""
+
+import sys
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron_coca.checkpoints import CheckpointError  # noqa: E402
+from megatron_coca.checkpoints.neox.writing import export_neox  # noqa: E402
+from megatron_coca.checkpoints.weights import DTYPES  # noqa: E402
+from megatron_coca.config import ConfigError  # noqa: E402
+
+
+def build_parser() -> ArgumentParser:
+    """Two places, how the weights are used, and how GPT-NeoX divides the model."""
+    parser = ArgumentParser(prog="convert_to_neox.py", description=__doc__)
+    add = parser.add_argument
+    add("checkpoint", metavar="CHECKPOINT", help="a run's save folder, one step of it, or a Hugging Face folder")
+    add("folder", metavar="FOLDER", help="what to write; it must not exist")
+    changes = "use the weights otherwise than they were trained, e.g. rope_scaling=null"
+    add("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", dest="overrides", help=changes)
+    add("--dtype", choices=DTYPES, help="of the weights; default: as saved")
+    add("--model-parallel-size", type=int, default=1, metavar="N", help="tensor ranks to write for; default: 1")
+    stages = "1 for any number of pipeline stages, 0 for none; default: 1"
+    add("--pipe-parallel-size", type=int, choices=(0, 1), default=1, help=stages)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 2 where there is something to put right."""
+    args = build_parser().parse_args(arguments)
+    division = args.model_parallel_size, args.pipe_parallel_size
+    try:
+        done = export_neox(args.checkpoint, args.folder, args.overrides, args.dtype, *division)
+    except (CheckpointError, ConfigError) as error:
+        print(f"convert_to_neox.py: {error}", file=sys.stderr)
+        return 2
+    print(f"{done.folder}: load it with `load: {done.folder}` and `finetune: true`")
+    if done.foreign:
+        print(f"convert_to_neox.py: stock GPT-NeoX does not know its {', '.join(done.foreign)}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
