@@ -34,7 +34,7 @@ class Measured(NamedTuple):
 
 MODELS = (
     Measured("LLaMA", RUNS / "llama"),
-    Measured("+ CoCA, before any training", RUNS / "imported", ("pos_emb=coca",)),
+    Measured("+ CoCA, before any training", RUNS / "imported_coca"),
     Measured("+ CoCA, stage 1 (T)", RUNS / "stage1"),
     Measured("+ CoCA, stage 2 (Q, T, V)", RUNS / "stage2"),
     Measured("+ CoCA, stage 3 (all)", RUNS / "stage3"),
@@ -64,8 +64,9 @@ def make_a_llama(keys: Sequence[str]) -> None:
 
 def give_it_coca(keys: Sequence[str]) -> None:
     """Import, three stages, export."""
-    if not (RUNS / "imported").exists():
-        tool("import_checkpoint.py", RUNS / "llama_hf", RUNS / "imported")
+    for name, changes in (("imported", ()), ("imported_coca", ("--set", "pos_emb=coca"))):
+        if not (RUNS / name).exists():
+            tool("import_checkpoint.py", RUNS / "llama_hf", RUNS / name, *changes)
     stages = [str(CONFIGS / f"coca_stage{number}.yml") for number in (1, 2, 3)]
     tool("train_stages.py", *stages, *(("--with", *keys) if keys else ()))
     if not (RUNS / "llama_coca_hf").exists():

@@ -103,12 +103,16 @@ class Opened:
         return Loaded(model.eval(), config, self.tokenizer_folder, self.step, self.identity)
 
 
-def open_checkpoint(path: str | Path, verify: bool = True) -> Opened:
+def open_checkpoint(path: str | Path, verify: bool = True, step: int | None = None) -> Opened:
     """Find a checkpoint of ours, a Hugging Face folder or a checkpoint of GPT-NeoX. Raises CheckpointError.
 
-    `verify` compares the files of ours with their checksums; without it their sizes alone are looked at.
+    `verify` compares the files of ours with their checksums; without it their sizes alone are looked at. `step` is one
+    of a save folder's; by default the newest.
     """
     path = Path(path)
+    if step is not None:
+        named = native.step_folder(path, step)
+        path = named if neox_files.is_step(named) else native.locate(path, step)
     layout = next(layout for layout in LAYOUTS if layout.found(path))
     return layout.open(path, verify)
 

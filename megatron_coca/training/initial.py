@@ -2,7 +2,7 @@
 
 import logging
 
-from megatron_coca.checkpoints import Opened, native, open_checkpoint
+from megatron_coca.checkpoints import Opened, open_checkpoint
 from megatron_coca.checkpoints.compare import POSITION_WEIGHTS, differing_keys, refuse_other_architecture
 from megatron_coca.checkpoints.load import load_weights
 from megatron_coca.config import KEYS, Config
@@ -25,7 +25,7 @@ def initial_model(config: Config, device: str) -> GPT:
     keys = config.checkpoint
     if not keys.finetune or keys.load is None:
         return assemble_model(config, device)
-    source = open_checkpoint(keys.load if keys.iteration is None else native.locate(keys.load, keys.iteration))
+    source = open_checkpoint(keys.load, step=keys.iteration)
     refuse_other_architecture(source.folder, source.trained, config)
     model = empty_model(config, device, memory="cpu")
     drawn = draw_learned_positions(model, config.seed)

@@ -9,6 +9,7 @@ from typing import Any
 from megatron_coca.checkpoints import CheckpointError, native
 from megatron_coca.checkpoints.compare import differing_keys
 from megatron_coca.checkpoints.huggingface.reading import is_huggingface_folder
+from megatron_coca.checkpoints.neox.files import find_step
 from megatron_coca.config import CheckpointConfig, Config, load_config
 from megatron_coca.training import engine as dist
 from megatron_coca.training.corpus import Corpus
@@ -120,6 +121,11 @@ def _folders_to_resume(config: CheckpointConfig) -> list[Path]:
     if is_huggingface_folder(Path(config.load)):
         raise CheckpointError(
             f"{config.load}: a Hugging Face folder has no optimizer state; set finetune=true to start from its weights"
+        )
+    if find_step(Path(config.load)) is not None:
+        raise CheckpointError(
+            f"{config.load}: the optimizer state of a GPT-NeoX checkpoint is not read; set finetune=true to start from its "
+            "weights"
         )
     same = config.save is not None and Path(config.load).resolve() == Path(config.save).resolve()
     if same and not native.begun_steps(Path(config.load)):

@@ -11,9 +11,9 @@ import torch
 
 from megatron_coca.attention.positions.forms import SCORE_FORMS
 from megatron_coca.config import load_config
+from megatron_coca.config.rates import learning_rate
 from megatron_coca.model import LanguageModelLoss, build_model
 from megatron_coca.training.optimizer import build_optimizer
-from megatron_coca.config.rates import learning_rate
 
 LOSSES = Path(__file__).parent / "losses"
 STEPS, BATCH, LENGTH, VOCABULARY, PERIOD = 50, 16, 32, 24, 2

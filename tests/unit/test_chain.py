@@ -76,7 +76,7 @@ def test_a_run_that_ends_early_ends_the_chain(
         ("run1", "run1", "finetune: true\n", "save: .*run1 is the folder of a run before it"),
         ("run1", None, "finetune: true\n", "stage2: save: not set"),
         ("run1", "run2", "", "stage2: finetune: a run of a chain starts from weights"),
-        ("run1", "run2", "finetune: true\nnum_lairs: 2\n", "stage2.yml: .*num_lairs"),
+        ("run1", "run2", "finetune: true\nnum_lairs: 2\n", r"stage2.yml:\d+: num_lairs"),
     ],
 )
 def test_a_chain_that_does_not_hold_is_refused_before_it_starts(

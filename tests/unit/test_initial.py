@@ -1,6 +1,7 @@
 """The model that a run begins with: drawn, or with weights of a checkpoint, whose position method may be another."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,13 @@ import pytest
 import torch
 
 from megatron_coca.checkpoints import CheckpointError
+from megatron_coca.checkpoints.huggingface.export import export
+from megatron_coca.checkpoints.importing import import_checkpoint
+from megatron_coca.checkpoints.neox.writing import export_neox
 from megatron_coca.config import Config, load_config
 from megatron_coca.model import build_model
 from megatron_coca.training.initial import initial_model
+from megatron_coca.training.starting import candidates
 from tests.checkpoint_files import write_checkpoint
 
 SHAPE: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 32}
@@ -109,6 +114,33 @@ def test_another_shape_is_refused(tmp_path: Path) -> None:
     folder, _ = source(tmp_path / "run")
     with pytest.raises(CheckpointError, match=r"embedding.word_embeddings.weight is \[96, 32\], the model wants \[128"):
         begun(folder, make_vocab_size_divisible_by=128)
+
+
+FOREIGN: dict[str, Callable[[Path, Path], object]] = {
+    "Hugging Face": export,
+    "GPT-NeoX": export_neox,
+    "imported": import_checkpoint,
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_a_run_starts_from_weights_alone_and_does_not_go_on_from_them(kind: str, tmp_path: Path) -> None:
+    own, weights = source(tmp_path / "run")
+    FOREIGN[kind](own, tmp_path / "foreign")
+    found = begun(tmp_path / "foreign", pos_emb="coca")
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
+    with pytest.raises(CheckpointError, match="set finetune=true to start"):
+        candidates(configured(load=str(tmp_path / "foreign")).checkpoint)
+
+
+@pytest.mark.parametrize(("kind", "step"), [("GPT-NeoX", 7), ("imported", 0)])
+def test_one_step_of_a_foreign_folder(kind: str, step: int, tmp_path: Path) -> None:
+    own, weights = source(tmp_path / "run")
+    FOREIGN[kind](own, tmp_path / "foreign")
+    found = begun(tmp_path / "foreign", iteration=step)
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
+    with pytest.raises(CheckpointError, match="no checkpoint of step 3"):
+        begun(tmp_path / "foreign", iteration=3)
 
 
 def test_what_no_rotation_reads_may_differ(tmp_path: Path) -> None:
