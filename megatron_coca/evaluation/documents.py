@@ -13,6 +13,7 @@ from tqdm import tqdm
 from megatron_coca.data import Shard, corpus_files, load_saved_tokenizer, read_documents, read_manifest
 from megatron_coca.data.preparation.manifest import MANIFEST
 from megatron_coca.data.shards.layout import SUFFIXES
+from megatron_coca.data.tokenizers.agreement import agree
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION
 from megatron_coca.evaluation.results import EvaluationError, Record
 
@@ -128,7 +129,7 @@ def check_tokenizers(sources: Iterable[Source], tokenizer: Encoder | None) -> No
         found = beside.get(Path(prefix).parent)
         if tokenizer is None or found is None:
             unverified.append(prefix)
-        elif found[0] != tokenizer.fingerprint:
+        elif not _made_alike(Path(prefix).parent, found[0], tokenizer):
             raise EvaluationError(
                 f"{prefix}: prepared with another tokenizer ({found[0][:12]}, by {found[1]}) than the checkpoint's "
                 f"({tokenizer.fingerprint[:12]}); name text with --data, or prepare the corpus with the checkpoint's"
@@ -136,6 +137,16 @@ def check_tokenizers(sources: Iterable[Source], tokenizer: Encoder | None) -> No
     if unverified:
         lacking = "the checkpoint carries no tokenizer" if tokenizer is None else "no tokenizer is named beside them"
         logger.warning("%s: %s, nothing shows that they were made with the model's", ", ".join(unverified), lacking)
+
+
+def _made_alike(folder: Path, fingerprint: str, tokenizer: Encoder) -> bool:
+    """Whether the tokenizer of a folder's shards, by its fingerprint, gives the ids of `tokenizer`: an exported or imported
+    checkpoint has other files for the same ids.
+    """
+    if fingerprint == tokenizer.fingerprint:
+        return True
+    beside = load_saved_tokenizer(folder) if (folder / DESCRIPTION).is_file() else None
+    return beside is not None and beside.fingerprint == fingerprint and agree(beside, tokenizer)
 
 
 def _fingerprint_beside(folder: Path) -> tuple[str, Path] | None:

@@ -20,6 +20,7 @@ from megatron_coca.data import (
 )
 from megatron_coca.data.preparation.plan import SPLITS
 from megatron_coca.data.shards.index import read_header
+from megatron_coca.data.tokenizers.agreement import agree
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION
 from megatron_coca.data.tokenizers.load import needs_files
 from megatron_coca.training.identity import data_identity
@@ -177,7 +178,7 @@ def _common_tokenizer(config: Config) -> Tokenizer | None:
     if data.vocab_file or not needs_files(data.tokenizer_type):
         named = load_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
         found[data.vocab_file or f"tokenizer_type {data.tokenizer_type}"] = named
-    if len({tokenizer.fingerprint for tokenizer in found.values()}) > 1:
+    if not all(agree(one, other) for one, other in pairwise(found.values())):
         raise DataError(
             f"the tokenizers of {', '.join(found)} differ; shards of one run must be made with one tokenizer"
         )

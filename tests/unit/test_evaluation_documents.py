@@ -6,10 +6,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_coca.data import DataError, Execution, Rules, Source, SourceSpec, load_tokenizer, prepare
+from megatron_coca.checkpoints.huggingface.tokenizer import tokenizer_files
+from megatron_coca.data import (
+    DataError,
+    Execution,
+    Rules,
+    Source,
+    SourceSpec,
+    load_tokenizer,
+    prepare,
+    train_sentencepiece,
+)
 from megatron_coca.data.tokenizers.training import train_bpe
 from megatron_coca.evaluation import EvaluationError
-from megatron_coca.evaluation.documents import Documents, collect_documents
+from megatron_coca.evaluation.documents import Documents, check_tokenizers, collect_documents
+from megatron_coca.evaluation.documents import Source as EvaluatedSource
 
 TOKENIZER = load_tokenizer("CharLevelTokenizer")
 VOCABULARY = 512
@@ -134,6 +145,26 @@ def test_a_tokenizer_beside_a_shard_counts_without_a_manifest(shard: str, tmp_pa
     train_bpe(["some text"], 285, tmp_path / "t.json").save(Path(shard).parent)
     with pytest.raises(EvaluationError, match="all_test: prepared with another tokenizer .* by .*tokenizer_type.json"):
         collect(shard)
+
+
+def test_another_file_of_the_same_tokenizer_is_no_other_tokenizer(tmp_path: Path) -> None:
+    """An exported and imported checkpoint has a tokenizer.json in place of the model file of its shards."""
+    texts = ["The quick brown fox jumps over the lazy dog. " * 3, "a boat lay near the shore until morning"] * 20
+    made = train_sentencepiece(texts, 300, tmp_path / "model")
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    source = Source(SourceSpec("all", [tmp_path / "texts.jsonl"]))
+    prepare([source], tmp_path / "shards", made, Rules(valid_fraction=0, test_fraction=0.5), Execution(progress=False))
+    made.save(tmp_path / "saved")
+    files, note = tokenizer_files(tmp_path / "saved", made)
+    assert note is None
+    (tmp_path / "tokenizer.json").write_bytes(files["tokenizer.json"])
+    converted = load_tokenizer("HFTokenizer", tmp_path / "tokenizer.json")
+    assert converted.fingerprint != made.fingerprint
+    check_tokenizers([EvaluatedSource(str(tmp_path / "shards/all_test"), True)], converted)
+    with pytest.raises(EvaluationError, match="prepared with another tokenizer"):
+        check_tokenizers(
+            [EvaluatedSource(str(tmp_path / "shards/all_test"), True)], load_tokenizer("CharLevelTokenizer")
+        )
 
 
 def test_shard_of_another_tokenizer(shard: str) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_coca.data import Tokenizer
+from megatron_coca.data.tokenizers.agreement import PROBES
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION
 from megatron_coca.data.tokenizers.sentencepiece_file import ModelSettings
 
@@ -16,19 +17,6 @@ SPACE_MARK = "\u2581"
 
 ADDING_PROCESSORS = frozenset({"TemplateProcessing", "BertProcessing", "RobertaProcessing"})
 """Steps of a tokenizer.json that put start or end symbols around a text; the model has seen none there in training."""
-
-PROBES = (
-    "",
-    "The quick brown fox jumps over the lazy dog.",
-    " leading, trailing ",
-    "several   spaces,\ttabs\tand\nlines\n\n\nof text\r\n",
-    "12345 67.89 -0.001e10 (a+b)*c != [d]; x_y = {'z': \"w\"}",
-    "def f(x):\n    if x > 0:\n        return x ** 2\n",
-    "Füße, naïve, Ελληνικά, русский, עברית, हिन्दी, 日本語の文章、中文句子。한국어",
-    "emoji 😀👩‍👩‍👧 and rare 𝔘𝔫𝔦𝔠𝔬𝔡𝔢 \u0000\u0001\u007f",
-    "aaaaaaaaaaaaaaaaaaaaaaaa bbbbbbbbb abababababab",
-)
-"""Texts on which a converted tokenizer has to agree with ours."""
 
 
 def tokenizer_files(folder: Path | None, tokenizer: Tokenizer | None) -> tuple[Files, str | None]:
@@ -49,6 +37,7 @@ def tokenizer_files(folder: Path | None, tokenizer: Tokenizer | None) -> tuple[F
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": model.id_to_token(tokenizer.eod),
+        "pad_token": model.id_to_token(tokenizer.eod),
         "clean_up_tokenization_spaces": False,
         "split_special_tokens": True,
         "padding_side": "left",

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from megatron_coca.data.inspection.index import document_lengths
 from megatron_coca.data.preparation.manifest import MANIFEST, read_manifest
 from megatron_coca.data.shards.layout import SUFFIXES
 from megatron_coca.data.shards.shard import Shard
+from megatron_coca.data.tokenizers.agreement import agree
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION, Tokenizer
 from megatron_coca.data.tokenizers.load import load_saved_tokenizer
 
@@ -107,7 +109,7 @@ def common_tokenizer(entries: Sequence[Entry], named: Tokenizer | None = None) -
     folders = dict.fromkeys(entry.prefix.parent for entry in entries)
     beside = {str(folder): load_saved_tokenizer(folder) for folder in folders if (folder / DESCRIPTION).is_file()}
     found = beside | ({"the named one": named} if named else {})
-    if len({tokenizer.fingerprint for tokenizer in found.values()}) > 1:
+    if not all(agree(one, other) for one, other in pairwise(found.values())):
         raise DataError(f"The tokenizers of {', '.join(found)} differ. Inspect shards of one tokenizer at a time.")
     return next(iter(found.values()), None)
 
