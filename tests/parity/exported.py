@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_coca.checkpoints.huggingface.export import export
+from megatron_coca.checkpoints.huggingface.remote import MODELLING_FILE
 from megatron_coca.config import load_config
 from megatron_coca.data import Tokenizer
 from megatron_coca.model import build_model
@@ -69,3 +70,10 @@ def remote(checkpoint: Path, folder: Path, *overrides: str, attention: str = "sd
         folder, trust_remote_code=True, attn_implementation=attention, **settings
     )
     return loaded.eval()
+
+
+def names_in_the_file() -> dict[str, Any]:
+    """What the modelling file defines, loaded as transformers does."""
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    return get_class_from_dynamic_module("modeling_coca.Positions", str(MODELLING_FILE.parent)).__init__.__globals__

@@ -121,6 +121,9 @@ def test_tokenizers_give_the_same_ids(kind: str, tmp_path: Path) -> None:
     for text in TEXTS:
         assert theirs(text).input_ids == ours.encode(text), text
         assert theirs.decode(ours.encode(text)) == ours.decode(ours.encode(text))
-    assert theirs.eos_token_id == ours.eod and theirs.decode([ours.eod], skip_special_tokens=True) == ""
+    assert (
+        theirs.pad_token_id == theirs.eos_token_id == ours.eod
+        and theirs.decode([ours.eod], skip_special_tokens=True) == ""
+    )
     config = json.loads((done.folder / "config.json").read_text())
     assert config["eos_token_id"] == ours.eod

@@ -1,6 +1,5 @@
-"""Exports with a modelling file in use: padding, the cache, generation, training, engines that keep keys themselves."""
+"""Exports with a modelling file in use: padding, the cache, generation, training."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +7,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoTokenizer, StaticCache
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers import StaticCache
 
 from megatron_coca.checkpoints import load_model
 from megatron_coca.checkpoints.huggingface.export import export
@@ -159,12 +157,18 @@ def test_a_cache_of_fixed_size(name: str, tmp_path: Path) -> None:
 def test_the_pipeline_answers(tmp_path: Path) -> None:
     folder = export(random_checkpoint(tmp_path / "run", **ALL["coca"]), tmp_path / "exported").folder
     pipe = transformers.pipeline("text-generation", str(folder), trust_remote_code=True)
-    assert pipe.tokenizer.padding_side == "left"
-    pipe.tokenizer.pad_token = pipe.tokenizer.eos_token
-    answer = pipe(["The sea was calm", "and"], max_new_tokens=5, batch_size=2)
-    assert [row[0]["generated_text"].startswith(text) for row, text in zip(answer, ("The sea", "and"), strict=True)]
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert tokenizer("The sea").input_ids
+    tokenizer = pipe.tokenizer
+    assert tokenizer.padding_side == "left" and pipe.model.generation_config.pad_token_id == tokenizer.eos_token_id
+    assert pipe.model.config.pad_token_id is None and pipe.model.get_input_embeddings().padding_idx is None
+    texts = ["The sea was calm", "and"]
+    settings = {"max_new_tokens": 5, "do_sample": False, "return_tensors": True}
+    alone = [pipe(text, **settings)[0]["generated_token_ids"] for text in texts]
+    together = [row[0]["generated_token_ids"] for row in pipe(texts, batch_size=2, **settings)]
+    width = len(tokenizer(texts[0]).input_ids)
+    assert [len(row) for row in alone] == [width + 5, len(tokenizer("and").input_ids) + 5]
+    assert together[0] == alone[0]
+    hidden = width - len(tokenizer("and").input_ids)
+    assert together[1] == [tokenizer.eos_token_id] * hidden + alone[1]
 
 
 @pytest.mark.parametrize("name", ["coca", "coca_strict, yarn", "kerple_log", "rpe", "learned"])
@@ -199,77 +203,8 @@ def test_a_map_that_only_trains(tmp_path: Path) -> None:
     trained = theirs(batch).logits
     torch.testing.assert_close(trained, ours(batch), **STRICT)
     assert not torch.allclose(theirs.eval()(batch).logits, trained, atol=1e-3)
-
-
-class Engine:
-    """An attention function that keeps the keys it is given, as serving engines do, and knows no mask."""
-
-    def __init__(self) -> None:
-        self.kept: dict[int, list[Tensor]] = {}
-
-    def __call__(
-        self, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: None, scaling: float, told: str, **_: Any
-    ) -> tuple[Tensor, None]:
-        assert mask is None and told == "passed through"
-        before = self.kept.get(module.layer_idx)
-        k, v = (torch.cat((old, new), dim=2) for old, new in zip(before, (k, v), strict=True)) if before else (k, v)
-        self.kept[module.layer_idx] = [k, v]
-        causal = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, causal, scale=scaling, enable_gqa=True)
-        return out.transpose(1, 2), None
-
-
-@pytest.fixture
-def engine() -> Iterator[Engine]:
-    made = Engine()
-    ALL_ATTENTION_FUNCTIONS["an_engine"] = made
-    yield made
-    del ALL_ATTENTION_FUNCTIONS["an_engine"]
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["coca", "coca_strict, yarn", "learned", "sinusoidal"])
-def test_an_engine_keeps_keys(name: str, engine: Engine, tmp_path: Path) -> None:
-    """The new tokens alone, with their positions, as vLLM's and SGLang's transformers backends call the model."""
-    model = exported(name, tmp_path)
-    batch = tokens(50, 1)
-    expected = model(batch).logits
-    model.set_attn_implementation("an_engine")
-    steps = []
-    for start, stop in ((0, 30), (30, 31), (31, 50)):
-        where = torch.arange(start, stop)[None]
-        given = {"position_ids": where, "use_cache": False, "told": "passed through", "return_dict": False}
-        steps.append(model.lm_head(model.base_model(batch[:, start:stop], **given)[0]))
-    torch.testing.assert_close(torch.cat(steps, dim=1), expected, **STRICT)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["coca", "learned"])
-def test_an_engine_may_compile(name: str, engine: Engine, tmp_path: Path) -> None:
-    """As one graph of any length; vLLM compiles the model so."""
-    model = exported(name, tmp_path)
-    expected = model.base_model(tokens(30, 1)).last_hidden_state
-    model.set_attn_implementation("an_engine")
-    compiled = torch.compile(model.base_model, backend="eager", fullgraph=True, dynamic=True)
-    given = {"position_ids": torch.arange(30)[None], "use_cache": False, "told": "passed through"}
-    torch.testing.assert_close(compiled(tokens(30, 1), **given).last_hidden_state, expected, **STRICT)
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("coca, dynamic", "an_engine keeps keys that are rotated already.*dynamic"),
-        ("coca, clex", "keeps keys that are rotated already"),
-        ("xpos", "keeps keys that are rotated already.*pos_emb xpos"),
-        ("alibi", "needs attn_implementation eager or sdpa, not an_engine"),
-        ("coca, rerope, log n", "needs attn_implementation eager or sdpa"),
-    ],
-)
-def test_what_an_engine_cannot_serve(name: str, message: str, engine: Engine, tmp_path: Path) -> None:
-    model = exported(name, tmp_path)
-    model.set_attn_implementation("an_engine")
-    with pytest.raises(ValueError, match=message):
-        model(tokens(5, 1), use_cache=False)
+    with pytest.raises(ValueError, match="for training alone needs a model built to be trained"):
+        load_model(checkpoint).train()(batch)
 
 
 @torch.no_grad()

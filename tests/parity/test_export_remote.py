@@ -13,7 +13,17 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from megatron_coca.checkpoints import load_model, open_checkpoint
 from megatron_coca.checkpoints.huggingface.export import export
 from megatron_coca.checkpoints.huggingface.remote import MODELLING_FILE, REMOTE_TYPES
-from tests.parity.exported import GROUPED, LLAMA, NEOX, TRAINED, modules_cache, random_checkpoint, remote, tokens
+from tests.parity.exported import (
+    GROUPED,
+    LLAMA,
+    NEOX,
+    TRAINED,
+    modules_cache,
+    names_in_the_file,
+    random_checkpoint,
+    remote,
+    tokens,
+)
 
 pytestmark = pytest.mark.usefixtures("modules_cache")
 __all__ = ["modules_cache"]
@@ -116,10 +126,7 @@ def test_logits_and_weights(name: str, tmp_path: Path) -> None:
 
 def test_every_choice_is_covered() -> None:
     """The modelling file's tables have no row that no case above uses, nor a case that they lack."""
-    from transformers.dynamic_module_utils import get_class_from_dynamic_module
-
-    folder = MODELLING_FILE.parent
-    tables = get_class_from_dynamic_module("modeling_coca.Positions", str(folder)).__init__.__globals__
+    tables = names_in_the_file()
     assert set(tables["FORMS"]) == {*ROTATED, *PLAIN, "rotary"}
     assert set(tables["EXTENSIONS"]) == {*EXTENSIONS, "default"}
     assert set(tables["MAPS"]) == set(MAPS)

@@ -12,6 +12,7 @@ from megatron_coca.attention.backends.flash_ops import CudaEfficient, CudaFlash,
 from megatron_coca.attention.backends.merge import MergeBackend
 from megatron_coca.attention.backends.pieces import Piece, cover
 from megatron_coca.attention.backends.reference import ReferenceBackend
+from megatron_coca.attention.backends.sdpa import SdpaBackend
 from megatron_coca.attention.inputs import CAUSAL, AttentionInputs, Band, Documents, Needs, Segment
 
 NEAR_AND_FAR = (Band(0, 4), Band(4))
@@ -48,6 +49,15 @@ def make_inputs(
 
     segments = tuple(Segment(operand(heads[0], length - past), operand(heads[1], length), band) for band in bands)
     return AttentionInputs(segments, operand(heads[1], length), SCALE)
+
+
+@pytest.mark.parametrize("bands", [NEAR_AND_FAR, THREE, (Band(0, 4),), (Band(first_keys=2),)], ids=str)
+@pytest.mark.parametrize("documents", [False, True])
+def test_sdpa_refuses_bands_that_it_would_leave_out(bands: tuple[Band, ...], documents: bool) -> None:
+    inputs = make_inputs(bands, 12)
+    inputs = inputs.replace(documents=packed(((5, 7), (12,)))) if documents else inputs
+    with pytest.raises(ValueError, match="sdpa: it takes one query and one key.* attention_backend: reference"):
+        SdpaBackend().attend(inputs)
 
 
 def packed(rows: tuple[tuple[int, ...], ...]) -> Documents:

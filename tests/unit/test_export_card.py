@@ -34,7 +34,9 @@ def test_what_the_card_says(tmp_path: Path) -> None:
         "| shape | 2 layers, width 32, 4 heads, 2 of keys |",
         "| trained for | 7 steps of 24 sequences |",
         "| optimizer | Adam, peak learning rate 0.0003 |",
-        'from_pretrained("my-model", trust_remote_code=True)',
+        'AutoModelForCausalLM.from_pretrained("my-model", trust_remote_code=True)',
+        'AutoTokenizer.from_pretrained("my-model", trust_remote_code=True)',
+        "Texts of several lengths are padded on the left",
         'config.position["rope_scaling"] = {"rope_type": "dynamic", "factor": 4.0}',
         "arXiv:2309.08646",
         "author = {Zhu, Shiyi",
@@ -52,6 +54,32 @@ def test_the_card_of_a_stock_model(tmp_path: Path) -> None:
 def test_no_advice_on_rotations_where_nothing_turns(tmp_path: Path) -> None:
     _, text = card(tmp_path, **LLAMA, pos_emb="alibi")
     assert "Longer texts" not in text and "ALiBi" in text
+
+
+ADVICE: dict[str, tuple[dict[str, Any], str, bool]] = {
+    "nothing set": ({}, "Beyond it, set how positions are extended", True),
+    "an extension": ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "extends positions by `yarn`", True),
+    "clex": ({"rope_scaling": {"rope_type": "clex", "max_factor": 4}}, "for up to\n4 times that length", False),
+    "a map": ({"relative_positions": {"type": "rerope"}}, "the work of `rerope`", False),
+    "a map that trains": (
+        {"relative_positions": {"type": "inv_leaky_rerope", "target_length": 64}},
+        "with the map `inv_leaky_rerope`",
+        False,
+    ),
+    "both": (
+        {"relative_positions": {"type": "rerope"}, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        "the work of `rerope`",
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ADVICE)
+def test_advice_for_longer_texts(name: str, tmp_path: Path) -> None:
+    keys, told, dynamic = ADVICE[name]
+    _, text = card(tmp_path, **GROUPED, pos_emb="coca", **keys)
+    assert told in text and ('"rope_type": "dynamic"' in text) == dynamic and "{" not in text.split("```")[0]
+    assert text.count("## Longer texts") == 1
 
 
 def test_a_card_of_what_was_not_trained_here(tmp_path: Path) -> None:

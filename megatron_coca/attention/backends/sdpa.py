@@ -8,6 +8,8 @@ from megatron_coca.attention.backends.diagonals import biased_attention, diagona
 from megatron_coca.attention.backends.documents import attend_by_document
 from megatron_coca.attention.inputs import CAUSAL, AttentionInputs, DistanceBias, Needs
 
+BANDS_REASON = "it takes one query and one key operand, and every key up to the query's own"
+
 
 class SdpaBackend:
     """Causal flash attention; on the CPU with a distance bias, in linear memory too (diagonals.py)."""
@@ -15,13 +17,24 @@ class SdpaBackend:
     def supports(self, needs: Needs) -> str | None:
         """None, or why such a model cannot be served."""
         if needs.bands != (CAUSAL,):
-            return "it takes one query and one key operand, and every key up to the query's own"
+            return BANDS_REASON
         if needs.bias and needs.device_type != "cpu":
             return "off the CPU its kernels take a bias only as a dense mask in the operands' dtype"
         return None
 
     def attend(self, inputs: AttentionInputs) -> Tensor:
-        """[batch, heads, query_length, head_dim] in the query's dtype."""
+        """[batch, heads, query_length, head_dim] in the query's dtype.
+
+        Raises:
+            ValueError: the bands are none that `supports` accepts. A map that only trains brings them to a model that
+                was built for evaluation.
+            RuntimeError: there is a bias, off the CPU.
+        """
+        if tuple(segment.band for segment in inputs.segments) != (CAUSAL,):
+            raise ValueError(
+                f"attention_backend sdpa: {BANDS_REASON}; a relative-position map that is for training alone needs a "
+                "model built to be trained, or loaded with attention_backend: reference"
+            )
         if inputs.bias is not None and inputs.query.device.type != "cpu":
             raise RuntimeError(
                 "this model was built for the CPU; build it with the device it runs on: build_model(config, device=...)"

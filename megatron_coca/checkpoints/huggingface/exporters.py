@@ -219,8 +219,11 @@ def describe(config: Config, kind: str, end: int | list[int] | None, weights: We
         **exporter.shape(config),
         **exporter.positions(config, weights),
     }
-    padding = list(range(known, model.padded_vocab_size))
-    generation = {"do_sample": False, "eos_token_id": end} | ({"suppress_tokens": padding} if padding else {})
+    unused = list(range(known, model.padded_vocab_size))
+    # Not in config.json, where it would freeze that row of the embedding.
+    pad = end[0] if isinstance(end, list) else end
+    generation = {"do_sample": False, "eos_token_id": end, "pad_token_id": pad}
+    generation |= {"suppress_tokens": unused} if unused else {}
     return {"config.json": settings, "generation_config.json": generation}
 
 

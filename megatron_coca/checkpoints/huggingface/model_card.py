@@ -6,6 +6,7 @@ It tells what the configuration and the checkpoint know, and no path of the mach
 from math import prod
 from typing import Any
 
+from megatron_coca.attention.positions.distance_maps import TRAINING_ONLY
 from megatron_coca.checkpoints.huggingface.remote import MODELLING_FILE, REMOTE_TYPES
 from megatron_coca.checkpoints.load import Opened
 from megatron_coca.checkpoints.weights import Weights
@@ -32,8 +33,12 @@ SHAPES = {"llama": "LLaMA", "gpt_neox": "GPT-NeoX"}
 REMOTE_NOTE = f"""
 `trust_remote_code=True` runs `{MODELLING_FILE.name}` of this folder, which computes the position method; read it before you
 allow it. It needs torch and transformers alone. Nothing else in the folder is code. Any `attn_implementation` works
-for methods that rotate; a bias or a relative-position map needs `eager` or `sdpa`. Padding on the left is exact: each
-row gets what it gets alone.
+for methods that rotate; a bias or a relative-position map needs `eager` or `sdpa`.
+"""
+BATCHES = """
+Texts of several lengths are padded on the left, by the symbol that ends texts: `tokenizer(texts, padding=True,
+return_tensors="pt")`, and pass the mask on, as `**inputs` does. Each text gets what it gets alone. Should the tokenizer
+have no padding token, set `tokenizer.pad_token = tokenizer.eos_token`.
 """
 STOCK_NOTE = """
 This is a stock architecture: no code but that of transformers is run.
@@ -41,7 +46,7 @@ This is a stock architecture: no code but that of transformers is run.
 LONGER_REMOTE = """
 ## Longer texts
 
-The training length is {length} tokens. Beyond it, change how positions are extended, for example by dynamic NTK:
+The training length is {length} tokens. {present}
 
 ```python
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -58,7 +63,7 @@ tokens at every step, `{{"rope_type": "linear", "factor": s}}` interpolates posi
 LONGER_STOCK = """
 ## Longer texts
 
-The training length is {length} tokens. Beyond it, set `rope_parameters`, for example to dynamic NTK:
+The training length is {length} tokens. {present}
 
 ```python
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -68,6 +73,27 @@ config.rope_parameters = config.rope_parameters | {{"rope_type": "dynamic", "fac
 model = AutoModelForCausalLM.from_pretrained("{name}", config=config)
 ```
 """
+LONGER_MAP = """
+## Longer texts
+
+The training length is {length} tokens. What is beyond it is the work of `{map}`, the relative-position map in
+`config.position`; no extension need be set beside it.
+"""
+LONGER_TRAINED_MAP = """
+## Longer texts
+
+The model was trained at {length} tokens with the map `{map}`, by which training has the distances of longer texts.
+It is applied in training mode alone; nothing need be set for longer texts.
+"""
+LONGER_CLEX = """
+## Longer texts
+
+The training length is {length} tokens. Beyond it CLEX gives the frequencies, by an equation that was learned for up to
+{clex} times that length; nothing need be set.
+"""
+NOT_EXTENDED = "Beyond it, set how positions are extended, for example by dynamic NTK:"
+EXTENDED = """The folder extends positions by `{0}`. A model that was trained with
+it needs it; where it was chosen afterwards, another can be, for example dynamic NTK:"""
 CITATION = """
 ## Citation
 
@@ -88,18 +114,32 @@ def model_card(opened: Opened, config: Config, kind: str, weights: Weights, name
     `weights` are those that are written.
     """
     remote, method = kind in REMOTE_TYPES, config.position.pos_emb
-    length = config.position.training_length(config.model.seq_length)
-    longer = LONGER_REMOTE if remote else LONGER_STOCK
     parts = [
         _front(kind, method),
         f"# {name}\n",
         _facts(opened, config, kind, weights),
         _loading(name, remote),
         REMOTE_NOTE if remote else STOCK_NOTE,
-        longer.format(length=length, name=name) if method in ROTATED_METHODS else "",
+        _longer(config, name, remote) if method in ROTATED_METHODS else "",
         CITATION if method in COCA else "",
     ]
     return "\n".join(part.strip("\n") + "\n" for part in parts if part)
+
+
+def _longer(config: Config, name: str, remote: bool) -> str:
+    """How texts beyond the training length are treated by a method that rotates."""
+    position = config.position
+    scaling, distances = position.rope_scaling, position.relative_positions
+    told = {
+        "length": position.training_length(config.model.seq_length),
+        "name": name,
+        "present": NOT_EXTENDED if scaling is None else EXTENDED.format(scaling.rope_type),
+        "map": distances.type if distances is not None else None,
+        "clex": scaling.max_factor if scaling is not None and scaling.rope_type == "clex" else None,
+    }
+    special = {"map": LONGER_TRAINED_MAP if told["map"] in TRAINING_ONLY else LONGER_MAP, "clex": LONGER_CLEX}
+    fitting = (text for key, text in special.items() if told[key] is not None)
+    return next(fitting, LONGER_REMOTE if remote else LONGER_STOCK).format(**told)
 
 
 def _front(kind: str, method: str) -> str:
@@ -153,9 +193,9 @@ def _loading(name: str, remote: bool) -> str:
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("{name}"{trust})
-tokenizer = AutoTokenizer.from_pretrained("{name}")
+tokenizer = AutoTokenizer.from_pretrained("{name}"{trust})
 
 inputs = tokenizer("Once upon a time", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=40)[0]))
 ```
-"""
+{BATCHES}"""

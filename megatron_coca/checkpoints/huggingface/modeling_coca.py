@@ -1,20 +1,16 @@
 """LLaMA and GPT-NeoX with other position methods, for Hugging Face transformers: CoCA, xPos, ALiBi, KERPLE and others.
 
-This file stands beside the weights and is loaded with `trust_remote_code=True`. It needs torch and transformers alone.
-What it knows of positions is the mapping `position` in config.json.
+It stands beside the weights, is loaded with `trust_remote_code=True`, and needs torch and transformers alone. What it
+knows of positions is the mapping `position` in config.json.
 
-Every method is ordinary attention: softmax(Q' K'^T / sqrt(head_dim) + bias) V. The operands Q' and K' are formed here
-and handed to whichever attention function transformers was told to use. Notation: m position of a query, n of a key,
-r = m - n, R_p the rotation by position p of feature i with feature i + d/2, theta_j the frequencies, L the training
-length, l the length of a row so far.
+Every method is ordinary attention, softmax(Q' K'^T / sqrt(head_dim) + bias) V. Q' and K' are formed here and handed to
+whichever attention function transformers was told to use. Notation: m position of a query, n of a key, r = m - n, R_p
+the rotation by position p of feature i with feature i + d/2, theta_j the frequencies, L the training length, l the
+length of a row so far, u (of CoCA: Zhu et al. 2024, arXiv 2309.08646) relu of the mean of each pair of a key.
 
-- CoCA (Zhu et al. 2024, arXiv 2309.08646) as it is trained: Q' = q * (R_m q), K' = R_n (u, u), where u = relu of the mean
-  of the two members of each pair that the key projection gives. With its constraint on queries too (`coca_strict`):
-  Q' = R_m (|q|^2, 0), K' = R_n (u, 0).
-- The cache keeps keys before any rotation, of CoCA only u. All of them are rotated at every step with the frequencies
-  of the present length, so extensions that depend on the length are right while a sequence grows.
-- Positions of a row begin at its first token that is not padding; so does its length.
-- Nothing is kept between calls.
+The cache keeps keys before any rotation, of CoCA only u, and all of them are rotated at every step: frequencies that
+depend on the length are right while a sequence grows. Positions of a row begin at its first token that is not padding;
+so does its length. Nothing is kept between calls.
 """
 
 import math
@@ -23,14 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    GPTNeoXModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaModel,
-)
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, GPTNeoXModel, LlamaConfig, LlamaForCausalLM, LlamaModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXAttention
 from transformers.models.llama.modeling_llama import LlamaAttention, eager_attention_forward
@@ -63,17 +52,17 @@ class Frame(NamedTuple):
     Attributes:
         tables: for each part of the relative-position map the tables of queries and keys; none where nothing turns.
         factor: logit scaling of features that are not rotated, [batch or 1, 1, queries, 1], or None.
-        keys: positions of all keys, cached ones included, [batch or 1, keys].
         distance: m - n, float32 [batch or 1, 1, queries, keys]; where a bias or a map needs it, else None.
         causal: which keys come no later than each query, bool [queries, keys]; likewise.
+        inside: which pairs each part of a map scores, bool [parts, batch or 1, 1, queries, keys], or None.
         shared: the table of a bias that all layers share, [buckets, heads], or None.
     """
 
     tables: tuple[tuple[Tables, Tables], ...]
     factor: Tensor | None
-    keys: Tensor
     distance: Tensor | None
     causal: Tensor | None
+    inside: Tensor | None
     shared: Tensor | None
 
 
@@ -87,7 +76,7 @@ def rotate(x: Tensor, tables: Tables) -> Tensor:
 
 
 def coefficients(t: Tensor) -> Tensor:
-    """u: relu of the mean of each pair, [..., d] -> [..., d/2]."""
+    """u, [..., d] -> [..., d/2]."""
     first, second = t.chunk(2, dim=-1)
     return ((first + second) / 2).relu()
 
@@ -124,6 +113,7 @@ class Form(NamedTuple):
 
 
 PLAIN, ROTATED = Form(), Form(rotate, same, rotate)
+# CoCA as it is trained: Q' = q * (R_m q), K' = R_n (u, u). With its constraint on queries too: R_m (|q|^2, 0), R_n (u, 0).
 FORMS = {
     "rotary": ROTATED,
     "xpos": ROTATED,
@@ -156,93 +146,99 @@ class Spectrum(NamedTuple):
     multiplier: float = 1.0
 
 
-def geometric(dim: int, base: float) -> Tensor:
+def geometric(dim: int, base: float, device: Any) -> Tensor:
     """theta_j = base^(-2j/d)."""
-    return torch.tensor(base, dtype=torch.float64) ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    return base ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim)
 
 
-def stretched(p: "Positions", alpha: float) -> Spectrum:
+def stretched(p: "Positions", theta: Tensor, alpha: float) -> Spectrum:
     """NTK-aware: base' = base * alpha^(d/(d-2)) divides the slowest frequency by alpha and keeps the fastest."""
     d = p.rotary_dim
-    return Spectrum(geometric(d, p.base * alpha ** (d / (d - 2)) if d > 2 else p.base))
+    return Spectrum(geometric(d, p.base * alpha ** (d / (d - 2)), theta.device) if d > 2 else theta)
 
 
-def ramp_by_turns(p: "Positions", low: float, high: float) -> Tensor:
+def lowered(p: "Positions", theta: Tensor, shares: Tensor) -> Spectrum:
+    """Frequencies divided by factor^share, where the shares grow to 1."""
+    return Spectrum(theta * torch.exp(-math.log(p.scaling["factor"]) * shares))
+
+
+def ordinal(theta: Tensor) -> Tensor:
+    """1 .. d/2 as shares of d/2."""
+    return torch.ones_like(theta).cumsum(0) / len(theta)
+
+
+def ramp_by_turns(p: "Positions", theta: Tensor, low: float, high: float) -> Tensor:
     """1 for frequencies that turn `high` times within L or more, 0 for `low` or fewer, linear between."""
-    return ((p.length * p.theta / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+    return ((p.length * theta / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
 
 
-def ramp_by_dimension(p: "Positions", low: float, high: float) -> Tensor:
+def ramp_by_dimension(p: "Positions", theta: Tensor, low: float, high: float) -> Tensor:
     """The same, linear in the number of the pair (the YaRN authors' code)."""
     d = p.rotary_dim
     first, last = (d * math.log(p.length / (2 * math.pi * turns)) / (2 * math.log(p.base)) for turns in (high, low))
     if p.scaling.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, d - 1)
-    return 1 - ((torch.arange(d // 2, dtype=torch.float64) - first) / max(last - first, 0.001)).clamp(0, 1)
+    pair = torch.arange(d // 2, dtype=torch.float64, device=theta.device)
+    return 1 - ((pair - first) / max(last - first, 0.001)).clamp(0, 1)
 
 
 RAMPS = {"dimension": ramp_by_dimension, "rotations": ramp_by_turns}
 
 
-def yarn(p: "Positions", factor: float) -> Spectrum:
+def yarn(p: "Positions", theta: Tensor, factor: float) -> Spectrum:
     """Peng et al. 2023: slow frequencies divided by the factor, fast ones kept."""
     s = p.scaling
-    kept = RAMPS[s.get("ramp") or "dimension"](p, s.get("beta_slow") or 1.0, s.get("beta_fast") or 32.0)
+    kept = RAMPS[s.get("ramp") or "dimension"](p, theta, s.get("beta_slow") or 1.0, s.get("beta_fast") or 32.0)
     temperature = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
-    return Spectrum((1 - kept) * p.theta / factor + kept * p.theta, s.get("attention_factor") or temperature)
+    return Spectrum((1 - kept) * theta / factor + kept * theta, s.get("attention_factor") or temperature)
 
 
-def longrope(p: "Positions", length: int) -> Spectrum:
+def longrope(p: "Positions", theta: Tensor, length: int) -> Spectrum:
     """Ding et al. 2024: a divisor for each frequency, one list up to L and one beyond."""
     s = p.scaling
-    factors = torch.tensor(s["long_factor" if length > p.length else "short_factor"], dtype=torch.float64)
+    factors = theta.new_tensor(s["long_factor" if length > p.length else "short_factor"])
     default = math.sqrt(1 + math.log(s["factor"]) / math.log(p.length)) if s["factor"] > 1 else 1.0
-    return Spectrum(p.theta / factors, s.get("attention_factor") or default)
+    return Spectrum(theta / factors, s.get("attention_factor") or default)
 
 
-def llama3(p: "Positions", length: int) -> Spectrum:
+def llama3(p: "Positions", theta: Tensor, length: int) -> Spectrum:
     """Llama 3.1: by how often a frequency turns within L it is kept, mixed, or divided by the factor."""
     s = p.scaling
-    kept = ramp_by_turns(p, s.get("low_freq_factor") or 1.0, s.get("high_freq_factor") or 4.0)
-    return Spectrum((1 - kept) * p.theta / s["factor"] + kept * p.theta)
+    kept = ramp_by_turns(p, theta, s.get("low_freq_factor") or 1.0, s.get("high_freq_factor") or 4.0)
+    return Spectrum((1 - kept) * theta / s["factor"] + kept * theta)
 
 
-def dynamic_max(p: "Positions", length: int) -> Spectrum:
+def dynamic_max(p: "Positions", theta: Tensor, length: int) -> Spectrum:
     """Dynamic NTK made for a target length, which shorter inputs see too."""
     target = p.scaling["target_length"]
     factor = target / (2 * p.length)
-    return stretched(p, factor * max(target, length) / p.length - (factor - 1))
+    return stretched(p, theta, factor * max(target, length) / p.length - (factor - 1))
 
 
-def clex(p: "Positions", length: int) -> Spectrum:
+def clex(p: "Positions", theta: Tensor, length: int) -> Spectrum:
     """Chen et al. 2024: the learned equation, solved when the model was exported, at t = ceil(l/L)."""
     solved = p.given["clex_frequencies"]
-    t = max(1, min(math.ceil(length / p.length), len(solved)))
-    return Spectrum(torch.tensor(solved[t - 1], dtype=torch.float64))
+    return Spectrum(theta.new_tensor(solved[min(max(length - 1, 0) // p.length, len(solved) - 1)]))
 
 
-def ordinal(p: "Positions") -> Tensor:
-    """1 .. d/2 as shares of d/2."""
-    return torch.arange(1, p.rotary_dim // 2 + 1, dtype=torch.float64) / (p.rotary_dim // 2)
-
-
-EXTENSIONS: dict[str, Callable[["Positions", int], Spectrum]] = {
-    "default": lambda p, _: Spectrum(p.theta),
-    "linear": lambda p, _: Spectrum(p.theta / p.scaling["factor"]),
-    "ntk": lambda p, _: stretched(p, p.scaling["factor"]),
-    "ntk_fixed": lambda p, _: Spectrum(p.theta * torch.exp(-math.log(p.scaling["factor"]) * ordinal(p))),
-    "ntk_mixed": lambda p, _: Spectrum(
-        p.theta * torch.exp(-math.log(p.scaling["factor"]) * ordinal(p) ** (p.scaling.get("b") or 0.625))
+EXTENSIONS: dict[str, Callable[["Positions", Tensor, int], Spectrum]] = {
+    "default": lambda p, theta, _: Spectrum(theta),
+    "linear": lambda p, theta, _: Spectrum(theta / p.scaling["factor"]),
+    "ntk": lambda p, theta, _: stretched(p, theta, p.scaling["factor"]),
+    "ntk_fixed": lambda p, theta, _: lowered(p, theta, ordinal(theta)),
+    "ntk_mixed": lambda p, theta, _: lowered(p, theta, ordinal(theta) ** (p.scaling.get("b") or 0.625)),
+    "dynamic": lambda p, theta, length: stretched(
+        p, theta, p.scaling["factor"] * (max(length, p.length) / p.length - 1) + 1
     ),
-    "dynamic": lambda p, length: stretched(p, p.scaling["factor"] * (max(length, p.length) / p.length - 1) + 1),
     "dynamic_max": dynamic_max,
-    "yarn": lambda p, _: yarn(p, p.scaling["factor"]),
-    "dynamic_yarn": lambda p, length: yarn(p, max(1.0, length / p.length)),
+    "yarn": lambda p, theta, _: yarn(p, theta, p.scaling["factor"]),
+    "dynamic_yarn": lambda p, theta, length: yarn(p, theta, max(1.0, length / p.length)),
     "longrope": longrope,
     "llama3": llama3,
     "clex": clex,
 }
+"""theta_j of the training length, and the length of a row -> those that are used."""
 LENGTH_DEPENDENT = frozenset({"dynamic", "dynamic_max", "dynamic_yarn", "longrope", "clex"})
 
 
@@ -259,6 +255,10 @@ class Part(NamedTuple):
     first_keys: float = math.inf
     query: Callable[[Tensor], Tensor] = same
     key: Callable[[Tensor], Tensor] = same
+
+    def holds(self, distance: Tensor, keys: Tensor) -> Tensor:
+        """Which pairs it scores."""
+        return (distance >= self.low) & (distance < self.high) & (keys < self.first_keys)
 
 
 def leaky(s: Options, leak: float) -> Part:
@@ -293,24 +293,6 @@ LOGIT_SCALINGS: dict[str, Callable[[Tensor, int], Tensor] | None] = {
 }
 
 
-def alibi_slopes(heads: int) -> list[float]:
-    """2^(-8h/H) for H heads, a power of two; else those of the next smaller one, then every other of twice that."""
-    power = 2 ** int(math.log2(heads))
-    slopes = [2.0 ** (-8 * h / power) for h in range(1, power + 1)]
-    return (slopes + [2.0 ** (-4 * h / power) for h in range(1, 2 * power + 1, 2)])[:heads]
-
-
-def bucket_starts(buckets: int, furthest: int) -> list[int]:
-    """The smallest distance of each of T5's buckets (Raffel et al. 2020), found in integers."""
-    exact = buckets // 2
-    rest, starts, r = buckets - exact, list(range(exact)), exact
-    for k in range(rest):
-        while r**rest < exact ** (rest - k) * furthest**k:
-            r += 1
-        starts.append(r)
-    return starts
-
-
 class Kernel(nn.Module):
     """KERPLE's two numbers for each head of a layer (Chi et al. 2022): -p ln(1 + a r), or -a r^p."""
 
@@ -323,15 +305,6 @@ class Kernel(nn.Module):
         """[batch, 1, queries, keys] -> [batch, heads, queries, keys]."""
         p, a = (x.float().clamp(0.01)[:, None, None] for x in (self.bias_p, self.bias_a))
         return -a * distance.pow(p.clamp(max=2.0)) if self.power else -p * torch.log1p(a * distance)
-
-
-class Clex(nn.Module):
-    """The network behind CLEX's frequencies. It is carried along with the model; what it gives is in config.json."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.up = nn.Parameter(torch.zeros(dim // 2, dim), requires_grad=False)
-        self.down = nn.Parameter(torch.zeros(dim, dim // 2), requires_grad=False)
 
 
 # Positions ------------------------------------------------------------------------------------------------------------
@@ -360,7 +333,7 @@ class Positions:
         self.extension = choose(EXTENSIONS, self.scaling.get("rope_type", "default"), "rope_type")
         self.length = self.scaling.get("original_max_position_embeddings") or config.max_position_embeddings
         self.heads, self.base = config.num_attention_heads, float(given.get("rotary_emb_base", 10000.0))
-        head_dim = config.hidden_size // config.num_attention_heads
+        head_dim = config.hidden_size // self.heads
         turns = self.form is not PLAIN
         self.rotary_dim = int(head_dim * given.get("rotary_pct", 1.0)) if turns else 0
         self.by_length = turns and self.scaling.get("rope_type") in LENGTH_DEPENDENT
@@ -369,14 +342,7 @@ class Positions:
         self.trained_map = far.get("type") in TRAINED_MAPS
         self.far = choose(MAPS, far["type"], "relative_positions.type")(far, self) if far else None
         self.biased = self.method in ("alibi", "kerple_log", "kerple_power", "rpe")
-        buckets = given.get("rpe_num_buckets", 32), given.get("rpe_max_distance", 128)
-        self.starts = bucket_starts(*buckets) if self.method == "rpe" else []
         self.bias_scale = math.sqrt(head_dim)
-
-    @property
-    def theta(self) -> Tensor:
-        """The frequencies of the training length, float64 [d/2]."""
-        return geometric(self.rotary_dim, self.base)
 
     def parts(self, training: bool) -> tuple[Part, ...]:
         """The parts of the map, one where there is none."""
@@ -390,21 +356,25 @@ class Positions:
         m, n = queries.double(), keys.double()
         if self.logit_scaling is not None:
             factor = self.logit_scaling(m, self.length)[..., None]
-        distance = causal = None
+        distance = causal = inside = None
         if self.biased or len(parts) > 1:
             distance = (queries[:, None, :, None] - keys[:, None, None, :]).clamp(min=0).float()
             causal = torch.ones(queries.shape[1], keys.shape[1], dtype=torch.bool, device=keys.device).tril(past)
+        if len(parts) > 1:
+            inside = torch.stack([part.holds(distance, keys[:, None, None, :]) for part in parts])
         tables = self._tables(parts, m, n, lengths, factor, dtype) if self.rotary_dim else ()
         factor = None if factor is None else factor[:, None].to(torch.promote_types(dtype, torch.float32))
-        return Frame(tables, factor, keys, distance, causal, shared)
+        return Frame(tables, factor, distance, causal, inside, shared)
 
     def _tables(
         self, parts: tuple[Part, ...], m: Tensor, n: Tensor, lengths: Tensor, factor: Tensor | None, dtype: torch.dtype
     ) -> tuple[tuple[Tables, Tables], ...]:
+        """Made where the positions are: a CUDA graph may copy nothing from the host."""
+        plain = geometric(self.rotary_dim, self.base, m.device)
         each = lengths.tolist() if self.by_length else [self.length]
-        known = {length: self.extension(self, length) for length in set(each)}
-        theta = torch.stack([known[length].frequencies for length in each])[:, None].to(m.device)
-        amplitude = m.new_tensor([known[length].multiplier ** 2 for length in each])[:, None, None]
+        known = {length: self.extension(self, plain, length) for length in set(each)}
+        theta = torch.stack([known[length].frequencies for length in each])[:, None]
+        amplitude = torch.stack([torch.full_like(plain[:1], known[length].multiplier ** 2) for length in each])[:, None]
         amplitude = amplitude if factor is None else amplitude * factor
         found = []
         for part in parts:
@@ -438,15 +408,8 @@ def sinusoids(positions: Tensor, width: int) -> Tensor:
     return torch.cat((phases.sin(), phases.cos()), dim=-1)[..., :width]
 
 
-class Places(NamedTuple):
-    """Where tokens stand: positions of queries and keys [batch or 1, ...], the length of each row [batch or 1], and how
-    many tokens the cache holds.
-    """
-
-    queries: Tensor
-    keys: Tensor
-    lengths: Tensor
-    past: int
+Places = tuple[Tensor, Tensor, Tensor, int]
+"""Positions of queries and of keys [batch or 1, ...], the length of each row, and how many tokens the cache holds."""
 
 
 def places(mask: Tensor | None, position_ids: Tensor | None, past: int, new: int, total: int, device: Any) -> Places:
@@ -464,7 +427,7 @@ def places(mask: Tensor | None, position_ids: Tensor | None, past: int, new: int
     queries = keys[:, past : past + new] if position_ids is None else position_ids.to(device)
     if past == 0:
         keys = nn.functional.pad(queries, (0, total - new))
-    return Places(queries, keys, (queries * real[:, past : past + new]).amax(dim=-1) + 1, past)
+    return queries, keys, (queries * real[:, past : past + new]).amax(dim=-1) + 1, past
 
 
 # Attention ------------------------------------------------------------------------------------------------------------
@@ -479,97 +442,94 @@ def room(cache: Any) -> int:
     return (getattr(cache, "get_max_length", None) or cache.get_max_cache_shape)(0)
 
 
+def mapped(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float, dropout: float, **_: Any
+) -> tuple[Tensor, Tensor]:
+    """An attention function for maps: features of q and k hold the operands of all parts side by side, and the mask
+    [parts, ...] hides each pair from all parts but its own.
+    """
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    parts = zip(q.chunk(len(mask), dim=-1), k.chunk(len(mask), dim=-1), mask, strict=True)
+    scores = torch.stack([(query @ key.transpose(2, 3)).float() * scaling + hidden for query, key, hidden in parts])
+    weights = nn.functional.dropout(scores.amax(dim=0).softmax(dim=-1).to(v.dtype), dropout, module.training)
+    return (weights @ v).transpose(1, 2), weights
+
+
 class CocaAttention:
     """What the attention of both architectures adds to the stock one."""
 
-    def add_positions(self, config: Any, head_dim: int) -> None:
-        """Make the parts of a layer."""
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
         self.positions = Positions(config)
-        self.rotary_dim = self.positions.rotary_dim
         if self.positions.method in ("kerple_log", "kerple_power"):
             self.position_bias = Kernel(self.positions.heads, self.positions.method == "kerple_power")
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Any, frame: Frame, cache: Any, **kwargs: Any
-    ) -> tuple[Tensor, Any]:
-        """Attention of q [batch, heads, queries, head_dim], k and v before any rotation: [batch, queries, heads, head_dim]
-        with the attention weights or None.
+    def prepare(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Any, frame: Frame, cache: Any, now: Any
+    ) -> tuple[Tensor, Tensor, Tensor, Any]:
+        """What an attention function takes: Q', K' and v of all keys, [batch, heads, ..., head_dim], and the mask; from
+        the projections of the new tokens. `now` is `cache_position` of transformers 4, which its static cache reads.
         """
-        form, dtype = self.positions.form, q.dtype
-        block, rest = split(k, self.rotary_dim)
-        k = torch.cat((form.kept(block), rest), dim=-1).to(dtype)
+        form, width = self.positions.form, q.shape[-1]
+        block, rest = split(k, self.positions.rotary_dim)
+        k = torch.cat((form.kept(block), rest), dim=-1).to(q.dtype)
         if cache is not None:
-            now = kwargs.get("cache_position")  # only transformers 4 passes it, and only its static cache reads it
             k, v = cache.update(k, v, self.layer_idx, *([] if now is None else [{"cache_position": now}]))
-        pairs = frame.tables or ((None, None),)
-        operands = [(self._query(q, at, frame.factor), self._key(k, to, q.shape[-1])) for at, to in pairs]
-        settings = {"scaling": self.scaling, "dropout": self.attention_dropout if self.training else 0.0}
-        if len(operands) > 1:
-            return self._mapped(operands, v, self._additive(mask, frame, dtype, None), frame, settings)
-        if self.positions.biased:
-            mask = self._additive(mask, frame, dtype, self._bias(frame))
-        name = self.config._attn_implementation
+        if self.positions.biased or frame.inside is not None:
+            mask = self._additive(mask, frame, q.dtype)
+        if frame.tables:
+            queries = [self._query(q, tables, frame.factor) for tables, _ in frame.tables]
+            keys = [self._key(k, tables, width) for _, tables in frame.tables]
+            q, k = (each[0] if len(each) == 1 else torch.cat(each, dim=-1) for each in (queries, keys))
+        elif frame.factor is not None:
+            q = (q * frame.factor).to(q.dtype)
+        return q, k, v, mask
+
+    def by_hand(self, frame: Frame, mask: Any, dtype: torch.dtype) -> Any:
+        """The attention function where it is not one of those that transformers was told to use, else None."""
+        if frame.inside is not None:
+            return mapped
         # Fused kernels want a mask in the operands' dtype, and a far distance has few different values in half precision.
-        eager = name == "eager" or (self.positions.biased and mask.dtype != dtype)
-        function = eager_attention_forward if eager else ALL_ATTENTION_FUNCTIONS[name]
-        return function(self, *operands[0], v, mask, **settings, **kwargs)
+        eager = self.config._attn_implementation == "eager" or (self.positions.biased and mask.dtype != dtype)
+        return eager_attention_forward if eager else None
 
-    def _query(self, q: Tensor, tables: Tables | None, factor: Tensor | None) -> Tensor:
+    def _query(self, q: Tensor, tables: Tables, factor: Tensor | None) -> Tensor:
         """Q', formed in float32 at least and rounded once."""
-        if tables is None and factor is None:
-            return q
-        form, (block, rest) = self.positions.form, split(q, self.rotary_dim)
-        block = block if tables is None else form.query(block, tables)
+        form, (block, rest) = self.positions.form, split(q, self.positions.rotary_dim)
         rest = form.query_rest(rest) if factor is None else form.query_rest(rest) * factor
-        return torch.cat((block, rest), dim=-1).to(q.dtype)
+        return torch.cat((form.query(block, tables), rest), dim=-1).to(q.dtype)
 
-    def _key(self, kept: Tensor, tables: Tables | None, head_dim: int) -> Tensor:
+    def _key(self, kept: Tensor, tables: Tables, head_dim: int) -> Tensor:
         """K' of what the cache kept."""
-        if tables is None:
-            return kept
-        form, (block, rest) = self.positions.form, split(kept, kept.shape[-1] - (head_dim - self.rotary_dim))
+        form = self.positions.form
+        block, rest = split(kept, kept.shape[-1] - (head_dim - self.positions.rotary_dim))
         return torch.cat((form.key(block, tables), form.key_rest(rest)), dim=-1).to(kept.dtype)
 
     def _bias(self, frame: Frame) -> Tensor:
         """The bias of every pair, float32 [batch or 1, heads, queries, keys]."""
+        distance, given = frame.distance, self.positions.given
         if self.positions.method == "alibi":
-            slopes = torch.tensor(alibi_slopes(self.positions.heads), device=frame.distance.device)
-            return -slopes[:, None, None] * frame.distance
+            return -distance.new_tensor(given["alibi_slopes"])[:, None, None] * distance
         if self.positions.method != "rpe":
-            return self.position_bias(frame.distance)
-        starts = torch.tensor(self.positions.starts, dtype=torch.float32, device=frame.distance.device)
-        bucket = torch.bucketize(frame.distance[:, 0], starts, right=True) - 1
+            return self.position_bias(distance)
+        bucket = torch.bucketize(distance[:, 0], distance.new_tensor(given["bucket_starts"]), right=True) - 1
         return (frame.shared.float() * self.positions.bias_scale)[bucket].permute(0, 3, 1, 2)
 
-    def _additive(self, mask: Tensor | None, frame: Frame, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
-        """What is added to the scores, float32: the bias, and a large negative number where a key is hidden."""
-        bias = torch.zeros((), device=frame.keys.device) if bias is None else bias
-        mask = frame.causal if mask is None else mask
-        hidden = torch.finfo(dtype).min
-        return torch.where(mask, bias, hidden) if mask.dtype == torch.bool else bias + mask.float()
+    def _additive(self, mask: Tensor | None, frame: Frame, dtype: torch.dtype) -> Tensor:
+        """What is added to the scores, float32: the bias, and a large negative number where a key is hidden, be it from
+        one part of a map.
+        """
+        mask, hidden = frame.causal if mask is None else mask, torch.finfo(dtype).min
+        mask = torch.where(mask, 0.0, hidden) if mask.dtype == torch.bool else mask.float()
+        return mask + self._bias(frame) if frame.inside is None else torch.where(frame.inside, mask, hidden)
 
-    def _mapped(
-        self, operands: list[tuple[Tensor, Tensor]], v: Tensor, mask: Tensor, frame: Frame, settings: dict[str, Any]
-    ) -> tuple[Tensor, Tensor]:
-        """Attention whose pairs are scored by the part of the map that holds their distance."""
-        groups = operands[0][0].shape[1] // v.shape[1]
-        scores = torch.full_like(frame.distance, torch.finfo(mask.dtype).min)
-        for part, (query, key) in zip(self.positions.parts(self.training), operands, strict=True):
-            inside = (frame.distance >= part.low) & (frame.distance < part.high)
-            inside = inside & (frame.keys[:, None, None, :] < part.first_keys)
-            products = query @ key.repeat_interleave(groups, dim=1).transpose(2, 3)
-            scores = torch.where(inside, products.float() * settings["scaling"], scores)
-        weights = (scores + mask).softmax(dim=-1).to(v.dtype)
-        weights = nn.functional.dropout(weights, settings["dropout"], self.training)
-        return (weights @ v.repeat_interleave(groups, dim=1)).transpose(1, 2), weights
+
+# vLLM reads the source of the two methods `forward`: the attention function has to be looked up and called there, and
+# the projections of LLaMA be called there one by one.
 
 
 class CocaLlamaAttention(CocaAttention, LlamaAttention):
     """LLaMA's attention with operands of the position method; `k_proj` gives CoCA's t."""
-
-    def __init__(self, config: CocaLlamaConfig, layer_idx: int) -> None:
-        super().__init__(config, layer_idx)
-        self.add_positions(config, self.head_dim)
 
     def forward(
         self,
@@ -581,18 +541,22 @@ class CocaLlamaAttention(CocaAttention, LlamaAttention):
     ) -> tuple[Tensor, Any]:
         """As LLaMA's, with what `CocaModel` has made of the positions."""
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        q, k, v = (proj(hidden_states).view(shape).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        output, weights = self.attend(q, k, v, attention_mask, frame, past_key_values, **kwargs)
+        q = self.q_proj(hidden_states).view(shape).transpose(1, 2)
+        k = self.k_proj(hidden_states).view(shape).transpose(1, 2)
+        v = self.v_proj(hidden_states).view(shape).transpose(1, 2)
+        q, k, v, mask = self.prepare(q, k, v, attention_mask, frame, past_key_values, kwargs.get("cache_position"))
+        function: Any = self.by_hand(frame, mask, q.dtype)
+        if function is None:
+            function = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        dropout = self.attention_dropout if self.training else 0.0
+        output, weights = function(self, q, k, v, mask, scaling=self.scaling, dropout=dropout, **kwargs)
         return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), weights
 
 
 class CocaGPTNeoXAttention(CocaAttention, GPTNeoXAttention):
     """GPT-NeoX's attention with operands of the position method; the k rows give CoCA's t."""
 
-    def __init__(self, config: CocaGPTNeoXConfig, layer_idx: int) -> None:
-        super().__init__(config, layer_idx)
-        self.num_key_value_groups = 1
-        self.add_positions(config, self.head_size)
+    num_key_value_groups = 1
 
     def forward(
         self, hidden_states: Tensor, frame: Frame, attention_mask: Any = None, layer_past: Any = None, **kwargs: Any
@@ -600,7 +564,12 @@ class CocaGPTNeoXAttention(CocaAttention, GPTNeoXAttention):
         """As GPT-NeoX's, with what `CocaModel` has made of the positions."""
         packed = self.query_key_value(hidden_states).view(*hidden_states.shape[:-1], -1, 3 * self.head_size)
         q, k, v = packed.transpose(1, 2).chunk(3, dim=-1)
-        output, weights = self.attend(q, k, v, attention_mask, frame, layer_past, **kwargs)
+        q, k, v, mask = self.prepare(q, k, v, attention_mask, frame, layer_past, kwargs.get("cache_position"))
+        function: Any = self.by_hand(frame, mask, q.dtype)
+        if function is None:
+            function = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        dropout = self.attention_dropout if self.training else 0.0
+        output, weights = function(self, q, k, v, mask, scaling=self.scaling, dropout=dropout, **kwargs)
         return self.dense(output.reshape(*hidden_states.shape[:-1], -1)), weights
 
 
@@ -622,25 +591,27 @@ class Drawn:
         if isinstance(module, Kernel):
             nn.init.uniform_(module.bias_p, 0, 2)
             nn.init.uniform_(module.bias_a, 0, 1)
-        elif isinstance(module, Clex):
-            nn.init.zeros_(module.down)
-            nn.init.uniform_(module.up, -(module.up.shape[1] ** -0.5), module.up.shape[1] ** -0.5)
 
 
 class CocaModel(Drawn):
-    """What the network without its head adds to the stock one."""
+    """What the network without its head adds to the stock one, whose layers have the attention under the name `place`."""
 
-    def add_positions(self, config: Any, name: str, attention: type) -> None:
-        """Put our attention and what a method learns once for all layers in their places."""
+    place: str
+    attention: type[CocaAttention]
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
         self.positions = positions = Positions(config)
         self.rotary_emb = NoTables()
         for number, layer in enumerate(self.layers):
-            setattr(layer, name, attention(config, number))
+            setattr(layer, self.place, self.attention(config, number))
         self.position_bias = self.clex = self.position_embeddings = None
         if positions.method == "rpe":
-            self.position_bias = nn.Embedding(len(positions.starts), config.num_attention_heads)
+            self.position_bias = nn.Embedding(len(positions.given["bucket_starts"]), config.num_attention_heads)
         if positions.rotary_dim and positions.extension is clex:
-            self.clex = Clex(positions.rotary_dim)
+            # What its network gives is in config.json; the weights are only carried along.
+            up = torch.zeros(positions.rotary_dim // 2, positions.rotary_dim)
+            self.clex = nn.ParameterDict({"up": up, "down": up.T.clone()}).requires_grad_(False)
         if positions.method == "learned":
             self.position_embeddings = nn.Embedding(positions.given["max_position_embeddings"], config.hidden_size)
         self.post_init()
@@ -661,10 +632,10 @@ class CocaModel(Drawn):
         if past_key_values is not None:
             past = int(past_key_values.get_seq_length())
             total = max(past + new, room(past_key_values))
-        where = places(attention_mask, position_ids, past, new, total, embeds.device)
+        where = queries, *_ = places(attention_mask, position_ids, past, new, total, embeds.device)
         shared = None if self.position_bias is None else self.position_bias.weight
         kwargs |= {"frame": self.positions.frame(where, embeds.dtype, shared, self.training)}
-        kwargs |= {"inputs_embeds": embeds + self._absolute(where.queries, embeds), "position_ids": where.queries}
+        kwargs |= {"inputs_embeds": embeds + self._absolute(queries, embeds), "position_ids": queries}
         return super().forward(attention_mask=attention_mask, past_key_values=past_key_values, **kwargs)
 
     def _absolute(self, queries: Tensor, embeds: Tensor) -> Tensor | int:
@@ -696,21 +667,13 @@ class CocaModel(Drawn):
 class CocaLlamaModel(CocaModel, LlamaModel):
     """LLaMA without its head."""
 
-    config_class = CocaLlamaConfig
-
-    def __init__(self, config: CocaLlamaConfig) -> None:
-        super().__init__(config)
-        self.add_positions(config, "self_attn", CocaLlamaAttention)
+    config_class, place, attention = CocaLlamaConfig, "self_attn", CocaLlamaAttention
 
 
 class CocaGPTNeoXModel(CocaModel, GPTNeoXModel):
     """GPT-NeoX without its head."""
 
-    config_class = CocaGPTNeoXConfig
-
-    def __init__(self, config: CocaGPTNeoXConfig) -> None:
-        super().__init__(config)
-        self.add_positions(config, "attention", CocaGPTNeoXAttention)
+    config_class, place, attention = CocaGPTNeoXConfig, "attention", CocaGPTNeoXAttention
 
 
 class CocaLlamaForCausalLM(Drawn, LlamaForCausalLM):

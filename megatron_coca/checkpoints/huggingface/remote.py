@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from megatron_coca.attention.positions.bias import alibi_slopes, bucket_starts
 from megatron_coca.attention.positions.clex import Clex
 from megatron_coca.checkpoints import weight_map
 from megatron_coca.checkpoints.weights import Weights
@@ -42,7 +43,11 @@ LEARNED_ROWS = "max_position_embeddings"
 """Ours of that name: the rows of the table of learned positions. Theirs is the training length."""
 
 CLEX_FREQUENCIES = "clex_frequencies"
-"""Solved from the weights, for the modelling file alone: reading a folder back solves them anew."""
+ALIBI_SLOPES = "alibi_slopes"
+BUCKET_STARTS = "bucket_starts"
+"""These three are computed here, for the modelling file alone: reading a folder back computes them anew. Solved from the
+weights; of each head; the smallest distance of each of T5's buckets.
+"""
 
 
 def position_keys(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,6 +83,10 @@ def describe_position(config: Config, weights: Weights) -> dict[str, Any]:
         told["relative_positions"] = _given(values, ("type", *MAP_OPTIONS[distances.type]))
     if position.pos_emb == "learned":
         told[LEARNED_ROWS] = config.model.max_position_embeddings
+    if position.pos_emb == "alibi":
+        told[ALIBI_SLOPES] = list(alibi_slopes(config.model.num_attention_heads))
+    if position.pos_emb == "rpe":
+        told[BUCKET_STARTS] = list(bucket_starts(position.rpe_num_buckets, position.rpe_max_distance))
     if scaling is not None and scaling.rope_type == "clex":
         told[CLEX_FREQUENCIES] = _solved(config, weights)
     return told
