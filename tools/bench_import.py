@@ -100,21 +100,21 @@ def synthesise(
     for source in sources.values():
         source.mkdir()
         (source / "config.json").write_text(json.dumps(foreign_config(layers)))
-    shards = list(split(weights, shard_bytes))
-    for number, names in enumerate(shards, 1):
+    shards = list(weights.shards(shard_bytes))
+    for number, shard in enumerate(shards, 1):
         place = f"{number:05}-of-{len(shards):05}"
-        write_safetensors(sources["safetensors"] / f"model-{place}.safetensors", weights.only(names), {"format": "pt"})
-        torch.save(dict(weights.only(names)), sources["pickled"] / f"pytorch_model-{place}.bin")
+        write_safetensors(sources["safetensors"] / f"model-{place}.safetensors", shard, {"format": "pt"})
+        torch.save(dict(shard), sources["pickled"] / f"pytorch_model-{place}.bin")
     for source, index in zip(sources.values(), ("model.safetensors", "pytorch_model.bin"), strict=True):
         files = sorted(path for path in source.iterdir() if path.name != "config.json")
-        held = {name: file.name for names, file in zip(shards, files, strict=True) for name in names}
+        held = {name: file.name for shard, file in zip(shards, files, strict=True) for name in shard.entries}
         (source / f"{index}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": held}))
     sizes = {name: entry.nbytes for name, entry in weights.entries.items()}
     return {
         "parameters": sum(sizes.values()) // dtype.itemsize,
         "dtype": str(dtype).removeprefix("torch."),
         "shards": len(shards),
-        "largest_shard_bytes": max(sum(sizes[name] for name in names) for names in shards),
+        "largest_shard_bytes": max(sum(entry.nbytes for entry in shard.entries.values()) for shard in shards),
         "layer_bytes": sum(size for name, size in sizes.items() if ".layers.0." in name),
     }, sources
 
@@ -168,19 +168,6 @@ def heads(config: Config) -> weight_map.Heads:
 def block(name: str) -> int:
     """The number of the block of a weight; what stands outside comes first."""
     return next((int(part) for part in name.split(".") if part.isdigit()), -1)
-
-
-def split(weights: Weights, shard_bytes: int) -> Iterator[list[str]]:
-    """Names in their order, in parts of at most so many bytes."""
-    part: list[str] = []
-    taken = 0
-    for name, entry in weights.entries.items():
-        if part and taken + entry.nbytes > shard_bytes:
-            yield part
-            part, taken = [], 0
-        part.append(name)
-        taken += entry.nbytes
-    yield part
 
 
 def measured(way: Callable[[Path, Path], None], source: Path, folder: Path) -> dict[str, float]:

@@ -68,6 +68,18 @@ class Weights:
         """Some of them, in this order."""
         return Weights({name: self.entries[name] for name in names}, self.read, self.source)
 
+    def shards(self, limit: int) -> Iterator["Weights"]:
+        """The same weights in their order, in parts of at most `limit` bytes; one that is larger stands alone."""
+        part: list[str] = []
+        taken = 0
+        for name, entry in self.entries.items():
+            if part and taken + entry.nbytes > limit:
+                yield self.only(part)
+                part, taken = [], 0
+            part.append(name)
+            taken += entry.nbytes
+        yield self.only(part)
+
 
 def open_safetensors(files: Mapping[str, Path], source: Path) -> Weights:
     """The weights in safetensors files, from which file holds each one. Headers are read at once.

@@ -6,14 +6,13 @@ goes here as well; generation is told never to choose them.
 """
 
 import json
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_coca.checkpoints import native, weight_map
-from megatron_coca.checkpoints.errors import CheckpointError
+from megatron_coca.checkpoints.folders import new_folder, refuse_existing
 from megatron_coca.checkpoints.huggingface.exporters import EXPORTERS, choose, describe
 from megatron_coca.checkpoints.huggingface.files import INDEX, SINGLE
 from megatron_coca.checkpoints.huggingface.model_card import CARD, model_card
@@ -79,27 +78,15 @@ def export(
     opened, folder = open_checkpoint(checkpoint), Path(folder)
     config = opened.configure(overrides)
     kind = choose(config, opened.folder)
-    if folder.exists():
-        raise CheckpointError(f"{folder}: exists already; name a new folder, or remove this one")
+    refuse_existing(folder)
     files, end, note = _tokenizer(opened)
     ours = opened.weights() if dtype is None else opened.weights().to(DTYPES[dtype])
     weights = foreign_weights(ours, config, EXPORTERS[kind].rows)
     contents = describe(config, kind, end, ours)
     files = dict(files) | {CARD: model_card(opened, config, kind, weights, folder.name).encode()}
     files |= {MODELLING_FILE.name: MODELLING_FILE.read_bytes()} if kind in REMOTE_TYPES else {}
-    partial = folder.with_name(f".{folder.name}.partial")
-    try:
+    with new_folder(folder) as partial:
         _fill(partial, contents, weights, shard_bytes, files)
-        partial.rename(folder)
-        native.flush(folder.parent)
-    except CheckpointError:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise CheckpointError(
-            f"{folder}: cannot be written ({error.strerror or error}); name another folder"
-        ) from error
     return Exported(folder, kind, note)
 
 
@@ -130,35 +117,18 @@ def _fill(
     shard_bytes: int,
     files: Mapping[str, bytes],
 ) -> None:
-    """Write every file into a fresh folder and flush it to disk."""
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    """Write every file into a fresh folder."""
     for name, content in contents.items():
         native.write_json(partial / name, content)
     for name, data in files.items():
         (partial / name).write_bytes(data)
-    shards = list(_shards(weights, shard_bytes))
+    shards = list(weights.shards(shard_bytes))
     index: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         name = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        write_safetensors(partial / name, weights.only(shard), {"format": "pt"})
-        index |= dict.fromkeys(shard, name)
+        write_safetensors(partial / name, shard, {"format": "pt"})
+        index |= dict.fromkeys(shard.entries, name)
     if len(shards) > 1:
         size = {"total_size": sum(entry.nbytes for entry in weights.entries.values())}
         text = json.dumps({"metadata": size, "weight_map": index}, indent=1)
         (partial / INDEX).write_text(text + "\n")
-    for path in (*partial.iterdir(), partial):
-        native.flush(path)
-
-
-def _shards(weights: Weights, limit: int) -> Iterator[list[str]]:
-    """The names of the weights in their order, in parts of at most `limit` bytes; one that is larger stands alone."""
-    shard: list[str] = []
-    taken = 0
-    for name, entry in weights.entries.items():
-        if shard and taken + entry.nbytes > limit:
-            yield shard
-            shard, taken = [], 0
-        shard.append(name)
-        taken += entry.nbytes
-    yield shard

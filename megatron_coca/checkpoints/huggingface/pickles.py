@@ -1,29 +1,16 @@
-"""Weights in PyTorch's `.bin` files, which are pickles: only tensors are read, and nothing in them is run.
+"""Weights in PyTorch's `.bin` files: of archives one weight is mapped into memory, of older files one is held whole."""
 
-A file of PyTorch 1.6 or newer is an archive of which one weight is mapped into memory alone. Older ones have to be
-read whole; of these one at a time is held.
-"""
-
-import pickle
-import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_coca.checkpoints.errors import CheckpointError
+from megatron_coca.checkpoints.pickles import is_archive, load
 from megatron_coca.checkpoints.weights import DTYPES, Entry, Weights
 
-ARCHIVE = b"PK\x03\x04"
-"""How an archive begins."""
-
 FLOATING = frozenset({*DTYPES.values(), torch.float64})
-_REFUSED = re.compile(r"GLOBAL (\S+)")
-_ONLY_TENSORS = (
-    "Only tensors are read, and nothing in it was run; where you trust its author, have it saved as safetensors"
-)
 
 
 def names_in_pickle(path: Path) -> list[str]:
@@ -66,41 +53,22 @@ class _Reader:
 
     def read(self, name: str) -> Tensor:
         path = self._files[name]
-        return (_load(path, "cpu", mmap=True) if _is_archive(path) else self._read_whole(path))[name].detach()
+        return (_load(path) if is_archive(path) else self._read_whole(path))[name].detach()
 
     def _read_whole(self, path: Path) -> Mapping[str, Tensor]:
         if self._whole[0] != path:
             self._whole = (None, {})  # before the next one is read, so that no two are in memory
-            self._whole = (path, _load(path, "cpu"))
+            self._whole = (path, _load(path))
         return self._whole[1]
 
 
 def _header(path: Path) -> Mapping[str, Tensor]:
     """The weights of a file, of which nothing but dtypes and shapes is looked at."""
-    return _load(path, "cpu", mmap=True) if _is_archive(path) else _load(path, "meta")
+    return _load(path, "cpu" if is_archive(path) else "meta")
 
 
-def _is_archive(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            return file.read(len(ARCHIVE)) == ARCHIVE
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-
-
-def _load(path: Path, device: str, **options: Any) -> Mapping[str, Tensor]:
-    try:
-        content = torch.load(path, map_location=device, weights_only=True, **options)
-    except pickle.UnpicklingError as error:
-        found = _REFUSED.search(str(error))
-        told = f"holds more than tensors ({found[1]})" if found else "is a pickle of something else than weights"
-        raise CheckpointError(f"{path}: {told}. {_ONLY_TENSORS}") from error
-    except Exception as error:  # what the library raises for a damaged file is of many kinds
-        raise CheckpointError(
-            f"{path}: is damaged, or no file of weights ({type(error).__name__} {error}); fetch it again"
-        ) from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: holds a {type(content).__name__}, not tensors by their names")
+def _load(path: Path, device: str = "cpu") -> Mapping[str, Tensor]:
+    content = load(path, device=device)
     for name, value in content.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
             raise CheckpointError(f"{path}: {name!r} is a {type(value).__name__}; read are tensors by their names only")

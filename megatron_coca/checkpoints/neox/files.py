@@ -14,7 +14,8 @@ from torch import Tensor
 
 from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.errors import CheckpointError
-from megatron_coca.checkpoints.neox.pickles import RANDOM_STATE, load, tensors
+from megatron_coca.checkpoints.neox.pickles import RANDOM_STATE, tensors
+from megatron_coca.checkpoints.pickles import load
 
 LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 RANK_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")

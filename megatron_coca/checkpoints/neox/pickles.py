@@ -1,16 +1,10 @@
-"""The pickles that DeepSpeed writes, read without running anything in them.
+"""What the pickles that DeepSpeed writes hold."""
 
-Files are mapped into memory, so that only what is used is read.
-"""
-
-import re
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from megatron_coca.checkpoints.errors import CheckpointError
@@ -24,27 +18,6 @@ RANDOM_STATE: tuple[Any, ...] = (
     *(type(np.dtype(name)) for name in ("uint32", "int64", "float32", "float64")),
 )
 """What is in a file of a rank besides tensors and plain containers: NumPy's random state, and numbers of the schedule."""
-
-
-def load(path: Path, allowed: tuple[Any, ...] = ()) -> dict[str, Any]:
-    """The mapping in a pickled file, its tensors mapped into memory.
-
-    Raises:
-        CheckpointError: it cannot be read, or names code other than PyTorch's tensors and what is `allowed`; none of
-            it has run then.
-    """
-    try:
-        with torch.serialization.safe_globals(list(allowed)):
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except Exception as error:  # a damaged pickle fails in any way
-        named = re.search(r"GLOBAL ([\w.]+)", str(error))
-        reason = (
-            f"names {named.group(1)}, which is no weights; it was not run" if named else "cannot be read; it is damaged"
-        )
-        raise CheckpointError(f"{path}: {reason}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: holds no mapping of names to weights")
-    return content
 
 
 def tensors(content: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
