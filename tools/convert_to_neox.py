@@ -8,7 +8,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_coca.checkpoints import CheckpointError  # noqa: E402
-from megatron_coca.checkpoints.neox.writing import export_neox  # noqa: E402
+from megatron_coca.checkpoints.exports.neox import export_neox  # noqa: E402
 from megatron_coca.checkpoints.weights import DTYPES  # noqa: E402
 from megatron_coca.config import ConfigError  # noqa: E402
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_coca import load_model
 from megatron_coca.checkpoints import open_checkpoint
-from megatron_coca.checkpoints.huggingface.export import export
+from megatron_coca.checkpoints.exports.huggingface import export
 from megatron_coca.checkpoints.importing import import_checkpoint
 from megatron_coca.data import Execution, Rules, Source, SourceSpec, load_tokenizer, prepare
 from megatron_coca.evaluation import sliding_window_perplexity

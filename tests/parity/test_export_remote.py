@@ -11,8 +11,9 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from megatron_coca.checkpoints import load_model, open_checkpoint
-from megatron_coca.checkpoints.huggingface.export import export
-from megatron_coca.checkpoints.huggingface.remote import MODELLING_FILE, REMOTE_TYPES
+from megatron_coca.checkpoints.exports.huggingface import export
+from megatron_coca.checkpoints.exports.remote import MODELLING_FILE
+from megatron_coca.checkpoints.huggingface.remote import REMOTE_TYPES
 from tests.parity.exported import (
     GROUPED,
     LLAMA,

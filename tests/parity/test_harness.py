@@ -8,7 +8,7 @@ import torch
 from lm_eval.models.huggingface import HFLM
 
 from megatron_coca.checkpoints import load_checkpoint
-from megatron_coca.checkpoints.huggingface.export import export
+from megatron_coca.checkpoints.exports.huggingface import export
 from megatron_coca.evaluation.harness.loading import load_suites
 from megatron_coca.evaluation.harness.suite import Selection, Suite
 from megatron_coca.evaluation.results import EvaluationError

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_coca.checkpoints.huggingface.tokenizer import tokenizer_files
+from megatron_coca.checkpoints.exports.tokenizer import tokenizer_files
 from megatron_coca.data import (
     DataError,
     Execution,

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from megatron_coca.checkpoints import CheckpointError, weight_map
-from megatron_coca.checkpoints.huggingface import tokenizer as export_tokenizer
-from megatron_coca.checkpoints.huggingface.export import export
-from megatron_coca.checkpoints.huggingface.remote import MODELLING_FILE
+from megatron_coca.checkpoints.exports import tokenizer as export_tokenizer
+from megatron_coca.checkpoints.exports.huggingface import export
+from megatron_coca.checkpoints.exports.remote import MODELLING_FILE
 from megatron_coca.data import train_sentencepiece
 from tests.parity.exported import LLAMA, NEOX, random_checkpoint
 from tools.convert_to_huggingface import main
@@ -92,7 +92,7 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("megatron_coca.checkpoints.huggingface.export.write_safetensors", full)
+    monkeypatch.setattr("megatron_coca.checkpoints.exports.huggingface.write_safetensors", full)
     checkpoint = random_checkpoint(tmp_path / "run", **NEOX)
     with pytest.raises(CheckpointError, match="model: cannot be written .No space left"):
         export(checkpoint, tmp_path / "model")

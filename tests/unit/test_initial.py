@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from megatron_coca.checkpoints import CheckpointError
-from megatron_coca.checkpoints.huggingface.export import export
+from megatron_coca.checkpoints.exports.huggingface import export
+from megatron_coca.checkpoints.exports.neox import export_neox
 from megatron_coca.checkpoints.importing import import_checkpoint
-from megatron_coca.checkpoints.neox.writing import export_neox
 from megatron_coca.config import Config, load_config
 from megatron_coca.model import build_model
 from megatron_coca.training.initial import initial_model

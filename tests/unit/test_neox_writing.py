@@ -8,7 +8,7 @@ import torch
 import yaml
 
 from megatron_coca.checkpoints import CheckpointError, open_checkpoint
-from megatron_coca.checkpoints.neox.writing import export_neox
+from megatron_coca.checkpoints.exports.neox import export_neox
 from megatron_coca.config import load_config
 from megatron_coca.model import build_model
 from tests.checkpoint_files import write_checkpoint

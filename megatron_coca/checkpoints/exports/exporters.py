@@ -11,7 +11,8 @@ from typing import Any
 
 from megatron_coca.checkpoints import weight_map
 from megatron_coca.checkpoints.errors import CheckpointError
-from megatron_coca.checkpoints.huggingface.remote import POSITION, auto_map, describe_position, rows
+from megatron_coca.checkpoints.exports.remote import auto_map, describe_position
+from megatron_coca.checkpoints.huggingface.remote import POSITION, rows
 from megatron_coca.checkpoints.weights import Weights
 from megatron_coca.config import Config
 from megatron_coca.config.position import SCALING_OPTIONS

@@ -1,0 +1,1 @@
+"""Writing checkpoints in the layouts of other programs."""
