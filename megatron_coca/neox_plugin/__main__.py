@@ -1,6 +1,7 @@
 """Runs a script of GPT-NeoX with the plugin: python -m megatron_coca.neox_plugin deepy.py train.py -d configs 350M.yml
 
-It takes the place of `python` in front of any of upstream's scripts. Processes that deepy.py starts are run by it too.
+It takes the place of `python` in front of any of upstream's scripts. Processes that deepy.py starts are run by this file
+too.
 """
 
 import runpy
@@ -21,7 +22,9 @@ def main(arguments: Sequence[str]) -> int:
     if not Path(script).is_file():
         print(f"{USAGE}\n{script or 'SCRIPT.py'}: no such file", file=sys.stderr)
         return 2
-    sys.path.insert(0, str(Path(script).resolve().parent))
+    own = Path(__file__).parent
+    others = [place for place in sys.path if Path(place) != own]  # Python puts the folder of a script there
+    sys.path[:] = [str(Path(script).resolve().parent), *others]
     try:
         activate()
     except IncompatibleError as error:

@@ -72,7 +72,7 @@ def dispatcher(upstream: type, random_states: Callable[[], Any]) -> Callable[...
     `random_states` gives upstream's tracker of the random states of tensor ranks.
     """
 
-    class PositionedSelfAttention(upstream):  # type: ignore[misc, valid-type]
+    class PositionedSelfAttention(upstream):
         """Upstream's layer, whose raw heads are attended to by ours."""
 
         def __init__(self, neox_args: Any, *given: Any, rotary: bool = False, **named: Any) -> None:

@@ -32,13 +32,17 @@ SEAMS: tuple[Seam, ...] = (
         fields=(
             *("num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "seq_length", "pos_emb"),
             *("rotary_pct", "rotary_emb_base", "attention_config", "sliding_window_width", "max_position_embeddings"),
+            "make_vocab_size_divisible_by",
         ),
     ),
     Seam("megatron.neox_arguments.neox_args", "NeoXArgsLRScheduler", fields=("lr_decay_style", "min_lr", "warmup")),
     Seam("megatron.neox_arguments.neox_args", "NeoXArgsTraining", fields=("attention_dropout", "train_iters")),
+    Seam("megatron.neox_arguments.neox_args", "NeoXArgsTokenizer", fields=("padded_vocab_size",)),
+    Seam("megatron.neox_arguments.neox_args", "NeoXArgsParallelism", fields=("model_parallel_size",)),
     Seam("megatron.neox_arguments", "NeoXArgs", fields=("user_script", "optimizer", "optimizer_type", "use_mup")),
     Seam("megatron.neox_arguments", "NeoXArgs.calculate_derived", ("self",)),
     Seam("megatron.neox_arguments", "NeoXArgs.validate_values", ("self",)),
+    Seam("megatron.neox_arguments", "NeoXArgs.build_tokenizer", ("self",)),
     Seam("megatron.neox_arguments", "NeoXArgs.get_deepspeed_main_args", ("self",)),
     Seam(
         "megatron.model.transformer",
@@ -60,8 +64,15 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam("megatron.mpu", "get_cuda_rng_tracker"),
     Seam("megatron.checkpointing", "check_checkpoint_args", ("neox_args", "checkpoint_args")),
+    Seam("megatron.text_generation_utils", "stream_tokens", ("neox_args", "model", "context_tokens")),
     Seam("megatron.training", "get_learning_rate_scheduler", ("optimizer", "neox_args")),
+    Seam(
+        "megatron.learning_rates",
+        "AnnealingLR",
+        ("optimizer", "start_lr", "warmup_iter", "total_iters", "decay_style", "last_iter", "min_lr"),
+    ),
     Seam("megatron.learning_rates", "AnnealingLR.get_lr", ("self",)),
+    Seam("megatron.learning_rates", "AnnealingLR.step", ("self", "step_num")),
 )
 
 
@@ -106,6 +117,11 @@ def _problem(seam: Seam, module: ModuleType) -> str | None:
 
 
 def commit(folder: Path) -> str | None:
-    """The commit of a git checkout, or None."""
-    done = subprocess.run(["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return done.stdout.strip() if done.returncode == 0 else None
+    """The commit of the git checkout that `folder` is the root of, or None."""
+    try:
+        command = ["git", "-C", str(folder), "rev-parse", "--show-prefix", "HEAD"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:  # without git, nothing is known
+        return None
+    below, _, found = done.stdout.partition("\n")
+    return found.strip() if done.returncode == 0 and not below else None

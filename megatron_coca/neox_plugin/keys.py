@@ -13,8 +13,14 @@ logger = logging.getLogger(__name__)
 METHODS = ("coca", "coca_strict", "xpos")
 """Values of `pos_emb` that GPT-NeoX does not have."""
 
+BIASED = ("alibi", "rpe")
+"""Values of `pos_emb` that GPT-NeoX has and that only its own attention computes."""
+
+LEARNING = ("kerple_log", "kerple_power")
+"""Values of `pos_emb` of ours with weights that GPT-NeoX has no place for."""
+
 EXTENDING = ("rope_scaling", "relative_positions", "logit_scaling")
-"""Keys that ask for the plugin where `pos_emb` is rotary."""
+"""Keys that ask for the plugin's attention, whatever `pos_emb` is."""
 
 SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "seq_length", "attention_dropout")
 POSITION = ("pos_emb", "rotary_pct", "rotary_emb_base", *EXTENDING, "attention_backend", "operand_kernel")
@@ -26,6 +32,9 @@ WITHOUT_EFFECT = frozenset({"faults", "checkpoint", "logging", "launch"})
 ALSO_WITHOUT_EFFECT = frozenset({"loss_chunk_size", "torch_compile", "num_workers", "data_root"})
 
 
+SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
+
+
 class Added(NamedTuple):
     """A new field: the class of NeoXArgs's that gets it, its type and its default."""
 
@@ -35,7 +44,7 @@ class Added(NamedTuple):
 
 
 def _choices(name: str) -> Any:
-    return Literal[get_args(PositionConfig.model_fields[name].annotation)]  # type: ignore[misc]
+    return Literal[get_args(PositionConfig.model_fields[name].annotation)]
 
 
 FIELDS: dict[str, Added] = {
@@ -45,11 +54,11 @@ FIELDS: dict[str, Added] = {
     "attention_backend": Added("NeoXArgsModel", _choices("attention_backend"), "auto"),
     "operand_kernel": Added("NeoXArgsModel", _choices("operand_kernel"), "torch"),
     "lr_warmup_init": Added("NeoXArgsLRScheduler", float, 0.0),
+    "vocab_size": Added("NeoXArgsTokenizer", int, None),
 }
 CHOICES: dict[str, tuple[str, tuple[str, ...]]] = {
     "pos_emb": ("NeoXArgsModel", METHODS),
     "lr_decay_style": ("NeoXArgsLRScheduler", ("linear_to_min_lr",)),
-    "optimizer_type": ("NeoXArgsOptimizer", ("adamw",)),
 }
 """Further values of fields that are there: their class, and the values."""
 
@@ -101,6 +110,10 @@ def resolve(neox_args: Any) -> Config:
     scaling = neox_args.rope_scaling or {}
     if scaling.get("rope_type", scaling.get("type")) == "clex":
         problems.append("rope_scaling: clex learns frequencies for all layers at once, which GPT-NeoX has no place for")
+    if neox_args.pos_emb.lower() in BIASED:
+        problems.append(
+            f"pos_emb: {neox_args.pos_emb} is a bias of GPT-NeoX's own attention, which takes none of {EXTENDING}"
+        )
     if problems:
         raise ConfigError(problems)
     return load_config([], {name: value for name, value in given.items() if value is not None})
@@ -124,6 +137,10 @@ def translated(values: Mapping[str, Any], known: frozenset[str]) -> dict[str, An
     Raises:
         ValueError: a key of ours that would change results is unknown to GPT-NeoX.
     """
+    if values.get("pos_emb") in LEARNING:
+        raise ValueError(
+            f"pos_emb: {values['pos_emb']} learns weights that GPT-NeoX has no place for; use our own trainer"
+        )
     foreign = [name for name in values if name not in known and name in KEYS]
     left_out = [name for name in foreign if KEYS[name].group in WITHOUT_EFFECT or name in ALSO_WITHOUT_EFFECT]
     refused = [name for name in foreign if name not in left_out]
@@ -133,4 +150,10 @@ def translated(values: Mapping[str, Any], known: frozenset[str]) -> dict[str, An
         )
     if left_out:
         logger.warning("%s: without effect in GPT-NeoX", ", ".join(left_out))
-    return {name: value for name, value in values.items() if name not in left_out}
+    return _dividing(values) | {name: value for name, value in values.items() if name not in left_out}
+
+
+def _dividing(values: Mapping[str, Any]) -> dict[str, None]:
+    """Upstream's default of 1 accumulation step contradicts two given sizes; null lets it divide them, as ours does."""
+    given = all(values.get(name) is not None for name in SIZES)
+    return {"gradient_accumulation_steps": None} if given else {}

@@ -1,0 +1,278 @@
+"""The plugin in a real GPT-NeoX checkout on the CPU, where GPT_NEOX_HOME names one; see docs/neox.md."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from megatron_coca.checkpoints import load_model
+from megatron_coca.checkpoints.exports.neox import export_neox
+from megatron_coca.config import load_config
+from megatron_coca.model import GPT, build_model
+from tests.checkpoint_files import write_checkpoint
+from tests.conftest import ROOT, clean_environment, command_line
+from tests.neox import twin
+from tests.neox.cases import CASES, DIVIDED
+from tests.neox.checkout import IMPORTING, Checkout, Step, checkout, free_port, steps
+
+__all__ = ["checkout"]
+
+LENGTH, STEPS, BATCH, SAMPLES, VOCABULARY = 64, 20, 8, 176, 512
+
+SHAPE: dict[str, Any] = {
+    **{"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": LENGTH},
+    **{"max_position_embeddings": LENGTH, "vocab_size": VOCABULARY, "make_vocab_size_divisible_by": 64},
+    **{"train_batch_size": BATCH, "train_micro_batch_size_per_gpu": 4, "train_iters": STEPS, "warmup": 0.25},
+    **{"precision": "fp32", "log_interval": 1, "checkpoint_factor": STEPS // 2, "eval_iters": 0},
+}
+"""What is scaled down of configs/350M/roformer_coca.yml; everything else in it stays."""
+
+RUN: dict[str, Any] = {"tokenizer_type": "CharLevelTokenizer", "data_impl": "mmap", "distributed_backend": "gloo"}
+
+
+def scaled(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """configs/350M/roformer_coca.yml for a small model, with changes."""
+    keys = yaml.safe_load((ROOT / "configs/350M/roformer_coca.yml").read_text())
+    return {name: value for name, value in (keys | SHAPE | dict(changes)).items() if name != "save"}
+
+
+def paths(prefix: Path) -> dict[str, Any]:
+    return {f"{split}_data_paths": [str(prefix)] for split in ("train", "valid", "test")}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> np.ndarray:
+    """Samples of English text, byte by byte."""
+    pages = b"".join((ROOT / "docs" / name).read_bytes() for name in ("attention.md", "config.md"))
+    return twin.samples(np.frombuffer(pages, np.uint8).astype(np.int64), LENGTH, SAMPLES)
+
+
+@pytest.fixture(scope="module")
+def initial(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Our checkpoint with weights as the configuration draws them."""
+    torch.manual_seed(5)
+    return write_checkpoint(tmp_path_factory.mktemp("initial") / "run", load_config([], scaled({})))
+
+
+DIVISIONS: dict[str, dict[str, Any]] = {
+    "as in the file": {},
+    "one stage": {"pipe_parallel_size": 1, "zero_optimization": {"stage": 0}},
+    "two stages": {"pipe_parallel_size": 2},
+    "two tensor ranks": {"model_parallel_size": 2, "zero_optimization": {"stage": 0}},
+}
+"""Ways of running the file in GPT-NeoX; it has no pipeline and ZeRO 1."""
+
+
+class Theirs(NamedTuple):
+    """A run of GPT-NeoX's trainer: its folder with `part0.yml`, `data` and `save`, and what it reported."""
+
+    folder: Path
+    steps: list[Step]
+
+
+Runs = Callable[[str], Theirs]
+
+
+@pytest.fixture(scope="module")
+def runs(checkout: Checkout, initial: Path, text: np.ndarray, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """runs(division): the twenty steps of GPT-NeoX's trainer from our weights, run once."""
+
+    @cache
+    def run(division: str) -> Theirs:
+        folder, keys = tmp_path_factory.mktemp("theirs"), scaled(DIVISIONS[division])
+        pipe, tensor = keys.get("pipe_parallel_size", 0), keys.get("model_parallel_size", 1)
+        export_neox(initial, folder / "initial", [], None, tensor, min(pipe, 1))
+        twin.write(folder / "data/theirs", text, VOCABULARY)
+        output = checkout.deepy("train.py", folder, keys, loading(folder, "initial"), ranks=max(pipe, 1) * tensor)
+        return Theirs(folder, steps(output))
+
+    return run
+
+
+def loading(folder: Path, name: str, finetune: bool = True) -> dict[str, Any]:
+    """What a run of GPT-NeoX's has besides the model, which starts from `name` in `folder`."""
+    places = {"load": str(folder / name), "save": str(folder / "save"), "master_port": free_port()}
+    return RUN | paths(folder / "data/theirs") | places | {"finetune": finetune}
+
+
+Ours = Callable[[Path, int], list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def ours(runs: Runs, text: np.ndarray, tmp_path_factory: pytest.TempPathFactory) -> Ours:
+    """ours(weights, steps): what our trainer reports of each step, on the very file that GPT-NeoX had."""
+    folder, theirs = tmp_path_factory.mktemp("ours"), runs("as in the file").folder
+    twin.write_for_us(folder / "data", in_their_order(theirs, text), VOCABULARY, scaled({})["seed"])
+
+    def run(weights: Path, count: int) -> list[dict[str, Any]]:
+        save = tmp_path_factory.mktemp("run") / "save"
+        keys = RUN | paths(folder / "data") | {"load": str(weights), "finetune": True, "save": str(save)}
+        command = [sys.executable, str(ROOT / "train.py"), str(theirs / "part0.yml"), *command_line(keys)]
+        command += [f"train_iters={count}", f"lr_decay_iters={STEPS}"]
+        done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        lines = (save / "metrics.jsonl").read_text().splitlines()
+        return [found for line in lines if "loss" in (found := json.loads(line))]
+
+    return run
+
+
+def in_their_order(folder: Path, text: np.ndarray) -> np.ndarray:
+    """The samples as GPT-NeoX's maps beside its file say."""
+    (shuffle,) = folder.glob("data/theirs_train*_shuffle_idx.npy")
+    (places,) = folder.glob("data/theirs_train*_sample_idx.npy")
+    starts = np.load(places)
+    assert (starts[:, 0] == 0).all() and (np.diff(starts[:, 1]) == LENGTH).all(), "samples follow one another"
+    return text[np.load(shuffle)]
+
+
+@pytest.fixture(scope="module")
+def expected(ours: Ours, initial: Path) -> list[dict[str, Any]]:
+    """Our trainer's twenty steps."""
+    return ours(initial, STEPS)
+
+
+@pytest.mark.parametrize("division", DIVISIONS)
+def test_the_first_losses_and_rates_are_those_of_our_trainer(
+    division: str, runs: Runs, expected: list[dict[str, Any]]
+) -> None:
+    found = runs(division).steps
+    assert [step.number for step in found] == [line["step"] for line in expected] == [*range(1, STEPS + 1)]
+    for step, line, after in zip(found, expected, [*expected[1:], expected[-1]], strict=True):
+        # Seven digits are printed; beyond them, sums in another order grow over the steps.
+        assert step.loss == pytest.approx(line["loss"], abs=5e-6)
+        assert step.next_rate == pytest.approx(after["lr"], rel=1e-3), "four digits are printed"
+    assert max(line["grad_norm"] for line in expected) > 1.0, "clipping took part"
+    assert found[-1].loss < found[0].loss - 0.3
+
+
+@pytest.mark.parametrize("division", DIVISIONS)
+def test_our_trainer_goes_on_from_their_checkpoint(division: str, runs: Runs, ours: Ours) -> None:
+    losses = [line["loss"] for line in ours(runs(division).folder / "save", 2)]
+    reference = [line["loss"] for line in ours(runs("as in the file").folder / "save", 2)]
+    assert losses == pytest.approx(reference, abs=5e-6)
+    assert losses[0] < runs(division).steps[0].loss - 0.3, "what was learned is there"
+
+
+def test_their_trainer_resumes_with_its_rates_and_data(checkout: Checkout, runs: Runs) -> None:
+    folder, whole = runs("as in the file")
+    resumed = folder / "resumed"
+    shutil.copytree(folder / f"save/global_step{STEPS // 2}", resumed / f"global_step{STEPS // 2}")
+    (resumed / "latest").write_text(f"global_step{STEPS // 2}")
+    (folder / "again").mkdir()
+    files = scaled({}), loading(folder, "resumed", finetune=False) | {"save": str(folder / "again/save")}
+    found = steps(checkout.deepy("train.py", folder / "again", *files, before=IMPORTING))
+    assert [step.number for step in found] == [step.number for step in whole[STEPS // 2 :]]
+    for step, before in zip(found, whole[STEPS // 2 :], strict=True):
+        assert step.next_rate == before.next_rate and step.loss == pytest.approx(before.loss, abs=2e-6)
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
+def compared(request: pytest.FixtureRequest, checkout: Checkout, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What tests/neox/inside/logits.py finds of all cases."""
+    folder, ranks = tmp_path_factory.mktemp("logits"), request.param
+    names = CASES if ranks == 1 else DIVIDED
+    (folder / "cases.json").write_text(json.dumps({name: CASES[name] for name in names}))
+    checkout.inside("logits.py", str(folder / "cases.json"), str(folder / "out.json"), ranks=ranks)
+    return json.loads((folder / "out.json").read_text())
+
+
+def test_logits_and_gradients_are_those_of_our_model(compared: Any) -> None:
+    for name, found in compared.items():
+        assert found["spread"] > 0.5
+        assert max(found[kind] for kind in ("whole", "gradient", "cached")) < 1e-5, f"{name}: {found}"
+
+
+def test_positions_of_upstreams_are_untouched(checkout: Checkout, tmp_path: Path) -> None:
+    for name, plugin in (("with", True), ("without", False)):
+        checkout.inside("untouched.py", str(tmp_path / name), plugin=plugin)
+    found = json.loads((tmp_path / "with").read_text())
+    assert len(set(found.values())) == 6 and found == json.loads((tmp_path / "without").read_text())
+
+
+def test_the_recipes_are_read_as_they_are(checkout: Checkout, tmp_path: Path) -> None:
+    files = sorted(map(str, (ROOT / "configs/350M").glob("*.yml")))
+    checkout.inside("files.py", str(tmp_path / "out"), *files)
+    found = json.loads((tmp_path / "out").read_text())
+    for name in ("kerple_log", "kerple_power"):
+        assert "learns weights that GPT-NeoX has no place for" in found.pop(name)["error"]
+    assert len(found) == len(files) - 2
+    methods = {name: values["pos_emb"] for name, values in found.items()}
+    assert methods["roformer_coca"] == "coca" and methods["roformer"] == "rotary" and methods["nope"] == "none"
+    others = {"optimizer_type": "Adam", "gradient_accumulation_steps": 2, "train_batch_size": 256, "vocab_size": 50304}
+    for values in found.values():
+        assert values.items() >= (others | {"lr_warmup_init": 1e-7}).items()
+
+
+GENERATED = 48
+PROMPTS = ("The sea was calm. " * 6).strip(), "A small boat lay near its shore until morning came over"
+"""Longer than the training length, and such that what is generated crosses it."""
+EXTENDED: dict[str, Any] = {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Our checkpoint with weights so large that every token matters for the next."""
+    torch.manual_seed(6)
+    config = load_config([], scaled({}))
+    weights = {
+        name: weight + 0.1 * torch.randn_like(weight) for name, weight in build_model(config).state_dict().items()
+    }
+    return write_checkpoint(tmp_path_factory.mktemp("drawn") / "run", config, weights)
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["with a cache", "anew"])
+@pytest.mark.parametrize("pipe", [0, 1])
+def test_generation_beyond_the_training_length(
+    recompute: bool, pipe: int, checkout: Checkout, drawn: Path, tmp_path: Path
+) -> None:
+    export_neox(drawn, tmp_path / "weights", [], None, 1, pipe)
+    longer = {"seq_length": 3 * LENGTH, "max_position_embeddings": 3 * LENGTH, "pipe_parallel_size": pipe}
+    scaling = EXTENDED["rope_scaling"] | {"original_max_position_embeddings": LENGTH}
+    (tmp_path / "prompts").write_text("\n".join(PROMPTS))
+    run = {
+        "load": str(tmp_path / "weights"),
+        "text_gen_type": "input-file",
+        "sample_input_file": str(tmp_path / "prompts"),
+    }
+    run |= {
+        "finetune": True,
+        "maximum_tokens": GENERATED,
+        "sample_output_file": str(tmp_path / "out"),
+        "recompute": recompute,
+    }
+    run |= {"tokenizer_type": "CharLevelTokenizer", "distributed_backend": "gloo", "master_port": free_port()}
+    checkout.deepy("generate.py", tmp_path, scaled(longer | {"rope_scaling": scaling}), run)
+    found = [json.loads(line)["text"] for line in (tmp_path / "out").read_text().splitlines()]
+    model = load_model(drawn, EXTENDED)
+    assert found == [text_of(greedy(model, list(prompt.encode()), recompute)) for prompt in PROMPTS]
+
+
+@torch.no_grad()
+def greedy(model: GPT, tokens: list[int], recompute: bool) -> list[int]:
+    """What follows `tokens` in our model. With a cache, a step sees the length so far; anew, GPT-NeoX runs all places that
+    there are and so sees `seq_length` at every step.
+    """
+    cache, answer = model.new_cache(), []
+    for _ in range(GENERATED):
+        new = torch.tensor([tokens + answer] if recompute or not answer else [answer[-1:]])
+        if recompute:
+            hidden = model.hidden_states(new, length=3 * LENGTH, last=1)
+        else:
+            hidden = model.hidden_states(new, cache=cache, last=1)
+        answer.append(int(model.logits(hidden)[0, -1].argmax()))
+    return answer
+
+
+def text_of(tokens: list[int]) -> str:
+    """As GPT-NeoX's tokenizer of characters writes it."""
+    return "".join(chr(max(32, token)) for token in tokens)

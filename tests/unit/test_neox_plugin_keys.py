@@ -1,0 +1,169 @@
+"""The plugin for GPT-NeoX against a stub of what it relies on: keys, messages, launchers."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron_coca.neox_plugin import __main__ as program
+from megatron_coca.neox_plugin import activate
+from megatron_coca.neox_plugin.compatibility import TESTED_COMMIT, commit
+from tests.conftest import ROOT, clean_environment
+from tests.neox.stubbed import STUB, Upstream, stub
+
+__all__ = ["stub"]
+
+
+def test_without_a_key_of_ours_nothing_changes(stub: Upstream) -> None:
+    before = vars(stub.arguments(pos_emb="rotary", optimizer={"type": "Adam", "params": {"lr": 1e-3}}))
+    activate()
+    after = vars(stub.arguments(pos_emb="rotary", optimizer={"type": "Adam", "params": {"lr": 1e-3}}))
+    assert {name: after[name] for name in before} == before
+    assert after.keys() - before.keys() == {
+        *("rope_scaling", "relative_positions", "logit_scaling", "attention_backend", "operand_kernel"),
+        *("lr_warmup_init", "vocab_size"),
+    }
+
+
+def test_keys_of_our_recipe_mean_here_what_they_mean_there(stub: Upstream) -> None:
+    activate()
+    keys = yaml.safe_load((ROOT / "configs/350M/roformer_coca.yml").read_text())
+    fields = stub["neox_arguments"].NeoXArgs.__dataclass_fields__
+    made = stub.arguments(**{name: value for name, value in keys.items() if name in fields})
+    assert made.pos_emb == "coca" and made.lr_warmup_init == 1e-7 and made.lr_decay_style == "linear_to_min_lr"
+    assert made.optimizer_type == "Adam", "the name that GPT-NeoX has for decoupled weight decay"
+    assert made.gradient_accumulation_steps == 256 // 16, "what two sizes leave"
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"pos_emb": "coca", "sliding_window_width": 8}, "sliding_window_width: not with the plugin's attention"),
+        ({"pos_emb": "coca", "use_mup": True}, "use_mup: not with"),
+        ({"pos_emb": "coca", "te_mha": True}, "te_mha: Transformer Engine"),
+        ({"pos_emb": "coca", "attention_config": ["global", "gmlp"]}, "attention_config: gmlp is not served"),
+        ({"pos_emb": "coca", "rope_scaling": {"type": "clex"}}, "clex learns"),
+        ({"pos_emb": "alibi", "logit_scaling": "log_n"}, "alibi is a bias of GPT-NeoX's own"),
+        ({"pos_emb": "rpe", "logit_scaling": "log_n"}, "rpe is a bias of GPT-NeoX's own"),
+        ({"pos_emb": "kerple_log"}, "kerple_log learns weights that GPT-NeoX has no place for"),
+        ({"pos_emb": "coca", "rope_scaling": {"rope_type": "linear"}}, "^rope_scaling: rope_type linear needs factor"),
+        ({"pos_emb": "coca", "rope_scaling": {"rope_typ": "linear"}}, "rope_typ"),
+        ({"pos_emb": "none", "relative_positions": {"type": "rerope"}}, "relative_positions"),
+        ({"trainable": ["key"]}, "trainable: .*GPT-NeoX has not"),
+        ({"reset_attention_mask": True, "pos_emb": "coca"}, "reset_attention_mask: .*GPT-NeoX has not"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_with_the_reason(keys: dict[str, Any], message: str, stub: Upstream) -> None:
+    activate()
+    with pytest.raises(ValueError, match=message):
+        stub.arguments(**keys)
+
+
+def test_an_unknown_name_is_upstreams_to_refuse(stub: Upstream) -> None:
+    activate()
+    with pytest.raises(TypeError, match="pos_embb"):
+        stub.arguments(pos_embb="coca")
+    with pytest.raises(ValueError, match="cannot be validated"):
+        stub.arguments(pos_emb="cocoa")
+
+
+def test_keys_of_ours_that_change_no_result_are_left_out(stub: Upstream, caplog: pytest.LogCaptureFixture) -> None:
+    activate()
+    stub.arguments(loss_chunk_size=128, torch_compile=True)
+    assert "loss_chunk_size, torch_compile: without effect in GPT-NeoX" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "ranks", "rows"), [(100, 1, 128), (200, 1, 256), (300, 2, 384), (300, 3, 384), (None, 1, 128)]
+)
+def test_rows_of_the_embedding(vocabulary: int | None, ranks: int, rows: int, stub: Upstream) -> None:
+    activate()
+    made = stub.arguments(vocab_size=vocabulary, model_parallel_size=ranks)
+    made.build_tokenizer()
+    assert made.padded_vocab_size == rows
+
+
+def test_a_vocabulary_that_is_too_small_is_refused(stub: Upstream) -> None:
+    activate()
+    with pytest.raises(ValueError, match="vocab_size: 99, but the tokenizer has 100 tokens"):
+        stub.arguments(vocab_size=99).build_tokenizer()
+
+
+@pytest.fixture
+def launched(stub: Upstream) -> list[str]:
+    """What DeepSpeed's launcher is given."""
+    activate()
+    return stub.arguments(user_script="train.py").get_deepspeed_main_args()
+
+
+def test_processes_run_the_plugin_and_it_the_script(launched: list[str]) -> None:
+    at = launched.index("train.py")
+    assert launched[at - 1] == program.__file__ and launched[at + 1] == "--deepspeed_config"
+
+
+@pytest.mark.parametrize("launcher", ["PDSH", "OpenMPI", "MVAPICH", "Slurm"])
+def test_every_launcher_of_deepspeed_passes_it_on(
+    launcher: str, launched: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from deepspeed.launcher import multinode_runner, runner
+
+    monkeypatch.setattr(multinode_runner, "MVAPICH_TMP_HOSTFILE", str(tmp_path / "hosts"))
+    arguments = runner.parse_args(launched)
+    made = getattr(multinode_runner, f"{launcher}Runner")
+    hosts = {"one": [0, 1], "two": [0, 1]}
+    given = [arguments, "e30=", *([] if launcher in ("PDSH",) else [{"one": 2, "two": 2}])]
+    backend = made(*given)
+    command = backend.get_cmd({"PATH": "/bin"}, hosts)
+    command = command[0] if isinstance(command, tuple) else command
+    text = " ".join(command)
+    assert f"{program.__file__} train.py --deepspeed_config" in text.replace("'", "")
+    assert "--module" not in text
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["nowhere.py", "-d", "configs"], ["--local_rank=1"]])
+def test_misuse_of_the_launcher(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert program.main(arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("usage: python -m megatron_coca.neox_plugin SCRIPT.py") and "no such file" in said
+
+
+def test_an_incompatible_checkout_ends_with_its_message(
+    stub: Upstream, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delattr(stub["mpu"], "get_cuda_rng_tracker")
+    assert program.main([str(STUB / "train.py")]) == 2
+    assert "megatron.mpu.get_cuda_rng_tracker is missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rank", [[], ["--local_rank=3"]])
+def test_a_script_runs_as_without_the_plugin(rank: list[str]) -> None:
+    """Its arguments, its exit status, and the plugin active; started by its path as DeepSpeed does."""
+    command = [sys.executable, program.__file__, *rank, "train.py", "-d", "configs", "a b", ""]
+    environment = clean_environment({"PYTHONPATH": str(ROOT)})
+    done = subprocess.run(command, cwd=STUB, env=environment, capture_output=True, text=True, check=False)
+    expected = ["train.py", *rank, "-d", "configs", "a b", ""]
+    assert done.stdout == f"{expected} {[str(STUB)]} True\n" and done.returncode == 7, done
+
+
+def test_commits(tmp_path: Path) -> None:
+    (tmp_path / "below").mkdir()
+    assert commit(tmp_path) is None
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x", "-c", "commit.gpgsign=false"]
+    for command in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "one"]):
+        subprocess.run([*git, *command], check=True)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    assert commit(tmp_path) == head and commit(tmp_path / "below") is None, (
+        "the commit of what lies around it says nothing"
+    )
+
+
+def test_another_commit_is_only_told(
+    stub: Upstream, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("megatron_coca.neox_plugin.activation.commit", lambda folder: "0" * 40)
+    activate()
+    assert f"GPT-NeoX is at commit {'0' * 40}; the plugin is tested with {TESTED_COMMIT}" in caplog.text
+    assert stub.arguments(pos_emb="coca").pos_emb == "coca"
