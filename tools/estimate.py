@@ -16,7 +16,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, without installing
 
 from megatron_coca.config import Config, ConfigError, load_config  # noqa: E402
-from megatron_coca.model.cost import peak_flops  # noqa: E402
+from megatron_coca.model.cost import (
+    peak_flops,  # noqa: E402
+    trained_count,  # noqa: E402
+)
 from megatron_coca.training.estimate import GIB, GPUS, RESERVE, Change, Estimate, changes_that_fit, estimate, fits  # noqa: E402
 from megatron_coca.training.launch.hosts import chosen_hosts  # noqa: E402
 
@@ -74,8 +77,10 @@ def _configured_gpus(config: Config) -> int:
 
 
 def _lines(config: Config, found: Estimate, gpu: str, mfu: float) -> Iterator[str]:
-    count, grid, memory = found.parameters, found.topology, found.memory
+    count, grid, memory, trained = found.parameters, found.topology, found.memory, trained_count(config).total
     yield f"parameters         {count.total:>18,}   {count.non_embedding:,} without embedding and head"
+    if trained != count.total:
+        yield f"trained            {trained:>18,}   {trained / count.total:.2%}"
     for part in ("embedding", "attention", "mlp", "norms", "position", "head"):
         yield f"  {part:<16} {getattr(count, part):>18,}"
     yield f"FLOPs per token    {found.flops.model:>18.3e}   6N + 12 L h n; {found.flops.executed:.3e} executed"

@@ -3,7 +3,7 @@
 A LLaMA with RoPE is trained and written as a Hugging Face folder; this is imported, given CoCA, trained in three
 stages and written as a Hugging Face folder again. Perplexity is measured up to eight times the training length on the
 way. Everything is done by the project's own commands, which are printed as they run; what is there already is used
-again. Give `key=value` texts to change every training run.
+again: remove runs/finetune to begin anew. Give `key=value` texts to change every training run.
 """
 
 import json
@@ -16,6 +16,7 @@ from typing import NamedTuple
 from quickstart import ROOT, run
 
 from megatron_coca.checkpoints import native
+from megatron_coca.config import load_config
 from megatron_coca.data.inspection.table import table
 
 RUNS = Path("runs/finetune")
@@ -56,7 +57,8 @@ def main(keys: Sequence[str] | None = None) -> int:
 
 def make_a_llama(keys: Sequence[str]) -> None:
     """The folder of a LLaMA as its users have it."""
-    if not native.steps(RUNS / "llama"):
+    last = load_config([CONFIGS / "llama.yml"], keys).schedule.train_iters
+    if last not in native.steps(RUNS / "llama"):
         run([sys.executable, str(ROOT / "train.py"), str(CONFIGS / "llama.yml"), *keys, "--auto-resume"])
     if not (RUNS / "llama_hf").exists():
         tool("convert_to_huggingface.py", RUNS / "llama", RUNS / "llama_hf")
@@ -78,10 +80,11 @@ def perplexities(model: Measured) -> list[list[str]]:
     rows = []
     for label, keys in ((model.label, model.keys), (f"{model.label} + dynamic NTK", (*model.keys, *DYNAMIC_NTK))):
         output = RUNS / f"{slug(label)}.json"
-        if not output.exists():
-            command = [sys.executable, str(ROOT / "evaluate.py"), "perplexity", "--checkpoint", str(model.folder)]
-            command += ["--windows", ",".join(map(str, WINDOWS)), "--stride", str(STRIDE), "--label", label]
-            run([*command, "--output", str(output), *(("--set", *keys) if keys else ())])
+        command = [sys.executable, str(ROOT / "evaluate.py"), "perplexity", "--checkpoint", str(model.folder)]
+        command += ["--windows", ",".join(map(str, WINDOWS)), "--stride", str(STRIDE), "--label", label]
+        run(
+            [*command, "--output", str(output), *(("--set", *keys) if keys else ())]
+        )  # goes on, or refuses other weights
         cells = {cell["window"]: cell["perplexity"] for cell in json.loads(output.read_text())["results"]}
         rows.append([label, *(f"{cells[window]:.1f}" for window in WINDOWS)])
     return rows

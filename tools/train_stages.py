@@ -13,6 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from megatron_coca.checkpoints import CheckpointError  # noqa: E402
 from megatron_coca.config import ConfigError  # noqa: E402
 from megatron_coca.training.chain import plan, run_chain, train_in_a_process  # noqa: E402
 
@@ -33,14 +34,13 @@ def build_parser() -> ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 2 where there is something to put right, before anything is started."""
+    """Returns the exit status: 2 where there is something to put right."""
     args = build_parser().parse_args(arguments)
     try:
-        runs = plan(args.stages, args.shared)
-    except ConfigError as error:
+        return run_chain(plan(args.stages, args.shared), train_in_a_process(ROOT / "train.py"))
+    except (CheckpointError, ConfigError) as error:
         print(f"train_stages.py: {error}", file=sys.stderr)
         return 2
-    return run_chain(runs, train_in_a_process(ROOT / "train.py"))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron_coca.attention.compose import LEARNED_MODULES
 from megatron_coca.config import ModelConfig
+from megatron_coca.model.embedding import LearnedPositions
 
 Initializer = Callable[[Tensor], Tensor]
 
@@ -56,11 +57,15 @@ def initialize(module: nn.Module, model: ModelConfig, seed: int) -> None:
             part.reset_parameters()
 
 
-def draw_learned_positions(module: nn.Module, seed: int) -> list[str]:
+@torch.no_grad()
+def draw_learned_positions(module: nn.Module, model: ModelConfig, seed: int) -> list[str]:
     """Draw what positions learn, by the seed; the global random state is left as it was. Returns the names."""
     parts = {name: part for name, part in module.named_modules() if isinstance(part, LEARNED_MODULES)}
+    tables = {name: part for name, part in module.named_modules() if isinstance(part, LearnedPositions)}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
+        for table in tables.values():
+            INITIALIZERS[model.init_method](model)(table.weight)
         for part in parts.values():
             part.reset_parameters()
-    return [f"{name}.{weight}" for name, part in parts.items() for weight, _ in part.named_parameters()]
+    return [f"{name}.{weight}" for name, part in (tables | parts).items() for weight, _ in part.named_parameters()]

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_coca.checkpoints import native
+from megatron_coca.checkpoints import CheckpointError, native, open_checkpoint
 from megatron_coca.config import Config, ConfigError, load_config
 from megatron_coca.training.launch.processes import CaughtSignals, LocalProcess, supervise
+from megatron_coca.training.same_run import differing_run
 
 Start = Callable[[Sequence[str]], int]
 """Runs a command line and gives its exit status."""
@@ -28,9 +29,39 @@ class ChainedRun:
         return Path(str(self.config.checkpoint.save))
 
     @property
+    def reached(self) -> int:
+        """The step of its newest checkpoint, 0 where there is none."""
+        return max(native.steps(self.save), default=0)
+
+    @property
     def finished(self) -> bool:
         """Whether the checkpoint of its last step is there."""
-        return self.config.schedule.train_iters in native.steps(self.save)
+        return self.reached == self.config.schedule.train_iters
+
+    def refuse_another(self) -> None:
+        """Raise a CheckpointError where what is in its folder is not of this run: has other keys, goes further, or began
+        with other weights than those that `load` holds now.
+        """
+        if not self.reached:
+            return
+        folder = native.step_folder(self.save, self.reached)
+        problems = differing_run(load_config([folder / native.CONFIG]), self.config)
+        if self.reached > (self.config.schedule.train_iters or 0):
+            problems.append(f"train_iters (reached {self.reached}, now {self.config.schedule.train_iters})")
+        if problems:
+            raise CheckpointError(
+                f"{folder}: is of another run than {self.name}: {', '.join(problems)}; restore these, or move {self.save} away"
+            )
+        self._refuse_other_weights(folder)
+
+    def _refuse_other_weights(self, folder: Path) -> None:
+        began, load = native.read_json(folder / native.META).get("origin"), self.config.checkpoint.load
+        if began is None or load is None or not Path(load).exists():
+            return
+        if began != open_checkpoint(load, verify=False, step=self.config.checkpoint.iteration).identity:
+            raise CheckpointError(
+                f"{folder}: began with other weights than {load} holds now; move {self.save} away to train it anew"
+            )
 
 
 def plan(files: Sequence[str], shared: Sequence[str] = ()) -> list[ChainedRun]:
@@ -81,8 +112,13 @@ def run_chain(runs: Sequence[ChainedRun], start: Start) -> int:
     """Train every run that is not finished; returns 0, or the exit status of the one that did not reach its last step.
 
     The same call goes on where it ended: finished runs are left alone, and one that was begun is resumed.
+
+    Raises:
+        CheckpointError: a folder holds another run than the one that is to train into it, or one that began with other
+            weights.
     """
     for number, run in enumerate(runs, 1):
+        run.refuse_another()
         what = f"# {number} of {len(runs)}: {run.name}"
         if run.finished:
             print(f"{what}: step {run.config.schedule.train_iters} is there already", flush=True)

@@ -103,9 +103,9 @@ def _train(
 ) -> None:
     preemption, watchdog = watchers
     watchdog.beat("building the model")
-    engine = _build_engine(corpus.config, shape, resumed is None)
+    engine, origin = _build_engine(corpus.config, shape, resumed is None)
     watchdog.beat("the model is built")
-    checkpoints = Checkpoints(corpus, engine, shape.topology, layout)
+    checkpoints = Checkpoints(corpus, engine, shape.topology, layout, origin)
     trainer = Trainer(corpus, engine, checkpoints, shape, preemption, watchdog)
     if resumed is not None:
         trainer.restore(resumed)
@@ -118,14 +118,16 @@ def _train(
         raise
 
 
-def _build_engine(config: Config, shape: Shape, fresh: bool) -> Engine:
-    make = initial_model if fresh else assemble_model  # a resumed run's weights come from its state
-    model = make(config, dist.local_device())
+def _build_engine(config: Config, shape: Shape, fresh: bool) -> tuple[Engine, str | None]:
+    """The engine, and what its weights are of (see `Begun`). A resumed run's weights come from its state."""
+    device = dist.local_device()
+    model, origin = initial_model(config, device) if fresh else (assemble_model(config, device), None)
     train_only_parts(model, config.optimizer)
     rng.seed_everything(config.seed, shape.topology.random_stream(dist.rank()))
     model.train()
     place = shape.topology.coordinates(dist.rank())
-    return dist.build_engine(model, partial(build_optimizer, config=config.optimizer), config, shape.sizes, place.pipe)
+    optimizer = partial(build_optimizer, config=config.optimizer)
+    return dist.build_engine(model, optimizer, config, shape.sizes, place.pipe), origin
 
 
 def _log_mixture(corpus: Corpus, sizes: BatchSizes) -> None:

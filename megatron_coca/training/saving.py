@@ -67,15 +67,24 @@ class Checkpoints:
     Every `meta.json` names the run by an identity of its own, which is drawn at a fresh start and carried on by resumes.
     """
 
-    def __init__(self, corpus: Corpus, engine: Engine, topology: Topology, layout: Mapping[str, Any]) -> None:
-        """`layout` is what a resumed run must share: samples of a step, number format. Every rank must call it."""
+    def __init__(
+        self,
+        corpus: Corpus,
+        engine: Engine,
+        topology: Topology,
+        layout: Mapping[str, Any],
+        origin: str | None = None,
+    ) -> None:
+        """`layout` is what a resumed run must share: samples of a step, number format; `origin` the identity of the
+        checkpoint whose weights the run began with. Every rank must call it.
+        """
         self._corpus, self._engine, self._layout = corpus, engine, dict(layout)
         self._topology, self._place = topology, topology.coordinates(dist.rank())
         self._keys = corpus.config.checkpoint
         self._background = Background()
         self._group = dist.background_group()
         self._buffers: dict[tuple[str, str, int], Tensor] = {}
-        self._run = uuid4().hex
+        self._run, self._origin = uuid4().hex, origin
         self._versions = code_versions()  # asks git, and those of a running process do not change
 
     @property
@@ -91,7 +100,7 @@ class Checkpoints:
             CheckpointError: the state does not hold all that this rank needs.
         """
         meta = native.read_json(folder / native.META)
-        self._run = meta.get("run", self._run)
+        self._run, self._origin = meta.get("run", self._run), meta.get("origin")
         places = self._engine.places()
         with StateReader(folder / native.STATE) as reader:
             for piece in self._engine.pieces():
@@ -219,6 +228,7 @@ class Checkpoints:
         return {
             "step": step,
             "run": self._run,
+            "origin": self._origin,
             "data": self._corpus.identity,
             **self._layout,
             "topology": self._topology.layout(),

@@ -10,33 +10,14 @@ from megatron_coca.checkpoints import CheckpointError, native
 from megatron_coca.checkpoints.compare import differing_keys
 from megatron_coca.checkpoints.huggingface.reading import is_huggingface_folder
 from megatron_coca.checkpoints.neox.files import find_step
-from megatron_coca.config import CheckpointConfig, Config, load_config
+from megatron_coca.config import CheckpointConfig, load_config
 from megatron_coca.training import engine as dist
 from megatron_coca.training.corpus import Corpus
 from megatron_coca.training.identity import differing_data
-from megatron_coca.training.optimizer import OPTIMIZERS
+from megatron_coca.training.same_run import BY_MEANING, FREE_GROUPS, differing_run
 from megatron_coca.training.together import attempt
 
 logger = logging.getLogger(__name__)
-
-FREE_GROUPS = frozenset({"schedule", "data", "batch", "parallel", "checkpoint", "logging", "launch", "faults"})
-FREE_KEYS = frozenset(
-    {
-        "attention_backend",
-        "operand_kernel",
-        "checkpoint_activations",
-        "checkpoint_num_layers",
-        "checkpoint_policy",
-        "loss_chunk_size",
-        "torch_compile",
-        "optimizer.params.lr",
-    }
-)
-"""What may change when a run is resumed. Of these, data and batch are checked by what they amount to (meta.json); how
-the work is divided among processes is free, because the saved state is not divided by it.
-"""
-BY_MEANING = frozenset({"optimizer.type"})
-"""Keys with several words for one thing; what they amount to must be the same."""
 
 
 def candidates(config: CheckpointConfig) -> list[Path]:
@@ -202,8 +183,7 @@ def refuse_other_run(folder: Path, corpus: Corpus, layout: Mapping[str, Any]) ->
         )
     saved = load_config([folder / native.CONFIG])
     meta = native.read_json(folder / native.META)
-    problems = differing_keys(saved, corpus.config, FREE_KEYS | BY_MEANING, FREE_GROUPS)
-    problems += _differing_optimizer(saved, corpus.config)
+    problems = differing_run(saved, corpus.config)
     problems += differing_data(meta.get("data") or {}, corpus.identity, [str(s.prefix) for s in corpus.train.shards])
     problems += [
         f"{key} (saved {meta.get(key)!r}, now {value!r})" for key, value in layout.items() if meta.get(key) != value
@@ -215,9 +195,3 @@ def refuse_other_run(folder: Path, corpus: Corpus, layout: Mapping[str, Any]) ->
         )
     for line in differing_keys(saved, corpus.config, BY_MEANING, FREE_GROUPS - {"schedule"}) if dist.is_main() else ():
         logger.warning("resuming with another %s", line)
-
-
-def _differing_optimizer(saved: Config, wanted: Config) -> list[str]:
-    before, after = saved.optimizer.type, wanted.optimizer.type
-    same = OPTIMIZERS[before] is OPTIMIZERS[after]
-    return [] if same else [f"optimizer.type (saved {before!r}, now {after!r})"]

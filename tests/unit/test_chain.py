@@ -1,12 +1,13 @@
 """Runs one after the other: what is refused before the first, and what is trained again."""
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from megatron_coca.checkpoints import native
-from megatron_coca.config import ConfigError
+from megatron_coca.checkpoints import CheckpointError, native, open_checkpoint
+from megatron_coca.config import ConfigError, load_config
 from megatron_coca.training.chain import plan, run_chain
 from tools.train_stages import ROOT, main
 
@@ -28,7 +29,8 @@ def files(tmp_path: Path) -> list[str]:
 class Trainings:
     """Stands for train.py: notes what it is given and leaves checkpoints."""
 
-    def __init__(self, folder: Path, reached: int = 5, statuses: Sequence[int] = ()) -> None:
+    def __init__(self, folder: Path, reached: int = 5, statuses: Sequence[int] = (), keys: Sequence[str] = ()) -> None:
+        self.keys = keys
         self.folder, self.reached, self.statuses = folder, reached, list(statuses)
         self.given: list[tuple[str, ...]] = []
 
@@ -37,7 +39,15 @@ class Trainings:
         save = self.folder / Path(arguments[0]).stem.replace("stage", "run")
         place = native.step_folder(save, self.reached)
         place.mkdir(parents=True, exist_ok=True)
-        (place / native.MANIFEST).write_text("{}")
+        file, *shared = (text for text in arguments if text != "auto_resume=true")
+        config = load_config([file], [*shared, *self.keys])
+        (place / native.CONFIG).write_text(config.to_yaml())
+        loaded = Path(str(config.checkpoint.load))
+        origin = open_checkpoint(loaded, verify=False).identity if loaded.is_dir() else None
+        native.write_json(place / native.META, {"step": self.reached, "origin": origin})
+        (place / native.WEIGHTS).write_text(f"{save.name} {self.keys}")
+        files = {name: native.describe(place / name) for name in (native.CONFIG, native.META, native.WEIGHTS)}
+        native.write_json(place / native.MANIFEST, {"format": 2, "holds": native.WEIGHTS_ONLY, "files": files})
         return self.statuses.pop(0) if self.statuses else 0
 
 
@@ -53,6 +63,29 @@ def test_finished_runs_are_left_alone(tmp_path: Path, files: list[str], capsys: 
     assert run_chain(plan(files), trainings) == 0
     assert [arguments[0] for arguments in trainings.given] == files[1:]
     assert "1 of 3: stage1: step 5 is there already" in capsys.readouterr().out
+
+
+def test_a_finished_run_of_other_keys_is_refused(tmp_path: Path, files: list[str]) -> None:
+    trainings = Trainings(tmp_path)
+    assert run_chain(plan(files, ["seed=7"]), trainings) == 0
+    for changed, message in (
+        ("seed=8", r"run1.global_step5: is of another run than stage1: seed \(saved 7, now 8\)"),
+        ("trainable=[mlp]", "trainable"),
+        ("train_iters=4", r"train_iters \(reached 5, now 4\)"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            run_chain(plan(files, ["seed=7", changed]), trainings)
+    assert len(trainings.given) == 3, "nothing was trained"
+    assert main([*files, "--with", "seed=8"]) == 2
+
+
+def test_a_stage_of_other_weights_is_refused(tmp_path: Path, files: list[str]) -> None:
+    assert run_chain(plan(files), Trainings(tmp_path)) == 0
+    shutil.rmtree(tmp_path / "run1")
+    anew = Trainings(tmp_path, keys=["log_interval=3"])  # trains something else into it
+    with pytest.raises(CheckpointError, match="run2.global_step5: began with other weights than .*run1 holds now"):
+        run_chain(plan(files), anew)
+    assert len(anew.given) == 1
 
 
 def test_a_failure_ends_the_chain(tmp_path: Path, files: list[str]) -> None:

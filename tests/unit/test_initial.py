@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_coca.checkpoints import CheckpointError
+from megatron_coca.checkpoints import CheckpointError, open_checkpoint
 from megatron_coca.checkpoints.exports.huggingface import export
 from megatron_coca.checkpoints.exports.neox import export_neox
 from megatron_coca.checkpoints.importing import import_checkpoint
@@ -20,6 +20,7 @@ from tests.checkpoint_files import write_checkpoint
 
 SHAPE: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 32}
 SHAPE |= {"vocab_size": 96, "make_vocab_size_divisible_by": 1, "no_weight_tying": True, "pos_emb": "rotary"}
+CLEX = {"rope_type": "clex"}
 KERPLE = "blocks.{}.attention.position_bias.bias_{}"
 
 
@@ -33,12 +34,12 @@ def source(folder: Path, **keys: Any) -> tuple[Path, dict[str, torch.Tensor]]:
 
 
 def begun(load: Path, **keys: Any) -> dict[str, torch.Tensor]:
-    return initial_model(configured(load=str(load), finetune=True, **keys), "cpu").state_dict()
+    return initial_model(configured(load=str(load), finetune=True, **keys), "cpu").model.state_dict()
 
 
 def test_without_finetune_weights_are_drawn(tmp_path: Path) -> None:
     folder, weights = source(tmp_path / "run")
-    found = initial_model(configured(load=str(folder)), "cpu").state_dict()
+    found = initial_model(configured(load=str(folder)), "cpu").model.state_dict()
     drawn = build_model(configured()).state_dict()
     assert all(torch.equal(found[name], drawn[name]) for name in drawn)
     assert not torch.equal(found["final_linear.weight"], weights["final_linear.weight"])
@@ -58,6 +59,7 @@ def test_the_weights_are_taken(tmp_path: Path, keys: dict[str, Any]) -> None:
         ({"pos_emb": "kerple_log"}, [KERPLE.format(0, "p"), KERPLE.format(1, "a")]),
         ({"rope_scaling": {"rope_type": "clex"}}, ["positions.clex.up", "positions.clex.down"]),
         ({"pos_emb": "rpe"}, ["positions.bias.weight"]),
+        ({"pos_emb": "learned"}, ["embedding.position_embeddings.weight"]),
     ],
 )
 def test_what_a_method_learns_is_drawn(
@@ -86,10 +88,30 @@ def test_what_the_former_method_learned_is_left_out(
     assert all(name in caplog.text for name in weights.keys() - found.keys())
 
 
-def test_a_table_of_positions_is_not_drawn(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("before", "after", "drawn"),
+    [
+        ({"pos_emb": "kerple_log"}, {"pos_emb": "kerple_power"}, KERPLE.format(0, "p")),
+        ({"rope_scaling": CLEX}, {"rope_scaling": CLEX, "seq_length": 64}, "positions.clex.up"),
+        ({"rope_scaling": CLEX}, {"rope_scaling": CLEX, "rotary_emb_base": 500.0}, "positions.clex.up"),
+    ],
+)
+def test_weights_of_one_name_and_another_meaning_are_drawn(
+    tmp_path: Path, before: dict[str, Any], after: dict[str, Any], drawn: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, weights = source(tmp_path / "run", **before)
+    with caplog.at_level(logging.INFO):
+        found = begun(folder, **after)
+    assert not torch.equal(found[drawn], weights[drawn])
+    assert caplog.text.count(drawn) == 2, "it is named as left out, and as drawn"
+    assert torch.equal(begun(folder, **before)[drawn], weights[drawn]), "of the same meaning they are taken"
+
+
+def test_the_origin_is_told(tmp_path: Path) -> None:
     folder, _ = source(tmp_path / "run")
-    with pytest.raises(CheckpointError, match="missing embedding.position_embeddings.weight"):
-        begun(folder, pos_emb="learned")
+    begun_with = initial_model(configured(load=str(folder), finetune=True), "cpu")
+    assert begun_with.origin == open_checkpoint(folder).identity
+    assert initial_model(configured(), "cpu").origin is None
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from megatron_coca.model import GPT, LanguageModelLoss, build_model, empty_model
 from megatron_coca.model.cost import parameter_count, trained_count
 from megatron_coca.training.estimate import estimate
 from megatron_coca.training.optimizer import build_optimizer
-from megatron_coca.training.starting import FREE_GROUPS, FREE_KEYS
+from megatron_coca.training.same_run import FREE_GROUPS, FREE_KEYS
 from megatron_coca.training.trainable import PARTS, parts_of, train_only_parts, trainable_share
 
 TINY: dict[str, Any] = {
