@@ -22,6 +22,8 @@ def build_parser() -> ArgumentParser:
     add("folder", metavar="FOLDER", help="what to write; it must not exist")
     changes = "use the weights otherwise than they were trained, e.g. rope_scaling.rope_type=dynamic"
     add("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", dest="overrides", help=changes)
+    original = "tokenizer and generation files of a Hugging Face folder, as they are: the model's original"
+    add("--tokenizer", metavar="FOLDER", help=original)
     add("--dtype", choices=DTYPES, help="of the weights; default: as saved")
     return parser
 
@@ -30,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 2 where there is something to put right."""
     args = build_parser().parse_args(arguments)
     try:
-        done = export(args.checkpoint, args.folder, args.overrides, args.dtype)
+        done = export(args.checkpoint, args.folder, args.overrides, args.dtype, tokenizer=args.tokenizer)
     except (CheckpointError, ConfigError, DataError) as error:
         print(f"convert_to_huggingface.py: {error}", file=sys.stderr)
         return 2

@@ -37,8 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"import_checkpoint.py: {error}", file=sys.stderr)
         return 2
     print(f"{done.folder}: {done.parameters:,} parameters, pos_emb {done.config.position.pos_emb}, weights only")
-    if done.tokenizer_note is not None:
-        print(f"import_checkpoint.py: {done.tokenizer_note}", file=sys.stderr)
+    for note in filter(None, (done.tokenizer_note, done.behaviour_note)):
+        print(f"import_checkpoint.py: {note}", file=sys.stderr)
     return 0
 
 

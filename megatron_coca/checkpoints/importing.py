@@ -4,7 +4,7 @@ Weights are copied one at a time: memory is that of a weight of ours and the for
 the size of the model.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.errors import CheckpointError
 from megatron_coca.checkpoints.folders import new_folder, refuse_existing
+from megatron_coca.checkpoints.huggingface.behaviour import behaviour_note
 from megatron_coca.checkpoints.huggingface.keys import CONFIG, is_huggingface_folder
 from megatron_coca.checkpoints.huggingface.source_tokenizer import Found, read_tokenizer
 from megatron_coca.checkpoints.load import Opened, Overrides, load_weights, open_checkpoint
@@ -35,12 +36,14 @@ class Imported:
         config: of the model.
         parameters: numbers of the model.
         tokenizer_note: what of the tokenizer could not be taken, or None.
+        behaviour_note: what a Hugging Face folder's tokenizer and generation files do that is not kept, or None.
     """
 
     folder: Path
     config: Config
     parameters: int
     tokenizer_note: str | None
+    behaviour_note: str | None
 
 
 def import_checkpoint(
@@ -69,26 +72,32 @@ def import_checkpoint(
     config, weights = opened.configure(overrides), opened.weights()
     check_fit(config, weights)
     tokenizer = _tokenizer(opened, config)
+    more = _not_kept(opened, tokenizer)
     with new_folder(folder) as partial:
         weights = weights if dtype is None else weights.to(DTYPES[dtype])
         inner = native.begin(partial, STEP)
         config = _fill(inner, native.step_folder(folder, STEP), config, weights, tokenizer)
         native.write_json(inner / native.META, _meta(opened))
         native.commit(partial, STEP, holds=native.WEIGHTS_ONLY)
-    return Imported(folder, config, sum(prod(entry.shape) for entry in weights.entries.values()), tokenizer.note)
+    return Imported(folder, config, sum(prod(entry.shape) for entry in weights.entries.values()), tokenizer.note, more)
 
 
 def check_fit(config: Config, weights: Weights) -> None:
     """Raise a CheckpointError naming every weight that the model of `config` lacks, misses or has in another shape."""
     plain = config.override({"attention_backend": "auto", "operand_kernel": "torch"})  # nothing is computed with it
     model = empty_model(plain, "cpu", training=False, memory="meta")
-    load_weights(model, Weights(weights.entries, lambda name: weights.entries[name].stand_in(), weights.source))
+    load_weights(model, replace(weights, read=lambda name: weights.entries[name].stand_in()))
 
 
 def _tokenizer(opened: Opened, config: Config) -> Found:
     if opened.tokenizer_folder is not None:
         return Found(load_saved_tokenizer(opened.tokenizer_folder), None)
     return read_tokenizer(opened.folder, config.model.padded_vocab_size)
+
+
+def _not_kept(opened: Opened, found: Found) -> str | None:
+    end = found.tokenizer.eod if found.tokenizer is not None else None
+    return behaviour_note(opened.folder, end) if is_huggingface_folder(opened.folder) else None
 
 
 def _fill(partial: Path, final: Path, config: Config, weights: Weights, tokenizer: Found) -> Config:

@@ -12,7 +12,7 @@ import torch.nn as nn
 from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.compare import refuse_other_model
 from megatron_coca.checkpoints.errors import CheckpointError
-from megatron_coca.checkpoints.huggingface.keys import read_keys
+from megatron_coca.checkpoints.huggingface.keys import read_config
 from megatron_coca.checkpoints.huggingface.reading import is_huggingface_folder, open_weights
 from megatron_coca.checkpoints.neox import files as neox_files
 from megatron_coca.checkpoints.neox import reading as neox
@@ -138,7 +138,7 @@ def _native_weights(folder: Path) -> Weights:
 
 def _open_huggingface(folder: Path, verify: bool) -> Opened:
     """The authors' GPT-NeoX folders look like plain ones, so that `pos_emb` may be said here."""
-    trained = load_config([], read_keys(folder))
+    trained = read_config(folder)
     shape = trained.model
     return Opened(
         folder=folder,
@@ -191,7 +191,7 @@ def load_weights(model: nn.Module, weights: Weights, drawn: Collection[str] = ()
     problems = [f"missing {name}" for name in own if name not in given and name not in drawn]
     problems += [f"unexpected {name}" for name in given if name not in own]
     problems += [
-        f"{name} is {list(given[name].shape)}, the model wants {list(own[name].shape)}"
+        f"{weights.origin(name)} is {list(given[name].shape)}, the model wants {list(own[name].shape)}"
         for name in own
         if name in given and given[name].shape != own[name].shape
     ]

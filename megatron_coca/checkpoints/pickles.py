@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from megatron_coca.checkpoints.errors import CheckpointError
+from megatron_coca.checkpoints.pointers import pointer
 
 ARCHIVE = b"PK\x03\x04"
 """How an archive begins."""
@@ -44,13 +45,21 @@ def load(path: Path, allowed: Sequence[Any] = (), device: str = "cpu") -> dict[A
         with torch.serialization.safe_globals(list(allowed)):
             content = torch.load(path, map_location=device, weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
+        _refuse_pointer(path, error)
         found = _REFUSED.search(str(error))
         told = f"holds more than tensors ({found[1]})" if found else "is a pickle of something else than weights"
         raise CheckpointError(f"{path}: {told}. {_ONLY_TENSORS}") from error
     except Exception as error:  # what the library raises for a damaged file is of many kinds
+        _refuse_pointer(path, error)
         raise CheckpointError(
             f"{path}: is damaged, or no file of weights ({type(error).__name__} {error}); fetch it again"
         ) from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: holds a {type(content).__name__}, not tensors by their names")
     return content
+
+
+def _refuse_pointer(path: Path, error: Exception) -> None:
+    told = pointer(path)
+    if told is not None:
+        raise CheckpointError(f"{path}: {told}") from error

@@ -9,23 +9,29 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+Shape = tuple[int, ...]
+
 
 @dataclass(frozen=True)
 class Heads:
-    """How many heads the rows of a packed projection belong to."""
+    """How many heads the rows of a packed projection belong to, and how many rows are one head's, where that is known."""
 
     query: int
     key: int
+    width: int | None = None
 
 
 @dataclass(frozen=True)
 class Packing:
     """How one tensor of ours is made of theirs, and the way back: `split(join(parts, heads), heads, len(parts))` gives
     equal parts, bit by bit.
+
+    `wanted` gives the shapes that the parts need beside the first one: only their sum can be seen once they are joined.
     """
 
     join: Callable[[Sequence[Tensor], Heads], Tensor]
     split: Callable[[Tensor, Heads, int], Sequence[Tensor]]
+    wanted: Callable[[Sequence[Shape], Heads], Sequence[Shape]]
 
 
 def _join_heads(parts: Sequence[Tensor], heads: Heads) -> Tensor:
@@ -46,9 +52,21 @@ def _split_heads(packed: Tensor, heads: Heads, count: int) -> Sequence[Tensor]:
     return [part.reshape(-1, *packed.shape[1:]) for part in per_head.unbind(1)]
 
 
-ALONE = Packing(lambda parts, heads: parts[0], lambda packed, heads, count: [packed])
-STACKED = Packing(lambda parts, heads: torch.cat(list(parts)), lambda packed, heads, count: packed.chunk(count))
-BY_HEAD = Packing(_join_heads, _split_heads)
+def _shapes_by_head(shapes: Sequence[Shape], heads: Heads) -> Sequence[Shape]:
+    rows, *others = shapes[0] or (0,)
+    width = heads.width or rows // heads.query
+    return [(count * width, *others) for count in (heads.query, heads.key, heads.key)]
+
+
+ALONE = Packing(
+    lambda parts, heads: parts[0], lambda packed, heads, count: [packed], wanted=lambda shapes, heads: shapes
+)
+STACKED = Packing(
+    lambda parts, heads: torch.cat(list(parts)),
+    lambda packed, heads, count: packed.chunk(count),
+    wanted=lambda shapes, heads: [shapes[0] or (0,)] * len(shapes),
+)
+BY_HEAD = Packing(_join_heads, _split_heads, _shapes_by_head)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ A model of 7 billion parameters is 13 GB in half precision. Nothing here holds m
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
 from pathlib import Path
@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_coca.checkpoints.errors import CheckpointError
+from megatron_coca.checkpoints.pointers import pointer
 from megatron_coca.checkpoints.weight_map import Heads, Row
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -49,24 +50,40 @@ class Weights:
         entries: every weight by its name, in the order in which they are best read.
         read: gives one of them, on the CPU, in the dtype and shape of its entry.
         source: the file or folder, for messages.
+        origins: what the weights are called in `source`, where that is something else; for messages.
     """
 
     entries: Mapping[str, Entry]
     read: Callable[[str], Tensor]
     source: Path
+    origins: Mapping[str, str] = field(default_factory=dict)
+
+    def origin(self, name: str) -> str:
+        """What a weight is called in `source`."""
+        return self.origins.get(name, name)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Each weight with its name; forget one before the next to hold no more than one."""
         return ((name, self.read(name)) for name in self.entries)
 
     def to(self, dtype: torch.dtype) -> "Weights":
-        """The same weights, rounded to `dtype` as they are read."""
-        entries = {name: entry._replace(dtype=dtype) for name, entry in self.entries.items()}
-        return Weights(entries, lambda name: self.read(name).to(dtype), self.source)
+        """The same weights, rounded to `dtype` as they are read.
+
+        Reading raises a CheckpointError where `dtype` cannot hold a value: it would become infinite.
+        """
+
+        def read(name: str) -> Tensor:
+            exact = self.read(name)
+            rounded = exact.to(dtype)
+            if _overflows(exact, rounded):
+                raise CheckpointError(f"{self.source}: {self.origin(name)} {_too_large(exact, dtype)}")
+            return rounded
+
+        return replace(self, entries={n: entry._replace(dtype=dtype) for n, entry in self.entries.items()}, read=read)
 
     def only(self, names: Iterable[str]) -> "Weights":
         """Some of them, in this order."""
-        return Weights({name: self.entries[name] for name in names}, self.read, self.source)
+        return replace(self, entries={name: self.entries[name] for name in names})
 
     def shards(self, limit: int) -> Iterator["Weights"]:
         """The same weights in their order, in parts of at most `limit` bytes; one that is larger stands alone."""
@@ -79,6 +96,25 @@ class Weights:
             part.append(name)
             taken += entry.nbytes
         yield self.only(part)
+
+
+def _overflows(exact: Tensor, rounded: Tensor) -> bool:
+    end = torch.finfo(rounded.dtype).max
+    if end >= torch.finfo(exact.dtype).max or not exact.numel():
+        return False
+    low, high = exact.aminmax()
+    if -end <= low and high <= end:  # the usual case, in which no memory is taken for the comparison below
+        return False
+    return bool((rounded.isinf() & exact.isfinite()).any())
+
+
+def _too_large(exact: Tensor, dtype: torch.dtype) -> str:
+    largest = float(exact[exact.isfinite()].abs().max())
+    wider = [name for name, known in DTYPES.items() if torch.finfo(known).max >= largest]
+    return (
+        f"has values up to {largest:.6g}, and {str(dtype).removeprefix('torch.')} ends at {torch.finfo(dtype).max:g}; "
+        f"take {' or '.join(wider) or 'smaller values'}"
+    )
 
 
 def open_safetensors(files: Mapping[str, Path], source: Path) -> Weights:
@@ -114,7 +150,8 @@ def _opened(path: Path) -> safe_open:
     try:
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: is not a readable safetensors file: {error}") from error
+        told = pointer(path) or f"is not a readable safetensors file ({error}); fetch it again"
+        raise CheckpointError(f"{path}: {told}") from error
 
 
 def _dtype(code: str, name: str, path: Path) -> torch.dtype:
@@ -158,16 +195,20 @@ def joined(theirs: Weights, rows: Sequence[Row], heads: Heads) -> Weights:
         row = by_name[name]
         return row.packing.join([theirs.read(part) for part in row.theirs], heads)
 
-    return Weights({row.ours: _joined_entry(theirs, row, heads) for row in rows}, read, theirs.source)
+    entries = {row.ours: _joined_entry(theirs, row, heads) for row in rows}
+    return Weights(entries, read, theirs.source, {row.ours: " with ".join(row.theirs) for row in rows})
 
 
 def _joined_entry(theirs: Weights, row: Row, heads: Heads) -> Entry:
     parts = [theirs.entries[name] for name in row.theirs]
-    try:
-        whole = row.packing.join([part.stand_in() for part in parts], heads)
-    except RuntimeError as error:
-        shapes = ", ".join(f"{name} {list(part.shape)}" for name, part in zip(row.theirs, parts, strict=True))
-        raise CheckpointError(f"{theirs.source}: the shapes of {shapes} do not fit together") from error
+    found = [part.shape for part in parts]
+    for name, shape, wanted in zip(row.theirs, found, row.packing.wanted(found, heads), strict=True):
+        if shape != wanted:
+            shapes = ", ".join(f"{name} {list(part)}" for name, part in zip(row.theirs, found, strict=True))
+            raise CheckpointError(
+                f"{theirs.source}: the shapes of {shapes} do not fit together: {name} has to be {list(wanted)}"
+            )
+    whole = row.packing.join([part.stand_in() for part in parts], heads)
     return Entry(whole.dtype, tuple(whole.shape))
 
 

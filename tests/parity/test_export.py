@@ -36,6 +36,19 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama yarn": LLAMA | {"rope_scaling": YARN | {"beta_fast": 8.0, "truncate": False}},
     "llama yarn, own temperature": LLAMA | {"rope_scaling": YARN | {"attention_factor": 1.3}},
     "llama llama3": LLAMA | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+    "llama yarn, trained at less": LLAMA | {"rope_scaling": YARN | {"original_max_position_embeddings": 8}},
+    "llama llama3, trained at less": LLAMA
+    | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 16}},
+    "llama longrope, trained at less": LLAMA
+    | {
+        "rope_scaling": {
+            "rope_type": "longrope",
+            "factor": 3.0,  # not the ratio of the lengths: the multiplier follows from this one
+            "original_max_position_embeddings": 16,
+            "short_factor": [1.0, 1.1, 1.2, 1.3],
+            "long_factor": [1.0, 2.0, 3.0, 4.0],
+        }
+    },
     "llama longrope": LLAMA
     | {
         "rope_scaling": {

@@ -102,7 +102,7 @@ def test_a_run_starts_from_it(tmp_path: Path) -> None:
     done = import_checkpoint(source, tmp_path / "save")
     keys = done.config.flat() | {"pos_emb": "coca", "load": str(done.folder), "finetune": True}
     shape = {name: keys[name] for name in keys if keys[name] is not None}
-    begun = initial_model(load_config([], shape), "cpu").state_dict()
+    begun = initial_model(load_config([], shape), "cpu").model.state_dict()
     expected = load_model(source).state_dict()
     assert all(torch.equal(begun[name], expected[name]) for name in expected)
 

@@ -57,6 +57,35 @@ def test_no_advice_on_rotations_where_nothing_turns(tmp_path: Path) -> None:
     assert "Longer texts" not in text and "ALiBi" in text
 
 
+LONGROPE = {"rope_type": "longrope", "factor": 4.0, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+
+
+@pytest.mark.parametrize(
+    ("scaling", "method", "alone"),
+    [
+        (None, "rotary", True),
+        ({"rope_type": "yarn", "factor": 4.0}, "rotary", True),
+        ({"rope_type": "dynamic", "factor": 4.0}, "rotary", False),
+        (LONGROPE, "rotary", False),
+        ({"rope_type": "dynamic", "factor": 4.0}, "coca", True),
+    ],
+)
+def test_what_a_text_gets_in_a_batch(scaling: Any, method: str, alone: bool, tmp_path: Path) -> None:
+    """Stock transformers extends a batch by its longest text; the modelling file extends each by its own length."""
+    _, text = card(tmp_path, **LLAMA, pos_emb=method, rope_scaling=scaling)
+    assert ("Each text gets what it gets alone" in text) == alone
+    assert ("Give it one text at a time" in text) == (not alone) and "{" not in text.split("```")[2]
+    assert alone or f"with `{scaling['rope_type']}`" in text and "more than 32 tokens" in text
+
+
+@pytest.mark.parametrize(("original", "told"), [(None, False), (16, True)])
+def test_from_where_another_extension_is_measured(original: int | None, told: bool, tmp_path: Path) -> None:
+    scaling = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": original}
+    _, text = card(tmp_path, **LLAMA, rope_scaling=scaling)
+    assert ("\nconfig.max_position_embeddings = 16\nmodel = " in text) == told
+    assert told or "4.0}\nmodel = " in text
+
+
 ADVICE: dict[str, tuple[dict[str, Any], str, bool]] = {
     "nothing set": ({}, "Beyond it, set how positions are extended", True),
     "an extension": ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "extends positions by `yarn`", True),

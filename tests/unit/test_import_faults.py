@@ -1,7 +1,9 @@
 """Folders that cannot be imported: the error names what is wrong, nothing is written, and nothing in a pickle is run."""
 
 import json
+import math
 import pickle
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,6 +22,8 @@ AUTHORS = Path(__file__).parents[1] / "golden" / "authors" / "coca_llama"
 SINGLE, BIN = "model.safetensors", "pytorch_model.bin"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 UP = "model.layers.1.mlp.up_proj.weight"
+GATE = UP.replace("up_proj", "gate_proj")
+Q, K, V = (f"model.layers.0.self_attn.{part}_proj.weight" for part in "qtv")
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 
 
@@ -52,6 +56,17 @@ def weights(change: Callable[[dict[str, Tensor]], Any]) -> Callable[[Path], None
         save_file(held, folder / SINGLE)
 
     return rewrite
+
+
+def parts(rows: Mapping[str, int]) -> Callable[[Path], None]:
+    """Give weights another number of rows."""
+    return weights(lambda held: held.update({name: torch.zeros(count, 64) for name, count in rows.items()}))
+
+
+def pointer(name: str) -> Callable[[Path], None]:
+    """Leave what git does where its extension for large files is absent."""
+    told = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+    return lambda folder: (no_weights(folder), (folder / name).write_text(told))
 
 
 def cut(name: str) -> Callable[[Path], None]:
@@ -129,6 +144,23 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "no size": (config(hidden_size=None), "config.json: has no 'hidden_size'"),
     "size of another kind": (config(num_attention_heads="four"), "config.json: a value in it is of the wrong kind"),
+    "architecture of another kind": (config(model_type=["llama"]), r"model_type \['llama'\] is not supported; known: "),
+    "no layers": (
+        config(num_hidden_layers=0),
+        r"config.json: does not describe .*: num_hidden_layers \(here num_layers\): expected .* 1, got 0$",
+    ),
+    "half a layer": (config(num_hidden_layers=2.5), r"config.json: does .* num_hidden_layers .* whole number, got 2.5"),
+    "key heads": (config(num_key_value_heads=3), r"config.json: does .* num_key_value_heads .*: 3 key/value heads do"),
+    "no length": (
+        lambda f: (f / "config.json").write_text(
+            (f / "config.json").read_text().replace('"max_position_embeddings": 32', '"max_position_embeddings": null')
+        ),
+        r"config.json: does .* max_position_embeddings \(here seq_length\): required, but missing",
+    ),
+    "shrinking extension": (
+        rope(rope_type="linear", factor=0.5),
+        r"config.json: does .*: rope_scaling.factor: expected .*, got 0.5",
+    ),
     "not JSON": (lambda f: (f / "config.json").write_text("{"), "config.json: cannot be read as JSON"),
     "activation": (config(hidden_act="relu2"), "hidden_act 'relu2' is not supported for LLaMA; known: silu"),
     "head size": (config(head_dim=32), "head_dim other than"),
@@ -164,17 +196,43 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
         "no place for: model.layers.0.lora_0, .*, model.layers.0.lora_4 and 2 more",
     ),
     "more layers than said": (config(num_hidden_layers=1), "no place for: model.layers.1.input_layernorm.weight, "),
-    "other shape": (config(vocab_size=128), r"embedding.word_embeddings.weight is \[97, 64\], the model wants \[128, "),
+    "other shape": (config(vocab_size=128), rf"{EMBEDDING} is \[97, 64\], the model wants \[128, 64\]"),
     "parts of other shapes": (
         weights(lambda held: held.update({UP: torch.zeros(96, 63)})),
         rf"the shapes of {UP} \[96, 63\], .* do not fit together",
+    ),
+    "gated halves whose sum is right": (
+        parts({UP: 95, GATE: 97}),
+        rf"the shapes of {UP} \[95, 64\], {GATE} \[97, 64\] do not fit together: {GATE} has to be \[95, 64\]",
+    ),
+    "projections whose sum is right": (
+        parts({Q: 48, K: 80}),
+        rf"the shapes of {Q} \[48, 64\], {K} \[80, 64\], {V} \[64, 64\] do not .*: {Q} has to be \[64, 64\]",
+    ),
+    "grouped projections whose sum is right": (
+        lambda f: (config(num_key_value_heads=2)(f), parts({Q: 64, K: 16, V: 48})(f)),
+        rf"{K} \[16, 64\], {V} \[48, 64\] do not fit together: {K} has to be \[32, 64\]",
+    ),
+    "all projections too narrow": (
+        parts({Q: 32, K: 32, V: 32}),
+        rf"do not fit together: {Q} has to be \[64, 64\]",
+    ),
+    "gated halves that are numbers": (
+        weights(lambda held: held.update({UP: torch.tensor(1.0), GATE: torch.tensor(1.0)})),
+        rf"the shapes of {UP} \[\], {GATE} \[\] do not fit together",
+    ),
+    "a projection that is a number": (
+        weights(lambda held: held.update({Q: torch.tensor(1.0)})),
+        rf"the shapes of {Q} \[\], .* do not fit together",
     ),
     "integers": (weights(lambda held: held.update({UP: torch.zeros(96, 64).char()})), f"{UP} is stored as I8"),
     "tied, but other head": (
         config(tie_word_embeddings=True),
         f"{HEAD} differs from {EMBEDDING}, though config.json ties them",
     ),
-    "truncated": (cut(SINGLE), f"{SINGLE}: is not a readable safetensors file"),
+    "truncated": (cut(SINGLE), rf"{SINGLE}: is not a readable safetensors file \(.*\); fetch it again"),
+    "pointer": (pointer(SINGLE), f"{SINGLE}: is a pointer of git-lfs, .* run `git lfs pull` in the folder"),
+    "pickle as a pointer": (pointer(BIN), f"{BIN}: is a pointer of git-lfs, .* run `git lfs pull` in the folder"),
     "no weights": (no_weights, f"has no weights: no {SINGLE} or {SINGLE}.index.json or {BIN} or {BIN}.index.json"),
     "no index": (
         lambda f: (no_weights(f), (f / f"{SINGLE}.index.json").write_text("{}")),
@@ -211,6 +269,14 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "quantized pickle": (pickled(lambda held: held | {UP: held[UP].char()}), f"{UP} is stored as .* of torch.int8"),
     "sparse pickle": (pickled(lambda held: held | {UP: held[UP].to_sparse()}), f"{UP} is stored as torch.sparse_coo"),
+    "pickle without values": (
+        pickled(lambda held: held | {UP: held[UP].to("meta")}),
+        f"{BIN}: {UP} has no values: it was saved on the device meta",
+    ),
+    "old pickle without values": (
+        pickled(lambda held: held | {UP: held[UP].to("meta")}, **OLD),
+        f"{BIN}: {UP} has no values: it was saved on the device meta",
+    ),
     "truncated pickle": (pickled(dict, cut(BIN)), f"{BIN}: is damaged, or no file of weights"),
     "truncated old pickle": (pickled(dict, cut(BIN), **OLD), f"{BIN}: is damaged, or no file of weights"),
     "text as pickle": (lambda f: (no_weights(f), (f / BIN).write_text("<html>")), f"{BIN}: is "),
@@ -258,6 +324,32 @@ def test_wrong_wishes_are_named_and_nothing_is_written(asked: Mapping[str, Any],
     with pytest.raises((CheckpointError, ConfigError), match=message):
         import_checkpoint(folder, folder.parent / "imported", **asked)
     assert list(folder.parent.iterdir()) == [folder]
+
+
+@pytest.mark.parametrize("large", [65520.0, -1e30])
+def test_a_value_that_float16_cannot_hold_is_named(large: float, folder: Path) -> None:
+    weights(lambda held: held[UP].__setitem__((0, 0), large))(folder)
+    message = rf"{UP} .*has values up to {re.escape(f'{abs(large):.6g}')}, and float16 ends at 65504; take .*bfloat16"
+    with pytest.raises(CheckpointError, match=message):
+        import_checkpoint(folder, folder.parent / "imported", dtype="float16")
+    assert list(folder.parent.iterdir()) == [folder]
+    import_checkpoint(folder, folder.parent / "imported", dtype="bfloat16")
+
+
+def test_what_float16_holds_and_what_was_infinite_pass(folder: Path) -> None:
+    weights(lambda held: held[UP][0, :2].copy_(torch.tensor([65519.0, math.inf])))(folder)
+    done = import_checkpoint(folder, folder.parent / "imported", dtype="float16")
+    written = load_file(done.folder / "global_step0" / SINGLE)["blocks.1.mlp.linear1.weight"]
+    assert written[0, :2].tolist() == [65504.0, math.inf]
+
+
+def test_a_neox_weight_of_another_shape_has_its_own_name(folder: Path) -> None:
+    source = folder.parent / "neox"
+    shutil.copytree(AUTHORS.parent / "coca_gpt_neox", source)
+    name = "gpt_neox.layers.1.attention.query_key_value.weight"
+    weights(lambda held: held.update({name: torch.zeros(190, 64)}))(source)
+    with pytest.raises(CheckpointError, match=rf"model: {name} is \[190, 64\], the model wants \[192, 64\]$"):
+        import_checkpoint(source, folder.parent / "imported")
 
 
 def test_what_is_there_is_not_touched(folder: Path) -> None:

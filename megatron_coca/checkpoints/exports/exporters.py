@@ -11,8 +11,10 @@ from typing import Any
 
 from megatron_coca.checkpoints import weight_map
 from megatron_coca.checkpoints.errors import CheckpointError
+from megatron_coca.checkpoints.exports.original import Symbols
 from megatron_coca.checkpoints.exports.remote import auto_map, describe_position
-from megatron_coca.checkpoints.huggingface.remote import POSITION, rows
+from megatron_coca.checkpoints.huggingface.remote import POSITION, REMOTE_TYPES, rows
+from megatron_coca.checkpoints.huggingface.rope import MEASURED
 from megatron_coca.checkpoints.weights import Weights
 from megatron_coca.config import Config
 from megatron_coca.config.position import SCALING_OPTIONS
@@ -197,9 +199,9 @@ def choose(config: Config, source: Path) -> str:
     return fitting
 
 
-def describe(config: Config, kind: str, end: int | list[int] | None, weights: Weights) -> dict[str, dict[str, Any]]:
-    """The contents of config.json and generation_config.json, by these names; `end` is what ends a text, `weights` are
-    those that are written, by their names here.
+def describe(config: Config, kind: str, symbols: Symbols, weights: Weights) -> dict[str, dict[str, Any]]:
+    """The contents of config.json and generation_config.json, by these names; `weights` are those that are written, by
+    their names here.
     """
     model, exporter = config.model, EXPORTERS[kind]
     known = model.vocab_size or model.padded_vocab_size
@@ -212,20 +214,29 @@ def describe(config: Config, kind: str, end: int | list[int] | None, weights: We
         "intermediate_size": model.ffn_hidden_size,
         "num_hidden_layers": model.num_layers,
         "num_attention_heads": model.num_attention_heads,
-        "max_position_embeddings": config.position.training_length(config.model.seq_length),
+        "max_position_embeddings": _longest(config, kind),
         "tie_word_embeddings": not model.no_weight_tying,
         "attention_dropout": model.attention_dropout,
         "initializer_range": model.init_method_std,
-        **{"bos_token_id": None, "eos_token_id": end, "pad_token_id": None},
+        **{f"{name}_token_id": value for name, value in symbols._asdict().items()},
         **exporter.shape(config),
         **exporter.positions(config, weights),
     }
     unused = list(range(known, model.padded_vocab_size))
-    # Not in config.json, where it would freeze that row of the embedding.
-    pad = end[0] if isinstance(end, list) else end
-    generation = {"do_sample": False, "eos_token_id": end, "pad_token_id": pad}
+    # The end of text stands in for a pad token here alone: in config.json it would freeze that row of the embedding.
+    end = symbols.eos[0] if isinstance(symbols.eos, list) else symbols.eos
+    pad = end if symbols.pad is None else symbols.pad
+    generation = {"do_sample": False, "eos_token_id": symbols.eos, "pad_token_id": pad}
+    generation |= {"bos_token_id": symbols.bos} if symbols.bos is not None else {}
     generation |= {"suppress_tokens": unused} if unused else {}
     return {"config.json": settings, "generation_config.json": generation}
+
+
+def _longest(config: Config, kind: str) -> int:
+    """`max_position_embeddings`: the training length L, except where a stock model has L of its own beside it."""
+    length = config.position.training_length(config.model.seq_length)
+    measured = kind not in REMOTE_TYPES and _scaling(config) in MEASURED
+    return max(config.model.seq_length, length) if measured else length
 
 
 def _rope_parameters(config: Config) -> dict[str, Any]:
@@ -235,6 +246,6 @@ def _rope_parameters(config: Config) -> dict[str, Any]:
         value = getattr(position.rope_scaling, name)
         if value is not None and name not in NOT_THEIRS:
             found[name] = value
-    if _scaling(config) in ("yarn", "longrope", "llama3"):
+    if _scaling(config) in MEASURED:
         found["original_max_position_embeddings"] = position.training_length(config.model.seq_length)
     return found

@@ -14,30 +14,28 @@ from typing import Any
 from megatron_coca.checkpoints import native, weight_map
 from megatron_coca.checkpoints.exports.exporters import EXPORTERS, choose, describe
 from megatron_coca.checkpoints.exports.model_card import CARD, model_card
+from megatron_coca.checkpoints.exports.original import (
+    GENERATION,
+    Companions,
+    Symbols,
+    original_companions,
+    own_companions,
+    suppressing,
+)
 from megatron_coca.checkpoints.exports.remote import MODELLING_FILE
 from megatron_coca.checkpoints.exports.tokenizer import tokenizer_files
 from megatron_coca.checkpoints.folders import new_folder, refuse_existing
 from megatron_coca.checkpoints.huggingface.files import INDEX, SINGLE
 from megatron_coca.checkpoints.huggingface.reading import is_huggingface_folder
 from megatron_coca.checkpoints.huggingface.remote import REMOTE_TYPES
+from megatron_coca.checkpoints.huggingface.source_tokenizer import read_tokenizer
 from megatron_coca.checkpoints.load import Opened, Overrides, open_checkpoint
 from megatron_coca.checkpoints.weights import DTYPES, Weights, divided, write_safetensors
 from megatron_coca.config import Config
-from megatron_coca.data import load_saved_tokenizer
+from megatron_coca.data import Tokenizer, load_saved_tokenizer
 
 SHARD_BYTES = 5_000_000_000
 """Of one weights file at most, where a single weight is not larger; transformers' own limit."""
-
-THEIRS = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-)
-"""Files of Hugging Face folders that are written again as they are: the tokenizer, and how to generate."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +58,7 @@ def export(
     overrides: Overrides = (),
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
+    tokenizer: str | Path | None = None,
 ) -> Exported:
     """Write a checkpoint as a folder for `transformers.AutoModelForCausalLM.from_pretrained`.
 
@@ -69,10 +68,12 @@ def export(
         overrides: how the weights are used, as for `load_model`; an extension becomes part of the export.
         dtype: of the weights; by default as saved, then they are equal bit by bit.
         shard_bytes: larger models are written in several files.
+        tokenizer: the model's original, a Hugging Face folder whose tokenizer and generation files are written as they
+            are, with its ids of bos, eos and pad; it has to give the ids of the checkpoint's tokenizer.
 
     Raises:
-        CheckpointError: the checkpoint is not in order, its network has another shape than LLaMA's and GPT-NeoX's, or
-            `folder` exists or cannot be written. Nothing is written then.
+        CheckpointError: the checkpoint is not in order, its network has another shape than LLaMA's and GPT-NeoX's, `tokenizer` is
+            another one, or `folder` exists or cannot be written. Nothing is written then.
         ConfigError: an override that is not valid.
         DataError: the checkpoint's tokenizer is damaged.
     """
@@ -80,29 +81,44 @@ def export(
     config = opened.configure(overrides)
     kind = choose(config, opened.folder)
     refuse_existing(folder)
-    files, end, note = _tokenizer(opened)
+    files, symbols, note = _companions(opened, config, Path(tokenizer) if tokenizer is not None else None)
     ours = opened.weights() if dtype is None else opened.weights().to(DTYPES[dtype])
     weights = foreign_weights(ours, config, EXPORTERS[kind].rows)
-    contents = describe(config, kind, end, ours)
-    files = dict(files) | {CARD: model_card(opened, config, kind, weights, folder.name).encode()}
+    contents = describe(config, kind, symbols, ours)
+    files = _never_padding(files, contents[GENERATION]) | {
+        CARD: model_card(opened, config, kind, weights, folder.name).encode()
+    }
     files |= {MODELLING_FILE.name: MODELLING_FILE.read_bytes()} if kind in REMOTE_TYPES else {}
     with new_folder(folder) as partial:
         _fill(partial, contents, weights, shard_bytes, files)
     return Exported(folder, kind, note)
 
 
-def _tokenizer(opened: Opened) -> tuple[Mapping[str, bytes], Any, str | None]:
-    """The files of the tokenizer, what ends a text (an id, several, or None), and what is not expressed, or None; of a
-    Hugging Face folder they are its own.
+def _companions(opened: Opened, config: Config, original: Path | None) -> Companions:
+    """Tokenizer and generation files: the original's where one is named, those of a Hugging Face folder itself, else
+    files made from the checkpoint's tokenizer.
     """
-    if is_huggingface_folder(opened.folder):
-        files = {name: (opened.folder / name).read_bytes() for name in THEIRS if (opened.folder / name).is_file()}
-        end = native.read_json(opened.folder / "config.json").get("eos_token_id")
-        note = f"{opened.folder}: has no tokenizer, so the folder has none"
-        return files, end, None if any("token" in name for name in files) else note
-    tokenizer = load_saved_tokenizer(opened.tokenizer_folder) if opened.tokenizer_folder is not None else None
+    if original is None and is_huggingface_folder(opened.folder):
+        return own_companions(opened.folder)
+    model, tokenizer = config.model, _tokenizer(opened)
+    if original is not None:
+        return original_companions(original, tokenizer, model.vocab_size or model.padded_vocab_size)
     files, note = tokenizer_files(opened.tokenizer_folder, tokenizer)
-    return files, tokenizer.eod if tokenizer is not None else None, note
+    return Companions(files, Symbols(eos=tokenizer.eod if tokenizer is not None else None), note)
+
+
+def _tokenizer(opened: Opened) -> Tokenizer | None:
+    if is_huggingface_folder(opened.folder):
+        return read_tokenizer(opened.folder, opened.trained.model.padded_vocab_size).tokenizer
+    return load_saved_tokenizer(opened.tokenizer_folder) if opened.tokenizer_folder is not None else None
+
+
+def _never_padding(files: Mapping[str, bytes], ours: Mapping[str, Any]) -> dict[str, bytes]:
+    """A generation_config.json of theirs keeps the padding rows out as well, as the model's own does."""
+    unused = ours.get("suppress_tokens", [])
+    if GENERATION not in files or not unused:
+        return dict(files)
+    return dict(files) | {GENERATION: suppressing(files[GENERATION], unused)}
 
 
 def foreign_weights(ours: Weights, config: Config, rows: Sequence[weight_map.Row]) -> Weights:

@@ -38,9 +38,15 @@ for methods that rotate; a bias or a relative-position map needs `eager` or `sdp
 """
 BATCHES = """
 Texts of several lengths are padded on the left, by the symbol that ends texts: `tokenizer(texts, padding=True,
-return_tensors="pt")`, and pass the mask on, as `**inputs` does. Each text gets what it gets alone. Should the tokenizer
-have no padding token, set `tokenizer.pad_token = tokenizer.eos_token`.
+return_tensors="pt")`, and pass the mask on, as `**inputs` does. Should the tokenizer have no padding token, set
+`tokenizer.pad_token = tokenizer.eos_token`. {alone}
 """
+ALONE = "Each text gets what it gets alone."
+NOT_ALONE = """**Give it one text at a time:** with `{0}`, transformers extends all texts of a batch by the
+longest one, so a short text beside one of more than {1} tokens gets other numbers than alone. `yarn` extends every text
+alike, and batches are safe with it."""
+BY_THE_LONGEST = frozenset({"dynamic", "longrope"})
+"""Extensions for which transformers takes the length of the longest text; the modelling file of ours takes each one's."""
 STOCK_NOTE = """
 This is a stock architecture: no code but that of transformers is run.
 """
@@ -71,8 +77,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 config = AutoConfig.from_pretrained("{name}")
 config.rope_parameters = config.rope_parameters | {{"rope_type": "dynamic", "factor": 4.0}}
-model = AutoModelForCausalLM.from_pretrained("{name}", config=config)
+{measured}model = AutoModelForCausalLM.from_pretrained("{name}", config=config)
 ```
+
+Give a model with dynamic NTK one text at a time: transformers extends a whole batch by its longest text.
 """
 LONGER_MAP = """
 ## Longer texts
@@ -119,7 +127,7 @@ def model_card(opened: Opened, config: Config, kind: str, weights: Weights, name
         _front(kind, method),
         f"# {name}\n",
         _facts(opened, config, kind, weights),
-        _loading(name, remote),
+        _loading(config, name, remote),
         REMOTE_NOTE if remote else STOCK_NOTE,
         _longer(config, name, remote) if method in ROTATED_METHODS else "",
         CITATION if method in COCA else "",
@@ -131,8 +139,11 @@ def _longer(config: Config, name: str, remote: bool) -> str:
     """How texts beyond the training length are treated by a method that rotates."""
     position = config.position
     scaling, distances = position.rope_scaling, position.relative_positions
+    length = position.training_length(config.model.seq_length)
     told = {
-        "length": position.training_length(config.model.seq_length),
+        "length": length,
+        # Dynamic scaling of a stock model is measured from this key, which may count what another extension reaches.
+        "measured": f"config.max_position_embeddings = {length}\n" if length != config.model.seq_length else "",
         "name": name,
         "present": NOT_EXTENDED if scaling is None else EXTENDED.format(scaling.rope_type),
         "map": distances.type if distances is not None else None,
@@ -186,7 +197,15 @@ def _training(opened: Opened) -> dict[str, Any]:
     }
 
 
-def _loading(name: str, remote: bool) -> str:
+def _alone(config: Config, remote: bool) -> str:
+    """Whether a text of a batch gets what it gets alone."""
+    scaling = config.position.rope_scaling
+    if remote or scaling is None or scaling.rope_type not in BY_THE_LONGEST:
+        return ALONE
+    return NOT_ALONE.format(scaling.rope_type, config.position.training_length(config.model.seq_length))
+
+
+def _loading(config: Config, name: str, remote: bool) -> str:
     trust = ", trust_remote_code=True" if remote else ""
     return f"""## Loading
 
@@ -199,4 +218,4 @@ tokenizer = AutoTokenizer.from_pretrained("{name}"{trust})
 inputs = tokenizer("Once upon a time", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=40)[0]))
 ```
-{BATCHES}"""
+{BATCHES.replace("{alone}", _alone(config, remote))}"""

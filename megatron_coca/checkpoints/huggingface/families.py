@@ -63,7 +63,7 @@ def _neox_shape(config: Json, source: Path) -> dict[str, Any]:
 def _neox_position(config: Json, source: Path, names: Collection[str]) -> dict[str, Any]:
     """The authors' folders look like plain ones; that they are CoCA has to be said."""
     share = section(config).get("partial_rotary_factor", config.get("rotary_pct", 0.25))
-    return {"pos_emb": "rotary", "rotary_pct": float(share), **rope_keys(config, source)}
+    return {"pos_emb": "rotary", "rotary_pct": float(share), **rope_keys(config, source, "rotary_emb_base")}
 
 
 def _llama_shape(config: Json, source: Path) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def _llama_position(config: Json, source: Path, names: Collection[str]) -> dict[
     share = section(config).get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if share not in (None, 1):
         raise CheckpointError(f"{source}: partial_rotary_factor {share} is not supported for LLaMA, which turns all")
-    return {"pos_emb": "coca" if has_t_projection(names) else "rotary", **rope_keys(config, source)}
+    return {"pos_emb": "coca" if has_t_projection(names) else "rotary", **rope_keys(config, source, "rope_theta")}
 
 
 def _llama_rows(names: Collection[str]) -> tuple[weight_map.Row, ...]:
@@ -121,6 +121,6 @@ ours (remote.py).
 def family(config: Json, source: Path) -> Family:
     """The architecture that config.json names. Raises CheckpointError where it is not known."""
     kind = config.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise CheckpointError(f"{source}: model_type {kind!r} is not supported; known: {', '.join(sorted(FAMILIES))}")
     return FAMILIES[kind]

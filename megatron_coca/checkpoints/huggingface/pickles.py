@@ -72,4 +72,8 @@ def _load(path: Path, device: str = "cpu") -> Mapping[str, Tensor]:
     for name, value in content.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
             raise CheckpointError(f"{path}: {name!r} is a {type(value).__name__}; read are tensors by their names only")
+        if value.is_meta and device != "meta":
+            raise CheckpointError(
+                f"{path}: {name} has no values: it was saved on the device meta; save the model again"
+            )
     return content

@@ -27,10 +27,15 @@ def section(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return config.get("rope_scaling") or config.get("rope_parameters") or {}
 
 
-def rope_keys(config: Mapping[str, Any], source: Path) -> dict[str, Any]:
-    """Rotary base and extension. Raises CheckpointError for a type or an option that is not known."""
+def rope_keys(config: Mapping[str, Any], source: Path, beside: str) -> dict[str, Any]:
+    """Rotary base and extension. `beside` is what an architecture calls a base that stands beside the section: what it
+    calls otherwise transformers does not look at.
+
+    Raises:
+        CheckpointError: a type or an option is not known.
+    """
     given = section(config)
-    base = given.get("rope_theta") or config.get("rope_theta") or config.get("rotary_emb_base") or 10000
+    base = given.get("rope_theta") or config.get(beside) or 10000
     kind = given.get("rope_type") or given.get("type") or "default"
     options = {name: value for name, value in given.items() if name not in BOOKKEEPING and value is not None}
     _refuse_unknown(kind, options, source)

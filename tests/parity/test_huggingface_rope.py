@@ -1,0 +1,69 @@
+"""What config.json says of the rotation, in every spelling, against the configuration classes of transformers."""
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import GPTNeoXConfig, LlamaConfig
+
+from megatron_coca.checkpoints.huggingface.families import FAMILIES
+
+CLASSES = {"gpt_neox": GPTNeoXConfig, "llama": LlamaConfig}
+BESIDE: tuple[dict[str, Any], ...] = (
+    {},
+    {"rope_theta": 500.0},
+    {"rotary_emb_base": 700},
+    {"rope_theta": 500.0, "rotary_emb_base": 700},
+)
+"""Bases at the top level."""
+
+SECTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"rope_scaling": None, "rope_parameters": None},
+    {"rope_scaling": {"type": "linear", "factor": 2.0}},
+    {"rope_scaling": {"type": "linear", "rope_type": "dynamic", "factor": 2.0}},
+    {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 900.0}},
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}},
+    {"rope_parameters": {"rope_type": "linear", "factor": 3.0}},
+    {"rope_parameters": {"rope_type": "linear", "factor": 3.0}, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+)
+SHARES: tuple[dict[str, Any], ...] = (
+    {},
+    {"rotary_pct": 0.75},
+    {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+)
+"""How much of a head is turned, where GPT-NeoX has it and elsewhere."""
+
+
+def theirs(kind: str, config: dict[str, Any]) -> dict[str, Any]:
+    found = CLASSES[kind](**deepcopy(config)).rope_parameters
+    return {
+        "base": found["rope_theta"],
+        "share": found.get("partial_rotary_factor", 1.0),
+        "type": found["rope_type"],
+        "factor": found.get("factor"),
+    }
+
+
+def ours(kind: str, config: dict[str, Any]) -> dict[str, Any]:
+    found = FAMILIES[kind].position(config, Path("config.json"), ())
+    scaling = found.get("rope_scaling", {})
+    return {
+        "base": found["rotary_emb_base"],
+        "share": found.get("rotary_pct", 1.0),
+        "type": scaling.get("rope_type", "default"),
+        "factor": scaling.get("factor"),
+    }
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=str)
+@pytest.mark.parametrize("beside", BESIDE, ids=str)
+@pytest.mark.parametrize("kind", CLASSES)
+def test_base_and_extension(kind: str, beside: dict[str, Any], section: dict[str, Any]) -> None:
+    assert ours(kind, beside | section) == theirs(kind, beside | section)
+
+
+@pytest.mark.parametrize("share", SHARES, ids=str)
+def test_the_share_that_is_turned(share: dict[str, Any]) -> None:
+    assert ours("gpt_neox", share) == theirs("gpt_neox", share)

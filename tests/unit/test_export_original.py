@@ -1,0 +1,213 @@
+"""Tokenizer and generation files of the model's original beside an export, and what an import says is not kept."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+
+from megatron_coca.checkpoints import CheckpointError, open_checkpoint
+from megatron_coca.checkpoints.exports.huggingface import export
+from megatron_coca.checkpoints.exports.original import THEIRS
+from megatron_coca.checkpoints.huggingface.behaviour import behaviour_note
+from megatron_coca.checkpoints.importing import import_checkpoint
+from megatron_coca.data import load_tokenizer
+from tests.parity.exported import LLAMA, random_checkpoint
+from tests.parity.original import GENERATION, IDS, LINES, Json, changed, original_folder, trained, write
+from tools import convert_to_huggingface
+from tools import import_checkpoint as import_tool
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return original_folder(tmp_path_factory.mktemp("original"))
+
+
+def same_files(one: Path, other: Path) -> bool:
+    names = [name for name in THEIRS if (one / name).is_file()]
+    assert len(names) == 5
+    return all((one / name).read_bytes() == (other / name).read_bytes() for name in names)
+
+
+def ids(folder: Path) -> Json:
+    config = json.loads((folder / "config.json").read_text())
+    return {name: config[name] for name in IDS}
+
+
+@pytest.mark.parametrize("overrides", [{}, {"pos_emb": "coca"}], ids=["stock", "CoCA"])
+def test_imported_and_exported_with_the_original(overrides: Json, source: Path, tmp_path: Path) -> None:
+    done = import_checkpoint(source, tmp_path / "save", overrides)
+    plain = export(done.folder, tmp_path / "plain").folder
+    assert not (plain / "chat_template.jinja").exists() and ids(plain)["bos_token_id"] is None
+    kept = export(done.folder, tmp_path / "kept", tokenizer=source)
+    assert kept.tokenizer_note is None and same_files(source, kept.folder) and ids(kept.folder) == IDS
+    again = export(kept.folder, tmp_path / "again")
+    assert same_files(source, again.folder) and ids(again.folder) == IDS
+
+
+def test_an_export_of_the_folder_itself_keeps_everything(source: Path, tmp_path: Path) -> None:
+    for name, options in (("own", {}), ("named", {"tokenizer": source})):
+        folder = export(source, tmp_path / name, **options).folder
+        assert same_files(source, folder) and ids(folder) == IDS
+
+
+def test_padding_stays_out_of_what_is_generated(source: Path, tmp_path: Path) -> None:
+    """The original knows nothing of rows that padding added; its other settings stay."""
+    ours = load_tokenizer("HFTokenizer", source, eod="</s>")
+    run = random_checkpoint(tmp_path / "run", tokenizer=ours, **LLAMA)
+    folder = export(run, tmp_path / "kept", tokenizer=source).folder
+    said = json.loads((folder / "generation_config.json").read_text())
+    assert said == GENERATION | {"suppress_tokens": list(range(500, 512))}
+
+
+def another(folder: Path) -> None:
+    trained(folder / "tokenizer.json", [line[::-1] for line in LINES])
+
+
+def without(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+
+
+def larger(folder: Path) -> None:
+    model = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    model.add_special_tokens([f"<extra{i}>" for i in range(180)])
+    model.save(str(folder / "tokenizer.json"))
+
+
+def ending(folder: Path) -> None:
+    changed(folder / "config.json", eos_token_id=3)
+    changed(folder / "generation_config.json", eos_token_id=3)
+
+
+REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
+    "other ids": (another, r"gives other ids than the checkpoint's \(HFTokenizer\) for 'The quick"),
+    "no tokenizer": (without, "cannot be the tokenizer of the export: .* has none"),
+    "too many": (larger, "has 510 ids, the embedding has 500 rows"),
+    "added outside": (lambda f: write(f / "added_tokens.json", {"<x>": 500}), "names token 500, the model has 500"),
+    "declared outside": (
+        lambda f: changed(f / "tokenizer_config.json", added_tokens_decoder={"511": {"content": "<x>"}}),
+        "names token 511",
+    ),
+    "pad outside": (lambda f: changed(f / "config.json", pad_token_id=700), "names token 700"),
+    "another end": (ending, r"texts end with \[3\] there, and with 1 \('</s>'\) in the checkpoint"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_another_tokenizer_is_refused(name: str, source: Path, tmp_path: Path) -> None:
+    change, message = REFUSED[name]
+    ours = load_tokenizer("HFTokenizer", source, eod="</s>")
+    run = random_checkpoint(tmp_path / "run", tokenizer=ours, **LLAMA)
+    folder = shutil.copytree(source, tmp_path / "original")
+    change(folder)
+    with pytest.raises(CheckpointError, match=message):
+        export(run, tmp_path / "kept", tokenizer=folder)
+    assert not (tmp_path / "kept").exists()
+
+
+def test_nothing_to_compare_with(source: Path, tmp_path: Path) -> None:
+    run = random_checkpoint(tmp_path / "run", tokenizer=None, **LLAMA)
+    done = export(run, tmp_path / "kept", tokenizer=source)
+    assert done.tokenizer_note is not None and "no tokenizer to compare" in done.tokenizer_note
+    assert ids(done.folder) == IDS
+
+
+PLAIN = {"do_sample": False, "eos_token_id": 1, "pad_token_id": 1, "suppress_tokens": [5], "_from_model_config": True}
+BEHAVES: dict[str, tuple[dict[str, Json | str], str | None]] = {
+    "nothing": ({"generation_config.json": PLAIN}, None),
+    "template": ({"chat_template.jinja": "{{ messages }}"}, "a chat template"),
+    "older template": ({"tokenizer_config.json": {"chat_template": "x"}}, "a chat template"),
+    "flag": ({"tokenizer_config.json": {"add_bos_token": True}}, "symbols that it puts around texts"),
+    "template of symbols": (
+        {"tokenizer.json": {"post_processor": {"type": "TemplateProcessing", "single": [{"SpecialToken": {}}]}}},
+        "symbols that it puts around texts",
+    ),
+    "within a sequence": (
+        {"tokenizer.json": {"post_processor": {"type": "Sequence", "processors": [{"type": "BertProcessing"}]}}},
+        "symbols that it puts around texts",
+    ),
+    "adds nothing": ({"tokenizer.json": {"post_processor": {"type": "ByteLevel"}}}, None),
+    "LLaMA's class": (
+        {"tokenizer.model": "", "tokenizer_config.json": {"tokenizer_class": "LlamaTokenizer"}},
+        "symbols that it puts around texts",
+    ),
+    "LLaMA's class, told": (
+        {"tokenizer.model": "", "tokenizer_config.json": {"tokenizer_class": "LlamaTokenizer", "add_bos_token": False}},
+        None,
+    ),
+    "the end alone": ({"tokenizer.json": {"added_tokens": [{"id": 1, "special": True}]}}, None),
+    "special tokens": ({"tokenizer.json": {"added_tokens": [{"id": 2, "special": True}]}}, "special tokens"),
+    "declared ones": (
+        {"tokenizer_config.json": {"added_tokens_decoder": {"7": {"special": True}}}},
+        "special tokens within texts",
+    ),
+    "sampling": ({"generation_config.json": PLAIN | {"top_p": 0.9}}, "defaults of generation"),
+    "several ends": ({"generation_config.json": PLAIN | {"eos_token_id": [1, 3]}}, "defaults of generation"),
+}
+
+
+@pytest.mark.parametrize("name", BEHAVES)
+def test_what_an_import_does_not_keep(name: str, tmp_path: Path) -> None:
+    files, told = BEHAVES[name]
+    for file, content in files.items():
+        (tmp_path / file).write_text(content if isinstance(content, str) else json.dumps(content))
+    note = behaviour_note(tmp_path, 1)
+    assert (note is None) == (told is None)
+    if told is not None:
+        assert note == f"{tmp_path}: also has {told}; export with --tokenizer {tmp_path} to keep them" or told in note
+
+
+def test_the_tools(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert import_tool.main([str(source), str(tmp_path / "save")]) == 0
+    said = capsys.readouterr().err
+    assert "a chat template, symbols that it puts around texts, special tokens within texts, defaults" in said
+    assert f"export with --tokenizer {source} to keep them" in said
+    asked = [str(tmp_path / "save"), str(tmp_path / "kept"), "--tokenizer", str(source)]
+    assert convert_to_huggingface.main(asked) == 0 and same_files(source, tmp_path / "kept")
+    asked = [str(tmp_path / "save"), str(tmp_path / "other"), "--tokenizer", str(tmp_path)]
+    assert convert_to_huggingface.main(asked) == 2 and "cannot be the tokenizer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", ["rotary", "coca"])
+def test_padding_comes_back_as_padding(method: str, tmp_path: Path) -> None:
+    once = export(random_checkpoint(tmp_path / "run", **LLAMA, pos_emb=method), tmp_path / "once").folder
+    done = import_checkpoint(once, tmp_path / "save")
+    for checkpoint in (once, done.folder):
+        model = open_checkpoint(checkpoint).trained.model
+        assert (model.vocab_size, model.padded_vocab_size) == (500, 512)
+    again = export(done.folder, tmp_path / "again").folder
+    said = json.loads((again / "generation_config.json").read_text())
+    assert said["suppress_tokens"] == list(range(500, 512))
+
+
+@pytest.mark.parametrize("tokens", [[3, 4], [510, 511, 7], [509, 510], list(range(512)), [], ["x"], "x"])
+def test_other_suppressed_tokens_are_no_padding(tokens: Any, tmp_path: Path) -> None:
+    once = export(random_checkpoint(tmp_path / "run", **LLAMA), tmp_path / "once").folder
+    changed(once / "generation_config.json", suppress_tokens=tokens)
+    model = open_checkpoint(once).trained.model
+    assert (model.vocab_size, model.padded_vocab_size) == (512, 512)
+
+
+LONG = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0]}
+EXTENDED: dict[str, Json] = {
+    "yarn": {"factor": 4.0},
+    "llama3": {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "longrope": {"factor": 4.0} | LONG,
+}
+
+
+@pytest.mark.parametrize("kind", EXTENDED)
+def test_a_stock_model_keeps_the_length_that_it_reaches(kind: str, source: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(source, tmp_path / "source")
+    scaling = {"rope_type": kind, "rope_theta": 10000.0, "original_max_position_embeddings": 32} | EXTENDED[kind]
+    changed(folder / "config.json", max_position_embeddings=128, rope_parameters=scaling)
+    again = export(folder, tmp_path / "again").folder
+    config = json.loads((again / "config.json").read_text())
+    assert config["max_position_embeddings"] == 128
+    assert config["rope_parameters"]["original_max_position_embeddings"] == 32
+    before, after = (open_checkpoint(place).trained for place in (folder, again))
+    assert after.position == before.position and after.model == before.model
+    assert after.position.training_length(after.model.seq_length) == 32
