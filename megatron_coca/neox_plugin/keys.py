@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -56,6 +57,13 @@ FIELDS: dict[str, Added] = {
     "lr_warmup_init": Added("NeoXArgsLRScheduler", float, 0.0),
     "vocab_size": Added("NeoXArgsTokenizer", int, None),
 }
+EXPECTED: dict[Any, tuple[type, str]] = {
+    dict: (dict, "a mapping, for example {rope_type: dynamic, factor: 4.0} or {type: rerope, window: 256}"),
+    float: (float, "a number"),
+    int: (int, "a whole number"),
+}
+"""What values of a type have to be, and how it is told; choices are checked by upstream."""
+
 CHOICES: dict[str, tuple[str, tuple[str, ...]]] = {
     "pos_emb": ("NeoXArgsModel", METHODS),
     "lr_decay_style": ("NeoXArgsLRScheduler", ("linear_to_min_lr",)),
@@ -150,7 +158,28 @@ def translated(values: Mapping[str, Any], known: frozenset[str]) -> dict[str, An
         )
     if left_out:
         logger.warning("%s: without effect in GPT-NeoX", ", ".join(left_out))
-    return _dividing(values) | {name: value for name, value in values.items() if name not in left_out}
+    kept = {name: value for name, value in values.items() if name not in left_out}
+    return _dividing(values) | {name: _typed(name, value) for name, value in kept.items() if not _unset(name, value)}
+
+
+def _unset(name: str, value: Any) -> bool:
+    """Null means `not set` for our keys, as in our own trainer; upstream's keep theirs."""
+    return name in FIELDS and value is None
+
+
+def _typed(name: str, value: Any) -> Any:
+    """The value of one of our keys in its type: upstream's own check of such a type ends in an AttributeError, and its
+    YAML reader takes 1e-7 for text.
+    """
+    if name not in FIELDS or FIELDS[name].type not in EXPECTED:
+        return value
+    kinds, told = EXPECTED[FIELDS[name].type]
+    if kinds is float and isinstance(value, str):
+        with suppress(ValueError):
+            value = float(value)
+    if isinstance(value, bool) or not isinstance(value, int | float if kinds is float else kinds):
+        raise ValueError(f"{name}: expected {told}, got {value!r}")
+    return value
 
 
 def _dividing(values: Mapping[str, Any]) -> dict[str, None]:

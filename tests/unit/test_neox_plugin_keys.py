@@ -11,6 +11,7 @@ import yaml
 from megatron_coca.neox_plugin import __main__ as program
 from megatron_coca.neox_plugin import activate
 from megatron_coca.neox_plugin.compatibility import TESTED_COMMIT, commit
+from megatron_coca.neox_plugin.keys import is_asked_for
 from tests.conftest import ROOT, clean_environment
 from tests.neox.stubbed import STUB, Upstream, stub
 
@@ -38,6 +39,13 @@ def test_keys_of_our_recipe_mean_here_what_they_mean_there(stub: Upstream) -> No
     assert made.gradient_accumulation_steps == 256 // 16, "what two sizes leave"
 
 
+def test_a_number_that_yaml_takes_for_text_and_null(stub: Upstream) -> None:
+    activate()
+    made = stub.arguments(pos_emb="rotary", lr_warmup_init="1e-7", logit_scaling=None, rope_scaling=None)
+    assert made.lr_warmup_init == 1e-7 and made.logit_scaling == "none"
+    assert not is_asked_for(made)
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
@@ -52,6 +60,10 @@ def test_keys_of_our_recipe_mean_here_what_they_mean_there(stub: Upstream) -> No
         ({"pos_emb": "coca", "rope_scaling": {"rope_type": "linear"}}, "^rope_scaling: rope_type linear needs factor"),
         ({"pos_emb": "coca", "rope_scaling": {"rope_typ": "linear"}}, "rope_typ"),
         ({"pos_emb": "none", "relative_positions": {"type": "rerope"}}, "relative_positions"),
+        ({"pos_emb": "coca", "rope_scaling": "linear"}, "^rope_scaling: expected a mapping, .*got 'linear'"),
+        ({"pos_emb": "rotary", "relative_positions": ["rerope"]}, "^relative_positions: expected a mapping"),
+        ({"vocab_size": "10"}, "^vocab_size: expected a whole number, got '10'"),
+        ({"lr_warmup_init": "tiny"}, "^lr_warmup_init: expected a number"),
         ({"trainable": ["key"]}, "trainable: .*GPT-NeoX has not"),
         ({"reset_attention_mask": True, "pos_emb": "coca"}, "reset_attention_mask: .*GPT-NeoX has not"),
     ],
