@@ -47,7 +47,7 @@ POINTS: dict[str, Point] = {
     "save begun": Point(NATIVE, "begin", after=True),
     "own files": Point(SAVING, "_write_own"),
     "own files done": Point(SAVING, "_write_own", after=True),
-    "weights done": Point(SAVING, "save_file", after=True),
+    "weights done": Point(SAVING, "write_safetensors", after=True),
     "commit": Point(NATIVE, "commit"),
     "manifest done": Point(NATIVE, "write_json", after=True),
     "renamed": Point(NATIVE, "_write_atomically"),

@@ -1,5 +1,6 @@
 """The benchmark of the import: both ways write the same weights, and its figures are those of the files."""
 
+import mmap
 from pathlib import Path
 
 import pytest
@@ -35,11 +36,12 @@ def test_both_ways_write_the_same(tmp_path: Path) -> None:
 
 
 def test_a_measurement(tmp_path: Path) -> None:
-    taken = torch.ones(1)
+    size = 100_000_000
+    with mmap.mmap(-1, size) as taken:  # of the process's own freed memory none may be used again
 
-    def way(source: Path, folder: Path) -> None:
-        nonlocal taken
-        taken = torch.ones(25_000_000)
+        def way(source: Path, folder: Path) -> None:
+            for page in range(0, size, mmap.PAGESIZE):
+                taken[page] = 1
 
-    found = bench_import.measured(way, tmp_path, tmp_path)
-    assert found["peak_bytes"] > 90e6 and found["seconds"] > 0 and len(taken) == 25_000_000
+        found = bench_import.measured(way, tmp_path, tmp_path)
+    assert found["peak_bytes"] > 0.9 * size and found["seconds"] > 0

@@ -248,7 +248,7 @@ def test_a_missing_key_is_told(seam: Any, stub: Upstream, monkeypatch: pytest.Mo
 
 def test_another_package_in_its_place_is_told(stub: Upstream, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "megatron"]:
-        monkeypatch.delitem(sys.modules, name)
+        del sys.modules[name]  # the fixture brings back what was there
     monkeypatch.setattr(sys, "path", [place for place in sys.path if "neox/stub" not in place])
     with pytest.raises(IncompatibleError, match="cannot be imported .* root of a GPT-NeoX checkout.*megatron-core"):
         activate()
