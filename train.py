@@ -5,16 +5,16 @@ import argparse
 import os
 import sys
 
-from megatron_coca.training.faults import uncaught
+from megatron_coca.training import watchdog
 
-uncaught.install()  # before the imports below: what they import may be a file of the user's, by mistake
+watchdog.install()  # before the imports below: what they import may be a file of the user's, by mistake
 
 from megatron_coca.attention.inputs import BackendError
 from megatron_coca.checkpoints import CheckpointError, native
 from megatron_coca.checkpoints.object_store import save_folder
 from megatron_coca.config import Config, ConfigError, load_config
 from megatron_coca.data import DataError
-from megatron_coca.training.faults.status import INTERRUPTED, UNUSABLE, Stopped
+from megatron_coca.training.exit_status import INTERRUPTED, UNUSABLE, Stopped
 
 
 def main(arguments: list[str]) -> int:
@@ -39,13 +39,13 @@ def main(arguments: list[str]) -> int:
     try:
         return run(read_config(options), arguments)
     except (ConfigError, DataError, CheckpointError, BackendError) as error:
-        uncaught.tell(error)
+        watchdog.tell(error)
         return UNUSABLE
     except Stopped as end:
-        uncaught.tell(end)
+        watchdog.tell(end)
         return end.status
     except KeyboardInterrupt:
-        uncaught.tell("interrupted; --auto-resume goes on from the newest complete checkpoint")
+        watchdog.tell("interrupted; --auto-resume goes on from the newest complete checkpoint")
         return INTERRUPTED
 
 

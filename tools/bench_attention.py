@@ -23,9 +23,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megatron_coca.attention.backends.select import BACKENDS  # noqa: E402
-from megatron_coca.attention.compiler import missing_compiler  # noqa: E402
 from megatron_coca.attention.compose import build_method  # noqa: E402
-from megatron_coca.evaluation.speed.contraction import CONTRACTION, EINSUM  # noqa: E402
+from megatron_coca.evaluation.speed.cases import CONTRACTION, EINSUM  # noqa: E402
+from megatron_coca.kernels import missing_compiler  # noqa: E402
 from megatron_coca.model import keep_freed_memory  # noqa: E402
 from tools.bench_cases import METHODS, Case, Shape, configuration  # noqa: E402
 from tools.bench_report import tables  # noqa: E402

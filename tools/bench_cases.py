@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_coca.config import Config, load_config
-from megatron_coca.evaluation.speed.contraction import CONTRACTION
+from megatron_coca.evaluation.speed.cases import CONTRACTION
 
 METHODS: dict[str, dict[str, Any]] = {
     "rotary": {"pos_emb": "rotary"},

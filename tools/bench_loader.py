@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megatron_coca.data import Blend, Loader, Packing, Shard  # noqa: E402
-from megatron_coca.data.shards.layout import HEADER, MAGIC, dtype_code, shard_paths  # noqa: E402
+from megatron_coca.data.shards import HEADER, MAGIC, dtype_code, shard_paths  # noqa: E402
 from tools.records import append_records, environment  # noqa: E402
 
 _AT_ONCE = 1 << 20

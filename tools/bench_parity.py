@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megatron_coca.attention.backends.reference import ReferenceBackend
 from megatron_coca.attention.inputs import AttentionInputs, Band
-from megatron_coca.attention.oracle import dense
-from megatron_coca.attention.oracle.frequencies import frequencies
+from tests.reference import dense
+from tests.reference.frequencies import frequencies
 from tools.bench_cases import METHODS, Shape, configuration
 from tools.bench_steps import DECODE, MODES, Attend, Production, Results, Steps, Workload
 

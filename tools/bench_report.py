@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from megatron_coca.attention.cache import bytes_per_token
-from megatron_coca.evaluation.speed.contraction import CONTRACTION, EINSUM
+from megatron_coca.attention.layer import bytes_per_token
+from megatron_coca.evaluation.speed.cases import CONTRACTION, EINSUM
 from tools.bench_cases import Case, Shape
 from tools.bench_steps import DECODE, Workload
 from tools.bench_timing import operations

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from megatron_coca.evaluation.speed.contraction import EINSUM
+from megatron_coca.evaluation.speed.cases import EINSUM
 from tools import bench_parity, bench_report
 from tools.bench_cases import Case, Shape
 from tools.bench_report import Record

@@ -9,14 +9,12 @@ import torch.nn as nn
 from torch import Tensor
 
 from megatron_coca.attention.backends.select import BACKENDS
-from megatron_coca.attention.cache import LayerCache
 from megatron_coca.attention.compose import build_method
-from megatron_coca.attention.encoding import PositionEncoding
-from megatron_coca.attention.frame import Frame
+from megatron_coca.attention.context import Frame
 from megatron_coca.attention.inputs import AttentionInputs
-from megatron_coca.attention.method import PositionMethod
-from megatron_coca.attention.operands import with_torch
-from megatron_coca.evaluation.speed.contraction import EINSUM, contracted_attention
+from megatron_coca.attention.layer import LayerCache
+from megatron_coca.attention.method import PositionEncoding, PositionMethod, with_torch
+from megatron_coca.evaluation.speed.cases import EINSUM, contracted_attention
 from tools.bench_cases import Case, Shape, configuration
 
 Attend = Callable[[AttentionInputs], Tensor]

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 
 from megatron_coca.attention.inputs import Band
-from megatron_coca.model.allocator import M_MMAP_THRESHOLD, keep_freed_memory
+from megatron_coca.model.build import M_MMAP_THRESHOLD, keep_freed_memory
 from tools.bench_steps import Workload
 
 Key = TypeVar("Key")

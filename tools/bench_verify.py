@@ -29,7 +29,7 @@ from megatron_coca.checkpoints import native  # noqa: E402
 from megatron_coca.checkpoints.state import file_name  # noqa: E402
 from megatron_coca.training import engine as dist  # noqa: E402
 from megatron_coca.training import launch  # noqa: E402
-from megatron_coca.training.launch.network import free_port  # noqa: E402
+from megatron_coca.training.launch.environment import free_port  # noqa: E402
 from megatron_coca.training.verification import verify_together  # noqa: E402
 from tools.records import append_records, environment  # noqa: E402
 

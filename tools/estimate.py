@@ -16,12 +16,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, without installing
 
 from megatron_coca.config import Config, ConfigError, load_config  # noqa: E402
-from megatron_coca.model.cost import (
-    peak_flops,  # noqa: E402
-    trained_count,  # noqa: E402
-)
+from megatron_coca.model.cost import peak_flops, trained_count
 from megatron_coca.training.estimate import GIB, GPUS, RESERVE, Change, Estimate, changes_that_fit, estimate, fits  # noqa: E402
-from megatron_coca.training.launch.hosts import chosen_hosts  # noqa: E402
+from megatron_coca.training.launch.start import chosen_hosts  # noqa: E402
 
 PARTS = ("weights", "gradients", "optimizer", "buffers", "activations", "loss", "context")
 SECONDS_PER_DAY = 86400

@@ -17,7 +17,7 @@ from quickstart import ROOT, run
 
 from megatron_coca.checkpoints import native
 from megatron_coca.config import load_config
-from megatron_coca.data.inspection.table import table
+from megatron_coca.tables import table
 
 RUNS = Path("runs/finetune")
 CONFIGS = ROOT / "configs/finetune/small"

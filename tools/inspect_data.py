@@ -24,15 +24,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a check
 from megatron_coca.config import Config, ConfigError, load_config  # noqa: E402
 from megatron_coca.data.errors import DataError  # noqa: E402
 from megatron_coca.data.inspection.collection import common_tokenizer, find_shards, plain, required  # noqa: E402
-from megatron_coca.data.inspection.coverage import coverage_facts, coverage_table, measure_coverage  # noqa: E402
 from megatron_coca.data.inspection.duplicates import duplicates_table, find_duplicates  # noqa: E402
-from megatron_coca.data.inspection.lengths import check_picture, lengths_by_source, lengths_table, plot_lengths  # noqa: E402
-from megatron_coca.data.inspection.mixture import mixture, mixture_table  # noqa: E402
-from megatron_coca.data.inspection.samples import document_text, sample_text, view_sample  # noqa: E402
+from megatron_coca.data.inspection.samples import document_text, mixture, mixture_table, sample_text, view_sample  # noqa: E402  # noqa: E402
+from megatron_coca.data.inspection.statistics import (  # noqa: E402  # noqa: E402
+    check_picture,
+    coverage_facts,
+    coverage_table,
+    lengths_by_source,
+    lengths_table,
+    measure_coverage,
+    plot_lengths,
+)
 from megatron_coca.data.inspection.text_faults import find_text_faults, text_faults_table  # noqa: E402
 from megatron_coca.data.inspection.verify import verified_table, verify_shards  # noqa: E402
-from megatron_coca.data.order.blend import Blend  # noqa: E402
-from megatron_coca.data.shards.shard import Shard  # noqa: E402
+from megatron_coca.data.order import Blend  # noqa: E402
+from megatron_coca.data.shards import Shard  # noqa: E402
 from megatron_coca.data.tokenizers.kinds import Tokenizer  # noqa: E402
 from megatron_coca.data.tokenizers.load import TOKENIZERS, load_tokenizer  # noqa: E402
 from megatron_coca.training.corpus import SPLITS, Corpus, open_corpus, open_split  # noqa: E402

@@ -19,9 +19,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a check
 
 from megatron_coca.data.builtin import VOCAB_SIZE, prepare_builtin  # noqa: E402
 from megatron_coca.data.errors import DataError  # noqa: E402
-from megatron_coca.data.preparation.manifest import read_manifest  # noqa: E402
-from megatron_coca.data.preparation.plan import SPLITS, Execution, Rules, Source  # noqa: E402
-from megatron_coca.data.preparation.recipe import (  # noqa: E402
+from megatron_coca.data.preparation.manifest import (  # noqa: E402
+    RUN_CONFIG,
+    empty_splits,
+    read_manifest,  # noqa: E402
+)
+from megatron_coca.data.preparation.plan import (  # noqa: E402
+    SPLITS,
+    Execution,
+    Rules,
+    Source,
+    training_texts,  # noqa: E402
+)
+from megatron_coca.data.preparation.recipe import (
     Recipe,
     TokenizerTraining,
     check_tokenizer_files,
@@ -29,8 +39,6 @@ from megatron_coca.data.preparation.recipe import (  # noqa: E402
     read_recipe,
 )
 from megatron_coca.data.preparation.run import prepare  # noqa: E402
-from megatron_coca.data.preparation.run_config import RUN_CONFIG, empty_splits  # noqa: E402
-from megatron_coca.data.preparation.sample import training_texts  # noqa: E402
 from megatron_coca.data.readers.source import SourceSpec  # noqa: E402
 from megatron_coca.data.tokenizers.kinds import Tokenizer  # noqa: E402
 from megatron_coca.data.tokenizers.load import TOKENIZERS, load_tokenizer  # noqa: E402

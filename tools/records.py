@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_coca.checkpoints.versions import code_versions
+from megatron_coca.checkpoints.native import code_versions
 
 
 def environment(root: Path) -> dict[str, Any]:

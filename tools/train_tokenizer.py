@@ -19,15 +19,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a check
 
 from megatron_coca.data.aside import written_aside  # noqa: E402
 from megatron_coca.data.errors import DataError  # noqa: E402
-from megatron_coca.data.inspection.table import table  # noqa: E402
-from megatron_coca.data.preparation.plan import Rules, Source, check  # noqa: E402
+from megatron_coca.data.preparation.plan import (  # noqa: E402
+    Rules,
+    Source,
+    check,
+    training_texts,  # noqa: E402
+)
 from megatron_coca.data.preparation.recipe import named_paths, read_recipe  # noqa: E402
-from megatron_coca.data.preparation.sample import training_texts  # noqa: E402
 from megatron_coca.data.readers.source import SourceSpec  # noqa: E402
 from megatron_coca.data.tokenizers.kinds import FileTokenizer  # noqa: E402
 from megatron_coca.data.tokenizers.load import TOKENIZERS  # noqa: E402
-from megatron_coca.data.tokenizers.measure import HeldOut, Measure, measure  # noqa: E402
-from megatron_coca.data.tokenizers.training import TRAINERS, check_vocabulary  # noqa: E402
+from megatron_coca.data.tokenizers.training import TRAINERS, HeldOut, Measure, check_vocabulary, measure  # noqa: E402  # noqa: E402
+from megatron_coca.tables import table  # noqa: E402
 
 REPORT = "training.json"
 CLEARLY_FEWER = 0.7

@@ -2,8 +2,7 @@
 
 from collections.abc import Callable
 
-from megatron_coca.attention.method import BiasSource, PositionMethod
-from megatron_coca.attention.operands import OPERAND_MAKERS
+from megatron_coca.attention.method import OPERAND_MAKERS, BiasSource, PositionMethod
 from megatron_coca.attention.positions.bias import (
     AlibiBias,
     LearnedBuckets,
@@ -12,16 +11,9 @@ from megatron_coca.attention.positions.bias import (
     alibi_slopes,
 )
 from megatron_coca.attention.positions.clex import Clex
-from megatron_coca.attention.positions.distance_maps import (
-    DISTANCE_MAPS,
-    TRAINING_ONLY,
-    UNMAPPED,
-    MapSettings,
-    Part,
-)
-from megatron_coca.attention.positions.forms import SCORE_FORMS
+from megatron_coca.attention.positions.distance_maps import DISTANCE_MAPS, TRAINING_ONLY, UNMAPPED, MapSettings, Part
+from megatron_coca.attention.positions.forms import LOGIT_SCALINGS, SCORE_FORMS
 from megatron_coca.attention.positions.frequencies import Rotary, Scaling
-from megatron_coca.attention.positions.logit_scaling import LOGIT_SCALINGS
 from megatron_coca.config import ModelConfig, PositionConfig
 
 LEARNED_MODULES = (LearnedBuckets, LearnedKerpleLog, LearnedKerplePower, Clex)

@@ -1,16 +1,167 @@
 """Self-attention: project, prepare, attend, project."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
 
+import torch
 import torch.nn as nn
 from torch import Tensor
 
-from megatron_coca.attention.cache import LayerCache
-from megatron_coca.attention.frame import Frame
-from megatron_coca.attention.heads import Shared
+from megatron_coca.attention.context import Frame, Shared
 from megatron_coca.attention.inputs import AttentionInputs, Backend
 from megatron_coca.attention.method import PositionMethod
-from megatron_coca.attention.projection import SplitProjection, packed_rows
+
+PARTS = ("query", "key", "value")
+"""What is packed, in this order."""
+
+
+class PackedRows(NamedTuple):
+    """Where the rows of one part lie among the packed ones: equal blocks, at equal distances.
+
+    Attributes:
+        first: the row with which the first block begins.
+        size: rows of a block.
+        period: rows from the beginning of one block to that of the next.
+        total: all packed rows.
+    """
+
+    first: int
+    size: int
+    period: int
+    total: int
+
+    def numbers(self) -> Tensor:
+        """The packed row of every row of the part, int64."""
+        return torch.arange(self.total).view(-1, self.period)[:, self.first : self.first + self.size].flatten()
+
+    def stretches(self, begin: int, stop: int, width: int) -> Iterator[tuple[int, int, int]]:
+        """Elements [begin, stop) of the flattened part, whose rows have `width` elements, as stretches without a gap among
+        the packed ones: where each begins there, and its first and last + 1 element in the part.
+        """
+        unit = self.size * width
+        while begin < stop:
+            block = begin // unit
+            last = min(stop, (block + 1) * unit)
+            yield (block * self.period + self.first) * width + begin - block * unit, begin, last
+            begin = last
+
+
+def packed_rows(query_rows: int, key_rows: int, head_dim: int) -> dict[str, PackedRows]:
+    """The rows of every part where so many are packed: [q | k | v] head by head where there are as many keys as queries,
+    else all queries, all keys, all values.
+    """
+    total = query_rows + 2 * key_rows
+    if query_rows == key_rows:
+        return {name: PackedRows(number * head_dim, head_dim, 3 * head_dim, total) for number, name in enumerate(PARTS)}
+    blocks = ((0, query_rows), (query_rows, key_rows), (query_rows + key_rows, key_rows))
+    return {name: PackedRows(*block, total, total) for name, block in zip(PARTS, blocks, strict=True)}
+
+
+class SplitProjection(nn.Module):
+    """A packed projection as three layers of its own rows, so that one can be trained without the others: no gradient,
+    no optimizer state and no product for a gradient exists for the rest.
+
+    Hidden states [..., hidden_size] -> queries, keys and values, each [..., its rows].
+    """
+
+    def __init__(self, packed: nn.Linear, rows: dict[str, PackedRows]) -> None:
+        """Copies the weights of `packed`, whose rows are `rows`."""
+        super().__init__()
+        self.query, self.key, self.value = (_rows_of(packed, rows[name].numbers()) for name in PARTS)
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.query(hidden), self.key(hidden), self.value(hidden)
+
+
+def _rows_of(packed: nn.Linear, numbers: Tensor) -> nn.Linear:
+    index = numbers.to(packed.weight.device)
+    with torch.device("meta"):  # PyTorch's layers draw weights, which would move the random state
+        layer = nn.Linear(packed.in_features, len(index), bias=packed.bias is not None)
+    layer.weight = nn.Parameter(packed.weight.detach()[index])
+    if packed.bias is not None:
+        layer.bias = nn.Parameter(packed.bias.detach()[index])
+    return layer
+
+
+class LayerCache:
+    """Keys and values of one layer, in buffers that have room for `reserved` tokens and double when they are full."""
+
+    def __init__(self, reserved: int = 0) -> None:
+        self.length, self._reserved = 0, reserved
+        self._buffers: list[Tensor] = []
+
+    def append(self, *new: Tensor) -> list[Tensor]:
+        """Add tensors [batch, kv_heads, tokens, width]; views of everything kept so far, in the same order."""
+        if self._buffers and self._buffers[0].shape[0] != new[0].shape[0]:
+            raise ValueError(
+                f"the cache holds {self._buffers[0].shape[0]} sequences, the new tokens are of {new[0].shape[0]}"
+            )
+        start, self.length = self.length, self.length + new[0].shape[2]
+        if not self._buffers or self.length > self._buffers[0].shape[2]:
+            self._buffers = [self._grown(index, x) for index, x in enumerate(new)]
+        for buffer, x in zip(self._buffers, new, strict=True):
+            buffer[:, :, start : self.length] = x
+        return [buffer[:, :, : self.length] for buffer in self._buffers]
+
+    def cut(self, length: int) -> None:
+        """Forget all tokens from number `length` on."""
+        self.length = min(self.length, length)
+
+    def _grown(self, index: int, new: Tensor) -> Tensor:
+        batch, heads, _, width = new.shape
+        grown = new.new_empty(batch, heads, max(self.length, 2 * self._capacity(), self._reserved), width)
+        if self._buffers:
+            grown[:, :, : self._capacity()] = self._buffers[index]
+        return grown
+
+    def _capacity(self) -> int:
+        return self._buffers[0].shape[2] if self._buffers else 0
+
+
+class Cache:
+    """Keys and values of all layers and the positions of their tokens.
+
+    Attributes:
+        layers: one cache per layer.
+        positions: [length] or [batch, length] of the tokens kept, or None before the first.
+        length: what extensions that depend on a length see at every step, or None for the number of tokens so far. With
+            a length, cached decoding equals the full forward pass with that length exactly; without one, keys are
+            rotated by the frequencies of each step, but what the layers below made of earlier tokens stays as it was.
+    """
+
+    def __init__(self, num_layers: int, length: int | None = None, capacity: int | None = None) -> None:
+        """Memory is taken for `capacity` tokens at once, by default for `length`; more is taken when they are full."""
+        if length is not None and length < 1:
+            raise ValueError(f"the length of a generation is at least 1, not {length}")
+        self.layers = [LayerCache(capacity or length or 0) for _ in range(num_layers)]
+        self.positions: Tensor | None = None
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.positions.shape[-1] if self.positions is not None else 0
+
+    @contextmanager
+    def advanced(self, positions: Tensor) -> Iterator[Tensor]:
+        """The positions of all tokens with those of the new ones, kept if the work on them succeeds; if it fails, the
+        cache is what it was.
+        """
+        past, before = len(self), self.positions
+        if before is not None and before.dim() != positions.dim():
+            raise ValueError("positions must stay [length], or [batch, length], throughout one cache")
+        self.positions = positions if before is None else torch.cat((before, positions), dim=-1)
+        try:
+            yield self.positions
+        except BaseException:
+            self.positions = before
+            for layer in self.layers:
+                layer.cut(past)
+            raise
+
+
+def bytes_per_token(method: PositionMethod, num_kv_heads: int, num_layers: int, dtype: torch.dtype) -> int:
+    """Bytes that a cache of `dtype` takes for one token of one sequence."""
+    return (method.cached_width + method.head_dim) * num_kv_heads * num_layers * dtype.itemsize
 
 
 class SelfAttention(Shared):

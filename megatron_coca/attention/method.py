@@ -8,18 +8,74 @@ the same result at any time.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from megatron_coca.attention.frame import Frame, band
-from megatron_coca.attention.inputs import AttentionInputs, DistanceBias, Formula, Needs, Segment
-from megatron_coca.attention.operands import OperandMaker, with_torch
+from megatron_coca.attention.context import Frame, Places, SegmentTables, Shared, Spectrum, band, column, segment_tables
+from megatron_coca.attention.inputs import (
+    AttentionInputs,
+    BackendError,
+    DistanceBias,
+    Documents,
+    Formula,
+    Needs,
+    Segment,
+)
 from megatron_coca.attention.positions.bias import AlibiBias, LearnedBias
 from megatron_coca.attention.positions.clex import Clex
 from megatron_coca.attention.positions.distance_maps import UNMAPPED, Part
-from megatron_coca.attention.positions.forms import ScoreForm
+from megatron_coca.attention.positions.forms import LogitScaling, ScoreForm
 from megatron_coca.attention.positions.frequencies import Rotary
-from megatron_coca.attention.positions.logit_scaling import LogitScaling
+from megatron_coca.kernels import missing_compiler
+
+
+class OperandMaker(Protocol):
+    """q [batch, heads, length, head_dim], k [batch, kv_heads, length, head_dim] -> (Q', K') in the same shapes."""
+
+    def __call__(
+        self, form: ScoreForm, q: Tensor, k: Tensor, tables: SegmentTables, factor: Tensor | None
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+def with_torch(
+    form: ScoreForm, q: Tensor, k: Tensor, tables: SegmentTables, factor: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The formulas as `positions.forms` writes them."""
+    return form.query_operand(q, tables.query, factor), form.key_operand(k, tables.key)
+
+
+def with_triton(
+    form: ScoreForm, q: Tensor, k: Tensor, tables: SegmentTables, factor: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """One kernel launch, float32 inside, one rounding; backward from q, k and the tables alone.
+
+    Raises:
+        ValueError: the form turns nothing, or the kernel cannot serve these tensors.
+    """
+    # Not at the top: triton exists on some platforms only, and everything else must work without it.
+    from megatron_coca.kernels.operands import fused_operands
+
+    if tables.query is None or tables.key is None or form.kernel is None:
+        raise ValueError("operand_kernel: triton forms rotated operands, and this method rotates nothing")
+    if factor is not None and 2 * tables.query.cos.shape[-1] < q.shape[-1]:
+        raise ValueError("operand_kernel: triton has no logit scaling on features that are not rotated")
+    return fused_operands(q, k, *tables.query, *tables.key, form.kernel)
+
+
+OPERAND_MAKERS: dict[str, OperandMaker] = {"torch": with_torch, "triton": with_triton}
+
+
+def check_operand_kernel(name: str, device_type: str) -> None:
+    """Check that the named way to form operands runs on a device.
+
+    Raises:
+        BackendError: it does not.
+    """
+    reason = missing_compiler(device_type) if name == "triton" else None
+    if reason is not None:
+        raise BackendError(f"operand_kernel triton cannot serve this model: {reason}; set operand_kernel to torch")
 
 
 @dataclass(frozen=True)
@@ -128,3 +184,73 @@ class PositionMethod:
             for part in frame.segments
         )
         return AttentionInputs(segments, v, self.scale, frame.bias if bias is None else bias)
+
+
+class PositionEncoding(Shared):
+    """Turns positions into the frame that all layers share.
+
+    Learned parts, where the method has them: `bias` (T5 buckets), `clex` (the network behind CLEX's frequencies).
+    """
+
+    def __init__(self, method: PositionMethod) -> None:
+        super().__init__()
+        self.method = method
+        self.bias = method.bias.shared() if method.bias.shared is not None else None
+        self.clex = method.clex() if method.clex is not None else None
+
+    def forward(
+        self,
+        positions: Tensor,
+        length: int,
+        dtype: torch.dtype,
+        key_positions: Tensor | None = None,
+        documents: Documents | None = None,
+    ) -> Frame:
+        """The frame of tokens at `positions` ([length] or [batch, length], integer) for operands of `dtype`.
+
+        Args:
+            length: that of the whole sequence being scored; extensions that depend on a length look at it.
+            key_positions: those of all cached tokens and the present ones, where the present ones are only the last.
+            documents: boundaries of packed documents.
+        """
+        method, drawing = self.method, self.clex is not None and self.training
+        spectrum, positions = self._drawn(positions) if drawing else (self._spectrum(length), positions)
+        keys = _places(positions if key_positions is None or drawing else key_positions, documents)
+        queries = keys if key_positions is None else _places(positions, documents, keys.first)
+        factor = method.logit_scaling(queries.positions, method.training_length) if method.logit_scaling else None
+        parts = method.trained_parts if self.training else method.parts
+        return Frame(
+            tuple(segment_tables(part, queries, keys, spectrum, factor, dtype) for part in parts),
+            None if factor is None else column(factor, dtype),
+            self.share.bias(self._shared_bias(positions.device)),
+            documents,
+        )
+
+    def _shared_bias(self, device: torch.device) -> DistanceBias | None:
+        if self.bias is not None:
+            return self.bias.distance_bias()
+        return self.method.bias.fixed.to(device) if self.method.bias.fixed is not None else None
+
+    def _spectrum(self, length: int) -> Spectrum | None:
+        rotary = self.method.rotary
+        if rotary is None:
+            return None
+        if self.clex is not None:
+            return Spectrum(self.clex.inverse_frequencies(self.clex.factor_for(length)), 1.0, self.method.decay)
+        return Spectrum(rotary.inverse_frequencies(length), rotary.multiplier(length), self.method.decay)
+
+    def _drawn(self, positions: Tensor) -> tuple[Spectrum, Tensor]:
+        """CLEX in training: a random extension, and random places within the extended length for all rows alike."""
+        assert self.clex is not None
+        factor, places = self.share.agreed(self.clex.training_draw(positions.shape[-1]), positions.device)
+        return Spectrum(self.clex.inverse_frequencies(factor), 1.0, self.method.decay), places.to(positions.device)
+
+
+def _places(positions: Tensor, documents: Documents | None, first: Tensor | None = None) -> Places:
+    """Places of tokens; `first` is that of all tokens where these are only the last of them."""
+    positions = positions.to(torch.float64)
+    if first is not None:
+        return Places(positions, first if first.shape[-1] == 1 else first[..., -positions.shape[-1] :])
+    if documents is None:
+        return Places(positions, positions[..., :1])
+    return Places(positions, positions.expand(documents.starts.shape).gather(-1, documents.starts))

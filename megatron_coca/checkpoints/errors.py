@@ -19,3 +19,17 @@ class UnreadableError(CheckpointError):
         """The error for `path`, from what the file system said."""
         reason = error.strerror or str(error)
         return cls(f"{path}: cannot be read ({reason}); check the disk and the permissions. It is left as it is")
+
+
+_BEGINNING = b"version https://git-lfs"
+"""How a pointer begins (git-lfs, docs/spec.md)."""
+
+
+def pointer(path: Path) -> str | None:
+    """What to tell of a file that is a pointer of git-lfs in place of its content, or None where it is none."""
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        if file.read(len(_BEGINNING)) != _BEGINNING:
+            return None
+    return "is a pointer of git-lfs, and the content is not there; run `git lfs pull` in the folder"

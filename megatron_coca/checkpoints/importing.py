@@ -12,11 +12,10 @@ from typing import Any
 from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.errors import CheckpointError
 from megatron_coca.checkpoints.folders import new_folder, refuse_existing
-from megatron_coca.checkpoints.huggingface.behaviour import behaviour_note
-from megatron_coca.checkpoints.huggingface.keys import CONFIG, is_huggingface_folder
-from megatron_coca.checkpoints.huggingface.source_tokenizer import Found
+from megatron_coca.checkpoints.huggingface import CONFIG, behaviour_note, is_huggingface_folder
 from megatron_coca.checkpoints.load import Opened, Overrides, load_weights, open_checkpoint
-from megatron_coca.checkpoints.versions import code_versions
+from megatron_coca.checkpoints.native import code_versions
+from megatron_coca.checkpoints.tokenizer import Found
 from megatron_coca.checkpoints.weights import DTYPES, Weights, write_safetensors
 from megatron_coca.config import Config
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION

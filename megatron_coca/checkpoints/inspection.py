@@ -14,7 +14,7 @@ from megatron_coca.checkpoints.object_store import fetch, is_url
 from megatron_coca.checkpoints.state import StateReader
 from megatron_coca.checkpoints.weights import names_in, open_safetensors
 from megatron_coca.config import ConfigError, load_config
-from megatron_coca.data.inspection.table import table
+from megatron_coca.tables import table
 
 SHOWN_KEYS = (
     "num_layers",

@@ -11,13 +11,12 @@ import torch
 import torch.nn as nn
 
 from megatron_coca.checkpoints import native
+from megatron_coca.checkpoints import neox as neox
+from megatron_coca.checkpoints import neox as neox_files
 from megatron_coca.checkpoints.compare import refuse_other_model
 from megatron_coca.checkpoints.errors import CheckpointError
-from megatron_coca.checkpoints.huggingface.families import may_be_coca
-from megatron_coca.checkpoints.huggingface.keys import CONFIG, read_config
-from megatron_coca.checkpoints.huggingface.reading import is_huggingface_folder, open_weights
-from megatron_coca.checkpoints.neox import files as neox_files
-from megatron_coca.checkpoints.neox import reading as neox
+from megatron_coca.checkpoints.huggingface import CONFIG, is_huggingface_folder, open_weights, read_config
+from megatron_coca.checkpoints.huggingface_families import may_be_coca
 from megatron_coca.checkpoints.object_store import fetch, is_url
 from megatron_coca.checkpoints.tokenizer import Found, Place, find_tokenizer, known_tokens
 from megatron_coca.checkpoints.weights import Weights, names_in, open_safetensors

@@ -24,8 +24,10 @@ import os
 import re
 import shutil
 import stat
+import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from importlib.metadata import version
 from itertools import count
 from math import prod
 from pathlib import Path, PurePosixPath
@@ -33,6 +35,23 @@ from typing import Any
 
 from megatron_coca.checkpoints.checksums import Comparison, describe
 from megatron_coca.checkpoints.errors import CheckpointError, UnreadableError
+
+
+def code_versions() -> dict[str, str]:
+    """Versions of this package, its commit where the sources are a git checkout, and the libraries that decide
+    numbers.
+    """
+    versions = {name: version(name) for name in ("torch", "deepspeed")}
+    source = Path(__file__).resolve().parents[2]
+    git = shutil.which("git")
+    if git and (source / ".git").exists():
+        answer = subprocess.run(
+            [git, "-C", str(source), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+        )
+        if answer.returncode == 0:
+            versions["commit"] = answer.stdout.strip()
+    return versions
+
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_coca.checkpoints.errors import CheckpointError
-from megatron_coca.checkpoints.pointers import pointer
+from megatron_coca.checkpoints.errors import CheckpointError, pointer
 from megatron_coca.checkpoints.weight_map import Heads, Row
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -1,11 +1,10 @@
 """Configuration: GPT-NeoX's YAML keys, typed, validated and frozen. Imports no torch."""
 
-from megatron_coca.config.errors import ConfigError
-from megatron_coca.config.faults import FaultConfig
+from megatron_coca.config.base import ConfigError
 from megatron_coca.config.load import Config, load_config
 from megatron_coca.config.model import ModelConfig
 from megatron_coca.config.position import PositionConfig, RopeScaling
-from megatron_coca.config.running import CheckpointConfig, LaunchConfig, split_shares
+from megatron_coca.config.run import CheckpointConfig, FaultConfig, LaunchConfig, split_shares
 from megatron_coca.config.schema import KEYS
 from megatron_coca.config.training import BatchSizes, OptimizerConfig, ParallelConfig, ScheduleConfig
 

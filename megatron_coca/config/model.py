@@ -2,8 +2,17 @@
 
 from typing import Any, Literal
 
-from megatron_coca.config.errors import ConfigError
-from megatron_coca.config.fields import Count, Group, Positive, Probability, WholeNumber, follows, key, required
+from megatron_coca.config.base import (
+    ConfigError,
+    Count,
+    Group,
+    Positive,
+    Probability,
+    WholeNumber,
+    follows,
+    key,
+    required,
+)
 
 Activation = Literal["gelu", "geglu", "relu", "softsign", "swish", "mish", "silu", "reglu", "swiglu", "bilinear", "glu"]
 Norm = Literal["layernorm", "rmsnorm", "non_parametric_layernorm", "scalenorm"]

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from megatron_coca.config.fields import Count, Group, Positive, WholeNumber, key
+from megatron_coca.config.base import Count, Group, Positive, WholeNumber, key
 
 PositionMethod = Literal[
     "rotary",

@@ -6,10 +6,10 @@ from typing import Any, get_args, get_origin
 import yaml
 from pydantic.fields import FieldInfo
 
-from megatron_coca.config.fields import Group
+from megatron_coca.config.base import Group
+from megatron_coca.config.load import leaves
 from megatron_coca.config.neox_keys import ALIASES, INERT, UNSUPPORTED, UNSUPPORTED_CHOICES
 from megatron_coca.config.position import RelativePositions, RopeScaling
-from megatron_coca.config.problems import leaves
 from megatron_coca.config.schema import GROUPS
 
 _INTRODUCTION = """\

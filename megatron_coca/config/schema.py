@@ -5,13 +5,13 @@ from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
-from megatron_coca.config.faults import FaultConfig
-from megatron_coca.config.fields import Group
+from megatron_coca.config.base import Group
 from megatron_coca.config.model import ModelConfig
 from megatron_coca.config.position import PositionConfig, RelativePositions, RopeScaling
-from megatron_coca.config.running import (
+from megatron_coca.config.run import (
     CheckpointConfig,
     DataConfig,
+    FaultConfig,
     GeneralConfig,
     LaunchConfig,
     LoggingConfig,

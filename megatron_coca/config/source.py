@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_coca.config.errors import ConfigError
+from megatron_coca.config.base import ConfigError
 from megatron_coca.config.yaml_text import Reader, normalise
 from megatron_coca.safe_yaml import YamlFault, read_text
 

@@ -1,12 +1,13 @@
 """Keys that fix a training step: optimizer, schedule, batch, precision, parallelism."""
 
+import math
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import BeforeValidator, ConfigDict, Field, Strict
 from typing_extensions import TypedDict
 
-from megatron_coca.config.errors import ConfigError
-from megatron_coca.config.fields import Count, Fraction, Group, NotNegative, Positive, WholeNumber, key
+from megatron_coca.config.base import ConfigError, Count, Fraction, Group, NotNegative, Positive, WholeNumber, key
 
 OPTIMIZER_TYPES = {"adam": "Adam", "adamw": "AdamW", "cpu_adam": "cpu_adam", "sgd": "sgd"}
 Dtype = Literal["fp32", "bf16", "fp16"]
@@ -207,3 +208,29 @@ class ParallelConfig(Group):
     def stage(self) -> int:
         """ZeRO stage, 0 to 3."""
         return int((self.zero_optimization or {}).get("stage", 0))
+
+
+DECAYS: dict[str, Callable[[float, float, float], float]] = {
+    "constant": lambda progress, peak, low: peak,
+    "linear": lambda progress, peak, low: peak * (1.0 - progress),
+    "linear_to_min_lr": lambda progress, peak, low: peak + (low - peak) * progress,
+    "cosine": lambda progress, peak, low: low + (peak - low) / 2.0 * (math.cos(math.pi * progress) + 1.0),
+    "exponential": lambda progress, peak, low: peak * 0.5**progress,
+}
+"""(progress 0..1 from the end of the warm-up to the horizon, peak, minimum) -> learning rate before the floor at the
+minimum.
+"""
+
+
+def learning_rate(step: int, peak: float, schedule: ScheduleConfig) -> float:
+    """The learning rate of the optimizer step after `step` completed ones.
+
+    A straight line from `lr_warmup_init` reaches `peak` after warmup * horizon steps; then the decay, which is held
+    at its end past the horizon (GPT-NeoX's cosine rises again there).
+    """
+    count, horizon = step + 1, schedule.decay_iters
+    warmup = schedule.warmup * horizon
+    if count < warmup:
+        return schedule.lr_warmup_init + (peak - schedule.lr_warmup_init) * count / warmup
+    progress = min(1.0, (count - warmup) / max(horizon - warmup, 1.0))
+    return max(DECAYS[schedule.lr_decay_style](progress, peak, schedule.min_lr), schedule.min_lr)

@@ -2,16 +2,14 @@
 
 from megatron_coca.data.builtin import ensure_builtin, prepare_builtin
 from megatron_coca.data.errors import DataError
-from megatron_coca.data.order.batch import Batch, Packing
-from megatron_coca.data.order.blend import Blend, SourceShare
-from megatron_coca.data.order.loader import Loader
+from megatron_coca.data.loader import Batch, Loader, Packing
+from megatron_coca.data.order import Blend, SourceShare
 from megatron_coca.data.preparation.manifest import read_manifest
 from megatron_coca.data.preparation.plan import Execution, Rules, Source
 from megatron_coca.data.preparation.run import prepare
 from megatron_coca.data.readers import corpus_files, read_documents
-from megatron_coca.data.readers.document import Document, Problems
-from megatron_coca.data.readers.source import SourceSpec
-from megatron_coca.data.shards.shard import Shard
+from megatron_coca.data.readers.source import Document, Problems, SourceSpec
+from megatron_coca.data.shards import Shard
 from megatron_coca.data.tokenizers.kinds import Tokenizer
 from megatron_coca.data.tokenizers.load import load_saved_tokenizer, load_tokenizer, train_sentencepiece
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +11,14 @@ from typing import Protocol
 import numpy as np
 from tqdm import tqdm
 
-from megatron_coca.data import Shard, corpus_files, load_saved_tokenizer, read_documents, read_manifest
+from megatron_coca.config import Config
+from megatron_coca.data import Shard, corpus_files, ensure_builtin, load_saved_tokenizer, read_documents, read_manifest
 from megatron_coca.data.preparation.manifest import MANIFEST
-from megatron_coca.data.shards.layout import SUFFIXES
-from megatron_coca.data.tokenizers.agreement import agree
-from megatron_coca.data.tokenizers.kinds import DESCRIPTION
+from megatron_coca.data.shards import SUFFIXES
+from megatron_coca.data.tokenizers.kinds import DESCRIPTION, agree
+from megatron_coca.evaluation.options import positive_int
 from megatron_coca.evaluation.results import EvaluationError, Record
+from megatron_coca.evaluation.subject import Source
 
 logger = logging.getLogger(__name__)
 
@@ -73,14 +76,14 @@ class Documents:
 
 
 @dataclass(frozen=True)
-class Source:
+class DocumentSource:
     """A shard by its prefix, or one text file."""
 
     place: str
     is_shard: bool
 
 
-def find_sources(names: Sequence[str]) -> list[Source]:
+def find_sources(names: Sequence[str]) -> list[DocumentSource]:
     """What `names` stand for: a shard's prefix (or its .bin or .idx), a text file, or a folder's text files, sorted.
 
     Raises EvaluationError for a name that is none of these, a folder of shards, or where there is no name, DataError for
@@ -92,7 +95,7 @@ def find_sources(names: Sequence[str]) -> list[Source]:
     for name in names:
         prefix = name.removesuffix(".bin").removesuffix(".idx")
         if any(Path(prefix + suffix).is_file() for suffix in SUFFIXES):
-            found.append(Source(prefix, True))
+            found.append(DocumentSource(prefix, True))
         elif Path(name).is_dir() and (shards := _shards_in(Path(name))):
             more = f" and {len(shards) - _SHOWN} more" if len(shards) > _SHOWN else ""
             raise EvaluationError(
@@ -100,7 +103,7 @@ def find_sources(names: Sequence[str]) -> list[Source]:
                 f"--data: {' '.join(shards[:_SHOWN])}{more}"
             )
         elif Path(name).exists():
-            found += [Source(str(file), False) for file in corpus_files([Path(name)])]
+            found += [DocumentSource(str(file), False) for file in corpus_files([Path(name)])]
         else:
             raise EvaluationError(
                 f"{name}: no text file or folder is there, and no shard ({name}.bin and {name}.idx); correct --data, "
@@ -115,7 +118,7 @@ def _shards_in(folder: Path) -> list[str]:
     return sorted(prefixes, key=lambda prefix: not prefix.endswith("_test"))
 
 
-def check_tokenizers(sources: Iterable[Source], tokenizer: Encoder | None) -> None:
+def check_tokenizers(sources: Iterable[DocumentSource], tokenizer: Encoder | None) -> None:
     """Refuse shards of another tokenizer than the checkpoint's, and warn of those that may be, in one line.
 
     Vocabularies of one size hide such a mistake from every other check, and the perplexity would mean nothing.
@@ -158,7 +161,7 @@ def _fingerprint_beside(folder: Path) -> tuple[str, Path] | None:
     return None
 
 
-def tokens_of(source: Source, tokenizer: Encoder | None) -> Iterator[np.ndarray]:
+def tokens_of(source: DocumentSource, tokenizer: Encoder | None) -> Iterator[np.ndarray]:
     """The documents of one source, in its order, each ending with the tokenizer's `eod` as in prepared shards.
 
     Raises DataError for files that cannot be read, EvaluationError where a tokenizer is needed and there is none.
@@ -175,7 +178,7 @@ def tokens_of(source: Source, tokenizer: Encoder | None) -> Iterator[np.ndarray]
             yield np.array([*tokenizer.encode(document.text), tokenizer.eod], dtype=np.int64)
 
 
-def check_vocabulary(tokens: np.ndarray, vocab_size: int, source: Source) -> None:
+def check_vocabulary(tokens: np.ndarray, vocab_size: int, source: DocumentSource) -> None:
     """Raises EvaluationError for a token id that the model has no row for."""
     if len(tokens) and (tokens.max() >= vocab_size or tokens.min() < 0):
         worst = int(tokens.max() if tokens.max() >= vocab_size else tokens.min())
@@ -223,8 +226,51 @@ def collect_documents(
     return Documents(tuple(kept), tuple(names), max_length, repeated)
 
 
-def all_documents(sources: Iterable[Source], tokenizer: Encoder | None) -> Iterator[tuple[Source, np.ndarray]]:
+def all_documents(
+    sources: Iterable[DocumentSource], tokenizer: Encoder | None
+) -> Iterator[tuple[DocumentSource, np.ndarray]]:
     """Every document with the source it is from, in order."""
     for source in sources:
         for tokens in tokens_of(source, tokenizer):
             yield source, tokens
+
+
+def add_document_options(parser: ArgumentParser) -> None:
+    """Which documents are read."""
+    add = parser.add_argument
+    places = "text files, JSONL files, folders of them, or shard prefixes; default: the run's test data"
+    add("--data", nargs="+", metavar="PATH", help=places)
+    add("--num-documents", type=positive_int, metavar="N", help="only the first N that are long enough")
+    lengths = "documents of at least N tokens, truncated to N; default: the largest window or length"
+    add("--max-length", type=positive_int, metavar="N", help=lengths)
+    repeated = "make each document of its first N tokens, again and again up to --max-length"
+    add("--repeat", type=positive_int, metavar="N", help=repeated)
+
+
+def read_subject_documents(args: Namespace, source: Source, longest: int) -> Documents:
+    """What `add_document_options` ask for, at least `longest` tokens each. Raises EvaluationError, DataError."""
+    if args.max_length is not None and args.max_length < longest:
+        raise EvaluationError(f"--max-length {args.max_length} is shorter than the window {longest}")
+    trained = source.opened.trained
+    return collect_documents(
+        args.data or default_data(trained),
+        source.tokenizer,
+        trained.model.vocab_size or trained.model.padded_vocab_size,
+        args.max_length or longest,
+        args.num_documents,
+        repeated=args.repeat,
+    )
+
+
+def default_data(config: Config) -> list[str]:
+    """The run's own test shards; those of the built-in corpus where the run names no data at all.
+
+    Raises EvaluationError for a run that names training data only, DataError where the corpus cannot be made.
+    """
+    if config.data.test_data_paths:
+        return list(config.data.test_data_paths)
+    if config.data.data_path or config.data.train_data_paths:
+        raise EvaluationError("the run's config has no test_data_paths; name text files or shard prefixes with --data")
+    manifest = ensure_builtin(Path(config.data.data_root))
+    prefixes = [source["test"]["prefix"] for source in read_manifest(manifest)["sources"]]
+    return [str(manifest.parent / prefix) for prefix in prefixes if prefix is not None]

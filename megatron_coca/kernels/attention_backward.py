@@ -9,10 +9,316 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_coca.kernels.key_gradients import key_gradients
 from megatron_coca.kernels.plan import Operands, Plan, padded
-from megatron_coca.kernels.query_gradients import query_gradients
-from megatron_coca.kernels.tiles import OPTIONS, load_tile, operand, plane
+from megatron_coca.kernels.tiles import (
+    OPTIONS,
+    bias_derivatives,
+    constant_rows,
+    dot,
+    key_phases,
+    load_coefficients,
+    load_tile,
+    load_two,
+    logits,
+    operand,
+    part,
+    plane,
+    query_phases,
+    start_of_document,
+    store_tile,
+    zero_tile,
+)
+
+
+def key_gradients(operands: Operands, plan: Plan, results: Operands, saved: tuple[Tensor, Tensor, Tensor]) -> None:
+    """Fills `results.key`, `results.far_key` and `results.value`.
+
+    `saved` is (gradient of the output, log-sum-exp to the base 2, rowsum(dO * O)).
+    """
+    launch, key = plan.blocks.key_gradients, operands.key
+    grad, *rows = saved
+    _key_gradients[(triton.cdiv(key.shape[2], launch.keys), key.shape[0] * key.shape[1])](
+        *map(operand, operands.parts),
+        operand(grad),
+        operand(results.key),
+        operand(operands.filled(results.far_key)),
+        operand(results.value),
+        *rows,
+        operands.filled(operands.coefficients),
+        operands.filled(operands.starts),
+        operands.filled(None if operands.starts is None else _stops(operands.starts)),
+        operands.sizes,
+        plan.limits,
+        plan.scale,
+        **plan.options(launch, operands),
+    )
+
+
+def _stops(starts: Tensor) -> Tensor:
+    """[batch, key_length] int64: the first token after the document that a token belongs to."""
+    tokens = torch.arange(starts.shape[1], device=starts.device).repeat(starts.shape[0], 1)
+    return torch.searchsorted(starts, tokens, right=True)
+
+
+@triton.jit
+def _key_gradients(
+    query,
+    key,
+    far_query,
+    far_key,
+    value,
+    grad,
+    key_out,
+    far_key_out,
+    value_out,
+    lse,
+    delta,
+    coefficients,
+    starts,
+    stops,
+    sizes,
+    limits,
+    scale,
+    KIND: tl.constexpr,
+):
+    """One program per block of keys and key head, over the query heads that share it."""
+    heads, group, query_length, key_length = sizes
+    kv_heads = heads // group
+    row = tl.program_id(0) * KIND.keys
+    batch = tl.program_id(1) // kv_heads
+    kv_head = tl.program_id(1) % kv_heads
+    planes = (plane(key, batch, kv_head), plane(far_key, batch, kv_head))
+    held = load_two(planes[0], planes[1], row, key_length, True, KIND.far, KIND.keys, KIND)
+    v = load_tile(plane(value, batch, kv_head), row, key_length, KIND.width, KIND.keys, KIND.columns)
+    n = row + tl.arange(0, KIND.keys)[:, None]
+    documents = (starts, batch)
+    none = zero_tile(KIND.keys, KIND.columns)
+    sums = (none, none, none)
+    phases = query_phases(row, starts, stops, batch, query_length, key_length, limits, KIND)
+    begin, diagonal_end, full, edge, far_begin, end = phases
+    for member in range(0, group):
+        head = kv_head * group + member
+        offset = (batch * heads + head).to(tl.int64) * query_length
+        queries = (plane(query, batch, head), plane(far_query, batch, head), query_length, key_length)
+        above = (plane(grad, batch, head), lse + offset, delta + offset)
+        scoring = (limits, load_coefficients(coefficients, head, KIND), scale * 1.4426950408889634)
+        sums = _tiles(
+            sums, begin, diagonal_end, held, v, queries, above, n, documents, scoring, True, False, True, KIND
+        )
+        sums = _tiles(sums, full, edge, held, v, queries, above, n, documents, scoring, True, False, False, KIND)
+        if KIND.window:
+            sums = _tiles(
+                sums, edge, far_begin, held, v, queries, above, n, documents, scoring, True, KIND.far, True, KIND
+            )
+        if KIND.far:
+            sums = _tiles(
+                sums, far_begin, end, held, v, queries, above, n, documents, scoring, False, True, KIND.first, KIND
+            )
+    store_tile(sums[0] * scale, plane(key_out, batch, kv_head), row, key_length, KIND.width)
+    if KIND.far:
+        store_tile(sums[1] * scale, plane(far_key_out, batch, kv_head), row, key_length, KIND.width)
+    store_tile(sums[2], plane(value_out, batch, kv_head), row, key_length, KIND.width)
+
+
+@triton.jit
+def _tiles(
+    sums,
+    begin,
+    end,
+    held,
+    v,
+    queries,
+    above,
+    n,
+    documents,
+    scoring,
+    NEAR: tl.constexpr,
+    FAR: tl.constexpr,
+    MASKED: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    """The query tiles `begin` to `end` added to (dK' near, dK' far, dV). A tile is [keys, queries] here, so that no
+    matrix of weights is transposed.
+    """
+    near_sum, far_sum, value_sum = sums
+    near, far, query_length, key_length = queries
+    limits, bias, scale = scoring
+    for tile in range(begin, end):
+        rows = tile * KIND.rows + tl.arange(0, KIND.rows)
+        m = (key_length - query_length + rows)[None, :]
+        r = m - n
+        start = start_of_document(documents[0], documents[1], m, key_length, KIND)
+        loaded = load_two(near, far, tile * KIND.rows, query_length, NEAR, FAR, KIND.rows, KIND)
+        grad = load_tile(above[0], tile * KIND.rows, query_length, KIND.width, KIND.rows, KIND.columns)
+        # A row beyond the last query gets an infinite sum of weights, so that its weights are 0.
+        lse = tl.load(above[1] + rows, mask=rows < query_length, other=float("inf"))
+        delta = tl.load(above[2] + rows, mask=rows < query_length, other=0.0)
+        scores = logits(held, loaded, r, n, start, limits, bias, scale, NEAR, FAR, MASKED or KIND.documents, KIND)
+        weights = tl.exp2(scores - lse[None, :])
+        value_sum += dot(weights.to(grad.dtype), grad)
+        slopes = weights * (dot(v, tl.trans(grad)) - delta[None, :])
+        near_slopes, far_slopes = part(slopes, r, limits, NEAR, FAR)
+        if NEAR:
+            near_sum += dot(near_slopes.to(grad.dtype), loaded[0])
+        if FAR:
+            far_sum += dot(far_slopes.to(grad.dtype), loaded[1])
+    return near_sum, far_sum, value_sum
+
+
+def query_gradients(
+    operands: Operands,
+    plan: Plan,
+    results: Operands,
+    saved: tuple[Tensor, Tensor, Tensor],
+    with_coefficients: bool,
+) -> Tensor | None:
+    """Fills `results.query` and `results.far_query`; the gradients of the coefficients [heads, 2] where asked for.
+
+    `saved` is (gradient of the output, log-sum-exp to the base 2, rowsum(dO * O)).
+    """
+    launch = plan.blocks.query_gradients
+    batch, heads, length, _ = operands.query.shape
+    blocks = triton.cdiv(length, launch.rows)
+    partial = None
+    if with_coefficients:
+        partial = torch.empty((batch, heads, blocks, 2), dtype=torch.float32, device=operands.query.device)
+    grad, *rows = saved
+    _query_gradients[(blocks, batch * heads)](
+        *map(operand, operands.parts),
+        operand(grad),
+        operand(results.query),
+        operand(operands.filled(results.far_query)),
+        operands.filled(partial),
+        *rows,
+        operands.filled(operands.coefficients),
+        operands.filled(operands.starts),
+        operands.sizes,
+        plan.limits,
+        plan.scale,
+        BIAS_GRADIENTS=with_coefficients,
+        **plan.options(launch, operands),
+    )
+    return None if partial is None else partial.sum((0, 2), dtype=torch.float64).float()
+
+
+@triton.jit
+def _query_gradients(
+    query,
+    key,
+    far_query,
+    far_key,
+    value,
+    grad,
+    query_out,
+    far_query_out,
+    coefficients_out,
+    lse,
+    delta,
+    coefficients,
+    starts,
+    sizes,
+    limits,
+    scale,
+    BIAS_GRADIENTS: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    """One program per block of queries and head, over the same tiles as the forward pass."""
+    heads, group, query_length, key_length = sizes
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    row = block * KIND.rows
+    batch = tl.program_id(1) // heads
+    head = tl.program_id(1) % heads
+    rows = row + tl.arange(0, KIND.rows)
+    m = key_length - query_length + rows
+    planes = (plane(query, batch, head), plane(far_query, batch, head))
+    held = load_two(planes[0], planes[1], row, query_length, True, KIND.far, KIND.rows, KIND)
+    kv_head = head // group
+    keys = (plane(key, batch, kv_head), plane(far_key, batch, kv_head), plane(value, batch, kv_head), key_length)
+    place = tl.program_id(1).to(tl.int64) * query_length + rows
+    # A row beyond the last query gets an infinite sum of weights, so that its weights are 0.
+    above = (
+        load_tile(plane(grad, batch, head), row, query_length, KIND.width, KIND.rows, KIND.columns),
+        tl.load(lse + place, mask=rows < query_length, other=float("inf")),
+        tl.load(delta + place, mask=rows < query_length, other=0.0),
+    )
+    start = start_of_document(starts, batch, m, key_length, KIND)[:, None]
+    scoring = (limits, load_coefficients(coefficients, head, KIND), scale * 1.4426950408889634)
+    none = zero_tile(KIND.rows, KIND.columns)
+    nothing = constant_rows(0.0, KIND.rows)
+    sums = (none, none, nothing, nothing, nothing, nothing, nothing)
+    phases = key_phases(key_length - query_length + row, starts, batch, key_length, limits, KIND)
+    begin, far_end, edge, full, diagonal, end = phases
+    WITH: tl.constexpr = BIAS_GRADIENTS
+    if KIND.far:
+        sums = _query_gradients_tiles(
+            sums, begin, far_end, held, keys, above, m, start, scoring, False, True, KIND.first, WITH, KIND
+        )
+    if KIND.window:
+        sums = _query_gradients_tiles(
+            sums, edge, full, held, keys, above, m, start, scoring, True, KIND.far, True, WITH, KIND
+        )
+    sums = _query_gradients_tiles(
+        sums, full, diagonal, held, keys, above, m, start, scoring, True, False, False, WITH, KIND
+    )
+    sums = _query_gradients_tiles(
+        sums, diagonal, end, held, keys, above, m, start, scoring, True, False, True, WITH, KIND
+    )
+    store_tile(sums[0] * scale, plane(query_out, batch, head), row, query_length, KIND.width)
+    if KIND.far:
+        store_tile(sums[1] * scale, plane(far_query_out, batch, head), row, query_length, KIND.width)
+    if BIAS_GRADIENTS:
+        pair = coefficients_out + (tl.program_id(1).to(tl.int64) * tl.num_programs(0) + block) * 2
+        # A row of dS sums to 0, but for the rounding of D, which would enter once for every query.
+        tl.store(pair, tl.sum(sums[3] - sums[2] * sums[5], 0))
+        tl.store(pair + 1, tl.sum(sums[4] - sums[2] * sums[6], 0))
+
+
+@triton.jit
+def _query_gradients_tiles(
+    sums,
+    begin,
+    end,
+    held,
+    keys,
+    above,
+    m,
+    start,
+    scoring,
+    NEAR: tl.constexpr,
+    FAR: tl.constexpr,
+    MASKED: tl.constexpr,
+    BIAS_GRADIENTS: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    """The key tiles `begin` to `end` added to dQ' near and far and, by row, the sums of dS, of dS * db/dc0 and dS *
+    db/dc1, and of P * db/dc0 and P * db/dc1, b being the bias.
+    """
+    near_sum, far_sum, slope_sum, first_sum, second_sum, first_mean, second_mean = sums
+    near, far, values, key_length = keys
+    grad, lse, delta = above
+    limits, bias, scale = scoring
+    for tile in range(begin, end):
+        n = tile * KIND.keys + tl.arange(0, KIND.keys)[None, :]
+        r = m[:, None] - n
+        loaded = load_two(near, far, tile * KIND.keys, key_length, NEAR, FAR, KIND.keys, KIND)
+        v = load_tile(values, tile * KIND.keys, key_length, KIND.width, KIND.keys, KIND.columns)
+        scores = logits(held, loaded, r, n, start, limits, bias, scale, NEAR, FAR, MASKED or KIND.documents, KIND)
+        weights = tl.exp2(scores - lse[:, None])
+        slopes = weights * (dot(grad, tl.trans(v)) - delta[:, None])
+        if BIAS_GRADIENTS:
+            first, second = bias_derivatives(r, bias, KIND)
+            slope_sum += tl.sum(slopes, 1)
+            first_sum += tl.sum(slopes * first, 1)
+            second_sum += tl.sum(slopes * second, 1)
+            first_mean += tl.sum(weights * first, 1)
+            second_mean += tl.sum(weights * second, 1)
+        near_slopes, far_slopes = part(slopes, r, limits, NEAR, FAR)
+        if NEAR:
+            near_sum += dot(near_slopes.to(v.dtype), loaded[0])
+        if FAR:
+            far_sum += dot(far_slopes.to(v.dtype), loaded[1])
+    return near_sum, far_sum, slope_sum, first_sum, second_sum, first_mean, second_mean
+
 
 ROWS = 64
 

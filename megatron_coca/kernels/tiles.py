@@ -81,3 +81,168 @@ def constant_rows(value, ROWS: tl.constexpr):
 def dot(a, b):
     """a b in float32; float32 operands are not rounded to TF32."""
     return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def load_coefficients(coefficients, head, KIND: tl.constexpr):
+    """(c0, c1) of a head from the float32 table [heads, 2]; zeros without a formula."""
+    c0 = 0.0
+    c1 = 0.0
+    if KIND.formula != "none":
+        c0 = tl.load(coefficients + 2 * head)
+        c1 = tl.load(coefficients + 2 * head + 1)
+    return c0, c1
+
+
+@triton.jit
+def power_of_distance(r, exponent):
+    """r^exponent in float32, and 0 at r <= 0, where the logarithm has no value."""
+    return tl.where(r > 0, tl.exp2(exponent * tl.log2(tl.maximum(r, 1).to(tl.float32))), 0.0)
+
+
+@triton.jit
+def add_bias(scores, r, bias, KIND: tl.constexpr):
+    """Scores plus the bias of the distances `r`."""
+    if KIND.formula == "linear":
+        scores = scores - (bias[0] * 1.4426950408889634) * r.to(tl.float32)
+    if KIND.formula == "log":
+        scores = scores - bias[0] * tl.log2(1.0 + bias[1] * tl.maximum(r, 0).to(tl.float32))
+    if KIND.formula == "power":
+        scores = scores - (bias[0] * 1.4426950408889634) * power_of_distance(r, bias[1])
+    return scores
+
+
+@triton.jit
+def bias_derivatives(r, bias, KIND: tl.constexpr):
+    """d bias / d c0 and d bias / d c1 at the distances `r` in natural units; zeros for a c1 that there is not."""
+    distance = tl.maximum(r, 0).to(tl.float32)
+    first = -distance
+    second = tl.zeros_like(distance)
+    if KIND.formula == "log":
+        first = -0.6931471805599453 * tl.log2(1.0 + bias[1] * distance)
+        second = -bias[0] * distance / (1.0 + bias[1] * distance)
+    if KIND.formula == "power":
+        first = -power_of_distance(r, bias[1])
+        second = bias[0] * first * 0.6931471805599453 * tl.log2(tl.maximum(distance, 1.0))
+    return first, second
+
+
+@triton.jit
+def logits(
+    held,
+    loaded,
+    r,
+    n,
+    start,
+    limits,
+    bias,
+    scale,
+    NEAR: tl.constexpr,
+    FAR: tl.constexpr,
+    MASKED: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    """Scores of a tile, -inf where unseen. `held` and `loaded` are (near, far) tiles, `start` the first token of each
+    query's document, and `scale` contains the log2(e). A tile is one product, or two where a segment ends inside it.
+    """
+    if NEAR and FAR:
+        products = tl.where(r < limits[0], dot(held[0], tl.trans(loaded[0])), dot(held[1], tl.trans(loaded[1])))
+    elif NEAR:
+        products = dot(held[0], tl.trans(loaded[0]))
+    else:
+        products = dot(held[1], tl.trans(loaded[1]))
+    scores = add_bias(products * scale, r, bias, KIND)
+    if MASKED:
+        scores = tl.where(visible(r, n, start, limits, NEAR, FAR, KIND), scores, float("-inf"))
+    return scores
+
+
+@triton.jit
+def visible(r, n, start, limits, NEAR: tl.constexpr, FAR: tl.constexpr, KIND: tl.constexpr):
+    """Which pairs of a tile are seen: r >= 0, inside the window where nothing serves what lies beyond it, among the
+    first keys where only those are seen from afar, and in one document.
+    """
+    seen = r >= 0
+    if KIND.window and not FAR:
+        seen = seen & (r < limits[0])
+    if FAR and KIND.first:
+        among_first = n < start + limits[1]
+        if NEAR:
+            seen = seen & (among_first | (r < limits[0]))
+        else:
+            seen = seen & among_first
+    if KIND.documents:
+        seen = seen & (n >= start)
+    return seen
+
+
+@triton.jit
+def part(slopes, r, limits, NEAR: tl.constexpr, FAR: tl.constexpr):
+    """The gradients of a tile's scores, parted between the segments where it holds both."""
+    if NEAR and FAR:
+        return tl.where(r < limits[0], slopes, 0.0), tl.where(r < limits[0], 0.0, slopes)
+    else:
+        return slopes, slopes
+
+
+@triton.jit
+def start_of_document(starts, batch, token, key_length, KIND: tl.constexpr):
+    """Index of the first token of the document of `token`, a number or a vector of them; 0 without documents."""
+    if KIND.documents:
+        token = tl.minimum(token, key_length - 1)
+        return tl.load(starts + tl.cast(batch, tl.int64) * key_length + token).to(tl.int32)
+    else:
+        return token * 0
+
+
+@triton.jit
+def key_phases(first_query, starts, batch, key_length, limits, KIND: tl.constexpr):
+    """Where the phases of a block of queries lie, as numbers of key tiles.
+
+    [0] to [1] all pairs are far; [2] to [3] the window's edge crosses; [3] to [4] all are near and seen; [4] to [5] the
+    diagonal crosses too. Without a window the first two are empty. Tiles of earlier documents, and far ones behind the
+    first keys, are left out.
+    """
+    last_query = tl.minimum(first_query + KIND.rows, key_length) - 1
+    begin = start_of_document(starts, batch, first_query, key_length, KIND) // KIND.keys
+    edge = begin
+    full = begin
+    if KIND.window:
+        edge = tl.maximum(begin, tl.maximum(first_query - limits[0] + 1, 0) // KIND.keys)
+        full = tl.maximum(edge, tl.cdiv(tl.maximum(last_query - limits[0] + 1, 0), KIND.keys))
+    far_end = edge
+    if KIND.first:
+        last_start = start_of_document(starts, batch, last_query, key_length, KIND)
+        far_end = tl.minimum(edge, tl.cdiv(last_start + limits[1], KIND.keys))
+    diagonal = tl.maximum(full, (first_query + 1) // KIND.keys)
+    return begin, far_end, edge, full, diagonal, last_query // KIND.keys + 1
+
+
+@triton.jit
+def query_phases(first_key, starts, stops, batch, query_length, key_length, limits, KIND: tl.constexpr):
+    """Where the phases of a block of keys lie, as numbers of query tiles.
+
+    [0] to [1] the diagonal crosses and all pairs are near; [2] to [3] all are near and seen; [3] to [4] the window's
+    edge crosses; [4] to [5] all are far. Queries of later documents are left out, and far ones where the block holds
+    none of the first keys.
+    """
+    last_key = tl.minimum(first_key + KIND.keys, key_length) - 1
+    past = key_length - query_length
+    end = tl.cdiv(query_length, KIND.rows)
+    if KIND.documents:
+        stop = tl.load(stops + tl.cast(batch, tl.int64) * key_length + last_key).to(tl.int32)
+        end = tl.minimum(end, tl.cdiv(tl.maximum(stop - past, 0), KIND.rows))
+    begin = tl.maximum(first_key - past, 0) // KIND.rows
+    edge = end
+    far = end
+    if KIND.window:
+        edge = tl.minimum(end, tl.maximum(limits[0] + first_key - past, 0) // KIND.rows)
+        far = tl.minimum(end, tl.cdiv(tl.maximum(limits[0] + last_key - past, 0), KIND.rows))
+    far_end = end
+    if KIND.first:
+        # The block's first key is the nearest to its document's start, unless another document begins in the block.
+        first_start = start_of_document(starts, batch, first_key, key_length, KIND)
+        last_start = start_of_document(starts, batch, last_key, key_length, KIND)
+        far_end = tl.where((first_key < first_start + limits[1]) | (last_start > first_start), end, far)
+    full = tl.minimum(tl.cdiv(tl.maximum(last_key - past, 0), KIND.rows), edge)
+    return begin, full, tl.maximum(begin, full), tl.maximum(begin, edge), far, far_end

@@ -1,17 +1,14 @@
 """The transformer language model of GPT-NeoX and LLaMA shape."""
 
-from megatron_coca.model.allocator import keep_freed_memory
-from megatron_coca.model.build import assemble_model, build_model, empty_model
-from megatron_coca.model.generate import (
-    DYNAMIC_LENGTH,
-    DYNAMIC_LENGTHS,
-    NOT_GENERATED,
-    DynamicLength,
-    generate,
+from megatron_coca.model.build import (
+    assemble_model,
+    build_model,
+    draw_learned_positions,
+    empty_model,
+    keep_freed_memory,
 )
-from megatron_coca.model.gpt import GPT
-from megatron_coca.model.init import draw_learned_positions
-from megatron_coca.model.loss import LanguageModelLoss, next_token_loss
+from megatron_coca.model.generate import DYNAMIC_LENGTH, DYNAMIC_LENGTHS, NOT_GENERATED, DynamicLength, generate
+from megatron_coca.model.gpt import GPT, LanguageModelLoss, next_token_loss
 
 __all__ = [
     "DYNAMIC_LENGTH",

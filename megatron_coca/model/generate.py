@@ -6,7 +6,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from megatron_coca.attention.cache import Cache
+from megatron_coca.attention.layer import Cache
 from megatron_coca.model.gpt import GPT
 
 NOT_GENERATED = -1

@@ -1,25 +1,85 @@
 """The language model: embedding, blocks, final norm, output head."""
 
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
-from megatron_coca.attention.cache import Cache
-from megatron_coca.attention.encoding import PositionEncoding
-from megatron_coca.attention.frame import Frame
-from megatron_coca.attention.heads import Shared
-from megatron_coca.attention.inputs import Backend, Documents
-from megatron_coca.attention.method import PositionMethod
-from megatron_coca.attention.packing import documents_from_ids, positions_within
+from megatron_coca.attention.context import Frame, Shared
+from megatron_coca.attention.inputs import Backend, Documents, documents_from_ids, positions_within
+from megatron_coca.attention.layer import Cache
+from megatron_coca.attention.method import PositionEncoding, PositionMethod
 from megatron_coca.config import ModelConfig
-from megatron_coca.model.block import Block
-from megatron_coca.model.embedding import Embedding, absolute
-from megatron_coca.model.head import IGNORED, OutputHead, linear_cross_entropy, next_token_loss
-from megatron_coca.model.norms import build_norm
-from megatron_coca.model.recompute import trained_steps
+from megatron_coca.model.block import Block, build_norm
+from megatron_coca.model.embedding import (
+    IGNORED,
+    Embedding,
+    OutputHead,
+    absolute,
+    linear_cross_entropy,
+    next_token_loss,
+)
+
+Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+
+EXPENSIVE = frozenset(
+    packet.default
+    for packet in (
+        torch.ops.aten.mm,
+        torch.ops.aten.addmm,
+        torch.ops.aten.bmm,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+        torch.ops.aten._scaled_dot_product_flash_attention,
+        torch.ops.aten._scaled_dot_product_efficient_attention,
+        torch.ops.aten._scaled_dot_product_cudnn_attention,
+    )
+)
+"""What `selective` keeps the results of: matrix products and PyTorch's flash attention."""
+
+
+def _choose(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+CONTEXTS: dict[str, Contexts] = {
+    "full": noop_context_fn,
+    "selective": partial(create_selective_checkpoint_contexts, _choose),
+}
+"""By `checkpoint_policy`."""
+
+Step = Callable[[Tensor, Frame], Tensor]
+
+
+def trained_steps(blocks: nn.ModuleList, model: ModelConfig) -> Iterator[Step]:
+    """What to call one after the other in training: the blocks, or groups of `checkpoint_num_layers` blocks that keep
+    what they get and what `checkpoint_policy` keeps, and compute the rest again.
+
+    The results are the same bit for bit: the second computation sees the random state of the first.
+    """
+    if not model.checkpoint_activations:
+        yield from blocks
+        return
+    contexts, size = CONTEXTS[model.checkpoint_policy], model.checkpoint_num_layers
+    for first in range(0, len(blocks), size):
+        group = list(blocks)[first : first + size]
+        yield partial(checkpoint, partial(_through, group), use_reentrant=False, context_fn=contexts)
+
+
+def _through(group: Sequence[nn.Module], x: Tensor, frame: Frame) -> Tensor:
+    for block in group:
+        x = block(x, frame)
+    return x
 
 
 class GPT(Shared):
@@ -159,3 +219,28 @@ def _default_positions(input_ids: Tensor, packed: Documents | None, cache: Cache
     past = len(cache) if cache is not None else 0
     reached = past + input_ids.shape[1]
     return torch.arange(past, reached, device=input_ids.device), reached
+
+
+class LanguageModelLoss(Shared):
+    """A model with its objective: samples [batch, length + 1] int64 -> the scalar loss of predicting each token from
+    those before it, in nats per token.
+
+    `documents` and `positions`, integer [batch, length], are the model's own arguments; `loss_mask`, bool [batch,
+    length], says at which inputs the loss is taken.
+    """
+
+    def __init__(self, model: GPT) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self,
+        samples: Tensor,
+        documents: Tensor | None = None,
+        positions: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+    ) -> Tensor:
+        hidden = self.model.hidden_states(samples[:, :-1], positions=positions, documents=documents)
+        labels = self.share.split(samples[:, 1:])
+        own_mask = None if loss_mask is None else self.share.split(loss_mask)
+        return self.share.mean(self.model.loss(hidden, labels, own_mask), loss_mask)

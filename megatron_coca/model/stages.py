@@ -15,7 +15,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from megatron_coca.attention.frame import Frame
+from megatron_coca.attention.context import Frame
 from megatron_coca.attention.inputs import Documents
 from megatron_coca.model.gpt import GPT, resolve_positions
 

@@ -5,6 +5,6 @@ at the top of a script, or by a call of `activate`. Upstream's modules are impor
 """
 
 from megatron_coca.neox_plugin.activation import activate
-from megatron_coca.neox_plugin.compatibility import IncompatibleError
+from megatron_coca.neox_plugin.wrapping import IncompatibleError
 
 __all__ = ["IncompatibleError", "activate"]

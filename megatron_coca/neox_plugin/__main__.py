@@ -13,7 +13,7 @@ from megatron_coca.attention.inputs import BackendError
 from megatron_coca.config import ConfigError
 from megatron_coca.neox_plugin.activation import activate
 from megatron_coca.neox_plugin.checkpoints import refuse_conversion
-from megatron_coca.neox_plugin.compatibility import IncompatibleError
+from megatron_coca.neox_plugin.wrapping import IncompatibleError
 
 USAGE = "usage: python -m megatron_coca.neox_plugin SCRIPT.py [ARGUMENTS of the script]"
 

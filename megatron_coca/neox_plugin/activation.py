@@ -6,13 +6,62 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megatron_coca.neox_plugin.arguments import extend_arguments
+from megatron_coca.config.training import ScheduleConfig, learning_rate
 from megatron_coca.neox_plugin.attention import checking_model, dispatcher
 from megatron_coca.neox_plugin.checkpoints import checking_args, recording
-from megatron_coca.neox_plugin.compatibility import TESTED_COMMIT, commit, upstream
-from megatron_coca.neox_plugin.generation import forgetting
-from megatron_coca.neox_plugin.schedule import following_ours
-from megatron_coca.neox_plugin.wrapping import wrap
+from megatron_coca.neox_plugin.config_files import extend_arguments
+from megatron_coca.neox_plugin.keys import is_asked_for
+from megatron_coca.neox_plugin.wrapping import TESTED_COMMIT, Function, called, commit, upstream, wrap
+
+
+def forgetting(original: Function) -> Function:
+    """Upstream's `stream_tokens`, which begins with an empty cache: else a prompt from a file follows the one before it,
+    and where upstream's rotary positions stop at that, other positions do not.
+    """
+
+    def stream_tokens(neox_args: Any, model: Any, *given: Any, **named: Any) -> Any:
+        if is_asked_for(neox_args):
+            model.module.clear_cache()
+        return original(neox_args, model, *given, **named)
+
+    return stream_tokens
+
+
+OURS = "linear_to_min_lr"
+
+
+def following_ours(original: Function) -> Function:
+    """Upstream's `get_learning_rate_scheduler`, whose schedulers follow ours where they are asked to."""
+
+    def get_learning_rate_scheduler(optimizer: Any, neox_args: Any) -> Any:
+        called(neox_args, "megatron.training.get_learning_rate_scheduler")
+        scheduler = original(optimizer, neox_args)
+        if scheduler is None:
+            return None
+        theirs, start = scheduler.get_lr, neox_args.lr_warmup_init
+
+        def get_lr() -> float:
+            if scheduler.decay_style.lower() != OURS and not start:
+                return theirs()
+            return learning_rate(scheduler.num_iters, float(scheduler.start_lr), _schedule(scheduler, start))
+
+        scheduler.get_lr = get_lr
+        scheduler.step(scheduler.num_iters)
+        return scheduler
+
+    return get_learning_rate_scheduler
+
+
+def _schedule(scheduler: Any, start: float) -> ScheduleConfig:
+    """By the scheduler's numbers and not the configuration's: a checkpoint may have set them."""
+    return ScheduleConfig(
+        lr_decay_style=scheduler.decay_style.lower(),
+        lr_decay_iters=scheduler.end_iter,
+        min_lr=scheduler.min_lr,
+        warmup=scheduler.warmup_iter / scheduler.end_iter,
+        lr_warmup_init=start,
+    )
+
 
 logger = logging.getLogger(__name__)
 

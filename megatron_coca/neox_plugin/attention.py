@@ -13,14 +13,12 @@ from torch import Tensor
 
 from megatron_coca.attention.backends.select import select_backend
 from megatron_coca.attention.compose import build_method
-from megatron_coca.attention.encoding import PositionEncoding
-from megatron_coca.attention.frame import Frame
-from megatron_coca.attention.operands import check_operand_kernel
+from megatron_coca.attention.context import Frame
+from megatron_coca.attention.method import PositionEncoding, check_operand_kernel
 from megatron_coca.config import Config, load_config
 from megatron_coca.neox_plugin.checkpoints import refuse_in_checkpoints, rename_in_checkpoints
-from megatron_coca.neox_plugin.compatibility import incompatible
 from megatron_coca.neox_plugin.keys import is_asked_for, resolve
-from megatron_coca.neox_plugin.wrapping import Function, not_called
+from megatron_coca.neox_plugin.wrapping import Function, incompatible, not_called
 
 
 class Positioned:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from megatron_coca.config import KEYS, Config, ConfigError, load_config
-from megatron_coca.config.errors import nearest
+from megatron_coca.config.base import nearest
 from megatron_coca.config.position import PositionConfig
 
 logger = logging.getLogger(__name__)

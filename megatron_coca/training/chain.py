@@ -10,7 +10,7 @@ from megatron_coca.checkpoints import CheckpointError, native, open_checkpoint
 from megatron_coca.checkpoints.object_store import save_folder
 from megatron_coca.config import Config, ConfigError, load_config
 from megatron_coca.training.launch.processes import CaughtSignals, LocalProcess, supervise
-from megatron_coca.training.same_run import differing_run
+from megatron_coca.training.resume import differing_run
 
 Start = Callable[[Sequence[str]], int]
 """Runs a command line and gives its exit status."""

@@ -1,29 +1,138 @@
 """From the data keys of a configuration to blends of shards."""
 
-from collections.abc import Sequence
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from megatron_coca.config import Config, ConfigError, split_shares
 from megatron_coca.data import (
+    Batch,
     Blend,
     DataError,
+    Loader,
     Packing,
     Shard,
+    SourceShare,
     Tokenizer,
     ensure_builtin,
     load_saved_tokenizer,
     load_tokenizer,
 )
+from megatron_coca.data.inspection.collection import shard_entry
 from megatron_coca.data.preparation.plan import SPLITS
-from megatron_coca.data.shards.index import read_header
-from megatron_coca.data.tokenizers.agreement import agree
-from megatron_coca.data.tokenizers.kinds import DESCRIPTION
+from megatron_coca.data.shards import read_header, sampled_digest
+from megatron_coca.data.tokenizers.kinds import DESCRIPTION, agree
 from megatron_coca.data.tokenizers.load import needs_files
-from megatron_coca.training.identity import data_identity
+from megatron_coca.tables import table
+
+logger = logging.getLogger(__name__)
+
+
+def _digest(value: str | None) -> str:
+    return "none" if value is None else value[:12]
+
+
+def _count(value: int) -> str:
+    return f"{value:,}"
+
+
+_COUNTS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "tokens": ("token count", _count),
+    "document_counts": ("document count", _count),
+    "weights": ("weight", repr),
+}
+_CONTENTS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "sha256": ("content", _digest),
+    "sampled": ("content", _digest),
+}
+"""Entries with a value for every source: what they are called, and how a value is shown."""
+
+
+def data_identity(blend: Blend) -> dict[str, list[Any]]:
+    """What is compared when a run goes on, as JSON can hold it; a list over the sources each.
+
+    `sha256` is what the manifest says of the tokens' file, None where none does: it takes every token into account and
+    no reading. `sampled` is taken from the shard itself, so that data without a manifest is known again as well, and
+    a file that was replaced under its manifest is not.
+    """
+    return {
+        "tokens": [shard.len_tokens for shard in blend.shards],
+        "document_counts": [shard.documents for shard in blend.shards],
+        "weights": list(blend.weights),
+        "sha256": [_recorded_digest(shard) for shard in blend.shards],
+        "sampled": [sampled_digest(shard) for shard in blend.shards],
+    }
+
+
+def _recorded_digest(shard: Shard) -> str | None:
+    try:
+        return shard_entry(shard.prefix).sha256
+    except DataError as error:  # a manifest.json of something else may lie beside a shard of another program
+        logger.info("%s; it is known again by some of its tokens instead", error)
+        return None
+
+
+def differing_data(saved: Mapping[str, Any], now: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    """What differs between two identities, a phrase each such as `token count of NAME (saved 1,000, now 900)`.
+
+    `names` are those of the sources now.
+    """
+    before = len(saved.get("tokens") or ())
+    if before != len(names):
+        return [f"number of sources (saved {before}, now {len(names)})", *_of_the_run(saved, now)]
+    found = [line for number, name in enumerate(names) for line in _of_source(saved, now, number, name)]
+    return found + _of_the_run(saved, now)
+
+
+def _of_source(saved: Mapping[str, Any], now: Mapping[str, Any], number: int, name: str) -> list[str]:
+    counts = _differing(_COUNTS, saved, now, number, name)
+    # Other counts are other content: once is enough.
+    return counts or _differing(_CONTENTS, saved, now, number, name)[:1]
+
+
+def _differing(
+    entries: Mapping[str, tuple[str, Callable[[Any], str]]],
+    saved: Mapping[str, Any],
+    now: Mapping[str, Any],
+    number: int,
+    name: str,
+) -> list[str]:
+    """Checkpoints of earlier versions lack some entries, and a shard may have no manifest on one side: compared is what
+    both have, so that such runs can go on.
+    """
+    found = []
+    for key, (title, shown) in entries.items():
+        old, new = (_value(identity, key, number) for identity in (saved, now))
+        if old is not None and new is not None and old != new:
+            found.append(f"{title} of {name} (saved {shown(old)}, now {shown(new)})")
+    return found
+
+
+def _value(identity: Mapping[str, Any], key: str, number: int) -> Any:
+    values = identity.get(key)
+    return values[number] if values is not None else None
+
+
+def _of_the_run(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What belongs to no source: the tokenizer, and what the ends of documents change."""
+    found = []
+    old, new = saved.get("tokenizer"), now.get("tokenizer")
+    # A run that began without a tokenizer may go on once one is named.
+    if old is not None and old != new:
+        found.append(f"tokenizer (saved {_digest(old)}, now {_digest(new)})")
+    if saved.get("documents", []) != now.get("documents", []):
+        found.append(f"treatment of documents (saved {_keys(saved)}, now {_keys(now)})")
+    return found
+
+
+def _keys(identity: Mapping[str, Any]) -> str:
+    return " and ".join(identity.get("documents", [])) or "as one text"
+
 
 BUILTIN_WEIGHTS = {"text": 0.75, "code": 0.25}
 """The paper's mixture by tokens."""
@@ -217,3 +326,102 @@ def _with_vocabulary(config: Config, tokenizer: Tokenizer | None) -> Config:
             ]
         )
     return config
+
+
+REPEATED = 4
+"""Passes over a source up to which repeating it is worth about as much as new text, and beyond which ever less:
+Muennighoff et al., "Scaling Data-Constrained Language Models" (2023).
+"""
+_HEADINGS = ("source", "weight", "share", "samples", "tokens", "epochs")
+
+
+def mixture_table(shares: Sequence[SourceShare]) -> str:
+    """A line for every source: weight asked for, share achieved, samples, tokens, passes over it."""
+    return table(_HEADINGS, [_row(share) for share in shares])
+
+
+def _row(share: SourceShare) -> tuple[str, ...]:
+    return (
+        share.source,
+        f"{share.weight:.2%}",
+        f"{share.fraction:.2%}",
+        f"{share.samples:,}",
+        f"{share.tokens:,}",
+        f"{share.epochs:.3g}",
+    )
+
+
+def repeated_sources(shares: Sequence[SourceShare]) -> list[str]:
+    """A line for every source that is read more than ``REPEATED`` times."""
+    return [
+        f"{share.source}: is read {share.epochs:.1f} times; beyond {REPEATED} passes text teaches ever less, "
+        "so lower its weight, shorten the run, or add text"
+        for share in shares
+        if share.epochs > REPEATED
+    ]
+
+
+def source_names(sources: Sequence[str]) -> list[str]:
+    """What sources are called in figures, by their prefixes: the shards' names where these differ, else whole prefixes."""
+    short = [Path(source).name for source in sources]
+    return short if len(set(short)) == len(short) else list(sources)
+
+
+def mixture_figures(shares: Sequence[SourceShare]) -> dict[str, float]:
+    """Share and passes of every source, as `share/NAME` and `epochs/NAME`."""
+    figures: dict[str, float] = {}
+    for name, share in zip(source_names([share.source for share in shares]), shares, strict=True):
+        figures |= {f"share/{name}": share.fraction, f"epochs/{name}": share.epochs}
+    return figures
+
+
+Layout = tuple[int, int, int, int]
+"""Global batch, micro batch, rank, world size."""
+OpenLoader = Callable[[Corpus, Blend, Layout], Loader]
+
+VALIDATION_LOSS = "validation_loss"
+
+
+class Evaluator(Protocol):
+    """What computes losses: the training engine."""
+
+    def mean_loss(self, micro_batches: Sequence[Batch], /) -> float:
+        """In nats per token, over all ranks; every rank must call it."""
+        ...
+
+
+def validate(corpus: Corpus, engine: Evaluator, layout: Layout, open_loader: OpenLoader) -> dict[str, float]:
+    """Mean losses in nats per token of the first batches of the validation data: the same samples every time.
+
+    `validation_loss` is that of `eval_iters` batches of the blend. Where there are several sources and
+    `eval_per_source` is set, `validation_loss/NAME` is that of each by itself, over the batches that its weight in
+    the blend gives it, at least one: all sources together cost about as much as the blend. Empty where nothing is to
+    be validated. Every rank must call it.
+    """
+    keys = corpus.config.logging
+    if corpus.valid is None or keys.eval_iters == 0:
+        return {}
+    losses = {VALIDATION_LOSS: _mean_loss(corpus, corpus.valid, engine, layout, open_loader, keys.eval_iters)}
+    for name, (blend, batches) in _sources(corpus.valid, keys.eval_iters).items() if keys.eval_per_source else ():
+        losses[f"{VALIDATION_LOSS}/{name}"] = _mean_loss(corpus, blend, engine, layout, open_loader, batches)
+    return losses
+
+
+def _mean_loss(
+    corpus: Corpus, blend: Blend, engine: Evaluator, layout: Layout, open_loader: OpenLoader, batches: int
+) -> float:
+    with open_loader(corpus, blend, layout) as loader:
+        losses = [engine.mean_loss(loader.micro_batches(index)) for index in range(batches)]
+    return sum(losses) / len(losses)
+
+
+def _sources(blend: Blend, batches: int) -> dict[str, tuple[Blend, int]]:
+    """Every source as a blend of its own, by name, with its share of `batches`; empty for a single source."""
+    if len(blend.shards) == 1:
+        return {}
+    shares = [weight / math.fsum(blend.weights) for weight in blend.weights]
+    names = source_names([str(shard.prefix) for shard in blend.shards])
+    return {
+        name: (Blend([shard], [1.0], blend.seq_length, blend.seed), max(1, round(share * batches)))
+        for name, shard, share in zip(names, blend.shards, shares, strict=True)
+    }

@@ -13,24 +13,21 @@ from megatron_coca.checkpoints.load import find_native
 from megatron_coca.config import BatchSizes, Config, ConfigError
 from megatron_coca.model import assemble_model, keep_freed_memory
 from megatron_coca.training import engine as dist
-from megatron_coca.training import launch, rng
-from megatron_coca.training.corpus import Corpus, open_corpus, validation_note
+from megatron_coca.training import launch, saving
+from megatron_coca.training.collectives import FolderLocks, from_main, require_writable
+from megatron_coca.training.corpus import Corpus, mixture_table, open_corpus, repeated_sources, validation_note
 from megatron_coca.training.engine import Engine
-from megatron_coca.training.faults.signals import Preemption
-from megatron_coca.training.faults.watchdog import Watchdog
+from megatron_coca.training.exit_status import Preemption
 from megatron_coca.training.health import check_health
-from megatron_coca.training.initial import initial_model
-from megatron_coca.training.mixture import mixture_table, repeated_sources
-from megatron_coca.training.optimizer import build_optimizer
+from megatron_coca.training.optimizer import build_optimizer, train_only_parts, trainable_share
 from megatron_coca.training.remote_checkpoints import RemoteCheckpoints, use_local_folders
 from megatron_coca.training.reporting import run_folder, set_up_logging
+from megatron_coca.training.resume import candidates, clear_together, initial_model, refuse_other_run
 from megatron_coca.training.saving import Checkpoints
-from megatron_coca.training.starting import candidates, clear_together, refuse_other_run
-from megatron_coca.training.together import FolderLocks, from_main, require_writable
 from megatron_coca.training.topology import Topology
-from megatron_coca.training.trainable import train_only_parts, trainable_share
 from megatron_coca.training.trainer import Shape, Trainer
 from megatron_coca.training.verification import first_intact, verify_together
+from megatron_coca.training.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +160,7 @@ def _build_engine(corpus: Corpus, shape: Shape, fresh: bool) -> tuple[Engine, st
     else:
         model, origin = assemble_model(config, device), None
     train_only_parts(model, config.optimizer)
-    rng.seed_everything(config.seed, shape.topology.random_stream(dist.rank()))
+    saving.seed_everything(config.seed, shape.topology.random_stream(dist.rank()))
     model.train()
     place = shape.topology.coordinates(dist.rank())
     optimizer = partial(build_optimizer, config=config.optimizer)

@@ -12,18 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_coca.checkpoints import CheckpointError, native
-from megatron_coca.checkpoints.object_store import (
-    RemoteFolder,
-    fetch,
-    is_url,
-    local_folder,
-    read_folder,
-    split_step,
-)
+from megatron_coca.checkpoints.object_store import RemoteFolder, fetch, is_url, local_folder, read_folder, split_step
 from megatron_coca.config import CheckpointConfig, Config
 from megatron_coca.training import engine as dist
-from megatron_coca.training.starting import runs_of
-from megatron_coca.training.together import attempt, from_main
+from megatron_coca.training.collectives import attempt, from_main
+from megatron_coca.training.resume import runs_of
 
 logger = logging.getLogger(__name__)
 

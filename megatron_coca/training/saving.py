@@ -1,9 +1,12 @@
 """When a run is saved, and how: a copy of the state is taken between two steps and written while training goes on."""
 
 import hashlib
+import json
 import logging
 import os
+import random
 import shutil
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -11,12 +14,14 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
 from megatron_coca.checkpoints import CheckpointError, native
 from megatron_coca.checkpoints.errors import UnreadableError
+from megatron_coca.checkpoints.native import code_versions
 from megatron_coca.checkpoints.state import (
     WEIGHT,
     Held,
@@ -29,19 +34,91 @@ from megatron_coca.checkpoints.state import (
     weights,
     write_pieces,
 )
-from megatron_coca.checkpoints.versions import code_versions
 from megatron_coca.checkpoints.weights import Weights, write_safetensors
 from megatron_coca.config import CheckpointConfig
 from megatron_coca.training import engine as dist
-from megatron_coca.training import rng
-from megatron_coca.training.background import Background
+from megatron_coca.training.collectives import attempt
 from megatron_coca.training.corpus import Corpus
 from megatron_coca.training.engine import Engine
-from megatron_coca.training.faults.skips import DataSkips
-from megatron_coca.training.faults.watchdog import Watchdog
+from megatron_coca.training.loss_guard import DataSkips
 from megatron_coca.training.remote_checkpoints import RemoteCheckpoints
-from megatron_coca.training.together import attempt
 from megatron_coca.training.topology import Topology
+from megatron_coca.training.watchdog import Watchdog
+
+
+class Background:
+    """Runs jobs in a thread, one after the other. The thread does not keep a process alive that fails."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the last job has ended in an error that `wait` will raise."""
+        return self._failure is not None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job is in progress."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self, job: Callable[[], None]) -> None:
+        """Begin `job`; waits for the one before it, and raises its error."""
+        self.wait()
+        self._thread = threading.Thread(target=self._run, args=(job,), name="background", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait for the job in progress, if any; raises its error, once."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def leave(self, seconds: float) -> None:
+        """Give a job in progress some seconds to end, before a process that failed ends under it."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+
+    def _run(self, job: Callable[[], None]) -> None:
+        try:
+            job()
+        except BaseException as error:  # noqa: BLE001 - handed to the training thread, whatever it is
+            self._failure = error
+
+
+def seed_everything(seed: int, stream: int) -> None:
+    """Seed this process's generators; ranks of different streams differ, so that their dropout masks do."""
+    random.seed(seed + stream)
+    np.random.seed((seed + stream) % 2**32)
+    torch.manual_seed(seed + stream)
+
+
+def states() -> dict[str, Any]:
+    """The states of Python, NumPy, PyTorch and, where there is one, this process's GPU."""
+    kind, keys, *rest = np.random.get_state()
+    return {
+        "python": json.dumps(random.getstate()),
+        "numpy": json.dumps([kind, keys.tolist(), *rest]),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+    }
+
+
+def load_states(path: Path) -> None:
+    """Restore what `states` gave, from the file that `torch.save` wrote."""
+    states = torch.load(path, weights_only=True, map_location="cpu")
+    version, internal, gauss = json.loads(states["python"])
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, *rest = json.loads(states["numpy"])
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(states["torch"])
+    if states["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+
 
 logger = logging.getLogger(__name__)
 
@@ -151,14 +228,14 @@ class Checkpoints:
                     self._watchdog.beat(f"restoring {piece.name}")
             self._engine.restored(meta["counters"])
             if meta["topology"] == self._topology.layout():
-                rng.load_states(folder / native.RNG / f"rank_{dist.rank()}.pt")
+                load_states(folder / native.RNG / f"rank_{dist.rank()}.pt")
                 return meta
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
                 f"{folder}: cannot be read any more, though it was valid just now ({error})"
             ) from error
         logger.warning("another division among processes than %s: dropout draws anew", meta["topology"])
-        rng.seed_everything(self._corpus.config.seed + int(meta["step"]), self._topology.random_stream(dist.rank()))
+        seed_everything(self._corpus.config.seed + int(meta["step"]), self._topology.random_stream(dist.rank()))
         return meta
 
     def save(self, step: int, progress: Mapping[str, Any]) -> None:
@@ -221,7 +298,7 @@ class Checkpoints:
             own = [piece._replace(tensor=self._copied(piece)) for piece in own]
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        return Snapshot(step, own, places, rng.states(), self._meta(step, progress))
+        return Snapshot(step, own, places, states(), self._meta(step, progress))
 
     def _writes(self, name: str, place: Place) -> bool:
         """Whether this rank writes what it holds of a parameter: copies of the same are written once."""

@@ -8,24 +8,20 @@ from typing import Any, NamedTuple
 from megatron_coca.checkpoints import CheckpointError, native
 from megatron_coca.checkpoints.errors import UnreadableError
 from megatron_coca.config import BatchSizes
-from megatron_coca.config.rates import learning_rate
+from megatron_coca.config.training import learning_rate
 from megatron_coca.data import Batch, Blend, Loader
 from megatron_coca.training import engine as dist
-from megatron_coca.training.corpus import Corpus
+from megatron_coca.training.collectives import from_main
+from megatron_coca.training.corpus import Corpus, Layout, mixture_figures, validate
 from megatron_coca.training.engine import Engine, StepResult
-from megatron_coca.training.faults.guard import LossGuard, Verdict
-from megatron_coca.training.faults.signals import Preemption
-from megatron_coca.training.faults.skips import DataSkips
-from megatron_coca.training.faults.status import Diverged, Preempted, Unsaved
-from megatron_coca.training.faults.watchdog import Watchdog
-from megatron_coca.training.mixture import mixture_figures
+from megatron_coca.training.exit_status import Diverged, Preempted, Preemption, Unsaved
+from megatron_coca.training.loss_guard import DataSkips, LossGuard, Verdict
 from megatron_coca.training.reporting import Monitor, StepFigures
+from megatron_coca.training.resume import clear_together
 from megatron_coca.training.saving import Checkpoints, is_due
-from megatron_coca.training.starting import clear_together
-from megatron_coca.training.together import from_main
 from megatron_coca.training.topology import Topology
-from megatron_coca.training.validation import Layout, validate
 from megatron_coca.training.verification import Choice, first_intact
+from megatron_coca.training.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from megatron_coca.attention.backends.select import BACKENDS, select_backend
 from megatron_coca.attention.compose import build_method
-from megatron_coca.attention.encoding import PositionEncoding
 from megatron_coca.attention.inputs import AttentionInputs
-from megatron_coca.attention.oracle.dense import RelativeMap, Setting, attention
-from megatron_coca.attention.oracle.frequencies import frequencies
+from megatron_coca.attention.method import PositionEncoding
 from megatron_coca.config import load_config
+from tests.reference.dense import RelativeMap, Setting, attention
+from tests.reference.frequencies import frequencies
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 HEADS, KV_HEADS, HEAD_DIM, WINDOW = 4, 2, 64, 100

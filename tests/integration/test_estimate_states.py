@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_coca.config import load_config
-from megatron_coca.training.estimate.states import stage_parameters, states_bytes
+from megatron_coca.training.estimate import stage_parameters, states_bytes
 from megatron_coca.training.topology import Topology, effective_stage
 
 ROOT = Path(__file__).parents[2]

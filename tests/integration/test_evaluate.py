@@ -9,11 +9,9 @@ import torch
 
 from megatron_coca.config import load_config
 from megatron_coca.data import load_tokenizer
-from megatron_coca.evaluation import PerplexityResult
-from megatron_coca.evaluation.perplexity import command
-from megatron_coca.evaluation.perplexity.scoring import score_document
-from megatron_coca.evaluation.results import Missing, write_record
-from megatron_coca.evaluation.store import cost_path, read_costs
+from megatron_coca.evaluation import PerplexityResult, perplexity
+from megatron_coca.evaluation.perplexity import score_document
+from megatron_coca.evaluation.results import Missing, cost_path, read_costs, write_record
 from megatron_coca.model import GPT
 from tests.checkpoint_files import write_checkpoint
 
@@ -104,10 +102,10 @@ def test_an_interrupted_measurement_goes_on(
         calls.append(args)
         return score_document(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(command, "score_document", interrupted)
+    monkeypatch.setattr(perplexity, "score_document", interrupted)
     assert main(arguments(checkpoint, text, "--output", output)) == 130
     assert [(each.window, each.documents) for each in read(output).results] == [(16, 2), (64, 1)]
-    monkeypatch.setattr(command, "score_document", lambda *args: calls.append(args) or score_document(*args))
+    monkeypatch.setattr(perplexity, "score_document", lambda *args: calls.append(args) or score_document(*args))
     assert main(arguments(checkpoint, text, "--output", output)) == 0
     assert len(calls) == 4, "only the document that was not measured"
     assert output.read_bytes() == whole.read_bytes()

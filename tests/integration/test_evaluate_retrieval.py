@@ -10,9 +10,9 @@ import torch
 from megatron_coca.config import load_config
 from megatron_coca.evaluation.report import build_report
 from megatron_coca.evaluation.results import EvaluationError
-from megatron_coca.evaluation.retrieval.commands import NEEDLE, PASSKEY, RULER
+from megatron_coca.evaluation.retrieval.measuring import NEEDLE, PASSKEY, RULER
 from megatron_coca.evaluation.retrieval.records import NeedleResult, PasskeyResult, RulerResult
-from megatron_coca.evaluation.running import Task
+from megatron_coca.evaluation.subject import Task
 from megatron_coca.model import build_model
 from tests.checkpoint_files import write_checkpoint
 

@@ -19,7 +19,7 @@ from filelock import FileLock, Timeout
 
 from megatron_coca.checkpoints import native
 from megatron_coca.data import DataError
-from megatron_coca.data.shards.writer import ShardWriter
+from megatron_coca.data.shard_writer import ShardWriter
 
 ROOT = Path(__file__).parents[2]
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "SLURM_")

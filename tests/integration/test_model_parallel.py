@@ -20,7 +20,7 @@ from megatron_coca.config import Config, load_config
 from megatron_coca.data import Batch
 from megatron_coca.model import LanguageModelLoss, build_model
 from megatron_coca.training import engine as dist
-from megatron_coca.training import rng
+from megatron_coca.training import saving
 from megatron_coca.training.engine import Engine
 from megatron_coca.training.optimizer import build_optimizer
 from megatron_coca.training.topology import Topology
@@ -115,7 +115,7 @@ def trained(keys: Mapping[str, Any], folder: Path) -> list[list[float]]:
     topology = Topology.of(config.parallel, dist.world_size())
     place, copies = topology.coordinates(dist.rank()), topology.data
     model = build_model(config)
-    rng.seed_everything(config.seed, topology.random_stream(dist.rank()))
+    saving.seed_everything(config.seed, topology.random_stream(dist.rank()))
     engine = Engine(
         LanguageModelLoss(model.train()), build_optimizer(model, config.optimizer), config, config.batch.resolve(copies)
     )

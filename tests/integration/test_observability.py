@@ -75,7 +75,7 @@ def free_port() -> str:
 @pytest.mark.parametrize(
     ("module", "place", "told"),
     [
-        ("megatron_coca.model.loss", "LanguageModelLoss.forward", "rank 1 ({host}) is slow: a forward pass takes"),
+        ("megatron_coca.model.gpt", "LanguageModelLoss.forward", "rank 1 ({host}) is slow: a forward pass takes"),
         ("megatron_coca.data", "Loader.micro_batches", "of the time goes into waiting for data, on rank 1 ({host})"),
     ],
     ids=["straggler", "slow data"],

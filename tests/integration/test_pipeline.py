@@ -21,8 +21,8 @@ from megatron_coca.config import load_config
 from megatron_coca.data import Batch
 from megatron_coca.model import assemble_model
 from megatron_coca.training import engine as dist
-from megatron_coca.training import rng
-from megatron_coca.training.faults.guard import Limits
+from megatron_coca.training import saving
+from megatron_coca.training.loss_guard import Limits
 from megatron_coca.training.optimizer import build_optimizer
 from megatron_coca.training.topology import Topology
 from tests.checkpoint_files import open_state
@@ -83,7 +83,7 @@ class Trained:
         self.place = self.topology.coordinates(dist.rank())
         self.sizes = config.batch.resolve(self.topology.data)
         self.packed = config.data.reset_attention_mask
-        rng.seed_everything(config.seed, dist.rank())
+        saving.seed_everything(config.seed, dist.rank())
         optimizer = partial(build_optimizer, config=config.optimizer)
         self.engine = dist.build_engine(assemble_model(config, "cpu"), optimizer, config, self.sizes, self.place.pipe)
 
@@ -136,7 +136,7 @@ def resumed(keys: dict[str, Any], folder: Path) -> dict[str, Any]:
     one, other = Trained(keys), Trained(keys)
     one.steps(0, 2)
     one.write(folder)
-    counters, states = one.engine.counters(), rng.states()
+    counters, states = one.engine.counters(), saving.states()
     expected, bits = one.steps(2, STEPS), one.bits()
     other.read(folder, counters)
     torch.set_rng_state(states["torch"])

@@ -17,18 +17,16 @@ import pytest
 import torch
 import torch.nn as nn
 
-from megatron_coca.attention.layer import SelfAttention
-from megatron_coca.attention.projection import PARTS, packed_rows
+from megatron_coca.attention.layer import PARTS, SelfAttention, packed_rows
 from megatron_coca.checkpoints.state import file_name, write_pieces
 from megatron_coca.config import Config, ConfigError, load_config
 from megatron_coca.data import Batch
 from megatron_coca.model import GPT, LanguageModelLoss, assemble_model, build_model
 from megatron_coca.training import engine as dist
-from megatron_coca.training import rng
+from megatron_coca.training import saving
 from megatron_coca.training.engine import Engine
-from megatron_coca.training.optimizer import build_optimizer
+from megatron_coca.training.optimizer import build_optimizer, parts_of, train_only_parts, trainable_share
 from megatron_coca.training.topology import Topology
-from megatron_coca.training.trainable import parts_of, train_only_parts, trainable_share
 from tests.checkpoint_files import open_state
 
 ROOT = Path(__file__).parents[2]
@@ -147,7 +145,7 @@ class Run:
         self.config = config_of(keys)
         self.topology = Topology.of(self.config.parallel, dist.world_size())
         self.place = self.topology.coordinates(dist.rank())
-        rng.seed_everything(self.config.seed, self.topology.random_stream(dist.rank()))
+        saving.seed_everything(self.config.seed, self.topology.random_stream(dist.rank()))
         model = assemble_model(self.config, "cpu").train()
         train_only_parts(model, self.config.optimizer)
         optimizer = partial(build_optimizer, config=self.config.optimizer)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_coca.neox_plugin.compatibility import SEAMS
+from megatron_coca.neox_plugin.wrapping import SEAMS
 from tests.conftest import ROOT
 
 STUB = ROOT / "tests/neox/stub"

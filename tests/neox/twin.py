@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from megatron_coca.data import Shard
-from megatron_coca.data.order.blend import Blend
-from megatron_coca.data.shards.writer import ShardWriter
+from megatron_coca.data.order import Blend
+from megatron_coca.data.shard_writer import ShardWriter
 
 FIRST = 3
 

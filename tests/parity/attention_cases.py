@@ -14,14 +14,12 @@ from megatron_coca.attention.backends.merge import MergeBackend
 from megatron_coca.attention.backends.reference import ReferenceBackend
 from megatron_coca.attention.backends.sdpa import SdpaBackend
 from megatron_coca.attention.compose import build_method
-from megatron_coca.attention.encoding import PositionEncoding
-from megatron_coca.attention.inputs import AttentionInputs, Backend
-from megatron_coca.attention.method import PositionMethod
-from megatron_coca.attention.oracle.clex import clex_frequencies
-from megatron_coca.attention.oracle.dense import RelativeMap, Setting, attention
-from megatron_coca.attention.oracle.frequencies import frequencies, multiplier
-from megatron_coca.attention.packing import documents_from_ids
+from megatron_coca.attention.inputs import AttentionInputs, Backend, documents_from_ids
+from megatron_coca.attention.method import PositionEncoding, PositionMethod
 from megatron_coca.config import load_config
+from tests.reference.clex import clex_frequencies
+from tests.reference.dense import RelativeMap, Setting, attention
+from tests.reference.frequencies import frequencies, multiplier
 
 HEADS, HEAD_DIM, TRAINING_LENGTH = 4, 16, 32
 ROTATED = ("rotary", "coca", "coca_strict")

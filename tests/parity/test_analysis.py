@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_coca.attention.oracle import dense
-from megatron_coca.attention.oracle.frequencies import frequencies
 from megatron_coca.config import load_config
-from megatron_coca.evaluation.analysis import scores as scores_module
+from megatron_coca.evaluation.analysis import observation as scores_module
 from megatron_coca.evaluation.analysis.measuring import Observer, Sampling, analyse
-from megatron_coca.evaluation.analysis.observe import observed
+from megatron_coca.evaluation.analysis.observation import observed
 from megatron_coca.evaluation.analysis.records import LengthAnalysis
 from megatron_coca.model import GPT, build_model
+from tests.reference import dense
+from tests.reference.frequencies import frequencies
 
 LAYERS, HEADS, WIDTH, TRAINED, LENGTH = 2, 2, 32, 12, 20
 HEAD = WIDTH // HEADS

@@ -20,9 +20,9 @@ from attention_cases import (
     production,
 )
 
-from megatron_coca.attention.encoding import PositionEncoding
-from megatron_coca.attention.oracle.clex import clex_frequencies
-from megatron_coca.attention.oracle.dense import attention
+from megatron_coca.attention.method import PositionEncoding
+from tests.reference.clex import clex_frequencies
+from tests.reference.dense import attention
 
 SHORT = [1.0 + 0.125 * j for j in range(8)]
 LONG = [1.0 + 0.5 * j * j for j in range(8)]

@@ -21,7 +21,7 @@ from attention_cases import (
     with_window,
 )
 
-from megatron_coca.attention.encoding import PositionEncoding
+from megatron_coca.attention.method import PositionEncoding
 from megatron_coca.attention.positions.forms import SCORE_FORMS
 
 EXACT = [(name, backend) for name, backend in SERVED if backend != "flex"]

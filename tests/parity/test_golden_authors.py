@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_coca import load_model
-from megatron_coca.attention import frame
+from megatron_coca.attention import context
 from megatron_coca.attention.rotary import RotaryTables
 from megatron_coca.checkpoints import CheckpointError, load_checkpoint, open_checkpoint
 from megatron_coca.checkpoints.exports.huggingface import export
@@ -73,7 +73,9 @@ def test_logits_with_float32_phases(folder: str, scaling: str, monkeypatch: pyte
     reference = load_file(AUTHORS / folder / "reference.safetensors")
     model = load_model(AUTHORS / folder, {"pos_emb": "coca", **SCALINGS[scaling]})
     for length in (32, 96):
-        monkeypatch.setattr(frame, "rotary_tables", Float32Phases(length, **SCALINGS[scaling].get("rope_scaling", {})))
+        monkeypatch.setattr(
+            context, "rotary_tables", Float32Phases(length, **SCALINGS[scaling].get("rope_scaling", {}))
+        )
         logits = model(reference[f"input_ids.{length}"])
         torch.testing.assert_close(logits, reference[f"logits.{scaling}.{length}"], atol=5e-5, rtol=0)
 
@@ -92,7 +94,7 @@ def test_float32_phases_differ_beyond_the_recorded_lengths(
     ids = torch.randint(0, 97, (1, 2048), generator=torch.Generator().manual_seed(0))
     ours = model(ids)
     exact = model.double()(ids)
-    monkeypatch.setattr(frame, "rotary_tables", Float32Phases(2048, **scaling))
+    monkeypatch.setattr(context, "rotary_tables", Float32Phases(2048, **scaling))
     theirs = model.float()(ids)
     errors = [float((logits - exact).square().mean().sqrt()) for logits in (ours, theirs)]
     assert 1e-4 < float((ours - theirs).abs().max()) < 5e-3

@@ -9,8 +9,7 @@ from lm_eval.models.huggingface import HFLM
 
 from megatron_coca.checkpoints import load_checkpoint
 from megatron_coca.checkpoints.exports.huggingface import export
-from megatron_coca.evaluation.harness.loading import load_suites
-from megatron_coca.evaluation.harness.suite import Selection, Suite
+from megatron_coca.evaluation.harness.loading import Selection, Suite, load_suites
 from megatron_coca.evaluation.results import EvaluationError
 from tests.parity.exported import LLAMA, NEOX, modules_cache, random_checkpoint
 from tests.unit.harness_cases import LENGTH, adapter, documents, requests, write_tasks

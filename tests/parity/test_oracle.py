@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_coca.attention.oracle.clex import clex_frequencies
-from megatron_coca.attention.oracle.dense import RelativeMap, Setting, attention, inverse_leak
-from megatron_coca.attention.oracle.frequencies import frequencies, multiplier
+from tests.reference.clex import clex_frequencies
+from tests.reference.dense import RelativeMap, Setting, attention, inverse_leak
+from tests.reference.frequencies import frequencies, multiplier
 
 HEAD_DIM, LENGTH = 8, 23
 THETA = frequencies(HEAD_DIM)

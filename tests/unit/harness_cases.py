@@ -12,7 +12,7 @@ from lm_eval.api.instance import Instance
 from megatron_coca.checkpoints import Loaded
 from megatron_coca.data import load_saved_tokenizer
 from megatron_coca.evaluation.harness.adapter import HarnessModel
-from megatron_coca.evaluation.harness.command import LM_EVAL
+from megatron_coca.evaluation.harness.measuring import LM_EVAL
 from megatron_coca.evaluation.harness.records import HarnessResult
 
 LENGTH = 48

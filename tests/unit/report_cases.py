@@ -9,10 +9,9 @@ from typing import Any
 from megatron_coca.evaluation import PerplexityResult
 from megatron_coca.evaluation.analysis.records import AnalysisResult
 from megatron_coca.evaluation.harness.records import HarnessResult
-from megatron_coca.evaluation.results import Result, write_record
+from megatron_coca.evaluation.results import Cost, Costs, Result, cost_path, write_record
 from megatron_coca.evaluation.retrieval.records import NeedleResult, PasskeyResult, RulerResult
 from megatron_coca.evaluation.speed.records import WHATS, SpeedResult
-from megatron_coca.evaluation.store import Cost, Costs, cost_path
 
 NTK = {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0, "target_length": None}}
 REROPE = {"relative_positions": {"type": "rerope", "window": None}}

@@ -12,16 +12,13 @@ from matplotlib.figure import Figure
 
 from megatron_coca.attention.inputs import AttentionInputs, Segment
 from megatron_coca.config import load_config
-from megatron_coca.evaluation.analysis import command, scores
-from megatron_coca.evaluation.analysis.angles import BINS, summarise_angles
-from megatron_coca.evaluation.analysis.command import ANALYSE
-from megatron_coca.evaluation.analysis.figures import FIGURES
-from megatron_coca.evaluation.analysis.records import AnalysisResult
-from megatron_coca.evaluation.analysis.sampling import draw_pairs, log_distances, spread
-from megatron_coca.evaluation.analysis.scores import row_entropies
-from megatron_coca.evaluation.results import read_record
-from megatron_coca.evaluation.store import read_costs
-from megatron_coca.evaluation.tasks import TASKS
+from megatron_coca.evaluation.analysis import measuring, observation
+from megatron_coca.evaluation.analysis.distance_sweep import BINS, summarise_angles
+from megatron_coca.evaluation.analysis.measuring import ANALYSE
+from megatron_coca.evaluation.analysis.observation import draw_pairs, log_distances, row_entropies, spread
+from megatron_coca.evaluation.analysis.records import FIGURES, AnalysisResult
+from megatron_coca.evaluation.cli import TASKS
+from megatron_coca.evaluation.results import read_costs, read_record
 from tests.checkpoint_files import write_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -69,7 +66,7 @@ def test_order_and_interruption_change_no_byte(
         ("length 16", 32),
         ("length 48", 96),
     ]
-    monkeypatch.setattr(command, "analyse", lambda *given: pytest.fail("it was measured already"))
+    monkeypatch.setattr(measuring, "analyse", lambda *given: pytest.fail("it was measured already"))
     assert analyse(checkpoints["rotary"], "one.json", "--lengths", "16") == 0
 
 
@@ -160,8 +157,8 @@ def test_entropy_takes_no_more_memory_than_it_may(monkeypatch: pytest.MonkeyPatc
     length, heads, sizes = 400, 2, []
     x = torch.randn(1, heads, length, 8)
     inputs = AttentionInputs((Segment(x, x),), x, 0.3)
-    whole, original = row_entropies(inputs, torch.arange(length)), scores.row_scores
-    monkeypatch.setattr(scores, "SCORES_AT_ONCE", 7 * heads * length + 1)
-    monkeypatch.setattr(scores, "row_scores", lambda *given: sizes.append(len(given[1])) or original(*given))
+    whole, original = row_entropies(inputs, torch.arange(length)), observation.row_scores
+    monkeypatch.setattr(observation, "SCORES_AT_ONCE", 7 * heads * length + 1)
+    monkeypatch.setattr(observation, "row_scores", lambda *given: sizes.append(len(given[1])) or original(*given))
     torch.testing.assert_close(row_entropies(inputs, torch.arange(length)), whole)
     assert max(sizes) == 7 and sum(sizes) == length

@@ -13,8 +13,7 @@ from torch import Tensor
 from megatron_coca.attention.backends import flash
 from megatron_coca.attention.backends.flash import FlashBackend
 from megatron_coca.attention.backends.reference import ReferenceBackend
-from megatron_coca.attention.inputs import CAUSAL, AttentionInputs, Band, Documents, Needs, Segment
-from megatron_coca.attention.packing import documents_from_ids
+from megatron_coca.attention.inputs import CAUSAL, AttentionInputs, Band, Documents, Needs, Segment, documents_from_ids
 from megatron_coca.attention.positions.bias import AlibiBias, LearnedKerpleLog, alibi_slopes
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16

@@ -9,8 +9,15 @@ from torch import Tensor
 from megatron_coca.attention.backends import flex
 from megatron_coca.attention.backends.flex import BLOCK, FlexBackend
 from megatron_coca.attention.backends.reference import ReferenceBackend
-from megatron_coca.attention.inputs import CAUSAL, AttentionInputs, Band, DistanceBias, Needs, Segment
-from megatron_coca.attention.packing import documents_from_ids
+from megatron_coca.attention.inputs import (
+    CAUSAL,
+    AttentionInputs,
+    Band,
+    DistanceBias,
+    Needs,
+    Segment,
+    documents_from_ids,
+)
 from megatron_coca.attention.positions.bias import (
     AlibiBias,
     LearnedBuckets,

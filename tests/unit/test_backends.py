@@ -7,12 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_coca.attention.backends.documents import attend_by_document
-from megatron_coca.attention.backends.flash_ops import CudaEfficient, CudaFlash, FlashOp, flash_op
-from megatron_coca.attention.backends.merge import MergeBackend
-from megatron_coca.attention.backends.pieces import Piece, cover
+from megatron_coca.attention.backends.merge import MergeBackend, Piece, cover
 from megatron_coca.attention.backends.reference import ReferenceBackend
 from megatron_coca.attention.backends.sdpa import SdpaBackend
+from megatron_coca.attention.backends.torch_flash import CudaEfficient, CudaFlash, FlashOp, attend_by_document, flash_op
 from megatron_coca.attention.inputs import CAUSAL, AttentionInputs, Band, Documents, Needs, Segment
 
 NEAR_AND_FAR = (Band(0, 4), Band(4))

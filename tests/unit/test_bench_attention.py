@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_coca.attention.backends.reference import ReferenceBackend
 from megatron_coca.attention.backends.select import BACKENDS
 from megatron_coca.attention.inputs import CAUSAL, AttentionInputs, Band, Needs
-from megatron_coca.evaluation.speed.contraction import EINSUM
+from megatron_coca.evaluation.speed.cases import EINSUM
 from tools.bench_attention import choose, main, parse
 from tools.bench_cases import METHODS, Case, Shape
 from tools.bench_parity import attend_rows, by_oracle, by_rows, sample, verdict

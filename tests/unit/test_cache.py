@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_coca.attention.cache import Cache, LayerCache, bytes_per_token
+from megatron_coca.attention.layer import Cache, LayerCache, bytes_per_token
 from megatron_coca.attention.positions.forms import SCORE_FORMS
 from megatron_coca.config import load_config
 from megatron_coca.config.position import MAP_OPTIONS, ROTATED_METHODS, SCALING_OPTIONS

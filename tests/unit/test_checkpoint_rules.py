@@ -18,10 +18,10 @@ from megatron_coca.checkpoints.errors import UnreadableError
 from megatron_coca.checkpoints.state import WEIGHT, Piece, Place, write_pieces
 from megatron_coca.config import CheckpointConfig, Config, load_config
 from megatron_coca.model import build_model
+from megatron_coca.training.collectives import FolderLocks
 from megatron_coca.training.corpus import Corpus, open_corpus
+from megatron_coca.training.resume import candidates, clear_the_way, refuse_other_run
 from megatron_coca.training.saving import Checkpoints, is_due
-from megatron_coca.training.starting import candidates, clear_the_way, refuse_other_run
-from megatron_coca.training.together import FolderLocks
 from megatron_coca.training.topology import Topology
 from megatron_coca.training.verification import Choice, divide, first_intact, verify_together
 from tests.checkpoint_files import refuse, run_alone

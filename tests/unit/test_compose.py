@@ -6,14 +6,11 @@ import pytest
 import torch
 
 from megatron_coca.attention.compose import BIASES, build_method
-from megatron_coca.attention.encoding import PositionEncoding
-from megatron_coca.attention.inputs import Band
-from megatron_coca.attention.method import PositionMethod
-from megatron_coca.attention.packing import documents_from_ids, positions_within
+from megatron_coca.attention.inputs import Band, documents_from_ids, positions_within
+from megatron_coca.attention.method import PositionEncoding, PositionMethod
 from megatron_coca.attention.positions.distance_maps import DISTANCE_MAPS, UNMAPPED
-from megatron_coca.attention.positions.forms import SCORE_FORMS
+from megatron_coca.attention.positions.forms import LOGIT_SCALINGS, SCORE_FORMS
 from megatron_coca.attention.positions.frequencies import EXTENSIONS
-from megatron_coca.attention.positions.logit_scaling import LOGIT_SCALINGS
 from megatron_coca.config import load_config, position
 from megatron_coca.config.position import (
     BIASED_METHODS,

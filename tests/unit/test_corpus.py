@@ -9,10 +9,17 @@ import pytest
 
 from megatron_coca.config import Config, ConfigError, load_config
 from megatron_coca.data import Blend, DataError, Loader, Shard, load_tokenizer
-from megatron_coca.data.shards.writer import ShardWriter
+from megatron_coca.data.shard_writer import ShardWriter
 from megatron_coca.data.tokenizers.training import train_bpe
-from megatron_coca.training.corpus import open_corpus, open_split, split_shard, validation_note
-from megatron_coca.training.mixture import mixture_figures, mixture_table, repeated_sources
+from megatron_coca.training.corpus import (
+    mixture_figures,
+    mixture_table,
+    open_corpus,
+    open_split,
+    repeated_sources,
+    split_shard,
+    validation_note,
+)
 from megatron_coca.training.trainer import open_loader
 
 SHAPE = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "seq_length": 4}

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_coca.data import Blend, DataError, Shard, ensure_builtin, load_tokenizer
-from megatron_coca.data.builtin import SOURCES, WEIGHTS
+from megatron_coca.data.builtin import SOURCES, WEIGHTS, docstrings, without_docstrings
 from megatron_coca.data.preparation.manifest import read_manifest
-from megatron_coca.data.stdlib_source import docstrings, without_docstrings
 
 SPLITS = ("train", "test")
 

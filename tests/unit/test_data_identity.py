@@ -9,9 +9,9 @@ import pytest
 
 from megatron_coca.data import Blend, Shard
 from megatron_coca.data.preparation.manifest import FORMAT
-from megatron_coca.data.shards.sampled import sampled_digest
-from megatron_coca.data.shards.writer import ShardWriter
-from megatron_coca.training.identity import data_identity, differing_data
+from megatron_coca.data.shard_writer import ShardWriter
+from megatron_coca.data.shards import sampled_digest
+from megatron_coca.training.corpus import data_identity, differing_data
 
 
 def write(prefix: Path, lengths: list[int], first: int = 0, vocab_size: int = 512) -> Shard:

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from megatron_coca.data import Blend, DataError, Loader, Shard
-from megatron_coca.data.order.blend import Places
-from megatron_coca.data.order.permutation import derive_key, permute
-from megatron_coca.data.shards.writer import ShardWriter
+from megatron_coca.data.order import Places, derive_key, permute
+from megatron_coca.data.shard_writer import ShardWriter
 
 ROOT = Path(__file__).parents[2]
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from megatron_coca.data import Blend, DataError, Shard
-from megatron_coca.data.shards.writer import ShardWriter
+from megatron_coca.data.shard_writer import ShardWriter
 
 
 def make_shard(prefix: Path, lengths: list[int], first: int = 0) -> Shard:

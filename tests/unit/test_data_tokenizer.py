@@ -9,10 +9,9 @@ import sentencepiece
 import tokenizers
 
 from megatron_coca.data.errors import DataError
-from megatron_coca.data.tokenizers.agreement import PROBES, agree, first_difference
-from megatron_coca.data.tokenizers.kinds import Tokenizer
+from megatron_coca.data.tokenizers.kinds import PROBES, Tokenizer, agree, first_difference
 from megatron_coca.data.tokenizers.load import load_saved_tokenizer, load_tokenizer
-from megatron_coca.data.tokenizers.sentencepiece_file import ModelSettings, without_dummy_prefix
+from megatron_coca.data.tokenizers.sentencepiece_kind import ModelSettings, without_dummy_prefix
 from megatron_coca.data.tokenizers.training import train_bpe, train_sentencepiece
 
 AWKWARD = [

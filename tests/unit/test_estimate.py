@@ -11,8 +11,7 @@ import pytest
 from megatron_coca.config import Config, ConfigError, load_config
 from megatron_coca.model import build_model
 from megatron_coca.model.cost import parameter_count, peak_flops
-from megatron_coca.training.estimate import GIB, GPUS, changes_that_fit, estimate, fits
-from megatron_coca.training.estimate.states import stage_parameters, states_bytes
+from megatron_coca.training.estimate import GIB, GPUS, changes_that_fit, estimate, fits, stage_parameters, states_bytes
 from megatron_coca.training.topology import Topology
 
 ROOT = Path(__file__).parents[2]

@@ -20,7 +20,7 @@ from megatron_coca.data import (
 from megatron_coca.data.tokenizers.training import train_bpe
 from megatron_coca.evaluation import EvaluationError
 from megatron_coca.evaluation.documents import Documents, check_tokenizers, collect_documents
-from megatron_coca.evaluation.documents import Source as EvaluatedSource
+from megatron_coca.evaluation.documents import DocumentSource as EvaluatedSource
 
 TOKENIZER = load_tokenizer("CharLevelTokenizer")
 VOCABULARY = 512

@@ -8,9 +8,9 @@ import pytest
 import yaml
 
 from megatron_coca.checkpoints import open_checkpoint
+from megatron_coca.checkpoints.exports.exporters import describe_position
 from megatron_coca.checkpoints.exports.huggingface import export
-from megatron_coca.checkpoints.exports.remote import describe_position
-from megatron_coca.checkpoints.huggingface.remote import position_keys
+from megatron_coca.checkpoints.huggingface_families import position_keys
 from megatron_coca.config import load_config
 from tests.parity.exported import GROUPED, LLAMA, NEOX, SHAPE, random_checkpoint
 

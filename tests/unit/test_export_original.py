@@ -11,8 +11,8 @@ import tokenizers
 
 from megatron_coca.checkpoints import CheckpointError, open_checkpoint
 from megatron_coca.checkpoints.exports.huggingface import export
-from megatron_coca.checkpoints.exports.original import THEIRS
-from megatron_coca.checkpoints.huggingface.behaviour import behaviour_note
+from megatron_coca.checkpoints.exports.tokenizer import THEIRS
+from megatron_coca.checkpoints.huggingface import behaviour_note
 from megatron_coca.checkpoints.importing import import_checkpoint
 from megatron_coca.data import load_tokenizer
 from megatron_coca.evaluation.options import SubjectOptions, Variant

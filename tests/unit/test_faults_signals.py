@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_coca.training.faults.signals import SIGNALS, Preempted, Preemption
-from megatron_coca.training.faults.status import EXIT_STATUSES, Diverged, Stopped, Unsaved
+from megatron_coca.training.exit_status import EXIT_STATUSES, SIGNALS, Diverged, Preempted, Preemption, Stopped, Unsaved
 
 ROOT = Path(__file__).parents[2]
 
@@ -67,7 +66,7 @@ def test_in_another_thread_it_notes_nothing() -> None:
 def test_a_forked_worker_still_ends_by_the_signal() -> None:
     code = """
 import multiprocessing, time
-from megatron_coca.training.faults.signals import Preemption
+from megatron_coca.training.exit_status import Preemption
 context = multiprocessing.get_context("fork")
 ready = context.Event()
 def work():
@@ -100,6 +99,6 @@ def test_every_exit_status_is_documented() -> None:
 
 @pytest.mark.parametrize("module", ["status", "signals", "watchdog"])
 def test_the_launching_process_may_use_it_without_loading_torch(module: str) -> None:
-    code = f"import sys, megatron_coca.training.faults.{module}; print('torch' in sys.modules)"
+    code = f"import sys, megatron_coca.training.exit_status.{module}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

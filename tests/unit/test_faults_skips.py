@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from megatron_coca.training.faults.skips import DataSkips, Gap
+from megatron_coca.training.loss_guard import DataSkips, Gap
 
 
 def positions(skips: DataSkips, count: int = 200) -> list[int]:

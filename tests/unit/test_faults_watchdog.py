@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron_coca.training.faults.status import HUNG
-from megatron_coca.training.faults.watchdog import Watchdog
+from megatron_coca.training.exit_status import HUNG
+from megatron_coca.training.watchdog import Watchdog
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT, GRACE = 0.4, 0.3
 HEAD = f"""
 import ctypes, os, sys, threading, time
 from pathlib import Path
-from megatron_coca.training.faults.watchdog import Watchdog
+from megatron_coca.training.watchdog import Watchdog
 
 def watchdog(rank=3, grace={GRACE}):
     return Watchdog({TIMEOUT}, Path(sys.argv[1]), rank, grace=grace)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_coca.attention.cache import Cache
+from megatron_coca.attention.layer import Cache
 from megatron_coca.config import load_config
 from megatron_coca.model import GPT, NOT_GENERATED, build_model, generate
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_coca.evaluation.harness import continuations
+from megatron_coca.evaluation.harness import adapter
 from megatron_coca.evaluation.results import EvaluationError
 from megatron_coca.model import generate
 from tests.parity.exported import NEOX, TRAINED, random_checkpoint
@@ -68,7 +68,7 @@ def test_without_the_harness(checkpoint: Path, tasks: Path, monkeypatch: pytest.
     def absent(name: str) -> str:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr("megatron_coca.evaluation.harness.command.version", absent)
+    monkeypatch.setattr("megatron_coca.evaluation.harness.measuring.version", absent)
     with pytest.raises(EvaluationError, match="pip install 'lm-eval==0.4.13'"):
         command(checkpoint, tasks, "local_choice")
 
@@ -107,7 +107,7 @@ def test_the_length_that_a_dynamic_extension_sees_is_chosen_and_told(
         seen.append(named["dynamic_length"])
         return generate(*given, **named)
 
-    monkeypatch.setattr(continuations, "generate", noted)
+    monkeypatch.setattr(adapter, "generate", noted)
     for name, chosen in (("current", []), ("prompt", ["--dynamic-length", "prompt"])):
         path = tmp_path / f"{name}.json"
         assert (

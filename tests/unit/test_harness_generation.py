@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_coca.checkpoints import load_checkpoint
-from megatron_coca.evaluation.harness.continuations import Ending
+from megatron_coca.evaluation.harness.adapter import Ending
 from megatron_coca.evaluation.results import EvaluationError
 from tests.parity.exported import NEOX, random_checkpoint
 from tests.unit.harness_cases import adapter, requests

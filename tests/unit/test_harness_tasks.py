@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 
 from megatron_coca.checkpoints import load_checkpoint
-from megatron_coca.evaluation.harness.layouts import LAYOUTS
-from megatron_coca.evaluation.harness.loading import load_suites
-from megatron_coca.evaluation.harness.suite import Selection, Suite, Unloaded
-from megatron_coca.evaluation.harness.task_data import load, read_documents
+from megatron_coca.evaluation.harness.loading import Selection, Suite, Unloaded, load_suites
+from megatron_coca.evaluation.harness.task_data import LAYOUTS, load, read_documents
 from megatron_coca.evaluation.results import EvaluationError
 from tests.parity.exported import NEOX, random_checkpoint
 from tests.unit.harness_cases import ROWS, adapter, write_documents, write_rows

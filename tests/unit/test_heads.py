@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from megatron_coca.attention.heads import WHOLE, HeadShare, take_share
+from megatron_coca.attention.context import WHOLE, HeadShare, take_share
 from megatron_coca.attention.layer import SelfAttention
 from megatron_coca.attention.positions.bias import (
     AlibiBias,
@@ -20,7 +20,7 @@ from megatron_coca.attention.positions.bias import (
 )
 from megatron_coca.config import load_config
 from megatron_coca.model import GPT, build_model
-from megatron_coca.training.engine.tensor import cuts
+from megatron_coca.training.engine.division import cuts
 
 SHAPE = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 12, "vocab_size": 64}
 MODELS: dict[str, dict[str, Any]] = {

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from megatron_coca import load_model
 from megatron_coca.checkpoints import CheckpointError, load_checkpoint, native, open_checkpoint
-from megatron_coca.checkpoints.huggingface.pickles import open_pickles
 from megatron_coca.checkpoints.importing import import_checkpoint
 from megatron_coca.checkpoints.inspection import checkpoints_in, describe, describe_text
+from megatron_coca.checkpoints.pickles import open_pickles
 from megatron_coca.config import load_config
 from tests.checkpoint_files import write_checkpoint
 from tools import import_checkpoint as tool

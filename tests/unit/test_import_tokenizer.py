@@ -11,8 +11,8 @@ import tokenizers
 from safetensors.torch import load_file, save_file
 
 from megatron_coca.checkpoints import native, open_checkpoint
-from megatron_coca.checkpoints.huggingface.source_tokenizer import read_tokenizer
 from megatron_coca.checkpoints.importing import import_checkpoint
+from megatron_coca.checkpoints.tokenizer import read_tokenizer
 from megatron_coca.data import load_saved_tokenizer, load_tokenizer, train_sentencepiece
 
 AUTHORS = Path(__file__).parents[1] / "golden" / "authors" / "coca_llama"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_coca.config import load_config
 from megatron_coca.model import GPT, build_model
-from megatron_coca.model.init import INITIALIZERS, OUTPUT_LAYERS
+from megatron_coca.model.build import INITIALIZERS, OUTPUT_LAYERS
 
 HIDDEN, LAYERS = 128, 3
 SHAPE = {"num_layers": LAYERS, "hidden_size": HIDDEN, "num_attention_heads": 4, "seq_length": 16, "vocab_size": 512}

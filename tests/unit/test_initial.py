@@ -16,8 +16,7 @@ from megatron_coca.config import Config, load_config
 from megatron_coca.data import load_tokenizer
 from megatron_coca.data.tokenizers.training import train_bpe
 from megatron_coca.model import build_model
-from megatron_coca.training.initial import initial_model
-from megatron_coca.training.starting import candidates
+from megatron_coca.training.resume import candidates, initial_model
 from megatron_coca.training.verification import first_intact
 from tests.checkpoint_files import run_alone, write_checkpoint
 

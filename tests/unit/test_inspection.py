@@ -10,21 +10,31 @@ import pytest
 
 from megatron_coca.config import load_config
 from megatron_coca.data.errors import DataError
-from megatron_coca.data.inspection import buckets, collection, duplicates
-from megatron_coca.data.inspection.collection import Entry, common_tokenizer, documents, find_shards, some_documents
-from megatron_coca.data.inspection.coverage import coverage_facts, measure_coverage
+from megatron_coca.data.inspection import collection, duplicates
+from megatron_coca.data.inspection.collection import (
+    Entry,
+    common_tokenizer,
+    document_lengths,
+    documents,
+    find_shards,
+    some_documents,
+)
 from megatron_coca.data.inspection.duplicates import duplicates_table, find_duplicates
-from megatron_coca.data.inspection.index import document_lengths
-from megatron_coca.data.inspection.lengths import count_lengths, lengths_by_source, plot_lengths
 from megatron_coca.data.inspection.samples import BOUNDARY, sample_text, view_sample
-from megatron_coca.data.inspection.table import excerpt, percent, table
+from megatron_coca.data.inspection.statistics import (
+    count_lengths,
+    coverage_facts,
+    lengths_by_source,
+    measure_coverage,
+    plot_lengths,
+)
 from megatron_coca.data.inspection.text_faults import FAULTS, find_text_faults
-from megatron_coca.data.order.blend import Blend
+from megatron_coca.data.order import Blend
 from megatron_coca.data.preparation.manifest import FORMAT
-from megatron_coca.data.shards.layout import HEADER, MAGIC
-from megatron_coca.data.shards.shard import Shard
+from megatron_coca.data.shards import HEADER, MAGIC, Shard
 from megatron_coca.data.tokenizers.load import load_tokenizer
 from megatron_coca.data.tokenizers.training import train_sentencepiece
+from megatron_coca.tables import excerpt, percent, table
 from tools import inspect_data
 
 TEXT = load_tokenizer("CharLevelTokenizer")
@@ -121,7 +131,7 @@ def test_documents_in_blocks_are_those_of_the_shard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sequences: int, at_once: int
 ) -> None:
     monkeypatch.setattr(collection, "_TOKENS_AT_ONCE", at_once)
-    monkeypatch.setattr("megatron_coca.data.inspection.index._AT_ONCE", 3)
+    monkeypatch.setattr("megatron_coca.data.inspection.collection._AT_ONCE", 3)
     prefix = write(tmp_path / "s", [*BOOKS, "", "end"], sequences)
     assert [TEXT.decode(tokens) for tokens in documents(prefix)] == [*BOOKS, "", "end"]
     lengths = np.concatenate(list(document_lengths(prefix)))
@@ -156,8 +166,8 @@ def test_lengths_by_source_and_their_picture(folder: Path, tmp_path: Path) -> No
 def test_duplicates_within_and_across_shards(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, per_bucket: int
 ) -> None:
-    monkeypatch.setattr(buckets, "_BUCKET_DOCUMENTS", per_bucket)
-    monkeypatch.setattr(buckets, "_BUFFERED", 2)
+    monkeypatch.setattr(duplicates, "_BUCKET_DOCUMENTS", per_bucket)
+    monkeypatch.setattr(duplicates, "_BUFFERED", 2)
     found = find_duplicates(find_shards([folder]), workplace=tmp_path)
     assert not list(tmp_path.iterdir())
     assert (found.documents, found.extra.tolist(), found.extra_tokens.tolist()) == ([3, 7, 3], [0, 2, 0], [0, 22, 0])
@@ -175,9 +185,9 @@ def test_duplicates_within_and_across_shards(
 def test_a_document_that_occurs_very_often_fills_no_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, per_bucket: int
 ) -> None:
-    monkeypatch.setattr(buckets, "_BUCKET_DOCUMENTS", per_bucket)
-    monkeypatch.setattr(buckets, "_BUFFERED", 500)
-    monkeypatch.setattr(buckets, "_MOST_BUCKETS", 3)
+    monkeypatch.setattr(duplicates, "_BUCKET_DOCUMENTS", per_bucket)
+    monkeypatch.setattr(duplicates, "_BUFFERED", 500)
+    monkeypatch.setattr(duplicates, "_MOST_BUCKETS", 3)
     compared: list[int] = []
     compare = duplicates._compare
 

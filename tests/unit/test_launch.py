@@ -5,7 +5,7 @@ import pytest
 from megatron_coca.config import ConfigError
 from megatron_coca.training import launch
 from megatron_coca.training.launch import environment as variables
-from megatron_coca.training.launch.network import interface_towards
+from megatron_coca.training.launch.environment import interface_towards
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_coca.config import ConfigError, LaunchConfig
-from megatron_coca.training.launch.commands import Script, deepspeed_command, srun_command
-from megatron_coca.training.launch.hosts import Host, chosen_hosts
-from megatron_coca.training.launch.start import host_plans
+from megatron_coca.training.launch.start import Host, Script, chosen_hosts, deepspeed_command, host_plans, srun_command
 
 SCRIPT = Script("/x/train.py", ("a.yml", "lr=1"))
 

@@ -71,7 +71,7 @@ def test_the_cause_is_named_not_its_consequences(launch: Launch) -> None:
 
 
 REPORTING = """
-from megatron_coca.training.faults import uncaught
+from megatron_coca.training.exit_status import uncaught
 uncaught.install()
 def fail_in(file):
     exec(compile("raise RuntimeError('connection closed by peer')", file, "exec"))

@@ -53,7 +53,7 @@ def test_a_failure_ends_the_other_hosts(over_ssh: Launch) -> None:
 
 def test_errors_of_other_hosts_are_shortened_where_they_follow_from_another(over_ssh: Launch) -> None:
     body = """
-    from megatron_coca.training.faults import uncaught
+    from megatron_coca.training.exit_status import uncaught
     uncaught.install()
     if rank == 1:
         raise ValueError("the cause")

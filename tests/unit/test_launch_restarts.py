@@ -9,9 +9,9 @@ from launch_cases import SAVING, Launch, all_ready, finish, launcher  # noqa: F4
 
 from megatron_coca.checkpoints import native
 from megatron_coca.config import ConfigError, LaunchConfig
-from megatron_coca.training.faults.status import EXIT_STATUSES
+from megatron_coca.training.exit_status import EXIT_STATUSES
 from megatron_coca.training.launch import start
-from megatron_coca.training.launch.restarts import FINAL, LONGEST_DELAY, RestartPolicy, run_with_restarts
+from megatron_coca.training.launch.processes import FINAL, LONGEST_DELAY, RestartPolicy, run_with_restarts
 
 CRASHES = """
 starts = folder / f"starts.{rank}"
@@ -109,7 +109,7 @@ class Quiet:
 def outcome(folder: Path, limit: int, runs: list[Callable[[], int]], monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The delays before the restarts of a run whose starts are `runs`."""
     waited: list[float] = []
-    monkeypatch.setattr("megatron_coca.training.launch.restarts._wait", lambda delay, _: waited.append(delay))
+    monkeypatch.setattr("megatron_coca.training.launch.processes._wait", lambda delay, _: waited.append(delay))
     starts = iter(runs)
     policy = RestartPolicy(limit, 5.0, lambda: max(native.steps(folder), default=0))
     run_with_restarts(policy, lambda _: next(starts)(), Quiet())

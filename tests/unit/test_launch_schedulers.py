@@ -9,10 +9,9 @@ import pytest
 import yaml
 
 from megatron_coca.config import load_config
-from megatron_coca.training.faults.status import EXIT_STATUSES, PREEMPTED
-from megatron_coca.training.launch.commands import Script
+from megatron_coca.training.exit_status import EXIT_STATUSES, PREEMPTED
 from megatron_coca.training.launch.environment import find_place
-from megatron_coca.training.launch.start import _rest_of_host
+from megatron_coca.training.launch.start import Script, _rest_of_host
 
 ROOT = Path(__file__).parents[2]
 BATCH = ROOT / "configs/cluster/slurm.sbatch"

@@ -7,7 +7,7 @@ import torch
 
 from megatron_coca.config import Config, load_config
 from megatron_coca.model import LanguageModelLoss, build_model
-from megatron_coca.model.memory import BYTES, activations, loss_bytes
+from megatron_coca.model.cost import BYTES, activations, loss_bytes
 
 BASE: dict[str, Any] = {
     "num_layers": 4,

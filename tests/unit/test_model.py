@@ -11,9 +11,8 @@ from torch import Tensor
 from megatron_coca.attention.positions.forms import SCORE_FORMS
 from megatron_coca.config import load_config
 from megatron_coca.config.model import Activation, Norm
-from megatron_coca.model import GPT, LanguageModelLoss, build_model, keep_freed_memory, mlp, next_token_loss
-from megatron_coca.model.mlp import GATED, PLAIN
-from megatron_coca.model.norms import NORMS
+from megatron_coca.model import GPT, LanguageModelLoss, block, build_model, keep_freed_memory, next_token_loss
+from megatron_coca.model.block import GATED, NORMS, PLAIN
 
 SHAPE = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16, "vocab_size": 90}
 LENGTH = 12
@@ -77,12 +76,12 @@ def recomputed(model: GPT, ids: Tensor, parallel: bool, tied_norm: bool) -> Tens
         return linear(f"{name}.dense", (scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
 
     x = w["embedding.word_embeddings.weight"][ids]
-    for block in ("blocks.0", "blocks.1"):
-        first = norm(f"{block}.input_layernorm", x)
-        attended = attention(f"{block}.attention", first)
+    for name in ("blocks.0", "blocks.1"):
+        first = norm(f"{name}.input_layernorm", x)
+        attended = attention(f"{name}.attention", first)
         base = x if parallel else x + attended
-        second = first if tied_norm else norm(f"{block}.post_attention_layernorm", base)
-        fed = linear(f"{block}.mlp.linear2", F.gelu(linear(f"{block}.mlp.linear1", second)))
+        second = first if tied_norm else norm(f"{name}.post_attention_layernorm", base)
+        fed = linear(f"{name}.mlp.linear2", F.gelu(linear(f"{name}.mlp.linear1", second)))
         x = x + attended + fed
     return norm("norm", x) @ w["embedding.word_embeddings.weight"].T
 
@@ -107,7 +106,7 @@ def test_states_of_the_last_tokens_alone(parallel: bool, tied_norm: bool, last: 
 def test_feed_forward_in_parts(activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x = make(activation=activation).blocks[0].mlp, torch.randn(3, 7, 32)
     whole = layer(x)
-    monkeypatch.setattr(mlp, "TOKENS_AT_ONCE", 4)
+    monkeypatch.setattr(block, "TOKENS_AT_ONCE", 4)
     with torch.no_grad():
         torch.testing.assert_close(layer(x), whole, rtol=1e-5, atol=1e-6)
 

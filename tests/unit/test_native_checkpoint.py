@@ -17,7 +17,7 @@ from megatron_coca.checkpoints import CheckpointError, native
 from megatron_coca.checkpoints.checksums import BLOCK, Comparison
 from megatron_coca.checkpoints.errors import UnreadableError
 from megatron_coca.checkpoints.folders import new_folder
-from megatron_coca.checkpoints.neox.files import find_step
+from megatron_coca.checkpoints.neox import find_step
 from megatron_coca.checkpoints.weights import Entry, Weights, write_safetensors
 from tests.checkpoint_files import refuse
 

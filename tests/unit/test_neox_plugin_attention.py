@@ -8,16 +8,14 @@ import torch
 from torch import Tensor
 
 from megatron_coca.attention.backends.select import BACKENDS
-from megatron_coca.attention.cache import LayerCache
 from megatron_coca.attention.compose import build_method
-from megatron_coca.attention.encoding import PositionEncoding
-from megatron_coca.attention.layer import SelfAttention
+from megatron_coca.attention.layer import LayerCache, SelfAttention
+from megatron_coca.attention.method import PositionEncoding
 from megatron_coca.config import Config
-from megatron_coca.config.rates import learning_rate
-from megatron_coca.config.training import ScheduleConfig
+from megatron_coca.config.training import ScheduleConfig, learning_rate
 from megatron_coca.neox_plugin import IncompatibleError, activate
-from megatron_coca.neox_plugin.compatibility import SEAMS, TESTED_COMMIT
 from megatron_coca.neox_plugin.keys import resolve
+from megatron_coca.neox_plugin.wrapping import SEAMS, TESTED_COMMIT
 from tests.neox.stubbed import Upstream, stub
 
 __all__ = ["stub"]

@@ -13,8 +13,8 @@ import yaml
 from megatron_coca.config import ConfigError
 from megatron_coca.neox_plugin import __main__ as program
 from megatron_coca.neox_plugin import activate
-from megatron_coca.neox_plugin.compatibility import TESTED_COMMIT, commit
 from megatron_coca.neox_plugin.keys import is_asked_for
+from megatron_coca.neox_plugin.wrapping import TESTED_COMMIT, commit
 from tests.conftest import ROOT, clean_environment
 from tests.neox.stubbed import STUB, Upstream, stub
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_coca.checkpoints import CheckpointError, load_model, open_checkpoint
-from megatron_coca.checkpoints.neox import files
+from megatron_coca.checkpoints import CheckpointError, load_model, neox, open_checkpoint
 from megatron_coca.config import load_config
 from megatron_coca.model import build_model
 from tests.checkpoint_files import write_checkpoint
@@ -218,8 +217,8 @@ def test_without_a_configuration(run: Path) -> None:
 
 def test_layers_are_opened_one_after_the_other(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights, opened = open_checkpoint(run).weights(), []
-    load = files.load
-    monkeypatch.setattr(files, "load", lambda path, *allowed: opened.append(path) or load(path, *allowed))
+    load = neox.load
+    monkeypatch.setattr(neox, "load", lambda path, *allowed: opened.append(path) or load(path, *allowed))
     for _ in weights:
         pass
     assert opened == [layer(run, number, rank) for number in (0, 2, 3, 5, 6) for rank in range(2)]

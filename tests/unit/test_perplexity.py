@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_coca.evaluation import EvaluationError, sliding_window_perplexity
-from megatron_coca.evaluation.perplexity import scoring
-from megatron_coca.evaluation.perplexity.scoring import plan_windows
+from megatron_coca.evaluation import EvaluationError, perplexity, sliding_window_perplexity
+from megatron_coca.evaluation.perplexity import plan_windows
 
 VOCABULARY = 31
 
@@ -115,7 +114,7 @@ def test_every_window_scores_the_same_tokens(length: int, window: int, stride: i
 def test_dynamic_extension_sees_the_window_and_the_head_only_scored_positions(
     model: CausalMean, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(scoring.LOGITS_AT_ONCE, "cpu", 6 * VOCABULARY)
+    monkeypatch.setitem(perplexity.LOGITS_AT_ONCE, "cpu", 6 * VOCABULARY)
     expected, _ = brute_force(model, documents(45), 20, 4)
     model.lengths.clear()
     model.most_logits = 0
@@ -180,6 +179,6 @@ def test_training_mode_is_refused(model: CausalMean) -> None:
 
 
 def test_a_token_left_out_is_noticed(model: CausalMean, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scoring, "plan_windows", lambda *args: plan_windows(*args)[:-1])
+    monkeypatch.setattr(perplexity, "plan_windows", lambda *args: plan_windows(*args)[:-1])
     with pytest.raises(RuntimeError, match="24 tokens were scored instead of 29"):
         sliding_window_perplexity(model, documents(30), [10], 5, progress=False)

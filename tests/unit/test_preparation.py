@@ -14,15 +14,12 @@ import yaml
 from megatron_coca.config import load_config
 from megatron_coca.data import DataError, Shard, SourceSpec, load_saved_tokenizer, load_tokenizer
 from megatron_coca.data.aside import partial_folder
-from megatron_coca.data.preparation.inputs import find_inputs
 from megatron_coca.data.preparation.journal import Journal
-from megatron_coca.data.preparation.manifest import read_manifest
-from megatron_coca.data.preparation.outputs import Outputs
-from megatron_coca.data.preparation.plan import Execution, Rules, Source, split_of
-from megatron_coca.data.preparation.run import prepare
-from megatron_coca.data.preparation.run_config import training_weights
+from megatron_coca.data.preparation.manifest import read_manifest, training_weights
+from megatron_coca.data.preparation.plan import Execution, Rules, Source, find_inputs, split_of
+from megatron_coca.data.preparation.run import Outputs, prepare
 from megatron_coca.data.readers.files import FileReader
-from megatron_coca.data.shards.writer import ShardWriter
+from megatron_coca.data.shard_writer import ShardWriter
 
 CHARACTERS = load_tokenizer("CharLevelTokenizer")
 SHAPE = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "seq_length": 4}
@@ -143,7 +140,7 @@ def test_killed_at_its_end(tmp_path: Path, corpus: list[Source], when: str, monk
     place = {
         "sha256": "megatron_coca.data.preparation.manifest._shard_facts",
         "rename": "megatron_coca.data.preparation.run.complete",
-        "write": "megatron_coca.data.preparation.run_config.write",
+        "write": "megatron_coca.data.preparation.manifest.write",
     }[when]
     with monkeypatch.context() as patched, pytest.raises(Killed):
         patched.setattr(place, kill)

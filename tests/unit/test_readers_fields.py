@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from megatron_coca.data.errors import DataError
-from megatron_coca.data.readers.document import Document, Problems, content_key
 from megatron_coca.data.readers.fields import Fields
-from megatron_coca.data.readers.source import Filters, SourceSpec
+from megatron_coca.data.readers.source import Document, Filters, Problems, SourceSpec, content_key
 
 PILE = [
     {"text": "a web page", "meta": {"pile_set_name": "Pile-CC"}},

@@ -14,8 +14,8 @@ import zstandard
 
 from megatron_coca.data import DataError, Problems, SourceSpec, read_documents
 from megatron_coca.data.readers import READERS, open_reader
-from megatron_coca.data.readers.document import Document, content_key
 from megatron_coca.data.readers.files import FileReader
+from megatron_coca.data.readers.source import Document, content_key
 
 DUMP = "<mediawiki><siteinfo/>" + "".join(
     f"<page><title>T{i}</title><ns>0</ns><id>{i}</id><revision><text>Prose number {i} of this page.</text>"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_coca.data.readers.filters import PERMISSIVE, Facts, admit, admit_facts, is_generated, is_minified
+from megatron_coca.data.readers.fields import PERMISSIVE, Facts, admit, admit_facts, is_generated, is_minified
 from megatron_coca.data.readers.languages import LANGUAGES, PROSE, language_of_path, language_of_script
 from megatron_coca.data.readers.source import Filters
 

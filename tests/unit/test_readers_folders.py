@@ -9,7 +9,7 @@ import pytest
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.readers import corpus_files
 from megatron_coca.data.readers.files import FileReader
-from megatron_coca.data.readers.kinds import FileKind, kind_of
+from megatron_coca.data.readers.folders import FileKind, kind_of
 from megatron_coca.data.readers.source import SourceSpec
 
 

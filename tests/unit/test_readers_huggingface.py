@@ -9,9 +9,8 @@ import pytest
 
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.readers import open_reader
-from megatron_coca.data.readers.document import Document, Problems
 from megatron_coca.data.readers.huggingface import HuggingFaceReader
-from megatron_coca.data.readers.source import SourceSpec
+from megatron_coca.data.readers.source import Document, Problems, SourceSpec
 
 datasets = pytest.importorskip("datasets")
 

@@ -11,8 +11,7 @@ import pytest
 
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.readers import open_reader, repositories
-from megatron_coca.data.readers.document import Document, Problems
-from megatron_coca.data.readers.source import Filters, SourceSpec
+from megatron_coca.data.readers.source import Document, Filters, Problems, SourceSpec
 
 
 def write(root: Path, files: dict[str, str | bytes]) -> Path:

@@ -16,11 +16,9 @@ import zstandard
 
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.readers import read_documents, streams
-from megatron_coca.data.readers.archives import members
-from megatron_coca.data.readers.compression import COMPRESSIONS, decompressed
-from megatron_coca.data.readers.document import Problems
+from megatron_coca.data.readers.compression import COMPRESSIONS, decompressed, members
 from megatron_coca.data.readers.files import FileReader
-from megatron_coca.data.readers.source import SourceSpec
+from megatron_coca.data.readers.source import Problems, SourceSpec
 from megatron_coca.data.readers.streams import Cut, TooLong, pieces
 
 Compress = Callable[[bytes], bytes]

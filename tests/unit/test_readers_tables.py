@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from megatron_coca.data.errors import DataError
-from megatron_coca.data.readers.document import Document, Problems, content_key
 from megatron_coca.data.readers.files import FileReader
-from megatron_coca.data.readers.source import Filters, SourceSpec
+from megatron_coca.data.readers.source import Document, Filters, Problems, SourceSpec, content_key
 
 arrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_coca.data.readers.document import Document, Problems
 from megatron_coca.data.readers.files import FileReader
-from megatron_coca.data.readers.source import Chunk, SourceSpec
-from megatron_coca.data.readers.wiki_extract import WikiExtract
+from megatron_coca.data.readers.source import Chunk, Document, Problems, SourceSpec
+from megatron_coca.data.readers.wikipedia import WikiExtract
 
 
 def article(attributes: str, text: str) -> str:

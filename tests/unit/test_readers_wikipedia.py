@@ -10,12 +10,10 @@ from xml.sax.saxutils import escape
 import pytest
 
 from megatron_coca.data.errors import DataError
-from megatron_coca.data.readers import open_reader, read_documents, wikitext
-from megatron_coca.data.readers.document import Problems
+from megatron_coca.data.readers import open_reader, read_documents, wikipedia
 from megatron_coca.data.readers.files import FileReader
-from megatron_coca.data.readers.source import Chunk, SourceSpec
-from megatron_coca.data.readers.wikipedia import WikipediaPages
-from megatron_coca.data.readers.wikitext import plain_text
+from megatron_coca.data.readers.source import Chunk, Problems, SourceSpec
+from megatron_coca.data.readers.wikipedia import WikipediaPages, plain_text
 
 HEAD = (
     '<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.11/" version="0.11" xml:lang="en">\n<siteinfo>\n'
@@ -317,7 +315,7 @@ def test_eight_times_the_markup_takes_no_more_than_linear_time(before: str, unit
 
 def test_titles_take_linear_time() -> None:
     short, long = ([(1, "a", "")] * size for size in (8000, 64_000))
-    assert seconds(lambda: list(wikitext._titled(long))) < 24 * seconds(lambda: list(wikitext._titled(short)))
+    assert seconds(lambda: list(wikipedia._titled(long))) < 24 * seconds(lambda: list(wikipedia._titled(short)))
 
 
 @pytest.mark.parametrize(
@@ -336,7 +334,7 @@ def test_a_page_that_is_too_long_for_the_parser_is_named_and_others_are_read(tex
 def test_a_page_parsed_in_parts_reads_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "A [[b|c d]] e.\n* {{nowrap|x [[y z]]\n\nw}} f * g\n\n: h &amp; i = j\nhttp://k.l m ; n : o" * 5
     whole = plain_text(text)
-    monkeypatch.setattr(wikitext, "_PARSED", 1)
+    monkeypatch.setattr(wikipedia, "_PARSED", 1)
     assert plain_text(text) == whole and whole.count("x y z") == 5
 
 

@@ -6,9 +6,9 @@ import pytest
 import yaml
 
 from megatron_coca.data import DataError
-from megatron_coca.data.preparation.outputs import shard_name
 from megatron_coca.data.preparation.plan import Rules
 from megatron_coca.data.preparation.recipe import read_recipe
+from megatron_coca.data.preparation.run import shard_name
 from megatron_coca.data.readers.source import Filters
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "data"

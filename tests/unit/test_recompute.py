@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_coca.attention.inputs import BackendError
 from megatron_coca.config import ConfigError, load_config
 from megatron_coca.model import LanguageModelLoss, build_model
-from megatron_coca.model import compile as compiling
-from megatron_coca.model.recompute import CONTEXTS
+from megatron_coca.model import build as compiling
+from megatron_coca.model.gpt import CONTEXTS
 
 KEYS = {
     "num_layers": 3,

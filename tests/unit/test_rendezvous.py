@@ -10,9 +10,9 @@ import pytest
 import torch.distributed as dist
 
 from megatron_coca.config import ConfigError
-from megatron_coca.training.engine.rendezvous import Member, join, ranks_text
-from megatron_coca.training.faults.status import EXIT_STATUSES, NotJoined
-from megatron_coca.training.launch.network import free_port
+from megatron_coca.training.engine.group import Member, join, ranks_text
+from megatron_coca.training.exit_status import EXIT_STATUSES, NotJoined
+from megatron_coca.training.launch.environment import free_port
 
 LISTEN = "0A"
 ROOT = Path(__file__).parents[2]

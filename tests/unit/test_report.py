@@ -13,12 +13,11 @@ import pytest
 from report_cases import FULL, NTK, REFUSED, every_result, lacking, needle, perplexity, window, write, write_costs
 
 from megatron_coca.evaluation import EvaluationError, PerplexityResult, WindowResult, build_report
-from megatron_coca.evaluation.markdown import escaped
-from megatron_coca.evaluation.report.document import Document
+from megatron_coca.evaluation.report.command import PARTS, build_sections
+from megatron_coca.evaluation.report.document import Document, render_ours
 from megatron_coca.evaluation.report.reading import RESULT_TYPES, read_results
-from megatron_coca.evaluation.report.sections import PARTS, build_sections
-from megatron_coca.evaluation.report.text import render_ours
 from megatron_coca.evaluation.results import read_record, write_atomically
+from megatron_coca.tables import escaped
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 

@@ -23,12 +23,11 @@ from report_cases import (
 )
 
 from megatron_coca.evaluation import PerplexityResult
+from megatron_coca.evaluation.report.charts import png
+from megatron_coca.evaluation.report.command import build_sections
 from megatron_coca.evaluation.report.document import Block, Figure, Table
 from megatron_coca.evaluation.report.reading import read_results
-from megatron_coca.evaluation.report.sections import build_sections
-from megatron_coca.evaluation.report.style import png
-from megatron_coca.evaluation.results import Result, write_record
-from megatron_coca.evaluation.store import Cost, Costs, cost_path
+from megatron_coca.evaluation.results import Cost, Costs, Result, cost_path, write_record
 
 
 def only_section(folder: Path, name: str, results: Mapping[str, Result]) -> tuple[Block, ...]:

@@ -10,12 +10,14 @@ from report_cases import NTK, REROPE, harness, lacking, passkey, perplexity, wri
 
 from megatron_coca.config import Config, load_config
 from megatron_coca.evaluation import EvaluationError, PerplexityResult
+from megatron_coca.evaluation.report import published_tables
+from megatron_coca.evaluation.report.command import build_sections
 from megatron_coca.evaluation.report.document import Line, Table
-from megatron_coca.evaluation.report.published import TABLES, PublishedTable, Use, coca, rerope, use_of
+from megatron_coca.evaluation.report.published import PublishedTable, Use, use_of
+from megatron_coca.evaluation.report.published_tables import TABLES
 from megatron_coca.evaluation.report.reading import read_results
-from megatron_coca.evaluation.report.sections import build_sections
 from megatron_coca.evaluation.subject import changed_keys, trained_with
-from megatron_coca.evaluation.suite.plan import read_suite
+from megatron_coca.evaluation.suite import read_suite
 
 NOT_NUMBERS = {"OOM", "–"}
 ROOT = Path(__file__).parents[2]
@@ -39,18 +41,22 @@ def test_tables_are_whole(table: PublishedTable) -> None:
 
 
 @pytest.mark.parametrize(
-    ("single", "table"), [(coca.PERPLEXITY, coca.STRICT_PERPLEXITY), (coca.RETRIEVAL, coca.STRICT_RETRIEVAL)]
+    ("single", "table"),
+    [
+        (published_tables.PERPLEXITY, published_tables.STRICT_PERPLEXITY),
+        (published_tables.RETRIEVAL, published_tables.STRICT_RETRIEVAL),
+    ],
 )
 def test_factor_4_of_table_3_is_the_dynamic_ntk_of_tables_1_and_2(
     single: PublishedTable, table: PublishedTable
 ) -> None:
-    (row,) = [row for row in single.rows if row.use == coca.COCA_NTK]
-    (same,) = [row for row in table.rows if row.use == coca.COCA_NTK]
+    (row,) = [row for row in single.rows if row.use == published_tables.COCA_NTK]
+    (same,) = [row for row in table.rows if row.use == published_tables.COCA_NTK]
     assert list(map(float, row.values)) == list(map(float, same.values))
 
 
 def test_the_two_pages_on_rerope_agree_with_the_text() -> None:
-    best = max(rerope.ACCURACY.rows, key=lambda row: float(row.values[1]))
+    best = max(published_tables.ACCURACY.rows, key=lambda row: float(row.values[1]))
     assert best.name == "ReRoPE-w128, log n" and best.values == ("49.40", "85.47", "48.87")
 
 
@@ -115,43 +121,43 @@ def rows_of(table: PublishedTable, **changes: Any) -> list[str]:
 @pytest.mark.parametrize(
     ("table", "changes", "expected"),
     [
-        (coca.PI_PERPLEXITY, {"overrides": {"rope_scaling": PI_16}}, []),
-        (coca.PI_PERPLEXITY, {"checkpoint__trained_with": {"rope_scaling": PI_16}}, ["LLaMA-7B + PI"]),
-        (coca.PI_PERPLEXITY, {"checkpoint__trained_with": {"rope_scaling": {**PI_16, "factor": 4.0}}}, []),
+        (published_tables.PI_PERPLEXITY, {"overrides": {"rope_scaling": PI_16}}, []),
+        (published_tables.PI_PERPLEXITY, {"checkpoint__trained_with": {"rope_scaling": PI_16}}, ["LLaMA-7B + PI"]),
+        (published_tables.PI_PERPLEXITY, {"checkpoint__trained_with": {"rope_scaling": {**PI_16, "factor": 4.0}}}, []),
         (
-            coca.PI_PERPLEXITY,
+            published_tables.PI_PERPLEXITY,
             {
                 "checkpoint__trained_with": {"rope_scaling": {**PI_16, "factor": 4.0}},
                 "overrides": {"rope_scaling": PI_16},
             },
             [],
         ),
-        (coca.SHORT_CONTEXT, {"overrides": {"rope_scaling": PI_16}}, []),
-        (rerope.ACCURACY, {"overrides": {"rotary_emb_base": 8e4}}, ["NTK-RoPE-old"]),
-        (rerope.ACCURACY, {"checkpoint__trained_with": {"rotary_emb_base": 8e4}}, []),
-        (rerope.ACCURACY, {"checkpoint__trained_with": REROPE}, []),
-        (rerope.ACCURACY, {"overrides": {"rope_scaling": {**PI_16, "factor": 8.0}}}, ["PI-RoPE"]),
-        (rerope.ACCURACY, {"checkpoint__trained_with": {"rope_scaling": {**PI_16, "factor": 8.0}}}, []),
-        (rerope.ACCURACY, {"overrides": REROPE}, ["ReRoPE-w256"]),
-        (rerope.ACCURACY, {"overrides": {"relative_positions": {"type": "rerope", "window": 100}}}, []),
-        (rerope.ACCURACY, {"overrides": LEAKY, **LOG_N}, ["Leaky ReRoPE-w256-k16, log n"]),
+        (published_tables.SHORT_CONTEXT, {"overrides": {"rope_scaling": PI_16}}, []),
+        (published_tables.ACCURACY, {"overrides": {"rotary_emb_base": 8e4}}, ["NTK-RoPE-old"]),
+        (published_tables.ACCURACY, {"checkpoint__trained_with": {"rotary_emb_base": 8e4}}, []),
+        (published_tables.ACCURACY, {"checkpoint__trained_with": REROPE}, []),
+        (published_tables.ACCURACY, {"overrides": {"rope_scaling": {**PI_16, "factor": 8.0}}}, ["PI-RoPE"]),
+        (published_tables.ACCURACY, {"checkpoint__trained_with": {"rope_scaling": {**PI_16, "factor": 8.0}}}, []),
+        (published_tables.ACCURACY, {"overrides": REROPE}, ["ReRoPE-w256"]),
+        (published_tables.ACCURACY, {"overrides": {"relative_positions": {"type": "rerope", "window": 100}}}, []),
+        (published_tables.ACCURACY, {"overrides": LEAKY, **LOG_N}, ["Leaky ReRoPE-w256-k16, log n"]),
         (
-            rerope.ACCURACY,
+            published_tables.ACCURACY,
             {"overrides": {"relative_positions": {"type": "leaky_rerope", "window": 128, "leak": 32.0}}, **LOG_N},
             ["Leaky ReRoPE-w128-k32, log n"],
         ),
         (
-            rerope.ACCURACY,
+            published_tables.ACCURACY,
             {"overrides": {"relative_positions": {"type": "leaky_rerope", "window": 128, "leak": 4.0}}, **LOG_N},
             [],
         ),
         (
-            rerope.ACCURACY,
+            published_tables.ACCURACY,
             {"checkpoint__trained_with": {"logit_scaling": "log_n_trained", "relative_positions": INV_LEAKY}},
             ["InvLeaky ReRoPE-w128, log n"],
         ),
         (
-            rerope.ACCURACY,
+            published_tables.ACCURACY,
             {
                 "checkpoint__trained_with": {
                     "logit_scaling": "log_n_trained",
@@ -161,15 +167,15 @@ def rows_of(table: PublishedTable, **changes: Any) -> list[str]:
             [],
         ),
         (
-            rerope.ACCURACY,
+            published_tables.ACCURACY,
             {
                 "checkpoint__trained_with": {"logit_scaling": "log_n_trained", "relative_positions": INV_LEAKY},
                 "overrides": {"rotary_emb_base": 8e4},
             },
             [],
         ),
-        (rerope.LOSS, {"overrides": REROPE}, []),
-        (rerope.LOSS, {"overrides": {**REROPE, "logit_scaling": "log_n"}}, []),
+        (published_tables.LOSS, {"overrides": REROPE}, []),
+        (published_tables.LOSS, {"overrides": {**REROPE, "logit_scaling": "log_n"}}, []),
     ],
 )
 def test_the_method_of_a_row_has_its_fine_tuning_window_and_leak(
@@ -180,11 +186,11 @@ def test_the_method_of_a_row_has_its_fine_tuning_window_and_leak(
 
 def test_the_pages_on_rerope_are_whole() -> None:
     """37 methods and HFWA, each once; the figures of a row are those of its method."""
-    names = [row.name for row in rerope.ACCURACY.rows]
+    names = [row.name for row in published_tables.ACCURACY.rows]
     assert len(names) == len(set(names)) == 38
-    uses = [row.use for row in rerope.ACCURACY.rows if row.use is not None]
+    uses = [row.use for row in published_tables.ACCURACY.rows if row.use is not None]
     assert len(uses) == len(set(uses)) == 37
-    for row in rerope.ACCURACY.rows[:-3]:
+    for row in published_tables.ACCURACY.rows[:-3]:
         assert row.values[0] == ("49.40" if row.name.endswith("log n") else "49.41"), "one model for each logit scaling"
 
 
@@ -218,7 +224,7 @@ def test_the_suite_on_rerope_runs_every_row() -> None:
             [ROOT / "configs/350M/roformer.yml", *files], [each for each in TRAINED[name] if "=" in each]
         )
         uses += [use_of_a_variant(trained, changes or []) for changes in entry.variants.values()]
-    assert len(uses) == 37 and set(uses) == {row.use for row in rerope.ACCURACY.rows} - {None}
+    assert len(uses) == 37 and set(uses) == {row.use for row in published_tables.ACCURACY.rows} - {None}
     plain, repeated = suite.tasks.values()
     assert repeated == {**(plain or {}), "repeat": 512}
 
@@ -228,14 +234,14 @@ def test_the_suite_on_llama_2_runs_every_row() -> None:
     trained = load_config(ROOT / "configs/350M/roformer.yml", {"seq_length": 4096, "max_position_embeddings": 4096})
     ((_, entry),) = suite.checkpoints.items()
     uses = [use_of_a_variant(trained, changes or []) for changes in entry.variants.values()]
-    assert uses == [row.use for row in rerope.LOSS.rows]
+    assert uses == [row.use for row in published_tables.LOSS.rows]
 
 
 def test_table_5_averages_its_four_groups() -> None:
-    for row in coca.SHORT_CONTEXT.rows:
+    for row in published_tables.SHORT_CONTEXT.rows:
         *groups, average = map(float, row.values)
         assert fmean(groups) == pytest.approx(average, abs=0.0051), row.name
-    assert coca.AVERAGED_GROUPS == ("Reasoning", "Understanding", "Language", "Examination")
+    assert published_tables.AVERAGED_GROUPS == ("Reasoning", "Understanding", "Language", "Examination")
 
 
 def short_context_tables(folder: Path, *tasks: str) -> list[Table]:
@@ -246,7 +252,7 @@ def short_context_tables(folder: Path, *tasks: str) -> list[Table]:
 
 
 def test_means_of_groups_beside_table_5(tmp_path: Path) -> None:
-    tasks = [task for group in coca.TASKS_BY_GROUP.values() for task in group]
+    tasks = [task for group in published_tables.TASKS_BY_GROUP.values() for task in group]
     scores, by_task, means = short_context_tables(tmp_path, *tasks)
     assert len(scores.header) == 1 + 17 + 1, "all tasks and wikitext"
     assert by_task.header == ("group and task", "RoFormer", "CoCA") and len(by_task.lines) == 17

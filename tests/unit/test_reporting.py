@@ -15,7 +15,7 @@ from megatron_coca.checkpoints import CheckpointError
 from megatron_coca.config import Config, ConfigError, load_config
 from megatron_coca.training.reporting import METRICS, JsonLines, Reporters, console, set_up_logging, sinks
 from megatron_coca.training.reporting.console import COLUMNS, shown
-from megatron_coca.training.reporting.figures import UNSAVED
+from megatron_coca.training.reporting.sinks import UNSAVED
 
 SHAPE = {
     "num_layers": 1,

@@ -12,11 +12,9 @@ from torch import Tensor
 
 from megatron_coca.config import load_config
 from megatron_coca.data import Tokenizer, load_tokenizer
-from megatron_coca.evaluation.results import CheckpointRecord, EnvironmentRecord, EvaluationError
-from megatron_coca.evaluation.retrieval import commands
-from megatron_coca.evaluation.retrieval.asking import Decoding, batches
-from megatron_coca.evaluation.retrieval.measurement import Retrieval
-from megatron_coca.evaluation.store import Store, read_costs
+from megatron_coca.evaluation.results import CheckpointRecord, EnvironmentRecord, EvaluationError, Store, read_costs
+from megatron_coca.evaluation.retrieval import measuring
+from megatron_coca.evaluation.retrieval.measuring import Decoding, Retrieval, batches
 from megatron_coca.evaluation.subject import Header, Subject
 
 SHAPE = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 256}
@@ -24,9 +22,9 @@ CONFIG = load_config([], SHAPE | {"vocab_size": 512})
 TOKENIZER = load_tokenizer("CharLevelTokenizer")
 
 PARTS: dict[str, tuple[Callable[..., None], Callable[..., Retrieval[Any]]]] = {
-    "passkey": (commands.passkey_arguments, commands.begin_passkey),
-    "needle": (commands.needle_arguments, commands.begin_needle),
-    "ruler": (commands.ruler_arguments, commands.begin_ruler),
+    "passkey": (measuring.passkey_arguments, measuring.begin_passkey),
+    "needle": (measuring.needle_arguments, measuring.begin_needle),
+    "ruler": (measuring.ruler_arguments, measuring.begin_ruler),
 }
 
 

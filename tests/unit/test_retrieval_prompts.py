@@ -10,9 +10,8 @@ import tokenizers
 
 from megatron_coca.data import DataError, Tokenizer, load_tokenizer, train_sentencepiece
 from megatron_coca.evaluation.results import EvaluationError
-from megatron_coca.evaluation.retrieval import passkey
-from megatron_coca.evaluation.retrieval.cases import Case, LengthError, RetrievalTask
-from megatron_coca.evaluation.retrieval.fitting import Prices, Text, fit
+from megatron_coca.evaluation.retrieval import tasks
+from megatron_coca.evaluation.retrieval.cases import Case, LengthError, Prices, RetrievalTask, Text, fit
 from megatron_coca.evaluation.retrieval.haystack import (
     FILLER,
     FILLER_BLOCKS,
@@ -25,14 +24,13 @@ from megatron_coca.evaluation.retrieval.haystack import (
     load_haystack,
     uniform_gap,
 )
-from megatron_coca.evaluation.retrieval.needle import needle
 from megatron_coca.evaluation.retrieval.ruler import RULER_TASKS
-from megatron_coca.evaluation.retrieval.words import ADJECTIVES, CITIES, NOUNS
+from megatron_coca.evaluation.retrieval.tasks import ADJECTIVES, CITIES, NOUNS, needle
 
 WORDS = "the grass is green and the sky is blue, there is a code of the sun 12 345 again; Here we go. What is it?"
 PROSE = Haystack("prose", tuple(f"{WORDS[: 7 + 13 * (number % 8)].strip()} {number}." for number in range(60)))
 
-TASKS: dict[str, RetrievalTask] = {"passkey": passkey.passkey(), "passkey with stub": passkey.passkey(True)}
+TASKS: dict[str, RetrievalTask] = {"passkey": tasks.passkey(), "passkey with stub": tasks.passkey(True)}
 TASKS |= {f"needle at {depth}": needle(depth, FILLER_HAYSTACK) for depth in (0, 30, 100)}
 TASKS |= {f"prose, needle at {depth}": needle(depth, PROSE) for depth in (0, 50)}
 TASKS |= {name: make(FILLER_HAYSTACK, False) for name, make in RULER_TASKS.items()}
@@ -76,7 +74,7 @@ What is the passkey?"""
 @pytest.mark.parametrize("length", [512, 3000])
 def test_the_passkey_prompt_is_the_papers_listing(tokenizer: Tokenizer, length: int) -> None:
     block = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-    for case in passkey.passkey().make_cases(tokenizer, length, 5, 0):
+    for case in tasks.passkey().make_cases(tokenizer, length, 5, 0):
         lines, (key,) = text_of(case, tokenizer).split("\n"), case.expected
         wanted = LISTING.replace("KEY", key).split("\n")
         assert (lines[0], lines[-3], lines[-1]) == (wanted[0], wanted[2], wanted[4]) and len(lines) == 5
@@ -91,7 +89,7 @@ def test_the_passkey_prompt_is_the_papers_listing(tokenizer: Tokenizer, length: 
 
 
 def test_the_answer_stub_stands_behind_the_question(tokenizer: Tokenizer) -> None:
-    (case,) = passkey.passkey(answer_stub=True).make_cases(tokenizer, 512, 1, 0)
+    (case,) = tasks.passkey(answer_stub=True).make_cases(tokenizer, 512, 1, 0)
     assert text_of(case, tokenizer).endswith("\nWhat is the passkey? The pass key is")
 
 
@@ -162,7 +160,7 @@ def test_places_are_uniform_over_all_gaps() -> None:
     assert [inner_gap(place)(3) for place in (0, 0.49, 0.51, 0.9999999)] == [1, 1, 2, 2]
     assert [inner_gap(0.5)(units) for units in (0, 1, 2)] == [0, 1, 1]
     assert [depth_gap(depth)(10) for depth in (0, 0.34, 0.5, 1)] == [0, 3, 5, 10]
-    cases = passkey.passkey().make_cases(load_tokenizer("CharLevelTokenizer"), 4096, 400, 0)
+    cases = tasks.passkey().make_cases(load_tokenizer("CharLevelTokenizer"), 4096, 400, 0)
     counts = Counter(int(case.facts[0].depth * 3.999) for case in cases)
     assert all(70 < counts[quarter] < 130 for quarter in range(4)), counts
     assert len({case.expected for case in cases}) > 395

@@ -4,11 +4,9 @@ import math
 
 import pytest
 
-from megatron_coca.evaluation.retrieval.cells import passkey_cell
-from megatron_coca.evaluation.retrieval.passkey import score
-from megatron_coca.evaluation.retrieval.records import CaseRecord, FactRecord
-from megatron_coca.evaluation.retrieval.scoring import first_run, share_found
-from megatron_coca.evaluation.retrieval.statistics import tally, wilson_interval
+from megatron_coca.evaluation.retrieval.cases import first_run, share_found
+from megatron_coca.evaluation.retrieval.records import CaseRecord, FactRecord, passkey_cell, tally, wilson_interval
+from megatron_coca.evaluation.retrieval.tasks import score
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from megatron_coca.checkpoints import CheckpointError
-from megatron_coca.checkpoints.neox.keys import read_config
+from megatron_coca.checkpoints.neox_config import read_config
 from megatron_coca.config import ConfigError, load_config
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.preparation.recipe import read_recipe
 from megatron_coca.evaluation.results import EvaluationError
-from megatron_coca.evaluation.suite.plan import read_suite
+from megatron_coca.evaluation.suite import read_suite
 from megatron_coca.safe_yaml import MAX_BYTES, MAX_DEPTH, MAX_NODES, read_yaml
 
 READERS: dict[str, tuple[Callable[[Path], Any], type[Exception]]] = {

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from megatron_coca.config import ScheduleConfig
-from megatron_coca.config.rates import DECAYS, learning_rate
+from megatron_coca.config.training import DECAYS, learning_rate
 
 PEAK, LOW, STEPS = 1e-3, 1e-4, 100
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_coca.data import DataError, Shard
-from megatron_coca.data.shards.writer import ShardWriter, Written
+from megatron_coca.data.shard_writer import ShardWriter, Written
 
 DOCUMENTS = [[3, 4, 5], [6], [], [7, 8], list(range(2, 9))]
 

@@ -13,20 +13,14 @@ import torch
 
 from megatron_coca.attention.inputs import BackendError
 from megatron_coca.config import Config, load_config
+from megatron_coca.evaluation.cli import TASKS
 from megatron_coca.evaluation.options import Variant
-from megatron_coca.evaluation.results import EvaluationError, read_record
-from megatron_coca.evaluation.speed import apart, probing, workloads
-from megatron_coca.evaluation.speed.cases import Case, Refusal, build, build_all, choose
-from megatron_coca.evaluation.speed.command import SPEED, add_arguments, empty_result
-from megatron_coca.evaluation.speed.contraction import CONTRACTION, contract
-from megatron_coca.evaluation.speed.measuring import Bench
-from megatron_coca.evaluation.speed.probing import Plan, Probe, probe
-from megatron_coca.evaluation.speed.records import WHATS, SpeedResult
-from megatron_coca.evaluation.speed.rounds import interleaved, quartiles, ratio
-from megatron_coca.evaluation.speed.table import tables
-from megatron_coca.evaluation.speed.workloads import WORKLOADS, Workload
-from megatron_coca.evaluation.store import Store
-from megatron_coca.evaluation.tasks import TASKS
+from megatron_coca.evaluation.results import EvaluationError, Store, read_record
+from megatron_coca.evaluation.speed import probing
+from megatron_coca.evaluation.speed.cases import CONTRACTION, Case, Refusal, build, build_all, choose, contract
+from megatron_coca.evaluation.speed.measuring import SPEED, Bench, add_arguments, empty_result
+from megatron_coca.evaluation.speed.probing import WORKLOADS, Plan, Probe, Workload, probe
+from megatron_coca.evaluation.speed.records import WHATS, SpeedResult, interleaved, quartiles, ratio, tables
 from megatron_coca.model import build_model
 from tools.bench_peer import peak_bytes
 
@@ -136,7 +130,7 @@ def test_a_call_can_be_repeated(what: str, pos_emb: str, monkeypatch: pytest.Mon
         work.call()
         assert all(parameter.grad is None for parameter in model.parameters())
         assert all(layer.length == 8 for cache in caches for layer in cache.layers)
-    assert (work.tokens, work.passes) == ((2, workloads.DECODED) if what == "decode" else (16, 1))
+    assert (work.tokens, work.passes) == ((2, probing.DECODED) if what == "decode" else (16, 1))
     assert len(caches) == (what == "decode")
 
 
@@ -235,8 +229,8 @@ def test_memory_that_runs_out_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_process_that_ended_early_leaves_no_gap() -> None:
     plan, first = Plan(("decode",), (8, 16), 1, 2, 1.0), Probe("decode", 8, 5)
-    (killed,) = apart.lost(plan, [first], -9, "")
-    (failed,) = apart.lost(plan, [first], 1, "Traceback\nValueError: odd\n")
+    (killed,) = probing.lost(plan, [first], -9, "")
+    (failed,) = probing.lost(plan, [first], 1, "Traceback\nValueError: odd\n")
     assert (killed.length, killed.kind, failed.kind) == (16, "out of memory", "failed") and "odd" in failed.reason
 
 
@@ -244,7 +238,7 @@ def test_memory_is_what_the_allocator_gave() -> None:
     """In a process of its own, where freed blocks that a call uses again are no memory for nothing."""
     case = Case(CONTRACTION, config(pos_emb="coca"), True)
     model = build(case, "cpu", torch.float32).model
-    for found in apart.probe_apart(case, Plan(("layer forward",), (512, 1024), 1, 1, 1e9), "float32"):
+    for found in probing.probe_apart(case, Plan(("layer forward",), (512, 1024), 1, 1, 1e9), "float32"):
         given = peak_bytes(WORKLOADS["layer forward"](model, found.length, 1).call)
         assert found.peak is not None and given > 4 * 4 * found.length**2, found
         assert given - 2**18 <= found.peak <= given + 3 * 2**20, (found, given)

@@ -12,18 +12,18 @@ import pytest
 
 from megatron_coca.config import load_config
 from megatron_coca.evaluation import EvaluationError
-from megatron_coca.evaluation.cli import build_parser
-from megatron_coca.evaluation.report.published.coca import TASKS_BY_GROUP
-from megatron_coca.evaluation.suite.plan import (
+from megatron_coca.evaluation.cli import MEASUREMENTS, build_parser
+from megatron_coca.evaluation.report.published_tables import TASKS_BY_GROUP
+from megatron_coca.evaluation.suite import (
     Place,
     SuiteFile,
     commands,
+    how_it_ended,
+    note_failure,
     read_suite,
     training_lengths,
     with_checkpoints,
 )
-from megatron_coca.evaluation.suite.run import how_it_ended, note_failure
-from megatron_coca.evaluation.tasks import MEASUREMENTS
 from tests.checkpoint_files import write_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -191,7 +191,7 @@ def test_a_failure_is_written_into_the_last_file_that_was_begun(tmp_path: Path) 
 
 def test_a_terminated_suite_ends_its_command(tmp_path: Path) -> None:
     child = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(60)"
-    code = "import sys; from megatron_coca.evaluation.suite.run import run_to_its_end; run_to_its_end(sys.argv[1:])"
+    code = "import sys; from megatron_coca.evaluation.suite import run_to_its_end; run_to_its_end(sys.argv[1:])"
     command = [sys.executable, "-c", code, sys.executable, "-c", child, str(tmp_path / "pid")]
     parent = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
     while not (tmp_path / "pid").is_file() or not (tmp_path / "pid").read_text():

@@ -9,8 +9,8 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from megatron_coca.attention.projection import PARTS as PACKED
-from megatron_coca.attention.projection import SplitProjection, packed_rows
+from megatron_coca.attention.layer import PARTS as PACKED
+from megatron_coca.attention.layer import SplitProjection, packed_rows
 from megatron_coca.checkpoints.compare import differing_keys, refuse_other_model
 from megatron_coca.checkpoints.weight_map import BY_HEAD, Heads
 from megatron_coca.config import Config, ConfigError, load_config
@@ -18,9 +18,8 @@ from megatron_coca.config.training import Part
 from megatron_coca.model import GPT, LanguageModelLoss, build_model, empty_model
 from megatron_coca.model.cost import parameter_count, trained_count
 from megatron_coca.training.estimate import estimate
-from megatron_coca.training.optimizer import build_optimizer
-from megatron_coca.training.same_run import FREE_GROUPS, FREE_KEYS
-from megatron_coca.training.trainable import PARTS, parts_of, train_only_parts, trainable_share
+from megatron_coca.training.optimizer import PARTS, build_optimizer, parts_of, train_only_parts, trainable_share
+from megatron_coca.training.resume import FREE_GROUPS, FREE_KEYS
 
 TINY: dict[str, Any] = {
     "num_layers": 2,

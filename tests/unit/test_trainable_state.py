@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_coca.attention.projection import PARTS, packed_rows
+from megatron_coca.attention.layer import PARTS, packed_rows
 from megatron_coca.checkpoints import CheckpointError
 from megatron_coca.checkpoints.state import WEIGHT, Piece, Place, Shard, file_name, write_pieces
 from megatron_coca.config import load_config
-from megatron_coca.training.engine.split import packed_pieces, packed_places
+from megatron_coca.training.engine.state import packed_pieces, packed_places
 from tests.checkpoint_files import open_state
 
 HEAD_DIM = 2

@@ -22,13 +22,12 @@ from megatron_coca.config import load_config
 from megatron_coca.data import Batch
 from megatron_coca.training.corpus import Corpus, open_corpus
 from megatron_coca.training.engine import StepResult
-from megatron_coca.training.faults.guard import Limits, bad_reason
-from megatron_coca.training.faults.signals import Preemption
-from megatron_coca.training.faults.status import Diverged, Preempted
-from megatron_coca.training.faults.watchdog import Watchdog
+from megatron_coca.training.exit_status import Diverged, Preempted, Preemption
+from megatron_coca.training.loss_guard import Limits, bad_reason
 from megatron_coca.training.saving import Checkpoints
 from megatron_coca.training.topology import Topology
 from megatron_coca.training.trainer import Shape, Trainer
+from megatron_coca.training.watchdog import Watchdog
 from tests.checkpoint_files import refuse, run_alone
 
 ALONE = Topology(1, 1, 1, 1)

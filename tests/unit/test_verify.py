@@ -11,11 +11,11 @@ import pytest
 
 from megatron_coca.data import Shard, load_tokenizer
 from megatron_coca.data.errors import DataError
-from megatron_coca.data.inspection import index, verify
+from megatron_coca.data.inspection import collection, verify
 from megatron_coca.data.inspection.collection import find_shards
 from megatron_coca.data.inspection.verify import verify_shards
-from megatron_coca.data.shards.layout import HEADER
-from megatron_coca.data.shards.writer import ShardWriter
+from megatron_coca.data.shard_writer import ShardWriter
+from megatron_coca.data.shards import HEADER
 from tools import inspect_data
 
 TEXT = load_tokenizer("CharLevelTokenizer")
@@ -96,7 +96,7 @@ FAULTS: dict[str, tuple[Callable[[Path], None], list[str]]] = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_every_fault_is_told(shards: Path, name: str, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify, "_TOKENS_AT_ONCE", 5 * at_once)
-    monkeypatch.setattr(index, "_AT_ONCE", at_once)
+    monkeypatch.setattr(collection, "_AT_ONCE", at_once)
     damage, messages = FAULTS[name]
     damage(shards)
     faults = [fault for found in verify_shards(find_shards([shards])) for fault in found.faults]

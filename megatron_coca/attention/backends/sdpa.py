@@ -1,13 +1,168 @@
 """PyTorch's scaled_dot_product_attention: flash kernels in O(N) memory, on CPU and, without a bias, on CUDA."""
 
+import math
+from typing import Any, NamedTuple
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.attention.bias import causal_lower_right
 
-from megatron_coca.attention.backends.diagonals import biased_attention, diagonals, reversed_mask
-from megatron_coca.attention.backends.documents import attend_by_document
-from megatron_coca.attention.backends.flash_ops import GROUPED
+from megatron_coca.attention.backends.torch_flash import GROUPED, attend_by_document
 from megatron_coca.attention.inputs import CAUSAL, AttentionInputs, DistanceBias, Needs
+
+aten = torch.ops.aten
+QUERY_BLOCK = 512
+"""Query rows per call: longer blocks spend more on hidden keys, shorter ones more on calls (docs/attention.md)."""
+KEY_BLOCK = 1024
+"""Key columns of a tile of score gradients: with QUERY_BLOCK rows it is 2 MiB, which a core's cache holds."""
+
+
+def biased_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, bias: DistanceBias) -> Tensor:
+    """softmax(scale * Q' K'^T + b(r)) V, causal, [batch, heads, query_length, head_dim] in the query's dtype.
+
+    The operands are those of `AttentionInputs`, on the CPU. Gradients flow to them and to the bias's coefficients.
+    """
+    rows = min(QUERY_BLOCK, query.shape[2])
+    return _Biased.apply(query, key, value, diagonals(bias, key.shape[2], rows, query), scale)
+
+
+def diagonals(bias: DistanceBias, key_length: int, rows: int, query: Tensor) -> Tensor:
+    """The bias at distances key_length - 1, ..., 0 and then `rows - 1` times -inf (keys to come), [heads, ...]."""
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    distance = torch.arange(key_length - 1, -rows, -1)
+    return bias.at(distance.clamp(min=0).to(dtype)).masked_fill(distance < 0, -math.inf)
+
+
+def reversed_mask(along: Tensor, rows: int, columns: int, key_length: int) -> Tensor:
+    """The mask [1, heads, rows, columns] of a block whose last row sees `columns` keys, rows reversed."""
+    heads, length = along.shape
+    return along.as_strided((1, heads, rows, columns), (0, length, 1, 1), storage_offset=key_length - columns)
+
+
+class _Rows(NamedTuple):
+    """What the backward pass knows of a block of queries, rows reversed, [batch, heads, rows, ...]."""
+
+    grad: Tensor
+    query: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+class _Tile(NamedTuple):
+    """Weights and score gradients [rows, columns], and the buffer [rows, rows + columns] of which `scores` is a view."""
+
+    weights: Tensor
+    scores: Tensor
+    skewed: Tensor
+
+
+class _Biased(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, along: Tensor, scale: float) -> Tensor:
+        along = along.contiguous()
+        out, lse = torch.empty_like(query), torch.empty(query.shape[:3], dtype=along.dtype)
+        for start, stop, visible in _blocks(query.shape[2], key.shape[2]):
+            mask = reversed_mask(along, stop - start, visible, key.shape[2])
+            block, keys, values = query[:, :, start:stop].flip(2), key[:, :, :visible], value[:, :, :visible]
+            part, part_lse = aten._scaled_dot_product_flash_attention_for_cpu(
+                block, keys, values, 0.0, False, attn_mask=mask, scale=scale
+            )
+            out[:, :, start:stop], lse[:, :, start:stop] = part.flip(2), part_lse.flip(2)
+        ctx.save_for_backward(query, key, value, along, out, lse)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, along, out, lse = ctx.saved_tensors
+        wide = torch.promote_types(query.dtype, torch.float32)
+        query_grad = torch.empty_like(query)
+        key_grad, value_grad = (torch.zeros(x.shape, dtype=wide) for x in (key, value))
+        along_grad = torch.zeros_like(along) if ctx.needs_input_grad[3] else None
+        for start, stop, visible in _blocks(query.shape[2], key.shape[2]):
+            rows = _Rows(*(x[:, :, start:stop].flip(2) for x in (grad, query, out, lse)))
+            keys, values = key[:, :, :visible], value[:, :, :visible]
+            mask = reversed_mask(along, stop - start, visible, key.shape[2])
+            sums = key_grad[:, :, :visible], value_grad[:, :, :visible]
+            if along_grad is None:
+                dq = _flash_backward(rows, keys, values, mask, ctx.scale, sums)
+            else:
+                diagonal_sums = along_grad[:, key.shape[2] - visible :]
+                dq = _tiled_backward(rows, keys, values, mask, ctx.scale, sums, diagonal_sums)
+            query_grad[:, :, start:stop] = dq.flip(2)
+        return query_grad, key_grad.to(key.dtype), value_grad.to(value.dtype), along_grad, None
+
+
+def _blocks(query_length: int, key_length: int) -> list[tuple[int, int, int]]:
+    """(first row, row after the last, keys that the last row sees) of every block of queries."""
+    stops = [min(start + QUERY_BLOCK, query_length) for start in range(0, query_length, QUERY_BLOCK)]
+    starts = range(0, query_length, QUERY_BLOCK)
+    return [(start, stop, key_length - query_length + stop) for start, stop in zip(starts, stops, strict=True)]
+
+
+def _flash_backward(
+    rows: _Rows, keys: Tensor, values: Tensor, mask: Tensor, scale: float, sums: tuple[Tensor, Tensor]
+) -> Tensor:
+    """The query gradient of a block; those of its keys and values are added to `sums`."""
+    dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        rows.grad, rows.query, keys, values, rows.out, rows.lse, 0.0, False, attn_mask=mask, scale=scale
+    )
+    sums[0].add_(dk)
+    sums[1].add_(dv)
+    return dq
+
+
+def _tiled_backward(
+    rows: _Rows,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    scale: float,
+    sums: tuple[Tensor, Tensor],
+    diagonal_sums: Tensor,
+) -> Tensor:
+    """As `_flash_backward`, and adds the gradient of entry (row, column) of the mask to `diagonal_sums` [heads, ...] at
+    row + column.
+    """
+    wide = diagonal_sums.dtype
+    query_grad = torch.zeros(rows.query.shape, dtype=wide)
+    shares = (rows.grad.to(wide) * rows.out.to(wide)).sum(-1, keepdim=True)
+    groups = rows.query.shape[1] // keys.shape[1]
+    for batch in range(keys.shape[0]):
+        for head in range(rows.query.shape[1]):
+            query, grad = rows.query[batch, head].to(wide), rows.grad[batch, head].to(wide)
+            share, lse = shares[batch, head], rows.lse[batch, head, :, None]
+            for first in range(0, keys.shape[2], KEY_BLOCK):
+                columns = slice(first, min(first + KEY_BLOCK, keys.shape[2]))
+                place = (batch, head // groups, columns)
+                seen, valued = keys[place].to(wide), values[place].to(wide)
+                tile = _tile(query, grad, share, lse, seen, valued, mask[0, head, :, columns], scale)
+                query_grad[batch, head].addmm_(tile.scores, seen, alpha=scale)
+                sums[0][place].addmm_(tile.scores.T, query, alpha=scale)
+                sums[1][place].addmm_(tile.weights.T, grad)
+                along = tile.skewed.sum(0)[:-1]
+                diagonal_sums[head, first : first + len(along)] += along
+    return query_grad.to(rows.query.dtype)
+
+
+def _tile(
+    query: Tensor, grad: Tensor, shares: Tensor, lse: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float
+) -> _Tile:
+    """The attention weights of a tile and the gradient of its scores, weight * (grad . value - share).
+
+    The gradient is written into a buffer whose rows are one longer than the tile's rows and columns together, so that
+    entry (row, column) falls into column row + column: written straight, read skewed.
+    """
+    rows, columns = len(query), len(keys)
+    weights = torch.baddbmm(mask[None], query[None], keys.T[None], alpha=scale)[0].sub_(lse).exp_()
+    skewed = weights.new_zeros(rows, rows + columns)
+    scores = skewed.as_strided((rows, columns), (rows + columns + 1, 1))
+    torch.mul(torch.addmm(-shares, grad, values.T), weights, out=scores)
+    return _Tile(weights, scores, skewed)
+
 
 BANDS_REASON = "it takes one query and one key operand, and every key up to the query's own"
 

@@ -1,6 +1,7 @@
 """The choice of a backend: made once, when a model is built, and logged with what was passed over and why."""
 
 import logging
+from collections.abc import Callable, Iterable
 
 from megatron_coca.attention.backends.flash import FlashBackend
 from megatron_coca.attention.backends.flex import FlexBackend
@@ -8,7 +9,7 @@ from megatron_coca.attention.backends.merge import MergeBackend
 from megatron_coca.attention.backends.reference import ReferenceBackend
 from megatron_coca.attention.backends.sdpa import SdpaBackend
 from megatron_coca.attention.backends.triton import TritonBackend
-from megatron_coca.attention.inputs import Backend, BackendError, Needs
+from megatron_coca.attention.inputs import Backend, BackendError, Band, Needs
 
 logger = logging.getLogger(__name__)
 
@@ -51,3 +52,107 @@ def select_backend(name: str, needs: Needs) -> tuple[str, Backend]:
 
 def _passed_over(reasons: dict[str, str]) -> str:
     return "".join(f"; not {name}: {reason}" for name, reason in reasons.items())
+
+
+_WINDOW = 256
+_NEAR = Band(0, _WINDOW)
+
+NEEDS: dict[str, Needs] = {
+    "`pos_emb: rotary`, `coca`, `coca_strict`, `xpos`, `learned`, `sinusoidal`, `none`": Needs("cuda"),
+    "`pos_emb: alibi`": Needs("cuda", bias="linear"),
+    "`pos_emb: kerple_log`": Needs("cuda", bias="log"),
+    "`pos_emb: kerple_power`": Needs("cuda", bias="power"),
+    "`pos_emb: rpe`": Needs("cuda", bias="buckets"),
+    "`relative_positions: rerope`, `leaky_rerope`, `inv_leaky_rerope`, `self_extend`": Needs(
+        "cuda", bands=(_NEAR, Band(_WINDOW))
+    ),
+    "`relative_positions: lm_infinite`, `streaming`": Needs("cuda", bands=(_NEAR, Band(_WINDOW, None, 4))),
+    "`relative_positions: streaming` with `sinks: 0`": Needs("cuda", bands=(_NEAR,)),
+    "`attention_dropout` above 0, with `rotary` and its like": Needs("cuda", dropout=0.1),
+    "`attention_dropout` above 0, with `alibi`": Needs("cuda", bias="linear", dropout=0.1),
+    "`attention_dropout` above 0, with `rerope` and its like": Needs("cuda", bands=(_NEAR, Band(_WINDOW)), dropout=0.1),
+    "heads of 60 features, with `rotary` and its like": Needs("cuda", head_dim=60),
+}
+"""What models ask for, by the keys that make them ask: a row of the tables each."""
+
+CPU_COLUMNS = tuple(name for name in BACKENDS if name not in ("flash", "flex", "triton"))
+
+_INTRODUCTION = """\
+# Attention backends
+
+<!-- Written by `python -m megatron_coca.attention.backends.select > docs/backends.md`; change the code, not this page. -->
+
+`attention_backend` names one of these, or `auto`, which takes the first of {automatic} that serves
+the model. A backend that is named and cannot serve is an error with the reason; nothing is replaced silently. A number
+in a table is the reason below it.
+
+| backend | what it is |
+| --- | --- |
+{summaries}
+
+All of them serve grouped queries, packed documents, and queries that are the last tokens of longer keys. `flash`
+computes in float16 or bfloat16 alone. `rope_scaling`, `logit_scaling` and the frequencies change the operands, not
+what a backend must do, so they are in no row. `flash` and `triton` run only by name: nothing has been measured on a
+GPU yet that would prefer them. They must also be installed: `pip install flash-attn`, `pip install triton`.
+"""
+
+SUMMARIES = {
+    "sdpa": "PyTorch's scaled_dot_product_attention; a bias on the CPU without an N x N tensor",
+    "merge": "plain flash calls whose outputs are merged by log-sum-exp; every visible pair once",
+    "flash": "the flash-attn libraries, FlashAttention-3 where it can and FlashAttention-2 otherwise",
+    "flex": "PyTorch's FlexAttention, compiled",
+    "triton": "the kernels of megatron_coca.kernels",
+    "reference": "dense, O(N^2) memory, any precision: the measure of the others",
+}
+
+Reason = Callable[[Needs], str | None]
+
+
+def page() -> str:
+    """The whole page as Markdown."""
+    automatic = ", ".join(f"`{name}`" for name in AUTOMATIC)
+    summaries = "\n".join(f"| `{name}` | {SUMMARIES[name]} |" for name in BACKENDS)
+    parts = [
+        _INTRODUCTION.format(automatic=automatic, summaries=summaries),
+        "## On CUDA\n",
+        _table("cuda", tuple(BACKENDS)),
+        "## On the CPU\n\n`flash`, `flex` and `triton` train on CUDA alone.\n",
+        _table("cpu", CPU_COLUMNS),
+    ]
+    return "\n".join(parts)
+
+
+def refusal(name: str) -> Reason:
+    """What a backend says to needs, whatever is installed on this machine."""
+    independent: dict[str, Reason] = {"flash": FlashBackend().refuses}
+    return independent.get(name, BACKENDS[name].supports)
+
+
+def _table(device_type: str, columns: tuple[str, ...]) -> str:
+    """One row for each of `NEEDS`, and the reasons numbered below."""
+    numbers: dict[str, int] = {}
+    rows = [("needed", "auto", *columns), ("---",) * (len(columns) + 2)]
+    for label, needs in NEEDS.items():
+        asked = Needs(device_type, needs.head_dim, needs.bias, needs.bands, needs.dropout)
+        said = {name: refusal(name)(asked) for name in columns}
+        cells = [_cell(name, reason, numbers) for name, reason in said.items()]
+        rows.append((label, _automatic(said), *cells))
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([*lines, "", *_notes(numbers)]) + "\n"
+
+
+def _cell(name: str, reason: str | None, numbers: dict[str, int]) -> str:
+    """ "yes", or the number of the reason, which is a new one where the reason has none yet."""
+    return "yes" if reason is None else str(numbers.setdefault(f"`{name}`: {reason}", len(numbers) + 1))
+
+
+def _automatic(said: dict[str, str | None]) -> str:
+    return next((f"`{name}`" for name in AUTOMATIC if name in said and said[name] is None), "an error")
+
+
+def _notes(numbers: dict[str, int]) -> Iterable[str]:
+    return (f"{number}. {reason}" for reason, number in numbers.items())
+
+
+if __name__ == "__main__":
+    print(page(), end="")

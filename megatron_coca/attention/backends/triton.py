@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from megatron_coca.attention.compiler import missing_compiler
 from megatron_coca.attention.inputs import AttentionInputs, Band, Needs
+from megatron_coca.kernels import missing_compiler
 
 FORMULAS = (None, "linear", "log", "power")
 WIDEST_HEAD = 256

@@ -2,12 +2,13 @@
 
 Every form here, CoCA included, is ordinary attention on modified operands Q' and K', so any flash kernel runs it in
 O(N) memory. The papers write CoCA as a three-operand contraction over an N x N intermediate;
-`megatron_coca.attention.oracle` follows them literally.
+`tests.reference` follows them literally.
 
 Operand functions take x [batch, heads, length, head_dim] and the rotary tables, work in the tables' dtype (float32
 or better: Q' of CoCA is quadratic in q, so it must be rounded once, at the end) and return x's dtype.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -15,8 +16,38 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_coca.attention.pairs import positive_mean, rotate, spread, squared_length, times_rotated
-from megatron_coca.attention.rotary import RotaryTables
+from megatron_coca.attention.positions import PositionRangeError
+from megatron_coca.attention.rotary import RotaryTables, positive_mean, rotate, spread, squared_length, times_rotated
+
+GAMMA = 0.4
+SCALE_BASE = 512
+
+
+def growth(positions: Tensor, dim: int, centre: float) -> Tensor:
+    """zeta_j^((p - c)/512), zeta_j = (2j/d + gamma)/(1 + gamma): what multiplies a query; a key is divided by it.
+
+    float64 `positions` [...] -> [..., dim/2]. A score depends on the difference of two positions alone, so the centre
+    c only keeps the factors of one operand small; uncentred they overflow at 32k.
+    """
+    pair = torch.arange(dim // 2, dtype=torch.float64, device=positions.device)
+    zeta = (2 * pair / dim + GAMMA) / (1 + GAMMA)
+    return zeta ** ((positions[..., None] - centre) / SCALE_BASE)
+
+
+def check_range(centre: float, dtype: torch.dtype) -> None:
+    """Check that operands of `dtype`, with room for features of size 100, hold the factors of places 0 to 2 centre.
+
+    Raises:
+        PositionRangeError: they do not; with gamma 0.4 float32 ends near 68,000 tokens, float16 near 5,000.
+    """
+    largest = torch.finfo(dtype).max / 100
+    reach = SCALE_BASE * math.log(largest) / math.log((1 + GAMMA) / GAMMA)
+    if centre > reach:
+        raise PositionRangeError(
+            f"pos_emb: xpos at {2 * centre:.0f} tokens multiplies operands by more than {dtype} holds; it reaches"
+            f" {2 * reach:.0f} tokens in this precision"
+        )
+
 
 Operand = Callable[[Tensor, RotaryTables], Tensor]
 Kernel = Literal["rotary", "coca", "coca_strict"]
@@ -150,3 +181,24 @@ SCORE_FORMS: dict[str, ScoreForm] = {
     "sinusoidal": PLAIN,
     "none": PLAIN,
 }
+
+LogitScaling = Callable[[Tensor, int], Tensor]
+"""(float64 positions [...], training length L) -> factors [...]."""
+
+
+def _log_n(positions: Tensor, training_length: int) -> Tensor:
+    """max(1, ln(m + 1)/ln L): nothing changes within the training length (Su 2023, kexue.fm/archives/9708)."""
+    return _log_n_trained(positions, training_length).clamp(min=1.0)
+
+
+def _log_n_trained(positions: Tensor, training_length: int) -> Tensor:
+    """ln(m + 1)/ln L, m counted from 0, from the first step of training on (Su 2021, kexue.fm/archives/8823; the form
+    for a causal model, whose row m sees m + 1 keys, is our reading).
+    """
+    return positions.log1p() / math.log(training_length)
+
+
+LOGIT_SCALINGS: dict[str, LogitScaling | None] = {"none": None, "log_n": _log_n, "log_n_trained": _log_n_trained}
+
+TRAINED_SCALINGS = frozenset({"log_n_trained"})
+"""Scalings that belong to the weights: they cannot be switched on or off at evaluation time."""

@@ -12,22 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from megatron_coca.checkpoints import native, weight_map
-from megatron_coca.checkpoints.exports.exporters import EXPORTERS, choose, describe
+from megatron_coca.checkpoints.exports.exporters import EXPORTERS, MODELLING_FILE, choose, describe
 from megatron_coca.checkpoints.exports.model_card import CARD, model_card
-from megatron_coca.checkpoints.exports.original import (
+from megatron_coca.checkpoints.exports.tokenizer import (
     GENERATION,
     Companions,
     Symbols,
     original_companions,
     own_companions,
     suppressing,
+    tokenizer_files,
 )
-from megatron_coca.checkpoints.exports.remote import MODELLING_FILE
-from megatron_coca.checkpoints.exports.tokenizer import tokenizer_files
 from megatron_coca.checkpoints.folders import new_folder, refuse_existing
-from megatron_coca.checkpoints.huggingface.files import INDEX, SINGLE
-from megatron_coca.checkpoints.huggingface.reading import is_huggingface_folder
-from megatron_coca.checkpoints.huggingface.remote import REMOTE_TYPES
+from megatron_coca.checkpoints.huggingface import is_huggingface_folder
+from megatron_coca.checkpoints.huggingface_families import INDEX, REMOTE_TYPES, SINGLE
 from megatron_coca.checkpoints.load import Opened, Overrides, open_checkpoint
 from megatron_coca.checkpoints.tokenizer import KEYS as TOKENIZER_KEYS
 from megatron_coca.checkpoints.weights import DTYPES, Weights, divided, write_safetensors

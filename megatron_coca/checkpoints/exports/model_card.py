@@ -7,8 +7,8 @@ from math import prod
 from typing import Any
 
 from megatron_coca.attention.positions.distance_maps import TRAINING_ONLY
-from megatron_coca.checkpoints.exports.remote import MODELLING_FILE
-from megatron_coca.checkpoints.huggingface.remote import REMOTE_TYPES
+from megatron_coca.checkpoints.exports.exporters import MODELLING_FILE
+from megatron_coca.checkpoints.huggingface_families import REMOTE_TYPES
 from megatron_coca.checkpoints.load import Opened
 from megatron_coca.checkpoints.weights import Weights
 from megatron_coca.config import Config

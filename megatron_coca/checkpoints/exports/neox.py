@@ -17,9 +17,17 @@ from megatron_coca.checkpoints.errors import CheckpointError
 from megatron_coca.checkpoints.folders import new_folder, refuse_existing
 from megatron_coca.checkpoints.importing import check_fit
 from megatron_coca.checkpoints.load import Overrides, open_checkpoint
-from megatron_coca.checkpoints.neox.keys import CONFIGS, MODEL_FILE, foreign_keys, model_yaml
-from megatron_coca.checkpoints.neox.layout import Place, buffers, layers, table
-from megatron_coca.checkpoints.neox.limits import COMPUTED, HELD, reasons, undivided
+from megatron_coca.checkpoints.neox_config import (
+    COMPUTED,
+    CONFIGS,
+    HELD,
+    MODEL_FILE,
+    foreign_keys,
+    model_yaml,
+    reasons,
+    undivided,
+)
+from megatron_coca.checkpoints.neox_layout import Place, buffers, layers, table
 from megatron_coca.checkpoints.weights import DTYPES, Weights
 from megatron_coca.config import Config
 from megatron_coca.neox_plugin.checkpoints import NOTE, RECORD, note, record_of, saved_name

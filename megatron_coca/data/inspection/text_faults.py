@@ -9,9 +9,9 @@ import numpy as np
 from tqdm import tqdm
 
 from megatron_coca.data.inspection.collection import Entry, some_documents
-from megatron_coca.data.inspection.table import excerpt, percent, table
-from megatron_coca.data.shards.index import read_header
+from megatron_coca.data.shards import read_header
 from megatron_coca.data.tokenizers.kinds import Tokenizer
+from megatron_coca.tables import excerpt, percent, table
 
 # Bytes 0x80 to 0xBF as Latin-1 and as Windows-1252 read them: what follows the first byte of a character in UTF-8.
 _FOLLOWING = "".join({chr(b) for b in range(0x80, 0xC0)} | set(bytes(range(0x80, 0xC0)).decode("cp1252", "ignore")))

@@ -10,14 +10,12 @@ import numpy as np
 from tqdm import tqdm
 
 from megatron_coca.data.errors import DataError
-from megatron_coca.data.inspection.collection import Entry, find_shards
-from megatron_coca.data.inspection.index import DocumentEnds
-from megatron_coca.data.inspection.table import table
+from megatron_coca.data.inspection.collection import DocumentEnds, Entry, find_shards
 from megatron_coca.data.preparation.manifest import MANIFEST, read_manifest
-from megatron_coca.data.shards.layout import shard_paths
-from megatron_coca.data.shards.shard import Shard
+from megatron_coca.data.shards import Shard, shard_paths
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION, Tokenizer
 from megatron_coca.data.tokenizers.load import load_saved_tokenizer
+from megatron_coca.tables import table
 
 _TOKENS_AT_ONCE = 1 << 22
 _INDEX = "index"

@@ -1,22 +1,182 @@
 """Chunks through a pool of processes, in bounded memory, and back in the order in which they were cut."""
 
+import hashlib
+import os
+import re
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+
 from megatron_coca.data.errors import DataError, OutOfMemory
-from megatron_coca.data.preparation.plan import Rules, Source
-from megatron_coca.data.preparation.work import Prepared, Workshop, begin_process, prepare_in_process
-from megatron_coca.data.readers.source import Chunk, Reader, Unit
+from megatron_coca.data.preparation.plan import Rules, Source, position, split_of
+from megatron_coca.data.readers import open_reader
+from megatron_coca.data.readers.files import place_of
+from megatron_coca.data.readers.source import Chunk, Document, Problems, Reader, Unit
+from megatron_coca.data.shards import token_dtype
+from megatron_coca.data.tokenizers.kinds import Tokenizer
 from megatron_coca.data.tokenizers.load import load_saved_tokenizer
+
+SHINGLE_WORDS = 5
+BANDS = 14
+ROWS = 8
+# Thai and Lao, Myanmar, Khmer, kana, Han: no spaces.
+_UNSPACED = (
+    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
+)
+_WORD = re.compile(rf"[{_UNSPACED}]|[^\W{_UNSPACED}]+")
+
+
+def band_hashes(texts: Sequence[str]) -> np.ndarray:
+    """One hash per band of each text: uint64 [texts, BANDS]. Texts that share one are near duplicates.
+
+    Raises ``DataError`` where datasketch is not installed.
+    """
+    try:
+        from datasketch import MinHash
+    except ImportError as error:
+        raise DataError("Removing near duplicates needs the datasketch package: pip install datasketch") from error
+    signatures = np.empty((len(texts), BANDS * ROWS), dtype=np.uint64)
+    for row, text in zip(signatures, texts, strict=True):
+        sketch = MinHash(num_perm=BANDS * ROWS, seed=1)
+        sketch.update_batch(_shingles(text))
+        row[:] = sketch.hashvalues
+    return _folded(signatures.reshape(len(texts), BANDS, ROWS))
+
+
+def _shingles(text: str) -> list[bytes]:
+    words = _WORD.findall(text.lower())
+    if len(words) < SHINGLE_WORDS:
+        return [text.encode()]  # too short to be like another one without being the same
+    return list({" ".join(words[i : i + SHINGLE_WORDS]).encode() for i in range(len(words) - SHINGLE_WORDS + 1)})
+
+
+def _folded(rows: np.ndarray) -> np.ndarray:
+    """uint64 [..., ROWS] to uint64 [...], each band with a start of its own: FNV-1a by 64-bit words."""
+    folded = np.broadcast_to(np.arange(1, BANDS + 1, dtype=np.uint64), rows.shape[:-1]).copy()
+    for column in range(rows.shape[-1]):
+        folded = (folded ^ rows[..., column]) * np.uint64(0x100000001B3)
+        folded ^= folded >> np.uint64(32)
+    return folded
+
+
+DIGEST_BYTES = 16
+
+Target = tuple[str, str]
+"""(part of a source, split): what one shard holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """The documents of one chunk, in order, as columns.
+
+    Attributes:
+        targets: the shards that occur.
+        target: number in ``targets`` of each document, int64 [documents].
+        lengths: tokens of each document, with the one that ends it, int32 [documents].
+        bytes: of the UTF-8 text of each document, int64 [documents].
+        tokens: of all documents, one after another, in the dtype of the shard.
+        digests: 16 bytes of each text's BLAKE2b.
+        bands: uint64 [documents, bands], where near duplicates are looked for, else None.
+        sets: the sets that occur.
+        problems: what could not be used.
+    """
+
+    targets: list[Target]
+    target: np.ndarray
+    lengths: np.ndarray
+    bytes: np.ndarray
+    tokens: np.ndarray
+    digests: list[bytes]
+    bands: np.ndarray | None
+    sets: frozenset[str]
+    problems: Problems
+
+
+class Workshop:
+    """Turns chunks into columns."""
+
+    def __init__(self, sources: Sequence[Source], tokenizer: Tokenizer, rules: Rules) -> None:
+        self._sources, self._tokenizer, self._rules = sources, tokenizer, rules
+        self._readers = [open_reader(source.spec) for source in sources]
+        self._dtype = token_dtype(tokenizer.vocab_size)
+
+    def prepare(self, number: int, chunk: Chunk) -> Prepared:
+        """Columns of a chunk of source ``number``."""
+        source, problems = self._sources[number], Problems(self._rules.strict)
+        try:
+            return self._prepared(source, number, chunk, problems)
+        except MemoryError as error:
+            raise OutOfMemory(place_of(chunk)) from error
+
+    def _prepared(self, source: Source, number: int, chunk: Chunk, problems: Problems) -> Prepared:
+        documents = [d for d in self._readers[number].documents(chunk, problems) if _sampled(d, source, problems)]
+        texts = [document.text for document in documents]
+        encoded = [text.encode() for text in texts]
+        ids = self._tokenizer.encode_batch(texts)
+        targets: dict[Target, int] = {}
+        target = [targets.setdefault(self._target(d, source), len(targets)) for d in documents]
+        return Prepared(
+            targets=list(targets),
+            target=np.array(target, dtype=np.int64),
+            lengths=np.array([len(tokens) + 1 for tokens in ids], dtype=np.int32),
+            bytes=np.array([len(text) for text in encoded], dtype=np.int64),
+            tokens=_joined(ids, self._tokenizer.eod, self._dtype),
+            digests=[hashlib.blake2b(text, digest_size=DIGEST_BYTES).digest() for text in encoded],
+            bands=band_hashes(texts) if source.duplicates == "near" else None,
+            sets=frozenset(document.part for document in documents if document.part),
+            problems=problems,
+        )
+
+    def _target(self, document: Document, source: Source) -> Target:
+        part = document.part if source.spec.divide else ""
+        return part, source.split or split_of(document.key, self._rules)
+
+
+def _sampled(document: Document, source: Source, problems: Problems) -> bool:
+    if source.fraction == 1 or position(f"sample/{document.text}") < source.fraction:
+        return True
+    problems.leave_out("not in the fraction")
+    return False
+
+
+def _joined(documents: Iterable[Sequence[int]], eod: int, dtype: type[np.integer]) -> np.ndarray:
+    ended = [np.array([*tokens, eod], dtype=dtype) for tokens in documents]
+    return np.concatenate(ended) if ended else np.empty(0, dtype=dtype)
+
+
+_workshop: Workshop | None = None  # one per process of the pool: opening a tokenizer takes longer than a chunk
+
+
+def begin_process(sources: Sequence[Source], tokenizer: Path, rules: Rules) -> None:
+    """Set up a process of the pool."""
+    global _workshop
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _workshop = Workshop(sources, load_saved_tokenizer(tokenizer), rules)
+
+
+def prepare_in_process(number: int, chunk: Chunk) -> Prepared:
+    """``Workshop.prepare`` in a process that ``begin_process`` set up."""
+    assert _workshop is not None
+    return _workshop.prepare(number, chunk)
+
+
+def _end_with_parent() -> None:
+    """A killed parent tells nobody; its processes would wait for work for ever."""
+    parent = parent_process()
+    if parent is not None:
+        connection.wait([parent.sentinel])
+        os._exit(1)
+
 
 IN_FLIGHT = 4
 """Chunks on their way for each process: enough that none waits for the one whose chunk takes longest."""

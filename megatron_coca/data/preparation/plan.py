@@ -2,12 +2,14 @@
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megatron_coca.data.errors import DataError
-from megatron_coca.data.readers.source import SourceSpec
+from megatron_coca.data.errors import DataError, OutOfMemory
+from megatron_coca.data.readers import open_reader
+from megatron_coca.data.readers.source import Chunk, Document, Problems, Reader, SourceSpec, Unit
 
 SPLITS = ("train", "valid", "test")
 MAX_RECORD_MIB = 2048
@@ -136,3 +138,95 @@ def _check_source(source: Source) -> None:
     for what, weight in {name: source.weight, **source.set_weights}.items():
         if weight is not None and not 0 < weight < float("inf"):
             raise DataError(f"{name}: the weight of {what} must be a positive number, not {weight}.")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The inputs of all sources.
+
+    Attributes:
+        units: (number of the source, unit), in the order of reading.
+        unread: of each source, how many files in its folders are none of its units, by the reason.
+    """
+
+    units: Sequence[tuple[int, Unit]]
+    unread: Sequence[Counter[str]]
+
+    def of(self, source: int) -> list[Unit]:
+        """The units of one source."""
+        return [unit for owner, unit in self.units if owner == source]
+
+
+def find_inputs(sources: Sequence[Source]) -> Inputs:
+    """List what the sources name. ``DataError`` for a path that is missing or unreadable."""
+    readers = [open_reader(source.spec) for source in sources]
+    units = [(number, unit) for number, reader in enumerate(readers) for unit in reader.units()]
+    return Inputs(units, [reader.unread() for reader in readers])
+
+
+PARSED_BYTES = 1 << 30
+"""Of a source larger than this on the disk, only about so much is parsed."""
+
+
+def training_texts(sources: Sequence[Source], rules: Rules, characters: int) -> Iterator[str]:
+    """About ``characters`` characters of training text, an equal share per source; all there is where that is less.
+
+    They come evenly from all units of a source, by what each takes on the disk. Faults are not reported: the
+    preparation reads the same files.
+
+    Raises:
+        DataError: a source without one usable document; everything is held out; a damaged file, unless the rules say
+            to take what it gives.
+    """
+    held_out = True
+    for source in sources:
+        for text in _source_texts(source, rules, characters // len(sources)):
+            held_out = False
+            yield text
+    if held_out:
+        raise DataError("There is no text to train a tokenizer on: all documents are held out. Hold out fewer.")
+
+
+def _source_texts(source: Source, rules: Rules, share: int) -> Iterator[str]:
+    reader = open_reader(source.spec)
+    units = reader.units()
+    size = sum(unit.size for unit in units)
+    problems = Problems()
+    due, found = 0.0, False
+    for unit in units:
+        due += 0 if size else share / len(units)
+        for chunk, parsed in _chunks(reader, unit, size, rules):
+            due += share * chunk.read / size if size else 0
+            documents = list(reader.documents(chunk, problems)) if parsed else []
+            found = found or bool(documents)
+            for text in _scattered(documents, source, rules) if due > 0 else ():
+                due -= len(text)
+                yield text
+                if due <= 0:
+                    break
+    if not found:
+        raise DataError(nothing_usable(source, units, problems))
+
+
+def _chunks(reader: Reader, unit: Unit, size: int, rules: Rules) -> Iterator[tuple[Chunk, bool]]:
+    """The chunks of a unit, and whether each is among those of a source of ``size`` bytes that are parsed."""
+    try:
+        for number, chunk in enumerate(reader.chunks(unit)):
+            yield chunk, number == 0 or size <= PARSED_BYTES or position(f"{chunk.path}/{number}") < PARSED_BYTES / size
+    except DataError as error:
+        if isinstance(error, OutOfMemory) or not rules.skip_damaged:
+            raise
+
+
+def _scattered(documents: Sequence[Document], source: Source, rules: Rules) -> list[str]:
+    """Texts to train on in the order of their hash: the first of them are a fair choice."""
+    trained = [d.text for d in documents if (source.split or split_of(d.key, rules)) == "train"]
+    return sorted(trained, key=lambda text: position(f"tokenizer/{text}"))
+
+
+def nothing_usable(source: Source, units: Sequence[Unit], problems: Problems) -> str:
+    """What to tell of a source that gave no document."""
+    left_out = "; ".join(f"{count} left out: {reason}" for reason, count in problems.filtered.most_common(3))
+    named = "; ".join(filter(None, (*problems.named[:3], left_out))) or "the files are empty"
+    places = ", ".join(unit.path for unit in units[:3])
+    return f"{source.spec.name}: no usable document in {places} ({named}). Check the files, the fields and the filters."

@@ -12,22 +12,144 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 from megatron_coca.data.aside import alone, complete, partial_folder, refuse_existing
 from megatron_coca.data.errors import DataError
-from megatron_coca.data.preparation import manifest, run_config
-from megatron_coca.data.preparation.inputs import Inputs, find_inputs
-from megatron_coca.data.preparation.journal import JOURNAL, Journal, State
-from megatron_coca.data.preparation.outputs import Outputs
-from megatron_coca.data.preparation.pipeline import ChunkDone, Pool, UnitDone, cut, in_order
-from megatron_coca.data.preparation.plan import Execution, Rules, Source, check
-from megatron_coca.data.preparation.progress import Progress
-from megatron_coca.data.preparation.sample import nothing_usable
+from megatron_coca.data.preparation import manifest
+from megatron_coca.data.preparation.journal import JOURNAL, Journal, ShardState, State
+from megatron_coca.data.preparation.pipeline import ChunkDone, Pool, Prepared, Step, UnitDone, cut, in_order
+from megatron_coca.data.preparation.plan import (
+    Execution,
+    Inputs,
+    Rules,
+    Source,
+    check,
+    find_inputs,
+    nothing_usable,
+    shard_name,
+)
 from megatron_coca.data.readers import open_reader
-from megatron_coca.data.readers.document import Problems
-from megatron_coca.data.shards.writer import LENGTHS_SUFFIX
+from megatron_coca.data.readers.source import Problems, Unit
+from megatron_coca.data.shard_writer import LENGTHS_SUFFIX, ShardWriter, Written
+from megatron_coca.data.shards import SUFFIXES
 from megatron_coca.data.tokenizers.kinds import Tokenizer
 from megatron_coca.data.tokenizers.load import load_saved_tokenizer
+
+_Key = tuple[int, str, str]
+
+
+class Outputs:
+    """Writers by (number of the source, part, split), opened with their first document.
+
+    Args:
+        folder: where the shards grow.
+        names: of the sources.
+        vocab_size: of the tokenizer.
+        shards: what is there already; the files are cut to it, and other shards in the folder removed.
+    """
+
+    def __init__(self, folder: Path, names: Sequence[str], vocab_size: int, shards: Sequence[ShardState]) -> None:
+        self._folder, self._names, self._vocab_size = folder, names, vocab_size
+        self._writers: dict[_Key, ShardWriter] = {}
+        self._bytes: dict[_Key, int] = {}
+        for shard in shards:
+            written = Written(shard.documents, shard.tokens)
+            self._open((shard.source, shard.part, shard.split), written, shard.bytes)
+        known = {self.name(shard) for shard in shards}
+        for path in [path for suffix in (*SUFFIXES, LENGTHS_SUFFIX) for path in folder.glob(f"*{suffix}")]:
+            if path.stem not in known:
+                path.unlink()  # begun after what was saved
+
+    def write(self, source: int, prepared: Prepared, kept: np.ndarray) -> None:
+        """Append the ``kept`` (bool [documents]) documents of a chunk."""
+        for number, (part, split) in enumerate(prepared.targets):
+            chosen = kept & (prepared.target == number)
+            if not chosen.any():
+                continue
+            key = (source, part, split)
+            if key not in self._writers:
+                self._open(key, Written(), 0)
+            tokens = prepared.tokens if chosen.all() else prepared.tokens[np.repeat(chosen, prepared.lengths)]
+            self._writers[key].extend(tokens, prepared.lengths[chosen])
+            self._bytes[key] += int(prepared.bytes[chosen].sum())
+
+    def sync(self) -> None:
+        """Flush everything; what ``states`` tells then can be gone back to."""
+        for writer in self._writers.values():
+            writer.sync()
+
+    @property
+    def tokens(self) -> int:
+        """In all shards."""
+        return sum(writer.tokens for writer in self._writers.values())
+
+    def states(self) -> tuple[ShardState, ...]:
+        """What the shards hold, flushed or not."""
+        return tuple(
+            ShardState(*key, writer.documents, writer.tokens, self._bytes[key]) for key, writer in self._writers.items()
+        )
+
+    def finish(self) -> list[ShardState]:
+        """Write the indices and close; the shards in the order of the sources, then by part."""
+        for writer in self._writers.values():
+            writer.finish()
+        return sorted(self.states(), key=lambda state: (state.source, state.part))
+
+    def close(self) -> None:
+        """Close all files as they are."""
+        for writer in self._writers.values():
+            writer.close()
+
+    def name(self, state: ShardState) -> str:
+        """Name of a shard's files."""
+        return shard_name(self._names[state.source], state.part, state.split)
+
+    def _told(self, key: _Key) -> str:
+        return f"{self._names[key[0]]}, set {key[1]!r}," if key[1] else self._names[key[0]]
+
+    def _open(self, key: _Key, written: Written, size: int) -> None:
+        name = self.name(ShardState(*key))
+        taken = [other for other in self._writers if self.name(ShardState(*other)) == name]
+        if taken:
+            raise DataError(
+                f"{self._told(taken[0])} and {self._told(key)} would both be written to {name}. "
+                "Leave a set out with `sets`, or rename a source."
+            )
+        self._writers[key] = ShardWriter(self._folder / name, self._vocab_size, written)
+        self._bytes[key] = size
+
+
+class Progress:
+    """A bar over the bytes of all units, or over their number where no size is known."""
+
+    def __init__(self, units: Sequence[tuple[int, Unit]], names: Sequence[str], first: int, shown: bool) -> None:
+        self._names, self._by_size = names, any(unit.size for _, unit in units)
+        sizes = [unit.size if self._by_size else 1 for _, unit in units]
+        self._bar = tqdm(
+            total=sum(sizes),
+            initial=sum(sizes[:first]),
+            unit="B" if self._by_size else " units",
+            unit_scale=self._by_size,
+            smoothing=0.05,
+            disable=not shown,
+        )
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def update(self, step: Step, tokens: int) -> None:
+        """Move on by a step; ``tokens`` have been written so far."""
+        self._bar.set_description(f"tokenize {self._names[step.source]}", refresh=False)
+        self._bar.set_postfix_str(f"{tokens / 1e6:,.1f}M tokens", refresh=False)
+        if isinstance(step, UnitDone):
+            self._bar.update(0 if self._by_size else 1)
+        elif self._by_size:
+            self._bar.update(step.read)
+
 
 TokenizerSource = Tokenizer | Callable[[Path], Tokenizer]
 """A tokenizer, or what makes one in a folder; it is made once, and kept while the preparation is interrupted."""
@@ -243,7 +365,7 @@ class _Preparation:
         shards = self._outputs.finish()
         state = replace(self._current(), shards=tuple(shards))
         record = manifest.build(self._sources, self._tokenizer, self._settings, self._inputs, state, self._folder)
-        run_config.write(self._folder, output, self._sources, record, self._tokenizer)
+        manifest.write(self._folder, output, self._sources, record, self._tokenizer)
         (self._folder / manifest.MANIFEST).write_text(json.dumps(record, indent=1) + "\n")
 
     def _check_found(self, number: int) -> None:

@@ -11,11 +11,9 @@ from typing import Any
 
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.readers.compression import COMPRESSIONS
-from megatron_coca.data.readers.document import Document, Problems
 from megatron_coca.data.readers.files import FileReader, file_unit, table_piece
-from megatron_coca.data.readers.folders import corpus_files, is_saved_dataset, saved_splits
-from megatron_coca.data.readers.kinds import kind_of
-from megatron_coca.data.readers.source import Chunk, SourceSpec, Unit, check_keys
+from megatron_coca.data.readers.folders import corpus_files, is_saved_dataset, kind_of, saved_splits
+from megatron_coca.data.readers.source import Chunk, Document, Problems, SourceSpec, Unit, check_keys
 from megatron_coca.data.readers.streams import BLOCK
 from megatron_coca.data.readers.tables import packed
 

@@ -7,6 +7,7 @@ any file of its own; if it has folders only, those are the repositories of an ow
 import difflib
 import functools
 import hashlib
+import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -15,12 +16,177 @@ from pathlib import Path
 from typing import Any
 
 from megatron_coca.data.errors import DataError, OutOfMemory
-from megatron_coca.data.readers.document import Document, Problems, RejectedRecord
-from megatron_coca.data.readers.filters import Facts, admit, admit_facts, size_reason
+from megatron_coca.data.readers.fields import Facts, admit, admit_facts, size_reason
 from megatron_coca.data.readers.languages import LANGUAGES, language_of_path, language_of_script
-from megatron_coca.data.readers.metadata import Known, digest, load_metadata
-from megatron_coca.data.readers.source import Chunk, Filters, SourceSpec, Unit, check_keys
-from megatron_coca.data.readers.trees import Walk, fingerprint, is_repository, outside, repositories, shown
+from megatron_coca.data.readers.source import (
+    Chunk,
+    Document,
+    Filters,
+    Problems,
+    RejectedRecord,
+    SourceSpec,
+    Unit,
+    check_keys,
+)
+
+Known = tuple[int | None, tuple[str, ...] | None]
+"""(stars, licences); None where the file does not say."""
+
+
+def load_metadata(path: Path) -> dict[str, Known]:
+    """Stars and licences by repository, in lower case. ``DataError`` for a line that is no such record."""
+    known = {}
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                record = json.loads(line) if line.strip() else None
+                if record is not None:
+                    known[record["repository"].lower()] = _stars(record), _licences(record)
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                raise DataError(
+                    f'{path}:{number}: needs {{"repository": "owner/name", "stars": 3, "licence": "MIT"}} ({error!r}).'
+                ) from error
+    return known
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of the file. ``DataError`` where it cannot be read."""
+    try:
+        with path.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error}). Check the path and its permissions.") from error
+
+
+def _stars(record: Mapping[str, Any]) -> int | None:
+    return None if record.get("stars") is None else int(record["stars"])
+
+
+def _licences(record: Mapping[str, Any]) -> tuple[str, ...] | None:
+    found = record.get("licence", record.get("license"))
+    return (found,) if isinstance(found, str) else None if found is None else tuple(map(str, found))
+
+
+_VERSION_CONTROL = frozenset((".git", ".hg", ".svn", ".bzr", "CVS", "_darcs", ".jj"))
+
+
+def shown(path: str) -> str:
+    """A path as UTF-8 can spell it: file systems allow any bytes."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
+
+
+def _entries(folder: str) -> list[os.DirEntry[str]]:
+    with os.scandir(folder) as entries:
+        return sorted(entries, key=lambda entry: entry.name)
+
+
+def is_repository(folder: str) -> bool:
+    """Whether a version control system knows the folder."""
+    return any(entry.name in _VERSION_CONTROL for entry in _entries(folder))
+
+
+def outside(root: str) -> Mapping[str, int]:
+    """What lies in a folder of repositories beside them: reasons to leave it out, and numbers."""
+    links = [entry.is_symlink() for entry in _entries(root) if not entry.is_dir(follow_symlinks=False)]
+    return {"symbolic link": sum(links), "outside of a repository": len(links) - sum(links)}
+
+
+def _folders(folder: str) -> list[str] | None:
+    """Folders within, sorted; None for a repository."""
+    entries = _entries(folder)
+    if any(entry.name in _VERSION_CONTROL or not entry.is_dir(follow_symlinks=False) for entry in entries):
+        return None
+    return [entry.path for entry in entries] or None
+
+
+def repositories(root: str) -> Iterator[str]:
+    """Repositories in ``root``, sorted; first ``root`` itself, where something lies in it that belongs to none.
+
+    Raises:
+        DataError: there is no folder in it.
+        OSError: it cannot be listed.
+    """
+    entries = _entries(root)
+    if any(entry.name in _VERSION_CONTROL for entry in entries):
+        yield root
+        return
+    folders = [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
+    if not folders:
+        raise DataError(f"{root}: holds no repository. Name the folder that they lie in; links are not followed.")
+    if len(folders) < len(entries):
+        yield root
+    for folder in folders:
+        try:
+            yield from _folders(folder) or [folder]
+        except OSError:
+            yield folder  # reported where it is read
+
+
+class Walk:
+    """The files of a repository in sorted order, and what was met on the way."""
+
+    def __init__(self) -> None:
+        self.left_out: Counter[str] = Counter()
+        self.unreadable: list[tuple[str, str]] = []
+
+    def files(self, folder: str) -> Iterator[tuple[str, int, int]]:
+        """(path, bytes, time of the last change in ns) of every file of a known or possible type."""
+        waiting = [iter(self._list(folder))]
+        while waiting:
+            entry = next(waiting[-1], None)
+            if entry is None:
+                waiting.pop()
+            elif entry.is_symlink():
+                self.left_out["symbolic link"] += 1
+            elif entry.is_dir(follow_symlinks=False):
+                self._enter(entry, waiting)
+            elif self._is_source(entry):
+                yield entry.path, *self._size_and_time(entry)
+
+    def drain(self) -> tuple[Mapping[str, int], tuple[tuple[str, str], ...]]:
+        """What was met since the last call."""
+        found = dict(self.left_out), tuple(self.unreadable)
+        self.left_out.clear()
+        self.unreadable.clear()
+        return found
+
+    def _list(self, folder: str) -> list[os.DirEntry[str]]:
+        try:
+            return _entries(folder)
+        except OSError as error:
+            self.unreadable.append((folder, error.strerror or str(error)))
+            return []
+
+    def _enter(self, entry: os.DirEntry[str], waiting: list[Iterator[os.DirEntry[str]]]) -> None:
+        if entry.name in _VERSION_CONTROL:
+            self.left_out["version control"] += 1
+        else:
+            waiting.append(iter(self._list(entry.path)))
+
+    def _is_source(self, entry: os.DirEntry[str]) -> bool:
+        regular = entry.is_file(follow_symlinks=False)
+        if regular and (language_of_path(entry.name) or "." not in entry.name[1:]):
+            return True
+        self.left_out["unknown file type" if regular else "not a regular file"] += 1
+        return False
+
+    def _size_and_time(self, entry: os.DirEntry[str]) -> tuple[int, int]:
+        try:
+            status = entry.stat(follow_symlinks=False)
+        except OSError:
+            return 0, 0  # reported where it is read
+        return status.st_size, status.st_mtime_ns
+
+
+def fingerprint(repository: str) -> tuple[int, str]:
+    """(bytes, stamp) of the files that a walk through a repository gives; another stamp when one of them changed."""
+    walk, total, digest = Walk(), 0, hashlib.blake2b(digest_size=16)
+    for path, size, changed in walk.files(repository):
+        total += size
+        digest.update(os.fsencode(f"{path}\0{size} {changed}\0"))
+    digest.update(repr(walk.unreadable).encode("utf-8", "backslashreplace"))
+    return total, digest.hexdigest()
+
 
 CHUNK_BYTES, CHUNK_FILES = 1 << 20, 2000
 _HEAD_BYTES = 8192

@@ -8,8 +8,7 @@ from typing import IO, Any
 import numpy as np
 
 from megatron_coca.data.errors import DataError
-from megatron_coca.data.readers.document import Problems
-from megatron_coca.data.readers.source import Chunk, Row
+from megatron_coca.data.readers.source import Chunk, Problems, Row
 from megatron_coca.data.readers.streams import TooLong
 
 Choose = Callable[[list[str]], list[str]]

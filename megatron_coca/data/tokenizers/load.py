@@ -5,12 +5,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron_coca.data.errors import DataError
-from megatron_coca.data.tokenizers.huggingface_kind import GPT2BPETokenizer, HFGPT2Tokenizer, HFTokenizer
 from megatron_coca.data.tokenizers.kinds import (
     DESCRIPTION,
     CharLevelTokenizer,
     Files,
     FileTokenizer,
+    GPT2BPETokenizer,
+    HFGPT2Tokenizer,
+    HFTokenizer,
     Tokenizer,
     fingerprint_of,
 )

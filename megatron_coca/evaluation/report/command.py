@@ -1,15 +1,24 @@
 """`python evaluate.py report`."""
 
 from argparse import ArgumentParser, BooleanOptionalAction, Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import SerializeAsAny
 
-from megatron_coca.evaluation.report import html, style, text
-from megatron_coca.evaluation.report.document import Document, Table
-from megatron_coca.evaluation.report.reading import REPORT_FILE, Loaded, read_results
-from megatron_coca.evaluation.report.sections import build_sections
+from megatron_coca.evaluation.report import (
+    analysis_section,
+    charts,
+    harness_section,
+    html,
+    perplexity_section,
+    retrieval_section,
+    speed_section,
+    tables,
+)
+from megatron_coca.evaluation.report.document import Block, Document, Section, Table
+from megatron_coca.evaluation.report.reading import REPORT_FILE, RESULT_TYPES, Loaded, read_results
 from megatron_coca.evaluation.results import (
     EvaluationError,
     Record,
@@ -18,7 +27,53 @@ from megatron_coca.evaluation.results import (
     write_atomically,
     write_record,
 )
-from megatron_coca.evaluation.running import Task
+from megatron_coca.evaluation.subject import Task
+
+EVERY = tuple(RESULT_TYPES)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A section: the tasks whose results it is made of, and what makes its blocks; none without any."""
+
+    name: str
+    title: str
+    tasks: tuple[str, ...]
+    build: Callable[[Sequence[Loaded], bool], list[Block]]
+    printed: bool = True
+
+
+PARTS = (
+    Part("perplexity", "Perplexity beyond the training length", ("perplexity",), perplexity_section.build),
+    Part("rerope", "Loss with windowed relative positions", ("perplexity",), perplexity_section.build_rerope),
+    Part("passkey", "Passkey retrieval", ("passkey",), retrieval_section.build),
+    Part("strict", "CoCA-Strict against CoCA-Slack", ("perplexity", "passkey"), retrieval_section.build_strict),
+    Part("needle", "A needle in a haystack", ("needle",), retrieval_section.build_needle),
+    Part("ruler", "RULER-style tasks", ("ruler",), retrieval_section.build_ruler),
+    Part("short", "Short-context tasks", ("lm-eval",), harness_section.build),
+    Part("speed", "Speed and memory", ("speed",), speed_section.build_speed),
+    Part("analysis", "Analysis of attention", ("analyse",), analysis_section.build),
+    Part(
+        "models",
+        "What was measured",
+        tuple(task for task in EVERY if task != "speed"),
+        tables.models,
+        printed=False,
+    ),
+    Part("costs", "What measuring cost", EVERY, speed_section.build, printed=False),
+)
+"""The sections in their order. A new task adds a row here and one to `RESULT_TYPES`."""
+
+
+def build_sections(loaded: Sequence[Loaded], papers: bool) -> tuple[Section, ...]:
+    """Those that there is something for. Raises EvaluationError for labels that stand for two models."""
+    sections = []
+    for part in PARTS:
+        chosen = [each for each in loaded if each.result.task in part.tasks]
+        if chosen and (blocks := part.build(chosen, papers)):
+            sections.append(Section(part.name, part.title, tuple(blocks), part.printed))
+    return tuple(sections)
+
 
 TITLE = "Evaluation"
 
@@ -92,7 +147,7 @@ def build_report(
         raise EvaluationError("no results to report: the files have neither a number nor a reason why there is none")
     document = Document(title, _summary(loaded), build_sections(loaded, papers))
     write(folder, document, loaded)
-    return text.render_ours(document)
+    return document.render_ours(document)
 
 
 def _says_something(loaded: Loaded) -> bool:
@@ -123,9 +178,9 @@ def write(folder: Path, document: Document, loaded: Sequence[Loaded]) -> None:
         results={each.file: each.result for each in loaded},
     )
     for figure in document.figures():
-        write_atomically(folder / f"{figure.name}.png", style.png(figure))
+        write_atomically(folder / f"{figure.name}.png", charts.png(figure))
     write_record(folder / REPORT_FILE, report)
-    write_atomically(folder / "report.md", text.render(document).encode())
+    write_atomically(folder / "report.md", document.render(document).encode())
     write_atomically(folder / "report.html", html.render(document).encode())
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_coca.data import corpus_files, ensure_builtin, read_documents
 from megatron_coca.evaluation.results import EvaluationError
-from megatron_coca.evaluation.retrieval.fitting import Mark, Prices, Text
+from megatron_coca.evaluation.retrieval.cases import Mark, Prices, Text
 from megatron_coca.evaluation.retrieval.records import HaystackRecord
 
 FILLER = (

@@ -1,9 +1,13 @@
 """The result files of `evaluate.py passkey`, `needle` and `ruler`."""
 
-from typing import Literal
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
 
+from megatron_coca.evaluation.options import dynamic_length_text
 from megatron_coca.evaluation.results import Cell, Record, Result
 from megatron_coca.model import DynamicLength
+from megatron_coca.tables import format_table
 
 
 class Tally(Record):
@@ -130,3 +134,128 @@ class RulerResult(Result):
     task: Literal["ruler"] = "ruler"
     protocol: RetrievalProtocol
     results: list[RulerCell]
+
+
+Z = 1.959963984540054
+"""Standard normal quantile at 0.975: intervals hold 95%."""
+
+
+def wilson_interval(share: float, count: int) -> tuple[float, float]:
+    """The 95% interval of a share of `count` trials (Wilson 1927); it stays within 0 .. 1 and is not empty at either.
+
+    For the mean of scores between 0 and 1 that are not all 0 or 1 it is wider than needed: no other scores of that
+    mean vary as much as those that are.
+    """
+    centre = share + Z**2 / (2 * count)
+    reach = Z * math.sqrt(share * (1 - share) / count + Z**2 / (4 * count**2))
+    scale = 1 + Z**2 / count
+    low, high = (centre - reach) / scale, (centre + reach) / scale
+    # At the ends the formula gives the end, but for rounding.
+    return (low if share > 0 else 0.0), (high if share < 1 else 1.0)
+
+
+def whole_tally(scores: Sequence[float]) -> dict[str, Any]:
+    """The fields of the tally of scores between 0 and 1, at least one."""
+    accuracy = math.fsum(scores) / len(scores)
+    low, high = wilson_interval(accuracy, len(scores))
+    correct = sum(score == 1 for score in scores)
+    return {"accuracy": accuracy, "correct": correct, "count": len(scores), "low": low, "high": high}
+
+
+def tally(scores: Sequence[float]) -> Tally | None:
+    """The tally of scores between 0 and 1; None where there is none."""
+    return Tally(**whole_tally(scores)) if scores else None
+
+
+RANGES = 4
+
+
+def passkey_cell(length: int, cases: Sequence[CaseRecord], training_length: int) -> PasskeyCell:
+    """All cases, those within and beyond the training length, and those of each quarter of the length."""
+    inside = [distance_of(case) <= training_length for case in cases]
+    return PasskeyCell(
+        **whole_tally([case.score for case in cases]),
+        length=length,
+        cases=list(cases),
+        inside=tally([case.score for case, within in zip(cases, inside, strict=True) if within]),
+        beyond=tally([case.score for case, within in zip(cases, inside, strict=True) if not within]),
+        ranges=[_range(length * part // RANGES, length * (part + 1) // RANGES, cases) for part in range(RANGES)],
+    )
+
+
+def needle_cell(length: int, depth: int, cases: Sequence[CaseRecord], training_length: int) -> NeedleCell:
+    """One length and depth."""
+    return NeedleCell(**whole_tally([case.score for case in cases]), length=length, cases=list(cases), depth=depth)
+
+
+def ruler_cell(task: str, length: int, cases: Sequence[CaseRecord], training_length: int) -> RulerCell:
+    """One task and length."""
+    return RulerCell(**whole_tally([case.score for case in cases]), length=length, cases=list(cases), task=task)
+
+
+def distance_of(case: CaseRecord) -> int:
+    """Of what is farthest from the end."""
+    return max(fact.distance for fact in case.facts)
+
+
+def _range(above: int, up_to: int, cases: Sequence[CaseRecord]) -> RangeTally:
+    scores = [case.score for case in cases if above < distance_of(case) <= up_to]
+    return RangeTally(above=above, up_to=up_to, tally=tally(scores))
+
+
+ABSENT = "-"
+
+
+def passkey_table(result: PasskeyResult) -> str:
+    """Lengths down; accuracy, its interval, and its parts."""
+    quarters = [f"quarter {number}" for number in range(1, 5)]
+    header = ["length", "prompt tokens", "accuracy", "95% interval", "inside", "beyond", *quarters]
+    rows = [
+        [
+            str(cell.length),
+            _tokens(cell),
+            f"{cell.accuracy:.2f}",
+            f"{cell.low:.2f}-{cell.high:.2f}",
+            *(_share(part) for part in (cell.inside, cell.beyond, *(each.tally for each in cell.ranges))),
+        ]
+        for cell in result.results
+    ]
+    trained = result.checkpoint.seq_length
+    explained = f"inside, beyond: the training length of {trained}; quarters: of the length, by distance from the end"
+    seen = dynamic_length_text(result.protocol.dynamic_length)
+    title = f"{result.label}: passkey, {result.protocol.cases} cases"
+    return f"{title}\n\n{format_table(header, rows)}\n\n{explained}\n{seen}\n"
+
+
+def needle_table(result: NeedleResult) -> str:
+    """Depths down, lengths across."""
+    lengths = sorted({cell.length for cell in result.results})
+    found = {cell.key: f"{cell.accuracy:.2f}" for cell in result.results}
+    rows = [
+        [f"{depth}%", *(found.get((length, depth), ABSENT) for length in lengths)] for depth in result.protocol.depths
+    ]
+    title = f"{result.label}: needle in {result.protocol.haystack.name}, {result.protocol.cases} cases each"
+    seen = dynamic_length_text(result.protocol.dynamic_length)
+    return f"{title}\n\n{format_table(['depth', *map(str, lengths)], rows)}\n\n{seen}\n"
+
+
+def ruler_table(result: RulerResult) -> str:
+    """Tasks down, lengths across."""
+    lengths = sorted({cell.length for cell in result.results})
+    found = {cell.key: f"{cell.accuracy:.2f}" for cell in result.results}
+    tasks = sorted({cell.task for cell in result.results})
+    rows = [[task, *(found.get((task, length), ABSENT) for length in lengths)] for task in tasks]
+    title = f"{result.label}: RULER-style tasks, {result.protocol.cases} cases each"
+    seen = dynamic_length_text(result.protocol.dynamic_length)
+    return f"{title}\n\n{format_table(['task', *map(str, lengths)], rows)}\n\n{seen}\n"
+
+
+def _tokens(cell: PasskeyCell) -> str:
+    """How long the prompts are: they have whole blocks of filler."""
+    counts = sorted({case.tokens for case in cell.cases})
+    return str(counts[0]) if len(counts) == 1 else f"{counts[0]}-{counts[-1]}"
+
+
+def _share(part: Tally | None) -> str:
+    """Accuracy, and of how many cases."""
+    return ABSENT if part is None else f"{part.accuracy:.2f} ({part.count})"

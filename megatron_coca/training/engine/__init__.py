@@ -8,8 +8,7 @@ import torch
 # DeepSpeed looks for an accelerator while it is imported, and warns where it finds none: tell it.
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 
-from megatron_coca.training.engine.build import build_engine
-from megatron_coca.training.engine.engine import Engine, StepResult
+from megatron_coca.training.engine.engine import Engine, StepResult, deepspeed_config
 from megatron_coca.training.engine.group import (
     anyone,
     background_group,
@@ -31,7 +30,7 @@ from megatron_coca.training.engine.group import (
     timed_sum,
     world_size,
 )
-from megatron_coca.training.engine.settings import deepspeed_config
+from megatron_coca.training.engine.pipeline import build_engine
 
 __all__ = [
     "Engine",

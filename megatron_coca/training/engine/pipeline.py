@@ -3,7 +3,7 @@
 import contextlib
 import io
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn as nn
@@ -12,13 +12,13 @@ from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from deepspeed.runtime.utils import partition_balanced
 from torch import Tensor
 
-from megatron_coca.config import BatchSizes, Config
+from megatron_coca.config import BatchSizes, Config, ConfigError
 from megatron_coca.data import Batch
-from megatron_coca.model import GPT
+from megatron_coca.model import GPT, LanguageModelLoss
 from megatron_coca.model.stages import Sharing, Stage, StageInput, layer_weights
 from megatron_coca.training.engine.engine import Engine, StepResult, _OneStep
-from megatron_coca.training.engine.group import mean_over_ranks, world_size
-from megatron_coca.training.faults.guard import Limits
+from megatron_coca.training.engine.group import everyone_succeeded, local_device, mean_over_ranks, world_size
+from megatron_coca.training.loss_guard import Limits
 
 logger = logging.getLogger(__name__)
 
@@ -145,3 +145,34 @@ class _Shared(nn.Module):
 
 def _pass_on(x: Tensor) -> Tensor:
     return x
+
+
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def _refuse_idle_stages(part: nn.Module, config: Config) -> None:
+    """Every rank must call it: all of them raise, or none does."""
+    if not everyone_succeeded(any(parameter.requires_grad for parameter in part.parameters())):
+        raise ConfigError(
+            [
+                f"trainable: a stage of pipe_parallel_size {config.parallel.pipe_parallel_size} has nothing to train with "
+                f"{', '.join(config.optimizer.trainable or ())}; use fewer stages, another pipe_partition_method, or ranks "
+                "of another kind"
+            ]
+        )
+
+
+def build_engine(model: GPT, optimizer: MakeOptimizer, config: Config, sizes: BatchSizes, stage: int) -> Engine:
+    """An engine that trains `model`, whose weights lie in the memory of the host, or stage `stage` of it on this rank.
+
+    `optimizer` makes that of the parameters of a module that need gradients. Every rank must call it.
+
+    Raises:
+        ConfigError: DeepSpeed cannot serve what is asked for, or a stage has nothing to train.
+    """
+    if config.parallel.pipe_parallel_size > 1:
+        part = cut(model, config, stage).to(local_device())
+        _refuse_idle_stages(part, config)
+        return PipelineEngine(part, optimizer(part), config, sizes)
+    whole = LanguageModelLoss(model.to(local_device()))
+    return Engine(whole, optimizer(whole), config, sizes)

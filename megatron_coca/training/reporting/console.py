@@ -9,8 +9,7 @@ from typing import NamedTuple, Protocol
 from tqdm import tqdm
 
 from megatron_coca.config import Config
-from megatron_coca.training.reporting.figures import Figures
-from megatron_coca.training.reporting.sinks import Sink
+from megatron_coca.training.reporting.sinks import Figures, Sink
 
 _UNITS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 

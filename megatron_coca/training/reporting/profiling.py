@@ -9,7 +9,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from megatron_coca.config import Config, ConfigError
-from megatron_coca.training.reporting.figures import run_folder
+from megatron_coca.training.reporting.sinks import run_folder
 
 logger = logging.getLogger(__name__)
 

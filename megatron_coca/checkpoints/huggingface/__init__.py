@@ -1,1 +1,0 @@
-"""Folders of Hugging Face transformers: what they say of a model, their weights, and writing them."""

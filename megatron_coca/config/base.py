@@ -1,0 +1,58 @@
+"""What every group of keys shares: strictness, frozenness and the way a default is declared."""
+
+import difflib
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class ConfigError(ValueError):
+    """Every fault found in a configuration, one line each.
+
+    Attributes:
+        problems: lines of the form ``<file or command line>: <key>: <what is wrong>``.
+    """
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = list(problems)
+        super().__init__(self.problems)
+
+    def __str__(self) -> str:
+        return "\n".join(self.problems)
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The hint ``; did you mean `x`?`` for the known word closest to `word`, or an empty string."""
+    lowered = {candidate.lower(): candidate for candidate in known}
+    match = difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=0.6)
+    return f"; did you mean `{lowered[match[0]]}`?" if match else ""
+
+
+class Group(BaseModel):
+    """A frozen set of keys. A field's alias, where it has one, is its dotted path in the YAML file."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+Count = Annotated[int, Field(ge=1)]
+WholeNumber = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0.0)]
+NotNegative = Annotated[float, Field(ge=0.0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+def key(default: Any, description: str, path: str | None = None) -> Any:
+    """Declare a key: its default, what it means and, where it is nested in YAML, its dotted path."""
+    return Field(default=default, description=description, alias=path)
+
+
+def required(description: str) -> Any:
+    """Declare a key that every configuration must give."""
+    return Field(description=description)
+
+
+def follows(name: str, description: str) -> Any:
+    """Declare a key whose default is the value of the field `name`, declared before it in the same group."""
+    return Field(default_factory=lambda data: data[name], description=description, json_schema_extra={"follows": name})

@@ -1,1 +1,0 @@
-"""Many tasks over many checkpoints, from one YAML file, and their report."""
