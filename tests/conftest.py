@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton, which then runs kernels in its interpreter
 
-from megatron_coca.data import Execution, Rules, Source, SourceSpec, load_tokenizer, prepare  # noqa: E402
+from megatron_coca.data import CorpusSource, Execution, Rules, SourceSpec, load_tokenizer, prepare  # noqa: E402
 from megatron_coca.training.reporting import TIMINGS  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
@@ -144,7 +144,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     generator = random.Random(0)
     texts = (" ".join(generator.choices(VOCABULARY.split(), k=40)) for _ in range(60))
     (folder / "words.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    source = Source(SourceSpec("words", [folder / "words.jsonl"]))
+    source = CorpusSource(SourceSpec("words", [folder / "words.jsonl"]))
     rules = Rules(valid_fraction=0, test_fraction=0.2)
     prepare([source], folder / "shards", load_tokenizer("CharLevelTokenizer"), rules, Execution(progress=False))
     return folder / "shards"

@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_coca.checkpoints import weight_map  # noqa: E402
 from megatron_coca.checkpoints.importing import import_checkpoint  # noqa: E402
-from megatron_coca.checkpoints.weights import DTYPES, Entry, Weights, divided, write_safetensors  # noqa: E402
+from megatron_coca.checkpoints.weights import DTYPES, WeightEntry, Weights, to_foreign_weights, write_safetensors  # noqa: E402
 from megatron_coca.config import Config, load_config  # noqa: E402
 from megatron_coca.model import empty_model  # noqa: E402
 from tools.records import append_records, environment  # noqa: E402
@@ -155,8 +155,12 @@ def random_weights(config: Config, dtype: torch.dtype) -> Weights:
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         return torch.randn(own[name].shape, generator=generator).mul_(0.02).to(dtype)
 
-    drawn = Weights({name: Entry(dtype, tuple(tensor.shape)) for name, tensor in own.items()}, draw, Path("synthetic"))
-    theirs = divided(drawn, weight_map.expand(weight_map.llama("k_proj"), config.model.num_layers), heads(config))
+    drawn = Weights(
+        {name: WeightEntry(dtype, tuple(tensor.shape)) for name, tensor in own.items()}, draw, Path("synthetic")
+    )
+    theirs = to_foreign_weights(
+        drawn, weight_map.expand(weight_map.llama("k_proj"), config.model.num_layers), heads(config)
+    )
     return theirs.only(sorted(theirs.entries, key=block))
 
 

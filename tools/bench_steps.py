@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_coca.attention.backends.select import BACKENDS
 from megatron_coca.attention.compose import build_method
-from megatron_coca.attention.context import Frame
+from megatron_coca.attention.context import PositionContext
 from megatron_coca.attention.inputs import AttentionInputs
 from megatron_coca.attention.layer import LayerCache
 from megatron_coca.attention.method import PositionEncoding, PositionMethod, with_torch
@@ -31,7 +31,7 @@ class Workload:
     encoding: PositionEncoding
     layer_bias: nn.Module | None
     packed: Tensor
-    frame: Frame
+    frame: PositionContext
     new_tokens: int | None = None
 
     @classmethod
@@ -76,7 +76,7 @@ def _layer_bias(method: PositionMethod, device: torch.device) -> nn.Module | Non
     return bias.to(device)
 
 
-def make_frame(encoding: PositionEncoding, packed: Tensor, new_tokens: int | None = None) -> Frame:
+def make_frame(encoding: PositionEncoding, packed: Tensor, new_tokens: int | None = None) -> PositionContext:
     """The frame of all tokens of `packed`, or of the last ones after a cache of the others."""
     length = packed.shape[1]
     places = torch.arange(length, device=packed.device)

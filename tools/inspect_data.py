@@ -26,7 +26,7 @@ from megatron_coca.data.errors import DataError  # noqa: E402
 from megatron_coca.data.inspection.collection import common_tokenizer, find_shards, plain, required  # noqa: E402
 from megatron_coca.data.inspection.duplicates import duplicates_table, find_duplicates  # noqa: E402
 from megatron_coca.data.inspection.samples import document_text, mixture, mixture_table, sample_text, view_sample  # noqa: E402  # noqa: E402
-from megatron_coca.data.inspection.statistics import (  # noqa: E402  # noqa: E402
+from megatron_coca.data.inspection.statistics import (
     check_picture,
     coverage_facts,
     coverage_table,

@@ -19,18 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a check
 
 from megatron_coca.data.builtin import VOCAB_SIZE, prepare_builtin  # noqa: E402
 from megatron_coca.data.errors import DataError  # noqa: E402
-from megatron_coca.data.preparation.manifest import (  # noqa: E402
-    RUN_CONFIG,
-    empty_splits,
-    read_manifest,  # noqa: E402
-)
-from megatron_coca.data.preparation.plan import (  # noqa: E402
-    SPLITS,
-    Execution,
-    Rules,
-    Source,
-    training_texts,  # noqa: E402
-)
+from megatron_coca.data.preparation.manifest import RUN_CONFIG, empty_splits, read_manifest
+from megatron_coca.data.preparation.plan import SPLITS, CorpusSource, Execution, Rules, training_texts
 from megatron_coca.data.preparation.recipe import (
     Recipe,
     TokenizerTraining,
@@ -106,7 +96,7 @@ def _from_input(arguments: argparse.Namespace) -> Recipe:
     fields = {"text": arguments.text_field} if arguments.text_field else {}
     reading, treatment = _given(arguments, _READING), _given(arguments, ["duplicates"])
     sources = [
-        Source(SourceSpec(name, found, fields=fields, **reading), **treatment)
+        CorpusSource(SourceSpec(name, found, fields=fields, **reading), **treatment)
         for name, found in named_paths(arguments.input).items()
     ]
     files = {name: getattr(arguments, name) for name in _TOKENIZER_FILES}

@@ -17,14 +17,9 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, without installing
 
-from megatron_coca.data.aside import written_aside  # noqa: E402
+from megatron_coca.data.aside import atomic_dir  # noqa: E402
 from megatron_coca.data.errors import DataError  # noqa: E402
-from megatron_coca.data.preparation.plan import (  # noqa: E402
-    Rules,
-    Source,
-    check,
-    training_texts,  # noqa: E402
-)
+from megatron_coca.data.preparation.plan import CorpusSource, Rules, check, training_texts
 from megatron_coca.data.preparation.recipe import named_paths, read_recipe  # noqa: E402
 from megatron_coca.data.readers.source import SourceSpec  # noqa: E402
 from megatron_coca.data.tokenizers.kinds import FileTokenizer  # noqa: E402
@@ -65,7 +60,7 @@ def _count(text: str) -> int:
     return value
 
 
-def read_sources(options: argparse.Namespace) -> tuple[list[Source], Rules]:
+def read_sources(options: argparse.Namespace) -> tuple[list[CorpusSource], Rules]:
     """What the command line or the recipe names."""
     if (options.recipe is None) == (options.input is None):
         raise DataError("Name either a recipe or --input NAME=PATH ...")
@@ -78,18 +73,20 @@ def read_sources(options: argparse.Namespace) -> tuple[list[Source], Rules]:
         recipe = read_recipe(options.recipe, options.root)
         return recipe.sources, recipe.rules
     fields = {"text": options.text_field} if options.text_field else {}
-    sources = [Source(SourceSpec(name, found, fields=fields)) for name, found in named_paths(options.input).items()]
+    sources = [
+        CorpusSource(SourceSpec(name, found, fields=fields)) for name, found in named_paths(options.input).items()
+    ]
     return sources, Rules(**fractions)
 
 
-def shares(sources: Sequence[Source], characters: int, equal: bool) -> list[int]:
+def shares(sources: Sequence[CorpusSource], characters: int, equal: bool) -> list[int]:
     """Characters of each source: by weight where all have one, else as many of each."""
     weights = [1.0 if equal or source.weight is None else source.weight for source in sources]
     return [int(characters * weight / sum(weights)) for weight in weights]
 
 
 def chosen_texts(
-    sources: Sequence[Source], rules: Rules, wanted: Sequence[int], held_out: dict[str, HeldOut], show: bool
+    sources: Sequence[CorpusSource], rules: Rules, wanted: Sequence[int], held_out: dict[str, HeldOut], show: bool
 ) -> Iterator[str]:
     """Texts to train on; the rest goes to ``held_out``, by source."""
     with tqdm(total=sum(wanted), unit=" characters", unit_scale=True, disable=not show) as bar:
@@ -113,7 +110,7 @@ def train(options: argparse.Namespace, show: bool = True) -> str:
         raise DataError(f"--characters {options.characters} is less than one for each source.")
     wanted = shares(sources, options.characters, options.equal)
     held_out: dict[str, HeldOut] = {}
-    with written_aside(options.output) as folder:
+    with atomic_dir(options.output) as folder:
         texts = chosen_texts(sources, rules, wanted, held_out, show)
         tokenizer = TRAINERS[options.type][options.model](texts, options.vocab_size, folder / file_name(options.type))
         tokenizer.save(folder)

@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from megatron_coca.attention.inputs import Band, DistanceBias, Documents
+from megatron_coca.attention.inputs import Band, DistanceBias, PackedDocuments
 from megatron_coca.attention.positions.distance_maps import Part
 from megatron_coca.attention.positions.forms import check_range, growth
 from megatron_coca.attention.rotary import RotaryTables, rotary_tables
@@ -18,7 +18,7 @@ Draw = tuple[int, Tensor]
 
 
 @dataclass(frozen=True)
-class HeadShare:
+class HeadShard:
     """Part `index` of `count` equal parts of the query heads and of the key heads, each of consecutive heads.
 
     A process of this class projects to its own heads, and sees all tokens at every place of the model. Where it sees
@@ -53,29 +53,29 @@ class HeadShare:
         return draw
 
 
-WHOLE = HeadShare()
+WHOLE = HeadShard()
 """All heads and tokens."""
 
 
-class Shared(nn.Module):
+class ShardedModule(nn.Module):
     """A module that does its share of what several processes do together.
 
     Attributes:
         share: set by `take_share`; all of it by default.
     """
 
-    share: HeadShare = WHOLE
+    share: HeadShard = WHOLE
 
 
-def take_share(module: nn.Module, share: HeadShare) -> None:
+def assign_shard(module: nn.Module, share: HeadShard) -> None:
     """Give every part of `module` that can be shared this share."""
     for part in module.modules():
-        if isinstance(part, Shared):
+        if isinstance(part, ShardedModule):
             part.share = share
 
 
 @dataclass(frozen=True)
-class Places:
+class TokenPositions:
     """Where tokens stand: float64 positions [length] or [batch, length], and the position of the first token of each
     one's document, which broadcasts to them.
     """
@@ -85,7 +85,7 @@ class Places:
 
 
 @dataclass(frozen=True)
-class Spectrum:
+class RotaryFrequencies:
     """How fast pairs of features turn at the present length.
 
     Attributes:
@@ -114,7 +114,7 @@ class SegmentTables:
 
 
 @dataclass(frozen=True)
-class Frame:
+class PositionContext:
     """Shared by the layers.
 
     Attributes:
@@ -128,7 +128,7 @@ class Frame:
     segments: tuple[SegmentTables, ...]
     query_factor: Tensor | None = None
     bias: DistanceBias | None = None
-    documents: Documents | None = None
+    documents: PackedDocuments | None = None
 
 
 def band(part: Part) -> Band:
@@ -137,7 +137,12 @@ def band(part: Part) -> Band:
 
 
 def segment_tables(
-    part: Part, queries: Places, keys: Places, spectrum: Spectrum | None, factor: Tensor | None, dtype: torch.dtype
+    part: Part,
+    queries: TokenPositions,
+    keys: TokenPositions,
+    spectrum: RotaryFrequencies | None,
+    factor: Tensor | None,
+    dtype: torch.dtype,
 ) -> SegmentTables:
     """The tables of one part of a relative-position map, with everything that multiplies its scores.
 
@@ -161,7 +166,7 @@ def segment_tables(
 
 
 def _decay(
-    spectrum: Spectrum, query_places: Tensor, key_places: Tensor, dtype: torch.dtype
+    spectrum: RotaryFrequencies, query_places: Tensor, key_places: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor | float, Tensor | float]:
     if not spectrum.decay:
         return 1.0, 1.0

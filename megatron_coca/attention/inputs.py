@@ -68,7 +68,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Documents:
+class PackedDocuments:
     """Documents packed into one row: a query sees no key before the first token of its own document.
 
     Attributes:
@@ -105,7 +105,7 @@ class AttentionInputs:
     scale: float
     bias: DistanceBias | None = None
     dropout: float = 0.0
-    documents: Documents | None = None
+    documents: PackedDocuments | None = None
 
     @property
     def query(self) -> Tensor:
@@ -162,7 +162,7 @@ class BackendError(ValueError):
     """No implementation can serve the model, or the one that was named cannot."""
 
 
-def documents_from_ids(ids: Tensor) -> Documents:
+def documents_from_ids(ids: Tensor) -> PackedDocuments:
     """The documents of `ids` [batch, length] integer: neighbouring tokens with one id are one document.
 
     Takes one copy to the host, so it is made once for a forward pass.
@@ -172,10 +172,10 @@ def documents_from_ids(ids: Tensor) -> Documents:
     begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
     index = torch.arange(length, device=ids.device)
     starts = torch.where(begins, index, torch.zeros_like(index)).cummax(dim=1).values
-    return Documents(starts, tuple(_spans(row, length) for row in begins.cpu()))
+    return PackedDocuments(starts, tuple(_spans(row, length) for row in begins.cpu()))
 
 
-def positions_within(documents: Documents) -> Tensor:
+def positions_within(documents: PackedDocuments) -> Tensor:
     """Positions [batch, length] that begin at 0 in every document."""
     length = documents.starts.shape[1]
     return torch.arange(length, device=documents.starts.device) - documents.starts

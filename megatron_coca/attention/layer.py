@@ -8,7 +8,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from megatron_coca.attention.context import Frame, Shared
+from megatron_coca.attention.context import PositionContext, ShardedModule
 from megatron_coca.attention.inputs import AttentionInputs, Backend
 from megatron_coca.attention.method import PositionMethod
 
@@ -164,7 +164,7 @@ def bytes_per_token(method: PositionMethod, num_kv_heads: int, num_layers: int, 
     return (method.cached_width + method.head_dim) * num_kv_heads * num_layers * dtype.itemsize
 
 
-class SelfAttention(Shared):
+class SelfAttention(ShardedModule):
     """Causal self-attention of hidden states [batch, length, hidden_size] with any position method and backend.
 
     Parameter names and the packing of `query_key_value` are GPT-NeoX's: with as many key heads as query heads its
@@ -204,7 +204,7 @@ class SelfAttention(Shared):
         rows = packed_rows(self.queries_per_key * key_rows, key_rows, self.head_dim)
         self.query_key_value = SplitProjection(packed, rows)
 
-    def forward(self, hidden: Tensor, frame: Frame, cache: LayerCache | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, frame: PositionContext, cache: LayerCache | None = None) -> Tensor:
         """[batch, length, hidden_size] -> the same; `frame` comes from `PositionEncoding` and serves all layers.
 
         With a cache the hidden states are those of the tokens that follow the cached ones.
@@ -213,7 +213,9 @@ class SelfAttention(Shared):
         out = self.backend.attend(inputs)
         return self.dense(self.share.scatter(out.transpose(1, 2)).flatten(2))
 
-    def _inputs(self, q: Tensor, k: Tensor, v: Tensor, frame: Frame, cache: LayerCache | None) -> AttentionInputs:
+    def _inputs(
+        self, q: Tensor, k: Tensor, v: Tensor, frame: PositionContext, cache: LayerCache | None
+    ) -> AttentionInputs:
         bias = self.share.bias(self.position_bias.distance_bias()) if self.position_bias is not None else None
         if cache is None:
             return self.method.prepare(q, k, v, frame, self.dropout if self.training else 0.0, bias)

@@ -13,14 +13,23 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_coca.attention.context import Frame, Places, SegmentTables, Shared, Spectrum, band, column, segment_tables
+from megatron_coca.attention.context import (
+    PositionContext,
+    RotaryFrequencies,
+    SegmentTables,
+    ShardedModule,
+    TokenPositions,
+    band,
+    column,
+    segment_tables,
+)
 from megatron_coca.attention.inputs import (
     AttentionInputs,
     BackendError,
     DistanceBias,
-    Documents,
     Formula,
     Needs,
+    PackedDocuments,
     Segment,
 )
 from megatron_coca.attention.positions.bias import AlibiBias, LearnedBias
@@ -156,7 +165,13 @@ class PositionMethod:
         return Needs(device_type, self.head_dim, self.bias.formula, tuple(map(band, parts)), dropout)
 
     def prepare(
-        self, q: Tensor, k: Tensor, v: Tensor, frame: Frame, dropout: float = 0.0, bias: DistanceBias | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        frame: PositionContext,
+        dropout: float = 0.0,
+        bias: DistanceBias | None = None,
     ) -> AttentionInputs:
         """The inputs of a backend from q [batch, heads, length, head_dim], k and v [batch, kv_heads, length, head_dim].
 
@@ -172,7 +187,7 @@ class PositionMethod:
         return self.form.cached(k, self.rotary_dim)
 
     def prepare_cached(
-        self, q: Tensor, cached: Tensor, v: Tensor, frame: Frame, bias: DistanceBias | None = None
+        self, q: Tensor, cached: Tensor, v: Tensor, frame: PositionContext, bias: DistanceBias | None = None
     ) -> AttentionInputs:
         """As `prepare`, for q the last tokens of a sequence whose keys were kept by `cached`."""
         segments = tuple(
@@ -186,7 +201,7 @@ class PositionMethod:
         return AttentionInputs(segments, v, self.scale, frame.bias if bias is None else bias)
 
 
-class PositionEncoding(Shared):
+class PositionEncoding(ShardedModule):
     """Turns positions into the frame that all layers share.
 
     Learned parts, where the method has them: `bias` (T5 buckets), `clex` (the network behind CLEX's frequencies).
@@ -204,8 +219,8 @@ class PositionEncoding(Shared):
         length: int,
         dtype: torch.dtype,
         key_positions: Tensor | None = None,
-        documents: Documents | None = None,
-    ) -> Frame:
+        documents: PackedDocuments | None = None,
+    ) -> PositionContext:
         """The frame of tokens at `positions` ([length] or [batch, length], integer) for operands of `dtype`.
 
         Args:
@@ -219,7 +234,7 @@ class PositionEncoding(Shared):
         queries = keys if key_positions is None else _places(positions, documents, keys.first)
         factor = method.logit_scaling(queries.positions, method.training_length) if method.logit_scaling else None
         parts = method.trained_parts if self.training else method.parts
-        return Frame(
+        return PositionContext(
             tuple(segment_tables(part, queries, keys, spectrum, factor, dtype) for part in parts),
             None if factor is None else column(factor, dtype),
             self.share.bias(self._shared_bias(positions.device)),
@@ -231,26 +246,30 @@ class PositionEncoding(Shared):
             return self.bias.distance_bias()
         return self.method.bias.fixed.to(device) if self.method.bias.fixed is not None else None
 
-    def _spectrum(self, length: int) -> Spectrum | None:
+    def _spectrum(self, length: int) -> RotaryFrequencies | None:
         rotary = self.method.rotary
         if rotary is None:
             return None
         if self.clex is not None:
-            return Spectrum(self.clex.inverse_frequencies(self.clex.factor_for(length)), 1.0, self.method.decay)
-        return Spectrum(rotary.inverse_frequencies(length), rotary.multiplier(length), self.method.decay)
+            return RotaryFrequencies(
+                self.clex.inverse_frequencies(self.clex.factor_for(length)), 1.0, self.method.decay
+            )
+        return RotaryFrequencies(rotary.inverse_frequencies(length), rotary.multiplier(length), self.method.decay)
 
-    def _drawn(self, positions: Tensor) -> tuple[Spectrum, Tensor]:
+    def _drawn(self, positions: Tensor) -> tuple[RotaryFrequencies, Tensor]:
         """CLEX in training: a random extension, and random places within the extended length for all rows alike."""
         assert self.clex is not None
         factor, places = self.share.agreed(self.clex.training_draw(positions.shape[-1]), positions.device)
-        return Spectrum(self.clex.inverse_frequencies(factor), 1.0, self.method.decay), places.to(positions.device)
+        return RotaryFrequencies(self.clex.inverse_frequencies(factor), 1.0, self.method.decay), places.to(
+            positions.device
+        )
 
 
-def _places(positions: Tensor, documents: Documents | None, first: Tensor | None = None) -> Places:
+def _places(positions: Tensor, documents: PackedDocuments | None, first: Tensor | None = None) -> TokenPositions:
     """Places of tokens; `first` is that of all tokens where these are only the last of them."""
     positions = positions.to(torch.float64)
     if first is not None:
-        return Places(positions, first if first.shape[-1] == 1 else first[..., -positions.shape[-1] :])
+        return TokenPositions(positions, first if first.shape[-1] == 1 else first[..., -positions.shape[-1] :])
     if documents is None:
-        return Places(positions, positions[..., :1])
-    return Places(positions, positions.expand(documents.starts.shape).gather(-1, documents.starts))
+        return TokenPositions(positions, positions[..., :1])
+    return TokenPositions(positions, positions.expand(documents.starts.shape).gather(-1, documents.starts))

@@ -13,7 +13,7 @@ from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.errors import CheckpointError
 from megatron_coca.checkpoints.folders import new_folder, refuse_existing
 from megatron_coca.checkpoints.huggingface import CONFIG, behaviour_note, is_huggingface_folder
-from megatron_coca.checkpoints.load import Opened, Overrides, load_weights, open_checkpoint
+from megatron_coca.checkpoints.load import OpenedCheckpoint, Overrides, load_weights, open_checkpoint
 from megatron_coca.checkpoints.native import code_versions
 from megatron_coca.checkpoints.tokenizer import Found
 from megatron_coca.checkpoints.weights import DTYPES, Weights, write_safetensors
@@ -87,7 +87,7 @@ def check_fit(config: Config, weights: Weights) -> None:
     load_weights(model, replace(weights, read=lambda name: weights.entries[name].stand_in()))
 
 
-def _not_kept(opened: Opened, found: Found) -> str | None:
+def _not_kept(opened: OpenedCheckpoint, found: Found) -> str | None:
     end = found.tokenizer.eod if found.tokenizer is not None else None
     return behaviour_note(opened.folder, end) if is_huggingface_folder(opened.folder) else None
 
@@ -113,7 +113,7 @@ def _tokenizer_keys(saved: Path, final: Path) -> dict[str, Any]:
     return kind | {key: str(final / name) if name and usual else None for key, name in places.items()}
 
 
-def _meta(opened: Opened) -> dict[str, Any]:
+def _meta(opened: OpenedCheckpoint) -> dict[str, Any]:
     imported = {"source": opened.folder.resolve().name, "identity": opened.identity, "step": opened.step}
     if is_huggingface_folder(opened.folder):
         config = native.read_json(opened.folder / CONFIG)

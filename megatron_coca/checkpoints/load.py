@@ -18,7 +18,7 @@ from megatron_coca.checkpoints.errors import CheckpointError
 from megatron_coca.checkpoints.huggingface import CONFIG, is_huggingface_folder, open_weights, read_config
 from megatron_coca.checkpoints.huggingface_families import may_be_coca
 from megatron_coca.checkpoints.object_store import fetch, is_url
-from megatron_coca.checkpoints.tokenizer import Found, Place, find_tokenizer, known_tokens
+from megatron_coca.checkpoints.tokenizer import Found, TokenizerLocation, find_tokenizer, known_tokens
 from megatron_coca.checkpoints.weights import Weights, names_in, open_safetensors
 from megatron_coca.config import Config, load_config
 from megatron_coca.config.source import given_values
@@ -31,7 +31,7 @@ Overrides = Mapping[str, Any] | Sequence[str]
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedModel:
     """A model in evaluation mode, with where it came from.
 
     Attributes:
@@ -62,13 +62,13 @@ def load_model(path: str | Path, overrides: Overrides = (), device: str = "cpu")
     return load_checkpoint(path, overrides, device).model
 
 
-def load_checkpoint(path: str | Path, overrides: Overrides = (), device: str = "cpu") -> Loaded:
+def load_checkpoint(path: str | Path, overrides: Overrides = (), device: str = "cpu") -> LoadedModel:
     """As `load_model`, with the configuration, tokenizer and identity."""
     return open_checkpoint(path).load(overrides, device=device)
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedCheckpoint:
     """A checkpoint whose files are in order, from which models are made, one for each way of using the weights.
 
     Attributes:
@@ -112,8 +112,8 @@ class Opened:
         return find_tokenizer(self._place, overrides, files)
 
     @property
-    def _place(self) -> Place:
-        return Place(self.folder, self.tokenizer_folder, self.trained, self.document_end)
+    def _place(self) -> TokenizerLocation:
+        return TokenizerLocation(self.folder, self.tokenizer_folder, self.trained, self.document_end)
 
     def load(
         self,
@@ -121,15 +121,15 @@ class Opened:
         files: Sequence[str | Path] = (),
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
-    ) -> Loaded:
+    ) -> LoadedModel:
         """The model for one use of the weights, with its parameters in `dtype`. Raises as `load_model`."""
         config = self.configure(overrides, files)
         model = empty_model(config, device, training=False, dtype=dtype)
         load_weights(model, self.weights())
-        return Loaded(model.eval(), config, self.tokenizer_folder, self.step, self.identity)
+        return LoadedModel(model.eval(), config, self.tokenizer_folder, self.step, self.identity)
 
 
-def open_checkpoint(path: str | Path, verify: bool = True, step: int | None = None) -> Opened:
+def open_checkpoint(path: str | Path, verify: bool = True, step: int | None = None) -> OpenedCheckpoint:
     """Find a checkpoint of ours, a Hugging Face folder or a checkpoint of GPT-NeoX. Raises CheckpointError.
 
     `verify` compares the files of ours with their checksums; without it their sizes alone are looked at. `step` is one
@@ -151,18 +151,18 @@ def find_native(path: str | Path, step: int | None = None) -> Path | None:
     return native.locate(found) if layout.open is _open_native else None
 
 
-def _layout(path: Path, step: int | None) -> tuple["Layout", Path]:
+def _layout(path: Path, step: int | None) -> tuple["CheckpointLayout", Path]:
     if step is not None:
         named = native.step_folder(path, step)
         path = named if neox_files.is_step(named) else native.locate(path, step)
     return next(layout for layout in LAYOUTS if layout.found(path)), path
 
 
-def _open_native(path: Path, verify: bool) -> Opened:
+def _open_native(path: Path, verify: bool) -> OpenedCheckpoint:
     folder = native.locate(path)
     manifest = native.verify(folder, contents=verify, links=True)
     tokenizer = folder / native.TOKENIZER
-    return Opened(
+    return OpenedCheckpoint(
         folder=folder,
         trained=load_config([folder / native.CONFIG]),
         tokenizer_folder=tokenizer if f"{native.TOKENIZER}/{DESCRIPTION}" in manifest["files"] else None,
@@ -183,11 +183,11 @@ MAY_BE_COCA = (
 )
 
 
-def _open_huggingface(folder: Path, verify: bool) -> Opened:
+def _open_huggingface(folder: Path, verify: bool) -> OpenedCheckpoint:
     """The CoCA authors' GPT-NeoX folders look like plain ones, so that overrides may give `pos_emb`."""
     trained = read_config(folder)
     shape = trained.model
-    return Opened(
+    return OpenedCheckpoint(
         folder=folder,
         trained=trained,
         tokenizer_folder=None,
@@ -199,12 +199,12 @@ def _open_huggingface(folder: Path, verify: bool) -> Opened:
     )
 
 
-def _open_neox(path: Path, verify: bool) -> Opened:
+def _open_neox(path: Path, verify: bool) -> OpenedCheckpoint:
     folder = neox_files.find_step(path)
     assert folder is not None, "found by it"
     files = neox_files.open_files(folder)
     config, ranks = neox.configure(folder, files)
-    return Opened(
+    return OpenedCheckpoint(
         folder=folder,
         trained=config,
         tokenizer_folder=carried if (carried := folder / native.TOKENIZER).is_dir() else None,
@@ -215,17 +215,17 @@ def _open_neox(path: Path, verify: bool) -> Opened:
     )
 
 
-class Layout(NamedTuple):
+class CheckpointLayout(NamedTuple):
     """A layout on disk: whether a path is of it, and how it is opened, with its checksums compared or not."""
 
     found: Callable[[Path], bool]
-    open: Callable[[Path, bool], Opened]
+    open: Callable[[Path, bool], OpenedCheckpoint]
 
 
-LAYOUTS: tuple[Layout, ...] = (
-    Layout(is_huggingface_folder, _open_huggingface),
-    Layout(lambda path: neox_files.find_step(path) is not None, _open_neox),
-    Layout(lambda path: True, _open_native),
+LAYOUTS: tuple[CheckpointLayout, ...] = (
+    CheckpointLayout(is_huggingface_folder, _open_huggingface),
+    CheckpointLayout(lambda path: neox_files.find_step(path) is not None, _open_neox),
+    CheckpointLayout(lambda path: True, _open_native),
 )
 """The first that a path is of is taken. What is of none is looked for as ours, whose errors say what is missing."""
 

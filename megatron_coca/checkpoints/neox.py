@@ -14,9 +14,18 @@ from torch import Tensor
 from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.errors import CheckpointError
 from megatron_coca.checkpoints.neox_config import COMPUTED, CONFIGS, foreign_keys, read_config, reasons
-from megatron_coca.checkpoints.neox_layout import EMBEDDING, FIRST_BLOCK, WORDS, Held, Place, buffers, layers, table
+from megatron_coca.checkpoints.neox_layout import (
+    EMBEDDING,
+    FIRST_BLOCK,
+    WORDS,
+    Held,
+    NeoxLocation,
+    buffers,
+    layers,
+    table,
+)
 from megatron_coca.checkpoints.pickles import RANDOM_STATE, load, tensors
-from megatron_coca.checkpoints.weights import Entry, Weights
+from megatron_coca.checkpoints.weights import WeightEntry, Weights
 from megatron_coca.config import Config
 from megatron_coca.neox_plugin.checkpoints import plain_name
 
@@ -246,8 +255,8 @@ def open_weights(folder: Path, files: Files, config: Config, ranks: int) -> Weig
         CheckpointError: a file is missing or damaged, a name is unknown, or ranks do not fit together.
     """
     known, kept = table(config), buffers(config)
-    places: dict[str, list[Place]] = {}
-    entries: dict[str, Entry] = {}
+    places: dict[str, list[NeoxLocation]] = {}
+    entries: dict[str, WeightEntry] = {}
     for layer in sorted(files.layers()):
         states = [files.state(layer, rank) for rank in range(ranks)]
         for place in _places(states, layer, files):
@@ -264,7 +273,7 @@ def open_weights(folder: Path, files: Files, config: Config, ranks: int) -> Weig
     def opened(layer: int) -> States:
         return [files.state(layer, rank) for rank in range(ranks)]
 
-    def merged(place: Place) -> Tensor:
+    def merged(place: NeoxLocation) -> Tensor:
         return known[place].division.merge([state[place.name] for state in opened(place.layer)], str(place))
 
     def read(name: str) -> Tensor:
@@ -278,16 +287,16 @@ def open_weights(folder: Path, files: Files, config: Config, ranks: int) -> Weig
     return Weights(entries, read, folder)
 
 
-def _places(states: States, layer: int, files: Files) -> list[Place]:
+def _places(states: States, layer: int, files: Files) -> list[NeoxLocation]:
     """What lies in a layer, which all ranks must have alike."""
     for rank, state in enumerate(states):
         differing = sorted(state.keys() ^ states[0].keys())
         if differing:
             raise CheckpointError(f"{files.named(layer, rank)}: {differing[0]} is not on all tensor ranks")
-    return [Place(layer, name) for name in states[0]]
+    return [NeoxLocation(layer, name) for name in states[0]]
 
 
-def _entry(states: States, place: Place, held: Held, files: Files) -> Entry:
+def _entry(states: States, place: NeoxLocation, held: Held, files: Files) -> WeightEntry:
     parts = [state[place.name] for state in states]
     kinds = {(part.dtype, tuple(part.shape)) for part in parts}
     if len(kinds) > 1:
@@ -298,4 +307,4 @@ def _entry(states: States, place: Place, held: Held, files: Files) -> Entry:
             f"{files.named(place.layer, 0)}: {place.name} is {list(shape)} on each of {len(parts)} tensor ranks, which "
             "does not fit the configuration"
         )
-    return Entry(dtype, held.division.whole(shape, len(parts)))
+    return WeightEntry(dtype, held.division.whole(shape, len(parts)))

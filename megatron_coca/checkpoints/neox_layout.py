@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_coca.attention.positions.bias import alibi_slopes
-from megatron_coca.checkpoints.state import Shard, cuts
+from megatron_coca.checkpoints.state import TensorShard, layer_shards
 from megatron_coca.config import Config, ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 Shape = tuple[int, ...]
 
 
-class Division(Protocol):
+class NeoxSharding(Protocol):
     """How a weight lies among tensor ranks."""
 
     def whole(self, part: Shape, count: int) -> Shape:
@@ -56,11 +56,11 @@ class Parts:
             return parts[0]
         whole = parts[0].new_empty(self.whole(tuple(parts[0].shape), len(parts)))
         for index, part in enumerate(parts):
-            Shard(self.dim, index, len(parts), self.blocks).place(part, whole)
+            TensorShard(self.dim, index, len(parts), self.blocks).place(part, whole)
         return whole
 
     def split(self, whole: Tensor, count: int) -> list[Tensor]:
-        return [Shard(self.dim, index, count, self.blocks).cut(whole) for index in range(count)]
+        return [TensorShard(self.dim, index, count, self.blocks).cut(whole) for index in range(count)]
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ LINEAR = ("attention.query_key_value", "attention.dense", "mlp.linear1", "mlp.li
 PARTIAL_SUMS = ("attention.dense.bias", "mlp.linear2.bias")
 
 
-class Place(NamedTuple):
+class NeoxLocation(NamedTuple):
     """Where a weight lies: the layer's number, and the name within it."""
 
     layer: int
@@ -142,7 +142,7 @@ class Held:
     """
 
     ours: str
-    division: Division
+    division: NeoxSharding
     used: bool = True
 
 
@@ -159,7 +159,7 @@ class Buffer(NamedTuple):
     name: str
     blocks: bool
     values: Callable[[ModelConfig], Tensor] | None
-    division: Callable[[ModelConfig], Division] = lambda model: Copies()
+    division: Callable[[ModelConfig], NeoxSharding] = lambda model: Copies()
 
 
 def _inverse_frequencies(model: ModelConfig) -> Tensor:
@@ -190,21 +190,22 @@ def layers(model: ModelConfig) -> tuple[int, ...]:
     return (EMBEDDING, *blocks(model), norm, *((norm + 1,) if model.no_weight_tying else ()))
 
 
-def table(config: Config) -> dict[Place, Held]:
+def table(config: Config) -> dict[NeoxLocation, Held]:
     """All that may lie anywhere in a checkpoint of this model; biases that it does not have are among them."""
     model, position = config.model, config.position
     norm, words = model.num_layers + 3, Parts(0, (model.padded_vocab_size,))
-    found = {Place(EMBEDDING, WORDS): Held(f"embedding.{WORDS}", words)}
+    found = {NeoxLocation(EMBEDDING, WORDS): Held(f"embedding.{WORDS}", words)}
     if position.pos_emb == "learned":
         table_of_positions = "position_embeddings.weight"
-        found[Place(EMBEDDING, table_of_positions)] = Held(f"embedding.{table_of_positions}", Copies())
+        found[NeoxLocation(EMBEDDING, table_of_positions)] = Held(f"embedding.{table_of_positions}", Copies())
     for layer in blocks(model):
-        found |= {Place(layer, name): held for name, held in _block(config, layer - FIRST_BLOCK)}
+        found |= {NeoxLocation(layer, name): held for name, held in _block(config, layer - FIRST_BLOCK)}
     found |= {
-        Place(norm, f"norm.{theirs}"): Held(f"norm.{ours}", Copies()) for ours, theirs in NORMS[model.norm].items()
+        NeoxLocation(norm, f"norm.{theirs}"): Held(f"norm.{ours}", Copies())
+        for ours, theirs in NORMS[model.norm].items()
     }
     if model.no_weight_tying:
-        found[Place(norm + 1, "final_linear.weight")] = Held("final_linear.weight", words)
+        found[NeoxLocation(norm + 1, "final_linear.weight")] = Held("final_linear.weight", words)
     return found
 
 
@@ -222,17 +223,17 @@ def _block(config: Config, number: int) -> Iterator[tuple[str, Held]]:
         yield "attention.rpe.weight", Held("positions.bias.weight", Parts(1, (model.num_attention_heads,)))
 
 
-def _division(model: ModelConfig, name: str) -> Division:
-    cut = next((cut for cut in cuts(model) if cut.holds(name)), None)
+def _division(model: ModelConfig, name: str) -> NeoxSharding:
+    cut = next((cut for cut in layer_shards(model) if cut.holds(name)), None)
     if cut is not None:
         return Parts(cut.dim, cut.blocks)
     return Sum() if model.gpt_j_residual and name in PARTIAL_SUMS else Copies()
 
 
-def buffers(config: Config) -> dict[Place, Buffer]:
+def buffers(config: Config) -> dict[NeoxLocation, Buffer]:
     """Where a checkpoint may hold numbers that are no weights."""
     buffer = BUFFERS.get(config.position.pos_emb)
     if buffer is None:
         return {}
     numbers = blocks(config.model) if buffer.blocks else (EMBEDDING,)
-    return {Place(layer, buffer.name): buffer for layer in numbers}
+    return {NeoxLocation(layer, buffer.name): buffer for layer in numbers}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_coca.checkpoints.errors import CheckpointError, pointer
-from megatron_coca.checkpoints.weights import DTYPES, Entry, Weights
+from megatron_coca.checkpoints.weights import DTYPES, WeightEntry, Weights
 
 ARCHIVE = b"PK\x03\x04"
 """How an archive begins."""
@@ -82,7 +82,7 @@ def open_pickles(files: Mapping[str, Path], source: Path) -> Weights:
         CheckpointError: a file is damaged or holds more than tensors, a weight is not in its file, or is no
             floating-point tensor.
     """
-    entries: dict[str, Entry] = {}
+    entries: dict[str, WeightEntry] = {}
     for path in dict.fromkeys(files.values()):
         header = _header(path)
         for name in (name for name, place in files.items() if place == path):
@@ -92,13 +92,13 @@ def open_pickles(files: Mapping[str, Path], source: Path) -> Weights:
     return Weights({name: entries[name] for name in files}, _Reader(files).read, source)
 
 
-def _entry(name: str, tensor: Tensor, path: Path) -> Entry:
+def _entry(name: str, tensor: Tensor, path: Path) -> WeightEntry:
     if tensor.dtype not in FLOATING or tensor.layout is not torch.strided:
         raise CheckpointError(
             f"{path}: {name} is stored as {tensor.layout} of {tensor.dtype}; read are plain tensors of "
             f"{', '.join(sorted(map(str, FLOATING)))}"
         )
-    return Entry(tensor.dtype, tuple(tensor.shape))
+    return WeightEntry(tensor.dtype, tuple(tensor.shape))
 
 
 class _Reader:

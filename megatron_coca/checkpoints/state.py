@@ -24,14 +24,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_coca.checkpoints.errors import CheckpointError, UnreadableError
-from megatron_coca.checkpoints.weights import Entry, Weights
+from megatron_coca.checkpoints.weights import WeightEntry, Weights
 from megatron_coca.config.model import GATED_ACTIVATIONS, ModelConfig
 
 WEIGHT = "weight"
 """The kind of a piece of the weights themselves; other kinds are names of optimizer states."""
 
 
-class Shard(NamedTuple):
+class TensorShard(NamedTuple):
     """Part `index` of `count` of a tensor cut along `dim`: of each of the blocks, whose sizes are given, one part.
 
     Blocks are what a packed projection holds one after the other; a plain matrix is one block.
@@ -60,11 +60,11 @@ class Shard(NamedTuple):
         return (*local[: self.dim], sum(self.blocks), *local[self.dim + 1 :])
 
 
-class Place(NamedTuple):
+class ParameterSlice(NamedTuple):
     """The shape of a parameter on a rank, and which part of the whole it is (None: all of it)."""
 
     shape: tuple[int, ...]
-    shard: Shard | None = None
+    shard: TensorShard | None = None
 
     @property
     def full_shape(self) -> tuple[int, ...]:
@@ -72,7 +72,7 @@ class Place(NamedTuple):
         return self.shard.full_shape(self.shape) if self.shard is not None else self.shape
 
 
-class Piece(NamedTuple):
+class StatePiece(NamedTuple):
     """A stretch of one parameter, or of one of its optimizer states, as a rank holds it.
 
     Attributes:
@@ -93,7 +93,7 @@ def file_name(rank: int) -> str:
     return f"rank_{rank:05d}.safetensors"
 
 
-def write_pieces(path: Path, pieces: Iterable[Piece], places: Mapping[str, Place]) -> None:
+def write_pieces(path: Path, pieces: Iterable[StatePiece], places: Mapping[str, ParameterSlice]) -> None:
     """Write a rank's file; tensors must lie in CPU memory."""
     tensors = {f"{piece.kind}:{piece.name}:{piece.start}": piece.tensor for piece in pieces}
     names = {key.split(":")[1] for key in tensors}
@@ -108,7 +108,7 @@ class _Source(NamedTuple):
     read_part: Callable[[int, int], Tensor]
     start: int
     numel: int
-    shard: Shard | None
+    shard: TensorShard | None
 
 
 class PieceReader:
@@ -118,10 +118,10 @@ class PieceReader:
         """`folder` of the state, for messages."""
         self._folder = folder
         self._sources: dict[tuple[str, str], list[_Source]] = defaultdict(list)
-        self._places: dict[str, Place] = {}
-        self._recent: tuple[tuple[str, str, Shard | None], tuple[Tensor, Tensor]] | None = None
+        self._places: dict[str, ParameterSlice] = {}
+        self._recent: tuple[tuple[str, str, TensorShard | None], tuple[Tensor, Tensor]] | None = None
 
-    def _add_places(self, places: Mapping[str, Place]) -> None:
+    def _add_places(self, places: Mapping[str, ParameterSlice]) -> None:
         self._places |= {name: place for name, place in places.items() if name not in self._places}
 
     @property
@@ -158,7 +158,7 @@ class PieceReader:
                         f"{self._folder}: {kind} of {name} covers other elements than {states[0]} does"
                     )
 
-    def fill(self, piece: Piece, place: Place) -> None:
+    def fill(self, piece: StatePiece, place: ParameterSlice) -> None:
         """Copy what was saved into the memory of `piece`, whose parameter lies at `place` now.
 
         Raises:
@@ -189,12 +189,12 @@ class PieceReader:
         for sources in self._by_shard(name, WEIGHT).values():
             self._stretches(sources, 0, prod(place.shape), WEIGHT, name)
 
-    def _place(self, name: str) -> Place:
+    def _place(self, name: str) -> ParameterSlice:
         if name not in self._places:
             raise CheckpointError(f"{self._folder}: holds no parameter {name}")
         return self._places[name]
 
-    def _part(self, name: str, kind: str, shard: Shard | None) -> tuple[Tensor, Tensor]:
+    def _part(self, name: str, kind: str, shard: TensorShard | None) -> tuple[Tensor, Tensor]:
         """Part `shard` of what `_gathered` gives, flattened. The last one is kept: pieces of one parameter are many where
         only some of its rows are trained, and are asked for one after the other.
         """
@@ -219,15 +219,15 @@ class PieceReader:
                 shard.place(there, held)
         return values, held
 
-    def _by_shard(self, name: str, kind: str) -> dict[Shard | None, list[_Source]]:
-        found: dict[Shard | None, list[_Source]] = defaultdict(list)
+    def _by_shard(self, name: str, kind: str) -> dict[TensorShard | None, list[_Source]]:
+        found: dict[TensorShard | None, list[_Source]] = defaultdict(list)
         for source in self._sources[kind, name]:
             found[source.shard].append(source)
         shard = self._places[name].shard
         wanted = [None] if shard is None else [shard._replace(index=index) for index in range(shard.count)]
         return {each: found[each] for each in wanted}
 
-    def _copy(self, sources: Sequence[_Source], begin: int, stop: int, piece: Piece) -> None:
+    def _copy(self, sources: Sequence[_Source], begin: int, stop: int, piece: StatePiece) -> None:
         """Fill the tensor of `piece` with the stretch [begin, stop) of a flattened parameter."""
         for source, first, last in self._stretches(sources, begin, stop, piece.kind, piece.name):
             part = source.read_part(first - source.start, last - source.start)
@@ -301,7 +301,7 @@ def _slice(file: Any, key: str, begin: int, stop: int) -> Tensor:
     return file.get_slice(key)[begin:stop]
 
 
-class Held(NamedTuple):
+class LocalWeight(NamedTuple):
     """A stretch of a weight that a rank has in its memory, `place` as JSON can hold it."""
 
     name: str
@@ -310,23 +310,25 @@ class Held(NamedTuple):
     place: Any
 
 
-def held_weights(pieces: Iterable[Piece], places: Mapping[str, Place]) -> list[Held]:
+def local_weights(pieces: Iterable[StatePiece], places: Mapping[str, ParameterSlice]) -> list[LocalWeight]:
     """The weights among a rank's pieces."""
     own = sorted((piece.name, piece.start, piece.tensor.numel()) for piece in pieces if piece.kind == WEIGHT)
-    return [Held(*each, places[each[0]]) for each in own]
+    return [LocalWeight(*each, places[each[0]]) for each in own]
 
 
-class HeldReader(PieceReader):
+class LocalWeightReader(PieceReader):
     """The weights of all ranks while they are still in the ranks' memory.
 
     Attributes:
         order: the rank and the stretch of everything that is read, in the order in which `weights` reads it.
     """
 
-    def __init__(self, folder: Path, held: Sequence[Sequence[Held]], read: Callable[[int, Held], Tensor]) -> None:
+    def __init__(
+        self, folder: Path, held: Sequence[Sequence[LocalWeight]], read: Callable[[int, LocalWeight], Tensor]
+    ) -> None:
         """`held` by rank; `read` fetches a stretch from a rank, 1-D."""
         super().__init__(folder)
-        fetched: dict[_Source, tuple[int, Held]] = {}
+        fetched: dict[_Source, tuple[int, LocalWeight]] = {}
         for rank, stretches in enumerate(held):
             self._add_places({each.name: _place(each.place) for each in stretches})
             for each in stretches:
@@ -342,22 +344,22 @@ def _part(fetch: Callable[[], Tensor], begin: int, stop: int) -> Tensor:
     return fetch()[begin:stop]
 
 
-def _place(given: Sequence[Any]) -> Place:
+def _place(given: Sequence[Any]) -> ParameterSlice:
     """A place as JSON holds it."""
     shape, shard = given
     if shard is None:
-        return Place(tuple(shape))
+        return ParameterSlice(tuple(shape))
     dim, index, count, blocks = shard
-    return Place(tuple(shape), Shard(dim, index, count, tuple(blocks)))
+    return ParameterSlice(tuple(shape), TensorShard(dim, index, count, tuple(blocks)))
 
 
 def weights(reader: PieceReader, dtype: torch.dtype, source: Path) -> Weights:
     """Every weight in its whole shape, in `dtype`; `source` is the folder of the checkpoint."""
-    entries = {name: Entry(dtype, shape) for name, shape in reader.shapes.items()}
+    entries = {name: WeightEntry(dtype, shape) for name, shape in reader.shapes.items()}
     return Weights(entries, lambda name: reader.whole(name).to(dtype), source)
 
 
-class Cut(NamedTuple):
+class LayerShards(NamedTuple):
     """Layers cut alike.
 
     Attributes:
@@ -383,19 +385,19 @@ class Cut(NamedTuple):
         """Whether the named parameter is cut by this."""
         return name.endswith((f"{self.layer}.weight", f"{self.layer}.bias")[: 2 - self.dim])
 
-    def shard(self, index: int, count: int) -> Shard:
+    def shard(self, index: int, count: int) -> TensorShard:
         """What rank `index` of `count` has of such a parameter."""
-        return Shard(self.dim, index, count, self.blocks)
+        return TensorShard(self.dim, index, count, self.blocks)
 
 
-def cuts(model: ModelConfig) -> tuple[Cut, ...]:
+def layer_shards(model: ModelConfig) -> tuple[LayerShards, ...]:
     """How the layers of a block are cut."""
     queries, keys = model.hidden_size, model.num_kv_heads * model.head_dim
     grouped, width = keys != queries, model.ffn_hidden_size
     return (
         # Head by head [q | k | v], or all queries, all keys, all values.
-        Cut("attention.query_key_value", 0, (queries, keys, keys) if grouped else (3 * queries,)),
-        Cut("attention.dense", 1, (queries,)),
-        Cut("mlp.linear1", 0, (width, width) if model.activation in GATED_ACTIVATIONS else (width,)),
-        Cut("mlp.linear2", 1, (width,)),
+        LayerShards("attention.query_key_value", 0, (queries, keys, keys) if grouped else (3 * queries,)),
+        LayerShards("attention.dense", 1, (queries,)),
+        LayerShards("mlp.linear1", 0, (width, width) if model.activation in GATED_ACTIVATIONS else (width,)),
+        LayerShards("mlp.linear2", 1, (width,)),
     )

@@ -158,7 +158,7 @@ KEYS = ("tokenizer_type", "vocab_file", "merge_file")
 REMEDY = "name it with --set tokenizer_type=HFTokenizer vocab_file=PATH (or another type), or put its file into {}"
 
 
-class Place(NamedTuple):
+class TokenizerLocation(NamedTuple):
     """Where a checkpoint's tokenizer may be.
 
     Attributes:
@@ -175,7 +175,7 @@ class Place(NamedTuple):
 
 
 def find_tokenizer(
-    place: Place, overrides: Mapping[str, Any] | Sequence[str] = (), files: Sequence[str | Path] = ()
+    place: TokenizerLocation, overrides: Mapping[str, Any] | Sequence[str] = (), files: Sequence[str | Path] = ()
 ) -> Found:
     """The tokenizer of a checkpoint, or None with the reason, by the rule above.
 
@@ -195,7 +195,7 @@ def find_tokenizer(
     return _recorded(place, rows, found.note)
 
 
-def known_tokens(place: Place, found: Found) -> int:
+def known_tokens(place: TokenizerLocation, found: Found) -> int:
     """Rows of the embedding that stand for a token; those behind them pad the vocabulary, as far as anybody knows."""
     rows = place.trained.model.padded_vocab_size
     if found.tokenizer is None:
@@ -214,7 +214,7 @@ def _says_which(keys: Mapping[str, Any]) -> bool:
     return keys["vocab_file"] is not None or not needs_files(keys["tokenizer_type"])
 
 
-def _named(place: Place, keys: Mapping[str, Any], rows: int) -> Found:
+def _named(place: TokenizerLocation, keys: Mapping[str, Any], rows: int) -> Found:
     tokenizer, note = load_with_end(**keys, end=place.end)
     if tokenizer.vocab_size > rows:
         raise CheckpointError(
@@ -224,7 +224,7 @@ def _named(place: Place, keys: Mapping[str, Any], rows: int) -> Found:
     return Found(tokenizer, note)
 
 
-def _recorded(place: Place, rows: int, reason: str | None) -> Found:
+def _recorded(place: TokenizerLocation, rows: int, reason: str | None) -> Found:
     """That of the checkpoint's own configuration; where there is none, why not."""
     keys = {key: getattr(place.trained.data, key) for key in KEYS}
     if not _says_which(keys):

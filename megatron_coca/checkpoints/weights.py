@@ -25,7 +25,7 @@ _CODES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torc
 _NAMED = {code: dtype for dtype, code in _CODES.items()}
 
 
-class Entry(NamedTuple):
+class WeightEntry(NamedTuple):
     """What is known of a weight before it is read."""
 
     dtype: torch.dtype
@@ -52,7 +52,7 @@ class Weights:
         origins: what the weights are called in `source`, where that is something else; for messages.
     """
 
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, WeightEntry]
     read: Callable[[str], Tensor]
     source: Path
     origins: Mapping[str, str] = field(default_factory=dict)
@@ -133,7 +133,7 @@ def open_safetensors(files: Mapping[str, Path], source: Path) -> Weights:
     Raises:
         CheckpointError: a file is missing or damaged, a weight is not in its file, or is no floating-point tensor.
     """
-    entries: dict[str, Entry] = {}
+    entries: dict[str, WeightEntry] = {}
     for path in dict.fromkeys(files.values()):
         with _opened(path) as file:
             present = set(file.keys())
@@ -141,7 +141,7 @@ def open_safetensors(files: Mapping[str, Path], source: Path) -> Weights:
                 if name not in present:
                     raise CheckpointError(f"{path}: has no weight {name}, which the index of {source} looks for there")
                 part = file.get_slice(name)
-                entries[name] = Entry(_dtype(part.get_dtype(), name, path), tuple(part.get_shape()))
+                entries[name] = WeightEntry(_dtype(part.get_dtype(), name, path), tuple(part.get_shape()))
 
     def read(name: str) -> Tensor:
         with _opened(files[name]) as file:
@@ -218,7 +218,7 @@ def joined(theirs: Weights, rows: Sequence[Row], heads: Heads) -> Weights:
     return Weights(entries, read, theirs.source, {row.ours: " with ".join(row.theirs) for row in rows})
 
 
-def _joined_entry(theirs: Weights, row: Row, heads: Heads) -> Entry:
+def _joined_entry(theirs: Weights, row: Row, heads: Heads) -> WeightEntry:
     parts = [theirs.entries[name] for name in row.theirs]
     found = [part.shape for part in parts]
     for name, shape, wanted in zip(row.theirs, found, row.packing.wanted(found, heads), strict=True):
@@ -228,10 +228,10 @@ def _joined_entry(theirs: Weights, row: Row, heads: Heads) -> Entry:
                 f"{theirs.source}: the shapes of {shapes} do not fit together: {name} has to be {list(wanted)}"
             )
     whole = row.packing.join([part.stand_in() for part in parts], heads)
-    return Entry(whole.dtype, tuple(whole.shape))
+    return WeightEntry(whole.dtype, tuple(whole.shape))
 
 
-def divided(ours: Weights, rows: Sequence[Row], heads: Heads) -> Weights:
+def to_foreign_weights(ours: Weights, rows: Sequence[Row], heads: Heads) -> Weights:
     """The way back: weights by foreign names, from ours. Rows of weights that a model does not have are left out.
 
     Raises:
@@ -252,10 +252,12 @@ def divided(ours: Weights, rows: Sequence[Row], heads: Heads) -> Weights:
         whole, number = places[name]
         return parts(whole)[number]
 
-    entries: dict[str, Entry] = {}
+    entries: dict[str, WeightEntry] = {}
     for row in present.values():
         split = row.packing.split(ours.entries[row.ours].stand_in(), heads, len(row.theirs))
-        entries |= {name: Entry(part.dtype, tuple(part.shape)) for name, part in zip(row.theirs, split, strict=True)}
+        entries |= {
+            name: WeightEntry(part.dtype, tuple(part.shape)) for name, part in zip(row.theirs, split, strict=True)
+        }
     return Weights(entries, read, ours.source)
 
 

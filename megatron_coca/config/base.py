@@ -29,7 +29,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"; did you mean `{lowered[match[0]]}`?" if match else ""
 
 
-class Group(BaseModel):
+class ConfigGroup(BaseModel):
     """A frozen set of keys. A field's alias, where it has one, is its dotted path in the YAML file."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)

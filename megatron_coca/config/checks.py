@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_coca.config.base import Group
+from megatron_coca.config.base import ConfigGroup
 from megatron_coca.config.position import MAP_OPTIONS, MAP_REQUIRED, ROTATED_METHODS, SCALING_OPTIONS, SCALING_REQUIRED
 from megatron_coca.config.run import POLICIES, split_shares
 from megatron_coca.config.schema import Settings
@@ -51,7 +51,7 @@ def _scaling(settings: Settings) -> str | None:
 
 
 def _options(
-    given: Group, named: str, known: dict[str, tuple[str, ...]], required: dict[str, tuple[str, ...]], choice: str
+    given: ConfigGroup, named: str, known: dict[str, tuple[str, ...]], required: dict[str, tuple[str, ...]], choice: str
 ) -> str | None:
     """An option that this choice does not read, or one that it lacks."""
     always = {"rope_type", "type", "original_max_position_embeddings"}

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from typing_extensions import Self
 
-from megatron_coca.config.base import ConfigError, Group, nearest
+from megatron_coca.config.base import ConfigError, ConfigGroup, nearest
 from megatron_coca.config.checks import find_faults
 from megatron_coca.config.neox_keys import (
     ALIAS_VALUES,
@@ -116,7 +116,7 @@ def leaves(annotation: Any) -> tuple[Any, ...]:
 _PLACEHOLDERS = {"num_layers": 1, "hidden_size": 1, "num_attention_heads": 1, "seq_length": 1}
 
 
-def validate(source: Layer) -> tuple[dict[str, Group], list[str]]:
+def validate(source: Layer) -> tuple[dict[str, ConfigGroup], list[str]]:
     """The groups by name and the problems. The groups are complete only where there are no problems."""
     problems = Problems(source)
     flat = _flatten(source.values, "", problems)
@@ -226,7 +226,7 @@ def _check_unsupported(key: str, value: Any, problems: Problems) -> None:
         problems.add(key, f"{feature} is not supported yet; leave the key out")
 
 
-def _group(name: str, kind: type[Group], known: dict[str, Any], problems: Problems) -> Group:
+def _group(name: str, kind: type[ConfigGroup], known: dict[str, Any], problems: Problems) -> ConfigGroup:
     """The group `name`; keys at fault are reported and replaced by their defaults."""
     values = {key: value for key, value in known.items() if KEYS[key].group == name}
     try:
@@ -296,7 +296,7 @@ class Config(Settings):
         """Values as they stand in YAML, without group names."""
         flat: dict[str, Any] = {}
         for name in type(self).model_fields:
-            group: Group = getattr(self, name)
+            group: ConfigGroup = getattr(self, name)
             for path, value in group.model_dump(by_alias=True, exclude_unset=only_set).items():
                 *parents, last = path.split(".")
                 inner = flat

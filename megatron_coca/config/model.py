@@ -4,8 +4,8 @@ from typing import Any, Literal
 
 from megatron_coca.config.base import (
     ConfigError,
+    ConfigGroup,
     Count,
-    Group,
     Positive,
     Probability,
     WholeNumber,
@@ -29,7 +29,7 @@ InitMethod = Literal[
 GATED_ACTIVATIONS = frozenset({"geglu", "reglu", "swiglu", "bilinear", "glu"})
 
 
-class ModelConfig(Group):
+class ModelConfig(ConfigGroup):
     """Shape of the network. Lengths are in tokens, widths in features."""
 
     num_layers: Count = required("Number of transformer blocks.")

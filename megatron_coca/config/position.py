@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from megatron_coca.config.base import Count, Group, Positive, WholeNumber, key
+from megatron_coca.config.base import ConfigGroup, Count, Positive, WholeNumber, key
 
 PositionMethod = Literal[
     "rotary",
@@ -73,7 +73,7 @@ MAP_REQUIRED: dict[str, tuple[str, ...]] = {"inv_leaky_rerope": ("target_length"
 LM_INFINITE_SINKS, STREAMING_SINKS = 10, 4
 
 
-class RopeScaling(Group):
+class RopeScaling(ConfigGroup):
     """Extension of the rotary frequencies, in the terms of Hugging Face's `rope_scaling` where it has them."""
 
     rope_type: RopeType = key("default", "The extension; see docs/attention.md for the formulas.")
@@ -108,7 +108,7 @@ class RopeScaling(Group):
         return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
-class RelativePositions(Group):
+class RelativePositions(ConfigGroup):
     """Relative-position map: distant pairs are scored at another distance than their own."""
 
     type: MapType = Field(description="The map; see docs/attention.md for the formulas.")
@@ -143,7 +143,7 @@ class RelativePositions(Group):
         return {"window": window, "leak": leak, "group_size": self.group_size, "sinks": sinks}
 
 
-class PositionConfig(Group):
+class PositionConfig(ConfigGroup):
     """The position method and the attention backend."""
 
     def original_length(self, seq_length: int) -> int:

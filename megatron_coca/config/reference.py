@@ -6,7 +6,7 @@ from typing import Any, get_args, get_origin
 import yaml
 from pydantic.fields import FieldInfo
 
-from megatron_coca.config.base import Group
+from megatron_coca.config.base import ConfigGroup
 from megatron_coca.config.load import leaves
 from megatron_coca.config.neox_keys import ALIASES, INERT, UNSUPPORTED, UNSUPPORTED_CHOICES
 from megatron_coca.config.position import RelativePositions, RopeScaling
@@ -56,13 +56,13 @@ def _groups() -> Iterator[str]:
     for name, kind in GROUPS.items():
         yield f"### {name}\n\n{(kind.__doc__ or '').strip()}\n"
         yield _table(("key", "type", "default", "meaning"), _rows(kind, ""))
-    nested: dict[str, type[Group]] = {"rope_scaling": RopeScaling, "relative_positions": RelativePositions}
+    nested: dict[str, type[ConfigGroup]] = {"rope_scaling": RopeScaling, "relative_positions": RelativePositions}
     for key, kind in nested.items():
         yield f"### {key}\n\n{(kind.__doc__ or '').strip()} Inside the key `{key}`:\n"
         yield _table(("key", "type", "default", "meaning"), _rows(kind, f"{key}."))
 
 
-def _rows(kind: type[Group], prefix: str) -> Iterator[tuple[str, ...]]:
+def _rows(kind: type[ConfigGroup], prefix: str) -> Iterator[tuple[str, ...]]:
     for name, field in kind.model_fields.items():
         yield f"`{prefix}{field.alias or name}`", _type(field), _default(field), field.description or ""
 

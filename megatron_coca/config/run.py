@@ -4,13 +4,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from megatron_coca.config.base import Count, Group, NotNegative, Positive, WholeNumber, key
+from megatron_coca.config.base import ConfigGroup, Count, NotNegative, Positive, WholeNumber, key
 
 POLICIES = ("nonfinite_policy", "loss_spike_policy", "skip_limit_policy")
 """The keys that may ask for a rollback."""
 
 
-class FaultConfig(Group):
+class FaultConfig(ConfigGroup):
     """What a run does when a process hangs or a step goes wrong. A step that is skipped leaves the weights alone."""
 
     watchdog_timeout: Positive | None = key(
@@ -65,7 +65,7 @@ def _join(split: Any) -> Any:
     return ", ".join(str(part) for part in split) if isinstance(split, list | tuple) else split
 
 
-class DataConfig(Group):
+class DataConfig(ConfigGroup):
     """The corpus and the tokenizer."""
 
     data_path: str | None = key(None, "Prefix of one indexed shard, divided by `split`.")
@@ -91,7 +91,7 @@ class DataConfig(Group):
     data_root: str = key("data", "Folder of the built-in corpus, which is used when no data path is given.")
 
 
-class CheckpointConfig(Group):
+class CheckpointConfig(ConfigGroup):
     """When and where the state of a run is kept."""
 
     save: str | None = key(None, "Folder or URL (s3://, gs://) for checkpoints; null means none are written.")
@@ -119,7 +119,7 @@ class CheckpointConfig(Group):
     iteration: WholeNumber | None = key(None, "Step to load; null means the latest.")
 
 
-class LoggingConfig(Group):
+class LoggingConfig(ConfigGroup):
     """What is reported, how often and where to. Intervals are in steps."""
 
     log_interval: Count = key(100, "Steps between reports of the loss.")
@@ -146,7 +146,7 @@ class LoggingConfig(Group):
     memory_profiling_path: str | None = key(None, "Folder for the recorded allocations; null means that of the trace.")
 
 
-class LaunchConfig(Group):
+class LaunchConfig(ConfigGroup):
     """How processes are started (docs/launch.md)."""
 
     hostfile: str | None = key(None, "File of host names and slots.")
@@ -173,7 +173,7 @@ class LaunchConfig(Group):
     deepspeed_slurm: bool = key(False, "The same as `launcher: slurm`.")
 
 
-class GeneralConfig(Group):
+class GeneralConfig(ConfigGroup):
     """Keys that concern the whole run."""
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] = key(1234, "Seed of initialisation, dropout and data order.")

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
-from megatron_coca.config.base import Group
+from megatron_coca.config.base import ConfigGroup
 from megatron_coca.config.model import ModelConfig
 from megatron_coca.config.position import PositionConfig, RelativePositions, RopeScaling
 from megatron_coca.config.run import (
@@ -52,7 +52,7 @@ class Settings(BaseModel):
         return self.general.seed
 
 
-GROUPS: dict[str, type[Group]] = {
+GROUPS: dict[str, type[ConfigGroup]] = {
     "model": ModelConfig,
     "position": PositionConfig,
     "optimizer": OptimizerConfig,
@@ -69,20 +69,20 @@ GROUPS: dict[str, type[Group]] = {
 }
 
 
-class Place(NamedTuple):
+class KeyLocation(NamedTuple):
     """Where the value of a key is kept."""
 
     group: str
     field: str
 
 
-def _places() -> Iterator[tuple[str, Place]]:
+def _places() -> Iterator[tuple[str, KeyLocation]]:
     for group, kind in GROUPS.items():
         for name, field in kind.model_fields.items():
-            yield field.alias or name, Place(group, name)
+            yield field.alias or name, KeyLocation(group, name)
 
 
-KEYS: dict[str, Place] = dict(_places())
+KEYS: dict[str, KeyLocation] = dict(_places())
 """Every key by its dotted path in YAML, for example `num_layers` and `optimizer.params.lr`."""
 
 SECTIONS = frozenset(key[:end] for key in KEYS for end, letter in enumerate(key) if letter == ".")

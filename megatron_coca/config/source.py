@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_coca.config.base import ConfigError
-from megatron_coca.config.yaml_text import Reader, normalise
+from megatron_coca.config.yaml_text import YamlReader, normalise
 from megatron_coca.safe_yaml import YamlFault, read_text
 
 COMMAND_LINE = "command line"
@@ -28,7 +28,7 @@ def read_file(path: str | Path, problems: list[str]) -> Layer | None:
     except ConfigError as error:
         problems += error.problems
         return None
-    reader = Reader(str(path), text.replace("\t", " ") if str(path).endswith(".json") else text)
+    reader = YamlReader(str(path), text.replace("\t", " ") if str(path).endswith(".json") else text)
     values = reader.read()
     problems += reader.problems
     if not reader.failed and not isinstance(values, dict):
@@ -66,7 +66,7 @@ def read_overrides(overrides: Mapping[str, Any] | Sequence[str]) -> Iterator[Lay
         return
     for item in [overrides] if isinstance(overrides, str) else overrides:
         path, equals, text = item.partition("=")
-        reader = Reader(f"{COMMAND_LINE}: {path.strip()}", text, numbered=False)
+        reader = YamlReader(f"{COMMAND_LINE}: {path.strip()}", text, numbered=False)
         value = reader.read()
         if not equals or not path.strip():
             yield ConfigError([f"{COMMAND_LINE}: {item}: expected `key=value`"])

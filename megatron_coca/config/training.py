@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 from pydantic import BeforeValidator, ConfigDict, Field, Strict
 from typing_extensions import TypedDict
 
-from megatron_coca.config.base import ConfigError, Count, Fraction, Group, NotNegative, Positive, WholeNumber, key
+from megatron_coca.config.base import ConfigError, ConfigGroup, Count, Fraction, NotNegative, Positive, WholeNumber, key
 
 OPTIMIZER_TYPES = {"adam": "Adam", "adamw": "AdamW", "cpu_adam": "cpu_adam", "sgd": "sgd"}
 Dtype = Literal["fp32", "bf16", "fp16"]
@@ -27,7 +27,7 @@ def _in_order(parts: Any) -> Any:
     return sorted(parts, key=known.index) if isinstance(parts, list) and all(part in known for part in parts) else parts
 
 
-class OptimizerConfig(Group):
+class OptimizerConfig(ConfigGroup):
     """The optimizer; Adam and AdamW both mean decoupled weight decay, as in GPT-NeoX."""
 
     type: Annotated[Literal["Adam", "AdamW", "cpu_adam", "sgd"], BeforeValidator(_normalise_optimizer)] = key(
@@ -52,7 +52,7 @@ class OptimizerConfig(Group):
         return self.trainable is None or set(parts) <= set(self.trainable)
 
 
-class ScheduleConfig(Group):
+class ScheduleConfig(ConfigGroup):
     """Learning rate by step."""
 
     train_iters: Count | None = key(None, "Optimizer steps to train for.")
@@ -92,7 +92,7 @@ class BatchSizes(NamedTuple):
     total: int
 
 
-class BatchConfig(Group):
+class BatchConfig(ConfigGroup):
     """Sizes of a batch in samples. Give the micro batch, the total, or both."""
 
     train_micro_batch_size_per_gpu: Count | None = key(None, "Samples in one forward pass of one rank.")
@@ -151,7 +151,7 @@ class Bf16(TypedDict, total=False):
     immediate_grad_update: bool
 
 
-class PrecisionConfig(Group):
+class PrecisionConfig(ConfigGroup):
     """Number format of forward and backward; optimizer state is fp32."""
 
     precision: Literal["fp16", "fp32", "bfloat16"] | None = key(
@@ -175,7 +175,7 @@ class PrecisionConfig(Group):
         return next(iter(self.requested), "fp32")
 
 
-class ParallelConfig(Group):
+class ParallelConfig(ConfigGroup):
     """How the work is divided among processes."""
 
     zero_optimization: dict[str, Any] | None = key(None, "DeepSpeed's section, passed through; stage is 0 to 3.")

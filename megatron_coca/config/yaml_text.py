@@ -46,7 +46,7 @@ def dump(values: dict[str, Any]) -> str:
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
-class Reader:
+class YamlReader:
     """Reads one YAML document.
 
     Attributes:

@@ -5,10 +5,10 @@ from megatron_coca.data.errors import DataError
 from megatron_coca.data.loader import Batch, Loader, Packing
 from megatron_coca.data.order import Blend, SourceShare
 from megatron_coca.data.preparation.manifest import read_manifest
-from megatron_coca.data.preparation.plan import Execution, Rules, Source
+from megatron_coca.data.preparation.plan import CorpusSource, Execution, Rules
 from megatron_coca.data.preparation.run import prepare
 from megatron_coca.data.readers import corpus_files, read_documents
-from megatron_coca.data.readers.source import Document, Problems, SourceSpec
+from megatron_coca.data.readers.source import Document, ReadingProblems, SourceSpec
 from megatron_coca.data.shards import Shard
 from megatron_coca.data.tokenizers.kinds import Tokenizer
 from megatron_coca.data.tokenizers.load import load_saved_tokenizer, load_tokenizer, train_sentencepiece
@@ -21,10 +21,10 @@ __all__ = [
     "Execution",
     "Loader",
     "Packing",
-    "Problems",
+    "ReadingProblems",
     "Rules",
     "Shard",
-    "Source",
+    "CorpusSource",
     "SourceShare",
     "SourceSpec",
     "Tokenizer",

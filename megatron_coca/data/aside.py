@@ -12,7 +12,7 @@ from megatron_coca.data.errors import DataError
 
 
 @contextmanager
-def written_aside(final: Path) -> Iterator[Path]:
+def atomic_dir(final: Path) -> Iterator[Path]:
     """A folder to fill, which becomes ``final`` when the block ends well and is removed when it does not.
 
     Raises ``DataError`` where ``final`` exists, and for a disk that is full or read-only.

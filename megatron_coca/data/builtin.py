@@ -20,12 +20,12 @@ from typing import Any
 from filelock import FileLock
 from tqdm import tqdm
 
-from megatron_coca.data.aside import written_aside
+from megatron_coca.data.aside import atomic_dir
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.preparation.manifest import MANIFEST, RUN_CONFIG, read_manifest
-from megatron_coca.data.preparation.plan import SPLITS, Execution, Rules, Source, training_texts
+from megatron_coca.data.preparation.plan import SPLITS, CorpusSource, Execution, Rules, training_texts
 from megatron_coca.data.preparation.run import prepare
-from megatron_coca.data.readers.source import Problems, SourceSpec
+from megatron_coca.data.readers.source import ReadingProblems, SourceSpec
 from megatron_coca.data.shards import token_dtype
 from megatron_coca.data.tokenizers.load import train_sentencepiece
 
@@ -101,7 +101,7 @@ def _line_end(source: bytearray, position: int) -> int:
     return len(source) if found < 0 else found
 
 
-def read_module(path: Path, problems: Problems) -> tuple[str, str]:
+def read_module(path: Path, problems: ReadingProblems) -> tuple[str, str]:
     """(docstrings, source without them) of one file; two empty strings where it does not parse, which is reported."""
     try:
         with tokenize.open(path) as stream:
@@ -139,7 +139,7 @@ _TOKENIZER_CHARACTERS = 2_000_000
 _MIN_CHARACTERS = 200
 
 
-def _records(problems: Problems, progress: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+def _records(problems: ReadingProblems, progress: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     """(source, record) of every document."""
     origin = {"python": platform.python_version()}
     for name, text in topics().items():
@@ -150,10 +150,10 @@ def _records(problems: Problems, progress: bool) -> Iterator[tuple[str, dict[str
             yield source, {"text": text, "key": name.partition(".")[0], "meta": origin | {"module": name}}
 
 
-def _write_jsonl(folder: Path, progress: bool) -> list[Source]:
+def _write_jsonl(folder: Path, progress: bool) -> list[CorpusSource]:
     """Write ``<source>.jsonl``, without documents that are very short or the same as an earlier one."""
     seen: set[bytes] = set()
-    problems = Problems()
+    problems = ReadingProblems()
     paths = {source: folder / f"{source}.jsonl" for source in SOURCES}
     with paths["text"].open("w") as text, paths["code"].open("w") as code:
         streams = {"text": text, "code": code}
@@ -164,7 +164,9 @@ def _write_jsonl(folder: Path, progress: bool) -> list[Source]:
                 streams[source].write(json.dumps(record) + "\n")
     for line in problems.named:
         _LOGGER.warning("left out of the built-in corpus: %s", line)
-    return [Source(SourceSpec(name, [paths[name]]), weight) for name, weight in zip(SOURCES, WEIGHTS, strict=True)]
+    return [
+        CorpusSource(SourceSpec(name, [paths[name]]), weight) for name, weight in zip(SOURCES, WEIGHTS, strict=True)
+    ]
 
 
 def prepare_builtin(root: Path, vocab_size: int = VOCAB_SIZE, progress: bool = True) -> Path:
@@ -177,7 +179,7 @@ def prepare_builtin(root: Path, vocab_size: int = VOCAB_SIZE, progress: bool = T
         DataError: ``<root>/builtin`` exists or cannot be written.
     """
     final = Path(root) / FOLDER
-    with written_aside(final) as folder:
+    with atomic_dir(final) as folder:
         sources = _write_jsonl(folder, progress)
         rules = Rules(valid_fraction=0, test_fraction=TEST_FRACTION, strict=True)
         texts = training_texts(sources, rules, _TOKENIZER_CHARACTERS)

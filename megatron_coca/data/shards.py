@@ -41,7 +41,7 @@ _AT_ONCE = 1 << 18
 _REBUILD = "Prepare the corpus again, or copy both files again from where they were built."
 
 
-class Header(NamedTuple):
+class ShardHeader(NamedTuple):
     """What an index says of itself.
 
     Attributes:
@@ -70,7 +70,7 @@ class Header(NamedTuple):
         return self.boundaries_at + 8 * self.entries
 
 
-def read_header(prefix: str | Path) -> Header:
+def read_header(prefix: str | Path) -> ShardHeader:
     """The header of a shard's index.
 
     Raises:
@@ -89,7 +89,7 @@ def read_header(prefix: str | Path) -> Header:
     _, version, code, sequences, entries = HEADER.unpack(raw)
     if version != 1 or code not in INTEGER_CODES:
         raise DataError(f"{idx_path}: version {version} with dtype code {code} is not one that holds tokens.")
-    header, actual = Header(np.dtype(INTEGER_CODES[code]), sequences, entries), idx_path.stat().st_size
+    header, actual = ShardHeader(np.dtype(INTEGER_CODES[code]), sequences, entries), idx_path.stat().st_size
     if header.size != actual:
         raise DataError(f"{idx_path}: truncated or foreign, {actual} bytes where {header.size} are due. {_REBUILD}")
     if not sequences or entries < 2 or not bin_path.stat().st_size:
@@ -106,7 +106,7 @@ def _absent(prefix: Path, path: Path) -> DataError:
     )
 
 
-def check_index(prefix: str | Path, header: Header) -> bool:
+def check_index(prefix: str | Path, header: ShardHeader) -> bool:
     """Check that the documents fill the ``.bin`` file one after another; returns whether each is one sequence.
 
     Raises:
@@ -119,7 +119,7 @@ def check_index(prefix: str | Path, header: Header) -> bool:
     return _one_sequence_each(idx_path, header)
 
 
-def _end_of_sequences(idx_path: Path, header: Header) -> int:
+def _end_of_sequences(idx_path: Path, header: ShardHeader) -> int:
     """The byte at which the last sequence ends."""
     end = 0
     lengths = _pieces(idx_path, np.dtype("<i4"), HEADER.size, header.sequences)
@@ -134,7 +134,7 @@ def _end_of_sequences(idx_path: Path, header: Header) -> int:
     return end
 
 
-def _one_sequence_each(idx_path: Path, header: Header) -> bool:
+def _one_sequence_each(idx_path: Path, header: ShardHeader) -> bool:
     """Whether document d is sequence d; the document index must not fall, and run from 0 to the last sequence."""
     first, last, plain = 0, 0, header.entries == header.sequences + 1
     for number, piece in enumerate(_pieces(idx_path, np.dtype("<i8"), header.boundaries_at, header.entries)):

@@ -18,7 +18,7 @@ from megatron_coca.data.shards import SUFFIXES
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION, agree
 from megatron_coca.evaluation.options import positive_int
 from megatron_coca.evaluation.results import EvaluationError, Record
-from megatron_coca.evaluation.subject import Source
+from megatron_coca.evaluation.subject import EvaluatedCheckpoint
 
 logger = logging.getLogger(__name__)
 
@@ -247,7 +247,7 @@ def add_document_options(parser: ArgumentParser) -> None:
     add("--repeat", type=positive_int, metavar="N", help=repeated)
 
 
-def read_subject_documents(args: Namespace, source: Source, longest: int) -> Documents:
+def read_subject_documents(args: Namespace, source: EvaluatedCheckpoint, longest: int) -> Documents:
     """What `add_document_options` ask for, at least `longest` tokens each. Raises EvaluationError, DataError."""
     if args.max_length is not None and args.max_length < longest:
         raise EvaluationError(f"--max-length {args.max_length} is shorter than the window {longest}")

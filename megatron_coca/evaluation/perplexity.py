@@ -15,7 +15,7 @@ from tqdm import tqdm
 from megatron_coca.evaluation.documents import Documents, DocumentsRecord, add_document_options, read_subject_documents
 from megatron_coca.evaluation.options import add_subject_options, int_list, positive_int
 from megatron_coca.evaluation.results import Cell, Cost, EvaluationError, Record, Result, Store, measured
-from megatron_coca.evaluation.subject import Header, Source, Subject, Task, noting_missing, run_subjects
+from megatron_coca.evaluation.subject import EvaluatedCheckpoint, Header, Subject, Task, noting_missing, run_subjects
 from megatron_coca.tables import format_table
 
 
@@ -358,7 +358,7 @@ def run(args: Namespace) -> int:
     """Measures every variant; returns the exit status."""
     check_windows(args.windows, args.stride)
 
-    def begin(source: Source) -> Perplexity:
+    def begin(source: EvaluatedCheckpoint) -> Perplexity:
         documents = read_subject_documents(args, source, max(args.windows))
         return Perplexity(documents, tuple(args.windows), args.stride, args.tokens_per_batch)
 

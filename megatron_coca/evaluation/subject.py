@@ -14,7 +14,7 @@ from megatron_coca.attention.backends.select import BACKENDS
 from megatron_coca.attention.inputs import BackendError
 from megatron_coca.attention.layer import SelfAttention
 from megatron_coca.attention.positions import PositionRangeError
-from megatron_coca.checkpoints import CheckpointError, Opened, open_checkpoint
+from megatron_coca.checkpoints import CheckpointError, OpenedCheckpoint, open_checkpoint
 from megatron_coca.checkpoints.compare import EVALUATION_KEYS, TRAINED_CHOICES
 from megatron_coca.config import Config, ConfigError, PositionConfig
 from megatron_coca.config.position import ROTATED_METHODS
@@ -93,10 +93,10 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Source:
+class EvaluatedCheckpoint:
     """A checkpoint opened once for all variants."""
 
-    opened: Opened
+    opened: OpenedCheckpoint
     options: SubjectOptions
     tokenizer: Tokenizer | None
 
@@ -160,7 +160,7 @@ def trained_with(trained: Config) -> dict[str, Any]:
     return choices | ({"rotary_emb_base": base} if rotated and base != usual else {})
 
 
-def open_source(options: SubjectOptions) -> Source:
+def open_source(options: SubjectOptions) -> EvaluatedCheckpoint:
     """A warning says what is missing of the tokenizer. Raises CheckpointError for a checkpoint that is not in order,
     DataError for its tokenizer.
     """
@@ -169,7 +169,7 @@ def open_source(options: SubjectOptions) -> Source:
     found = opened.tokenizer(first.overrides, first.files)
     if found.note is not None:
         logger.warning("%s", found.note)
-    return Source(opened, options, found.tokenizer)
+    return EvaluatedCheckpoint(opened, options, found.tokenizer)
 
 
 def changed_keys(trained: Config, used: Config) -> dict[str, Any]:
@@ -218,7 +218,7 @@ class Measurement(Protocol[R]):
         """For the console, Markdown."""
 
 
-def run_subjects(args: Namespace, task: str, begin: Callable[[Source], Measurement[R]]) -> int:
+def run_subjects(args: Namespace, task: str, begin: Callable[[EvaluatedCheckpoint], Measurement[R]]) -> int:
     """Opens the checkpoint, lets `begin` gather the data, measures every variant, prints its table.
 
     Returns the exit status: 2 where anything that was asked for is missing, which is said on the error output.

@@ -8,7 +8,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_coca.attention.context import Frame
+from megatron_coca.attention.context import PositionContext
 from megatron_coca.attention.inputs import Backend
 from megatron_coca.attention.layer import LayerCache, SelfAttention
 from megatron_coca.attention.method import PositionMethod
@@ -120,7 +120,9 @@ class Block(nn.Module):
             self.post_attention_layernorm = build_norm(model)
         self.mlp = MLP(model)
 
-    def forward(self, x: Tensor, frame: Frame, cache: LayerCache | None = None, last: int | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, frame: PositionContext, cache: LayerCache | None = None, last: int | None = None
+    ) -> Tensor:
         """`last` asks for the hidden states of the last so many tokens alone: [batch, last, hidden_size]."""
         normed = self.input_layernorm(x)
         attended = self._drop(self.attention(normed, frame, cache))

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 
-from megatron_coca.attention.context import Frame, Shared
-from megatron_coca.attention.inputs import Backend, Documents, documents_from_ids, positions_within
+from megatron_coca.attention.context import PositionContext, ShardedModule
+from megatron_coca.attention.inputs import Backend, PackedDocuments, documents_from_ids, positions_within
 from megatron_coca.attention.layer import Cache
 from megatron_coca.attention.method import PositionEncoding, PositionMethod
 from megatron_coca.config import ModelConfig
@@ -58,7 +58,7 @@ CONTEXTS: dict[str, Contexts] = {
 }
 """By `checkpoint_policy`."""
 
-Step = Callable[[Tensor, Frame], Tensor]
+Step = Callable[[Tensor, PositionContext], Tensor]
 
 
 def trained_steps(blocks: nn.ModuleList, model: ModelConfig) -> Iterator[Step]:
@@ -76,13 +76,13 @@ def trained_steps(blocks: nn.ModuleList, model: ModelConfig) -> Iterator[Step]:
         yield partial(checkpoint, partial(_through, group), use_reentrant=False, context_fn=contexts)
 
 
-def _through(group: Sequence[nn.Module], x: Tensor, frame: Frame) -> Tensor:
+def _through(group: Sequence[nn.Module], x: Tensor, frame: PositionContext) -> Tensor:
     for block in group:
         x = block(x, frame)
     return x
 
 
-class GPT(Shared):
+class GPT(ShardedModule):
     """A causal language model; `model(input_ids)` gives logits [batch, length, padded vocabulary].
 
     `layers` is the list embedding, blocks, final norm; nothing but hidden states and the positions' frame passes
@@ -153,7 +153,9 @@ class GPT(Shared):
         if len(cache.layers) != len(self.blocks):
             raise ValueError(f"this cache is of {len(cache.layers)} layers, the model has {len(self.blocks)}")
 
-    def through_blocks(self, x: Tensor, frame: Frame, cache: Cache | None = None, last: int | None = None) -> Tensor:
+    def through_blocks(
+        self, x: Tensor, frame: PositionContext, cache: Cache | None = None, last: int | None = None
+    ) -> Tensor:
         """Hidden states [batch, length, hidden_size] after the blocks and the final norm, from those before them; of the
         `last` tokens alone where that is said.
         """
@@ -198,7 +200,7 @@ class GPT(Shared):
 
 def resolve_positions(
     input_ids: Tensor, positions: Tensor | None, documents: Tensor | None, cache: Cache | None = None
-) -> tuple[Tensor, int, Documents | None]:
+) -> tuple[Tensor, int, PackedDocuments | None]:
     """Positions of the tokens, the largest + 1, and where documents begin, from what `hidden_states` is given.
 
     Raises:
@@ -212,7 +214,7 @@ def resolve_positions(
     return *_default_positions(input_ids, packed, cache), packed
 
 
-def _default_positions(input_ids: Tensor, packed: Documents | None, cache: Cache | None) -> tuple[Tensor, int]:
+def _default_positions(input_ids: Tensor, packed: PackedDocuments | None, cache: Cache | None) -> tuple[Tensor, int]:
     """Positions through the sequence, or through each document, and the largest + 1, known without asking the device."""
     if packed is not None:
         return positions_within(packed), max(stop - start for row in packed.spans for start, stop in row)
@@ -221,7 +223,7 @@ def _default_positions(input_ids: Tensor, packed: Documents | None, cache: Cache
     return torch.arange(past, reached, device=input_ids.device), reached
 
 
-class LanguageModelLoss(Shared):
+class LanguageModelLoss(ShardedModule):
     """A model with its objective: samples [batch, length + 1] int64 -> the scalar loss of predicting each token from
     those before it, in nats per token.
 

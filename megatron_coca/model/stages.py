@@ -15,8 +15,8 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from megatron_coca.attention.context import Frame
-from megatron_coca.attention.inputs import Documents
+from megatron_coca.attention.context import PositionContext
+from megatron_coca.attention.inputs import PackedDocuments
 from megatron_coca.model.gpt import GPT, resolve_positions
 
 TOKEN_TABLE = "embedding.word_embeddings"
@@ -147,8 +147,8 @@ class Stage(nn.Module):
         return self._loss(x, batch) if self.span.has_head else x
 
     def _frame(
-        self, samples: Tensor, positions: Tensor, length: int, dtype: torch.dtype, documents: Documents | None
-    ) -> Frame:
+        self, samples: Tensor, positions: Tensor, length: int, dtype: torch.dtype, documents: PackedDocuments | None
+    ) -> PositionContext:
         drawing = self.training and self.model.method.clex is not None
         with _draws_of(samples) if drawing else nullcontext():
             return self.model.positions(positions, length, dtype, documents=documents)

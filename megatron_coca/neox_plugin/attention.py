@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_coca.attention.backends.select import select_backend
 from megatron_coca.attention.compose import build_method
-from megatron_coca.attention.context import Frame
+from megatron_coca.attention.context import PositionContext
 from megatron_coca.attention.method import PositionEncoding, check_operand_kernel
 from megatron_coca.config import Config, load_config
 from megatron_coca.neox_plugin.checkpoints import refuse_in_checkpoints, rename_in_checkpoints
@@ -31,7 +31,7 @@ class Positioned:
         needs = self._method.needs(device_type, config.model.attention_dropout)
         _, self._backend = select_backend(config.position.attention_backend, needs)
         self._encoding = PositionEncoding(self._method)
-        self._frames: dict[tuple[Any, ...], Frame] = {}
+        self._frames: dict[tuple[Any, ...], PositionContext] = {}
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, training: bool) -> Tensor:
         """[batch, heads, tokens, head_dim] of q [tokens, batch, heads, head_dim], which are the last tokens of those of
@@ -43,7 +43,7 @@ class Positioned:
             return self._backend.attend(self._method.prepare(q, k, v, frame, dropout))
         return self._backend.attend(self._method.prepare_cached(q, self._method.cached(k), v, frame))
 
-    def _frame(self, queries: int, keys: int, like: Tensor, training: bool) -> Frame:
+    def _frame(self, queries: int, keys: int, like: Tensor, training: bool) -> PositionContext:
         """The same for all layers, so that of the last call is kept; it depends on nothing else."""
         place = (queries, keys, like.device, like.dtype, training)
         if place not in self._frames:

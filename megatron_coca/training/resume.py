@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_coca.checkpoints import CheckpointError, Opened, native, open_checkpoint
+from megatron_coca.checkpoints import CheckpointError, OpenedCheckpoint, native, open_checkpoint
 from megatron_coca.checkpoints.compare import POSITION_WEIGHTS, differing_keys, refuse_other_architecture
 from megatron_coca.checkpoints.errors import UnreadableError
 from megatron_coca.checkpoints.huggingface import is_huggingface_folder
@@ -61,14 +61,14 @@ FREQUENCIES = "positions.clex."
 """Names of what the extension of frequencies learns; other weights of positions belong to `pos_emb`."""
 
 
-class Begun(NamedTuple):
+class InitialModel(NamedTuple):
     """A model, and the identity of the checkpoint that its weights are of, None where they are drawn."""
 
     model: GPT
     origin: str | None
 
 
-def initial_model(config: Config, device: str, tokenizer: Tokenizer | None = None, verify: bool = True) -> Begun:
+def initial_model(config: Config, device: str, tokenizer: Tokenizer | None = None, verify: bool = True) -> InitialModel:
     """A model for `device` with its weights in the memory of the host. Every rank has the same.
 
     With `finetune` they are those that `load` names, whose position method may be another: what only that one had is
@@ -82,7 +82,7 @@ def initial_model(config: Config, device: str, tokenizer: Tokenizer | None = Non
     """
     keys = config.checkpoint
     if not keys.finetune or keys.load is None:
-        return Begun(assemble_model(config, device), None)
+        return InitialModel(assemble_model(config, device), None)
     source = open_checkpoint(keys.load, verify, keys.iteration)
     refuse_other_architecture(source.folder, source.trained, config)
     _refuse_other_tokenizer(source, config, tokenizer)
@@ -97,10 +97,10 @@ def initial_model(config: Config, device: str, tokenizer: Tokenizer | None = Non
     taken = weights.only(name for name in weights.entries if name not in left_out)
     load_weights(model, taken, drawn)
     logger.info(_told(source, config, left_out, [name for name in drawn if name not in taken.entries]))
-    return Begun(model, source.identity)
+    return InitialModel(model, source.identity)
 
 
-def _refuse_other_tokenizer(source: Opened, config: Config, ours: Tokenizer | None) -> None:
+def _refuse_other_tokenizer(source: OpenedCheckpoint, config: Config, ours: Tokenizer | None) -> None:
     """Tokens have to mean the same to the weights and to the data, and the embedding as many rows."""
     (theirs, why), rows, wanted = source.tokenizer(), source.trained.model.padded_vocab_size, config.model
     sides = f"it has {_described(theirs, rows)}, and the run {_described(ours, wanted.padded_vocab_size)}"
@@ -147,7 +147,7 @@ def _meaning(saved: Config, wanted: Config) -> Callable[[str], bool]:
     return lambda name: same_frequencies if name.startswith(FREQUENCIES) else same_method
 
 
-def _told(source: Opened, config: Config, left_out: list[str], drawn: list[str]) -> str:
+def _told(source: OpenedCheckpoint, config: Config, left_out: list[str], drawn: list[str]) -> str:
     before, after = source.trained.flat(), config.flat()
     changed = [_change(key, before[key], after[key]) for key in POSITION_KEYS if before[key] != after[key]]
     parts = [f"starts from the weights of {source.folder}"]

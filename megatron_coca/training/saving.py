@@ -24,13 +24,13 @@ from megatron_coca.checkpoints.errors import UnreadableError
 from megatron_coca.checkpoints.native import code_versions
 from megatron_coca.checkpoints.state import (
     WEIGHT,
-    Held,
-    HeldReader,
-    Piece,
-    Place,
+    LocalWeight,
+    LocalWeightReader,
+    ParameterSlice,
+    StatePiece,
     StateReader,
     file_name,
-    held_weights,
+    local_weights,
     weights,
     write_pieces,
 )
@@ -167,8 +167,8 @@ class Snapshot:
     """The state of one rank between two steps, in CPU memory that training does not touch."""
 
     step: int
-    pieces: list[Piece]
-    places: dict[str, Place]
+    pieces: list[StatePiece]
+    places: dict[str, ParameterSlice]
     random: dict[str, Any]
     meta: dict[str, Any]
 
@@ -300,13 +300,13 @@ class Checkpoints:
             torch.cuda.synchronize()
         return Snapshot(step, own, places, states(), self._meta(step, progress))
 
-    def _writes(self, name: str, place: Place) -> bool:
+    def _writes(self, name: str, place: ParameterSlice) -> bool:
         """Whether this rank writes what it holds of a parameter: copies of the same are written once."""
         first_tensor = place.shard is not None or self._place.tensor == 0
         replica = not self._engine.partitioned and (self._place.data or self._place.sequence)
         return first_tensor and not replica and name not in self._engine.copies
 
-    def _copied(self, piece: Piece) -> Tensor:
+    def _copied(self, piece: StatePiece) -> Tensor:
         key = (piece.kind, piece.name, piece.start)
         if key not in self._buffers:
             self._buffers[key] = torch.empty_like(piece.tensor, device="cpu", pin_memory=piece.tensor.is_cuda)
@@ -344,9 +344,9 @@ class Checkpoints:
         self._watchdog.follow(f"saving {what}" if watched else None)
 
     def _transfer(self, folder: Path, snapshot: Snapshot) -> "WeightTransfer":
-        own = held_weights(snapshot.pieces, snapshot.places)
+        own = local_weights(snapshot.pieces, snapshot.places)
         everyones = dist.merge_dicts({str(dist.rank()): own}, self._group)
-        held = [[Held(*each) for each in everyones[str(rank)]] for rank in range(len(everyones))]
+        held = [[LocalWeight(*each) for each in everyones[str(rank)]] for rank in range(len(everyones))]
         dtype = DTYPES[self._corpus.config.precision.dtype]
 
         def reached(name: str) -> None:
@@ -449,8 +449,8 @@ class WeightTransfer:
     def __init__(
         self,
         folder: Path,
-        held: Sequence[Sequence[Held]],
-        pieces: Sequence[Piece],
+        held: Sequence[Sequence[LocalWeight]],
+        pieces: Sequence[StatePiece],
         dtype: torch.dtype,
         group: Any,
         reached: Callable[[str], None],
@@ -458,7 +458,7 @@ class WeightTransfer:
         """`held` by rank; `pieces` are this rank's own, `group` is a background group. `reached` is told of each weight."""
         self._own = {(piece.name, piece.start): piece.tensor for piece in pieces if piece.kind == WEIGHT}
         self._dtype, self._group, self._folder, self._reached = dtype, group, folder, reached
-        self._reader = HeldReader(folder, held, self._fetch)
+        self._reader = LocalWeightReader(folder, held, self._fetch)
         self._fetched = 0
 
     def weights(self) -> Weights:
@@ -477,14 +477,14 @@ class WeightTransfer:
         while self._fetched < len(self._reader.order):
             self._fetch(*self._reader.order[self._fetched])
 
-    def _fetch(self, rank: int, stretch: Held) -> Tensor:
+    def _fetch(self, rank: int, stretch: LocalWeight) -> Tensor:
         self._fetched += 1
         self._reached(stretch.name)
         if rank == dist.rank():
             return self._local(stretch)
         return dist.receive(rank, stretch.numel, self._dtype, self._group)
 
-    def _local(self, stretch: Held) -> Tensor:
+    def _local(self, stretch: LocalWeight) -> Tensor:
         return self._own[stretch.name, stretch.start].to(self._dtype)
 
 

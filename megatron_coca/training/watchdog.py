@@ -200,7 +200,7 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 
-class Report(NamedTuple):
+class HangReport(NamedTuple):
     """What a process tells of its end.
 
     Attributes:
@@ -251,7 +251,7 @@ def install() -> None:
 def tell(message: object) -> None:
     """Tell why the process ends, where it ends in good order: `message` needs no traceback."""
     text = str(message)
-    if not _wrote(Report(text.partition("\n")[0], text, False, False, time.time())):
+    if not _wrote(HangReport(text.partition("\n")[0], text, False, False, time.time())):
         print(text, file=sys.stderr)
 
 
@@ -261,11 +261,11 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
     text = "".join(traceback.format_exception(kind, error, trace))
     summary = "".join(traceback.format_exception_only(kind, error)[:1]).strip().partition("\n")[0]
     inside = any(name in frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace) for name in COMMUNICATION)
-    if not _wrote(Report(summary, text, True, inside, time.time())):
+    if not _wrote(HangReport(summary, text, True, inside, time.time())):
         print(text, end="", file=sys.stderr)
 
 
-def _wrote(report: Report) -> bool:
+def _wrote(report: HangReport) -> bool:
     """Whether the launching process will print the report. torchrun prints little of it, so there the process does."""
     file = os.environ.get(ERROR_FILE)
     if not file:

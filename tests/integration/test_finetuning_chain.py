@@ -20,7 +20,7 @@ from megatron_coca import load_model
 from megatron_coca.checkpoints import open_checkpoint
 from megatron_coca.checkpoints.exports.huggingface import export
 from megatron_coca.checkpoints.importing import import_checkpoint
-from megatron_coca.data import Execution, Rules, Source, SourceSpec, load_tokenizer, prepare
+from megatron_coca.data import CorpusSource, Execution, Rules, SourceSpec, load_tokenizer, prepare
 from megatron_coca.evaluation import sliding_window_perplexity
 from megatron_coca.training.chain import plan, run_chain, train_in_a_process
 from tests.conftest import LAUNCHER_VARIABLES, ROOT, VOCABULARY, command_line
@@ -100,7 +100,7 @@ def shards(folder: Path) -> dict[str, Any]:
     generator = random.Random(0)
     lines = (json.dumps({"text": text(generator)}) + "\n" for _ in range(60))
     (folder / "words.jsonl").write_text("".join(lines))
-    source = Source(SourceSpec("words", [folder / "words.jsonl"]))
+    source = CorpusSource(SourceSpec("words", [folder / "words.jsonl"]))
     rules = Rules(valid_fraction=0, test_fraction=0.2)
     prepare([source], folder / "shards", load_tokenizer("CharLevelTokenizer"), rules, Execution(progress=False))
     names = {"train": "words_train", "valid": "words_test", "test": "words_test"}

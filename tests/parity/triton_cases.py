@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_coca.attention.backends.reference import ReferenceBackend
 from megatron_coca.attention.backends.triton import TritonBackend
-from megatron_coca.attention.inputs import AttentionInputs, Backend, Band, Documents, Segment
+from megatron_coca.attention.inputs import AttentionInputs, Backend, Band, PackedDocuments, Segment
 
 EPSILONS = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 """What an error may be where a plain run has none, for operands of unit variance: gradients that cancel to 0."""
@@ -80,7 +80,7 @@ class Case:
             operands.append(0.2 + torch.rand(self.heads, columns, generator=generator, dtype=torch.float64))
         return operands
 
-    def packed(self) -> Documents | None:
+    def packed(self) -> PackedDocuments | None:
         """Documents cut at random, differently in each row."""
         if self.documents == 1:
             return None
@@ -90,7 +90,7 @@ class Case:
             cuts = 1 + torch.randperm(self.length - 1, generator=generator)[: self.documents - 1]
             spans.append(tuple(pairwise([0, *sorted(cuts.tolist()), self.length])))
         starts = [[start for start, stop in row for _ in range(stop - start)] for row in spans]
-        return Documents(torch.tensor(starts), tuple(spans))
+        return PackedDocuments(torch.tensor(starts), tuple(spans))
 
 
 def run(case: Case, backend: Backend, dtype: torch.dtype, device: str = "cpu", draw: int = 0) -> list[Tensor]:
@@ -103,7 +103,7 @@ def run(case: Case, backend: Backend, dtype: torch.dtype, device: str = "cpu", d
     segments = tuple(Segment(rest[2 * i], rest[2 * i + 1], band) for i, band in enumerate(case.bands))
     packed = case.packed()
     if packed is not None:
-        packed = Documents(packed.starts.to(device), packed.spans)
+        packed = PackedDocuments(packed.starts.to(device), packed.spans)
     bias = None if case.formula is None else FormulaBias(case.formula, leaves[-1])
     out = backend.attend(AttentionInputs(segments, value, case.head_dim**-0.5, bias, documents=packed))
     generator = torch.Generator().manual_seed(2)

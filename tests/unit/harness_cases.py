@@ -9,7 +9,7 @@ from typing import Any
 
 from lm_eval.api.instance import Instance
 
-from megatron_coca.checkpoints import Loaded
+from megatron_coca.checkpoints import LoadedModel
 from megatron_coca.data import load_saved_tokenizer
 from megatron_coca.evaluation.harness.adapter import HarnessModel
 from megatron_coca.evaluation.harness.measuring import LM_EVAL
@@ -102,7 +102,7 @@ def write_tasks(folder: Path) -> Path:
     return folder
 
 
-def adapter(loaded: Loaded, tokens_per_batch: int = 400, max_length: int = LENGTH) -> HarnessModel:
+def adapter(loaded: LoadedModel, tokens_per_batch: int = 400, max_length: int = LENGTH) -> HarnessModel:
     assert loaded.tokenizer_folder is not None and loaded.config.model.vocab_size is not None
     tokenizer = load_saved_tokenizer(loaded.tokenizer_folder)
     return HarnessModel(loaded.model, tokenizer, max_length, tokens_per_batch, loaded.config.model.vocab_size)

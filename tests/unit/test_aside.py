@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 
 from megatron_coca.data import DataError
-from megatron_coca.data.aside import alone, complete, partial_folder, written_aside
+from megatron_coca.data.aside import alone, atomic_dir, complete, partial_folder
 
 
 def test_a_folder_appears_when_it_is_filled(tmp_path: Path) -> None:
-    with written_aside(tmp_path / "out") as folder:
+    with atomic_dir(tmp_path / "out") as folder:
         (folder / "a").write_text("a")
         assert not (tmp_path / "out").exists()
     assert os.listdir(tmp_path) == ["out"] and (tmp_path / "out" / "a").read_text() == "a"
 
 
 def test_other_errors_are_kept_and_nothing_stays_behind(tmp_path: Path) -> None:
-    with pytest.raises(KeyError), written_aside(tmp_path / "out") as folder:
+    with pytest.raises(KeyError), atomic_dir(tmp_path / "out") as folder:
         (folder / "half").write_text("half")
         raise KeyError("fault in the caller")
     assert os.listdir(tmp_path) == []
@@ -26,7 +26,7 @@ def test_other_errors_are_kept_and_nothing_stays_behind(tmp_path: Path) -> None:
 
 def test_what_exists_is_kept(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    with pytest.raises(DataError, match="exists already"), written_aside(tmp_path / "out"):
+    with pytest.raises(DataError, match="exists already"), atomic_dir(tmp_path / "out"):
         pass
     assert os.listdir(tmp_path) == ["out"]
 

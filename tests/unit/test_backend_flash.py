@@ -13,7 +13,15 @@ from torch import Tensor
 from megatron_coca.attention.backends import flash
 from megatron_coca.attention.backends.flash import FlashBackend
 from megatron_coca.attention.backends.reference import ReferenceBackend
-from megatron_coca.attention.inputs import CAUSAL, AttentionInputs, Band, Documents, Needs, Segment, documents_from_ids
+from megatron_coca.attention.inputs import (
+    CAUSAL,
+    AttentionInputs,
+    Band,
+    Needs,
+    PackedDocuments,
+    Segment,
+    documents_from_ids,
+)
 from megatron_coca.attention.positions.bias import AlibiBias, LearnedKerpleLog, alibi_slopes
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
@@ -223,6 +231,6 @@ def test_what_attend_refuses(install: Install) -> None:
     slopes = torch.ones(HEADS, 1, requires_grad=True)
     with pytest.raises(ValueError, match="no gradient"):
         FlashBackend().attend(inputs.replace(bias=SimpleNamespace(formula="linear", coefficients=slopes)))
-    short = Documents(torch.zeros(2, 8, dtype=torch.long), (((0, 8),), ((0, 7),)))
+    short = PackedDocuments(torch.zeros(2, 8, dtype=torch.long), (((0, 8),), ((0, 7),)))
     with pytest.raises(ValueError, match="do not cover"):
         FlashBackend().attend(inputs.replace(documents=short))

@@ -11,7 +11,7 @@ from megatron_coca.attention.backends.merge import MergeBackend, Piece, cover
 from megatron_coca.attention.backends.reference import ReferenceBackend
 from megatron_coca.attention.backends.sdpa import SdpaBackend
 from megatron_coca.attention.backends.torch_flash import CudaEfficient, CudaFlash, FlashOp, attend_by_document, flash_op
-from megatron_coca.attention.inputs import CAUSAL, AttentionInputs, Band, Documents, Needs, Segment
+from megatron_coca.attention.inputs import CAUSAL, AttentionInputs, Band, Needs, PackedDocuments, Segment
 
 NEAR_AND_FAR = (Band(0, 4), Band(4))
 THREE = (Band(0, 5), Band(5, 11), Band(11, None, first_keys=2))
@@ -58,12 +58,12 @@ def test_sdpa_refuses_bands_that_it_would_leave_out(bands: tuple[Band, ...], doc
         SdpaBackend().attend(inputs)
 
 
-def packed(rows: tuple[tuple[int, ...], ...]) -> Documents:
+def packed(rows: tuple[tuple[int, ...], ...]) -> PackedDocuments:
     """Documents by their lengths."""
     stops = [[sum(lengths[: i + 1]) for i in range(len(lengths))] for lengths in rows]
     spans = tuple(tuple(zip([0, *each], each, strict=False)) for each in stops)
     starts = [[start for start, stop in each for _ in range(start, stop)] for each in spans]
-    return Documents(torch.tensor(starts), spans)
+    return PackedDocuments(torch.tensor(starts), spans)
 
 
 def leaves(inputs: AttentionInputs) -> list[Tensor]:
@@ -241,12 +241,12 @@ def test_rows_with_the_same_documents_are_served_together() -> None:
 @pytest.mark.parametrize("spans", [((0, 4), (5, 10)), ((0, 9),), ((0, 4),), ((5, 10),)])
 def test_documents_that_leave_out_tokens_are_refused(spans: tuple[tuple[int, int], ...]) -> None:
     inputs = make_inputs((CAUSAL,), 10, batch=1)
-    documents = Documents(torch.zeros(1, 10, dtype=torch.long), (spans,))
+    documents = PackedDocuments(torch.zeros(1, 10, dtype=torch.long), (spans,))
     with pytest.raises(ValueError, match="row 0: the documents"):
         MergeBackend().attend(inputs.replace(documents=documents))
 
 
-def by_loops(inputs: AttentionInputs, documents: Documents, slopes: Tensor) -> Tensor:
+def by_loops(inputs: AttentionInputs, documents: PackedDocuments, slopes: Tensor) -> Tensor:
     """The contract spelled out pair by pair."""
     batch, heads, queries, _ = inputs.query.shape
     groups = heads // inputs.value.shape[1]

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_coca.checkpoints import CheckpointError, native
 from megatron_coca.checkpoints.errors import UnreadableError
-from megatron_coca.checkpoints.state import WEIGHT, Piece, Place, write_pieces
+from megatron_coca.checkpoints.state import WEIGHT, ParameterSlice, StatePiece, write_pieces
 from megatron_coca.config import CheckpointConfig, Config, load_config
 from megatron_coca.model import build_model
 from megatron_coca.training.collectives import FolderLocks
@@ -323,8 +323,8 @@ def test_a_lock_that_is_a_folder_is_named(tmp_path: Path) -> None:
 def engine_of(weight: torch.Tensor) -> Any:
     """An engine with one parameter and no optimizer."""
     return SimpleNamespace(
-        pieces=lambda: [Piece("w", WEIGHT, 0, weight)],
-        places=lambda: {"w": Place((weight.numel(),))},
+        pieces=lambda: [StatePiece("w", WEIGHT, 0, weight)],
+        places=lambda: {"w": ParameterSlice((weight.numel(),))},
         counters=lambda: {"step": 1.0},
         restored=lambda counters: None,
         partitioned=False,

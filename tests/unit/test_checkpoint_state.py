@@ -9,7 +9,15 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_coca.checkpoints import CheckpointError
-from megatron_coca.checkpoints.state import WEIGHT, Piece, Place, Shard, file_name, weights, write_pieces
+from megatron_coca.checkpoints.state import (
+    WEIGHT,
+    ParameterSlice,
+    StatePiece,
+    TensorShard,
+    file_name,
+    weights,
+    write_pieces,
+)
 from tests.checkpoint_files import open_state
 
 NAMES = {"a.weight": (12, 5), "b.bias": (7,), "c.weight": (3, 4)}
@@ -24,22 +32,22 @@ def value(name: str, kind: str) -> torch.Tensor:
     return numbers + 1000 * list(NAMES).index(name) + 0.5 * KINDS.index(kind)
 
 
-def shard(name: str, index: int, count: int) -> Shard | None:
+def shard(name: str, index: int, count: int) -> TensorShard | None:
     if count == 1 or name not in PACKED:
         return None
     dim, blocks = PACKED[name]
-    return Shard(dim, index, count, blocks)
+    return TensorShard(dim, index, count, blocks)
 
 
-def local(name: str, kind: str, part: Shard | None) -> torch.Tensor:
+def local(name: str, kind: str, part: TensorShard | None) -> torch.Tensor:
     return value(name, kind) if part is None else part.cut(value(name, kind))
 
 
-def divided(data: int, tensor: int) -> Iterator[tuple[list[Piece], dict[str, Place]]]:
+def divided(data: int, tensor: int) -> Iterator[tuple[list[StatePiece], dict[str, ParameterSlice]]]:
     """What every rank of a grid holds, each parameter cut into `data` stretches of about equal length."""
     for index in range(tensor):
         parts = {name: shard(name, index, tensor) for name in NAMES}
-        places = {name: Place(tuple(local(name, WEIGHT, part).shape), part) for name, part in parts.items()}
+        places = {name: ParameterSlice(tuple(local(name, WEIGHT, part).shape), part) for name, part in parts.items()}
         for rank in range(data):
             held = []
             for name, part in parts.items():
@@ -48,7 +56,7 @@ def divided(data: int, tensor: int) -> Iterator[tuple[list[Piece], dict[str, Pla
                     edges = [round(k * flat.numel() / data) for k in range(data + 1)]
                     begin, stop = list(pairwise(edges))[rank]
                     if stop > begin:
-                        held.append(Piece(name, kind, begin, flat[begin:stop].clone()))
+                        held.append(StatePiece(name, kind, begin, flat[begin:stop].clone()))
             yield held, places
 
 
@@ -111,7 +119,7 @@ def test_what_is_not_there(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="holds no parameter d"):
             reader.whole("d")
         with pytest.raises(CheckpointError, match="holds no parameter d"):
-            reader.fill(Piece("d", WEIGHT, 0, torch.zeros(2)), Place((2,)))
+            reader.fill(StatePiece("d", WEIGHT, 0, torch.zeros(2)), ParameterSlice((2,)))
 
 
 def test_parts_of_packed_blocks_make_the_whole_again() -> None:

@@ -8,10 +8,10 @@ import pytest
 
 from megatron_coca.checkpoints.exports.tokenizer import tokenizer_files
 from megatron_coca.data import (
+    CorpusSource,
     DataError,
     Execution,
     Rules,
-    Source,
     SourceSpec,
     load_tokenizer,
     prepare,
@@ -37,7 +37,7 @@ def corpus(tmp_path: Path) -> Path:
 @pytest.fixture
 def shard(tmp_path: Path, corpus: Path) -> str:
     prepare(
-        [Source(SourceSpec("all", [corpus]))],
+        [CorpusSource(SourceSpec("all", [corpus]))],
         tmp_path / "shards",
         TOKENIZER,
         Rules(0, 0.999999),
@@ -152,7 +152,7 @@ def test_another_file_of_the_same_tokenizer_is_no_other_tokenizer(tmp_path: Path
     texts = ["The quick brown fox jumps over the lazy dog. " * 3, "a boat lay near the shore until morning"] * 20
     made = train_sentencepiece(texts, 300, tmp_path / "model")
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    source = Source(SourceSpec("all", [tmp_path / "texts.jsonl"]))
+    source = CorpusSource(SourceSpec("all", [tmp_path / "texts.jsonl"]))
     prepare([source], tmp_path / "shards", made, Rules(valid_fraction=0, test_fraction=0.5), Execution(progress=False))
     made.save(tmp_path / "saved")
     files, note = tokenizer_files(made)

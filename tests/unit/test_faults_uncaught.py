@@ -45,7 +45,7 @@ def test_a_launching_process_gets_the_report_in_place_of_the_terminal(tmp_path: 
     file = tmp_path / "error.json"
     finished = ended("raise ValueError('wrong\\nat length')", **{watchdog.ERROR_FILE: str(file)})
     assert finished.returncode == 1 and finished.stderr == ""
-    report = watchdog.Report.read(file)
+    report = watchdog.HangReport.read(file)
     assert report is not None and report.summary == "ValueError: wrong" and report.traceback
     assert report.text.startswith("Traceback") and report.text.endswith("ValueError: wrong\nat length\n")
 
@@ -61,4 +61,4 @@ def test_torchrun_reads_the_report(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", ["", "{", "[]", json.dumps({"message": "torch's own"})])
 def test_half_a_report_is_none(content: str, tmp_path: Path) -> None:
     (tmp_path / "error.json").write_text(content)
-    assert watchdog.Report.read(tmp_path / "error.json") is None
+    assert watchdog.HangReport.read(tmp_path / "error.json") is None

@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from megatron_coca.attention.context import WHOLE, HeadShare, take_share
+from megatron_coca.attention.context import WHOLE, HeadShard, assign_shard
 from megatron_coca.attention.layer import SelfAttention
 from megatron_coca.attention.positions.bias import (
     AlibiBias,
@@ -58,13 +58,13 @@ def model_of(keys: dict[str, Any]) -> GPT:
     ids=lambda bias: bias.formula,
 )
 def test_the_parts_of_a_bias_make_it_up(bias: Any, count: int) -> None:
-    parts = [HeadShare(index, count).bias(bias) for index in range(count)]
+    parts = [HeadShard(index, count).bias(bias) for index in range(count)]
     assert all(part.formula == bias.formula and len(part.coefficients) == 4 // count for part in parts)
     assert torch.equal(torch.cat([part.at(DISTANCES) for part in parts]), bias.at(DISTANCES))
 
 
 def test_no_bias_has_no_parts() -> None:
-    assert HeadShare(1, 2).bias(None) is None
+    assert HeadShard(1, 2).bias(None) is None
 
 
 def part_of(model: GPT, keys: dict[str, Any], index: int, count: int) -> GPT:
@@ -79,7 +79,7 @@ def part_of(model: GPT, keys: dict[str, Any], index: int, count: int) -> GPT:
                 setattr(layer, name, nn.Parameter(cut.shard(index, count).cut(parameter.detach())))
             elif index:
                 parameter.data.zero_()  # the bias of a sum is added once
-    take_share(part, HeadShare(index, count))
+    assign_shard(part, HeadShard(index, count))
     return part
 
 
@@ -108,11 +108,11 @@ def test_the_parts_of_attention_add_up(keys: dict[str, Any]) -> None:
 
 
 def test_every_part_of_a_model_takes_its_share() -> None:
-    model, share = model_of({"pos_emb": "rpe"}), HeadShare(1, 2)
+    model, share = model_of({"pos_emb": "rpe"}), HeadShard(1, 2)
     shared = [part for part in model.modules() if hasattr(part, "share")]
     assert {type(part).__name__ for part in shared} == {"GPT", "PositionEncoding", "SelfAttention"}
     assert all(part.share is WHOLE for part in shared)
-    take_share(model, share)
+    assign_shard(model, share)
     assert all(part.share is share for part in shared)
 
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_coca.checkpoints import native
-from megatron_coca.checkpoints.state import WEIGHT, Piece, Place, file_name, write_pieces
+from megatron_coca.checkpoints.state import WEIGHT, ParameterSlice, StatePiece, file_name, write_pieces
 from megatron_coca.config import load_config
 from megatron_coca.model import build_model
 
@@ -37,20 +37,20 @@ def run(small: dict[str, Any], tmp_path: Path) -> Path:
         (folder / native.RNG).mkdir()
         for rank in range(2):
             (folder / native.RNG / f"rank_{rank}.pt").write_text("random")
-        places = {name: Place(tuple(tensor.shape)) for name, tensor in weights.items()}
+        places = {name: ParameterSlice(tuple(tensor.shape)) for name, tensor in weights.items()}
         for rank in range(2):
             write_pieces(folder / native.STATE / file_name(rank), halves(weights, rank), places)
         native.commit(tmp_path / "run", step)
     return tmp_path / "run"
 
 
-def halves(weights: dict[str, torch.Tensor], rank: int) -> list[Piece]:
+def halves(weights: dict[str, torch.Tensor], rank: int) -> list[StatePiece]:
     pieces = []
     for name, tensor in weights.items():
         middle = tensor.numel() // 2
         begin, stop = (0, middle) if rank == 0 else (middle, tensor.numel())
         part = tensor.reshape(-1)[begin:stop].clone()
-        pieces += [Piece(name, WEIGHT, begin, part), Piece(name, "exp_avg", begin, part.clone())]
+        pieces += [StatePiece(name, WEIGHT, begin, part), StatePiece(name, "exp_avg", begin, part.clone())]
     return pieces
 
 

@@ -12,7 +12,7 @@ from megatron_coca.config import load_config
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.inspection import collection, duplicates
 from megatron_coca.data.inspection.collection import (
-    Entry,
+    ShardEntry,
     common_tokenizer,
     document_lengths,
     documents,
@@ -85,7 +85,9 @@ def test_shards_are_found_by_folder_prefix_and_file(folder: Path, tmp_path: Path
     assert [entry.label for entry in named] == ["code train", "books test"]
     assert named[0].bytes == sum(map(len, CODE))
     assert (
-        find_shards([write(tmp_path / "own", ["a"])]) == find_shards([tmp_path]) == [Entry("own", "", tmp_path / "own")]
+        find_shards([write(tmp_path / "own", ["a"])])
+        == find_shards([tmp_path])
+        == [ShardEntry("own", "", tmp_path / "own")]
     )
 
 
@@ -117,7 +119,7 @@ def test_nothing_to_find_is_an_error(tmp_path: Path) -> None:
 
 def test_tokenizers_must_agree(folder: Path, tmp_path: Path) -> None:
     assert common_tokenizer(find_shards([folder])).fingerprint == TEXT.fingerprint
-    foreign = [Entry("own", "", write(tmp_path / "own", ["a"]))]
+    foreign = [ShardEntry("own", "", write(tmp_path / "own", ["a"]))]
     assert common_tokenizer(foreign) is None
     other = train_sentencepiece(["some text to learn from"] * 9, 280, tmp_path / "m.model")
     assert common_tokenizer(foreign, other) is other
@@ -197,7 +199,10 @@ def test_a_document_that_occurs_very_often_fills_no_memory(
 
     monkeypatch.setattr(duplicates, "_compare", watched)
     texts = ["same" if number % 4 else f"own {number}" for number in range(2000)]
-    entries = [Entry("s", "", write(tmp_path / "s", texts)), Entry("t", "", write(tmp_path / "t", ["same", "x"] * 30))]
+    entries = [
+        ShardEntry("s", "", write(tmp_path / "s", texts)),
+        ShardEntry("t", "", write(tmp_path / "t", ["same", "x"] * 30)),
+    ]
     found = find_duplicates(entries)
     assert found.extra.tolist() == [1499, 29 + 29] and found.extra_tokens.tolist() == [1499 * 5, 29 * 5 + 29 * 2]
     assert found.pairs() == [(0, 1, 1)]
@@ -207,7 +212,7 @@ def test_a_document_that_occurs_very_often_fills_no_memory(
 
 
 def test_empty_documents_are_duplicates_too(tmp_path: Path) -> None:
-    found = find_duplicates([Entry("s", "", write(tmp_path / "s", ["", "a", ""]))])
+    found = find_duplicates([ShardEntry("s", "", write(tmp_path / "s", ["", "a", ""]))])
     assert found.extra.tolist() == [1]
 
 

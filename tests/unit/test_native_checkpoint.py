@@ -18,7 +18,7 @@ from megatron_coca.checkpoints.checksums import BLOCK, Comparison
 from megatron_coca.checkpoints.errors import UnreadableError
 from megatron_coca.checkpoints.folders import new_folder
 from megatron_coca.checkpoints.neox import find_step
-from megatron_coca.checkpoints.weights import Entry, Weights, write_safetensors
+from megatron_coca.checkpoints.weights import WeightEntry, Weights, write_safetensors
 from tests.checkpoint_files import refuse
 
 STATE_FILE, RANDOM_FILE = "state/rank_00000.safetensors", "rng/rank_0.pt"
@@ -452,7 +452,7 @@ def test_a_folder_that_may_not_be_moved_into_another_is_renamed(
 
 def test_the_digest_of_written_weights_is_that_of_their_file(tmp_path: Path) -> None:
     values = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(5)}
-    entries = {name: Entry(value.dtype, tuple(value.shape)) for name, value in values.items()}
+    entries = {name: WeightEntry(value.dtype, tuple(value.shape)) for name, value in values.items()}
     digest = hashlib.sha256()
     write_safetensors(tmp_path / "w", Weights(entries, values.__getitem__, tmp_path), digest=digest)
     assert digest.hexdigest() == native.describe(tmp_path / "w")["sha256"]

@@ -16,7 +16,7 @@ from megatron_coca.data import DataError, Shard, SourceSpec, load_saved_tokenize
 from megatron_coca.data.aside import partial_folder
 from megatron_coca.data.preparation.journal import Journal
 from megatron_coca.data.preparation.manifest import read_manifest, training_weights
-from megatron_coca.data.preparation.plan import Execution, Rules, Source, find_inputs, split_of
+from megatron_coca.data.preparation.plan import CorpusSource, Execution, Rules, find_inputs, split_of
 from megatron_coca.data.preparation.run import Outputs, prepare
 from megatron_coca.data.readers.files import FileReader
 from megatron_coca.data.shard_writer import ShardWriter
@@ -31,8 +31,8 @@ def write_jsonl(path: Path, texts: list[str], **fields: Any) -> Path:
     return path
 
 
-def source(name: str, *paths: Path, **treatment: Any) -> Source:
-    return Source(SourceSpec(name, paths), **treatment)
+def source(name: str, *paths: Path, **treatment: Any) -> CorpusSource:
+    return CorpusSource(SourceSpec(name, paths), **treatment)
 
 
 def texts_of(prefix: Path) -> list[str]:
@@ -46,7 +46,7 @@ def everything(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def corpus(tmp_path: Path) -> list[Source]:
+def corpus(tmp_path: Path) -> list[CorpusSource]:
     """Two sources in five files, with duplicates within and across them, and faults."""
     chosen = random.Random(0)
     sources = []
@@ -91,7 +91,7 @@ def test_shards_manifest_tokenizer_and_run_config(tmp_path: Path) -> None:
     assert not partial_folder(tmp_path / "out").exists()
 
 
-def test_the_result_does_not_depend_on_the_processes(tmp_path: Path, corpus: list[Source]) -> None:
+def test_the_result_does_not_depend_on_the_processes(tmp_path: Path, corpus: list[CorpusSource]) -> None:
     for workers in (0, 2):
         prepare(corpus, tmp_path / f"by{workers}", CHARACTERS, RULES, Execution(workers, progress=False))
     assert everything(tmp_path / "by0") == everything(tmp_path / "by2")
@@ -103,7 +103,7 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize("seed", range(12))
 def test_killed_anywhere_it_ends_with_the_same_bytes(
-    tmp_path: Path, corpus: list[Source], seed: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, corpus: list[CorpusSource], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepare(corpus, tmp_path / "whole", CHARACTERS, RULES, QUIET)
     chosen = random.Random(seed)
@@ -131,7 +131,9 @@ def test_killed_anywhere_it_ends_with_the_same_bytes(
 
 
 @pytest.mark.parametrize("when", ["sha256", "rename", "write"])
-def test_killed_at_its_end(tmp_path: Path, corpus: list[Source], when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_at_its_end(
+    tmp_path: Path, corpus: list[CorpusSource], when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prepare(corpus, tmp_path / "whole", CHARACTERS, RULES, QUIET)
 
     def kill(*_: Any, **__: Any) -> None:
@@ -152,7 +154,7 @@ def test_killed_at_its_end(tmp_path: Path, corpus: list[Source], when: str, monk
 
 @pytest.mark.parametrize("when", ["rename", "first removal", "last removal"])
 def test_killed_between_the_last_steps_nothing_is_done_again(
-    tmp_path: Path, corpus: list[Source], when: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, corpus: list[CorpusSource], when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepare(corpus, tmp_path / "whole", CHARACTERS, RULES, QUIET)
     output = tmp_path / "out"
@@ -185,7 +187,7 @@ def test_killed_between_the_last_steps_nothing_is_done_again(
         prepare(corpus, output, CHARACTERS, RULES, QUIET)
 
 
-def interrupted(tmp_path: Path, sources: list[Source], after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def interrupted(tmp_path: Path, sources: list[CorpusSource], after: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prepare, and be killed after some chunks, everything saved."""
     small_chunks(monkeypatch)
     write = Outputs.write
@@ -203,7 +205,7 @@ def interrupted(tmp_path: Path, sources: list[Source], after: int, monkeypatch: 
 
 
 def test_a_file_changed_while_it_was_read_is_read_again(
-    tmp_path: Path, corpus: list[Source], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, corpus: list[CorpusSource], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = (Path(path) for path in corpus[0].spec.paths[:2])
     chunks = first.stat().st_size // 2000 + 4  # in the second file
@@ -215,7 +217,7 @@ def test_a_file_changed_while_it_was_read_is_read_again(
 
 
 def test_a_finished_file_that_changed_is_refused(
-    tmp_path: Path, corpus: list[Source], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, corpus: list[CorpusSource], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = Path(corpus[0].spec.paths[0])
     interrupted(tmp_path, corpus, first.stat().st_size // 2000 + 4, monkeypatch)
@@ -224,7 +226,9 @@ def test_a_finished_file_that_changed_is_refused(
         prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET)
 
 
-def test_other_settings_do_not_go_on(tmp_path: Path, corpus: list[Source], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_settings_do_not_go_on(
+    tmp_path: Path, corpus: list[CorpusSource], monkeypatch: pytest.MonkeyPatch
+) -> None:
     interrupted(tmp_path, corpus, 3, monkeypatch)
     changes = [
         ("sources.books.duplicates", [replace(corpus[0], duplicates="keep"), corpus[1]], RULES),
@@ -260,7 +264,7 @@ class OtherTokenizer(type(CHARACTERS)):  # type: ignore[misc]
 
 
 def test_another_tokenizer_does_not_go_on(
-    tmp_path: Path, corpus: list[Source], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, corpus: list[CorpusSource], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interrupted(tmp_path, corpus, 3, monkeypatch)
     with pytest.raises(DataError, match=r"begun with other settings \(tokenizer\)"):
@@ -270,7 +274,7 @@ def test_another_tokenizer_does_not_go_on(
 
 @pytest.mark.parametrize("where", ["save", "journal", "load"])
 def test_a_tokenizer_is_made_once_and_again_where_it_was_not_saved(
-    tmp_path: Path, corpus: list[Source], where: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, corpus: list[CorpusSource], where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[int] = []
 
@@ -299,9 +303,9 @@ def test_a_tokenizer_is_made_once_and_again_where_it_was_not_saved(
 
 
 def test_a_folder_made_while_the_inputs_are_listed_is_kept(
-    tmp_path: Path, corpus: list[Source], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, corpus: list[CorpusSource], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def slowly(sources: list[Source]) -> Any:
+    def slowly(sources: list[CorpusSource]) -> Any:
         (tmp_path / "out").mkdir()
         return find_inputs(sources)
 
@@ -311,7 +315,7 @@ def test_a_folder_made_while_the_inputs_are_listed_is_kept(
     assert not partial_folder(tmp_path / "out").exists() and not (tmp_path / ".out.lock").exists()
 
 
-def test_two_at_once_are_refused(tmp_path: Path, corpus: list[Source], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_at_once_are_refused(tmp_path: Path, corpus: list[CorpusSource], monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
 
     def second(*_: Any, **__: Any) -> None:
@@ -324,7 +328,7 @@ def test_two_at_once_are_refused(tmp_path: Path, corpus: list[Source], monkeypat
     assert seen == ["refused"]
 
 
-def test_equal_texts_are_written_once_unless_kept(tmp_path: Path, corpus: list[Source]) -> None:
+def test_equal_texts_are_written_once_unless_kept(tmp_path: Path, corpus: list[CorpusSource]) -> None:
     rules = ALL
     prepare(corpus, tmp_path / "once", CHARACTERS, rules, QUIET)
     once = [text for name in ("books", "code") for text in texts_of(tmp_path / "once" / f"{name}_train")]
@@ -441,7 +445,7 @@ def test_sets_become_shards_with_weights(tmp_path: Path) -> None:
     weights = {"Pile-CC": 3.0, "PubMed Central": 1.0, "Books3": 1.0}
     spec = SourceSpec("pile", [path], sets=tuple(weights), divide=True)
     rest = source("rest", write_jsonl(tmp_path / "rest.jsonl", ["a text"] * 3), weight=0.25)
-    prepare([Source(spec, 0.75, weights), rest], tmp_path / "out", CHARACTERS, ALL, QUIET)
+    prepare([CorpusSource(spec, 0.75, weights), rest], tmp_path / "out", CHARACTERS, ALL, QUIET)
     record = read_manifest(tmp_path / "out" / "manifest.json")
     assert [entry["name"] for entry in record["sources"]] == ["pile_pile-cc", "pile_pubmed-central", "rest"]
     assert record["inputs"][0]["left_out"] == {"set not chosen": 20}
@@ -452,20 +456,20 @@ def test_sets_become_shards_with_weights(tmp_path: Path) -> None:
 
 def test_a_listed_set_that_never_comes_is_told(tmp_path: Path) -> None:
     spec = SourceSpec("pile", [pile(tmp_path, ["Pile-CC", "ArXiv"])], sets=("ArXiv", "Pile-cc"))
-    record = read_manifest(prepare([Source(spec)], tmp_path / "out", CHARACTERS, ALL, QUIET))
+    record = read_manifest(prepare([CorpusSource(spec)], tmp_path / "out", CHARACTERS, ALL, QUIET))
     assert [entry["name"] for entry in record["sources"]] == ["pile"]
     assert record["inputs"][0]["sets_missing"] == ["Pile-cc"]
 
 
 def test_sources_with_one_file_name_are_refused_before_anything_is_read(tmp_path: Path) -> None:
     path = pile(tmp_path, ["Pile-CC"])
-    sources = [source("a_c", path), Source(SourceSpec("a", [path], sets=("C",), divide=True))]
+    sources = [source("a_c", path), CorpusSource(SourceSpec("a", [path], sets=("C",), divide=True))]
     with pytest.raises(DataError, match="a_c and a, set 'C', would both be written to a_c_train"):
         prepare(sources, tmp_path / "out", CHARACTERS, ALL, QUIET)
 
 
 def test_shards_begun_after_the_last_save_do_not_stay(
-    tmp_path: Path, corpus: list[Source], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, corpus: list[CorpusSource], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interrupted(tmp_path, corpus, 3, monkeypatch)
     (partial_folder(tmp_path / "out") / "books_other_train.bin").write_bytes(b"x")
@@ -477,7 +481,7 @@ def test_shards_begun_after_the_last_save_do_not_stay(
 def test_sets_with_one_file_name_are_refused(tmp_path: Path) -> None:
     spec = SourceSpec("pile", [pile(tmp_path, ["Pile-CC", "pile CC"])], divide=True)
     with pytest.raises(DataError, match=r"pile, set 'Pile-CC', and pile, set 'pile CC', would both be written"):
-        prepare([Source(spec)], tmp_path / "out", CHARACTERS, None, QUIET)
+        prepare([CorpusSource(spec)], tmp_path / "out", CHARACTERS, None, QUIET)
 
 
 @pytest.mark.parametrize(
@@ -556,7 +560,7 @@ def test_a_lack_of_memory_is_not_a_damaged_file(tmp_path: Path, place: str, monk
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_strict_stops_at_the_first_fault(tmp_path: Path, corpus: list[Source], workers: int) -> None:
+def test_strict_stops_at_the_first_fault(tmp_path: Path, corpus: list[CorpusSource], workers: int) -> None:
     with pytest.raises(DataError, match=r"books0\.jsonl:122: invalid JSON"):
         prepare(corpus, tmp_path / "out", CHARACTERS, replace(RULES, strict=True), Execution(workers, progress=False))
 
@@ -569,7 +573,7 @@ def test_an_empty_corpus_leaves_nothing_behind(tmp_path: Path, content: str) -> 
     assert [p.name for p in tmp_path.iterdir()] == ["c.jsonl"]
 
 
-def test_what_exists_is_kept(tmp_path: Path, corpus: list[Source]) -> None:
+def test_what_exists_is_kept(tmp_path: Path, corpus: list[CorpusSource]) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("precious")
     with pytest.raises(DataError, match="exists already"):
@@ -577,7 +581,7 @@ def test_what_exists_is_kept(tmp_path: Path, corpus: list[Source]) -> None:
     assert (tmp_path / "out" / "mine").read_text() == "precious"
 
 
-def test_a_full_disk_loses_nothing(tmp_path: Path, corpus: list[Source], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_loses_nothing(tmp_path: Path, corpus: list[CorpusSource], monkeypatch: pytest.MonkeyPatch) -> None:
     prepare(corpus, tmp_path / "whole", CHARACTERS, RULES, QUIET)
 
     def no_space(self: ShardWriter) -> None:
@@ -592,7 +596,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, corpus: list[Source], monkeyp
 
 
 def test_a_full_disk_under_the_journal_is_told_as_one(
-    tmp_path: Path, corpus: list[Source], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, corpus: list[CorpusSource], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any) -> None:
         raise sqlite3.OperationalError("database or disk is full")
@@ -602,7 +606,7 @@ def test_a_full_disk_under_the_journal_is_told_as_one(
         prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET)
 
 
-def test_a_damaged_journal_is_told(tmp_path: Path, corpus: list[Source], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_journal_is_told(tmp_path: Path, corpus: list[CorpusSource], monkeypatch: pytest.MonkeyPatch) -> None:
     interrupted(tmp_path, corpus, 3, monkeypatch)
     folder = partial_folder(tmp_path / "out")
     for path in folder.glob("journal.sqlite*"):
@@ -612,7 +616,7 @@ def test_a_damaged_journal_is_told(tmp_path: Path, corpus: list[Source], monkeyp
 
 
 def test_a_lost_worker_is_an_error_that_can_be_gone_on_from(
-    tmp_path: Path, corpus: list[Source], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, corpus: list[CorpusSource], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from megatron_coca.data.preparation.pipeline import Pool
 

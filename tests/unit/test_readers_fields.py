@@ -9,7 +9,7 @@ import pytest
 
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.readers.fields import Fields
-from megatron_coca.data.readers.source import Document, Filters, Problems, SourceSpec, content_key
+from megatron_coca.data.readers.source import Document, Filters, ReadingProblems, SourceSpec, content_key
 
 PILE = [
     {"text": "a web page", "meta": {"pile_set_name": "Pile-CC"}},
@@ -22,8 +22,8 @@ PILE = [
 ]
 
 
-def documents(rows: list[Mapping[str, Any]], **spec: Any) -> tuple[list[Document], Problems]:
-    problems = Problems()
+def documents(rows: list[Mapping[str, Any]], **spec: Any) -> tuple[list[Document], ReadingProblems]:
+    problems = ReadingProblems()
     fields = Fields(SourceSpec("s", [Path("x")], **spec))
     return list(fields.documents(((f"x:{i}", row) for i, row in enumerate(rows, 1)), problems)), problems
 

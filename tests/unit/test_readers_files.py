@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from megatron_coca.data import DataError, Problems, SourceSpec, read_documents
+from megatron_coca.data import DataError, ReadingProblems, SourceSpec, read_documents
 from megatron_coca.data.readers import READERS, open_reader
 from megatron_coca.data.readers.files import FileReader
 from megatron_coca.data.readers.source import Document, content_key
@@ -24,8 +24,8 @@ DUMP = "<mediawiki><siteinfo/>" + "".join(
 )
 
 
-def read(spec: SourceSpec, block: int = 1 << 20) -> tuple[list[Document], Problems]:
-    reader, problems = FileReader(spec, block), Problems()
+def read(spec: SourceSpec, block: int = 1 << 20) -> tuple[list[Document], ReadingProblems]:
+    reader, problems = FileReader(spec, block), ReadingProblems()
     chunks = [chunk for unit in reader.units() for chunk in reader.chunks(unit)]
     return [document for chunk in chunks for document in reader.documents(chunk, problems)], problems
 
@@ -60,7 +60,7 @@ def test_every_unusable_record_is_counted_and_named(tmp_path: Path) -> None:
     ]
     path = tmp_path / "c.jsonl"
     path.write_bytes(b"\n".join([b'{"text": "first"}', *bad, b'{"text": "last"}']))
-    problems = Problems()
+    problems = ReadingProblems()
     assert [d.text for d in read_documents(path, problems=problems)] == ["first", "last"]
     kinds = [
         "invalid JSON",
@@ -75,7 +75,7 @@ def test_every_unusable_record_is_counted_and_named(tmp_path: Path) -> None:
     starts = [line.startswith(f"{path}:{number}: ") for number, line in enumerate(problems.named, start=2)]
     assert starts == [True] * len(bad)
     with pytest.raises(DataError, match=r"c\.jsonl:2: invalid JSON"):
-        list(read_documents(path, problems=Problems(strict=True)))
+        list(read_documents(path, problems=ReadingProblems(strict=True)))
     with pytest.raises(DataError, match="invalid JSON"):
         list(read_documents(path))
 
@@ -148,7 +148,7 @@ def test_files_that_cannot_be_read_are_errors(tmp_path: Path, name: str, content
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(DataError, match=message) as caught:
-        list(read_documents(path, problems=Problems()))
+        list(read_documents(path, problems=ReadingProblems()))
     assert name in str(caught.value)
 
 
@@ -167,7 +167,7 @@ def test_a_file_without_permission_is_an_error(tmp_path: Path, monkeypatch: pyte
 def test_empty_files_and_empty_text(tmp_path: Path) -> None:
     for name in ("a.jsonl", "b.txt", "c.tar.gz"):
         (tmp_path / name).write_bytes(b"")
-    assert read(SourceSpec("s", [tmp_path / "a.jsonl"])) == ([], Problems())
+    assert read(SourceSpec("s", [tmp_path / "a.jsonl"])) == ([], ReadingProblems())
     assert read(SourceSpec("s", [tmp_path / "b.txt"]))[1].counts == {"empty text": 1}
     with pytest.raises(DataError, match=r"c\.tar\.gz"):
         read(SourceSpec("s", [tmp_path / "c.tar.gz"]))
@@ -196,7 +196,7 @@ def test_reader_and_chunks_can_be_sent_to_another_process(tmp_path: Path) -> Non
     ]
     there, received = pickle.loads(pickle.dumps((reader, chunks)))
     assert received == chunks == list(there.chunks(there.units()[0]))
-    found = [document.text for chunk in received for document in there.documents(chunk, Problems())]
+    found = [document.text for chunk in received for document in there.documents(chunk, ReadingProblems())]
     assert found == [f"text {i}" for i in range(100)]
 
 

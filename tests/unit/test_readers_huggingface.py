@@ -10,17 +10,17 @@ import pytest
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.readers import open_reader
 from megatron_coca.data.readers.huggingface import HuggingFaceReader
-from megatron_coca.data.readers.source import Document, Problems, SourceSpec
+from megatron_coca.data.readers.source import Document, ReadingProblems, SourceSpec
 
 datasets = pytest.importorskip("datasets")
 
 TEXTS = [f"text {i} " * (i % 20 + 1) for i in range(400)]
 
 
-def read(*paths: Path | str, **spec: Any) -> tuple[list[Document], Problems]:
+def read(*paths: Path | str, **spec: Any) -> tuple[list[Document], ReadingProblems]:
     reader = open_reader(SourceSpec("h", paths, reader="huggingface", **spec))
     assert isinstance(reader, HuggingFaceReader)
-    reader, problems = pickle.loads(pickle.dumps(reader)), Problems()
+    reader, problems = pickle.loads(pickle.dumps(reader)), ReadingProblems()
     found: list[Document] = []
     for unit in reader.units():
         chunks = list(reader.chunks(unit))

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.readers import open_reader, repositories
-from megatron_coca.data.readers.source import Document, Filters, Problems, SourceSpec
+from megatron_coca.data.readers.source import Document, Filters, ReadingProblems, SourceSpec
 
 
 def write(root: Path, files: dict[str, str | bytes]) -> Path:
@@ -26,8 +26,8 @@ def spec(*roots: Path, **other) -> SourceSpec:
     return SourceSpec("code", roots, reader="repositories", **other)
 
 
-def read(given: SourceSpec, strict: bool = False) -> tuple[list[Document], Problems]:
-    reader, problems = open_reader(given), Problems(strict)
+def read(given: SourceSpec, strict: bool = False) -> tuple[list[Document], ReadingProblems]:
+    reader, problems = open_reader(given), ReadingProblems(strict)
     worker = pickle.loads(pickle.dumps(reader))
     chunks = [chunk for unit in reader.units() for chunk in reader.chunks(unit)]
     chunks = pickle.loads(pickle.dumps(chunks))
@@ -101,7 +101,7 @@ def test_what_is_no_source_is_counted(tmp_path: Path) -> None:
 
 def test_what_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = write(tmp_path, {"r/a.py": "a = 1\n", "r/locked/b.py": "b = 1\n", "r/gone.py": "c = 1\n"})
-    reader, problems = open_reader(spec(root)), Problems()
+    reader, problems = open_reader(spec(root)), ReadingProblems()
     scandir = os.scandir
 
     def refuse(path: str):  # permissions do not stop the superuser, who may run this
@@ -149,7 +149,7 @@ def test_facts_come_from_the_metadata(tmp_path: Path) -> None:
     assert problems.filtered == {"version control": 2, "no stars given": 3, "stars below 1": 1}
     reader = open_reader(spec(root, metadata=metadata))
     before = pickle.dumps(reader)
-    list(reader.documents(next(reader.chunks(reader.units()[0])), Problems()))
+    list(reader.documents(next(reader.chunks(reader.units()[0])), ReadingProblems()))
     assert pickle.dumps(reader) == before  # the metadata stays behind
     documents, problems = read(spec(root, metadata=metadata, filters=Filters(licences=("permissive",))))
     assert [d.key for d in documents] == ["owner/one"]

@@ -18,7 +18,7 @@ from megatron_coca.data.errors import DataError
 from megatron_coca.data.readers import read_documents, streams
 from megatron_coca.data.readers.compression import COMPRESSIONS, decompressed, members
 from megatron_coca.data.readers.files import FileReader
-from megatron_coca.data.readers.source import Problems, SourceSpec
+from megatron_coca.data.readers.source import ReadingProblems, SourceSpec
 from megatron_coca.data.readers.streams import Cut, TooLong, pieces
 
 Compress = Callable[[bytes], bytes]
@@ -47,7 +47,7 @@ def texts_before_damage(path: Path) -> tuple[list[str], str]:
     """The texts that were read, and the error after them."""
     found: list[str] = []
     with pytest.raises(DataError) as caught:  # noqa: PT012
-        for document in read_documents(path, problems=Problems()):
+        for document in read_documents(path, problems=ReadingProblems()):
             found.append(document.text)
     return found, str(caught.value)
 
@@ -124,7 +124,7 @@ def test_what_is_not_read_in_an_archive_is_counted(tmp_path: Path) -> None:
             header = tarfile.TarInfo(name)
             header.type, header.linkname = kind, "a.txt"
             archive.addfile(header)
-    problems = Problems()
+    problems = ReadingProblems()
     assert len(list(read_documents(path, problems=problems))) == 2
     assert problems.filtered == {
         "not a readable file (.jpg)": 1,
@@ -140,7 +140,7 @@ def test_what_is_not_read_in_an_archive_is_counted(tmp_path: Path) -> None:
 def test_faults_name_the_file_in_the_archive(tmp_path: Path) -> None:
     path = tmp_path / "a.tar.gz"
     path.write_bytes(gzip.compress(tar({"d/a.txt": b"\xff", "b.jsonl": b'{"text": "x"}\n{broken\n', "e.txt": b""})))
-    problems = Problems()
+    problems = ReadingProblems()
     assert [document.text for document in read_documents(path, problems=problems)] == ["x"]
     places = [line.partition(": ")[0] for line in problems.named]
     assert places == [f"{path}!d/a.txt", f"{path}!b.jsonl:2", f"{path}!e.txt"]
@@ -210,7 +210,7 @@ def test_a_damaged_file_in_an_archive_does_not_hide_the_others(tmp_path: Path, s
     reader, found = FileReader(SourceSpec("s", [path]), block), list[str]()
     with pytest.raises(DataError) as caught:  # noqa: PT012
         for chunk in reader.chunks(reader.units()[0]):
-            found += [document.text for document in reader.documents(chunk, Problems(strict=True))]
+            found += [document.text for document in reader.documents(chunk, ReadingProblems(strict=True))]
     assert found[0] == "first" and found[-4:] == ["second", "third", "T\n\nProse.", "last"]
     lines = found[1:-4]
     assert lines == TEXTS[: len(lines)] and len(lines) >= LINES[:20000].count(b"\n")
@@ -309,7 +309,7 @@ def test_a_record_that_is_too_long_is_skipped_counted_and_named(tmp_path: Path, 
     path.write_bytes(
         COMPRESS.get(suffix, bytes)(b"\n".join([b'{"text": "a"}', long, b"{broken", b'{"text": "b"}', long]))
     )
-    reader, problems = FileReader(SourceSpec("s", [path], max_record_mib=1), block), Problems()
+    reader, problems = FileReader(SourceSpec("s", [path], max_record_mib=1), block), ReadingProblems()
     documents = [d.text for chunk in reader.chunks(reader.units()[0]) for d in reader.documents(chunk, problems)]
     assert documents == ["a", "b"] and problems.counts == {"record too long": 2, "invalid JSON": 1}
     length = f"{len(long) + 1:,} bytes, more than max_record_mib: 1"
@@ -317,13 +317,13 @@ def test_a_record_that_is_too_long_is_skipped_counted_and_named(tmp_path: Path, 
     assert [line.split(" ")[0] for line in problems.named] == [f"{path}:{number}:" for number in (2, 3, 5)]
     strict = FileReader(SourceSpec("s", [path], max_record_mib=1), block)
     with pytest.raises(DataError, match=r":2: record too long"):
-        [list(strict.documents(chunk, Problems(strict=True))) for chunk in strict.chunks(strict.units()[0])]
+        [list(strict.documents(chunk, ReadingProblems(strict=True))) for chunk in strict.chunks(strict.units()[0])]
 
 
 def test_a_text_file_that_is_too_long_is_named_without_a_line(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("line\n" * 300_000)
     (tmp_path / "b.txt").write_text("book")
-    problems, found = Problems(), []
+    problems, found = ReadingProblems(), []
     reader = FileReader(SourceSpec("s", [tmp_path], max_record_mib=1))
     for unit in reader.units():
         found += [d.text for chunk in reader.chunks(unit) for d in reader.documents(chunk, problems)]
@@ -361,7 +361,7 @@ def test_a_frame_with_a_larger_window_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=message):
         list(reader.chunks(reader.units()[0]))
     reader = FileReader(SourceSpec("s", [path], max_record_mib=256))
-    found = [d.text for chunk in reader.chunks(reader.units()[0]) for d in reader.documents(chunk, Problems())]
+    found = [d.text for chunk in reader.chunks(reader.units()[0]) for d in reader.documents(chunk, ReadingProblems())]
     assert found == TEXTS
 
 
@@ -407,7 +407,7 @@ def test_documents_do_not_depend_on_the_blocks(tmp_path: Path, suffix: str) -> N
         path.write_bytes(COMPRESS.get(suffix, bytes)(content))
         results = []
         for block in (1, 7, 64, 1000, 1 << 20):
-            reader, problems = FileReader(SourceSpec("s", [path]), block), Problems()
+            reader, problems = FileReader(SourceSpec("s", [path]), block), ReadingProblems()
             (unit,) = reader.units()
             chunks = list(reader.chunks(unit))
             assert sum(chunk.read for chunk in chunks) == unit.size == path.stat().st_size

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.readers.files import FileReader
-from megatron_coca.data.readers.source import Document, Filters, Problems, SourceSpec, content_key
+from megatron_coca.data.readers.source import Document, Filters, ReadingProblems, SourceSpec, content_key
 
 arrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -35,9 +35,9 @@ def write(path: Path, columns: dict[str, Any], **options: Any) -> Path:
     return path
 
 
-def read(path: Path, block: int = 1 << 20, **spec: Any) -> tuple[list[Document], Problems, list[int]]:
+def read(path: Path, block: int = 1 << 20, **spec: Any) -> tuple[list[Document], ReadingProblems, list[int]]:
     """Documents, problems and the bytes of each chunk's payload."""
-    reader, problems = FileReader(SourceSpec("s", [path], **spec), block), Problems()
+    reader, problems = FileReader(SourceSpec("s", [path], **spec), block), ReadingProblems()
     (unit,) = reader.units()
     chunks = list(reader.chunks(unit))
     assert sum(chunk.read for chunk in chunks) == unit.size
@@ -123,7 +123,7 @@ def test_an_arrow_stream_cut_between_batches_is_an_error_after_what_comes_before
     found: list[str] = []
     with pytest.raises(DataError, match="mark at the end"):  # noqa: PT012
         for chunk in reader.chunks(reader.units()[0]):
-            found += [document.text for document in reader.documents(chunk, Problems())]
+            found += [document.text for document in reader.documents(chunk, ReadingProblems())]
     assert found == STACK["content"]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_coca.data.readers.files import FileReader
-from megatron_coca.data.readers.source import Chunk, Document, Problems, SourceSpec
+from megatron_coca.data.readers.source import Chunk, Document, ReadingProblems, SourceSpec
 from megatron_coca.data.readers.wikipedia import WikiExtract
 
 
@@ -31,8 +31,8 @@ FOUND = [
 ]
 
 
-def read(path: Path, block: int = 1 << 20) -> tuple[list[Document], Problems]:
-    reader, problems = FileReader(SourceSpec("w", [path]), block), Problems()
+def read(path: Path, block: int = 1 << 20) -> tuple[list[Document], ReadingProblems]:
+    reader, problems = FileReader(SourceSpec("w", [path]), block), ReadingProblems()
     chunks = [chunk for unit in reader.units() for chunk in reader.chunks(unit)]
     return [document for chunk in chunks for document in reader.documents(chunk, problems)], problems
 
@@ -44,7 +44,7 @@ def test_articles_are_read_from_folders(tmp_path: Path, suffix: str, compress, b
     (tmp_path / "AB").mkdir()
     (tmp_path / "AA" / f"wiki_00{suffix}").write_bytes(compress(("\ufeff\n" + "".join(ARTICLES[:2])).encode()))
     (tmp_path / "AB" / f"wiki_00{suffix}").write_bytes(compress("".join(ARTICLES[2:]).encode()))
-    assert read(tmp_path, block) == (FOUND, Problems())
+    assert read(tmp_path, block) == (FOUND, ReadingProblems())
 
 
 @pytest.mark.parametrize("suffix", ["", ".bz2"])
@@ -82,10 +82,10 @@ def test_articles_without_prose_are_left_out_and_empty_files_are_nothing(tmp_pat
     path = tmp_path / "wiki_00"
     path.write_text(article('title="A"', "A\n") + article('title="B"', "") + ARTICLES[1])
     documents, problems = read(path)
-    assert documents == FOUND[1:2] and problems == Problems(filtered=problems.filtered)
+    assert documents == FOUND[1:2] and problems == ReadingProblems(filtered=problems.filtered)
     assert problems.filtered == {"no prose": 2}
     path.write_text(" \n")
-    assert read(path) == ([], Problems())
+    assert read(path) == ([], ReadingProblems())
 
 
 @pytest.mark.parametrize("unit", ["a", '"', 'a="', '" a', "a ", '" '])
@@ -95,7 +95,7 @@ def test_a_tag_is_read_in_linear_time(unit: str) -> None:
         taken = []
         for _ in range(2):
             start = time.process_time()
-            list(WikiExtract().rows(Chunk("wiki_00", 1, payload, 0), Problems()))
+            list(WikiExtract().rows(Chunk("wiki_00", 1, payload, 0), ReadingProblems()))
             taken.append(time.process_time() - start)
         return min(taken)
 

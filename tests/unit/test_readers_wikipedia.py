@@ -12,7 +12,7 @@ import pytest
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.readers import open_reader, read_documents, wikipedia
 from megatron_coca.data.readers.files import FileReader
-from megatron_coca.data.readers.source import Chunk, Problems, SourceSpec
+from megatron_coca.data.readers.source import Chunk, ReadingProblems, SourceSpec
 from megatron_coca.data.readers.wikipedia import WikipediaPages, plain_text
 
 HEAD = (
@@ -44,8 +44,8 @@ PAGES = [
 ]
 
 
-def rows(payload: str | bytes, first: int = 1) -> tuple[list[tuple[str, dict]], Problems]:
-    problems = Problems()
+def rows(payload: str | bytes, first: int = 1) -> tuple[list[tuple[str, dict]], ReadingProblems]:
+    problems = ReadingProblems()
     raw = payload.encode() if isinstance(payload, str) else payload
     return list(WikipediaPages().rows(Chunk("w.xml", first, raw, len(raw)), problems)), problems
 
@@ -108,7 +108,7 @@ def test_the_last_revision_counts_and_strictness_is_the_callers() -> None:
     found, _ = rows(PAGES[9].replace("<revision>", older))
     assert found[0][1]["text"] == "Last\n\nZürich, 世界."
     with pytest.raises(DataError, match="w.xml:1: invalid XML"):
-        list(WikipediaPages().rows(Chunk("w.xml", 1, PAGES[7].encode(), 0), Problems(strict=True)))
+        list(WikipediaPages().rows(Chunk("w.xml", 1, PAGES[7].encode(), 0), ReadingProblems(strict=True)))
 
 
 @pytest.mark.parametrize("compress", [bytes, bz2.compress])
@@ -118,7 +118,7 @@ def test_a_dump_on_the_disk_is_read_by_the_file_reader(tmp_path: Path, compress)
     middle = raw.index(b"<title>Box")
     # Dumps are published as several bz2 streams one after another.
     path.write_bytes(compress(raw[:middle]) + compress(raw[middle:]))
-    reader, problems = open_reader(SourceSpec("wiki", [path])), Problems()
+    reader, problems = open_reader(SourceSpec("wiki", [path])), ReadingProblems()
     documents = [d for u in reader.units() for c in reader.chunks(u) for d in reader.documents(c, problems)]
     assert [(d.key, d.text.splitlines()[0]) for d in documents] == [("Ada & Co", "Ada & Co"), ("Last", "Last")]
     assert sum(problems.counts.values()) == 2
@@ -141,7 +141,7 @@ def test_a_dump_without_its_end_is_an_error_after_what_comes_before(
 ) -> None:
     path = tmp_path / "dump.xml"
     path.write_text(content)
-    reader, documents, problems = FileReader(SourceSpec("wiki", [path]), block), list[str](), Problems()
+    reader, documents, problems = FileReader(SourceSpec("wiki", [path]), block), list[str](), ReadingProblems()
     with pytest.raises(DataError, match="there is no </mediawiki>"):  # noqa: PT012
         for chunk in reader.chunks(reader.units()[0]):
             documents += [document.key for document in reader.documents(chunk, problems)]

@@ -14,7 +14,7 @@ from report_cases import FULL, NTK, REFUSED, every_result, lacking, needle, perp
 
 from megatron_coca.evaluation import EvaluationError, PerplexityResult, WindowResult, build_report
 from megatron_coca.evaluation.report.command import PARTS, build_sections
-from megatron_coca.evaluation.report.document import Document, render_ours
+from megatron_coca.evaluation.report.document import ReportDocument, render_ours
 from megatron_coca.evaluation.report.reading import RESULT_TYPES, read_results
 from megatron_coca.evaluation.results import read_record, write_atomically
 from megatron_coca.tables import escaped
@@ -53,7 +53,7 @@ def test_table_json_and_plot(tmp_path: Path) -> None:
 
 def printed_of(*files: Path) -> str:
     """What the console shows of ours, without drawing anything."""
-    return render_ours(Document("", "", build_sections(read_results(files), papers=False)))
+    return render_ours(ReportDocument("", "", build_sections(read_results(files), papers=False)))
 
 
 def test_infinite_perplexity_survives_strict_json(tmp_path: Path) -> None:

@@ -25,12 +25,12 @@ from report_cases import (
 from megatron_coca.evaluation import PerplexityResult
 from megatron_coca.evaluation.report.charts import png
 from megatron_coca.evaluation.report.command import build_sections
-from megatron_coca.evaluation.report.document import Block, Figure, Table
+from megatron_coca.evaluation.report.document import Figure, ReportBlock, Table
 from megatron_coca.evaluation.report.reading import read_results
 from megatron_coca.evaluation.results import Cost, Costs, Result, cost_path, write_record
 
 
-def only_section(folder: Path, name: str, results: Mapping[str, Result]) -> tuple[Block, ...]:
+def only_section(folder: Path, name: str, results: Mapping[str, Result]) -> tuple[ReportBlock, ...]:
     """The blocks of one section of a report on ours alone."""
     sections = build_sections(read_results(write(folder, dict(results))), papers=False)
     return next(section.blocks for section in sections if section.name == name)

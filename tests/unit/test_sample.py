@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from megatron_coca.data import DataError, Rules, Source, SourceSpec
+from megatron_coca.data import CorpusSource, DataError, Rules, SourceSpec
 from megatron_coca.data.preparation import plan
 from megatron_coca.data.preparation.plan import split_of, training_texts
 from megatron_coca.data.readers.files import FileReader
@@ -23,7 +23,10 @@ def write(path: Path, count: int, length: int = 100) -> Path:
 
 def test_an_equal_share_of_every_source_from_all_its_files(tmp_path: Path) -> None:
     large = [write(tmp_path / f"large{number}.jsonl", 2000) for number in range(3)]
-    sources = [Source(SourceSpec("large", large)), Source(SourceSpec("small", [write(tmp_path / "small.jsonl", 900)]))]
+    sources = [
+        CorpusSource(SourceSpec("large", large)),
+        CorpusSource(SourceSpec("small", [write(tmp_path / "small.jsonl", 900)])),
+    ]
     texts = list(training_texts(sources, Rules(test_fraction=0.2), 60_000))
     by_file = {path.stem: sum(text.startswith(path.stem) for text in texts) for path in [*large, Path("small")]}
     assert all(95 <= by_file[path.stem] <= 105 for path in large) and 295 <= by_file["small"] <= 305, by_file
@@ -33,12 +36,12 @@ def test_an_equal_share_of_every_source_from_all_its_files(tmp_path: Path) -> No
 
 def test_nothing_that_is_held_out(tmp_path: Path) -> None:
     rules = Rules(valid_fraction=0.2, test_fraction=0.3)
-    source = Source(SourceSpec("s", [write(tmp_path / "s.jsonl", 400)]))
+    source = CorpusSource(SourceSpec("s", [write(tmp_path / "s.jsonl", 400)]))
     texts = list(training_texts([source], rules, 10**7))
     keys = [text.split()[0] + str(int(text.split()[1])) for text in texts]
     assert sorted(keys) == sorted(key for i in range(400) if split_of(key := f"s{i}", rules) == "train")
     with pytest.raises(DataError, match="all documents are held out"):
-        list(training_texts([Source(source.spec, split="test")], rules, 10**7))
+        list(training_texts([CorpusSource(source.spec, split="test")], rules, 10**7))
 
 
 @pytest.mark.parametrize("compress", [bytes, zstandard.ZstdCompressor().compress])
@@ -51,7 +54,7 @@ def test_the_share_is_filled_from_the_whole_file_whatever_the_compression(
     plain.write_text("".join(json.dumps(row) + "\n" for row in rows))
     plain.with_suffix(".zst").write_bytes(compress(plain.read_bytes()))
     path = plain.with_suffix(".zst") if compress is not bytes else plain
-    texts = list(training_texts([Source(SourceSpec("s", [path]))], Rules(), 500_000))
+    texts = list(training_texts([CorpusSource(SourceSpec("s", [path]))], Rules(), 500_000))
     numbers = [int(text.split()[1]) for text in texts]
     assert 500_000 <= sum(map(len, texts)) <= 501_000
     assert min(numbers) < 200 and max(numbers) > 2800 and 1200 < sum(numbers) / len(numbers) < 1800
@@ -59,14 +62,14 @@ def test_the_share_is_filled_from_the_whole_file_whatever_the_compression(
 
 def test_a_few_long_documents_fill_the_share(tmp_path: Path) -> None:
     path = write(tmp_path / "s.jsonl", 10, length=50_000)
-    assert len(list(training_texts([Source(SourceSpec("s", [path]))], Rules(), 10_000))) == 1
+    assert len(list(training_texts([CorpusSource(SourceSpec("s", [path]))], Rules(), 10_000))) == 1
 
 
 def test_damage_is_an_error_unless_it_is_to_be_skipped(tmp_path: Path) -> None:
     whole = write(tmp_path / "s.jsonl", 3000)
     damaged = tmp_path / "d.jsonl.gz"
     damaged.write_bytes(gzip.compress(whole.read_bytes())[:-100])
-    source = Source(SourceSpec("s", [damaged, whole]))
+    source = CorpusSource(SourceSpec("s", [damaged, whole]))
     with pytest.raises(DataError, match=r"d\.jsonl\.gz"):
         list(training_texts([source], Rules(), 10_000))
     assert list(training_texts([source], Rules(skip_damaged=True), 10_000))
@@ -84,7 +87,7 @@ def test_a_large_corpus_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.Mo
             yield document
 
     monkeypatch.setattr(FileReader, "documents", counting)
-    source = Source(SourceSpec("s", [write(tmp_path / "s.jsonl", 4000)]))
+    source = CorpusSource(SourceSpec("s", [write(tmp_path / "s.jsonl", 4000)]))
     texts = list(training_texts([source], Rules(), 5_000))
     assert 30 <= len(texts) <= 60 and 150 <= len(parsed) <= 700
 
@@ -93,4 +96,4 @@ def test_a_large_corpus_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_source_without_a_document_is_an_error(tmp_path: Path, content: str) -> None:
     (tmp_path / "c.jsonl").write_text(content)
     with pytest.raises(DataError, match=r"c: no usable document in .*c\.jsonl"):
-        list(training_texts([Source(SourceSpec("c", [tmp_path / "c.jsonl"]))], Rules(), 1000))
+        list(training_texts([CorpusSource(SourceSpec("c", [tmp_path / "c.jsonl"]))], Rules(), 1000))

@@ -9,7 +9,7 @@ import torch
 
 from megatron_coca.attention.layer import PARTS, packed_rows
 from megatron_coca.checkpoints import CheckpointError
-from megatron_coca.checkpoints.state import WEIGHT, Piece, Place, Shard, file_name, write_pieces
+from megatron_coca.checkpoints.state import WEIGHT, ParameterSlice, StatePiece, TensorShard, file_name, write_pieces
 from megatron_coca.config import load_config
 from megatron_coca.training.engine.state import packed_pieces, packed_places
 from tests.checkpoint_files import open_state
@@ -35,13 +35,13 @@ def whole(key_heads: int, kind: str) -> torch.Tensor:
     return torch.arange(float(rows * WIDTH)).view(rows, WIDTH) + 1000 * KINDS.index(kind)
 
 
-def shard(key_heads: int, index: int, count: int) -> Shard | None:
+def shard(key_heads: int, index: int, count: int) -> TensorShard | None:
     queries, keys = 4 * HEAD_DIM, key_heads * HEAD_DIM
     blocks = (3 * queries,) if keys == queries else (queries, keys, keys)
-    return Shard(0, index, count, blocks) if count > 1 else None
+    return TensorShard(0, index, count, blocks) if count > 1 else None
 
 
-def held(key_heads: int, data: int, tensor: int) -> Iterator[tuple[list[Piece], dict[str, Place]]]:
+def held(key_heads: int, data: int, tensor: int) -> Iterator[tuple[list[StatePiece], dict[str, ParameterSlice]]]:
     """What every rank has: each part of its rows in `data` stretches, moments of the trained parts alone."""
     for index in range(tensor):
         part_rows = rows_of(key_heads)
@@ -58,8 +58,8 @@ def held(key_heads: int, data: int, tensor: int) -> Iterator[tuple[list[Piece], 
                     flat = whole(key_heads, kind)[rows].flatten()
                     edges = [round(k * len(flat) / data) for k in range(data + 1)]
                     begin, stop = list(pairwise(edges))[rank]
-                    pieces.append(Piece(f"{NAME}.{part}.weight", kind, begin, flat[begin:stop].clone()))
-            place = Place(packed.shape, shard(key_heads, index, tensor))
+                    pieces.append(StatePiece(f"{NAME}.{part}.weight", kind, begin, flat[begin:stop].clone()))
+            place = ParameterSlice(packed.shape, shard(key_heads, index, tensor))
             yield list(packed_pieces(pieces, places)), {packed.name: place}
 
 
@@ -109,7 +109,7 @@ def test_pieces_are_the_same_memory() -> None:
     flat = torch.zeros(8 * WIDTH)
     names = {torch.nn.Parameter(torch.empty(8, WIDTH)): f"{NAME}.key.weight"}
     places = packed_places(names, model(4))  # type: ignore[arg-type]
-    pieces = list(packed_pieces([Piece(f"{NAME}.key.weight", WEIGHT, 0, flat)], places))
+    pieces = list(packed_pieces([StatePiece(f"{NAME}.key.weight", WEIGHT, 0, flat)], places))
     assert len(pieces) == 4, "a stretch for each head"
     for number, piece in enumerate(pieces):
         piece.tensor.fill_(number + 1.0)
@@ -120,7 +120,7 @@ def test_biases_are_packed_as_rows_are() -> None:
     names = {torch.nn.Parameter(torch.empty(8)): f"{NAME}.value.bias"}
     (packed,) = packed_places(names, model(4)).values()  # type: ignore[arg-type]
     assert (packed.name, packed.shape) == (f"{NAME}.bias", (24,))
-    pieces = list(packed.pieces(Piece("", WEIGHT, 1, torch.arange(1.0, 8.0))))
+    pieces = list(packed.pieces(StatePiece("", WEIGHT, 1, torch.arange(1.0, 8.0))))
     assert [(piece.start, piece.tensor.tolist()) for piece in pieces] == [
         (5, [1.0]),
         (10, [2.0, 3.0]),
@@ -134,9 +134,9 @@ def test_moments_that_are_not_there_are_not_taken_for_zeros(tmp_path: Path, save
     """A run that trains other parts, in the same division and in another."""
     write(tmp_path / "state", 4, *saved)
     with open_state(tmp_path / "state") as reader:
-        wanted = Piece(f"{NAME}.weight", "exp_avg", 0, torch.zeros(4))
+        wanted = StatePiece(f"{NAME}.weight", "exp_avg", 0, torch.zeros(4))
         with pytest.raises(CheckpointError, match="exp_avg of .* is not complete: elements from 0 on"):
-            reader.fill(wanted, Place((24, WIDTH)))
+            reader.fill(wanted, ParameterSlice((24, WIDTH)))
 
 
 def test_states_that_cover_different_elements_are_found(tmp_path: Path) -> None:

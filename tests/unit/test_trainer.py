@@ -17,7 +17,7 @@ import torch
 
 from megatron_coca.checkpoints import CheckpointError, native
 from megatron_coca.checkpoints.errors import UnreadableError
-from megatron_coca.checkpoints.state import WEIGHT, Piece, Place
+from megatron_coca.checkpoints.state import WEIGHT, ParameterSlice, StatePiece
 from megatron_coca.config import load_config
 from megatron_coca.data import Batch
 from megatron_coca.training.corpus import Corpus, open_corpus
@@ -55,11 +55,11 @@ class CountingEngine:
     def mean_loss(self, batches: Sequence[Batch]) -> float:
         return 1.0
 
-    def pieces(self) -> list[Piece]:
-        return [Piece("w", WEIGHT, 0, self.weight)]
+    def pieces(self) -> list[StatePiece]:
+        return [StatePiece("w", WEIGHT, 0, self.weight)]
 
-    def places(self) -> dict[str, Place]:
-        return {"w": Place((1,))}
+    def places(self) -> dict[str, ParameterSlice]:
+        return {"w": ParameterSlice((1,))}
 
     def counters(self) -> dict[str, float]:
         return {"step": 0.0}

@@ -26,9 +26,9 @@ from megatron_coca.checkpoints.exports.tokenizer import (
 from megatron_coca.checkpoints.folders import new_folder, refuse_existing
 from megatron_coca.checkpoints.huggingface import is_huggingface_folder
 from megatron_coca.checkpoints.huggingface_families import INDEX, REMOTE_TYPES, SINGLE
-from megatron_coca.checkpoints.load import Opened, Overrides, open_checkpoint
+from megatron_coca.checkpoints.load import OpenedCheckpoint, Overrides, open_checkpoint
 from megatron_coca.checkpoints.tokenizer import KEYS as TOKENIZER_KEYS
-from megatron_coca.checkpoints.weights import DTYPES, Weights, divided, write_safetensors
+from megatron_coca.checkpoints.weights import DTYPES, Weights, to_foreign_weights, write_safetensors
 from megatron_coca.config import Config
 from megatron_coca.config.source import given_values
 
@@ -112,7 +112,7 @@ def _without_padding(config: Config, ours: Weights) -> tuple[Config, Weights]:
     )
 
 
-def _companions(opened: Opened, config: Config, overrides: Overrides, original: Path | None) -> Companions:
+def _companions(opened: OpenedCheckpoint, config: Config, overrides: Overrides, original: Path | None) -> Companions:
     """Tokenizer and generation files: the original's where one is given, those of a Hugging Face folder itself unless
     overrides name a tokenizer, else files made from the checkpoint's tokenizer.
     """
@@ -143,7 +143,7 @@ def _never_padding(files: Mapping[str, bytes], ours: Mapping[str, Any]) -> dict[
 def foreign_weights(ours: Weights, config: Config, rows: Sequence[weight_map.Row]) -> Weights:
     """The weights by their names in `rows`. Raises CheckpointError."""
     heads = weight_map.Heads(config.model.num_attention_heads, config.model.num_kv_heads)
-    return divided(ours, weight_map.expand(rows, config.model.num_layers), heads)
+    return to_foreign_weights(ours, weight_map.expand(rows, config.model.num_layers), heads)
 
 
 def _fill(

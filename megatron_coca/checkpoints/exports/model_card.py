@@ -9,7 +9,7 @@ from typing import Any
 from megatron_coca.attention.positions.distance_maps import TRAINING_ONLY
 from megatron_coca.checkpoints.exports.exporters import MODELLING_FILE
 from megatron_coca.checkpoints.huggingface_families import REMOTE_TYPES
-from megatron_coca.checkpoints.load import Opened
+from megatron_coca.checkpoints.load import OpenedCheckpoint
 from megatron_coca.checkpoints.weights import Weights
 from megatron_coca.config import Config
 from megatron_coca.config.position import ROTATED_METHODS
@@ -128,7 +128,7 @@ CITATION = """
 """
 
 
-def model_card(opened: Opened, config: Config, kind: str, weights: Weights, name: str) -> str:
+def model_card(opened: OpenedCheckpoint, config: Config, kind: str, weights: Weights, name: str) -> str:
     """The card of an export of `opened`, used as `config` says, written as `model_type` `kind` into the folder `name`;
     `weights` are those that are written.
     """
@@ -176,7 +176,7 @@ def _front(kind: str, method: str) -> str:
     return f"---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n{listed}\n---\n"
 
 
-def _facts(opened: Opened, config: Config, kind: str, weights: Weights) -> str:
+def _facts(opened: OpenedCheckpoint, config: Config, kind: str, weights: Weights) -> str:
     model, position = config.model, config.position
     count = sum(prod(entry.shape) for entry in weights.entries.values())
     rows = {
@@ -205,7 +205,7 @@ def _architecture(config: Config, kind: str) -> str:
     return f"of {SHAPES[REMOTE_TYPES.get(kind, kind)]} shape"
 
 
-def _training(opened: Opened) -> dict[str, Any]:
+def _training(opened: OpenedCheckpoint) -> dict[str, Any]:
     """What the run's configuration says of it, where the checkpoint is one of a run."""
     if not opened.step:
         return {}

@@ -27,7 +27,7 @@ from megatron_coca.checkpoints.neox_config import (
     reasons,
     undivided,
 )
-from megatron_coca.checkpoints.neox_layout import Place, buffers, layers, table
+from megatron_coca.checkpoints.neox_layout import NeoxLocation, buffers, layers, table
 from megatron_coca.checkpoints.weights import DTYPES, Weights
 from megatron_coca.config import Config
 from megatron_coca.neox_plugin.checkpoints import NOTE, RECORD, note, record_of, saved_name
@@ -143,7 +143,7 @@ class _Source:
         }
 
 
-def _put(states: list[dict[str, Tensor]], place: Place, parts: list[Tensor]) -> None:
+def _put(states: list[dict[str, Tensor]], place: NeoxLocation, parts: list[Tensor]) -> None:
     for state, part in zip(states, parts, strict=True):
         # Of a view, the file would hold all that it is a view of.
         state[place.name] = part.clone(memory_format=torch.contiguous_format)

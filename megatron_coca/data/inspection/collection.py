@@ -69,7 +69,7 @@ _TOKENS_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True)
-class Entry:
+class ShardEntry:
     """A shard and what its manifest says of it.
 
     Attributes:
@@ -96,12 +96,12 @@ class Entry:
         return f"{self.source} {self.split}".rstrip()
 
 
-def find_shards(names: Sequence[str | Path]) -> list[Entry]:
+def find_shards(names: Sequence[str | Path]) -> list[ShardEntry]:
     """The shards that ``names`` stand for: prefixes, files of a pair, or folders with all that lies in them.
 
     Raises ``DataError`` for a folder without shards, a missing shard and a damaged manifest.
     """
-    found: dict[Path, Entry] = {}
+    found: dict[Path, ShardEntry] = {}
     for name in map(Path, names):
         prefix = name.with_suffix("") if name.suffix in SUFFIXES else name
         for entry in _of_folder(name) if name.is_dir() else [shard_entry(prefix)]:
@@ -111,7 +111,7 @@ def find_shards(names: Sequence[str | Path]) -> list[Entry]:
     return _told_apart(list(found.values()))
 
 
-def _told_apart(entries: list[Entry]) -> list[Entry]:
+def _told_apart(entries: list[ShardEntry]) -> list[ShardEntry]:
     """The entries, those of equal name in several folders named after their folders as well."""
     folders: dict[str, set[Path]] = {}
     for entry in entries:
@@ -122,10 +122,10 @@ def _told_apart(entries: list[Entry]) -> list[Entry]:
     ]
 
 
-def _of_folder(folder: Path) -> list[Entry]:
+def _of_folder(folder: Path) -> list[ShardEntry]:
     if (folder / MANIFEST).is_file():
         return _manifest_entries(folder)
-    entries = [Entry(path.stem, "", path.with_suffix("")) for path in sorted(folder.glob("*.idx"))]
+    entries = [ShardEntry(path.stem, "", path.with_suffix("")) for path in sorted(folder.glob("*.idx"))]
     if not entries:
         raise DataError(
             f"{folder}: holds neither {MANIFEST} nor an .idx file. Name the folder that prepare_data.py made."
@@ -133,23 +133,23 @@ def _of_folder(folder: Path) -> list[Entry]:
     return entries
 
 
-def shard_entry(prefix: Path) -> Entry:
+def shard_entry(prefix: Path) -> ShardEntry:
     """A shard by its prefix, with what a manifest beside it says. ``DataError`` for a damaged manifest."""
     known = _manifest_entries(prefix.parent) if (prefix.parent / MANIFEST).is_file() else []
-    return next((entry for entry in known if entry.prefix == prefix), Entry(prefix.name, "", prefix))
+    return next((entry for entry in known if entry.prefix == prefix), ShardEntry(prefix.name, "", prefix))
 
 
-def _manifest_entries(folder: Path) -> list[Entry]:
+def _manifest_entries(folder: Path) -> list[ShardEntry]:
     entries = []
     for source in read_manifest(folder / MANIFEST)["sources"]:
         for split, facts in source.items():
             if isinstance(facts, dict) and facts.get("prefix"):
                 told = (facts.get(name) for name in ("bytes", "documents", "tokens", "sha256"))
-                entries.append(Entry(source["name"], split, folder / facts["prefix"], *told))
+                entries.append(ShardEntry(source["name"], split, folder / facts["prefix"], *told))
     return entries
 
 
-def common_tokenizer(entries: Sequence[Entry], named: Tokenizer | None = None) -> Tokenizer | None:
+def common_tokenizer(entries: Sequence[ShardEntry], named: Tokenizer | None = None) -> Tokenizer | None:
     """``named``, or the tokenizer that lies beside the shards; None where there is none.
 
     Raises ``DataError`` where those beside the shards differ, from one another or from ``named``.

@@ -12,7 +12,7 @@ from typing import IO, Any
 import numpy as np
 from tqdm import tqdm
 
-from megatron_coca.data.inspection.collection import Entry, documents
+from megatron_coca.data.inspection.collection import ShardEntry, documents
 from megatron_coca.data.shards import Shard, read_header
 from megatron_coca.data.tokenizers.kinds import Tokenizer
 from megatron_coca.tables import excerpt, percent, table
@@ -26,7 +26,7 @@ KEPT = 10
 """Records that are kept of a document, however often it occurs."""
 
 
-def hashed(entries: Sequence[Entry], firsts: np.ndarray, folder: Path, show: bool) -> Iterator[np.ndarray]:
+def hashed(entries: Sequence[ShardEntry], firsts: np.ndarray, folder: Path, show: bool) -> Iterator[np.ndarray]:
     """Records of all documents, those with equal hashes in one portion: ``RECORD`` [any] at a time.
 
     ``firsts`` numbers the documents of all shards: the first of each, and their number, int64 [entries + 1]. A document
@@ -85,7 +85,7 @@ def _portions(file: IO[bytes], buckets: int) -> Iterator[np.ndarray]:
         yield np.concatenate(read)
 
 
-def _records(entry: Entry, first: int) -> Iterator[np.ndarray]:
+def _records(entry: ShardEntry, first: int) -> Iterator[np.ndarray]:
     buffered: list[tuple[int, int, int, int, int]] = []
     for number, tokens in enumerate(documents(entry.prefix), start=first):
         digest = hashlib.blake2b(tokens.astype("<u4").tobytes(), digest_size=12).digest()
@@ -120,7 +120,7 @@ class Duplicates:
         worst: those whose copies have the most tokens.
     """
 
-    entries: Sequence[Entry]
+    entries: Sequence[ShardEntry]
     documents: list[int]
     tokens: list[int]
     extra: np.ndarray
@@ -154,7 +154,7 @@ class Duplicates:
         }
 
 
-def find_duplicates(entries: Sequence[Entry], show: bool = False, workplace: Path | None = None) -> Duplicates:
+def find_duplicates(entries: Sequence[ShardEntry], show: bool = False, workplace: Path | None = None) -> Duplicates:
     """Compare all documents of all shards. Reads every token once.
 
     Memory holds some 8 MB of hashes and a column of counters per shard at a time, however many documents there are and

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.inspection.collection import (
-    Entry,
+    ShardEntry,
     document_lengths,
     documents,
     some_documents,
@@ -83,7 +83,7 @@ def count_lengths(pieces: Iterable[np.ndarray]) -> Lengths:
     return Lengths(np.concatenate((below, values)), np.concatenate((short[below], counts)))
 
 
-def lengths_by_source(entries: Sequence[Entry]) -> dict[str, Lengths]:
+def lengths_by_source(entries: Sequence[ShardEntry]) -> dict[str, Lengths]:
     """Lengths of the documents of each source, all its splits together. ``DataError`` for a damaged shard."""
     return {
         source: count_lengths(
@@ -172,7 +172,7 @@ class Coverage:
         return int(self.counts[list(ids)].sum()) / max(1, self.tokens)
 
 
-def _read(entry: Entry, tokenizer: Tokenizer, show: bool) -> np.ndarray:
+def _read(entry: ShardEntry, tokenizer: Tokenizer, show: bool) -> np.ndarray:
     """Occurrences of each token, int64 [vocab_size]."""
     counts = np.zeros(tokenizer.vocab_size, dtype=np.int64)
     total = read_header(entry.prefix).entries - 1
@@ -187,7 +187,7 @@ def _read(entry: Entry, tokenizer: Tokenizer, show: bool) -> np.ndarray:
     return counts + _counted(np.concatenate([*buffered, np.empty(0, np.int64)]), entry, tokenizer)
 
 
-def _counted(tokens: np.ndarray, entry: Entry, tokenizer: Tokenizer) -> np.ndarray:
+def _counted(tokens: np.ndarray, entry: ShardEntry, tokenizer: Tokenizer) -> np.ndarray:
     if tokens.size and not 0 <= tokens.min() <= tokens.max() < tokenizer.vocab_size:
         raise DataError(
             f"{entry.prefix}: holds token {tokens.max()}, outside the tokenizer's {tokenizer.vocab_size}. "
@@ -196,7 +196,7 @@ def _counted(tokens: np.ndarray, entry: Entry, tokenizer: Tokenizer) -> np.ndarr
     return np.bincount(tokens, minlength=tokenizer.vocab_size)
 
 
-def _bytes_and_tokens(entry: Entry, tokenizer: Tokenizer) -> tuple[int, int, int]:
+def _bytes_and_tokens(entry: ShardEntry, tokenizer: Tokenizer) -> tuple[int, int, int]:
     """(bytes of text, its tokens, documents) of some documents of a shard that no manifest describes."""
     size = tokens = read = 0
     for _, document in some_documents(entry.prefix, _SAMPLED):
@@ -207,7 +207,7 @@ def _bytes_and_tokens(entry: Entry, tokenizer: Tokenizer) -> tuple[int, int, int
     return size, tokens, read
 
 
-def measure_coverage(entries: Sequence[Entry], tokenizer: Tokenizer, show: bool = False) -> list[Coverage]:
+def measure_coverage(entries: Sequence[ShardEntry], tokenizer: Tokenizer, show: bool = False) -> list[Coverage]:
     """Count the tokens of each source, all its shards together. Reads every token once.
 
     Raises ``DataError`` for a damaged shard and for ids that the tokenizer does not have.
@@ -218,7 +218,7 @@ def measure_coverage(entries: Sequence[Entry], tokenizer: Tokenizer, show: bool 
     ]
 
 
-def _of_source(source: str, entries: Sequence[Entry], tokenizer: Tokenizer, show: bool) -> Coverage:
+def _of_source(source: str, entries: Sequence[ShardEntry], tokenizer: Tokenizer, show: bool) -> Coverage:
     counts = np.zeros(tokenizer.vocab_size, dtype=np.int64)
     total = size = tokens = measured = 0
     for entry in entries:

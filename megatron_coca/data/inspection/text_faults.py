@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from megatron_coca.data.inspection.collection import Entry, some_documents
+from megatron_coca.data.inspection.collection import ShardEntry, some_documents
 from megatron_coca.data.shards import read_header
 from megatron_coca.data.tokenizers.kinds import Tokenizer
 from megatron_coca.tables import excerpt, percent, table
@@ -63,7 +63,7 @@ class TextFaults:
 
 
 def find_text_faults(
-    entries: Sequence[Entry], tokenizer: Tokenizer, count: int | None = None, show: bool = False
+    entries: Sequence[ShardEntry], tokenizer: Tokenizer, count: int | None = None, show: bool = False
 ) -> list[TextFaults]:
     """Decode the documents of each shard, or ``count`` of them spread evenly, and look for faults.
 

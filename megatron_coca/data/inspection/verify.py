@@ -10,7 +10,7 @@ import numpy as np
 from tqdm import tqdm
 
 from megatron_coca.data.errors import DataError
-from megatron_coca.data.inspection.collection import DocumentEnds, Entry, find_shards
+from megatron_coca.data.inspection.collection import DocumentEnds, ShardEntry, find_shards
 from megatron_coca.data.preparation.manifest import MANIFEST, read_manifest
 from megatron_coca.data.shards import Shard, shard_paths
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION, Tokenizer
@@ -54,7 +54,7 @@ class _Vocabulary:
     eod: int | None
 
 
-def verify_shards(entries: Sequence[Entry], named: Tokenizer | None = None, show: bool = False) -> list[Verified]:
+def verify_shards(entries: Sequence[ShardEntry], named: Tokenizer | None = None, show: bool = False) -> list[Verified]:
     """Read the files of all shards once, and the tokenizers beside them; nothing that is wrong stops the rest.
 
     ``named`` is the tokenizer of shards that have none beside them. Where a manifest names a shard, every document must
@@ -96,7 +96,7 @@ class _Folder:
             return None
 
 
-def _verify(entry: Entry, vocabulary: _Vocabulary | None, show: bool) -> Verified:
+def _verify(entry: ShardEntry, vocabulary: _Vocabulary | None, show: bool) -> Verified:
     found = Verified(entry.prefix)
     try:
         shard = Shard(entry.prefix)
@@ -117,7 +117,7 @@ def _verify(entry: Entry, vocabulary: _Vocabulary | None, show: bool) -> Verifie
     return found
 
 
-def _read_tokens(entry: Entry, shard: Shard, vocabulary: _Vocabulary | None, found: Verified, show: bool) -> None:
+def _read_tokens(entry: ShardEntry, shard: Shard, vocabulary: _Vocabulary | None, found: Verified, show: bool) -> None:
     digest, ids = hashlib.sha256(), _ids(entry, vocabulary)
     for piece in _pieces(entry, shard, show):
         digest.update(piece.view(np.uint8).data)
@@ -136,14 +136,14 @@ def _read_tokens(entry: Entry, shard: Shard, vocabulary: _Vocabulary | None, fou
         found.faults += [f"{tokens}: {fault}" for fault in ids.faults()]
 
 
-def _ids(entry: Entry, vocabulary: _Vocabulary | None) -> "_Ids | None":
+def _ids(entry: ShardEntry, vocabulary: _Vocabulary | None) -> "_Ids | None":
     if vocabulary is None:
         return None
     written_here = entry.sha256 is not None and vocabulary.eod is not None
     return _Ids(vocabulary, DocumentEnds(entry.prefix) if written_here else None)
 
 
-def _pieces(entry: Entry, shard: Shard, show: bool) -> Iterator[np.ndarray]:
+def _pieces(entry: ShardEntry, shard: Shard, show: bool) -> Iterator[np.ndarray]:
     """The tokens' file by reads, in the shard's dtype [any]: pages of a memory map would count as this process's."""
     path = shard_paths(entry.prefix)[0]
     total = shard.len_tokens * shard.dtype.itemsize

@@ -14,7 +14,7 @@ from typing import Any, Self
 import numpy as np
 
 from megatron_coca.data.errors import DataError
-from megatron_coca.data.readers.source import Unit
+from megatron_coca.data.readers.source import ReadUnit
 
 JOURNAL = "journal.sqlite"
 _SCHEMA = """
@@ -90,7 +90,7 @@ class Journal:
         self._put("tokenizer", fingerprint)
         self._database.commit()
 
-    def load(self, units: Sequence[tuple[int, Unit]], limits: Mapping[str, int]) -> tuple[State, State]:
+    def load(self, units: Sequence[tuple[int, ReadUnit]], limits: Mapping[str, int]) -> tuple[State, State]:
         """Where to go on, and the state before the unit that it is in, given the units (number of the source, unit) as
         they are found now and the longest record of each source.
 
@@ -168,11 +168,11 @@ class Journal:
         assert text is not None, "a journal begins with a state"
         return State.read(text)
 
-    def _units(self) -> list[tuple[int, Unit]]:
+    def _units(self) -> list[tuple[int, ReadUnit]]:
         rows = self._database.execute("SELECT source, path, size, stamp FROM units ORDER BY number")
-        return [(source, Unit(path, size, stamp)) for source, path, size, stamp in rows]
+        return [(source, ReadUnit(path, size, stamp)) for source, path, size, stamp in rows]
 
-    def _store_units(self, units: Sequence[tuple[int, Unit]]) -> None:
+    def _store_units(self, units: Sequence[tuple[int, ReadUnit]]) -> None:
         self._database.execute("DELETE FROM units")
         self._database.executemany("INSERT INTO units VALUES (?, ?, ?, ?, ?)", _rows(units))
 
@@ -192,10 +192,10 @@ def _flat(value: Any, path: str = "") -> dict[str, Any]:
     return {name: each for part in inner for name, each in part.items()}
 
 
-def _differs(before: tuple[int, Unit], now: tuple[int, Unit]) -> bool:
+def _differs(before: tuple[int, ReadUnit], now: tuple[int, ReadUnit]) -> bool:
     return before != now
 
 
-def _rows(units: Sequence[tuple[int, Unit]]) -> Iterator[tuple[Any, ...]]:
+def _rows(units: Sequence[tuple[int, ReadUnit]]) -> Iterator[tuple[Any, ...]]:
     for number, (source, unit) in enumerate(units):
         yield number, source, unit.path, unit.size, unit.stamp

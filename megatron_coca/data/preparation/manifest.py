@@ -12,7 +12,7 @@ import yaml
 
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.preparation.journal import ShardState, State
-from megatron_coca.data.preparation.plan import SPLITS, Inputs, Source, shard_name
+from megatron_coca.data.preparation.plan import SPLITS, CorpusSource, Inputs, shard_name
 from megatron_coca.data.shards import Shard
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION, Tokenizer
 
@@ -25,7 +25,7 @@ _EMPTY = {"prefix": None, "documents": 0, "tokens": 0, "bytes": 0, "sha256": Non
 
 
 def build(
-    sources: Sequence[Source],
+    sources: Sequence[CorpusSource],
     tokenizer: Tokenizer,
     settings: Mapping[str, Any],
     inputs: Inputs,
@@ -43,7 +43,7 @@ def build(
     }
 
 
-def _written(sources: Sequence[Source], shards: Sequence[ShardState], folder: Path) -> list[dict[str, Any]]:
+def _written(sources: Sequence[CorpusSource], shards: Sequence[ShardState], folder: Path) -> list[dict[str, Any]]:
     """One entry per source and part, with what each split holds."""
     entries: dict[tuple[int, str], dict[str, Any]] = {}
     for shard in shards:
@@ -69,7 +69,7 @@ def _shard_facts(folder: Path, name: str, state: ShardState) -> dict[str, Any]:
     }
 
 
-def _read(number: int, source: Source, inputs: Inputs, state: State) -> dict[str, Any]:
+def _read(number: int, source: CorpusSource, inputs: Inputs, state: State) -> dict[str, Any]:
     own = inputs.of(number)
     written = sum(shard.documents for shard in state.shards if shard.source == number)
     findings = state.findings.get(source.spec.name, {})
@@ -106,7 +106,7 @@ RUN_CONFIG = "data.yml"
 
 
 def write(
-    folder: Path, final: Path, sources: Sequence[Source], record: Mapping[str, Any], tokenizer: Tokenizer
+    folder: Path, final: Path, sources: Sequence[CorpusSource], record: Mapping[str, Any], tokenizer: Tokenizer
 ) -> None:
     """Write ``data.yml`` into ``folder``, with paths as they will be under ``final``.
 
@@ -138,7 +138,7 @@ def empty_splits(entries: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def training_weights(sources: Sequence[Source], entries: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def training_weights(sources: Sequence[CorpusSource], entries: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Share of the training tokens by the name of each entry of the manifest, in all 1.
 
     Without weights a source counts by its tokens, and a set by its tokens within its source.

@@ -18,10 +18,10 @@ from typing import Protocol
 import numpy as np
 
 from megatron_coca.data.errors import DataError, OutOfMemory
-from megatron_coca.data.preparation.plan import Rules, Source, position, split_of
+from megatron_coca.data.preparation.plan import CorpusSource, Rules, position, split_of
 from megatron_coca.data.readers import open_reader
 from megatron_coca.data.readers.files import place_of
-from megatron_coca.data.readers.source import Chunk, Document, Problems, Reader, Unit
+from megatron_coca.data.readers.source import Chunk, Document, Reader, ReadingProblems, ReadUnit
 from megatron_coca.data.shards import token_dtype
 from megatron_coca.data.tokenizers.kinds import Tokenizer
 from megatron_coca.data.tokenizers.load import load_saved_tokenizer
@@ -99,26 +99,26 @@ class Prepared:
     digests: list[bytes]
     bands: np.ndarray | None
     sets: frozenset[str]
-    problems: Problems
+    problems: ReadingProblems
 
 
 class Workshop:
     """Turns chunks into columns."""
 
-    def __init__(self, sources: Sequence[Source], tokenizer: Tokenizer, rules: Rules) -> None:
+    def __init__(self, sources: Sequence[CorpusSource], tokenizer: Tokenizer, rules: Rules) -> None:
         self._sources, self._tokenizer, self._rules = sources, tokenizer, rules
         self._readers = [open_reader(source.spec) for source in sources]
         self._dtype = token_dtype(tokenizer.vocab_size)
 
     def prepare(self, number: int, chunk: Chunk) -> Prepared:
         """Columns of a chunk of source ``number``."""
-        source, problems = self._sources[number], Problems(self._rules.strict)
+        source, problems = self._sources[number], ReadingProblems(self._rules.strict)
         try:
             return self._prepared(source, number, chunk, problems)
         except MemoryError as error:
             raise OutOfMemory(place_of(chunk)) from error
 
-    def _prepared(self, source: Source, number: int, chunk: Chunk, problems: Problems) -> Prepared:
+    def _prepared(self, source: CorpusSource, number: int, chunk: Chunk, problems: ReadingProblems) -> Prepared:
         documents = [d for d in self._readers[number].documents(chunk, problems) if _sampled(d, source, problems)]
         texts = [document.text for document in documents]
         encoded = [text.encode() for text in texts]
@@ -137,12 +137,12 @@ class Workshop:
             problems=problems,
         )
 
-    def _target(self, document: Document, source: Source) -> Target:
+    def _target(self, document: Document, source: CorpusSource) -> Target:
         part = document.part if source.spec.divide else ""
         return part, source.split or split_of(document.key, self._rules)
 
 
-def _sampled(document: Document, source: Source, problems: Problems) -> bool:
+def _sampled(document: Document, source: CorpusSource, problems: ReadingProblems) -> bool:
     if source.fraction == 1 or position(f"sample/{document.text}") < source.fraction:
         return True
     problems.leave_out("not in the fraction")
@@ -157,7 +157,7 @@ def _joined(documents: Iterable[Sequence[int]], eod: int, dtype: type[np.integer
 _workshop: Workshop | None = None  # one per process of the pool: opening a tokenizer takes longer than a chunk
 
 
-def begin_process(sources: Sequence[Source], tokenizer: Path, rules: Rules) -> None:
+def begin_process(sources: Sequence[CorpusSource], tokenizer: Path, rules: Rules) -> None:
     """Set up a process of the pool."""
     global _workshop
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -220,7 +220,7 @@ class Submit(Protocol):
 
 
 def cut(
-    readers: Sequence[Reader], units: Sequence[tuple[int, Unit]], first_unit: int, first_chunk: int
+    readers: Sequence[Reader], units: Sequence[tuple[int, ReadUnit]], first_unit: int, first_chunk: int
 ) -> Iterator[_Cut]:
     """(unit, source, chunk) of everything from a place on, with a ``UnitDone`` after each unit."""
     for number in range(first_unit, len(units)):
@@ -272,7 +272,7 @@ def _without_interrupts() -> Iterator[None]:
 class Pool:
     """``workers`` processes, or this one where ``workers`` is 0. A context manager."""
 
-    def __init__(self, workers: int, sources: Sequence[Source], tokenizer: Path, rules: Rules) -> None:
+    def __init__(self, workers: int, sources: Sequence[CorpusSource], tokenizer: Path, rules: Rules) -> None:
         self._workshop = Workshop(sources, load_saved_tokenizer(tokenizer), rules) if not workers else None
         self._executor = None
         self.in_flight = IN_FLIGHT * workers

@@ -9,7 +9,7 @@ from typing import Literal
 
 from megatron_coca.data.errors import DataError, OutOfMemory
 from megatron_coca.data.readers import open_reader
-from megatron_coca.data.readers.source import Chunk, Document, Problems, Reader, SourceSpec, Unit
+from megatron_coca.data.readers.source import Chunk, Document, Reader, ReadingProblems, ReadUnit, SourceSpec
 
 SPLITS = ("train", "valid", "test")
 MAX_RECORD_MIB = 2048
@@ -17,7 +17,7 @@ MAX_RECORD_MIB = 2048
 
 
 @dataclass(frozen=True)
-class Source:
+class CorpusSource:
     """A source, and what becomes of its documents.
 
     Attributes:
@@ -93,7 +93,7 @@ def shard_name(source: str, part: str, split: str) -> str:
     return "_".join(filter(None, (source, slug, split)))
 
 
-def check(sources: Sequence[Source], rules: Rules) -> None:
+def check(sources: Sequence[CorpusSource], rules: Rules) -> None:
     """Raise ``DataError`` for what cannot be meant."""
     names = [source.spec.name for source in sources]
     if not names or len(set(names)) != len(names):
@@ -113,7 +113,7 @@ def check(sources: Sequence[Source], rules: Rules) -> None:
         )
 
 
-def _check_files(sources: Sequence[Source]) -> None:
+def _check_files(sources: Sequence[CorpusSource]) -> None:
     """Two shards must not have one name; sets that are not listed are known only when they come."""
     owners: dict[str, str] = {}
     for source in sources:
@@ -125,7 +125,7 @@ def _check_files(sources: Sequence[Source]) -> None:
             owners[name] = told
 
 
-def _check_source(source: Source) -> None:
+def _check_source(source: CorpusSource) -> None:
     name = source.spec.name
     if not name.replace("-", "").replace("_", "").isalnum() or not name.isascii():
         raise DataError(f"Source name {name!r}: letters, digits, - and _ only, since it names files.")
@@ -149,15 +149,15 @@ class Inputs:
         unread: of each source, how many files in its folders are none of its units, by the reason.
     """
 
-    units: Sequence[tuple[int, Unit]]
+    units: Sequence[tuple[int, ReadUnit]]
     unread: Sequence[Counter[str]]
 
-    def of(self, source: int) -> list[Unit]:
+    def of(self, source: int) -> list[ReadUnit]:
         """The units of one source."""
         return [unit for owner, unit in self.units if owner == source]
 
 
-def find_inputs(sources: Sequence[Source]) -> Inputs:
+def find_inputs(sources: Sequence[CorpusSource]) -> Inputs:
     """List what the sources name. ``DataError`` for a path that is missing or unreadable."""
     readers = [open_reader(source.spec) for source in sources]
     units = [(number, unit) for number, reader in enumerate(readers) for unit in reader.units()]
@@ -168,7 +168,7 @@ PARSED_BYTES = 1 << 30
 """Of a source larger than this on the disk, only about so much is parsed."""
 
 
-def training_texts(sources: Sequence[Source], rules: Rules, characters: int) -> Iterator[str]:
+def training_texts(sources: Sequence[CorpusSource], rules: Rules, characters: int) -> Iterator[str]:
     """About ``characters`` characters of training text, an equal share per source; all there is where that is less.
 
     They come evenly from all units of a source, by what each takes on the disk. Faults are not reported: the
@@ -187,11 +187,11 @@ def training_texts(sources: Sequence[Source], rules: Rules, characters: int) -> 
         raise DataError("There is no text to train a tokenizer on: all documents are held out. Hold out fewer.")
 
 
-def _source_texts(source: Source, rules: Rules, share: int) -> Iterator[str]:
+def _source_texts(source: CorpusSource, rules: Rules, share: int) -> Iterator[str]:
     reader = open_reader(source.spec)
     units = reader.units()
     size = sum(unit.size for unit in units)
-    problems = Problems()
+    problems = ReadingProblems()
     due, found = 0.0, False
     for unit in units:
         due += 0 if size else share / len(units)
@@ -208,7 +208,7 @@ def _source_texts(source: Source, rules: Rules, share: int) -> Iterator[str]:
         raise DataError(nothing_usable(source, units, problems))
 
 
-def _chunks(reader: Reader, unit: Unit, size: int, rules: Rules) -> Iterator[tuple[Chunk, bool]]:
+def _chunks(reader: Reader, unit: ReadUnit, size: int, rules: Rules) -> Iterator[tuple[Chunk, bool]]:
     """The chunks of a unit, and whether each is among those of a source of ``size`` bytes that are parsed."""
     try:
         for number, chunk in enumerate(reader.chunks(unit)):
@@ -218,13 +218,13 @@ def _chunks(reader: Reader, unit: Unit, size: int, rules: Rules) -> Iterator[tup
             raise
 
 
-def _scattered(documents: Sequence[Document], source: Source, rules: Rules) -> list[str]:
+def _scattered(documents: Sequence[Document], source: CorpusSource, rules: Rules) -> list[str]:
     """Texts to train on in the order of their hash: the first of them are a fair choice."""
     trained = [d.text for d in documents if (source.split or split_of(d.key, rules)) == "train"]
     return sorted(trained, key=lambda text: position(f"tokenizer/{text}"))
 
 
-def nothing_usable(source: Source, units: Sequence[Unit], problems: Problems) -> str:
+def nothing_usable(source: CorpusSource, units: Sequence[ReadUnit], problems: ReadingProblems) -> str:
     """What to tell of a source that gave no document."""
     left_out = "; ".join(f"{count} left out: {reason}" for reason, count in problems.filtered.most_common(3))
     named = "; ".join(filter(None, (*problems.named[:3], left_out))) or "the files are empty"

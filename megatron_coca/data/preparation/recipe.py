@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from megatron_coca.data.errors import DataError
-from megatron_coca.data.preparation.plan import MAX_RECORD_MIB, Rules, Source
+from megatron_coca.data.preparation.plan import MAX_RECORD_MIB, CorpusSource, Rules
 from megatron_coca.data.readers.source import Filters, SourceSpec
 from megatron_coca.data.tokenizers.load import TOKENIZERS
 from megatron_coca.data.tokenizers.training import TRAINERS
@@ -94,7 +94,7 @@ class Recipe:
     ``tokenizer`` has the arguments of ``load_tokenizer``; it or ``training`` is None.
     """
 
-    sources: list[Source]
+    sources: list[CorpusSource]
     rules: Rules
     output: Path | None
     tokenizer: dict[str, str | None] | None
@@ -156,7 +156,7 @@ def _tokenizer(recipe: _Recipe, base: Path) -> dict[str, str | None] | None:
     }
 
 
-def _source(name: str, source: _Source, base: Path) -> Source:
+def _source(name: str, source: _Source, base: Path) -> CorpusSource:
     spec = SourceSpec(
         name=name,
         paths=_datasets(source.paths, base) if source.reader == "huggingface" else _expanded(source.paths, base),
@@ -175,7 +175,7 @@ def _source(name: str, source: _Source, base: Path) -> Source:
         max_record_mib=source.max_record_mib,
     )
     weights: Mapping[str, float] = source.sets if isinstance(source.sets, dict) else {}
-    return Source(spec, source.weight, weights, source.duplicates, source.fraction, source.split)
+    return CorpusSource(spec, source.weight, weights, source.duplicates, source.fraction, source.split)
 
 
 def _datasets(paths: Sequence[str], base: Path) -> list[Path | str]:

@@ -20,17 +20,17 @@ from megatron_coca.data.preparation import manifest
 from megatron_coca.data.preparation.journal import JOURNAL, Journal, ShardState, State
 from megatron_coca.data.preparation.pipeline import ChunkDone, Pool, Prepared, Step, UnitDone, cut, in_order
 from megatron_coca.data.preparation.plan import (
+    CorpusSource,
     Execution,
     Inputs,
     Rules,
-    Source,
     check,
     find_inputs,
     nothing_usable,
     shard_name,
 )
 from megatron_coca.data.readers import open_reader
-from megatron_coca.data.readers.source import Problems, Unit
+from megatron_coca.data.readers.source import ReadingProblems, ReadUnit
 from megatron_coca.data.shard_writer import LENGTHS_SUFFIX, ShardWriter, Written
 from megatron_coca.data.shards import SUFFIXES
 from megatron_coca.data.tokenizers.kinds import Tokenizer
@@ -123,7 +123,7 @@ class Outputs:
 class Progress:
     """A bar over the bytes of all units, or over their number where no size is known."""
 
-    def __init__(self, units: Sequence[tuple[int, Unit]], names: Sequence[str], first: int, shown: bool) -> None:
+    def __init__(self, units: Sequence[tuple[int, ReadUnit]], names: Sequence[str], first: int, shown: bool) -> None:
         self._names, self._by_size = names, any(unit.size for _, unit in units)
         sizes = [unit.size if self._by_size else 1 for _, unit in units]
         self._bar = tqdm(
@@ -156,7 +156,7 @@ TokenizerSource = Tokenizer | Callable[[Path], Tokenizer]
 
 
 def prepare(
-    sources: Sequence[Source],
+    sources: Sequence[CorpusSource],
     output: Path,
     tokenizer: TokenizerSource,
     rules: Rules | None = None,
@@ -257,7 +257,7 @@ def _tokenizer(source: TokenizerSource, journal: Journal, folder: Path) -> Token
 
 
 def _settings(
-    sources: Sequence[Source], tokenizer: TokenizerSource, rules: Rules, notes: dict[str, Any] | None
+    sources: Sequence[CorpusSource], tokenizer: TokenizerSource, rules: Rules, notes: dict[str, Any] | None
 ) -> dict[str, Any]:
     """Everything that decides what is written, but for the files, which the journal has one by one, and for what is done
     about faults, which may be decided anew.
@@ -274,7 +274,7 @@ def _settings(
 class _Preparation:
     def __init__(
         self,
-        sources: Sequence[Source],
+        sources: Sequence[CorpusSource],
         tokenizer: Tokenizer,
         rules: Rules,
         settings: dict[str, Any],
@@ -297,7 +297,8 @@ class _Preparation:
         strict, found = self._rules.strict, self._state.findings
         self._sets = {name: set(found.get(name, {}).get("sets", ())) for name in self._names}
         self._problems = {
-            name: Problems.restored(found[name], strict) if name in found else Problems(strict) for name in self._names
+            name: ReadingProblems.restored(found[name], strict) if name in found else ReadingProblems(strict)
+            for name in self._names
         }
         vocab_size = self._tokenizer.vocab_size
         with closing(Outputs(self._folder, self._names, vocab_size, self._state.shards)) as self._outputs:

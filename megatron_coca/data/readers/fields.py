@@ -7,7 +7,15 @@ from typing import Any
 
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.readers.languages import PROSE, language_of_path
-from megatron_coca.data.readers.source import Document, Filters, Problems, RejectedRecord, Row, SourceSpec, content_key
+from megatron_coca.data.readers.source import (
+    Document,
+    Filters,
+    ReadingProblems,
+    RejectedRecord,
+    Row,
+    SourceSpec,
+    content_key,
+)
 from megatron_coca.data.readers.streams import decode
 
 _PERMISSIVE_WORDS = (
@@ -224,7 +232,7 @@ class Fields:
         self._sets, self._divide = frozenset(spec.sets), spec.divide
         self._filters = spec.filters if spec.filters != Filters() else None
 
-    def documents(self, rows: Iterable[tuple[str, Row]], problems: Problems) -> Iterator[Document]:
+    def documents(self, rows: Iterable[tuple[str, Row]], problems: ReadingProblems) -> Iterator[Document]:
         """The documents of (place, record); the others go to ``problems``."""
         for place, row in rows:
             try:

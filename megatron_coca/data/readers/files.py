@@ -24,7 +24,7 @@ from megatron_coca.data.readers.folders import (
     unread_files,
     unread_reason,
 )
-from megatron_coca.data.readers.source import Chunk, Document, Problems, Row, SourceSpec, Unit, check_keys
+from megatron_coca.data.readers.source import Chunk, Document, ReadingProblems, ReadUnit, Row, SourceSpec, check_keys
 from megatron_coca.data.readers.streams import BLOCK, TEXT_FORMATS, StreamFormat, TooLong, pieces, raw_blocks
 from megatron_coca.data.readers.tables import TABLE_FORMATS, packed, table_rows
 from megatron_coca.data.readers.wikipedia import settled
@@ -45,7 +45,7 @@ class Unread:
 
     delimiter: ClassVar[None] = None
 
-    def rows(self, chunk: Chunk, problems: Problems) -> Iterator[tuple[str, Row]]:
+    def rows(self, chunk: Chunk, problems: ReadingProblems) -> Iterator[tuple[str, Row]]:
         """None."""
         problems.leave_out(chunk.payload.decode())
         return iter(())
@@ -56,7 +56,7 @@ class LongRecord:
 
     delimiter: ClassVar[None] = None
 
-    def rows(self, chunk: Chunk, problems: Problems) -> Iterator[tuple[str, Row]]:
+    def rows(self, chunk: Chunk, problems: ReadingProblems) -> Iterator[tuple[str, Row]]:
         """None; the record is reported."""
         place = f"{chunk.path}:{chunk.first}" if chunk.first else chunk.path
         problems.add(place, "record too long", chunk.payload.decode())
@@ -94,7 +94,7 @@ class Contents:
 
     def _archived(self, place: str, blocks: Iterator[bytes]) -> Iterator[Piece]:
         """A damaged file in an archive that goes on behind it does not hide the others; the error comes at the end."""
-        damaged = Problems()
+        damaged = ReadingProblems()
         try:
             for name, content in members(place, blocks):
                 try:
@@ -142,7 +142,7 @@ class Contents:
             )
 
 
-def _told(damaged: Problems) -> str:
+def _told(damaged: ReadingProblems) -> str:
     more = ", ..." if damaged.total > _TOLD else ""
     return f"{damaged.total} damaged in it, read as far as they go: {', '.join(damaged.named[:_TOLD])}{more}."
 
@@ -191,7 +191,7 @@ class FileReader:
         }
         self._contents = Contents(self._streams, block, spec.max_record)
 
-    def units(self) -> list[Unit]:
+    def units(self) -> list[ReadUnit]:
         """One per file. ``DataError`` for a path that is missing, of no known type, or named twice."""
         files = corpus_files([Path(path) for path in self.spec.paths])
         for file, times in Counter(files).items():
@@ -199,7 +199,7 @@ class FileReader:
                 raise DataError(f"{file}: is named twice in {self.spec.name}. Name it once; weights repeat it.")
         return [file_unit(file) for file in files]
 
-    def chunks(self, unit: Unit) -> Iterator[Chunk]:
+    def chunks(self, unit: ReadUnit) -> Iterator[Chunk]:
         """Cut a file; its records keep their order. ``DataError`` where it is damaged, after what comes before.
 
         Damaged files in a sound archive do not hide those after them: the error follows at the end, and names them.
@@ -214,7 +214,7 @@ class FileReader:
                 yield Chunk(place, first, bundle, position - sent)
                 sent = position
 
-    def documents(self, chunk: Chunk, problems: Problems) -> Iterator[Document]:
+    def documents(self, chunk: Chunk, problems: ReadingProblems) -> Iterator[Document]:
         """The documents of a chunk; what cannot be used goes to ``problems``."""
         for form, piece in chunk.payload:
             rows = table_rows if form in TABLE_FORMATS else self._streams[form].rows
@@ -268,7 +268,7 @@ def place_of(chunk: Chunk) -> str:
     return f"{chunk.path}:{chunk.first}" if chunk.first else chunk.path
 
 
-def file_unit(file: Path) -> Unit:
+def file_unit(file: Path) -> ReadUnit:
     """A file as it is now. ``DataError`` for one that is missing, or that only looks like a file, such as a pipe."""
     try:
         status = os.stat(file)
@@ -276,10 +276,10 @@ def file_unit(file: Path) -> Unit:
         raise DataError(f"{file}: cannot be read ({error}). Check the path and its permissions.") from error
     if not stat.S_ISREG(status.st_mode):
         raise DataError(f"{file}: is a pipe, a device or the like. Write its content into a file and name that.")
-    return Unit(str(file), status.st_size, f"{status.st_size}-{status.st_mtime_ns}")
+    return ReadUnit(str(file), status.st_size, f"{status.st_size}-{status.st_mtime_ns}")
 
 
-def read_documents(path: Path, text_field: str = "text", problems: Problems | None = None) -> Iterator[Document]:
+def read_documents(path: Path, text_field: str = "text", problems: ReadingProblems | None = None) -> Iterator[Document]:
     """Stream the documents of a file or folder in this process; memory holds one chunk, or one record if larger.
 
     Args:
@@ -288,7 +288,7 @@ def read_documents(path: Path, text_field: str = "text", problems: Problems | No
     Raises:
         DataError: a missing, unreadable, damaged or unknown file; after the documents before the damage.
     """
-    problems = Problems(strict=True) if problems is None else problems
+    problems = ReadingProblems(strict=True) if problems is None else problems
     # One document may be a whole book collection: what is evaluated on is chosen, not collected.
     reader = FileReader(SourceSpec(str(path), [path], fields={"text": text_field}, max_record_mib=1024))
     for unit in reader.units():

@@ -13,7 +13,7 @@ from megatron_coca.data.errors import DataError
 from megatron_coca.data.readers.compression import COMPRESSIONS
 from megatron_coca.data.readers.files import FileReader, file_unit, table_piece
 from megatron_coca.data.readers.folders import corpus_files, is_saved_dataset, kind_of, saved_splits
-from megatron_coca.data.readers.source import Chunk, Document, Problems, SourceSpec, Unit, check_keys
+from megatron_coca.data.readers.source import Chunk, Document, ReadingProblems, ReadUnit, SourceSpec, check_keys
 from megatron_coca.data.readers.streams import BLOCK
 from megatron_coca.data.readers.tables import packed
 
@@ -43,7 +43,7 @@ class HuggingFaceReader:
         self._files = FileReader(replace(spec, options={}), block)
         self._split = spec.options.get("split", DEFAULT_SPLIT)
 
-    def units(self) -> list[Unit]:
+    def units(self) -> list[ReadUnit]:
         """One per Arrow file of a saved data set, else one per path, of size 0.
 
         Raises:
@@ -51,7 +51,7 @@ class HuggingFaceReader:
         """
         return [unit for path in self.spec.paths for unit in self._units(str(path))]
 
-    def chunks(self, unit: Unit) -> Iterator[Chunk]:
+    def chunks(self, unit: ReadUnit) -> Iterator[Chunk]:
         """Cut an Arrow file, or stream a data set. ``DataError`` where it cannot be read on."""
         if Path(unit.path).is_file() and unit.size:
             yield from self._files.chunks(unit)
@@ -65,7 +65,7 @@ class HuggingFaceReader:
                         yield Chunk(unit.path, number, (piece,), 0)
                         number += rows
 
-    def documents(self, chunk: Chunk, problems: Problems) -> Iterator[Document]:
+    def documents(self, chunk: Chunk, problems: ReadingProblems) -> Iterator[Document]:
         """The documents of a chunk; what cannot be used goes to ``problems``."""
         return self._files.documents(chunk, problems)
 
@@ -73,15 +73,15 @@ class HuggingFaceReader:
         """None: which files of a folder belong to a data set, its description or ``datasets`` decides."""
         return Counter()
 
-    def _units(self, path: str) -> list[Unit]:
+    def _units(self, path: str) -> list[ReadUnit]:
         place = Path(path)
         if place.is_dir() and (saved := _saved_split(place, self._split)):
             return [file_unit(file) for file in corpus_files([saved])]
         if place.exists():
-            return [Unit(path, 0, _stamp(place))]
+            return [ReadUnit(path, 0, _stamp(place))]
         if path.startswith((".", "/", "~")) or path.count("/") > 1 or _is_file_name(path):
             raise DataError(f"{path}: no such file or folder. Check the path, or name a data set as owner/name.")
-        return [Unit(path, 0, self._commit(path))]
+        return [ReadUnit(path, 0, self._commit(path))]
 
     def _commit(self, name: str) -> str:
         """The hub's commit that the reading is pinned to."""
@@ -90,7 +90,7 @@ class HuggingFaceReader:
 
             return str(HfApi().dataset_info(name, revision=self.spec.options.get("revision")).sha)
 
-    def _stream(self, unit: Unit) -> Any:
+    def _stream(self, unit: ReadUnit) -> Any:
         datasets = _datasets()
         place = Path(unit.path)
         where: dict[str, Any] = {"path": unit.path, "revision": unit.stamp}

@@ -22,10 +22,10 @@ from megatron_coca.data.readers.source import (
     Chunk,
     Document,
     Filters,
-    Problems,
+    ReadingProblems,
+    ReadUnit,
     RejectedRecord,
     SourceSpec,
-    Unit,
     check_keys,
 )
 
@@ -242,7 +242,7 @@ class RepositoryReader:
         if spec.metadata is not None and not Path(spec.metadata).is_file():
             raise DataError(f"{spec.metadata}: no such file. Correct the metadata of {spec.name}.")
 
-    def units(self) -> list[Unit]:
+    def units(self) -> list[ReadUnit]:
         """One per repository. Its stamp tells names, sizes and times of its source files, and the metadata.
 
         ``DataError`` for a path that is no folder, or holds no repository. A million files take about 3 s where the
@@ -251,10 +251,10 @@ class RepositoryReader:
         known = digest(Path(self._spec.metadata)) if self._spec.metadata is not None else ""
         return [self._unit(path, known) for root in self._spec.paths for path in self._found(str(root))]
 
-    def _unit(self, path: str, known: str) -> Unit:
+    def _unit(self, path: str, known: str) -> ReadUnit:
         repository = self._name(path) is not None
         size, stamp = fingerprint(path) if repository else (0, repr(sorted(outside(path).items())))
-        return Unit(path, size, hashlib.sha256(f"{stamp} {known}".encode()).hexdigest()[:32])
+        return ReadUnit(path, size, hashlib.sha256(f"{stamp} {known}".encode()).hexdigest()[:32])
 
     def unread(self) -> Counter[str]:
         """None: what is passed over in folders of repositories is counted with their chunks."""
@@ -268,7 +268,7 @@ class RepositoryReader:
         except OSError as error:
             raise DataError(f"{root}: cannot be listed ({error.strerror}). Check its permissions.") from error
 
-    def chunks(self, unit: Unit) -> Iterator[Chunk]:
+    def chunks(self, unit: ReadUnit) -> Iterator[Chunk]:
         """Names of about a megabyte of files. What else was met is sent along, to be counted."""
         walk, names, size, first = Walk(), list[str](), 0, 1
         repository = self._name(unit.path)
@@ -295,7 +295,7 @@ class RepositoryReader:
                 return shown(os.path.relpath(path, root))
         raise DataError(f"{path}: not a repository of {self._spec.name}. Read the units that this reader gave.")
 
-    def documents(self, chunk: Chunk, problems: Problems) -> Iterator[Document]:
+    def documents(self, chunk: Chunk, problems: ReadingProblems) -> Iterator[Document]:
         """One document per file of a known language.
 
         Left out: "binary", "empty file", "unknown file type", and what the filters say. Faults: "unreadable",

@@ -36,7 +36,7 @@ class RejectedRecord(Exception):
 
 
 @dataclass
-class Problems:
+class ReadingProblems:
     """Records that did not become documents.
 
     Faults are counted by kind, and the first ``NAMED_PROBLEMS`` named by file and line; with ``strict`` the first one
@@ -62,7 +62,7 @@ class Problems:
         if count:
             self.filtered[reason] += count
 
-    def merge(self, other: "Problems") -> None:
+    def merge(self, other: "ReadingProblems") -> None:
         """Add what was found in a later stretch of the same source."""
         self.counts.update(other.counts)
         self.filtered.update(other.filtered)
@@ -175,7 +175,7 @@ def check_keys(spec: SourceSpec, reader: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class ReadUnit:
     """What is read from its beginning to its end: a file, a repository, a data set.
 
     Attributes:
@@ -209,16 +209,16 @@ class Chunk:
 class Reader(Protocol):
     """Made from a ``SourceSpec``; can be pickled."""
 
-    def units(self) -> list[Unit]:
+    def units(self) -> list[ReadUnit]:
         """What there is to read, in the order of reading. ``DataError`` for a path that is missing or unreadable."""
 
-    def chunks(self, unit: Unit) -> Iterator[Chunk]:
+    def chunks(self, unit: ReadUnit) -> Iterator[Chunk]:
         """Cut a unit, the same way every time; memory holds one chunk, or one record where that is larger.
 
         Raises ``DataError`` at the place where the unit is damaged, after all that comes before it was yielded.
         """
 
-    def documents(self, chunk: Chunk, problems: Problems) -> Iterator[Document]:
+    def documents(self, chunk: Chunk, problems: ReadingProblems) -> Iterator[Document]:
         """The documents of a chunk, in order. What cannot be used goes to ``problems``."""
 
     def unread(self) -> Counter[str]:

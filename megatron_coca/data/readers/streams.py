@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import IO, Any, NamedTuple, Protocol
 
 from megatron_coca.data.errors import DataError, OutOfMemory
-from megatron_coca.data.readers.source import Chunk, Problems, RejectedRecord, Row
+from megatron_coca.data.readers.source import Chunk, ReadingProblems, RejectedRecord, Row
 
 BLOCK = 1 << 20  # bytes; a chunk is at least one block where there is as much, and little more
 
@@ -138,7 +138,7 @@ class StreamFormat(Protocol):
         """A record ends after it; None where the stream is one record."""
         ...
 
-    def rows(self, chunk: Chunk, problems: Problems) -> Iterator[tuple[str, Row]]:
+    def rows(self, chunk: Chunk, problems: ReadingProblems) -> Iterator[tuple[str, Row]]:
         """(place, record) of each record in ``chunk.payload`` (bytes), the first of which is number ``chunk.first``.
 
         A place is "path:number". What is not a record of this format goes to ``problems``.
@@ -151,7 +151,7 @@ class JsonLines:
 
     delimiter = b"\n"
 
-    def rows(self, chunk: Chunk, problems: Problems) -> Iterator[tuple[str, Row]]:
+    def rows(self, chunk: Chunk, problems: ReadingProblems) -> Iterator[tuple[str, Row]]:
         """The objects, by their line."""
         for number, line in _lines(chunk):
             place = f"{chunk.path}:{number}"
@@ -170,7 +170,7 @@ class TextFile:
 
     delimiter = None
 
-    def rows(self, chunk: Chunk, problems: Problems) -> Iterator[tuple[str, Row]]:
+    def rows(self, chunk: Chunk, problems: ReadingProblems) -> Iterator[tuple[str, Row]]:
         """One row with ``text``, by the file alone."""
         yield from _text_rows([(chunk.path, chunk.payload.removeprefix(_BYTE_ORDER_MARK))], problems)
 
@@ -180,7 +180,7 @@ class TextLines:
 
     delimiter = b"\n"
 
-    def rows(self, chunk: Chunk, problems: Problems) -> Iterator[tuple[str, Row]]:
+    def rows(self, chunk: Chunk, problems: ReadingProblems) -> Iterator[tuple[str, Row]]:
         """Rows with ``text``, without the line's end, by their line."""
         lines = ((f"{chunk.path}:{number}", line.removesuffix(b"\r")) for number, line in _lines(chunk))
         yield from _text_rows(lines, problems)
@@ -191,7 +191,7 @@ class TextParagraphs:
 
     delimiter = b"\n\n"
 
-    def rows(self, chunk: Chunk, problems: Problems) -> Iterator[tuple[str, Row]]:
+    def rows(self, chunk: Chunk, problems: ReadingProblems) -> Iterator[tuple[str, Row]]:
         """Rows with ``text``, without the last line's end, by their first line."""
         yield from _text_rows(self._paragraphs(chunk), problems)
 
@@ -227,7 +227,7 @@ def _lines(chunk: Chunk) -> Iterator[tuple[int, bytes]]:
             yield number, line
 
 
-def _text_rows(records: Iterable[tuple[str, bytes]], problems: Problems) -> Iterator[tuple[str, Row]]:
+def _text_rows(records: Iterable[tuple[str, bytes]], problems: ReadingProblems) -> Iterator[tuple[str, Row]]:
     for place, raw in records:
         try:
             row = {"text": decode(raw)}

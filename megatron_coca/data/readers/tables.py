@@ -8,7 +8,7 @@ from typing import IO, Any
 import numpy as np
 
 from megatron_coca.data.errors import DataError
-from megatron_coca.data.readers.source import Chunk, Problems, Row
+from megatron_coca.data.readers.source import Chunk, ReadingProblems, Row
 from megatron_coca.data.readers.streams import TooLong
 
 Choose = Callable[[list[str]], list[str]]
@@ -116,7 +116,7 @@ def _text_lengths(column: Any) -> np.ndarray | None:
     return None
 
 
-def table_rows(chunk: Chunk, problems: Problems) -> Iterator[tuple[str, Row]]:
+def table_rows(chunk: Chunk, problems: ReadingProblems) -> Iterator[tuple[str, Row]]:
     """(place, row) of a packed batch, whose first row is number ``chunk.first``; a place is "path:number"."""
     table = _pyarrow("pyarrow").ipc.open_stream(chunk.payload).read_all()
     names = table.schema.names
@@ -128,7 +128,7 @@ def table_rows(chunk: Chunk, problems: Problems) -> Iterator[tuple[str, Row]]:
         yield from _rows_one_by_one(table, chunk, problems)
 
 
-def _rows_one_by_one(table: Any, chunk: Chunk, problems: Problems) -> Iterator[tuple[str, Row]]:
+def _rows_one_by_one(table: Any, chunk: Chunk, problems: ReadingProblems) -> Iterator[tuple[str, Row]]:
     for index in range(table.num_rows):
         place = f"{chunk.path}:{chunk.first + index}"
         try:

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from xml.etree import ElementTree
 
 from megatron_coca.data.errors import DataError
-from megatron_coca.data.readers.source import Chunk, Problems, RejectedRecord, Row
+from megatron_coca.data.readers.source import Chunk, ReadingProblems, RejectedRecord, Row
 from megatron_coca.data.readers.streams import decode
 
 Arguments = Sequence[str]
@@ -620,7 +620,7 @@ def _parse(pages: list[bytes]) -> ElementTree.Element:
         raise RejectedRecord("invalid XML", str(error)) from error
 
 
-def _row(pages: list[bytes], problems: Problems) -> Row | None:
+def _row(pages: list[bytes], problems: ReadingProblems) -> Row | None:
     page = _parse(pages)
     title = page.findtext("title", "").strip()
     wikitext = page.findtext("revision[last()]/text")
@@ -648,7 +648,7 @@ class WikipediaPages:
 
     delimiter: ClassVar[bytes] = _CLOSING
 
-    def rows(self, chunk: Chunk, problems: Problems) -> Iterator[tuple[str, Row]]:
+    def rows(self, chunk: Chunk, problems: ReadingProblems) -> Iterator[tuple[str, Row]]:
         """(place, row) of every article in a chunk, whose payload is bytes that begin between two pages.
 
         Faults: "invalid XML" (a page that does not parse, or does not end), "missing field", "wikitext not parsed".
@@ -700,7 +700,7 @@ class WikiExtract:
 
     delimiter: ClassVar[bytes] = b"</doc>"
 
-    def rows(self, chunk: Chunk, problems: Problems) -> Iterator[tuple[str, Row]]:
+    def rows(self, chunk: Chunk, problems: ReadingProblems) -> Iterator[tuple[str, Row]]:
         """(place, row) of every article: its ``text``, the attributes of its tag, and its title as ``key``.
 
         Faults: "invalid <doc>", "missing field", "invalid UTF-8". Articles of nothing but a title are left out.
@@ -722,7 +722,7 @@ class WikiExtract:
             problems.add(f"{chunk.path}:{first + len(records)}", "invalid <doc>", "it does not end")
 
 
-def _wiki_extract_row(record: bytes, place: str, problems: Problems) -> Row:
+def _wiki_extract_row(record: bytes, place: str, problems: ReadingProblems) -> Row:
     text = decode(record).removeprefix("\ufeff")
     openings = list(_WIKI_EXTRACT_OPENING.finditer(text))
     if not openings:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_coca.attention.context import Frame
+from megatron_coca.attention.context import PositionContext
 from megatron_coca.attention.inputs import AttentionInputs, DistanceBias
 from megatron_coca.attention.method import PositionEncoding, PositionMethod
 from megatron_coca.evaluation.analysis.records import Angles, Border, Borders, Curve, Quantiles, Share
@@ -200,7 +200,7 @@ class Turntable:
         self.distances = torch.tensor(distances, device=device)
         self.keys = distances[-1] - self.distances.flip(0)  # ascending positions, as in a sequence
         self.last = torch.tensor([distances[-1]], device=device)
-        self.frame: Frame = encoding(self.last, length, torch.float64, key_positions=self.keys)
+        self.frame: PositionContext = encoding(self.last, length, torch.float64, key_positions=self.keys)
         self._sums = self._partial_sums(encoding, length) if self._is_bounded() else None
 
     def turn(self, q: Tensor, k: Tensor, bias: DistanceBias | None) -> Turned:

@@ -43,7 +43,7 @@ from megatron_coca.evaluation.analysis.records import (
 from megatron_coca.evaluation.documents import Documents, add_document_options, read_subject_documents
 from megatron_coca.evaluation.options import add_subject_options, int_list, positive_int, whole_number
 from megatron_coca.evaluation.results import Cost, EvaluationError, Store, measured
-from megatron_coca.evaluation.subject import Header, Source, Subject, Task, noting_missing, run_subjects
+from megatron_coca.evaluation.subject import EvaluatedCheckpoint, Header, Subject, Task, noting_missing, run_subjects
 from megatron_coca.model import GPT
 from megatron_coca.tables import format_table
 
@@ -299,7 +299,7 @@ def run(args: Namespace) -> int:
     if len(set(args.lengths)) != len(args.lengths) or min(args.lengths) < 2:
         raise EvaluationError(f"--lengths {','.join(map(str, args.lengths))}: name lengths of at least 2, each once")
 
-    def begin(source: Source) -> Analysis:
+    def begin(source: EvaluatedCheckpoint) -> Analysis:
         documents = read_subject_documents(args, source, max(args.lengths))
         return Analysis(documents, tuple(args.lengths), Sampling(args.pairs, args.queries, args.seed))
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from megatron_coca.attention.context import Frame
+from megatron_coca.attention.context import PositionContext
 from megatron_coca.attention.inputs import AttentionInputs, Segment
 from megatron_coca.attention.layer import SelfAttention
 from megatron_coca.attention.method import PositionMethod
@@ -74,7 +74,7 @@ class _Watched:
     def __init__(self, method: PositionMethod, layer: int, visit: Visit) -> None:
         self._method, self._layer, self._visit = method, layer, visit
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, frame: Frame, *rest: Any) -> AttentionInputs:
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, frame: PositionContext, *rest: Any) -> AttentionInputs:
         inputs = self._method.prepare(q, k, v, frame, *rest)
         self._visit(Seen(self._layer, q, k, inputs))
         return inputs

@@ -19,7 +19,7 @@ from megatron_coca.evaluation.options import (
     whole_number,
 )
 from megatron_coca.evaluation.results import Cost, EvaluationError, Missing, Store, measured, out_of_memory
-from megatron_coca.evaluation.subject import Header, Source, Subject, Task, noting_missing, run_subjects
+from megatron_coca.evaluation.subject import EvaluatedCheckpoint, Header, Subject, Task, noting_missing, run_subjects
 from megatron_coca.tables import format_table
 
 logger = logging.getLogger(__name__)
@@ -214,7 +214,7 @@ def run(args: Namespace) -> int:
         "dynamic_length": args.dynamic_length,
     }
 
-    def begin(source: Source) -> Harness:
+    def begin(source: EvaluatedCheckpoint) -> Harness:
         if source.tokenizer is None:
             raise EvaluationError(f"{args.checkpoint}: carries no tokenizer, and tasks are texts; use one that does")
         return Harness(load_suites(selection), protocol, args.max_length, args.overwrite)

@@ -6,8 +6,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 
 from megatron_coca.evaluation.analysis.records import FIGURES, AnalysisResult, LengthAnalysis
-from megatron_coca.evaluation.report.document import Block, Entry, Figure, Line, Table
-from megatron_coca.evaluation.report.reading import Comparable, Group, Loaded, Series, groups
+from megatron_coca.evaluation.report.document import Entry, Figure, Line, ReportBlock, Table
+from megatron_coca.evaluation.report.reading import Comparable, LoadedResult, ResultGroup, Series, groups
 from megatron_coca.evaluation.report.tables import checkpoint_name, data_name, environment_name, heading, lacking
 
 COMPARABLE: Comparable[AnalysisResult] = {
@@ -38,12 +38,12 @@ COLUMNS: dict[str, Number] = {
 """The numbers of the table."""
 
 
-def build(loaded: Sequence[Loaded], papers: bool) -> list[Block]:
+def build(loaded: Sequence[LoadedResult], papers: bool) -> list[ReportBlock]:
     """A table and the plots of each label for each group."""
     return [_block(group, place) for place, group in enumerate(groups(loaded, COMPARABLE), 1)]
 
 
-def _block(group: Group[AnalysisResult], place: int) -> Block:
+def _block(group: ResultGroup[AnalysisResult], place: int) -> ReportBlock:
     lengths = group.lengths()
     lines = [
         Line(f"{series.label}, {length} tokens", _entries(series, length))
@@ -59,7 +59,7 @@ def _block(group: Group[AnalysisResult], place: int) -> Block:
         if series.cells
     ]
     text = (f"Protocol: {group.first.protocol.text}.",)
-    return Block(heading(group), text, tuple(figures), (table,))
+    return ReportBlock(heading(group), text, tuple(figures), (table,))
 
 
 def _entries(series: Series[AnalysisResult], length: int) -> tuple[Entry, ...]:

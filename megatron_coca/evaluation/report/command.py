@@ -17,8 +17,8 @@ from megatron_coca.evaluation.report import (
     speed_section,
     tables,
 )
-from megatron_coca.evaluation.report.document import Block, Document, Section, Table
-from megatron_coca.evaluation.report.reading import REPORT_FILE, RESULT_TYPES, Loaded, read_results
+from megatron_coca.evaluation.report.document import ReportBlock, ReportDocument, Section, Table
+from megatron_coca.evaluation.report.reading import REPORT_FILE, RESULT_TYPES, LoadedResult, read_results
 from megatron_coca.evaluation.results import (
     EvaluationError,
     Record,
@@ -39,7 +39,7 @@ class Part:
     name: str
     title: str
     tasks: tuple[str, ...]
-    build: Callable[[Sequence[Loaded], bool], list[Block]]
+    build: Callable[[Sequence[LoadedResult], bool], list[ReportBlock]]
     printed: bool = True
 
 
@@ -65,7 +65,7 @@ PARTS = (
 """The sections in their order. A new task adds a row here and one to `RESULT_TYPES`."""
 
 
-def build_sections(loaded: Sequence[Loaded], papers: bool) -> tuple[Section, ...]:
+def build_sections(loaded: Sequence[LoadedResult], papers: bool) -> tuple[Section, ...]:
     """Those that there is something for. Raises EvaluationError for labels that stand for two models."""
     sections = []
     for part in PARTS:
@@ -145,16 +145,16 @@ def build_report(
     loaded = read_results(result_files)
     if not any(_says_something(each) for each in loaded):
         raise EvaluationError("no results to report: the files have neither a number nor a reason why there is none")
-    document = Document(title, _summary(loaded), build_sections(loaded, papers))
+    document = ReportDocument(title, _summary(loaded), build_sections(loaded, papers))
     write(folder, document, loaded)
     return document.render_ours(document)
 
 
-def _says_something(loaded: Loaded) -> bool:
+def _says_something(loaded: LoadedResult) -> bool:
     return bool(loaded.result.results or loaded.result.missing)
 
 
-def _summary(loaded: Sequence[Loaded]) -> str:
+def _summary(loaded: Sequence[LoadedResult]) -> str:
     labels = len({each.result.label for each in loaded})
     weights = len({each.result.checkpoint.identity for each in loaded if each.result.task != "speed"})
     counts = ((len(loaded), "result file"), (labels, "label"), (weights, "set of weights"))
@@ -169,7 +169,7 @@ def _plural(name: str) -> str:
     return f"{first}s of {rest}" if rest else f"{first}s"
 
 
-def write(folder: Path, document: Document, loaded: Sequence[Loaded]) -> None:
+def write(folder: Path, document: ReportDocument, loaded: Sequence[LoadedResult]) -> None:
     """The page last, so that it is there only when all else is. Raises EvaluationError."""
     report = Report(
         title=document.title,

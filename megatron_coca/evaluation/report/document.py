@@ -71,7 +71,7 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Block:
+class ReportBlock:
     """What was measured in one way on the same data: figures and tables, and how."""
 
     heading: str = ""
@@ -86,12 +86,12 @@ class Section:
 
     name: str
     title: str
-    blocks: tuple[Block, ...]
+    blocks: tuple[ReportBlock, ...]
     printed: bool = True
 
 
 @dataclass(frozen=True)
-class Document:
+class ReportDocument:
     """The whole report."""
 
     title: str
@@ -120,7 +120,7 @@ Shown = Callable[[str], str]
 """Plain text -> what is written."""
 
 
-def render(document: Document) -> str:
+def render(document: ReportDocument) -> str:
     """The file report.md; plots by the names of their files."""
     parts = [f"# {escaped(document.title)}", escaped(document.summary)]
     for section in document.sections:
@@ -130,7 +130,7 @@ def render(document: Document) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _block(block: Block) -> Iterator[str]:
+def _block(block: ReportBlock) -> Iterator[str]:
     if block.heading:
         yield f"### {escaped(block.heading)}"
     yield from map(escaped, block.text)
@@ -142,7 +142,7 @@ def _block(block: Block) -> Iterator[str]:
         yield f"*{escaped(figure.caption)}*"
 
 
-def render_ours(document: Document) -> str:
+def render_ours(document: ReportDocument) -> str:
     """The tables of what was measured here, without the papers', one after another."""
     parts = [document.title]
     for block in (block for section in document.sections if section.printed for block in section.blocks):

@@ -5,9 +5,9 @@ from statistics import fmean
 
 from megatron_coca.evaluation.harness.records import HarnessResult, Score
 from megatron_coca.evaluation.options import dynamic_length_text
-from megatron_coca.evaluation.report.document import Block, Entry, Line, Table
+from megatron_coca.evaluation.report.document import Entry, Line, ReportBlock, Table
 from megatron_coca.evaluation.report.published_tables import AVERAGED_GROUPS, SHORT_CONTEXT, TASKS_BY_GROUP
-from megatron_coca.evaluation.report.reading import Comparable, Group, Loaded, Series, groups
+from megatron_coca.evaluation.report.reading import Comparable, LoadedResult, ResultGroup, Series, groups
 from megatron_coca.evaluation.report.tables import (
     THEIRS,
     heading,
@@ -34,12 +34,12 @@ ACCURACY = ("acc", "none")
 """Metric and filter that means of groups are made of."""
 
 
-def build(loaded: Sequence[Loaded], papers: bool) -> list[Block]:
+def build(loaded: Sequence[LoadedResult], papers: bool) -> list[ReportBlock]:
     """A table for each group: a row for each task and metric, a column for each label."""
     return [_block(group, place, papers) for place, group in enumerate(groups(loaded, COMPARABLE), 1)]
 
 
-def _block(group: Group[HarnessResult], place: int, papers: bool) -> Block:
+def _block(group: ResultGroup[HarnessResult], place: int, papers: bool) -> ReportBlock:
     name, protocol = f"short-{place}", group.first.protocol
     columns = _columns(group)
     lines = [Line(each.label, tuple(_entry(each, column) for column in columns)) for each in group.series]
@@ -51,7 +51,7 @@ def _block(group: Group[HarnessResult], place: int, papers: bool) -> Block:
     limit = "" if protocol.limit is None else f", the first {protocol.limit} samples of each task"
     seen = dynamic_length_text(protocol.dynamic_length)
     how = f"Protocol: {protocol.text}; lm-eval {protocol.lm_eval}, examples: {shots}{limit}, seed {protocol.seed}; {seen}."
-    return Block(
+    return ReportBlock(
         heading(group),
         (f"{how} {origin(group)}",),
         (),
@@ -59,7 +59,7 @@ def _block(group: Group[HarnessResult], place: int, papers: bool) -> Block:
     )
 
 
-def _by_group(group: Group[HarnessResult], name: str, papers: bool) -> list[Table]:
+def _by_group(group: ResultGroup[HarnessResult], name: str, papers: bool) -> list[Table]:
     """The tasks of Table 5 by its groups, and the means of groups with the paper's below; without any of these tasks the
     paper's table alone.
     """
@@ -76,7 +76,7 @@ def _by_group(group: Group[HarnessResult], name: str, papers: bool) -> list[Tabl
     return [Table(f"{name}-tasks", caption, ("group and task", *labels), tuple(lines)), _means(group, name, papers)]
 
 
-def _means(group: Group[HarnessResult], name: str, papers: bool) -> Table:
+def _means(group: ResultGroup[HarnessResult], name: str, papers: bool) -> Table:
     columns = (*SHORT_CONTEXT.columns, *(title for title in TASKS_BY_GROUP if title not in SHORT_CONTEXT.columns))
     lines = []
     for series in group.series:
@@ -117,7 +117,7 @@ def _average(means: Mapping[str, Entry]) -> Entry:
     return Entry("–", note="; ".join(dict.fromkeys(entry.note for entry in groups if entry.note)), absent=True)
 
 
-def _columns(group: Group[HarnessResult]) -> list[Column]:
+def _columns(group: ResultGroup[HarnessResult]) -> list[Column]:
     """Of all scores, and one for each task that nobody has a score of."""
     cells = [cell for series in group.series for cell in series.cells.values()]
     columns = [(cell.task, score.metric, score.filter) for cell in cells for score in cell.scores]
@@ -137,7 +137,7 @@ def _found(series: Series[HarnessResult], column: Column) -> Score | None:
     return next((score for score in scores if (score.metric, score.filter) == column[1:]), None)
 
 
-def _lowest(group: Group[HarnessResult], column: Column) -> bool:
+def _lowest(group: ResultGroup[HarnessResult], column: Column) -> bool:
     scores = [score for series in group.series if (score := _found(series, column)) is not None]
     return any(score.higher_is_better is False for score in scores)
 

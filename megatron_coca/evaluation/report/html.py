@@ -6,7 +6,7 @@ from html import escape
 from itertools import groupby
 
 from megatron_coca.evaluation.report import charts
-from megatron_coca.evaluation.report.document import Block, Document, Entry, Figure, Line, Section, Table
+from megatron_coca.evaluation.report.document import Entry, Figure, Line, ReportBlock, ReportDocument, Section, Table
 
 CSS = """
 :root {
@@ -96,7 +96,7 @@ LEGEND = (
 )
 
 
-def render(document: Document) -> str:
+def render(document: ReportDocument) -> str:
     """The file report.html."""
     title = escape(document.title)
     links = "".join(f'<li><a href="#{each.name}">{escape(each.title)}</a></li>' for each in document.sections)
@@ -116,7 +116,7 @@ def _section(section: Section) -> str:
     return f'<section id="{section.name}">\n<h2>{escape(section.title)}</h2>\n{blocks}\n</section>'
 
 
-def _block(block: Block) -> Iterator[str]:
+def _block(block: ReportBlock) -> Iterator[str]:
     if block.heading:
         yield f"<h3>{escape(block.heading)}</h3>"
     if block.figures:

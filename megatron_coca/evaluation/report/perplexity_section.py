@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from megatron_coca.evaluation.perplexity import PerplexityResult, WindowResult
 from megatron_coca.evaluation.report.charts import Curve, Panel, height, panels
-from megatron_coca.evaluation.report.document import Block, Entry, Figure, Table
+from megatron_coca.evaluation.report.document import Entry, Figure, ReportBlock, Table
 from megatron_coca.evaluation.report.published import use_of
 from megatron_coca.evaluation.report.published_tables import TABLES
-from megatron_coca.evaluation.report.reading import Comparable, Group, Loaded, Series, groups
+from megatron_coca.evaluation.report.reading import Comparable, LoadedResult, ResultGroup, Series, groups
 from megatron_coca.evaluation.report.tables import (
     beside,
     heading,
@@ -30,12 +30,12 @@ FIGURE = "report"
 """The name of the first plot's file."""
 
 
-def build(loaded: Sequence[Loaded], papers: bool) -> list[Block]:
+def build(loaded: Sequence[LoadedResult], papers: bool) -> list[ReportBlock]:
     """A plot and a table for each group of comparable results."""
     return [_block(group, place, papers) for place, group in enumerate(groups(loaded, COMPARABLE), 1)]
 
 
-def _block(group: Group[PerplexityResult], place: int, papers: bool) -> Block:
+def _block(group: ResultGroup[PerplexityResult], place: int, papers: bool) -> ReportBlock:
     windows = group.lengths()
     name = f"perplexity-{place}"
     tables = length_table(
@@ -44,10 +44,10 @@ def _block(group: Group[PerplexityResult], place: int, papers: bool) -> Block:
     drawn = [series for series in group.series if complete(series)]
     figures = (figure(group, drawn, FIGURE if place == 1 else f"{FIGURE}_{place}", papers),) if drawn else ()
     text = (f"Protocol: {group.first.protocol.text}; stride {group.first.protocol.stride}.",)
-    return Block(heading(group), text, figures, (_scored(tables[0], group), *tables[1:]))
+    return ReportBlock(heading(group), text, figures, (_scored(tables[0], group), *tables[1:]))
 
 
-def _scored(table: Table, group: Group[PerplexityResult]) -> Table:
+def _scored(table: Table, group: ResultGroup[PerplexityResult]) -> Table:
     """The table with what one of its cells rests on among its notes."""
     documents = group.first.documents
     counts = {cell.tokens_scored for series in group.series for cell in complete(series)}
@@ -86,7 +86,7 @@ def complete(series: Series[PerplexityResult]) -> list[WindowResult]:
 
 
 def figure(
-    group: Group[PerplexityResult], drawn: Sequence[Series[PerplexityResult]], name: str, papers: bool
+    group: ResultGroup[PerplexityResult], drawn: Sequence[Series[PerplexityResult]], name: str, papers: bool
 ) -> Figure:
     """Perplexity against window, both logarithmic, with the papers' lines of the same method and training length.
 
@@ -111,12 +111,12 @@ def _curve(series: Series[PerplexityResult]) -> Curve:
     return Curve(series.label, tuple(cell.window for cell in cells), tuple(cell.perplexity for cell in cells))
 
 
-def _left_out(group: Group[PerplexityResult]) -> str:
+def _left_out(group: ResultGroup[PerplexityResult]) -> str:
     whole = all(len(complete(series)) == len(series.cells) for series in group.series)
     return "" if whole else " Interrupted windows are left out."
 
 
-def _published(group: Group[PerplexityResult], drawn: Sequence[Series[PerplexityResult]]) -> list[Curve]:
+def _published(group: ResultGroup[PerplexityResult], drawn: Sequence[Series[PerplexityResult]]) -> list[Curve]:
     """A line for each of ours that has the method and the training length of a row of the paper."""
     curves = []
     for table in beside(group, "perplexity")[0]:
@@ -134,7 +134,7 @@ ACCURACY = (
 )
 
 
-def build_rerope(loaded: Sequence[Loaded], papers: bool) -> list[Block]:
+def build_rerope(loaded: Sequence[LoadedResult], papers: bool) -> list[ReportBlock]:
     """A table of losses for each group in which a model is used with a relative-position map."""
     chosen = [group for group in groups(loaded, COMPARABLE) if any(map(_mapped, group.series))]
     return [_rerope_block(group, place, papers) for place, group in enumerate(chosen, 1)]
@@ -145,7 +145,7 @@ def _mapped(series: Series[PerplexityResult]) -> bool:
     return use is not None and use.positions != "none"
 
 
-def _rerope_block(group: Group[PerplexityResult], place: int, papers: bool) -> Block:
+def _rerope_block(group: ResultGroup[PerplexityResult], place: int, papers: bool) -> ReportBlock:
     windows, name = group.lengths(), f"rerope-{place}"
     tables = length_table(
         name, "Loss in nats per token by window", "loss at window", group, _loss, windows, "loss", papers
@@ -154,7 +154,7 @@ def _rerope_block(group: Group[PerplexityResult], place: int, papers: bool) -> B
     tables += length_table(f"{name}-accuracy", caption, head, group, _accuracy, windows, "", False, lowest=False)
     published = [table for table in TABLES if table.metric == "next-token accuracy"] if papers else []
     tables += [published_table(table, group, name) for table in published]
-    return Block(heading(group), (*([ACCURACY] if published else []), origin(group)), (), tuple(tables))
+    return ReportBlock(heading(group), (*([ACCURACY] if published else []), origin(group)), (), tuple(tables))
 
 
 def _loss(series: Series[PerplexityResult], window: int) -> Entry:

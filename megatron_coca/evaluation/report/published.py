@@ -6,7 +6,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import ValidationError
 
-from megatron_coca.config.base import Group
+from megatron_coca.config.base import ConfigGroup
 from megatron_coca.config.position import SCALING_OPTIONS, RelativePositions, RopeScaling
 from megatron_coca.evaluation.results import EvaluationError, Result
 
@@ -79,7 +79,7 @@ def _method(settings: Mapping[str, Any], result: Result) -> Use:
     )
 
 
-G = TypeVar("G", bound=Group)
+G = TypeVar("G", bound=ConfigGroup)
 
 
 def _options(kind: type[G], value: Any, result: Result) -> G | None:

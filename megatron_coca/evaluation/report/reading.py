@@ -43,7 +43,7 @@ _SHOWN = 5
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedResult:
     """A result file as it was read, and what its cells cost."""
 
     file: str
@@ -51,13 +51,13 @@ class Loaded:
     costs: tuple[Cost, ...] = ()
 
 
-def read_results(places: Sequence[str | Path]) -> list[Loaded]:
+def read_results(places: Sequence[str | Path]) -> list[LoadedResult]:
     """The results of files, and of folders with all that is below them; each file once, folders by name.
 
     A result without a label has that of its checkpoint's folder. Raises EvaluationError for a file that is named and is no
     result, for a damaged one, and where there is none at all. What else a folder holds is told in a warning.
     """
-    read: dict[Path, Loaded] = {}
+    read: dict[Path, LoadedResult] = {}
     for place in map(Path, places):
         for file, named in _files(place):
             task = _task(file)
@@ -101,13 +101,13 @@ def _task(file: Path) -> str | None:
     return task if isinstance(task, str) and task in RESULT_TYPES else None
 
 
-def _load(file: Path, task: str) -> Loaded:
+def _load(file: Path, task: str) -> LoadedResult:
     try:
         result = read_record(file, RESULT_TYPES[task], f"a result of `evaluate.py {task}`")
     except EvaluationError as error:
         raise EvaluationError(f"{error}; {REMEDY}") from error
     costs = read_costs(file)
-    return Loaded(str(file), _labelled(result), tuple(costs.costs) if costs is not None else ())
+    return LoadedResult(str(file), _labelled(result), tuple(costs.costs) if costs is not None else ())
 
 
 def _labelled(result: Result) -> Result:
@@ -121,7 +121,7 @@ def _known() -> str:
     return ", ".join(RESULT_TYPES)
 
 
-def of_type(loaded: Iterable[Loaded], kind: type[Result]) -> list[Loaded]:
+def of_type(loaded: Iterable[LoadedResult], kind: type[Result]) -> list[LoadedResult]:
     """Those whose result is of one kind."""
     return [each for each in loaded if isinstance(each.result, kind)]
 
@@ -155,7 +155,7 @@ class Series(Generic[R]):
 
 
 @dataclass(frozen=True)
-class Group(Generic[R]):
+class ResultGroup(Generic[R]):
     """Comparable series; `differs` names in what it is another than the other groups of its task."""
 
     series: tuple[Series[R], ...]
@@ -186,36 +186,36 @@ def _first_int(key: tuple[Any, ...]) -> int:
     return next(part for part in key if isinstance(part, int))
 
 
-def groups(loaded: Sequence[Loaded], comparable: Comparable[R]) -> list[Group[R]]:
+def groups(loaded: Sequence[LoadedResult], comparable: Comparable[R]) -> list[ResultGroup[R]]:
     """Comparable results together, in the order of the files.
 
     Raises EvaluationError where one label of a group would stand for two models, or for two values of one cell.
     """
-    found: dict[str, list[Loaded]] = {}
+    found: dict[str, list[LoadedResult]] = {}
     for each in loaded:
         identity = repr([read(cast(R, each.result)) for read in comparable.values()])
         found.setdefault(identity, []).append(each)
     differing = _differing([members[0] for members in found.values()], comparable)
-    return [Group(_series(members), _described(members[0], differing, comparable)) for members in found.values()]
+    return [ResultGroup(_series(members), _described(members[0], differing, comparable)) for members in found.values()]
 
 
-def _differing(firsts: Sequence[Loaded], comparable: Comparable[Any]) -> list[str]:
+def _differing(firsts: Sequence[LoadedResult], comparable: Comparable[Any]) -> list[str]:
     return [name for name, read in comparable.items() if len({repr(read(each.result)) for each in firsts}) > 1]
 
 
-def _described(loaded: Loaded, differing: Iterable[str], comparable: Comparable[Any]) -> str:
+def _described(loaded: LoadedResult, differing: Iterable[str], comparable: Comparable[Any]) -> str:
     shown = {name: _HASH.sub(r"\1", str(comparable[name](loaded.result)))[:_GROUPING_SHOWN] for name in differing}
     return ", ".join(f"{name} {text}" for name, text in shown.items())
 
 
-def _series(members: Sequence[Loaded]) -> tuple[Series[Any], ...]:
-    by_label: dict[str, list[Loaded]] = {}
+def _series(members: Sequence[LoadedResult]) -> tuple[Series[Any], ...]:
+    by_label: dict[str, list[LoadedResult]] = {}
     for each in members:
         by_label.setdefault(each.result.label, []).append(each)
     return tuple(_merged(label, files) for label, files in by_label.items())
 
 
-def _merged(label: str, files: Sequence[Loaded]) -> Series[Any]:
+def _merged(label: str, files: Sequence[LoadedResult]) -> Series[Any]:
     cells: dict[tuple[Any, ...], Cell] = {}
     origin: dict[tuple[Any, ...], str] = {}
     missing: dict[str, Missing] = {}
@@ -235,7 +235,7 @@ def _merged(label: str, files: Sequence[Loaded]) -> Series[Any]:
     return Series(label, files[0].result, dict(sorted(cells.items())), missing, costs)
 
 
-def _check_same_model(label: str, known: Loaded, other: Loaded) -> None:
+def _check_same_model(label: str, known: LoadedResult, other: LoadedResult) -> None:
     models = [(each.result.checkpoint.identity, each.result.overrides) for each in (known, other)]
     if models[0] != models[1]:
         raise EvaluationError(

@@ -9,10 +9,10 @@ from megatron_coca.evaluation.options import dynamic_length_text
 from megatron_coca.evaluation.perplexity import PerplexityResult
 from megatron_coca.evaluation.report import perplexity_section
 from megatron_coca.evaluation.report.charts import Curve, Panel, heat_map, height, panels, short
-from megatron_coca.evaluation.report.document import NOTHING, Block, Entry, Figure, Line, Table
+from megatron_coca.evaluation.report.document import NOTHING, Entry, Figure, Line, ReportBlock, Table
 from megatron_coca.evaluation.report.published import use_of
 from megatron_coca.evaluation.report.published_tables import TABLES
-from megatron_coca.evaluation.report.reading import Comparable, Group, Loaded, Series, groups, of_type
+from megatron_coca.evaluation.report.reading import Comparable, LoadedResult, ResultGroup, Series, groups, of_type
 from megatron_coca.evaluation.report.tables import (
     THEIRS,
     beside,
@@ -58,21 +58,21 @@ RANGES = ("nearest quarter", "second quarter", "third quarter", "farthest quarte
 SHARES = (-0.03, 1.03)
 
 
-def build(loaded: Sequence[Loaded], papers: bool) -> list[Block]:
+def build(loaded: Sequence[LoadedResult], papers: bool) -> list[ReportBlock]:
     """Plots and tables for each group of comparable results."""
     return [_block(group, place, papers) for place, group in enumerate(groups(loaded, COMPARABLE), 1)]
 
 
-def _block(group: Group[PasskeyResult], place: int, papers: bool) -> Block:
+def _block(group: ResultGroup[PasskeyResult], place: int, papers: bool) -> ReportBlock:
     lengths = group.lengths()
     name, caption = f"passkey-{place}", "Passkey accuracy by length of the prompt, with 95% Wilson intervals"
     tables = length_table(name, caption, "accuracy at length", group, _entry, lengths, "passkey", papers, lowest=False)
     protocol = group.first.protocol
     text = (how(protocol, "length"),)
     if not group.cell_keys():
-        return Block(heading(group), text, (), tuple(tables))
+        return ReportBlock(heading(group), text, (), tuple(tables))
     figures = (_by_length(group, name, papers), _by_range(group, name))
-    return Block(heading(group), text, figures, (tables[0], _split(group, name, lengths), *tables[1:]))
+    return ReportBlock(heading(group), text, figures, (tables[0], _split(group, name, lengths), *tables[1:]))
 
 
 def how(protocol: RetrievalProtocol, cell: str) -> str:
@@ -93,7 +93,7 @@ def _entry(series: Series[PasskeyResult], length: int) -> Entry:
     return tally(cell) if cell is not None else lacking(series.why(f"length {length}"))
 
 
-def _split(group: Group[PasskeyResult], name: str, lengths: Sequence[int]) -> Table:
+def _split(group: ResultGroup[PasskeyResult], name: str, lengths: Sequence[int]) -> Table:
     """Figure 4 of the paper as a table: keys that a context of the training length would show, and farther ones."""
     lines: list[Line] = []
     for kind in ("inside", "beyond"):
@@ -115,7 +115,7 @@ def accuracy_curve(label: str, x: Sequence[float], tallies: Sequence[Tally | Sco
     return Curve(label, tuple(x), y, low, high)
 
 
-def _by_length(group: Group[PasskeyResult], name: str, papers: bool) -> Figure:
+def _by_length(group: ResultGroup[PasskeyResult], name: str, papers: bool) -> Figure:
     curves = [
         accuracy_curve(each.label, [cell.length for cell in each.cells.values()], list(each.cells.values()))
         for each in group.measured
@@ -137,7 +137,7 @@ def _by_length(group: Group[PasskeyResult], name: str, papers: bool) -> Figure:
     )
 
 
-def _by_range(group: Group[PasskeyResult], name: str) -> Figure:
+def _by_range(group: ResultGroup[PasskeyResult], name: str) -> Figure:
     """Figure 5 of the paper: a panel for each quarter of the length that the key may be in."""
     given = []
     for at, title in enumerate(RANGES):
@@ -165,12 +165,12 @@ NEEDLE_COMPARABLE: Comparable[NeedleResult] = {
 }
 
 
-def build_needle(loaded: Sequence[Loaded], papers: bool) -> list[Block]:
+def build_needle(loaded: Sequence[LoadedResult], papers: bool) -> list[ReportBlock]:
     """A heat map and a table for each label of each group."""
     return [_needle_block(group, place) for place, group in enumerate(groups(loaded, NEEDLE_COMPARABLE), 1)]
 
 
-def _needle_block(group: Group[NeedleResult], place: int) -> Block:
+def _needle_block(group: ResultGroup[NeedleResult], place: int) -> ReportBlock:
     lengths = group.lengths()
     depths = group.first.protocol.depths
     figures, tables = [], []
@@ -180,7 +180,7 @@ def _needle_block(group: Group[NeedleResult], place: int) -> Block:
             figures.append(_figure(series, name, lengths, depths))
         tables.append(_table(series, name, lengths, depths))
     text = (how(group.first.protocol, "cell"),)
-    return Block(heading(group), text, tuple(figures), tuple(tables))
+    return ReportBlock(heading(group), text, tuple(figures), tuple(tables))
 
 
 def _table(series: Series[NeedleResult], name: str, lengths: Sequence[int], depths: Sequence[int]) -> Table:
@@ -219,12 +219,12 @@ def _figure(series: Series[NeedleResult], name: str, lengths: Sequence[int], dep
 RULER_COMPARABLE: Comparable[RulerResult] = {**COMPARABLE}  # type: ignore[dict-item]
 
 
-def build_ruler(loaded: Sequence[Loaded], papers: bool) -> list[Block]:
+def build_ruler(loaded: Sequence[LoadedResult], papers: bool) -> list[ReportBlock]:
     """A plot of the means and a table of all tasks for each group."""
     return [_ruler_block(group, place) for place, group in enumerate(groups(loaded, RULER_COMPARABLE), 1)]
 
 
-def _ruler_block(group: Group[RulerResult], place: int) -> Block:
+def _ruler_block(group: ResultGroup[RulerResult], place: int) -> ReportBlock:
     tasks = list(dict.fromkeys(task for task, _ in group.cell_keys()))
     lengths = group.lengths()
     name = f"ruler-{place}"
@@ -238,7 +238,7 @@ def _ruler_block(group: Group[RulerResult], place: int) -> Block:
     table = Table(name, "Share of the expected strings in the answers", header, tuple(lines), notes)
     text = (how(group.first.protocol, "cell"),)
     figures = (_ruler_figure(group, name, tasks, lengths),) if group.cell_keys() else ()
-    return Block(heading(group), text, figures, (table,))
+    return ReportBlock(heading(group), text, figures, (table,))
 
 
 def _entries(series: Series[RulerResult], task: str, lengths: Sequence[int]) -> tuple[Entry, ...]:
@@ -261,7 +261,7 @@ def _means(series: Series[RulerResult], tasks: Sequence[str], lengths: Sequence[
     return tuple(Entry("–") if mean is None else Entry(f"{mean:.2f}", mean) for mean in means)
 
 
-def _ruler_figure(group: Group[RulerResult], name: str, tasks: Sequence[str], lengths: Sequence[int]) -> Figure:
+def _ruler_figure(group: ResultGroup[RulerResult], name: str, tasks: Sequence[str], lengths: Sequence[int]) -> Figure:
     curves = []
     for series in group.measured:
         means = {length: _mean(series, tasks, length) for length in lengths}
@@ -293,7 +293,7 @@ MEASURES: tuple[Measures, ...] = (
 """Metric of the paper's table, its name, the results, what must agree, and the entry of a series' cell."""
 
 
-def build_strict(loaded: Sequence[Loaded], papers: bool) -> list[Block]:
+def build_strict(loaded: Sequence[LoadedResult], papers: bool) -> list[ReportBlock]:
     """A table for each group that has both forms, used in the same way."""
     blocks = []
     for metric, title, kind, comparable, read in MEASURES:
@@ -301,11 +301,11 @@ def build_strict(loaded: Sequence[Loaded], papers: bool) -> list[Block]:
             if pairs := _pairs(group):
                 name = f"{metric.replace(' ', '-')}-{place}"
                 tables = _tables(group, pairs, name, title, read, metric if papers else "")
-                blocks.append(Block(heading(group), (origin(group),), (), tables))
+                blocks.append(ReportBlock(heading(group), (origin(group),), (), tables))
     return blocks
 
 
-def _pairs(group: Group[Any]) -> list[tuple[Series[Any], Series[Any]]]:
+def _pairs(group: ResultGroup[Any]) -> list[tuple[Series[Any], Series[Any]]]:
     """Slack and Strict of the same use and training length."""
     return [
         (slack, strict)
@@ -319,7 +319,7 @@ def _pairs(group: Group[Any]) -> list[tuple[Series[Any], Series[Any]]]:
 
 
 def _tables(
-    group: Group[Any],
+    group: ResultGroup[Any],
     pairs: Sequence[tuple[Series[Any], Series[Any]]],
     name: str,
     title: str,

@@ -4,9 +4,9 @@ import re
 from collections.abc import Callable, Sequence
 
 from megatron_coca.evaluation.report.charts import Curve, Panel, height, panels
-from megatron_coca.evaluation.report.document import NOTHING, Block, Entry, Figure, Line, Table
+from megatron_coca.evaluation.report.document import NOTHING, Entry, Figure, Line, ReportBlock, Table
 from megatron_coca.evaluation.report.published_tables import COST, TABLES
-from megatron_coca.evaluation.report.reading import Loaded
+from megatron_coca.evaluation.report.reading import LoadedResult
 from megatron_coca.evaluation.report.tables import environment_name, lacking, published_table
 from megatron_coca.evaluation.results import Cost, Missing
 from megatron_coca.evaluation.speed.cases import CONTRACTION
@@ -24,28 +24,30 @@ NOTICED = 1024**2
 UNITS = ((1024**3, "GiB"), (1024**2, "MiB"), (1024, "KiB"))
 
 
-def build(loaded: Sequence[Loaded], papers: bool) -> list[Block]:
+def build(loaded: Sequence[LoadedResult], papers: bool) -> list[ReportBlock]:
     """Rates and memory of every task that has files of costs, by label and cell."""
     with_costs = [each for each in loaded if each.costs]
     tasks = dict.fromkeys(each.result.task for each in with_costs)
     return [
-        Block(f"evaluate.py {task}", tables=_tables(task, [each for each in with_costs if each.result.task == task]))
+        ReportBlock(
+            f"evaluate.py {task}", tables=_tables(task, [each for each in with_costs if each.result.task == task])
+        )
         for task in tasks
     ]
 
 
-def _tables(task: str, loaded: Sequence[Loaded]) -> tuple[Table, ...]:
+def _tables(task: str, loaded: Sequence[LoadedResult]) -> tuple[Table, ...]:
     rate = _table(f"cost-{task}-rate", "Tokens per second", loaded, _rate)
     devices = sorted({_on_cpu(each) for each in loaded})
     caption = "; ".join(GROWTH if on_cpu else MEMORY for on_cpu in devices)
     return rate, _table(f"cost-{task}-memory", caption, loaded, _memory)
 
 
-def _on_cpu(loaded: Loaded) -> bool:
+def _on_cpu(loaded: LoadedResult) -> bool:
     return loaded.result.environment.device == "cpu"
 
 
-def _table(name: str, caption: str, loaded: Sequence[Loaded], entry: Callable[[Cost, bool], Entry]) -> Table:
+def _table(name: str, caption: str, loaded: Sequence[LoadedResult], entry: Callable[[Cost, bool], Entry]) -> Table:
     columns = dict.fromkeys(cost.at for each in loaded for cost in each.costs)
     ordered = sorted(columns, key=lambda at: (len(at), at))
     lines = []
@@ -57,7 +59,7 @@ def _table(name: str, caption: str, loaded: Sequence[Loaded], entry: Callable[[C
     return Table(name, caption, ("label", *ordered), tuple(lines))
 
 
-def _place(loaded: Loaded) -> str:
+def _place(loaded: LoadedResult) -> str:
     environment = loaded.result.environment
     return f"{environment.device}, {environment.dtype}, {environment.backend}"
 
@@ -85,21 +87,21 @@ IMPOSSIBLE = {("decode", CONTRACTION): WHOLE_SEQUENCES}
 """Work of a method that `evaluate.py speed` has no cells for, and why."""
 
 
-def build_speed(loaded: Sequence[Loaded], papers: bool) -> list[Block]:
+def build_speed(loaded: Sequence[LoadedResult], papers: bool) -> list[ReportBlock]:
     """Each file on its own, as times of two runs cannot be compared; then what the paper says."""
     blocks = [_block(each.result, place, len(loaded)) for place, each in enumerate(loaded, 1)]  # type: ignore[arg-type]
     if not papers:
         return blocks
     theirs = tuple(published_table(each, None, "speed") for each in TABLES if each.metric == "complexity")
-    return [*blocks, Block("Published", (COST,), (), theirs)]
+    return [*blocks, ReportBlock("Published", (COST,), (), theirs)]
 
 
-def _block(result: SpeedResult, place: int, of: int) -> Block:
+def _block(result: SpeedResult, place: int, of: int) -> ReportBlock:
     name, found = f"speed-{place}", [what for what in WHATS if any(cell.what == what for cell in result.results)]
     figures = [_figure(result, name, what) for what in found if _ratios(result, what)]
     tables = [_speed_table(result, f"{name}-{what.replace(' ', '-').replace('+', '-')}", what) for what in found]
     heading = f"{result.label} on {result.environment.device}" if of > 1 else ""
-    return Block(heading, (f"Protocol: {result.protocol.text}. {_where(result)}",), tuple(figures), tuple(tables))
+    return ReportBlock(heading, (f"Protocol: {result.protocol.text}. {_where(result)}",), tuple(figures), tuple(tables))
 
 
 def _where(result: SpeedResult) -> str:

@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_coca.evaluation.report.document import NOTHING, Block, Entry, Line, Table
+from megatron_coca.evaluation.report.document import NOTHING, Entry, Line, ReportBlock, Table
 from megatron_coca.evaluation.report.published import PublishedTable, use_of
 from megatron_coca.evaluation.report.published_tables import TABLES
-from megatron_coca.evaluation.report.reading import Group, Loaded, Series
+from megatron_coca.evaluation.report.reading import LoadedResult, ResultGroup, Series
 from megatron_coca.evaluation.results import Missing, Result
 
 SHORT = 12
@@ -37,7 +37,7 @@ def environment_name(result: Result) -> str:
     return f"{environment.dtype}, {environment.backend or 'no backend'}, {environment.device}"
 
 
-def origin(group: Group[Any]) -> str:
+def origin(group: ResultGroup[Any]) -> str:
     """Checkpoints, data and machine behind a group, for captions."""
     headers = [series.header for series in group.series]
     checkpoints = listed(checkpoint_name(header) for header in headers)
@@ -55,7 +55,7 @@ def data_name(result: Any) -> str:
     return f"Data: {haystack.name} (sha256 {haystack.sha256[:SHORT]}). " if haystack is not None else ""
 
 
-def heading(group: Group[Any]) -> str:
+def heading(group: ResultGroup[Any]) -> str:
     """Of a block: empty where a task has one group alone."""
     return f"Results with {group.differs}" if group.differs else ""
 
@@ -66,12 +66,12 @@ HEADER = (
 )
 
 
-def models(loaded: Sequence[Loaded], papers: bool) -> list[Block]:
+def models(loaded: Sequence[LoadedResult], papers: bool) -> list[ReportBlock]:
     """A row for each file: which weights, how they were used, and on what machine."""
     lines = [_line(each.result) for each in loaded]
     unique = {(line.name, line.entries): line for line in lines}
     table = Table("models", "Checkpoints, and how they were used", HEADER, tuple(unique.values()))
-    return [Block(tables=(table,))] if lines else []
+    return [ReportBlock(tables=(table,))] if lines else []
 
 
 def _line(result: Result) -> Line:
@@ -139,7 +139,7 @@ def _compared(entry: Entry) -> float | None:
     return None if entry.partial else entry.value
 
 
-def training_lengths(group: Group[Any]) -> set[int]:
+def training_lengths(group: ResultGroup[Any]) -> set[int]:
     """Of all models of a group."""
     return {series.header.checkpoint.seq_length for series in group.series}
 
@@ -153,7 +153,7 @@ def length_table(
     name: str,
     caption: str,
     head: str,
-    group: Group[Any],
+    group: ResultGroup[Any],
     entry: Callable[[Series[Any], int], Entry],
     lengths: Sequence[int],
     metric: str,
@@ -175,7 +175,7 @@ def length_table(
     return [main, *(published_table(table, group, name) for table in apart)]
 
 
-def beside(group: Group[Any], metric: str) -> tuple[list[PublishedTable], list[PublishedTable]]:
+def beside(group: ResultGroup[Any], metric: str) -> tuple[list[PublishedTable], list[PublishedTable]]:
     """The papers' tables of a metric: of the training length of ours, and others that have something of ours."""
     trained = training_lengths(group)
     uses = [use for series in group.series if (use := use_of(series.header)) is not None]
@@ -184,7 +184,7 @@ def beside(group: Group[Any], metric: str) -> tuple[list[PublishedTable], list[P
     return joined, [table for table in wanted if table.training_length not in trained]
 
 
-def published_lines(table: PublishedTable, columns: Sequence[int | str], group: Group[Any] | None) -> list[Line]:
+def published_lines(table: PublishedTable, columns: Sequence[int | str], group: ResultGroup[Any] | None) -> list[Line]:
     """Rows of a paper in our columns; the small print names ours of the same method."""
     lines = []
     for row in table.rows:
@@ -196,7 +196,7 @@ def published_lines(table: PublishedTable, columns: Sequence[int | str], group: 
     return lines
 
 
-def published_table(table: PublishedTable, group: Group[Any] | None, beside_name: str) -> Table:
+def published_table(table: PublishedTable, group: ResultGroup[Any] | None, beside_name: str) -> Table:
     """A paper's table on its own."""
     name = "-".join([beside_name, *"".join(c if c.isalnum() else " " for c in table.name.lower()).split()])
     caption = f"Published, {table.source}: {table.name}"

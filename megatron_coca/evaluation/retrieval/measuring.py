@@ -34,7 +34,7 @@ from megatron_coca.evaluation.retrieval.records import (
     ruler_cell,
     ruler_table,
 )
-from megatron_coca.evaluation.subject import Header, Source, Subject, Task, noting_missing, run_subjects
+from megatron_coca.evaluation.subject import EvaluatedCheckpoint, Header, Subject, Task, noting_missing, run_subjects
 from megatron_coca.model import DYNAMIC_LENGTH, NOT_GENERATED, DynamicLength, generate
 
 ANSWER_CHARACTERS = 160
@@ -228,7 +228,7 @@ def _refusals(store: Store[Any], at: str) -> Iterator[None]:
         store.miss(Missing(at=at, kind="failed", reason=str(error)))
 
 
-def needed_tokenizer(source: Source) -> Tokenizer:
+def needed_tokenizer(source: EvaluatedCheckpoint) -> Tokenizer:
     """Raises EvaluationError where the checkpoint carries none."""
     if source.tokenizer is None:
         raise EvaluationError(
@@ -243,7 +243,7 @@ LENGTHS = [512, 1024, 2048, 4096, 8192, 16384, 32768]
 
 DEPTHS = list(range(0, 101, 10))
 
-Begin = Callable[[Source], Retrieval[Any]]
+Begin = Callable[[EvaluatedCheckpoint], Retrieval[Any]]
 
 
 def percent_list(text: str) -> list[int]:
@@ -320,7 +320,7 @@ def protocol_fields(args: Namespace, text: str, haystack: Haystack) -> dict[str,
     }
 
 
-def begin_passkey(args: Namespace, source: Source) -> Retrieval[PasskeyResult]:
+def begin_passkey(args: Namespace, source: EvaluatedCheckpoint) -> Retrieval[PasskeyResult]:
     """The measurement for one checkpoint."""
     protocol = RetrievalProtocol(**protocol_fields(args, tasks.PASSKEY_PROTOCOL, FILLER_BLOCKS))
     task = tasks.passkey(args.answer_stub)
@@ -335,7 +335,7 @@ def begin_passkey(args: Namespace, source: Source) -> Retrieval[PasskeyResult]:
     return retrieval(args, source, units, empty, passkey_table)
 
 
-def begin_needle(args: Namespace, source: Source) -> Retrieval[NeedleResult]:
+def begin_needle(args: Namespace, source: EvaluatedCheckpoint) -> Retrieval[NeedleResult]:
     """The measurement for one checkpoint."""
     haystack = load_haystack(args.haystack, Path(source.opened.trained.data.data_root))
     protocol = NeedleProtocol(**protocol_fields(args, tasks.PROTOCOL, haystack), depths=args.depths)
@@ -355,7 +355,7 @@ def begin_needle(args: Namespace, source: Source) -> Retrieval[NeedleResult]:
     return retrieval(args, source, units, empty, needle_table)
 
 
-def begin_ruler(args: Namespace, source: Source) -> Retrieval[RulerResult]:
+def begin_ruler(args: Namespace, source: EvaluatedCheckpoint) -> Retrieval[RulerResult]:
     """The measurement for one checkpoint."""
     haystack = load_haystack(args.haystack, Path(source.opened.trained.data.data_root))
     protocol = RetrievalProtocol(**protocol_fields(args, ruler.PROTOCOL, haystack))
@@ -378,7 +378,11 @@ def shortest_first(lengths: Sequence[int]) -> list[int]:
 
 
 def retrieval(
-    args: Namespace, source: Source, units: Sequence[Unit], empty: Callable[[Header], Any], table: Callable[[Any], str]
+    args: Namespace,
+    source: EvaluatedCheckpoint,
+    units: Sequence[Unit],
+    empty: Callable[[Header], Any],
+    table: Callable[[Any], str],
 ) -> Retrieval[Any]:
     """The measurement of these units with the options that all three tasks have. Raises EvaluationError."""
     decoding = Decoding(args.max_new_tokens, args.tokens_per_batch, args.dynamic_length)

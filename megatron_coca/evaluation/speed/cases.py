@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from megatron_coca.attention.context import Frame
+from megatron_coca.attention.context import PositionContext
 from megatron_coca.attention.inputs import BackendError
 from megatron_coca.attention.layer import SelfAttention
 from megatron_coca.attention.method import PositionMethod
@@ -48,7 +48,7 @@ class _Operands:
     q: Tensor
     t: Tensor
     v: Tensor
-    frame: Frame
+    frame: PositionContext
 
 
 class _Unprepared:
@@ -57,7 +57,7 @@ class _Unprepared:
     def __init__(self, method: PositionMethod) -> None:
         self.scale = method.scale
 
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, frame: Frame, *rest: Any) -> _Operands:
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, frame: PositionContext, *rest: Any) -> _Operands:
         return _Operands(q, k, v, frame)
 
 

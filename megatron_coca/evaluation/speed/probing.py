@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_coca.attention.context import Frame
+from megatron_coca.attention.context import PositionContext
 from megatron_coca.attention.layer import SelfAttention
 from megatron_coca.config import load_config
 from megatron_coca.evaluation.options import DTYPES
@@ -48,7 +48,7 @@ def _ids(model: GPT, length: int, batch: int, device: torch.device) -> Tensor:
     return torch.randint(model.vocab_size, (batch, length), generator=generator).to(device)
 
 
-def _layer(model: GPT, length: int, batch: int) -> tuple[SelfAttention, Tensor, Frame]:
+def _layer(model: GPT, length: int, batch: int) -> tuple[SelfAttention, Tensor, PositionContext]:
     """The first attention layer, hidden states for it, and the frame, which all layers of a pass share."""
     layer = first_layer(model)
     weight = layer.dense.weight

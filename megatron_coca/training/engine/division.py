@@ -11,14 +11,14 @@ from deepspeed.sequence.layer import _SeqAllToAll
 from deepspeed.utils import groups
 from torch import Tensor
 
-from megatron_coca.attention.context import WHOLE, Draw, HeadShare
+from megatron_coca.attention.context import WHOLE, Draw, HeadShard
 from megatron_coca.attention.layer import PARTS
-from megatron_coca.checkpoints.state import Cut, Shard, cuts
+from megatron_coca.checkpoints.state import LayerShards, TensorShard, layer_shards
 from megatron_coca.config import Config
 from megatron_coca.config.model import ModelConfig
 
 
-class Division:
+class ModelDivision:
     """Every rank holds all weights, and sees all tokens of its samples."""
 
     def section(self) -> dict[str, Any]:
@@ -29,11 +29,11 @@ class Division:
         """The process groups that DeepSpeed is to use (its `mpu`), or None for its own. Every rank must call it, once."""
         return None
 
-    def share(self) -> HeadShare:
+    def share(self) -> HeadShard:
         """This rank's share, once DeepSpeed is initialized."""
         return WHOLE
 
-    def shard(self, name: str) -> Shard | None:
+    def shard(self, name: str) -> TensorShard | None:
         """Which part of the named parameter this rank holds, once DeepSpeed is initialized; None for all of it."""
         return None
 
@@ -43,7 +43,7 @@ TOKENS, HEADS = 1, 2
 
 
 @dataclass(frozen=True)
-class SequenceShare(HeadShare):
+class SequenceShare(HeadShard):
     """The share of a rank whose sequences are divided among the ranks of `group`, over which DeepSpeed averages
     gradients instead of summing them where `averaged` says so.
     """
@@ -88,7 +88,7 @@ class _Sum(torch.autograd.Function):
         return gradient * ctx.scale, None, None
 
 
-class SequenceDivision(Division):
+class SequenceDivision(ModelDivision):
     """Every sequence divided among `size` ranks; each holds all weights."""
 
     def __init__(self, size: int, stage: int) -> None:
@@ -100,7 +100,7 @@ class SequenceDivision(Division):
             parallel_state_sp.initialize_sequence_parallel(self._size)
         return parallel_state_sp
 
-    def share(self) -> HeadShare:
+    def share(self) -> HeadShard:
         group = parallel_state_sp.get_sequence_parallel_group()
         return SequenceShare(dist.get_rank(group), self._size, group, self._averaged)
 
@@ -111,22 +111,22 @@ gradient.
 """
 
 
-def _split_cuts(model: ModelConfig) -> tuple[Cut, ...]:
+def _split_cuts(model: ModelConfig) -> tuple[LayerShards, ...]:
     """How a projection in three layers is cut: each as the rows that it has of the packed one."""
     queries, keys = model.hidden_size, model.num_kv_heads * model.head_dim
     return tuple(
-        Cut(f"attention.query_key_value.{part}", 0, (size,))
+        LayerShards(f"attention.query_key_value.{part}", 0, (size,))
         for part, size in zip(PARTS, (queries, keys, keys), strict=True)
     )
 
 
-class TensorDivision(Division):
+class TensorDivision(ModelDivision):
     """Every matrix of a block cut among `size` ranks."""
 
     def __init__(self, model: ModelConfig, size: int, positions_train: bool = True) -> None:
         """`positions_train` says whether what the position method learns has gradients."""
         self._size, self._positions_train = size, positions_train
-        self._cuts, self._split_cuts = cuts(model), _split_cuts(model)
+        self._cuts, self._split_cuts = layer_shards(model), _split_cuts(model)
 
     def section(self) -> dict[str, Any]:
         summed = {"patterns": [PER_HEAD], "partition_type": "skip", "grad_allreduce": True}
@@ -134,15 +134,15 @@ class TensorDivision(Division):
         partition = {"use_default_specs": False, "layer_specs": specs}
         return {"tensor_parallel": {"autotp_size": self._size, "partition_config": partition}}
 
-    def share(self) -> HeadShare:
-        return HeadShare(groups.get_tensor_model_parallel_rank(), self._size)
+    def share(self) -> HeadShard:
+        return HeadShard(groups.get_tensor_model_parallel_rank(), self._size)
 
-    def shard(self, name: str) -> Shard | None:
+    def shard(self, name: str) -> TensorShard | None:
         index = groups.get_tensor_model_parallel_rank()
         return next((cut.shard(index, self._size) for cut in self._cuts if cut.holds(name)), None)
 
 
-DIVISIONS: dict[str, Callable[[Config, int], Division]] = {
+DIVISIONS: dict[str, Callable[[Config, int], ModelDivision]] = {
     "model_parallel_size": lambda config, size: TensorDivision(
         config.model, size, config.optimizer.trains("positions")
     ),
@@ -151,7 +151,7 @@ DIVISIONS: dict[str, Callable[[Config, int], Division]] = {
 """By the key that gives the number of ranks; the configuration's checks let at most one be above 1."""
 
 
-def division(config: Config) -> Division:
+def division(config: Config) -> ModelDivision:
     """How ranks share the model."""
     sizes = {key: getattr(config.parallel, key) for key in DIVISIONS}
-    return next((DIVISIONS[key](config, size) for key, size in sizes.items() if size > 1), Division())
+    return next((DIVISIONS[key](config, size) for key, size in sizes.items() if size > 1), ModelDivision())

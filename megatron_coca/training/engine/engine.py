@@ -12,8 +12,8 @@ from deepspeed.runtime.config import DeepSpeedConfigError
 from pydantic import ValidationError
 from torch import Tensor
 
-from megatron_coca.attention.context import take_share
-from megatron_coca.checkpoints.state import Piece, Place
+from megatron_coca.attention.context import assign_shard
+from megatron_coca.checkpoints.state import ParameterSlice, StatePiece
 from megatron_coca.config import BatchSizes, Config, ConfigError
 from megatron_coca.data import Batch
 from megatron_coca.training.engine import state
@@ -109,7 +109,7 @@ class Engine:
         optimizer.step = _gated(optimizer.step, self._open)  # type: ignore[method-assign]
         self._division = division(config)
         self._engine = self._initialize(model, optimizer, deepspeed_config(config, sizes, self._division.section()))
-        take_share(model, self._division.share())
+        assign_shard(model, self._division.share())
         if world_size() == 1 and not self.partitioned:
             # DeepSpeed would flatten all gradients, reduce them over one rank and copy them back.
             self._engine.enable_backward_allreduce = False
@@ -172,17 +172,17 @@ class Engine:
         self._engine.train()
         return float(mean_over_ranks(torch.stack(losses).mean()))
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[StatePiece]:
         """What this rank holds of weights and optimizer states, as the memory that the engine works on."""
         pieces = state.pieces(self._engine.optimizer, self._names)
         return list(packed_pieces(pieces, packed_places(self._names, self._model)))
 
-    def places(self) -> dict[str, Place]:
+    def places(self) -> dict[str, ParameterSlice]:
         """The shape of every parameter on this rank, and which part of the whole it is."""
         parts = packed_places(self._names, self._model)
         shapes = {name: local_shape(parameter) for parameter, name in self._names.items() if name not in parts}
         shapes |= {packed.name: packed.shape for packed in parts.values()}
-        return {name: Place(shape, self._division.shard(name)) for name, shape in shapes.items()}
+        return {name: ParameterSlice(shape, self._division.shard(name)) for name, shape in shapes.items()}
 
     @property
     def loss_scale(self) -> float | None:

@@ -16,7 +16,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
 from megatron_coca.attention.layer import PackedRows, packed_rows
-from megatron_coca.checkpoints.state import WEIGHT, Piece
+from megatron_coca.checkpoints.state import WEIGHT, StatePiece
 from megatron_coca.config import ModelConfig
 
 SPLIT = re.compile(r"(?P<packed>.*\.query_key_value)\.(?P<part>query|key|value)\.(?P<kind>weight|bias)")
@@ -41,11 +41,11 @@ class Packed(NamedTuple):
         """The packed parameter's shape on this rank."""
         return (self.rows.total, *self.row_shape)
 
-    def pieces(self, piece: Piece) -> Iterator[Piece]:
+    def pieces(self, piece: StatePiece) -> Iterator[StatePiece]:
         """The same memory as stretches of the packed parameter."""
         width, stop = self.row_shape[0] if self.row_shape else 1, piece.start + piece.tensor.numel()
         for start, begin, last in self.rows.stretches(piece.start, stop, width):
-            yield Piece(self.name, piece.kind, start, piece.tensor[begin - piece.start : last - piece.start])
+            yield StatePiece(self.name, piece.kind, start, piece.tensor[begin - piece.start : last - piece.start])
 
 
 def local_shape(parameter: nn.Parameter) -> tuple[int, ...]:
@@ -68,7 +68,7 @@ def packed_places(names: Mapping[nn.Parameter, str], model: ModelConfig) -> dict
     return found
 
 
-def packed_pieces(pieces: Iterable[Piece], places: Mapping[str, Packed]) -> Iterator[Piece]:
+def packed_pieces(pieces: Iterable[StatePiece], places: Mapping[str, Packed]) -> Iterator[StatePiece]:
     """The same memory, with `places` taken for what they are parts of."""
     for piece in pieces:
         if piece.name in places:
@@ -108,18 +108,18 @@ class Stretch(NamedTuple):
         return values.view(-1).narrow(0, self.begin, self.numel)
 
 
-def pieces(optimizer: Any, names: Names) -> list[Piece]:
+def pieces(optimizer: Any, names: Names) -> list[StatePiece]:
     """What this rank holds of every named parameter; `optimizer` is DeepSpeed's or, without ZeRO, PyTorch's.
 
     Of those that are not trained there are weights alone, in the training dtype. ZeRO 1 and 2 divide no weights: each of
     these is named by one of the ranks that hold it, and `refresh` gives it to the others.
     """
-    found: list[Piece] = []
+    found: list[StatePiece] = []
     for stretch in STRATEGIES[_kind(optimizer)](optimizer):
         state = _state(base(optimizer), stretch.flat)
         values = {WEIGHT: stretch.flat.detach()} | {name: state[name] for name in _moments(base(optimizer))}
         name = names[stretch.parameter]
-        found += [Piece(name, kind, stretch.start, stretch.of(tensor)) for kind, tensor in values.items()]
+        found += [StatePiece(name, kind, stretch.start, stretch.of(tensor)) for kind, tensor in values.items()]
     mine = (parameter for parameter, owner in _frozen_owners(optimizer, names) if owner in (None, _own_rank(optimizer)))
     return found + [piece for parameter in mine for piece in _frozen(parameter, names[parameter])]
 
@@ -244,16 +244,16 @@ def _own_rank(optimizer: Any) -> int | None:
     return torch.distributed.get_rank(optimizer.dp_process_group) if shares else None
 
 
-def _frozen(parameter: nn.Parameter, name: str) -> Iterator[Piece]:
+def _frozen(parameter: nn.Parameter, name: str) -> Iterator[StatePiece]:
     """A parameter that no optimizer steps; under ZeRO 3 the rank's stretch of it."""
     if not hasattr(parameter, "ds_tensor"):
-        yield Piece(name, WEIGHT, 0, parameter.detach().view(-1))
+        yield StatePiece(name, WEIGHT, 0, parameter.detach().view(-1))
         return
     size = parameter.ds_tensor.ds_numel
     start = torch.distributed.get_rank(parameter.ds_process_group) * size
     held = min(size, parameter.ds_numel - start)
     if held > 0:
-        yield Piece(name, WEIGHT, start, parameter.ds_tensor.detach().narrow(0, 0, held))
+        yield StatePiece(name, WEIGHT, start, parameter.ds_tensor.detach().narrow(0, 0, held))
 
 
 def _optimized(optimizer: Any) -> list[Tensor]:

@@ -64,7 +64,7 @@ _NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 _RESERVED_STEPS = 0xFFFFFFF0  # slurm.h: from here on the numbers stand for batch scripts, interactive shells, ...
 
 
-class Place(NamedTuple):
+class RankLocation(NamedTuple):
     """A process among those of its run.
 
     `master` is the address of the first process and `port` its port, None where the variables do not say.
@@ -85,10 +85,10 @@ class Launcher(NamedTuple):
 
     name: str
     started: Callable[[Variables], bool]
-    place: Callable[[Variables], Place]
+    place: Callable[[Variables], RankLocation]
 
 
-def find_place(environment: Variables) -> Place | None:
+def find_place(environment: Variables) -> RankLocation | None:
     """The place that the variables describe, or None for a process that no launcher started.
 
     Raises:
@@ -142,7 +142,7 @@ def complete_environment(environment: dict[str, str]) -> None:
     NCCL listen on that interface alone. Where there are several hosts, Gloo is told the interface that leads to the
     first one. Interfaces that the environment names already stay.
     """
-    alone = Place(0, 1, 0, 1, "127.0.0.1", None)
+    alone = RankLocation(0, 1, 0, 1, "127.0.0.1", None)
     place = find_place(environment) or alone
     port = place.port or (free_port() if place.world_size == 1 else DEFAULT_PORT)
     one_host = _is_one_host(place, environment)
@@ -170,7 +170,7 @@ def _name_interface(environment: dict[str, str], address: str, *variables: str) 
             environment[name] = interface
 
 
-def _is_one_host(place: Place, environment: Variables) -> bool:
+def _is_one_host(place: RankLocation, environment: Variables) -> bool:
     """Whether all processes are known to be on one host. RANK and LOCAL_RANK alone do not say how many processes each
     host has.
     """
@@ -220,7 +220,7 @@ def _port(environment: Variables) -> int | None:
     return _number(environment, "MASTER_PORT") if "MASTER_PORT" in environment else None
 
 
-def _checked(place: Place, name: str, environment: Variables) -> Place:
+def _checked(place: RankLocation, name: str, environment: Variables) -> RankLocation:
     if not 0 <= place.rank < place.world_size:
         raise ConfigError([f"{name}: rank {place.rank} is not below the world size {place.world_size}"])
     if not 0 <= place.local_rank < place.local_world_size:
@@ -235,7 +235,7 @@ def _checked(place: Place, name: str, environment: Variables) -> Place:
     return place
 
 
-def _by_rank(environment: Variables) -> Place:
+def _by_rank(environment: Variables) -> RankLocation:
     """torchrun and deepspeed set everything; PyTorchJob sets no LOCAL_RANK, because it starts one process in a pod."""
     world, sole = _number(environment, "WORLD_SIZE"), "LOCAL_RANK" not in environment
     local_world = _number(environment, "LOCAL_WORLD_SIZE", "LOCAL_SIZE", default=1 if sole else world)
@@ -243,10 +243,10 @@ def _by_rank(environment: Variables) -> Place:
     master = environment.get("MASTER_ADDR")
     if master is None and world > 1:
         raise ConfigError([f"MASTER_ADDR: not set although WORLD_SIZE is {world}; set it to the host of rank 0"])
-    return Place(_number(environment, "RANK"), world, local, local_world, master, _port(environment), sole)
+    return RankLocation(_number(environment, "RANK"), world, local, local_world, master, _port(environment), sole)
 
 
-def _by_slurm(environment: Variables) -> Place:
+def _by_slurm(environment: Variables) -> RankLocation:
     """A step's variables go before those of its job, of which the step may be a part."""
     world = _number(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     tasks = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_NTASKS_PER_NODE")
@@ -258,7 +258,7 @@ def _by_slurm(environment: Variables) -> Place:
     other = environment.get("SLURM_LAUNCH_NODE_IPADDR")
     step = _number(environment, "SLURM_STEP_ID", default=0)
     port = 20000 + (_number(environment, "SLURM_JOB_ID", default=9500) + 101 * step) % 20000
-    return Place(
+    return RankLocation(
         rank=_number(environment, "SLURM_PROCID"),
         world_size=world,
         local_rank=local,
@@ -269,9 +269,9 @@ def _by_slurm(environment: Variables) -> Place:
     )
 
 
-def _by_mpi(rank: str, size: str, local_rank: str, local_size: str) -> Callable[[Variables], Place]:
-    def place(environment: Variables) -> Place:
-        return Place(
+def _by_mpi(rank: str, size: str, local_rank: str, local_size: str) -> Callable[[Variables], RankLocation]:
+    def place(environment: Variables) -> RankLocation:
+        return RankLocation(
             _number(environment, rank),
             _number(environment, size),
             _number(environment, local_rank),
@@ -283,10 +283,10 @@ def _by_mpi(rank: str, size: str, local_rank: str, local_size: str) -> Callable[
     return place
 
 
-def _by_index(environment: Variables) -> Place:
+def _by_index(environment: Variables) -> RankLocation:
     """Pods of an Indexed Job: Kubernetes gives each its number, the manifest their count and the first one's name."""
     rank, master = _number(environment, "JOB_COMPLETION_INDEX"), environment.get("MASTER_ADDR")
-    return Place(rank, _number(environment, "WORLD_SIZE"), 0, 1, master, _port(environment), sole_on_host=True)
+    return RankLocation(rank, _number(environment, "WORLD_SIZE"), 0, 1, master, _port(environment), sole_on_host=True)
 
 
 def _has(*names: str) -> Callable[[Variables], bool]:

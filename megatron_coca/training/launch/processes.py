@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from megatron_coca.training.exit_status import DIVERGED, DONE, INTERRUPTED, PREEMPTED, UNSAVED, UNUSABLE
-from megatron_coca.training.watchdog import ERROR_FILE, Report
+from megatron_coca.training.watchdog import ERROR_FILE, HangReport
 
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 FORWARDED = (*STOPPING, signal.SIGINT)
@@ -42,7 +42,7 @@ class Member(Protocol):
         """Hand it a signal."""
         ...
 
-    def report(self) -> Report | None:
+    def report(self) -> HangReport | None:
         """What it has told of its end, for the launching process to print; None where it printed that itself."""
         ...
 
@@ -98,8 +98,8 @@ class LocalProcess:
         else:
             self.process.send_signal(self._translated.get(number, number))
 
-    def report(self) -> Report | None:
-        return None if self._error_file is None else Report.read(self._error_file)
+    def report(self) -> HangReport | None:
+        return None if self._error_file is None else HangReport.read(self._error_file)
 
 
 class CaughtSignals:
@@ -136,7 +136,7 @@ class _Group:
 
     def __init__(self, members: Sequence[Member], settle: float, first_host: bool) -> None:
         self.members, self.running, self.settle, self.first_host = list(members), list(members), settle, first_host
-        self.shown: Report | None = None
+        self.shown: HangReport | None = None
         self.failures: list[tuple[str, int]] = []
         self.sent: list[int] = []
         self.deadline: float | None = None
@@ -196,7 +196,7 @@ class _Group:
             more = f" and {len(labels) - NAMED} more" if len(labels) > NAMED else ""
             print(f"{', '.join(labels[:NAMED])}{more}: {summary}", file=sys.stderr, flush=True)
 
-    def _reports(self) -> dict[str, Report]:
+    def _reports(self) -> dict[str, HangReport]:
         ended = [member for member in self.members if member not in self.running]
         return {member.label: report for member in ended if (report := member.report()) is not None}
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from megatron_coca.config import ConfigError, LaunchConfig
 from megatron_coca.training.exit_status import UNJOINED
-from megatron_coca.training.launch.environment import DEFAULT_PORT, Place, find_place, free_port, is_slurm_task
+from megatron_coca.training.launch.environment import DEFAULT_PORT, RankLocation, find_place, free_port, is_slurm_task
 from megatron_coca.training.launch.processes import (
     CaughtSignals,
     LocalProcess,
@@ -369,7 +369,7 @@ def _start_this_host(host: Host, script: Script) -> HostPlan:
     )
 
 
-def _rest_of_host(launch: LaunchConfig, place: Place, script: Script) -> HostPlan:
+def _rest_of_host(launch: LaunchConfig, place: RankLocation, script: Script) -> HostPlan:
     """One process for each host was started (a pod, a Slurm task): it starts `num_gpus` of them."""
     count = launch.num_gpus or 1
     return HostPlan(
