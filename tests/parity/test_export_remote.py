@@ -11,9 +11,8 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from megatron_coca.checkpoints import CheckpointError, load_model, open_checkpoint
-from megatron_coca.checkpoints.exports.exporters import MODELLING_FILE
-from megatron_coca.checkpoints.exports.huggingface import export
-from megatron_coca.checkpoints.huggingface_families import REMOTE_TYPES
+from megatron_coca.checkpoints.exports.huggingface import MODELLING_FILE, export
+from megatron_coca.checkpoints.huggingface import REMOTE_TYPES
 from megatron_coca.checkpoints.importing import import_checkpoint
 from megatron_coca.config.model import Activation, Norm
 from tests.parity.exported import (
