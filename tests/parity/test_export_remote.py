@@ -314,10 +314,10 @@ def test_an_extension_chosen_when_it_is_loaded(tmp_path: Path) -> None:
             {"rope_type": "dynamik", "factor": 4.0},
             "rope_type 'dynamik' is not known; known are default, ",
         ),
-        ("rope_scaling", {"rope_type": "linear"}, "says nothing of factor"),
-        ("rope_scaling", {"rope_type": "clex"}, "says nothing of clex_frequencies"),
+        ("rope_scaling", {"rope_type": "linear"}, "has no factor"),
+        ("rope_scaling", {"rope_type": "clex"}, "has no clex_frequencies"),
         ("pos_emb", "cope", "pos_emb 'cope' is not known"),
-        ("relative_positions", {"type": "rerope"}, "says nothing of window"),
+        ("relative_positions", {"type": "rerope"}, "has no window"),
     ],
 )
 def test_what_the_modelling_file_refuses(key: str, value: Any, message: str, tmp_path: Path) -> None:
