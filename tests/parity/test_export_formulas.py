@@ -150,14 +150,15 @@ def test_decay(exported: dict[str, Any]) -> None:
     query, key = p._decay(where[None], where[None], torch.float32)
     torch.testing.assert_close(query[0], growth(where, HEAD_DIM, 50.0), **EXACT)
     torch.testing.assert_close(key[0], 1 / growth(where, HEAD_DIM, 50.0), rtol=1e-10, atol=0.0)
-    for centre in (2400.0, 2600.0):
-        far, refused = torch.tensor([[2 * centre]], dtype=torch.float64), []
-        for compute in (lambda: p._decay(far, far, torch.float16), lambda: check_range(centre, torch.float16)):
+    refused = []
+    for centre in (2600.0, 2640.0, 2660.0, 3000.0):
+        far = torch.tensor([[2 * centre]], dtype=torch.float64)
+        for check, arguments in ((p._decay, (far, far)), (check_range, (centre,))):
             try:
-                compute()
+                check(*arguments, torch.float16)
             except ValueError:
-                refused.append(compute)
-        assert len(refused) in (0, 2)
+                refused.append((centre, check))
+    assert [centre for centre, _ in refused] == [2660.0, 2660.0, 3000.0, 3000.0], "the reach is 2650"
 
 
 @pytest.mark.parametrize(("power", "ours"), [(False, LearnedKerpleLog), (True, LearnedKerplePower)])
