@@ -123,8 +123,8 @@ def _common_keys(config: Json, folder: Path) -> dict[str, Any]:
 class WeightFormat(NamedTuple):
     """A file format of weights: the name of a single file, that of the index of several, and how both are read."""
 
-    single: str
-    index: str
+    single_file: str
+    index_file: str
     names: Callable[[Path], list[str]]
     open: Callable[[Mapping[str, Path], Path], Weights]
 
@@ -149,16 +149,16 @@ def find_weights(folder: Path) -> tuple[WeightFormat, dict[str, Path]]:
         CheckpointError: there are none, a file is missing or damaged, or holds more than tensors.
     """
     for kind in FORMATS:
-        if (folder / kind.single).is_file():
-            return kind, dict.fromkeys(kind.names(folder / kind.single), folder / kind.single)
-        if (folder / kind.index).is_file():
+        if (folder / kind.single_file).is_file():
+            return kind, dict.fromkeys(kind.names(folder / kind.single_file), folder / kind.single_file)
+        if (folder / kind.index_file).is_file():
             return kind, _indexed(folder, kind)
-    known = " or ".join(f"{kind.single} or {kind.index}" for kind in FORMATS)
+    known = " or ".join(f"{kind.single_file} or {kind.index_file}" for kind in FORMATS)
     raise CheckpointError(f"{folder}: has no weights: no {known}")
 
 
 def _indexed(folder: Path, kind: WeightFormat) -> dict[str, Path]:
-    index = folder / kind.index
+    index = folder / kind.index_file
     listed = read_json(index).get("weight_map")
     if not isinstance(listed, dict) or not listed:
         raise CheckpointError(f"{index}: has no weight_map that says which file holds each weight")

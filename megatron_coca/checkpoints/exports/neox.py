@@ -116,7 +116,7 @@ def _layer_states(config: Config, weights: Weights, ranks: int) -> Iterator[tupl
         for location, weight in entries.items():
             if location.layer != layer:
                 continue
-            if weight.ours in weights.entries:
+            if weight.ours is not None and weight.ours in weights.entries:
                 whole, name = weights.read(weight.ours), saved_name(location.name) if foreign else location.name
             elif weight.values is not None:
                 whole, name = weight.values.to(dtype), location.name
