@@ -1,4 +1,4 @@
-"""Writes a checkpoint as a folder that Hugging Face transformers loads; see docs/checkpoints.md, "Export"."""
+"""Write a checkpoint as a folder that Hugging Face transformers loads; see docs/checkpoints.md, "Export"."""
 
 import sys
 from argparse import ArgumentParser
@@ -15,14 +15,13 @@ from megatron_coca.data import DataError  # noqa: E402
 
 
 def build_parser() -> ArgumentParser:
-    """Two places, and how the weights are used."""
     parser = ArgumentParser(prog="convert_to_huggingface.py", description=__doc__)
     add = parser.add_argument
     add("checkpoint", metavar="CHECKPOINT", help="a run's save folder, one step of it, or a Hugging Face folder")
     add("folder", metavar="FOLDER", help="what to write; it must not exist")
-    changes = "use the weights otherwise than they were trained, e.g. rope_scaling.rope_type=dynamic"
+    changes = "config overrides, e.g. rope_scaling.rope_type=dynamic"
     add("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", dest="overrides", help=changes)
-    original = "tokenizer and generation files of a Hugging Face folder, as they are: the model's original"
+    original = "copy tokenizer and generation files of a Hugging Face folder: the model's original"
     add("--tokenizer", metavar="FOLDER", help=original)
     add("--dtype", choices=DTYPES, help="of the weights; default: as saved")
     add("--without-padding", action="store_true", help="leave out the rows of the vocabulary that stand for no token")
@@ -30,7 +29,7 @@ def build_parser() -> ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 2 where there is something to put right."""
+    """Return the exit status: 2 for an error that the user can fix."""
     args = build_parser().parse_args(arguments)
     try:
         done = export(

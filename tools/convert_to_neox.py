@@ -1,4 +1,4 @@
-"""Writes a checkpoint as a save folder that GPT-NeoX loads; see docs/checkpoints.md, "GPT-NeoX checkpoints"."""
+"""Write a checkpoint as a save folder that GPT-NeoX loads; see docs/checkpoints.md, "GPT-NeoX checkpoints"."""
 
 import sys
 from argparse import ArgumentParser
@@ -15,12 +15,11 @@ from megatron_coca.data import DataError  # noqa: E402
 
 
 def build_parser() -> ArgumentParser:
-    """Two places, how the weights are used, and how GPT-NeoX divides the model."""
     parser = ArgumentParser(prog="convert_to_neox.py", description=__doc__)
     add = parser.add_argument
     add("checkpoint", metavar="CHECKPOINT", help="a run's save folder, one step of it, or a Hugging Face folder")
     add("folder", metavar="FOLDER", help="what to write; it must not exist")
-    changes = "use the weights otherwise than they were trained, e.g. rope_scaling=null"
+    changes = "config overrides, e.g. rope_scaling=null"
     add("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", dest="overrides", help=changes)
     add("--dtype", choices=DTYPES, help="of the weights; default: as saved")
     add("--model-parallel-size", type=int, default=1, metavar="N", help="tensor ranks to write for; default: 1")
@@ -30,7 +29,7 @@ def build_parser() -> ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 2 where there is something to put right."""
+    """Return the exit status: 2 for an error that the user can fix."""
     args = build_parser().parse_args(arguments)
     division = args.model_parallel_size, args.pipe_parallel_size
     try:

@@ -1,24 +1,53 @@
-"""Folders of Hugging Face transformers: what they say of a model, their weights, and writing them."""
+"""Read Hugging Face folders: config.json as our configuration keys, the weights, and tokenizer behaviour.
+
+Each architecture is a row of FAMILIES. Those whose `model_type` begins with `coca_` are written by our export with a
+modelling file (exports/modeling_coca.py).
+"""
 
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 
 from megatron_coca.checkpoints import weight_map
 from megatron_coca.checkpoints.errors import CheckpointError
-from megatron_coca.checkpoints.huggingface_families import TRAINING_LENGTH, Family, WeightFiles, family, weight_files
 from megatron_coca.checkpoints.native import read_json
-from megatron_coca.checkpoints.weights import Weights, joined
+from megatron_coca.checkpoints.pickles import names_in_pickle, open_pickles
+from megatron_coca.checkpoints.weights import Weights, joined, names_in, open_safetensors
 from megatron_coca.config import Config, ConfigError, load_config
+from megatron_coca.config.model import GATED_ACTIVATIONS, Activation
+from megatron_coca.config.position import SCALING_OPTIONS, SCALING_REQUIRED
 from megatron_coca.config.source import OVERRIDES
 
-CONFIG, GENERATION = "config.json", "generation_config.json"
+Json = Mapping[str, Any]
 
-THEIRS = {
+CONFIG, GENERATION = "config.json", "generation_config.json"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+ORIGINAL = "original_max_position_embeddings"
+TRAINING_LENGTH = "training_length"
+"""Key of an exported config.json with the training length where max_position_embeddings is another number."""
+POSITION, NETWORK = "position", "network"
+"""Keys of an exported config.json with the position method, and with the block of a `coca_dense` model."""
+REMOTE_TYPES = {"coca_llama": "llama", "coca_gpt_neox": "gpt_neox", "coca_dense": "llama"}
+"""`model_type` of a folder with our modelling file -> that of the stock architecture whose class it extends."""
+
+POSITION_KEYS = (
+    *("pos_emb", "rotary_pct", "rotary_emb_base", "rope_scaling", "relative_positions", "logit_scaling"),
+    *("rpe_num_buckets", "rpe_max_distance"),
+)
+LEARNED_ROWS = "max_position_embeddings"
+"""In `position`: rows of the table of learned positions. At the top level it is the training length."""
+NETWORK_KEYS = (
+    *("norm", "layernorm_epsilon", "rms_norm_epsilon", "scalenorm_epsilon", "use_bias_in_norms", "activation"),
+    *("bias_gelu_fusion", "gpt_j_residual", "gpt_j_tied", "hidden_dropout"),
+)
+
+THEIR_NAMES = {
     "num_layers": "num_hidden_layers",
     "num_kv_heads": "num_key_value_heads",
     "seq_length": "max_position_embeddings",
@@ -32,53 +61,49 @@ THEIRS = {
 
 
 def is_huggingface_folder(path: Path) -> bool:
-    """Whether `path` holds a Hugging Face config.json."""
-    return os.path.isfile(path / CONFIG)  # False, too, where the file system does not say
+    """Return whether `path` holds a config.json."""
+    return os.path.isfile(path / CONFIG)  # unlike Path.is_file, False where the file system refuses to say
 
 
-def read_keys(folder: Path) -> dict[str, Any]:
-    """Our configuration keys for the model in `folder`.
+def read_config(folder: Path) -> Config:
+    """Read the configuration of the model in `folder`.
 
-    CoCA is recognised in LLaMA folders by their T projection, and in folders of our export by what they say. The
-    authors' GPT-NeoX folders look like plain ones: say pos_emb=coca.
+    CoCA is recognised in LLaMA folders by their T projection, and in exported folders by config.json. The authors'
+    GPT-NeoX folders look like plain ones: override with pos_emb=coca.
 
     Raises:
-        CheckpointError: config.json or the weights' files are not in order, or say something that is not known here.
+        CheckpointError: config.json or the weights' files are invalid, or describe an unsupported model.
     """
     source = folder / CONFIG
     config = read_json(source)
-    found = family(config, source)
+    family = find_family(config, source)
     if config.get("quantization_config"):
         raise CheckpointError(f"{source}: has a quantization_config, and quantized weights are not read")
     try:
-        keys = _common_keys(config) | _vocabulary(config, folder) | found.shape(config, source)
-        return keys | found.position(config, source, weight_files(folder).by_name)
+        keys = _common_keys(config, folder) | family.shape(config, source)
+        keys |= family.position(config, source, find_weights(folder)[1])
     except KeyError as missing:
         raise CheckpointError(f"{source}: has no {missing}") from missing
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(f"{source}: a value in it is of the wrong kind: {error}") from error
-
-
-def read_config(folder: Path) -> Config:
-    """The configuration of the model in `folder`.
-
-    Raises:
-        CheckpointError: as for `read_keys`, or what config.json says makes no valid configuration.
-    """
     try:
-        return load_config([], read_keys(folder))
+        return load_config([], keys)
     except ConfigError as error:
-        told = "; ".join(_in_their_words(line.removeprefix(f"{OVERRIDES}: ")) for line in error.problems)
-        raise CheckpointError(f"{folder / CONFIG}: does not describe a model that is known here: {told}") from error
+        problems = []
+        for line in error.problems:
+            key, problem = line.removeprefix(f"{OVERRIDES}: ").split(": ", 1)
+            name = f"{THEIR_NAMES[key]} (here {key})" if key in THEIR_NAMES else key
+            problems.append(f"{name}: {problem}")
+        raise CheckpointError(f"{source}: does not describe a supported model: {'; '.join(problems)}") from error
 
 
-def _in_their_words(problem: str) -> str:
-    """A fault with the name that its key has in config.json, where that is another."""
-    key, told = problem.split(": ", 1)
-    return f"{THEIRS[key]} (here {key}): {told}" if key in THEIRS else problem
-
-
-def _common_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+def _common_keys(config: Json, folder: Path) -> dict[str, Any]:
+    rows, generation = config["vocab_size"], folder / GENERATION
+    # Padding of the vocabulary is the rows at its end that generation never chooses, as our export writes it.
+    listed = read_json(generation).get("suppress_tokens") if generation.is_file() else None
+    suppressed = {token for token in listed if isinstance(token, int)} if isinstance(listed, list) else set()
+    first = min(suppressed, default=rows)
+    padded = 0 < first < rows and suppressed == set(range(first, rows))
     return {
         "num_layers": config["num_hidden_layers"],
         "hidden_size": config["hidden_size"],
@@ -87,162 +112,399 @@ def _common_keys(config: Mapping[str, Any]) -> dict[str, Any]:
         "seq_length": config.get(TRAINING_LENGTH) or config["max_position_embeddings"],
         "no_weight_tying": not config.get("tie_word_embeddings", False),
         "attention_dropout": float(config.get("attention_dropout") or 0),
+        "vocab_size": first if padded else rows,
+        "make_vocab_size_divisible_by": rows if padded else 1,
     }
 
 
-def _vocabulary(config: Mapping[str, Any], folder: Path) -> dict[str, int]:
-    """Token ids and the rows they are padded to: rows at the end that generation never chooses are padding."""
-    rows, path = config["vocab_size"], folder / GENERATION
-    listed = read_json(path).get("suppress_tokens") if path.is_file() else None
-    never = {each for each in listed if isinstance(each, int)} if isinstance(listed, list) else set()
-    first = min(never, default=rows)
-    if 0 < first < rows and never == set(range(first, rows)):
-        return {"vocab_size": first, "make_vocab_size_divisible_by": rows}
-    return {"vocab_size": rows, "make_vocab_size_divisible_by": 1}
+# Weights --------------------------------------------------------------------------------------------------------------
 
 
-Json = dict[str, Any]
-ADDING_FLAGS = ("add_bos_token", "add_eos_token")
-ADDING_PROCESSORS = frozenset({"BertProcessing", "RobertaProcessing"})
-"""Steps of a tokenizer.json that always put symbols around a text; TemplateProcessing does where it names some."""
+class WeightFormat(NamedTuple):
+    """A file format of weights: the name of a single file, that of the index of several, and how both are read."""
 
-KEPT_DEFAULTS = frozenset(
-    {"do_sample", "bos_token_id", "eos_token_id", "pad_token_id", "suppress_tokens", "transformers_version"}
+    single_file: str
+    index_file: str
+    names: Callable[[Path], list[str]]
+    open: Callable[[Mapping[str, Path], Path], Weights]
+
+
+FORMATS = (
+    WeightFormat(SINGLE, INDEX, names_in, open_safetensors),
+    WeightFormat("pytorch_model.bin", "pytorch_model.bin.index.json", names_in_pickle, open_pickles),
 )
-"""Of generation_config.json, what an export has of itself; a name with `_` in front is no setting."""
-
-
-class _Source(NamedTuple):
-    """A folder, the id that ends its texts or None, and three of its files, empty where one is absent."""
-
-    folder: Path
-    end: int | None
-    vocabulary: Json
-    settings: Json
-    generation: Json
-
-
-def behaviour_note(folder: Path, end: int | None) -> str | None:
-    """What `folder` does that its ids do not say, and how an export keeps it; None where there is nothing.
-
-    Args:
-        folder: a Hugging Face folder.
-        end: the token that ends texts after an import, None where no tokenizer is taken.
-
-    Raises:
-        CheckpointError: one of its files is no JSON mapping.
-    """
-    source = _Source(folder, end, *map(_json, _paths(folder)))
-    more = [told for told, has in BEHAVIOURS if has(source)]
-    if not more:
-        return None
-    return f"{folder}: also has {', '.join(more)}; export with --tokenizer {folder} to keep them"
-
-
-def _paths(folder: Path) -> Iterator[Path]:
-    return (folder / f"{name}.json" for name in ("tokenizer", "tokenizer_config", "generation_config"))
-
-
-def _json(path: Path) -> Json:
-    return read_json(path) if path.is_file() else {}
-
-
-def _has_template(source: _Source) -> bool:
-    return (source.folder / "chat_template.jinja").is_file() or bool(source.settings.get("chat_template"))
-
-
-def _adds_symbols(source: _Source) -> bool:
-    if any(source.settings.get(name) for name in ADDING_FLAGS):
-        return True
-    if not source.vocabulary and (source.folder / "tokenizer.model").is_file():
-        # transformers' class for LLaMA begins every text with a symbol, unless it is told not to.
-        class_name = str(source.settings.get("tokenizer_class"))
-        return class_name.startswith("Llama") and source.settings.get("add_bos_token") is None
-    return _adds(source.vocabulary.get("post_processor") or {})
-
-
-def _adds(processor: Json) -> bool:
-    if any(map(_adds, processor.get("processors") or [])):
-        return True
-    named = any("SpecialToken" in step for step in processor.get("single") or [])
-    return named or processor.get("type") in ADDING_PROCESSORS
-
-
-def _has_symbols(source: _Source) -> bool:
-    """Beside the one that ends texts: those are one token within a text, here they are ordinary characters."""
-    added = source.vocabulary.get("added_tokens") or []
-    decoder = source.settings.get("added_tokens_decoder") or {}
-    ids = {each.get("id") for each in added if each.get("special")}
-    ids |= {int(number) for number, each in decoder.items() if each.get("special")}
-    return bool(ids - {source.end}) or bool(source.settings.get("extra_special_tokens"))
-
-
-def _has_defaults(source: _Source) -> bool:
-    end, names = source.generation.get("eos_token_id"), (n for n in source.generation if not n.startswith("_"))
-    several = isinstance(end, list) and len(end) > 1
-    return several or bool(source.generation.get("do_sample")) or not KEPT_DEFAULTS.issuperset(names)
-
-
-BEHAVIOURS: tuple[tuple[str, Callable[[_Source], bool]], ...] = (
-    ("a chat template", _has_template),
-    ("symbols that it puts around texts", _adds_symbols),
-    ("special tokens within texts", _has_symbols),
-    ("defaults of generation", _has_defaults),
-)
-"""What is told, and whether a folder has it."""
+"""In the order of preference of transformers; a single file goes before several."""
 
 HEAD, EMBEDDING = "final_linear.weight", "embedding.word_embeddings.weight"
 OPTIONAL = re.compile(r".*\.bias|.*position.*")
-"""Ours that some models of an architecture have and others have not."""
-
+"""Our weights that only some models of an architecture have."""
 NAMED = 5
-"""Weights that a message names at most."""
+"""Weights listed in a message at most."""
+
+
+def find_weights(folder: Path) -> tuple[WeightFormat, dict[str, Path]]:
+    """Find the weights: their format, and the file of each by name, also of those that an index does not list.
+
+    Raises:
+        CheckpointError: there are none, a file is missing or damaged, or holds more than tensors.
+    """
+    for kind in FORMATS:
+        if (folder / kind.single_file).is_file():
+            return kind, dict.fromkeys(kind.names(folder / kind.single_file), folder / kind.single_file)
+        if (folder / kind.index_file).is_file():
+            return kind, _indexed(folder, kind)
+    known = " or ".join(f"{kind.single_file} or {kind.index_file}" for kind in FORMATS)
+    raise CheckpointError(f"{folder}: has no weights: no {known}")
+
+
+def _indexed(folder: Path, kind: WeightFormat) -> dict[str, Path]:
+    index = folder / kind.index_file
+    listed = read_json(index).get("weight_map")
+    if not isinstance(listed, dict) or not listed:
+        raise CheckpointError(f"{index}: has no weight_map that says which file holds each weight")
+    outside = [file for file in listed.values() if not isinstance(file, str) or Path(file).name != file]
+    if outside:
+        raise CheckpointError(f"{index}: {outside[0]!r} is no name of a file in the folder")
+    missing = Counter(file for file in listed.values() if not (folder / file).is_file())
+    if missing:
+        files = ", ".join(f"{file} ({count} weights)" for file, count in sorted(missing.items()))
+        raise CheckpointError(f"{index}: names files that are missing: {files}; fetch the folder again")
+    present = {name: folder / file for file in sorted(set(listed.values())) for name in kind.names(folder / file)}
+    return present | {name: folder / file for name, file in listed.items()}
 
 
 def open_weights(folder: Path, num_layers: int, num_heads: int, tied: bool) -> Weights:
-    """The weights of our model, in the dtype on disk and in the order of the files.
+    """Open the weights by our names, in the dtype on disk and in the order of the files.
 
     Raises:
         CheckpointError: a weight is missing, or there is one that would not be read: then it is another model.
     """
-    config = read_json(folder / CONFIG)
-    found, files = family(config, folder / CONFIG), weight_files(folder)
+    config, (kind, files) = read_json(folder / CONFIG), find_weights(folder)
+    family = find_family(config, folder / CONFIG)
     heads = weight_map.Heads(
         num_heads, config.get("num_key_value_heads") or num_heads, config["hidden_size"] // num_heads
     )
-    rows = weight_map.expand(found.rows(config, files.by_name), num_layers)
-    wanted = [row for row in rows if not OPTIONAL.fullmatch(row.ours) or any(n in files.by_name for n in row.theirs)]
+
+    def open_files(names: Iterable[str]) -> Weights:
+        chosen = set(names)
+        return kind.open({name: path for name, path in files.items() if name in chosen}, folder)
+
+    rows = weight_map.expand(family.rows(config, files), num_layers)
+    wanted = [row for row in rows if not OPTIONAL.fullmatch(row.ours) or any(name in files for name in row.theirs)]
     if tied:
-        _refuse_untied(files, {row.ours: row.theirs[0] for row in rows if row.ours in (HEAD, EMBEDDING)})
         wanted = [row for row in wanted if row.ours != HEAD]
-    wanted.sort(key=lambda row: files.place(row.theirs))
-    weights = joined(files.open(name for row in wanted for name in row.theirs), wanted, heads)
-    _refuse_unread(files, rows, found)
+        names = {row.ours: row.theirs[0] for row in rows if row.ours in (HEAD, EMBEDDING)}
+        if files.keys() >= set(names.values()):  # a tied head may be saved as well, but only as the embedding's copy
+            both = open_files(names.values())
+            if not torch.equal(both.read(names[HEAD]), both.read(names[EMBEDDING])):
+                raise CheckpointError(
+                    f"{folder}: {names[HEAD]} differs from {names[EMBEDDING]}, though {CONFIG} ties them; set "
+                    "tie_word_embeddings to false there"
+                )
+    order = {path: number for number, path in enumerate(dict.fromkeys(files.values()))}
+    wanted.sort(key=lambda row: min((order[files[name]] for name in row.theirs if name in files), default=0))
+    weights = joined(open_files(name for row in wanted for name in row.theirs), wanted, heads)
+    read = {name for row in rows for name in row.theirs}
+    unread = sorted(name for name in files if name not in read and not family.unneeded.fullmatch(name))
+    if unread:
+        more = f" and {len(unread) - NAMED} more" if len(unread) > NAMED else ""
+        raise CheckpointError(
+            f"{folder}: has weights that this model has no place for: {', '.join(unread[:NAMED])}{more}. Without them "
+            "it would be another model, so it is not read"
+        )
     return weights
 
 
-def _refuse_untied(files: WeightFiles, names: dict[str, str]) -> None:
-    """A tied head may be in the files as well, but then it has to be the embedding: transformers ties no others."""
-    if not files.by_name.keys() >= set(names.values()):
-        return
-    both = files.open(names.values())
-    if not torch.equal(both.read(names[HEAD]), both.read(names[EMBEDDING])):
-        raise CheckpointError(
-            f"{files.folder}: {names[HEAD]} differs from {names[EMBEDDING]}, though {CONFIG} ties them; set "
-            "tie_word_embeddings to false there"
-        )
+# Rotary settings ------------------------------------------------------------------------------------------------------
+
+KNOWN = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+"""Values of rope_type that transformers and we have under one name."""
+MEASURED = frozenset({"yarn", "longrope", "llama3"})
+"""Those for which transformers reads ORIGINAL; it measures the others by max_position_embeddings."""
+BY_MAXIMUM = frozenset({"dynamic"})
+"""Those whose formula takes max_position_embeddings for L."""
+DERIVED = frozenset({"yarn", "longrope"})
+"""Those whose factor may be left out: it is then the length over the original one."""
+NO_OPTIONS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor", ORIGINAL})
+"""Names in transformers' section that are no option of an extension."""
 
 
-def _refuse_unread(files: WeightFiles, rows: Sequence[weight_map.Row], found: Family) -> None:
-    read = {name for row in rows for name in row.theirs}
-    unread = [name for name in files.by_name if name not in read and not found.unneeded.fullmatch(name)]
+def _rope_section(config: Json) -> Json:
+    """Return `rope_scaling` (transformers up to 4) or `rope_parameters` (from 5 on)."""
+    return config.get("rope_scaling") or config.get("rope_parameters") or {}
+
+
+def rope_keys(config: Json, source: Path, base_name: str) -> dict[str, Any]:
+    """Return our keys of the rotary base and the extension.
+
+    `base_name` is the architecture's top-level key of the base; transformers ignores the other architecture's.
+
+    Raises:
+        CheckpointError: a type or an option is not supported.
+    """
+    section = _rope_section(config)
+    base = {"rotary_emb_base": float(section.get("rope_theta") or config.get(base_name) or 10000)}
+    kind = section.get("rope_type") or section.get("type") or "default"
+    options = {name: value for name, value in section.items() if name not in NO_OPTIONS and value is not None}
+    if kind not in KNOWN:
+        raise CheckpointError(f"{source}: rope_type {kind!r} is not supported; known: {', '.join(KNOWN)}")
+    unread = sorted(options.keys() - set(SCALING_OPTIONS[kind]))
     if unread:
         raise CheckpointError(
-            f"{files.folder}: has weights that this model has no place for: {_listed(unread)}. Without them it would be "
-            "another model, so it is not read"
+            f"{source}: rope_type {kind!r} with {', '.join(unread)} is not supported; its options are "
+            f"{', '.join(SCALING_OPTIONS[kind]) or 'none'}"
         )
+    if kind == "default":
+        return base
+    scaling: dict[str, Any] = {"rope_type": kind}
+    original = config.get(ORIGINAL) or section.get(ORIGINAL)  # the top level goes first, as in transformers
+    if kind in BY_MAXIMUM and TRAINING_LENGTH in config:
+        scaling[ORIGINAL] = config["max_position_embeddings"]
+    elif kind in MEASURED and original is not None:
+        scaling[ORIGINAL] = original
+        if kind in DERIVED:
+            scaling["factor"] = config["max_position_embeddings"] / original
+    scaling |= options
+    lacking = [name for name in SCALING_REQUIRED[kind] if name not in scaling]
+    if lacking:
+        raise CheckpointError(f"{source}: rope_type {kind!r} has no {' and no '.join(lacking)}")
+    return base | {"rope_scaling": scaling}
 
 
-def _listed(names: Collection[str]) -> str:
-    told = ", ".join(sorted(names)[:NAMED])
-    return told + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+# Architectures --------------------------------------------------------------------------------------------------------
+
+
+class Family(NamedTuple):
+    """One architecture.
+
+    Attributes:
+        shape: our keys of the network's shape, from config.json and its path.
+        position: our keys of the position method, from config.json, its path and the names of the weights.
+        rows: the names of the weights, from config.json and the names that are present.
+        unneeded: masks and frequencies that older versions of transformers saved; they follow from config.json.
+    """
+
+    shape: Callable[[Json, Path], dict[str, Any]]
+    position: Callable[[Json, Path, Collection[str]], dict[str, Any]]
+    rows: Callable[[Json, Collection[str]], tuple[weight_map.Row, ...]]
+    unneeded: re.Pattern[str]
+
+
+ACTIVATIONS = {
+    "gelu": "gelu",
+    "relu": "relu",
+    "silu": "silu",
+    **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "gelu"),
+}
+TANH_GELU = frozenset({"gelu_new", "gelu_fast", "gelu_pytorch_tanh"})
+LLAMA_ACTIVATIONS = ("silu", "swish")  # two names of one function
+NEOX_POSITIONS = ("rotary", "coca")
+"""Values of `pos_emb` in the config.json of a stock GPT-NeoX folder; our exports write `rotary`, others nothing."""
+
+
+def _neox_shape(config: Json, source: Path) -> dict[str, Any]:
+    name = config.get("hidden_act", "gelu")
+    if name not in ACTIVATIONS:
+        raise CheckpointError(f"{source}: hidden_act {name!r} is not supported; known: {', '.join(ACTIVATIONS)}")
+    return {
+        "activation": ACTIVATIONS[name],
+        "bias_gelu_fusion": name in TANH_GELU,
+        "intermediate_size": config["intermediate_size"],
+        "norm": "layernorm",
+        "layernorm_epsilon": float(config.get("layer_norm_eps", 1e-5)),
+        "gpt_j_residual": config.get("use_parallel_residual", True),
+        "use_bias_in_attn_linear": config.get("attention_bias", True),
+        "hidden_dropout": float(config.get("hidden_dropout") or 0),
+    }
+
+
+def _neox_rotary_pct(config: Json) -> float:
+    return float(_rope_section(config).get("partial_rotary_factor", config.get("rotary_pct", 0.25)))
+
+
+def _neox_position(config: Json, source: Path, names: Collection[str]) -> dict[str, Any]:
+    method = config.get("pos_emb", "rotary")
+    if method not in NEOX_POSITIONS:
+        raise CheckpointError(f"{source}: pos_emb {method!r} is not one of {', '.join(NEOX_POSITIONS)}")
+    keys = {"pos_emb": method, "rotary_pct": _neox_rotary_pct(config)}
+    return keys | rope_keys(config, source, "rotary_emb_base")
+
+
+def may_be_coca(config: Json) -> bool:
+    """Return whether a folder read as RoPE could be a CoCA model of its authors.
+
+    Their config.json and weights have the names of plain GPT-NeoX, and their code computes CoCA only with all features
+    rotated, which Pythia's and GPT-NeoX-20B's folders do not have.
+    """
+    return config.get("model_type") == "gpt_neox" and "pos_emb" not in config and _neox_rotary_pct(config) == 1
+
+
+def _llama_shape(config: Json, source: Path) -> dict[str, Any]:
+    width = config["hidden_size"] // config["num_attention_heads"]
+    if (config.get("head_dim") or width) * config["num_attention_heads"] != config["hidden_size"]:
+        raise CheckpointError(f"{source}: head_dim other than hidden_size / num_attention_heads is not supported")
+    if config.get("hidden_act", "silu") not in LLAMA_ACTIVATIONS:
+        raise CheckpointError(
+            f"{source}: hidden_act {config['hidden_act']!r} is not supported for LLaMA; known: "
+            f"{', '.join(LLAMA_ACTIVATIONS)}"
+        )
+    return {
+        "activation": "swiglu",
+        "intermediate_size": 3 * config["intermediate_size"],  # GPT-NeoX counts both halves of a gated layer, times 3/2
+        "norm": "rmsnorm",
+        "rms_norm_epsilon": float(config.get("rms_norm_eps", 1e-6)),
+        "use_bias_in_attn_linear": config.get("attention_bias") or False,
+        "use_bias_in_mlp": config.get("mlp_bias") or False,
+        "use_bias_in_norms": False,
+    }
+
+
+def _has_t_projection(names: Iterable[str]) -> bool:
+    """Return whether the weights are of the CoCA authors' LLaMA models, which name the key projection so."""
+    return any(name.endswith("self_attn.t_proj.weight") for name in names)
+
+
+def _llama_position(config: Json, source: Path, names: Collection[str]) -> dict[str, Any]:
+    share = _rope_section(config).get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if share not in (None, 1):
+        raise CheckpointError(
+            f"{source}: partial_rotary_factor {share} is not supported for LLaMA, which rotates all features"
+        )
+    return {"pos_emb": "coca" if _has_t_projection(names) else "rotary", **rope_keys(config, source, "rope_theta")}
+
+
+def _section(config: Json, name: str) -> Json:
+    """Return a mapping of config.json; raises KeyError where there is none."""
+    if not isinstance(config[name], Mapping):
+        raise KeyError(name)
+    return config[name]
+
+
+def position_keys(config: Json) -> dict[str, Any]:
+    """Return our keys of the position method from an exported config.json. Raises KeyError without `position`."""
+    position = _section(config, POSITION)
+    return {name: position[name] for name in (*POSITION_KEYS, LEARNED_ROWS) if name in position}
+
+
+def _exported_position(config: Json, source: Path, names: Collection[str]) -> dict[str, Any]:
+    return position_keys(config)
+
+
+def _dense_shape(config: Json, source: Path) -> dict[str, Any]:
+    network = {name: _section(config, NETWORK)[name] for name in NETWORK_KEYS}
+    for name, known in (("norm", weight_map.DENSE_NORMS), ("activation", get_args(Activation))):
+        if network[name] not in known:
+            raise CheckpointError(f"{source}: network.{name} {network[name]!r} is not one of {', '.join(known)}")
+    return network | {
+        # GPT-NeoX counts both halves of a gated layer, times 3/2.
+        "intermediate_size": (3 if network["activation"] in GATED_ACTIVATIONS else 1) * config["intermediate_size"],
+        "use_bias_in_attn_linear": config["attention_bias"],
+        "use_bias_in_mlp": config["mlp_bias"],
+    }
+
+
+def dense_rows(network: Json) -> tuple[weight_map.Row, ...]:
+    """Return the names of the weights in a `coca_dense` folder; `network` has NETWORK_KEYS."""
+    gated, one_norm = network["activation"] in GATED_ACTIVATIONS, network["gpt_j_residual"] and network["gpt_j_tied"]
+    return (*weight_map.dense(network["norm"], gated, one_norm), *weight_map.learned_positions("llama"))
+
+
+def remote_rows(kind: str) -> tuple[weight_map.Row, ...]:
+    """Return the names of the weights in a `coca_llama` or `coca_gpt_neox` folder: those of the stock architecture.
+
+    The head of GPT-NeoX is `lm_head` as in transformers 5, which maps the older name in stock folders only.
+    """
+    stock = {"gpt_neox": weight_map.GPT_NEOX, "llama": weight_map.llama("k_proj")}[REMOTE_TYPES[kind]]
+    renamed = (
+        replace(row, theirs=("lm_head.weight",)) if row.theirs == ("embed_out.weight",) else row for row in stock
+    )
+    return (*renamed, *weight_map.learned_positions(REMOTE_TYPES[kind]))
+
+
+NEOX_UNNEEDED = re.compile(
+    r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias)"
+    r"|gpt_neox\.(layers\.\d+\.attention\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)"
+)
+LLAMA_UNNEEDED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)")
+
+FAMILIES: dict[str, Family] = {
+    "gpt_neox": Family(_neox_shape, _neox_position, lambda config, names: weight_map.GPT_NEOX, NEOX_UNNEEDED),
+    "llama": Family(
+        _llama_shape,
+        _llama_position,
+        lambda config, names: weight_map.llama("t_proj" if _has_t_projection(names) else "k_proj"),
+        LLAMA_UNNEEDED,
+    ),
+    "coca_gpt_neox": Family(
+        _neox_shape, _exported_position, lambda config, names: remote_rows("coca_gpt_neox"), NEOX_UNNEEDED
+    ),
+    "coca_llama": Family(
+        _llama_shape, _exported_position, lambda config, names: remote_rows("coca_llama"), LLAMA_UNNEEDED
+    ),
+    "coca_dense": Family(
+        _dense_shape, _exported_position, lambda config, names: dense_rows(_section(config, NETWORK)), LLAMA_UNNEEDED
+    ),
+}
+"""Every architecture that is read, by `model_type`."""
+
+
+def find_family(config: Json, source: Path) -> Family:
+    """Return the architecture that config.json names. Raises CheckpointError where it is not supported."""
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise CheckpointError(f"{source}: model_type {kind!r} is not supported; known: {', '.join(sorted(FAMILIES))}")
+    return FAMILIES[kind]
+
+
+# Behaviour of tokenizer and generation --------------------------------------------------------------------------------
+
+ADDING_PROCESSORS = frozenset({"BertProcessing", "RobertaProcessing"})
+"""Post-processors of a tokenizer.json that always add special tokens; TemplateProcessing does where it names some."""
+
+KEPT_DEFAULTS = frozenset(
+    {"do_sample", "bos_token_id", "eos_token_id", "pad_token_id", "suppress_tokens", "transformers_version"}
+)
+"""Keys of generation_config.json that an export writes by itself; a name that begins with `_` is no setting."""
+
+
+def behaviour_note(folder: Path, end: int | None) -> str | None:
+    """Describe what a Hugging Face folder's tokenizer and generation files do besides giving ids; None for nothing.
+
+    `end` is the token that ends texts after an import, None where no tokenizer is taken.
+
+    Raises:
+        CheckpointError: one of its files is no JSON mapping.
+    """
+    paths = (folder / f"{name}.json" for name in ("tokenizer", "tokenizer_config", "generation_config"))
+    vocabulary, settings, generation = (read_json(path) if path.is_file() else {} for path in paths)
+    special = {token.get("id") for token in vocabulary.get("added_tokens") or [] if token.get("special")}
+    declared = settings.get("added_tokens_decoder") or {}
+    special |= {int(number) for number, token in declared.items() if token.get("special")}
+    eos = generation.get("eos_token_id")
+    sampling = generation.get("do_sample") or (isinstance(eos, list) and len(eos) > 1)
+    others = {name for name in generation if not name.startswith("_")} - KEPT_DEFAULTS
+    behaviours = {
+        "a chat template": (folder / "chat_template.jinja").is_file() or settings.get("chat_template"),
+        "special tokens that it adds around texts": _adds_tokens(folder, vocabulary, settings),
+        "special tokens within texts": special - {end} or settings.get("extra_special_tokens"),
+        "generation defaults": sampling or others,
+    }
+    listed = ", ".join(name for name, present in behaviours.items() if present)
+    return f"{folder}: also has {listed}; export with --tokenizer {folder} to keep them" if listed else None
+
+
+def _adds_tokens(folder: Path, vocabulary: Json, settings: Json) -> bool:
+    if settings.get("add_bos_token") or settings.get("add_eos_token"):
+        return True
+    if not vocabulary and (folder / "tokenizer.model").is_file():
+        # transformers' class for LLaMA begins every text with BOS unless it is told not to.
+        return str(settings.get("tokenizer_class")).startswith("Llama") and settings.get("add_bos_token") is None
+    return _processor_adds(vocabulary.get("post_processor") or {})
+
+
+def _processor_adds(processor: Json) -> bool:
+    return (
+        processor.get("type") in ADDING_PROCESSORS
+        or any("SpecialToken" in step for step in processor.get("single") or [])
+        or any(map(_processor_adds, processor.get("processors") or []))
+    )

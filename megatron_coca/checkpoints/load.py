@@ -15,8 +15,7 @@ from megatron_coca.checkpoints import neox as neox
 from megatron_coca.checkpoints import neox as neox_files
 from megatron_coca.checkpoints.compare import refuse_other_model
 from megatron_coca.checkpoints.errors import CheckpointError
-from megatron_coca.checkpoints.huggingface import CONFIG, is_huggingface_folder, open_weights, read_config
-from megatron_coca.checkpoints.huggingface_families import may_be_coca
+from megatron_coca.checkpoints.huggingface import CONFIG, is_huggingface_folder, may_be_coca, open_weights, read_config
 from megatron_coca.checkpoints.object_store import fetch, is_url
 from megatron_coca.checkpoints.tokenizer import Found, TokenizerLocation, find_tokenizer, known_tokens
 from megatron_coca.checkpoints.weights import Weights, names_in, open_safetensors
@@ -202,7 +201,7 @@ def _open_huggingface(folder: Path, verify: bool) -> OpenedCheckpoint:
 def _open_neox(path: Path, verify: bool) -> OpenedCheckpoint:
     folder = neox_files.find_step(path)
     assert folder is not None, "found by it"
-    files = neox_files.open_files(folder)
+    files = neox.NeoxFiles(folder)
     config, ranks = neox.configure(folder, files)
     return OpenedCheckpoint(
         folder=folder,

@@ -1,114 +1,192 @@
-"""Where GPT-NeoX keeps each weight: the number of a layer of its pipeline, a name in it, and how tensor ranks share it.
+"""Describe GPT-NeoX's checkpoint layout: its configuration, the models it can hold, and the place of each weight.
 
-The pipeline of L blocks is: 0 the embedding, 1 no weights, 2 .. L+1 the blocks, L+2 no weights, L+3 the final norm, L+4
-the output head, which is absent where it is the embedding's matrix.
+Facts are those of EleutherAI/gpt-neox at commit ea7aefd8. Its pipeline of L blocks is: 0 the embedding, 1 no weights,
+2 .. L+1 the blocks, L+2 no weights, L+3 the final norm, L+4 the output head, absent where it is tied to the embedding.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_coca.attention.positions.bias import alibi_slopes
-from megatron_coca.checkpoints.state import TensorShard, layer_shards
-from megatron_coca.config import Config, ModelConfig
+from megatron_coca.checkpoints.errors import CheckpointError
+from megatron_coca.checkpoints.state import layer_shards
+from megatron_coca.config import KEYS, Config, ConfigError, ModelConfig, load_config
+from megatron_coca.config.model import GATED_ACTIVATIONS
+from megatron_coca.config.neox_keys import ALIASES, INERT, UNSUPPORTED
+from megatron_coca.config.position import ROTATED_METHODS
+from megatron_coca.config.source import OVERRIDES, merge, read_file
+from megatron_coca.config.yaml_text import dump
 
 logger = logging.getLogger(__name__)
 
-Shape = tuple[int, ...]
+# Configuration --------------------------------------------------------------------------------------------------------
+
+CONFIGS = "configs"
+MODEL_FILE = "model.yml"
+SUFFIXES = (".yml", ".yaml", ".json")
+
+NETWORK_FEATURES = frozenset(
+    {
+        *("sliding_window_width", "sparsity_config", "sparse_attention", "opt_pos_emb_offset", "use_qk_layernorm"),
+        *("num_unique_layers", "gmlp_attn_dim", "soft_prompt_tuning", "dim_att", "head_size", "ffn_dim"),
+        *("te_layernorm_mlp", "te_mha", "te_fp8_mha", "moe_num_experts", "use_mup"),
+    }
+)
+"""Unsupported keys that make another network; all other unsupported ones concern the run that trained it."""
+RUN_KEYS = frozenset(
+    {name.split(".")[0] for name, place in KEYS.items() if place.group not in ("model", "position")}
+    | ALIASES.keys()
+    | INERT.keys()
+    | (UNSUPPORTED.keys() - NETWORK_FEATURES)
+)
+"""Keys, and sections of keys, that do not change the network."""
+TOKENIZER_KEYS = frozenset({"tokenizer_type", "vocab_file", "merge_file"})
+"""Keys of the run that say which tokens the rows of the embedding are."""
+OUR_KEYS = ("rope_scaling", "relative_positions", "logit_scaling")
+"""Keys that change what the network computes and that GPT-NeoX lacks."""
+NEOX_KEYS = (
+    *("num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "intermediate_size", "seq_length"),
+    *("max_position_embeddings", "no_weight_tying", "activation", "bias_gelu_fusion", "use_bias_in_attn_linear"),
+    *("use_bias_in_mlp", "gpt_j_residual", "gpt_j_tied", "norm", "layernorm_epsilon", "rms_norm_epsilon"),
+    *("scalenorm_epsilon", "hidden_dropout", "attention_dropout", "pos_emb", "rotary_pct", "rotary_emb_base"),
+    *("rpe_num_buckets", "rpe_max_distance"),
+)
+"""Keys of the network that GPT-NeoX has too."""
+NEOX_POSITIONS = frozenset({"learned", "rotary", "sinusoidal", "rpe", "alibi", "none"})
 
 
-class NeoxSharding(Protocol):
-    """How a weight lies among tensor ranks."""
+def read_config(folder: Path, vocab_size: int) -> tuple[Config, int]:
+    """Read the model's configuration from the YAML files in a step's folder, and its number of tensor ranks.
 
-    def whole(self, part: Shape, count: int) -> Shape:
-        """The shape of the whole weight, from that of one of `count` parts."""
+    Keys of the run that trained it are ignored, except for those that name its tokenizer.
 
-    def fits(self, part: Shape, count: int) -> bool:
-        """Whether one of `count` parts may have this shape."""
+    Args:
+        folder: one step's folder.
+        vocab_size: rows of the embedding, padding included.
 
-    def merge(self, parts: Sequence[Tensor], name: str) -> Tensor:
-        """The whole weight from the parts of all ranks; `name` is for messages."""
-
-    def split(self, whole: Tensor, count: int) -> list[Tensor]:
-        """The parts of `count` ranks."""
-
-
-@dataclass(frozen=True)
-class Parts:
-    """Cut along `dim`: of each of the blocks, whose sizes are given, a rank has one part."""
-
-    dim: int
-    blocks: tuple[int, ...]
-
-    def whole(self, part: Shape, count: int) -> Shape:
-        return (*part[: self.dim], part[self.dim] * count, *part[self.dim + 1 :])
-
-    def fits(self, part: Shape, count: int) -> bool:
-        divided = all(block % count == 0 for block in self.blocks)
-        return divided and len(part) > self.dim and part[self.dim] * count == sum(self.blocks)
-
-    def merge(self, parts: Sequence[Tensor], name: str) -> Tensor:
-        if len(parts) == 1:
-            return parts[0]
-        whole = parts[0].new_empty(self.whole(tuple(parts[0].shape), len(parts)))
-        for index, part in enumerate(parts):
-            TensorShard(self.dim, index, len(parts), self.blocks).place(part, whole)
-        return whole
-
-    def split(self, whole: Tensor, count: int) -> list[Tensor]:
-        return [TensorShard(self.dim, index, count, self.blocks).cut(whole) for index in range(count)]
-
-
-@dataclass(frozen=True)
-class Copies:
-    """Whole on every rank. Copies that have drifted apart are averaged, as GPT-NeoX's own conversion does."""
-
-    def whole(self, part: Shape, count: int) -> Shape:
-        return part
-
-    def fits(self, part: Shape, count: int) -> bool:
-        return True
-
-    def merge(self, parts: Sequence[Tensor], name: str) -> Tensor:
-        if all(torch.equal(part, parts[0]) for part in parts[1:]):
-            return parts[0]
-        logger.warning("%s: the copies of its %d tensor ranks differ; their mean is taken", name, len(parts))
-        return torch.stack([part.float() for part in parts]).mean(0).to(parts[0].dtype)
-
-    def split(self, whole: Tensor, count: int) -> list[Tensor]:
-        return [whole] * count
-
-
-@dataclass(frozen=True)
-class Sum:
-    """A bias that every rank adds to its part before the parts are summed: the ranks' biases together are the bias.
-
-    So it is in GPT-NeoX with `gpt_j_residual`, where the sum over ranks is put off to the end of the block.
+    Raises:
+        CheckpointError: there are no such files, or they describe a network that this package does not have.
     """
+    configs = folder / CONFIGS
+    files = sorted(path for path in configs.iterdir() if path.suffix in SUFFIXES) if configs.is_dir() else []
+    if not files:
+        raise CheckpointError(
+            f"{folder}: has no {CONFIGS}/*.yml; put the YAML files that the model was trained with there"
+        )
+    problems: list[str] = []
+    values = merge([layer for path in files if (layer := read_file(path, problems)) is not None]).values
+    kept = {name: value for name, value in values.items() if name not in RUN_KEYS or name in TOKENIZER_KEYS}
+    if kept.get("norm", "layernorm") == "layernorm":
+        kept["use_bias_in_norms"] = True  # the key has no effect there: PyTorch's layer norm has a bias
+    try:
+        if problems:
+            raise ConfigError(problems)
+        config = load_config([], kept | {"vocab_size": vocab_size, "make_vocab_size_divisible_by": 1})
+    except ConfigError as error:
+        listed = "; ".join(line.removeprefix(f"{OVERRIDES}: ") for line in error.problems)
+        raise CheckpointError(f"{configs}: {listed}") from error
+    return config, int(values.get("model_parallel_size") or 1)
 
-    def whole(self, part: Shape, count: int) -> Shape:
-        return part
 
-    def fits(self, part: Shape, count: int) -> bool:
-        return True
+def model_yaml(config: Config, ranks: int, pipe: int) -> str:
+    """Return the model's keys as a YAML file of GPT-NeoX, for `ranks` tensor ranks.
 
-    def merge(self, parts: Sequence[Tensor], name: str) -> Tensor:
-        if len(parts) == 1:
-            return parts[0]
-        return torch.stack([part.float() for part in parts]).sum(0).to(parts[0].dtype)
+    The vocabulary is padded to a multiple of its present rows: GPT-NeoX comes to this number whatever its tokenizer
+    counts.
+    """
+    flat, model, foreign = config.flat(), config.model, foreign_keys(config)
+    values = {name: flat[name] for name in NEOX_KEYS}
+    values["intermediate_size"] = (3 if model.activation in GATED_ACTIVATIONS else 1) * model.ffn_hidden_size
+    values["rotary_emb_base"] = int(config.position.rotary_emb_base)
+    values["make_vocab_size_divisible_by"] = model.padded_vocab_size // ranks
+    values |= {"model_parallel_size": ranks, "pipe_parallel_size": pipe}
+    values |= {name: value for name, value in foreign.items() if name not in values}
+    comment = f"# Stock GPT-NeoX does not know: {', '.join(foreign)}. It needs the plugin of megatron_coca.\n"
+    return (comment if foreign else "") + dump(values)
 
-    def split(self, whole: Tensor, count: int) -> list[Tensor]:
-        return [whole, *(torch.zeros_like(whole) for _ in range(count - 1))]
 
+def foreign_keys(config: Config) -> dict[str, Any]:
+    """Return the keys of a configuration, with their values, that stock GPT-NeoX refuses."""
+    flat, keys = config.flat(), {}
+    for name in OUR_KEYS:
+        value = flat[name]
+        if value not in (None, "none"):
+            options = isinstance(value, dict)
+            keys[name] = {option: v for option, v in value.items() if v is not None} if options else value
+    return keys | ({} if config.position.pos_emb in NEOX_POSITIONS else {"pos_emb": config.position.pos_emb})
+
+
+def computed_differently(config: Config) -> list[str]:
+    """Return what GPT-NeoX's forward pass (megatron/model/transformer.py) computes differently; such models are refused."""
+    model, position = config.model, config.position
+    gated = model.activation in GATED_ACTIVATIONS
+    trained, distances = model.seq_length, position.relative_positions
+    original = position.original_length(trained)
+    by_length = position.logit_scaling != "none" or (
+        distances is not None and distances.settings(original) != distances.settings(trained)
+    )
+    limits = (
+        (
+            model.gpt_j_residual and not model.use_bias_in_mlp,
+            "with gpt_j_residual and without use_bias_in_mlp GPT-NeoX leaves attention out of the sum",
+        ),
+        (
+            not model.use_bias_in_mlp and not gated,
+            "without use_bias_in_mlp GPT-NeoX computes gated activations only",
+        ),
+        (
+            original != trained and by_length,
+            "logit_scaling and the defaults of relative_positions measure against seq_length, and with the plugin in "
+            "GPT-NeoX against rope_scaling.original_max_position_embeddings, which is another length here; set the map's "
+            "options, or logit_scaling to none",
+        ),
+    )
+    return [reason for applies, reason in limits if applies]
+
+
+def cannot_hold(config: Config, ranks: int) -> list[str]:
+    """Return why GPT-NeoX's configuration or `ranks` tensor ranks' files cannot hold a model; empty where they can."""
+    model, position = config.model, config.position
+    scaling, gated = position.rope_scaling, model.activation in GATED_ACTIVATIONS
+    limits = (
+        (
+            model.norm == "layernorm" and not model.use_bias_in_norms,
+            "its layernorm always has a bias (use_bias_in_norms is false)",
+        ),
+        (position.pos_emb in ("kerple_log", "kerple_power"), "it has no place for what KERPLE learns"),
+        (scaling is not None and scaling.rope_type == "clex", "it has no place for what CLEX learns"),
+        (
+            position.pos_emb in ROTATED_METHODS and position.rotary_emb_base % 1 != 0,
+            "its rotary_emb_base is a whole number",
+        ),
+        (not gated and model.ffn_hidden_size % 2 != 0, "its inner width is even"),
+        (ranks < 1, f"model_parallel_size is {ranks}, and must be at least 1"),
+    )
+    divided = {
+        "num_attention_heads": model.num_attention_heads,
+        "num_kv_heads": model.num_kv_heads,
+        "the inner width": model.ffn_hidden_size,
+        "the padded vocabulary": model.padded_vocab_size,
+    }
+    reasons = [reason for applies, reason in limits if applies]
+    if ranks >= 1:
+        reasons += [f"{name} ({value}) is no multiple of {ranks}" for name, value in divided.items() if value % ranks]
+    return reasons
+
+
+# Weights --------------------------------------------------------------------------------------------------------------
+
+Shape = tuple[int, ...]
 
 EMBEDDING, FIRST_BLOCK = 0, 2
 WORDS = "word_embeddings.weight"
-"""The table of tokens, in layer 0."""
-
+"""The embedding's name in layer 0."""
 NORMS: dict[str, dict[str, str]] = {
     "layernorm": {"weight": "weight", "bias": "bias"},
     "rmsnorm": {"weight": "scale"},
@@ -116,13 +194,65 @@ NORMS: dict[str, dict[str, str]] = {
     "non_parametric_layernorm": {},
 }
 """The parameters of each norm: our names and theirs."""
-
 LINEAR = ("attention.query_key_value", "attention.dense", "mlp.linear1", "mlp.linear2")
 PARTIAL_SUMS = ("attention.dense.bias", "mlp.linear2.bias")
 
 
+@dataclass(frozen=True)
+class NeoxSharding:
+    """How tensor ranks share a weight.
+
+    Attributes:
+        kind: "cut" along `dim`: of each of the blocks, whose sizes are given, a rank has one part. "copy": whole on
+            every rank. "sum": the ranks' tensors add up to the weight, as biases do under `gpt_j_residual`, where
+            GPT-NeoX sums over ranks at the end of the block.
+    """
+
+    kind: Literal["cut", "copy", "sum"] = "copy"
+    dim: int = 0
+    blocks: tuple[int, ...] = ()
+
+    def whole_shape(self, part: Shape, ranks: int) -> Shape | None:
+        """Return the shape of the whole weight from that of a rank's part; None where the part cannot be one."""
+        if self.kind != "cut":
+            return part
+        divided = all(block % ranks == 0 for block in self.blocks)
+        if not divided or len(part) <= self.dim or part[self.dim] * ranks != sum(self.blocks):
+            return None
+        return (*part[: self.dim], part[self.dim] * ranks, *part[self.dim + 1 :])
+
+    def merge(self, parts: Sequence[Tensor], name: str) -> Tensor:
+        """Join the parts of all ranks; `name` is for messages.
+
+        Copies that have drifted apart are averaged, as GPT-NeoX's own conversion does.
+        """
+        if len(parts) == 1 or (self.kind == "copy" and all(torch.equal(part, parts[0]) for part in parts[1:])):
+            return parts[0]
+        if self.kind == "cut":
+            sizes = [block // len(parts) for block in self.blocks]
+            split = [part.split(sizes, self.dim) for part in parts]
+            return torch.cat([blocks[index] for index in range(len(sizes)) for blocks in split], self.dim)
+        stacked = torch.stack([part.float() for part in parts])
+        if self.kind == "sum":
+            return stacked.sum(0).to(parts[0].dtype)
+        logger.warning("%s: the copies of its %d tensor ranks differ; using their mean", name, len(parts))
+        return stacked.mean(0).to(parts[0].dtype)
+
+    def split(self, whole: Tensor, ranks: int) -> list[Tensor]:
+        """Return the parts of `ranks` ranks, as views where possible."""
+        if self.kind == "copy":
+            return [whole] * ranks
+        if self.kind == "sum":
+            return [whole, *(torch.zeros_like(whole) for _ in range(ranks - 1))]
+        blocks = [block.chunk(ranks, self.dim) for block in whole.split(self.blocks, self.dim)]
+        return [torch.cat([block[rank] for block in blocks], self.dim) for rank in range(ranks)]
+
+
+COPY = NeoxSharding()
+
+
 class NeoxLocation(NamedTuple):
-    """Where a weight lies: the layer's number, and the name within it."""
+    """A weight's layer, by number, and its name within it."""
 
     layer: int
     name: str
@@ -131,109 +261,74 @@ class NeoxLocation(NamedTuple):
         return f"{self.name} of layer {self.layer:02}"
 
 
-@dataclass(frozen=True)
-class Held:
-    """What lies at a place.
+class NeoxWeight(NamedTuple):
+    """What is stored at a location.
 
     Attributes:
-        ours: the name of the weight here.
-        division: what each tensor rank has of it.
-        used: whether GPT-NeoX computes with it; what it only keeps is written and not read.
+        ours: our name of the weight, None for a buffer, which follows from the configuration.
+        sharding: what each tensor rank has of it.
+        used: whether GPT-NeoX computes with it; other weights and buffers are written and not read.
+        values: of a buffer, float32; None for one that GPT-NeoX saves only on request.
     """
 
-    ours: str
-    division: NeoxSharding
+    ours: str | None
+    sharding: NeoxSharding = COPY
     used: bool = True
+    values: Tensor | None = None
 
 
-class Buffer(NamedTuple):
-    """Numbers that GPT-NeoX keeps with the weights though they follow from the configuration.
-
-    Attributes:
-        name: within each layer.
-        blocks: whether it is in every block, or in the embedding.
-        values: makes it, float32; None for what GPT-NeoX keeps only if asked to.
-        division: among tensor ranks.
-    """
-
-    name: str
-    blocks: bool
-    values: Callable[[ModelConfig], Tensor] | None
-    division: Callable[[ModelConfig], NeoxSharding] = lambda model: Copies()
-
-
-def _inverse_frequencies(model: ModelConfig) -> Tensor:
-    return 1.0 / 10000 ** (torch.arange(0, model.hidden_size, 2).float() / model.hidden_size)
-
-
-BUFFERS: dict[str, Buffer] = {
-    "rotary": Buffer("attention.rotary_emb.inv_freq", True, None),
-    "alibi": Buffer(
-        "attention.alibi_embed.slopes",
-        True,
-        lambda model: torch.tensor(alibi_slopes(model.num_attention_heads)),
-        lambda model: Parts(0, (model.num_attention_heads,)),
-    ),
-    "sinusoidal": Buffer("position_embeddings.inv_freq", False, _inverse_frequencies),
-}
-"""By `pos_emb`. They are made here, and never read."""
-
-
-def blocks(model: ModelConfig) -> range:
-    """The numbers of the transformer blocks."""
+def block_layers(model: ModelConfig) -> range:
+    """Return the numbers of the transformer blocks."""
     return range(FIRST_BLOCK, FIRST_BLOCK + model.num_layers)
 
 
 def layers(model: ModelConfig) -> tuple[int, ...]:
-    """The numbers of all layers that keep a state dict."""
+    """Return the numbers of all layers that have a state dict."""
     norm = model.num_layers + 3
-    return (EMBEDDING, *blocks(model), norm, *((norm + 1,) if model.no_weight_tying else ()))
+    return (EMBEDDING, *block_layers(model), norm, *((norm + 1,) if model.no_weight_tying else ()))
 
 
-def table(config: Config) -> dict[NeoxLocation, Held]:
-    """All that may lie anywhere in a checkpoint of this model; biases that it does not have are among them."""
+def table(config: Config) -> dict[NeoxLocation, NeoxWeight]:
+    """Return everything that a checkpoint of this model may store; biases that the model lacks are among it."""
     model, position = config.model, config.position
-    norm, words = model.num_layers + 3, Parts(0, (model.padded_vocab_size,))
-    found = {NeoxLocation(EMBEDDING, WORDS): Held(f"embedding.{WORDS}", words)}
+    norm, words = model.num_layers + 3, NeoxSharding("cut", 0, (model.padded_vocab_size,))
+    entries = {NeoxLocation(EMBEDDING, WORDS): NeoxWeight(f"embedding.{WORDS}", words)}
     if position.pos_emb == "learned":
-        table_of_positions = "position_embeddings.weight"
-        found[NeoxLocation(EMBEDDING, table_of_positions)] = Held(f"embedding.{table_of_positions}", Copies())
-    for layer in blocks(model):
-        found |= {NeoxLocation(layer, name): held for name, held in _block(config, layer - FIRST_BLOCK)}
-    found |= {
-        NeoxLocation(norm, f"norm.{theirs}"): Held(f"norm.{ours}", Copies())
-        for ours, theirs in NORMS[model.norm].items()
-    }
+        learned = "position_embeddings.weight"
+        entries[NeoxLocation(EMBEDDING, learned)] = NeoxWeight(f"embedding.{learned}")
+    if position.pos_emb == "sinusoidal":
+        inverse = 1.0 / 10000 ** (torch.arange(0, model.hidden_size, 2).float() / model.hidden_size)
+        entries[NeoxLocation(EMBEDDING, "position_embeddings.inv_freq")] = NeoxWeight(None, values=inverse, used=False)
+    for layer in block_layers(model):
+        for name, weight in _block(config, layer - FIRST_BLOCK).items():
+            entries[NeoxLocation(layer, name)] = weight
+    for ours, theirs in NORMS[model.norm].items():
+        entries[NeoxLocation(norm, f"norm.{theirs}")] = NeoxWeight(f"norm.{ours}")
     if model.no_weight_tying:
-        found[NeoxLocation(norm + 1, "final_linear.weight")] = Held("final_linear.weight", words)
-    return found
+        entries[NeoxLocation(norm + 1, "final_linear.weight")] = NeoxWeight("final_linear.weight", words)
+    return entries
 
 
-def _block(config: Config, number: int) -> Iterator[tuple[str, Held]]:
-    model, ours = config.model, f"blocks.{number}"
-    unused = model.gpt_j_residual and model.gpt_j_tied
+def _block(config: Config, number: int) -> dict[str, NeoxWeight]:
+    model, method, ours = config.model, config.position.pos_emb, f"blocks.{number}"
+    entries: dict[str, NeoxWeight] = {}
+    one_norm = model.gpt_j_residual and model.gpt_j_tied
+    second = "input_layernorm" if one_norm else "post_attention_layernorm"
     for parameter, theirs in NORMS[model.norm].items():
-        yield f"input_layernorm.{theirs}", Held(f"{ours}.input_layernorm.{parameter}", Copies())
-        second = "input_layernorm" if unused else "post_attention_layernorm"
-        yield f"post_attention_layernorm.{theirs}", Held(f"{ours}.{second}.{parameter}", Copies(), not unused)
+        entries[f"input_layernorm.{theirs}"] = NeoxWeight(f"{ours}.input_layernorm.{parameter}")
+        entries[f"post_attention_layernorm.{theirs}"] = NeoxWeight(f"{ours}.{second}.{parameter}", used=not one_norm)
     for name in (f"{layer}.{kind}" for layer in LINEAR for kind in ("weight", "bias")):
-        yield name, Held(f"{ours}.{name}", _division(model, name))
-    if config.position.pos_emb == "rpe":
-        # One table for all blocks; GPT-NeoX writes it into each of them.
-        yield "attention.rpe.weight", Held("positions.bias.weight", Parts(1, (model.num_attention_heads,)))
-
-
-def _division(model: ModelConfig, name: str) -> NeoxSharding:
-    cut = next((cut for cut in layer_shards(model) if cut.holds(name)), None)
-    if cut is not None:
-        return Parts(cut.dim, cut.blocks)
-    return Sum() if model.gpt_j_residual and name in PARTIAL_SUMS else Copies()
-
-
-def buffers(config: Config) -> dict[NeoxLocation, Buffer]:
-    """Where a checkpoint may hold numbers that are no weights."""
-    buffer = BUFFERS.get(config.position.pos_emb)
-    if buffer is None:
-        return {}
-    numbers = blocks(config.model) if buffer.blocks else (EMBEDDING,)
-    return {NeoxLocation(layer, buffer.name): buffer for layer in numbers}
+        cut = next((shards for shards in layer_shards(model) if shards.holds(name)), None)
+        sharding = NeoxSharding("cut", cut.dim, cut.blocks) if cut is not None else COPY
+        if cut is None and model.gpt_j_residual and name in PARTIAL_SUMS:
+            sharding = NeoxSharding("sum")
+        entries[name] = NeoxWeight(f"{ours}.{name}", sharding)
+    by_head = (model.num_attention_heads,)
+    if method == "rpe":  # one table for all blocks; GPT-NeoX writes it into each of them
+        entries["attention.rpe.weight"] = NeoxWeight("positions.bias.weight", NeoxSharding("cut", 1, by_head))
+    if method == "alibi":
+        slopes = torch.tensor(alibi_slopes(model.num_attention_heads))
+        entries["attention.alibi_embed.slopes"] = NeoxWeight(None, NeoxSharding("cut", 0, by_head), False, slopes)
+    if method == "rotary":
+        entries["attention.rotary_emb.inv_freq"] = NeoxWeight(None, used=False)
+    return entries

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_coca.checkpoints.exports.exporters import MODELLING_FILE
-from megatron_coca.checkpoints.exports.huggingface import export
+from megatron_coca.checkpoints.exports.huggingface import MODELLING_FILE, export
 from megatron_coca.config import load_config
 from megatron_coca.data import Tokenizer
 from megatron_coca.model import build_model

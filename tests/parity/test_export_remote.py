@@ -11,9 +11,8 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from megatron_coca.checkpoints import CheckpointError, load_model, open_checkpoint
-from megatron_coca.checkpoints.exports.exporters import MODELLING_FILE
-from megatron_coca.checkpoints.exports.huggingface import export
-from megatron_coca.checkpoints.huggingface_families import REMOTE_TYPES
+from megatron_coca.checkpoints.exports.huggingface import MODELLING_FILE, export
+from megatron_coca.checkpoints.huggingface import REMOTE_TYPES
 from megatron_coca.checkpoints.importing import import_checkpoint
 from megatron_coca.config.model import Activation, Norm
 from tests.parity.exported import (
@@ -85,51 +84,49 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 BLOCKS: dict[str, dict[str, Any]] = {
-    "rmsnorm, grouped, parallel": DENSE,
     "rmsnorm, grouped, parallel, partial, tied head": DENSE | {"rotary_pct": 0.5, "no_weight_tying": False},
-    "layernorm, grouped": {"num_kv_heads": 1, "layernorm_epsilon": 1e-3, "hidden_dropout": 0.1},
+    "layernorm, grouped, sequential": {"num_kv_heads": 1, "layernorm_epsilon": 1e-3, "hidden_dropout": 0.1},
     "layernorm without bias, geglu, parallel": {"use_bias_in_norms": False, "activation": "geglu"}
     | {"gpt_j_residual": True, "use_bias_in_attn_linear": False},
     "rmsnorm, tanh gelu, no biases": LLAMA | {"activation": "gelu", "bias_gelu_fusion": True},
-    "scalenorm, mish": {"norm": "scalenorm", "activation": "mish", "scalenorm_epsilon": 1e-3},
+    "scalenorm, mish, rotary": {"norm": "scalenorm", "activation": "mish", "scalenorm_epsilon": 1e-3}
+    | {"pos_emb": "rotary", "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
     "non-parametric, softsign, one norm": {"norm": "non_parametric_layernorm", "activation": "softsign"}
     | {"gpt_j_residual": True, "gpt_j_tied": True},
-    "rmsnorm, relu, one norm": {"norm": "rmsnorm", "activation": "relu", "gpt_j_residual": True, "gpt_j_tied": True},
-    "rmsnorm, silu": {"norm": "rmsnorm", "activation": "silu"},
+    "rmsnorm, relu, one norm, learned": {"norm": "rmsnorm", "activation": "relu", "gpt_j_residual": True}
+    | {"gpt_j_tied": True, "pos_emb": "learned", "max_position_embeddings": 4 * TRAINED},
+    "rmsnorm, silu, clex": {"norm": "rmsnorm", "activation": "silu"}
+    | {"rope_scaling": {"rope_type": "clex", "max_factor": 4}},
     "rmsnorm, swish, no MLP bias": {"norm": "rmsnorm", "activation": "swish", "use_bias_in_mlp": False},
-    "layernorm, swiglu": {"activation": "swiglu"},
-    "layernorm, reglu, odd width": {"activation": "reglu", "intermediate_size": 99},
-    "rmsnorm, glu, parallel": GROUPED | {"activation": "glu", "gpt_j_residual": True},
+    "layernorm, swiglu, rerope": {"activation": "swiglu", "relative_positions": {"type": "rerope"}},
+    "layernorm, reglu, odd width, kerple": {"activation": "reglu", "intermediate_size": 99, "pos_emb": "kerple_log"},
+    "rmsnorm, glu, parallel, rpe": GROUPED | {"activation": "glu", "gpt_j_residual": True, "pos_emb": "rpe"},
     "rmsnorm, bilinear": LLAMA | {"activation": "bilinear"},
-    "rotary": DENSE | {"pos_emb": "rotary", "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
-    "clex": DENSE | {"rope_scaling": {"rope_type": "clex", "max_factor": 4}},
-    "rerope": DENSE | {"relative_positions": {"type": "rerope"}},
-    "kerple": DENSE | {"pos_emb": "kerple_log"},
-    "rpe": DENSE | {"pos_emb": "rpe"},
-    "learned": DENSE | {"pos_emb": "learned", "max_position_embeddings": 4 * TRAINED},
 }
 """Of `coca_dense`; CoCA where nothing is said."""
 
 
+FORMS = ("coca", "coca_strict", "xpos")
+MAPPED = ("coca", "coca_strict", "rotary")
+
+
 def cases() -> dict[str, dict[str, Any]]:
-    found = {f"{form}, {name}": shape | {"pos_emb": form} for form in ROTATED for name, shape in SHAPES.items()}
-    for form in PLAIN:
-        rows = {"max_position_embeddings": 4 * TRAINED} if form == "learned" else {}
-        found |= {
-            f"{form}, {name}": shape | {"pos_emb": form, "rotary_pct": 1.0} | rows for name, shape in SHAPES.items()
-        }
-    for form, kind in (("coca", "grouped llama"), ("xpos", "grouped llama")):
-        scalings = {name: {"rope_type": name} | options for name, options in EXTENSIONS.items()}
-        found |= {
-            f"{form}, {name}": SHAPES[kind] | {"pos_emb": form, "rope_scaling": scaling}
-            for name, scaling in scalings.items()
-        }
-    for form in ("rotary", "coca", "coca_strict"):
-        found |= {
-            f"{form}, {name}": GROUPED | {"pos_emb": form, "relative_positions": {"type": name} | options}
-            for name, options in MAPS.items()
-            if (form, name) != ("coca", "streaming")
-        }
+    """Pairs: each extension and each map with one form, each form with one shape, CoCA with both.
+
+    Formulas are compared row by row in test_export_formulas.py.
+    """
+    found = {f"coca, {name}": shape | {"pos_emb": "coca"} for name, shape in SHAPES.items()}
+    for number, form in enumerate((*FORMS[1:], *PLAIN)):
+        name = tuple(SHAPES)[number % 2]
+        more = {"max_position_embeddings": 4 * TRAINED} if form == "learned" else {}
+        full = {} if form in FORMS else {"rotary_pct": 1.0}
+        found[f"{form}, {name}"] = SHAPES[name] | {"pos_emb": form} | full | more
+    for number, (name, options) in enumerate(EXTENSIONS.items()):
+        form = "coca" if name == "clex" else FORMS[number % 3]
+        found[f"{form}, {name}"] = GROUPED | {"pos_emb": form, "rope_scaling": {"rope_type": name} | options}
+    for number, (name, options) in enumerate(MAPS.items()):
+        form = "coca" if name == "rerope" else "rotary" if name == "streaming" else MAPPED[number % 3]
+        found[f"{form}, {name}"] = GROUPED | {"pos_emb": form, "relative_positions": {"type": name} | options}
     return found | OTHERS | {f"dense, {name}": {"pos_emb": "coca"} | keys for name, keys in BLOCKS.items()}
 
 
@@ -172,8 +169,10 @@ def test_every_choice_is_covered() -> None:
     assert set(activations) <= used["activation"] and set(activations) == set(get_args(Activation))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("form", ["coca", "kerple_log", "rpe", "alibi"])
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [("coca", "bfloat16"), ("coca", "float16"), ("kerple_log", "bfloat16"), ("rpe", "float16"), ("alibi", "bfloat16")],
+)
 def test_half_precision(form: str, dtype: str, tmp_path: Path) -> None:
     """As close to float32 as ours is in that dtype; nothing of positions is rounded with the weights."""
     checkpoint = random_checkpoint(tmp_path / "run", **LLAMA | {"pos_emb": form})
@@ -197,7 +196,7 @@ def test_exported_weights_are_read_by_their_dtype(tmp_path: Path) -> None:
 
 
 def test_several_files(tmp_path: Path) -> None:
-    checkpoint = random_checkpoint(tmp_path / "run", **CASES["rpe, neox"])
+    checkpoint = random_checkpoint(tmp_path / "run", **CASES["rpe, grouped llama"])
     folder = export(checkpoint, tmp_path / "exported", shard_bytes=20_000).folder
     assert len(list(folder.glob("*.safetensors"))) > 2
     theirs = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
@@ -208,8 +207,8 @@ def test_several_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("coca, neox", "kerple_log, grouped llama", "coca, clex", "coca, tied, biases"),
-        *("dense, scalenorm, mish", "dense, rmsnorm, grouped, parallel, partial, tied head"),
+        *("coca, neox", "coca, clex", "coca, tied, biases", "dense, scalenorm, mish, rotary"),
+        "dense, rmsnorm, grouped, parallel, partial, tied head",
     ],
 )
 def test_save_pretrained_loads_again(name: str, tmp_path: Path) -> None:
@@ -235,7 +234,7 @@ def test_without_the_head(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["coca, neox", "kerple_power, grouped llama", "rpe, neox", "coca, clex", "dense, scalenorm, mish"]
+    "name", ["coca, neox", "kerple_power, neox", "rpe, grouped llama", "coca, clex", "dense, scalenorm, mish, rotary"]
 )
 def test_a_fresh_model_is_drawn(name: str, tmp_path: Path) -> None:
     folder = export(random_checkpoint(tmp_path / "run", **CASES[name]), tmp_path / "exported").folder
@@ -247,7 +246,7 @@ def test_a_fresh_model_is_drawn(name: str, tmp_path: Path) -> None:
     assert all(0 < weight.std() < 2 for weight in drawn) and (drawn or "coca" in name or "dense" in name)
 
 
-@pytest.mark.parametrize("name", ["coca, clex", "rpe, neox", "coca, rerope", "dense, rmsnorm, grouped, parallel"])
+@pytest.mark.parametrize("name", ["coca, clex", "rpe, grouped llama", "coca, rerope", "dense, rmsnorm, bilinear"])
 def test_an_exported_folder_is_exported_again(name: str, tmp_path: Path) -> None:
     once = export(random_checkpoint(tmp_path / "run", **CASES[name]), tmp_path / "once").folder
     again = export(once, tmp_path / "again").folder
@@ -256,7 +255,10 @@ def test_an_exported_folder_is_exported_again(name: str, tmp_path: Path) -> None
         assert same or file.name == "README.md", file.name
 
 
-@pytest.mark.parametrize("block", [name for name in BLOCKS if name[0] not in "ckr"])
+@pytest.mark.parametrize(
+    "block",
+    [*list(BLOCKS)[:3], "non-parametric, softsign, one norm", "scalenorm, mish, rotary", "rmsnorm, swish, no MLP bias"],
+)
 def test_a_dense_folder_is_imported_and_exported_bit_by_bit(block: str, tmp_path: Path) -> None:
     checkpoint = random_checkpoint(tmp_path / "run", **{"pos_emb": "coca"} | BLOCKS[block])
     once = export(checkpoint, tmp_path / "once").folder
@@ -315,10 +317,10 @@ def test_an_extension_chosen_when_it_is_loaded(tmp_path: Path) -> None:
             {"rope_type": "dynamik", "factor": 4.0},
             "rope_type 'dynamik' is not known; known are default, ",
         ),
-        ("rope_scaling", {"rope_type": "linear"}, "says nothing of factor"),
-        ("rope_scaling", {"rope_type": "clex"}, "says nothing of clex_frequencies"),
+        ("rope_scaling", {"rope_type": "linear"}, "has no factor"),
+        ("rope_scaling", {"rope_type": "clex"}, "has no clex_frequencies"),
         ("pos_emb", "cope", "pos_emb 'cope' is not known"),
-        ("relative_positions", {"type": "rerope"}, "says nothing of window"),
+        ("relative_positions", {"type": "rerope"}, "has no window"),
     ],
 )
 def test_what_the_modelling_file_refuses(key: str, value: Any, message: str, tmp_path: Path) -> None:
@@ -350,21 +352,18 @@ LENGTHS: dict[str, dict[str, Any]] = {
 }
 
 
+LOG_N = GROUPED | {"pos_emb": "coca", "logit_scaling": "log_n"}
+REROPE = LLAMA | {"pos_emb": "coca", "relative_positions": {"type": "rerope"}}
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("name", LENGTHS)
 @pytest.mark.parametrize(
-    "keys",
-    [
-        GROUPED | {"pos_emb": "coca", "logit_scaling": "log_n"},
-        LLAMA | {"pos_emb": "coca", "relative_positions": {"type": "rerope"}},
-        LLAMA,
-    ],
-    ids=["log n", "rerope", "plain"],
+    ("keys", "name"),
+    [(LOG_N, "clex"), (LOG_N, "dynamic"), (REROPE, "linear"), (REROPE, "yarn"), *((LLAMA, name) for name in LENGTHS)],
+    ids=str,
 )
 def test_two_lengths_are_written_apart(keys: dict[str, Any], name: str, tmp_path: Path) -> None:
     """Trained at 32 tokens with an extension from 8: logits are those of transformers, and both lengths come back."""
-    if name == "clex":
-        keys = {key: value for key, value in keys.items() if key != "relative_positions"}
     scaling = LENGTHS[name] | {"original_max_position_embeddings": 8}
     checkpoint = random_checkpoint(tmp_path / "run", **keys, rope_scaling=scaling)
     done = export(checkpoint, tmp_path / "exported")

@@ -28,14 +28,11 @@ from tests.parity.foreign import (
 
 CASES = {
     "neox": neox(),
-    "neox sequential": neox(use_parallel_residual=False),
-    "neox all dimensions rotated": neox(rotary_pct=1.0),
-    "neox tied": neox(tie_word_embeddings=True),
+    "neox sequential, tied": neox(use_parallel_residual=False, tie_word_embeddings=True),
     "neox other base": neox(rope={"rope_theta": 500000.0}, rotary_pct=1.0),
     "neox without attention biases": neox(attention_bias=False),
     "neox tanh gelu": neox(hidden_act="gelu_new"),
     "llama": llama(),
-    "llama tied": llama(tie_word_embeddings=True),
     "llama grouped queries": llama(num_key_value_heads=2),
     "llama one key head": llama(num_key_value_heads=1, rms_norm_eps=1e-5),
     "llama attention biases": llama(attention_bias=True),
@@ -43,9 +40,12 @@ CASES = {
     "llama MLP biases, tied": llama(mlp_bias=True, tie_word_embeddings=True),
 }
 EXTENDED = {
-    **{f"llama {name}": llama(rope=rope) for name, rope in EXTENSIONS.items()},
-    **{f"llama {name}, grouped queries": llama(rope=rope, num_key_value_heads=2) for name, rope in EXTENSIONS.items()},
-    **{f"neox {name}": neox(rope=rope, rotary_pct=1.0) for name, rope in EXTENSIONS.items()},
+    **{
+        f"llama {name}": llama(rope=rope, num_key_value_heads=2 if number % 2 else 4)
+        for number, (name, rope) in enumerate(EXTENSIONS.items())
+    },
+    "neox linear": neox(rope=LINEAR, rotary_pct=1.0),
+    "neox longrope": neox(rope=LONGROPE, rotary_pct=1.0),
     "llama yarn, ramp in whole dimensions not": llama(rope=YARN | {"truncate": False, "beta_fast": 8.0}),
     "llama yarn, own temperature": llama(rope=YARN | {"attention_factor": 1.3}),
     "neox yarn, half rotated": neox(rope=YARN, rotary_pct=0.5),

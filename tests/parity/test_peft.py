@@ -85,7 +85,7 @@ def test_adapters_train_and_their_merger_is_read_here(kind: str, tmp_path: Path)
     assert all(re.fullmatch(r"blocks\.\d\.attention\.(query_key_value|dense)\.weight", name) for name in changed)
 
 
-@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize("kind", ["llama"])
 def test_activations_computed_again_change_nothing(kind: str, tmp_path: Path) -> None:
     """Gradient checkpointing, which long inputs need: the same losses, and no more than rounding between them."""
     checkpoint = random_checkpoint(tmp_path / "run", **SHAPES[kind])

@@ -8,9 +8,8 @@ import pytest
 import yaml
 
 from megatron_coca.checkpoints import open_checkpoint
-from megatron_coca.checkpoints.exports.exporters import describe_position
-from megatron_coca.checkpoints.exports.huggingface import export
-from megatron_coca.checkpoints.huggingface_families import position_keys
+from megatron_coca.checkpoints.exports.huggingface import describe_position, export
+from megatron_coca.checkpoints.huggingface import position_keys
 from megatron_coca.config import load_config
 from tests.parity.exported import GROUPED, LLAMA, NEOX, SHAPE, random_checkpoint
 
@@ -73,7 +72,7 @@ LONGROPE = {"rope_type": "longrope", "factor": 4.0, "short_factor": [1.0] * 4, "
 def test_what_a_text_gets_in_a_batch(scaling: Any, method: str, alone: bool, tmp_path: Path) -> None:
     """Stock transformers extends a batch by its longest text; the modelling file extends each by its own length."""
     _, text = card(tmp_path, **LLAMA, pos_emb=method, rope_scaling=scaling)
-    assert ("Each text gets what it gets alone" in text) == alone
+    assert ("Each text gets the numbers that it gets alone" in text) == alone
     assert ("Give it one text at a time" in text) == (not alone) and "{" not in text.split("```")[2]
     assert alone or f"with `{scaling['rope_type']}`" in text and "more than 32 tokens" in text
 
@@ -90,7 +89,7 @@ ADVICE: dict[str, tuple[dict[str, Any], str, bool]] = {
     "nothing set": ({}, "Beyond it, set how positions are extended", True),
     "an extension": ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "extends positions by `yarn`", True),
     "clex": ({"rope_scaling": {"rope_type": "clex", "max_factor": 4}}, "for up to\n4 times that length", False),
-    "a map": ({"relative_positions": {"type": "rerope"}}, "the work of `rerope`", False),
+    "a map": ({"relative_positions": {"type": "rerope"}}, "distances are mapped by `rerope`", False),
     "a map that trains": (
         {"relative_positions": {"type": "inv_leaky_rerope", "target_length": 64}},
         "with the map `inv_leaky_rerope`",
@@ -98,7 +97,7 @@ ADVICE: dict[str, tuple[dict[str, Any], str, bool]] = {
     ),
     "both": (
         {"relative_positions": {"type": "rerope"}, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-        "the work of `rerope`",
+        "distances are mapped by `rerope`",
         False,
     ),
 }

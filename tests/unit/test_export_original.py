@@ -122,19 +122,19 @@ BEHAVES: dict[str, tuple[dict[str, Json | str], str | None]] = {
     "nothing": ({"generation_config.json": PLAIN}, None),
     "template": ({"chat_template.jinja": "{{ messages }}"}, "a chat template"),
     "older template": ({"tokenizer_config.json": {"chat_template": "x"}}, "a chat template"),
-    "flag": ({"tokenizer_config.json": {"add_bos_token": True}}, "symbols that it puts around texts"),
+    "flag": ({"tokenizer_config.json": {"add_bos_token": True}}, "special tokens that it adds around texts"),
     "template of symbols": (
         {"tokenizer.json": {"post_processor": {"type": "TemplateProcessing", "single": [{"SpecialToken": {}}]}}},
-        "symbols that it puts around texts",
+        "special tokens that it adds around texts",
     ),
     "within a sequence": (
         {"tokenizer.json": {"post_processor": {"type": "Sequence", "processors": [{"type": "BertProcessing"}]}}},
-        "symbols that it puts around texts",
+        "special tokens that it adds around texts",
     ),
     "adds nothing": ({"tokenizer.json": {"post_processor": {"type": "ByteLevel"}}}, None),
     "LLaMA's class": (
         {"tokenizer.model": "", "tokenizer_config.json": {"tokenizer_class": "LlamaTokenizer"}},
-        "symbols that it puts around texts",
+        "special tokens that it adds around texts",
     ),
     "LLaMA's class, told": (
         {"tokenizer.model": "", "tokenizer_config.json": {"tokenizer_class": "LlamaTokenizer", "add_bos_token": False}},
@@ -146,8 +146,8 @@ BEHAVES: dict[str, tuple[dict[str, Json | str], str | None]] = {
         {"tokenizer_config.json": {"added_tokens_decoder": {"7": {"special": True}}}},
         "special tokens within texts",
     ),
-    "sampling": ({"generation_config.json": PLAIN | {"top_p": 0.9}}, "defaults of generation"),
-    "several ends": ({"generation_config.json": PLAIN | {"eos_token_id": [1, 3]}}, "defaults of generation"),
+    "sampling": ({"generation_config.json": PLAIN | {"top_p": 0.9}}, "generation defaults"),
+    "several ends": ({"generation_config.json": PLAIN | {"eos_token_id": [1, 3]}}, "generation defaults"),
 }
 
 
@@ -165,7 +165,10 @@ def test_what_an_import_does_not_keep(name: str, tmp_path: Path) -> None:
 def test_the_tools(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert import_tool.main([str(source), str(tmp_path / "save")]) == 0
     said = capsys.readouterr().err
-    assert "a chat template, symbols that it puts around texts, special tokens within texts, defaults" in said
+    assert (
+        "a chat template, special tokens that it adds around texts, special tokens within texts, generation defaults"
+        in said
+    )
     assert f"export with --tokenizer {source} to keep them" in said
     asked = [str(tmp_path / "save"), str(tmp_path / "kept"), "--tokenizer", str(source)]
     assert convert_to_huggingface.main(asked) == 0 and same_files(source, tmp_path / "kept")

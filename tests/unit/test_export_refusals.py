@@ -9,8 +9,7 @@ import torch
 
 from megatron_coca.checkpoints import CheckpointError, weight_map
 from megatron_coca.checkpoints.exports import tokenizer as export_tokenizer
-from megatron_coca.checkpoints.exports.exporters import MODELLING_FILE
-from megatron_coca.checkpoints.exports.huggingface import export
+from megatron_coca.checkpoints.exports.huggingface import MODELLING_FILE, export
 from megatron_coca.data import train_sentencepiece
 from tests.parity.exported import LLAMA, NEOX, random_checkpoint
 from tools.convert_to_huggingface import main

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_coca.checkpoints import CheckpointError
-from megatron_coca.checkpoints.neox_config import read_config
+from megatron_coca.checkpoints.neox_layout import read_config
 from megatron_coca.config import ConfigError, load_config
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.preparation.recipe import read_recipe

@@ -1,50 +1,270 @@
-"""Writing checkpoints as folders that Hugging Face transformers loads.
+"""Write checkpoints as folders that Hugging Face transformers loads, with the same logits.
 
-An export gives the same logits. What a stock model computes is written as one; all else carries a modelling file
-(exporters.py). The vocabulary keeps its padding rows, over which the softmax
-goes here as well; generation is told never to choose them.
+A stock architecture is used where it computes what the model does. Otherwise one of the same shape is, whose positions
+are computed by a modelling file saved with the weights (modeling_coca.py).
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+
+from megatron_coca.attention.positions.bias import alibi_slopes, bucket_starts
+from megatron_coca.attention.positions.clex import Clex
 from megatron_coca.checkpoints import native, weight_map
-from megatron_coca.checkpoints.exports.exporters import EXPORTERS, MODELLING_FILE, choose, describe
 from megatron_coca.checkpoints.exports.model_card import CARD, model_card
 from megatron_coca.checkpoints.exports.tokenizer import (
-    GENERATION,
-    Companions,
-    Symbols,
-    original_companions,
-    own_companions,
-    suppressing,
+    TokenIds,
+    TokenizerFiles,
+    original_files,
+    own_files,
+    suppress_tokens,
     tokenizer_files,
 )
 from megatron_coca.checkpoints.folders import new_folder, refuse_existing
-from megatron_coca.checkpoints.huggingface import is_huggingface_folder
-from megatron_coca.checkpoints.huggingface_families import INDEX, REMOTE_TYPES, SINGLE
+from megatron_coca.checkpoints.huggingface import (
+    BY_MAXIMUM,
+    CONFIG,
+    GENERATION,
+    INDEX,
+    LEARNED_ROWS,
+    MEASURED,
+    NETWORK,
+    NETWORK_KEYS,
+    ORIGINAL,
+    POSITION,
+    POSITION_KEYS,
+    REMOTE_TYPES,
+    SINGLE,
+    TRAINING_LENGTH,
+    dense_rows,
+    is_huggingface_folder,
+    remote_rows,
+)
 from megatron_coca.checkpoints.load import OpenedCheckpoint, Overrides, open_checkpoint
 from megatron_coca.checkpoints.tokenizer import KEYS as TOKENIZER_KEYS
 from megatron_coca.checkpoints.weights import DTYPES, Weights, to_foreign_weights, write_safetensors
 from megatron_coca.config import Config
+from megatron_coca.config.position import MAP_OPTIONS, SCALING_OPTIONS
 from megatron_coca.config.source import given_values
 
-NO_TOKENIZER = (
-    "the checkpoint carries no tokenizer, so the export has none, and nothing in it ends a text: generate() runs to its "
-    "limit ({})"
-)
+MODELLING_FILE = Path(__file__).with_name("modeling_coca.py")
 VOCABULARY_ROWS = ("embedding.word_embeddings.weight", "final_linear.weight")
 """Our weights that have a row for each token; a tied head is the embedding."""
 SHARD_BYTES = 5_000_000_000
-"""Of one weights file at most, where a single weight is not larger; transformers' own limit."""
+"""Largest size of one weights file, unless a single weight is larger; transformers' own limit."""
+
+# Architectures --------------------------------------------------------------------------------------------------------
+
+STOCK_SCALINGS = frozenset({"default", "linear", "dynamic", "yarn", "longrope", "llama3"})
+NEOX_ACTIVATIONS = {"gelu": "gelu", "relu": "relu", "silu": "silu", "swish": "silu"}
+"""Ours to theirs; only those that are read back as well."""
+CLASS_PREFIXES = {"coca_gpt_neox": "CocaGPTNeoX", "coca_llama": "CocaLlama", "coca_dense": "CocaDense"}
+"""Of the classes in the modelling file, by `model_type`."""
+
+
+def _scaling(config: Config) -> str:
+    scaling = config.position.rope_scaling
+    return scaling.rope_type if scaling is not None else "default"
+
+
+def _stock_positions(config: Config) -> bool:
+    position = config.position
+    return (
+        position.pos_emb == "rotary"
+        and position.relative_positions is None
+        and position.logit_scaling == "none"
+        and _scaling(config) in STOCK_SCALINGS
+        and (_scaling(config) != "yarn" or getattr(position.rope_scaling, "ramp", None) == "dimension")
+    )
+
+
+def _is_neox(config: Config) -> bool:
+    model = config.model
+    return (
+        model.norm == "layernorm"
+        and model.activation in NEOX_ACTIVATIONS
+        and model.use_bias_in_norms
+        and model.use_bias_in_mlp
+        and model.num_kv_heads == model.num_attention_heads
+        and not (model.gpt_j_residual and model.gpt_j_tied)
+    )
+
+
+def _is_llama(config: Config) -> bool:
+    model = config.model
+    return model.norm == "rmsnorm" and model.activation == "swiglu" and not model.gpt_j_residual
+
+
+def _neox_keys(config: Config) -> dict[str, Any]:
+    model = config.model
+    tanh = model.activation == "gelu" and model.bias_gelu_fusion
+    return {
+        "hidden_act": "gelu_new" if tanh else NEOX_ACTIVATIONS[model.activation],
+        "layer_norm_eps": model.layernorm_epsilon,
+        "use_parallel_residual": model.gpt_j_residual,
+        "attention_bias": model.use_bias_in_attn_linear,
+        "hidden_dropout": model.hidden_dropout,
+    }
+
+
+def _dense_keys(config: Config) -> dict[str, Any]:
+    model, flat = config.model, config.flat()
+    return {
+        "num_key_value_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+        "attention_bias": model.use_bias_in_attn_linear,
+        "mlp_bias": model.use_bias_in_mlp,
+        NETWORK: {name: flat[name] for name in NETWORK_KEYS},
+    }
+
+
+def _llama_keys(config: Config) -> dict[str, Any]:
+    keys = {"hidden_act": "silu", "rms_norm_eps": config.model.rms_norm_epsilon} | _dense_keys(config)
+    return {name: value for name, value in keys.items() if name != NETWORK}
+
+
+class Exporter(NamedTuple):
+    """One architecture of transformers: whether it expresses a model, our names -> its weights, its config.json keys."""
+
+    fits: Callable[[Config], bool]
+    rows: Callable[[Config], tuple[weight_map.Row, ...]]
+    shape: Callable[[Config], dict[str, Any]]
+
+
+EXPORTERS: dict[str, Exporter] = {
+    "gpt_neox": Exporter(
+        lambda config: _stock_positions(config) and _is_neox(config), lambda config: weight_map.GPT_NEOX, _neox_keys
+    ),
+    "llama": Exporter(
+        lambda config: _stock_positions(config) and config.position.rotary_pct == 1 and _is_llama(config),
+        lambda config: weight_map.llama("k_proj"),
+        _llama_keys,
+    ),
+    "coca_gpt_neox": Exporter(_is_neox, lambda config: remote_rows("coca_gpt_neox"), _neox_keys),
+    "coca_llama": Exporter(_is_llama, lambda config: remote_rows("coca_llama"), _llama_keys),
+    "coca_dense": Exporter(lambda config: True, lambda config: dense_rows(config.flat()), _dense_keys),
+}
+"""By `model_type`; the first that expresses a model is used."""
+
+
+# config.json ----------------------------------------------------------------------------------------------------------
+
+
+def describe(config: Config, kind: str, ids: TokenIds, weights: Weights) -> dict[str, dict[str, Any]]:
+    """Return the contents of config.json and generation_config.json, by these names.
+
+    `weights` are those that are written, by our names.
+    """
+    model = config.model
+    if kind in REMOTE_TYPES:
+        classes = {"AutoConfig": "Config", "AutoModel": "Model", "AutoModelForCausalLM": "ForCausalLM"}
+        auto_map = {name: f"{MODELLING_FILE.stem}.{CLASS_PREFIXES[kind]}{end}" for name, end in classes.items()}
+        architecture = auto_map["AutoModelForCausalLM"].rpartition(".")[2]
+        plain = {
+            "rope_type": "default",
+            "rope_theta": config.position.rotary_emb_base,
+        }  # stock code must extend nothing
+        positions = {"auto_map": auto_map, "rope_parameters": plain, POSITION: describe_position(config, weights)}
+    elif kind == "gpt_neox":
+        rope = _rope_parameters(config) | {"partial_rotary_factor": config.position.rotary_pct}
+        # Transformers ignores `pos_emb`; without it, such a folder could be one of the CoCA authors'.
+        architecture, positions = "GPTNeoXForCausalLM", {"rope_parameters": rope, "pos_emb": config.position.pos_emb}
+    else:
+        architecture, positions = "LlamaForCausalLM", {"rope_parameters": _rope_parameters(config)}
+    settings = {
+        "model_type": kind,
+        "architectures": [architecture],
+        "dtype": str(next(iter(weights.entries.values())).dtype).removeprefix("torch."),
+        "vocab_size": model.padded_vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.ffn_hidden_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "max_position_embeddings": _max_position_embeddings(config, kind),
+        "tie_word_embeddings": not model.no_weight_tying,
+        "attention_dropout": model.attention_dropout,
+        "initializer_range": model.init_method_std,
+        **{f"{name}_token_id": value for name, value in ids._asdict().items()},
+        **EXPORTERS[kind].shape(config),
+        **positions,
+    }
+    if settings["max_position_embeddings"] != model.seq_length:
+        settings[TRAINING_LENGTH] = model.seq_length
+    # The end of text stands in for a pad token here alone: in config.json it would freeze that row of the embedding.
+    end = ids.eos[0] if isinstance(ids.eos, list) else ids.eos
+    generation = {"do_sample": False, "eos_token_id": ids.eos, "pad_token_id": end if ids.pad is None else ids.pad}
+    generation |= {"bos_token_id": ids.bos} if ids.bos is not None else {}
+    padding = list(range(model.vocab_size or model.padded_vocab_size, model.padded_vocab_size))
+    generation |= {"suppress_tokens": padding} if padding else {}
+    return {CONFIG: settings, GENERATION: generation}
+
+
+def _max_position_embeddings(config: Config, kind: str) -> int:
+    """Return the training length, except where stock transformers measures the extension by this key."""
+    trained, original = config.model.seq_length, config.position.original_length(config.model.seq_length)
+    if kind not in REMOTE_TYPES and _scaling(config) in MEASURED:
+        return max(trained, original)
+    return original if kind not in REMOTE_TYPES and _scaling(config) in BY_MAXIMUM else trained
+
+
+def _rope_parameters(config: Config) -> dict[str, Any]:
+    position, kind = config.position, _scaling(config)
+    parameters: dict[str, Any] = {"rope_type": kind, "rope_theta": position.rotary_emb_base}
+    for name in SCALING_OPTIONS[kind]:
+        value = getattr(position.rope_scaling, name)
+        if value is not None and name != "ramp":  # transformers has no name for it
+            parameters[name] = value
+    if kind in MEASURED:
+        parameters[ORIGINAL] = position.original_length(config.model.seq_length)
+    return parameters
+
+
+@torch.no_grad()
+def describe_position(config: Config, weights: Weights) -> dict[str, Any]:
+    """Return config.json's section on positions; the inverse of `position_keys`. `weights` have our names.
+
+    Defaults that follow from the training length are written out, so that the modelling file need not know them. ALiBi's
+    slopes, the smallest distance of each T5 bucket and CLEX's solved frequencies are for the modelling file alone.
+    """
+    position, length, heads = config.position, config.model.seq_length, config.model.num_attention_heads
+    section = {name: value for name, value in position.model_dump().items() if name in POSITION_KEYS}
+    if (scaling := position.rope_scaling) is not None:
+        names = ("rope_type", *SCALING_OPTIONS[scaling.rope_type], ORIGINAL)
+        section["rope_scaling"] = _without_none(scaling.model_dump(), names)
+    if (distances := position.relative_positions) is not None:
+        values = distances.model_dump() | {n: distances.settings(length)[n] for n in ("window", "sinks")}
+        section["relative_positions"] = _without_none(values, ("type", *MAP_OPTIONS[distances.type]))
+    if position.pos_emb == "learned":
+        section[LEARNED_ROWS] = config.model.max_position_embeddings
+    if position.pos_emb == "alibi":
+        section["alibi_slopes"] = list(alibi_slopes(heads))
+    if position.pos_emb == "rpe":
+        section["bucket_starts"] = list(bucket_starts(position.rpe_num_buckets, position.rpe_max_distance))
+    if scaling is not None and scaling.rope_type == "clex":
+        dim = int(config.model.head_dim * position.rotary_pct)
+        original = position.original_length(length)
+        clex = Clex(dim, position.rotary_emb_base, original, scaling.max_factor, scaling.ode_step)
+        clex.up.copy_(weights.read("positions.clex.up"))
+        clex.down.copy_(weights.read("positions.clex.down"))
+        factors = range(1, scaling.max_factor + 1)
+        section["clex_frequencies"] = [clex.inverse_frequencies(t).tolist() for t in factors]
+    return section
+
+
+def _without_none(values: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: values[name] for name in names if values[name] is not None}
+
+
+# Export ---------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written: where, as which `model_type`, and what of the tokenizer could not be expressed, or None."""
+    """What was written: the folder, its `model_type`, and what of the tokenizer could not be expressed, or None."""
 
     folder: Path
     model_type: str
@@ -52,7 +272,7 @@ class Exported:
 
     @property
     def remote(self) -> bool:
-        """Whether it is loaded with `trust_remote_code=True`, by the modelling file beside the weights."""
+        """Whether it is loaded with `trust_remote_code=True`, by the modelling file saved with the weights."""
         return self.model_type in REMOTE_TYPES
 
 
@@ -70,101 +290,83 @@ def export(
     Args:
         checkpoint: a run's save folder, one step of it, or a Hugging Face folder.
         folder: what to write; it must not exist. It is complete or absent.
-        overrides: how the weights are used, as for `load_model`; an extension becomes part of the export.
+        overrides: config overrides, as for `load_model`; an extension becomes part of the export.
         dtype: of the weights; by default as saved, then they are equal bit by bit.
         shard_bytes: larger models are written in several files.
-        tokenizer: the model's original, a Hugging Face folder whose tokenizer and generation files are written as they
-            are, with its ids of bos, eos and pad; it has to give the ids of the checkpoint's tokenizer.
+        tokenizer: the model's original, a Hugging Face folder whose tokenizer and generation files are copied, with its
+            ids of bos, eos and pad; it has to give the ids of the checkpoint's tokenizer.
         without_padding: leave out the rows of the vocabulary that stand for no token, so that no program counts them
             in a softmax. By default they are kept, and log-likelihoods are those that the checkpoint has here.
 
     Raises:
-        CheckpointError: the checkpoint is not in order, `tokenizer` is another one, or `folder` exists or cannot be
+        CheckpointError: the checkpoint is not valid, `tokenizer` is another one, or `folder` exists or cannot be
             written. Nothing is written then.
         ConfigError: an override that is not valid.
         DataError: the checkpoint's tokenizer is damaged.
     """
     opened, folder = open_checkpoint(checkpoint), Path(folder)
     config = opened.configure(overrides)
-    kind = choose(config)
+    kind = next(name for name, exporter in EXPORTERS.items() if exporter.fits(config))
     refuse_existing(folder)
-    files, symbols, note = _companions(opened, config, overrides, Path(tokenizer) if tokenizer is not None else None)
+    files, ids, note = _select_tokenizer(opened, config, overrides, Path(tokenizer) if tokenizer is not None else None)
     ours = opened.weights() if dtype is None else opened.weights().to(DTYPES[dtype])
     if without_padding:
-        config, ours = _without_padding(config, ours)
-    weights = foreign_weights(ours, config, EXPORTERS[kind].rows(config))
-    contents = describe(config, kind, symbols, ours)
-    files = _never_padding(files, contents[GENERATION]) | {
-        CARD: model_card(opened, config, kind, weights, folder.name).encode()
-    }
-    files |= {MODELLING_FILE.name: MODELLING_FILE.read_bytes()} if kind in REMOTE_TYPES else {}
+        known = config.model.vocab_size or config.model.padded_vocab_size
+        config = config.override({"make_vocab_size_divisible_by": 1, "model_parallel_size": 1})
+        ours = ours.first_rows(VOCABULARY_ROWS, known)
+    heads = weight_map.Heads(config.model.num_attention_heads, config.model.num_kv_heads)
+    rows = weight_map.expand(EXPORTERS[kind].rows(config), config.model.num_layers)
+    weights = to_foreign_weights(ours, rows, heads)
+    contents = describe(config, kind, ids, ours)
+    written = dict(files)
+    unused = contents[GENERATION].get("suppress_tokens", [])
+    if GENERATION in written and unused:
+        written[GENERATION] = suppress_tokens(written[GENERATION], unused)
+    written[CARD] = model_card(opened, config, kind, weights, folder.name).encode()
+    if kind in REMOTE_TYPES:
+        written[MODELLING_FILE.name] = MODELLING_FILE.read_bytes()
     with new_folder(folder) as partial:
-        _fill(partial, contents, weights, shard_bytes, files)
+        for name, content in contents.items():
+            native.write_json(partial / name, content)
+        for name, data in written.items():
+            (partial / name).write_bytes(data)
+        _write_weights(partial, weights, shard_bytes)
     return Exported(folder, kind, note)
 
 
-def _without_padding(config: Config, ours: Weights) -> tuple[Config, Weights]:
-    """The configuration and weights of the model without the padding rows of its vocabulary."""
-    known = config.model.vocab_size or config.model.padded_vocab_size
-    return (
-        config.override({"make_vocab_size_divisible_by": 1, "model_parallel_size": 1}),
-        ours.first_rows(VOCABULARY_ROWS, known),
-    )
+def _select_tokenizer(
+    opened: OpenedCheckpoint, config: Config, overrides: Overrides, original: Path | None
+) -> TokenizerFiles:
+    """Return tokenizer and generation files.
 
-
-def _companions(opened: OpenedCheckpoint, config: Config, overrides: Overrides, original: Path | None) -> Companions:
-    """Tokenizer and generation files: the original's where one is given, those of a Hugging Face folder itself unless
-    overrides name a tokenizer, else files made from the checkpoint's tokenizer.
+    They are the original's where one is given, those of a Hugging Face folder itself unless overrides name a tokenizer,
+    otherwise files made from the checkpoint's tokenizer.
     """
-    model, found = config.model, opened.tokenizer(overrides)
-    named = any(key in given_values(overrides) for key in TOKENIZER_KEYS)
-    if original is None and is_huggingface_folder(opened.folder) and not named:
-        own = own_companions(opened.folder)
-        if own.symbols.eos is None and found.tokenizer is not None:
-            return own._replace(symbols=own.symbols._replace(eos=found.tokenizer.eod))
-        return own
+    tokenizer, note = opened.tokenizer(overrides)
     if original is not None:
-        return original_companions(original, found.tokenizer, model.vocab_size or model.padded_vocab_size)
-    if found.tokenizer is None:
-        return Companions({}, Symbols(), NO_TOKENIZER.format(found.note))
-    files, note = tokenizer_files(found.tokenizer)
-    told = "; ".join(filter(None, (found.note, note)))
-    return Companions(files, Symbols(eos=found.tokenizer.eod), told or None)
+        return original_files(original, tokenizer, config.model.vocab_size or config.model.padded_vocab_size)
+    if is_huggingface_folder(opened.folder) and not set(given_values(overrides)).intersection(TOKENIZER_KEYS):
+        own = own_files(opened.folder)
+        if own.ids.eos is None and tokenizer is not None:
+            return own._replace(ids=own.ids._replace(eos=tokenizer.eod))
+        return own
+    if tokenizer is None:
+        missing = (
+            "the checkpoint carries no tokenizer, so the export has none, and nothing in it ends a text: generate() "
+            f"runs to its limit ({note})"
+        )
+        return TokenizerFiles({}, TokenIds(), missing)
+    files, differing = tokenizer_files(tokenizer)
+    return TokenizerFiles(files, TokenIds(eos=tokenizer.eod), "; ".join(filter(None, (note, differing))) or None)
 
 
-def _never_padding(files: Mapping[str, bytes], ours: Mapping[str, Any]) -> dict[str, bytes]:
-    """A generation_config.json of theirs keeps the padding rows out as well, as the model's own does."""
-    unused = ours.get("suppress_tokens", [])
-    if GENERATION not in files or not unused:
-        return dict(files)
-    return dict(files) | {GENERATION: suppressing(files[GENERATION], unused)}
-
-
-def foreign_weights(ours: Weights, config: Config, rows: Sequence[weight_map.Row]) -> Weights:
-    """The weights by their names in `rows`. Raises CheckpointError."""
-    heads = weight_map.Heads(config.model.num_attention_heads, config.model.num_kv_heads)
-    return to_foreign_weights(ours, weight_map.expand(rows, config.model.num_layers), heads)
-
-
-def _fill(
-    partial: Path,
-    contents: Mapping[str, dict[str, Any]],
-    weights: Weights,
-    shard_bytes: int,
-    files: Mapping[str, bytes],
-) -> None:
-    """Write every file into a fresh folder."""
-    for name, content in contents.items():
-        native.write_json(partial / name, content)
-    for name, data in files.items():
-        (partial / name).write_bytes(data)
+def _write_weights(folder: Path, weights: Weights, shard_bytes: int) -> None:
     shards = list(weights.shards(shard_bytes))
     index: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         name = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        write_safetensors(partial / name, shard, {"format": "pt"})
+        write_safetensors(folder / name, shard, {"format": "pt"})
         index |= dict.fromkeys(shard.entries, name)
     if len(shards) > 1:
         size = {"total_size": sum(entry.nbytes for entry in weights.entries.values())}
-        text = json.dumps({"metadata": size, "weight_map": index}, indent=1)
-        (partial / INDEX).write_text(text + "\n")
+        (folder / INDEX).write_text(json.dumps({"metadata": size, "weight_map": index}, indent=1) + "\n")

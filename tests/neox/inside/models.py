@@ -77,7 +77,7 @@ def parameters(
     """
     present, rank, ranks = dict(model.named_parameters()), get_model_parallel_rank(), get_model_parallel_world_size()
     parts = {
-        f"sequential.{place.layer}.{place.name}": held.division.split(ours[held.ours], ranks)[rank]
+        f"sequential.{place.layer}.{place.name}": held.sharding.split(ours[held.ours], ranks)[rank]
         for place, held in table(config).items()
         if held.ours in ours
     }
