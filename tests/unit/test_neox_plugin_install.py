@@ -43,7 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 ABSENT = (
     *("opt_einsum", "deepspeed", "sentencepiece", "tokenizers", "safetensors", "zstandard", "pyarrow", "transformers"),
-    *("mwparserfromhell", "matplotlib", "datasets", "tensorboard", "wandb", "triton", "flash_attn"),
+    *("matplotlib", "datasets", "tensorboard", "wandb", "triton", "flash_attn"),
 )
 """Packages that this one uses and that the plugin must do without."""
 

@@ -322,20 +322,12 @@ def test_titles_take_linear_time() -> None:
     ("text", "fault"),
     [
         ("a " * ((1 << 20) + 1), "w.xml:1: wikitext too long (2,097,154 characters; at most 2,097,152"),
-        ("{{nowrap|" + "a " * 140_000 + "}}", "w.xml:1: wikitext not parsed (280,012 characters in one template"),
     ],
 )
 def test_a_page_that_is_too_long_for_the_parser_is_named_and_others_are_read(text: str, fault: str) -> None:
     found, problems = rows(HEAD + page("Long", text) + PAGES[9] + FOOT)
     assert [place for place, _ in found] == ["w.xml:2"] and problems.total == 1
     assert problems.named[0].startswith(fault)
-
-
-def test_a_page_parsed_in_parts_reads_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = "A [[b|c d]] e.\n* {{nowrap|x [[y z]]\n\nw}} f * g\n\n: h &amp; i = j\nhttp://k.l m ; n : o" * 5
-    whole = plain_text(text)
-    monkeypatch.setattr(wikipedia, "_PARSED", 1)
-    assert plain_text(text) == whole and whole.count("x y z") == 5
 
 
 def test_random_markup_never_hangs_or_fails() -> None:
