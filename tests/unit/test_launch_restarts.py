@@ -37,7 +37,7 @@ def test_a_run_that_crashes_is_started_again_and_resumes(launch: Launch, tmp_pat
     assert status == 0, output
     assert starts(tmp_path) == ["argument", "argument --auto-resume", "argument --auto-resume"]
     told = [line for line in output.splitlines() if line.startswith("restart")]
-    why = "the run ended with exit status 1; it resumes from the start, because nothing is saved yet"
+    why = "the run ended with exit status 1; it resumes from step 0, because no checkpoint was saved yet"
     assert told == [f"restart 1 of 3 in 0 s: {why}", f"restart 2 of 3 in 0 s: {why}"]
 
 
@@ -100,7 +100,7 @@ def test_one_host_of_several_is_not_restarted_by_itself(launch: Launch, tmp_path
 class Quiet:
     """No signals come."""
 
-    came = False
+    received = False
 
     def take(self) -> list[int]:
         return []
