@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_coca.training.exit_status import DIVERGED, DONE, INTERRUPTED, PREEMPTED, UNSAVED, UNUSABLE
-from megatron_coca.training.watchdog import ERROR_FILE, HangReport
+from megatron_coca.training.watchdog import ERROR_FILE, ErrorReport
 
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 FORWARDED = (*STOPPING, signal.SIGINT)
@@ -71,9 +71,9 @@ class LocalProcess:
         else:
             self.process.send_signal(self._translated.get(number, number))
 
-    def report(self) -> HangReport | None:
+    def report(self) -> ErrorReport | None:
         """The error that the process wrote, None where it wrote none."""
-        return None if self._error_file is None else HangReport.read(self._error_file)
+        return None if self._error_file is None else ErrorReport.read(self._error_file)
 
 
 class CaughtSignals:
@@ -109,7 +109,7 @@ class _Group:
 
     def __init__(self, processes: Sequence[LocalProcess], settle: float) -> None:
         self.processes, self.running, self.settle = list(processes), list(processes), settle
-        self.shown: HangReport | None = None
+        self.shown: ErrorReport | None = None
         self.status = DONE
         self.sent: list[int] = []
         self.deadline: float | None = None
@@ -166,7 +166,7 @@ class _Group:
             more = f" and {len(labels) - NAMED} more" if len(labels) > NAMED else ""
             print(f"{', '.join(labels[:NAMED])}{more}: {summary}", file=sys.stderr, flush=True)
 
-    def _reports(self) -> dict[str, HangReport]:
+    def _reports(self) -> dict[str, ErrorReport]:
         ended = [process for process in self.processes if process not in self.running]
         return {process.label: report for process in ended if (report := process.report()) is not None}
 
