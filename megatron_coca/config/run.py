@@ -163,8 +163,8 @@ class LaunchConfig(ConfigGroup):
         " between; each resumes as with auto_resume.",
     )
     restart_delay: NotNegative = key(5.0, "Seconds before the first restart; doubled for each further one, up to 300.")
-    launcher: Literal["ssh", "pdsh", "openmpi", "mvapich", "slurm"] = key(
-        "ssh", "How other hosts are reached; docs/launch.md compares them."
+    launcher: Literal["pdsh", "openmpi", "mvapich", "slurm"] = key(
+        "pdsh", "How several hosts are started; docs/launch.md compares the ways."
     )
     force_multi: bool = key(False, "Use the multi-host launcher for one host too.")
     no_ssh_check: bool = key(False, "pdsh, openmpi, mvapich: do not test whether the hosts are reachable.")

@@ -1,4 +1,4 @@
-"""Preemption: a scheduler's signal is noted, and the loop leaves at the next step, after saving."""
+"""Exit statuses of a training process, and preemption by a scheduler's signal."""
 
 import os
 import signal
@@ -18,46 +18,42 @@ INTERRUPTED = 130
 
 
 class ExitStatus(NamedTuple):
-    """What a status says, and what whoever started the run should do."""
+    """The meaning of a status and what to do."""
 
     meaning: str
     remedy: str
 
 
 EXIT_STATUSES: dict[int, ExitStatus] = {
-    DONE: ExitStatus("the last step is reached and saved", "nothing"),
+    DONE: ExitStatus("the last step is done and saved", "nothing"),
     FAILED: ExitStatus("a fault of the program or of the machine, with a traceback", "read it; resume"),
     UNUSABLE: ExitStatus("input that cannot be used, or files that cannot be written", "follow the message"),
-    PREEMPTED: ExitStatus("asked to leave by a signal, and saved", "requeue: the same command resumes"),
+    PREEMPTED: ExitStatus("preempted by a signal, after saving", "requeue with `--auto-resume`"),
     HUNG: ExitStatus("no progress for `watchdog_timeout` seconds", "read the stacks; resume"),
     DIVERGED: ExitStatus("too many bad steps, by the policies for them", "look at data and learning rate"),
-    UNSAVED: ExitStatus("asked to leave by a signal, and nothing is saved", "set `save`; the same command begins anew"),
+    UNSAVED: ExitStatus("preempted by a signal, nothing saved", "set `save`; rerunning starts from step 0"),
     UNJOINED: ExitStatus(
-        "some processes did not join within `join_timeout`", "see which ones, and their hosts; run again"
+        "some processes did not join within `join_timeout`", "check the hosts that the message names; run again"
     ),
-    INTERRUPTED: ExitStatus("Ctrl-C", "resume from the newest checkpoint"),
+    INTERRUPTED: ExitStatus("Ctrl-C", "resume from the latest checkpoint"),
 }
-"""Every status with which a training process ends by itself. 75 is EX_TEMPFAIL of sysexits.h: try again later."""
+"""Every exit status of a training process. 75 is EX_TEMPFAIL of sysexits.h: try again later."""
 
 
 class Stopped(Exception):
-    """A run ends before its last step, in good order.
-
-    Attributes:
-        status: the exit status that says so.
-    """
+    """The run ends before its last step as intended; `status` is its exit status."""
 
     status = FAILED
 
 
 class Preempted(Stopped):
-    """A signal asked the run to leave; it has saved."""
+    """Preempted by a signal, after saving."""
 
     status = PREEMPTED
 
 
 class Unsaved(Stopped):
-    """A signal asked the run to leave, and it has no `save` folder: requeued, it would begin anew for ever."""
+    """Preempted by a signal without a `save` folder: requeued, the run would start from step 0 each time."""
 
     status = UNSAVED
 
@@ -69,27 +65,26 @@ class Diverged(Stopped):
 
 
 class NotJoined(Stopped):
-    """Some processes did not come when the run began; the message says which."""
+    """Some processes did not join the run; the message names them."""
 
     status = UNJOINED
 
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-"""What schedulers send before they take the machine away: SIGTERM by default, SIGUSR1 by Slurm's `--signal`; and SIGHUP,
-which says that the terminal or the connection is gone.
+"""Signals that schedulers send before preemption: SIGTERM by default, SIGUSR1 by Slurm's `--signal`; and SIGHUP, sent
+when the terminal or connection is closed.
 """
 
 
 class Preemption:
-    """Notes the signals of `SIGNALS` while it is entered, and restores their handlers afterwards.
+    """Context manager that records the signals of `SIGNALS` and restores their handlers afterwards.
 
-    A signal interrupts nothing, so a second one during a save does no harm. One that is ignored
-    stays so (SIGHUP under nohup). SIGINT is left alone: it goes on raising
-    KeyboardInterrupt. Entered in another thread than the main one it notes nothing, because Python gives handlers to
-    the main thread only.
+    A signal interrupts nothing, so a second one during a save does no harm. Ignored signals stay ignored (SIGHUP under
+    nohup), and SIGINT still raises KeyboardInterrupt. Outside the main thread nothing is recorded, because Python
+    allows handlers in the main thread only.
 
     Attributes:
-        requested: the name of the first signal that came, for example "SIGTERM", or None.
+        requested: the name of the first signal received, for example "SIGTERM", or None.
     """
 
     def __init__(self) -> None:
@@ -106,13 +101,13 @@ class Preemption:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
-            # None stands for a handler that was not set by Python and cannot be put back.
+            # None stands for a handler that was not set by Python and cannot be restored.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._before = {}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:
-            # A forked worker inherits the handler but has no loop that would look: let it end, as its parent expects.
+            # A forked worker inherits the handler but never checks `requested`: let it end, as its parent expects.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return

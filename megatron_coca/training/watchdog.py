@@ -1,10 +1,10 @@
-"""What is told of an error that ends a training process: once, though every rank may have one.
+"""The watchdog that ends a hanging process, and the report of an error that ends a process.
 
-Ranks that the launching process of this project has started write their error to a file, and the launching process
-prints the first one (`launch/processes.py`). The file is torchrun's: its name comes in TORCHELASTIC_ERROR_FILE, and its
-content is what torchrun reads, so that torchrun finds the first error too. All other processes print theirs.
+Ranks started by this project's launcher write their error to a file, and the launcher prints the first one
+(`launch/processes.py`). The file has torchrun's name (TORCHELASTIC_ERROR_FILE) and format, so that torchrun finds the
+first error too. All other processes print their errors.
 
-Only the standard library is imported here: an import of anything else may be what fails.
+Only the standard library is imported here, because an import of anything else may be what fails.
 """
 
 import faulthandler
@@ -25,17 +25,17 @@ from typing import NamedTuple, Self
 from megatron_coca.training.exit_status import HUNG
 
 GRACE = 10.0
-"""Seconds between a rank's report and its end. Ranks do not notice a hang at the same moment, and the end of the first
-makes the launcher stop the rest: all must have written by then.
+"""Seconds between a rank's report and its exit. Ranks do not notice a hang at the same moment, and the exit of the first
+makes the launcher stop the rest, so all must have written by then.
 """
 LONGEST_POLL = 1.0
 COMMUNICATION = ("distributed_c10d.py", f"{os.sep}deepspeed{os.sep}comm{os.sep}")
-"""Names of files in which a process waits for others."""
+"""Parts of the file names of code that waits for other ranks."""
 STDERR = 2
 
 
-class Beat(NamedTuple):
-    """Progress: the how-many-th, what was reached, and when on the monotonic clock."""
+class Heartbeat(NamedTuple):
+    """A heartbeat: its counter, what was reached, and the monotonic time."""
 
     number: int
     what: str
@@ -43,18 +43,17 @@ class Beat(NamedTuple):
 
 
 class Watchdog:
-    """Ends the process with status HUNG once `beat` was not called for `timeout` seconds, or a job in the background,
-    which `follow` is told of, has made no progress for so long.
+    """Exit with status HUNG if `beat` is not called for `timeout` seconds, or if a background job, reported through
+    `follow`, makes no progress for that long.
 
-    Before, the stacks of all threads are written to standard error and to `hang_rank_<rank>.txt` in `report_folder`,
-    with the host, the last beat and what the main thread is in. A rank that waits for others in a collective is told
-    from the one that they wait for by the last two. After the report the process is given `GRACE` seconds; if it goes
-    on meanwhile, so does the run.
+    First the stacks of all threads are written to standard error and to `hang_rank_<rank>.txt` in `report_folder`,
+    with the host, the last heartbeat and the innermost function of the main thread: these tell a rank that waits in a
+    collective from the rank that it waits for. The process then has `GRACE` seconds; if it makes progress, it continues.
 
-    A daemon thread watches. It needs Python's global lock, so C code that never gives the lock back would stop it too;
-    then, 3 times GRACE later, faulthandler's own thread writes the stacks to standard error and ends the process with
-    status 1. That thread also strikes after the process was suspended (SIGSTOP) for that long; shorter suspensions
-    do not count. faulthandler has one such timer a process, so only one watchdog may run at a time.
+    A daemon thread watches. It needs the GIL, so C code that never releases the GIL would block it too; 3 times GRACE
+    later faulthandler's own thread writes the stacks to standard error and exits with status 1. That thread also fires
+    after the process was suspended (SIGSTOP) for that long; shorter suspensions do not count. faulthandler has one such
+    timer per process, so only one watchdog may run at a time.
     """
 
     def __init__(
@@ -65,12 +64,12 @@ class Watchdog:
         grace: float = GRACE,
         end: Callable[[int], object] = os._exit,
     ) -> None:
-        """`timeout` in seconds, None for a watchdog that does nothing; `end` ends the process with a status."""
+        """`timeout` in seconds, None disables the watchdog; `end` exits with a status."""
         self._timeout, self._folder, self._rank, self._grace, self._end = timeout, report_folder, rank, grace, end
         self._poll = min(LONGEST_POLL, (timeout or LONGEST_POLL) / 4)
         self._main = threading.main_thread().ident
-        self._beat = Beat(0, "start", time.monotonic())
-        self._job: Beat | None = None
+        self._beat = Heartbeat(0, "start", time.monotonic())
+        self._job: Heartbeat | None = None
         self._pauses = 0
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
@@ -89,17 +88,17 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
 
     def beat(self, what: str) -> None:
-        """There is progress: `what`, for example "step 12" or "saving", is reached. Costs less than a microsecond."""
-        self._beat = Beat(self._beat.number + 1, what, time.monotonic())
+        """Record progress: `what`, such as "step 12" or "saving", is reached. Costs less than a microsecond."""
+        self._beat = Heartbeat(self._beat.number + 1, what, time.monotonic())
 
     def follow(self, what: str | None) -> None:
-        """A job in the background has reached `what`; None: there is none any more."""
+        """Record that a background job has reached `what`; None: it has ended."""
         number = self._job.number + 1 if self._job is not None else 1
-        self._job = None if what is None else Beat(number, what, time.monotonic())
+        self._job = None if what is None else Heartbeat(number, what, time.monotonic())
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Do not watch within: for what takes long and cannot beat, such as a first compilation."""
+        """Do not watch inside this context: for long work without heartbeats, such as a first compilation."""
         self._pauses += 1
         try:
             yield
@@ -115,7 +114,7 @@ class Watchdog:
             faulthandler.dump_traceback_later(self._timeout + 3 * self._grace, exit=True, file=STDERR)
             self._over.wait(self._poll)
             now = time.monotonic()
-            # A process that was suspended has not hung: of a long gap only as much counts as a poll may take.
+            # A suspended process has not hung: a long gap counts as two polls at most.
             passed = min(now - before, 2 * self._poll)
             silent, job_silent, before = silent + passed, job_silent + passed, now
             if last_job is None or self._job is not last_job:
@@ -129,9 +128,9 @@ class Watchdog:
                 self._report_and_end(last, lambda: self._beat)
                 silent = 0.0
 
-    def _report_and_end(self, last: Beat, newest: Callable[[], Beat | None]) -> None:
+    def _report_and_end(self, last: Heartbeat, newest: Callable[[], Heartbeat | None]) -> None:
         text = self._describe(last)
-        # In threads of their own: a full pipe or a file system that hangs must not keep the process.
+        # In separate threads: a full pipe or a hanging file system must not keep the process alive.
         for write in (self._to_stderr, self._to_folder):
             threading.Thread(target=write, args=(text,), daemon=True).start()
         if self._over.wait(self._grace):
@@ -140,10 +139,10 @@ class Watchdog:
         if now is last:
             self._end(HUNG)
         else:
-            reached = f"goes on with {now.what!r}" if now is not None else f"has finished {last.what!r}"
+            reached = f"continues with {now.what!r}" if now is not None else f"has finished {last.what!r}"
             self._to_stderr(f"rank {self._rank}: {reached}; set watchdog_timeout higher\n")
 
-    def _describe(self, last: Beat) -> str:
+    def _describe(self, last: Heartbeat) -> str:
         frame = sys._current_frames().get(self._main or 0)
         return (
             f"rank {self._rank} on {socket.gethostname()}: no progress for {time.monotonic() - last.at:.0f} s "
@@ -168,11 +167,11 @@ class Watchdog:
 
 
 def _doing(frame: FrameType | None) -> str:
-    """What the innermost frame of a thread says about it, and whether it lies in communication between ranks."""
+    """The innermost function of a thread, and whether it waits for other ranks."""
     if frame is None:
         return "has ended"
     waits = any(name in file for file in _files(frame) for name in COMMUNICATION)
-    return f"{'waits for other ranks' if waits else 'is'} in {_place(frame)}"
+    return f"{'waits for other ranks' if waits else 'is'} in {_location(frame)}"
 
 
 def _files(frame: FrameType | None) -> Iterator[str]:
@@ -182,13 +181,13 @@ def _files(frame: FrameType | None) -> Iterator[str]:
         frame = frame.f_back
 
 
-def _place(frame: FrameType) -> str:
+def _location(frame: FrameType) -> str:
     return f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})"
 
 
 def _all_stacks() -> str:
-    """The stacks of all threads, through memory: faulthandler keeps the global lock while it writes, so it must not
-    write to where it could wait.
+    """The stacks of all threads, written to memory: faulthandler holds the GIL while it writes, so it must not write to
+    anything that could block.
     """
     with open(os.memfd_create("stacks"), "w+", errors="replace") as file:
         faulthandler.dump_traceback(file)
@@ -200,15 +199,15 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 
-class HangReport(NamedTuple):
-    """What a process tells of its end.
+class ErrorReport(NamedTuple):
+    """Why a process ended.
 
     Attributes:
         summary: one line.
-        text: all of it: a traceback, or a message.
-        traceback: whether it is an error that nobody foresaw.
-        communication: whether it was raised while ranks exchanged data: mostly the consequence of another one's end.
-        time: when, in seconds since the epoch.
+        text: the traceback or the message.
+        traceback: `text` is the traceback of an unexpected error.
+        communication: raised inside a collective, so usually the consequence of another rank's failure.
+        time: seconds since the epoch.
     """
 
     summary: str
@@ -219,7 +218,7 @@ class HangReport(NamedTuple):
 
     @classmethod
     def read(cls, file: Path) -> Self | None:
-        """What a process has written to its error file, or None where it wrote none."""
+        """The report in an error file, or None if the process wrote none."""
         try:
             message = json.loads(file.read_text())["message"]
             extra = message["extraInfo"]
@@ -231,11 +230,11 @@ class HangReport(NamedTuple):
                 bool(extra["communication"]),
                 float(extra["time"]),
             )
-        except (OSError, ValueError, KeyError, TypeError):  # none, or of a process that was killed while it wrote
+        except (OSError, ValueError, KeyError, TypeError):  # missing, or cut short by a kill
             return None
 
     def write(self, file: Path) -> None:
-        """Leave it in an error file, in the form that torchrun reads."""
+        """Write an error file in torchrun's format."""
         extra = {"timestamp": str(int(self.time)), "time": self.time, "communication": self.communication}
         extra |= {"py_callstack": self.text} if self.traceback else {}
         file.write_text(
@@ -244,14 +243,14 @@ class HangReport(NamedTuple):
 
 
 def install() -> None:
-    """Report errors that end the process, from now on."""
+    """Report uncaught exceptions from now on."""
     sys.excepthook = _report
 
 
 def tell(message: object) -> None:
-    """Tell why the process ends, where it ends in good order: `message` needs no traceback."""
+    """Report why the process exits, for an expected end that needs no traceback."""
     text = str(message)
-    if not _wrote(HangReport(text.partition("\n")[0], text, False, False, time.time())):
+    if not _wrote(ErrorReport(text.partition("\n")[0], text, False, False, time.time())):
         print(text, file=sys.stderr)
 
 
@@ -261,12 +260,12 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
     text = "".join(traceback.format_exception(kind, error, trace))
     summary = "".join(traceback.format_exception_only(kind, error)[:1]).strip().partition("\n")[0]
     inside = any(name in frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace) for name in COMMUNICATION)
-    if not _wrote(HangReport(summary, text, True, inside, time.time())):
+    if not _wrote(ErrorReport(summary, text, True, inside, time.time())):
         print(text, end="", file=sys.stderr)
 
 
-def _wrote(report: HangReport) -> bool:
-    """Whether the launching process will print the report. torchrun prints little of it, so there the process does."""
+def _wrote(report: ErrorReport) -> bool:
+    """Write the error file; True if the launcher will print it. torchrun prints little of it, so there the process does."""
     file = os.environ.get(ERROR_FILE)
     if not file:
         return False
@@ -279,7 +278,7 @@ def _wrote(report: HangReport) -> bool:
 
 
 def shadowed_modules(trace: TracebackType | None) -> list[str]:
-    """A line for each file that was imported in the place of a module of the standard library, by mistake as a rule."""
+    """A line for each file that was imported in place of a standard library module, usually by mistake."""
     names = [(name, _file(sys.modules.get(name))) for name in sorted(sys.stdlib_module_names)]
     # A module that failed while it was imported is found in the traceback only.
     names += [
@@ -288,7 +287,7 @@ def shadowed_modules(trace: TracebackType | None) -> list[str]:
     installed = _installed()
     found = {name: file for name, file in names if name in sys.stdlib_module_names and file}
     return [
-        f"{file} is imported in the place of Python's own module `{name}`, which other packages need: rename it"
+        f"{file} is imported instead of Python's own module `{name}`, which other packages need: rename it"
         for name, file in found.items()
         if not any(Path(os.path.realpath(file)).is_relative_to(folder) for folder in installed)
     ]
@@ -299,7 +298,7 @@ def _file(module: ModuleType | None) -> str | None:
 
 
 def _installed() -> list[str]:
-    """The folders of Python and of installed packages; one of these, setuptools, replaces distutils on purpose."""
+    """The folders of Python and of installed packages (setuptools replaces distutils on purpose)."""
     folders = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     folders += [folder for folder in sys.path if folder.endswith(("-packages", "lib-dynload", ".zip"))]
     return [os.path.realpath(folder) for folder in folders]

@@ -64,7 +64,7 @@ def test_a_file_in_the_place_of_a_standard_module_is_told_once(train: Any, tmp_p
     finished = train({}, options=("--num_gpus", "2"), environment={"PYTHONPATH": str(tmp_path)})
     assert finished.status == 1 and finished.output.count("Traceback") == 1, finished.output
     assert "the first error, of rank " in finished.output
-    assert finished.output.count("resource.py is imported in the place of Python's own module `resource`") == 1
+    assert finished.output.count("resource.py is imported instead of Python's own module `resource`") == 1
 
 
 Attempt = Callable[..., tuple[int, str]]

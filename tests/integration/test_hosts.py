@@ -1,12 +1,9 @@
 """Two hosts, each a network namespace with an address of its own, train together as two processes on one host do."""
 
-import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,8 +21,6 @@ PLAIN = {
 }
 EXECUTE = ("-c", "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])")
 """Options of a Python that becomes the command that follows."""
-
-SSHD = "/usr/sbin/sshd"
 
 
 class Host(NamedTuple):
@@ -117,68 +112,3 @@ def test_a_host_that_never_joins(start: Any, hosts: tuple[Host, Host], tmp_path:
         assert output.count("1 of 3 processes did not join within 4 s (`join_timeout`): rank 2.") == 1, output
         assert "Traceback" not in output, output
     assert not (tmp_path / "run").exists()
-
-
-@pytest.fixture(scope="module")
-def ssh(hosts: tuple[Host, Host], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with a command `ssh` that reaches both hosts, where daemons listen for it."""
-    if not Path(SSHD).is_file() or shutil.which("ssh") is None:
-        pytest.skip("install openssh-server and openssh-client")
-    folder = tmp_path_factory.mktemp("ssh")
-    key = folder / "key"
-    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True)
-    Path("/run/sshd").mkdir(exist_ok=True)
-    daemon = [f"HostKey={key}", f"AuthorizedKeysFile={key}.pub", "StrictModes=no", "UsePAM=no", "PidFile=none"]
-    client = ["StrictHostKeyChecking=no", f"UserKnownHostsFile={folder / 'known'}", "LogLevel=ERROR"]
-    # The key is this user's own; an agent or a configuration of his has no part in the test.
-    command = " ".join(["exec", shutil.which("ssh") or "", "-F none", "-i", str(key), *(f"-o {o}" for o in client)])
-    (folder / "ssh").write_text(f'#!/bin/sh\n{command} "$@"\n')
-    (folder / "ssh").chmod(0o755)
-    daemons = []
-    for host in hosts:
-        options = [part for option in (*daemon, f"ListenAddress={host.address}") for part in ("-o", option)]
-        arguments = [*host.enter, SSHD, "-D", "-f", "/dev/null", *options]
-        daemons.append(subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
-    yield folder
-    for process in daemons:
-        process.terminate()
-        process.wait()
-
-
-def over_ssh(start: Any, hosts: tuple[Host, Host], ssh: Path, folder: Path, **changes: Any) -> Any:
-    """train.py with a hostfile, started on the first host."""
-    (folder / "hosts").write_text("".join(f"{host.address} slots=1\n" for host in hosts))
-    return start(
-        PLAIN | {"save": str(folder / "run"), "hostfile": str(folder / "hosts")} | changes,
-        before=(*EXECUTE, *hosts[0].enter, sys.executable),
-        environment={"PATH": f"{ssh}:{os.environ['PATH']}"},
-    )
-
-
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    file = folder / "run" / "metrics.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
-
-
-@pytest.mark.slow
-def test_two_hosts_by_hostfile(
-    start: Any, open_run: Any, hosts: tuple[Host, Host], ssh: Path, one_host: Any, tmp_path: Path
-) -> None:
-    process = over_ssh(start, hosts, ssh, tmp_path)
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, output
-    same(open_run(tmp_path / "run"), one_host)
-
-
-@pytest.mark.slow
-def test_a_preempted_launcher_lets_both_hosts_save(
-    start: Any, hosts: tuple[Host, Host], ssh: Path, tmp_path: Path
-) -> None:
-    process = over_ssh(start, hosts, ssh, tmp_path, train_iters=100000)
-    deadline = time.monotonic() + 120
-    while not metrics(tmp_path) and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.1)
-    process.send_signal(signal.SIGUSR1)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 75, output
-    assert (tmp_path / "run" / "latest").is_file()

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 def ended(body: str, *path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """A process that reports its errors and then runs `body`."""
-    code = f"from megatron_coca.training.exit_status import uncaught\nuncaught.install()\n{body}"
+    code = f"from megatron_coca.training import watchdog\nwatchdog.install()\n{body}"
     variables = {"PYTHONPATH": ":".join(map(str, (ROOT, *path))), **environment}
     return subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=False)
 
@@ -33,7 +33,7 @@ def test_a_file_in_the_place_of_a_standard_module_is_named(kind: str, tmp_path: 
     finished = ended(body, tmp_path)
     assert finished.returncode == 1 and "Traceback" in finished.stderr
     last = finished.stderr.splitlines()[-1]
-    assert last.startswith(f"{tmp_path}/{name}.py is imported in the place of Python's own module `{name}`"), last
+    assert last.startswith(f"{tmp_path}/{name}.py is imported instead of Python's own module `{name}`"), last
 
 
 def test_an_ordinary_error_has_no_such_note() -> None:
@@ -45,7 +45,7 @@ def test_a_launching_process_gets_the_report_in_place_of_the_terminal(tmp_path: 
     file = tmp_path / "error.json"
     finished = ended("raise ValueError('wrong\\nat length')", **{watchdog.ERROR_FILE: str(file)})
     assert finished.returncode == 1 and finished.stderr == ""
-    report = watchdog.HangReport.read(file)
+    report = watchdog.ErrorReport.read(file)
     assert report is not None and report.summary == "ValueError: wrong" and report.traceback
     assert report.text.startswith("Traceback") and report.text.endswith("ValueError: wrong\nat length\n")
 
@@ -61,4 +61,4 @@ def test_torchrun_reads_the_report(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", ["", "{", "[]", json.dumps({"message": "torch's own"})])
 def test_half_a_report_is_none(content: str, tmp_path: Path) -> None:
     (tmp_path / "error.json").write_text(content)
-    assert watchdog.HangReport.read(tmp_path / "error.json") is None
+    assert watchdog.ErrorReport.read(tmp_path / "error.json") is None

@@ -104,7 +104,7 @@ print("done")
 """
     status, output, errors = run(code, tmp_path)
     assert (status, output) == (0, "done\n")
-    assert "no progress" in errors and "goes on with 'step 1'; set watchdog_timeout higher" in errors
+    assert "no progress" in errors and "continues with 'step 1'; set watchdog_timeout higher" in errors
 
 
 def test_a_full_pipe_does_not_keep_the_process(tmp_path: Path) -> None:

@@ -182,8 +182,8 @@ def test_ranks_without_a_number_of_processes_on_each_host_may_be_anywhere() -> N
 def test_ports_of_slurm_jobs_and_steps_differ() -> None:
     ports = []
     for changes in ({}, {"SLURM_JOB_ID": "123457"}, {"SLURM_STEP_ID": "1"}):
-        place = variables.find_place(SRUN | changes)
-        assert place is not None and place == variables.find_place(SRUN | changes), "all tasks must agree"
+        place = variables.find_location(SRUN | changes)
+        assert place is not None and place == variables.find_location(SRUN | changes), "all tasks must agree"
         ports.append(place.port)
     assert len(set(ports)) == 3
 

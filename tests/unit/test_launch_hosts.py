@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from megatron_coca.config import ConfigError, LaunchConfig
-from megatron_coca.training.launch.start import Host, Script, chosen_hosts, deepspeed_command, host_plans, srun_command
+from megatron_coca.config import ConfigError, LaunchConfig, load_config
+from megatron_coca.training.launch.start import Host, LocalRanks, Script, chosen_hosts, deepspeed_command, srun_command
 
 SCRIPT = Script("/x/train.py", ("a.yml", "lr=1"))
 
@@ -54,7 +54,7 @@ def test_this_host(keys: dict[str, Any], slots: list[int]) -> None:
         ({"hostfile": "nowhere"}, "hostfile: nowhere: no such file"),
         ({"num_nodes": 2}, "num_nodes: 2 hosts need a hostfile"),
         ({"text": "a slots=2\nb\n"}, "hosts:2: 'b' is not of the form"),
-        ({"text": "a slots=2\na slots=3\n"}, "hosts:2: a is there already"),
+        ({"text": "a slots=2\na slots=3\n"}, "hosts:2: a is listed twice"),
         ({"text": "# none\n"}, "names no host"),
         ({"text": "a slots=2\n", "num_nodes": 3}, "num_nodes: 3, but there are 1 hosts"),
         ({"text": "a slots=2\n", "num_gpus": 3}, "num_gpus: 3, but a has 2 slots"),
@@ -92,17 +92,20 @@ def test_names_of_hosts(tmp_path: Path, name: str) -> None:
     ]
 
 
-def test_what_every_host_runs(hostfile: str) -> None:
-    keys = configured(hostfile=hostfile, include="a:4,5@c", master_addr="10.0.0.1", master_port=12345)
-    given = {"NCCL_DEBUG": "INFO", "HOME": "/root", "CUDA_VISIBLE_DEVICES": "7", "WANDB_MODE": "offline"}
-    first, second = host_plans(keys, chosen_hosts(keys), given, SCRIPT)
-    assert (first.first_rank, second.first_rank, first.world_size, second.world_size) == (0, 2, 4, 4)
-    assert (second.master, second.port) == ("10.0.0.1", 12345)
-    assert second.environment == {"NCCL_DEBUG": "INFO", "WANDB_MODE": "offline"}
-    shown = [plan._variables({"CUDA_VISIBLE_DEVICES": "8,9"}, 1) for plan in (first, second)]
-    assert [each["CUDA_VISIBLE_DEVICES"] for each in shown] == ["4,5", "8,9"], "only a choice of devices is imposed"
+def test_the_variables_of_each_rank() -> None:
+    first, second = LocalRanks((4, 5), 0, 4, "10.0.0.1", 12345), LocalRanks((0, 1), 2, 4, "10.0.0.1", 12345)
+    shown = [ranks.variables({"CUDA_VISIBLE_DEVICES": "8,9"}, 1) for ranks in (first, second)]
+    assert shown[0]["CUDA_VISIBLE_DEVICES"] == "4,5"
+    assert "CUDA_VISIBLE_DEVICES" not in shown[1], "the first devices need no choice"
+    chosen = LocalRanks((0, 2), 0, 2, "127.0.0.1", 1).variables({"CUDA_VISIBLE_DEVICES": "5,6,7"}, 0)
+    assert chosen["CUDA_VISIBLE_DEVICES"] == "5,7", "slots count within the visible devices"
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     assert [shown[1][name] for name in names] == ["3", "4", "1", "2", "10.0.0.1", "12345"]
+
+
+def test_our_own_ssh_launcher_is_gone() -> None:
+    with pytest.raises(ConfigError, match="launcher.*pdsh"):
+        load_config([], ["launcher=ssh"])
 
 
 def test_slurm_needs_no_hostfile() -> None:
@@ -153,7 +156,7 @@ def test_pdsh_gets_nothing_that_a_shell_would_run(
 ) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: name)
     keys = configured(hostfile=hostfile, launcher="pdsh")
-    with pytest.raises(ConfigError, match="launcher: pdsh gives .* to a shell on every host"):
+    with pytest.raises(ConfigError, match="launcher: pdsh passes .* to a shell on every host"):
         deepspeed_command(keys, chosen_hosts(keys), Script("/x/train.py", ("a.yml", argument)))
 
 

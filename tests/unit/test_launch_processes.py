@@ -71,8 +71,8 @@ def test_the_cause_is_named_not_its_consequences(launch: Launch) -> None:
 
 
 REPORTING = """
-from megatron_coca.training.exit_status import uncaught
-uncaught.install()
+from megatron_coca.training import watchdog
+watchdog.install()
 def fail_in(file):
     exec(compile("raise RuntimeError('connection closed by peer')", file, "exec"))
 """
@@ -109,7 +109,7 @@ def test_an_error_of_communication_without_another_is_shown_whole(launch: Launch
 
 
 def test_a_refusal_is_told_once(launch: Launch) -> None:
-    body = 'uncaught.tell("hidden_size: must be even\\nheads: must divide it")\nsys.exit(2)'
+    body = 'watchdog.tell("hidden_size: must be even\\nheads: must divide it")\nsys.exit(2)'
     status, output, _ = finish(launch(REPORTING + body, "num_gpus=3"))
     assert status == 2 and output.splitlines()[1:] == ["hidden_size: must be even", "heads: must divide it"], output
 

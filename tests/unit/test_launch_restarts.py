@@ -37,7 +37,7 @@ def test_a_run_that_crashes_is_started_again_and_resumes(launch: Launch, tmp_pat
     assert status == 0, output
     assert starts(tmp_path) == ["argument", "argument --auto-resume", "argument --auto-resume"]
     told = [line for line in output.splitlines() if line.startswith("restart")]
-    why = "the run ended with exit status 1; it resumes from the start, because nothing is saved yet"
+    why = "the run ended with exit status 1; it resumes from step 0, because no checkpoint was saved yet"
     assert told == [f"restart 1 of 3 in 0 s: {why}", f"restart 2 of 3 in 0 s: {why}"]
 
 
@@ -86,7 +86,7 @@ def test_what_fails_after_a_request_to_stop_is_not_restarted(launch: Launch, tmp
 
 
 def test_restarts_need_checkpoints_to_resume_from() -> None:
-    with pytest.raises(ConfigError, match="max_restarts: a restart resumes from a checkpoint, and none is written"):
+    with pytest.raises(ConfigError, match="max_restarts: a restart resumes from a checkpoint, and none is saved"):
         start(LaunchConfig.model_validate({"max_restarts": 1}), {}, "train.py", [])
 
 
@@ -100,7 +100,7 @@ def test_one_host_of_several_is_not_restarted_by_itself(launch: Launch, tmp_path
 class Quiet:
     """No signals come."""
 
-    came = False
+    received = False
 
     def take(self) -> list[int]:
         return []

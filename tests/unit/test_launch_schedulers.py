@@ -10,8 +10,8 @@ import yaml
 
 from megatron_coca.config import load_config
 from megatron_coca.training.exit_status import EXIT_STATUSES, PREEMPTED
-from megatron_coca.training.launch.environment import find_place
-from megatron_coca.training.launch.start import Script, _rest_of_host
+from megatron_coca.training.launch.environment import find_location
+from megatron_coca.training.launch.start import ranks_of_host
 
 ROOT = Path(__file__).parents[2]
 BATCH = ROOT / "configs/cluster/slurm.sbatch"
@@ -67,11 +67,11 @@ def test_the_pods_of_the_manifest_find_each_other(job: dict[str, Any]) -> None:
     assert config.launch.num_gpus == pod["resources"]["limits"]["nvidia.com/gpu"]
     ranks = []
     for index in range(job["completions"]):
-        place = find_place(given | {"JOB_COMPLETION_INDEX": str(index)})
-        assert place is not None
-        plan = _rest_of_host(config.launch, place, Script("train.py", ()))
-        assert (plan.master, plan.port, plan.world_size) == ("coca-0.coca", 29500, 32)
-        ranks += [plan.first_rank + local for local in range(len(plan.slots))]
+        location = find_location(given | {"JOB_COMPLETION_INDEX": str(index)})
+        assert location is not None and config.launch.num_gpus is not None
+        own = ranks_of_host(location, config.launch.num_gpus)
+        assert (own.master, own.port, own.world_size) == ("coca-0.coca", 29500, 32)
+        ranks += [own.first_rank + local for local in range(len(own.slots))]
     assert ranks == list(range(32)) and config.batch.resolve(32).total == 256
 
 

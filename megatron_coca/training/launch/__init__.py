@@ -1,4 +1,4 @@
-"""How training processes come to be: started here, on other hosts, or by a launcher that came before."""
+"""Starting training processes, and reading the rank of a process that another launcher started."""
 
 from megatron_coca.training.launch.environment import complete_environment, threads_per_process, under_launcher
 from megatron_coca.training.launch.start import start

@@ -1,4 +1,4 @@
-"""Which place a process has in its run, by the variables that launchers and schedulers set for it."""
+"""The rank of this process, read from the variables that launchers and schedulers set."""
 
 import contextlib
 import fcntl
@@ -16,17 +16,13 @@ _SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
 FIRST_PORT, LAST_PORT = 20000, 32767
-"""Below the range that Linux takes ports of outgoing connections from: seconds pass until the first process listens,
-and in that time any connection of the machine could be given a port from within it.
+"""Below the range of ports that Linux gives to outgoing connections: seconds pass until rank 0 listens, and until then
+a connection could be given the port.
 """
 
 
 def free_port() -> int:
-    """A port of this host that nobody listens on, chosen at random so that two runs hardly choose the same.
-
-    Raises:
-        OSError: there is none.
-    """
+    """A free port of this host, random so that two runs rarely choose the same. Raises OSError if there is none."""
     for port in random.SystemRandom().sample(range(FIRST_PORT, LAST_PORT + 1), 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))
@@ -35,9 +31,9 @@ def free_port() -> int:
 
 
 def interface_towards(address: str) -> str | None:
-    """The name of the interface whose IPv4 address this host has for `address`; None where that cannot be found out.
+    """The network interface that routes to `address` (IPv4), or None if unknown.
 
-    Gloo would take the one that the host's own name stands for, and on many machines that is the loopback.
+    Gloo would take the interface of the host's own name, which on many machines is the loopback.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -65,10 +61,9 @@ _RESERVED_STEPS = 0xFFFFFFF0  # slurm.h: from here on the numbers stand for batc
 
 
 class RankLocation(NamedTuple):
-    """A process among those of its run.
+    """The rank of a process and the address of rank 0 (None if the variables do not say).
 
-    `master` is the address of the first process and `port` its port, None where the variables do not say.
-    `sole_on_host` says that the scheduler started one process for each host, which may start the others there.
+    `sole_on_host`: the scheduler started one process per host, which may start the others there.
     """
 
     rank: int
@@ -81,22 +76,22 @@ class RankLocation(NamedTuple):
 
 
 class Launcher(NamedTuple):
-    """How one kind of launcher is recognised and read."""
+    """How one kind of launcher is recognised, and how its variables are read."""
 
     name: str
     started: Callable[[Variables], bool]
-    place: Callable[[Variables], RankLocation]
+    location: Callable[[Variables], RankLocation]
 
 
-def find_place(environment: Variables) -> RankLocation | None:
-    """The place that the variables describe, or None for a process that no launcher started.
+def find_location(environment: Variables) -> RankLocation | None:
+    """The rank that the variables describe, or None for a process that no launcher started.
 
     Raises:
         ConfigError: a variable is missing, is no number or contradicts another one.
     """
     for launcher in LAUNCHERS:
         if launcher.started(environment):
-            return _checked(launcher.place(environment), launcher.name, environment)
+            return _checked(launcher.location(environment), launcher.name, environment)
     for given, needed, remedy in HALVES:
         found = [name for name in given if name in environment]
         missing = [name for name in needed if name not in environment]
@@ -122,65 +117,65 @@ HALVES = (
         "set WORLD_SIZE to the number of pods, 1 where each trains a run of its own",
     ),
 )
-"""Variables of which one tells that there is a launcher, those that are needed then, and what to do without."""
+"""Incomplete sets of variables: those that show a launcher, those it must set, and the remedy."""
 
 
 def _alone(environment: Variables) -> bool:
-    """Whether a launcher says that it started one process only."""
+    """True if a launcher says that it started one process only."""
     return environment.get("PMI_SIZE") == "1" and "RANK" not in environment
 
 
 def under_launcher(environment: Variables) -> bool:
-    """Whether a launcher or a scheduler started this process as one of several, or as a group of one."""
-    return find_place(environment) is not None
+    """True if a launcher or a scheduler started this process."""
+    return find_location(environment) is not None
 
 
 def complete_environment(environment: dict[str, str]) -> None:
-    """Write down the variables that the process group is joined by: those of the launcher, or of a group of one.
+    """Set the variables that torch.distributed reads, from the launcher's or for a single process.
 
-    Where all processes are on one host, they meet at its loopback address, which no other host reaches, and Gloo and
-    NCCL listen on that interface alone. Where there are several hosts, Gloo is told the interface that leads to the
-    first one. Interfaces that the environment names already stay.
+    On one host the processes use the loopback address, which no other host reaches, and Gloo and NCCL listen on that
+    interface only. With several hosts Gloo is given the interface that routes to the first one. Interfaces that the
+    environment already names are kept.
     """
-    alone = RankLocation(0, 1, 0, 1, "127.0.0.1", None)
-    place = find_place(environment) or alone
-    port = place.port or (free_port() if place.world_size == 1 else DEFAULT_PORT)
-    one_host = _is_one_host(place, environment)
-    # torchrun has made the store already, at an address of its own.
+    single = RankLocation(0, 1, 0, 1, "127.0.0.1", None)
+    location = find_location(environment) or single
+    port = location.port or (free_port() if location.world_size == 1 else DEFAULT_PORT)
+    one_host = _is_one_host(location, environment)
+    # torchrun has already opened the store, at an address of its own.
     moved = one_host and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     environment |= {
-        "RANK": str(place.rank),
-        "WORLD_SIZE": str(place.world_size),
-        "LOCAL_RANK": str(place.local_rank),
-        "LOCAL_WORLD_SIZE": str(place.local_world_size),
-        "MASTER_ADDR": LOOPBACK if moved else place.master or LOOPBACK,
+        "RANK": str(location.rank),
+        "WORLD_SIZE": str(location.world_size),
+        "LOCAL_RANK": str(location.local_rank),
+        "LOCAL_WORLD_SIZE": str(location.local_world_size),
+        "MASTER_ADDR": LOOPBACK if moved else location.master or LOOPBACK,
         "MASTER_PORT": str(port),
     }
     if one_host:
         _name_interface(environment, LOOPBACK, _GLOO_INTERFACE, _NCCL_INTERFACE)
-    elif place.world_size > place.local_world_size and place.master is not None:
-        _name_interface(environment, place.master, _GLOO_INTERFACE)
+    elif location.world_size > location.local_world_size and location.master is not None:
+        _name_interface(environment, location.master, _GLOO_INTERFACE)
 
 
 def _name_interface(environment: dict[str, str], address: str, *variables: str) -> None:
-    """Set variables that are not set yet to the name of the interface towards `address`, where it can be found out."""
+    """Set those of `variables` that are not set to the interface that routes to `address`."""
     interface = interface_towards(address)
     for name in variables:
         if interface and not environment.get(name):
             environment[name] = interface
 
 
-def _is_one_host(place: RankLocation, environment: Variables) -> bool:
-    """Whether all processes are known to be on one host. RANK and LOCAL_RANK alone do not say how many processes each
+def _is_one_host(location: RankLocation, environment: Variables) -> bool:
+    """True if all processes are known to be on one host. RANK and LOCAL_RANK alone do not say how many processes each
     host has.
     """
     by_rank = "RANK" in environment and not any(name in environment for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"))
-    together = place.world_size == place.local_world_size and not by_rank
-    return together or place.world_size == 1 or place.master in (LOOPBACK, "localhost")
+    together = location.world_size == location.local_world_size and not by_rank
+    return together or location.world_size == 1 or location.master in (LOOPBACK, "localhost")
 
 
 def threads_per_process(environment: Variables) -> int:
-    """CPU threads for this process where several share one machine."""
+    """CPU threads for this process: an equal share of the cores of its host."""
     cores = len(os.sched_getaffinity(0))
     return max(1, cores // int(environment.get("LOCAL_WORLD_SIZE", "1")))
 
@@ -220,23 +215,25 @@ def _port(environment: Variables) -> int | None:
     return _number(environment, "MASTER_PORT") if "MASTER_PORT" in environment else None
 
 
-def _checked(place: RankLocation, name: str, environment: Variables) -> RankLocation:
-    if not 0 <= place.rank < place.world_size:
-        raise ConfigError([f"{name}: rank {place.rank} is not below the world size {place.world_size}"])
-    if not 0 <= place.local_rank < place.local_world_size:
+def _checked(location: RankLocation, name: str, environment: Variables) -> RankLocation:
+    if not 0 <= location.rank < location.world_size:
+        raise ConfigError([f"{name}: rank {location.rank} is not below the world size {location.world_size}"])
+    if not 0 <= location.local_rank < location.local_world_size:
         raise ConfigError(
-            [f"{name}: local rank {place.local_rank} is not below the local world size {place.local_world_size}"]
+            [f"{name}: local rank {location.local_rank} is not below the local world size {location.local_world_size}"]
         )
-    given = _number(environment, "WORLD_SIZE", default=place.world_size)
-    if given != place.world_size:
-        raise ConfigError([f"WORLD_SIZE: {given}, but {name} started {place.world_size} processes; unset WORLD_SIZE"])
-    if place.master is None and place.world_size > place.local_world_size:
+    given = _number(environment, "WORLD_SIZE", default=location.world_size)
+    if given != location.world_size:
+        raise ConfigError(
+            [f"WORLD_SIZE: {given}, but {name} started {location.world_size} processes; unset WORLD_SIZE"]
+        )
+    if location.master is None and location.world_size > location.local_world_size:
         raise ConfigError([f"MASTER_ADDR: not set; {name} started processes on several hosts: set it to the first one"])
-    return place
+    return location
 
 
 def _by_rank(environment: Variables) -> RankLocation:
-    """torchrun and deepspeed set everything; PyTorchJob sets no LOCAL_RANK, because it starts one process in a pod."""
+    """torchrun and deepspeed set all variables; PyTorchJob sets no LOCAL_RANK, because it starts one process per pod."""
     world, sole = _number(environment, "WORLD_SIZE"), "LOCAL_RANK" not in environment
     local_world = _number(environment, "LOCAL_WORLD_SIZE", "LOCAL_SIZE", default=1 if sole else world)
     local = _number(environment, "LOCAL_RANK", default=0)
@@ -247,14 +244,14 @@ def _by_rank(environment: Variables) -> RankLocation:
 
 
 def _by_slurm(environment: Variables) -> RankLocation:
-    """A step's variables go before those of its job, of which the step may be a part."""
+    """The variables of a job step take precedence over those of its job."""
     world = _number(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     tasks = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_NTASKS_PER_NODE")
     node = _number(environment, "SLURM_NODEID", default=0)
     local = _number(environment, "SLURM_LOCALID", default=0)
     local_world = tasks_on_node(tasks, node) if tasks else local + 1
     nodes = environment.get("SLURM_STEP_NODELIST")
-    # The launching host may be a login node; it serves only where Slurm does not name the hosts of the step.
+    # The launching host may be a login node, so it is used only if Slurm does not name the hosts of the step.
     other = environment.get("SLURM_LAUNCH_NODE_IPADDR")
     step = _number(environment, "SLURM_STEP_ID", default=0)
     port = 20000 + (_number(environment, "SLURM_JOB_ID", default=9500) + 101 * step) % 20000
@@ -270,7 +267,7 @@ def _by_slurm(environment: Variables) -> RankLocation:
 
 
 def _by_mpi(rank: str, size: str, local_rank: str, local_size: str) -> Callable[[Variables], RankLocation]:
-    def place(environment: Variables) -> RankLocation:
+    def location(environment: Variables) -> RankLocation:
         return RankLocation(
             _number(environment, rank),
             _number(environment, size),
@@ -280,11 +277,11 @@ def _by_mpi(rank: str, size: str, local_rank: str, local_size: str) -> Callable[
             _port(environment),
         )
 
-    return place
+    return location
 
 
 def _by_index(environment: Variables) -> RankLocation:
-    """Pods of an Indexed Job: Kubernetes gives each its number, the manifest their count and the first one's name."""
+    """Pods of an Indexed Job: Kubernetes sets the index, the manifest the number of pods and the address of the first."""
     rank, master = _number(environment, "JOB_COMPLETION_INDEX"), environment.get("MASTER_ADDR")
     return RankLocation(rank, _number(environment, "WORLD_SIZE"), 0, 1, master, _port(environment), sole_on_host=True)
 
@@ -294,8 +291,8 @@ def _has(*names: str) -> Callable[[Variables], bool]:
 
 
 def is_slurm_task(environment: Variables) -> bool:
-    """Whether srun started this process. The body of a batch script and the shell of an interactive allocation are no
-    tasks, though they have SLURM_PROCID and SLURM_NTASKS: they are steps of a reserved number, or of none.
+    """True if srun started this process. A batch script and the shell of an interactive allocation also have
+    SLURM_PROCID and SLURM_NTASKS, but a reserved step number or none.
     """
     step = _number(environment, "SLURM_STEP_ID", default=_RESERVED_STEPS)
     return "SLURM_PROCID" in environment and step < _RESERVED_STEPS
@@ -318,6 +315,6 @@ LAUNCHERS: tuple[Launcher, ...] = (
     Launcher("MPICH or Intel MPI", _has(*_HYDRA), _by_mpi(*_HYDRA)),
     Launcher("Kubernetes (Indexed Job)", _has("JOB_COMPLETION_INDEX", "WORLD_SIZE"), _by_index),
 )
-"""In order of precedence. Within a Slurm job mpirun starts its daemons through srun, so its own variables go first; srun
-sets PMI_RANK for its tasks, so those of MPICH come after Slurm's.
+"""In order of precedence. Within a Slurm job mpirun starts its daemons through srun, so the variables of MPI go first;
+srun sets PMI_RANK for its tasks, so those of MPICH come after Slurm's.
 """
