@@ -1,20 +1,29 @@
-# Everything runs in .venv, which is made anew when the requirements change.
+# Everything runs in .venv, which is rebuilt when the requirements change.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: quickstart test test-slow lint clean
+.PHONY: quickstart test test-all lint clean
+
+# One thread per test process; tests that time or measure memory (marked serial) run alone afterwards.
+PYTEST := OMP_NUM_THREADS=1 PYTHONHASHSEED=0 $(BIN)/python -m pytest
+WORKERS ?= 2
 
 quickstart: .venv/ready
 	$(BIN)/python tools/quickstart.py
 
+# What every change must pass: lint, types and the fast tests, under 5 minutes on 2 cores.
 test: .venv/ready-dev lint
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	$(PYTEST) -n $(WORKERS) --dist loadfile -m "not slow and not gpu and not serial"
+	$(PYTEST) -m "serial and not slow and not gpu"
 
-test-slow: .venv/ready-dev
-	$(BIN)/python -m pytest -m "slow and not gpu"
+# Everything that needs no GPU.
+test-all: .venv/ready-dev lint
+	$(PYTEST) -n $(WORKERS) --dist loadfile -m "not gpu and not serial"
+	$(PYTEST) -m "serial and not gpu"
 
 lint: .venv/ready-dev
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 .venv/ready: requirements.txt

@@ -26,12 +26,13 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from tools.bench_peer import peer_keys  # noqa: E402
+
 from megatron_coca import load_config, load_model  # noqa: E402
 from megatron_coca.config import Config, ConfigError  # noqa: E402
 from megatron_coca.evaluation.perplexity import plan_windows, score_document  # noqa: E402
 from megatron_coca.evaluation.results import measured, resident_memory  # noqa: E402
 from megatron_coca.model import keep_freed_memory  # noqa: E402
-from tools.bench_peer import peer_keys  # noqa: E402
 from tools.records import append_records, environment  # noqa: E402
 
 AGREEMENT = 1e-4

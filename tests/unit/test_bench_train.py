@@ -9,8 +9,7 @@ import torch
 
 from megatron_coca.config import ConfigError, load_config
 from megatron_coca.model.cost import parameter_count
-from tools.bench_peer import Peer, peak_bytes, peer_keys, transformers_step
-from tools.bench_train import Contestant, draw, parse, race, record
+from tools.bench_train import Contestant, Peer, draw, parse, peak_bytes, peer_keys, race, record, transformers_step
 
 SHAPE: dict[str, Any] = {
     "num_layers": 2,

@@ -22,7 +22,7 @@ from megatron_coca.evaluation.speed.measuring import SPEED, Bench, add_arguments
 from megatron_coca.evaluation.speed.probing import WORKLOADS, Plan, Probe, Workload, probe
 from megatron_coca.evaluation.speed.records import WHATS, SpeedResult, interleaved, quartiles, ratio, tables
 from megatron_coca.model import build_model
-from tools.bench_peer import peak_bytes
+from tools.bench_train import peak_bytes
 
 ROOT = Path(__file__).parents[2]
 MODEL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16, "vocab_size": 50}
