@@ -30,7 +30,7 @@ from megatron_coca.checkpoints.state import file_name  # noqa: E402
 from megatron_coca.training import engine as dist  # noqa: E402
 from megatron_coca.training import launch  # noqa: E402
 from megatron_coca.training.launch.environment import free_port  # noqa: E402
-from megatron_coca.training.verification import verify_together  # noqa: E402
+from megatron_coca.training.resume import verify_distributed  # noqa: E402
 from tools.records import append_records, environment  # noqa: E402
 
 DIGESTS: dict[str, Callable[[bytes], object]] = {
@@ -140,7 +140,7 @@ def measure_here(folder: Path, threads: int, rounds: int, cold: bool) -> None:
         if cold and dist.is_main():
             drop_from_cache(folder)
         dist.barrier()
-        size, taken = verify_together(folder, threads=threads)
+        size, taken = verify_distributed(folder, threads=threads)
         seconds += [taken] if turn else []
     if dist.is_main():
         print(json.dumps([size, seconds]))

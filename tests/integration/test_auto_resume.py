@@ -12,8 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from megatron_coca.checkpoints import native
+from megatron_coca.training.resume import Choice, first_valid
 from megatron_coca.training.trainer import rollback_order
-from megatron_coca.training.verification import Choice, first_intact
 from tests.checkpoint_files import run_alone
 from tests.integration.hooks import Hook
 
@@ -93,7 +93,7 @@ def test_a_rollback_goes_past_a_damaged_checkpoint(stopped: Path, monkeypatch: p
     run_alone(monkeypatch)
 
     def newest() -> Choice:
-        return first_intact(
+        return first_valid(
             [native.step_folder(stopped, step) for step in rollback_order(native.begun_steps(stopped), 9, 9)]
         )
 
