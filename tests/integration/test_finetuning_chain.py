@@ -26,6 +26,8 @@ from tests.conftest import LAUNCHER_VARIABLES, ROOT, VOCABULARY, command_line
 from tests.plain_perplexity import plain_loop
 from tools.train_stages import plan, run_stages, run_train
 
+pytestmark = pytest.mark.slow  # test_chain.py has the stages, test_trained_parts.py what each of them trains
+
 CONFIGS = ROOT / "configs/finetune/small"
 RUNS = Path("runs/finetune")
 LENGTH = 64

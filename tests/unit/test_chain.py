@@ -8,7 +8,7 @@ import pytest
 
 from megatron_coca.checkpoints import CheckpointError, native, open_checkpoint
 from megatron_coca.config import ConfigError, load_config
-from tools.train_stages import ROOT, main, plan, run_stages
+from tools.train_stages import ROOT, main, plan, run_stages, run_train
 
 COMMON = "num_layers: 1\nhidden_size: 8\nnum_attention_heads: 1\nseq_length: 8\ntrain_iters: 5\n"
 
@@ -125,3 +125,8 @@ def test_the_papers_chain_holds() -> None:
     runs = plan([*files, str(ROOT / "configs/finetune/llama7b_coca_pi_32k.yml")])
     assert [str(run.config.model.ffn_hidden_size) for run in runs] == ["11008"] * 4
     assert [run.config.schedule.train_iters for run in runs] == [15000, 15000, 15000, 6000]
+
+
+def test_a_stage_is_a_process_of_train_py(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_train(["no_such_file.yml"]) == 2
+    assert "no_such_file.yml" in capfd.readouterr().err
