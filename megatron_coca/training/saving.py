@@ -148,7 +148,7 @@ class Checkpoints:
         """
         self._corpus, self._engine, self._layout = corpus, engine, dict(layout)
         self._topology, self._coordinates = topology, topology.coordinates(dist.rank())
-        self._keys = corpus.config.checkpoint
+        self._keys, self._dtype = corpus.config.checkpoint, DTYPES[corpus.config.precision.dtype]
         self._remotes = remotes or RemoteCheckpoints(self._keys, self._keys)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -288,13 +288,19 @@ class Checkpoints:
         """Write a snapshot in the background thread; `wait` raises its error."""
         step, folder = snapshot.step, native.partial_folder(root, snapshot.step)
         own_files: dict[str, Any] = {}
+
+        def beat(name: str) -> None:
+            self._enter(f"step {step}: writing {name}")
+
         try:
             self._enter(f"step {step}: making its folder")
             self._on_all_ranks(lambda: native.begin(root, step), root, step, main_only=True)
             self._enter(f"step {step}: writing the state")
             self._on_all_ranks(lambda: own_files.update(_write_own(folder, snapshot)), root, step)
             described = dist.merge_dicts(own_files, self._group)
-            transfer = self._transfer(folder, snapshot)
+            by_rank = dist.merge_dicts({str(dist.rank()): local_weights(snapshot.pieces, snapshot.places)}, self._group)
+            held = [[LocalWeight(*weight) for weight in by_rank[str(rank)]] for rank in range(len(by_rank))]
+            transfer = WeightTransfer(folder, held, snapshot.pieces, self._dtype, self._group, beat)
             if dist.is_main():
                 self._on_all_ranks(lambda: self._complete(root, snapshot, described, transfer), root, step)
                 logger.info("saved %s", native.step_folder(root, step))
@@ -327,17 +333,6 @@ class Checkpoints:
                 f"earlier ones are intact (newest: {newest})"
             ) from failure
 
-    def _transfer(self, folder: Path, snapshot: Snapshot) -> "WeightTransfer":
-        own = local_weights(snapshot.pieces, snapshot.places)
-        by_rank = dist.merge_dicts({str(dist.rank()): own}, self._group)
-        held = [[LocalWeight(*weight) for weight in by_rank[str(rank)]] for rank in range(len(by_rank))]
-        dtype = DTYPES[self._corpus.config.precision.dtype]
-
-        def beat(name: str) -> None:
-            self._enter(f"step {snapshot.step}: writing {name}")
-
-        return WeightTransfer(folder, held, snapshot.pieces, dtype, self._group, beat)
-
     def _complete(
         self, root: Path, snapshot: Snapshot, described: Mapping[str, Any], transfer: "WeightTransfer"
     ) -> None:
@@ -345,7 +340,7 @@ class Checkpoints:
         folder = native.partial_folder(root, snapshot.step)
         weights_path, digest = folder / native.WEIGHTS, hashlib.sha256()
         try:
-            write_safetensors(weights_path, weights(transfer.reader, transfer.dtype, folder), digest=digest)
+            write_safetensors(weights_path, weights(transfer.reader, self._dtype, folder), digest=digest)
         finally:
             transfer.drain()
         self._enter(f"step {snapshot.step}: completing the checkpoint")
@@ -397,7 +392,6 @@ class WeightTransfer:
 
     Attributes:
         reader: on rank 0, reads all weights once, in the order in which the other ranks send them.
-        dtype: of the weights in the file.
     """
 
     def __init__(
@@ -409,9 +403,9 @@ class WeightTransfer:
         group: Any,
         beat: Callable[[str], None],
     ) -> None:
-        """`held` are the weights by rank, `pieces` this rank's own."""
+        """`held` are the weights by rank, `pieces` this rank's own; `dtype` is that of the file."""
         self._own = {(piece.name, piece.start): piece.tensor for piece in pieces if piece.kind == WEIGHT}
-        self.dtype, self._group, self._beat = dtype, group, beat
+        self._dtype, self._group, self._beat = dtype, group, beat
         self.reader = LocalWeightReader(folder, held, self._fetch)
         self._fetched = 0
 
@@ -420,7 +414,7 @@ class WeightTransfer:
         for rank, weight in self.reader.order:
             if rank == dist.rank():
                 self._beat(weight.name)
-                dist.send_to_main(self._own[weight.name, weight.start].to(self.dtype), self._group)
+                dist.send_to_main(self._own[weight.name, weight.start].to(self._dtype), self._group)
 
     def drain(self) -> None:
         """On rank 0, receive what was not read because writing failed: the senders must not wait forever."""
@@ -431,8 +425,8 @@ class WeightTransfer:
         self._fetched += 1
         self._beat(weight.name)
         if rank == dist.rank():
-            return self._own[weight.name, weight.start].to(self.dtype)
-        return dist.receive(rank, weight.numel, self.dtype, self._group)
+            return self._own[weight.name, weight.start].to(self._dtype)
+        return dist.receive(rank, weight.numel, self._dtype, self._group)
 
 
 def _inode(folder: str | None) -> tuple[int, int] | None:

@@ -13,8 +13,16 @@ import pytest
 
 from megatron_coca.checkpoints import CheckpointError
 from megatron_coca.config import Config, ConfigError, load_config
-from megatron_coca.training.reporting import METRICS, JsonLines, Reporters, set_up_logging, sinks
-from megatron_coca.training.reporting.sinks import COLUMNS, UNSAVED, Console, ConsoleHandler, shown
+from megatron_coca.training.reporting import METRICS, set_up_logging, sinks
+from megatron_coca.training.reporting.sinks import (
+    COLUMNS,
+    UNSAVED,
+    Console,
+    ConsoleHandler,
+    JsonLines,
+    Reporters,
+    shown,
+)
 
 SHAPE = {
     "num_layers": 1,

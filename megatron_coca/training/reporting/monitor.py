@@ -202,7 +202,9 @@ class Monitor:
         rows = ranks([float(byte) for byte in name])  # ranks exchange numbers only
         self._anomalies = Anomalies([bytes(map(int, row)).rstrip(b"\0").decode(errors="replace") for row in rows])
         self._tokens, self._flops = tokens_per_step, flops_per_token(config).model
-        self._peak = device_peak(config)
+        self._peak = peak_flops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+        if config.logging.peak_theoretical_tflops is not None:
+            self._peak = config.logging.peak_theoretical_tflops * 1e12
         self._skipped_before, self._reported = skipped, start
         self._skipped: int | Tensor = 0
         self._reporters = Reporters(config, start, rank == 0)
@@ -315,11 +317,3 @@ class Monitor:
         done = step - self._start - 1
         pace = (now - self._after_first) / done if done > 0 else now - self._begin
         return pace * max(0, self._last - step)
-
-
-def device_peak(config: Config) -> float | None:
-    """Peak FLOP/s of a device: `peak_theoretical_tflops`, else from this GPU's data sheet, else None."""
-    given = config.logging.peak_theoretical_tflops
-    if given is not None:
-        return given * 1e12
-    return peak_flops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
