@@ -63,8 +63,8 @@ def test_a_rank_that_dies_ends_the_run(
 )
 def test_a_rank_that_hangs(action: str, statuses: list[int], reports: list[int], server: Any, tmp_path: Path) -> None:
     keys = PAIR | {"save": str(tmp_path), "watchdog_timeout": 5.0}
-    life = server.start(keys, 2, [Hook("backward", action, [7], [1])])
-    assert life.end() == statuses, life.output()
+    launch = server.start(keys, 2, [Hook("backward", action, [7], [1])])
+    assert launch.end() == statuses, launch.output()
     stacks = {int(path.stem[-1]): path.read_text() for path in tmp_path.glob("hang_rank_*.txt")}
     assert sorted(stacks) == reports
     assert "the main thread waits for other ranks in" in stacks[0]
@@ -175,6 +175,7 @@ def test_a_full_disk_of_copies(live: Any, full_disk: Path, tmp_path: Path) -> No
     assert not list(copies.glob(".*partial"))
 
 
+@pytest.mark.slow
 def test_a_killed_run_is_restarted_and_ends_as_one_that_was_not(
     train: Any, whole: Any, open_run: Any, assert_same_state: Any, tmp_path: Path
 ) -> None:

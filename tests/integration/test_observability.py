@@ -31,16 +31,16 @@ def sources(small: dict[str, Any]) -> dict[str, Any]:
     return {"valid_data_paths": small["train_data_paths"] + small["valid_data_paths"], "eval_iters": 2}
 
 
-def test_every_sink_over_a_resume(train: Any, small: dict[str, Any], tmp_path: Path) -> None:
+def test_every_sink_over_a_resume(server: Any, small: dict[str, Any], tmp_path: Path) -> None:
     run, board = tmp_path / "run", tmp_path / "board"
     offline = {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}
     keys = sources(small) | {"save": str(run), "load": str(run), "tensorboard_dir": str(board), "use_wandb": True}
     keys |= {"profile": True, "profile_step_start": 2, "profile_step_stop": 4, "peak_theoretical_tflops": 0.001}
     # The first launch ends beyond its last checkpoint, as one that was killed: steps 4 and 5 are repeated.
     for changes in ({"exit_interval": STOP}, {"iteration": 3}):
-        finished = train(keys | {"extra_save_iters": [3]} | changes, environment=offline)
-        assert finished.status == 0, finished.output
-        assert "step 5/12: loss " in finished.output and "MFU" in finished.output and "ETA" in finished.output
+        launch = server.start(keys | {"extra_save_iters": [3]} | changes, environment=offline)
+        assert launch.end() == [0], launch.output()
+        assert all(text in launch.output() for text in ("step 5/12: loss ", "MFU", "ETA"))
     reports = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in reports if "loss" in line] == list(range(1, STEPS + 1))
     assert all(

@@ -71,11 +71,11 @@ def test_a_killed_run_resumes_with_the_same_command(
     server: Any, live: Any, whole: Any, open_run: Any, assert_same_state: Any, tmp_path: Path
 ) -> None:
     keys = {"save": str(tmp_path), "load": str(tmp_path), "checkpoint_factor": 2}
-    life, metrics = server.start(keys), tmp_path / "metrics.jsonl"
+    launch, metrics = server.start(keys), tmp_path / "metrics.jsonl"
     while not (metrics.is_file() and metrics.read_text().count("\n") >= 5):
-        assert life.wait(0.002) is None, "the run ended before it could be killed"
-    life.kill()
-    life.end()
+        assert launch.wait(0.002) is None, "the run ended before it could be killed"
+    launch.kill()
+    launch.end()
     left = [path.name for path in tmp_path.glob("global_step*")]
     assert left and "global_step12" not in left
     with metrics.open("a") as file:
