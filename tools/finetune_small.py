@@ -1,9 +1,9 @@
-"""CoCA given to a small LLaMA in three stages, on a laptop: what configs/finetune/ does to LLaMA-7B, start to end.
+"""CoCA fine-tuned into a small LLaMA in three stages, on a laptop: what configs/finetune/ does to LLaMA-7B.
 
-A LLaMA with RoPE is trained and written as a Hugging Face folder; this is imported, given CoCA, trained in three
-stages and written as a Hugging Face folder again. Perplexity is measured up to eight times the training length on the
-way. Everything is done by the project's own commands, which are printed as they run; what is there already is used
-again: remove runs/finetune to begin anew. Give `key=value` texts to change every training run.
+Trains a LLaMA with RoPE, exports it as a Hugging Face folder, imports that, switches it to CoCA, trains three stages
+and exports the result. Measures perplexity up to eight times the training length along the way. All steps are commands
+of this project, printed as they run; existing results are reused, so remove runs/finetune to start over. `key=value`
+arguments change every training run.
 """
 
 import json
@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from quickstart import ROOT, run
 
@@ -23,81 +22,66 @@ RUNS = Path("runs/finetune")
 CONFIGS = ROOT / "configs/finetune/small"
 WINDOWS, STRIDE = (64, 128, 256, 512), 64
 DYNAMIC_NTK = ("rope_scaling.rope_type=dynamic", "rope_scaling.factor=4")
+MODELS = {
+    "LLaMA": "llama",
+    "+ CoCA, before any training": "imported_coca",
+    "+ CoCA, stage 1 (T)": "stage1",
+    "+ CoCA, stage 2 (Q, T, V)": "stage2",
+    "+ CoCA, stage 3 (all)": "stage3",
+}
+"""Labels of the measured models, and their folders."""
 
 
-class Measured(NamedTuple):
-    """A model whose perplexity is measured: its row of the table, its folder, and keys that say how it is used."""
-
-    label: str
-    folder: Path
-    keys: tuple[str, ...] = ()
-
-
-MODELS = (
-    Measured("LLaMA", RUNS / "llama"),
-    Measured("+ CoCA, before any training", RUNS / "imported_coca"),
-    Measured("+ CoCA, stage 1 (T)", RUNS / "stage1"),
-    Measured("+ CoCA, stage 2 (Q, T, V)", RUNS / "stage2"),
-    Measured("+ CoCA, stage 3 (all)", RUNS / "stage3"),
-)
-
-
-def main(keys: Sequence[str] | None = None) -> int:
-    """Exit status 0, or that of the command that failed."""
-    given = list(sys.argv[1:] if keys is None else keys)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns 0, or the exit status of the command that failed."""
+    keys = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        make_a_llama(given)
-        give_it_coca(given)
-        rows = [row for model in MODELS for row in perplexities(model)]
+        train_llama(keys)
+        train_coca(keys)
+        rows = []
+        for label, name in MODELS.items():
+            rows.append(perplexities(label, RUNS / name))
+            rows.append(perplexities(f"{label} + dynamic NTK", RUNS / name, DYNAMIC_NTK))
     except subprocess.CalledProcessError as error:
         return error.returncode
     print("\n" + table(("perplexity at", *map(str, WINDOWS)), rows))
     return 0
 
 
-def make_a_llama(keys: Sequence[str]) -> None:
-    """The folder of a LLaMA as its users have it."""
+def train_llama(keys: Sequence[str]) -> None:
+    """Train the LLaMA and export it as a Hugging Face folder."""
     last = load_config([CONFIGS / "llama.yml"], keys).schedule.train_iters
     if last not in native.steps(RUNS / "llama"):
-        run([sys.executable, str(ROOT / "train.py"), str(CONFIGS / "llama.yml"), *keys, "--auto-resume"])
+        python("train.py", CONFIGS / "llama.yml", *keys, "--auto-resume")
     if not (RUNS / "llama_hf").exists():
-        tool("convert_to_huggingface.py", RUNS / "llama", RUNS / "llama_hf")
+        python("tools/convert_to_huggingface.py", RUNS / "llama", RUNS / "llama_hf")
 
 
-def give_it_coca(keys: Sequence[str]) -> None:
-    """Import, three stages, export."""
+def train_coca(keys: Sequence[str]) -> None:
+    """Import the LLaMA, train the three stages, and export."""
     for name, changes in (("imported", ()), ("imported_coca", ("--set", "pos_emb=coca"))):
         if not (RUNS / name).exists():
-            tool("import_checkpoint.py", RUNS / "llama_hf", RUNS / name, *changes)
-    stages = [str(CONFIGS / f"coca_stage{number}.yml") for number in (1, 2, 3)]
-    tool("train_stages.py", *stages, *(("--with", *keys) if keys else ()))
+            python("tools/import_checkpoint.py", RUNS / "llama_hf", RUNS / name, *changes)
+    stages = [CONFIGS / f"coca_stage{number}.yml" for number in (1, 2, 3)]
+    python("tools/train_stages.py", *stages, *(("--with", *keys) if keys else ()))
     if not (RUNS / "llama_coca_hf").exists():
-        tool("convert_to_huggingface.py", RUNS / "stage3", RUNS / "llama_coca_hf")
+        python("tools/convert_to_huggingface.py", RUNS / "stage3", RUNS / "llama_coca_hf")
 
 
-def perplexities(model: Measured) -> list[list[str]]:
-    """Two rows of the table: the model as it is, and with dynamic NTK."""
-    rows = []
-    for label, keys in ((model.label, model.keys), (f"{model.label} + dynamic NTK", (*model.keys, *DYNAMIC_NTK))):
-        output = RUNS / f"{slug(label)}.json"
-        command = [sys.executable, str(ROOT / "evaluate.py"), "perplexity", "--checkpoint", str(model.folder)]
-        command += ["--windows", ",".join(map(str, WINDOWS)), "--stride", str(STRIDE), "--label", label]
-        run(
-            [*command, "--output", str(output), *(("--set", *keys) if keys else ())]
-        )  # goes on, or refuses other weights
-        cells = {cell["window"]: cell["perplexity"] for cell in json.loads(output.read_text())["results"]}
-        rows.append([label, *(f"{cells[window]:.1f}" for window in WINDOWS)])
-    return rows
+def perplexities(label: str, folder: Path, keys: Sequence[str] = ()) -> list[str]:
+    """One row of the table: `label`, and the perplexity in every window."""
+    slug = "_".join("".join(letter if letter.isalnum() else " " for letter in label.lower()).split())
+    output = RUNS / f"{slug}.json"
+    options = ["--windows", ",".join(map(str, WINDOWS)), "--stride", STRIDE, "--label", label, "--output", output]
+    # Continues a result file that exists, and refuses one of other weights.
+    python("evaluate.py", "perplexity", "--checkpoint", folder, *options, *(("--set", *keys) if keys else ()))
+    cells = {cell["window"]: cell["perplexity"] for cell in json.loads(output.read_text())["results"]}
+    return [label, *(f"{cells[window]:.1f}" for window in WINDOWS)]
 
 
-def slug(label: str) -> str:
-    """A file's name for a label."""
-    return "_".join("".join(letter if letter.isalnum() else " " for letter in label.lower()).split())
-
-
-def tool(name: str, *arguments: object) -> None:
-    """Run one of the project's tools."""
-    run([sys.executable, str(ROOT / "tools" / name), *map(str, arguments)])
+def python(script: str, *arguments: object) -> None:
+    """Run a script of this project."""
+    run([sys.executable, str(ROOT / script), *map(str, arguments)])
 
 
 if __name__ == "__main__":

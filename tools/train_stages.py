@@ -1,27 +1,144 @@
-"""Trains several runs one after the other, each from the weights of the one before it.
+"""Trains several runs one after the other, each from the weights of an earlier one.
 
     python tools/train_stages.py configs/finetune/llama7b_coca_stage{1,2,3}.yml --with configs/cluster/a100x32.yml
 
-The same command goes on where it was interrupted. The exit status is that of train.py (docs/faults.md).
+Rerunning the same command continues where it was interrupted. The exit status is that of train.py (docs/faults.md).
 """
 
+import os
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron_coca.checkpoints import CheckpointError  # noqa: E402
-from megatron_coca.config import ConfigError  # noqa: E402
-from megatron_coca.training.chain import plan, run_chain, train_in_a_process  # noqa: E402
+from megatron_coca.checkpoints import CheckpointError, native, open_checkpoint  # noqa: E402
+from megatron_coca.checkpoints.object_store import save_folder  # noqa: E402
+from megatron_coca.config import Config, ConfigError, load_config  # noqa: E402
+from megatron_coca.training.launch.processes import CaughtSignals, LocalProcess, supervise  # noqa: E402
+from megatron_coca.training.resume import differing_run  # noqa: E402
 
 
-def build_parser() -> ArgumentParser:
-    """The stages, and what they share."""
+class Stage(NamedTuple):
+    """One run: its name, the arguments of train.py, and the config that they resolve to."""
+
+    name: str
+    arguments: tuple[str, ...]
+    config: Config
+
+    @property
+    def save(self) -> Path:
+        """The local folder of its checkpoints."""
+        folder = save_folder(self.config.checkpoint)
+        assert folder is not None, "plan has checked it"
+        return folder
+
+    @property
+    def reached(self) -> int:
+        """The step of its newest checkpoint, 0 if there is none."""
+        return max(native.steps(self.save), default=0)
+
+
+def plan(files: Sequence[str], shared: Sequence[str] = ()) -> list[Stage]:
+    """The stages in the order of their YAML `files`; `shared` files and `key=value` overrides apply to all.
+
+    Raises:
+        ConfigError: all problems at once: a config is not valid, or does not start from the weights of an earlier stage.
+    """
+    stages: list[Stage] = []
+    problems: list[str] = []
+    more_files, keys = [text for text in shared if "=" not in text], [text for text in shared if "=" in text]
+    for file in files:
+        try:
+            config = load_config([file, *more_files], keys)
+            stages.append(Stage(Path(file).stem, (file, *shared, "auto_resume=true"), config))
+        except ConfigError as error:
+            problems += [line if line.startswith(file) else f"{file}: {line}" for line in error.problems]
+
+    def same(one: str | None, other: str | None) -> bool:
+        return one is not None and other is not None and Path(one).resolve() == Path(other).resolve()
+
+    for number, stage in enumerate(stages):
+        own, schedule = stage.config.checkpoint, stage.config.schedule
+        saves = [earlier.config.checkpoint.save for earlier in stages[:number]]
+        lines = [f"{name}: not set" for name in ("save", "load") if getattr(own, name) is None]
+        lines += ["train_iters: not set"] if schedule.train_iters is None else []
+        lines += [] if own.finetune else ["finetune: a stage starts from weights; set finetune=true"]
+        if any(same(own.save, save) for save in saves):
+            lines.append(f"save: {own.save} is the folder of an earlier stage; each needs its own")
+        if saves and not any(same(own.load, save) for save in saves):
+            lines.append(f"load: {own.load} is the save folder of no earlier stage ({', '.join(map(str, saves))})")
+        problems += [f"{stage.name}: {line}" for line in lines]
+    if problems:
+        raise ConfigError(problems)
+    return stages
+
+
+def refuse_other_run(stage: Stage) -> None:
+    """Raise a CheckpointError if the folder of a stage holds a run with other keys, more steps, or other initial weights
+    than those that `load` holds now.
+    """
+    keys, last = stage.config.checkpoint, stage.config.schedule.train_iters or 0
+    if not stage.reached:
+        return
+    folder = native.step_folder(stage.save, stage.reached)
+    problems = differing_run(load_config([folder / native.CONFIG]), stage.config)
+    if stage.reached > last:
+        problems.append(f"train_iters (reached {stage.reached}, now {last})")
+    if problems:
+        raise CheckpointError(
+            f"{folder}: is of another run than {stage.name}: {', '.join(problems)}; restore these, or move {stage.save} away"
+        )
+    origin = native.read_json(folder / native.META).get("origin")
+    if origin is None or keys.load is None or not Path(keys.load).exists():
+        return
+    if origin != open_checkpoint(keys.load, verify=False, step=keys.iteration).identity:
+        raise CheckpointError(
+            f"{folder}: started from other weights than {keys.load} holds now; move {stage.save} away to train it again"
+        )
+
+
+def run_stages(stages: Sequence[Stage], train: Callable[[Sequence[str]], int]) -> int:
+    """Train every unfinished stage; returns 0, or the exit status of the stage that failed.
+
+    `train` runs train.py with a command line and returns its exit status.
+
+    Raises:
+        CheckpointError: as `refuse_other_run`.
+    """
+    for number, stage in enumerate(stages, 1):
+        refuse_other_run(stage)
+        header, last = f"# {number} of {len(stages)}: {stage.name}", stage.config.schedule.train_iters
+        if stage.reached == last:
+            print(f"{header}: step {last} is already saved", flush=True)
+            continue
+        print(f"{header}: {stage.config.checkpoint.load} -> {stage.save}", flush=True)
+        status = train(stage.arguments)
+        if status:
+            return status
+        if stage.reached != last:
+            print(f"{stage.name}: ended before step {last}; rerun the same command to continue", flush=True)
+            return 0
+    return 0
+
+
+def run_train(arguments: Sequence[str]) -> int:
+    """Run train.py in a process, forward signals to it, and return its exit status."""
+    signals = CaughtSignals()
+    try:
+        command = [sys.executable, str(ROOT / "train.py"), *arguments]
+        return supervise([LocalProcess("train.py", command, os.environ)], signals)
+    finally:
+        signals.release()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 2 if the input or a checkpoint is refused."""
     parser = ArgumentParser(prog="train_stages.py", description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("stages", nargs="+", metavar="STAGE.yml", help="a file for each run, in their order")
+    parser.add_argument("stages", nargs="+", metavar="STAGE.yml", help="one file per run, in order")
     parser.add_argument(
         "--with",
         nargs="+",
@@ -30,14 +147,9 @@ def build_parser() -> ArgumentParser:
         metavar="MORE.yml | key=value",
         help="given to every run after its own file, for example num_gpus=8",
     )
-    return parser
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 2 where there is something to put right."""
-    args = build_parser().parse_args(arguments)
+    args = parser.parse_args(arguments)
     try:
-        return run_chain(plan(args.stages, args.shared), train_in_a_process(ROOT / "train.py"))
+        return run_stages(plan(args.stages, args.shared), run_train)
     except (CheckpointError, ConfigError) as error:
         print(f"train_stages.py: {error}", file=sys.stderr)
         return 2

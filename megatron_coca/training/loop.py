@@ -22,11 +22,17 @@ from megatron_coca.training.health import check_health
 from megatron_coca.training.optimizer import build_optimizer, train_only_parts, trainable_share
 from megatron_coca.training.remote_checkpoints import RemoteCheckpoints, use_local_folders
 from megatron_coca.training.reporting import run_folder, set_up_logging
-from megatron_coca.training.resume import candidates, clear_together, initial_model, refuse_other_run
+from megatron_coca.training.resume import (
+    candidates,
+    first_valid,
+    initial_model,
+    quarantine_newer,
+    refuse_other_run,
+    verify_distributed,
+)
 from megatron_coca.training.saving import Checkpoints
 from megatron_coca.training.topology import Topology
 from megatron_coca.training.trainer import Shape, Trainer
-from megatron_coca.training.verification import first_intact, verify_together
 from megatron_coca.training.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
@@ -93,13 +99,13 @@ def _start(
     if (note := validation_note(corpus)) is not None and dist.is_main():
         logger.log(logging.WARNING if corpus.valid is None else logging.INFO, note)
     layout = {"batch": shape.sizes.total, "dtype": config.precision.dtype}
-    chosen = first_intact(folders, watchdog.beat)
+    chosen = first_valid(folders, watchdog.beat)
     if chosen.folder is not None:
         refuse_other_run(chosen.folder, corpus, layout)
     require_writable(corpus.config)
     locks.take()
     watchdog.beat("data and checkpoint are checked")
-    clear_together(keys, chosen)
+    quarantine_newer(keys, chosen)
     _train(corpus, shape, layout, chosen.folder, remotes, watchers)
 
 
@@ -148,7 +154,7 @@ def _verify_given(config: Config, watchdog: Watchdog) -> None:
     keys = config.checkpoint
     folder = find_native(keys.load, keys.iteration) if keys.finetune and keys.load is not None else None
     if folder is not None:
-        verify_together(folder, watchdog.beat)
+        verify_distributed(folder, watchdog.beat)
         watchdog.beat("the given weights are verified")
 
 

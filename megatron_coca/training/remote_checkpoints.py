@@ -1,7 +1,7 @@
 """Runs whose `save`, `save_copy` or `load` is the URL of an object store.
 
-A run writes its checkpoints to a local folder and the first rank uploads them from there. A start downloads a checkpoint
-to that folder where it holds none yet, so that everything else in training sees local folders alone.
+A run saves to a local folder, and rank 0 uploads from there. A start downloads a checkpoint to that folder if it holds
+none yet, so all other training code sees local folders only.
 """
 
 import logging
@@ -21,19 +21,45 @@ from megatron_coca.training.resume import runs_of
 logger = logging.getLogger(__name__)
 
 URL_KEYS = ("save", "save_copy", "load")
+CHANGED_KEYS = (*URL_KEYS, "keep_last_n_checkpoints", "keep_every_n_steps")
 KEPT_LOCALLY = 2
-"""Checkpoints that stay in the local folder of a `save` on an object store: the newest, and one to roll back to."""
+"""Checkpoints kept in the local folder of a `save` on an object store: the newest, and one to roll back to."""
+
+
+def use_local_folders(config: Config) -> "tuple[Config, RemoteCheckpoints]":
+    """Replace URLs in `config` by local folders; returns the new config and the object stores.
+
+    Raises:
+        CheckpointError: no installed library can open a URL.
+    """
+    given = config.checkpoint
+    urls = {key: url for key in URL_KEYS if (url := getattr(given, key)) is not None and is_url(url)}
+    if not urls:
+        return config, RemoteCheckpoints(given, given)
+    changed: dict[str, Any] = {key: str(local_folder(url, given.checkpoint_cache)) for key, url in urls.items()}
+    if "load" in urls and not _same_url(given.load, given.save):
+        run, step = split_step(urls["load"])
+        folder = read_folder(run, given.checkpoint_cache)
+        changed["load"] = str(folder if step is None else native.step_folder(folder, step))
+    if "save_copy" in urls:
+        changed["save_copy"] = None
+    if "save" in urls:
+        keep = given.keep_last_n_checkpoints or KEPT_LOCALLY
+        changed |= {"keep_last_n_checkpoints": min(keep, KEPT_LOCALLY), "keep_every_n_steps": None}
+    localized = config.override(changed)
+    save, copy = (RemoteFolder(urls[key]) if key in urls else None for key in ("save", "save_copy"))
+    return localized, RemoteCheckpoints(given, localized.checkpoint, save, copy)
 
 
 @dataclass(frozen=True)
 class RemoteCheckpoints:
-    """The object stores of a run.
+    """The object stores of a run; false if it has none.
 
     Attributes:
         given: the checkpoint keys as the user wrote them.
-        local: the same with local folders; `save_copy` is None where it was a URL.
-        save: what `save` names on an object store, or None.
-        copy: what `save_copy` names on an object store, or None.
+        local: the same with local folders; `save_copy` is None if it was a URL.
+        save: the store of `save`, or None.
+        copy: the store of `save_copy`, or None.
     """
 
     given: CheckpointConfig
@@ -41,45 +67,49 @@ class RemoteCheckpoints:
     save: RemoteFolder | None = None
     copy: RemoteFolder | None = None
 
-    @property
-    def _targets(self) -> tuple[RemoteFolder, ...]:
-        return tuple(remote for remote in (self.save, self.copy) if remote is not None)
-
     def __bool__(self) -> bool:
-        return bool(self._targets)
+        return self.save is not None or self.copy is not None
 
     def given_in(self, config: Config) -> Config:
         """`config` with the checkpoint keys as the user wrote them."""
-        changed = {key: getattr(self.given, key) for key in CHANGED_KEYS}
-        return config.override({key: value for key, value in changed.items() if value != getattr(self.local, key)})
+        given = {key: getattr(self.given, key) for key in CHANGED_KEYS}
+        return config.override({key: value for key, value in given.items() if value != getattr(self.local, key)})
 
     def make_local_folder(self) -> None:
-        """Make the folder that checkpoints may be downloaded to, so that it can be locked. Every rank must call it.
-
-        Raises CheckpointError where it cannot be made.
-        """
+        """Make the local `save` folder, so that it can be locked. Every rank must call it. Raises CheckpointError."""
         if self and self.local.save is not None:
             folder = Path(self.local.save)
-            self._on_first_rank(lambda: folder.mkdir(parents=True, exist_ok=True))
+            self._on_rank_0(lambda: folder.mkdir(parents=True, exist_ok=True))
 
     def prepare(self) -> None:
-        """Download what the run resumes from or starts with. Every rank must call it, under the lock of the local folder
-        and before it looks for checkpoints.
+        """Download what the run resumes from or starts with. Every rank must call it, under the local folder's lock and
+        before checkpoints are listed.
 
         Raises:
-            CheckpointError: a store cannot be read or written, holds another run, or `load` names no checkpoint there;
-                or the local folder is not the same for all ranks.
+            CheckpointError: a store cannot be read or written or holds another run, `load` names no checkpoint, or the
+                local folder is not shared by all ranks.
         """
         if self.given == self.local:
             return
-        self._on_first_rank(self._prepare)
-        self._require_shared_folder()
+        self._on_rank_0(self._download)
+        if self.local.save is None or dist.world_size() == 1:
+            return
+        mark = Path(self.local.save) / ".seen-by-all-ranks"
+        self.make_local_folder()
+        self._on_rank_0(lambda: mark.write_text(""))
+        seen, _ = attempt(mark.stat, OSError)
+        attempt(lambda: mark.unlink(missing_ok=True), OSError, main_only=True)
+        if not seen:
+            raise CheckpointError(
+                f"checkpoint_cache: {self.local.checkpoint_cache} is not the same folder on all hosts, but checkpoints are "
+                "assembled there before they are uploaded; name a folder on a shared file system"
+            )
 
     def upload(self, step: int) -> None:
-        """Upload the local checkpoint of `step`, and remove what is not kept any more. Call it on the first rank.
+        """Upload the local checkpoint of `step` from rank 0, and remove old ones.
 
-        Checkpoints of higher steps in a store are of a branch that the run has left, or could not be resumed from, as one
-        of the same step; they are moved to aside/.
+        Checkpoints in the store of the same or a higher step are moved to its quarantine: the run has left their branch,
+        or could not be resumed from them.
 
         Raises:
             CheckpointError: `save` could not be written. For `save_copy` that is a warning.
@@ -95,11 +125,10 @@ class RemoteCheckpoints:
                 logger.warning("step %d could not be copied: %s", step, error)
 
     def _upload(self, remote: RemoteFolder, folder: Path) -> None:
-        run, step = native.read_json(folder / native.META).get("run"), native.step_of(folder)
-        _refuse_other_runs(remote, {run})
-        for beyond in remote.steps():
-            if beyond >= step:  # of the same step: it could not be resumed from when the run started
-                logger.warning("%s: step %d moved to %s", remote.url, beyond, remote.set_aside(beyond))
+        _refuse_other_runs(remote, {native.read_json(folder / native.META).get("run")})
+        for step in remote.steps():
+            if step >= native.step_of(folder):
+                logger.warning("%s: step %d moved to %s", remote.url, step, remote.set_aside(step))
         remote.upload(folder)
         logger.info("uploaded %s/%s", remote.url, folder.name)
         try:
@@ -107,58 +136,40 @@ class RemoteCheckpoints:
         except CheckpointError as error:
             logger.warning("an old checkpoint could not be removed: %s", error)
 
-    def _prepare(self) -> None:
-        self._fetch_load()
-        for remote in self._targets:
-            remote.require_writable()
-            self._resume_from(remote)
+    def _download(self) -> None:
+        given = self.given
+        if given.load is not None and is_url(given.load) and not _same_url(given.load, given.save):
+            folder = fetch(given.load, given.iteration, given.checkpoint_cache)
+            for step in native.begun_steps(folder.parent):
+                if step > native.step_of(folder):  # downloaded earlier, and not in the store any more
+                    shutil.rmtree(native.step_folder(folder.parent, step))
+        for remote in (self.save, self.copy):
+            if remote is not None:
+                remote.require_writable()
+                self._download_save(remote)
 
-    def _fetch_load(self) -> None:
-        """Download what `load` names, where it is not the run's own `save`."""
-        load = self.given.load
-        if load is None or not is_url(load) or _is_save(self.given):
-            return
-        folder = fetch(load, self.given.iteration, self.given.checkpoint_cache)
-        for step in native.begun_steps(folder.parent):
-            if step > native.step_of(folder):  # was downloaded earlier, and is not in the store any more
-                shutil.rmtree(native.step_folder(folder.parent, step))
-
-    def _resume_from(self, remote: RemoteFolder) -> None:
-        """Download the newest checkpoint where the run has none locally; refuse a store that holds another run."""
+    def _download_save(self, remote: RemoteFolder) -> None:
+        """Download the checkpoint to resume from if there is none locally; refuse a store that holds another run."""
         assert self.local.save is not None
-        save, steps = Path(self.local.save), remote.steps()
+        save, steps, given = Path(self.local.save), remote.steps(), self.given
         if not steps:
             return
         local_steps = native.begun_steps(save)
+        loads = not given.finetune and _same_url(given.load, remote.url)
         if local_steps:
             _refuse_other_runs(remote, runs_of(native.step_folder(save, step) for step in local_steps))
-        elif self.given.auto_resume or (_loads(self.given, remote.url) and self.given.iteration is None):
+        elif given.auto_resume or (loads and given.iteration is None):
             remote.download_newest(save, resumable=True)
-        elif _loads(self.given, remote.url):
-            assert self.given.iteration is not None
-            remote.download(self.given.iteration, save, resumable=True)
+        elif loads and given.iteration is not None:
+            remote.download(given.iteration, save, resumable=True)
         else:
             raise CheckpointError(
                 f"{remote.url}: already holds a run, up to step {steps[-1]}; resume it with auto_resume=true, or choose "
                 "another URL"
             )
 
-    def _require_shared_folder(self) -> None:
-        """Every rank writes to the local folder, and the first one uploads from it."""
-        if self.local.save is None or dist.world_size() == 1:
-            return
-        mark = Path(self.local.save) / ".seen-by-all-ranks"
-        self._on_first_rank(lambda: (mark.parent.mkdir(parents=True, exist_ok=True), mark.write_text("")))
-        seen, _ = attempt(mark.stat, OSError)
-        attempt(lambda: mark.unlink(missing_ok=True), OSError, main_only=True)
-        if not seen:
-            raise CheckpointError(
-                f"checkpoint_cache: {self.local.checkpoint_cache} is not the same folder on all hosts, and checkpoints "
-                "are put together there before they are uploaded; name a folder on a shared file system"
-            )
-
-    def _on_first_rank(self, action: Callable[[], Any]) -> None:
-        def report() -> None:
+    def _on_rank_0(self, action: Callable[[], Any]) -> None:
+        def run() -> None:
             try:
                 action()
             except OSError as error:
@@ -166,54 +177,17 @@ class RemoteCheckpoints:
                     f"checkpoint_cache: {self.local.checkpoint_cache} cannot be used ({error}); name another folder"
                 ) from error
 
-        from_main(report)
-
-
-CHANGED_KEYS = (*URL_KEYS, "keep_last_n_checkpoints", "keep_every_n_steps")
-
-
-def use_local_folders(config: Config) -> tuple[Config, RemoteCheckpoints]:
-    """`config` with local folders in place of URLs, and the object stores that these stand for.
-
-    Raises CheckpointError for a URL that no installed library can open.
-    """
-    given = config.checkpoint
-    urls = {key: url for key in URL_KEYS if (url := getattr(given, key)) is not None and is_url(url)}
-    if not urls:
-        return config, RemoteCheckpoints(given, given)
-    changed: dict[str, Any] = {key: str(local_folder(url, given.checkpoint_cache)) for key, url in urls.items()}
-    if "load" in urls and not _is_save(given):
-        run, step = split_step(urls["load"])
-        read = read_folder(run, given.checkpoint_cache)
-        changed["load"] = str(read if step is None else native.step_folder(read, step))
-    if "save_copy" in urls:
-        changed["save_copy"] = None
-    if "save" in urls:
-        kept = given.keep_last_n_checkpoints
-        changed |= {"keep_last_n_checkpoints": min(kept or KEPT_LOCALLY, KEPT_LOCALLY), "keep_every_n_steps": None}
-    localized = config.override(changed)
-    remotes = {key: RemoteFolder(urls[key]) for key in ("save", "save_copy") if key in urls}
-    return localized, RemoteCheckpoints(
-        given, localized.checkpoint, save=remotes.get("save"), copy=remotes.get("save_copy")
-    )
+        from_main(run)
 
 
 def _refuse_other_runs(remote: RemoteFolder, own: Iterable[str | None]) -> None:
-    """Raise a CheckpointError where a store holds checkpoints of runs that are not among `own`."""
     for step in remote.steps():
-        run = remote.read_json(step, native.META).get("run")
-        if run not in own:
+        if remote.read_json(step, native.META).get("run") not in own:
             raise CheckpointError(
                 f"{remote.url}: step {step} was written by another run than this one; choose another URL, or remove the "
                 "local folder of this run to resume the one in the store"
             )
 
 
-def _is_save(given: CheckpointConfig) -> bool:
-    """Whether `load` names the folder of `save`."""
-    return given.load is not None and given.save is not None and given.load.rstrip("/") == given.save.rstrip("/")
-
-
-def _loads(given: CheckpointConfig, url: str) -> bool:
-    """Whether `load` resumes the run whose checkpoints are at `url`."""
-    return not given.finetune and given.load is not None and given.load.rstrip("/") == url
+def _same_url(one: str | None, other: str | None) -> bool:
+    return one is not None and other is not None and one.rstrip("/") == other.rstrip("/")

@@ -1,12 +1,22 @@
-"""How a run starts: fresh, resumed, or from given weights."""
+"""How a run starts: fresh, resumed from the latest valid checkpoint, or from given weights.
 
+`candidates` lists the checkpoints to resume from, `first_valid` verifies them on all ranks and chooses one,
+`refuse_other_run` compares it with the configuration, `quarantine_newer` moves newer ones away. Without a checkpoint
+to resume from, `initial_model` builds the model.
+"""
+
+import heapq
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_coca.checkpoints import CheckpointError, OpenedCheckpoint, native, open_checkpoint
+from megatron_coca.checkpoints.checksums import Comparison
 from megatron_coca.checkpoints.compare import POSITION_WEIGHTS, differing_keys, refuse_other_architecture
 from megatron_coca.checkpoints.errors import UnreadableError
 from megatron_coca.checkpoints.huggingface import is_huggingface_folder
@@ -18,10 +28,12 @@ from megatron_coca.data import Tokenizer
 from megatron_coca.data.tokenizers.kinds import first_difference
 from megatron_coca.model import GPT, assemble_model, draw_learned_positions, empty_model
 from megatron_coca.training import engine as dist
-from megatron_coca.training.collectives import attempt
+from megatron_coca.training.collectives import attempt, decode_failure, encode_failure, from_main
 from megatron_coca.training.corpus import Corpus, differing_data
+from megatron_coca.training.launch import threads_per_process
 from megatron_coca.training.optimizer import OPTIMIZERS
-from megatron_coca.training.verification import Choice
+
+logger = logging.getLogger(__name__)
 
 FREE_GROUPS = frozenset({"schedule", "data", "batch", "parallel", "checkpoint", "logging", "launch", "faults"})
 FREE_KEYS = frozenset(
@@ -36,175 +48,89 @@ FREE_KEYS = frozenset(
         "optimizer.params.lr",
     }
 )
-"""What may change when a run is resumed. Of these, data and batch are checked by what they amount to (meta.json); how
-the work is divided among processes is free, because the saved state is not divided by it.
+"""Keys that may change when a run is resumed. Data and batch are compared by content instead (meta.json), and the saved
+state does not depend on the parallel layout.
 """
-BY_MEANING = frozenset({"optimizer.type"})
-"""Keys with several words for one thing; what they amount to must be the same."""
-
-
-def differing_run(saved: Config, wanted: Config) -> list[str]:
-    """A line for every key in which a run that is to go on differs from the one that was saved."""
-    return differing_keys(saved, wanted, FREE_KEYS | BY_MEANING, FREE_GROUPS) + _differing_optimizer(saved, wanted)
-
-
-def _differing_optimizer(saved: Config, wanted: Config) -> list[str]:
-    before, after = saved.optimizer.type, wanted.optimizer.type
-    same = OPTIMIZERS[before] is OPTIMIZERS[after]
-    return [] if same else [f"optimizer.type (saved {before!r}, now {after!r})"]
-
-
-logger = logging.getLogger(__name__)
-
+ALIASED_KEYS = frozenset({"optimizer.type"})
+"""Keys with several values for one meaning; the meanings are compared."""
 POSITION_KEYS = ("seq_length", *(key for key, place in KEYS.items() if place.group == "position"))
-FREQUENCIES = "positions.clex."
-"""Names of what the extension of frequencies learns; other weights of positions belong to `pos_emb`."""
-
-
-class InitialModel(NamedTuple):
-    """A model, and the identity of the checkpoint that its weights are of, None where they are drawn."""
-
-    model: GPT
-    origin: str | None
-
-
-def initial_model(config: Config, device: str, tokenizer: Tokenizer | None = None, verify: bool = True) -> InitialModel:
-    """A model for `device` with its weights in the memory of the host. Every rank has the same.
-
-    With `finetune` they are those that `load` names, whose position method may be another: what only that one had is
-    left out, and what the new one learns is drawn. `tokenizer` is that of the run's data, None where it is not known;
-    `verify` as for `open_checkpoint`.
-
-    Raises:
-        CheckpointError: there is nothing to load, the weights are not of this architecture, or their tokenizer gives
-            other ids than `tokenizer`.
-        DataError: the tokenizer of the checkpoint is damaged.
-    """
-    keys = config.checkpoint
-    if not keys.finetune or keys.load is None:
-        return InitialModel(assemble_model(config, device), None)
-    source = open_checkpoint(keys.load, verify, keys.iteration)
-    refuse_other_architecture(source.folder, source.trained, config)
-    _refuse_other_tokenizer(source, config, tokenizer)
-    model = empty_model(config, device, memory="cpu")
-    drawn, weights, own = draw_learned_positions(model, config.model, config.seed), source.weights(), model.state_dict()
-    means_the_same = _meaning(source.trained, config)
-    left_out = [
-        name
-        for name in weights.entries
-        if POSITION_WEIGHTS.fullmatch(name) and (name not in own or not means_the_same(name))
-    ]
-    taken = weights.only(name for name in weights.entries if name not in left_out)
-    load_weights(model, taken, drawn)
-    logger.info(_told(source, config, left_out, [name for name in drawn if name not in taken.entries]))
-    return InitialModel(model, source.identity)
-
-
-def _refuse_other_tokenizer(source: OpenedCheckpoint, config: Config, ours: Tokenizer | None) -> None:
-    """Tokens have to mean the same to the weights and to the data, and the embedding as many rows."""
-    (theirs, why), rows, wanted = source.tokenizer(), source.trained.model.padded_vocab_size, config.model
-    sides = f"it has {_described(theirs, rows)}, and the run {_described(ours, wanted.padded_vocab_size)}"
-    same = theirs is None or ours is None or made_of(ours, source.folder) or first_difference(theirs, ours) is None
-    if not same:
-        raise CheckpointError(
-            f"{source.folder}: the weights were trained with another tokenizer than the data of this run: {sides}; "
-            "prepare the data with the tokenizer of the checkpoint (tools/prepare_data.py --tokenizer-type ... "
-            "--vocab-file ...), or, if they are to learn the new one, import them with it first "
-            "(tools/import_checkpoint.py ... --set tokenizer_type=... vocab_file=...)"
-        )
-    if theirs is None and ours is not None:
-        logger.warning(
-            "nothing shows that the weights of %s were trained with the tokenizer of this run's data (%s)",
-            *(source.folder, why),
-        )
-    if rows != wanted.padded_vocab_size:
-        remedy = (
-            f"set make_vocab_size_divisible_by={rows}"
-            if wanted.vocab_size is not None and wanted.vocab_size <= rows
-            else "prepare the data with the tokenizer of the checkpoint, or start from another one"
-        )
-        raise CheckpointError(f"{source.folder}: the embeddings are of different sizes: {sides}; {remedy}")
-
-
-def _described(tokenizer: Tokenizer | None, rows: int) -> str:
-    if tokenizer is None:
-        return f"an unknown tokenizer ({rows} rows of the embedding)"
-    return (
-        f"{tokenizer.tokenizer_type} {tokenizer.fingerprint[:12]} with {tokenizer.vocab_size} tokens ({rows} rows of the "
-        "embedding)"
-    )
-
-
-def _meaning(saved: Config, wanted: Config) -> Callable[[str], bool]:
-    """Whether a weight of positions, by its name, serves the same purpose in both: two methods may share a name."""
-    same_method = saved.position.pos_emb == wanted.position.pos_emb
-    lengths = {each.position.original_length(each.model.seq_length) for each in (saved, wanted)}
-    same_frequencies = (
-        saved.position.rope_scaling == wanted.position.rope_scaling
-        and saved.position.rotary_emb_base == wanted.position.rotary_emb_base
-        and len(lengths) == 1
-    )
-    return lambda name: same_frequencies if name.startswith(FREQUENCIES) else same_method
-
-
-def _told(source: OpenedCheckpoint, config: Config, left_out: list[str], drawn: list[str]) -> str:
-    before, after = source.trained.flat(), config.flat()
-    changed = [_change(key, before[key], after[key]) for key in POSITION_KEYS if before[key] != after[key]]
-    parts = [f"starts from the weights of {source.folder}"]
-    parts += [f"with another {', '.join(changed)}"] if changed else []
-    parts += [f"without {', '.join(left_out)}"] if left_out else []
-    parts += [f"{', '.join(drawn)} drawn"] if drawn else []
-    return "; ".join(parts)
-
-
-def _change(key: str, before: object, after: object) -> str:
-    """Sections of many options are named by their kind alone."""
-    return f"{key} (saved {_kind(before)!r}, now {_kind(after)!r})"
-
-
-def _kind(value: object) -> object:
-    return (
-        next((value[name] for name in ("rope_type", "type") if name in value), value)
-        if isinstance(value, dict)
-        else value
-    )
+CLEX_WEIGHTS = "positions.clex."
+"""Prefix of the weights of a learned frequency extension; other position weights belong to `pos_emb`."""
+AGREE_SECONDS, REPORT_SECONDS = 1.0, 30.0
+"""Intervals at which ranks agree on the progress of a verification, and log it."""
+MOST_THREADS = 16
+"""Verification threads per process; more do not read faster."""
 
 
 def candidates(config: CheckpointConfig) -> list[Path]:
     """The checkpoints to resume from, the preferred one first; none for a fresh start.
 
-    With `auto_resume` the run's own come first, then those of `save_copy`. `load` naming the folder of `save` while
-    that holds nothing yet is a first start, so that one command serves first and later launches.
+    With `auto_resume` those of `save` and `save_copy` come first. If `load` names the folder of `save` and that holds
+    nothing yet, it is a fresh start, so that one command serves the first and all later launches.
 
     Raises:
-        CheckpointError: `load` holds no checkpoint, `save` or `save_copy` holds some that this run would mix with its
-            own, or `auto_resume` has no folder to look into.
+        CheckpointError: `load` holds no checkpoint, `save` or `save_copy` holds those of another run, or `auto_resume`
+            has no `save` folder.
     """
     if config.auto_resume and config.save is None:
         raise CheckpointError("auto_resume: needs a folder to resume from; set save=FOLDER")
-    folders = _candidates(config)
+    folders = _newest_first(config.save, config.save_copy) if config.auto_resume else []
+    if not folders:
+        folders, save = _named_by_load(config), Path(config.save) if config.save is not None else None
+        steps = native.begun_steps(save) if save is not None else []
+        if save is not None and steps and (not folders or folders[0].resolve().parent != save.resolve()):
+            raise CheckpointError(
+                f"{save}: already holds a run, up to step {steps[-1]}; resume it with load={save} or auto_resume=true, "
+                "or choose another save folder"
+            )
     if config.save_copy is not None:
         _refuse_copies_of_another_run(Path(config.save_copy), folders)
     return folders
 
 
-def _candidates(config: CheckpointConfig) -> list[Path]:
-    own = _newest_first(config.save, config.save_copy) if config.auto_resume else []
-    if own:
-        return own
-    folders, save = _folders_to_resume(config), Path(config.save) if config.save is not None else None
-    if save is not None and native.begun_steps(save) and (not folders or folders[0].resolve().parent != save.resolve()):
+def _newest_first(*saves: str | None) -> list[Path]:
+    """All checkpoints of several save folders, by descending step and then in the order of the folders.
+
+    Those without a manifest are included: they are damaged, not absent.
+    """
+    ordered = [
+        (-step, number, native.step_folder(Path(save), step))
+        for number, save in enumerate(saves)
+        if save is not None
+        for step in native.begun_steps(Path(save))
+    ]
+    return [folder for _, _, folder in sorted(ordered)]
+
+
+def _named_by_load(config: CheckpointConfig) -> list[Path]:
+    if config.load is None or config.finetune:
+        return []
+    load = Path(config.load)
+    if is_huggingface_folder(load):
         raise CheckpointError(
-            f"{save}: already holds a run, up to step {native.begun_steps(save)[-1]}; resume it with load={save} or "
-            "auto_resume=true, or choose another save folder"
+            f"{load}: a Hugging Face folder has no optimizer state; set finetune=true to start from its weights"
         )
-    return folders
+    if find_step(load) is not None:
+        raise CheckpointError(
+            f"{load}: the optimizer state of a GPT-NeoX checkpoint cannot be read; set finetune=true to start from its "
+            "weights"
+        )
+    if config.save is not None and load.resolve() == Path(config.save).resolve() and not native.begun_steps(load):
+        return []
+    try:
+        named = native.locate(load, config.iteration)
+    except UnreadableError:
+        folders = _newest_first(config.load) if config.iteration is None else []
+        if not folders:
+            raise
+        return folders
+    return [named] if config.iteration is not None or named == load else _newest_first(config.load)
 
 
 def _refuse_copies_of_another_run(copies: Path, folders: Sequence[Path]) -> None:
-    """Raise a CheckpointError where `copies` holds checkpoints and not all are of the run that `folders` are of.
+    """Raise a CheckpointError if `copies` holds checkpoints of another run than `folders` are of.
 
-    What cannot be read is damaged, and of no run. Where `folders` are nothing but copies, these must be of one run.
+    Unreadable ones are damaged and count as of no run. If all of `folders` are copies, they must be of one run.
     """
     steps = native.begun_steps(copies)
     if not steps:
@@ -212,20 +138,20 @@ def _refuse_copies_of_another_run(copies: Path, folders: Sequence[Path]) -> None
     remedy = "take another folder for save_copy, or move them elsewhere"
     if not folders:
         raise CheckpointError(
-            f"{copies}: already holds copies of a run, up to step {steps[-1]}, and this one starts afresh; {remedy}, or "
-            "resume that run with auto_resume=true"
+            f"{copies}: already holds copies of a run, up to step {steps[-1]}, but this run starts from step 0; {remedy}, "
+            "or resume that run with auto_resume=true"
         )
-    found = runs_of(native.step_folder(copies, step) for step in steps)
-    own = runs_of(folder for folder in folders if folder.resolve().parent != copies.resolve()) or found
-    if None in found or len(found) > 1 or not found <= own:
+    copied = runs_of(native.step_folder(copies, step) for step in steps)
+    own = runs_of(folder for folder in folders if folder.resolve().parent != copies.resolve()) or copied
+    if None in copied or len(copied) > 1 or not copied <= own:
         raise CheckpointError(
-            f"{copies}: holds copies of another run, or of one that its meta.json does not name, than the one to resume "
-            f"({folders[0].parent}); {remedy}"
+            f"{copies}: holds copies of another run than the one to resume ({folders[0].parent}), or of one that its "
+            f"meta.json does not name; {remedy}"
         )
 
 
 def runs_of(folders: Iterable[Path]) -> set[str | None]:
-    """The identities of the runs that have written checkpoints; None stands for versions that wrote none."""
+    """The ids of the runs that wrote the readable ones of some checkpoints; None for versions that wrote no id."""
     runs: set[str | None] = set()
     for folder in folders:
         with suppress(CheckpointError):
@@ -233,91 +159,140 @@ def runs_of(folders: Iterable[Path]) -> set[str | None]:
     return runs
 
 
-def _newest_first(*saves: str | None) -> list[Path]:
-    """The checkpoints of several save folders by step, falling; of one step in the order of the folders. Also those
-    that have lost their manifest: they are damaged, not absent.
+class Choice(NamedTuple):
+    """The checkpoint that a run resumes from.
+
+    Attributes:
+        folder: None for a start from step 0.
+        unreadable: preferred checkpoints that could not be read. They may be valid, so they must not be moved.
     """
-    found = [
-        (-step, number, native.step_folder(Path(save), step))
-        for number, save in enumerate(saves)
-        if save is not None
-        for step in native.begun_steps(Path(save))
-    ]
-    return [folder for _, _, folder in sorted(found)]
+
+    folder: Path | None
+    unreadable: tuple[Path, ...] = ()
 
 
-def _folders_to_resume(config: CheckpointConfig) -> list[Path]:
-    if config.load is None or config.finetune:
-        return []
-    if is_huggingface_folder(Path(config.load)):
-        raise CheckpointError(
-            f"{config.load}: a Hugging Face folder has no optimizer state; set finetune=true to start from its weights"
-        )
-    if find_step(Path(config.load)) is not None:
-        raise CheckpointError(
-            f"{config.load}: the optimizer state of a GPT-NeoX checkpoint is not read; set finetune=true to start from its "
-            "weights"
-        )
-    same = config.save is not None and Path(config.load).resolve() == Path(config.save).resolve()
-    if same and not native.begun_steps(Path(config.load)):
-        return []
-    try:
-        named = native.locate(config.load, config.iteration)
-    except UnreadableError:
-        folders = _newest_first(config.load) if config.iteration is None else []
-        if not folders:
-            raise
-        return folders
-    if config.iteration is not None or named == Path(config.load):
-        return [named]
-    return _newest_first(config.load)
+def first_valid(folders: Sequence[Path], beat: Callable[[str], None] = lambda reached: None) -> Choice:
+    """Choose the first of `folders` that is valid and can be resumed; logs why others are not.
 
-
-def clear_together(keys: CheckpointConfig, chosen: Choice) -> None:
-    """As `clear_the_way`, for all ranks: every one must call it, under the folder's lock.
+    Every rank must call it with the same folders. `beat` tells the watchdog of progress.
 
     Raises:
-        CheckpointError: what is in the way cannot be moved or removed.
+        CheckpointError: none of them can be resumed; an existing run never restarts silently from step 0.
+            UnreadableError if one of them could not be read.
     """
-    cleared, failure = attempt(lambda: clear_the_way(keys.save, chosen, keys.save_copy), OSError, main_only=True)
-    if not cleared:
-        raise CheckpointError(
-            f"{keys.save}: what lies beyond the checkpoint to resume from cannot be moved or removed "
-            f"({failure or 'the first process says why'}); allow it, or do it by hand"
-        ) from failure
+    failures: dict[Path, CheckpointError] = {}
+    for folder in folders:
+        try:
+            verify_distributed(folder, beat, resumable=True)
+        except CheckpointError as failure:
+            failures[folder] = failure
+        else:
+            return Choice(folder, tuple(path for path, why in failures.items() if isinstance(why, UnreadableError)))
+        if dist.is_main() and folder is not folders[-1]:
+            logger.warning("%s; falling back to the checkpoint before it", failures[folder])
+    if not failures:
+        return Choice(None)
+    raise next((why for why in failures.values() if isinstance(why, UnreadableError)), failures[folders[-1]])
 
 
-def clear_the_way(save: str | None, chosen: Choice, save_copy: str | None = None) -> None:
-    """Set aside the checkpoints in `save` and its copy beyond the one that is resumed: they are damaged, or of a branch
-    that is left. A later start would otherwise prefer them. Those that could not be read stay: they may be valid, and
-    the next start looks at them again. What interrupted saves have left is removed.
+def verify_distributed(
+    folder: Path,
+    beat: Callable[[str], None] = lambda reached: None,
+    resumable: bool = False,
+    threads: int | None = None,
+) -> tuple[int, float]:
+    """Compare all files of a checkpoint with its manifest, the work divided among the ranks. Every rank must call it.
+
+    Args:
+        resumable: also check that a run can be resumed from it.
+        threads: of this rank; by default one per core available to it.
+
+    Returns:
+        Bytes read by all ranks, and seconds.
+
+    Raises:
+        UnreadableError: a rank cannot read a file, which may be valid.
+        CheckpointError: as `native.verify`.
     """
-    for given, is_copy in ((save, False), (save_copy, True)):
-        if given is None:
-            continue
-        folder = Path(given)
-        native.sweep(folder)
-        for step in _beyond(folder, chosen.folder, is_copy, chosen.unreadable) if chosen.folder is not None else ():
-            place = native.set_aside(native.step_folder(folder, step))
-            logger.warning("%s: moved to %s", native.step_folder(folder, step), place)
+
+    def list_files() -> list[tuple[str, int, str]]:
+        try:
+            manifest = native.verify(folder, contents=False, links=not resumable)
+            if resumable:
+                native.refuse_weights_only(folder)
+            for name in native.unlisted(folder):
+                logger.warning("%s: is not listed in %s, and not read", folder / name, native.MANIFEST)
+            digests = native.expected_digests(folder, manifest)
+            return [(str(path), path.stat().st_size, digest) for path, digest in digests.items()]
+        except OSError as error:
+            raise UnreadableError.of(folder, error) from error
+
+    beat(f"verifying {folder}")
+    files = from_main(list_files)
+    sizes = [size for _, size, _ in files]
+    own = {Path(files[number][0]): files[number][2] for number in divide(sizes, dist.world_size())[dist.rank()]}
+    start = time.monotonic()
+    failures = _compare(folder, own, sum(sizes), beat, threads or min(MOST_THREADS, threads_per_process(os.environ)))
+    if failures:
+        raise next((failure for failure in failures if isinstance(failure, UnreadableError)), failures[0])
+    return sum(sizes), time.monotonic() - start
 
 
-def _beyond(folder: Path, resumed: Path, is_copy: bool, unreadable: Collection[Path]) -> list[int]:
-    """The steps in a save folder that a start would prefer to `resumed`; of its own step one comes before a copy."""
-    reached = int(native.read_json(resumed / native.META)["step"])
-    preferred = not is_copy and resumed.resolve().parent != folder.resolve()
-    found = [step for step in native.begun_steps(folder) if step > reached or (step == reached and preferred)]
-    left = {path.resolve() for path in unreadable}
-    return [step for step in found if native.step_folder(folder, step).resolve() not in left]
+def divide(sizes: Sequence[int], ranks: int) -> list[list[int]]:
+    """Assign files with descending `sizes` to ranks, about as many bytes to each; returns file numbers by rank."""
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [(0, rank) for rank in range(ranks)]
+    for number, size in enumerate(sizes):
+        load, rank = heapq.heappop(loads)
+        shares[rank].append(number)
+        heapq.heappush(loads, (load + size, rank))
+    return shares
+
+
+def _compare(
+    folder: Path, own: Mapping[Path, str], total: int, beat: Callable[[str], None], threads: int
+) -> list[CheckpointError]:
+    """Compare this rank's files until all ranks are done or one has failed; returns the failures of all ranks.
+
+    The ranks agree at intervals on the bytes read, so that one that is done early still beats while others read.
+    """
+    start = reported = time.monotonic()
+    before = 0.0
+
+    def rate(read: float) -> str:
+        seconds = time.monotonic() - start
+        speed = read / 1e9 / max(seconds, 1e-9)
+        return f"{read / 1e9:.3f} of {total / 1e9:.3f} GB in {seconds:.1f} s, {speed:.2f} GB/s"
+
+    with Comparison(own, threads) as comparison:
+        while True:
+            over = comparison.wait(AGREE_SECONDS)
+            failed = comparison.failure is not None
+            read, running, failing = dist.sum_over_ranks([comparison.bytes_read, not over, failed])
+            if read > before:  # a rank whose reads hang must not look busy
+                before = read
+                beat(f"verifying {folder}: {rate(read)}")
+            if failing or not running:
+                break
+            if time.monotonic() - reported >= REPORT_SECONDS:
+                reported = time.monotonic()
+                logger.info("verifying %s: %s", folder, rate(read))
+        failure = comparison.failure
+    if not failing:
+        message = "verified %s: %s with %d process(es) of %d thread(s)"
+        logger.info(message, folder, rate(read), dist.world_size(), threads)
+        return []
+    if isinstance(failure, UnreadableError) and dist.world_size() > 1:
+        failure = UnreadableError(f"{failure} (on rank {dist.rank()}, {socket.gethostname()})")
+    return [decode_failure(text) for text in dist.gather_texts(encode_failure(failure)) if text]
 
 
 def refuse_other_run(folder: Path, corpus: Corpus, layout: Mapping[str, Any]) -> None:
-    """Raise a CheckpointError naming all that makes the checkpoint in `folder` another run than the one configured.
+    """Raise a CheckpointError naming all that makes the checkpoint in `folder` another run than the configured one.
 
-    `layout` is what a step depends on beside the keys: samples of a step, number format.
+    `layout` is compared with meta.json: samples per step, dtype. Free keys that changed are logged.
     """
-    saved = load_config([folder / native.CONFIG])
-    meta = native.read_json(folder / native.META)
+    saved, meta = load_config([folder / native.CONFIG]), native.read_json(folder / native.META)
     problems = differing_run(saved, corpus.config)
     problems += differing_data(meta.get("data") or {}, corpus.identity, [str(s.prefix) for s in corpus.train.shards])
     problems += [
@@ -328,5 +303,155 @@ def refuse_other_run(folder: Path, corpus: Corpus, layout: Mapping[str, Any]) ->
             f"{folder}: cannot be resumed with another {', '.join(problems)}; "
             "restore these, or start a new run from its weights with finetune=true"
         )
-    for line in differing_keys(saved, corpus.config, BY_MEANING, FREE_GROUPS - {"schedule"}) if dist.is_main() else ():
-        logger.warning("resuming with another %s", line)
+    if dist.is_main():
+        for line in differing_keys(saved, corpus.config, ALIASED_KEYS, FREE_GROUPS - {"schedule"}):
+            logger.warning("resuming with another %s", line)
+
+
+def differing_run(saved: Config, wanted: Config) -> list[str]:
+    """A line for every key that makes `wanted` another run than `saved`."""
+    problems = differing_keys(saved, wanted, FREE_KEYS | ALIASED_KEYS, FREE_GROUPS)
+    before, after = saved.optimizer.type, wanted.optimizer.type
+    if OPTIMIZERS[before] is not OPTIMIZERS[after]:
+        problems.append(f"optimizer.type (saved {before!r}, now {after!r})")
+    return problems
+
+
+def quarantine_newer(keys: CheckpointConfig, chosen: Choice) -> None:
+    """Call `quarantine_newer_in` on rank 0. Every rank must call it, under the folder's lock.
+
+    Raises:
+        CheckpointError: a checkpoint cannot be moved or removed.
+    """
+    done, failure = attempt(lambda: quarantine_newer_in(keys.save, chosen, keys.save_copy), OSError, main_only=True)
+    if not done:
+        raise CheckpointError(
+            f"{keys.save}: checkpoints newer than the one to resume from cannot be moved or removed "
+            f"({failure or 'see the log of rank 0'}); allow it, or do it by hand"
+        ) from failure
+
+
+def quarantine_newer_in(save: str | None, chosen: Choice, save_copy: str | None = None) -> None:
+    """Move checkpoints that a later start would prefer to `chosen` out of the way, in `save` and its copy.
+
+    They are damaged, or of a branch that the run leaves. Unreadable ones stay, because they may be valid: the next
+    start tries them again. Leftovers of interrupted saves are removed.
+    """
+    for name in (save, save_copy):
+        if name is None:
+            continue
+        folder = Path(name)
+        native.sweep(folder)
+        if chosen.folder is None:
+            continue
+        resumed = int(native.read_json(chosen.folder / native.META)["step"])
+        unreadable = {path.resolve() for path in chosen.unreadable}
+        # At the same step a start prefers `save` to `save_copy`.
+        same_step = name == save and chosen.folder.resolve().parent != folder.resolve()
+        for step in native.begun_steps(folder):
+            path = native.step_folder(folder, step)
+            if (step > resumed or (step == resumed and same_step)) and path.resolve() not in unreadable:
+                logger.warning("%s: moved to %s", path, native.set_aside(path))
+
+
+class InitialModel(NamedTuple):
+    """A model, and the identity of the checkpoint that its weights are from, None if they are drawn."""
+
+    model: GPT
+    origin: str | None
+
+
+def initial_model(config: Config, device: str, tokenizer: Tokenizer | None = None, verify: bool = True) -> InitialModel:
+    """Build a model for `device` with its weights in host memory, the same on every rank.
+
+    With `finetune` the weights are those of `load`. Its position method may differ: weights that only the old method
+    has are dropped, those that the new one learns are drawn.
+
+    Args:
+        tokenizer: that of the run's data, None if unknown.
+        verify: as for `open_checkpoint`.
+
+    Raises:
+        CheckpointError: there is nothing to load, the weights are of another architecture, or their tokenizer gives
+            other ids than `tokenizer`.
+        DataError: the tokenizer of the checkpoint is damaged.
+    """
+    keys = config.checkpoint
+    if not keys.finetune or keys.load is None:
+        return InitialModel(assemble_model(config, device), None)
+    source = open_checkpoint(keys.load, verify, keys.iteration)
+    saved = source.trained
+    refuse_other_architecture(source.folder, saved, config)
+    _refuse_other_tokenizer(source, config, tokenizer)
+
+    # Position weights are taken only from the same method, and those of CLEX from the same frequencies.
+    same_method = saved.position.pos_emb == config.position.pos_emb
+    lengths = {each.position.original_length(each.model.seq_length) for each in (saved, config)}
+    same_frequencies = (
+        saved.position.rope_scaling == config.position.rope_scaling
+        and saved.position.rotary_emb_base == config.position.rotary_emb_base
+        and len(lengths) == 1
+    )
+    model = empty_model(config, device, memory="cpu")
+    learned = draw_learned_positions(model, config.model, config.seed)
+    weights, own = source.weights(), model.state_dict()
+    dropped = [
+        name
+        for name in weights.entries
+        if POSITION_WEIGHTS.fullmatch(name)
+        and (name not in own or not (same_frequencies if name.startswith(CLEX_WEIGHTS) else same_method))
+    ]
+    taken = weights.only(name for name in weights.entries if name not in dropped)
+    load_weights(model, taken, learned)
+
+    before, after = saved.flat(), config.flat()
+    changed = [
+        f"{key} (saved {_kind(before[key])!r}, now {_kind(after[key])!r})"
+        for key in POSITION_KEYS
+        if before[key] != after[key]
+    ]
+    drawn = [name for name in learned if name not in taken.entries]
+    summary = [f"starts from the weights of {source.folder}"]
+    summary += [f"with another {', '.join(changed)}"] if changed else []
+    summary += [f"without {', '.join(dropped)}"] if dropped else []
+    summary += [f"{', '.join(drawn)} drawn"] if drawn else []
+    logger.info("; ".join(summary))
+    return InitialModel(model, source.identity)
+
+
+def _kind(value: object) -> object:
+    """The kind alone of a section with many options."""
+    if isinstance(value, dict):
+        return next((value[name] for name in ("rope_type", "type") if name in value), value)
+    return value
+
+
+def _refuse_other_tokenizer(source: OpenedCheckpoint, config: Config, ours: Tokenizer | None) -> None:
+    """Raise a CheckpointError if the weights were trained with other token ids, or have another number of rows."""
+
+    def describe(tokenizer: Tokenizer | None, rows: int) -> str:
+        if tokenizer is None:
+            return f"an unknown tokenizer ({rows} rows of the embedding)"
+        name = f"{tokenizer.tokenizer_type} {tokenizer.fingerprint[:12]}"
+        return f"{name} with {tokenizer.vocab_size} tokens ({rows} rows of the embedding)"
+
+    (theirs, why), rows, wanted = source.tokenizer(), source.trained.model.padded_vocab_size, config.model
+    sides = f"it has {describe(theirs, rows)}, and the run {describe(ours, wanted.padded_vocab_size)}"
+    same = theirs is None or ours is None or made_of(ours, source.folder) or first_difference(theirs, ours) is None
+    if not same:
+        raise CheckpointError(
+            f"{source.folder}: the weights were trained with another tokenizer than the data of this run: {sides}; "
+            "prepare the data with the tokenizer of the checkpoint (tools/prepare_data.py --tokenizer-type ... "
+            "--vocab-file ...), or, if they are to learn the new one, import them with it first "
+            "(tools/import_checkpoint.py ... --set tokenizer_type=... vocab_file=...)"
+        )
+    if theirs is None and ours is not None:
+        message = "cannot verify that the weights of %s were trained with the tokenizer of this run's data (%s)"
+        logger.warning(message, source.folder, why)
+    if rows != wanted.padded_vocab_size:
+        remedy = (
+            f"set make_vocab_size_divisible_by={rows}"
+            if wanted.vocab_size is not None and wanted.vocab_size <= rows
+            else "prepare the data with the tokenizer of the checkpoint, or start from another one"
+        )
+        raise CheckpointError(f"{source.folder}: the embeddings are of different sizes: {sides}; {remedy}")

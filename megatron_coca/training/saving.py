@@ -1,4 +1,4 @@
-"""When a run is saved, and how: a copy of the state is taken between two steps and written while training goes on."""
+"""Saving and restoring checkpoints: a snapshot is taken between two steps and written by a background thread."""
 
 import hashlib
 import json
@@ -9,9 +9,9 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 import numpy as np
@@ -34,7 +34,7 @@ from megatron_coca.checkpoints.state import (
     weights,
     write_pieces,
 )
-from megatron_coca.checkpoints.weights import Weights, write_safetensors
+from megatron_coca.checkpoints.weights import write_safetensors
 from megatron_coca.config import CheckpointConfig
 from megatron_coca.training import engine as dist
 from megatron_coca.training.collectives import attempt
@@ -45,71 +45,35 @@ from megatron_coca.training.remote_checkpoints import RemoteCheckpoints
 from megatron_coca.training.topology import Topology
 from megatron_coca.training.watchdog import Watchdog
 
+logger = logging.getLogger(__name__)
 
-class Background:
-    """Runs jobs in a thread, one after the other. The thread does not keep a process alive that fails."""
-
-    def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
-
-    @property
-    def failed(self) -> bool:
-        """Whether the last job has ended in an error that `wait` will raise."""
-        return self._failure is not None
-
-    @property
-    def busy(self) -> bool:
-        """Whether a job is in progress."""
-        return self._thread is not None and self._thread.is_alive()
-
-    def start(self, job: Callable[[], None]) -> None:
-        """Begin `job`; waits for the one before it, and raises its error."""
-        self.wait()
-        self._thread = threading.Thread(target=self._run, args=(job,), name="background", daemon=True)
-        self._thread.start()
-
-    def wait(self) -> None:
-        """Wait for the job in progress, if any; raises its error, once."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
-
-    def leave(self, seconds: float) -> None:
-        """Give a job in progress some seconds to end, before a process that failed ends under it."""
-        if self._thread is not None:
-            self._thread.join(seconds)
-
-    def _run(self, job: Callable[[], None]) -> None:
-        try:
-            job()
-        except BaseException as error:  # noqa: BLE001 - handed to the training thread, whatever it is
-            self._failure = error
+LAST_SECONDS = 5.0
+"""Time that a failed run gives the save in progress: exiting while its thread is in a collective aborts the process."""
+SLOW_SECONDS = 60.0
+"""Time after which a stage of a save is logged as slow; logged again after twice that time, and so on."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def seed_everything(seed: int, stream: int) -> None:
-    """Seed this process's generators; ranks of different streams differ, so that their dropout masks do."""
+    """Seed the generators of this process; ranks with different `stream` draw different dropout masks."""
     random.seed(seed + stream)
     np.random.seed((seed + stream) % 2**32)
     torch.manual_seed(seed + stream)
 
 
-def states() -> dict[str, Any]:
-    """The states of Python, NumPy, PyTorch and, where there is one, this process's GPU."""
+def rng_states() -> dict[str, Any]:
+    """The generator states of Python, NumPy, PyTorch and this process's GPU, loadable with `weights_only`."""
     kind, keys, *rest = np.random.get_state()
     return {
         "python": json.dumps(random.getstate()),
-        "numpy": json.dumps([kind, keys.tolist(), *rest]),
+        "numpy": json.dumps([kind, np.asarray(keys).tolist(), *rest]),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
     }
 
 
-def load_states(path: Path) -> None:
-    """Restore what `states` gave, from the file that `torch.save` wrote."""
+def load_rng_states(path: Path) -> None:
+    """Restore the generators from a file that holds `rng_states`."""
     states = torch.load(path, weights_only=True, map_location="cpu")
     version, internal, gauss = json.loads(states["python"])
     random.setstate((version, tuple(internal), gauss))
@@ -120,63 +84,48 @@ def load_states(path: Path) -> None:
         torch.cuda.set_rng_state(states["cuda"])
 
 
-logger = logging.getLogger(__name__)
-
-LAST_SECONDS = 5.0
-"""What a run that failed waits for its last checkpoint. A thread within a collective when the process ends aborts it."""
-SLOW_SECONDS = 60.0
-"""In which a save should reach its next stage; after that there is a warning, and again after twice the time."""
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
 def is_due(step: int, config: CheckpointConfig) -> bool:
-    """Whether the checkpoint keys ask for one after `step` completed iterations."""
+    """True if the checkpoint keys ask for a checkpoint after `step` completed iterations."""
+    factor = config.checkpoint_factor
     if step in (config.extra_save_iters or ()):
         return True
-    factor = config.checkpoint_factor
     if factor is None:
         return False
-    return step % factor == 0 if config.checkpoint_scale == "linear" else _is_power(step, factor)
+    return step % factor == 0 if config.checkpoint_scale == "linear" else step in _powers(factor, step)
 
 
 def due_steps(config: CheckpointConfig, start: int, last: int) -> set[int]:
-    """The steps beyond `start` at which a run that ends with step `last` writes a checkpoint: those of `is_due`, and
-    `last`.
-    """
-    found = {step for step in (*(config.extra_save_iters or ()), last) if start < step <= last}
-    factor = config.checkpoint_factor
+    """The steps after `start` at which a run that ends with step `last` saves: those of `is_due`, and `last`."""
+    steps, factor = {*(config.extra_save_iters or ()), last}, config.checkpoint_factor
     if factor is not None and config.checkpoint_scale == "linear":
-        found |= set(range(start - start % factor + factor, last + 1, factor))
+        steps.update(range(start - start % factor + factor, last + 1, factor))
     elif factor is not None:
-        power = 1
-        while power <= last:
-            found |= {power} if power > start else set()
-            power = power * factor if factor > 1 else last + 1
-    return found
+        steps.update(_powers(factor, last))
+    return {step for step in steps if start < step <= last}
 
 
-def _is_power(step: int, factor: int) -> bool:
-    power = 1
-    while power < step and factor > 1:
-        power *= factor
-    return power == step
+def _powers(factor: int, last: int) -> list[int]:
+    """The powers of `factor`, from 1 up to `last`."""
+    powers = [1]
+    while factor > 1 and powers[-1] * factor <= last:
+        powers.append(powers[-1] * factor)
+    return powers
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """The state of one rank between two steps, in CPU memory that training does not touch."""
+class Snapshot(NamedTuple):
+    """The state of one rank between two steps, in CPU memory that training does not change."""
 
     step: int
     pieces: list[StatePiece]
     places: dict[str, ParameterSlice]
-    random: dict[str, Any]
+    rng: dict[str, Any]
     meta: dict[str, Any]
 
 
 class Checkpoints:
-    """The checkpoints of one run.
+    """Saves and restores the checkpoints of one run.
 
-    Every `meta.json` names the run by an identity of its own, which is drawn at a fresh start and carried on by resumes.
+    Every `meta.json` names the run by an id that is drawn at a fresh start and kept when the run is resumed.
     """
 
     def __init__(
@@ -189,34 +138,38 @@ class Checkpoints:
         watchdog: Watchdog | None = None,
         remotes: RemoteCheckpoints | None = None,
     ) -> None:
-        """`layout` is what a resumed run must share: samples of a step, number format; `origin` the identity of the
-        checkpoint whose weights the run began with. `watchdog` is told of the progress of saving and restoring;
-        `remotes` are the object stores to upload to. Every rank must call it.
+        """Every rank must call it.
+
+        Args:
+            layout: what a resumed run must share beside its keys: samples per step, dtype.
+            origin: identity of the checkpoint whose weights the run started with.
+            watchdog: told of the progress of saving and restoring.
+            remotes: object stores to upload to.
         """
         self._corpus, self._engine, self._layout = corpus, engine, dict(layout)
-        self._topology, self._place = topology, topology.coordinates(dist.rank())
-        self._keys = corpus.config.checkpoint
+        self._topology, self._coordinates = topology, topology.coordinates(dist.rank())
+        self._keys, self._dtype = corpus.config.checkpoint, DTYPES[corpus.config.precision.dtype]
         self._remotes = remotes or RemoteCheckpoints(self._keys, self._keys)
-        self._background = Background()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
         self._group = dist.background_group()
         self._buffers: dict[tuple[str, str, int], Tensor] = {}
         self._run, self._origin = uuid4().hex, origin
-        self._versions = code_versions()  # asks git, and those of a running process do not change
+        self._versions = code_versions()  # once: this calls git
         self._watchdog = watchdog or Watchdog(None, None, dist.rank())
-        self._stage, self._stage_began, self._warn_after = "", 0.0, SLOW_SECONDS
-        self._folder = _identity(self._keys.save)
+        self._stage, self._stage_start, self._warn_after = "", 0.0, SLOW_SECONDS
+        self._inode = _inode(self._keys.save)
 
     @property
     def failed(self) -> bool:
-        """Whether a checkpoint could not be written; `wait` says why."""
-        return self._background.failed
+        """True if the last save failed; `wait` raises its error."""
+        return self._error is not None
 
     def restore(self, folder: Path) -> dict[str, Any]:
-        """Bring engine and random state to where the checkpoint was taken; returns its `meta.json`. Every rank must
-        call it.
+        """Restore engine and random state from a checkpoint; returns its `meta.json`. Every rank must call it.
 
         Raises:
-            CheckpointError: the state does not hold all that this rank needs.
+            CheckpointError: the checkpoint lacks state that this rank needs.
         """
         meta = native.read_json(folder / native.META)
         self._run, self._origin = meta.get("run", self._run), meta.get("origin")
@@ -228,134 +181,147 @@ class Checkpoints:
                     self._watchdog.beat(f"restoring {piece.name}")
             self._engine.restored(meta["counters"])
             if meta["topology"] == self._topology.layout():
-                load_states(folder / native.RNG / f"rank_{dist.rank()}.pt")
+                load_rng_states(folder / native.RNG / f"rank_{dist.rank()}.pt")
                 return meta
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(
-                f"{folder}: cannot be read any more, though it was valid just now ({error})"
-            ) from error
-        logger.warning("another division among processes than %s: dropout draws anew", meta["topology"])
+            raise CheckpointError(f"{folder}: cannot be read, though it was just verified ({error})") from error
+        logger.warning("saved with another parallel layout (%s): dropout masks are drawn anew", meta["topology"])
         seed_everything(self._corpus.config.seed + int(meta["step"]), self._topology.random_stream(dist.rank()))
         return meta
 
     def save(self, step: int, progress: Mapping[str, Any]) -> None:
-        """Take the state after `step` and begin to write it; complete or absent. Every rank must call it.
+        """Take a snapshot after `step` and start writing it; complete or absent. Every rank must call it.
 
-        `progress` is what the loop keeps beside the engine, as JSON can hold it.
+        `progress` is the state of the training loop, as JSON can hold it.
 
         Raises:
-            CheckpointError: this one, or the one before it where this is the first call since, could not be written;
-                earlier checkpoints are untouched.
+            CheckpointError: this checkpoint, or the one before if not raised yet, could not be written; earlier
+                checkpoints are untouched.
         """
         if self._keys.save is None:
             return
-        root = Path(self._keys.save)
-        self.wait()  # its buffers are used again
-        snapshot = self._snapshot(step, progress)
-        self._background.start(lambda: self._write(root, snapshot))
+        self.wait()  # its buffers are reused
+        job = Path(self._keys.save), self._snapshot(step, progress)
+        # A daemon thread does not keep a failed process alive.
+        self._thread = threading.Thread(target=self._write, args=job, name="background", daemon=True)
+        self._thread.start()
         if not self._keys.async_save:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until the checkpoint in progress is complete.
+        """Wait until the save in progress is complete.
 
         Raises:
-            CheckpointError: it could not be written.
+            CheckpointError: it could not be written; raised once.
         """
-        self._background.wait()
-
-    def warn_if_slow(self) -> None:
-        """Name the stage of a save in progress that takes very long: it may hang."""
-        taken = time.monotonic() - self._stage_began
-        if self._background.busy and taken >= self._warn_after:
-            self._warn_after *= 2
-            logger.warning(
-                "%s: %s has taken %.0f s and is not done; the file system may hang", self._keys.save, self._stage, taken
-            )
-
-    def folder_lost(self) -> tuple[bool, bool]:
-        """Whether the folder of `save` is not the one that the run began with, and whether another one with checkpoints
-        lies in its place.
-        """
-        if self._folder is None or self._keys.save is None:
-            return False, False
-        try:
-            now = _identity(self._keys.save)
-            lost = now != self._folder
-            return lost, lost and bool(native.begun_steps(Path(self._keys.save)))
-        except (OSError, UnreadableError) as error:
-            logger.warning("%s: cannot be looked at (%s)", self._keys.save, error)
-            return False, False
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
     def leave(self) -> None:
-        """Let a checkpoint in progress be completed, if that is soon: the training loop has failed."""
-        self._background.leave(LAST_SECONDS)
+        """Give the save in progress a few seconds to complete: the training loop has failed."""
+        if self._thread is not None:
+            self._thread.join(LAST_SECONDS)
+
+    def warn_if_slow(self) -> None:
+        """Log the stage of a save in progress that takes very long: it may hang."""
+        seconds = time.monotonic() - self._stage_start
+        if self._thread is not None and self._thread.is_alive() and seconds >= self._warn_after:
+            self._warn_after *= 2
+            message = "%s: %s has taken %.0f s and is not done; the file system may hang"
+            logger.warning(message, self._keys.save, self._stage, seconds)
+
+    def folder_lost(self) -> tuple[bool, bool]:
+        """Check that `save` still is the folder that the run started with.
+
+        Returns whether it is another one or gone, and if so, whether the new one holds checkpoints.
+        """
+        if self._inode is None or self._keys.save is None:
+            return False, False
+        try:
+            lost = _inode(self._keys.save) != self._inode
+            return lost, lost and bool(native.begun_steps(Path(self._keys.save)))
+        except (OSError, UnreadableError) as error:
+            logger.warning("%s: cannot be read (%s)", self._keys.save, error)
+            return False, False
 
     def _snapshot(self, step: int, progress: Mapping[str, Any]) -> Snapshot:
         places = self._engine.places()
-        own = [piece for piece in self._engine.pieces() if self._writes(piece.name, places[piece.name])]
+        pieces = [piece for piece in self._engine.pieces() if self._writes(piece.name, places[piece.name])]
         if self._keys.async_save or torch.cuda.is_available():
-            own = [piece._replace(tensor=self._copied(piece)) for piece in own]
+            pieces = [piece._replace(tensor=self._copy(piece)) for piece in pieces]
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        return Snapshot(step, own, places, states(), self._meta(step, progress))
+        position = DataSkips.restore(progress.get("skips", ())).position(step)
+        mixture = self._corpus.train.mixture(position * self._layout["batch"])
+        meta = {
+            "step": step,
+            "run": self._run,
+            "origin": self._origin,
+            "data": self._corpus.identity,
+            **self._layout,
+            "topology": self._topology.layout(),
+            "zero_stage": self._corpus.config.parallel.stage,
+            "counters": self._engine.counters(),
+            "progress": dict(progress),
+            "mixture": [asdict(share) for share in mixture],
+            "versions": self._versions,
+        }
+        return Snapshot(step, pieces, places, rng_states(), meta)
 
     def _writes(self, name: str, place: ParameterSlice) -> bool:
-        """Whether this rank writes what it holds of a parameter: copies of the same are written once."""
-        first_tensor = place.shard is not None or self._place.tensor == 0
-        replica = not self._engine.partitioned and (self._place.data or self._place.sequence)
+        """True if this rank writes its slice of a parameter: replicas are written once."""
+        first_tensor = place.shard is not None or self._coordinates.tensor == 0
+        replica = not self._engine.partitioned and (self._coordinates.data or self._coordinates.sequence)
         return first_tensor and not replica and name not in self._engine.copies
 
-    def _copied(self, piece: StatePiece) -> Tensor:
+    def _copy(self, piece: StatePiece) -> Tensor:
         key = (piece.kind, piece.name, piece.start)
         if key not in self._buffers:
             self._buffers[key] = torch.empty_like(piece.tensor, device="cpu", pin_memory=piece.tensor.is_cuda)
         return self._buffers[key].copy_(piece.tensor, non_blocking=True)
 
     def _write(self, root: Path, snapshot: Snapshot) -> None:
+        """Write a snapshot in the background thread; `wait` raises its error."""
+        step, folder = snapshot.step, native.partial_folder(root, snapshot.step)
+        own_files: dict[str, Any] = {}
+
+        def beat(name: str) -> None:
+            self._enter(f"step {step}: writing {name}")
+
         try:
-            self._write_watched(root, snapshot)
+            self._enter(f"step {step}: making its folder")
+            self._on_all_ranks(lambda: native.begin(root, step), root, step, main_only=True)
+            self._enter(f"step {step}: writing the state")
+            self._on_all_ranks(lambda: own_files.update(_write_own(folder, snapshot)), root, step)
+            described = dist.merge_dicts(own_files, self._group)
+            by_rank = dist.merge_dicts({str(dist.rank()): local_weights(snapshot.pieces, snapshot.places)}, self._group)
+            held = [[LocalWeight(*weight) for weight in by_rank[str(rank)]] for rank in range(len(by_rank))]
+            transfer = WeightTransfer(folder, held, snapshot.pieces, self._dtype, self._group, beat)
+            if dist.is_main():
+                self._on_all_ranks(lambda: self._complete(root, snapshot, described, transfer), root, step)
+                logger.info("saved %s", native.step_folder(root, step))
+                self._prune_and_copy(root, step)
+            else:
+                self._on_all_ranks(transfer.send, root, step)
+            if self._remotes:
+                self._enter(f"step {step}: uploading", watched=False)
+                self._upload(root, step)
+        except BaseException as error:  # noqa: BLE001 - raised in the training thread
+            self._error = error
         finally:
             self._watchdog.follow(None)
 
-    def _write_watched(self, root: Path, snapshot: Snapshot) -> None:
-        step, written = snapshot.step, {}
-        folder = native.partial_folder(root, step)
-        self._reach(f"step {step}: making its folder")
-        self._together(lambda: native.begin(root, step), root, step, main_only=True)
-        self._reach(f"step {step}: writing the state")
-        self._together(lambda: written.update(_write_own(folder, snapshot)), root, step)
-        described = dist.merge_dicts(written, self._group)
-        transfer = self._transfer(folder, snapshot)
-        if dist.is_main():
-            self._together(lambda: self._complete(root, snapshot, described, transfer), root, step)
-            self._after(root, step)
-        else:
-            self._together(transfer.send, root, step)
-        if self._remotes:
-            self._reach(f"step {step}: uploading", watched=False)
-            self._upload(root, step)
+    def _enter(self, stage: str, watched: bool = True) -> None:
+        """Enter the next stage of a save. A `watched` one that hangs makes the watchdog end the run."""
+        self._stage, self._stage_start, self._warn_after = stage, time.monotonic(), SLOW_SECONDS
+        self._watchdog.follow(f"saving {stage}" if watched else None)
 
-    def _reach(self, what: str, watched: bool = True) -> None:
-        """The background thread begins the stage `what` of a save. The watchdog ends the run where one that is `watched`
-        makes no progress.
-        """
-        self._stage, self._stage_began, self._warn_after = what, time.monotonic(), SLOW_SECONDS
-        self._watchdog.follow(f"saving {what}" if watched else None)
-
-    def _transfer(self, folder: Path, snapshot: Snapshot) -> "WeightTransfer":
-        own = local_weights(snapshot.pieces, snapshot.places)
-        everyones = dist.merge_dicts({str(dist.rank()): own}, self._group)
-        held = [[LocalWeight(*each) for each in everyones[str(rank)]] for rank in range(len(everyones))]
-        dtype = DTYPES[self._corpus.config.precision.dtype]
-
-        def reached(name: str) -> None:
-            self._reach(f"step {snapshot.step}: writing {name}")
-
-        return WeightTransfer(folder, held, snapshot.pieces, dtype, self._group, reached)
-
-    def _together(self, action: Callable[[], Any], root: Path, step: int, main_only: bool = False) -> None:
-        """Run `action` on every rank (or the first), and fail on all where it fails on one."""
+    def _on_all_ranks(self, action: Callable[[], Any], root: Path, step: int, main_only: bool = False) -> None:
+        """Run `action` on every rank (or rank 0), and fail on all of them if it fails on one."""
         errors = (OSError, RuntimeError, SafetensorError, CheckpointError)
         succeeded, failure = attempt(action, errors, main_only, self._group)
         if not succeeded:
@@ -367,48 +333,35 @@ class Checkpoints:
                 f"earlier ones are intact (newest: {newest})"
             ) from failure
 
-    def _upload(self, root: Path, step: int) -> None:
-        """Upload what is complete locally, and fail on all ranks where it fails."""
-        uploaded, failure = attempt(
-            lambda: self._remotes.upload(step), CheckpointError, main_only=True, group=self._group
-        )
-        if not uploaded:
-            raise CheckpointError(
-                f"{native.step_folder(root, step)}: is complete, but could not be uploaded "
-                f"({failure or 'see the log of rank 0'}); the same command with auto_resume=true goes on from it"
-            ) from failure
-
     def _complete(
         self, root: Path, snapshot: Snapshot, described: Mapping[str, Any], transfer: "WeightTransfer"
     ) -> None:
-        """What the first rank adds once all others have written."""
+        """On rank 0, once all ranks have written their state: add the other files and commit."""
         folder = native.partial_folder(root, snapshot.step)
-        digest = hashlib.sha256()
+        weights_path, digest = folder / native.WEIGHTS, hashlib.sha256()
         try:
-            write_safetensors(folder / native.WEIGHTS, transfer.weights(), digest=digest)
+            write_safetensors(weights_path, weights(transfer.reader, self._dtype, folder), digest=digest)
         finally:
             transfer.drain()
-        self._reach(f"step {snapshot.step}: completing the checkpoint")
-        native.flush(folder / native.WEIGHTS)
-        size = (folder / native.WEIGHTS).stat().st_size
+        self._enter(f"step {snapshot.step}: completing the checkpoint")
+        native.flush(weights_path)
+        weights_entry = {"size": weights_path.stat().st_size, "sha256": digest.hexdigest()}
         (folder / native.CONFIG).write_text(self._remotes.given_in(self._corpus.config).to_yaml())
-        # safetensors leaves its files to the owner alone
+        # safetensors makes its files readable by their owner only
         for name in (native.WEIGHTS, *(name for name in described if name.endswith(".safetensors"))):
             shutil.copymode(folder / native.CONFIG, folder / name)
         native.write_json(folder / native.META, snapshot.meta)
         if self._corpus.tokenizer is not None:
             self._corpus.tokenizer.save(folder / native.TOKENIZER)
-        weights_file = {native.WEIGHTS: {"size": size, "sha256": digest.hexdigest()}}
-        native.commit(root, snapshot.step, {**described, **weights_file})
+        native.commit(root, snapshot.step, {**described, native.WEIGHTS: weights_entry})
 
-    def _after(self, root: Path, step: int) -> None:
-        """Make room, and copy. What fails of this is told and tried again with the next checkpoint."""
-        logger.info("saved %s", native.step_folder(root, step))
+    def _prune_and_copy(self, root: Path, step: int) -> None:
+        """Remove old checkpoints and copy to `save_copy`. Failures are logged, and the next save tries again."""
         self._prune(root)
         if self._keys.save_copy is None:
             return
         copies = Path(self._keys.save_copy)
-        self._reach(f"step {step}: copying to {copies}", watched=False)  # a run does not need its copies
+        self._enter(f"step {step}: copying to {copies}", watched=False)  # a run does not need its copies
         try:
             native.copy(native.step_folder(root, step), copies)
         except (OSError, CheckpointError) as error:
@@ -423,27 +376,22 @@ class Checkpoints:
         except OSError as error:
             logger.warning("%s: an old checkpoint could not be removed (%s)", folder, error)
 
-    def _meta(self, step: int, progress: Mapping[str, Any]) -> dict[str, Any]:
-        reached = DataSkips.restore(progress.get("skips", ())).position(step)
-        taken = self._corpus.train.mixture(reached * self._layout["batch"])
-        return {
-            "step": step,
-            "run": self._run,
-            "origin": self._origin,
-            "data": self._corpus.identity,
-            **self._layout,
-            "topology": self._topology.layout(),
-            "zero_stage": self._corpus.config.parallel.stage,
-            "counters": self._engine.counters(),
-            "progress": dict(progress),
-            "mixture": [asdict(share) for share in taken],
-            "versions": self._versions,
-        }
+    def _upload(self, root: Path, step: int) -> None:
+        uploaded, failure = attempt(
+            lambda: self._remotes.upload(step), CheckpointError, main_only=True, group=self._group
+        )
+        if not uploaded:
+            raise CheckpointError(
+                f"{native.step_folder(root, step)}: is complete, but could not be uploaded "
+                f"({failure or 'see the log of rank 0'}); the same command with auto_resume=true resumes from it"
+            ) from failure
 
 
 class WeightTransfer:
-    """The way of all weights from the memory of the ranks into the first one's file, in the file's dtype. Nothing is read
-    again from disk.
+    """Sends all weights from the memory of the ranks to the file that rank 0 writes; none is read again from disk.
+
+    Attributes:
+        reader: on rank 0, reads all weights once, in the order in which the other ranks send them.
     """
 
     def __init__(
@@ -453,43 +401,36 @@ class WeightTransfer:
         pieces: Sequence[StatePiece],
         dtype: torch.dtype,
         group: Any,
-        reached: Callable[[str], None],
+        beat: Callable[[str], None],
     ) -> None:
-        """`held` by rank; `pieces` are this rank's own, `group` is a background group. `reached` is told of each weight."""
+        """`held` are the weights by rank, `pieces` this rank's own; `dtype` is that of the file."""
         self._own = {(piece.name, piece.start): piece.tensor for piece in pieces if piece.kind == WEIGHT}
-        self._dtype, self._group, self._folder, self._reached = dtype, group, folder, reached
-        self._reader = LocalWeightReader(folder, held, self._fetch)
+        self._dtype, self._group, self._beat = dtype, group, beat
+        self.reader = LocalWeightReader(folder, held, self._fetch)
         self._fetched = 0
 
-    def weights(self) -> Weights:
-        """On the first rank: all weights in the order in which the others send them, to be read once."""
-        return weights(self._reader, self._dtype, self._folder)
-
     def send(self) -> None:
-        """On the other ranks: give what this one has."""
-        for rank, stretch in self._reader.order:
+        """Send this rank's weights to rank 0."""
+        for rank, weight in self.reader.order:
             if rank == dist.rank():
-                self._reached(stretch.name)
-                dist.send_to_main(self._local(stretch), self._group)
+                self._beat(weight.name)
+                dist.send_to_main(self._own[weight.name, weight.start].to(self._dtype), self._group)
 
     def drain(self) -> None:
-        """On the first rank: take what is not read, so that no other rank waits for ever where writing has failed."""
-        while self._fetched < len(self._reader.order):
-            self._fetch(*self._reader.order[self._fetched])
+        """On rank 0, receive what was not read because writing failed: the senders must not wait forever."""
+        while self._fetched < len(self.reader.order):
+            self._fetch(*self.reader.order[self._fetched])
 
-    def _fetch(self, rank: int, stretch: LocalWeight) -> Tensor:
+    def _fetch(self, rank: int, weight: LocalWeight) -> Tensor:
         self._fetched += 1
-        self._reached(stretch.name)
+        self._beat(weight.name)
         if rank == dist.rank():
-            return self._local(stretch)
-        return dist.receive(rank, stretch.numel, self._dtype, self._group)
-
-    def _local(self, stretch: LocalWeight) -> Tensor:
-        return self._own[stretch.name, stretch.start].to(self._dtype)
+            return self._own[weight.name, weight.start].to(self._dtype)
+        return dist.receive(rank, weight.numel, self._dtype, self._group)
 
 
-def _identity(folder: str | None) -> tuple[int, int] | None:
-    """Device and inode of a folder; None where there is none."""
+def _inode(folder: str | None) -> tuple[int, int] | None:
+    """Device and inode of a folder; None if there is none."""
     try:
         status = os.stat(folder) if folder is not None else None
     except (FileNotFoundError, NotADirectoryError):
@@ -498,13 +439,13 @@ def _identity(folder: str | None) -> tuple[int, int] | None:
 
 
 def _write_own(folder: Path, snapshot: Snapshot) -> dict[str, Any]:
-    """Write a rank's own files to disk; returns what a manifest says of them."""
-    random = folder / native.RNG / f"rank_{dist.rank()}.pt"
+    """Write and flush the files of this rank; returns their entries in the manifest."""
+    rng = folder / native.RNG / f"rank_{dist.rank()}.pt"
     state = folder / native.STATE / file_name(dist.rank())
-    for path in (random, state):
+    for path in (rng, state):
         path.parent.mkdir(exist_ok=True)
-    torch.save(snapshot.random, random)
-    files = [random]
+    torch.save(snapshot.rng, rng)
+    files = [rng]
     if snapshot.pieces:
         write_pieces(state, snapshot.pieces, snapshot.places)
         files.append(state)

@@ -17,10 +17,9 @@ from megatron_coca.training.engine import Engine, StepResult
 from megatron_coca.training.exit_status import Diverged, Preempted, Preemption, Unsaved
 from megatron_coca.training.loss_guard import DataSkips, LossGuard, Verdict
 from megatron_coca.training.reporting import Monitor, StepFigures
-from megatron_coca.training.resume import clear_together
+from megatron_coca.training.resume import Choice, first_valid, quarantine_newer
 from megatron_coca.training.saving import Checkpoints, is_due
 from megatron_coca.training.topology import Topology
-from megatron_coca.training.verification import Choice, first_intact
 from megatron_coca.training.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
@@ -243,7 +242,7 @@ class Trainer:
         # What the first rank sees counts: a shared file system may show others an older list.
         steps = from_main(lambda: rollback_order(native.begun_steps(save), first_bad, self.step - 1))
         try:
-            chosen = first_intact([native.step_folder(save, step) for step in steps], self._watchdog.beat)
+            chosen = first_valid([native.step_folder(save, step) for step in steps], self._watchdog.beat)
         except UnreadableError:
             raise
         except CheckpointError as failure:
@@ -263,7 +262,7 @@ class Trainer:
         counted.rolled_back(self._guard.state())
         self._guard, self._skipped = counted, skipped
         self._skips = skips.after_rollback(newest, first_bad, last_bad, config.faults.rollback_margin)
-        clear_together(config.checkpoint, chosen)
+        quarantine_newer(config.checkpoint, chosen)
 
     def _newest(self) -> str:
         save = self._corpus.config.checkpoint.save

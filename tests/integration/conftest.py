@@ -1,4 +1,4 @@
-"""Training processes that cost little to start, and lives of a run that end in a given way."""
+"""Training processes that start quickly, and runs that end in a given way."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ Live = Callable[..., Finished]
 @pytest.fixture(scope="session")
 def server(small: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
     """Forks processes that train on `small`."""
-    folder = tmp_path_factory.mktemp("lives")
+    folder = tmp_path_factory.mktemp("forked")
     file = folder / "small.json"
     file.write_text(json.dumps(small))
     with fork_server(clean_environment(), folder, file) as started:
@@ -33,9 +33,8 @@ def live(server: ForkServer) -> Live:
     def run(
         changes: Mapping[str, Any], hooks: Sequence[Hook] = (), ranks: int = 1, expected: int | None = 0
     ) -> Finished:
-        life = server.start(changes, ranks, hooks)
-        statuses = life.end()
-        output = life.output()
+        launch = server.start(changes, ranks, hooks)
+        statuses, output = launch.end(), launch.output()
         assert expected is None or statuses == [expected] * ranks, f"{statuses}: {output[-3000:]}"
         return Finished(max(statuses, key=abs), output)
 

@@ -58,7 +58,7 @@ POINTS: dict[str, Point] = {
     "copy": Point(NATIVE, "copy"),
     "copied file": Point("shutil", "copyfile", after=True),
     "uploaded file": Point("megatron_coca.checkpoints.object_store", "RemoteFolder._put", after=True),
-    "set aside": Point("megatron_coca.training.trainer", "clear_together"),
+    "set aside": Point("megatron_coca.training.trainer", "quarantine_newer"),
     "clock": Point("time", "time", after=True),
     "host": Point("socket", "gethostname", after=True),
 }

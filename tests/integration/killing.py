@@ -1,4 +1,4 @@
-"""Real kills of real training processes, at random moments, as many as wanted."""
+"""Training processes started by fork, and random kills of them."""
 
 import json
 import os
@@ -12,36 +12,23 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from tests.integration.hooks import Hook
 
 ROOT = Path(__file__).parents[2]
 TIME_LIMIT = 300.0
-"""Seconds for one life of a run, beyond which something hangs."""
+"""Seconds for one launch, beyond which something hangs."""
 TAIL = 3000
 
 
-class Life(Protocol):
-    """A running group of training processes."""
-
-    def wait(self, timeout: float) -> list[int] | None:
-        """The exit statuses of all ranks, or None where they are still running after `timeout` seconds."""
-
-    def kill(self) -> None:
-        """SIGKILL to the whole process group."""
-
-    def output(self) -> str:
-        """All that was printed."""
-
-
 class Kills(NamedTuple):
-    """What a run lived through.
+    """The kills of one run.
 
     Attributes:
-        hits: kills that hit it while it ran.
-        inside_saves: how many of them left a part of a checkpoint.
-        seconds: how long it ran in all its lives.
+        hits: kills while it was running.
+        inside_saves: those of them that left an incomplete checkpoint.
+        seconds: of all launches together.
     """
 
     hits: int
@@ -50,13 +37,11 @@ class Kills(NamedTuple):
 
 
 class ForkServer:
-    """Starts training processes by fork, at about a tenth of the price of a new interpreter. One life at a time."""
+    """Starts training processes by fork, about ten times faster than a new interpreter. One launch at a time."""
 
     def __init__(self, environment: Mapping[str, str], folder: Path, file: Path) -> None:
-        """`environment` without a launcher's variables; `folder` for the outputs; `file` the configuration that the
-        keys change.
-        """
-        self._folder, self._file, self._lives = folder, file, 0
+        """`environment` has no launcher's variables; `folder` is for outputs, `file` the config that keys override."""
+        self._folder, self._file, self._launches = folder, file, 0
         self._server = subprocess.Popen(
             [sys.executable, str(ROOT / "tests" / "integration" / "fork_server.py")],
             stdin=subprocess.PIPE,
@@ -66,14 +51,20 @@ class ForkServer:
         )
         assert self._answer(TIME_LIMIT) == b"ready"
 
-    def start(self, keys: Mapping[str, Any], ranks: int = 1, hooks: Sequence[Hook] = ()) -> "ForkedLife":
-        """A run of train.py with `keys`, in `ranks` processes that `hooks` are put into."""
-        self._lives += 1
-        output = self._folder / f"life_{self._lives}.txt"
+    def start(
+        self,
+        keys: Mapping[str, Any],
+        ranks: int = 1,
+        hooks: Sequence[Hook] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> "Launch":
+        """Run train.py with `keys` in `ranks` processes, with `hooks` and more environment variables."""
+        self._launches += 1
+        output = self._folder / f"launch_{self._launches}.txt"
         arguments = [str(self._file), *(f"{name}={json.dumps(value)}" for name, value in keys.items())]
         request = {
             "arguments": arguments,
-            "environments": _environments(ranks),
+            "environments": [variables | dict(environment or {}) for variables in _environments(ranks)],
             "hooks": [list(hook) for hook in hooks],
             "output": str(output),
         }
@@ -82,10 +73,10 @@ class ForkServer:
         self._server.stdin.flush()
         group = self._answer(TIME_LIMIT)
         assert group is not None
-        return ForkedLife(int(group), output, self._answer)
+        return Launch(int(group), output, self._answer)
 
     def close(self) -> None:
-        """End the server; a life that is still running must have been killed before."""
+        """End the server, once every launch has ended."""
         assert self._server.stdin is not None and self._server.stdout is not None
         self._server.stdin.close()
         self._server.wait(TIME_LIMIT)
@@ -104,28 +95,30 @@ class ForkServer:
         return line.strip()
 
 
-class ForkedLife:
-    """A Life started by a ForkServer; `group` is the number of its process group."""
+class Launch:
+    """A running group of training processes; `group` is its process group."""
 
     def __init__(self, group: int, output: Path, answer: Callable[[float], bytes | None]) -> None:
         self.group, self._output, self._answer = group, output, answer
         self._statuses: list[int] | None = None
 
     def wait(self, timeout: float) -> list[int] | None:
+        """The exit statuses of all ranks, or None if they are still running after `timeout` seconds."""
         if self._statuses is None:
             line = self._answer(timeout)
             self._statuses = None if line is None else json.loads(line)
         return self._statuses
 
     def kill(self) -> None:
+        """Send SIGKILL to all ranks."""
         self.send(signal.SIGKILL)
 
     def send(self, number: int) -> None:
-        """A signal to every rank."""
+        """Send a signal to all ranks."""
         os.killpg(self.group, number)
 
     def end(self) -> list[int]:
-        """The exit statuses of all ranks, once they have ended."""
+        """Wait for all ranks; returns their exit statuses."""
         statuses = self.wait(TIME_LIMIT)
         if statuses is None:
             self.kill()
@@ -134,6 +127,7 @@ class ForkedLife:
         return statuses
 
     def output(self) -> str:
+        """The output of all ranks."""
         return self._output.read_text() if self._output.exists() else ""
 
 
@@ -147,41 +141,41 @@ def fork_server(environment: Mapping[str, str], folder: Path, file: Path) -> Ite
         server.close()
 
 
-def run_to_end(start: Callable[[Mapping[str, Any]], Life], keys: Mapping[str, Any]) -> float:
-    """Let a run live undisturbed; the seconds it took."""
+Start = Callable[[Mapping[str, Any]], Launch]
+
+
+def run_to_end(start: Start, keys: Mapping[str, Any]) -> float:
+    """Let a run finish undisturbed; returns its seconds."""
     begin = time.monotonic()
-    _end(start(keys))
+    launch = start(keys)
+    statuses = launch.end()
+    assert not any(statuses), f"{statuses}: {launch.output()[-TAIL:]}"
     return time.monotonic() - begin
 
 
-def kill_randomly(
-    start: Callable[[Mapping[str, Any]], Life], keys: Mapping[str, Any], seed: int, kills: int, within: float
-) -> Kills:
-    """Start a run, kill it after a random delay, start it again by the same command, until it ends by itself.
+def kill_randomly(start: Start, keys: Mapping[str, Any], seed: int, kills: int, within: float) -> Kills:
+    """Start a run, kill it after a random delay, and start it again by the same command, until it finishes.
 
     Args:
-        start: starts a life of the run, which resumes by itself.
-        keys: what `start` is given; `save` is looked into.
+        start: launches the run, which resumes by itself.
+        keys: given to `start`; `save` is inspected.
         seed: of the delays.
-        kills: hits after which the run is left in peace.
-        within: the delays are uniform between 0 and this, in seconds; the time of an undisturbed run makes every
-            moment of it equally likely.
+        kills: hits after which the run is left to finish.
+        within: delays are uniform between 0 and this, in seconds; with the time of an undisturbed run, every moment of
+            it is equally likely.
     """
     generator = random.Random(seed)
     hits, inside, begin = 0, 0, time.monotonic()
     while hits < kills:
         before = _partials(Path(keys["save"]))
-        life = start(keys)
-        if life.wait(generator.uniform(0, within)) is not None:
-            _end(life)
+        launch = start(keys)
+        if launch.wait(generator.uniform(0, within)) is not None:
+            assert not any(launch.end()), launch.output()[-TAIL:]
             return Kills(hits, inside, time.monotonic() - begin)
-        life.kill()
-        statuses = life.wait(TIME_LIMIT)
-        assert statuses is not None, "a killed group ends"
-        # It may have ended by itself in the moment before.
-        hits += -signal.SIGKILL in statuses
+        launch.kill()
+        hits += -signal.SIGKILL in launch.end()  # it may have ended by itself just before
         inside += not _partials(Path(keys["save"])) <= before
-    _end(start(keys))
+    run_to_end(start, keys)
     return Kills(hits, inside, time.monotonic() - begin)
 
 
@@ -197,20 +191,12 @@ def left_alive(folder: Path) -> list[str]:
 
 
 def _partials(save: Path) -> set[tuple[str, int, int]]:
-    """The parts of checkpoints in a folder; a kill before the first save of a life leaves those of the life before."""
+    """The incomplete checkpoints in a folder; a kill before the first save of a launch leaves those of the one before."""
     return {(path.name, path.stat().st_ino, path.stat().st_mtime_ns) for path in save.glob(".global_step*.partial")}
 
 
-def _end(life: Life) -> None:
-    statuses = life.wait(TIME_LIMIT)
-    if statuses is None:
-        life.kill()
-        life.wait(TIME_LIMIT)
-    assert statuses is not None and not any(statuses), f"{statuses}: {life.output()[-TAIL:]}"
-
-
 def _environments(ranks: int) -> list[dict[str, str]]:
-    """What a launcher on this machine sets for each rank; nothing for a single one."""
+    """The variables that a launcher sets for each rank; none for a single one."""
     if ranks == 1:
         return [{}]
     with socket.socket() as probe:

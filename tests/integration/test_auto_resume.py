@@ -1,6 +1,7 @@
-"""One command for the first start and every later one: what `auto_resume` finds, and what it makes of it."""
+"""`auto_resume`: one command for the first start and every later one."""
 
 import json
+import logging
 import re
 import shutil
 from collections.abc import Callable
@@ -12,8 +13,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from megatron_coca.checkpoints import native
+from megatron_coca.training.resume import Choice, first_valid
 from megatron_coca.training.trainer import rollback_order
-from megatron_coca.training.verification import Choice, first_intact
 from tests.checkpoint_files import run_alone
 from tests.integration.hooks import Hook
 
@@ -72,15 +73,37 @@ def assert_same_end(run: Any, whole: Any, assert_same_state: Any) -> None:
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_a_damaged_newest_checkpoint(
-    name: str, live: Any, stopped: Path, whole: Any, open_run: Any, assert_same_state: Any
+def test_a_damaged_checkpoint_is_not_chosen(
+    name: str, stopped: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    run_alone(monkeypatch)
     damage, message = DAMAGES[name]
-    damage(native.step_folder(stopped, STOPPED))
-    finished = live(KEYS | {"save": str(stopped)})
-    assert "falling back to the checkpoint before it" in finished.output and "resuming at step 4" in finished.output
-    assert any(message in line and "falling back" in line for line in finished.output.splitlines()), finished.output
+    newest, before = (native.step_folder(stopped, step) for step in (STOPPED, 4))
+    damage(newest)
+    logging.getLogger("megatron_coca").setLevel(logging.NOTSET)
+    assert first_valid([newest, before]) == Choice(before)
+    assert any(message in line and "falling back to the checkpoint before it" in line for line in caplog.messages)
+
+
+def plant_strays(folder: Path) -> None:
+    """Add a rank's file of another run, whose name sorts before this run's, and a link out of the folder."""
+    own = folder / native.STATE / "rank_00000.safetensors"
+    with safe_open(own, "pt") as file:
+        metadata, tensors = file.metadata(), {name: file.get_tensor(name) + 1.0 for name in file.keys()}  # noqa: SIM118
+    save_file(tensors, own.with_name("rank_0000.safetensors"), metadata)
+    (folder / "more").symlink_to(folder.parent.parent)
+
+
+def test_a_damaged_checkpoint_and_files_of_another_run(
+    live: Any, stopped: Path, whole: Any, open_run: Any, assert_same_state: Any
+) -> None:
+    flip_bit(native.step_folder(stopped, STOPPED) / native.WEIGHTS)
+    plant_strays(native.step_folder(stopped, 4))
+    output = live(KEYS | {"save": str(stopped)}).output
+    assert "falling back to the checkpoint before it" in output and "resuming at step 4" in output
     assert (stopped / native.ASIDE / "global_step6").is_dir(), "the damaged one is kept"
+    for name in ("state/rank_0000.safetensors", "more"):
+        assert f"global_step4/{name}: is not listed in manifest.json, and not read" in output
     assert_same_end(open_run(stopped), whole, assert_same_state)
 
 
@@ -93,7 +116,7 @@ def test_a_rollback_goes_past_a_damaged_checkpoint(stopped: Path, monkeypatch: p
     run_alone(monkeypatch)
 
     def newest() -> Choice:
-        return first_intact(
+        return first_valid(
             [native.step_folder(stopped, step) for step in rollback_order(native.begun_steps(stopped), 9, 9)]
         )
 
@@ -173,37 +196,16 @@ def test_clocks_and_host_names_do_not_matter(
     assert all(0 <= line["eta_seconds"] < 300 for line in lines if "eta_seconds" in line)
 
 
-def plant_strays(folder: Path) -> None:
-    """A rank's file of another run, whose name sorts before those of this one, and a link out of the folder."""
-    own = folder / native.STATE / "rank_00000.safetensors"
-    with safe_open(own, "pt") as file:
-        metadata, tensors = file.metadata(), {name: file.get_tensor(name) + 1.0 for name in file.keys()}  # noqa: SIM118
-    save_file(tensors, own.with_name("rank_0000.safetensors"), metadata)
-    (folder / "more").symlink_to(folder.parent.parent)
-
-
-def test_files_of_another_run_in_a_checkpoint_are_not_read(
-    live: Any, stopped: Path, whole: Any, open_run: Any, assert_same_state: Any
-) -> None:
-    plant_strays(native.step_folder(stopped, STOPPED))
-    finished = live(KEYS | {"save": str(stopped)})
-    assert "resuming at step 6" in finished.output
-    for name in ("state/rank_0000.safetensors", "more"):
-        assert f"global_step6/{name}: is not listed in manifest.json, and not read" in finished.output
-    assert_same_end(open_run(stopped), whole, assert_same_state)
-
-
 def put_folder(path: Path) -> None:
-    """What no permission bit does to root: opening the file is an error."""
+    """Replace a file by a folder, which root cannot open either."""
     path.unlink()
     path.mkdir()
 
 
-@pytest.mark.parametrize("name", ["state/rank_00000.safetensors", native.MANIFEST])
 def test_an_unreadable_newest_checkpoint_gives_way_and_stays(
-    name: str, live: Any, stopped: Path, whole: Any, open_run: Any, assert_same_state: Any
+    live: Any, stopped: Path, whole: Any, open_run: Any, assert_same_state: Any
 ) -> None:
-    folder = native.step_folder(stopped, STOPPED)
+    folder, name = native.step_folder(stopped, STOPPED), "state/rank_00000.safetensors"
     put_folder(folder / name)
     first = live(KEYS | {"save": str(stopped), "exit_interval": 5})
     assert f"global_step6/{name}: cannot be read" in first.output and "resuming at step 4" in first.output
@@ -221,10 +223,9 @@ def test_an_unreadable_checkpoint_and_nothing_older(live: Any, stopped: Path) ->
         shutil.rmtree(native.step_folder(stopped, step))
     put_folder(native.step_folder(stopped, STOPPED) / native.STATE / "rank_00000.safetensors")
     before = sorted(stopped.rglob("*"))
-    for keys in ({}, {"load": str(stopped), "auto_resume": False}):
-        finished = live(KEYS | {"save": str(stopped)} | keys, expected=2)
-        last = finished.output.splitlines()[-1]
-        assert "rank_00000.safetensors: cannot be read" in last and "Traceback" not in finished.output
+    finished = live(KEYS | {"save": str(stopped)}, expected=2)
+    last = finished.output.splitlines()[-1]
+    assert "rank_00000.safetensors: cannot be read" in last and "Traceback" not in finished.output
     assert sorted(stopped.rglob("*")) == before
 
 

@@ -1,6 +1,5 @@
-"""A run goes on with another number of processes or another ZeRO stage: the same samples, the same losses but for rounding."""
+"""A run resumes with another number of processes or ZeRO stage: the same samples, the same losses up to rounding."""
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +12,10 @@ PLAIN = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "train_iters": STEPS, 
 """Without dropout, whose masks are drawn anew where the division among processes changes."""
 
 
-def processes(count: int) -> tuple[str, ...]:
-    return () if count == 1 else ("--num_gpus", str(count))
-
-
 @pytest.fixture(scope="module")
-def unstopped(train: Any, open_run: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def unstopped(live: Any, open_run: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("unstopped") / "run"
-    finished = train(PLAIN | {"save": str(folder)})
-    assert finished.status == 0, finished.output
+    live(PLAIN | {"save": str(folder)})
     return open_run(folder)
 
 
@@ -50,13 +44,11 @@ CASES += [pytest.param(*each, id=name, marks=pytest.mark.slow) for name, each in
 
 @pytest.mark.parametrize(("before", "after"), CASES)
 def test_the_layout_may_change(
-    train: Any, unstopped: Any, open_run: Any, tmp_path: Path, before: Layout, after: Layout
+    live: Any, unstopped: Any, open_run: Any, tmp_path: Path, before: Layout, after: Layout
 ) -> None:
     keys = PLAIN | {"save": str(tmp_path), "auto_resume": True}
-    first = train(keys | before[1] | {"exit_interval": STOP}, options=processes(before[0]))
-    assert first.status == 0, first.output
-    second = train(keys | after[1], options=processes(after[0]))
-    assert second.status == 0 and f"resuming at step {STOP}" in second.output, second.output
+    live(keys | before[1] | {"exit_interval": STOP}, ranks=before[0])
+    assert f"resuming at step {STOP}" in live(keys | after[1], ranks=after[0]).output
     run = open_run(tmp_path)
     assert run.losses == pytest.approx(unstopped.losses, rel=RELATIVE), "each step's loss is that of its samples"
     assert [record["grad_norm"] for record in run.records if "loss" in record] == pytest.approx(
@@ -65,23 +57,19 @@ def test_the_layout_may_change(
 
 
 @pytest.mark.slow
-def test_bf16_keeps_its_float32_weights(train: Any, open_run: Any, tmp_path: Path) -> None:
+def test_bf16_keeps_its_float32_weights(live: Any, open_run: Any, tmp_path: Path) -> None:
     """What is saved are the float32 weights: a layout that read the rounded ones back would drift from the first step."""
     keys = PLAIN | {"precision": "bfloat16", "zero_stage": 1, "train_batch_size": 4}
     folders = {name: tmp_path / name for name in ("whole", "changed")}
-    with ThreadPoolExecutor() as pool:
-        whole = pool.submit(train, keys | {"save": str(folders["whole"])})
-        first = train(keys | {"save": str(folders["changed"]), "exit_interval": STOP})
-    assert whole.result().status == first.status == 0, first.output
-    second = train(keys | {"save": str(folders["changed"]), "auto_resume": True, "zero_stage": 2})
-    assert second.status == 0, second.output
+    live(keys | {"save": str(folders["whole"])})
+    live(keys | {"save": str(folders["changed"]), "exit_interval": STOP})
+    live(keys | {"save": str(folders["changed"]), "auto_resume": True, "zero_stage": 2})
     one, other = (open_run(folder) for folder in folders.values())
     assert one.losses == other.losses and one.weights(STEPS) == other.weights(STEPS)
 
 
 @pytest.mark.slow
-def test_a_batch_that_would_change_is_refused(train: Any, tmp_path: Path) -> None:
+def test_a_batch_that_would_change_is_refused(live: Any, tmp_path: Path) -> None:
     keys = PLAIN | {"save": str(tmp_path), "auto_resume": True, "train_batch_size": None, "train_iters": 2}
-    assert train(keys).status == 0
-    finished = train(keys | {"train_iters": 4}, options=processes(2))
-    assert finished.status == 2 and "batch (saved 2, now 4)" in finished.output, finished.output
+    live(keys)
+    assert "batch (saved 2, now 4)" in live(keys | {"train_iters": 4}, ranks=2, expected=2).output

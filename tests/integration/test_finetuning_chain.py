@@ -22,9 +22,11 @@ from megatron_coca.checkpoints.exports.huggingface import export
 from megatron_coca.checkpoints.importing import import_checkpoint
 from megatron_coca.data import CorpusSource, Execution, Rules, SourceSpec, load_tokenizer, prepare
 from megatron_coca.evaluation import sliding_window_perplexity
-from megatron_coca.training.chain import plan, run_chain, train_in_a_process
 from tests.conftest import LAUNCHER_VARIABLES, ROOT, VOCABULARY, command_line
 from tests.plain_perplexity import plain_loop
+from tools.train_stages import plan, run_stages, run_train
+
+pytestmark = pytest.mark.slow  # test_chain.py has the stages, test_trained_parts.py what each of them trains
 
 CONFIGS = ROOT / "configs/finetune/small"
 RUNS = Path("runs/finetune")
@@ -78,14 +80,13 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chain]:
         for name in [name for name in os.environ if name.startswith(LAUNCHER_VARIABLES)]:
             patch.delenv(name)
         patch.setenv("OMP_NUM_THREADS", "1")
-        train = train_in_a_process(ROOT / "train.py")
         base = command_line(keys | {"train_iters": STEPS["llama"], "checkpoint_factor": STEPS["llama"]})
-        assert train([str(CONFIGS / "llama.yml"), *base]) == 0
+        assert run_train([str(CONFIGS / "llama.yml"), *base]) == 0
         export(RUNS / "llama", RUNS / "llama_hf")
         import_checkpoint(RUNS / "llama_hf", RUNS / "imported")
         stages = [str(CONFIGS / f"coca_stage{number}.yml") for number in (1, 2, 3)]
         short = command_line(keys | {"train_iters": STEPS["stage"], "checkpoint_factor": STEPS["stage"]})
-        assert run_chain(plan(stages, short), train) == 0
+        assert run_stages(plan(stages, short), run_train) == 0
         export(RUNS / "stage3", RUNS / "llama_coca_hf")
         yield Chain(folder, held_out())
 

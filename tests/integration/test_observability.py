@@ -1,4 +1,4 @@
-"""What real runs tell of themselves: figures in every sink, across a resume, and what is odd."""
+"""What real runs report: figures in every sink, across a resume, and anomalies."""
 
 import json
 import os
@@ -31,16 +31,16 @@ def sources(small: dict[str, Any]) -> dict[str, Any]:
     return {"valid_data_paths": small["train_data_paths"] + small["valid_data_paths"], "eval_iters": 2}
 
 
-def test_every_sink_over_a_resume(train: Any, small: dict[str, Any], tmp_path: Path) -> None:
+def test_every_sink_over_a_resume(server: Any, small: dict[str, Any], tmp_path: Path) -> None:
     run, board = tmp_path / "run", tmp_path / "board"
     offline = {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}
     keys = sources(small) | {"save": str(run), "load": str(run), "tensorboard_dir": str(board), "use_wandb": True}
     keys |= {"profile": True, "profile_step_start": 2, "profile_step_stop": 4, "peak_theoretical_tflops": 0.001}
     # The first launch ends beyond its last checkpoint, as one that was killed: steps 4 and 5 are repeated.
     for changes in ({"exit_interval": STOP}, {"iteration": 3}):
-        finished = train(keys | {"extra_save_iters": [3]} | changes, environment=offline)
-        assert finished.status == 0, finished.output
-        assert "step 5/12: loss " in finished.output and "MFU" in finished.output and "ETA" in finished.output
+        launch = server.start(keys | {"extra_save_iters": [3]} | changes, environment=offline)
+        assert launch.end() == [0], launch.output()
+        assert all(text in launch.output() for text in ("step 5/12: loss ", "MFU", "ETA"))
     reports = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in reports if "loss" in line] == list(range(1, STEPS + 1))
     assert all(
@@ -76,7 +76,7 @@ def free_port() -> str:
     ("module", "place", "told"),
     [
         ("megatron_coca.model.gpt", "LanguageModelLoss.forward", "rank 1 ({host}) is slow: a forward pass takes"),
-        ("megatron_coca.data", "Loader.micro_batches", "of the time goes into waiting for data, on rank 1 ({host})"),
+        ("megatron_coca.data", "Loader.micro_batches", "of the time is spent waiting for data, on rank 1 ({host})"),
     ],
     ids=["straggler", "slow data"],
 )
@@ -99,7 +99,7 @@ def test_a_rank_that_holds_up_the_others_is_named(
     assert sum(output.count(event) for output in outputs) == 1, "one line, from the first rank"
 
 
-def test_what_is_measured_at_the_start(train: Any, whole: Any, open_run: Any, tmp_path: Path) -> None:
+def test_what_is_measured_at_the_start(live: Any, whole: Any, open_run: Any, tmp_path: Path) -> None:
     """Once a launch, in the log and in metrics.jsonl; and without it the run is the same, bit by bit."""
     lines = [json.loads(line) for line in (whole.folder / "metrics.jsonl").read_text().splitlines()]
     (measured,) = [line for line in lines if "health/disk_mb_per_second" in line]
@@ -107,8 +107,7 @@ def test_what_is_measured_at_the_start(train: Any, whole: Any, open_run: Any, tm
     files = [path for path in (whole.folder / "global_step12").rglob("*.safetensors")]
     written = sum(path.stat().st_size for path in files)
     assert measured["health/checkpoint_gib"] * 2**30 == pytest.approx(written, rel=0.05)
-    finished = train({"save": str(tmp_path / "run"), "health_check": False})
-    assert finished.status == 0 and "health" not in finished.output, finished.output
+    assert "health" not in live({"save": str(tmp_path / "run"), "health_check": False}).output
     without = open_run(tmp_path / "run")
     assert "health/" not in (without.folder / "metrics.jsonl").read_text()
     assert without.records == whole.records and without.weights(12) == whole.weights(12)

@@ -136,7 +136,7 @@ def resumed(keys: dict[str, Any], folder: Path) -> dict[str, Any]:
     one, other = Trained(keys), Trained(keys)
     one.steps(0, 2)
     one.write(folder)
-    counters, states = one.engine.counters(), saving.states()
+    counters, states = one.engine.counters(), saving.rng_states()
     expected, bits = one.steps(2, STEPS), one.bits()
     other.read(folder, counters)
     torch.set_rng_state(states["torch"])

@@ -1,4 +1,4 @@
-"""Runs one after the other: what is refused before the first, and what is trained again."""
+"""Training stages: which plans are refused, and which stages are trained again."""
 
 import shutil
 from collections.abc import Sequence
@@ -8,8 +8,7 @@ import pytest
 
 from megatron_coca.checkpoints import CheckpointError, native, open_checkpoint
 from megatron_coca.config import ConfigError, load_config
-from megatron_coca.training.chain import plan, run_chain
-from tools.train_stages import ROOT, main
+from tools.train_stages import ROOT, main, plan, run_stages, run_train
 
 COMMON = "num_layers: 1\nhidden_size: 8\nnum_attention_heads: 1\nseq_length: 8\ntrain_iters: 5\n"
 
@@ -53,44 +52,44 @@ class Trainings:
 
 def test_runs_follow_each_other(tmp_path: Path, files: list[str]) -> None:
     trainings = Trainings(tmp_path)
-    assert run_chain(plan(files, ["seed=9"]), trainings) == 0
+    assert run_stages(plan(files, ["seed=9"]), trainings) == 0
     assert trainings.given == [(file, "seed=9", "auto_resume=true") for file in files]
 
 
 def test_finished_runs_are_left_alone(tmp_path: Path, files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     Trainings(tmp_path)([files[0]])
     trainings = Trainings(tmp_path)
-    assert run_chain(plan(files), trainings) == 0
+    assert run_stages(plan(files), trainings) == 0
     assert [arguments[0] for arguments in trainings.given] == files[1:]
-    assert "1 of 3: stage1: step 5 is there already" in capsys.readouterr().out
+    assert "1 of 3: stage1: step 5 is already saved" in capsys.readouterr().out
 
 
 def test_a_finished_run_of_other_keys_is_refused(tmp_path: Path, files: list[str]) -> None:
     trainings = Trainings(tmp_path)
-    assert run_chain(plan(files, ["seed=7"]), trainings) == 0
+    assert run_stages(plan(files, ["seed=7"]), trainings) == 0
     for changed, message in (
         ("seed=8", r"run1.global_step5: is of another run than stage1: seed \(saved 7, now 8\)"),
         ("trainable=[mlp]", "trainable"),
         ("train_iters=4", r"train_iters \(reached 5, now 4\)"),
     ):
         with pytest.raises(CheckpointError, match=message):
-            run_chain(plan(files, ["seed=7", changed]), trainings)
+            run_stages(plan(files, ["seed=7", changed]), trainings)
     assert len(trainings.given) == 3, "nothing was trained"
     assert main([*files, "--with", "seed=8"]) == 2
 
 
 def test_a_stage_of_other_weights_is_refused(tmp_path: Path, files: list[str]) -> None:
-    assert run_chain(plan(files), Trainings(tmp_path)) == 0
+    assert run_stages(plan(files), Trainings(tmp_path)) == 0
     shutil.rmtree(tmp_path / "run1")
     anew = Trainings(tmp_path, keys=["log_interval=3"])  # trains something else into it
-    with pytest.raises(CheckpointError, match="run2.global_step5: began with other weights than .*run1 holds now"):
-        run_chain(plan(files), anew)
+    with pytest.raises(CheckpointError, match="run2.global_step5: started from other weights than .*run1 holds now"):
+        run_stages(plan(files), anew)
     assert len(anew.given) == 1
 
 
 def test_a_failure_ends_the_chain(tmp_path: Path, files: list[str]) -> None:
     trainings = Trainings(tmp_path, statuses=[0, 75])
-    assert run_chain(plan(files), trainings) == 75
+    assert run_stages(plan(files), trainings) == 75
     assert len(trainings.given) == 2
 
 
@@ -98,17 +97,17 @@ def test_a_run_that_ends_early_ends_the_chain(
     tmp_path: Path, files: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainings = Trainings(tmp_path, reached=3)
-    assert run_chain(plan(files), trainings) == 0
+    assert run_stages(plan(files), trainings) == 0
     assert len(trainings.given) == 1 and "stage1: ended before step 5" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("load", "save", "extra", "message"),
     [
-        ("elsewhere", "run2", "finetune: true\n", "load: .*elsewhere is the save folder of no run before it"),
-        ("run1", "run1", "finetune: true\n", "save: .*run1 is the folder of a run before it"),
+        ("elsewhere", "run2", "finetune: true\n", "load: .*elsewhere is the save folder of no earlier stage"),
+        ("run1", "run1", "finetune: true\n", "save: .*run1 is the folder of an earlier stage"),
         ("run1", None, "finetune: true\n", "stage2: save: not set"),
-        ("run1", "run2", "", "stage2: finetune: a run of a chain starts from weights"),
+        ("run1", "run2", "", "stage2: finetune: a stage starts from weights"),
         ("run1", "run2", "finetune: true\nnum_lairs: 2\n", r"stage2.yml:\d+: num_lairs"),
     ],
 )
@@ -126,3 +125,8 @@ def test_the_papers_chain_holds() -> None:
     runs = plan([*files, str(ROOT / "configs/finetune/llama7b_coca_pi_32k.yml")])
     assert [str(run.config.model.ffn_hidden_size) for run in runs] == ["11008"] * 4
     assert [run.config.schedule.train_iters for run in runs] == [15000, 15000, 15000, 6000]
+
+
+def test_a_stage_is_a_process_of_train_py(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_train(["--no-such-option"]) == 2
+    assert "train.py: error" in capfd.readouterr().err

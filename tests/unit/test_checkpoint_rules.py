@@ -20,10 +20,17 @@ from megatron_coca.config import CheckpointConfig, Config, load_config
 from megatron_coca.model import build_model
 from megatron_coca.training.collectives import FolderLocks
 from megatron_coca.training.corpus import Corpus, open_corpus
-from megatron_coca.training.resume import candidates, clear_the_way, refuse_other_run
+from megatron_coca.training.resume import (
+    Choice,
+    candidates,
+    divide,
+    first_valid,
+    quarantine_newer_in,
+    refuse_other_run,
+    verify_distributed,
+)
 from megatron_coca.training.saving import Checkpoints, is_due
 from megatron_coca.training.topology import Topology
-from megatron_coca.training.verification import Choice, divide, first_intact, verify_together
 from tests.checkpoint_files import refuse, run_alone
 
 LAYOUT = {"batch": 4, "dtype": "fp32"}
@@ -183,29 +190,29 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("alone")
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folders = [checkpoint(tmp_path, step) for step in (6, 4, 2)]
-    assert first_intact([]) == Choice(None) and first_intact(folders) == Choice(folders[0])
+    assert first_valid([]) == Choice(None) and first_valid(folders) == Choice(folders[0])
     (folders[0] / native.META).write_text("{}")
     logging.getLogger("megatron_coca").setLevel(logging.NOTSET)
     with caplog.at_level(logging.WARNING):
-        assert first_intact(folders) == Choice(folders[1])
+        assert first_valid(folders) == Choice(folders[1])
     assert "global_step6/meta.json: has 2 bytes" in caplog.text and "falling back" in caplog.text
     with pytest.raises(CheckpointError, match="global_step6/meta.json: has 2 bytes"):
-        first_intact(folders[:1])
+        first_valid(folders[:1])
 
 
 def test_what_lies_beyond_the_resumed_checkpoint_is_set_aside(tmp_path: Path) -> None:
     folders = {step: checkpoint(tmp_path / "run", step) for step in (2, 4, 6)}
-    clear_the_way(None, Choice(folders[4]))
-    clear_the_way(str(tmp_path / "run"), Choice(None))
+    quarantine_newer_in(None, Choice(folders[4]))
+    quarantine_newer_in(str(tmp_path / "run"), Choice(None))
     assert native.steps(tmp_path / "run") == [2, 4, 6]
-    clear_the_way(str(tmp_path / "run"), Choice(folders[4]))
+    quarantine_newer_in(str(tmp_path / "run"), Choice(folders[4]))
     assert native.steps(tmp_path / "run") == [2, 4] and native.locate(tmp_path / "run") == folders[4]
     assert (tmp_path / "run/aside/global_step6" / native.MANIFEST).is_file(), "nothing is lost"
     checkpoint(tmp_path / "run", 6)
-    clear_the_way(str(tmp_path / "run"), Choice(folders[4]))
+    quarantine_newer_in(str(tmp_path / "run"), Choice(folders[4]))
     assert (tmp_path / "run/aside/global_step6.1" / native.MANIFEST).is_file()
     elsewhere = checkpoint(tmp_path / "copy", 4)
-    clear_the_way(str(tmp_path / "run"), Choice(elsewhere))
+    quarantine_newer_in(str(tmp_path / "run"), Choice(elsewhere))
     assert native.steps(tmp_path / "run") == [2], "its own of that step was damaged, or a copy would not be taken"
 
 
@@ -446,14 +453,14 @@ def test_an_unreadable_checkpoint_is_left_alone(
     folders = [checkpoint(tmp_path, step) for step in (6, 4, 2)]
     refuse(monkeypatch, folders[0] / name, method, errno.EIO)
     (folders[1] / native.WEIGHTS).write_text("damaged")
-    chosen = first_intact(folders)
+    chosen = first_valid(folders)
     assert chosen == Choice(folders[2], (folders[0],))
-    clear_the_way(str(tmp_path), chosen)
+    quarantine_newer_in(str(tmp_path), chosen)
     assert (folders[0] / name).exists() and [path.name for path in (tmp_path / native.ASIDE).iterdir()] == [
         "global_step4"
     ]
     with pytest.raises(UnreadableError, match=r"cannot be read \(Input/output error\)"):
-        first_intact(folders[:2])
+        first_valid(folders[:2])
     assert candidates(keys(load=str(tmp_path), save=str(tmp_path))) == [folders[0], folders[2]]
 
 
@@ -464,11 +471,11 @@ def test_what_no_run_can_be_resumed_from_gives_way(tmp_path: Path, manifest: dic
     content = native.read_json(folders[0] / native.MANIFEST)
     native.write_json(folders[0] / native.MANIFEST, content | manifest)
     native.verify(folders[0])
-    assert first_intact(folders) == Choice(folders[1])
+    assert first_valid(folders) == Choice(folders[1])
     for chosen in ({"auto_resume": True}, {"load": str(tmp_path)}):
         assert candidates(keys(save=str(tmp_path), **chosen)) == folders
     with pytest.raises(CheckpointError, match="finetune=true"):
-        first_intact(folders[:1])
+        first_valid(folders[:1])
 
 
 def test_files_are_divided_by_their_bytes() -> None:
@@ -490,9 +497,7 @@ def test_a_rank_that_waits_for_others_beats_while_they_read(tmp_path: Path, monk
     monkeypatch.setattr("megatron_coca.training.engine.rank", lambda: 1)
     monkeypatch.setattr("megatron_coca.training.engine.world_size", lambda: 2)
     monkeypatch.setattr("megatron_coca.training.engine.sum_over_ranks", agree)
-    monkeypatch.setattr(
-        "megatron_coca.training.verification.divide", lambda sizes, ranks: [list(range(len(sizes))), []]
-    )
+    monkeypatch.setattr("megatron_coca.training.resume.divide", lambda sizes, ranks: [list(range(len(sizes))), []])
     beats: list[str] = []
-    verify_together(checkpoint(tmp_path, 2), beats.append)
+    verify_distributed(checkpoint(tmp_path, 2), beats.append)
     assert len(beats) == 4, "one at the start, and none where nothing was read"

@@ -16,8 +16,7 @@ from megatron_coca.config import Config, load_config
 from megatron_coca.data import load_tokenizer
 from megatron_coca.data.tokenizers.training import train_bpe
 from megatron_coca.model import build_model
-from megatron_coca.training.resume import candidates, initial_model
-from megatron_coca.training.verification import first_intact
+from megatron_coca.training.resume import candidates, first_valid, initial_model
 from tests.checkpoint_files import run_alone, write_checkpoint
 
 SHAPE: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 32}
@@ -157,7 +156,7 @@ def test_a_run_starts_from_weights_alone_and_does_not_go_on_from_them(
     found = begun(tmp_path / "foreign", pos_emb="coca")
     assert all(torch.equal(found[name], weights[name]) for name in weights)
     with pytest.raises(CheckpointError, match="set finetune=true to start"):
-        first_intact(candidates(configured(load=str(tmp_path / "foreign")).checkpoint))
+        first_valid(candidates(configured(load=str(tmp_path / "foreign")).checkpoint))
 
 
 @pytest.mark.parametrize(("kind", "step"), [("GPT-NeoX", 7), ("imported", 0)])
@@ -206,10 +205,10 @@ def test_weights_of_an_unknown_tokenizer_are_taken_with_a_warning(
     folder = write_checkpoint(tmp_path / "run", configured(), tokenizer=None)
     config = configured(load=str(folder), finetune=True)
     initial_model(config, "cpu")
-    assert "nothing shows" not in caplog.text, "the data have none either"
+    assert "cannot verify" not in caplog.text, "the data have none either"
     initial_model(config, "cpu", load_tokenizer("CharLevelTokenizer"))
     step = folder / "global_step7"
-    expected = f"nothing shows that the weights of {step} were trained with the tokenizer of this run's data"
+    expected = f"cannot verify that the weights of {step} were trained with the tokenizer of this run's data"
     assert f"{expected} (no tokenizer is taken: {step} has none)" in caplog.text
 
 

@@ -1,4 +1,4 @@
-"""What a run tells of itself: its figures, by a clock that the test turns, and what it finds odd."""
+"""Reported figures, measured with a fake clock, and anomalies."""
 
 import json
 import math
@@ -15,9 +15,9 @@ import torch.nn as nn
 from megatron_coca.config import Config, ConfigError, load_config
 from megatron_coca.model.cost import flops_per_token
 from megatron_coca.training.reporting import METRICS, TIMINGS, Monitor, StepFigures
-from megatron_coca.training.reporting import oddities as odd
-from megatron_coca.training.reporting.oddities import Interval, Oddities, RankTimes
-from megatron_coca.training.reporting.timing import ForwardTimer, Phases, Remaining
+from megatron_coca.training.reporting import monitor as rules
+from megatron_coca.training.reporting.monitor import RULES, TIMED_RULES, Anomalies, Interval, RankTimes
+from megatron_coca.training.reporting.profiling import ForwardTimer
 
 SHAPE = {
     "num_layers": 1,
@@ -160,7 +160,7 @@ def test_every_host_is_known_by_its_rank(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(socket, "gethostname", lambda: "h" * 99)
     monitor = build(tmp_path, ranks=two)
-    assert monitor._oddities.hosts == ["h" * 64, "gpu-größe"]
+    assert monitor._anomalies.hosts == ["h" * 64, "gpu-größe"]
     monitor.close()
 
 
@@ -178,25 +178,30 @@ def test_validation_and_other_figures(tmp_path: Path) -> None:
 # --- timing ---------------------------------------------------------------------------------------------------------
 
 
-def test_phases_end_with_an_error_too() -> None:
-    phases = Phases(clock := Clock())
-    with pytest.raises(KeyError), phases.during("saving"):
+def test_phases_end_with_an_error_too(tmp_path: Path) -> None:
+    monitor = build(tmp_path, clock=(clock := Clock()), log_interval=1)
+    with pytest.raises(KeyError), monitor.saving():
         clock.now += 2.0
         raise KeyError
     clock.now += 1.0
-    lap = phases.lap()
-    assert (lap.wall, lap.saving, lap.training) == (3.0, 2.0, 1.0)
-    assert phases.lap().wall == 0.0
+    monitor.stepped(1, step_figures(1))
+    clock.now += 4.0
+    monitor.stepped(2, step_figures(2))
+    monitor.close()
+    first, second = lines(tmp_path)
+    assert (first["save_share"], first["step_seconds"]) == (pytest.approx(2 / 3), 1.0)
+    assert (second["save_share"], second["step_seconds"]) == (0.0, 4.0)
 
 
-def test_remaining_after_one_step_counts_that_one() -> None:
-    remaining = Remaining(5, 10, clock := Clock())
+def test_remaining_time_after_one_step_counts_that_one(tmp_path: Path) -> None:
+    monitor = build(tmp_path, 5, clock=(clock := Clock()), log_interval=1)
     clock.now += 30.0
-    remaining.stepped(6)
-    assert remaining.seconds(6) == 120.0
+    monitor.stepped(6, step_figures(6))
     clock.now += 2.0
-    remaining.stepped(7)
-    assert remaining.seconds(7) == 6.0 and remaining.seconds(10) == 0.0
+    monitor.stepped(7, step_figures(7))
+    monitor.stepped(10, step_figures(10))
+    monitor.close()
+    assert [line["eta_seconds"] for line in lines(tmp_path)] == [120.0, 6.0, 0.0]
 
 
 def test_forward_passes_are_timed_in_training_only() -> None:
@@ -226,7 +231,7 @@ def test_stages_of_a_pipeline_are_not_compared(tmp_path: Path) -> None:
     assert not module._forward_hooks
 
 
-# --- oddities -------------------------------------------------------------------------------------------------------
+# --- anomalies ------------------------------------------------------------------------------------------------------
 
 RANK = RankTimes(waited=0.0, forward=1.0, memory_gib=1.0, memory_share=0.5)
 QUIET = Interval(steps=10, seconds=20.0, skipped=0, loss=3.0, ranks=(RANK, RANK, RANK), speeds=(0.5,) * 3)
@@ -240,12 +245,17 @@ def second(**changes: float) -> tuple[RankTimes, ...]:
 @pytest.mark.parametrize(
     ("rule", "below", "above", "text"),
     [
-        (odd.slow_data, {"ranks": second(waited=2.0)}, {"ranks": second(waited=2.4)}, "12% .* rank 1 (b)"),
-        (odd.straggler, {"ranks": second(forward=1.2)}, {"ranks": second(forward=1.3)}, "rank 1 (b) is slow: .* 1.30"),
-        (odd.full_memory, {"ranks": second(memory_share=0.9)}, {"ranks": second(memory_share=0.95)}, "95% .* rank 1"),
-        (odd.lost_speed, {"seconds": 39.0}, {"seconds": 41.0}, "a step takes 4.1 s; the run's median is 2 s"),
-        (odd.skipped_steps, {"skipped": 0}, {"skipped": 2}, "2 of the last 10 steps"),
-        (odd.loss_not_finite, {"loss": 1e30}, {"loss": math.inf}, "the loss is inf"),
+        (rules.slow_data, {"ranks": second(waited=2.0)}, {"ranks": second(waited=2.4)}, "12% .* rank 1 (b)"),
+        (
+            rules.straggler,
+            {"ranks": second(forward=1.2)},
+            {"ranks": second(forward=1.3)},
+            "rank 1 (b) is slow: .* 1.30",
+        ),
+        (rules.full_memory, {"ranks": second(memory_share=0.9)}, {"ranks": second(memory_share=0.95)}, "95% .* rank 1"),
+        (rules.slowdown, {"seconds": 39.0}, {"seconds": 41.0}, "a step takes 4.1 s; the run's median is 2 s"),
+        (rules.skipped_steps, {"skipped": 0}, {"skipped": 2}, "2 of the last 10 steps"),
+        (rules.loss_not_finite, {"loss": 1e30}, {"loss": math.inf}, "the loss is inf"),
     ],
 )
 def test_rules(rule: Callable[..., str | None], below: dict[str, Any], above: dict[str, Any], text: str) -> None:
@@ -253,36 +263,36 @@ def test_rules(rule: Callable[..., str | None], below: dict[str, Any], above: di
     found = rule(replace(QUIET, **above), HOSTS)
     assert found is not None and "\n" not in found
     assert all(part in found for part in text.split(" .* "))
-    others = [each.find(replace(QUIET, **above), HOSTS) for each in odd.RULES if each.find is not rule]
+    others = [each(replace(QUIET, **above), HOSTS) for each in (*RULES, *TIMED_RULES) if each is not rule]
     assert not any(others), "one thing, one line"
 
 
 def test_forward_passes_that_nobody_timed_are_no_stragglers() -> None:
-    assert odd.straggler(replace(QUIET, ranks=(RANK._replace(forward=0.0),) * 2), HOSTS) is None
+    assert rules.straggler(replace(QUIET, ranks=(RANK._replace(forward=0.0),) * 2), HOSTS) is None
 
 
 def test_speed_is_compared_with_some_history_only() -> None:
-    assert odd.lost_speed(replace(QUIET, seconds=1e3, speeds=(0.5,) * 2), HOSTS) is None
+    assert rules.slowdown(replace(QUIET, seconds=1e3, speeds=(0.5,) * 2), HOSTS) is None
 
 
 def test_short_intervals_are_judged_together() -> None:
     waiting = replace(QUIET, seconds=4.0, ranks=(RANK._replace(waited=1.0),) * 3, speeds=())
-    oddities = Oddities(HOSTS)
-    found = [list(oddities.find(waiting)) for _ in range(3)]
+    anomalies = Anomalies(HOSTS)
+    found = [list(anomalies.find(waiting)) for _ in range(3)]
     assert found[:2] == [[], []] and len(found[2]) == 1 and found[2][0].startswith("25% of the time")
 
 
 def test_a_rule_repeats_itself_after_a_while_only() -> None:
-    oddities, waiting = Oddities(HOSTS), replace(QUIET, seconds=100.0, ranks=second(waited=50.0))
-    told = [len(list(oddities.find(waiting))) for _ in range(14)]
+    anomalies, waiting = Anomalies(HOSTS), replace(QUIET, seconds=100.0, ranks=second(waited=50.0))
+    told = [len(list(anomalies.find(waiting))) for _ in range(14)]
     assert told == [1, 0, 0, 0, 0, 0] * 2 + [1, 0]
 
 
 def test_a_drop_is_told_against_the_runs_median() -> None:
-    oddities = Oddities(HOSTS)
+    anomalies = Anomalies(HOSTS)
     usual = replace(QUIET, speeds=())
-    assert not [line for _ in range(5) for line in oddities.find(usual)]
-    assert list(oddities.find(replace(usual, seconds=100.0))) == ["a step takes 10 s; the run's median is 2 s"]
+    assert not [line for _ in range(5) for line in anomalies.find(usual)]
+    assert list(anomalies.find(replace(usual, seconds=100.0))) == ["a step takes 10 s; the run's median is 2 s"]
 
 
 # --- profiling ------------------------------------------------------------------------------------------------------

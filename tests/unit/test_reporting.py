@@ -1,4 +1,4 @@
-"""Where the figures of a run go, and what a resumed run does to those already written."""
+"""Sinks of the figures of a run, and how a resumed run treats those already written."""
 
 import io
 import json
@@ -13,9 +13,16 @@ import pytest
 
 from megatron_coca.checkpoints import CheckpointError
 from megatron_coca.config import Config, ConfigError, load_config
-from megatron_coca.training.reporting import METRICS, JsonLines, Reporters, console, set_up_logging, sinks
-from megatron_coca.training.reporting.console import COLUMNS, shown
-from megatron_coca.training.reporting.sinks import UNSAVED
+from megatron_coca.training.reporting import METRICS, set_up_logging, sinks
+from megatron_coca.training.reporting.sinks import (
+    COLUMNS,
+    UNSAVED,
+    Console,
+    ConsoleHandler,
+    JsonLines,
+    Reporters,
+    shown,
+)
 
 SHAPE = {
     "num_layers": 1,
@@ -191,14 +198,14 @@ def test_a_bar_keeps_the_latest_of_every_figure(tmp_path: Path, monkeypatch: pyt
 def test_what_a_person_is_shown() -> None:
     figures = {"lr": 3e-4, "mfu": 0.4567, "loss": 2.0, "peak_memory_gib": 12.345, "grad_norm": None, "data_wait": 0.5}
     assert shown(figures) == {"loss": "2.0000", "lr": "0.0003", "MFU": "45.7%", "memory": "12.35GiB"}
-    assert list(shown(figures)) == [column.label for name, column in COLUMNS.items() if figures.get(name) is not None]
+    assert list(shown(figures)) == [label for name, (label, _) in COLUMNS.items() if figures.get(name) is not None]
 
 
 @pytest.mark.parametrize(
     ("rate", "text"), [(7.0, "7"), (999.0, "999"), (1234.0, "1.23k"), (218e3, "218k"), (4.2e6, "4.2M")]
 )
 def test_rates_are_short(rate: float, text: str) -> None:
-    assert COLUMNS["tokens_per_second"].text(rate) == text
+    assert COLUMNS["tokens_per_second"][1](rate) == text
 
 
 def test_sources_are_on_the_line_of_a_validation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,8 +218,8 @@ def test_sources_are_on_the_line_of_a_validation(tmp_path: Path, capsys: pytest.
 
 def test_log_lines_stand_above_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", stream := Terminal())
-    bar = console.Bar(configured(), 0)
-    console.AboveBar().emit(logging.makeLogRecord({"msg": "saved %d", "args": (5,), "levelname": "INFO"}))
+    bar = Console(configured(), 0)
+    ConsoleHandler().emit(logging.makeLogRecord({"msg": "saved %d", "args": (5,), "levelname": "INFO"}))
     bar.close()
     before, _, after = stream.getvalue().partition("saved 5\n")
     assert "0/10" in before and "0/10" in after, "the bar is drawn again below the line"

@@ -22,16 +22,16 @@ def draw() -> list[float]:
 def test_every_generator_continues(tmp_path: Path) -> None:
     saving.seed_everything(5, 0)
     draw()  # leaves half of a Gaussian pair in Python's and NumPy's generator
-    torch.save(saving.states(), tmp_path / "rank_0.pt")
+    torch.save(saving.rng_states(), tmp_path / "rank_0.pt")
     expected = [draw() for _ in range(3)]
     saving.seed_everything(99, 0)
     assert draw() != expected[0]
-    saving.load_states(tmp_path / "rank_0.pt")
+    saving.load_rng_states(tmp_path / "rank_0.pt")
     assert [draw() for _ in range(3)] == expected
 
 
 def test_states_need_no_pickled_code(tmp_path: Path) -> None:
-    torch.save(saving.states(), tmp_path / "state.pt")
+    torch.save(saving.rng_states(), tmp_path / "state.pt")
     assert set(torch.load(tmp_path / "state.pt", weights_only=True)) == {"python", "numpy", "torch", "cuda"}
 
 

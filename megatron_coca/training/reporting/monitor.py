@@ -1,99 +1,181 @@
-"""What a run tells of itself while it trains."""
+"""Monitoring a training run: timings of the loop, figures for the sinks, and anomalies worth a line in the log."""
 
 import logging
+import math
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import NamedTuple
 
+import torch
 import torch.nn as nn
 from torch import Tensor
 
-from megatron_coca.config import Config, ConfigError
-from megatron_coca.training.reporting import sinks
-from megatron_coca.training.reporting.console import Console, open_console
-from megatron_coca.training.reporting.oddities import Interval, Oddities, RankTimes
-from megatron_coca.training.reporting.profiling import open_profilers
-from megatron_coca.training.reporting.sinks import (
-    UNSAVED,
-    RankFigures,
-    Sink,
-    StepFigures,
-    as_number,
-    last_step,
-    run_folder,
-)
-from megatron_coca.training.reporting.timing import Clock, ForwardTimer, Lap, Phases, Remaining, measure_by, peak_memory
-
-
-class Reporters:
-    """All sinks of one run; does nothing on ranks other than the first."""
-
-    def __init__(self, config: Config, start: int, active: bool) -> None:
-        """`start` is the number of completed steps.
-
-        Raises:
-            ConfigError: a library is missing, or a place cannot be reached or written.
-        """
-        self._console: Console | None = open_console(config, start) if active else None
-        self._sinks: list[Sink] = [self._console] if self._console else []
-        for key, build in _sinks(config, start) if active else ():
-            self._sinks.append(_opened(key, build))
-
-    def advance(self) -> None:
-        """One step is done."""
-        if self._console:
-            self._console.advance()
-
-    def report(self, step: int, **figures: float | None) -> None:
-        """Hand the figures of `step` to every sink."""
-        for sink in self._sinks:
-            sink.report(step, figures)
-
-    def note(self, step: int, message: str) -> None:
-        """Hand a line on something odd to every sink."""
-        for sink in self._sinks:
-            sink.note(step, message)
-
-    def close(self) -> None:
-        """Close every sink."""
-        for sink in self._sinks:
-            sink.close()
-
-
-def _sinks(config: Config, start: int) -> list[tuple[str, Callable[[], Sink]]]:
-    """The sinks that the configuration asks for, each with the key that does."""
-    keys, folder = config.logging, run_folder(config)
-    # Lines in the common folder are those of another run, which this one does not continue.
-    known = start if folder != UNSAVED else 0
-    found: list[tuple[str, Callable[[], Sink]]] = [("log_dir", lambda: sinks.JsonLines(folder, known))]
-    if keys.tensorboard_dir is not None:
-        tensorboard = keys.tensorboard_dir
-        found.append(("tensorboard_dir", lambda: sinks.TensorBoard(tensorboard, start)))
-    if keys.use_wandb:
-        found.append(("use_wandb", lambda: sinks.WandB(config, folder, known)))
-    return found
-
-
-def _opened(key: str, build: Callable[[], Sink]) -> Sink:
-    try:
-        return build()
-    except ImportError as error:
-        raise ConfigError([f"{key}: {error}; install the extra: pip install 'megatron-coca[logging]'"]) from error
-    except OSError as error:
-        raise ConfigError([f"{key}: {error}; a folder that can be written is needed"]) from error
-
+from megatron_coca.config import Config
+from megatron_coca.model.cost import flops_per_token, peak_flops
+from megatron_coca.training.reporting.profiling import ForwardTimer, open_profilers, peak_memory
+from megatron_coca.training.reporting.sinks import RankFigures, Reporters, StepFigures
 
 logger = logging.getLogger(__name__)
 
-HOST_LETTERS = 64
+HOST_BYTES = 64
+"""Bytes of a host name that ranks exchange."""
+SECONDS_JUDGED = 10.0
+"""Minimum training time that a rule about time looks at: shorter ones are noise."""
+SECONDS_QUIET = 600.0
+"""Training time for which a rule stays silent after it has reported."""
+DATA_WAIT, STRAGGLER, MEMORY, SLOWDOWN = 0.10, 1.2, 0.92, 0.5
+"""Limits of the rules: share of time, ratio to the median rank, share of memory, ratio to the median speed."""
+MEDIAN_OF = 3
+"""Judged intervals that the run's median speed needs before a slowdown is reported."""
+
+
+class RankTimes(NamedTuple):
+    """Figures of one rank: seconds waited for data, mean seconds of a forward pass, memory in GiB and as a share."""
+
+    waited: float
+    forward: float
+    memory_gib: float
+    memory_share: float
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Consecutive steps that the rules judge.
+
+    Attributes:
+        seconds: training time of the steps.
+        skipped: steps that changed no weight.
+        loss: of the last step.
+        ranks: by rank.
+        speeds: steps per second of the intervals judged before.
+    """
+
+    steps: int
+    seconds: float
+    skipped: int
+    loss: float
+    ranks: tuple[RankTimes, ...]
+    speeds: tuple[float, ...] = ()
+
+    @property
+    def speed(self) -> float:
+        """Steps per second."""
+        return self.steps / max(self.seconds, 1e-9)
+
+    def __add__(self, later: "Interval") -> "Interval":
+        """Join two intervals; forward times are averaged by steps."""
+        steps = self.steps + later.steps
+        ranks = tuple(
+            two._replace(
+                waited=one.waited + two.waited, forward=(one.forward * self.steps + two.forward * later.steps) / steps
+            )
+            for one, two in zip(self.ranks, later.ranks, strict=True)
+        )
+        seconds, skipped = self.seconds + later.seconds, self.skipped + later.skipped
+        return replace(later, steps=steps, seconds=seconds, skipped=skipped, ranks=ranks)
+
+
+Hosts = Sequence[str]
+Rule = Callable[[Interval, Hosts], str | None]
+
+
+def _largest(values: Sequence[float], hosts: Hosts) -> tuple[str, float]:
+    """The rank with the largest value, named with its host, and the value."""
+    rank = max(range(len(values)), key=lambda number: values[number])
+    return f"rank {rank} ({hosts[rank]})", values[rank]
+
+
+def slow_data(interval: Interval, hosts: Hosts) -> str | None:
+    """A rank that waits for batches."""
+    rank, share = _largest([times.waited / max(interval.seconds, 1e-9) for times in interval.ranks], hosts)
+    if share <= DATA_WAIT:
+        return None
+    return f"{share:.0%} of the time is spent waiting for data, on {rank}; raise num_workers, or check the disks"
+
+
+def straggler(interval: Interval, hosts: Hosts) -> str | None:
+    """A rank whose forward pass is slower than those of the others."""
+    times = [each.forward for each in interval.ranks]
+    usual, (rank, longest) = median(times), _largest(times, hosts)
+    if usual <= 0 or longest <= STRAGGLER * usual:
+        return None
+    return (
+        f"{rank} is slow: a forward pass takes {longest / usual:.2f} times the median of all ranks, which wait for it"
+    )
+
+
+def full_memory(interval: Interval, hosts: Hosts) -> str | None:
+    """A device that is almost full."""
+    rank, share = _largest([times.memory_share for times in interval.ranks], hosts)
+    if share <= MEMORY:
+        return None
+    used = f"{share:.0%} of the device's memory was in use on {rank}"
+    return f"{used}; reduce the micro-batch or set checkpoint_activations"
+
+
+def slowdown(interval: Interval, hosts: Hosts) -> str | None:
+    """A run that became slow."""
+    if len(interval.speeds) < MEDIAN_OF or interval.speed > SLOWDOWN * (usual := median(interval.speeds)):
+        return None
+    return f"a step takes {1 / interval.speed:.3g} s; the run's median is {1 / usual:.3g} s"
+
+
+def skipped_steps(interval: Interval, hosts: Hosts) -> str | None:
+    """Steps that changed no weight."""
+    skipped = interval.skipped
+    return f"{skipped} of the last {interval.steps} steps changed no weight" if skipped else None
+
+
+def loss_not_finite(interval: Interval, hosts: Hosts) -> str | None:
+    """A loss that is NaN or infinite."""
+    return None if math.isfinite(interval.loss) else f"the loss is {interval.loss}"
+
+
+RULES: tuple[Rule, ...] = (loss_not_finite, skipped_steps, full_memory)
+"""Judge the interval of every report."""
+TIMED_RULES: tuple[Rule, ...] = (slow_data, straggler, slowdown)
+"""Judge intervals of at least `SECONDS_JUDGED`."""
+
+
+class Anomalies:
+    """Applies the rules at every report; none repeats itself within `SECONDS_QUIET`."""
+
+    def __init__(self, hosts: Hosts) -> None:
+        """`hosts` are the host names by rank."""
+        self.hosts = hosts
+        self._window: Interval | None = None
+        self._speeds: list[float] = []
+        self._seconds = 0.0
+        self._reported: dict[Rule, float] = {}
+
+    def find(self, interval: Interval) -> Iterator[str]:
+        """The anomalies of the newest interval, or of those since timed rules were last applied."""
+        self._seconds += interval.seconds
+        yield from self._apply(RULES, interval)
+        self._window = self._window + interval if self._window else interval
+        if self._window.seconds >= SECONDS_JUDGED:
+            window, self._window = replace(self._window, speeds=tuple(self._speeds)), None
+            yield from self._apply(TIMED_RULES, window)
+            self._speeds.append(window.speed)
+
+    def _apply(self, rules: Sequence[Rule], interval: Interval) -> Iterator[str]:
+        for rule in rules:
+            quiet = rule in self._reported and self._seconds - self._reported[rule] < SECONDS_QUIET
+            line = None if quiet else rule(interval, self.hosts)
+            if line is not None:
+                self._reported[rule] = self._seconds
+                yield line
 
 
 class Monitor:
-    """Times the loop and hands its figures to the sinks.
+    """Times the training loop and reports its figures.
 
-    One per run and rank. Ranks other than the first only time, and profile where they are asked to. All ranks
-    construct it, and call `stepped`, together: a report collects figures of every rank.
+    One per run and rank; all ranks construct it and call `stepped` together, because a report gathers figures of every
+    rank. Only rank 0 reports.
     """
 
     def __init__(
@@ -104,51 +186,65 @@ class Monitor:
         ranks: RankFigures,
         rank: int,
         skipped: int = 0,
-        clock: Clock = time.perf_counter,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`start` is the number of completed steps, `tokens_per_step` that of all ranks, `skipped` that of steps
-        skipped before the launch.
+        """`start` is the number of completed steps, `skipped` that of skipped steps among them, `tokens_per_step` that of
+        all ranks.
 
         Raises:
-            ConfigError: something that the logging keys ask for cannot be had.
+            ConfigError: a sink or profiler of the logging keys is not available.
         """
-        self._config, self._ranks, self._rank, self._last = config, ranks, rank, last_step(config)
-        hosts = _hosts(ranks)
-        self._throughput = measure_by(config, tokens_per_step, len(hosts))
-        self._oddities = Oddities(hosts)
+        steps = config.schedule.train_iters
+        assert steps is not None, "training has checked it"
+        self._config, self._ranks, self._rank, self._clock = config, ranks, rank, clock
+        self._start, self._last = start, min(steps, config.logging.exit_interval or steps)
+        name = socket.gethostname().encode()[:HOST_BYTES].ljust(HOST_BYTES, b"\0")
+        rows = ranks([float(byte) for byte in name])  # ranks exchange numbers only
+        self._anomalies = Anomalies([bytes(map(int, row)).rstrip(b"\0").decode(errors="replace") for row in rows])
+        self._tokens, self._flops = tokens_per_step, flops_per_token(config).model
+        self._peak = peak_flops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+        if config.logging.peak_theoretical_tflops is not None:
+            self._peak = config.logging.peak_theoretical_tflops * 1e12
         self._skipped_before, self._reported = skipped, start
         self._skipped: int | Tensor = 0
         self._reporters = Reporters(config, start, rank == 0)
         self._profilers = open_profilers(config, start, rank)
-        self._phases, self._remaining = Phases(clock), Remaining(start, self._last, clock)
         self._forward = ForwardTimer(clock)
+        self._spent = {"waiting": 0.0, "saving": 0.0, "validating": 0.0}
+        self._begin = self._after_first = self._lap = clock()
 
     def watch(self, module: nn.Module) -> None:
-        """Time the forward passes of the trained module, to find ranks that are slow.
-
-        Not with pipeline stages: these have unequal work.
-        """
+        """Time the forward passes of `module`, to find slow ranks; not with pipeline stages, whose work is unequal."""
         if self._config.parallel.pipe_parallel_size <= 1:
             self._forward.watch(module)
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Around the fetch of a batch."""
-        return self._phases.during("waiting")
+        """Count a block as waiting for data."""
+        return self._during("waiting")
 
     def saving(self) -> AbstractContextManager[None]:
-        """Around the part of a save that the loop waits for."""
-        return self._phases.during("saving")
+        """Count a block as saving."""
+        return self._during("saving")
 
     def validating(self) -> AbstractContextManager[None]:
-        """Around a validation, so that it does not count as training."""
-        return self._phases.during("validating")
+        """Count a block as validation, not training."""
+        return self._during("validating")
+
+    @contextmanager
+    def _during(self, phase: str) -> Iterator[None]:
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self._spent[phase] += self._clock() - start
 
     def stepped(self, step: int, result: StepFigures) -> None:
-        """After every optimizer step, `step` of them being complete; reports at `log_interval` and at the last one."""
+        """Call after every optimizer step, `step` being completed; reports at `log_interval` and at the last one."""
         for profiler in self._profilers:
             profiler.step()
         self._skipped = self._skipped + result.skipped
-        self._remaining.stepped(step)
+        if step == self._start + 1:
+            self._after_first = self._clock()
         self._reporters.advance()
         if step % self._config.logging.log_interval == 0 or step == self._last:
             self._report(step, result)
@@ -162,53 +258,62 @@ class Monitor:
         self._reporters.report(step, **figures)
 
     def note(self, step: int, message: str) -> None:
-        """Tell what is odd, in one line: in the log, and as `event` in metrics.jsonl."""
+        """Report a one-line message: in the log, and as `event` in metrics.jsonl."""
         if self._rank == 0:
             logger.warning("step %d: %s", step, message)
             self._reporters.note(step, message)
 
     def close(self) -> None:
-        """Write what is left and let go."""
+        """Flush and close sinks and profilers."""
         self._forward.close()
         for profiler in self._profilers:
             profiler.close()
         self._reporters.close()
 
     def _report(self, step: int, result: StepFigures) -> None:
-        # Reading the loss waits for the GPU, so it comes before the clock.
-        loss, skipped = float(result.loss), int(self._skipped)
-        lap, steps = self._phases.lap(), step - self._reported
-        own = RankTimes(lap.waiting, self._forward.lap(), *peak_memory())
+        loss, skipped = float(result.loss), int(self._skipped)  # waits for the GPU, so it comes before the clock
+        now, spent, steps = self._clock(), self._spent, step - self._reported
+        wall, self._lap, self._spent = now - self._lap, now, dict.fromkeys(self._spent, 0.0)
+        training = wall - spent["saving"] - spent["validating"]
+        own = RankTimes(spent["waiting"], self._forward.lap(), *peak_memory())
         ranks = tuple(RankTimes(*row) for row in self._ranks(list(own)))
         self._reported, self._skipped, self._skipped_before = step, 0, self._skipped_before + skipped
         if self._rank != 0:
             return
-        figures = _of_step(result, loss) | {"skipped_steps": self._skipped_before}
-        self.report(step, figures | self._timings(step, steps, lap, ranks))
-        for line in self._oddities.find(Interval(steps, lap.training, skipped, loss, ranks)):
+        figures: dict[str, float | None] = {
+            "loss": loss,
+            "grad_norm": None if result.grad_norm is None else float(result.grad_norm),
+            "lr": result.lr,
+        }
+        if result.loss_scale is not None:
+            figures["loss_scale"] = result.loss_scale
+        rate = self._tokens * steps / max(training, 1e-9)
+        flops = rate / len(ranks) * self._flops
+        figures |= {
+            "skipped_steps": self._skipped_before,
+            "tokens_per_second": rate,
+            "tokens_per_second_per_device": rate / len(ranks),
+            "step_seconds": training / steps,
+            "tflops_per_device": flops / 1e12,
+        }
+        if self._peak:
+            figures["mfu"] = flops / self._peak
+        figures |= {
+            "peak_memory_gib": max(times.memory_gib for times in ranks),
+            "data_wait": max(times.waited for times in ranks) / max(training, 1e-9),
+            "save_share": spent["saving"] / max(wall, 1e-9),
+            "eval_share": spent["validating"] / max(wall, 1e-9),
+            "eta_seconds": self._remaining(step, now),
+        }
+        self.report(step, figures)
+        for line in self._anomalies.find(Interval(steps, training, skipped, loss, ranks)):
             self.note(step, line)
 
-    def _timings(self, step: int, steps: int, lap: Lap, ranks: Sequence[RankTimes]) -> dict[str, float]:
-        """The figures named in `TIMINGS`; memory and waits are those of the rank that has most."""
-        wall, training = max(lap.wall, 1e-9), max(lap.training, 1e-9)
-        return self._throughput.figures(steps, lap.training) | {
-            "peak_memory_gib": max(each.memory_gib for each in ranks),
-            "data_wait": max(each.waited for each in ranks) / training,
-            "save_share": lap.saving / wall,
-            "eval_share": lap.validating / wall,
-            "eta_seconds": self._remaining.seconds(step),
-        }
+    def _remaining(self, step: int, now: float) -> float:
+        """Seconds until the last step at the average pace, saves and validations included.
 
-
-def _of_step(result: StepFigures, loss: float) -> dict[str, float | None]:
-    scale = {"loss_scale": result.loss_scale} if result.loss_scale is not None else {}
-    return {"loss": loss, "grad_norm": as_number(result.grad_norm), "lr": result.lr} | scale
-
-
-def _hosts(ranks: RankFigures) -> list[str]:
-    """The host name of every rank; sent as numbers, because numbers are what ranks send."""
-    own = socket.gethostname().encode()[:HOST_LETTERS].ljust(HOST_LETTERS, b"\0")
-    return [
-        bytes(int(letter) for letter in row).rstrip(b"\0").decode(errors="replace")
-        for row in ranks(list(map(float, own)))
-    ]
+        The first step counts only while there is no other: it allocates, and may compile.
+        """
+        done = step - self._start - 1
+        pace = (now - self._after_first) / done if done > 0 else now - self._begin
+        return pace * max(0, self._last - step)

@@ -1,4 +1,4 @@
-"""Where figures are kept: a JSON line per report, TensorBoard, Weights & Biases."""
+"""Sinks of reported figures: the console, metrics.jsonl, TensorBoard, Weights & Biases."""
 
 import contextlib
 import json
@@ -6,21 +6,29 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
+from tqdm import tqdm
 
 from megatron_coca.checkpoints import CheckpointError
 from megatron_coca.config import Config, ConfigError
 
+logger = logging.getLogger(__name__)
+
 Figures = Mapping[str, float | None]
-"""Values by name. None stands for what does not exist at this step, such as the norm of a skipped one."""
+"""Values by name. None is a value that does not exist at this step, such as the norm of a skipped one."""
+RankFigures = Callable[[list[float]], Sequence[Sequence[float]]]
+"""Gathers equally many values from every rank; returns them by rank. All ranks call it together."""
 
 UNSAVED = Path("runs/unsaved")
-"""Where the figures of a run go that names no folder of its own."""
-
+"""The folder for the figures of a run without `log_dir` and `save`."""
+METRICS, OLDER_FILES = "metrics.jsonl", 10
+WANDB_RUN = "wandb.json"
 TIMINGS = frozenset(
     {
         "tokens_per_second",
@@ -35,18 +43,18 @@ TIMINGS = frozenset(
         "eta_seconds",
     }
 )
-"""Figures of time and memory, which no two runs share."""
+"""Figures of time and memory, which differ between identical runs."""
 
 
 class StepFigures(NamedTuple):
-    """What one optimizer step gives to report.
+    """The figures of one optimizer step.
 
     Attributes:
-        loss: in nats per token over all ranks; a 0-dimensional tensor is read only when a report is due.
-        grad_norm: before clipping, likewise; None where the step has none.
-        lr: the learning rate that the step took.
-        skipped: whether the optimizer left the weights as they were; may be a tensor too.
-        loss_scale: of float16 training; None without.
+        loss: nats per token over all ranks; a 0-dimensional tensor is read only when a report is due.
+        grad_norm: before clipping, likewise; None if the step has none.
+        lr: the learning rate of the step.
+        skipped: whether the optimizer left the weights unchanged; may be a tensor too.
+        loss_scale: of float16 training, else None.
     """
 
     loss: float | Tensor
@@ -56,82 +64,181 @@ class StepFigures(NamedTuple):
     loss_scale: float | None = None
 
 
-class RankFigures(Protocol):
-    """Collects a few numbers of every rank."""
-
-    def __call__(self, values: list[float], /) -> list[list[float]]:
-        """The values of all ranks, by rank. All ranks call it together, with equally many values."""
-        ...
-
-
 def run_folder(config: Config) -> Path:
-    """Where the figures of a run are kept: `log_dir`, else `save`, else `UNSAVED`."""
+    """The folder for the figures of a run: `log_dir`, else `save`, else `UNSAVED`."""
     return Path(config.logging.log_dir or config.checkpoint.save or UNSAVED)
 
 
-def last_step(config: Config) -> int:
-    """The step after which this launch ends: that of `exit_interval`, or of `train_iters`."""
-    steps = config.schedule.train_iters
-    assert steps is not None, "training has checked it"
-    return min(steps, config.logging.exit_interval or steps)
-
-
-def as_number(value: float | Tensor | None) -> float | None:
-    """A plain number; on a GPU this waits for the tensor's value."""
-    return None if value is None else float(value)
-
-
-logger = logging.getLogger(__name__)
-
-METRICS = "metrics.jsonl"
-OLDER_FILES = 10
-WANDB_RUN = "wandb.json"
-
-
 class Sink(Protocol):
-    """Takes what a run reports."""
+    """Takes figures (`report`) and one-line messages (`note`) with the number of completed steps."""
 
-    def report(self, step: int, figures: Figures) -> None:
-        """`step` is the number of completed steps."""
-        ...
+    def report(self, step: int, figures: Figures) -> None: ...
+
+    def note(self, step: int, message: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Reporters:
+    """All sinks of one run; does nothing on ranks other than 0."""
+
+    def __init__(self, config: Config, start: int, active: bool) -> None:
+        """`start` is the number of completed steps.
+
+        Raises:
+            ConfigError: a library is missing, or a folder cannot be written.
+        """
+        self._console: Console | None = Console(config, start) if active else None
+        self._sinks: list[Sink] = [self._console] if self._console else []
+        keys, folder = config.logging, run_folder(config)
+        # Lines in the folder shared by runs without `save` are of another run, which this one does not continue.
+        known = start if folder != UNSAVED else 0
+        sinks: list[tuple[str, Any, Callable[[], Sink]]] = [
+            ("log_dir", True, lambda: JsonLines(folder, known)),
+            ("tensorboard_dir", keys.tensorboard_dir, lambda: TensorBoard(str(keys.tensorboard_dir), start)),
+            ("use_wandb", keys.use_wandb, lambda: WandB(config, folder, known)),
+        ]
+        for key, wanted, build in sinks:
+            if not active or not wanted:
+                continue
+            try:
+                self._sinks.append(build())
+            except ImportError as error:
+                raise ConfigError(
+                    [f"{key}: {error}; install the extra: pip install 'megatron-coca[logging]'"]
+                ) from error
+            except OSError as error:
+                raise ConfigError([f"{key}: {error}; a folder that can be written is needed"]) from error
+
+    def advance(self) -> None:
+        """Count one completed step."""
+        if self._console:
+            self._console.advance()
+
+    def report(self, step: int, **figures: float | None) -> None:
+        """Report the figures of `step` to every sink."""
+        for sink in self._sinks:
+            sink.report(step, figures)
 
     def note(self, step: int, message: str) -> None:
-        """One line on something odd."""
-        ...
+        """Send a one-line message to every sink."""
+        for sink in self._sinks:
+            sink.note(step, message)
 
     def close(self) -> None:
-        """Flush and let go."""
-        ...
+        """Close every sink."""
+        for sink in self._sinks:
+            sink.close()
+
+
+def _short(value: float) -> str:
+    """A rate in three digits: 12.3k."""
+    size, unit = next(((size, unit) for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if value >= size), (1.0, ""))
+    return f"{value / size:.3g}{unit}" if value < 999.5 * size else f"{value / size:.0f}{unit}"
+
+
+COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
+    "loss": ("loss", "{:.4f}".format),
+    "validation_loss": ("validation loss", "{:.4f}".format),
+    "grad_norm": ("grad norm", "{:.3g}".format),
+    "lr": ("lr", "{:.3g}".format),
+    "tokens_per_second": ("tokens/s", _short),
+    "mfu": ("MFU", "{:.1%}".format),
+    "peak_memory_gib": ("memory", "{:.2f}GiB".format),
+}
+"""Label and format of the figures on the console, in this order; files have all figures."""
+
+
+def shown(figures: Figures) -> dict[str, str]:
+    """Label and text of the figures that the console shows."""
+    values = {name: figures.get(name) for name in COLUMNS}
+    return {COLUMNS[name][0]: COLUMNS[name][1](value) for name, value in values.items() if value is not None}
+
+
+class Console:
+    """Progress on standard error: a bar on a terminal; a line per report elsewhere, such as a job's log file."""
+
+    def __init__(self, config: Config, start: int) -> None:
+        self._total, self._name = config.schedule.train_iters, config.position.pos_emb
+        self._latest: dict[str, str] = {}
+        self._bar = tqdm(
+            total=self._total,
+            initial=start,
+            desc=self._name,
+            unit="step",
+            mininterval=1.0,
+            dynamic_ncols=True,
+            disable=not sys.stderr.isatty(),
+        )
+
+    def advance(self) -> None:
+        self._bar.update()
+
+    def report(self, step: int, figures: Figures) -> None:
+        if not self._bar.disable:
+            self._latest |= shown(figures)
+            self._bar.set_postfix(self._latest, refresh=False)
+            return
+        prefix = "validation_loss/"
+        texts = [f"{label} {text}" for label, text in shown(figures).items()]
+        texts += [
+            f"{name.removeprefix(prefix)} {value:.4f}"
+            for name, value in figures.items()
+            if name.startswith(prefix) and value is not None
+        ]
+        if (remaining := figures.get("eta_seconds")) is not None:
+            texts.append(f"ETA {timedelta(seconds=round(remaining))}")
+        if texts:
+            print(f"{self._name} step {step}/{self._total}: {', '.join(texts)}", file=sys.stderr, flush=True)
+
+    def note(self, step: int, message: str) -> None:
+        """Nothing: notes are logged."""
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+class ConsoleHandler(logging.Handler):
+    """Writes log lines to standard error, above the progress bar if there is one."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            tqdm.write(self.format(record), file=sys.stderr)
+        except Exception:  # as logging does: a message that cannot be printed must not end the program
+            self.handleError(record)
+
+
+def set_up_logging(active: bool) -> None:
+    """Log this package to standard error: warnings from all ranks, other messages only if `active`."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[ConsoleHandler()])
+    logging.getLogger("megatron_coca").setLevel(logging.INFO if active else logging.WARNING)
 
 
 class JsonLines:
-    """One JSON object per report in `metrics.jsonl`; a note is one too, with its text as `event`.
+    """One JSON object per report in `metrics.jsonl`; a note is one with its text as `event`.
 
-    A resumed run first drops the lines of steps that it will repeat; a fresh one keeps the lines of an older run in
-    one of at most ``OLDER_FILES`` numbered files. Numbers that JSON does not have (not a number, infinite) are null.
+    A resumed run drops the lines of steps that it will repeat. A fresh one keeps those of an older run in one of at most
+    ``OLDER_FILES`` numbered files. NaN and infinity, which JSON lacks, become null.
     """
 
     def __init__(self, folder: Path, start: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / METRICS
-        kept = [line for line in _lines(path) if line["step"] <= start] if start else []
+        kept = [line for line in _read_lines(path) if line["step"] <= start] if start else []
         if path.is_file() and not start:
             _keep_older(path)
-        aside = folder / f".{METRICS}.{os.getpid()}.partial"
-        aside.unlink(missing_ok=True)
-        with aside.open("x") as file:  # a link that lies there is not followed
-            file.writelines(json.dumps(line) + "\n" for line in kept)
-        aside.replace(path)
+        _replace(path, "".join(json.dumps(line) + "\n" for line in kept))
         self._path, self._file = path, path.open("a")
 
     def report(self, step: int, figures: Figures) -> None:
-        self._write({"step": step} | {name: _finite(value) for name, value in figures.items()})
+        finite = {name: value if value is None or math.isfinite(value) else None for name, value in figures.items()}
+        self._write({"step": step} | finite)
 
     def note(self, step: int, message: str) -> None:
         self._write({"step": step, "event": message})
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # `report` has told of a full disk already
+        with contextlib.suppress(OSError):  # `report` has raised for a full disk already
             self._file.close()
 
     def _write(self, line: dict[str, Any]) -> None:
@@ -144,103 +251,33 @@ class JsonLines:
             ) from error
 
 
-class TensorBoard:
-    """Scalars, and notes as text, for TensorBoard. What an earlier process wrote of repeated steps is hidden."""
-
-    def __init__(self, folder: str, start: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # an extra: imported only where it is asked for
-
-        self._writer = SummaryWriter(folder, purge_step=start + 1)
-
-    def report(self, step: int, figures: Figures) -> None:
-        for name, value in figures.items():
-            if value is not None:
-                self._writer.add_scalar(name, value, step)
-
-    def note(self, step: int, message: str) -> None:
-        self._writer.add_text("event", message, step)
-
-    def close(self) -> None:
-        self._writer.close()
+def _replace(path: Path, text: str) -> None:
+    """Write a file atomically. A link with the name of the temporary file is not followed."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial.unlink(missing_ok=True)
+    with partial.open("x") as file:
+        file.write(text)
+    partial.replace(path)
 
 
-class _Logged(NamedTuple):
-    """What is known of the run at Weights & Biases: its id and the last step that it was given."""
-
-    id: str
-    step: int
-
-
-class WandB:
-    """A run at Weights & Biases; WANDB_MODE=offline keeps it on disk.
-
-    The run's id and its last step lie in `wandb.json` of the run's folder. A resumed run goes on under that id, and
-    steps that it repeats are not given a second time: its history cannot be taken back.
-    """
-
-    def __init__(self, config: Config, folder: Path, start: int) -> None:
-        import wandb  # an extra: imported only where it is asked for
-
-        keys = config.logging
-        self._path = folder / WANDB_RUN
-        before = _read_run(self._path) if start else None
-        self._given = before.step if before else 0
-        settings = wandb.Settings(base_url=keys.wandb_host) if keys.wandb_host else None
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    """The valid lines of a metrics file; invalid ones are logged, except half a line at the end, left by a kill."""
+    lines = []
+    texts = path.read_text(errors="replace").split("\n") if path.is_file() else []
+    for number, text in enumerate(texts, start=1):
         try:
-            self._run = wandb.init(
-                project=keys.wandb_project,
-                group=keys.wandb_group,
-                name=keys.wandb_run_name,
-                entity=keys.wandb_team,
-                config=config.flat(),
-                settings=settings,
-                id=before.id if before else None,
-                resume="allow" if before else None,
-                allow_val_change=True if before else None,
-            )
-        except wandb.errors.Error as error:
-            other = f", or delete {self._path} to begin another run there" if before else ""
-            raise ConfigError([f"use_wandb: {error}; log in, or set WANDB_MODE=offline{other}"]) from error
-
-    def report(self, step: int, figures: Figures) -> None:
-        if step > self._given:
-            self._run.log({name: value for name, value in figures.items() if value is not None}, step=step)
-            _write_run(self._path, _Logged(self._run.id, step))
-
-    def note(self, step: int, message: str) -> None:
-        """Weights & Biases keeps what is printed, and this is."""
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-def _read_run(path: Path) -> _Logged | None:
-    if not path.is_file():
-        return None
-    try:
-        content = json.loads(path.read_text())
-        return _Logged(str(content["id"]), int(content["step"]))
-    except (ValueError, TypeError, KeyError) as error:
-        raise ConfigError(
-            [f"use_wandb: {path} does not name a run ({error}); delete it to begin another one"]
-        ) from error
-
-
-def _write_run(path: Path, run: _Logged) -> None:
-    aside = path.with_name(f".{path.name}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside.unlink(missing_ok=True)
-        with aside.open("x") as file:
-            file.write(json.dumps(run._asdict()))
-        aside.replace(path)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be written ({error}); complete checkpoints are intact") from error
+            line = json.loads(text)
+            lines.append(line | {"step": int(line["step"])})
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+            if number < len(texts):
+                logger.warning("%s: line %d cannot be read (%s) and is dropped", path, number, error)
+    return lines
 
 
 def _keep_older(path: Path) -> None:
-    """Move the lines of an older run to the first free of ``metrics.jsonl.1``, ``.2``, ..., or to the end of the last
-    where none is free: a run that dies again and again before its first checkpoint leaves no file for every start.
+    """Move an older run's lines to the first free of ``metrics.jsonl.1``, ``.2``, ..., or append them to the last.
+
+    The number is bounded for a run that crashes again and again before its first checkpoint.
     """
     if not path.stat().st_size:
         return  # it is replaced
@@ -260,21 +297,78 @@ def _keep_older(path: Path) -> None:
     path.unlink()
 
 
-def _finite(value: float | None) -> float | None:
-    return value if value is None or math.isfinite(value) else None
+class TensorBoard:
+    """Scalars, and notes as text. Hides what an earlier process wrote for repeated steps."""
+
+    def __init__(self, folder: str, start: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # optional dependency
+
+        self._writer = SummaryWriter(folder, purge_step=start + 1)
+
+    def report(self, step: int, figures: Figures) -> None:
+        for name, value in figures.items():
+            if value is not None:
+                self._writer.add_scalar(name, value, step)
+
+    def note(self, step: int, message: str) -> None:
+        self._writer.add_text("event", message, step)
+
+    def close(self) -> None:
+        self._writer.close()
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """The readable lines of a metrics file; of others there is a warning, but for half a line at the end, as a kill
-    can leave it.
+class WandB:
+    """A run at Weights & Biases; WANDB_MODE=offline keeps it on disk.
+
+    `wandb.json` in the run's folder keeps the run's id and its last step. A resumed run keeps the id, and does not send
+    repeated steps again: wandb cannot replace history.
     """
-    lines = []
-    texts = path.read_text(errors="replace").split("\n") if path.is_file() else []
-    for number, text in enumerate(texts, start=1):
+
+    def __init__(self, config: Config, folder: Path, start: int) -> None:
+        import wandb  # optional dependency
+
+        keys = config.logging
+        self._path = folder / WANDB_RUN
+        run_id, self._sent = self._read() if start and self._path.is_file() else (None, 0)
         try:
-            line = json.loads(text)
-            lines.append(line | {"step": int(line["step"])})
-        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-            if number < len(texts):
-                logger.warning("%s: line %d cannot be read (%s) and is left out", path, number, error)
-    return lines
+            self._run = wandb.init(
+                project=keys.wandb_project,
+                group=keys.wandb_group,
+                name=keys.wandb_run_name,
+                entity=keys.wandb_team,
+                config=config.flat(),
+                settings=wandb.Settings(base_url=keys.wandb_host) if keys.wandb_host else None,
+                id=run_id,
+                resume="allow" if run_id else None,
+                allow_val_change=True if run_id else None,
+            )
+        except wandb.errors.Error as error:
+            other = f", or delete {self._path} to start another run" if run_id else ""
+            raise ConfigError([f"use_wandb: {error}; log in, or set WANDB_MODE=offline{other}"]) from error
+
+    def report(self, step: int, figures: Figures) -> None:
+        if step <= self._sent:
+            return
+        self._run.log({name: value for name, value in figures.items() if value is not None}, step=step)
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            _replace(self._path, json.dumps({"id": self._run.id, "step": step}))
+        except OSError as error:
+            raise CheckpointError(
+                f"{self._path}: cannot be written ({error}); complete checkpoints are intact"
+            ) from error
+
+    def note(self, step: int, message: str) -> None:
+        """Nothing: wandb captures the log."""
+
+    def close(self) -> None:
+        self._run.finish()
+
+    def _read(self) -> tuple[str, int]:
+        try:
+            content = json.loads(self._path.read_text())
+            return str(content["id"]), int(content["step"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise ConfigError(
+                [f"use_wandb: {self._path} does not name a run ({error}); delete it to start another one"]
+            ) from error
