@@ -79,7 +79,7 @@ class RemoteCheckpoints:
         """Upload the local checkpoint of `step`, and remove what is not kept any more. Call it on the first rank.
 
         Checkpoints of higher steps in a store are of a branch that the run has left, or could not be resumed from, as one
-        of the same step; they are moved to aside/.
+        of the same step; they are moved to quarantine/.
 
         Raises:
             CheckpointError: `save` could not be written. For `save_copy` that is a warning.

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_coca.checkpoints import CheckpointError, native
-from megatron_coca.checkpoints.checksums import Comparison
 from megatron_coca.checkpoints.errors import UnreadableError
+from megatron_coca.checkpoints.files import Comparison
 from megatron_coca.training import engine as dist
 from megatron_coca.training.collectives import decode_failure, encode_failure, from_main
 from megatron_coca.training.launch import threads_per_process

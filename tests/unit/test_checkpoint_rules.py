@@ -200,10 +200,10 @@ def test_what_lies_beyond_the_resumed_checkpoint_is_set_aside(tmp_path: Path) ->
     assert native.steps(tmp_path / "run") == [2, 4, 6]
     clear_the_way(str(tmp_path / "run"), Choice(folders[4]))
     assert native.steps(tmp_path / "run") == [2, 4] and native.locate(tmp_path / "run") == folders[4]
-    assert (tmp_path / "run/aside/global_step6" / native.MANIFEST).is_file(), "nothing is lost"
+    assert (tmp_path / "run/quarantine/global_step6" / native.MANIFEST).is_file(), "nothing is lost"
     checkpoint(tmp_path / "run", 6)
     clear_the_way(str(tmp_path / "run"), Choice(folders[4]))
-    assert (tmp_path / "run/aside/global_step6.1" / native.MANIFEST).is_file()
+    assert (tmp_path / "run/quarantine/global_step6.1" / native.MANIFEST).is_file()
     elsewhere = checkpoint(tmp_path / "copy", 4)
     clear_the_way(str(tmp_path / "run"), Choice(elsewhere))
     assert native.steps(tmp_path / "run") == [2], "its own of that step was damaged, or a copy would not be taken"
@@ -449,7 +449,7 @@ def test_an_unreadable_checkpoint_is_left_alone(
     chosen = first_intact(folders)
     assert chosen == Choice(folders[2], (folders[0],))
     clear_the_way(str(tmp_path), chosen)
-    assert (folders[0] / name).exists() and [path.name for path in (tmp_path / native.ASIDE).iterdir()] == [
+    assert (folders[0] / name).exists() and [path.name for path in (tmp_path / native.QUARANTINE).iterdir()] == [
         "global_step4"
     ]
     with pytest.raises(UnreadableError, match=r"cannot be read \(Input/output error\)"):

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_coca.atomic_write import atomic_dir, refuse_existing
 from megatron_coca.checkpoints import native, weight_map
+from megatron_coca.checkpoints.errors import CheckpointError
 from megatron_coca.checkpoints.exports.exporters import EXPORTERS, MODELLING_FILE, choose, describe
 from megatron_coca.checkpoints.exports.model_card import CARD, model_card
 from megatron_coca.checkpoints.exports.tokenizer import (
@@ -23,7 +25,6 @@ from megatron_coca.checkpoints.exports.tokenizer import (
     suppressing,
     tokenizer_files,
 )
-from megatron_coca.checkpoints.folders import new_folder, refuse_existing
 from megatron_coca.checkpoints.huggingface import is_huggingface_folder
 from megatron_coca.checkpoints.huggingface_families import INDEX, REMOTE_TYPES, SINGLE
 from megatron_coca.checkpoints.load import OpenedCheckpoint, Overrides, open_checkpoint
@@ -87,7 +88,7 @@ def export(
     opened, folder = open_checkpoint(checkpoint), Path(folder)
     config = opened.configure(overrides)
     kind = choose(config)
-    refuse_existing(folder)
+    refuse_existing(folder, CheckpointError)
     files, symbols, note = _companions(opened, config, overrides, Path(tokenizer) if tokenizer is not None else None)
     ours = opened.weights() if dtype is None else opened.weights().to(DTYPES[dtype])
     if without_padding:
@@ -98,7 +99,7 @@ def export(
         CARD: model_card(opened, config, kind, weights, folder.name).encode()
     }
     files |= {MODELLING_FILE.name: MODELLING_FILE.read_bytes()} if kind in REMOTE_TYPES else {}
-    with new_folder(folder) as partial:
+    with atomic_dir(folder, CheckpointError) as partial:
         _fill(partial, contents, weights, shard_bytes, files)
     return Exported(folder, kind, note)
 

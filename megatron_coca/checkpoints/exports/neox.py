@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_coca.atomic_write import atomic_dir, refuse_existing
 from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.errors import CheckpointError
-from megatron_coca.checkpoints.folders import new_folder, refuse_existing
 from megatron_coca.checkpoints.importing import check_fit
 from megatron_coca.checkpoints.load import Overrides, open_checkpoint
 from megatron_coca.checkpoints.neox_config import (
@@ -77,7 +77,7 @@ def export_neox(
     """
     opened, folder = open_checkpoint(checkpoint), Path(folder)
     config = opened.configure(overrides)
-    refuse_existing(folder)
+    refuse_existing(folder, CheckpointError)
     against = reasons(config, COMPUTED + HELD) + undivided(config, model_parallel_size)
     if against:
         raise CheckpointError(f"{opened.folder}: GPT-NeoX's layout cannot hold it: {'; '.join(against)}")
@@ -86,7 +86,7 @@ def export_neox(
     tokenizer, told = opened.tokenizer(overrides)
     weights = weights if dtype is None else weights.to(DTYPES[dtype])
     name = native.step_folder(folder, opened.step or 0).name
-    with new_folder(folder) as partial:
+    with atomic_dir(folder, CheckpointError) as partial:
         step = partial / name
         (step / CONFIGS).mkdir(parents=True)
         (step / CONFIGS / MODEL_FILE).write_text(model_yaml(config, model_parallel_size, pipe_parallel_size))
