@@ -16,7 +16,7 @@ from megatron_coca.checkpoints.errors import CheckpointError
 from megatron_coca.checkpoints.huggingface import CONFIG, is_huggingface_folder, open_weights, read_config
 from megatron_coca.checkpoints.huggingface_families import may_be_coca
 from megatron_coca.checkpoints.object_store import fetch, is_url
-from megatron_coca.checkpoints.tokenizer import Found, TokenizerLocation, find_tokenizer, known_tokens
+from megatron_coca.checkpoints.tokenizer import Found, find_tokenizer, largest_named_id
 from megatron_coca.checkpoints.weights import Weights, open_safetensors_file
 from megatron_coca.config import Config, load_config
 from megatron_coca.config.source import given_values
@@ -102,16 +102,16 @@ class OpenedCheckpoint:
         if model.make_vocab_size_divisible_by > 1:
             return config
         # Other layouts record the rows of the embedding; the tokenizer tells how many of them are tokens.
-        known = known_tokens(self._tokenizer_location, self.tokenizer(overrides, files))
-        return config.override({"vocab_size": known, "make_vocab_size_divisible_by": model.padded_vocab_size})
+        known = rows = model.padded_vocab_size
+        tokenizer = self.tokenizer(overrides, files).tokenizer
+        if tokenizer is not None:
+            known = min(rows, max(tokenizer.vocab_size, largest_named_id(self.folder) + 1))
+        return config.override({"vocab_size": known, "make_vocab_size_divisible_by": rows})
 
     def tokenizer(self, overrides: Overrides = (), files: Sequence[str | Path] = ()) -> Found:
         """The tokenizer, or None with the reason; overrides may name another one. Raises as `find_tokenizer`."""
-        return find_tokenizer(self._tokenizer_location, overrides, files)
-
-    @property
-    def _tokenizer_location(self) -> TokenizerLocation:
-        return TokenizerLocation(self.folder, self.tokenizer_folder, self.trained, self.document_end)
+        given = given_values(overrides, files)
+        return find_tokenizer(self.folder, self.tokenizer_folder, self.trained, self.document_end, given)
 
     def load(
         self,

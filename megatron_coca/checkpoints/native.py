@@ -24,7 +24,7 @@ import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import version
-from itertools import count
+from itertools import chain, count
 from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -42,16 +42,14 @@ LATEST, LOCK, QUARANTINE = "latest", ".lock", "quarantine"
 FORMAT = 2
 READABLE = (1, 2)
 """Format 1 had DeepSpeed's own files instead of `state/`: weights can be read, a run cannot be resumed."""
-EVERYTHING, WEIGHTS_ONLY = "run", "weights"
-"""Contents of a checkpoint: all that resuming needs, or a model alone."""
+EVERYTHING, WEIGHTS_ONLY = "run", "weights"  # all that resuming needs, or a model alone
 REQUIRED = {
     EVERYTHING: (CONFIG, META, WEIGHTS, f"{STATE}/", f"{RNG}/rank_0.pt"),
     WEIGHTS_ONLY: (CONFIG, META, WEIGHTS),
 }
 """Files that a manifest must list, by content; for a folder, at least one file in it."""
 _STEP = re.compile(r"global_step(0|[1-9][0-9]{0,17})")
-_LONGEST_NAME = 255
-"""Limit of file systems on a file name, in bytes."""
+_LONGEST_NAME = 255  # limit of file systems, in bytes
 
 
 def code_versions() -> dict[str, str]:
@@ -85,9 +83,7 @@ def parse_step(name: str) -> int | None:
 
 def step_of(folder: Path) -> int:
     """The step of a checkpoint folder."""
-    step = parse_step(folder.name)
-    assert step is not None, "not a checkpoint folder"
-    return step
+    return int(folder.name.removeprefix("global_step"))
 
 
 def steps(save: Path) -> list[int]:
@@ -179,9 +175,8 @@ def begin(save: Path, step: int) -> Path:
 
 def sweep(save: Path) -> None:
     """Remove what interrupted saves and removals left."""
-    for pattern in (".global_step*.partial", f".{LATEST}*.partial"):
-        for leftover in save.glob(pattern):
-            remove(leftover)
+    for leftover in (*save.glob(".global_step*.partial"), *save.glob(f".{LATEST}*.partial")):
+        remove(leftover)
 
 
 def commit(
@@ -249,19 +244,17 @@ def set_aside(folder: Path) -> Path:
     """
     quarantine = folder.parent / QUARANTINE
     quarantine.mkdir(exist_ok=True)
-    target = _unused_name(quarantine / folder.name)
     try:
-        folder.rename(target)
+        target = folder.rename(_unused_name(quarantine / folder.name))
     except PermissionError:
-        target = _unused_name(folder.with_name(f"{folder.name}.{QUARANTINE}"))
-        folder.rename(target)
+        target = folder.rename(_unused_name(folder.with_name(f"{folder.name}.{QUARANTINE}")))
     flush(folder.parent)
     return target
 
 
 def _unused_name(path: Path) -> Path:
-    names = (path.with_name(path.name + (f".{number}" if number else "")) for number in count())
-    return next(name for name in names if not os.path.lexists(name))
+    numbered = (path.with_name(f"{path.name}.{number}") for number in count(1))
+    return next(name for name in chain([path], numbered) if not os.path.lexists(name))
 
 
 def copy(folder: Path, target: Path) -> Path:
@@ -298,11 +291,10 @@ def verify(folder: Path, contents: bool = True, links: bool = False) -> dict[str
     meta = read_json(folder / META)
     if manifest["format"] == FORMAT and manifest["holds"] == EVERYTHING:
         topology = meta.get("topology") or {}
-        try:
-            random_states = [f"{RNG}/rank_{rank}.pt" for rank in range(prod(topology.values()))]
-        except (AttributeError, TypeError) as error:
-            raise CheckpointError(f"{folder / META}: topology {topology!r} is not a mapping of numbers") from error
-        _require(random_states, manifest["files"], folder / MANIFEST)
+        if not isinstance(topology, dict) or not all(isinstance(size, int) for size in topology.values()):
+            raise CheckpointError(f"{folder / META}: topology {topology!r} is not a mapping of numbers")
+        ranks = range(prod(topology.values()))
+        _require([f"{RNG}/rank_{rank}.pt" for rank in ranks], manifest["files"], folder / MANIFEST)
     step, named = meta.get("step"), parse_step(folder.absolute().name)
     if type(step) is not int or step < 0:
         raise CheckpointError(f"{folder / META}: step {step!r} is not a step number; the checkpoint is damaged")

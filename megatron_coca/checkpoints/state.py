@@ -30,26 +30,26 @@ WEIGHT = "weight"
 
 
 class TensorShard(NamedTuple):
-    """Shard `index` of `count` of a tensor cut along `dim`. Each block of a packed projection is cut by itself; a plain
+    """Shard `rank` of `ranks` of a tensor cut along `dim`. Each block of a packed projection is cut by itself; a plain
     matrix is one block.
     """
 
     dim: int
-    index: int
-    count: int
+    rank: int
+    ranks: int
     blocks: tuple[int, ...]
 
     def cut(self, full: Tensor) -> Tensor:
         """This shard of the whole tensor."""
         blocks = full.split(self.blocks, self.dim)
-        return torch.cat([block.chunk(self.count, self.dim)[self.index] for block in blocks], self.dim)
+        return torch.cat([block.chunk(self.ranks, self.dim)[self.rank] for block in blocks], self.dim)
 
     def place(self, shard: Tensor, full: Tensor) -> None:
         """Copy this shard into the whole tensor."""
         begin = taken = 0
         for block in self.blocks:
-            size = block // self.count
-            full.narrow(self.dim, begin + self.index * size, size).copy_(shard.narrow(self.dim, taken, size))
+            size = block // self.ranks
+            full.narrow(self.dim, begin + self.rank * size, size).copy_(shard.narrow(self.dim, taken, size))
             begin, taken = begin + block, taken + size
 
     def full_shape(self, local: Sequence[int]) -> tuple[int, ...]:
@@ -74,8 +74,8 @@ class ParameterSlice(NamedTuple):
         shape, shard = values
         if shard is None:
             return cls(tuple(shape))
-        dim, index, count, blocks = shard
-        return cls(tuple(shape), TensorShard(dim, index, count, tuple(blocks)))
+        dim, rank, ranks, blocks = shard
+        return cls(tuple(shape), TensorShard(dim, rank, ranks, tuple(blocks)))
 
 
 class StatePiece(NamedTuple):
@@ -219,7 +219,7 @@ class PieceReader:
 
     def _by_shard(self, name: str, kind: str) -> dict[TensorShard | None, list[_Range]]:
         shard = self._places[name].shard
-        shards = [None] if shard is None else [shard._replace(index=index) for index in range(shard.count)]
+        shards = [None] if shard is None else [shard._replace(rank=rank) for rank in range(shard.ranks)]
         return {shard: [part for part in self._ranges[kind, name] if part.shard == shard] for shard in shards}
 
     def _covering(
@@ -359,9 +359,9 @@ class LayerShards(NamedTuple):
         """Whether this cuts the named parameter."""
         return name.endswith((f"{self.layer}.weight", f"{self.layer}.bias")[: 2 - self.dim])
 
-    def shard(self, index: int, count: int) -> TensorShard:
-        """The shard of tensor rank `index` of `count`."""
-        return TensorShard(self.dim, index, count, self.blocks)
+    def shard(self, rank: int, ranks: int) -> TensorShard:
+        """The shard of a tensor rank."""
+        return TensorShard(self.dim, rank, ranks, self.blocks)
 
 
 def layer_shards(model: ModelConfig) -> tuple[LayerShards, ...]:

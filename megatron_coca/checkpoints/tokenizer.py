@@ -12,14 +12,13 @@ The first must be readable and fit; the others are skipped with a note if they a
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_coca.checkpoints.errors import CheckpointError
 from megatron_coca.checkpoints.files import read_json
 from megatron_coca.config import Config
-from megatron_coca.config.source import given_values
 from megatron_coca.data import DataError, Tokenizer, load_saved_tokenizer, load_tokenizer
 from megatron_coca.data.tokenizers.load import needs_files
 
@@ -32,7 +31,6 @@ KINDS = (
 CONFIGS = ("config.json", "generation_config.json", "tokenizer_config.json")
 """Files of a Hugging Face folder that may name the end of text, in order of preference."""
 KEYS = ("tokenizer_type", "vocab_file", "merge_file")
-REMEDY = "name it with --set tokenizer_type=HFTokenizer vocab_file=PATH (or another type), or put its file into {}"
 
 
 class Found(NamedTuple):
@@ -42,55 +40,45 @@ class Found(NamedTuple):
     note: str | None
 
 
-class TokenizerLocation(NamedTuple):
-    """Possible locations of a checkpoint's tokenizer.
-
-    Attributes:
-        folder: of the checkpoint.
-        carried: the tokenizer saved with the weights by `Tokenizer.save`, or None.
-        trained: its configuration.
-        end: the token that ended documents in training if the vocabulary has it; None if it is not known.
-    """
-
-    folder: Path
-    carried: Path | None
-    trained: Config
-    end: str | None = None
-
-
 def find_tokenizer(
-    location: TokenizerLocation, overrides: Mapping[str, Any] | Sequence[str] = (), files: Sequence[str | Path] = ()
+    folder: Path, saved: Path | None, trained: Config, end: str | None, given: Mapping[str, Any]
 ) -> Found:
     """The tokenizer of a checkpoint, or None with the reason, by the rule above.
+
+    Args:
+        folder: of the checkpoint.
+        saved: the tokenizer saved with the weights by `Tokenizer.save`, or None.
+        trained: configuration of the checkpoint.
+        end: the token that ended documents in training if the vocabulary has it; None if it is not known.
+        given: keys that overrides set.
 
     Raises:
         CheckpointError: the tokenizer that overrides name has more ids than the embedding has rows.
         DataError: it cannot be opened, or the saved one is damaged.
     """
-    rows = location.trained.model.padded_vocab_size
-    recorded = {key: getattr(location.trained.data, key) for key in KEYS}
-    given = given_values(overrides, files)
+    rows = trained.model.padded_vocab_size
+    recorded = {key: getattr(trained.data, key) for key in KEYS}
     named = {key: given.get(key, recorded[key]) for key in KEYS}
     if (given.keys() & set(KEYS)) and _is_complete(named):
-        tokenizer, note = _load_with_end(**named, end=location.end)
+        tokenizer, note = _load_with_end(**named, end=end)
         if tokenizer.vocab_size > rows:
             raise CheckpointError(
                 f"{named['vocab_file'] or named['tokenizer_type']}: has {tokenizer.vocab_size} ids, the embedding of "
-                f"{location.folder} has {rows} rows; name the tokenizer that the model was trained with"
+                f"{folder} has {rows} rows; name the tokenizer that the model was trained with"
             )
         return Found(tokenizer, note)
-    if location.carried is not None:
-        return Found(load_saved_tokenizer(location.carried), None)
-    found = read_tokenizer(location.folder, rows, location.end)
+    if saved is not None:
+        return Found(load_saved_tokenizer(saved), None)
+    found = read_tokenizer(folder, rows, end)
     if found.tokenizer is not None or not _is_complete(recorded):
         return found
     source = f"its configuration records {recorded['tokenizer_type']}"
     if recorded["vocab_file"]:
         source += f" with vocab_file {recorded['vocab_file']}"
     try:
-        tokenizer, note = _load_with_end(**recorded, end=location.end)
+        tokenizer, note = _load_with_end(**recorded, end=end)
     except DataError as error:
-        remedy = REMEDY.format(location.folder)
+        remedy = f"name it with --set tokenizer_type=HFTokenizer vocab_file=PATH (or another type), or put its file into {folder}"
         return Found(None, f"{found.note}; {source}, which cannot be read here ({error}): {remedy}")
     if tokenizer.vocab_size > rows:
         return Found(
@@ -199,14 +187,6 @@ def largest_named_id(folder: Path) -> int:
 
 def _json(path: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
-
-
-def known_tokens(location: TokenizerLocation, found: Found) -> int:
-    """Rows of the embedding that are tokens, as far as is known; the others are padding."""
-    rows = location.trained.model.padded_vocab_size
-    if found.tokenizer is None:
-        return rows
-    return min(rows, max(found.tokenizer.vocab_size, largest_named_id(location.folder) + 1))
 
 
 def made_of(tokenizer: Tokenizer, folder: Path) -> bool:

@@ -177,7 +177,8 @@ def write_safetensors(
 
     The format is the length of a JSON header, the header, and all values (huggingface/safetensors, "Format").
     """
-    header, end = {"__metadata__": dict(metadata)} if metadata else {}, 0
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
     for name, entry in weights.entries.items():
         offsets = [end, end + entry.nbytes]
         header[name] = {"dtype": _CODES[entry.dtype], "shape": list(entry.shape), "data_offsets": offsets}

@@ -224,6 +224,21 @@ def test_a_download_keeps_the_format_of_its_manifest(tmp_path: Path, empty_store
     assert native.read_json(object_store.fetch(URL, cache=tmp_path) / native.MANIFEST)["format"] == 1
 
 
+def test_a_checkpoint_is_downloaded_once_by_step_or_as_the_newest(tmp_path: Path) -> None:
+    remote = RemoteFolder(URL)
+    for step in (9, 10):
+        remote.upload(checkpoint(tmp_path / "a", step))
+    for url, step, expected in ((URL, None, 10), (URL, 9, 9), (f"{URL}/global_step9", None, 9)):
+        assert object_store.fetch(url, step, tmp_path) == tmp_path / f"read/memory/bucket/run/global_step{expected}"
+    weights = tmp_path / "read/memory/bucket/run/global_step10" / native.WEIGHTS
+    before = weights.stat().st_mtime_ns
+    object_store.fetch(URL, cache=tmp_path)
+    assert weights.stat().st_mtime_ns == before
+    for url, step in ((URL, 5), (f"{URL}/global_step5", None)):
+        with pytest.raises(CheckpointError, match=rf"{url}: holds no .* of step 5; there are \[9, 10\]"):
+            object_store.fetch(url, step, tmp_path)
+
+
 def test_a_folder_in_place_of_the_lock_or_a_file_in_place_of_the_cache_is_a_message(tmp_path: Path) -> None:
     RemoteFolder(URL).upload(checkpoint(tmp_path / "a", 10))
     lock = object_store.read_folder(URL, tmp_path / "cache") / native.LOCK
