@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from megatron_coca.atomic_write import write_file
 from megatron_coca.checkpoints import CheckpointError
 from megatron_coca.config import Config, ConfigError
 
@@ -117,11 +118,7 @@ class JsonLines:
         kept = [line for line in _lines(path) if line["step"] <= start] if start else []
         if path.is_file() and not start:
             _keep_older(path)
-        aside = folder / f".{METRICS}.{os.getpid()}.partial"
-        aside.unlink(missing_ok=True)
-        with aside.open("x") as file:  # a link that lies there is not followed
-            file.writelines(json.dumps(line) + "\n" for line in kept)
-        aside.replace(path)
+        write_file(path, "".join(json.dumps(line) + "\n" for line in kept))
         self._path, self._file = path, path.open("a")
 
     def report(self, step: int, figures: Figures) -> None:
@@ -227,13 +224,9 @@ def _read_run(path: Path) -> _Logged | None:
 
 
 def _write_run(path: Path, run: _Logged) -> None:
-    aside = path.with_name(f".{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside.unlink(missing_ok=True)
-        with aside.open("x") as file:
-            file.write(json.dumps(run._asdict()))
-        aside.replace(path)
+        write_file(path, json.dumps(run._asdict()))
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be written ({error}); complete checkpoints are intact") from error
 
