@@ -99,30 +99,26 @@ GPT_NEOX: tuple[Row, ...] = (
 
 
 def llama(key_projection: str) -> tuple[Row, ...]:
-    """LLaMA's table; the CoCA authors' folders call the key projection `t_proj`. Most models have no biases."""
+    """LLaMA's table; folders of CoCA's authors call the key projection `t_proj`. Most models have no biases."""
     attention, mlp = "model.layers.{i}.self_attn", "model.layers.{i}.mlp"
-    kinds = ("weight", "bias")
-    return (
-        Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",)),
-        Row("blocks.{i}.input_layernorm.weight", ("model.layers.{i}.input_layernorm.weight",)),
-        Row("blocks.{i}.post_attention_layernorm.weight", ("model.layers.{i}.post_attention_layernorm.weight",)),
-        *(
-            Row(
-                f"blocks.{{i}}.attention.query_key_value.{kind}",
-                tuple(f"{attention}.{name}.{kind}" for name in ("q_proj", key_projection, "v_proj")),
-                BY_HEAD,
-            )
-            for kind in kinds
+    rows = [Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",))]
+    for norm in ("input_layernorm", "post_attention_layernorm"):
+        rows.append(Row(f"blocks.{{i}}.{norm}.weight", (f"model.layers.{{i}}.{norm}.weight",)))
+    for ours, theirs, packing in (
+        (
+            "attention.query_key_value",
+            [f"{attention}.{name}" for name in ("q_proj", key_projection, "v_proj")],
+            BY_HEAD,
         ),
-        *(Row(f"blocks.{{i}}.attention.dense.{kind}", (f"{attention}.o_proj.{kind}",)) for kind in kinds),
-        *(
-            Row(f"blocks.{{i}}.mlp.linear1.{kind}", (f"{mlp}.up_proj.{kind}", f"{mlp}.gate_proj.{kind}"), STACKED)
-            for kind in kinds
-        ),
-        *(Row(f"blocks.{{i}}.mlp.linear2.{kind}", (f"{mlp}.down_proj.{kind}",)) for kind in kinds),
-        Row("norm.weight", ("model.norm.weight",)),
-        Row("final_linear.weight", ("lm_head.weight",)),
-    )
+        ("attention.dense", [f"{attention}.o_proj"], ALONE),
+        ("mlp.linear1", [f"{mlp}.up_proj", f"{mlp}.gate_proj"], STACKED),
+        ("mlp.linear2", [f"{mlp}.down_proj"], ALONE),
+    ):
+        for kind in ("weight", "bias"):
+            rows.append(Row(f"blocks.{{i}}.{ours}.{kind}", tuple(f"{name}.{kind}" for name in theirs), packing))
+    rows.append(Row("norm.weight", ("model.norm.weight",)))
+    rows.append(Row("final_linear.weight", ("lm_head.weight",)))
+    return tuple(rows)
 
 
 DENSE_NORMS: dict[str, tuple[str, ...]] = {
@@ -147,13 +143,9 @@ def dense(norm: str, gated: bool, one_norm: bool) -> tuple[Row, ...]:
     return tuple(rows)
 
 
-LEARNED_PARTS: dict[str, tuple[str, str]] = {"gpt_neox": ("gpt_neox", "attention"), "llama": ("model", "self_attn")}
-"""Names of the network without its head, and of a layer's attention."""
-
-
 def learned_positions(kind: str) -> tuple[Row, ...]:
     """Learned parameters of position methods, in folders with our modelling file; `kind` is the stock architecture."""
-    base, attention = LEARNED_PARTS[kind]
+    base, attention = {"gpt_neox": ("gpt_neox", "attention"), "llama": ("model", "self_attn")}[kind]
     by_layer = f"{base}.layers.{{i}}.{attention}.position_bias"
     return (
         Row("embedding.position_embeddings.weight", (f"{base}.position_embeddings.weight",)),

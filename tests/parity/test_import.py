@@ -42,7 +42,7 @@ def test_logits(name: str, tmp_path: Path) -> None:
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@pytest.mark.parametrize(("number", "name"), enumerate(MODELS))
+@pytest.mark.parametrize(("number", "name"), list(enumerate(MODELS)))
 def test_there_and_back_is_the_same_bit_by_bit(number: int, name: str, tmp_path: Path) -> None:
     dtype = DTYPES[number % 3]
     source = write(MODELS[name], tmp_path / "source", dtype)

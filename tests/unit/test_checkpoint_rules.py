@@ -378,11 +378,11 @@ def test_the_mixture_counts_what_was_left_out(opened: Corpus, tmp_path: Path) ->
 def test_checkpoints_are_kept_and_copied_by_the_keys(opened: Corpus, tmp_path: Path) -> None:
     keep = {"keep_last_n_checkpoints": 2, "keep_every_n_steps": 4, "save_copy": str(tmp_path / "copy")}
     run = checkpoints_of(opened, engine_of(torch.zeros(5)), save=str(tmp_path / "run"), **keep)
-    for step in range(1, 11):
+    for step in range(1, 8):
         run.save(step, {})
     run.wait()
-    assert native.steps(tmp_path / "run") == native.steps(tmp_path / "copy") == [4, 8, 9, 10]
-    for step in (4, 10):
+    assert native.steps(tmp_path / "run") == native.steps(tmp_path / "copy") == [4, 6, 7]
+    for step in (4, 7):
         assert native.verify(tmp_path / f"copy/global_step{step}") == native.verify(tmp_path / f"run/global_step{step}")
 
 
