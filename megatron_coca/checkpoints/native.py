@@ -96,10 +96,7 @@ def steps(save: Path) -> list[int]:
 
 
 def begun_steps(save: Path) -> list[int]:
-    """Ascending steps of all checkpoint folders in `save`, with or without a manifest.
-
-    Raises UnreadableError if `save` cannot be listed.
-    """
+    """Ascending steps of all checkpoint folders in `save`, also without a manifest. Raises UnreadableError."""
     try:
         with os.scandir(save) as entries:
             named = [(parse_step(entry.name), entry) for entry in entries]

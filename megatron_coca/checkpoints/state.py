@@ -278,8 +278,9 @@ class StateReader(PieceReader):
             kind, name, start = key.split(":")
             (numel,) = file.get_slice(key).get_shape()
 
-            def read(begin: int, stop: int, file: Any = file, key: str = key) -> Tensor:
-                return file.get_slice(key)[begin:stop]
+            def read(begin: int, stop: int, file: Any = file, key: str = key, numel: int = numel) -> Tensor:
+                # get_tensor maps the file, get_slice copies
+                return file.get_tensor(key) if stop - begin == numel else file.get_slice(key)[begin:stop]
 
             self._ranges[kind, name].append(_Range(read, int(start), numel, places[name].shard))
 
