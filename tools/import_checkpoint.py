@@ -1,5 +1,5 @@
-"""Writes a Hugging Face folder, or any other checkpoint that can be read, as a checkpoint of ours; see
-docs/checkpoints.md, "Import".
+"""Import a Hugging Face folder, or any other readable checkpoint, as a checkpoint of ours; see docs/checkpoints.md,
+"Import".
 """
 
 import sys
@@ -17,19 +17,19 @@ from megatron_coca.data import DataError  # noqa: E402
 
 
 def build_parser() -> ArgumentParser:
-    """Two places, and how the weights are used."""
+    """The command line."""
     parser = ArgumentParser(prog="import_checkpoint.py", description=__doc__)
     add = parser.add_argument
     add("source", metavar="SOURCE", help="a Hugging Face folder, or whatever else can be evaluated")
-    add("folder", metavar="FOLDER", help="what to write; it must not exist")
-    changes = "use the weights otherwise than the source says, e.g. pos_emb=coca for the CoCA authors' GPT-NeoX folders"
+    add("folder", metavar="FOLDER", help="folder to write; must not exist")
+    changes = "config overrides, e.g. pos_emb=coca for GPT-NeoX folders of CoCA's authors"
     add("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", dest="overrides", help=changes)
     add("--dtype", choices=DTYPES, help="of the weights; default: as in the source")
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 2 where there is something to put right."""
+    """Returns the exit status: 2 for an error that the user can fix."""
     args = build_parser().parse_args(arguments)
     try:
         done = import_checkpoint(args.source, args.folder, args.overrides, args.dtype)

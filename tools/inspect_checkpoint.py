@@ -4,8 +4,8 @@ python tools/inspect_checkpoint.py runs/350M_roformer_coca                  # al
 python tools/inspect_checkpoint.py runs/350M_roformer_coca/global_step5000  # one
 python tools/inspect_checkpoint.py runs/350M_roformer_coca --no-verify --json
 
-Every file is read and compared with its checksum; with --no-verify, only that the files are there and have their
-sizes. The exit status is 1 where one is damaged, and 2 where there is no checkpoint.
+Every file is compared with its checksum, with --no-verify only its size. The exit status is 1 if a checkpoint is
+damaged, and 2 if there is none.
 """
 
 import argparse
@@ -20,10 +20,10 @@ from megatron_coca.checkpoints.inspection import checkpoints_in, describe, descr
 
 
 def main(arguments: list[str]) -> int:
-    """The exit status; see above."""
+    """Returns the exit status, see above."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", help="a run's save folder or one step's, or its URL on an object store")
-    parser.add_argument("--no-verify", action="store_true", help="look at names and sizes, not at contents")
+    parser.add_argument("--no-verify", action="store_true", help="compare names and sizes only")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
     try:

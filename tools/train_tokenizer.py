@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, without installing
 
-from megatron_coca.data.aside import atomic_dir  # noqa: E402
+from megatron_coca.atomic_write import atomic_dir  # noqa: E402
 from megatron_coca.data.errors import DataError  # noqa: E402
 from megatron_coca.data.preparation.plan import CorpusSource, Rules, check, training_texts
 from megatron_coca.data.preparation.recipe import named_paths, read_recipe  # noqa: E402
@@ -110,7 +110,7 @@ def train(options: argparse.Namespace, show: bool = True) -> str:
         raise DataError(f"--characters {options.characters} is less than one for each source.")
     wanted = shares(sources, options.characters, options.equal)
     held_out: dict[str, HeldOut] = {}
-    with atomic_dir(options.output) as folder:
+    with atomic_dir(options.output, DataError) as folder:
         texts = chosen_texts(sources, rules, wanted, held_out, show)
         tokenizer = TRAINERS[options.type][options.model](texts, options.vocab_size, folder / file_name(options.type))
         tokenizer.save(folder)

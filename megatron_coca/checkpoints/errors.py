@@ -1,35 +1,33 @@
-"""What goes wrong with checkpoints."""
+"""Errors about checkpoints."""
 
 from pathlib import Path
 
 
 class CheckpointError(Exception):
-    """A checkpoint is missing, damaged, foreign or of another architecture; the message names the place and the
-    remedy.
+    """A checkpoint is missing, damaged, in an unknown format or of another architecture; the message names the file
+    and the remedy.
     """
 
 
 class UnreadableError(CheckpointError):
-    """The file system refuses to give a file of a checkpoint (I/O error, permission). That says nothing about its
-    content: the checkpoint may be valid, so nothing may move or delete it.
-    """
+    """The file system cannot read a file (I/O error, permission). The checkpoint may be valid: never move or delete it."""
 
     @classmethod
     def of(cls, path: Path, error: OSError) -> "UnreadableError":
-        """The error for `path`, from what the file system said."""
+        """The error for `path`, with the reason that the file system gave."""
         reason = error.strerror or str(error)
-        return cls(f"{path}: cannot be read ({reason}); check the disk and the permissions. It is left as it is")
+        return cls(f"{path}: cannot be read ({reason}); check the disk and the permissions. It is left unchanged")
 
 
-_BEGINNING = b"version https://git-lfs"
-"""How a pointer begins (git-lfs, docs/spec.md)."""
+_LFS_HEADER = b"version https://git-lfs"
+"""First bytes of a git-lfs pointer (git-lfs, docs/spec.md)."""
 
 
 def pointer(path: Path) -> str | None:
-    """What to tell of a file that is a pointer of git-lfs in place of its content, or None where it is none."""
+    """The problem with a file that is a git-lfs pointer instead of its content, None if it is not one."""
     if not path.is_file():
         return None
     with path.open("rb") as file:
-        if file.read(len(_BEGINNING)) != _BEGINNING:
+        if file.read(len(_LFS_HEADER)) != _LFS_HEADER:
             return None
-    return "is a pointer of git-lfs, and the content is not there; run `git lfs pull` in the folder"
+    return "is a git-lfs pointer without its content; run `git lfs pull` in the folder"

@@ -1,24 +1,22 @@
-"""From a checkpoint folder to a model ready for evaluation."""
+"""Loading a checkpoint of any known layout as a model for evaluation."""
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn as nn
 
-from megatron_coca.checkpoints import native
-from megatron_coca.checkpoints import neox as neox
-from megatron_coca.checkpoints import neox as neox_files
+from megatron_coca.checkpoints import native, neox
 from megatron_coca.checkpoints.compare import refuse_other_model
 from megatron_coca.checkpoints.errors import CheckpointError
 from megatron_coca.checkpoints.huggingface import CONFIG, is_huggingface_folder, may_be_coca, open_weights, read_config
 from megatron_coca.checkpoints.object_store import fetch, is_url
-from megatron_coca.checkpoints.tokenizer import Found, TokenizerLocation, find_tokenizer, known_tokens
-from megatron_coca.checkpoints.weights import Weights, names_in, open_safetensors
+from megatron_coca.checkpoints.tokenizer import Found, find_tokenizer, largest_named_id
+from megatron_coca.checkpoints.weights import Weights, open_safetensors_file
 from megatron_coca.config import Config, load_config
 from megatron_coca.config.source import given_values
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION
@@ -31,14 +29,14 @@ Overrides = Mapping[str, Any] | Sequence[str]
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model in evaluation mode, with where it came from.
+    """A model in evaluation mode.
 
     Attributes:
-        model: on the asked device, float32 unless another dtype was asked for.
-        config: the resolved configuration, overrides included.
-        tokenizer_folder: the tokenizer's files, or None where the folder has none.
-        step: completed training iterations, or None for a Hugging Face folder.
-        identity: sha256 of the weights file of our own checkpoints, one of GPT-NeoX's files, else the folder's name.
+        model: on the requested device; float32 unless another dtype was requested.
+        config: the resolved configuration with overrides.
+        tokenizer_folder: the tokenizer saved with the weights, or None.
+        step: completed optimizer steps, or None for a Hugging Face folder.
+        identity: sha256 of our weights file, or of one of GPT-NeoX's files; otherwise the folder's name.
     """
 
     model: GPT
@@ -49,14 +47,14 @@ class LoadedModel:
 
 
 def load_model(path: str | Path, overrides: Overrides = (), device: str = "cpu") -> GPT:
-    """The model of a checkpoint of ours, of a Hugging Face folder or of a checkpoint of GPT-NeoX, in evaluation mode.
+    """Load our checkpoint, a Hugging Face folder or a GPT-NeoX checkpoint as a model in evaluation mode.
 
-    `overrides` may change the extension, the rotary base or the attention backend, as a mapping or as "key=value"
-    strings: {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}.
+    `overrides` may change the frequency extension, the rotary base or the attention backend, as a mapping or as
+    "key=value" strings: {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}.
 
     Raises:
-        CheckpointError: nothing usable at `path`, or an override that the weights do not fit.
-        ConfigError: an override that is not valid.
+        CheckpointError: no usable checkpoint at `path`, or an override that does not fit the weights.
+        ConfigError: an invalid override.
     """
     return load_checkpoint(path, overrides, device).model
 
@@ -68,16 +66,16 @@ def load_checkpoint(path: str | Path, overrides: Overrides = (), device: str = "
 
 @dataclass(frozen=True)
 class OpenedCheckpoint:
-    """A checkpoint whose files are in order, from which models are made, one for each way of using the weights.
+    """A valid checkpoint, from which models are made with any config overrides.
 
     Attributes:
-        folder: where it is.
+        folder: its location.
         trained: its configuration.
-        tokenizer_folder, step, identity: as in `Loaded`.
+        tokenizer_folder, step, identity: as in `LoadedModel`.
         weights: opens the state dict, in the dtype on disk.
-        also_free: keys that may differ from `trained` besides those of any checkpoint.
-        guessed: a warning by the key of `trained` that had to be guessed; logged once, unless overrides give the key.
-        document_end: the symbol that ends documents in the layout's own program, None where no one symbol does.
+        also_free: keys that may differ from `trained`, in addition to those of any checkpoint.
+        guessed: warnings by guessed keys of `trained`, each logged once unless overrides set the key.
+        document_end: the token that ended documents in training, if it is known.
     """
 
     folder: Path
@@ -91,9 +89,9 @@ class OpenedCheckpoint:
     document_end: str | None = None
 
     def configure(self, overrides: Overrides = (), files: Sequence[str | Path] = ()) -> Config:
-        """The configuration for another use of the weights: YAML files, then overrides, over the trained one.
+        """The trained configuration with YAML files, then overrides, applied.
 
-        Raises CheckpointError where it would be another model, ConfigError where it is not valid.
+        Raises CheckpointError if that is another model, ConfigError if it is invalid.
         """
         config = self.trained.override(overrides, files)
         refuse_other_model(self.folder, self.trained, config, self.also_free)
@@ -102,17 +100,17 @@ class OpenedCheckpoint:
         model = self.trained.model
         if model.make_vocab_size_divisible_by > 1:
             return config
-        # Of foreign layouts the rows of the embedding are known, and by the tokenizer how many of them mean a token.
-        known = known_tokens(self._place, self.tokenizer(overrides, files))
-        return config.override({"vocab_size": known, "make_vocab_size_divisible_by": model.padded_vocab_size})
+        # Other layouts record the rows of the embedding; the tokenizer tells how many of them are tokens.
+        known = rows = model.padded_vocab_size
+        tokenizer = self.tokenizer(overrides, files).tokenizer
+        if tokenizer is not None:
+            known = min(rows, max(tokenizer.vocab_size, largest_named_id(self.folder) + 1))
+        return config.override({"vocab_size": known, "make_vocab_size_divisible_by": rows})
 
     def tokenizer(self, overrides: Overrides = (), files: Sequence[str | Path] = ()) -> Found:
         """The tokenizer, or None with the reason; overrides may name another one. Raises as `find_tokenizer`."""
-        return find_tokenizer(self._place, overrides, files)
-
-    @property
-    def _place(self) -> TokenizerLocation:
-        return TokenizerLocation(self.folder, self.tokenizer_folder, self.trained, self.document_end)
+        given = given_values(overrides, files)
+        return find_tokenizer(self.folder, self.tokenizer_folder, self.trained, self.document_end, given)
 
     def load(
         self,
@@ -121,7 +119,7 @@ class OpenedCheckpoint:
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> LoadedModel:
-        """The model for one use of the weights, with its parameters in `dtype`. Raises as `load_model`."""
+        """The model with config overrides and parameters in `dtype`. Raises as `load_model`."""
         config = self.configure(overrides, files)
         model = empty_model(config, device, training=False, dtype=dtype)
         load_weights(model, self.weights())
@@ -129,32 +127,39 @@ class OpenedCheckpoint:
 
 
 def open_checkpoint(path: str | Path, verify: bool = True, step: int | None = None) -> OpenedCheckpoint:
-    """Find a checkpoint of ours, a Hugging Face folder or a checkpoint of GPT-NeoX. Raises CheckpointError.
+    """Open our checkpoint (also by URL, then it is downloaded), a Hugging Face folder or a GPT-NeoX checkpoint.
 
-    `verify` compares the files of ours with their checksums; without it their sizes alone are looked at. `step` is one
-    of a save folder's; by default the newest. A URL of an object store is a checkpoint of ours, and is downloaded.
+    Args:
+        verify: compare our files with their checksums; otherwise their sizes only.
+        step: one of a save folder's steps; by default the newest.
+
+    Raises CheckpointError.
     """
     if is_url(path):
         path, step = fetch(str(path), step), None
-    layout, path = _layout(Path(path), step)
-    return layout.open(path, verify)
+    path = _step_path(Path(path), step)
+    if is_huggingface_folder(path):
+        return _open_huggingface(path)
+    neox_folder = neox.find_step(path)
+    return _open_native(path, verify) if neox_folder is None else _open_neox(neox_folder)
 
 
 def find_native(path: str | Path, step: int | None = None) -> Path | None:
-    """The folder of one step that `open_checkpoint` would open, where it is a checkpoint of ours. Raises
-    CheckpointError.
+    """The step folder that `open_checkpoint` would open, None if the checkpoint has another layout.
+
+    Raises CheckpointError.
     """
     if is_url(path):
         path, step = fetch(str(path), step), None
-    layout, found = _layout(Path(path), step)
-    return native.locate(found) if layout.open is _open_native else None
+    path = _step_path(Path(path), step)
+    return None if is_huggingface_folder(path) or neox.find_step(path) is not None else native.locate(path)
 
 
-def _layout(path: Path, step: int | None) -> tuple["CheckpointLayout", Path]:
-    if step is not None:
-        named = native.step_folder(path, step)
-        path = named if neox_files.is_step(named) else native.locate(path, step)
-    return next(layout for layout in LAYOUTS if layout.found(path)), path
+def _step_path(path: Path, step: int | None) -> Path:
+    if step is None:
+        return path
+    folder = native.step_folder(path, step)
+    return folder if neox.is_step(folder) else native.locate(path, step)
 
 
 def _open_native(path: Path, verify: bool) -> OpenedCheckpoint:
@@ -167,25 +172,19 @@ def _open_native(path: Path, verify: bool) -> OpenedCheckpoint:
         tokenizer_folder=tokenizer if f"{native.TOKENIZER}/{DESCRIPTION}" in manifest["files"] else None,
         step=native.read_json(folder / native.META)["step"],
         identity=manifest["files"][native.WEIGHTS]["sha256"],
-        weights=partial(_native_weights, folder),
+        weights=partial(open_safetensors_file, folder / native.WEIGHTS, folder),
     )
 
 
-def _native_weights(folder: Path) -> Weights:
-    path = folder / native.WEIGHTS
-    return open_safetensors(dict.fromkeys(names_in(path), path), folder)
-
-
-MAY_BE_COCA = (
-    "{}: read as pos_emb=rotary, but config.json (gpt_neox, rotary_pct 1) would be the same for CoCA weights of CoCA's "
-    "authors; override with pos_emb=coca if they are that, or with pos_emb=rotary if not"
-)
-
-
-def _open_huggingface(folder: Path, verify: bool) -> OpenedCheckpoint:
-    """The CoCA authors' GPT-NeoX folders look like plain ones, so that overrides may give `pos_emb`."""
+def _open_huggingface(folder: Path) -> OpenedCheckpoint:
     trained = read_config(folder)
     shape = trained.model
+    guessed = {}
+    if may_be_coca(native.read_json(folder / CONFIG)):
+        guessed["pos_emb"] = (
+            f"{folder}: read as pos_emb=rotary, but config.json (gpt_neox, rotary_pct 1) would be the same for CoCA "
+            "weights of CoCA's authors; override with pos_emb=coca if they are that, or with pos_emb=rotary if not"
+        )
     return OpenedCheckpoint(
         folder=folder,
         trained=trained,
@@ -194,46 +193,30 @@ def _open_huggingface(folder: Path, verify: bool) -> OpenedCheckpoint:
         identity=folder.resolve().name,
         weights=partial(open_weights, folder, shape.num_layers, shape.num_attention_heads, not shape.no_weight_tying),
         also_free=frozenset({"pos_emb"}),
-        guessed={"pos_emb": MAY_BE_COCA.format(folder)} if may_be_coca(native.read_json(folder / CONFIG)) else {},
+        guessed=guessed,
     )
 
 
-def _open_neox(path: Path, verify: bool) -> OpenedCheckpoint:
-    folder = neox_files.find_step(path)
-    assert folder is not None, "found by it"
+def _open_neox(folder: Path) -> OpenedCheckpoint:
     files = neox.NeoxFiles(folder)
     config, ranks = neox.configure(folder, files)
+    tokenizer = folder / native.TOKENIZER
     return OpenedCheckpoint(
         folder=folder,
         trained=config,
-        tokenizer_folder=carried if (carried := folder / native.TOKENIZER).is_dir() else None,
-        step=neox_files.step_of(folder),
-        identity=neox_files.identity(files),
+        tokenizer_folder=tokenizer if tokenizer.is_dir() else None,
+        step=neox.step_of(folder),
+        identity=neox.identity(files),
         weights=partial(neox.open_weights, folder, files, config, ranks),
         document_end=neox.DOCUMENT_END,
     )
 
 
-class CheckpointLayout(NamedTuple):
-    """A layout on disk: whether a path is of it, and how it is opened, with its checksums compared or not."""
-
-    found: Callable[[Path], bool]
-    open: Callable[[Path, bool], OpenedCheckpoint]
-
-
-LAYOUTS: tuple[CheckpointLayout, ...] = (
-    CheckpointLayout(is_huggingface_folder, _open_huggingface),
-    CheckpointLayout(lambda path: neox_files.find_step(path) is not None, _open_neox),
-    CheckpointLayout(lambda path: True, _open_native),
-)
-"""The first that a path is of is taken. What is of none is looked for as ours, whose errors say what is missing."""
-
-
 @torch.no_grad()
 def load_weights(model: nn.Module, weights: Weights, drawn: Collection[str] = ()) -> None:
-    """Copy `weights` into `model` one by one, or name every key and shape that does not fit and change nothing.
+    """Copy `weights` into `model` one at a time; names in `drawn` may be missing and keep the model's values.
 
-    Those of the names `drawn` may be missing: the model keeps its own.
+    Raises CheckpointError, naming every key and shape that does not fit, and then changes nothing.
     """
     own, given = model.state_dict(), weights.entries
     problems = [f"missing {name}" for name in own if name not in given and name not in drawn]

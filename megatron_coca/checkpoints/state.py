@@ -1,10 +1,9 @@
-"""Optimizer state on disk, independent of how the run that wrote it was divided among processes.
+"""Optimizer state on disk, independent of how the run that wrote it was divided among ranks.
 
-Every rank writes the pieces that it holds into a file of its own: flat float32 stretches of named parameters and of
-their moments, with the place of each. A reader with another number of ranks, another ZeRO stage or another division of
-matrices finds any stretch of any parameter in them.
+Every rank writes its pieces to one file: flat float32 ranges of named parameters and of their moments. A reader with any
+number of ranks, ZeRO stage or tensor parallelism finds any range of any parameter in them.
 
-    state/rank_00000.safetensors    tensors `kind:name:start`; metadata `places`: the shard of every parameter in it
+    state/rank_00000.safetensors    tensors `kind:name:start`; metadata `places`: shape and shard of every parameter
 """
 
 import json
@@ -12,7 +11,6 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -28,58 +26,66 @@ from megatron_coca.checkpoints.weights import WeightEntry, Weights
 from megatron_coca.config.model import GATED_ACTIVATIONS, ModelConfig
 
 WEIGHT = "weight"
-"""The kind of a piece of the weights themselves; other kinds are names of optimizer states."""
+"""Kind of the pieces of the weights; other kinds are names of optimizer states."""
 
 
 class TensorShard(NamedTuple):
-    """Part `index` of `count` of a tensor cut along `dim`: of each of the blocks, whose sizes are given, one part.
-
-    Blocks are what a packed projection holds one after the other; a plain matrix is one block.
+    """Shard `rank` of `ranks` of a tensor cut along `dim`. Each block of a packed projection is cut by itself; a plain
+    matrix is one block.
     """
 
     dim: int
-    index: int
-    count: int
+    rank: int
+    ranks: int
     blocks: tuple[int, ...]
 
     def cut(self, full: Tensor) -> Tensor:
-        """This part of the whole tensor."""
-        parts = [block.chunk(self.count, self.dim)[self.index] for block in full.split(self.blocks, self.dim)]
-        return torch.cat(parts, self.dim)
+        """This shard of the whole tensor."""
+        blocks = full.split(self.blocks, self.dim)
+        return torch.cat([block.chunk(self.ranks, self.dim)[self.rank] for block in blocks], self.dim)
 
-    def place(self, part: Tensor, full: Tensor) -> None:
-        """Write this part into the whole tensor."""
+    def place(self, shard: Tensor, full: Tensor) -> None:
+        """Copy this shard into the whole tensor."""
         begin = taken = 0
         for block in self.blocks:
-            size = block // self.count
-            full.narrow(self.dim, begin + self.index * size, size).copy_(part.narrow(self.dim, taken, size))
+            size = block // self.ranks
+            full.narrow(self.dim, begin + self.rank * size, size).copy_(shard.narrow(self.dim, taken, size))
             begin, taken = begin + block, taken + size
 
     def full_shape(self, local: Sequence[int]) -> tuple[int, ...]:
-        """The whole tensor's shape, from that of a part."""
+        """Shape of the whole tensor, from that of a shard."""
         return (*local[: self.dim], sum(self.blocks), *local[self.dim + 1 :])
 
 
 class ParameterSlice(NamedTuple):
-    """The shape of a parameter on a rank, and which part of the whole it is (None: all of it)."""
+    """Shape of a parameter on a rank, and which shard of the whole it is (None: all of it)."""
 
     shape: tuple[int, ...]
     shard: TensorShard | None = None
 
     @property
     def full_shape(self) -> tuple[int, ...]:
-        """The whole parameter's shape."""
-        return self.shard.full_shape(self.shape) if self.shard is not None else self.shape
+        """Shape of the whole parameter."""
+        return self.shape if self.shard is None else self.shard.full_shape(self.shape)
+
+    @classmethod
+    def from_json(cls, values: Sequence[Any]) -> "ParameterSlice":
+        """The inverse of its JSON form, nested lists."""
+        shape, shard = values
+        if shard is None:
+            return cls(tuple(shape))
+        dim, rank, ranks, blocks = shard
+        return cls(tuple(shape), TensorShard(dim, rank, ranks, tuple(blocks)))
 
 
 class StatePiece(NamedTuple):
-    """A stretch of one parameter, or of one of its optimizer states, as a rank holds it.
+    """A range of one parameter, or of one of its optimizer states, on a rank.
 
     Attributes:
-        name: the parameter's name in the model.
+        name: of the parameter in the model.
         kind: ``WEIGHT`` or the optimizer state's name.
-        start: where the stretch begins in the rank's flattened parameter.
-        tensor: 1-D; the memory that the engine works on, so that writing into it restores the state.
+        start: of the range in the rank's flattened parameter.
+        tensor: 1-D; the engine's own memory, so that writing into it restores the state.
     """
 
     name: str
@@ -89,35 +95,33 @@ class StatePiece(NamedTuple):
 
 
 def file_name(rank: int) -> str:
-    """The file of a rank's pieces, within the folder of the state."""
+    """Name of a rank's file in the state folder."""
     return f"rank_{rank:05d}.safetensors"
 
 
 def write_pieces(path: Path, pieces: Iterable[StatePiece], places: Mapping[str, ParameterSlice]) -> None:
-    """Write a rank's file; tensors must lie in CPU memory."""
+    """Write a rank's file from tensors on the CPU."""
     tensors = {f"{piece.kind}:{piece.name}:{piece.start}": piece.tensor for piece in pieces}
-    names = {key.split(":")[1] for key in tensors}
-    described = {name: places[name] for name in sorted(names)}
-    save_file(tensors, path, metadata={"places": json.dumps(described)})
+    names = sorted({key.split(":")[1] for key in tensors})
+    save_file(tensors, path, metadata={"places": json.dumps({name: places[name] for name in names})})
 
 
-class _Source(NamedTuple):
-    """Where a stretch is: `read` gives all of it, `read_part` its elements from one place up to another."""
+class _Range(NamedTuple):
+    """Elements [start, start + numel) of a flattened parameter; `read(begin, stop)` gives a part relative to start."""
 
-    read: Callable[[], Tensor]
-    read_part: Callable[[int, int], Tensor]
+    read: Callable[[int, int], Tensor]
     start: int
     numel: int
     shard: TensorShard | None
 
 
 class PieceReader:
-    """The pieces of all ranks, read as they are needed, wherever they are; subclasses say where."""
+    """The pieces of all ranks, read on demand; subclasses add the sources."""
 
     def __init__(self, folder: Path) -> None:
-        """`folder` of the state, for messages."""
+        """`folder` is named in errors."""
         self._folder = folder
-        self._sources: dict[tuple[str, str], list[_Source]] = defaultdict(list)
+        self._ranges: dict[tuple[str, str], list[_Range]] = defaultdict(list)
         self._places: dict[str, ParameterSlice] = {}
         self._recent: tuple[tuple[str, str, TensorShard | None], tuple[Tensor, Tensor]] | None = None
 
@@ -126,126 +130,111 @@ class PieceReader:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The whole shape of every parameter, in the order of the files."""
+        """Whole shape of every parameter."""
         return {name: place.full_shape for name, place in self._places.items()}
 
     @property
     def stored(self) -> dict[str, int]:
-        """Elements of each kind in all files; what several ranks hold counts again. Weights that are not trained have no
-        other kind.
-        """
-        found: Counter[str] = Counter()
-        for (kind, _), sources in self._sources.items():
-            found[kind] += sum(source.numel for source in sources)
-        return dict(found)
+        """Elements of each kind in all files, copies included. Untrained weights have no optimizer states."""
+        elements: Counter[str] = Counter()
+        for (kind, _), ranges in self._ranges.items():
+            elements[kind] += sum(part.numel for part in ranges)
+        return dict(elements)
 
     def require_complete(self) -> None:
-        """Look for a gap, without reading values.
+        """Check for gaps without reading values.
 
-        Raises:
-            CheckpointError: a stretch of a parameter is in no file, or one state of the optimizer for it and not another.
+        Raises CheckpointError if elements of a parameter are in no file, or in some optimizer states and not in others.
         """
-        states = sorted({kind for kind, _ in self._sources} - {WEIGHT})
+        states = sorted({kind for kind, _ in self._ranges} - {WEIGHT})
         for name in self._places:
             self._require_weight(name)
             covered = [
-                sorted((each.shard or (), each.start, each.numel) for each in self._sources[kind, name])
+                sorted((part.shard or (), part.start, part.numel) for part in self._ranges[kind, name])
                 for kind in states
             ]
-            for kind, stretches in zip(states, covered, strict=True):
-                if stretches != covered[0]:
+            for kind, elements in zip(states, covered, strict=True):
+                if elements != covered[0]:
                     raise CheckpointError(
                         f"{self._folder}: {kind} of {name} covers other elements than {states[0]} does"
                     )
 
     def fill(self, piece: StatePiece, place: ParameterSlice) -> None:
-        """Copy what was saved into the memory of `piece`, whose parameter lies at `place` now.
+        """Copy saved values into `piece`, of a parameter that is now at `place`.
 
-        Raises:
-            CheckpointError: the state does not hold all of it.
+        Raises CheckpointError if the state does not hold all of it.
         """
         stop = piece.start + piece.tensor.numel()
-        same = [source for source in self._sources[piece.kind, piece.name] if source.shard == place.shard]
+        same = [part for part in self._ranges[piece.kind, piece.name] if part.shard == place.shard]
         if same:
-            self._copy(same, piece.start, stop, piece)
+            for part, first, last in self._covering(same, piece.start, stop, piece.kind, piece.name):
+                values = part.read(first - part.start, last - part.start)
+                piece.tensor[first - piece.start : last - piece.start].copy_(values)
             return
-        values, held = self._part(piece.name, piece.kind, place.shard)
-        missing = (~held[piece.start : stop]).nonzero()
+        # The last parameter is kept: where only some of its rows are trained, it has many pieces in succession.
+        key = (piece.name, piece.kind, place.shard)
+        if self._recent is None or self._recent[0] != key:
+            whole, present = self._gathered(piece.name, piece.kind)
+            if place.shard is not None:
+                whole, present = place.shard.cut(whole), place.shard.cut(present)
+            self._recent = key, (whole.reshape(-1), present.reshape(-1))
+        values, present = self._recent[1]
+        missing = (~present[piece.start : stop]).nonzero()
         if len(missing):
             raise self._incomplete(piece.kind, piece.name, piece.start + int(missing[0]))
         piece.tensor.copy_(values[piece.start : stop])
 
     def whole(self, name: str, kind: str = WEIGHT) -> Tensor:
-        """A parameter, or one of its states, in its whole shape, float32 on the CPU; what is not trained has a state of 0.
+        """A parameter or one of its states in its whole shape, float32 on the CPU; untrained elements have state 0.
 
-        Raises:
-            CheckpointError: the state does not hold all of the parameter.
+        Raises CheckpointError if the state does not hold all of the parameter.
         """
         self._require_weight(name)
         return self._gathered(name, kind)[0]
-
-    def _require_weight(self, name: str) -> None:
-        place = self._place(name)
-        for sources in self._by_shard(name, WEIGHT).values():
-            self._stretches(sources, 0, prod(place.shape), WEIGHT, name)
 
     def _place(self, name: str) -> ParameterSlice:
         if name not in self._places:
             raise CheckpointError(f"{self._folder}: holds no parameter {name}")
         return self._places[name]
 
-    def _part(self, name: str, kind: str, shard: TensorShard | None) -> tuple[Tensor, Tensor]:
-        """Part `shard` of what `_gathered` gives, flattened. The last one is kept: pieces of one parameter are many where
-        only some of its rows are trained, and are asked for one after the other.
-        """
-        if self._recent is None or self._recent[0] != (name, kind, shard):
-            found = self._gathered(name, kind)
-            values, held = (each if shard is None else shard.cut(each) for each in found)
-            self._recent = (name, kind, shard), (values.reshape(-1), held.reshape(-1))
-        return self._recent[1]
+    def _require_weight(self, name: str) -> None:
+        place = self._place(name)
+        for ranges in self._by_shard(name, WEIGHT).values():
+            self._covering(ranges, 0, prod(place.shape), WEIGHT, name)
 
     def _gathered(self, name: str, kind: str) -> tuple[Tensor, Tensor]:
-        """What all files have of a parameter or one of its states, float32, and bool: where they have any."""
+        """A parameter or state from all files: values (float32), and where they are present (bool)."""
         place = self._place(name)
-        values, held = torch.zeros(place.full_shape), torch.zeros(place.full_shape, dtype=torch.bool)
-        for shard, sources in self._by_shard(name, kind).items():
-            part = values if shard is None else torch.zeros(place.shape)
-            there = held if shard is None else torch.zeros(place.shape, dtype=torch.bool)
-            for source in sources:
-                part.view(-1).narrow(0, source.start, source.numel).copy_(source.read())
-                there.view(-1).narrow(0, source.start, source.numel).fill_(True)
+        values, present = torch.zeros(place.full_shape), torch.zeros(place.full_shape, dtype=torch.bool)
+        for shard, ranges in self._by_shard(name, kind).items():
+            local = values if shard is None else torch.zeros(place.shape)
+            local_present = present if shard is None else torch.zeros(place.shape, dtype=torch.bool)
+            for part in ranges:
+                local.view(-1).narrow(0, part.start, part.numel).copy_(part.read(0, part.numel))
+                local_present.view(-1).narrow(0, part.start, part.numel).fill_(True)
             if shard is not None:
-                shard.place(part, values)
-                shard.place(there, held)
-        return values, held
+                shard.place(local, values)
+                shard.place(local_present, present)
+        return values, present
 
-    def _by_shard(self, name: str, kind: str) -> dict[TensorShard | None, list[_Source]]:
-        found: dict[TensorShard | None, list[_Source]] = defaultdict(list)
-        for source in self._sources[kind, name]:
-            found[source.shard].append(source)
+    def _by_shard(self, name: str, kind: str) -> dict[TensorShard | None, list[_Range]]:
         shard = self._places[name].shard
-        wanted = [None] if shard is None else [shard._replace(index=index) for index in range(shard.count)]
-        return {each: found[each] for each in wanted}
+        shards = [None] if shard is None else [shard._replace(rank=rank) for rank in range(shard.ranks)]
+        return {shard: [part for part in self._ranges[kind, name] if part.shard == shard] for shard in shards}
 
-    def _copy(self, sources: Sequence[_Source], begin: int, stop: int, piece: StatePiece) -> None:
-        """Fill the tensor of `piece` with the stretch [begin, stop) of a flattened parameter."""
-        for source, first, last in self._stretches(sources, begin, stop, piece.kind, piece.name):
-            part = source.read_part(first - source.start, last - source.start)
-            piece.tensor[first - begin : last - begin].copy_(part)
-
-    def _stretches(
-        self, sources: Sequence[_Source], begin: int, stop: int, kind: str, name: str
-    ) -> list[tuple[_Source, int, int]]:
-        """Which source gives what of [begin, stop)."""
-        found, reached = [], begin
-        for source in sorted(sources, key=lambda each: each.start):
-            last = min(stop, source.start + source.numel)
-            if source.start <= reached < last:
-                found.append((source, reached, last))
+    def _covering(
+        self, ranges: Sequence[_Range], begin: int, stop: int, kind: str, name: str
+    ) -> list[tuple[_Range, int, int]]:
+        """Which of `ranges` gives which elements of [begin, stop)."""
+        parts, reached = [], begin
+        for part in sorted(ranges, key=lambda part: part.start):
+            last = min(stop, part.start + part.numel)
+            if part.start <= reached < last:
+                parts.append((part, reached, last))
                 reached = last
         if reached < stop:
             raise self._incomplete(kind, name, reached)
-        return found
+        return parts
 
     def _incomplete(self, kind: str, name: str, reached: int) -> CheckpointError:
         return CheckpointError(
@@ -255,16 +244,10 @@ class PieceReader:
 
 
 class StateReader(PieceReader):
-    """The pieces in the files of one folder. Use it as a context manager.
-
-    Only the files that are named are opened: a folder may hold others, which are not of this checkpoint.
-
-    Raises:
-        CheckpointError: no file is named, or one cannot be read.
-    """
+    """The pieces in the named files of one folder, which may hold other files. A context manager."""
 
     def __init__(self, folder: Path, names: Iterable[str]) -> None:
-        """`names` of the files in `folder`, as `native.state_files` gives them."""
+        """`names` as from `native.state_files`. Raises CheckpointError if there are none or one cannot be read."""
         super().__init__(folder)
         self._files = ExitStack()
         paths = [folder / name for name in sorted(names)]
@@ -284,7 +267,8 @@ class StateReader(PieceReader):
     def _open(self, path: Path) -> None:
         try:
             file = self._files.enter_context(safe_open(path, "pt"))
-            places = {name: _place(given) for name, given in json.loads(file.metadata()["places"]).items()}
+            recorded = json.loads(file.metadata()["places"])
+            places = {name: ParameterSlice.from_json(values) for name, values in recorded.items()}
         except OSError as error:
             raise UnreadableError.of(path, error) from error
         except (SafetensorError, ValueError, KeyError, TypeError) as error:
@@ -293,16 +277,16 @@ class StateReader(PieceReader):
         for key in file.keys():  # noqa: SIM118 - a safetensors file is no mapping
             kind, name, start = key.split(":")
             (numel,) = file.get_slice(key).get_shape()
-            read, part = partial(file.get_tensor, key), partial(_slice, file, key)
-            self._sources[kind, name].append(_Source(read, part, int(start), numel, places[name].shard))
 
+            def read(begin: int, stop: int, file: Any = file, key: str = key, numel: int = numel) -> Tensor:
+                # get_tensor maps the file, get_slice copies
+                return file.get_tensor(key) if stop - begin == numel else file.get_slice(key)[begin:stop]
 
-def _slice(file: Any, key: str, begin: int, stop: int) -> Tensor:
-    return file.get_slice(key)[begin:stop]
+            self._ranges[kind, name].append(_Range(read, int(start), numel, places[name].shard))
 
 
 class LocalWeight(NamedTuple):
-    """A stretch of a weight that a rank has in its memory, `place` as JSON can hold it."""
+    """A range of a weight in a rank's memory; `place` is a ParameterSlice or its JSON form."""
 
     name: str
     start: int
@@ -313,59 +297,50 @@ class LocalWeight(NamedTuple):
 def local_weights(pieces: Iterable[StatePiece], places: Mapping[str, ParameterSlice]) -> list[LocalWeight]:
     """The weights among a rank's pieces."""
     own = sorted((piece.name, piece.start, piece.tensor.numel()) for piece in pieces if piece.kind == WEIGHT)
-    return [LocalWeight(*each, places[each[0]]) for each in own]
+    return [LocalWeight(name, start, numel, places[name]) for name, start, numel in own]
 
 
 class LocalWeightReader(PieceReader):
-    """The weights of all ranks while they are still in the ranks' memory.
+    """The weights of all ranks, in the ranks' memory.
 
     Attributes:
-        order: the rank and the stretch of everything that is read, in the order in which `weights` reads it.
+        order: rank and range of all reads, in the order in which `weights` makes them.
     """
 
     def __init__(
         self, folder: Path, held: Sequence[Sequence[LocalWeight]], read: Callable[[int, LocalWeight], Tensor]
     ) -> None:
-        """`held` by rank; `read` fetches a stretch from a rank, 1-D."""
+        """`held` by rank; `read` fetches a range from a rank, 1-D."""
         super().__init__(folder)
-        fetched: dict[_Source, tuple[int, LocalWeight]] = {}
-        for rank, stretches in enumerate(held):
-            self._add_places({each.name: _place(each.place) for each in stretches})
-            for each in stretches:
-                fetch = partial(read, rank, each)
-                source = _Source(fetch, partial(_part, fetch), each.start, each.numel, _place(each.place).shard)
-                self._sources[WEIGHT, each.name].append(source)
-                fetched[source] = rank, each
+        fetched: dict[_Range, tuple[int, LocalWeight]] = {}
+        for rank, weights in enumerate(held):
+            places = {weight.name: ParameterSlice.from_json(weight.place) for weight in weights}
+            self._add_places(places)
+            for weight in weights:
+
+                def fetch(begin: int, stop: int, rank: int = rank, weight: LocalWeight = weight) -> Tensor:
+                    return read(rank, weight)[begin:stop]
+
+                part = _Range(fetch, weight.start, weight.numel, places[weight.name].shard)
+                self._ranges[WEIGHT, weight.name].append(part)
+                fetched[part] = rank, weight
         groups = (group for name in self._places for group in self._by_shard(name, WEIGHT).values())
-        self.order = [fetched[source] for group in groups for source in group]
-
-
-def _part(fetch: Callable[[], Tensor], begin: int, stop: int) -> Tensor:
-    return fetch()[begin:stop]
-
-
-def _place(given: Sequence[Any]) -> ParameterSlice:
-    """A place as JSON holds it."""
-    shape, shard = given
-    if shard is None:
-        return ParameterSlice(tuple(shape))
-    dim, index, count, blocks = shard
-    return ParameterSlice(tuple(shape), TensorShard(dim, index, count, tuple(blocks)))
+        self.order = [fetched[part] for group in groups for part in group]
 
 
 def weights(reader: PieceReader, dtype: torch.dtype, source: Path) -> Weights:
-    """Every weight in its whole shape, in `dtype`; `source` is the folder of the checkpoint."""
+    """Every weight in its whole shape and in `dtype`; `source` is the checkpoint's folder."""
     entries = {name: WeightEntry(dtype, shape) for name, shape in reader.shapes.items()}
     return Weights(entries, lambda name: reader.whole(name).to(dtype), source)
 
 
 class LayerShards(NamedTuple):
-    """Layers cut alike.
+    """How tensor parallelism cuts one layer of every block.
 
     Attributes:
-        layer: the end of their names.
-        dim: of the weight; 0 cuts rows, and the bias with them, 1 cuts columns, and leaves the bias whole.
-        blocks: sizes along `dim` of what is packed in the weight; each is cut by itself.
+        layer: end of the layer's name.
+        dim: of the weight: 0 cuts rows and the bias, 1 cuts columns and leaves the bias whole.
+        blocks: sizes along `dim` of the parts of a packed weight, each cut by itself.
     """
 
     layer: str
@@ -373,7 +348,7 @@ class LayerShards(NamedTuple):
     blocks: tuple[int, ...]
 
     def layer_spec(self) -> dict[str, Any]:
-        """As DeepSpeed's AutoTP has it in its `partition_config`."""
+        """The layer's entry in the `partition_config` of DeepSpeed's AutoTP."""
         spec: dict[str, Any] = {
             "patterns": [rf".*\.{re.escape(self.layer)}\.weight$"],
             "partition_type": ("column", "row")[self.dim],
@@ -382,16 +357,16 @@ class LayerShards(NamedTuple):
         return spec | packed
 
     def holds(self, name: str) -> bool:
-        """Whether the named parameter is cut by this."""
+        """Whether this cuts the named parameter."""
         return name.endswith((f"{self.layer}.weight", f"{self.layer}.bias")[: 2 - self.dim])
 
-    def shard(self, index: int, count: int) -> TensorShard:
-        """What rank `index` of `count` has of such a parameter."""
-        return TensorShard(self.dim, index, count, self.blocks)
+    def shard(self, rank: int, ranks: int) -> TensorShard:
+        """The shard of a tensor rank."""
+        return TensorShard(self.dim, rank, ranks, self.blocks)
 
 
 def layer_shards(model: ModelConfig) -> tuple[LayerShards, ...]:
-    """How the layers of a block are cut."""
+    """How tensor parallelism cuts the layers of a block."""
     queries, keys = model.hidden_size, model.num_kv_heads * model.head_dim
     grouped, width = keys != queries, model.ffn_hidden_size
     return (

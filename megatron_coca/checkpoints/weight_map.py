@@ -1,6 +1,6 @@
-"""Names of the weights here and in Hugging Face folders: one two-way table per architecture.
+"""Names of weights here and in Hugging Face folders: one table per architecture, used in both directions.
 
-A row is (ours, theirs). `{i}` is the block; a row with several names on their side packs them: `packing` says how.
+`{i}` is the block; a row with several names on their side packs them into one weight of ours.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Heads:
-    """How many heads the rows of a packed projection belong to, and how many rows are one head's, where that is known."""
+    """Query and key heads of a packed projection, and rows per head if known."""
 
     query: int
     key: int
@@ -23,10 +23,12 @@ class Heads:
 
 @dataclass(frozen=True)
 class Packing:
-    """How one tensor of ours is made of theirs, and the way back: `split(join(parts, heads), heads, len(parts))` gives
-    equal parts, bit by bit.
+    """How one tensor of ours is packed from several of theirs.
 
-    `wanted` gives the shapes that the parts need beside the first one: only their sum can be seen once they are joined.
+    Attributes:
+        join: parts -> packed.
+        split: packed -> parts, bit by bit the inverse of `join`.
+        wanted: shapes of the parts -> the shapes that they must have, given the first.
     """
 
     join: Callable[[Sequence[Tensor], Heads], Tensor]
@@ -35,9 +37,7 @@ class Packing:
 
 
 def _join_heads(parts: Sequence[Tensor], heads: Heads) -> Tensor:
-    """q, k, v rows -> [q | k | v] head by head where all have as many heads, else all q, all k, all v (the packing
-    of SelfAttention).
-    """
+    """q, k, v -> [q | k | v] head by head if all have as many heads, else all q, all k, all v, as in SelfAttention."""
     if heads.query != heads.key:
         return torch.cat(list(parts), dim=0)
     per_head = [part.view(heads.query, -1, *part.shape[1:]) for part in parts]
@@ -71,7 +71,7 @@ BY_HEAD = Packing(_join_heads, _split_heads, _shapes_by_head)
 
 @dataclass(frozen=True)
 class Row:
-    """One weight of ours and the weight or weights of theirs that it is made of."""
+    """One weight of ours and those of theirs that it is packed from."""
 
     ours: str
     theirs: tuple[str, ...]
@@ -99,30 +99,26 @@ GPT_NEOX: tuple[Row, ...] = (
 
 
 def llama(key_projection: str) -> tuple[Row, ...]:
-    """LLaMA's table; the CoCA authors' folders call the key projection `t_proj`. Most models have no biases."""
+    """LLaMA's table; folders of CoCA's authors call the key projection `t_proj`. Most models have no biases."""
     attention, mlp = "model.layers.{i}.self_attn", "model.layers.{i}.mlp"
-    kinds = ("weight", "bias")
-    return (
-        Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",)),
-        Row("blocks.{i}.input_layernorm.weight", ("model.layers.{i}.input_layernorm.weight",)),
-        Row("blocks.{i}.post_attention_layernorm.weight", ("model.layers.{i}.post_attention_layernorm.weight",)),
-        *(
-            Row(
-                f"blocks.{{i}}.attention.query_key_value.{kind}",
-                tuple(f"{attention}.{name}.{kind}" for name in ("q_proj", key_projection, "v_proj")),
-                BY_HEAD,
-            )
-            for kind in kinds
+    rows = [Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",))]
+    for norm in ("input_layernorm", "post_attention_layernorm"):
+        rows.append(Row(f"blocks.{{i}}.{norm}.weight", (f"model.layers.{{i}}.{norm}.weight",)))
+    for ours, theirs, packing in (
+        (
+            "attention.query_key_value",
+            [f"{attention}.{name}" for name in ("q_proj", key_projection, "v_proj")],
+            BY_HEAD,
         ),
-        *(Row(f"blocks.{{i}}.attention.dense.{kind}", (f"{attention}.o_proj.{kind}",)) for kind in kinds),
-        *(
-            Row(f"blocks.{{i}}.mlp.linear1.{kind}", (f"{mlp}.up_proj.{kind}", f"{mlp}.gate_proj.{kind}"), STACKED)
-            for kind in kinds
-        ),
-        *(Row(f"blocks.{{i}}.mlp.linear2.{kind}", (f"{mlp}.down_proj.{kind}",)) for kind in kinds),
-        Row("norm.weight", ("model.norm.weight",)),
-        Row("final_linear.weight", ("lm_head.weight",)),
-    )
+        ("attention.dense", [f"{attention}.o_proj"], ALONE),
+        ("mlp.linear1", [f"{mlp}.up_proj", f"{mlp}.gate_proj"], STACKED),
+        ("mlp.linear2", [f"{mlp}.down_proj"], ALONE),
+    ):
+        for kind in ("weight", "bias"):
+            rows.append(Row(f"blocks.{{i}}.{ours}.{kind}", tuple(f"{name}.{kind}" for name in theirs), packing))
+    rows.append(Row("norm.weight", ("model.norm.weight",)))
+    rows.append(Row("final_linear.weight", ("lm_head.weight",)))
+    return tuple(rows)
 
 
 DENSE_NORMS: dict[str, tuple[str, ...]] = {
@@ -131,7 +127,7 @@ DENSE_NORMS: dict[str, tuple[str, ...]] = {
     "scalenorm": ("g",),
     "non_parametric_layernorm": (),
 }
-"""The parameters of each norm, here and in the folders of `dense`; a layernorm may have no bias."""
+"""Parameters of each norm, here and in `dense`; a layernorm may have no bias."""
 
 
 def dense(norm: str, gated: bool, one_norm: bool) -> tuple[Row, ...]:
@@ -147,15 +143,9 @@ def dense(norm: str, gated: bool, one_norm: bool) -> tuple[Row, ...]:
     return tuple(rows)
 
 
-LEARNED_PARTS: dict[str, tuple[str, str]] = {"gpt_neox": ("gpt_neox", "attention"), "llama": ("model", "self_attn")}
-"""What the two architectures call the network without its head, and the attention of a layer."""
-
-
 def learned_positions(kind: str) -> tuple[Row, ...]:
-    """What a position method learns, by its names in the folders that carry our modelling file. `kind` is the stock
-    architecture; a model has one of these at most, and most have none.
-    """
-    base, attention = LEARNED_PARTS[kind]
+    """Learned parameters of position methods, in folders with our modelling file; `kind` is the stock architecture."""
+    base, attention = {"gpt_neox": ("gpt_neox", "attention"), "llama": ("model", "self_attn")}[kind]
     by_layer = f"{base}.layers.{{i}}.{attention}.position_bias"
     return (
         Row("embedding.position_embeddings.weight", (f"{base}.position_embeddings.weight",)),
@@ -171,9 +161,7 @@ def expand(rows: Sequence[Row], num_layers: int) -> list[Row]:
     """The rows with `{i}` written out for every block."""
     expanded = []
     for row in rows:
-        blocks = range(num_layers) if "{i}" in row.ours else (0,)
-        for i in blocks:
-            expanded.append(
-                Row(row.ours.replace("{i}", str(i)), tuple(n.replace("{i}", str(i)) for n in row.theirs), row.packing)
-            )
+        for i in range(num_layers) if "{i}" in row.ours else (0,):
+            theirs = tuple(name.replace("{i}", str(i)) for name in row.theirs)
+            expanded.append(Row(row.ours.replace("{i}", str(i)), theirs, row.packing))
     return expanded

@@ -1,6 +1,6 @@
-"""Weights by name, read one at a time: what every layout on disk is for those that load or convert a model.
+"""Weights by name, read one at a time: the common form of every layout on disk.
 
-A model of 7 billion parameters is 13 GB in half precision. Nothing here holds more of one than the weight at hand.
+No more than one weight is in memory: a model of 7 billion parameters takes 13 GB in half precision.
 """
 
 import json
@@ -19,37 +19,37 @@ from megatron_coca.checkpoints.errors import CheckpointError, pointer
 from megatron_coca.checkpoints.weight_map import Heads, Row
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""What weights may be written in and computed with, by name."""
+"""dtypes for saving and computing."""
 
 _CODES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _NAMED = {code: dtype for dtype, code in _CODES.items()}
 
 
 class WeightEntry(NamedTuple):
-    """What is known of a weight before it is read."""
+    """dtype and shape of a weight, known before it is read."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weight."""
+        """Size in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
     def stand_in(self) -> Tensor:
-        """A tensor without memory of this dtype and shape."""
+        """A meta tensor of this dtype and shape."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights that are read when they are asked for.
+    """Weights that are read on demand.
 
     Attributes:
-        entries: every weight by its name, in the order in which they are best read.
-        read: gives one of them, on the CPU, in the dtype and shape of its entry.
+        entries: dtype and shape by name, in the best order for reading.
+        read: gives a weight on the CPU, in the dtype and shape of its entry.
         source: the file or folder, for messages.
-        origins: what the weights are called in `source`, where that is something else; for messages.
+        origins: names of the weights in `source` where they differ, for messages.
     """
 
     entries: Mapping[str, WeightEntry]
@@ -58,30 +58,26 @@ class Weights:
     origins: Mapping[str, str] = field(default_factory=dict)
 
     def origin(self, name: str) -> str:
-        """What a weight is called in `source`."""
+        """The name of a weight in `source`."""
         return self.origins.get(name, name)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Each weight with its name; forget one before the next to hold no more than one."""
+        """Names and weights, each read when it is reached."""
         return ((name, self.read(name)) for name in self.entries)
 
     def to(self, dtype: torch.dtype) -> "Weights":
-        """The same weights, rounded to `dtype` as they are read.
-
-        Reading raises a CheckpointError where `dtype` cannot hold a value: it would become infinite.
-        """
+        """The same weights rounded to `dtype`; reading raises CheckpointError if a finite value becomes infinite."""
 
         def read(name: str) -> Tensor:
             exact = self.read(name)
             rounded = exact.to(dtype)
-            if _overflows(exact, rounded):
-                raise CheckpointError(f"{self.source}: {self.origin(name)} {_too_large(exact, dtype)}")
+            _refuse_overflow(exact, rounded, f"{self.source}: {self.origin(name)}")
             return rounded
 
         return replace(self, entries={n: entry._replace(dtype=dtype) for n, entry in self.entries.items()}, read=read)
 
     def first_rows(self, names: Iterable[str], count: int) -> "Weights":
-        """The same weights, of those with the given names the first `count` rows alone; a name may be missing."""
+        """The same weights, with the first `count` rows only of the named ones; a name may be missing."""
         cut = {name for name in names if name in self.entries}
         entries = {
             name: entry._replace(shape=(count, *entry.shape[1:])) if name in cut else entry
@@ -92,56 +88,58 @@ class Weights:
         )
 
     def only(self, names: Iterable[str]) -> "Weights":
-        """Some of them, in this order."""
+        """The named weights, in this order."""
         return replace(self, entries={name: self.entries[name] for name in names})
 
     def shards(self, limit: int) -> Iterator["Weights"]:
-        """The same weights in their order, in parts of at most `limit` bytes; one that is larger stands alone."""
-        part: list[str] = []
+        """The same weights in order, in groups of at most `limit` bytes (or of one larger weight)."""
+        names: list[str] = []
         taken = 0
         for name, entry in self.entries.items():
-            if part and taken + entry.nbytes > limit:
-                yield self.only(part)
-                part, taken = [], 0
-            part.append(name)
+            if names and taken + entry.nbytes > limit:
+                yield self.only(names)
+                names, taken = [], 0
+            names.append(name)
             taken += entry.nbytes
-        yield self.only(part)
+        yield self.only(names)
 
 
-def _overflows(exact: Tensor, rounded: Tensor) -> bool:
+def _refuse_overflow(exact: Tensor, rounded: Tensor, name: str) -> None:
     end = torch.finfo(rounded.dtype).max
     if end >= torch.finfo(exact.dtype).max or not exact.numel():
-        return False
+        return
     low, high = exact.aminmax()
-    if -end <= low and high <= end:  # the usual case, in which no memory is taken for the comparison below
-        return False
-    return bool((rounded.isinf() & exact.isfinite()).any())
-
-
-def _too_large(exact: Tensor, dtype: torch.dtype) -> str:
+    if -end <= low and high <= end:  # the usual case, without memory for the comparison below
+        return
+    if not bool((rounded.isinf() & exact.isfinite()).any()):
+        return
     largest = float(exact[exact.isfinite()].abs().max())
-    wider = [name for name, known in DTYPES.items() if torch.finfo(known).max >= largest]
-    return (
-        f"has values up to {largest:.6g}, and {str(dtype).removeprefix('torch.')} ends at {torch.finfo(dtype).max:g}; "
+    wider = [name for name, dtype in DTYPES.items() if torch.finfo(dtype).max >= largest]
+    raise CheckpointError(
+        f"{name} has values up to {largest:.6g}, and {str(rounded.dtype).removeprefix('torch.')} ends at {end:g}; "
         f"take {' or '.join(wider) or 'smaller values'}"
     )
 
 
 def open_safetensors(files: Mapping[str, Path], source: Path) -> Weights:
-    """The weights in safetensors files, from which file holds each one. Headers are read at once.
+    """The weights in safetensors files, by the file that holds each. Headers are read at once.
 
-    Raises:
-        CheckpointError: a file is missing or damaged, a weight is not in its file, or is no floating-point tensor.
+    Raises CheckpointError if a file is missing or damaged, or a weight is not in its file or not floating-point.
     """
     entries: dict[str, WeightEntry] = {}
     for path in dict.fromkeys(files.values()):
         with _opened(path) as file:
             present = set(file.keys())
-            for name in (name for name, place in files.items() if place == path):
+            for name in (name for name, other in files.items() if other == path):
                 if name not in present:
-                    raise CheckpointError(f"{path}: has no weight {name}, which the index of {source} looks for there")
-                part = file.get_slice(name)
-                entries[name] = WeightEntry(_dtype(part.get_dtype(), name, path), tuple(part.get_shape()))
+                    raise CheckpointError(
+                        f"{path}: has no weight {name}, although the index of {source} lists it there"
+                    )
+                header = file.get_slice(name)
+                code = header.get_dtype()
+                if code not in _NAMED:
+                    raise CheckpointError(f"{path}: {name} is stored as {code}; known are {', '.join(_NAMED)}")
+                entries[name] = WeightEntry(_NAMED[code], tuple(header.get_shape()))
 
     def read(name: str) -> Tensor:
         with _opened(files[name]) as file:
@@ -150,8 +148,13 @@ def open_safetensors(files: Mapping[str, Path], source: Path) -> Weights:
     return Weights({name: entries[name] for name in files}, read, source)
 
 
+def open_safetensors_file(path: Path, source: Path) -> Weights:
+    """All weights in one safetensors file; `source` is named in messages. Raises CheckpointError."""
+    return open_safetensors(dict.fromkeys(names_in(path), path), source)
+
+
 def names_in(path: Path) -> list[str]:
-    """The names of the weights in one safetensors file. Raises CheckpointError."""
+    """Names of the weights in one safetensors file. Raises CheckpointError."""
     with _opened(path) as file:
         return list(file.keys())
 
@@ -160,31 +163,28 @@ def _opened(path: Path) -> safe_open:
     try:
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
-        told = pointer(path) or f"is not a readable safetensors file ({error}); fetch it again"
-        raise CheckpointError(f"{path}: {told}") from error
-
-
-def _dtype(code: str, name: str, path: Path) -> torch.dtype:
-    if code not in _NAMED:
-        raise CheckpointError(f"{path}: {name} is stored as {code}; known are {', '.join(_NAMED)}")
-    return _NAMED[code]
+        problem = pointer(path) or f"is not a readable safetensors file ({error}); fetch it again"
+        raise CheckpointError(f"{path}: {problem}") from error
 
 
 def write_safetensors(
     path: Path, weights: Weights, metadata: Mapping[str, str] | None = None, digest: Any = None
 ) -> None:
-    """Write weights to one file as they are read; the library's own writer wants all of them in memory. `digest`, an
-    object of hashlib, is updated with all that is written.
+    """Write weights to one file as they are read (the library's writer needs all of them in memory).
 
-    The format is a header of JSON with its length before it, then the values end to end (huggingface/safetensors,
-    "Format").
+    Args:
+        digest: a hashlib object, updated with all bytes written.
+
+    The format is the length of a JSON header, the header, and all values (huggingface/safetensors, "Format").
     """
-    header, end = {"__metadata__": dict(metadata)} if metadata else {}, 0
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
     for name, entry in weights.entries.items():
-        place = {"dtype": _CODES[entry.dtype], "shape": list(entry.shape), "data_offsets": [end, end + entry.nbytes]}
-        header[name], end = place, end + entry.nbytes
+        offsets = [end, end + entry.nbytes]
+        header[name] = {"dtype": _CODES[entry.dtype], "shape": list(entry.shape), "data_offsets": offsets}
+        end += entry.nbytes
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # so that values lie at multiples of 8 bytes
+    text += b" " * (-len(text) % 8)  # aligns values to 8 bytes
     with path.open("wb") as file:
 
         def write(data: Any) -> None:
@@ -200,56 +200,52 @@ def write_safetensors(
 
 
 def joined(theirs: Weights, rows: Sequence[Row], heads: Heads) -> Weights:
-    """Weights by our names from those of a foreign layout. `rows` are those that the foreign layout has.
+    """Weights under our names from those of another layout, by the rows of its table (weight_map.py).
 
-    Raises:
-        CheckpointError: a weight is missing, or parts of one do not fit together.
+    Raises CheckpointError if a weight is missing, or the shapes of those that are packed into one do not fit.
     """
     by_name = {row.ours: row for row in rows}
     missing = [name for row in rows for name in row.theirs if name not in theirs.entries]
     if missing:
-        raise CheckpointError(f"{theirs.source}: has no weight {missing[0]}" + _and_more(missing))
+        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        raise CheckpointError(f"{theirs.source}: has no weight {missing[0]}{more}")
 
     def read(name: str) -> Tensor:
         row = by_name[name]
         return row.packing.join([theirs.read(part) for part in row.theirs], heads)
 
-    entries = {row.ours: _joined_entry(theirs, row, heads) for row in rows}
+    entries = {}
+    for row in rows:
+        parts = [theirs.entries[name] for name in row.theirs]
+        shapes = [part.shape for part in parts]
+        for name, shape, wanted in zip(row.theirs, shapes, row.packing.wanted(shapes, heads), strict=True):
+            if shape != wanted:
+                listed = ", ".join(f"{name} {list(shape)}" for name, shape in zip(row.theirs, shapes, strict=True))
+                raise CheckpointError(
+                    f"{theirs.source}: the shapes of {listed} do not fit together: {name} has to be {list(wanted)}"
+                )
+        whole = row.packing.join([part.stand_in() for part in parts], heads)
+        entries[row.ours] = WeightEntry(whole.dtype, tuple(whole.shape))
     return Weights(entries, read, theirs.source, {row.ours: " with ".join(row.theirs) for row in rows})
 
 
-def _joined_entry(theirs: Weights, row: Row, heads: Heads) -> WeightEntry:
-    parts = [theirs.entries[name] for name in row.theirs]
-    found = [part.shape for part in parts]
-    for name, shape, wanted in zip(row.theirs, found, row.packing.wanted(found, heads), strict=True):
-        if shape != wanted:
-            shapes = ", ".join(f"{name} {list(part)}" for name, part in zip(row.theirs, found, strict=True))
-            raise CheckpointError(
-                f"{theirs.source}: the shapes of {shapes} do not fit together: {name} has to be {list(wanted)}"
-            )
-    whole = row.packing.join([part.stand_in() for part in parts], heads)
-    return WeightEntry(whole.dtype, tuple(whole.shape))
-
-
 def to_foreign_weights(ours: Weights, rows: Sequence[Row], heads: Heads) -> Weights:
-    """The way back: weights by foreign names, from ours. Rows of weights that a model does not have are left out.
-
-    Raises:
-        CheckpointError: a weight of ours is in no row.
+    """Our weights under the names of another layout: the inverse of `joined`. Raises CheckpointError if a weight is in
+    no row.
     """
     present = {row.ours: row for row in rows if row.ours in ours.entries}
     lacking = ours.entries.keys() - present.keys()
     if lacking:
-        raise CheckpointError(f"{ours.source}: the foreign layout has no name for {', '.join(sorted(lacking))}")
-    places = {name: (row.ours, number) for row in present.values() for number, name in enumerate(row.theirs)}
+        raise CheckpointError(f"{ours.source}: the other layout has no name for {', '.join(sorted(lacking))}")
+    origins = {name: (row.ours, number) for row in present.values() for number, name in enumerate(row.theirs)}
 
-    @lru_cache(maxsize=1)  # the parts of one weight are asked for one after the other
+    @lru_cache(maxsize=1)  # the parts of one weight are read in succession
     def parts(name: str) -> list[Tensor]:
         row = present[name]
         return [part.contiguous() for part in row.packing.split(ours.read(name), heads, len(row.theirs))]
 
     def read(name: str) -> Tensor:
-        whole, number = places[name]
+        whole, number = origins[name]
         return parts(whole)[number]
 
     entries: dict[str, WeightEntry] = {}
@@ -259,7 +255,3 @@ def to_foreign_weights(ours: Weights, rows: Sequence[Row], heads: Heads) -> Weig
             name: WeightEntry(part.dtype, tuple(part.shape)) for name, part in zip(row.theirs, split, strict=True)
         }
     return Weights(entries, read, ours.source)
-
-
-def _and_more(missing: Sequence[str]) -> str:
-    return f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""

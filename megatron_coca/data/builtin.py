@@ -17,10 +17,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
 from tqdm import tqdm
 
-from megatron_coca.data.aside import atomic_dir
+from megatron_coca.atomic_write import atomic_dir, exclusive_lock
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.preparation.manifest import MANIFEST, RUN_CONFIG, read_manifest
 from megatron_coca.data.preparation.plan import SPLITS, CorpusSource, Execution, Rules, training_texts
@@ -179,7 +178,7 @@ def prepare_builtin(root: Path, vocab_size: int = VOCAB_SIZE, progress: bool = T
         DataError: ``<root>/builtin`` exists or cannot be written.
     """
     final = Path(root) / FOLDER
-    with atomic_dir(final) as folder:
+    with atomic_dir(final, DataError) as folder:
         sources = _write_jsonl(folder, progress)
         rules = Rules(valid_fraction=0, test_fraction=TEST_FRACTION, strict=True)
         texts = training_texts(sources, rules, _TOKENIZER_CHARACTERS)
@@ -199,7 +198,7 @@ def ensure_builtin(root: Path, vocab_size: int = VOCAB_SIZE, progress: bool = Tr
     if not folder.exists():
         try:
             Path(root).mkdir(parents=True, exist_ok=True)
-            with FileLock(Path(root) / f".{FOLDER}.lock"):
+            with exclusive_lock(Path(root) / f".{FOLDER}.wait.lock", DataError, busy=None, temporary=True):
                 if not folder.exists():
                     return prepare_builtin(root, vocab_size, progress)
         except OSError as error:

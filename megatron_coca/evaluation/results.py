@@ -5,7 +5,6 @@ results; what a measurement cost stands in a file beside it (`store.py`).
 """
 
 import logging
-import os
 import tempfile
 import time
 from abc import abstractmethod
@@ -16,6 +15,8 @@ from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
+
+from megatron_coca.atomic_write import write_file
 
 
 class EvaluationError(ValueError):
@@ -110,17 +111,10 @@ def write_atomically(path: Path, content: bytes) -> None:
     Raises EvaluationError where the file cannot be written.
     """
     check_writable(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        write_file(path, content)
     except OSError as error:
         raise EvaluationError(f"{path}: cannot be written ({error.strerror}); free space or choose another") from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def write_record(path: Path, record: Record) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from megatron_coca.atomic_write import exclusive_lock
 from megatron_coca.checkpoints import CheckpointError, native
 from megatron_coca.checkpoints.errors import UnreadableError
-from megatron_coca.checkpoints.folders import lock_file
 from megatron_coca.config import Config
 from megatron_coca.training import engine as dist
 
@@ -127,7 +127,7 @@ class FolderLocks:
     def _take(self) -> None:
         for folder in [each for each in self._free if os.path.isdir(each)]:
             busy = f"{folder}: another run is training into this folder; wait for it, or choose another"
-            self._held.enter_context(lock_file(Path(folder) / native.LOCK, busy))
+            self._held.enter_context(exclusive_lock(Path(folder) / native.LOCK, CheckpointError, busy))
             self._free.remove(folder)
             if self._looked and native.begun_steps(Path(folder)):
                 raise CheckpointError(

@@ -101,7 +101,7 @@ def test_a_damaged_checkpoint_and_files_of_another_run(
     plant_strays(native.step_folder(stopped, 4))
     output = live(KEYS | {"save": str(stopped)}).output
     assert "falling back to the checkpoint before it" in output and "resuming at step 4" in output
-    assert (stopped / native.ASIDE / "global_step6").is_dir(), "the damaged one is kept"
+    assert (stopped / native.QUARANTINE / "global_step6").is_dir(), "the damaged one is kept"
     for name in ("state/rank_0000.safetensors", "more"):
         assert f"global_step4/{name}: is not listed in manifest.json, and not read" in output
     assert_same_end(open_run(stopped), whole, assert_same_state)
@@ -210,11 +210,11 @@ def test_an_unreadable_newest_checkpoint_gives_way_and_stays(
     first = live(KEYS | {"save": str(stopped), "exit_interval": 5})
     assert f"global_step6/{name}: cannot be read" in first.output and "resuming at step 4" in first.output
     assert "falling back to the checkpoint before it" in first.output
-    assert (folder / name).is_dir() and not (stopped / native.ASIDE).exists(), "it may be as it was written"
+    assert (folder / name).is_dir() and not (stopped / native.QUARANTINE).exists(), "it may be as it was written"
     second = live(KEYS | {"save": str(stopped)})
     assert f"global_step6/{name}: cannot be read" in second.output, "the next start looks at it again"
     assert "resuming at step 5" in second.output and "the folder of this name is kept as" in second.output
-    assert (stopped / native.ASIDE / "global_step6" / name).is_dir()
+    assert (stopped / native.QUARANTINE / "global_step6" / name).is_dir()
     assert_same_end(open_run(stopped), whole, assert_same_state)
 
 
@@ -236,7 +236,7 @@ def test_two_ranks_verify_and_agree(live: Any, stopped: Path) -> None:
     output = live(keys, ranks=2).output
     assert "global_step6/rng/rank_0.pt: cannot be read" in output and "its content has changed" in output
     assert re.search(r"verified .*global_step2: \d\.\d+ of .* GB/s with 2 process\(es\)", output), output
-    assert "resuming at step 2" in output and (stopped / native.ASIDE / "global_step4").is_dir()
+    assert "resuming at step 2" in output and (stopped / native.QUARANTINE / "global_step4").is_dir()
 
 
 def test_a_disk_that_fills_up_on_the_first_of_two_ranks(live: Any, tmp_path: Path) -> None:

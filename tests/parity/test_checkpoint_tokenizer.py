@@ -98,6 +98,7 @@ PLACES: dict[str, Callable[[Path, Path, dict[str, Any]], tuple[Path, list[str]]]
     "named": named,
 }
 ROUTES = ("exported", "imported and exported")
+WAYS = list(zip(PLACES, ROUTES * 2, strict=True))
 
 
 def exported(folder: Path, said: list[str], route: str, place: Path) -> Path:
@@ -110,8 +111,7 @@ def exported(folder: Path, said: list[str], route: str, place: Path) -> Path:
     return place / "out"
 
 
-@pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize(("where", "route"), WAYS)
 def test_an_export_ends_its_texts_and_never_pads_them(
     where: str, route: str, vocabulary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

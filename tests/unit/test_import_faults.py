@@ -231,8 +231,14 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
         f"{HEAD} differs from {EMBEDDING}, though config.json ties them",
     ),
     "truncated": (cut(SINGLE), rf"{SINGLE}: is not a readable safetensors file \(.*\); fetch it again"),
-    "pointer": (pointer(SINGLE), f"{SINGLE}: is a pointer of git-lfs, .* run `git lfs pull` in the folder"),
-    "pickle as a pointer": (pointer(BIN), f"{BIN}: is a pointer of git-lfs, .* run `git lfs pull` in the folder"),
+    "pointer": (
+        pointer(SINGLE),
+        f"{SINGLE}: is a git-lfs pointer without its content; run `git lfs pull` in the folder",
+    ),
+    "pickle as a pointer": (
+        pointer(BIN),
+        f"{BIN}: is a git-lfs pointer without its content; run `git lfs pull` in the folder",
+    ),
     "no weights": (no_weights, f"has no weights: no {SINGLE} or {SINGLE}.index.json or {BIN} or {BIN}.index.json"),
     "no index": (
         lambda f: (no_weights(f), (f / f"{SINGLE}.index.json").write_text("{}")),
@@ -249,7 +255,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "shard without its weight": (
         shards(lambda f, index: index.update({"model.norm.weight": SHARDS[0], HEAD: SHARDS[1]})),
-        "safetensors: has no weight (model.norm|lm_head).weight, which the index of",
+        "safetensors: has no weight (model.norm|lm_head).weight, although the index of",
     ),
     "weight that the index does not know": (
         shards(lambda f, index: save_file(load_file(f / SHARDS[0]) | {"extra": torch.ones(1)}, f / SHARDS[0])),

@@ -90,7 +90,7 @@ def test_a_word_cannot_end_documents(files: Path, tmp_path: Path) -> None:
     found = read_tokenizer(folder_with(files, tmp_path, ALL[:1], tokenizer_config={"eos_token": PLAIN}), ROWS)
     assert found.tokenizer is not None and found.tokenizer.piece(found.tokenizer.eod) == ENDS
     assert found.note is not None
-    assert "what ends a text there is not taken" in found.note and "'<|endoftext|>' ends documents" in found.note
+    assert "its end of text cannot be used" in found.note and "'<|endoftext|>' ends documents" in found.note
 
 
 def test_a_vocabulary_whose_end_only_the_folder_knows(files: Path, tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_one_that_cannot_be_read_makes_room_for_the_next(files: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("names", "rows", "content", "message"),
     [
-        ((), ROWS, {}, "no tokenizer is taken: .* has none"),
+        ((), ROWS, {}, "no tokenizer is used: .* has none"),
         (("vocab.json",), ROWS, {}, "has none"),
         (("tokenizer.json",), 300, {}, "tokenizer.json: has 330 ids, the embedding has 300 rows"),
         ((), ROWS, {"tokenizer": {}}, "not a file that HFTokenizer can open"),

@@ -14,7 +14,7 @@ PACKAGE = "megatron_coca"
 ENTRY_POINTS = ("train.py", "evaluate.py", "tools")
 
 LAYERS = (
-    {"safe_yaml", "tables"},
+    {"atomic_write", "safe_yaml", "tables"},
     {"config", "kernels"},
     {"attention", "data"},
     {"model", "neox_plugin"},

@@ -58,7 +58,7 @@ def test_a_sound_run(inspect: Any, run: Path, small: dict[str, Any], capsys: pyt
     parameters = sum(p.numel() for p in build_model(load_config([], small)).parameters())
     assert inspect([str(run)]) == 0
     text = capsys.readouterr().out
-    assert "global_step4: step 4, intact" in text and "global_step8: step 8, intact" in text
+    assert "global_step4: step 4, valid" in text and "global_step8: step 8, valid" in text
     assert text.count(f"parameters: {parameters:,}") == 2 and "pos_emb: coca" in text
     assert inspect([str(run / "global_step8"), "--json"]) == 0
     (facts,) = json.loads(capsys.readouterr().out)
@@ -76,11 +76,11 @@ def test_damage_is_found(inspect: Any, run: Path, capsys: pytest.CaptureFixture[
     flip(run / "global_step8" / native.STATE / file_name(1))
     assert inspect([str(run)]) == 1
     text = capsys.readouterr().out
-    assert "global_step4: step 4, intact" in text
+    assert "global_step4: step 4, valid" in text
     assert "rank_00001.safetensors: its content has changed" in text
     assert inspect([str(run), "--no-verify"]) == 0, "a changed value shows in the checksum alone"
     text = capsys.readouterr().out
-    assert text.count("not verified: files and sizes are as written") == 2 and "intact" not in text
+    assert text.count("not verified: files and sizes are as written") == 2 and ", valid" not in text
     flip_size = run / "global_step4" / native.RNG / "rank_0.pt"
     flip_size.write_text("")
     assert inspect([str(run), "--no-verify"]) == 1 and "rank_0.pt: has 0 bytes" in capsys.readouterr().out

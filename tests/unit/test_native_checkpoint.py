@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from megatron_coca.checkpoints import CheckpointError, native
-from megatron_coca.checkpoints.checksums import BLOCK, Comparison
 from megatron_coca.checkpoints.errors import UnreadableError
-from megatron_coca.checkpoints.folders import new_folder
+from megatron_coca.checkpoints.files import BLOCK, Comparison
 from megatron_coca.checkpoints.neox import find_step
 from megatron_coca.checkpoints.weights import WeightEntry, Weights, write_safetensors
 from tests.checkpoint_files import refuse
@@ -104,6 +103,13 @@ SCENARIOS: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any], set[tup
 }
 
 
+@pytest.fixture
+def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interruptions are simulated inside the process, so that flushing only takes time."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+@pytest.mark.usefixtures("no_fsync")
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_interrupted_anywhere(name: str, tmp_path: Path) -> None:
     before, during, allowed = SCENARIOS[name]
@@ -130,6 +136,7 @@ def test_interrupted_anywhere(name: str, tmp_path: Path) -> None:
     assert limit > 15 and outcome[1] == "new" and outcomes >= {(1, "old"), outcome}
 
 
+@pytest.mark.usefixtures("no_fsync")
 def test_the_first_checkpoint_of_a_run_interrupted_anywhere(tmp_path: Path) -> None:
     limit, complete = 0, False
     while not complete:
@@ -316,7 +323,7 @@ def test_the_manifest_lists_every_file(tmp_path: Path) -> None:
 def test_a_manifest_names_nothing_outside_the_checkpoint(tmp_path: Path, name: str) -> None:
     folder = save(tmp_path, 3)
     rewrite_manifest(folder, lambda manifest: manifest["files"].update({name: {"size": 0, "sha256": ""}}))
-    with pytest.raises(CheckpointError, match="manifest.json: names .*which is no file within the checkpoint"):
+    with pytest.raises(CheckpointError, match="manifest.json: lists .*which is not a file inside the checkpoint"):
         native.verify(folder)
 
 
@@ -429,7 +436,7 @@ def test_a_step_that_is_written_again_is_kept(tmp_path: Path) -> None:
     save(tmp_path, 2, "old")
     save(tmp_path, 2, "new")
     assert found(tmp_path) == (2, "new")
-    assert native.read_json(tmp_path / native.ASIDE / "global_step2" / native.META)["content"] == "old"
+    assert native.read_json(tmp_path / native.QUARANTINE / "global_step2" / native.META)["content"] == "old"
 
 
 def test_a_folder_that_may_not_be_moved_into_another_is_renamed(
@@ -438,7 +445,7 @@ def test_a_folder_that_may_not_be_moved_into_another_is_renamed(
     rename = Path.rename
 
     def guarded(self: Path, target: Path) -> Path:
-        if target.parent.name == native.ASIDE:
+        if target.parent.name == native.QUARANTINE:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         return rename(self, target)
 
@@ -446,7 +453,10 @@ def test_a_folder_that_may_not_be_moved_into_another_is_renamed(
     for content in ("old", "newer", "new"):
         save(tmp_path, 2, content)
     assert found(tmp_path) == (2, "new") and native.begun_steps(tmp_path) == [2]
-    kept = [native.read_json(tmp_path / name / native.META) for name in ("global_step2.aside", "global_step2.aside.1")]
+    kept = [
+        native.read_json(tmp_path / name / native.META)
+        for name in ("global_step2.quarantine", "global_step2.quarantine.1")
+    ]
     assert [meta["content"] for meta in kept] == ["old", "newer"]
 
 
@@ -492,36 +502,3 @@ class TestComparison:
     def test_no_files(self) -> None:
         with Comparison({}, 2) as comparison:
             assert comparison.wait() and comparison.failure is None
-
-
-class TestNewFolder:
-    """A folder of an export or an import, which is complete or absent."""
-
-    def test_one_writer_at_a_time(self, tmp_path: Path) -> None:
-        folder = tmp_path / "new" / "export"
-        with new_folder(folder) as partial:
-            (partial / "one").write_text("of the first")
-            with pytest.raises(CheckpointError, match="export: another process is writing it"), new_folder(folder):
-                raise AssertionError("the second one must not begin")
-            (partial / "two").write_text("of the first")
-        assert sorted(path.name for path in folder.iterdir()) == ["one", "two"]
-        assert [path.name for path in folder.parent.iterdir()] == ["export"]
-
-    def test_a_lock_that_is_no_file(self, tmp_path: Path) -> None:
-        (tmp_path / ".export.lock").mkdir()
-        with pytest.raises(CheckpointError, match=r"\.export\.lock: cannot be locked"), new_folder(tmp_path / "export"):
-            raise AssertionError
-
-    def test_a_failure_leaves_nothing(self, tmp_path: Path) -> None:
-        with pytest.raises(ZeroDivisionError), new_folder(tmp_path / "export") as partial:
-            (partial / "one").write_text("half")
-            raise ZeroDivisionError
-        assert not list(tmp_path.iterdir())
-
-    def test_a_planted_link_is_not_followed(self, tmp_path: Path) -> None:
-        victim = tmp_path / "victim"
-        victim.mkdir()
-        (tmp_path / ".export.partial").symlink_to(victim)
-        with new_folder(tmp_path / "export") as partial:
-            (partial / "one").write_text("mine")
-        assert not list(victim.iterdir()) and not (tmp_path / "export").is_symlink()

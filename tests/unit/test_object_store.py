@@ -94,7 +94,7 @@ def test_an_upload_replaces_all_of_an_earlier_checkpoint_of_its_step(tmp_path: P
         (lambda fs, at: fs.pipe_file(f"{at}/manifest.json", b"{"), "cannot be read as JSON"),
         (
             lambda fs, at: fs.pipe_file(f"{at}/manifest.json", b'{"format": 2, "files": {"../../x": {}}}'),
-            "names .../../x., which is no file within",
+            "lists .../../x., which is not a file inside",
         ),
     ],
 )
@@ -163,9 +163,9 @@ def test_setting_aside_keeps_every_object(tmp_path: Path, empty_store: MemoryFil
     for _ in range(2):
         remote.upload(checkpoint(tmp_path, 4))
         places = [remote.set_aside(4)]
-    assert places == [f"{URL}/aside/global_step4.1"] and remote.steps() == []
-    assert len(empty_store.find("/bucket/run/aside/global_step4")) == 6
-    assert len(empty_store.find("/bucket/run/aside/global_step4.1")) == 6
+    assert places == [f"{URL}/quarantine/global_step4.1"] and remote.steps() == []
+    assert len(empty_store.find("/bucket/run/quarantine/global_step4")) == 6
+    assert len(empty_store.find("/bucket/run/quarantine/global_step4.1")) == 6
 
 
 def test_the_local_folder_of_a_url_is_below_the_cache() -> None:
@@ -224,6 +224,21 @@ def test_a_download_keeps_the_format_of_its_manifest(tmp_path: Path, empty_store
     assert native.read_json(object_store.fetch(URL, cache=tmp_path) / native.MANIFEST)["format"] == 1
 
 
+def test_a_checkpoint_is_downloaded_once_by_step_or_as_the_newest(tmp_path: Path) -> None:
+    remote = RemoteFolder(URL)
+    for step in (9, 10):
+        remote.upload(checkpoint(tmp_path / "a", step))
+    for url, step, expected in ((URL, None, 10), (URL, 9, 9), (f"{URL}/global_step9", None, 9)):
+        assert object_store.fetch(url, step, tmp_path) == tmp_path / f"read/memory/bucket/run/global_step{expected}"
+    weights = tmp_path / "read/memory/bucket/run/global_step10" / native.WEIGHTS
+    before = weights.stat().st_mtime_ns
+    object_store.fetch(URL, cache=tmp_path)
+    assert weights.stat().st_mtime_ns == before
+    for url, step in ((URL, 5), (f"{URL}/global_step5", None)):
+        with pytest.raises(CheckpointError, match=rf"{url}: holds no .* of step 5; there are \[9, 10\]"):
+            object_store.fetch(url, step, tmp_path)
+
+
 def test_a_folder_in_place_of_the_lock_or_a_file_in_place_of_the_cache_is_a_message(tmp_path: Path) -> None:
     RemoteFolder(URL).upload(checkpoint(tmp_path / "a", 10))
     lock = object_store.read_folder(URL, tmp_path / "cache") / native.LOCK
@@ -260,5 +275,5 @@ def test_a_checkpoint_of_the_same_step_that_was_passed_over_is_kept_aside(
     checkpoint(Path(config.checkpoint.save), 10, "written again")
     remotes.upload(10)
     assert RemoteFolder(URL).read_json(10, native.MANIFEST)["format"] == native.FORMAT
-    kept = json.loads(empty_store.cat_file("/bucket/run/aside/global_step10/manifest.json"))
+    kept = json.loads(empty_store.cat_file("/bucket/run/quarantine/global_step10/manifest.json"))
     assert kept["format"] == 99

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import yaml
 
+from megatron_coca.atomic_write import partial_folder
 from megatron_coca.config import load_config
 from megatron_coca.data import DataError, Shard, SourceSpec, load_saved_tokenizer, load_tokenizer
-from megatron_coca.data.aside import partial_folder
 from megatron_coca.data.preparation.journal import Journal
 from megatron_coca.data.preparation.manifest import read_manifest, training_weights
 from megatron_coca.data.preparation.plan import CorpusSource, Execution, Rules, find_inputs, split_of
@@ -141,7 +141,7 @@ def test_killed_at_its_end(
 
     place = {
         "sha256": "megatron_coca.data.preparation.manifest._shard_facts",
-        "rename": "megatron_coca.data.preparation.run.complete",
+        "rename": "megatron_coca.data.preparation.run.complete_folder",
         "write": "megatron_coca.data.preparation.manifest.write",
     }[when]
     with monkeypatch.context() as patched, pytest.raises(Killed):
@@ -323,7 +323,7 @@ def test_two_at_once_are_refused(tmp_path: Path, corpus: list[CorpusSource], mon
             prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET)
         seen.append("refused")
 
-    monkeypatch.setattr("megatron_coca.data.preparation.run.complete", second)
+    monkeypatch.setattr("megatron_coca.data.preparation.run.complete_folder", second)
     prepare(corpus, tmp_path / "out", CHARACTERS, RULES, QUIET)
     assert seen == ["refused"]
 

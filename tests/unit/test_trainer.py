@@ -171,7 +171,7 @@ def test_a_rollback_leaves_an_unreadable_checkpoint_alone(
     refuse(monkeypatch, newest / "state/rank_00000.safetensors", "open", errno.EIO)
     engine = run(nan_at(5), nonfinite_policy="rollback", checkpoint_factor=None, extra_save_iters=[3, 5])
     assert float(engine.weight) == 10 and any("to step 3" in each for each in events(tmp_path))
-    assert (tmp_path / "run" / native.ASIDE / newest.name / native.MANIFEST).is_file(), "step 5 is written again"
+    assert (tmp_path / "run" / native.QUARANTINE / newest.name / native.MANIFEST).is_file(), "step 5 is written again"
 
 
 def test_a_rollback_to_nothing_but_an_unreadable_checkpoint(

@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron_coca.atomic_write import atomic_dir, refuse_existing
 from megatron_coca.attention.positions.bias import alibi_slopes, bucket_starts
 from megatron_coca.attention.positions.clex import Clex
 from megatron_coca.checkpoints import native, weight_map
+from megatron_coca.checkpoints.errors import CheckpointError
 from megatron_coca.checkpoints.exports.model_card import CARD, model_card
 from megatron_coca.checkpoints.exports.tokenizer import (
     TokenIds,
@@ -24,7 +26,6 @@ from megatron_coca.checkpoints.exports.tokenizer import (
     suppress_tokens,
     tokenizer_files,
 )
-from megatron_coca.checkpoints.folders import new_folder, refuse_existing
 from megatron_coca.checkpoints.huggingface import (
     BY_MAXIMUM,
     CONFIG,
@@ -307,7 +308,7 @@ def export(
     opened, folder = open_checkpoint(checkpoint), Path(folder)
     config = opened.configure(overrides)
     kind = next(name for name, exporter in EXPORTERS.items() if exporter.fits(config))
-    refuse_existing(folder)
+    refuse_existing(folder, CheckpointError)
     files, ids, note = _select_tokenizer(opened, config, overrides, Path(tokenizer) if tokenizer is not None else None)
     ours = opened.weights() if dtype is None else opened.weights().to(DTYPES[dtype])
     if without_padding:
@@ -325,7 +326,7 @@ def export(
     written[CARD] = model_card(opened, config, kind, weights, folder.name).encode()
     if kind in REMOTE_TYPES:
         written[MODELLING_FILE.name] = MODELLING_FILE.read_bytes()
-    with new_folder(folder) as partial:
+    with atomic_dir(folder, CheckpointError) as partial:
         for name, content in contents.items():
             native.write_json(partial / name, content)
         for name, data in written.items():

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_coca.atomic_write import atomic_dir, refuse_existing
 from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.errors import CheckpointError
-from megatron_coca.checkpoints.folders import new_folder, refuse_existing
 from megatron_coca.checkpoints.importing import check_fit
 from megatron_coca.checkpoints.load import Overrides, open_checkpoint
 from megatron_coca.checkpoints.neox_layout import (
@@ -76,7 +76,7 @@ def export_neox(
     """
     opened, folder, ranks = open_checkpoint(checkpoint), Path(folder), model_parallel_size
     config = opened.configure(overrides)
-    refuse_existing(folder)
+    refuse_existing(folder, CheckpointError)
     if reasons := computed_differently(config) + cannot_hold(config, ranks):
         raise CheckpointError(f"{opened.folder}: GPT-NeoX's layout cannot hold it: {'; '.join(reasons)}")
     weights = opened.weights()
@@ -85,7 +85,7 @@ def export_neox(
     weights = weights if dtype is None else weights.to(DTYPES[dtype])
     foreign, number = foreign_keys(config), opened.step or 0
     name = native.step_folder(folder, number).name
-    with new_folder(folder) as partial:
+    with atomic_dir(folder, CheckpointError) as partial:
         step = partial / name
         (step / CONFIGS).mkdir(parents=True)
         (step / CONFIGS / MODEL_FILE).write_text(model_yaml(config, ranks, pipe_parallel_size))

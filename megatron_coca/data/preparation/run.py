@@ -6,7 +6,7 @@ import sqlite3
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from megatron_coca.data.aside import alone, complete, partial_folder, refuse_existing
+from megatron_coca.atomic_write import complete_folder, exclusive_lock, lock_file, partial_folder, refuse_existing
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.preparation import manifest
 from megatron_coca.data.preparation.journal import JOURNAL, Journal, ShardState, State
@@ -190,16 +190,16 @@ def prepare(
     check(sources, rules)
     output, settings = Path(output), _settings(sources, tokenizer, rules, notes)
     if _was_completed(output, settings):
-        with alone(output):
+        with _exclusive(output):
             _remove_working_files(output)
         return output / manifest.MANIFEST
-    refuse_existing(output)
+    refuse_existing(output, DataError)
     inputs = find_inputs(sources)
     with _partial(output) as folder:
         with closing(Journal(folder, settings)) as journal:
             made = _tokenizer(tokenizer, journal, folder)
             _Preparation(sources, made, rules, settings, inputs, folder, journal).run(execution, output)
-        complete(folder, output)
+        complete_folder(folder, output)
         _remove_working_files(output)
     return output / manifest.MANIFEST
 
@@ -218,14 +218,19 @@ def _remove_working_files(output: Path) -> None:
             path.unlink(missing_ok=True)
 
 
+def _exclusive(output: Path) -> AbstractContextManager[None]:
+    busy = f"{output}: another process is preparing it. Wait for it, or choose another folder."
+    return exclusive_lock(lock_file(output), DataError, busy, temporary=True)
+
+
 @contextmanager
 def _partial(output: Path) -> Iterator[Path]:
     """The partial folder of ``output``, which no other process works in meanwhile."""
     folder = partial_folder(output)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        with alone(output):
-            refuse_existing(output)  # another process may have made it while this one looked for its inputs
+        with _exclusive(output):
+            refuse_existing(output, DataError)  # another process may have made it while this one looked for its inputs
             folder.mkdir(exist_ok=True)
             try:
                 yield folder

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 from tqdm import tqdm
 
+from megatron_coca.atomic_write import write_file
 from megatron_coca.checkpoints import CheckpointError
 from megatron_coca.config import Config, ConfigError
 
@@ -227,7 +228,7 @@ class JsonLines:
         kept = [line for line in _read_lines(path) if line["step"] <= start] if start else []
         if path.is_file() and not start:
             _keep_older(path)
-        _replace(path, "".join(json.dumps(line) + "\n" for line in kept))
+        write_file(path, "".join(json.dumps(line) + "\n" for line in kept))
         self._path, self._file = path, path.open("a")
 
     def report(self, step: int, figures: Figures) -> None:
@@ -249,15 +250,6 @@ class JsonLines:
             raise CheckpointError(
                 f"{self._path}: cannot be written ({error}); complete checkpoints are intact"
             ) from error
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file atomically. A link with the name of the temporary file is not followed."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.unlink(missing_ok=True)
-    with partial.open("x") as file:
-        file.write(text)
-    partial.replace(path)
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
@@ -352,7 +344,7 @@ class WandB:
         self._run.log({name: value for name, value in figures.items() if value is not None}, step=step)
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            _replace(self._path, json.dumps({"id": self._run.id, "step": step}))
+            write_file(self._path, json.dumps({"id": self._run.id, "step": step}))
         except OSError as error:
             raise CheckpointError(
                 f"{self._path}: cannot be written ({error}); complete checkpoints are intact"

@@ -1,0 +1,125 @@
+"""Files and folders that are complete or absent, also after a kill or a power loss, and locks between processes.
+
+Content is written under a hidden name in the same folder, flushed to disk and renamed.
+"""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+Error = type[Exception]
+"""The class to raise; it is given the message alone."""
+
+
+def write_file(path: Path, content: str | bytes) -> None:
+    """Write a file atomically. Raises OSError; an earlier file is then unchanged."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    remove(partial)
+    try:
+        with partial.open("xb") as file:  # "x" does not follow a planted symbolic link
+            file.write(content.encode() if isinstance(content, str) else content)
+        flush(partial)
+        partial.rename(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+    flush(path.parent)
+
+
+def refuse_existing(folder: Path, error: Error) -> None:
+    """Raise `error` where `folder` exists."""
+    if folder.exists():
+        raise error(f"{folder}: exists already; name a new folder, or remove this one")
+
+
+def partial_folder(final: Path) -> Path:
+    """The hidden folder in which `final` is prepared, the same after an interruption."""
+    return final.with_name(f".{final.name}.partial")
+
+
+def lock_file(final: Path) -> Path:
+    """The file that locks the preparation of `final`."""
+    return final.with_name(f".{final.name}.lock")
+
+
+@contextmanager
+def atomic_dir(final: Path, error: Error) -> Iterator[Path]:
+    """A new folder to fill, which becomes `final` when the block ends; after an exception it is removed.
+
+    Raises:
+        error: `final` exists, cannot be written, or another process is writing it.
+    """
+    refuse_existing(final, error)
+    partial = partial_folder(final)
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        busy = f"{final}: another process is writing it; wait for it, or name another folder"
+        with exclusive_lock(lock_file(final), error, busy, temporary=True):
+            refuse_existing(final, error)  # another process may have written it before the lock was taken
+            try:
+                remove(partial)
+                partial.mkdir()
+                yield partial
+                complete_folder(partial, final)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+    except OSError as failure:
+        reason = failure.strerror or failure
+        raise error(f"{final}: cannot be written ({reason}); free some space or name another folder") from failure
+
+
+def complete_folder(partial: Path, final: Path) -> None:
+    """Flush a folder with all files in it to disk and rename it to `final`."""
+    for path in (*partial.rglob("*"), partial):
+        flush(path)
+    partial.rename(final)
+    flush(final.parent)
+
+
+@contextmanager
+def exclusive_lock(path: Path, error: Error, busy: str | None, temporary: bool = False) -> Iterator[None]:
+    """Hold the lock on a file, which is created if missing and released when the process ends.
+
+    Args:
+        busy: the message of `error` where another process holds the lock; None waits for it.
+        temporary: remove the file at the end, while it is still locked.
+
+    Raises:
+        error: another process holds the lock, or the file cannot be locked.
+    """
+    # Not 0: a previous holder may remove its temporary file between opening and locking it here, which needs a retry.
+    lock = FileLock(path, timeout=-1 if busy is None else 0.1, poll_interval=0.05)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise error(busy) from None
+    except (OSError, NotImplementedError) as failure:
+        reason = getattr(failure, "strerror", None) or failure
+        raise error(f"{path}: cannot be locked ({reason}); it must be a regular file in a writable folder") from failure
+    try:
+        yield
+    finally:
+        if temporary:
+            path.unlink(missing_ok=True)
+        lock.release()
+
+
+def remove(path: Path) -> None:
+    """Remove a folder with its content, a file, or a symbolic link (not its target), if it exists."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def flush(path: Path) -> None:
+    """Flush a file or folder to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
