@@ -236,15 +236,14 @@ def _digest(value: str | None) -> str:
     return "none" if value is None else value[:12]
 
 
-COMPARED: tuple[tuple[tuple[str, str, Callable[[Any], str]], ...], ...] = (
-    (
-        ("tokens", "token count", "{:,}".format),
-        ("document_counts", "document count", "{:,}".format),
-        ("weights", "weight", repr),
-    ),
-    (("sha256", "content", _digest), ("sampled", "content", _digest)),
+Compared = tuple[str, str, Callable[[Any], str]]
+"""An entry of an identity with a value for every source, its title, and how a value is shown."""
+COUNTS: tuple[Compared, ...] = (
+    ("tokens", "token count", "{:,}".format),
+    ("document_counts", "document count", "{:,}".format),
+    ("weights", "weight", repr),
 )
-"""Entries of an identity with a value for every source, their titles, and how values are shown; counts, then content."""
+CONTENTS: tuple[Compared, ...] = (("sha256", "content", _digest), ("sampled", "content", _digest))
 
 
 def differing_data(saved: Mapping[str, Any], now: Mapping[str, Any], names: Sequence[str]) -> list[str]:
@@ -253,37 +252,29 @@ def differing_data(saved: Mapping[str, Any], now: Mapping[str, Any], names: Sequ
     Entries that one side lacks are not compared: checkpoints of earlier versions have fewer, and a shard may have lost
     its manifest. `names` are those of the sources now.
     """
+
+    def differing(entries: Sequence[Compared], number: int) -> list[str]:
+        lines = []
+        for key, title, shown in entries:
+            old, new = (identity[key][number] if identity.get(key) else None for identity in (saved, now))
+            if old is not None and new is not None and old != new:
+                lines.append(f"{title} of {names[number]} (saved {shown(old)}, now {shown(new)})")
+        return lines
+
     differences: list[str] = []
     before = len(saved.get("tokens") or ())
     if before != len(names):
         differences.append(f"number of sources (saved {before}, now {len(names)})")
-        names = ()
-    for number, name in enumerate(names):
-        counts, contents = (_differing_entries(saved, now, number, name, entries) for entries in COMPARED)
-        differences += counts or contents[:1]  # other counts are other content
+    else:
+        for number in range(before):
+            # Other counts are other content.
+            differences += differing(COUNTS, number) or differing(CONTENTS, number)[:1]
     old, new = saved.get("tokenizer"), now.get("tokenizer")
     if old is not None and old != new:  # a tokenizer may be named for a run that started without one
         differences.append(f"tokenizer (saved {_digest(old)}, now {_digest(new)})")
     if saved.get("documents", []) != now.get("documents", []):
         old, new = (" and ".join(identity.get("documents", [])) or "as one text" for identity in (saved, now))
         differences.append(f"treatment of documents (saved {old}, now {new})")
-    return differences
-
-
-def _differing_entries(
-    saved: Mapping[str, Any],
-    now: Mapping[str, Any],
-    number: int,
-    name: str,
-    entries: Sequence[tuple[str, str, Callable[[Any], str]]],
-) -> list[str]:
-    differences = []
-    for key, title, shown in entries:
-        if saved.get(key) is None or now.get(key) is None:
-            continue
-        old, new = saved[key][number], now[key][number]
-        if old is not None and new is not None and old != new:
-            differences.append(f"{title} of {name} (saved {shown(old)}, now {shown(new)})")
     return differences
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import deepspeed
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -130,16 +129,6 @@ class StepResult(NamedTuple):
     skipped: bool
 
 
-class _StepInProgress:
-    """Loss and gradient norm of the current step as far as they are known, and whether the optimizer changed weights."""
-
-    def __init__(self, limits: Limits | None = None) -> None:
-        self.limits = limits or Limits()
-        self.loss = math.nan
-        self.norm: float | None = None
-        self.applied = False
-
-
 class Engine:
     """Forward, backward, gradient reduction, clipping and optimizer step, and access to their state."""
 
@@ -166,17 +155,14 @@ class Engine:
             ConfigError: DeepSpeed does not support what is configured.
         """
         self._clipping, self._config = config.optimizer.gradient_clipping, config
-        self._step = _StepInProgress()
+        section = deepspeed_config(config, sizes)
         apply = optimizer.step
         # DeepSpeed's optimizers call PyTorch's last: refusing the step there leaves all their bookkeeping intact.
         optimizer.step = lambda closure=None: apply(closure) if self._accepts_step() else None  # type: ignore[method-assign]
-        grid = None
-        if config.parallel.sequence_parallel_size > 1:
-            grid = parallel_state_sp
-            if grid._SEQUENCE_PARALLEL_GROUP is None:  # it refuses to make the same groups twice
-                grid.initialize_sequence_parallel(config.parallel.sequence_parallel_size)
+        grid = parallel_state_sp if config.parallel.sequence_parallel_size > 1 else None
         try:
-            section = deepspeed_config(config, sizes)
+            if grid is not None and grid._SEQUENCE_PARALLEL_GROUP is None:  # it refuses to make the same groups twice
+                grid.initialize_sequence_parallel(config.parallel.sequence_parallel_size)
             self._engine: Any = deepspeed.initialize(model=model, optimizer=optimizer, config=section, mpu=grid)[0]
         except DEEPSPEED_ERRORS as error:
             raise ConfigError(
@@ -228,7 +214,7 @@ class Engine:
             total += loss.detach()
             self._engine.backward(loss)
             if index == len(micro_batches) - 1:
-                self._step.loss = float(mean_over_ranks(total / len(micro_batches)))
+                self._loss = float(mean_over_ranks(total / len(micro_batches)))
                 if not self.partitioned:
                     self._clip_gradients()
             self._engine.step()
@@ -272,20 +258,19 @@ class Engine:
         return next((cut.shard(rank, size) for cut in layer_shards(self._config.model) if cut.holds(name)), None)
 
     def _begin_step(self, learning_rate: float, limits: Limits | None) -> None:
-        self._step = _StepInProgress(limits)
+        self._loss: float | None = None
+        self._norm: float | None = None
+        self._limits, self._applied = limits or Limits(), False
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate
 
     def _inputs(self, batch: Batch) -> dict[str, Tensor]:
         """The arrays of a batch as keyword arguments of the trained module, on its device."""
-        arrays = {name: array for name, array in vars(batch).items() if array is not None}
-        arrays["samples"] = arrays.pop("tokens")
-        return {name: self._on_device(array) for name, array in arrays.items()}
-
-    def _on_device(self, array: np.ndarray) -> Tensor:
-        tensor = torch.from_numpy(array)
-        # Only from pinned memory does the copy overlap with computation.
-        return tensor.pin_memory().to(self.device, non_blocking=True) if torch.cuda.is_available() else tensor
+        tensors = {name: torch.from_numpy(array) for name, array in vars(batch).items() if array is not None}
+        tensors["samples"] = tensors.pop("tokens")
+        if torch.cuda.is_available():  # only from pinned memory does the copy overlap with computation
+            tensors = {name: x.pin_memory().to(self.device, non_blocking=True) for name, x in tensors.items()}
+        return tensors
 
     def _clip_gradients(self) -> None:
         """Clip the reduced gradients, which without ZeRO are in the parameters and have no norm from DeepSpeed."""
@@ -293,24 +278,26 @@ class Engine:
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         if self._clipping > 0:
             nn.utils.clip_grads_with_norm_(parameters, self._clipping, norm)
-        self._step.norm = float(norm)
+        self._norm = float(norm)
 
     def _accepts_step(self) -> bool:
         """Decide if the optimizer may change weights; called once for each of ZeRO's parameter groups."""
-        step = self._step
-        if step.norm is None:
+        if self._norm is None:
             reported = float(self._engine.optimizer._global_grad_norm)
-            step.norm = reported if reported >= 0 else math.nan  # DeepSpeed reports -1 for a norm that is not finite
-        step.applied = bad_reason(step.loss, step.norm, step.limits) is None
-        return step.applied
+            self._norm = reported if reported >= 0 else math.nan  # DeepSpeed reports -1 for a norm that is not finite
+        self._applied = bad_reason(self._step_loss(), self._norm, self._limits) is None
+        return self._applied
+
+    def _step_loss(self) -> float:
+        """The loss of the current step, over all ranks."""
+        assert self._loss is not None
+        return self._loss
 
     def _step_result(self) -> StepResult:
-        norm = self._step.norm
+        norm = self._norm
         if norm is None and self.loss_scale is None:
-            norm = (
-                math.nan
-            )  # DeepSpeed skips overflowing steps in every dtype, but only fp16's loss scaling causes them
-        return StepResult(self._step.loss, norm, not self._step.applied)
+            norm = math.nan  # DeepSpeed skips overflowing steps in every dtype; only in fp16 are they no fault
+        return StepResult(self._step_loss(), norm, not self._applied)
 
 
 TOKENS, HEADS = 1, 2
@@ -380,13 +367,13 @@ class PipelineEngine(Engine):
     """An engine for one pipeline stage (ZeRO 0 and 1). Every rank must make the same calls, with the micro-batches of
     its data-parallel copy: every stage reads them, and only hidden states are sent.
 
-    Only the last stage computes a loss; it is shared when first needed, before the optimizer changes weights.
+    Only the last stage computes a loss; it is shared when first needed: before the optimizer changes weights, or after an
+    fp16 overflow, for which no optimizer is asked to step on any rank.
     """
 
     def __init__(self, stage: Stage, optimizer: torch.optim.Optimizer, config: Config, sizes: BatchSizes) -> None:
         """`optimizer` steps the parameters of `stage`; the default process group has the ranks of the pipeline."""
         self._stage, self._shape = stage, torch.Size()
-        self._loss_known = True
         self.copies = stage.copies
         if sizes.accumulation < len(stage.spans):
             logger.warning(
@@ -401,9 +388,7 @@ class PipelineEngine(Engine):
     ) -> StepResult:
         """Run one optimizer step over the micro-batches of this rank's data-parallel copy; see `Engine.train_step`."""
         self._begin_step(learning_rate, limits)
-        self._loss_known = False
         self._engine.train_batch(self._feed(micro_batches))
-        self._share_step_loss()  # after an fp16 overflow no optimizer was asked to step, on any rank
         return self._step_result()
 
     @torch.no_grad()
@@ -424,13 +409,10 @@ class PipelineEngine(Engine):
         self._stage.feed(inputs)
         return iter([(batch.samples, None) for batch in inputs])
 
-    def _accepts_step(self) -> bool:
-        self._share_step_loss()
-        return super()._accepts_step()
-
-    def _share_step_loss(self) -> None:
-        if not self._loss_known:
-            self._step.loss, self._loss_known = self._shared_loss(), True
+    def _step_loss(self) -> float:
+        if self._loss is None:
+            self._loss = self._shared_loss()
+        return self._loss
 
     def _shared_loss(self) -> float:
         """The mean loss of the last micro-batches, on every rank."""
