@@ -83,7 +83,10 @@ class LossGuard:
 
     def __init__(self, config: FaultConfig) -> None:
         self._config = config
-        self.restore({})
+        self._losses: deque[float] = deque(maxlen=config.loss_spike_window)
+        self._norms: deque[float] = deque(maxlen=config.loss_spike_window)
+        self._consecutive = self._bad_steps = self._rollbacks = 0
+        self._first_bad: int | None = None
 
     def spike_limits(self) -> Limits:
         """Return the values above which the next step is a spike: infinite under `off` and before half the window is
@@ -148,20 +151,17 @@ class LossGuard:
         Raises:
             CheckpointError: the state has unknown entries.
         """
-        window = self._config.loss_spike_window
-        known = {"losses": [], "norms": [], "consecutive": 0, "first_bad": None, "bad_steps": 0, "rollbacks": 0}
-        if unknown := sorted(state.keys() - known.keys()):
+        new = LossGuard(self._config).state()
+        if unknown := sorted(state.keys() - new.keys()):
             raise CheckpointError(
                 f"the loss guard's state in the checkpoint has unknown entries ({', '.join(unknown)}); "
                 "resume with the version that wrote it, or start from its weights with finetune=true"
             )
-        values: dict[str, Any] = known | state
-        self._losses: deque[float] = deque(values["losses"], maxlen=window)
-        self._norms: deque[float] = deque(values["norms"], maxlen=window)
-        self._consecutive: int = values["consecutive"]
-        self._first_bad: int | None = values["first_bad"]
-        self._bad_steps: int = values["bad_steps"]
-        self._rollbacks: int = values["rollbacks"]
+        values = new | state
+        self._losses = deque(values["losses"], maxlen=self._config.loss_spike_window)
+        self._norms = deque(values["norms"], maxlen=self._config.loss_spike_window)
+        self._consecutive, self._first_bad = values["consecutive"], values["first_bad"]
+        self._bad_steps, self._rollbacks = values["bad_steps"], values["rollbacks"]
 
 
 class Gap(NamedTuple):

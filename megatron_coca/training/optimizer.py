@@ -73,10 +73,12 @@ Groups = list[dict[str, Any]]
 
 
 def _adamw(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
+    assert config.lr is not None
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
 def _sgd(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
+    assert config.lr is not None
     return torch.optim.SGD(groups, lr=config.lr)
 
 

@@ -155,10 +155,14 @@ class Engine:
             ConfigError: DeepSpeed does not support what is configured.
         """
         self._clipping, self._config = config.optimizer.gradient_clipping, config
+        # Of the current step: loss and gradient norm once they are known, and if the optimizer changed weights.
+        self._loss: float | None = None
+        self._norm: float | None = None
+        self._limits, self._applied = Limits(), False
         section = deepspeed_config(config, sizes)
         apply = optimizer.step
         # DeepSpeed's optimizers call PyTorch's last: refusing the step there leaves all their bookkeeping intact.
-        optimizer.step = lambda closure=None: apply(closure) if self._accepts_step() else None  # type: ignore[method-assign]
+        optimizer.step = lambda closure=None: apply(closure) if self._accepts_step() else None  # type: ignore[assignment, method-assign]
         grid = parallel_state_sp if config.parallel.sequence_parallel_size > 1 else None
         try:
             if grid is not None and grid._SEQUENCE_PARALLEL_GROUP is None:  # it refuses to make the same groups twice
@@ -258,9 +262,7 @@ class Engine:
         return next((cut.shard(rank, size) for cut in layer_shards(self._config.model) if cut.holds(name)), None)
 
     def _begin_step(self, learning_rate: float, limits: Limits | None) -> None:
-        self._loss: float | None = None
-        self._norm: float | None = None
-        self._limits, self._applied = limits or Limits(), False
+        self._loss, self._norm, self._limits, self._applied = None, None, limits or Limits(), False
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate
 

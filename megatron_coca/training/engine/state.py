@@ -239,7 +239,7 @@ def _frozen_owners(optimizer: Any, names: Names) -> Iterator[tuple[nn.Parameter,
         yield parameter, number % ranks if shared else None
 
 
-def _frozen_piece(parameter: nn.Parameter, name: str) -> list[StatePiece]:
+def _frozen_piece(parameter: Any, name: str) -> list[StatePiece]:
     """A parameter that no optimizer steps; under ZeRO 3 this rank's stretch of it."""
     if not hasattr(parameter, "ds_tensor"):
         return [StatePiece(name, WEIGHT, 0, parameter.detach().view(-1))]
