@@ -37,19 +37,8 @@ from megatron_coca.training.topology import effective_stage
 logger = logging.getLogger(__name__)
 
 RESERVED = frozenset(
-    {
-        "train_batch_size",
-        "tensor_parallel",
-        "sequence_parallel_size",
-        "data_parallel_size",
-        "bf16",
-        "bfloat16",
-        "fp16",
-        "torch_autocast",
-        "optimizer",
-        "scheduler",
-        "checkpoint",
-    }
+    "train_batch_size tensor_parallel sequence_parallel_size data_parallel_size bf16 bfloat16 fp16 torch_autocast "
+    "optimizer scheduler checkpoint".split()
 )
 """DeepSpeed keys that have a key of ours. The total batch is left to DeepSpeed's arithmetic, which counts tensor-parallel
 ranks as data-parallel ones in some places and uses the product for nothing.
@@ -184,9 +173,9 @@ class Engine:
                 ]
             )
         self.device = self._engine.device
-        self._names = names or {
-            parameter: name.removeprefix(MODEL_PREFIX) for name, parameter in model.named_parameters()
-        }
+        if names is None:
+            names = {parameter: name.removeprefix(MODEL_PREFIX) for name, parameter in model.named_parameters()}
+        self._names = names
 
     @property
     def partitioned(self) -> bool:
