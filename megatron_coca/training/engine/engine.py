@@ -37,8 +37,19 @@ from megatron_coca.training.topology import effective_stage
 logger = logging.getLogger(__name__)
 
 RESERVED = frozenset(
-    "train_batch_size tensor_parallel sequence_parallel_size data_parallel_size bf16 bfloat16 fp16 torch_autocast "
-    "optimizer scheduler checkpoint".split()
+    {
+        "train_batch_size",
+        "tensor_parallel",
+        "sequence_parallel_size",
+        "data_parallel_size",
+        "bf16",
+        "bfloat16",
+        "fp16",
+        "torch_autocast",
+        "optimizer",
+        "scheduler",
+        "checkpoint",
+    }
 )
 """DeepSpeed keys that have a key of ours. The total batch is left to DeepSpeed's arithmetic, which counts tensor-parallel
 ranks as data-parallel ones in some places and uses the product for nothing.
