@@ -26,11 +26,10 @@ from megatron_coca.config import Config, load_config  # noqa: E402
 from megatron_coca.model import assemble_model, keep_freed_memory  # noqa: E402
 from megatron_coca.training import engine as dist  # noqa: E402
 from megatron_coca.training import launch  # noqa: E402
-from megatron_coca.training.corpus import Corpus, open_corpus  # noqa: E402
+from megatron_coca.training.corpus import Corpus, open_corpus, open_loader  # noqa: E402
 from megatron_coca.training.optimizer import build_optimizer  # noqa: E402
 from megatron_coca.training.saving import Checkpoints  # noqa: E402
 from megatron_coca.training.topology import Topology  # noqa: E402
-from megatron_coca.training.trainer import Shape, open_loader  # noqa: E402
 from tools.records import append_records, environment  # noqa: E402
 
 WAYS = {"in the background": True, "waiting": False}
@@ -66,14 +65,16 @@ class Bench:
         self._corpus = open_corpus(config)
         config = self._corpus.config
         topology = Topology.of(config.parallel, dist.world_size())
-        self._shape = Shape(config.batch.resolve(topology.data), topology)
+        sizes = config.batch.resolve(topology.data)
+        self._topology, self._batch = topology, sizes.total
         model = assemble_model(config, dist.local_device()).train()
 
         def optimizer(module: torch.nn.Module) -> torch.optim.Optimizer:
             return build_optimizer(module, config.optimizer)
 
-        self._engine = dist.build_engine(model, optimizer, config, self._shape.sizes, 0)
-        self._loader = open_loader(self._corpus, self._corpus.train, self._shape.layout(dist.rank()))
+        self._engine = dist.build_engine(model, optimizer, config, sizes, 0)
+        layout = (sizes.total, sizes.micro, topology.coordinates(dist.rank()).data, topology.data)
+        self._loader = open_loader(self._corpus, self._corpus.train, layout)
         self._step = 0
         self._steps(3)
         begun = time.perf_counter()
@@ -122,7 +123,7 @@ class Bench:
         keys = {"async_save": in_background, "save": f"{corpus.config.checkpoint.save}/{in_background}"}
         Path(keys["save"]).mkdir()  # type: ignore[arg-type]
         changed = Corpus(corpus.config.override(keys), corpus.train, corpus.valid, corpus.tokenizer)
-        return Checkpoints(changed, self._engine, self._shape.topology, {"batch": self._shape.sizes.total})
+        return Checkpoints(changed, self._engine, self._topology, {"batch": self._batch})
 
     def _save(self, way: str, checkpoints: Checkpoints) -> None:
         begun = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The optimizer and which parameters decay."""
+"""The optimizer: which parameters are trained, and which of them decay."""
 
 import re
 from collections.abc import Callable
@@ -24,46 +24,44 @@ PARTS: tuple[tuple[str, tuple[Part, ...]], ...] = (
     (r"\bfinal_linear\.", ("output_head",)),
     (r"\bposition_embeddings\.|attention\.position_bias\.|^positions\.", ("positions",)),
 )
-"""Patterns in the names of a model's parameters, and the parts that such a parameter holds."""
+"""Patterns of parameter names, and the values of `trainable` that such a parameter belongs to."""
 
 
 def parts_of(name: str) -> tuple[Part, ...]:
-    """The parts that the named parameter of a model holds: several where they are packed in it."""
+    """Return the values of `trainable` that the named parameter belongs to: several for a packed projection."""
     return next(parts for pattern, parts in PARTS if re.search(pattern, name))
 
 
 def train_only_parts(model: nn.Module, config: OptimizerConfig) -> None:
-    """Make the parts that `trainable` does not name need no gradient, in place.
+    """Freeze the parameters that `trainable` does not name, in place.
 
-    Where some but not all of queries, keys and values are trained, every packed projection is replaced by three layers.
-    Weights are to be loaded before, and an engine is to be built after this.
+    If some but not all of queries, keys and values are trained, every packed projection is replaced by three layers.
+    Call it after weights are loaded and before an engine is built.
     """
     if config.trainable is None:
         return
     if len({config.trains(part) for part in QUERY_KEY_VALUE}) > 1:
-        for attention in [part for part in model.modules() if isinstance(part, SelfAttention)]:
+        for attention in [module for module in model.modules() if isinstance(module, SelfAttention)]:
             attention.split_projection()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(config.trains(*parts_of(name)))
 
 
 class TrainableShare(NamedTuple):
-    """Numbers of a model, and how many of them a run trains."""
+    """Numbers of elements of a model's parameters: those that a run trains, and all."""
 
     trained: int
     total: int
 
     def text(self) -> str:
-        """For people to read."""
-        whole = f"{self.total:,} parameters"
-        if self.trained == self.total:
-            return whole
-        return f"{whole}, {self.trained:,} ({self.trained / self.total:.2%}) trained"
+        """Format for the log."""
+        total = f"{self.total:,} parameters"
+        share = f", {self.trained:,} ({self.trained / self.total:.2%}) trained"
+        return total if self.trained == self.total else total + share
 
 
 def trainable_share(config: Config) -> TrainableShare:
-    """What `trainable` amounts to: the sums of `numel()` over the parameters of the model, the embedding's padding and
-    the output head included.
+    """Count parameters as `numel()` of the model does, the embedding's padding and the output head included.
 
     Raises:
         ConfigError: `vocab_size` is not known.
@@ -75,10 +73,12 @@ Groups = list[dict[str, Any]]
 
 
 def _adamw(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
+    assert config.lr is not None
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
 def _sgd(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
+    assert config.lr is not None
     return torch.optim.SGD(groups, lr=config.lr)
 
 
@@ -88,18 +88,18 @@ OPTIMIZERS: dict[str, Callable[[Groups, OptimizerConfig], torch.optim.Optimizer]
     "cpu_adam": _adamw,
     "sgd": _sgd,
 }
-"""By upstream's names: its Adam is decoupled too, and PyTorch's fused AdamW serves the CPU without a compiler."""
+"""By GPT-NeoX's names: its Adam is decoupled too, and PyTorch's fused AdamW needs no compiler on the CPU."""
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """The configured optimizer; its learning rate is set anew before every step."""
+    """Build the configured optimizer; the engine sets its learning rate before every step."""
     return OPTIMIZERS[config.type](parameter_groups(model, config.weight_decay), config)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> Groups:
-    """Matrices and embeddings decay; biases and the parameters of norms do not (GPT-NeoX's rule)."""
+    """Group the parameters that require gradients: matrices and embeddings decay; biases and norms do not (GPT-NeoX)."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     decayed = [parameter for parameter in trainable if parameter.dim() >= 2]
-    kept = [parameter for parameter in trainable if parameter.dim() < 2]
-    groups: Groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
+    undecayed = [parameter for parameter in trainable if parameter.dim() < 2]
+    groups: Groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": undecayed, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]

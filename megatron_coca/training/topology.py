@@ -1,13 +1,13 @@
-"""Which rank does what: the grid of pipeline stages, data-parallel copies, tensor and sequence ranks."""
+"""The grid of ranks: pipeline stages, data-parallel copies, tensor-parallel and sequence-parallel ranks."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 from megatron_coca.config import Config, ConfigError, ParallelConfig
 
 
 class Coordinates(NamedTuple):
-    """A rank's place on each axis of the grid, from 0."""
+    """A rank's coordinate on each axis of the grid, from 0."""
 
     pipe: int
     data: int
@@ -17,8 +17,8 @@ class Coordinates(NamedTuple):
 
 @dataclass(frozen=True)
 class Topology:
-    """Sizes of the axes. Ranks count along the sequence axis first, then tensor, data and pipeline stages, as
-    DeepSpeed's own grids do.
+    """Sizes of the axes. Ranks count along the sequence axis first, then tensor, data and pipeline stages, as in
+    DeepSpeed's grids.
     """
 
     pipe: int
@@ -28,22 +28,22 @@ class Topology:
 
     @classmethod
     def of(cls, parallel: ParallelConfig, world_size: int) -> "Topology":
-        """The grid for `world_size` ranks.
+        """Return the grid of `world_size` ranks.
 
         Raises:
-            ConfigError: the ranks cannot be divided so.
+            ConfigError: the sizes do not divide the ranks.
         """
-        pipe = max(1, parallel.pipe_parallel_size)
-        copies = pipe * parallel.model_parallel_size * parallel.sequence_parallel_size
-        if world_size % copies:
+        pipe, tensor = max(1, parallel.pipe_parallel_size), parallel.model_parallel_size
+        sequence = parallel.sequence_parallel_size
+        ranks = pipe * tensor * sequence
+        if world_size % ranks:
             raise ConfigError(
                 [
-                    f"pipe_parallel_size {pipe} x model_parallel_size {parallel.model_parallel_size} x "
-                    f"sequence_parallel_size {parallel.sequence_parallel_size} = {copies} does not divide "
-                    f"{world_size} processes; start a multiple of {copies} (num_gpus), or lower one of them"
+                    f"pipe_parallel_size {pipe} x model_parallel_size {tensor} x sequence_parallel_size {sequence} = {ranks} "
+                    f"does not divide {world_size} processes; start a multiple of {ranks} (num_gpus), or lower one of them"
                 ]
             )
-        return cls(pipe, world_size // copies, parallel.model_parallel_size, parallel.sequence_parallel_size)
+        return cls(pipe, world_size // ranks, tensor, sequence)
 
     @property
     def world_size(self) -> int:
@@ -51,30 +51,29 @@ class Topology:
         return self.pipe * self.data * self.tensor * self.sequence
 
     def coordinates(self, rank: int) -> Coordinates:
-        """The place of `rank`."""
+        """Return the coordinates of `rank`."""
         rest, sequence = divmod(rank, self.sequence)
         rest, tensor = divmod(rest, self.tensor)
         pipe, data = divmod(rest, self.data)
         return Coordinates(pipe, data, tensor, sequence)
 
     def random_stream(self, rank: int) -> int:
-        """Which random numbers `rank` draws: tensor ranks share what acts on the activations that they share."""
-        place = self.coordinates(rank)
-        return (place.pipe * self.data + place.data) * self.sequence + place.sequence
+        """Return the index of the random stream of `rank`: tensor-parallel ranks share activations, and so their masks."""
+        pipe, data, _, sequence = self.coordinates(rank)
+        return (pipe * self.data + data) * self.sequence + sequence
 
     def layout(self) -> dict[str, int]:
-        """The sizes by name, for a checkpoint's records."""
-        return {"pipe": self.pipe, "data": self.data, "tensor": self.tensor, "sequence": self.sequence}
+        """Return the sizes by name, for a checkpoint's metadata."""
+        return asdict(self)
 
 
 def effective_stage(config: Config, ranks: int) -> int:
-    """The ZeRO stage that is run where `ranks` (data times sequence ranks) share its work; it changes no result beyond
-    the last digits.
+    """Return the ZeRO stage that runs on `ranks` (data times sequence ranks); it changes results by rounding at most.
 
-    In half precision the optimizer keeps float32 copies of the weights in any case; stage 1 divides them among the
-    ranks, so stage 0 runs as stage 1 there. So it does where several ranks hold one model (pipeline, tensor): norms
-    over all of them are taken in DeepSpeed's ZeRO optimizers. One rank has nothing to divide: in float32 stages 1 and 2
-    run as 0, without their buffers and copies, unless they offload.
+    In half precision the optimizer keeps float32 copies of the weights in any case, and stage 1 divides them among the
+    ranks, so stage 0 runs as 1. So it does if several ranks hold one model (pipeline, tensor): DeepSpeed computes norms
+    over all of them in its ZeRO optimizers only. On one rank in float32, stages 1 and 2 run as 0, without their buffers
+    and copies, unless they offload.
     """
     stage = config.parallel.stage
     if config.precision.dtype != "fp32" or config.parallel.model_copies > 1:

@@ -1,23 +1,51 @@
-"""The training loop: steps, what is reported and saved between them, and what follows from a step that goes wrong."""
+"""A training run in one process: what it starts from, its steps, and what is reported and saved between them."""
 
 import logging
+import os
+import socket
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+import torch
 
 from megatron_coca.checkpoints import CheckpointError, native
 from megatron_coca.checkpoints.errors import UnreadableError
-from megatron_coca.config import BatchSizes
+from megatron_coca.checkpoints.load import find_native
+from megatron_coca.config import BatchSizes, Config, ConfigError
 from megatron_coca.config.training import learning_rate
-from megatron_coca.data import Batch, Blend, Loader
+from megatron_coca.data import Batch, Loader
+from megatron_coca.model import assemble_model, keep_freed_memory
 from megatron_coca.training import engine as dist
-from megatron_coca.training.collectives import from_main
-from megatron_coca.training.corpus import Corpus, Layout, mixture_figures, validate
-from megatron_coca.training.engine import Engine, StepResult
+from megatron_coca.training import launch, saving
+from megatron_coca.training.collectives import FolderLocks, from_main, require_writable
+from megatron_coca.training.corpus import (
+    Corpus,
+    mixture_figures,
+    mixture_table,
+    open_corpus,
+    open_loader,
+    repeated_sources,
+    validate,
+    validation_note,
+)
+from megatron_coca.training.engine import Engine
 from megatron_coca.training.exit_status import Diverged, Preempted, Preemption, Unsaved
+from megatron_coca.training.health import check_health
 from megatron_coca.training.loss_guard import DataSkips, LossGuard, Verdict
-from megatron_coca.training.reporting import Monitor, StepFigures
-from megatron_coca.training.resume import Choice, first_valid, quarantine_newer
+from megatron_coca.training.optimizer import build_optimizer, train_only_parts, trainable_share
+from megatron_coca.training.remote_checkpoints import RemoteCheckpoints, use_local_folders
+from megatron_coca.training.reporting import Monitor, StepFigures, run_folder, set_up_logging
+from megatron_coca.training.resume import (
+    Choice,
+    candidates,
+    first_valid,
+    initial_model,
+    quarantine_newer,
+    refuse_other_run,
+    verify_distributed,
+)
 from megatron_coca.training.saving import Checkpoints, is_due
 from megatron_coca.training.topology import Topology
 from megatron_coca.training.watchdog import Watchdog
@@ -25,22 +53,134 @@ from megatron_coca.training.watchdog import Watchdog
 logger = logging.getLogger(__name__)
 
 
-class Shape(NamedTuple):
-    """How a step is divided: batch sizes of one rank and of all, and the grid of ranks."""
+def fit(config: Config) -> None:
+    """Train in the process group of the environment, from step 0 or from a checkpoint, as the configuration says.
 
-    sizes: BatchSizes
-    topology: Topology
+    Raises:
+        ConfigError, DataError, CheckpointError, BackendError: an input cannot be used; nothing was overwritten.
+        Stopped: the run ended in order before its last step; its `status` gives the reason.
+    """
+    launch.complete_environment(os.environ)
+    if not torch.cuda.is_available():
+        keep_freed_memory()
+        torch.set_num_threads(min(torch.get_num_threads(), launch.threads_per_process(os.environ)))
+    # Signals end the process as usual until there is something to save: other ranks may never join.
+    dist.init_distributed(config.faults.collective_timeout, config.launch.join_timeout)
+    set_up_logging(dist.is_main())
+    config, remotes = use_local_folders(config)
+    watchdog = Watchdog(config.faults.watchdog_timeout, run_folder(config), dist.rank())
+    try:
+        with Preemption() as preemption, watchdog:
+            _train(config, remotes, preemption, watchdog)
+    except Exception as error:
+        error.add_note(f"on rank {dist.rank()} of {dist.world_size()}, {socket.gethostname()}")
+        raise
+    finally:
+        dist.shut_down()
 
-    def layout(self, rank: int) -> Layout:
-        """What a loader needs to know: ranks that hold one model between them read the same samples."""
-        return self.sizes.total, self.sizes.micro, self.topology.coordinates(rank).data, self.topology.data
+
+def _train(config: Config, remotes: RemoteCheckpoints, preemption: Preemption, watchdog: Watchdog) -> None:
+    """Open the data, choose the checkpoint to resume from, build the engine and train."""
+    if config.precision.dtype == "fp16" and not torch.cuda.is_available():
+        raise ConfigError(["precision: fp16 needs a GPU; use precision=bfloat16 or precision=fp32 here"])
+    topology = Topology.of(config.parallel, dist.world_size())
+    sizes = config.batch.resolve(topology.data)
+    keys, required = config.checkpoint, {"batch": sizes.total, "dtype": config.precision.dtype}
+    remotes.make_local_folder()
+    with FolderLocks(keys.save, keys.save_copy) as locks:
+        locks.take()  # folders that exist, so that no other run changes them after they are read
+        remotes.prepare()
+        folders = [Path(text) for text in from_main(lambda: [str(folder) for folder in candidates(keys)])]
+        corpus = open_corpus(config)
+        config = corpus.config
+        if dist.is_main():
+            _warn_of_data(corpus)
+        chosen = first_valid(folders, watchdog.beat)
+        if chosen.folder is not None:
+            refuse_other_run(chosen.folder, corpus, required)
+        require_writable(config)
+        locks.take()  # folders that were just made
+        watchdog.beat("data and checkpoint are checked")
+        quarantine_newer(keys, chosen)
+
+        watchdog.beat("building the model")
+        engine, origin = _build_engine(corpus, sizes, topology, chosen.folder is not None, watchdog)
+        watchdog.beat("the model is built")
+        checkpoints = Checkpoints(corpus, engine, topology, required, origin, watchdog, remotes)
+        trainer = Trainer(corpus, engine, checkpoints, sizes, topology, preemption, watchdog)
+        if chosen.folder is not None:
+            trainer.restore(chosen.folder)
+        _log_summary(corpus, sizes, trainer.step)
+        if config.faults.health_check:
+            watchdog.beat("measuring disk, clocks and network")
+            trainer.start_figures = check_health(config, trainer.step)
+            watchdog.beat("disk, clocks and network are measured")
+        try:
+            trainer.run()
+        except BaseException:
+            checkpoints.leave()
+            raise
+
+
+def _warn_of_data(corpus: Corpus) -> None:
+    if corpus.unverified:
+        logger.warning(
+            "no tokenizer saved with %s; cannot verify that it matches this run", ", ".join(corpus.unverified)
+        )
+    if (note := validation_note(corpus)) is not None:
+        logger.log(logging.WARNING if corpus.valid is None else logging.INFO, note)
+
+
+def _build_engine(
+    corpus: Corpus, sizes: BatchSizes, topology: Topology, resumed: bool, watchdog: Watchdog
+) -> tuple[Engine, str | None]:
+    """Build the engine; also returns the identity of the checkpoint whose weights a fresh run starts from, if any."""
+    config, keys, device = corpus.config, corpus.config.checkpoint, dist.local_device()
+    if resumed:  # the weights come from the checkpoint's state
+        model, origin = assemble_model(config, device), None
+    else:
+        given = find_native(keys.load, keys.iteration) if keys.finetune and keys.load is not None else None
+        if given is not None:
+            verify_distributed(given, watchdog.beat)
+            watchdog.beat("the given weights are verified")
+        model, origin = initial_model(config, device, corpus.tokenizer, verify=False)
+    train_only_parts(model, config.optimizer)
+    saving.seed_everything(config.seed, topology.random_stream(dist.rank()))
+    model.train()
+    optimizer = partial(build_optimizer, config=config.optimizer)
+    return dist.build_engine(model, optimizer, config, sizes, topology.coordinates(dist.rank()).pipe), origin
+
+
+def _log_summary(corpus: Corpus, sizes: BatchSizes, step: int) -> None:
+    """Log the model, the batch, the start, and what the whole run reads of each source."""
+    config = corpus.config
+    assert config.schedule.train_iters is not None
+    logger.info(
+        "%s: %s, %s, %d process(es), %d x %d tokens a step; %s",
+        config.position.pos_emb,
+        trainable_share(config).text(),
+        config.precision.dtype,
+        dist.world_size(),
+        sizes.total,
+        config.model.seq_length,
+        f"resuming at step {step}" if step else "from step 0",
+    )
+    shares = corpus.train.mixture(config.schedule.train_iters * sizes.total)
+    logger.info(mixture_table(shares))
+    for line in repeated_sources(shares) if dist.is_main() else ():
+        logger.warning(line)
+
+
+class _PreemptedDuringValidationError(Exception):
+    """A signal came during a validation, on this rank or another."""
 
 
 class Trainer:
-    """One run in one process; all ranks do the same in the same order.
+    """The training loop of one process; all ranks do the same in the same order.
 
     Attributes:
         step: completed optimizer steps.
+        start_figures: figures by name, reported with the step that `run` starts at.
     """
 
     def __init__(
@@ -48,261 +188,222 @@ class Trainer:
         corpus: Corpus,
         engine: Engine,
         checkpoints: Checkpoints,
-        shape: Shape,
+        sizes: BatchSizes,
+        topology: Topology,
         preemption: Preemption,
         watchdog: Watchdog,
     ) -> None:
         self._corpus, self._engine, self._checkpoints = corpus, engine, checkpoints
-        self._shape, self._layout = shape, shape.layout(dist.rank())
+        self._config, self._sizes = corpus.config, sizes
+        # Ranks that share a model read the same samples.
+        self._layout = (sizes.total, sizes.micro, topology.coordinates(dist.rank()).data, topology.data)
         self._preemption, self._watchdog = preemption, watchdog
-        self._guard, self._skips = LossGuard(corpus.config.faults), DataSkips()
+        self._guard, self._skips = LossGuard(self._config.faults), DataSkips()
         self._skipped = 0
-        self._note: str | None = None
-        self._start_figures: Mapping[str, float] = {}
+        self._rollback_note: str | None = None
         self._unvalidated = self._leaving = False
+        self.start_figures: Mapping[str, float] = {}
         self.step = self._saved = 0
 
     def restore(self, folder: Path) -> None:
-        """Go to where the checkpoint in `folder` was taken."""
-        meta = self._checkpoints.restore(folder)
-        progress = meta["progress"]
-        self.step = self._saved = int(meta["step"])
+        """Continue from the checkpoint in `folder`."""
+        progress = self._restore_engine(folder)
         self._guard.restore(progress["guard"])
         self._skips, self._skipped = DataSkips.restore(progress["skips"]), int(progress["skipped"])
-        self._unvalidated = bool(progress.get("unvalidated", False))
 
-    def report_at_start(self, figures: Mapping[str, float]) -> None:
-        """Report figures, by name, with the step that `run` begins at."""
-        self._start_figures = figures
+    def _restore_engine(self, folder: Path) -> dict[str, Any]:
+        meta = self._checkpoints.restore(folder)
+        self.step = self._saved = int(meta["step"])
+        self._unvalidated = bool(meta["progress"].get("unvalidated", False))
+        return meta["progress"]
 
     def run(self) -> None:
         """Train to the last step of this launch, and save.
 
         Raises:
-            Stopped: by a signal or by the loss guard, after saving what is good.
+            Stopped: by a signal or by the loss guard, after saving what is valid.
             CheckpointError: a checkpoint could not be written.
         """
-        schedule, logging_keys = self._corpus.config.schedule, self._corpus.config.logging
-        assert schedule.train_iters is not None
-        last = min(schedule.train_iters, logging_keys.exit_interval or schedule.train_iters)
+        train_iters, exit_interval = self._config.schedule.train_iters, self._config.logging.exit_interval
+        assert train_iters is not None
+        last = min(train_iters, exit_interval or train_iters)
         if self.step >= last and not self._unvalidated:
             logger.info(
                 "nothing to do: step %d is reached already (train_iters or exit_interval is %d)", self.step, last
             )
-        while self.step < last or self._unvalidated:
-            self._until(last)
+        while self.step < last or self._unvalidated:  # again after each rollback
+            self._run_until(last)
         self._save()
         self._checkpoints.wait()
 
-    def _until(self, last: int) -> None:
-        """Train to step `last`, or to where the run is rolled back."""
-        tokens = self._shape.sizes.total * self._corpus.config.model.seq_length
-        monitor = Monitor(self._corpus.config, self.step, tokens, dist.gather_floats, dist.rank(), self._skipped)
+    def _run_until(self, last: int) -> None:
+        """Train to step `last`, or until the run is rolled back."""
+        tokens = self._sizes.total * self._config.model.seq_length
+        monitor = Monitor(self._config, self.step, tokens, dist.gather_floats, dist.rank(), self._skipped)
         monitor.watch(self._engine.module)
-        if self._start_figures:
-            monitor.report(self.step, self._start_figures)
-            self._start_figures = {}
-        if self._note is not None:
-            monitor.note(self.step, self._note)
-            self._note = None
+        if self.start_figures:
+            monitor.report(self.step, self.start_figures)
+            self.start_figures = {}
+        if self._rollback_note is not None:
+            monitor.note(self.step, self._rollback_note)
+            self._rollback_note = None
         try:
             with open_loader(self._corpus, self._corpus.train, self._layout) as loader:
-                going = self._between(monitor) if self._unvalidated else True
-                while going and self.step < last:
-                    verdict = self._one_step(loader, monitor)
-                    going = self._go_on(verdict, monitor)
+                if self._unvalidated:  # due when the run was stopped
+                    self._validate_and_save(monitor)
+                while self.step < last:
+                    verdict = self._train_step(loader, monitor)
+                    if verdict.kind == "stop":
+                        self._checkpoints.wait()
+                        raise Diverged(f"stopped at step {self.step}: {verdict.reason}; {self._newest()}")
+                    if verdict.kind == "rollback":
+                        self._roll_back(verdict)
+                        return
+                    self._unvalidated = self._finished() or self.step % self._config.logging.eval_interval == 0
+                    self._validate_and_save(monitor)
         finally:
             monitor.close()
 
-    def _one_step(self, loader: Loader, monitor: Monitor) -> Verdict:
-        config, step = self._corpus.config, self.step
+    def _train_step(self, loader: Loader, monitor: Monitor) -> Verdict:
+        """One optimizer step: read, forward and backward, judge, report."""
+        step, config = self.step, self._config
         assert config.optimizer.lr is not None
         with monitor.waiting():
-            batches = loader.micro_batches(self._skips.position(step))
+            micro_batches = loader.micro_batches(self._skips.position(step))
         rate = learning_rate(step, config.optimizer.lr, config.schedule)
-        result = self._engine.train_step(batches, rate, self._guard.limits())
+        result = self._engine.train_step(micro_batches, rate, self._guard.limits())
         verdict = self._guard.observe(step, result.loss, result.grad_norm)
         self.step, self._skipped = step + 1, self._skipped + result.skipped
         self._watchdog.beat(f"step {self.step}")
-        monitor.stepped(self.step, self._figures(result, rate))
+        figures = StepFigures(result.loss, result.grad_norm, rate, result.skipped, self._engine.loss_scale)
+        monitor.stepped(self.step, figures)
         if verdict.reason is not None:
             monitor.note(self.step, f"{verdict.reason}: {verdict.kind}")
         return verdict
 
-    def _figures(self, result: StepResult, rate: float) -> StepFigures:
-        return StepFigures(result.loss, result.grad_norm, rate, result.skipped, self._engine.loss_scale)
-
-    def _go_on(self, verdict: Verdict, monitor: Monitor) -> bool:
-        """What is due between two steps; False where the run was rolled back."""
-        if verdict.kind == "stop":
-            self._checkpoints.wait()
-            raise Diverged(f"stopped at step {self.step}: {verdict.reason}; {self._newest()}")
-        if verdict.kind == "rollback":
-            self._roll_back(verdict)
-            return False
-        config = self._corpus.config
-        self._unvalidated = self._finished() or self.step % config.logging.eval_interval == 0
-        return self._between(monitor)
-
-    def _between(self, monitor: Monitor) -> bool:
-        """Validate and save where these are due, or save and leave where a signal asks for it."""
-        lost, occupied = self._look_at_folder()
-        asked = self._preemption.requested is not None
-        self._leaving, failed, lost, occupied = dist.anyone((asked, self._checkpoints.failed, lost, occupied))
+    def _validate_and_save(self, monitor: Monitor) -> None:
+        """Validate and save if due; after a signal, save and leave."""
+        lost = occupied = False
+        if dist.is_main() and self.step % self._config.logging.log_interval == 0:
+            self._checkpoints.warn_if_slow()
+            lost, occupied = self._checkpoints.folder_lost()
+        preempted = self._preemption.requested is not None
+        self._leaving, failed, lost, occupied = dist.anyone((preempted, self._checkpoints.failed, lost, occupied))
         if lost:
-            self._save_anew(occupied)
+            self._save_into_new_folder(occupied)
         if failed:
-            self._checkpoints.wait()
+            self._checkpoints.wait()  # raises its error
         if self._unvalidated and not self._leaving:
             self._validate(monitor)
-        if self._leaving or is_due(self.step, self._corpus.config.checkpoint):
+        if self._leaving or is_due(self.step, self._config.checkpoint):
             with monitor.saving():
                 self._save()
         if self._leaving:
-            self._leave(monitor)
-        return True
+            with monitor.saving():
+                self._checkpoints.wait()
+            signal = self._preemption.requested or "on another rank"
+            error = Unsaved if self._config.checkpoint.save is None else Preempted
+            raise error(f"preempted ({signal}); {self._newest()}")
 
-    def _look_at_folder(self) -> tuple[bool, bool]:
-        """Once in a report interval, on the first rank: whether the folder of `save` is no longer the one that the run
-        began with, and whether another one in its place holds checkpoints. Warns of a save that takes very long.
-        """
-        if self.step % self._corpus.config.logging.log_interval or not dist.is_main():
-            return False, False
-        self._checkpoints.warn_if_slow()
-        return self._checkpoints.folder_lost()
-
-    def _save_anew(self, occupied: bool) -> None:
-        """The checkpoints are gone: save what is in memory, the only copy, and stop.
+    def _save_into_new_folder(self, occupied: bool) -> None:
+        """Save the state, of which no checkpoint is left, unless other checkpoints are in the folder; then stop.
 
         Raises:
             CheckpointError: always.
         """
-        save = self._corpus.config.checkpoint.save
+        save = self._config.checkpoint.save
         try:
             self._checkpoints.wait()
         except CheckpointError as error:
             logger.warning("%s", error)
         if occupied:
             raise CheckpointError(
-                f"{save}: was deleted while this run trained into it, and another folder with checkpoints lies in its place; "
-                f"this run stopped at step {self.step} and has saved nothing there. Put its own folder back, or choose "
-                "another one"
+                f"{save}: was deleted during this run, and another folder with checkpoints is in its place; this run "
+                f"stopped at step {self.step} and saved nothing there. Restore the folder, or choose another one"
             )
         self._saved = -1
         self._save()
         self._checkpoints.wait()
         raise CheckpointError(
-            f"{save}: was deleted or moved while this run trained into it; step {self.step} is saved there again, its "
-            "earlier checkpoints are gone. Start the run again, or put the folder back"
+            f"{save}: was deleted or moved during this run; step {self.step} is saved there again, earlier checkpoints are "
+            "gone. Start the run again, or restore the folder"
         )
 
-    def _leave(self, monitor: Monitor) -> None:
-        with monitor.saving():
-            self._checkpoints.wait()
-        unsaved = self._corpus.config.checkpoint.save is None
-        who = self._preemption.requested or "on another rank"
-        raise (Unsaved if unsaved else Preempted)(f"asked to leave ({who}); {self._newest()}")
-
     def _finished(self) -> bool:
-        return self.step == self._corpus.config.schedule.train_iters
+        return self.step == self._config.schedule.train_iters
 
     def _validate(self, monitor: Monitor) -> None:
-        """Report the losses of held-out data, or nothing where a signal comes meanwhile: a resumed run does it then."""
-        evaluator = _Beating(self._engine, self._watchdog, self._preemption)
+        """Report losses of held-out data. If a signal interrupts it, the resumed run validates first."""
         try:
             with monitor.validating():
-                losses = validate(self._corpus, evaluator, self._layout, open_loader)
-        except _AskedToLeaveError:
+                losses = validate(self._corpus, self._mean_loss, self._layout)
+        except _PreemptedDuringValidationError:
             self._leaving = True
             return
         self._unvalidated = False
         if self._finished():
-            reached = self._skips.position(self.step) * self._shape.sizes.total
-            monitor.report(self.step, mixture_figures(self._corpus.train.mixture(reached)))
+            samples = self._skips.position(self.step) * self._sizes.total
+            monitor.report(self.step, mixture_figures(self._corpus.train.mixture(samples)))
         monitor.validated(self.step, losses)
+
+    def _mean_loss(self, micro_batches: Sequence[Batch]) -> float:
+        if dist.anyone((self._preemption.requested is not None,))[0]:
+            raise _PreemptedDuringValidationError
+        self._watchdog.beat("validation")
+        return self._engine.mean_loss(micro_batches)
 
     def _save(self) -> None:
         if self.step <= self._saved:
             return
         self._watchdog.beat(f"saving step {self.step}")
-        progress = {"guard": self._guard.state(), "skips": self._skips.state(), "skipped": self._skipped}
-        progress["unvalidated"] = self._unvalidated
+        progress = {
+            "guard": self._guard.state(),
+            "skips": self._skips.state(),
+            "skipped": self._skipped,
+            "unvalidated": self._unvalidated,
+        }
         self._checkpoints.save(self.step, progress)
         self._saved = self.step
-        self._watchdog.beat(f"step {self.step} is handed to be saved")
+        self._watchdog.beat(f"step {self.step} is copied for saving")
 
     def _roll_back(self, verdict: Verdict) -> None:
-        """Go back to the newest checkpoint before the bad steps, and leave out their data from there on."""
+        """Restore the newest valid checkpoint from before the bad steps, and skip their data from then on."""
         self._checkpoints.wait()
-        config = self._corpus.config
-        first_bad = self.step - 1 if verdict.first_bad is None else verdict.first_bad
+        config, last_bad = self._config, self.step - 1
+        first_bad = last_bad if verdict.first_bad is None else verdict.first_bad
         assert config.checkpoint.save is not None
         save = Path(config.checkpoint.save)
         self._watchdog.beat("rolling back")
-        # What the first rank sees counts: a shared file system may show others an older list.
-        steps = from_main(lambda: rollback_order(native.begun_steps(save), first_bad, self.step - 1))
+        # Rank 0 lists the steps for all: a shared file system may show others an older list.
+        steps = from_main(lambda: rollback_order(native.begun_steps(save), first_bad, last_bad))
         try:
             chosen = first_valid([native.step_folder(save, step) for step in steps], self._watchdog.beat)
         except UnreadableError:
             raise
-        except CheckpointError as failure:
+        except CheckpointError as error:
             if dist.is_main():
-                logger.warning("%s", failure)
+                logger.warning("%s", error)
             chosen = Choice(None)
-        folder, last_bad = chosen.folder, self.step - 1
-        if folder is None:
+        if chosen.folder is None:
             raise Diverged(
-                f"step {self.step}: {verdict.reason}; there is no intact checkpoint from before to roll back to"
+                f"step {self.step}: {verdict.reason}; there is no valid checkpoint before it to roll back to"
             )
-        newest = int(native.read_json(folder / native.META)["step"])
-        self._note = f"rolled back from step {self.step} to step {newest}: {verdict.reason}"
-        counted, skips, skipped = self._guard, self._skips, self._skipped
-        self._guard = LossGuard(config.faults)
-        self.restore(folder)
-        counted.rolled_back(self._guard.state())
-        self._guard, self._skipped = counted, skipped
-        self._skips = skips.after_rollback(newest, first_bad, last_bad, config.faults.rollback_margin)
+        skips, from_step = self._skips, self.step
+        self._guard.rolled_back(self._restore_engine(chosen.folder)["guard"])
+        self._skips = skips.after_rollback(self.step, first_bad, last_bad, config.faults.rollback_margin)
+        self._rollback_note = f"rolled back from step {from_step} to step {self.step}: {verdict.reason}"
         quarantine_newer(config.checkpoint, chosen)
 
     def _newest(self) -> str:
-        save = self._corpus.config.checkpoint.save
+        save = self._config.checkpoint.save
         steps = native.steps(Path(save)) if save is not None else []
         return f"step {steps[-1]} is saved" if steps else "nothing is saved"
 
 
 def rollback_order(steps: Sequence[int], first_bad: int, last: int) -> list[int]:
-    """In which order the checkpoints of `steps` are tried: from before the first bad step, the newest first, then those
-    up to step `last`.
-
-    Where only checkpoints from between the bad steps are left, these will do: skipped steps have changed no weight.
+    """Order the checkpoints of `steps` for a rollback: those up to the first bad step, newest first, then those up to
+    step `last`, because skipped steps have changed no weight.
     """
     before = [step for step in steps if step <= first_bad]
     between = [step for step in steps if first_bad < step <= last]
     return [*reversed(before), *reversed(between)]
-
-
-class _AskedToLeaveError(Exception):
-    """A signal came during a validation, on this rank or another."""
-
-
-class _Beating:
-    """An evaluator that tells the watchdog of every batch, and asks all ranks before each whether to go on."""
-
-    def __init__(self, engine: Engine, watchdog: Watchdog, preemption: Preemption) -> None:
-        self._engine, self._watchdog, self._preemption = engine, watchdog, preemption
-
-    def mean_loss(self, micro_batches: Sequence[Batch]) -> float:
-        if dist.anyone((self._preemption.requested is not None,))[0]:
-            raise _AskedToLeaveError
-        self._watchdog.beat("validation")
-        return self._engine.mean_loss(micro_batches)
-
-
-def open_loader(corpus: Corpus, blend: Blend, layout: Layout) -> Loader:
-    """A loader of one of the corpus's blends.
-
-    Ids in the embedding's padding are refused too: no tokenizer of the configured vocabulary gives them.
-    """
-    config = corpus.config
-    options: dict[str, Any] = {"packing": corpus.packing, "num_workers": config.data.num_workers}
-    return Loader(blend, *layout, vocab_size=config.model.vocab_size, **options)

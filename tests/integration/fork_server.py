@@ -78,7 +78,7 @@ def ended(ranks: list[int]) -> list[int]:
 
 if __name__ == "__main__":
     train_main = runpy.run_path(str(ROOT / "train.py"))["main"]
-    import megatron_coca.training.loop  # noqa: F401
+    import megatron_coca.training.trainer  # noqa: F401
 
     print("ready", flush=True)
     serve(train_main)

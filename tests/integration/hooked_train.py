@@ -16,6 +16,6 @@ if __name__ == "__main__":
     main = runpy.run_path(str(ROOT / "train.py"))["main"]
     main.__globals__["__file__"] = __file__  # what a launcher starts
     if "RANK" in os.environ or "--num_gpus" not in sys.argv:
-        importlib.import_module("megatron_coca.training.loop")
+        importlib.import_module("megatron_coca.training.trainer")
         install([Hook(*hook) for hook in json.loads(os.environ["HOOKS"])], int(os.environ.get("RANK", "0")))
     sys.exit(main([each for each in sys.argv[1:] if Path(each).name != "train.py"]))

@@ -38,9 +38,10 @@ def assert_one_message(status: int, output: str, *parts: str) -> None:
         assert sum(part in line for line in output.splitlines()) == 1, f"{part!r} in {output}"
 
 
-def test_exit_status_and_message_of_a_process(train: Any, whole: Any, tmp_path: Path) -> None:
+def test_exit_status_and_message_of_a_process(live: Any, whole: Any, tmp_path: Path) -> None:
     before = contents(whole.folder)
-    finished = train({"save": str(tmp_path / "new"), "load": str(whole.folder), "num_layers": 3, "hidden_size": 64})
+    keys = {"save": str(tmp_path / "new"), "load": str(whole.folder), "num_layers": 3, "hidden_size": 64}
+    finished = live(keys, expected=2)
     assert_one_message(
         finished.status,
         finished.output,
@@ -51,15 +52,15 @@ def test_exit_status_and_message_of_a_process(train: Any, whole: Any, tmp_path: 
     assert contents(whole.folder) == before and not (tmp_path / "new").exists()
 
 
-def test_two_processes_fail_together(train: Any, tmp_path: Path) -> None:
+def test_two_processes_fail_together(live: Any, tmp_path: Path) -> None:
     keys = {"train_data_paths": [str(tmp_path / "nothing")], "train_batch_size": 8, "save": str(tmp_path / "run")}
-    finished = train(keys, options=("--num_gpus", "2"))
-    assert finished.status == 2 and finished.output.count("nothing.bin: no such file") == 1, finished.output
+    finished = live(keys, ranks=2, expected=2)
+    assert finished.output.count("nothing.bin: no such file") == 2, "each rank; a launcher prints the first one"
     assert "Traceback" not in finished.output and not (tmp_path / "run").exists()
 
 
 def test_a_file_in_the_place_of_a_standard_module_is_told_once(train: Any, tmp_path: Path) -> None:
-    """The ranks import more than the launching process, so all of them stumble."""
+    """The ranks import more than the launching process, so all of them fail, and it prints the first error."""
     (tmp_path / "resource.py").write_text('raise ImportError("this one is mine")')
     finished = train({}, options=("--num_gpus", "2"), environment={"PYTHONPATH": str(tmp_path)})
     assert finished.status == 1 and finished.output.count("Traceback") == 1, finished.output
@@ -240,7 +241,7 @@ def test_other_data_of_equal_size(
     assert_one_message(status, output, f"cannot be resumed with another content of {own} (saved ")
     assert len(output) < 500, "the differing entries only"
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert sum(f"no tokenizer lies beside {own}: nothing shows" in line for line in warnings) == 1
+    assert sum(f"no tokenizer saved with {own}; cannot verify" in line for line in warnings) == 1
     assert contents(run_copy) == before
 
 
@@ -276,16 +277,16 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", folder], check=True)
 
 
-def test_a_full_disk(train: Any, small_disk: Path, tmp_path: Path, open_run: Any, whole: Any) -> None:
+def test_a_full_disk(live: Any, small_disk: Path, tmp_path: Path, open_run: Any, whole: Any) -> None:
     run = small_disk / "run"
-    finished = train({"save": str(run), "checkpoint_factor": 2})
+    finished = live({"save": str(run), "checkpoint_factor": 2}, expected=2)
     assert_one_message(finished.status, finished.output, "could not be written", "earlier ones are intact")
     steps = native.steps(run)
     left = [path.name for path in run.glob(".*")]
     assert steps and left == [native.LOCK], "what could not be completed was removed"
     native.verify(native.locate(run))
     elsewhere = {"load": str(run), "save": str(tmp_path / "elsewhere")}
-    finished = train(elsewhere)
+    finished = live(elsewhere)
     assert finished.status == 0 and f"resuming at step {steps[-1]}" in finished.output, finished.output
     assert open_run(tmp_path / "elsewhere").losses == whole.losses[steps[-1] :]
 
@@ -304,7 +305,7 @@ def test_the_folder_is_locked_before_a_checkpoint_is_chosen(
             free.append(False)
         raise DataError("no data")
 
-    monkeypatch.setattr("megatron_coca.training.loop.open_corpus", look)
+    monkeypatch.setattr("megatron_coca.training.trainer.open_corpus", look)
     status, output = attempt({"save": str(run_copy), "auto_resume": True, "train_iters": 14})
     assert_one_message(status, output, "no data")
     assert free == [False]

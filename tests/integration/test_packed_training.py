@@ -1,7 +1,6 @@
 """Training CoCA with attention, positions and loss that stop at the ends of documents."""
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,29 +10,19 @@ STEPS = 12
 PACKED = {"reset_attention_mask": True, "reset_position_ids": True, "eod_mask_loss": True}
 
 
-def trained(train: Any, folder: Path, **keys: Any) -> Any:
-    finished = train(PACKED | {"save": str(folder), "load": str(folder)} | keys)
-    assert finished.status == 0, finished.output
-    return finished
-
-
 @pytest.mark.parametrize("zero_stage", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_packed_documents_train_and_resume(
-    train: Any, whole: Any, open_run: Any, assert_same_state: Any, tmp_path: Path, zero_stage: int
+    live: Any, whole: Any, open_run: Any, assert_same_state: Any, tmp_path: Path, zero_stage: int
 ) -> None:
     """Stopped and resumed ends in the bits of never stopped; another choice about documents is not resumed."""
-    once, stopped = tmp_path / "once", tmp_path / "stopped"
-    with ThreadPoolExecutor() as pool:
-        runs = [
-            pool.submit(trained, train, once, zero_stage=zero_stage),
-            pool.submit(trained, train, stopped, zero_stage=zero_stage, exit_interval=5),
-        ]
-        outputs = [run.result().output for run in runs]
-    assert all("weight" in output and "words_train" in output for output in outputs), "the mixture is told"
-    refused = train(PACKED | {"save": str(stopped), "load": str(stopped), "reset_position_ids": False})
-    assert refused.status == 2 and "reset_position_ids" in refused.output
-    trained(train, stopped, zero_stage=zero_stage)
-    one, other = open_run(once), open_run(stopped)
+    once, stopped = ({"save": str(tmp_path / name), "load": str(tmp_path / name)} for name in ("once", "stopped"))
+    keys = PACKED | {"zero_stage": zero_stage}
+    for output in (live(keys | once).output, live(keys | stopped | {"exit_interval": 5}).output):
+        assert "weight" in output and "words_train" in output, "the mixture is logged"
+    refused = live(keys | stopped | {"reset_position_ids": False}, expected=2)
+    assert "reset_position_ids" in refused.output
+    live(keys | stopped)
+    one, other = open_run(tmp_path / "once"), open_run(tmp_path / "stopped")
     assert one.records == other.records and one.weights(STEPS) == other.weights(STEPS)
     assert_same_state(one.state(STEPS), other.state(STEPS))
     compare_with_plain(one, whole)

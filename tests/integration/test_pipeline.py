@@ -51,26 +51,31 @@ KEYS: dict[str, Any] = {
     "seed": 7,
 }
 METHODS: dict[str, dict[str, Any]] = {
-    "rotary": {},
-    "coca": {"pos_emb": "coca"},
-    "alibi": {"pos_emb": "alibi"},
-    "a bias by layer": {"pos_emb": "kerple_log"},
+    "rotary, fewer micro-batches than stages": {"train_micro_batch_size_per_gpu": 4},
+    "coca, packed documents, activation checkpointing": {
+        "pos_emb": "coca",
+        "reset_attention_mask": True,
+        "eod_mask_loss": True,
+        "checkpoint_activations": True,
+    },
+    "alibi, sgd, no clipping": {"pos_emb": "alibi", "optimizer.type": "sgd", "gradient_clipping": 0.0},
+    "a bias by layer, CPU offload": {
+        "pos_emb": "kerple_log",
+        "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
+    },
     "a shared bias": {"pos_emb": "rpe"},
-    "learned positions, tied weights": {"pos_emb": "learned", "no_weight_tying": False},
-    "packed documents": {"pos_emb": "coca", "reset_attention_mask": True, "eod_mask_loss": True},
-    "activation checkpointing": {"checkpoint_activations": True},
-    "chunked loss, tied weights": {"loss_chunk_size": 5, "no_weight_tying": False},
-    "fewer micro batches than stages": {"train_micro_batch_size_per_gpu": 4},
-    "sgd, no clipping": {"optimizer.type": "sgd", "gradient_clipping": 0.0},
-    "CPU offload": {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
-    "bfloat16": {"precision": "bfloat16"},
+    "learned positions, tied weights, chunked loss": {
+        "pos_emb": "learned",
+        "no_weight_tying": False,
+        "loss_chunk_size": 5,
+    },
     "bfloat16, tied weights": {"precision": "bfloat16", "no_weight_tying": False},
 }
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 RESUMED: dict[str, dict[str, Any]] = {
-    "dropout, tied weights": DROPOUT | {"no_weight_tying": False, "pos_emb": "coca"},
     "dropout, a shared bias, bfloat16": DROPOUT | {"attention_dropout": 0.0, "pos_emb": "rpe", "precision": "bfloat16"},
-    "learned frequencies": {"rope_scaling": {"rope_type": "clex", "max_factor": 4}},
+    "dropout, learned frequencies, tied weights": DROPOUT
+    | {"rope_scaling": {"rope_type": "clex", "max_factor": 4}, "no_weight_tying": False},
 }
 
 

@@ -65,7 +65,7 @@ def test_ctrl_c(point: str, live: Any, tmp_path: Path) -> None:
     live(keys | {"exit_interval": 2})
     finished = live(keys, [Hook(point, "interrupt")], expected=130)
     assert "Traceback" not in finished.output, finished.output
-    assert finished.output.splitlines()[-1].startswith("interrupted; --auto-resume goes on")
+    assert finished.output.splitlines()[-1].startswith("interrupted; --auto-resume resumes")
     native.verify(native.locate(tmp_path))
 
 

@@ -71,13 +71,12 @@ TIED = {"no_weight_tying": False}
 KEY, ATTENTION = {"trainable": ["key"]}, {"trainable": ["query", "key", "value"]}
 ALONE: dict[str, dict[str, Any]] = {
     "keys": KEY,
-    "all of attention": ATTENTION,
+    "all of attention": ATTENTION | {"checkpoint_activations": True},
     "grouped queries": LLAMA | {"trainable": ["query", "value"]},
     "a frozen bias": LLAMA | {"pos_emb": "kerple_log", "trainable": ["key", "value", "norms"]},
-    "a trained bias": {"pos_emb": "kerple_log", "trainable": ["query", "positions"]},
     "tied": TIED | KEY,
-    "tied embedding": TIED | {"trainable": ["embedding", "norms"]},
-    "recomputed": KEY | {"checkpoint_activations": True},
+    "a trained bias, tied embedding": TIED
+    | {"pos_emb": "kerple_log", "trainable": ["query", "positions", "embedding", "norms"]},
     "keys in bfloat16": KEY | {"precision": "bfloat16"},
 }
 """What is trained by one process, without ZeRO but in bfloat16."""
@@ -90,7 +89,6 @@ TWO_RANKS: Runs = {
     "ZeRO 3": ("keys", {"zero_stage": 3}, "ZeRO 0"),
     "bfloat16, ZeRO 2": ("keys in bfloat16", {"zero_stage": 2}, None),
     "tensor": ("keys", {"model_parallel_size": 2}, "ZeRO 3"),
-    "tensor, a frozen bias": ("a frozen bias", {"model_parallel_size": 2}, None),
     "sequence": ("keys", {"sequence_parallel_size": 2}, "tensor"),
     "pipeline": ("keys", STAGES, "sequence"),
 }
@@ -107,13 +105,18 @@ MORE: Runs = {
         "ZeRO 1",
     ),
     "ZeRO 3, tied": ("tied", {"zero_stage": 3}, None),
-    "ZeRO 3, recomputed": ("recomputed", {"zero_stage": 3}, None),
+    "ZeRO 3, attention": ("all of attention", {"zero_stage": 3}, None),
     "ZeRO 2, offload": ("keys", {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, None),
     "bfloat16, ZeRO 1": ("keys in bfloat16", {"zero_stage": 1}, None),
     "bfloat16, ZeRO 3": ("keys in bfloat16", {"zero_stage": 3}, None),
+    "tensor, a frozen bias": ("a frozen bias", {"model_parallel_size": 2}, None),
     "tensor, grouped": ("grouped queries", {"model_parallel_size": 2}, "ZeRO 1"),
     "tensor, ZeRO 2": ("keys", {"model_parallel_size": 2, "zero_stage": 2}, "ZeRO 2, offload"),
-    "tensor, a trained bias, ZeRO 3": ("a trained bias", {"model_parallel_size": 2, "zero_stage": 3}, None),
+    "tensor, a trained bias, ZeRO 3": (
+        "a trained bias, tied embedding",
+        {"model_parallel_size": 2, "zero_stage": 3},
+        None,
+    ),
     "sequence, grouped, ZeRO 3": (
         "grouped queries",
         {"sequence_parallel_size": 2, "zero_stage": 3},
@@ -122,8 +125,7 @@ MORE: Runs = {
     "sequence, ZeRO 1": ("keys", {"sequence_parallel_size": 2, "zero_stage": 1}, "tensor, ZeRO 2"),
     "pipeline, attention": ("all of attention", STAGES, "ZeRO 2, attention"),
     "pipeline, tied": ("tied", STAGES, "ZeRO 3, tied"),
-    "pipeline, tied embedding": ("tied embedding", STAGES, None),
-    "pipeline, recomputed": ("recomputed", STAGES, "ZeRO 3, recomputed"),
+    "pipeline, a trained bias, tied embedding": ("a trained bias, tied embedding", STAGES, None),
     "pipeline, bfloat16": ("keys in bfloat16", STAGES, None),
 }
 

@@ -15,12 +15,12 @@ from megatron_coca.training.corpus import (
     mixture_figures,
     mixture_table,
     open_corpus,
+    open_loader,
     open_split,
     repeated_sources,
     split_shard,
     validation_note,
 )
-from megatron_coca.training.trainer import open_loader
 
 SHAPE = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "seq_length": 4}
 

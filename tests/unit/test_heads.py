@@ -18,9 +18,9 @@ from megatron_coca.attention.positions.bias import (
     LearnedKerplePower,
     alibi_slopes,
 )
+from megatron_coca.checkpoints.state import layer_shards as cuts
 from megatron_coca.config import load_config
 from megatron_coca.model import GPT, build_model
-from megatron_coca.training.engine.division import cuts
 
 SHAPE = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 12, "vocab_size": 64}
 MODELS: dict[str, dict[str, Any]] = {

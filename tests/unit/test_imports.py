@@ -171,7 +171,7 @@ def test_no_cycles() -> None:
 
 def test_the_tree_is_read() -> None:
     known, found = modules(ROOT), list(imports(ROOT))
-    assert {"train", f"{PACKAGE}.training.loop", f"{PACKAGE}.attention.backends.sdpa", PACKAGE} <= known.keys()
+    assert {"train", f"{PACKAGE}.training.trainer", f"{PACKAGE}.attention.backends.sdpa", PACKAGE} <= known.keys()
     assert any(each.source == f"{PACKAGE}.training.engine.engine" and each.target == "deepspeed" for each in found)
     assert any(each.target == "datasets" for each in found), "inside a function"
 
@@ -187,8 +187,8 @@ def test_the_tree_is_read() -> None:
         ("attention/layer.py", "from megatron_coca.data.order import Blend"),
         ("attention/positions/bias.py", "from megatron_coca.attention.inputs import Needs"),
         ("attention/backends/sdpa.py", "from megatron_coca.attention.positions import bias"),
-        ("evaluation/cli.py", "from megatron_coca.training.loop import fit"),
-        ("training/loop.py", "import deepspeed.comm as dist"),
+        ("evaluation/cli.py", "from megatron_coca.training.trainer import fit"),
+        ("training/trainer.py", "import deepspeed.comm as dist"),
         ("data/loader.py", "from megatron.core.datasets import indexed_dataset"),
         ("model/gpt.py", "import train"),
     ],

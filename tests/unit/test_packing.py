@@ -14,8 +14,7 @@ from torch import Tensor
 from megatron_coca.config import ConfigError, load_config
 from megatron_coca.data import Batch, Blend, DataError, Loader, Packing, Shard, load_tokenizer
 from megatron_coca.model import LanguageModelLoss, build_model, next_token_loss
-from megatron_coca.training.corpus import open_corpus
-from megatron_coca.training.trainer import open_loader
+from megatron_coca.training.corpus import open_corpus, open_loader
 
 EOD = 0
 LENGTH = 16
@@ -249,7 +248,7 @@ def test_training_and_validation_read_alike(tmp_path: Path) -> None:
 
 
 def test_a_mask_needs_to_know_the_token(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="eod_mask_loss: nothing says which token ends a document"):
+    with pytest.raises(ConfigError, match="eod_mask_loss: the token that ends a document is not known"):
         open_corpus(load_config([], keys(tmp_path, tokenizer=False, eod_mask_loss=True)))
 
 

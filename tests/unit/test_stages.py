@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_coca.config import Config, load_config
 from megatron_coca.model import GPT, LanguageModelLoss, build_model
 from megatron_coca.model.stages import Span, Stage, StageInput, layer_weights
-from megatron_coca.training.engine.pipeline import cut
+from megatron_coca.training.engine.engine import cut
 
 KEYS: dict[str, Any] = {
     "num_layers": 4,

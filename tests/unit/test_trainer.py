@@ -26,7 +26,7 @@ from megatron_coca.training.exit_status import Diverged, Preempted, Preemption
 from megatron_coca.training.loss_guard import Limits, bad_reason
 from megatron_coca.training.saving import Checkpoints
 from megatron_coca.training.topology import Topology
-from megatron_coca.training.trainer import Shape, Trainer
+from megatron_coca.training.trainer import Trainer
 from megatron_coca.training.watchdog import Watchdog
 from tests.checkpoint_files import refuse, run_alone
 
@@ -90,10 +90,10 @@ def run(opened: Corpus, tmp_path: Path, alone: None) -> Run:
         keys = {"save": str(tmp_path / "run"), "checkpoint_factor": 1, "train_iters": 10, **keys}
         config = opened.config.override(keys | {"rollback_margin": 0, "eval_interval": 100})
         corpus, engine = Corpus(config, opened.train, opened.valid, opened.tokenizer), CountingEngine(loss)
-        shape = Shape(config.batch.resolve(1), ALONE)
+        sizes = config.batch.resolve(1)
         checkpoints = Checkpoints(corpus, engine, ALONE, LAYOUT)  # type: ignore[arg-type]
-        watchdog = Watchdog(None, None, 0)
-        Trainer(corpus, engine, checkpoints, shape, preemption or Preemption(), watchdog).run()  # type: ignore[arg-type]
+        told = preemption or Preemption(), Watchdog(None, None, 0)
+        Trainer(corpus, engine, checkpoints, sizes, ALONE, *told).run()  # type: ignore[arg-type]
         return engine
 
     return train
@@ -148,7 +148,7 @@ def test_a_rollback_takes_a_checkpoint_between_bad_steps_where_no_other_is_left(
 
 
 def test_a_rollback_without_a_checkpoint_stops(run: Run) -> None:
-    with pytest.raises(Diverged, match="no intact checkpoint from before"):
+    with pytest.raises(Diverged, match="no valid checkpoint before it"):
         run(nan_at(0), nonfinite_policy="rollback", checkpoint_factor=5)
 
 
@@ -159,7 +159,7 @@ def test_a_preempted_run_saves_where_it_is(run: Run, tmp_path: Path) -> None:
         preemption.requested = "SIGTERM" if call == 3 else None
         return 1.0
 
-    with pytest.raises(Preempted, match=r"asked to leave \(SIGTERM\); step 4 is saved"):
+    with pytest.raises(Preempted, match=r"preempted \(SIGTERM\); step 4 is saved"):
         run(loss, preemption, checkpoint_factor=100)
     assert native.steps(tmp_path / "run") == [4]
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_coca.config import load_config
-from megatron_coca.data import Batch, Blend, Loader, Shard
+from megatron_coca.data import Batch, Blend, Shard
 from megatron_coca.data.shard_writer import ShardWriter
 from megatron_coca.training.corpus import Corpus, validate
 
@@ -37,15 +37,11 @@ class Mean:
         return float(tokens.mean())
 
 
-def open_loader(corpus: Corpus, blend: Blend, layout: tuple[int, int, int, int]) -> Loader:
-    return Loader(blend, *layout, num_workers=0)
-
-
 def losses_of(shards: list[Shard], weights: list[float], **keys: Any) -> tuple[dict[str, float], Mean]:
     blend = Blend(shards, weights, 4, seed=0)
-    corpus = Corpus(load_config([], SHAPE | keys), Blend(shards[:1], [1], 4, 0), blend, None)
+    corpus = Corpus(load_config([], SHAPE | {"num_workers": 0} | keys), Blend(shards[:1], [1], 4, 0), blend, None)
     engine = Mean()
-    return validate(corpus, engine, LAYOUT, open_loader), engine
+    return validate(corpus, engine.mean_loss, LAYOUT), engine
 
 
 @pytest.fixture
@@ -86,7 +82,7 @@ def test_what_is_left_out(two: list[Shard], number: int, keys: dict[str, Any], n
 
 def test_no_validation_data_no_losses(two: list[Shard]) -> None:
     corpus = Corpus(load_config([], SHAPE), Blend(two, [1, 1], 4, 0), None, None)
-    assert validate(corpus, Mean(), LAYOUT, open_loader) == {}
+    assert validate(corpus, Mean().mean_loss, LAYOUT) == {}
 
 
 def test_sources_of_one_name_keep_their_prefixes(tmp_path: Path) -> None:

@@ -1,14 +1,14 @@
-"""The one place that knows DeepSpeed: the process group, and the engine that trains a model in it."""
+"""The only package that imports DeepSpeed: the process group of a run, and the engine that trains a model in it."""
 
 # ruff: noqa: E402
 import os
 
 import torch
 
-# DeepSpeed looks for an accelerator while it is imported, and warns where it finds none: tell it.
+# DeepSpeed searches for an accelerator at import, and warns if it finds none.
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 
-from megatron_coca.training.engine.engine import Engine, StepResult, deepspeed_config
+from megatron_coca.training.engine.engine import Engine, StepResult, build_engine, deepspeed_config
 from megatron_coca.training.engine.group import (
     anyone,
     background_group,
@@ -30,7 +30,6 @@ from megatron_coca.training.engine.group import (
     timed_sum,
     world_size,
 )
-from megatron_coca.training.engine.pipeline import build_engine
 
 __all__ = [
     "Engine",

@@ -1,27 +1,40 @@
-"""A model being trained by DeepSpeed: ZeRO 0 to 3."""
+"""The training engine: one model trained by DeepSpeed (ZeRO 0 to 3, tensor and sequence parallel, pipeline stages)."""
 
+import contextlib
+import io
+import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import deepspeed
-import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn as nn
+from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from deepspeed.runtime.config import DeepSpeedConfigError
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
+from deepspeed.runtime.sequence_parallel import parallel_state_sp
+from deepspeed.runtime.utils import partition_balanced
+from deepspeed.sequence.layer import _SeqAllToAll
+from deepspeed.utils import groups
 from pydantic import ValidationError
 from torch import Tensor
 
-from megatron_coca.attention.context import assign_shard
-from megatron_coca.checkpoints.state import ParameterSlice, StatePiece
+from megatron_coca.attention.context import WHOLE, Draw, HeadShard, assign_shard
+from megatron_coca.attention.layer import PARTS
+from megatron_coca.checkpoints.state import LayerShards, ParameterSlice, StatePiece, TensorShard, layer_shards
 from megatron_coca.config import BatchSizes, Config, ConfigError
 from megatron_coca.data import Batch
+from megatron_coca.model import GPT, LanguageModelLoss
+from megatron_coca.model.stages import Sharing, Stage, StageInput, layer_weights
 from megatron_coca.training.engine import state
-from megatron_coca.training.engine.division import division
-from megatron_coca.training.engine.group import everyone_succeeded, mean_over_ranks, world_size
-from megatron_coca.training.engine.state import local_shape, packed_pieces, packed_places
+from megatron_coca.training.engine.group import everyone_succeeded, local_device, mean_over_ranks, world_size
 from megatron_coca.training.loss_guard import Limits, bad_reason
 from megatron_coca.training.topology import effective_stage
+
+logger = logging.getLogger(__name__)
 
 RESERVED = frozenset(
     {
@@ -38,58 +51,77 @@ RESERVED = frozenset(
         "checkpoint",
     }
 )
-"""Keys of DeepSpeed that keys of our own stand for. The total batch is left to DeepSpeed's arithmetic, which takes
-tensor ranks for ranks that read samples of their own in some places and not in others, and uses the product for
-nothing.
+"""DeepSpeed keys that have a key of ours. The total batch is left to DeepSpeed's arithmetic, which counts tensor-parallel
+ranks as data-parallel ones in some places and uses the product for nothing.
 """
+PER_HEAD = r".*\.(position_bias|positions\.bias|positions\.clex)\..*"
+"""Learned parameters that every tensor-parallel rank holds whole but uses for its own heads only, so that each computes
+a part of their gradient.
+"""
+MODEL_PREFIX = "model."
+"""The language model's name inside the trained module (LanguageModelLoss)."""
+DEEPSPEED_ERRORS = (ValidationError, DeepSpeedConfigError, AssertionError, ValueError, NotImplementedError)
+"""Exceptions of DeepSpeed for options that it does not support."""
 
 
-def deepspeed_config(config: Config, sizes: BatchSizes, division: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """DeepSpeed's own configuration. Every value that matters is spelled out, so that its defaults never decide a
-    result. `division` is the section of what divides the model among ranks, if anything does.
+def deepspeed_config(config: Config, sizes: BatchSizes) -> dict[str, Any]:
+    """Build DeepSpeed's own configuration; every value that affects a result is explicit, so that no default decides.
+
+    Raises:
+        ConfigError: `deepspeed_extra_args` has a key that a key of ours sets.
     """
     data = sizes.total // (sizes.micro * sizes.accumulation)
     stage = effective_stage(config, data * config.parallel.sequence_parallel_size)
     section: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": sizes.micro,
         "gradient_accumulation_steps": sizes.accumulation,
-        # Without ZeRO the engine clips: it needs the norm in any case, which DeepSpeed would compute again.
+        # Without ZeRO the engine clips: it needs the norm anyway, and DeepSpeed would compute it a second time.
         "gradient_clipping": config.optimizer.gradient_clipping if stage else 0.0,
         "zero_optimization": {**(config.parallel.zero_optimization or {}), "stage": stage},
         "zero_allow_untested_optimizer": True,
-        # PyTorch's fused AdamW serves offloaded states too; DeepSpeed's own needs a compiler on every host.
+        # PyTorch's fused AdamW steps offloaded states too; DeepSpeed's own needs a compiler on every host.
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 2**62,
-        **(division or {}),
     }
+    if config.parallel.model_parallel_size > 1:
+        section["tensor_parallel"] = _tensor_parallel_section(config)
     if config.precision.dtype == "bf16":
         section["bf16"] = {**(config.precision.bf16 or {}), "enabled": True}
     if config.precision.dtype == "fp16":
         section["fp16"] = {**(config.precision.fp16 or {}), "enabled": True}
     extra = config.parallel.deepspeed_extra_args or {}
-    taken = sorted((section.keys() | RESERVED) & extra.keys())
-    if taken:
+    if taken := sorted((section.keys() | RESERVED) & extra.keys()):
         raise ConfigError(
             [f"deepspeed_extra_args: {', '.join(taken)}: set by keys of their own; use those (docs/config.md)"]
         )
     return section | extra
 
 
-MODEL_PREFIX = "model."
-"""The language model's name inside the trained module (LanguageModelLoss)."""
-
-
-REFUSALS = (ValidationError, DeepSpeedConfigError, AssertionError, ValueError, NotImplementedError)
-"""What DeepSpeed raises for options that it cannot serve."""
+def _tensor_parallel_section(config: Config) -> dict[str, Any]:
+    """DeepSpeed's AutoTP section: how the matrices of a block are sharded, and which gradients are summed."""
+    model = config.model
+    queries, keys = model.hidden_size, model.num_kv_heads * model.head_dim
+    # A projection in three layers has the same rows as the packed one.
+    projections = [
+        LayerShards(f"attention.query_key_value.{name}", 0, (size,))
+        for name, size in zip(PARTS, (queries, keys, keys), strict=True)
+    ]
+    specs = [shards.layer_spec() for shards in (*layer_shards(model), *projections)]
+    if config.optimizer.trains("positions"):
+        specs.append({"patterns": [PER_HEAD], "partition_type": "skip", "grad_allreduce": True})
+    return {
+        "autotp_size": config.parallel.model_parallel_size,
+        "partition_config": {"use_default_specs": False, "layer_specs": specs},
+    }
 
 
 class StepResult(NamedTuple):
-    """What one optimizer step reports.
+    """The outcome of one optimizer step.
 
     Attributes:
         loss: mean over all ranks, in nats per token.
-        grad_norm: before clipping; None where DeepSpeed found an overflow of fp16's loss scaling.
-        skipped: whether the weights were left as they were.
+        grad_norm: global norm before clipping; None if fp16's loss scaling found an overflow.
+        skipped: the weights were left unchanged.
     """
 
     loss: float
@@ -98,49 +130,67 @@ class StepResult(NamedTuple):
 
 
 class Engine:
-    """Forward, backward, reduction, clipping, optimizer, and the state of these in pieces."""
+    """Forward, backward, gradient reduction, clipping and optimizer step, and access to their state."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, config: Config, sizes: BatchSizes) -> None:
-        """`model` maps samples [micro_batch, length + 1], and what else a batch has, to a scalar loss (as
-        LanguageModelLoss); `sizes` are those of this world size.
+    copies: frozenset[str] = frozenset()
+    """Names of the parameters that another rank of this model holds as well, and saves."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        config: Config,
+        sizes: BatchSizes,
+        names: Mapping[nn.Parameter, str] | None = None,
+    ) -> None:
+        """Initialize DeepSpeed. Every rank must call it.
+
+        Args:
+            model: maps samples int64 [micro_batch, length + 1] and the other arrays of a batch to a scalar loss, as
+                LanguageModelLoss does.
+            sizes: the batch sizes at this world size.
+            names: of the parameters in the whole model, by default those of `model`.
+
+        Raises:
+            ConfigError: DeepSpeed does not support what is configured.
         """
-        self._clipping, self._model = config.optimizer.gradient_clipping, config.model
-        self._step = _OneStep()
-        optimizer.step = _gated(optimizer.step, self._open)  # type: ignore[method-assign]
-        self._division = division(config)
-        self._engine = self._initialize(model, optimizer, deepspeed_config(config, sizes, self._division.section()))
-        assign_shard(model, self._division.share())
+        self._clipping, self._config = config.optimizer.gradient_clipping, config
+        # Of the current step: loss and gradient norm once they are known, and if the optimizer changed weights.
+        self._loss: float | None = None
+        self._norm: float | None = None
+        self._limits, self._applied = Limits(), False
+        section = deepspeed_config(config, sizes)
+        apply = optimizer.step
+        # DeepSpeed's optimizers call PyTorch's last: refusing the step there leaves all their bookkeeping intact.
+        optimizer.step = lambda closure=None: apply(closure) if self._accepts_step() else None  # type: ignore[assignment, method-assign]
+        grid = parallel_state_sp if config.parallel.sequence_parallel_size > 1 else None
+        try:
+            if grid is not None and grid._SEQUENCE_PARALLEL_GROUP is None:  # it refuses to make the same groups twice
+                grid.initialize_sequence_parallel(config.parallel.sequence_parallel_size)
+            self._engine: Any = deepspeed.initialize(model=model, optimizer=optimizer, config=section, mpu=grid)[0]
+        except DEEPSPEED_ERRORS as error:
+            raise ConfigError(
+                [f"zero_optimization, fp16, bf16 or deepspeed_extra_args: DeepSpeed says: {error}"]
+            ) from error
+        assign_shard(model, _head_shard(config))
         if world_size() == 1 and not self.partitioned:
             # DeepSpeed would flatten all gradients, reduce them over one rank and copy them back.
             self._engine.enable_backward_allreduce = False
         if not everyone_succeeded(state.in_known_order(self._engine.optimizer)):
             raise ConfigError(
                 [
-                    "zero_optimization: DeepSpeed keeps optimizer states in an order that checkpoints do not know; leave out "
-                    "what reorders them (round_robin_gradients)"
+                    "zero_optimization: DeepSpeed keeps optimizer states in an order that checkpoints do not support; "
+                    "remove what reorders them (round_robin_gradients)"
                 ]
             )
         self.device = self._engine.device
-        self._names = {parameter: name.removeprefix(MODEL_PREFIX) for name, parameter in model.named_parameters()}
-
-    def _initialize(self, model: nn.Module, optimizer: torch.optim.Optimizer, section: dict[str, Any]) -> Any:
-        try:
-            grid = self._division.grid()
-            engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=section, mpu=grid)
-        except REFUSALS as error:
-            raise ConfigError(
-                [f"zero_optimization, fp16, bf16 or deepspeed_extra_args: DeepSpeed says: {error}"]
-            ) from error
-        return engine
-
-    @property
-    def copies(self) -> frozenset[str]:
-        """Names of the parameters whose pieces another rank of this model holds too, and writes."""
-        return frozenset()
+        if names is None:
+            names = {parameter: name.removeprefix(MODEL_PREFIX) for name, parameter in model.named_parameters()}
+        self._names = names
 
     @property
     def partitioned(self) -> bool:
-        """Whether ranks that read different samples hold different pieces, rather than copies of the same."""
+        """True if data-parallel ranks hold different pieces of the state, not copies of the same."""
         return not isinstance(self._engine.optimizer, torch.optim.Optimizer)
 
     @property
@@ -148,113 +198,308 @@ class Engine:
         """The module given at construction, its parameters in the training dtype (and sharded under ZeRO 3)."""
         return self._engine.module
 
+    @property
+    def loss_scale(self) -> float | None:
+        """The current factor of fp16's loss scaling; None in other dtypes."""
+        return float(self._engine.optimizer.loss_scale) if self._engine.fp16_enabled() else None
+
     def train_step(
         self, micro_batches: Sequence[Batch], learning_rate: float, limits: Limits | None = None
     ) -> StepResult:
-        """One optimizer step over this rank's micro batches."""
-        self._set_rate(learning_rate)
+        """Run one optimizer step over this rank's micro-batches. Every rank must call it.
+
+        The last `step` of DeepSpeed calls `_accepts_step` before it changes weights: they stay unchanged if the loss
+        or the gradient norm, both over all ranks, is above `limits` or not finite.
+        """
+        self._begin_step(learning_rate, limits)
         total = torch.zeros((), device=self.device, dtype=torch.float64)
         for index, batch in enumerate(micro_batches):
             loss = self._engine(**self._inputs(batch))
             total += loss.detach()
             self._engine.backward(loss)
             if index == len(micro_batches) - 1:
-                self._step = _OneStep(float(mean_over_ranks(total / len(micro_batches))), limits or Limits())
-                self._clip_plain_gradients()
+                self._loss = float(mean_over_ranks(total / len(micro_batches)))
+                if not self.partitioned:
+                    self._clip_gradients()
             self._engine.step()
-        return self._result()
+        return self._step_result()
 
     @torch.no_grad()
     def mean_loss(self, micro_batches: Sequence[Batch]) -> float:
-        """The loss of held-out samples, averaged over all ranks."""
+        """Return the loss of held-out samples, averaged over all ranks, in nats per token. Every rank must call it."""
         self._engine.eval()
         losses = [self._engine(**self._inputs(batch)).double() for batch in micro_batches]
         self._engine.train()
         return float(mean_over_ranks(torch.stack(losses).mean()))
 
     def pieces(self) -> list[StatePiece]:
-        """What this rank holds of weights and optimizer states, as the memory that the engine works on."""
+        """Return this rank's weights and optimizer states as views of the memory that the engine works on."""
         pieces = state.pieces(self._engine.optimizer, self._names)
-        return list(packed_pieces(pieces, packed_places(self._names, self._model)))
+        return list(state.packed_pieces(pieces, state.packed_places(self._names, self._config.model)))
 
     def places(self) -> dict[str, ParameterSlice]:
-        """The shape of every parameter on this rank, and which part of the whole it is."""
-        parts = packed_places(self._names, self._model)
-        shapes = {name: local_shape(parameter) for parameter, name in self._names.items() if name not in parts}
-        shapes |= {packed.name: packed.shape for packed in parts.values()}
-        return {name: ParameterSlice(shape, self._division.shard(name)) for name, shape in shapes.items()}
-
-    @property
-    def loss_scale(self) -> float | None:
-        """What float16 losses are multiplied with now; None in other number formats."""
-        return float(self._engine.optimizer.loss_scale) if self._engine.fp16_enabled() else None
+        """Return the shape of every parameter on this rank, and its slice of the whole parameter."""
+        packed = state.packed_places(self._names, self._config.model)
+        shapes = {name: state.local_shape(parameter) for parameter, name in self._names.items() if name not in packed}
+        shapes |= {projection.name: projection.shape for projection in packed.values()}
+        return {name: ParameterSlice(shape, self._tensor_shard(name)) for name, shape in shapes.items()}
 
     def counters(self) -> dict[str, float]:
-        """The numbers that belong to the pieces."""
+        """Return the optimizer's step count and, in fp16, the loss scaling's state."""
         return state.counters(self._engine.optimizer)
 
     def restored(self, counters: dict[str, float]) -> None:
-        """Take the pieces as they were written to, and the counters, for its state. Every rank must call it."""
+        """Continue from the pieces, which were overwritten, and `counters`. Every rank must call it."""
         state.set_counters(self._engine.optimizer, counters)
         state.refresh(self._engine.optimizer, self._names)
 
-    def _set_rate(self, learning_rate: float) -> None:
+    def _tensor_shard(self, name: str) -> TensorShard | None:
+        """This rank's part of the named parameter under tensor parallelism; None for all of it."""
+        size = self._config.parallel.model_parallel_size
+        if size == 1:
+            return None
+        rank = groups.get_tensor_model_parallel_rank()
+        return next((cut.shard(rank, size) for cut in layer_shards(self._config.model) if cut.holds(name)), None)
+
+    def _begin_step(self, learning_rate: float, limits: Limits | None) -> None:
+        self._loss, self._norm, self._limits, self._applied = None, None, limits or Limits(), False
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate
 
     def _inputs(self, batch: Batch) -> dict[str, Tensor]:
-        """What the trained module is called with: the arrays that the batch has, on the device."""
-        arrays = {name: array for name, array in vars(batch).items() if array is not None}
-        arrays["samples"] = arrays.pop("tokens")
-        return {name: self._on_device(array) for name, array in arrays.items()}
+        """The arrays of a batch as keyword arguments of the trained module, on its device."""
+        tensors = {name: torch.from_numpy(array) for name, array in vars(batch).items() if array is not None}
+        tensors["samples"] = tensors.pop("tokens")
+        if torch.cuda.is_available():  # only from pinned memory does the copy overlap with computation
+            tensors = {name: x.pin_memory().to(self.device, non_blocking=True) for name, x in tensors.items()}
+        return tensors
 
-    def _on_device(self, array: np.ndarray) -> Tensor:
-        tensor = torch.from_numpy(array)
-        # Only from pinned memory does the copy run beside the computation.
-        return tensor.pin_memory().to(self.device, non_blocking=True) if torch.cuda.is_available() else tensor
-
-    def _clip_plain_gradients(self) -> None:
-        """Without ZeRO the reduced gradients lie in the parameters, and DeepSpeed reports no norm of them."""
-        if self.partitioned:
-            return
+    def _clip_gradients(self) -> None:
+        """Clip the reduced gradients, which without ZeRO are in the parameters and have no norm from DeepSpeed."""
         parameters = [p for p in self._engine.module.parameters() if p.grad is not None]
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         if self._clipping > 0:
             nn.utils.clip_grads_with_norm_(parameters, self._clipping, norm)
-        self._step.norm = float(norm)
+        self._norm = float(norm)
 
-    def _open(self) -> bool:
-        """Whether the optimizer may change weights; asked when it is about to, once for each group of them."""
-        step = self._step
-        if step.norm is None:
+    def _accepts_step(self) -> bool:
+        """Decide if the optimizer may change weights; called once for each of ZeRO's parameter groups."""
+        if self._norm is None:
             reported = float(self._engine.optimizer._global_grad_norm)
-            step.norm = reported if reported >= 0 else math.nan  # DeepSpeed writes -1 for a norm that is not finite
-        step.applied = bad_reason(step.loss, step.norm, step.limits) is None
-        return step.applied
+            self._norm = reported if reported >= 0 else math.nan  # DeepSpeed reports -1 for a norm that is not finite
+        self._applied = bad_reason(self._step_loss(), self._norm, self._limits) is None
+        return self._applied
 
-    def _result(self) -> StepResult:
-        norm = self._step.norm
+    def _step_loss(self) -> float:
+        """The loss of the current step, over all ranks."""
+        assert self._loss is not None
+        return self._loss
+
+    def _step_result(self) -> StepResult:
+        norm = self._norm
         if norm is None and self.loss_scale is None:
-            norm = math.nan  # DeepSpeed leaves out such steps in every number format, but only fp16 provokes them
-        return StepResult(self._step.loss, norm, not self._step.applied)
+            norm = math.nan  # DeepSpeed skips overflowing steps in every dtype; only in fp16 are they no fault
+        return StepResult(self._step_loss(), norm, not self._applied)
 
 
-class _OneStep:
-    """What is known of the step under way."""
-
-    def __init__(self, loss: float = math.nan, limits: Limits | None = None) -> None:
-        self.loss, self.limits = loss, limits or Limits()
-        self.norm: float | None = None
-        self.applied = False
+TOKENS, HEADS = 1, 2
+"""Dimensions of what sequence-parallel ranks exchange, [batch, length, heads, width]."""
 
 
-def _gated(step: Callable[..., Any], is_open: Callable[[], bool]) -> Callable[..., Any]:
-    """An optimizer's `step` that does nothing while the gate is shut.
+@dataclass(frozen=True)
+class SequenceShard(HeadShard):
+    """The shard of a rank that holds a stretch of every sequence; `group` holds the others.
 
-    DeepSpeed's optimizers call PyTorch's at their end: shutting it there leaves all their bookkeeping as it is.
+    Attributes:
+        averaged: DeepSpeed averages gradients over `group` (ZeRO 3) instead of summing them.
     """
 
-    def gated(closure: Any = None) -> Any:
-        return step(closure) if is_open() else None
+    group: dist.ProcessGroup | None = None
+    averaged: bool = False
 
-    return gated
+    def split(self, tokens: Tensor) -> Tensor:
+        return tokens.chunk(self.count, -1)[self.index]
+
+    def gather(self, x: Tensor) -> Tensor:
+        return _SeqAllToAll.apply(self.group, x, HEADS, TOKENS, 0)
+
+    def scatter(self, x: Tensor) -> Tensor:
+        return _SeqAllToAll.apply(self.group, x, TOKENS, HEADS, 0)
+
+    def mean(self, loss: Tensor, loss_mask: Tensor | None) -> Tensor:
+        weight: Tensor | float = 1 / self.count
+        if loss_mask is not None:
+            weight = self.split(loss_mask).sum() / loss_mask.sum().clamp(min=1)
+        return _SumOverRanks.apply(loss * weight, self.group, self.count if self.averaged else 1)
+
+    def agreed(self, draw: Draw, device: torch.device) -> Draw:
+        factor, positions = draw
+        first = torch.cat((positions.new_tensor([factor]), positions)).to(device)
+        dist.broadcast(first, group=self.group, group_src=0)
+        return int(first[0]), first[1:].cpu()
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """Sum over ranks; each rank gets the gradient of its own term, multiplied by `scale`."""
+
+    @staticmethod
+    def forward(ctx: Any, term: Tensor, group: dist.ProcessGroup, scale: int) -> Tensor:
+        ctx.scale = scale
+        total = term.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient * ctx.scale, None, None
+
+
+def _head_shard(config: Config) -> HeadShard:
+    """This rank's heads and tokens, once DeepSpeed is initialized; the configuration allows at most one kind."""
+    tensor, sequence = config.parallel.model_parallel_size, config.parallel.sequence_parallel_size
+    if tensor > 1:
+        return HeadShard(groups.get_tensor_model_parallel_rank(), tensor)
+    if sequence > 1:
+        group = parallel_state_sp.get_sequence_parallel_group()
+        return SequenceShard(dist.get_rank(group), sequence, group, averaged=config.parallel.stage == 3)
+    return WHOLE
+
+
+class PipelineEngine(Engine):
+    """An engine for one pipeline stage (ZeRO 0 and 1). Every rank must make the same calls, with the micro-batches of
+    its data-parallel copy: every stage reads them, and only hidden states are sent.
+
+    Only the last stage computes a loss; it is shared when first needed: before the optimizer changes weights, or after an
+    fp16 overflow, for which no optimizer is asked to step on any rank.
+    """
+
+    def __init__(self, stage: Stage, optimizer: torch.optim.Optimizer, config: Config, sizes: BatchSizes) -> None:
+        """`optimizer` steps the parameters of `stage`; the default process group has the ranks of the pipeline."""
+        self._stage, self._shape = stage, torch.Size()
+        self.copies = stage.copies
+        if sizes.accumulation < len(stage.spans):
+            logger.warning(
+                "gradient_accumulation_steps %d is below pipe_parallel_size %d: stages wait most of the time",
+                sizes.accumulation,
+                len(stage.spans),
+            )
+        super().__init__(_pipeline_module(stage), optimizer, config, sizes, stage.names)
+
+    def train_step(
+        self, micro_batches: Sequence[Batch], learning_rate: float, limits: Limits | None = None
+    ) -> StepResult:
+        """Run one optimizer step over the micro-batches of this rank's data-parallel copy; see `Engine.train_step`."""
+        self._begin_step(learning_rate, limits)
+        self._engine.train_batch(self._feed(micro_batches))
+        return self._step_result()
+
+    @torch.no_grad()
+    def mean_loss(self, micro_batches: Sequence[Batch]) -> float:
+        """Return the loss of held-out samples, averaged over all data-parallel copies, in nats per token."""
+        batches, count = self._feed(micro_batches), len(micro_batches)
+        self._engine.eval_batch(batches, reduce_output=None, bcast_loss=False, num_micro_batches=count)
+        self._engine.module.train()
+        return self._shared_loss()
+
+    def _feed(self, micro_batches: Sequence[Batch]) -> Iterator[tuple[Tensor, None]]:
+        """Give the stage its micro-batches; returns what DeepSpeed's first stage takes for its input."""
+        inputs = [StageInput(**self._inputs(batch)) for batch in micro_batches]
+        if inputs[0].samples.shape != self._shape:
+            # DeepSpeed sends the next stage a shape once and then assumes that it stays.
+            self._engine.reset_activation_shape()
+            self._shape = inputs[0].samples.shape
+        self._stage.feed(inputs)
+        return iter([(batch.samples, None) for batch in inputs])
+
+    def _step_loss(self) -> float:
+        if self._loss is None:
+            self._loss = self._shared_loss()
+        return self._loss
+
+    def _shared_loss(self) -> float:
+        """The mean loss of the last micro-batches, on every rank."""
+        losses: list[Tensor] = self._engine.fwd_outputs
+        mean = torch.stack(losses).double().mean() if losses else torch.zeros((), dtype=torch.float64)
+        return float(mean_over_ranks(mean.to(self.device)) * len(self._stage.spans))
+
+
+def cut(model: GPT, config: Config, index: int) -> Stage:
+    """Return stage `index` of `pipe_parallel_size`. Its layers are taken out of `model`, the others are dropped."""
+    weights = layer_weights(model, config.parallel.pipe_partition_method)
+    bounds = partition_balanced(weights, config.parallel.pipe_parallel_size)
+    return Stage(model, [int(bound) for bound in bounds], index)
+
+
+def _pipeline_module(stage: Stage) -> PipelineModule:
+    """Wrap `stage` for DeepSpeed.
+
+    The list of layers has for every stage the modules that stages share, which pass hidden states on, and the stage
+    itself: the same number for all, so that a uniform partition gives every rank its own.
+    """
+    stages = len(stage.spans)
+    layers: list[object] = []
+    for index in range(stages):
+        layers += [_tied_layer(stage, shared) if index in shared.stages else _identity for shared in stage.sharing]
+        layers.append(stage if index == stage.index else _identity)
+    # DeepSpeed prints the list, and broadcasts shared parameters as if gradients flowed through the broadcast.
+    with contextlib.redirect_stdout(io.StringIO()), torch.no_grad():
+        return PipelineModule(
+            layers,
+            topology=PipeDataParallelTopology(num_pp=stages, num_dp=world_size() // stages),
+            partition_method="uniform",
+        )
+
+
+def _tied_layer(stage: Stage, shared: Sharing) -> TiedLayerSpec:
+    """DeepSpeed sums the gradients of tied layers over the stages that hold them, and counts them once in norms."""
+    return TiedLayerSpec(
+        shared.path.replace(".", "_"),
+        _SharedModule,
+        stage,
+        shared.path,
+        forward_fn=lambda module, x: x,
+        tied_weight_attr=[f"module.{weight}" for weight in shared.weights],
+    )
+
+
+class _SharedModule(nn.Module):
+    """A tied layer for DeepSpeed: holds a module that the stage itself calls."""
+
+    def __init__(self, stage: Stage, path: str) -> None:
+        super().__init__()
+        self.module = stage.model.get_submodule(path)
+
+
+def _identity(x: Tensor) -> Tensor:
+    return x
+
+
+def build_engine(
+    model: GPT,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    config: Config,
+    sizes: BatchSizes,
+    stage: int,
+) -> Engine:
+    """Build the engine that trains `model`, or pipeline stage `stage` of it on this rank. Every rank must call it.
+
+    Args:
+        model: with its weights in host memory.
+        optimizer: builds the optimizer of the parameters of a module that require gradients.
+
+    Raises:
+        ConfigError: DeepSpeed does not support what is configured, or a stage has nothing to train.
+    """
+    if config.parallel.pipe_parallel_size <= 1:
+        whole = LanguageModelLoss(model.to(local_device()))
+        return Engine(whole, optimizer(whole), config, sizes)
+    own = cut(model, config, stage).to(local_device())
+    if not everyone_succeeded(any(parameter.requires_grad for parameter in own.parameters())):
+        raise ConfigError(
+            [
+                f"trainable: a stage of pipe_parallel_size {config.parallel.pipe_parallel_size} has nothing to train with "
+                f"{', '.join(config.optimizer.trainable or ())}; use fewer stages, another pipe_partition_method, or "
+                "tensor, sequence or data parallelism"
+            ]
+        )
+    return PipelineEngine(own, optimizer(own), config, sizes)
