@@ -12,12 +12,10 @@ from matplotlib.figure import Figure
 
 from megatron_coca.attention.inputs import AttentionInputs, Segment
 from megatron_coca.config import load_config
-from megatron_coca.evaluation.analysis import measuring, observation
+from megatron_coca.evaluation.analysis import measuring
 from megatron_coca.evaluation.analysis.distance_sweep import BINS, summarise_angles
-from megatron_coca.evaluation.analysis.measuring import ANALYSE
-from megatron_coca.evaluation.analysis.observation import draw_pairs, log_distances, row_entropies, spread
+from megatron_coca.evaluation.analysis.measuring import draw_pairs, log_distances, row_entropies, spread
 from megatron_coca.evaluation.analysis.records import FIGURES, AnalysisResult
-from megatron_coca.evaluation.cli import TASKS
 from megatron_coca.evaluation.results import read_costs, read_record
 from tests.checkpoint_files import write_checkpoint
 
@@ -35,9 +33,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture
-def analyse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+def analyse(tmp_path: Path) -> Any:
     """analyse(checkpoint, file name, option, ...): the exit status."""
-    monkeypatch.setitem(TASKS, "analyse", ANALYSE)
     main = runpy.run_path(str(ROOT / "evaluate.py"))["main"]
     text = tmp_path / "text.jsonl"
     sentences = ["It is a truth universally acknowledged. " * 3, "Call me Ishmael, some years ago. " * 3]
@@ -157,8 +154,8 @@ def test_entropy_takes_no_more_memory_than_it_may(monkeypatch: pytest.MonkeyPatc
     length, heads, sizes = 400, 2, []
     x = torch.randn(1, heads, length, 8)
     inputs = AttentionInputs((Segment(x, x),), x, 0.3)
-    whole, original = row_entropies(inputs, torch.arange(length)), observation.row_scores
-    monkeypatch.setattr(observation, "SCORES_AT_ONCE", 7 * heads * length + 1)
-    monkeypatch.setattr(observation, "row_scores", lambda *given: sizes.append(len(given[1])) or original(*given))
+    whole, original = row_entropies(inputs, torch.arange(length)), measuring.row_scores
+    monkeypatch.setattr(measuring, "SCORES_AT_ONCE", 7 * heads * length + 1)
+    monkeypatch.setattr(measuring, "row_scores", lambda *given: sizes.append(len(given[1])) or original(*given))
     torch.testing.assert_close(row_entropies(inputs, torch.arange(length)), whole)
     assert max(sizes) == 7 and sum(sizes) == length

@@ -1,27 +1,15 @@
-"""The result file of `evaluate.py speed`. Here times and memory are the result, so no two files are equal."""
+"""The result file of `evaluate.py speed`, and its tables. Times differ from run to run, so no two files are equal."""
 
-import statistics
-import time
-from collections.abc import Callable, Mapping
-from typing import Literal, TypeVar
-
-import torch
+from collections.abc import Callable
+from typing import Literal
 
 from megatron_coca.evaluation.results import Cell, Record, Result
+from megatron_coca.evaluation.speed import WHATS, What
 from megatron_coca.tables import format_table
-
-WHATS: tuple["What", ...] = (
-    "layer forward",
-    "layer forward+backward",
-    "model forward",
-    "model forward+backward",
-    "decode",
-)
-What = Literal["layer forward", "layer forward+backward", "model forward", "model forward+backward", "decode"]
 
 
 class Ratio(Record):
-    """Time against that of another method in the same rounds: the median over rounds, and the quartiles."""
+    """Time relative to another method in the same rounds: median and quartiles over rounds."""
 
     against: str  # the other method's label
     median: float
@@ -33,16 +21,16 @@ class SpeedCell(Cell):
     """One method at one length."""
 
     what: What
-    length: int  # tokens of a row; in `decode` those that the cache holds
+    length: int  # tokens of a row; in `decode` the tokens in the cache
     method: str
     backend: str
     seconds: float  # median over rounds, of one pass; in `decode` of one token
     quartiles: tuple[float, float]
     rounds: int
     tokens_per_second: float
-    to_rope: Ratio | None  # against RoPE by the same backend, of the contraction by the first; None: not there
+    to_rope: Ratio | None  # to RoPE by the same backend, of the contraction to the first; None: not measured
     to_contraction: Ratio | None
-    peak_memory_bytes: int | None  # beside weights and inputs; gradients count
+    peak_memory_bytes: int | None  # beside weights and inputs; includes gradients
     cache_bytes_per_token: int | None  # of a row, all layers; in `decode`
 
     @property
@@ -51,7 +39,7 @@ class SpeedCell(Cell):
 
 
 class MachineRecord(Record):
-    """Where was measured, beside the device."""
+    """The machine, beside the device."""
 
     processor: str
     threads: int
@@ -59,7 +47,7 @@ class MachineRecord(Record):
 
 
 class ShapeRecord(Record):
-    """Of what."""
+    """The shape of the models."""
 
     layers: int
     hidden_size: int
@@ -69,7 +57,7 @@ class ShapeRecord(Record):
 
 
 class SpeedProtocol(Record):
-    """How was measured."""
+    """The protocol of the measurement."""
 
     text: str
     rounds: int
@@ -78,7 +66,7 @@ class SpeedProtocol(Record):
 
 
 class SpeedResult(Result):
-    """Costs by what is done, length and method."""
+    """Times by kind of work, length and method."""
 
     task: Literal["speed"] = "speed"
     protocol: SpeedProtocol
@@ -86,72 +74,11 @@ class SpeedResult(Result):
     results: list[SpeedCell]
 
 
-Key = TypeVar("Key")
+def _ratio_text(ratio: Ratio | None) -> str:
+    return "-" if ratio is None else f"{ratio.median:.2f} ({ratio.low:.2f}-{ratio.high:.2f})"
 
 
-def seconds_of(call: Callable[[], object], device: torch.device) -> float:
-    """Of one call, until the device has done it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    began = time.perf_counter()
-    call()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - began
-
-
-def interleaved(calls: Mapping[Key, Callable[[], object]], count: int, device: torch.device) -> dict[Key, list[float]]:
-    """Seconds of `count` calls of each, in turns, after one turn that does not count."""
-    times: dict[Key, list[float]] = {key: [] for key in calls}
-    for turn in range(count + 1):
-        for key, call in calls.items():
-            seconds = seconds_of(call, device)
-            if turn > 0:
-                times[key].append(seconds)
-    return times
-
-
-def quartiles(values: list[float]) -> tuple[float, float, float]:
-    """First quartile, median, third quartile."""
-    if len(values) == 1:
-        return (values[0],) * 3
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, middle, high
-
-
-def ratio(own: list[float], other: list[float], against: str) -> Ratio:
-    """Round by round."""
-    low, middle, high = quartiles([mine / theirs for mine, theirs in zip(own, other, strict=True)])
-    return Ratio(against=against, median=middle, low=low, high=high)
-
-
-def tables(result: SpeedResult) -> str:
-    """Markdown: a table for each kind of work, rows for each method's time, speed, ratios and memory, by length."""
-    return "\n".join(_table(result, what) for what in WHATS if any(cell.what == what for cell in result.results))
-
-
-def _table(result: SpeedResult, what: str) -> str:
-    cells = {(cell.method, cell.length): cell for cell in result.results if cell.what == what}
-    lengths = sorted({length for _, length in cells})
-    methods = dict.fromkeys(method for method, _ in sorted(cells, key=lambda key: key[1]))
-    rows = []
-    for method in methods:
-        for name, text in COLUMNS.items():
-            values = [text(cells[method, length]) if (method, length) in cells else "-" for length in lengths]
-            if any(value != "-" for value in values):
-                rows.append([f"{method}: {name}", *values])
-    title = f"{result.label}, {what}, {result.environment.device}, {result.environment.dtype}"
-    shown = f"{title}\n\n{format_table(['method', *map(str, lengths)], rows)}\n"
-    alone = dict.fromkeys(method for (method, _), cell in sorted(cells.items()) if cell.to_rope is None)
-    return f"{shown}\n{WITHOUT_ROPE}: {', '.join(alone)}\n" if alone else shown
-
-
-def _ratio_text(given: Ratio | None) -> str:
-    return "-" if given is None else f"{given.median:.2f} ({given.low:.2f}-{given.high:.2f})"
-
-
-WITHOUT_ROPE = "No ratio to RoPE, as at some length RoPE by the same backend was not measured"
-COLUMNS: dict[str, Callable[[SpeedCell], str]] = {
+ROWS: dict[str, Callable[[SpeedCell], str]] = {
     "ms": lambda cell: f"{1000 * cell.seconds:.2f}",
     "to RoPE": lambda cell: _ratio_text(cell.to_rope),
     "to contraction": lambda cell: _ratio_text(cell.to_contraction),
@@ -159,3 +86,26 @@ COLUMNS: dict[str, Callable[[SpeedCell], str]] = {
     "MiB": lambda cell: "-" if cell.peak_memory_bytes is None else f"{cell.peak_memory_bytes / 2**20:.0f}",
     "cache bytes/token": lambda cell: "-" if cell.cache_bytes_per_token is None else str(cell.cache_bytes_per_token),
 }
+"""The rows of a method in a table."""
+
+
+def tables(result: SpeedResult) -> str:
+    """Markdown: for each kind of work a table of all methods by length."""
+    shown = []
+    for what in WHATS:
+        cells = {(cell.method, cell.length): cell for cell in result.results if cell.what == what}
+        if not cells:
+            continue
+        lengths = sorted({length for _, length in cells})
+        rows = []
+        for method in dict.fromkeys(method for method, _ in sorted(cells, key=lambda key: key[1])):
+            for name, text in ROWS.items():
+                values = [text(cells[method, length]) if (method, length) in cells else "-" for length in lengths]
+                if any(value != "-" for value in values):
+                    rows.append([f"{method}: {name}", *values])
+        title = f"{result.label}, {what}, {result.environment.device}, {result.environment.dtype}"
+        shown.append(f"{title}\n\n{format_table(['method', *map(str, lengths)], rows)}\n")
+        if alone := dict.fromkeys(method for (method, _), cell in sorted(cells.items()) if cell.to_rope is None):
+            remark = "No ratio to RoPE, as at some length RoPE by the same backend was not measured"
+            shown[-1] += f"\n{remark}: {', '.join(alone)}\n"
+    return "\n".join(shown)
