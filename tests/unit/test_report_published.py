@@ -325,7 +325,7 @@ def test_a_refused_use_is_of_no_method(tmp_path: Path) -> None:
     results = {"one": perplexity("RoFormer", {512: 2.0}), "two": refused("RoFormer, refused")}
     assert method_key(results["two"]) is None
     sections = build_sections(read_results(write(tmp_path, results)), papers=True)
-    lines = sections[0].blocks[0].tables[0].lines
+    lines = sections[0].blocks[0].tables[0].rows
     assert [line.name for line in lines if not line.published] == ["RoFormer", "RoFormer, refused"]
     assert {line.detail for line in lines if line.published} == {"", "the method of: RoFormer"}
 

@@ -39,10 +39,10 @@ def build_report(
     from megatron_coca.evaluation.report.document import (
         Report,
         ReportDocument,
-        TableRecord,
         console_text,
         html_page,
         markdown,
+        table_record,
     )
     from megatron_coca.evaluation.report.reading import REPORT_FILE, read_results
     from megatron_coca.evaluation.report.sections import build_sections
@@ -67,7 +67,7 @@ def build_report(
     document = ReportDocument(title, summary, build_sections(loaded, papers))
     report = Report(
         title=title,
-        tables=[TableRecord.model_validate(table) for table in document.tables()],
+        tables=[table_record(table) for table in document.tables()],
         figures=[f"{figure.name}.png" for figure in document.figures()],
         results={item.file: item.result for item in loaded},
     )

@@ -1,12 +1,13 @@
 """The content of a report: tables, figures and sections, and their forms as Markdown, JSON and HTML."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader
-from pydantic import ConfigDict, SerializeAsAny
+from pydantic import SerializeAsAny
 
 from megatron_coca.evaluation.report.charts import SCREEN_STYLES, Figure, svg_data_uri
 from megatron_coca.evaluation.results import Record, Result
@@ -56,11 +57,6 @@ class Table:
     notes: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """The header without the column of row names."""
-        return self.header[1:]
-
     def footnotes(self) -> dict[str, int]:
         """The distinct notes of the cells, numbered from 1 in reading order."""
         notes = [cell.note for row in self.rows for cell in row.cells if cell.note]
@@ -108,11 +104,6 @@ class ReportDocument:
         return (figure for section in self.sections for block in section.blocks for figure in block.figures)
 
 
-def text_cells(texts: Iterable[str]) -> tuple[TableCell, ...]:
-    """Cells of plain text."""
-    return tuple(TableCell(text, wide=True) for text in texts)
-
-
 def markdown(document: ReportDocument) -> str:
     """The file report.md; plots are referred to by file name."""
     parts = [f"# {escaped(document.title)}", escaped(document.summary)]
@@ -146,8 +137,8 @@ def _without_published(table: Table) -> Table:
         cells = [row.cells[column] for row in rows]
         return any(cell.text and (cell.note or not cell.absent) for cell in cells)
 
-    kept = [column for column in range(len(table.columns)) if asked_for(column)]
-    header = (table.header[0], *(table.columns[column] for column in kept))
+    kept = [column for column in range(len(table.header) - 1) if asked_for(column)]
+    header = (table.header[0], *(table.header[column + 1] for column in kept))
     shown = tuple(replace(row, cells=tuple(row.cells[column] for column in kept)) for row in rows)
     return replace(table, header=header, rows=shown, sources=())
 
@@ -179,41 +170,26 @@ def html_page(document: ReportDocument) -> str:
     return environment.get_template("report.html.j2").render(document=document, images=images)
 
 
-class _FromAttributes(Record):
-    model_config = ConfigDict(from_attributes=True)
-
-
-class CellRecord(_FromAttributes):
-    """One cell: the text shown, its number, small print, and why there is no number."""
-
-    text: str
-    value: float | None
-    detail: str
-    note: str
-
-
-class RowRecord(_FromAttributes):
-    """One row; `published` names the source of published numbers, empty for ours."""
-
-    name: str
-    published: str
-    cells: list[CellRecord]
-
-
-class TableRecord(_FromAttributes):
-    """One table of the report."""
-
-    name: str
-    caption: str
-    columns: list[str]
-    rows: list[RowRecord]
-    notes: list[str]
-
-
 class Report(Record):
     """The file report.json: tables, file names of the plots, and every result in full by its file."""
 
     title: str
-    tables: list[TableRecord]
+    tables: list[dict[str, Any]]
     figures: list[str]
     results: dict[str, SerializeAsAny[Result]]
+
+
+def table_record(table: Table) -> dict[str, Any]:
+    """A table as it is in report.json: every cell with its text, value, small print and note."""
+    rows = [
+        {
+            "name": row.name,
+            "published": row.published,
+            "cells": [
+                {"text": cell.text, "value": cell.value, "detail": cell.detail, "note": cell.note} for cell in row.cells
+            ],
+        }
+        for row in table.rows
+    ]
+    columns = table.header[1:]
+    return {"name": table.name, "caption": table.caption, "columns": columns, "rows": rows, "notes": table.notes}

@@ -155,6 +155,7 @@ PASSKEY = "100 cases a length, 64 new tokens"
 
 PLAIN, NTK = MethodKey("rotary"), MethodKey("rotary", "dynamic", 4.0)
 COCA, COCA_NTK = MethodKey("coca"), MethodKey("coca", "dynamic", 4.0)
+COCA_NTK_2, COCA_NTK_8 = MethodKey("coca", "dynamic", 2.0), MethodKey("coca", "dynamic", 8.0)
 
 PERPLEXITY = PublishedTable(
     "Table 1",
@@ -218,15 +219,11 @@ STRICT_PERPLEXITY = PublishedTable(
     f"{SCRATCH}; {PG19}; the second row of each pair is the difference to the first",
     512,
     (
-        row(
-            "CoCA-Slack, dynamic NTK 2", "20.11 19.02 24.92 40.53 68.38 92.75 103.44", MethodKey("coca", "dynamic", 2.0)
-        ),
+        row("CoCA-Slack, dynamic NTK 2", "20.11 19.02 24.92 40.53 68.38 92.75 103.44", COCA_NTK_2),
         row("Strict less Slack", "+0.07 +0.61 -1.58 -4.03 +15.37 +12.38 +1.94"),
         row("CoCA-Slack, dynamic NTK 4", "20.11 20.81 25.88 34.16 55.75 89.31 101.13", COCA_NTK),
         row("Strict less Slack", "+0.07 -0.49 -0.66 -0.88 +3.16 -18.25 -2.57"),
-        row(
-            "CoCA-Slack, dynamic NTK 8", "20.11 23.66 29.05 37.47 55.5 88.88 111.38", MethodKey("coca", "dynamic", 8.0)
-        ),
+        row("CoCA-Slack, dynamic NTK 8", "20.11 23.66 29.05 37.47 55.5 88.88 111.38", COCA_NTK_8),
         row("Strict less Slack", "+0.07 -1.74 -0.64 +1.16 +0.03 +0.5 +0.31"),
     ),
 )
@@ -237,11 +234,11 @@ STRICT_RETRIEVAL = PublishedTable(
     f"{SCRATCH}; {PASSKEY}; the second row of each pair is the difference to the first",
     512,
     (
-        row("CoCA-Slack, dynamic NTK 2", "1.0 0.99 0.94 0.77 0.47 0.27 0.15", MethodKey("coca", "dynamic", 2.0)),
+        row("CoCA-Slack, dynamic NTK 2", "1.0 0.99 0.94 0.77 0.47 0.27 0.15", COCA_NTK_2),
         row("Strict less Slack", "+0.0 -0.12 -0.3 -0.42 -0.34 -0.22 -0.07"),
         row("CoCA-Slack, dynamic NTK 4", "1.0 1.0 0.96 0.89 0.5 0.23 0.08", COCA_NTK),
         row("Strict less Slack", "+0.0 -0.11 -0.38 -0.46 -0.38 -0.19 -0.02"),
-        row("CoCA-Slack, dynamic NTK 8", "1.0 0.98 0.99 0.85 0.5 0.11 0.02", MethodKey("coca", "dynamic", 8.0)),
+        row("CoCA-Slack, dynamic NTK 8", "1.0 0.98 0.99 0.85 0.5 0.11 0.02", COCA_NTK_8),
         row("Strict less Slack", "+0.0 -0.05 -0.34 -0.51 -0.4 -0.07 -0.01"),
     ),
 )
@@ -332,24 +329,26 @@ REROPE_SOURCE = "Su's pages on extending RoPE, kexue.fm/archives/9675, 9706, 970
 LENGTH, EXTENSION = 512, 8.0
 OLD = 10000.0 * EXTENSION
 
-LOGITS = {"": "none", ", log n*": "log_n", ", log n": "log_n_trained"}
-"""Our logit scaling by the suffix of a row's name."""
+
+def _rows(name: str, method: MethodKey, plain: str, at_evaluation: str, in_training: str) -> list[PublishedRow]:
+    """The rows of a method without and with log n scaling, at evaluation only (log n*) and in training; empty: none."""
+    trained = MethodKey("rotary", logits="log_n_trained")
+    variants = (
+        ("", plain, method),
+        (", log n*", at_evaluation, replace(method, logits="log_n")),
+        (", log n", in_training, replace(method, logits="log_n_trained", trained=trained)),
+    )
+    return [row(name + suffix, values, key) for suffix, values, key in variants if values]
 
 
-def _row(name: str, suffix: str, values: str, method: MethodKey) -> PublishedRow:
-    logits = LOGITS[suffix]
-    trained = MethodKey("rotary", logits=logits) if logits == "log_n_trained" else None
-    return row(f"{name}{suffix}", values, replace(method, logits=logits, trained=trained))
-
-
-def _rerope(window: int, suffix: str, values: str) -> PublishedRow:
+def _rerope(window: int, plain: str, at_evaluation: str, in_training: str) -> list[PublishedRow]:
     method = MethodKey("rotary", positions="rerope", window=window / LENGTH)
-    return _row(f"ReRoPE-w{window}", suffix, values, method)
+    return _rows(f"ReRoPE-w{window}", method, plain, at_evaluation, in_training)
 
 
 def _leaky(window: int, leak: int, values: str) -> PublishedRow:
     method = MethodKey("rotary", positions="leaky_rerope", window=window / LENGTH, leak=float(leak))
-    return _row(f"Leaky ReRoPE-w{window}-k{leak}", ", log n", values, method)
+    return _rows(f"Leaky ReRoPE-w{window}-k{leak}", method, "", "", values)[0]
 
 
 def _inv_leaky(name: str, values: str, base: float) -> PublishedRow:
@@ -358,8 +357,6 @@ def _inv_leaky(name: str, values: str, base: float) -> PublishedRow:
     return row(f"{name}, log n", values, replace(trained, trained=trained))
 
 
-REROPE_PLAIN = MethodKey("rotary")
-REROPE_PI = MethodKey("rotary", "linear", EXTENSION)
 NTK_OLD = MethodKey("rotary", base=OLD)
 NTK_FIXED = MethodKey("rotary", "ntk_fixed", EXTENSION)
 NTK_MIXED = MethodKey("rotary", "ntk_mixed", EXTENSION, exponent=0.625)
@@ -370,33 +367,16 @@ ACCURACY = PublishedTable(
     "GAU language model of 100M parameters, trained at 512, not fine-tuned",
     LENGTH,
     (
-        _row("Baseline", "", "49.41 24.17 23.16", REROPE_PLAIN),
-        _row("Baseline", ", log n", "49.40 24.60 24.02", REROPE_PLAIN),
-        _row("PI-RoPE", "", "49.41 15.04 13.54", REROPE_PI),
-        _row("PI-RoPE", ", log n", "49.40 14.99 16.51", REROPE_PI),
-        _row("NTK-RoPE-old", "", "49.41 51.28 39.27", NTK_OLD),
-        _row("NTK-RoPE-old", ", log n", "49.40 61.71 43.75", NTK_OLD),
-        _row("NTK-RoPE-fixed", "", "49.41 51.86 39.61", NTK_FIXED),
-        _row("NTK-RoPE-fixed", ", log n*", "49.41 55.94 41.11", NTK_FIXED),
-        _row("NTK-RoPE-fixed", ", log n", "49.40 62.85 44.14", NTK_FIXED),
-        _row("NTK-RoPE-mixed", "", "49.41 53.09 40.12", NTK_MIXED),
-        _row("NTK-RoPE-mixed", ", log n*", "49.41 59.11 42.38", NTK_MIXED),
-        _row("NTK-RoPE-mixed", ", log n", "49.40 68.91 45.41", NTK_MIXED),
-        _rerope(64, "", "49.41 69.39 45.19"),
-        _rerope(64, ", log n*", "49.41 78.58 47.42"),
-        _rerope(64, ", log n", "49.40 84.38 48.14"),
-        _rerope(128, "", "49.41 76.11 47.82"),
-        _rerope(128, ", log n*", "49.41 82.28 48.78"),
-        _rerope(128, ", log n", "49.40 85.47 48.87"),
-        _rerope(256, "", "49.41 77.90 48.48"),
-        _rerope(256, ", log n*", "49.41 82.40 48.85"),
-        _rerope(256, ", log n", "49.40 85.12 49.07"),
-        _rerope(384, "", "49.41 70.72 48.15"),
-        _rerope(384, ", log n*", "49.41 76.42 48.31"),
-        _rerope(384, ", log n", "49.40 83.24 48.62"),
-        _rerope(512, "", "49.41 7.09 8.25"),
-        _rerope(512, ", log n*", "49.41 7.08 8.25"),
-        _rerope(512, ", log n", "49.40 15.84 10.83"),
+        *_rows("Baseline", PLAIN, "49.41 24.17 23.16", "", "49.40 24.60 24.02"),
+        *_rows("PI-RoPE", MethodKey("rotary", "linear", EXTENSION), "49.41 15.04 13.54", "", "49.40 14.99 16.51"),
+        *_rows("NTK-RoPE-old", NTK_OLD, "49.41 51.28 39.27", "", "49.40 61.71 43.75"),
+        *_rows("NTK-RoPE-fixed", NTK_FIXED, "49.41 51.86 39.61", "49.41 55.94 41.11", "49.40 62.85 44.14"),
+        *_rows("NTK-RoPE-mixed", NTK_MIXED, "49.41 53.09 40.12", "49.41 59.11 42.38", "49.40 68.91 45.41"),
+        *_rerope(64, "49.41 69.39 45.19", "49.41 78.58 47.42", "49.40 84.38 48.14"),
+        *_rerope(128, "49.41 76.11 47.82", "49.41 82.28 48.78", "49.40 85.47 48.87"),
+        *_rerope(256, "49.41 77.90 48.48", "49.41 82.40 48.85", "49.40 85.12 49.07"),
+        *_rerope(384, "49.41 70.72 48.15", "49.41 76.42 48.31", "49.40 83.24 48.62"),
+        *_rerope(512, "49.41 7.09 8.25", "49.41 7.08 8.25", "49.40 15.84 10.83"),
         _leaky(128, 64, "49.40 85.29 48.96"),
         _leaky(128, 32, "49.40 85.31 49.03"),
         _leaky(128, 16, "49.40 85.15 49.10"),
@@ -420,7 +400,7 @@ LOSS = PublishedTable(
     "b = 0.75, ReRoPE has a window of 1024, and both have log n*",
     4096,
     (
-        row("RoPE", "1.4967 8.8615 –", REROPE_PLAIN),
+        row("RoPE", "1.4967 8.8615 –", PLAIN),
         row("NTK-RoPE", "1.6081 1.5417 1.5163", MethodKey("rotary", "ntk_mixed", 12.0, exponent=0.75, logits="log_n")),
         row("ReRoPE", "1.4996 1.4267 1.4001", MethodKey("rotary", positions="rerope", window=0.25, logits="log_n")),
     ),

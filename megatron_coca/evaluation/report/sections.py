@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -14,7 +14,7 @@ from megatron_coca.evaluation.harness.records import Score
 from megatron_coca.evaluation.options import dynamic_length_text
 from megatron_coca.evaluation.report import length_sections as by_length
 from megatron_coca.evaluation.report.charts import Curve, Figure, Panel, height, panels
-from megatron_coca.evaluation.report.document import EMPTY, ReportBlock, Section, Table, TableCell, TableRow, text_cells
+from megatron_coca.evaluation.report.document import EMPTY, ReportBlock, Section, Table, TableCell, TableRow
 from megatron_coca.evaluation.report.published import AVERAGED_GROUPS, COST, SHORT_CONTEXT, TABLES, TASKS_BY_GROUP
 from megatron_coca.evaluation.report.reading import (
     RESULT_TYPES,
@@ -36,7 +36,7 @@ from megatron_coca.evaluation.report.tables import (
     series_origin_text,
     source_text,
 )
-from megatron_coca.evaluation.results import Cost, Missing, Result
+from megatron_coca.evaluation.results import Cost, Missing
 from megatron_coca.evaluation.speed import CONTRACTION, WHATS, WHOLE_SEQUENCES
 from megatron_coca.evaluation.speed.records import SpeedCell, SpeedResult
 
@@ -338,21 +338,20 @@ def analysis_block(group: ResultGroup, name: str, papers: bool) -> ReportBlock:
             rows.append(TableRow(f"{series.label}, {length} tokens", tuple(cells)))
     caption = "Anomalous pairs, falling scores and entropy (shares of pairs of tokens, means)"
     table = Table(name, caption, ("label", *ANALYSIS_COLUMNS), tuple(rows))
+
+    def draw(kind: str, result: Any, canvas: Canvas) -> None:
+        axes = canvas.subplots()
+        FIGURES[kind](axes, result)
+        axes.grid()
+
     figures = []
     for index, series in enumerate(group.series, 1):
         merged = series.header.model_copy(update={"results": list(series.cells.values())})
         for kind in FIGURES if series.cells else ():
             caption = f"{series.label}: {FIGURE_TEXTS[kind]} {series_origin_text(series)}"
-            draw = partial(draw_analysis, kind, merged)
-            figures.append(Figure(f"{name}-{index}-{kind}", caption, f"{series.label}: {kind}", draw))
+            alt = f"{series.label}: {kind}"
+            figures.append(Figure(f"{name}-{index}-{kind}", caption, alt, partial(draw, kind, merged)))
     return ReportBlock((f"Protocol: {group.first.protocol.text}.",), tuple(figures), (table,))
-
-
-def draw_analysis(kind: str, result: Any, canvas: Canvas) -> None:
-    """One of the plots of `evaluate.py analyse`, with a grid."""
-    axes = canvas.subplots()
-    FIGURES[kind](axes, result)
-    axes.grid()
 
 
 # Checkpoints
@@ -365,52 +364,30 @@ CHECKPOINT_HEADER = (
 
 def checkpoint_blocks(loaded: Sequence[LoadedResult], papers: bool) -> list[ReportBlock]:
     """A row for each distinct combination of weights, overrides and device."""
-    rows = dict.fromkeys(checkpoint_row(item.result) for item in loaded)
-    table = Table("models", "Checkpoints, and how they were used", CHECKPOINT_HEADER, tuple(rows))
-    return [ReportBlock(tables=(table,))]
-
-
-def checkpoint_row(result: Result) -> TableRow:
-    """The weights of a result, how they were used, and on what device."""
-    checkpoint, environment = result.checkpoint, result.environment
-    overrides = []
-    for key, value in result.overrides.items():
-        options = value.items() if isinstance(value, Mapping) else ()
-        shown = ", ".join(f"{name} {option}" for name, option in options if option is not None)
-        overrides.append(f"{key}: {shown if isinstance(value, Mapping) else value}")
-    texts = (
-        result.task,
-        checkpoint.path,
-        "" if checkpoint.step is None else str(checkpoint.step),
-        checkpoint.identity[:HASH_DIGITS],
-        str(checkpoint.seq_length),
-        checkpoint.pos_emb,
-        "; ".join(overrides) or "as trained",
-        environment.dtype,
-        environment.backend or "none",
-        environment.device,
-        environment.torch,
-        (result.tokenizer or "none")[:HASH_DIGITS],
-    )
-    return TableRow(result.label, text_cells(texts))
+    rows = []
+    for result in (item.result for item in loaded):
+        checkpoint, environment = result.checkpoint, result.environment
+        overrides = []
+        for key, value in result.overrides.items():
+            options = value.items() if isinstance(value, Mapping) else ()
+            shown = ", ".join(f"{name} {option}" for name, option in options if option is not None)
+            overrides.append(f"{key}: {shown if isinstance(value, Mapping) else value}")
+        step = "" if checkpoint.step is None else str(checkpoint.step)
+        texts = (
+            *(result.task, checkpoint.path, step, checkpoint.identity[:HASH_DIGITS], str(checkpoint.seq_length)),
+            *(checkpoint.pos_emb, "; ".join(overrides) or "as trained", environment.dtype),
+            *(environment.backend or "none", environment.device, environment.torch),
+            (result.tokenizer or "none")[:HASH_DIGITS],
+        )
+        rows.append(TableRow(result.label, tuple(TableCell(text, wide=True) for text in texts)))
+    caption = "Checkpoints, and how they were used"
+    return [ReportBlock(tables=(Table("models", caption, CHECKPOINT_HEADER, tuple(dict.fromkeys(rows))),))]
 
 
 # All sections
 
 Builder = Callable[[Sequence[LoadedResult], bool], list[ReportBlock]]
-
-
-@dataclass(frozen=True)
-class SectionKind:
-    """A section: the tasks whose results it reads, and the function that makes its blocks (with published numbers or
-    without); a section without blocks is left out. `printed` ones appear on the console too.
-    """
-
-    name: str
-    title: str
-    tasks: tuple[str, ...]
-    build: Builder
-    printed: bool = True
+"""Makes the blocks of a section out of results, with published numbers or without; none leaves the section out."""
 
 
 def grouped(
@@ -429,60 +406,45 @@ def grouped(
     return build
 
 
-SECTIONS = (
-    SectionKind(
-        "perplexity",
-        "Perplexity beyond the training length",
-        ("perplexity",),
+NOT_PRINTED = ("models", "costs")
+"""Sections that do not appear on the console."""
+SECTIONS: dict[str, tuple[str, tuple[str, ...], Builder]] = {
+    "perplexity": (
+        *("Perplexity beyond the training length", ("perplexity",)),
         grouped("perplexity", by_length.PERPLEXITY_COMPARABLE, by_length.perplexity_block),
     ),
-    SectionKind(
-        "rerope",
-        "Loss with windowed relative positions",
-        ("perplexity",),
+    "rerope": (
+        *("Loss with windowed relative positions", ("perplexity",)),
         grouped("rerope", by_length.PERPLEXITY_COMPARABLE, by_length.map_block, by_length.has_map),
     ),
-    SectionKind(
-        "passkey",
-        "Passkey retrieval",
-        ("passkey",),
+    "passkey": (
+        *("Passkey retrieval", ("passkey",)),
         grouped("passkey", by_length.RETRIEVAL_COMPARABLE, by_length.passkey_block),
     ),
-    SectionKind("strict", "CoCA-Strict against CoCA-Slack", ("perplexity", "passkey"), by_length.strict_blocks),
-    SectionKind(
-        "needle",
-        "A needle in a haystack",
-        ("needle",),
+    "strict": ("CoCA-Strict against CoCA-Slack", ("perplexity", "passkey"), by_length.strict_blocks),
+    "needle": (
+        *("A needle in a haystack", ("needle",)),
         grouped("needle", by_length.NEEDLE_COMPARABLE, by_length.needle_block),
     ),
-    SectionKind(
-        "ruler",
-        "RULER-style tasks",
-        ("ruler",),
+    "ruler": (
+        *("RULER-style tasks", ("ruler",)),
         grouped("ruler", by_length.RETRIEVAL_COMPARABLE, by_length.ruler_block),
     ),
-    SectionKind("short", "Short-context tasks", ("lm-eval",), grouped("short", HARNESS_COMPARABLE, harness_block)),
-    SectionKind("speed", "Speed and memory", ("speed",), speed_blocks),
-    SectionKind(
-        "analysis", "Analysis of attention", ("analyse",), grouped("analysis", ANALYSIS_COMPARABLE, analysis_block)
-    ),
-    SectionKind(
-        "models",
-        "What was measured",
-        tuple(task for task in RESULT_TYPES if task != "speed"),
-        checkpoint_blocks,
-        printed=False,
-    ),
-    SectionKind("costs", "What measuring cost", tuple(RESULT_TYPES), cost_blocks, printed=False),
-)
-"""The sections in their order. A new task adds a row here and one to `RESULT_TYPES`."""
+    "short": ("Short-context tasks", ("lm-eval",), grouped("short", HARNESS_COMPARABLE, harness_block)),
+    "speed": ("Speed and memory", ("speed",), speed_blocks),
+    "analysis": ("Analysis of attention", ("analyse",), grouped("analysis", ANALYSIS_COMPARABLE, analysis_block)),
+    "models": ("What was measured", tuple(task for task in RESULT_TYPES if task != "speed"), checkpoint_blocks),
+    "costs": ("What measuring cost", tuple(RESULT_TYPES), cost_blocks),
+}
+"""Title, tasks whose results are read, and builder of each section, in order. A new task adds a row here and one to
+`RESULT_TYPES`."""
 
 
 def build_sections(loaded: Sequence[LoadedResult], papers: bool) -> tuple[Section, ...]:
     """The sections that have content. Raises EvaluationError for labels that stand for two models."""
     sections = []
-    for kind in SECTIONS:
-        chosen = [item for item in loaded if item.result.task in kind.tasks]
-        if chosen and (blocks := kind.build(chosen, papers)):
-            sections.append(Section(kind.name, kind.title, tuple(blocks), kind.printed))
+    for name, (title, tasks, build) in SECTIONS.items():
+        chosen = [item for item in loaded if item.result.task in tasks]
+        if chosen and (blocks := build(chosen, papers)):
+            sections.append(Section(name, title, tuple(blocks), name not in NOT_PRINTED))
     return tuple(sections)
