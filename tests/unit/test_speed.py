@@ -17,9 +17,16 @@ from megatron_coca.evaluation.options import Variant
 from megatron_coca.evaluation.results import EvaluationError, Missing, Store, read_record
 from megatron_coca.evaluation.speed import CONTRACTION, WHATS, add_arguments, probing
 from megatron_coca.evaluation.speed.cases import Case, build, build_all, choose, contract
-from megatron_coca.evaluation.speed.measuring import empty_result, interleaved, measure, quartiles, ratio
+from megatron_coca.evaluation.speed.measuring import (
+    SpeedResult,
+    empty_result,
+    interleaved,
+    measure,
+    quartiles,
+    ratio,
+    tables,
+)
 from megatron_coca.evaluation.speed.probing import WORKLOADS, Plan, Probe, Workload, probe
-from megatron_coca.evaluation.speed.records import SpeedResult, tables
 from megatron_coca.model import build_model
 from tools.bench_peer import peak_bytes
 

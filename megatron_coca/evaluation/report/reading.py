@@ -23,7 +23,7 @@ from megatron_coca.evaluation.results import (
     read_record,
 )
 from megatron_coca.evaluation.retrieval.records import NeedleResult, PasskeyResult, RulerResult
-from megatron_coca.evaluation.speed.records import SpeedResult
+from megatron_coca.evaluation.speed.measuring import SpeedResult
 
 logger = logging.getLogger(__name__)
 

@@ -38,7 +38,7 @@ from megatron_coca.evaluation.report.tables import (
 )
 from megatron_coca.evaluation.results import Cost, Missing
 from megatron_coca.evaluation.speed import CONTRACTION, WHATS, WHOLE_SEQUENCES
-from megatron_coca.evaluation.speed.records import SpeedCell, SpeedResult
+from megatron_coca.evaluation.speed.measuring import SpeedCell, SpeedResult
 
 # Short-context tasks
 
