@@ -9,12 +9,13 @@ from megatron_coca.attention.inputs import BackendError
 from megatron_coca.checkpoints import CheckpointError
 from megatron_coca.config import ConfigError
 from megatron_coca.data import DataError
-from megatron_coca.evaluation import analysis, report, speed
+from megatron_coca.evaluation import analysis, report
 from megatron_coca.evaluation import suite as suite
 from megatron_coca.evaluation.harness.measuring import LM_EVAL
 from megatron_coca.evaluation.perplexity import PERPLEXITY
 from megatron_coca.evaluation.results import EvaluationError
 from megatron_coca.evaluation.retrieval.measuring import NEEDLE, PASSKEY, RULER
+from megatron_coca.evaluation.speed import command as speed
 from megatron_coca.evaluation.subject import Task
 
 USER_ERRORS = (ConfigError, DataError, CheckpointError, BackendError, EvaluationError)

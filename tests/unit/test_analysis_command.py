@@ -10,14 +10,16 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
+from megatron_coca import load_model
 from megatron_coca.attention.inputs import AttentionInputs, Segment
 from megatron_coca.config import load_config
 from megatron_coca.evaluation.analysis import measuring
 from megatron_coca.evaluation.analysis.distance_sweep import BINS, summarise_angles
-from megatron_coca.evaluation.analysis.measuring import draw_pairs, log_distances, row_entropies, spread
+from megatron_coca.evaluation.analysis.measuring import Sampling, draw_pairs, log_distances, row_entropies, spread
 from megatron_coca.evaluation.analysis.records import FIGURES, AnalysisResult
 from megatron_coca.evaluation.results import read_costs, read_record
 from tests.checkpoint_files import write_checkpoint
+from tests.unit.report_cases import analysis
 
 ROOT = Path(__file__).parents[2]
 MODEL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 16, "vocab_size": 512}
@@ -96,17 +98,16 @@ def test_a_seed_that_is_none_is_one_message(
     assert "--seed" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", FIGURES)
-def test_every_figure_has_what_its_result_has(
-    name: str, analyse: Any, checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
-    assert analyse(checkpoints["coca"], "coca.json", "--lengths", "16,32") == 0
-    result = read_record(tmp_path / "coca.json", AnalysisResult, "an analysis")
-    axes = Figure().subplots()
-    FIGURES[name](axes, result)
-    drawn = len(axes.lines) + len(axes.patches)
-    assert drawn == {"angles": 3, "reach": 3, "decay": 4, "entropy": 4}[name]
-    FIGURES[name](Figure().subplots(), result.model_copy(update={"results": []}))
+def test_every_figure_has_what_its_result_has(tmp_path: Path, checkpoints: dict[str, Path]) -> None:
+    model = load_model(checkpoints["coca"])
+    documents = [np.arange(32) * 7 % 512]
+    cells = [measuring.analyse(model, documents, length, Sampling(40, 9, 1234)) for length in (16, 32)]
+    result = analysis("CoCA").model_copy(update={"results": cells})
+    for name, expected in {"angles": 3, "reach": 3, "decay": 4, "entropy": 4}.items():
+        axes = Figure().subplots()
+        FIGURES[name](axes, result)
+        assert len(axes.lines) + len(axes.patches) == expected, name
+        FIGURES[name](Figure().subplots(), result.model_copy(update={"results": []}))
 
 
 def test_all_pairs_come_once_each() -> None:

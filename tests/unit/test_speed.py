@@ -15,8 +15,9 @@ from megatron_coca.attention.inputs import BackendError
 from megatron_coca.config import Config, load_config
 from megatron_coca.evaluation.options import Variant
 from megatron_coca.evaluation.results import EvaluationError, Missing, Store, read_record
-from megatron_coca.evaluation.speed import CONTRACTION, WHATS, add_arguments, probing
+from megatron_coca.evaluation.speed import CONTRACTION, WHATS, probing
 from megatron_coca.evaluation.speed.cases import Case, build, build_all, choose, contract
+from megatron_coca.evaluation.speed.command import add_arguments
 from megatron_coca.evaluation.speed.measuring import (
     SpeedResult,
     empty_result,

@@ -205,9 +205,9 @@ def measure(
     for what in plan.whats:
         for length in tqdm(sorted(plan.lengths), desc=what, unit="length"):
             peaks = {
-                item.label: found.peak
+                item.label: made.peak
                 for item in built
-                if (found := probes.get((item.label, what, length))) is not None and found.kind is None
+                if (made := probes.get((item.label, what, length))) is not None and made.kind is None
             }
             fitting = [item for item in built if item.label in peaks]
             works = {item.label: WORKLOADS[what](item.model, length, plan.batch) for item in fitting}

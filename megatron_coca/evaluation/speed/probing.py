@@ -116,7 +116,7 @@ def decode(model: GPT, length: int, batch: int) -> Workload:
     cache, method = model.new_cache(length=length + DECODED), model.method
     first = first_layer(model)
     weight = first.dense.weight
-    kv_heads = first.query_key_value.out_features // first.head_dim // (first.queries_per_key + 2)
+    kv_heads = first.query_key_value.weight.shape[0] // first.head_dim // (first.queries_per_key + 2)
     generator = torch.Generator().manual_seed(length)
     for layer in cache.layers:
         widths = method.cached_width, method.head_dim
@@ -323,7 +323,8 @@ def main() -> None:
     """Reads a request of `probe_in_subprocess` from standard input, and writes a line of JSON for each probe."""
     request = json.load(sys.stdin)
     torch.set_num_threads(request["threads"])
-    plan = Plan(**{key: tuple(value) if isinstance(value, list) else value for key, value in request["plan"].items()})
+    given = request["plan"]
+    plan = Plan(tuple(given["whats"]), tuple(given["lengths"]), given["batch"], given["rounds"], given["budget"])
     case = Case(request["label"], load_config([request["config"]]), request["contracted"])
     built = build(case, "cpu", DTYPES[request["dtype"]])
     # Libraries allocate buffers of their own in the first call.
