@@ -1,4 +1,4 @@
-"""evaluate.py speed: that all methods do the same work side by side, and that what does not fit is never begun."""
+"""evaluate.py speed: that all methods do the same work side by side, and that what does not fit is never tried."""
 
 import runpy
 from argparse import ArgumentParser, Namespace
@@ -142,7 +142,7 @@ def test_a_call_can_be_repeated(what: str, pos_emb: str, monkeypatch: pytest.Mon
     assert len(caches) == (what == "decode")
 
 
-def test_scores_that_do_not_fit_are_never_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_that_do_not_fit_are_never_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probing, "free_bytes", lambda device: 100 * 2**20)
     case = Case(CONTRACTION, config(pos_emb="coca"), True)
     plan = Plan(("model forward", "model forward+backward", "decode"), (8, 4096), 1, 2, 1e9)

@@ -116,7 +116,9 @@ def decode(model: GPT, length: int, batch: int) -> Workload:
     cache, method = model.new_cache(length=length + DECODED), model.method
     first = first_layer(model)
     weight = first.dense.weight
-    kv_heads = first.query_key_value.weight.shape[0] // first.head_dim // (first.queries_per_key + 2)
+    packed = first.query_key_value.weight
+    assert isinstance(packed, Tensor)
+    kv_heads = packed.shape[0] // first.head_dim // (first.queries_per_key + 2)
     generator = torch.Generator().manual_seed(length)
     for layer in cache.layers:
         widths = method.cached_width, method.head_dim
