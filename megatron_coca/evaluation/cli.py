@@ -9,14 +9,13 @@ from megatron_coca.attention.inputs import BackendError
 from megatron_coca.checkpoints import CheckpointError
 from megatron_coca.config import ConfigError
 from megatron_coca.data import DataError
+from megatron_coca.evaluation import analysis, report
 from megatron_coca.evaluation import suite as suite
-from megatron_coca.evaluation.analysis.measuring import ANALYSE
 from megatron_coca.evaluation.harness.measuring import LM_EVAL
 from megatron_coca.evaluation.perplexity import PERPLEXITY
-from megatron_coca.evaluation.report import REPORT
 from megatron_coca.evaluation.results import EvaluationError
 from megatron_coca.evaluation.retrieval.measuring import NEEDLE, PASSKEY, RULER
-from megatron_coca.evaluation.speed.measuring import SPEED
+from megatron_coca.evaluation.speed import command as speed
 from megatron_coca.evaluation.subject import Task
 
 USER_ERRORS = (ConfigError, DataError, CheckpointError, BackendError, EvaluationError)
@@ -28,8 +27,8 @@ MEASUREMENTS = {
     "needle": NEEDLE,
     "ruler": RULER,
     "lm-eval": LM_EVAL,
-    "analyse": ANALYSE,
-    "speed": SPEED,
+    "analyse": Task(analysis.HELP, analysis.add_arguments, analysis.run),
+    "speed": Task(speed.HELP, speed.add_arguments, speed.run, of_checkpoint=False),
 }
 """What writes result files; a suite may ask for any of them."""
 
@@ -39,7 +38,7 @@ SUITE = Task(
     partial(suite.run_suite, tasks=MEASUREMENTS),
 )
 
-TASKS = {**MEASUREMENTS, "report": REPORT, "suite": SUITE}
+TASKS = {**MEASUREMENTS, "report": Task(report.HELP, report.add_arguments, report.run), "suite": SUITE}
 """Every subcommand by its name."""
 
 INTERRUPTED = 130

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron_coca.config import load_config
-from megatron_coca.evaluation.analysis import observation as scores_module
-from megatron_coca.evaluation.analysis.measuring import Observer, Sampling, analyse
-from megatron_coca.evaluation.analysis.observation import observed
+from megatron_coca.evaluation.analysis import measuring
+from megatron_coca.evaluation.analysis.measuring import Sampling, analyse, observed
 from megatron_coca.evaluation.analysis.records import LengthAnalysis
 from megatron_coca.model import GPT, build_model
 from tests.reference import dense
@@ -189,7 +188,7 @@ def test_scores_and_entropy_are_the_oracles(
     pos_emb: str, keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of every pair and every query; with memory for three queries at a time."""
-    monkeypatch.setattr(scores_module, "SCORES_AT_ONCE", 3 * HEADS * LENGTH)
+    monkeypatch.setattr(measuring, "SCORES_AT_ONCE", 3 * HEADS * LENGTH)
     model = build(pos_emb, **keys)
     cell = analyse(model, documents(), LENGTH, EVERYTHING)
     by_distance: dict[int, list[float]] = {}
@@ -266,13 +265,13 @@ def turned_by_hand(
 def test_pairs_put_apart_and_their_bounds(pos_emb: str, keys: dict[str, Any], factor: float, furthest: int) -> None:
     model, sampling = build(pos_emb, **keys), Sampling(pairs=6, queries=3, seed=9)
     decay = analyse(model, documents(), LENGTH, sampling).decay
-    observer, speeds, samples = Observer(model, LENGTH, sampling, 2), theta(pos_emb, keys), []
+    speeds, samples = theta(pos_emb, keys), []
     for number, tokens in enumerate(documents()):
-        observer.begin(number)
-        assert len(observer.pairs[0]) == 3
+        pairs = sampling.document_pairs(LENGTH, number, 2)
+        assert len(pairs[0]) == 3
         for q, k in projections(model, tokens):
             for head in range(HEADS):
-                for m, n in zip(*observer.pairs, strict=True):
+                for m, n in zip(*pairs, strict=True):
                     one, other = q[head, m], k[head, n]
                     mapped = [min(r, furthest) for r in decay.distances]
                     samples.append([turned_by_hand(pos_emb, one, other, speeds, r, factor) for r in mapped])
@@ -307,9 +306,9 @@ def test_watching_changes_nothing() -> None:
     methods = [block.attention.method for block in model.blocks]
     with torch.no_grad():
         before = model(ids)
-        seen: list[int] = []
-        with pytest.raises(RuntimeError, match="stop"), observed(model, lambda each: seen.append(each.layer)):
+        seen: list[Tensor] = []
+        with pytest.raises(RuntimeError, match="stop"), observed(model, lambda q, k, inputs: seen.append(q)):
             assert torch.equal(model(ids), before)
             raise RuntimeError("stop")
         assert torch.equal(model(ids), before)
-    assert seen == [0, 1] and [block.attention.method for block in model.blocks] == methods
+    assert len(seen) == LAYERS and [block.attention.method for block in model.blocks] == methods

@@ -11,7 +11,8 @@ from megatron_coca.evaluation.analysis.records import AnalysisResult
 from megatron_coca.evaluation.harness.records import HarnessResult
 from megatron_coca.evaluation.results import Cost, Costs, Result, cost_path, write_record
 from megatron_coca.evaluation.retrieval.records import NeedleResult, PasskeyResult, RulerResult
-from megatron_coca.evaluation.speed.records import WHATS, SpeedResult
+from megatron_coca.evaluation.speed import WHATS
+from megatron_coca.evaluation.speed.measuring import SpeedResult
 
 NTK = {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0, "target_length": None}}
 REROPE = {"relative_positions": {"type": "rerope", "window": None}}

@@ -10,16 +10,16 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
+from megatron_coca import load_model
 from megatron_coca.attention.inputs import AttentionInputs, Segment
 from megatron_coca.config import load_config
-from megatron_coca.evaluation.analysis import measuring, observation
+from megatron_coca.evaluation.analysis import measuring
 from megatron_coca.evaluation.analysis.distance_sweep import BINS, summarise_angles
-from megatron_coca.evaluation.analysis.measuring import ANALYSE
-from megatron_coca.evaluation.analysis.observation import draw_pairs, log_distances, row_entropies, spread
+from megatron_coca.evaluation.analysis.measuring import Sampling, draw_pairs, log_distances, row_entropies, spread
 from megatron_coca.evaluation.analysis.records import FIGURES, AnalysisResult
-from megatron_coca.evaluation.cli import TASKS
 from megatron_coca.evaluation.results import read_costs, read_record
 from tests.checkpoint_files import write_checkpoint
+from tests.unit.report_cases import analysis
 
 ROOT = Path(__file__).parents[2]
 MODEL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 16, "vocab_size": 512}
@@ -35,9 +35,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture
-def analyse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+def analyse(tmp_path: Path) -> Any:
     """analyse(checkpoint, file name, option, ...): the exit status."""
-    monkeypatch.setitem(TASKS, "analyse", ANALYSE)
     main = runpy.run_path(str(ROOT / "evaluate.py"))["main"]
     text = tmp_path / "text.jsonl"
     sentences = ["It is a truth universally acknowledged. " * 3, "Call me Ishmael, some years ago. " * 3]
@@ -99,17 +98,16 @@ def test_a_seed_that_is_none_is_one_message(
     assert "--seed" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", FIGURES)
-def test_every_figure_has_what_its_result_has(
-    name: str, analyse: Any, checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
-    assert analyse(checkpoints["coca"], "coca.json", "--lengths", "16,32") == 0
-    result = read_record(tmp_path / "coca.json", AnalysisResult, "an analysis")
-    axes = Figure().subplots()
-    FIGURES[name](axes, result)
-    drawn = len(axes.lines) + len(axes.patches)
-    assert drawn == {"angles": 3, "reach": 3, "decay": 4, "entropy": 4}[name]
-    FIGURES[name](Figure().subplots(), result.model_copy(update={"results": []}))
+def test_every_figure_has_what_its_result_has(tmp_path: Path, checkpoints: dict[str, Path]) -> None:
+    model = load_model(checkpoints["coca"])
+    documents = [np.arange(32) * 7 % 512]
+    cells = [measuring.analyse(model, documents, length, Sampling(40, 9, 1234)) for length in (16, 32)]
+    result = analysis("CoCA").model_copy(update={"results": cells})
+    for name, expected in {"angles": 3, "reach": 3, "decay": 4, "entropy": 4}.items():
+        axes = Figure().subplots()
+        FIGURES[name](axes, result)
+        assert len(axes.lines) + len(axes.patches) == expected, name
+        FIGURES[name](Figure().subplots(), result.model_copy(update={"results": []}))
 
 
 def test_all_pairs_come_once_each() -> None:
@@ -157,8 +155,8 @@ def test_entropy_takes_no_more_memory_than_it_may(monkeypatch: pytest.MonkeyPatc
     length, heads, sizes = 400, 2, []
     x = torch.randn(1, heads, length, 8)
     inputs = AttentionInputs((Segment(x, x),), x, 0.3)
-    whole, original = row_entropies(inputs, torch.arange(length)), observation.row_scores
-    monkeypatch.setattr(observation, "SCORES_AT_ONCE", 7 * heads * length + 1)
-    monkeypatch.setattr(observation, "row_scores", lambda *given: sizes.append(len(given[1])) or original(*given))
+    whole, original = row_entropies(inputs, torch.arange(length)), measuring.row_scores
+    monkeypatch.setattr(measuring, "SCORES_AT_ONCE", 7 * heads * length + 1)
+    monkeypatch.setattr(measuring, "row_scores", lambda *given: sizes.append(len(given[1])) or original(*given))
     torch.testing.assert_close(row_entropies(inputs, torch.arange(length)), whole)
     assert max(sizes) == 7 and sum(sizes) == length

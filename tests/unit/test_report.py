@@ -13,9 +13,9 @@ import pytest
 from report_cases import FULL, NTK, REFUSED, every_result, lacking, needle, perplexity, window, write, write_costs
 
 from megatron_coca.evaluation import EvaluationError, PerplexityResult, WindowResult, build_report
-from megatron_coca.evaluation.report.command import PARTS, build_sections
-from megatron_coca.evaluation.report.document import ReportDocument, render_ours
+from megatron_coca.evaluation.report.document import ReportDocument, console_text
 from megatron_coca.evaluation.report.reading import RESULT_TYPES, read_results
+from megatron_coca.evaluation.report.sections import SECTIONS, build_sections
 from megatron_coca.evaluation.results import read_record, write_atomically
 from megatron_coca.tables import escaped
 
@@ -53,7 +53,7 @@ def test_table_json_and_plot(tmp_path: Path) -> None:
 
 def printed_of(*files: Path) -> str:
     """What the console shows of ours, without drawing anything."""
-    return render_ours(ReportDocument("", "", build_sections(read_results(files), papers=False)))
+    return console_text(ReportDocument("", "", build_sections(read_results(files), papers=False)))
 
 
 def test_infinite_perplexity_survives_strict_json(tmp_path: Path) -> None:
@@ -155,7 +155,9 @@ def test_a_damaged_result_is_an_error_in_a_folder_too(tmp_path: Path, task: str)
 def test_what_is_no_json_is_an_error_in_a_folder_too(tmp_path: Path, content: bytes, named: bool) -> None:
     write(tmp_path, {"whole": perplexity("rotary", {64: 2.0})})
     (tmp_path / "damaged.json").write_bytes(content)
-    with pytest.raises(EvaluationError, match=r"damaged.json: is damaged, .*; measure it again, or take the file away"):
+    with pytest.raises(
+        EvaluationError, match=r"damaged.json: is damaged: not JSON .*; measure it again, or remove the file"
+    ):
         read_results([tmp_path / "damaged.json" if named else tmp_path])
 
 
@@ -284,10 +286,10 @@ def test_every_image_and_table_says_what_it_is(report: Path) -> None:
 
 def test_every_section_is_there(report: Path) -> None:
     page = Page((report / "report.html").read_text())
-    assert [each["id"] for each in page.all("section")] == [part.name for part in PARTS]
-    assert set(RESULT_TYPES) == {task for part in PARTS for task in part.tasks}
+    assert [each["id"] for each in page.all("section")] == list(SECTIONS)
+    assert set(RESULT_TYPES) == {task for _, tasks, _ in SECTIONS.values() for task in tasks}
     markdown = (report / "report.md").read_text()
-    assert all(f"## {part.title}\n" in markdown for part in PARTS)
+    assert all(f"## {title}\n" in markdown for title, _, _ in SECTIONS.values())
     for word in ("Table 1", "Table 2", "Table 3", "Table 5", "Table 6", "next-token", "Wilson", "OOM", "failed"):
         assert word.lower() in page.text.lower()
     assert REFUSED in page.text and "8192 x 8192 scores" in page.text
@@ -313,21 +315,21 @@ def test_without_papers_there_is_no_number_of_theirs(tmp_path: Path) -> None:
     write(tmp_path, every_result())
     sections = build_sections(read_results([tmp_path]), papers=False)
     tables = [table for section in sections for block in section.blocks for table in block.tables]
-    assert tables and not [line for table in tables for line in table.lines if line.published]
+    assert tables and not [row for table in tables for row in table.rows if row.published]
     with_papers = build_sections(read_results([tmp_path]), papers=True)
     assert [
-        line
+        row
         for section in with_papers
         for block in section.blocks
         for table in block.tables
-        for line in table.lines
-        if line.published
+        for row in table.rows
+        if row.published
     ]
 
 
 def test_the_best_of_ours_is_marked_and_theirs_never(tmp_path: Path) -> None:
     results = {"one": perplexity("A", {512: 2.0, 1024: 3.0}), "two": perplexity("B", {512: 2.5, 1024: 2.5})}
     (section, *_) = build_sections(read_results(write(tmp_path, results)), papers=True)
-    lines = section.blocks[0].tables[0].lines
-    assert [[entry.best for entry in line.entries[:2]] for line in lines[:2]] == [[True, False], [False, True]]
-    assert not any(entry.best for line in lines[2:] for entry in line.entries)
+    rows = section.blocks[0].tables[0].rows
+    assert [[cell.best for cell in row.cells[:2]] for row in rows[:2]] == [[True, False], [False, True]]
+    assert not any(cell.best for row in rows[2:] for cell in row.cells)

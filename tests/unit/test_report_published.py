@@ -10,12 +10,11 @@ from report_cases import NTK, REROPE, harness, lacking, passkey, perplexity, wri
 
 from megatron_coca.config import Config, load_config
 from megatron_coca.evaluation import EvaluationError, PerplexityResult
-from megatron_coca.evaluation.report import published_tables
-from megatron_coca.evaluation.report.command import build_sections
-from megatron_coca.evaluation.report.document import Line, Table
-from megatron_coca.evaluation.report.published import PublishedTable, Use, use_of
-from megatron_coca.evaluation.report.published_tables import TABLES
+from megatron_coca.evaluation.report import published
+from megatron_coca.evaluation.report.document import Table, TableRow
+from megatron_coca.evaluation.report.published import TABLES, MethodKey, PublishedTable, method_key
 from megatron_coca.evaluation.report.reading import read_results
+from megatron_coca.evaluation.report.sections import build_sections
 from megatron_coca.evaluation.subject import changed_keys, trained_with
 from megatron_coca.evaluation.suite import read_suite
 
@@ -26,8 +25,8 @@ PI_16 = {"rope_type": "linear", "factor": 16.0}
 MIXED = {"rope_scaling": {"rope_type": "ntk_mixed", "factor": 8.0}}
 LEAKY = {"relative_positions": {"type": "leaky_rerope"}}
 INV_LEAKY = {"type": "inv_leaky_rerope", "target_length": 4096}
-USE_OF_PI_16 = Use("rotary", "linear", 16.0)
-USE_OF_INV_LEAKY = Use("rotary", positions="inv_leaky_rerope", window=0.25, leak=1 / 16)
+USE_OF_PI_16 = MethodKey("rotary", "linear", 16.0)
+USE_OF_INV_LEAKY = MethodKey("rotary", positions="inv_leaky_rerope", window=0.25, leak=1 / 16)
 LOG_N = {"checkpoint__trained_with": {"logit_scaling": "log_n_trained"}}
 
 
@@ -43,29 +42,29 @@ def test_tables_are_whole(table: PublishedTable) -> None:
 @pytest.mark.parametrize(
     ("single", "table"),
     [
-        (published_tables.PERPLEXITY, published_tables.STRICT_PERPLEXITY),
-        (published_tables.RETRIEVAL, published_tables.STRICT_RETRIEVAL),
+        (published.PERPLEXITY, published.STRICT_PERPLEXITY),
+        (published.RETRIEVAL, published.STRICT_RETRIEVAL),
     ],
 )
 def test_factor_4_of_table_3_is_the_dynamic_ntk_of_tables_1_and_2(
     single: PublishedTable, table: PublishedTable
 ) -> None:
-    (row,) = [row for row in single.rows if row.use == published_tables.COCA_NTK]
-    (same,) = [row for row in table.rows if row.use == published_tables.COCA_NTK]
+    (row,) = [row for row in single.rows if row.method == published.COCA_NTK]
+    (same,) = [row for row in table.rows if row.method == published.COCA_NTK]
     assert list(map(float, row.values)) == list(map(float, same.values))
 
 
 def test_the_two_pages_on_rerope_agree_with_the_text() -> None:
-    best = max(published_tables.ACCURACY.rows, key=lambda row: float(row.values[1]))
+    best = max(published.ACCURACY.rows, key=lambda row: float(row.values[1]))
     assert best.name == "ReRoPE-w128, log n" and best.values == ("49.40", "85.47", "48.87")
 
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, Use("rotary")),
-        ({"checkpoint__pos_emb": "coca", "overrides": NTK}, Use("coca", "dynamic", 4.0)),
-        ({"overrides": REROPE}, Use("rotary", positions="rerope", window=0.5)),
+        ({}, MethodKey("rotary")),
+        ({"checkpoint__pos_emb": "coca", "overrides": NTK}, MethodKey("coca", "dynamic", 4.0)),
+        ({"overrides": REROPE}, MethodKey("rotary", positions="rerope", window=0.5)),
         (
             {
                 "overrides": {
@@ -73,32 +72,32 @@ def test_the_two_pages_on_rerope_agree_with_the_text() -> None:
                     "logit_scaling": "log_n",
                 }
             },
-            Use("rotary", positions="leaky_rerope", window=0.25, leak=16.0, logits="log_n"),
+            MethodKey("rotary", positions="leaky_rerope", window=0.25, leak=16.0, logits="log_n"),
         ),
-        ({"overrides": {"rope_scaling": None, "rotary_emb_base": 5e5}}, Use("rotary", base=5e5)),
+        ({"overrides": {"rope_scaling": None, "rotary_emb_base": 5e5}}, MethodKey("rotary", base=5e5)),
         (
             {"checkpoint__trained_with": {"rotary_emb_base": 5e5}},
-            Use("rotary", base=5e5, trained=Use("rotary", base=5e5)),
+            MethodKey("rotary", base=5e5, trained=MethodKey("rotary", base=5e5)),
         ),
-        ({"overrides": {"rope_scaling": PI_16}}, Use("rotary", "linear", 16.0)),
+        ({"overrides": {"rope_scaling": PI_16}}, MethodKey("rotary", "linear", 16.0)),
         (
             {"checkpoint__trained_with": {"rope_scaling": PI_16}},
-            Use("rotary", "linear", 16.0, trained=USE_OF_PI_16),
+            MethodKey("rotary", "linear", 16.0, trained=USE_OF_PI_16),
         ),
         (
             {"checkpoint__trained_with": {"rope_scaling": PI_16}, "overrides": NTK},
-            Use("rotary", "dynamic", 4.0, trained=USE_OF_PI_16),
+            MethodKey("rotary", "dynamic", 4.0, trained=USE_OF_PI_16),
         ),
-        ({"overrides": MIXED}, Use("rotary", "ntk_mixed", 8.0, exponent=0.625)),
-        ({"overrides": LEAKY}, Use("rotary", positions="leaky_rerope", window=0.5, leak=16.0)),
+        ({"overrides": MIXED}, MethodKey("rotary", "ntk_mixed", 8.0, exponent=0.625)),
+        ({"overrides": LEAKY}, MethodKey("rotary", positions="leaky_rerope", window=0.5, leak=16.0)),
         (
             {"checkpoint__trained_with": {"relative_positions": INV_LEAKY}},
-            Use("rotary", positions="inv_leaky_rerope", window=0.25, leak=1 / 16, trained=USE_OF_INV_LEAKY),
+            MethodKey("rotary", positions="inv_leaky_rerope", window=0.25, leak=1 / 16, trained=USE_OF_INV_LEAKY),
         ),
     ],
 )
-def test_use_of_a_result(changes: dict[str, Any], expected: Use) -> None:
-    assert use_of(perplexity("one", {512: 2.0}, **changes)) == expected
+def test_use_of_a_result(changes: dict[str, Any], expected: MethodKey) -> None:
+    assert method_key(perplexity("one", {512: 2.0}, **changes)) == expected
 
 
 @pytest.mark.parametrize(
@@ -110,54 +109,54 @@ def test_use_of_a_result(changes: dict[str, Any], expected: Use) -> None:
 )
 def test_a_use_that_nothing_has_is_named(overrides: dict[str, Any], place: str) -> None:
     with pytest.raises(EvaluationError, match=f"label `one` of perplexity: {place}: .*measure it again"):
-        use_of(perplexity("one", {512: 2.0}, overrides=overrides))
+        method_key(perplexity("one", {512: 2.0}, overrides=overrides))
 
 
 def rows_of(table: PublishedTable, **changes: Any) -> list[str]:
     result = perplexity("one", {512: 2.0}, **changes)
-    return [row.name for row in table.rows if row.is_of(result)]
+    return [row.name for row in table.rows if row.is_method_of(result)]
 
 
 @pytest.mark.parametrize(
     ("table", "changes", "expected"),
     [
-        (published_tables.PI_PERPLEXITY, {"overrides": {"rope_scaling": PI_16}}, []),
-        (published_tables.PI_PERPLEXITY, {"checkpoint__trained_with": {"rope_scaling": PI_16}}, ["LLaMA-7B + PI"]),
-        (published_tables.PI_PERPLEXITY, {"checkpoint__trained_with": {"rope_scaling": {**PI_16, "factor": 4.0}}}, []),
+        (published.PI_PERPLEXITY, {"overrides": {"rope_scaling": PI_16}}, []),
+        (published.PI_PERPLEXITY, {"checkpoint__trained_with": {"rope_scaling": PI_16}}, ["LLaMA-7B + PI"]),
+        (published.PI_PERPLEXITY, {"checkpoint__trained_with": {"rope_scaling": {**PI_16, "factor": 4.0}}}, []),
         (
-            published_tables.PI_PERPLEXITY,
+            published.PI_PERPLEXITY,
             {
                 "checkpoint__trained_with": {"rope_scaling": {**PI_16, "factor": 4.0}},
                 "overrides": {"rope_scaling": PI_16},
             },
             [],
         ),
-        (published_tables.SHORT_CONTEXT, {"overrides": {"rope_scaling": PI_16}}, []),
-        (published_tables.ACCURACY, {"overrides": {"rotary_emb_base": 8e4}}, ["NTK-RoPE-old"]),
-        (published_tables.ACCURACY, {"checkpoint__trained_with": {"rotary_emb_base": 8e4}}, []),
-        (published_tables.ACCURACY, {"checkpoint__trained_with": REROPE}, []),
-        (published_tables.ACCURACY, {"overrides": {"rope_scaling": {**PI_16, "factor": 8.0}}}, ["PI-RoPE"]),
-        (published_tables.ACCURACY, {"checkpoint__trained_with": {"rope_scaling": {**PI_16, "factor": 8.0}}}, []),
-        (published_tables.ACCURACY, {"overrides": REROPE}, ["ReRoPE-w256"]),
-        (published_tables.ACCURACY, {"overrides": {"relative_positions": {"type": "rerope", "window": 100}}}, []),
-        (published_tables.ACCURACY, {"overrides": LEAKY, **LOG_N}, ["Leaky ReRoPE-w256-k16, log n"]),
+        (published.SHORT_CONTEXT, {"overrides": {"rope_scaling": PI_16}}, []),
+        (published.ACCURACY, {"overrides": {"rotary_emb_base": 8e4}}, ["NTK-RoPE-old"]),
+        (published.ACCURACY, {"checkpoint__trained_with": {"rotary_emb_base": 8e4}}, []),
+        (published.ACCURACY, {"checkpoint__trained_with": REROPE}, []),
+        (published.ACCURACY, {"overrides": {"rope_scaling": {**PI_16, "factor": 8.0}}}, ["PI-RoPE"]),
+        (published.ACCURACY, {"checkpoint__trained_with": {"rope_scaling": {**PI_16, "factor": 8.0}}}, []),
+        (published.ACCURACY, {"overrides": REROPE}, ["ReRoPE-w256"]),
+        (published.ACCURACY, {"overrides": {"relative_positions": {"type": "rerope", "window": 100}}}, []),
+        (published.ACCURACY, {"overrides": LEAKY, **LOG_N}, ["Leaky ReRoPE-w256-k16, log n"]),
         (
-            published_tables.ACCURACY,
+            published.ACCURACY,
             {"overrides": {"relative_positions": {"type": "leaky_rerope", "window": 128, "leak": 32.0}}, **LOG_N},
             ["Leaky ReRoPE-w128-k32, log n"],
         ),
         (
-            published_tables.ACCURACY,
+            published.ACCURACY,
             {"overrides": {"relative_positions": {"type": "leaky_rerope", "window": 128, "leak": 4.0}}, **LOG_N},
             [],
         ),
         (
-            published_tables.ACCURACY,
+            published.ACCURACY,
             {"checkpoint__trained_with": {"logit_scaling": "log_n_trained", "relative_positions": INV_LEAKY}},
             ["InvLeaky ReRoPE-w128, log n"],
         ),
         (
-            published_tables.ACCURACY,
+            published.ACCURACY,
             {
                 "checkpoint__trained_with": {
                     "logit_scaling": "log_n_trained",
@@ -167,15 +166,15 @@ def rows_of(table: PublishedTable, **changes: Any) -> list[str]:
             [],
         ),
         (
-            published_tables.ACCURACY,
+            published.ACCURACY,
             {
                 "checkpoint__trained_with": {"logit_scaling": "log_n_trained", "relative_positions": INV_LEAKY},
                 "overrides": {"rotary_emb_base": 8e4},
             },
             [],
         ),
-        (published_tables.LOSS, {"overrides": REROPE}, []),
-        (published_tables.LOSS, {"overrides": {**REROPE, "logit_scaling": "log_n"}}, []),
+        (published.LOSS, {"overrides": REROPE}, []),
+        (published.LOSS, {"overrides": {**REROPE, "logit_scaling": "log_n"}}, []),
     ],
 )
 def test_the_method_of_a_row_has_its_fine_tuning_window_and_leak(
@@ -186,11 +185,11 @@ def test_the_method_of_a_row_has_its_fine_tuning_window_and_leak(
 
 def test_the_pages_on_rerope_are_whole() -> None:
     """37 methods and HFWA, each once; the figures of a row are those of its method."""
-    names = [row.name for row in published_tables.ACCURACY.rows]
+    names = [row.name for row in published.ACCURACY.rows]
     assert len(names) == len(set(names)) == 38
-    uses = [row.use for row in published_tables.ACCURACY.rows if row.use is not None]
+    uses = [row.method for row in published.ACCURACY.rows if row.method is not None]
     assert len(uses) == len(set(uses)) == 37
-    for row in published_tables.ACCURACY.rows[:-3]:
+    for row in published.ACCURACY.rows[:-3]:
         assert row.values[0] == ("49.40" if row.name.endswith("log n") else "49.41"), "one model for each logit scaling"
 
 
@@ -203,7 +202,7 @@ TRAINED: dict[str, list[str]] = {
 """What the checkpoints of configs/evaluation/rerope.yml are trained with beside configs/350M/roformer.yml."""
 
 
-def use_of_a_variant(trained: Config, changes: list[str]) -> Use | None:
+def use_of_a_variant(trained: Config, changes: list[str]) -> MethodKey | None:
     """What a result file of a suite's variant says of the use."""
     files, keys = ([each for each in changes if ("=" in each) is is_key] for is_key in (False, True))
     base = trained.to_yaml()
@@ -211,7 +210,7 @@ def use_of_a_variant(trained: Config, changes: list[str]) -> Use | None:
         (Path(folder) / "trained.yml").write_text(base)
         used = load_config([Path(folder) / "trained.yml", *(ROOT / file for file in files)], keys)
     said = {"overrides": changed_keys(trained, used), "checkpoint__trained_with": trained_with(trained)}
-    return use_of(perplexity("one", {512: 2.0}, length=trained.model.seq_length, **said))
+    return method_key(perplexity("one", {512: 2.0}, length=trained.model.seq_length, **said))
 
 
 def test_the_suite_on_rerope_runs_every_row() -> None:
@@ -224,7 +223,7 @@ def test_the_suite_on_rerope_runs_every_row() -> None:
             [ROOT / "configs/350M/roformer.yml", *files], [each for each in TRAINED[name] if "=" in each]
         )
         uses += [use_of_a_variant(trained, changes or []) for changes in entry.variants.values()]
-    assert len(uses) == 37 and set(uses) == {row.use for row in published_tables.ACCURACY.rows} - {None}
+    assert len(uses) == 37 and set(uses) == {row.method for row in published.ACCURACY.rows} - {None}
     plain, repeated = suite.tasks.values()
     assert repeated == {**(plain or {}), "repeat": 512}
 
@@ -234,14 +233,14 @@ def test_the_suite_on_llama_2_runs_every_row() -> None:
     trained = load_config(ROOT / "configs/350M/roformer.yml", {"seq_length": 4096, "max_position_embeddings": 4096})
     ((_, entry),) = suite.checkpoints.items()
     uses = [use_of_a_variant(trained, changes or []) for changes in entry.variants.values()]
-    assert uses == [row.use for row in published_tables.LOSS.rows]
+    assert uses == [row.method for row in published.LOSS.rows]
 
 
 def test_table_5_averages_its_four_groups() -> None:
-    for row in published_tables.SHORT_CONTEXT.rows:
+    for row in published.SHORT_CONTEXT.rows:
         *groups, average = map(float, row.values)
         assert fmean(groups) == pytest.approx(average, abs=0.0051), row.name
-    assert published_tables.AVERAGED_GROUPS == ("Reasoning", "Understanding", "Language", "Examination")
+    assert published.AVERAGED_GROUPS == ("Reasoning", "Understanding", "Language", "Examination")
 
 
 def short_context_tables(folder: Path, *tasks: str) -> list[Table]:
@@ -252,30 +251,30 @@ def short_context_tables(folder: Path, *tasks: str) -> list[Table]:
 
 
 def test_means_of_groups_beside_table_5(tmp_path: Path) -> None:
-    tasks = [task for group in published_tables.TASKS_BY_GROUP.values() for task in group]
+    tasks = [task for group in published.TASKS_BY_GROUP.values() for task in group]
     scores, by_task, means = short_context_tables(tmp_path, *tasks)
     assert len(scores.header) == 1 + 17 + 1, "all tasks and wikitext"
-    assert by_task.header == ("group and task", "RoFormer", "CoCA") and len(by_task.lines) == 17
-    assert by_task.lines[0].name == "Reasoning: copa" and by_task.lines[-1].name == "Knowledge: boolq"
-    assert [entry.text for entry in by_task.lines[-1].entries] == ["66.00", "56.00"]
+    assert by_task.header == ("group and task", "RoFormer", "CoCA") and len(by_task.rows) == 17
+    assert by_task.rows[0].name == "Reasoning: copa" and by_task.rows[-1].name == "Knowledge: boolq"
+    assert [entry.text for entry in by_task.rows[-1].cells] == ["66.00", "56.00"]
     assert means.header[1:] == ("Reasoning", "Understanding", "Language", "Examination", "Average", "Knowledge")
-    ours = [entry.text for entry in means.lines[0].entries]
+    ours = [entry.text for entry in means.rows[0].cells]
     expected = [52.5, 57.0, 60.5, 64.0]
     assert ours == [*(f"{value:.2f}" for value in (*expected, fmean(expected))), "66.00"]
-    assert [entry.best for entry in means.lines[0].entries] == [True] * 6
-    theirs = named(means.lines, "LLaMA-7B")
-    assert [entry.text for entry in theirs.entries] == ["48.25", "47.57", "46.41", "29.63", "42.97", ""]
+    assert [entry.best for entry in means.rows[0].cells] == [True] * 6
+    theirs = named(means.rows, "LLaMA-7B")
+    assert [entry.text for entry in theirs.cells] == ["48.25", "47.57", "46.41", "29.63", "42.97", ""]
     assert theirs.detail == "the method of: RoFormer"
 
 
 def test_a_mean_needs_all_tasks_of_its_group(tmp_path: Path) -> None:
     _, by_task, means = short_context_tables(tmp_path, "copa", "boolq")
-    assert [entry.text for entry in means.lines[0].entries] == ["–"] * 5 + ["51.00"]
-    first, *_, average, knowledge = means.lines[0].entries
+    assert [entry.text for entry in means.rows[0].cells] == ["–"] * 5 + ["51.00"]
+    first, *_, average, knowledge = means.rows[0].cells
     assert first.note == "without an accuracy of sglue_rte, ax_b, ax_g, ocnli, cmnli" and first.note in average.note
-    assert not knowledge.note and by_task.lines[1].entries[0].text == "not run"
-    (_, published) = short_context_tables(tmp_path / "none")
-    assert published.caption.endswith("Table 5")
+    assert not knowledge.note and by_task.rows[1].cells[0].text == "not run"
+    (_, table_5) = short_context_tables(tmp_path / "none")
+    assert table_5.caption.endswith("Table 5")
 
 
 def perplexity_tables(folder: Path, **changes: Any) -> list[Table]:
@@ -284,18 +283,18 @@ def perplexity_tables(folder: Path, **changes: Any) -> list[Table]:
     return list(section.blocks[0].tables)
 
 
-def named(lines: tuple[Line, ...], name: str) -> Line:
+def named(lines: tuple[TableRow, ...], name: str) -> TableRow:
     return next(line for line in lines if line.name == name)
 
 
 def test_the_same_training_length_stands_in_one_table(tmp_path: Path) -> None:
     (table,) = perplexity_tables(tmp_path, checkpoint__pos_emb="coca", overrides=NTK)
     assert table.header[1:] == ("512*", "1024", "2048", "4096", "8192", "16384", "32768")
-    assert [entry.text for entry in table.lines[0].entries] == ["7.39", *["not run"] * 6]
-    row = named(table.lines, "RoFormer + dynamic NTK & CoCA")
-    assert [entry.text for entry in row.entries] == ["20.11", "20.81", "25.88", "34.16", "55.75", "89.31", "101.13"]
+    assert [entry.text for entry in table.rows[0].cells] == ["7.39", *["not run"] * 6]
+    row = named(table.rows, "RoFormer + dynamic NTK & CoCA")
+    assert [entry.text for entry in row.cells] == ["20.11", "20.81", "25.88", "34.16", "55.75", "89.31", "101.13"]
     assert row.published == "CoCA paper, arXiv:2309.08646v3, Table 1" and row.detail == "the method of: ours"
-    assert not named(table.lines, "ALiBi").detail
+    assert not named(table.rows, "ALiBi").detail
 
 
 @pytest.mark.parametrize(
@@ -310,7 +309,7 @@ def test_other_training_lengths_stand_alone(
     tmp_path: Path, length: int, overrides: dict[str, Any], joined: list[str], apart: list[str]
 ) -> None:
     main, *others = perplexity_tables(tmp_path, length=length, overrides=overrides)
-    assert list(dict.fromkeys(line.published.rpartition(", ")[2] for line in main.lines if line.published)) == joined
+    assert list(dict.fromkeys(line.published.rpartition(", ")[2] for line in main.rows if line.published)) == joined
     assert [table.caption.rpartition(": ")[2] for table in others] == apart
 
 
@@ -324,9 +323,9 @@ def refused(label: str, pos_emb: str = "rotary") -> PerplexityResult:
 
 def test_a_refused_use_is_of_no_method(tmp_path: Path) -> None:
     results = {"one": perplexity("RoFormer", {512: 2.0}), "two": refused("RoFormer, refused")}
-    assert use_of(results["two"]) is None
+    assert method_key(results["two"]) is None
     sections = build_sections(read_results(write(tmp_path, results)), papers=True)
-    lines = sections[0].blocks[0].tables[0].lines
+    lines = sections[0].blocks[0].tables[0].rows
     assert [line.name for line in lines if not line.published] == ["RoFormer", "RoFormer, refused"]
     assert {line.detail for line in lines if line.published} == {"", "the method of: RoFormer"}
 
@@ -356,6 +355,6 @@ def test_strict_less_slack(tmp_path: Path) -> None:
     sections = build_sections(read_results(write(tmp_path, results)), papers=True)
     (block,) = next(section for section in sections if section.name == "strict").blocks
     (table,) = block.tables
-    assert [line.name for line in table.lines[:2]] == ["Slack", "Strict: difference"]
-    assert [entry.text for entry in table.lines[1].entries[:2]] == ["+2.11", ""]
-    assert {line.published for line in table.lines[2:]} == {"CoCA paper, arXiv:2309.08646v3, Table 3 (perplexity)"}
+    assert [line.name for line in table.rows[:2]] == ["Slack", "Strict: difference"]
+    assert [entry.text for entry in table.rows[1].cells[:2]] == ["+2.11", ""]
+    assert {line.published for line in table.rows[2:]} == {"CoCA paper, arXiv:2309.08646v3, Table 3 (perplexity)"}

@@ -1,4 +1,4 @@
-"""evaluate.py speed: that all methods do the same work side by side, and that what does not fit is never begun."""
+"""evaluate.py speed: that all methods do the same work side by side, and that what does not fit is never tried."""
 
 import runpy
 from argparse import ArgumentParser, Namespace
@@ -13,14 +13,21 @@ import torch
 
 from megatron_coca.attention.inputs import BackendError
 from megatron_coca.config import Config, load_config
-from megatron_coca.evaluation.cli import TASKS
 from megatron_coca.evaluation.options import Variant
-from megatron_coca.evaluation.results import EvaluationError, Store, read_record
-from megatron_coca.evaluation.speed import probing
-from megatron_coca.evaluation.speed.cases import CONTRACTION, Case, Refusal, build, build_all, choose, contract
-from megatron_coca.evaluation.speed.measuring import SPEED, Bench, add_arguments, empty_result
+from megatron_coca.evaluation.results import EvaluationError, Missing, Store, read_record
+from megatron_coca.evaluation.speed import CONTRACTION, WHATS, probing
+from megatron_coca.evaluation.speed.cases import Case, build, build_all, choose, contract
+from megatron_coca.evaluation.speed.command import add_arguments
+from megatron_coca.evaluation.speed.measuring import (
+    SpeedResult,
+    empty_result,
+    interleaved,
+    measure,
+    quartiles,
+    ratio,
+    tables,
+)
 from megatron_coca.evaluation.speed.probing import WORKLOADS, Plan, Probe, Workload, probe
-from megatron_coca.evaluation.speed.records import WHATS, SpeedResult, interleaved, quartiles, ratio, tables
 from megatron_coca.model import build_model
 from tools.bench_train import peak_bytes
 
@@ -55,7 +62,7 @@ def test_the_contraction_computes_coca(kv_heads: int) -> None:
     ],
 )
 def test_the_contraction_refuses_what_it_does_not_compute(keys: dict[str, Any]) -> None:
-    with pytest.raises(BackendError, match="computes pos_emb coca"):
+    with pytest.raises(BackendError, match="computes only pos_emb coca"):
         contract(build_model(config(**keys)))
 
 
@@ -87,7 +94,7 @@ def test_every_backend_has_its_own_rope() -> None:
 def test_what_cannot_be_built_is_said_and_the_others_stay() -> None:
     base = config(rope_scaling={"rope_type": "dynamic", "factor": 4.0})
     cases, refused = choose(base, ["rotary", "alibi"], [Variant("wrong", (), ("no_such_key=1",))])
-    assert [each.label for each in cases] == ["rotary"] and [each.label for each in refused] == ["alibi", "wrong"]
+    assert [each.label for each in cases] == ["rotary"] and [each.at for each in refused] == ["alibi", "wrong"]
     built, later = build_all(
         [
             *cases,
@@ -97,7 +104,8 @@ def test_what_cannot_be_built_is_said_and_the_others_stay() -> None:
         "cpu",
         torch.float32,
     )
-    assert [each.label for each in later] == ["flash", "part"] and all(isinstance(each, Refusal) for each in later)
+    assert [(each.at, each.kind) for each in later] == [("flash", "refused"), ("part", "refused")]
+    assert all(isinstance(each, Missing) and each.reason for each in [*refused, *later])
     assert "rotary" in [each.label for each in built]
     with pytest.raises(EvaluationError, match="stands for two"):
         choose(base, ["rotary"], [Variant("rotary")])
@@ -134,7 +142,7 @@ def test_a_call_can_be_repeated(what: str, pos_emb: str, monkeypatch: pytest.Mon
     assert len(caches) == (what == "decode")
 
 
-def test_scores_that_do_not_fit_are_never_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_that_do_not_fit_are_never_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probing, "free_bytes", lambda device: 100 * 2**20)
     case = Case(CONTRACTION, config(pos_emb="coca"), True)
     plan = Plan(("model forward", "model forward+backward", "decode"), (8, 4096), 1, 2, 1e9)
@@ -190,11 +198,11 @@ def test_the_first_length_is_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lengths", "stones"),
+    ("lengths", "expected"),
     [((8, 16), [4, 8, 16]), ((64, 1024), [32, 64, 256, 1024]), ((5000, 300), [128, 256, 300, 1200, 4800, 5000])],
 )
-def test_no_length_is_far_from_the_one_before(lengths: tuple[int, ...], stones: list[int]) -> None:
-    assert probing.stepping_stones(lengths) == stones
+def test_no_length_is_far_from_the_one_before(lengths: tuple[int, ...], expected: list[int]) -> None:
+    assert probing.probe_lengths(lengths) == expected
 
 
 @pytest.mark.parametrize(
@@ -229,8 +237,8 @@ def test_memory_that_runs_out_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_process_that_ended_early_leaves_no_gap() -> None:
     plan, first = Plan(("decode",), (8, 16), 1, 2, 1.0), Probe("decode", 8, 5)
-    (killed,) = probing.lost(plan, [first], -9, "")
-    (failed,) = probing.lost(plan, [first], 1, "Traceback\nValueError: odd\n")
+    (killed,) = probing.lost_probes(plan, [first], -9, "")
+    (failed,) = probing.lost_probes(plan, [first], 1, "Traceback\nValueError: odd\n")
     assert (killed.length, killed.kind, failed.kind) == (16, "out of memory", "failed") and "odd" in failed.reason
 
 
@@ -238,15 +246,14 @@ def test_memory_is_what_the_allocator_gave() -> None:
     """In a process of its own, where freed blocks that a call uses again are no memory for nothing."""
     case = Case(CONTRACTION, config(pos_emb="coca"), True)
     model = build(case, "cpu", torch.float32).model
-    for found in probing.probe_apart(case, Plan(("layer forward",), (512, 1024), 1, 1, 1e9), "float32"):
+    for found in probing.probe_in_subprocess(case, Plan(("layer forward",), (512, 1024), 1, 1, 1e9), "float32"):
         given = peak_bytes(WORKLOADS["layer forward"](model, found.length, 1).call)
         assert found.peak is not None and given > 4 * 4 * found.length**2, found
         assert given - 2**18 <= found.peak <= given + 3 * 2**20, (found, given)
 
 
 @pytest.fixture
-def main(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setitem(TASKS, "speed", SPEED)
+def main() -> Any:
     return runpy.run_path(str(ROOT / "evaluate.py"))["main"]
 
 
@@ -317,10 +324,10 @@ def test_only_rope_by_the_same_backend_is_a_measure() -> None:
     cases, _ = choose(config(), ["rotary", "coca", CONTRACTION], [rerope])
     built, _ = build_all(cases, "cpu", torch.float32)
     plan = Plan(("layer forward",), (8,), 1, 2, 1e9)
-    bench, found = Bench(built, plan, CPU), {each.label: [Probe("layer forward", 8)] for each in built}
+    found = {each.label: [Probe("layer forward", 8)] for each in built}
     found["rotary by merge"] = [Probe("layer forward", 8, kind="not run", reason="it is slow")]
     store = Store(None, empty_result(parsed(), config(), built, "cpu"))
-    bench.run(store, lambda each: found[each.label])
+    measure(built, plan, CPU, store, lambda each: found[each.label])
     against = {cell.method: cell.to_rope.against if cell.to_rope else None for cell in store.result.results}
     assert against == {"rotary": "rotary", "coca": "rotary", "contraction": "rotary", "rerope": None}
     assert tables(store.result).rstrip().endswith("was not measured: rerope")

@@ -13,7 +13,7 @@ import pytest
 from megatron_coca.config import load_config
 from megatron_coca.evaluation import EvaluationError
 from megatron_coca.evaluation.cli import MEASUREMENTS, build_parser
-from megatron_coca.evaluation.report.published_tables import TASKS_BY_GROUP
+from megatron_coca.evaluation.report.published import TASKS_BY_GROUP
 from megatron_coca.evaluation.suite import (
     Place,
     SuiteFile,

@@ -1,162 +1,246 @@
-"""The analysis of a model at one length: forward passes over documents, and what each layer shows in them."""
+"""The analysis of a model at one length: forward passes over documents, and samples of the attention of every layer."""
 
-from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+import math
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+import torch.nn as nn
 from torch import Tensor
 
+from megatron_coca.attention.context import PositionContext
+from megatron_coca.attention.inputs import AttentionInputs
+from megatron_coca.attention.layer import SelfAttention
+from megatron_coca.attention.method import PositionMethod
 from megatron_coca.evaluation.analysis.distance_sweep import (
-    PAIRS,
     QUANTILES,
-    Turned,
-    Turntable,
-    curve,
+    ROTATED_FORMS,
+    DistanceSweep,
+    SweptScores,
     initial_angles,
-    mean_of_shares,
+    mean,
+    quantiles,
+    rotary_frequencies,
     share,
     summarise_angles,
     summarise_borders,
-    turning_frequencies,
-)
-from megatron_coca.evaluation.analysis.observation import (
-    Seen,
-    draw_pairs,
-    log_distances,
-    observed,
-    row_entropies,
-    scores_at,
-    spread,
 )
 from megatron_coca.evaluation.analysis.records import (
     AnalysisProtocol,
     AnalysisResult,
+    Curve,
     Decay,
     Entropy,
     LengthAnalysis,
     Share,
     draw_files,
 )
-from megatron_coca.evaluation.documents import Documents, add_document_options, read_subject_documents
-from megatron_coca.evaluation.options import add_subject_options, int_list, positive_int, whole_number
+from megatron_coca.evaluation.documents import Documents, read_subject_documents
 from megatron_coca.evaluation.results import Cost, EvaluationError, Store, measured
-from megatron_coca.evaluation.subject import EvaluatedCheckpoint, Header, Subject, Task, noting_missing, run_subjects
+from megatron_coca.evaluation.subject import EvaluatedCheckpoint, Header, Subject, noting_missing, run_subjects
 from megatron_coca.model import GPT
 from megatron_coca.tables import format_table
 
-TURNED_AT_ONCE = 1 << 22
-"""Numbers of operands held at a time while pairs are put apart."""
+NEAR = 16
+"""Every distance up to this one is sampled."""
+PER_OCTAVE = 4
+"""Sampled distances in each doubling beyond."""
+SWEPT_AT_ONCE = 1 << 22
+"""Operands of a distance sweep that exist at a time."""
+SCORES_AT_ONCE = 1 << 24
+"""Scores that exist at a time for entropies, so that memory does not grow with the square of the length."""
 ROUNDING = 1e-9
-"""By how much a score may be above its bound: both are float64 sums of some ten terms."""
+"""The relative excess of a score over its bound that is rounding: both are float64 sums of some ten terms."""
+
+Visit = Callable[[Tensor, Tensor, AttentionInputs], None]
+"""Receives one layer's q [batch, heads, length, head_dim] and k [batch, kv_heads, length, head_dim] before rotation (for
+CoCA k is the T projection), and the inputs of its backend."""
+
+
+class ObservedMethod:
+    """A position method that shows to `visit` what it prepares."""
+
+    def __init__(self, method: PositionMethod, visit: Visit) -> None:
+        self.method, self.visit = method, visit
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, frame: PositionContext, *rest: Any) -> AttentionInputs:
+        """The inputs of the observed method."""
+        inputs = self.method.prepare(q, k, v, frame, *rest)
+        self.visit(q, k, inputs)
+        return inputs
+
+
+@contextmanager
+def observed(model: nn.Module, visit: Visit) -> Iterator[None]:
+    """Within the context, calls `visit` for every layer of a forward pass without a cache, layer after layer.
+
+    Only one layer's tensors are alive at a time, unless `visit` keeps them.
+    """
+    layers = [module for module in model.modules() if isinstance(module, SelfAttention)]
+    methods = [layer.method for layer in layers]
+    try:
+        for layer, method in zip(layers, methods, strict=True):
+            layer.method = ObservedMethod(method, visit)  # type: ignore[assignment]
+        yield
+    finally:
+        for layer, method in zip(layers, methods, strict=True):
+            layer.method = method
+
+
+def draw_pairs(length: int, count: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Positions m of queries and n <= m of keys, [count] int64 each: `count` different pairs out of all that a causal
+    model of `length` tokens scores, uniformly drawn; all of them in random order if there are no more.
+    """
+    total = length * (length + 1) // 2
+    chosen = np.random.default_rng(seed).choice(total, size=min(count, total), replace=False)
+    # Pair number p is in row m where m (m + 1) / 2 <= p; the square root is off by one at most.
+    rows = ((np.sqrt(8.0 * chosen + 1) - 1) / 2).astype(np.int64)
+    rows += (rows + 1) * (rows + 2) // 2 <= chosen
+    rows -= rows * (rows + 1) // 2 > chosen
+    return torch.from_numpy(rows), torch.from_numpy(chosen - rows * (rows + 1) // 2)
+
+
+def spread(first: int, last: int, count: int) -> Tensor:
+    """At most `count` different integers from `first` to `last`, evenly spread with both ends, int64."""
+    return torch.linspace(first, last, min(count, last - first + 1), dtype=torch.float64).round().long().unique()
+
+
+def log_distances(length: int) -> list[int]:
+    """0, 1, ... up to 16, then four in each doubling, up to length - 1."""
+    octaves = max(0.0, np.log2(max(length - 1, 1) / NEAR))
+    steps = np.arange(1, int(octaves * PER_OCTAVE) + 1)
+    far = np.round(NEAR * 2.0 ** (steps / PER_OCTAVE)).astype(int).tolist()
+    return sorted({distance for distance in [*range(NEAR + 1), *far, length - 1] if 0 <= distance < length})
+
+
+def scores_at(inputs: AttentionInputs, queries: Tensor, distance: int) -> Tensor:
+    """Scores of the queries at token indices `queries` [n] with the keys `distance` tokens before, [heads, visible],
+    scaled and with the bias; queries whose key is hidden or before the first token are left out. Batch size 1.
+    """
+    keys = queries - distance
+    for segment in inputs.segments:
+        band = segment.band
+        if distance < band.low or (band.high is not None and distance >= band.high):
+            continue
+        kept = keys >= 0
+        kept = kept if band.first_keys is None else kept & (keys < band.first_keys)
+        queries, keys = queries[kept].to(inputs.value.device), keys[kept].to(inputs.value.device)
+        query, key = segment.query[0][:, queries], segment.key[0][:, keys]
+        wide = torch.promote_types(query.dtype, torch.float32)
+        key = key.repeat_interleave(query.shape[0] // key.shape[0], dim=0)
+        scores = (query.to(wide) * key.to(wide)).sum(-1) * inputs.scale
+        return scores if inputs.bias is None else scores + inputs.bias.at(keys.new_full((1,), distance).to(wide))
+    return inputs.value.new_empty(inputs.query.shape[1], 0)
+
+
+def row_scores(inputs: AttentionInputs, queries: Tensor) -> Tensor:
+    """Scores of the queries at token indices `queries` [n] with all keys, [heads, n, length], -inf for hidden ones."""
+    queries = queries.to(inputs.value.device)
+    key = torch.arange(inputs.value.shape[2], device=queries.device)
+    distance = queries[:, None] - key
+    wide = torch.promote_types(inputs.value.dtype, torch.float32)
+    scores = torch.full((inputs.query.shape[1], *distance.shape), -math.inf, dtype=wide, device=queries.device)
+    for segment in inputs.segments:
+        band = segment.band
+        visible = distance >= max(band.low, 0)
+        visible = visible if band.high is None else visible & (distance < band.high)
+        visible = visible if band.first_keys is None else visible & (key < band.first_keys)
+        grouped = segment.query[0][:, queries].to(wide).unflatten(0, (segment.key.shape[1], -1))
+        product = torch.einsum("ghmd,gnd->ghmn", grouped, segment.key[0].to(wide)).flatten(0, 1) * inputs.scale
+        scores = torch.where(visible, product, scores)
+    return scores if inputs.bias is None else scores + inputs.bias.at(distance.clamp(min=0).to(wide))
+
+
+def row_entropies(inputs: AttentionInputs, queries: Tensor) -> Tensor:
+    """Entropy in nats of the attention weights of each query, [heads, n], computed for some queries at a time."""
+    scores_per_query = inputs.query.shape[1] * inputs.value.shape[2]
+    entropies = []
+    for chunk in queries.split(max(1, SCORES_AT_ONCE // scores_per_query)):
+        weights = row_scores(inputs, chunk).softmax(dim=-1)
+        entropies.append(torch.special.entr(weights).sum(dim=-1))
+    return torch.cat(entropies, dim=1)
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How much is looked at.
+    """The number of samples.
 
     Attributes:
         pairs: pairs of tokens for angles, over all documents.
-        queries: of one document: positions whose entropy is taken, positions whose score is taken at each distance,
-            and pairs that are put apart.
-        seed: of the draw of the pairs.
+        queries: of one document: positions for entropy, positions for scores at each distance, and pairs in the
+            distance sweep.
+        seed: of the drawn pairs.
     """
 
-    pairs: int = 1024
-    queries: int = 128
-    seed: int = 1234
+    pairs: int
+    queries: int
+    seed: int
 
-
-@dataclass
-class Findings:
-    """Samples of all layers and documents; every list is in the order of the layers of one document after another."""
-
-    angles: list[np.ndarray] = field(default_factory=list)  # each [heads, pairs, d/2] float32
-    entropies: list[np.ndarray] = field(default_factory=list)  # each [heads, positions] float64
-    scores: list[list[np.ndarray]] = field(default_factory=list)  # by distance, each [heads * queries] float32
-    turned: list[Turned] = field(default_factory=list)
-
-
-class Observer:
-    """Visits the layers of a model that reads `length` tokens at a time."""
-
-    def __init__(self, model: GPT, length: int, sampling: Sampling, documents: int) -> None:
-        device = next(model.parameters()).device
-        self.method, self.length = model.method, length
-        self.distances = log_distances(length)
-        self.turntable = Turntable(model.positions, self.distances, length, device)
-        self.positions = spread(0, length - 1, sampling.queries)
-        self.sampling, self.documents, self.device = sampling, documents, device
-        self.findings = Findings()
-        self.pairs = draw_pairs(length, 1, 0)
-
-    def begin(self, document: int) -> None:
-        """Draws the pairs of the document of that number."""
-        count = max(1, len(range(document, self.sampling.pairs, self.documents)))
-        m, n = draw_pairs(self.length, count, self.sampling.seed + document)
-        self.pairs = m.to(self.device), n.to(self.device)
-
-    def visit(self, seen: Seen) -> None:
-        """Takes its samples from one layer."""
-        found, inputs = self.findings, seen.inputs
-        found.entropies.append(_stored(row_entropies(inputs, self.positions), np.float64))
-        found.scores.append([self._at(seen, distance) for distance in self.distances])
-        m, n = self.pairs
-        q, k = seen.q[0][:, m], seen.k[0][:, n]
-        k = k.repeat_interleave(q.shape[0] // k.shape[0], dim=0)
-        if self.method.name in PAIRS:
-            found.angles.append(_stored(initial_angles(self.method, q, k), np.float32))
-        found.turned += self._turn(q, k, seen)
-
-    def _at(self, seen: Seen, distance: int) -> np.ndarray:
-        queries = spread(distance, self.length - 1, self.sampling.queries)
-        return _stored(scores_at(seen.inputs, queries, distance), np.float32).ravel()
-
-    def _turn(self, q: Tensor, k: Tensor, seen: Seen) -> Iterator[Turned]:
-        """Of q and k [heads, pairs, head_dim], some pairs at a time."""
-        q, k = (x[:, : self.sampling.queries].transpose(0, 1) for x in (q, k))
-        each = max(1, TURNED_AT_ONCE // (q.shape[1] * q.shape[2] * len(self.distances)))
-        for of_query, of_key in zip(q.split(each), k.split(each), strict=True):
-            yield _on_host(self.turntable.turn(of_query, of_key, seen.inputs.bias))
+    def document_pairs(self, length: int, document: int, documents: int) -> tuple[Tensor, Tensor]:
+        """The pairs drawn in one of `documents` documents, as by `draw_pairs`."""
+        count = max(1, len(range(document, self.pairs, documents)))
+        return draw_pairs(length, count, self.seed + document)
 
 
 def analyse(model: GPT, documents: Sequence[np.ndarray], length: int, sampling: Sampling) -> LengthAnalysis:
-    """What the first `length` tokens of `documents` (int64, at least so long) show of `model`, in evaluation mode.
+    """Analyses `model`, in evaluation mode, on the first `length` tokens of `documents` (int64, at least that long).
 
     Memory grows with `length`, not with its square, and with `sampling.pairs` times layers, heads and rotated pairs.
     """
-    observer = Observer(model, length, sampling, len(documents))
-    with torch.no_grad(), observed(model, observer.visit):
+    device = next(model.parameters()).device
+    distances = log_distances(length)
+    sweep = DistanceSweep(model.positions, distances, length, device)
+    positions = spread(0, length - 1, sampling.queries)
+    # Samples of all layers of one document after another.
+    angles: list[np.ndarray] = []  # each [heads, pairs, d/2] float32
+    entropies: list[np.ndarray] = []  # each [heads, positions] float64
+    scores: list[list[np.ndarray]] = []  # by distance, each [heads * queries] float32
+    swept: list[SweptScores] = []
+
+    def visit(q: Tensor, k: Tensor, inputs: AttentionInputs) -> None:
+        entropies.append(row_entropies(inputs, positions).double().cpu().numpy())
+        by_distance = []
+        for distance in distances:
+            sampled = scores_at(inputs, spread(distance, length - 1, sampling.queries), distance)
+            by_distance.append(sampled.float().cpu().numpy().ravel())
+        scores.append(by_distance)
+        q, k = q[0][:, m], k[0][:, n]
+        k = k.repeat_interleave(q.shape[0] // k.shape[0], dim=0)
+        if model.method.name in ROTATED_FORMS:
+            angles.append(initial_angles(model.method, q, k).float().cpu().numpy())
+        q, k = (x[:, : sampling.queries].transpose(0, 1) for x in (q, k))
+        chunk = max(1, SWEPT_AT_ONCE // (q.shape[1] * q.shape[2] * len(distances)))
+        for queries, keys in zip(q.split(chunk), k.split(chunk), strict=True):
+            swept.append(sweep.scores(queries, keys, inputs.bias))
+
+    with torch.no_grad(), observed(model, visit):
         for number, tokens in enumerate(documents):
-            observer.begin(number)
-            model.hidden_states(torch.from_numpy(tokens[None, :length]).to(observer.device))
-    return summarise(model, observer)
-
-
-def summarise(model: GPT, observer: Observer) -> LengthAnalysis:
-    """What was found, as it goes to the result file."""
-    layers, length, found = len(model.blocks), observer.length, observer.findings
-    angles, borders = None, None
-    if found.angles:
-        theta = np.stack([np.concatenate(found.angles[layer::layers], axis=1) for layer in range(layers)])
-        frequencies = turning_frequencies(model.positions, length).numpy()
-        angles = summarise_angles(theta)
-        borders = summarise_borders(theta, frequencies, observer.method.training_length, length)
+            m, n = (x.to(device) for x in sampling.document_pairs(length, number, len(documents)))
+            model.hidden_states(torch.from_numpy(tokens[None, :length]).to(device))
+    layers = len(model.blocks)
+    angle_summary, borders = None, None
+    if angles:
+        theta = np.stack([np.concatenate(angles[layer::layers], axis=1) for layer in range(layers)])
+        frequencies = rotary_frequencies(model.positions, length).numpy()
+        angle_summary = summarise_angles(theta)
+        borders = summarise_borders(theta, frequencies, model.method.training_length, length)
     return LengthAnalysis(
         length=length,
-        documents=observer.documents,
-        angles=angles,
+        documents=len(documents),
+        angles=angle_summary,
         borders=borders,
-        decay=summarise_decay(observer.distances, found),
-        entropy=summarise_entropy(observer.positions.tolist(), found.entropies, layers),
+        decay=summarise_decay(distances, scores, swept),
+        entropy=summarise_entropy(positions.tolist(), entropies, layers),
     )
 
 
-def summarise_entropy(positions: list[int], found: list[np.ndarray], layers: int) -> Entropy:
-    """Of entropies [heads, positions], layer after layer of one document after another."""
-    values = np.stack(found).reshape(-1, layers, *found[0].shape)
+def summarise_entropy(positions: list[int], entropies: list[np.ndarray], layers: int) -> Entropy:
+    """Means of entropies [heads, positions], of all layers of one document after another."""
+    values = np.stack(entropies).reshape(-1, layers, *entropies[0].shape)
     return Entropy(
         positions=positions,
         by_position=values.mean((0, 1, 2)).tolist(),
@@ -166,60 +250,49 @@ def summarise_entropy(positions: list[int], found: list[np.ndarray], layers: int
     )
 
 
-def summarise_decay(distances: list[int], found: Findings) -> Decay:
-    """Of the scores between tokens of the text, and of pairs put apart."""
-    measured = [np.concatenate([layer[at] for layer in found.scores]) for at in range(len(distances))]
-    scores = _joined([turned.scores for turned in found.turned])
-    visible = found.turned[0].visible.numpy()
+def summarise_decay(distances: list[int], sampled: list[list[np.ndarray]], swept: list[SweptScores]) -> Decay:
+    """Scores by distance: `sampled` between tokens of the text, `swept` of the same pairs at all distances."""
+
+    def joined(parts: list[Tensor]) -> np.ndarray:
+        """[pairs, heads, distances] each -> [all pairs and heads, distances]."""
+        return torch.cat([part.flatten(0, 1) for part in parts]).numpy()
+
+    def curve(samples: list[np.ndarray]) -> Curve:
+        """Of the samples at each distance."""
+        return Curve(
+            mean=[mean(values) for values in samples],
+            mean_abs=[mean(np.abs(values)) for values in samples],
+            quantiles_abs=[quantiles(np.abs(values)) for values in samples],
+            pairs=[values.size for values in samples],
+        )
+
+    def bound(parts: list[Tensor | None]) -> tuple[list[float] | None, list[Share] | None]:
+        """The mean of a bound, and the share of scores beyond their own, by distance; None where there is no bound."""
+        known = [part for part in parts if part is not None]
+        if not known:
+            return None, None
+        bounds = joined(known)
+        above = np.abs(scores) > bounds * (1 + ROUNDING)
+        return bounds.mean(axis=0).tolist(), [share(above[:, at]) if visible[at] else None for at in indices]
+
+    indices = range(len(distances))
+    scores, visible = joined([part.scores for part in swept]), swept[0].visible.numpy()
     falls = scores[:, 1:] < scores[:, :-1]
-    falling = [share(falls[:, at]) if visible[at] and visible[at + 1] else None for at in range(len(distances) - 1)]
-    rope = _against([turned.bound_rope for turned in found.turned], scores, visible)
-    coca = _against([turned.bound_coca for turned in found.turned], scores, visible)
+    falling = [share(falls[:, at]) if visible[at] and visible[at + 1] else None for at in indices[:-1]]
+    known = [value for value in falling if value is not None]
+    bound_rope, above_rope = bound([part.bound_rope for part in swept])
+    bound_coca, above_coca = bound([part.bound_coca for part in swept])
     return Decay(
         distances=distances,
-        measured=curve(measured),
-        turned=curve([scores[:, at] if visible[at] else scores[:0, at] for at in range(len(distances))]),
+        measured=curve([np.concatenate([layer[at] for layer in sampled]) for at in indices]),
+        turned=curve([scores[:, at] if visible[at] else scores[:0, at] for at in indices]),
         falling=falling,
-        falling_mean=mean_of_shares(falling),
-        bound_rope=rope.mean,
-        bound_coca=coca.mean,
-        above_rope=rope.above,
-        above_coca=coca.above,
+        falling_mean=math.fsum(known) / len(known) if known else None,
+        bound_rope=bound_rope,
+        bound_coca=bound_coca,
+        above_rope=above_rope,
+        above_coca=above_coca,
     )
-
-
-class _Bound(NamedTuple):
-    """The mean of a bound, and the share of scores beyond their own, by distance; None where there is no bound."""
-
-    mean: list[float] | None
-    above: list[Share] | None
-
-
-def _against(parts: list[Tensor | None], scores: np.ndarray, visible: np.ndarray) -> _Bound:
-    known = [part for part in parts if part is not None]
-    if not known:
-        return _Bound(None, None)
-    bounds = _joined(known)
-    above = np.abs(scores) > bounds * (1 + ROUNDING)
-    return _Bound(
-        bounds.mean(axis=0).tolist(), [share(above[:, at]) if visible[at] else None for at in range(len(visible))]
-    )
-
-
-def _joined(parts: list[Tensor]) -> np.ndarray:
-    """[pairs, heads, distances] each -> [all pairs and heads, distances]."""
-    return torch.cat([part.flatten(0, 1) for part in parts]).numpy()
-
-
-def _stored(x: Tensor, dtype: type[np.floating]) -> np.ndarray:
-    return x.double().cpu().numpy().astype(dtype)
-
-
-def _on_host(turned: Turned) -> Turned:
-    def moved(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x.cpu()
-
-    return Turned(turned.scores.cpu(), turned.visible.cpu(), moved(turned.bound_rope), moved(turned.bound_coca))
 
 
 PROTOCOL = (
@@ -229,32 +302,31 @@ PROTOCOL = (
     "(k, anomalous pairs alone), pi (-q) and 2 pi (q); scores are scaled and with their bias, as softmax takes them; "
     "turned: the same q and k with the query at the last position; entropy in nats"
 )
-DOCUMENTS = 4
+REMEDY = "leave the length out, lower --pairs or use --dtype bfloat16"
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """The same documents and samples for every subject."""
+    """The measurement of `evaluate.py analyse`: the same documents and samples for every variant."""
 
     documents: Documents
     lengths: tuple[int, ...]
     sampling: Sampling
 
     def empty(self, header: Header) -> AnalysisResult:
-        """As in `running.Measurement`."""
+        """The result file before anything is measured."""
         protocol = AnalysisProtocol(text=PROTOCOL, quantiles=list(QUANTILES), **vars(self.sampling))
         return AnalysisResult(
             **header.fields(), protocol=protocol, documents=self.documents.record(), results=[], missing=[]
         )
 
     def measure(self, subject: Subject, store: Store[AnalysisResult]) -> None:
-        """Short lengths first; the plots are drawn again after each."""
-        remedy = "leave the length out, lower --pairs or use --dtype bfloat16"
+        """Analyses the lengths that `store` does not have, short ones first, and draws the plots."""
         for length in sorted(self.lengths):
             at = f"length {length}"
             if store.has((length,)):
                 continue
-            with noting_missing(store, at, remedy):
+            with noting_missing(store, at, REMEDY):
                 with measured(subject.device) as meter:
                     cell = analyse(subject.model, self.documents.arrays, length, self.sampling)
                 store.put(cell, Cost.of(at, meter, length * len(self.documents.arrays)))
@@ -262,40 +334,23 @@ class Analysis:
             draw_files(store.result, store.path)
 
     def table(self, result: AnalysisResult) -> str:
-        """As in `running.Measurement`."""
+        """The result as Markdown, for the console."""
+        rows = []
+        for cell in result.results:
+            anomalous = cell.angles.anomalous if cell.angles is not None else None
+            undefined = cell.angles.undefined if cell.angles is not None else None
+            beyond = cell.borders.k.beyond_training if cell.borders is not None else None
+            of_these = None if not anomalous or beyond is None else beyond / anomalous
+            numbers = [anomalous, of_these, undefined, cell.decay.falling_mean, cell.entropy.mean]
+            rows.append([str(cell.length), *("-" if number is None else f"{number:.3f}" for number in numbers)])
+        samples = f"{result.documents.count} documents, {result.protocol.pairs} pairs of tokens"
+        title = f"{result.label}: trained at {result.checkpoint.seq_length}, {samples}"
         header = ["length", "anomalous", "of these beyond training", "undefined", "score falls", "entropy, nats"]
-        place = f"{result.documents.count} documents, {result.protocol.pairs} pairs of tokens"
-        head = f"{result.label}: trained at {result.checkpoint.seq_length}, {place}"
-        return f"{head}\n\n{format_table(header, [_row(cell) for cell in result.results])}\n"
+        return f"{title}\n\n{format_table(header, rows)}\n"
 
 
-def _row(cell: LengthAnalysis) -> list[str]:
-    angles, borders = cell.angles, cell.borders
-    anomalous = angles.anomalous if angles is not None else None
-    beyond = borders.k.beyond_training if borders is not None else None
-    of_these = None if not anomalous or beyond is None else beyond / anomalous
-    undefined = angles.undefined if angles is not None else None
-    numbers = [anomalous, of_these, undefined, cell.decay.falling_mean, cell.entropy.mean]
-    return [str(cell.length), *("-" if number is None else f"{number:.3f}" for number in numbers)]
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    """The options of the subcommand."""
-    add_subject_options(parser)
-    add_document_options(parser)
-    parser.set_defaults(num_documents=DOCUMENTS)
-    add, default = parser.add_argument, Sampling()
-    lengths = "tokens that the model reads at a time; a length beyond the training length shows what becomes of it"
-    add("--lengths", required=True, type=int_list, metavar="N,N,...", help=lengths)
-    pairs = f"pairs of tokens whose angles are taken, over all documents; default {default.pairs}"
-    add("--pairs", type=positive_int, default=default.pairs, metavar="N", help=pairs)
-    queries = f"positions in a document whose entropy and scores are taken; default {default.queries}"
-    add("--queries", type=positive_int, default=default.queries, metavar="N", help=queries)
-    add("--seed", type=whole_number, default=default.seed, help="of the draw of the pairs")
-
-
-def run(args: Namespace) -> int:
-    """Analyses every variant; returns the exit status. Raises EvaluationError for lengths that cannot be."""
+def analyse_variants(args: Namespace) -> int:
+    """Runs the subcommand; returns the exit status."""
     if len(set(args.lengths)) != len(args.lengths) or min(args.lengths) < 2:
         raise EvaluationError(f"--lengths {','.join(map(str, args.lengths))}: name lengths of at least 2, each once")
 
@@ -304,6 +359,3 @@ def run(args: Namespace) -> int:
         return Analysis(documents, tuple(args.lengths), Sampling(args.pairs, args.queries, args.seed))
 
     return run_subjects(args, "analyse", begin)
-
-
-ANALYSE = Task("angles, borders, decay and entropy of a checkpoint's attention", add_arguments, run)

@@ -1,4 +1,4 @@
-"""The result file of `evaluate.py analyse`."""
+"""The result file of `evaluate.py analyse`, and its plots."""
 
 import io
 from collections.abc import Callable, Sequence
@@ -39,20 +39,20 @@ class Angles(Record):
 
 
 class Border(Record):
-    """The distances, in tokens, at which the turned pair first crosses one of its three borders; lists are over j."""
+    """The distances, in tokens, at which a rotated pair first crosses one of its three borders; lists are over j."""
 
     exists: list[Share]  # pairs that have this border at all
     mean: list[float | None]
     quantiles: list[Quantiles]
     within_training: list[Share]  # of all pairs: those that cross it within the training length
-    within_length: list[Share]  # the same for the length that was analysed
+    within_length: list[Share]  # the same for the analysed length
     beyond_training: Share  # of all pairs and all j: those whose border lies beyond the training length
 
 
 class Borders(Record):
-    """Borders by the direction that causes them, with the frequencies theta_j (radians a token) they follow from.
+    """Borders by the direction that causes them, and the frequencies theta_j (radians per token) they follow from.
 
-    `k` is the end of the anomalous stretch of an anomalous pair, tau tokens away.
+    `k` is the end of the anomalous range of an anomalous pair, tau tokens away.
     """
 
     frequencies: list[float]
@@ -67,29 +67,27 @@ class Curve(Record):
     mean: list[float | None]
     mean_abs: list[float | None]
     quantiles_abs: list[Quantiles]
-    pairs: list[int]  # how many were looked at, all layers and heads together
+    pairs: list[int]  # samples, all layers and heads together
 
 
 class Decay(Record):
     """Scores as softmax takes them, by distance in tokens."""
 
     distances: list[int]
-    measured: Curve  # between the tokens of the text that are so far apart
-    turned: Curve  # one and the same pairs of tokens, put so far apart
-    falling: list[Share]  # of the turned pairs: whose score falls from a distance to the next one
+    measured: Curve  # between tokens of the text at that distance
+    turned: Curve  # the same pairs of tokens moved to every distance
+    falling: list[Share]  # of the moved pairs: whose score falls from a distance to the next one
     falling_mean: Share
-    bound_rope: (
-        list[float] | None
-    )  # mean of RoPE's bound over the turned pairs; None where nothing, or more, is rotated
+    bound_rope: list[float] | None  # mean of RoPE's bound over the moved pairs; None where rotation is not all
     bound_coca: list[float] | None  # mean of CoCA's strong bound
-    above_rope: list[Share] | None  # turned pairs with |a| above their own bound
+    above_rope: list[Share] | None  # moved pairs with |a| above their own bound
     above_coca: list[Share] | None
 
 
 class Entropy(Record):
-    """Entropy in nats of the attention weights of a query; means over documents and what is not named."""
+    """Entropy in nats of the attention weights of a query; means over documents and all dimensions not named."""
 
-    positions: list[int]  # of the queries looked at
+    positions: list[int]  # of the sampled queries
     by_position: list[float]
     by_layer: list[float]
     by_head: list[list[float]]
@@ -97,7 +95,7 @@ class Entropy(Record):
 
 
 class LengthAnalysis(Cell):
-    """Everything that was found with inputs of one length."""
+    """The analysis of inputs of one length."""
 
     length: int
     documents: int
@@ -112,7 +110,7 @@ class LengthAnalysis(Cell):
 
 
 class AnalysisProtocol(Record):
-    """How was measured."""
+    """The protocol of the measurement."""
 
     text: str
     pairs: int  # pairs of tokens for angles, over all documents
@@ -130,84 +128,77 @@ class AnalysisResult(Result):
     results: list[LengthAnalysis]
 
 
-MEDIAN, LOW, HIGH = 2, 0, 4
-"""Places in the quantiles."""
+LOW, MEDIAN, HIGH = 0, 2, 4
+"""Indices of quantiles."""
+REFERENCE = {"color": "grey", "linewidth": 0.8}
+"""The style of reference lines."""
+
+
+def _label(axes: Axes, result: AnalysisResult, x: str, y: str, title: str) -> None:
+    axes.set(xlabel=x, ylabel=y, title=f"{plot_text(result.label)}: {title}")
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize="small")
 
 
 def draw_angles(axes: Axes, result: AnalysisResult) -> None:
     """Density of the initial angles over all layers, heads and rotated pairs, a line for each length."""
     for cell in result.results:
-        if cell.angles is None:
-            continue
-        counts = np.array(cell.angles.counts_by_pair).sum(axis=0)
-        edges = np.degrees(cell.angles.edges)
-        density = counts / max(1, counts.sum()) / np.diff(edges)
-        axes.stairs(density, edges, label=f"{cell.length} tokens")
-    axes.axvline(0, linestyle="--", linewidth=0.8, color="grey")
-    axes.set(
-        xlabel="initial angle from key to query, degrees", ylabel="density", title=f"{plot_text(result.label)}: angles"
-    )
+        if cell.angles is not None:
+            counts, edges = np.array(cell.angles.counts_by_pair).sum(axis=0), np.degrees(cell.angles.edges)
+            axes.stairs(counts / max(1, counts.sum()) / np.diff(edges), edges, label=f"{cell.length} tokens")
+    axes.axvline(0, linestyle="--", **REFERENCE)  # type: ignore[arg-type]
     axes.set_xticks(range(-180, 181, 60))
-    _legend(axes)
+    _label(axes, result, "initial angle from key to query, degrees", "density", "angles")
 
 
 def draw_reach(axes: Axes, result: AnalysisResult) -> None:
     """Reach of the anomaly by rotated pair at the first length, with the other two borders."""
-    cell = _first(result, lambda cell: cell.borders is not None)
-    if cell is not None and cell.borders is not None:
-        named = {"reach tau (k)": cell.borders.k, "-q": cell.borders.minus_q, "q": cell.borders.q}
-        for name, border in named.items():
-            known = [(j, each) for j, each in enumerate(border.quantiles) if each is not None]
-            if not known:
-                continue
-            planes = [j for j, _ in known]
-            (line,) = axes.plot(planes, [each[MEDIAN] for _, each in known], label=f"{name}, median")
-            low, high = ([each[at] for _, each in known] for at in (LOW, HIGH))
-            axes.fill_between(planes, low, high, alpha=0.2, color=line.get_color(), linewidth=0)
+    borders = next((cell.borders for cell in result.results if cell.borders is not None), None)
+    if borders is not None:
+        for name, border in {"reach tau (k)": borders.k, "-q": borders.minus_q, "q": borders.q}.items():
+            known = {j: values for j, values in enumerate(border.quantiles) if values is not None}
+            if known:
+                low, median, high = ([values[at] for values in known.values()] for at in (LOW, MEDIAN, HIGH))
+                (line,) = axes.plot(list(known), median, label=f"{name}, median")
+                axes.fill_between(list(known), low, high, alpha=0.2, color=line.get_color(), linewidth=0)
         axes.set_yscale("log")
-    axes.axhline(result.checkpoint.seq_length, linestyle="--", linewidth=0.8, color="grey", label="training length")
-    axes.set(xlabel="rotated pair j", ylabel="distance, tokens", title=f"{plot_text(result.label)}: rotary borders")
-    _legend(axes)
+    trained = result.checkpoint.seq_length
+    axes.axhline(trained, linestyle="--", label="training length", **REFERENCE)  # type: ignore[arg-type]
+    _label(axes, result, "rotated pair j", "distance, tokens", "rotary borders")
 
 
 def draw_decay(axes: Axes, result: AnalysisResult) -> None:
-    """Mean |score| by distance at the longest length, between tokens of text and for pairs put apart, with the bounds."""
+    """Mean |score| by distance at the longest length, between tokens of text and of moved pairs, with the bounds."""
     if not result.results:
         return
     decay = result.results[-1].decay
-    curves: dict[str, Sequence[float | None] | None] = {
-        "tokens of text": decay.measured.mean_abs,
-        "same pair put apart": decay.turned.mean_abs,
-        "bound (CoCA)": decay.bound_coca,
-        "bound (RoPE)": decay.bound_rope,
-    }
-    places = [max(distance, 0.5) for distance in decay.distances]
-    for (name, values), style in zip(curves.items(), ("-", "-", "--", ":"), strict=True):
+    curves: tuple[tuple[str, str, Sequence[float | None] | None], ...] = (
+        ("tokens of text", "-", decay.measured.mean_abs),
+        ("same pair put apart", "-", decay.turned.mean_abs),
+        ("bound (CoCA)", "--", decay.bound_coca),
+        ("bound (RoPE)", ":", decay.bound_rope),
+    )
+    distances = [max(distance, 0.5) for distance in decay.distances]
+    for name, style, values in curves:
         if values is not None:
-            axes.plot(places, [np.nan if value is None else value for value in values], style, label=name)
+            axes.plot(distances, [np.nan if value is None else value for value in values], style, label=name)
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.set(
-        xlabel="distance, tokens (0 at the left edge)", ylabel="mean |score|", title=f"{plot_text(result.label)}: decay"
-    )
-    _legend(axes)
+    _label(axes, result, "distance, tokens (0 at the left edge)", "mean |score|", "decay")
 
 
 def draw_entropy(axes: Axes, result: AnalysisResult) -> None:
-    """Mean entropy of the attention weights by position of the query, a line for each length, and what equal weights
-    would have.
+    """Mean entropy of the attention weights by position of the query, a line for each length, and the entropy of equal
+    weights.
     """
     for cell in result.results:
         axes.plot([at + 1 for at in cell.entropy.positions], cell.entropy.by_position, label=f"{cell.length} tokens")
     if result.results:
-        seen = np.array([at + 1 for at in result.results[-1].entropy.positions])
-        axes.plot(seen, np.log(seen), "--", color="grey", linewidth=0.8, label="equal weights")
-    axes.axvline(result.checkpoint.seq_length, linestyle=":", linewidth=0.8, color="grey")
+        keys = np.array(result.results[-1].entropy.positions) + 1
+        axes.plot(keys, np.log(keys), "--", label="equal weights", **REFERENCE)  # type: ignore[arg-type]
+    axes.axvline(result.checkpoint.seq_length, linestyle=":", **REFERENCE)  # type: ignore[arg-type]
     axes.set_xscale("log")
-    axes.set(
-        xlabel="keys that the query sees", ylabel="entropy, nats", title=f"{plot_text(result.label)}: attention entropy"
-    )
-    _legend(axes)
+    _label(axes, result, "keys that the query sees", "entropy, nats", "attention entropy")
 
 
 FIGURES: dict[str, Callable[[Axes, AnalysisResult], None]] = {
@@ -218,24 +209,12 @@ FIGURES: dict[str, Callable[[Axes, AnalysisResult], None]] = {
 }
 
 
-def draw_files(result: AnalysisResult, path: Path) -> list[Path]:
-    """One PNG for each figure beside the result file `path`, NAME.angles.png and so on; the files."""
-    files = []
+def draw_files(result: AnalysisResult, path: Path) -> None:
+    """Writes a PNG of each figure beside the result file `path`: NAME.angles.png and so on."""
     for name, draw in FIGURES.items():
         figure = Figure(figsize=(7, 4.5), layout="constrained")
         FigureCanvasAgg(figure)
         draw(figure.subplots(), result)
         content = io.BytesIO()
         figure.savefig(content, format="png", dpi=120, metadata={"Software": None})
-        files.append(path.with_name(f"{path.name.removesuffix('.json')}.{name}.png"))
-        write_atomically(files[-1], content.getvalue())
-    return files
-
-
-def _first(result: AnalysisResult, holds: Callable[[LengthAnalysis], bool]) -> LengthAnalysis | None:
-    return next((cell for cell in result.results if holds(cell)), None)
-
-
-def _legend(axes: Axes) -> None:
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize="small")
+        write_atomically(path.with_name(f"{path.name.removesuffix('.json')}.{name}.png"), content.getvalue())

@@ -1,5 +1,6 @@
-"""Plots against length: lines with their intervals, and heat maps."""
+"""Plots of a report: curves against length with their intervals, and heat maps."""
 
+import base64
 import io
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -7,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import matplotlib
-from matplotlib import cycler
+from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -15,13 +16,12 @@ from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import LogFormatter, NullLocator
 
 from megatron_coca.evaluation.options import plot_text
-from megatron_coca.evaluation.report.document import Figure
 
 LIGHT = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#333333")
 DARK = ("#56B4E9", "#F0803C", "#2BC295", "#E39CC4", "#F0B429", "#7C9CF0", "#DDDDDD")
-"""The palette of Okabe and Ito (jfly.uni-koeln.de/color), less its yellow; brighter for dark ground."""
-
+"""The palette of Okabe and Ito (jfly.uni-koeln.de/color) without yellow; brighter for a dark background."""
 MARKERS = "osD^vP*X"
+LEGEND_COLUMNS = 2
 SIZES: dict[str, Any] = {
     "font.size": 11,
     "axes.titlesize": 12,
@@ -39,38 +39,27 @@ SIZES: dict[str, Any] = {
 }
 
 
-def _colours(ink: str, ground: str, palette: tuple[str, ...]) -> dict[str, Any]:
-    inked = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "axes.titlecolor")
-    grounds = ("figure.facecolor", "axes.facecolor", "savefig.facecolor")
-    return {
-        **dict.fromkeys(inked, ink),
-        **dict.fromkeys(grounds, ground),
-        "grid.color": ink,
-        "grid.alpha": 0.14,
-        "grid.linewidth": 0.7,
-        "axes.prop_cycle": cycler(color=palette),
-    }
+def _style(foreground: str, background: str, palette: tuple[str, ...]) -> dict[str, Any]:
+    lines = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "axes.titlecolor")
+    faces = ("figure.facecolor", "axes.facecolor", "savefig.facecolor")
+    grid = {"grid.color": foreground, "grid.alpha": 0.14, "grid.linewidth": 0.7}
+    colours = dict.fromkeys(lines, foreground) | dict.fromkeys(faces, background)
+    return SIZES | colours | grid | {"axes.prop_cycle": cycler(color=palette)}
 
 
-PRINT = SIZES | _colours("#1b1f24", "white", LIGHT)
-ON_LIGHT = SIZES | _colours("#1b1f24", "none", LIGHT)
-ON_DARK = SIZES | _colours("#e4e7ec", "none", DARK)
+PRINT_STYLE = _style("#1b1f24", "white", LIGHT)
+SCREEN_STYLES = {"light": _style("#1b1f24", "none", LIGHT), "dark": _style("#e4e7ec", "none", DARK)}
 
 
-def png(figure: Figure) -> bytes:
-    """For documents and print, on white ground."""
-    image = io.BytesIO()
-    with matplotlib.rc_context(cast(Any, PRINT)):
-        FigureCanvasAgg(_drawn(figure)).print_png(image, metadata={"Software": None})
-    return image.getvalue()
+@dataclass(frozen=True)
+class Figure:
+    """A plot: `draw` fills an empty canvas of `size` inches, `alt` describes it for screen readers."""
 
-
-def svg(figure: Figure, style: Mapping[str, Any]) -> bytes:
-    """For the page, without ground; the same bytes every time."""
-    image = io.BytesIO()
-    with matplotlib.rc_context(cast(Any, {**style, "svg.hashsalt": figure.name})):
-        FigureCanvasSVG(_drawn(figure)).print_svg(image, metadata={"Date": None, "Creator": None})
-    return image.getvalue()
+    name: str
+    caption: str
+    alt: str
+    draw: Callable[[Canvas], None]
+    size: tuple[float, float] = (6.0, 4.2)
 
 
 def _drawn(figure: Figure) -> Canvas:
@@ -79,15 +68,27 @@ def _drawn(figure: Figure) -> Canvas:
     return canvas
 
 
-LEGEND_COLUMNS = 2
+def png(figure: Figure) -> bytes:
+    """The plot on a white background, for documents and print."""
+    image = io.BytesIO()
+    with matplotlib.rc_context(cast(Any, PRINT_STYLE)):
+        FigureCanvasAgg(_drawn(figure)).print_png(image, metadata={"Software": None})
+    return image.getvalue()
+
+
+def svg_data_uri(figure: Figure, style: str) -> str:
+    """The plot in one of `SCREEN_STYLES` on a transparent background; the same bytes every time."""
+    image = io.BytesIO()
+    with matplotlib.rc_context(cast(Any, {**SCREEN_STYLES[style], "svg.hashsalt": figure.name})):
+        FigureCanvasSVG(_drawn(figure)).print_svg(image, metadata={"Date": None, "Creator": None})
+    return "data:image/svg+xml;base64," + base64.b64encode(image.getvalue()).decode()
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One line; a value that is not finite leaves a gap. `low` and `high` are ends of intervals.
+    """One line with optional ends of intervals; a value that is not finite leaves a gap.
 
-    `label` is shown as it is, whatever matplotlib would make of it. `like` is the place of the line of ours that a
-    published one has its colour from.
+    `like` is the index of our curve whose colour a published one takes.
     """
 
     label: str
@@ -100,28 +101,27 @@ class Curve:
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes with its curves; `marks` are values of x with a dashed line and its name."""
+    """One pair of axes with its curves; `marks` are named vertical lines at values of x, `level` a horizontal one."""
 
     curves: tuple[Curve, ...]
     x_label: str
     y_label: str
     title: str = ""
     log_y: bool = False
-    log_x: bool = True
-    marks: dict[float, str] = field(default_factory=dict)
+    marks: Mapping[float, str] = field(default_factory=dict)
     y_range: tuple[float, float] | None = None
     level: float | None = None
 
 
 def panels(given: Sequence[Panel], columns: int = 1) -> Callable[[Canvas], None]:
-    """What draws panels in rows of `columns`, with one legend below."""
+    """A function that draws panels in rows of `columns`, with one legend below."""
 
     def draw(canvas: Canvas) -> None:
         rows = math.ceil(len(given) / columns)
-        places = canvas.subplots(rows, columns, squeeze=False, sharey=columns > 1).flat
-        for axes, panel in zip(places, given, strict=False):
-            draw_panel(axes, panel)
-        for axes in list(places)[len(given) :]:
+        all_axes = list(canvas.subplots(rows, columns, squeeze=False, sharey=columns > 1).flat)
+        for axes, panel in zip(all_axes, given, strict=False):
+            _draw_panel(axes, panel)
+        for axes in all_axes[len(given) :]:
             axes.set_visible(False)
         handles = {
             label: handle
@@ -129,30 +129,27 @@ def panels(given: Sequence[Panel], columns: int = 1) -> Callable[[Canvas], None]
             for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
         }
         if handles:
-            canvas.legend(
-                handles.values(), handles.keys(), loc="outside lower center", ncols=min(LEGEND_COLUMNS, len(handles))
-            )
+            shown = min(LEGEND_COLUMNS, len(handles))
+            canvas.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=shown)
 
     return draw
 
 
 def height(curves: int, plot: float = 3.5) -> float:
-    """Inches for a plot with a legend of so many lines below it."""
+    """Inches for a plot with a legend of that many lines below it."""
     return plot + 0.23 * math.ceil((curves + 1) / LEGEND_COLUMNS)
 
 
-def draw_panel(axes: Axes, panel: Panel) -> None:
-    """Curves, marks, scales and labels of one panel."""
-    for place, curve in enumerate(panel.curves):
-        _draw_curve(axes, curve, place)
-    for at, name in panel.marks.items():
-        axes.axvline(at, color="grey", linestyle="--", linewidth=1, label=plot_text(name), zorder=1)
+def _draw_panel(axes: Axes, panel: Panel) -> None:
+    for index, curve in enumerate(panel.curves):
+        _draw_curve(axes, curve, index)
+    for x, name in panel.marks.items():
+        axes.axvline(x, color="grey", linestyle="--", linewidth=1, label=plot_text(name), zorder=1)
     if panel.level is not None:
         axes.axhline(panel.level, color="grey", linestyle=":", linewidth=1, zorder=1)
     ticks = sorted({x for curve in panel.curves for x in curve.x})
-    if panel.log_x:
-        axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, [short(tick) for tick in ticks], rotation=45 if len(ticks) > 8 else 0)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [short_length(tick) for tick in ticks], rotation=45 if len(ticks) > 8 else 0)
     axes.xaxis.set_minor_locator(NullLocator())
     if panel.log_y:
         axes.set_yscale("log")
@@ -164,19 +161,19 @@ def draw_panel(axes: Axes, panel: Panel) -> None:
     axes.grid(which="major")
 
 
-def _draw_curve(axes: Axes, curve: Curve, place: int) -> None:
+def _draw_curve(axes: Axes, curve: Curve, index: int) -> None:
     finite, label = [y if math.isfinite(y) else math.nan for y in curve.y], plot_text(curve.label)
-    colour = f"C{(place if curve.like is None else curve.like) % 7}"
+    colour = f"C{(index if curve.like is None else curve.like) % 7}"
     if curve.like is not None:
         hollow = {"marker": "o", "markerfacecolor": "none", "linestyle": (0, (2, 2)), "linewidth": 1.2, "alpha": 0.75}
         axes.plot(curve.x, finite, color=colour, label=label, zorder=2, **hollow)  # type: ignore[arg-type]
         return
-    axes.plot(curve.x, finite, color=colour, marker=MARKERS[place % len(MARKERS)], label=label, zorder=3)
+    axes.plot(curve.x, finite, color=colour, marker=MARKERS[index % len(MARKERS)], label=label, zorder=3)
     if curve.low:
         axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.15, linewidth=0, zorder=2)
 
 
-def short(length: float) -> str:
+def short_length(length: float) -> str:
     """A length as papers write it: 512, 1024, 16k."""
     whole = int(length)
     return f"{whole // 1024}k" if whole >= 8192 and whole % 1024 == 0 else f"{length:g}"
@@ -185,7 +182,7 @@ def short(length: float) -> str:
 def heat_map(
     rows: Sequence[str], columns: Sequence[str], values: Sequence[Sequence[float | None]], x_label: str, y_label: str
 ) -> Callable[[Canvas], None]:
-    """What draws shares between 0 and 1 as coloured cells with their numbers; None is left empty."""
+    """A function that draws accuracies as coloured cells with their numbers; None leaves a cell empty."""
 
     def draw(canvas: Canvas) -> None:
         axes = canvas.subplots()

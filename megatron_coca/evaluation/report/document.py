@@ -1,19 +1,25 @@
-"""What a report consists of, before it is a page or a Markdown file."""
+"""The content of a report: tables, figures and sections, and their forms as Markdown, JSON and HTML."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
 
-from matplotlib.figure import Figure as Canvas
+from jinja2 import Environment, FileSystemLoader
+from pydantic import SerializeAsAny
 
+from megatron_coca.evaluation.report.charts import SCREEN_STYLES, Figure, svg_data_uri
+from megatron_coca.evaluation.results import Record, Result
 from megatron_coca.tables import escaped, format_table, in_cell
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One cell of a table: `text` as it is shown, `value` behind it, `detail` in small print (an interval).
+class TableCell:
+    """One cell: `text` as shown, the `value` behind it, and `detail` in small print (an interval).
 
-    `note` says why the cell has no number, or what its number does not cover; it becomes a footnote. `partial` is a
-    number that rests on less than those of its column, and is not held against them. `wide` is text.
+    `note` becomes a footnote: why there is no number, or what it does not cover. A `partial` number is not compared with
+    the others of its column. `wide` cells are text.
     """
 
     text: str
@@ -26,63 +32,54 @@ class Entry:
     wide: bool = False
 
 
-@dataclass(frozen=True)
-class Line:
-    """One row. `published` names the table that its numbers are taken from; empty for what was measured here.
+EMPTY = TableCell("")
+"""Where a column does not apply to a row."""
 
-    `detail` is small print below the name.
-    """
+
+@dataclass(frozen=True)
+class TableRow:
+    """One row. `published` names the source of published numbers, empty for ours; `detail` is small print."""
 
     name: str
-    entries: tuple[Entry, ...]
+    cells: tuple[TableCell, ...]
     published: str = ""
     detail: str = ""
 
 
 @dataclass(frozen=True)
 class Table:
-    """`name` is for files and anchors, `caption` stands with it, `notes` below; the first column names the rows.
-
-    `sources` say what published rows of the table are of.
-    """
+    """`header` starts with the column of row names; `notes` follow the table, `sources` describe published rows."""
 
     name: str
     caption: str
     header: tuple[str, ...]
-    lines: tuple[Line, ...]
+    rows: tuple[TableRow, ...]
     notes: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
 
     def footnotes(self) -> dict[str, int]:
-        """The notes of the entries, each once, numbered from 1 in the order of reading."""
-        notes = [entry.note for line in self.lines for entry in line.entries if entry.note]
+        """The distinct notes of the cells, numbered from 1 in reading order."""
+        notes = [cell.note for row in self.rows for cell in row.cells if cell.note]
         return {note: number for number, note in enumerate(dict.fromkeys(notes), 1)}
 
-
-@dataclass(frozen=True)
-class Figure:
-    """A plot: `draw` puts it on an empty canvas of `size` inches, `alt` says what it shows to who cannot see it."""
-
-    name: str
-    caption: str
-    alt: str
-    draw: Callable[[Canvas], None]
-    size: tuple[float, float] = (6.0, 4.2)
+    def bodies(self) -> list[tuple[str, list[TableRow]]]:
+        """Consecutive rows of one source, with the source."""
+        return [(published, list(rows)) for published, rows in groupby(self.rows, lambda row: row.published)]
 
 
 @dataclass(frozen=True)
 class ReportBlock:
-    """What was measured in one way on the same data: figures and tables, and how."""
+    """Comparable results: figures and tables, and how they were measured."""
 
-    heading: str = ""
     text: tuple[str, ...] = ()
     figures: tuple[Figure, ...] = ()
     tables: tuple[Table, ...] = ()
+    heading: str = ""
 
 
 @dataclass(frozen=True)
 class Section:
-    """One chapter of the report; `printed` on the console too."""
+    """One section of the report; `printed` ones appear on the console too."""
 
     name: str
     title: str
@@ -99,87 +96,100 @@ class ReportDocument:
     sections: tuple[Section, ...] = ()
 
     def tables(self) -> Iterator[Table]:
-        """All of them, in order."""
+        """All tables in order."""
         return (table for section in self.sections for block in section.blocks for table in block.tables)
 
     def figures(self) -> Iterator[Figure]:
-        """All of them, in order."""
+        """All figures in order."""
         return (figure for section in self.sections for block in section.blocks for figure in block.figures)
 
 
-NOTHING = Entry("")
-"""Where a column means nothing to a row."""
-
-
-def entries(texts: Iterable[str]) -> tuple[Entry, ...]:
-    """Cells of plain text."""
-    return tuple(Entry(text, wide=True) for text in texts)
-
-
-Shown = Callable[[str], str]
-"""Plain text -> what is written."""
-
-
-def render(document: ReportDocument) -> str:
-    """The file report.md; plots by the names of their files."""
+def markdown(document: ReportDocument) -> str:
+    """The file report.md; plots are referred to by file name."""
     parts = [f"# {escaped(document.title)}", escaped(document.summary)]
     for section in document.sections:
         parts.append(f"## {escaped(section.title)}")
         for block in section.blocks:
-            parts += _block(block)
+            parts += [f"### {escaped(block.heading)}"] if block.heading else []
+            parts += map(escaped, block.text)
+            for table in block.tables:
+                parts += [f"**{escaped(table.caption)}**", markdown_table(table, escaped, escaped)]
+            for figure in block.figures:
+                parts += [f"![{escaped(figure.alt)}]({figure.name}.png)", f"*{escaped(figure.caption)}*"]
     return "\n\n".join(parts) + "\n"
 
 
-def _block(block: ReportBlock) -> Iterator[str]:
-    if block.heading:
-        yield f"### {escaped(block.heading)}"
-    yield from map(escaped, block.text)
-    for table in block.tables:
-        yield f"**{escaped(table.caption)}**"
-        yield render_table(table, escaped, escaped)
-    for figure in block.figures:
-        yield f"![{escaped(figure.alt)}]({figure.name}.png)"
-        yield f"*{escaped(figure.caption)}*"
-
-
-def render_ours(document: ReportDocument) -> str:
-    """The tables of what was measured here, without the papers', one after another."""
+def console_text(document: ReportDocument) -> str:
+    """The tables of our own results, without published rows."""
     parts = [document.title]
     for block in (block for section in document.sections if section.printed for block in section.blocks):
-        ours = [_ours(table) for table in block.tables if any(not line.published for line in table.lines)]
+        ours = [_without_published(table) for table in block.tables if any(not row.published for row in table.rows)]
         parts += [block.heading] if block.heading and ours else []
-        parts += [part for table in ours for part in (table.caption, render_table(table))]
+        parts += [text for table in ours for text in (table.caption, markdown_table(table))]
     return "\n\n".join(parts)
 
 
-def _ours(table: Table) -> Table:
-    """Without the papers' rows, and without the columns that are there for them alone."""
-    lines = [line for line in table.lines if not line.published]
-    asked = [at for at in range(len(table.header) - 1) if any(_tried(line.entries[at]) for line in lines)]
-    header = (table.header[0], *(table.header[at + 1] for at in asked))
-    kept = tuple(replace(line, entries=tuple(line.entries[at] for at in asked)) for line in lines)
-    return replace(table, header=header, lines=kept, sources=())
+def _without_published(table: Table) -> Table:
+    """Our rows alone, without the columns that only published rows have."""
+    rows = [row for row in table.rows if not row.published]
+
+    def asked_for(column: int) -> bool:
+        cells = [row.cells[column] for row in rows]
+        return any(cell.text and (cell.note or not cell.absent) for cell in cells)
+
+    kept = [column for column in range(len(table.header) - 1) if asked_for(column)]
+    header = (table.header[0], *(table.header[column + 1] for column in kept))
+    shown = tuple(replace(row, cells=tuple(row.cells[column] for column in kept)) for row in rows)
+    return replace(table, header=header, rows=shown, sources=())
 
 
-def _tried(entry: Entry) -> bool:
-    return bool(entry.text) and not (entry.absent and not entry.note)
-
-
-def render_table(table: Table, in_table: Shown = in_cell, below: Shown = str) -> str:
-    """A table with its notes below."""
+def markdown_table(table: Table, in_table: Callable[[str], str] = in_cell, below: Callable[[str], str] = str) -> str:
+    """A table and its notes; `in_table` and `below` escape texts in cells and in notes."""
     footnotes = table.footnotes()
-    rows = [
-        [_name(line, in_table), *(_cell(entry, footnotes, in_table) for entry in line.entries)] for line in table.lines
-    ]
-    parts = [format_table([in_table(text) for text in table.header], rows)]
+    lines = []
+    for row in table.rows:
+        name = in_table(row.name)
+        line = [f"*{name}* ({in_table(row.published)})" if row.published else name]
+        for cell in row.cells:
+            text = in_table(f"{cell.text} ({cell.detail})" if cell.detail else cell.text)
+            line.append(f"{text} [{footnotes[cell.note]}]" if cell.note else text)
+        lines.append(line)
+    parts = [format_table([in_table(text) for text in table.header], lines)]
     parts += [f"[{number}] {below(note)}" for note, number in footnotes.items()]
     return "\n\n".join([*parts, *map(below, (*table.notes, *table.sources))])
 
 
-def _name(line: Line, shown: Shown) -> str:
-    return f"*{shown(line.name)}* ({shown(line.published)})" if line.published else shown(line.name)
+def html_page(document: ReportDocument) -> str:
+    """The file report.html: one page with its style and images inside, without scripts."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    images = {
+        figure.name: {style: svg_data_uri(figure, style) for style in SCREEN_STYLES} for figure in document.figures()
+    }
+    return environment.get_template("report.html.j2").render(document=document, images=images)
 
 
-def _cell(entry: Entry, footnotes: dict[str, int], shown: Shown) -> str:
-    text = shown(f"{entry.text} ({entry.detail})" if entry.detail else entry.text)
-    return f"{text} [{footnotes[entry.note]}]" if entry.note else text
+class Report(Record):
+    """The file report.json: tables, file names of the plots, and every result in full by its file."""
+
+    title: str
+    tables: list[dict[str, Any]]
+    figures: list[str]
+    results: dict[str, SerializeAsAny[Result]]
+
+
+def table_record(table: Table) -> dict[str, Any]:
+    """A table as it is in report.json: every cell with its text, value, small print and note."""
+    rows = [
+        {
+            "name": row.name,
+            "published": row.published,
+            "cells": [
+                {"text": cell.text, "value": cell.value, "detail": cell.detail, "note": cell.note} for cell in row.cells
+            ],
+        }
+        for row in table.rows
+    ]
+    columns = table.header[1:]
+    return {"name": table.name, "caption": table.caption, "columns": columns, "rows": rows, "notes": table.notes}

@@ -1,12 +1,13 @@
-"""Which files a report is made of."""
+"""Reading result files, and grouping results that measure the same thing."""
 
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import Any
 
 from megatron_coca.evaluation.analysis.records import AnalysisResult
 from megatron_coca.evaluation.harness.records import HarnessResult
@@ -22,7 +23,7 @@ from megatron_coca.evaluation.results import (
     read_record,
 )
 from megatron_coca.evaluation.retrieval.records import NeedleResult, PasskeyResult, RulerResult
-from megatron_coca.evaluation.speed.records import SpeedResult
+from megatron_coca.evaluation.speed.measuring import SpeedResult
 
 logger = logging.getLogger(__name__)
 
@@ -35,68 +36,67 @@ RESULT_TYPES: dict[str, type[Result]] = {
     "analyse": AnalysisResult,
     "speed": SpeedResult,
 }
-"""Every kind of result file by its field `task`."""
+"""The type of a result file by its field `task`."""
 
 REPORT_FILE = "report.json"
-REMEDY = "measure it again, or take the file away"
-_SHOWN = 5
+REMEDY = "measure it again, or remove the file"
+MAX_NAMED = 5
+"""Ignored files that a warning names."""
 
 
 @dataclass(frozen=True)
 class LoadedResult:
-    """A result file as it was read, and what its cells cost."""
+    """A result file and the costs of its cells."""
 
     file: str
     result: Result
     costs: tuple[Cost, ...] = ()
 
 
-def read_results(places: Sequence[str | Path]) -> list[LoadedResult]:
-    """The results of files, and of folders with all that is below them; each file once, folders by name.
+def read_results(paths: Sequence[str | Path]) -> list[LoadedResult]:
+    """Reads files and folders with everything below them; each file once, in folders sorted by name.
 
-    A result without a label has that of its checkpoint's folder. Raises EvaluationError for a file that is named and is no
-    result, for a damaged one, and where there is none at all. What else a folder holds is told in a warning.
+    A result without a label gets the name of its checkpoint's folder. Other JSON files in a folder are named in a warning.
+    Raises EvaluationError for a named file that is not a result, for a damaged one, and where there is none at all.
     """
-    read: dict[Path, LoadedResult] = {}
-    for place in map(Path, places):
-        for file, named in _files(place):
+    loaded: dict[Path, LoadedResult] = {}
+    for path in map(Path, paths):
+        ignored = []
+        for file in _result_files(path) if path.is_dir() else [path]:
             task = _task(file)
-            if task is None and named:
-                raise EvaluationError(f"{file}: is not a result of `evaluate.py` (its task is none of {_known()})")
             if task is not None:
-                read.setdefault(file.resolve(), _load(file, task))
-    if not read:
+                loaded.setdefault(file.resolve(), _load(file, task))
+            elif path.is_dir():
+                ignored.append(str(file))
+            else:
+                tasks = ", ".join(RESULT_TYPES)
+                raise EvaluationError(f"{file}: is not a result of `evaluate.py` (its task is none of {tasks})")
+        if ignored:
+            more = f" and {len(ignored) - MAX_NAMED} more" if len(ignored) > MAX_NAMED else ""
+            logger.warning("ignored, not result files: %s%s", ", ".join(ignored[:MAX_NAMED]), more)
+    if not loaded:
         raise EvaluationError("no results to report: name files of `evaluate.py TASK --output`, or folders of them")
-    return list(read.values())
+    return list(loaded.values())
 
 
-def _files(place: Path) -> Iterator[tuple[Path, bool]]:
-    """The files of `place`, and whether they were named one by one."""
-    if not place.is_dir():
-        yield place, True
-        return
-    found = [path for path in sorted(place.rglob("*.json")) if _may_be_a_result(path.relative_to(place))]
-    yield from ((path, False) for path in found)
-    if foreign := [str(path) for path in found if _task(path) is None]:
-        more = f" and {len(foreign) - _SHOWN} more" if len(foreign) > _SHOWN else ""
-        logger.warning("left out, as they are no results: %s%s", ", ".join(foreign[:_SHOWN]), more)
-
-
-def _may_be_a_result(path: Path) -> bool:
-    hidden = any(part.startswith(".") for part in path.parts)
-    return not (hidden or path.name.endswith(SUFFIX) or path.name == REPORT_FILE)
+def _result_files(folder: Path) -> Iterator[Path]:
+    """JSON files below `folder`, without hidden files, files of costs and earlier reports."""
+    for path in sorted(folder.rglob("*.json")):
+        hidden = any(name.startswith(".") for name in path.relative_to(folder).parts)
+        if not (hidden or path.name.endswith(SUFFIX) or path.name == REPORT_FILE):
+            yield path
 
 
 def _task(file: Path) -> str | None:
-    """The field `task` where it is a known one. Raises EvaluationError for a file that cannot be read, or is no JSON: a
-    result that was cut off does not show what it is.
+    """The field `task` if it is a known one. Raises EvaluationError for a file that is not readable JSON: a truncated
+    result does not show its task.
     """
     try:
         content = json.loads(file.read_bytes())
     except OSError as error:
         raise EvaluationError(f"{file}: cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
-        raise EvaluationError(f"{file}: is damaged, as it is no JSON ({error}); {REMEDY}") from error
+        raise EvaluationError(f"{file}: is damaged: not JSON ({error}); {REMEDY}") from error
     task = content.get("task") if isinstance(content, dict) else None
     return task if isinstance(task, str) and task in RESULT_TYPES else None
 
@@ -106,139 +106,116 @@ def _load(file: Path, task: str) -> LoadedResult:
         result = read_record(file, RESULT_TYPES[task], f"a result of `evaluate.py {task}`")
     except EvaluationError as error:
         raise EvaluationError(f"{error}; {REMEDY}") from error
+    if not result.label.strip():
+        checkpoint = result.checkpoint.path
+        result = result.model_copy(update={"label": Path(checkpoint).name or checkpoint})
     costs = read_costs(file)
-    return LoadedResult(str(file), _labelled(result), tuple(costs.costs) if costs is not None else ())
+    return LoadedResult(str(file), result, tuple(costs.costs) if costs is not None else ())
 
 
-def _labelled(result: Result) -> Result:
-    if result.label.strip():
-        return result
-    place = result.checkpoint.path
-    return result.model_copy(update={"label": Path(place).name or place})
-
-
-def _known() -> str:
-    return ", ".join(RESULT_TYPES)
-
-
-def of_type(loaded: Iterable[LoadedResult], kind: type[Result]) -> list[LoadedResult]:
-    """Those whose result is of one kind."""
-    return [each for each in loaded if isinstance(each.result, kind)]
-
-
-R = TypeVar("R", bound=Result)
-
-Comparable = Mapping[str, Callable[[R], Any]]
-"""What must agree before results may stand in one table: how it is called, and where a result has it."""
-
+Comparable = Mapping[str, str]
+"""What must agree before results may share a table: its name in headings, and the attribute path in a result."""
 
 _LENGTH = re.compile(r"\b(?:window|length) (\d+)")
-"""How tasks name a length in what is missing."""
+"""A length in the `at` of a missing cell."""
 _HASH = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{20,}\b")
-_GROUPING_SHOWN = 100
+MAX_HEADING_VALUE = 100
+"""Characters of a value in the heading of a group."""
 
 
 @dataclass(frozen=True)
-class Series(Generic[R]):
-    """All that one label stands for in a group: its cells may come out of several files."""
+class Series:
+    """All results of one label in a group, from one or several files; `header` is the first file's result."""
 
     label: str
-    header: R  # of the first file
+    header: Any
     cells: dict[tuple[Any, ...], Any]
     missing: dict[str, Missing]
-    costs: dict[str, Cost]
 
     def why(self, at: str) -> Missing:
-        """Why there is no cell `at`."""
+        """The reason why there is no cell `at`."""
         unknown = Missing(at=at, kind="not run", reason="")
         return self.missing.get(at) or self.missing.get("all") or unknown
 
 
 @dataclass(frozen=True)
-class ResultGroup(Generic[R]):
-    """Comparable series; `differs` names in what it is another than the other groups of its task."""
+class ResultGroup:
+    """Comparable series; `differs` says how this group differs from the other groups of its task."""
 
-    series: tuple[Series[R], ...]
+    series: tuple[Series, ...]
     differs: str = ""
 
     @property
-    def first(self) -> R:
-        """The header whose protocol is that of all."""
+    def first(self) -> Any:
+        """The result whose protocol is that of all."""
         return self.series[0].header
 
     @property
-    def measured(self) -> tuple[Series[R], ...]:
-        """Those that have a cell at all."""
-        return tuple(each for each in self.series if each.cells)
+    def heading(self) -> str:
+        """The heading above the results of this group; empty if it is the only one."""
+        return f"Results with {self.differs}" if self.differs else ""
+
+    @property
+    def measured(self) -> list[Series]:
+        """The series that have a cell at all."""
+        return [series for series in self.series if series.cells]
 
     def cell_keys(self) -> list[Any]:
-        """Of all cells, sorted."""
-        return sorted({key for each in self.series for key in each.cells})
+        """The keys of all cells, sorted."""
+        return sorted({key for series in self.series for key in series.cells})
 
     def lengths(self) -> list[int]:
-        """All that were asked for, measured or missing, ascending. In keys it is the first whole number."""
-        missing = [at for each in self.series for at in each.missing]
-        named = {int(found[1]) for at in missing if (found := _LENGTH.search(at))}
-        return sorted(named | {_first_int(key) for key in self.cell_keys()})
+        """All lengths asked for, measured or missing, ascending; in a key the first integer is the length."""
+        missing = [_LENGTH.search(at) for series in self.series for at in series.missing]
+        measured = {next(part for part in key if isinstance(part, int)) for key in self.cell_keys()}
+        return sorted(measured | {int(match[1]) for match in missing if match})
+
+    def training_lengths(self) -> set[int]:
+        """The training lengths of all models."""
+        return {series.header.checkpoint.seq_length for series in self.series}
 
 
-def _first_int(key: tuple[Any, ...]) -> int:
-    return next(part for part in key if isinstance(part, int))
+def group_results(loaded: Sequence[LoadedResult], comparable: Comparable) -> list[ResultGroup]:
+    """Groups comparable results, in the order of the files.
 
-
-def groups(loaded: Sequence[LoadedResult], comparable: Comparable[R]) -> list[ResultGroup[R]]:
-    """Comparable results together, in the order of the files.
-
-    Raises EvaluationError where one label of a group would stand for two models, or for two values of one cell.
+    Raises EvaluationError where one label of a group stands for two models, or for two values of one cell.
     """
-    found: dict[str, list[LoadedResult]] = {}
-    for each in loaded:
-        identity = repr([read(cast(R, each.result)) for read in comparable.values()])
-        found.setdefault(identity, []).append(each)
-    differing = _differing([members[0] for members in found.values()], comparable)
-    return [ResultGroup(_series(members), _described(members[0], differing, comparable)) for members in found.values()]
+    values: dict[str, Callable[[Result], Any]] = {name: attrgetter(path) for name, path in comparable.items()}
+    members: dict[str, list[LoadedResult]] = {}
+    for item in loaded:
+        members.setdefault(repr([value(item.result) for value in values.values()]), []).append(item)
+    firsts = [items[0].result for items in members.values()]
+    differing = [name for name, value in values.items() if len({repr(value(first)) for first in firsts}) > 1]
+    found = []
+    for items in members.values():
+        by_label: dict[str, list[LoadedResult]] = {}
+        for item in items:
+            by_label.setdefault(item.result.label, []).append(item)
+        shown = [(name, _HASH.sub(r"\1", str(values[name](items[0].result)))) for name in differing]
+        differs = ", ".join(f"{name} {text[:MAX_HEADING_VALUE]}" for name, text in shown)
+        found.append(ResultGroup(tuple(_merge(label, files) for label, files in by_label.items()), differs))
+    return found
 
 
-def _differing(firsts: Sequence[LoadedResult], comparable: Comparable[Any]) -> list[str]:
-    return [name for name, read in comparable.items() if len({repr(read(each.result)) for each in firsts}) > 1]
-
-
-def _described(loaded: LoadedResult, differing: Iterable[str], comparable: Comparable[Any]) -> str:
-    shown = {name: _HASH.sub(r"\1", str(comparable[name](loaded.result)))[:_GROUPING_SHOWN] for name in differing}
-    return ", ".join(f"{name} {text}" for name, text in shown.items())
-
-
-def _series(members: Sequence[LoadedResult]) -> tuple[Series[Any], ...]:
-    by_label: dict[str, list[LoadedResult]] = {}
-    for each in members:
-        by_label.setdefault(each.result.label, []).append(each)
-    return tuple(_merged(label, files) for label, files in by_label.items())
-
-
-def _merged(label: str, files: Sequence[LoadedResult]) -> Series[Any]:
+def _merge(label: str, files: Sequence[LoadedResult]) -> Series:
     cells: dict[tuple[Any, ...], Cell] = {}
-    origin: dict[tuple[Any, ...], str] = {}
+    origins: dict[tuple[Any, ...], str] = {}
     missing: dict[str, Missing] = {}
-    for each in files:
-        result: Any = each.result
-        _check_same_model(label, files[0], each)
+    first = files[0]
+    for item in files:
+        result = item.result
+        known, other = ((each.result.checkpoint.identity, each.result.overrides) for each in (first, item))
+        if known != other:
+            raise EvaluationError(
+                f"label `{label}` stands for different models in {first.file} and {item.file}; evaluate one of them "
+                "again with another --label"
+            )
         for cell in result.results:
-            if origin.setdefault(cell.key, each.file) != each.file:
-                key = " ".join(map(str, cell.key))
+            if origins.setdefault(cell.key, item.file) != item.file:
                 raise EvaluationError(
-                    f"label `{label}` has the cell {key} of {result.task} both in {origin[cell.key]} and in "
-                    f"{each.file}; report only one of them"
+                    f"label `{label}` has the cell {' '.join(map(str, cell.key))} of {result.task} both in "
+                    f"{origins[cell.key]} and in {item.file}; report only one of them"
                 )
             cells[cell.key] = cell
         missing |= {entry.at: entry for entry in result.missing}
-    costs = {cost.at: cost for each in files for cost in each.costs}
-    return Series(label, files[0].result, dict(sorted(cells.items())), missing, costs)
-
-
-def _check_same_model(label: str, known: LoadedResult, other: LoadedResult) -> None:
-    models = [(each.result.checkpoint.identity, each.result.overrides) for each in (known, other)]
-    if models[0] != models[1]:
-        raise EvaluationError(
-            f"label `{label}` stands for different models in {known.file} and {other.file}; evaluate one of them again "
-            "with another --label"
-        )
+    return Series(label, first.result, dict(sorted(cells.items())), missing)

@@ -1,150 +1,95 @@
-"""Tables by length in the papers' layout: labels down, lengths across, the papers' rows below ours."""
+"""Tables and captions that the sections of a report share: labels down, lengths across, published rows below ours."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_coca.evaluation.report.document import NOTHING, Entry, Line, ReportBlock, Table
-from megatron_coca.evaluation.report.published import PublishedTable, use_of
-from megatron_coca.evaluation.report.published_tables import TABLES
-from megatron_coca.evaluation.report.reading import LoadedResult, ResultGroup, Series
+from megatron_coca.evaluation.report.charts import Curve, Figure, Panel, height, panels
+from megatron_coca.evaluation.report.document import EMPTY, Table, TableCell, TableRow
+from megatron_coca.evaluation.report.published import TABLES, PublishedTable, method_key
+from megatron_coca.evaluation.report.reading import ResultGroup, Series
 from megatron_coca.evaluation.results import Missing, Result
 
-SHORT = 12
+HASH_DIGITS = 12
 """Digits of a hash that are shown; report.json has them all."""
-
-_LISTED = 4
+MAX_LISTED = 4
+MISSING_TEXT = {"refused": "refused", "out of memory": "OOM", "not run": "not run", "failed": "failed"}
+"""How a table names the kind of a missing cell."""
+THEIRS = "numbers of another model and other data than ours, for orientation"
 
 
 def listed(texts: Iterable[str]) -> str:
-    """Each once, the first few of many."""
+    """The distinct texts, the first few of many."""
     known = list(dict.fromkeys(texts))
-    more = f" and {len(known) - _LISTED} more" if len(known) > _LISTED else ""
-    return ", ".join(known[:_LISTED]) + more
+    more = f" and {len(known) - MAX_LISTED} more" if len(known) > MAX_LISTED else ""
+    return ", ".join(known[:MAX_LISTED]) + more
 
 
-def checkpoint_name(result: Result) -> str:
-    """Folder, step and the first digits of what names the weights."""
+def checkpoint_text(result: Result) -> str:
+    """Folder, step and the first digits of the weights' identity."""
     checkpoint = result.checkpoint
     step = f", step {checkpoint.step}" if checkpoint.step is not None else ""
-    return f"{checkpoint.path}{step} (weights {checkpoint.identity[:SHORT]})"
+    return f"{checkpoint.path}{step} (weights {checkpoint.identity[:HASH_DIGITS]})"
 
 
-def environment_name(result: Result) -> str:
+def environment_text(result: Result) -> str:
     """dtype, backend and device."""
     environment = result.environment
     return f"{environment.dtype}, {environment.backend or 'no backend'}, {environment.device}"
 
 
-def origin(group: ResultGroup[Any]) -> str:
-    """Checkpoints, data and machine behind a group, for captions."""
-    headers = [series.header for series in group.series]
-    checkpoints = listed(checkpoint_name(header) for header in headers)
-    computed = listed(environment_name(header) for header in headers if header.environment.backend)
-    return f"Checkpoints: {checkpoints}. {data_name(group.first)}Computed with {computed or 'nothing'}."
-
-
-def data_name(result: Any) -> str:
-    """What was read, with the first digits of its hash; nothing for a task without documents."""
-    documents = getattr(result, "documents", None)
-    if documents is not None:
+def data_text(result: Any) -> str:
+    """The data with the first digits of its hash; empty for a task without documents or haystack."""
+    if (documents := getattr(result, "documents", None)) is not None:
         size = f"{documents.count} documents, {documents.tokens:,} tokens"
-        return f"Data: {listed(documents.sources)} (sha256 {documents.sha256[:SHORT]}; {size}). "
-    haystack = getattr(result.protocol, "haystack", None)
-    return f"Data: {haystack.name} (sha256 {haystack.sha256[:SHORT]}). " if haystack is not None else ""
+        return f"Data: {listed(documents.sources)} (sha256 {documents.sha256[:HASH_DIGITS]}; {size}). "
+    if (haystack := getattr(result.protocol, "haystack", None)) is not None:
+        return f"Data: {haystack.name} (sha256 {haystack.sha256[:HASH_DIGITS]}). "
+    return ""
 
 
-def heading(group: ResultGroup[Any]) -> str:
-    """Of a block: empty where a task has one group alone."""
-    return f"Results with {group.differs}" if group.differs else ""
+def origin_text(group: ResultGroup) -> str:
+    """Checkpoints, data and device of a group, for captions."""
+    headers = [series.header for series in group.series]
+    checkpoints = listed(map(checkpoint_text, headers))
+    computed = listed(environment_text(header) for header in headers if header.environment.backend)
+    return f"Checkpoints: {checkpoints}. {data_text(group.first)}Computed with {computed or 'nothing'}."
 
 
-HEADER = (
-    *("label", "task", "checkpoint", "step", "weights", "trained at", "position method", "used with"),
-    *("dtype", "backend", "device", "torch", "tokenizer"),
-)
+def series_origin_text(series: Series) -> str:
+    """The same of one series."""
+    header = series.header
+    return f"Checkpoint: {checkpoint_text(header)}. {data_text(header)}Computed with {environment_text(header)}."
 
 
-def models(loaded: Sequence[LoadedResult], papers: bool) -> list[ReportBlock]:
-    """A row for each file: which weights, how they were used, and on what machine."""
-    lines = [_line(each.result) for each in loaded]
-    unique = {(line.name, line.entries): line for line in lines}
-    table = Table("models", "Checkpoints, and how they were used", HEADER, tuple(unique.values()))
-    return [ReportBlock(tables=(table,))] if lines else []
+def number_cell(value: float, format_spec: str = ".2f", scale: float = 1.0, detail: str = "") -> TableCell:
+    """A measured number; `scale` multiplies what is shown."""
+    return TableCell(format(scale * value, format_spec), value, detail)
 
 
-def _line(result: Result) -> Line:
-    checkpoint, environment = result.checkpoint, result.environment
-    used = "; ".join(f"{key}: {_value(value)}" for key, value in result.overrides.items()) or "as trained"
-    texts = (
-        result.task,
-        checkpoint.path,
-        "" if checkpoint.step is None else str(checkpoint.step),
-        checkpoint.identity[:SHORT],
-        str(checkpoint.seq_length),
-        checkpoint.pos_emb,
-        used,
-        environment.dtype,
-        environment.backend or "none",
-        environment.device,
-        environment.torch,
-        (result.tokenizer or "none")[:SHORT],
-    )
-    return Line(result.label, tuple(Entry(text, wide=True) for text in texts))
-
-
-def _value(value: Any) -> str:
-    """A key's value; of a group of keys those that say something."""
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {each}" for key, each in value.items() if each is not None)
-    return str(value)
-
-
-SHOWN = {"refused": "refused", "out of memory": "OOM", "not run": "not run", "failed": "failed"}
-"""How a table names why a cell is missing."""
-
-THEIRS = "numbers of another model and other data than ours, for orientation"
-
-
-def number(value: float, digits: int = 2, sign: bool = False) -> str:
-    """A number of a table; infinite ones are `inf`."""
-    return f"{value:+.{digits}f}" if sign else f"{value:.{digits}f}"
-
-
-def lacking(missing: Missing) -> Entry:
+def missing_cell(missing: Missing) -> TableCell:
     """A cell that was not measured, with the reason."""
-    return Entry(SHOWN[missing.kind], note=missing.reason, absent=True)
+    return TableCell(MISSING_TEXT[missing.kind], note=missing.reason, absent=True)
 
 
-def marked(lines: Sequence[Line], lowest: bool) -> tuple[Line, ...]:
-    """The lines with the best finite value of each column marked, where it has at least two that may be compared."""
-    best: dict[int, float] = {}
-    for place in range(len(lines[0].entries) if lines else 0):
-        values = [_compared(line.entries[place]) for line in lines]
-        finite = [value for value in values if value is not None and math.isfinite(value)]
-        if len(finite) > 1 and len(set(finite)) > 1:
-            best[place] = min(finite) if lowest else max(finite)
-    return tuple(replace(line, entries=_marked(line.entries, best)) for line in lines)
+def mark_best(rows: Sequence[TableRow], lowest: bool | Sequence[bool]) -> list[TableRow]:
+    """Marks the best finite value of each column that has at least two different comparable ones.
+
+    `lowest` says whether the smallest is the best, for all columns or for each.
+    """
+    columns = []
+    for index, cells in enumerate(zip(*(row.cells for row in rows), strict=True)):
+        values = [math.nan if cell.value is None or cell.partial else cell.value for cell in cells]
+        finite = {value for value in values if math.isfinite(value)}
+        smallest = lowest if isinstance(lowest, bool) else lowest[index]
+        best = (min if smallest else max)(finite) if len(finite) > 1 else None
+        columns.append([replace(cell, best=value == best) for cell, value in zip(cells, values, strict=True)])
+    by_row = zip(*columns, strict=True) if columns else [()] * len(rows)
+    return [replace(row, cells=tuple(cells)) for row, cells in zip(rows, by_row, strict=True)]
 
 
-def _marked(entries: Sequence[Entry], best: dict[int, float]) -> tuple[Entry, ...]:
-    return tuple(
-        replace(entry, best=True) if place in best and _compared(entry) == best[place] else entry
-        for place, entry in enumerate(entries)
-    )
-
-
-def _compared(entry: Entry) -> float | None:
-    return None if entry.partial else entry.value
-
-
-def training_lengths(group: ResultGroup[Any]) -> set[int]:
-    """Of all models of a group."""
-    return {series.header.checkpoint.seq_length for series in group.series}
-
-
-def starred(lengths: Iterable[int], trained: set[int]) -> tuple[str, ...]:
+def length_header(lengths: Iterable[int], trained: set[int]) -> tuple[str, ...]:
     """Column heads; training lengths have an asterisk."""
     return tuple(f"{length}*" if length in trained else str(length) for length in lengths)
 
@@ -153,54 +98,95 @@ def length_table(
     name: str,
     caption: str,
     head: str,
-    group: ResultGroup[Any],
-    entry: Callable[[Series[Any], int], Entry],
-    lengths: Sequence[int],
+    group: ResultGroup,
+    cell: Callable[[Series, int], TableCell],
     metric: str,
-    papers: bool,
-    lowest: bool = True,
+    lowest: bool,
 ) -> list[Table]:
-    """Ours by length, with the papers' rows of the same training length; then papers' tables of other settings.
+    """Ours by length with the published rows of the same training length; then published tables of other settings.
 
-    `entry` is the cell of a series at a length.
+    `cell` is the cell of a series at a length; `metric` selects published tables, none if empty.
     """
-    trained = training_lengths(group)
-    joined, apart = beside(group, metric) if papers else ([], [])
-    columns = sorted(set(lengths) | {length for table in joined for length in table.columns if isinstance(length, int)})
-    ours = [Line(each.label, tuple(entry(each, length) for length in columns)) for each in group.series]
-    lines = [*marked(ours, lowest), *(line for table in joined for line in published_lines(table, columns, group))]
-    notes = [f"* training length ({', '.join(map(str, sorted(trained)))})"] if trained & set(columns) else []
-    sources = tuple(f"{table.name}: {table.setting}; {THEIRS}." for table in joined)
-    main = Table(name, caption, (head, *starred(columns, trained)), tuple(lines), tuple(notes), sources)
+    trained = group.training_lengths()
+    joined, apart = matching_tables(group, metric)
+    lengths = sorted({*group.lengths(), *published_lengths(joined)})
+    rows = mark_best(
+        [TableRow(series.label, tuple(cell(series, length) for length in lengths)) for series in group.series], lowest
+    )
+    for table in joined:
+        rows += published_rows(table, lengths, group)
+    notes = (f"* training length ({', '.join(map(str, sorted(trained)))})",) if trained & set(lengths) else ()
+    header = (head, *length_header(lengths, trained))
+    main = Table(name, caption, header, tuple(rows), notes, tuple(map(source_text, joined)))
     return [main, *(published_table(table, group, name) for table in apart)]
 
 
-def beside(group: ResultGroup[Any], metric: str) -> tuple[list[PublishedTable], list[PublishedTable]]:
-    """The papers' tables of a metric: of the training length of ours, and others that have something of ours."""
-    trained = training_lengths(group)
-    uses = [use for series in group.series if (use := use_of(series.header)) is not None]
-    wanted = [table for table in TABLES if table.metric == metric and table.wanted(trained, uses)]
-    joined = [table for table in wanted if table.training_length in trained]
-    return joined, [table for table in wanted if table.training_length not in trained]
+def length_figure(
+    name: str, what: str, group: ResultGroup, curves: Sequence[Curve], panel: Mapping[str, Any], caption: str
+) -> Figure:
+    """Curves against length with the training lengths marked; `what` they show, and other fields of the panel."""
+    trained = {float(length): f"training length {length}" for length in sorted(group.training_lengths())}
+    labels = ", ".join(curve.label for curve in curves if curve.like is None)
+    return Figure(
+        name,
+        caption,
+        f"{what} for {labels}; the table has the numbers",
+        panels([Panel(curves=tuple(curves), marks=trained, **panel)]),
+        (6.0, height(len(curves) + len(trained))),
+    )
 
 
-def published_lines(table: PublishedTable, columns: Sequence[int | str], group: ResultGroup[Any] | None) -> list[Line]:
-    """Rows of a paper in our columns; the small print names ours of the same method."""
-    lines = []
+def matching_tables(group: ResultGroup, metric: str) -> tuple[list[PublishedTable], list[PublishedTable]]:
+    """The published tables of a metric to show: those of the training length of ours, and others."""
+    trained = group.training_lengths()
+    methods = [key for series in group.series if (key := method_key(series.header)) is not None]
+    shown = [table for table in TABLES if table.metric == metric and table.is_shown_with(trained, methods)]
+    joined = [table for table in shown if table.training_length in trained]
+    return joined, [table for table in shown if table not in joined]
+
+
+def published_lengths(tables: Iterable[PublishedTable]) -> list[int]:
+    """The lengths among the columns of the tables."""
+    return [column for table in tables for column in table.columns if isinstance(column, int)]
+
+
+def source_text(table: PublishedTable) -> str:
+    """The note on a published table whose rows stand in one of ours."""
+    return f"{table.name}: {table.setting}; {THEIRS}."
+
+
+def published_rows(
+    table: PublishedTable, columns: Sequence[int | str], group: ResultGroup | None = None
+) -> list[TableRow]:
+    """Published rows in our columns; the small print names our labels in `group` with the same method."""
+    rows = []
     for row in table.rows:
         values = dict(zip(table.columns, row.values, strict=True))
-        alike = [series.label for series in (group.series if group is not None else ()) if row.is_of(series.header)]
-        detail = f"the method of: {', '.join(alike)}" if alike else ""
-        cells = tuple(Entry(values[column]) if column in values else NOTHING for column in columns)
-        lines.append(Line(row.name, cells, f"{table.source}, {table.name}", detail))
-    return lines
+        same = [series.label for series in (group.series if group else ()) if row.is_method_of(series.header)]
+        cells = tuple(TableCell(values[column]) if column in values else EMPTY for column in columns)
+        detail = f"the method of: {', '.join(same)}" if same else ""
+        rows.append(TableRow(row.name, cells, f"{table.source}, {table.name}", detail))
+    return rows
 
 
-def published_table(table: PublishedTable, group: ResultGroup[Any] | None, beside_name: str) -> Table:
-    """A paper's table on its own."""
-    name = "-".join([beside_name, *"".join(c if c.isalnum() else " " for c in table.name.lower()).split()])
+def published_table(table: PublishedTable, group: ResultGroup | None, prefix: str) -> Table:
+    """A published table on its own; `prefix` begins its name."""
+    words = "".join(character if character.isalnum() else " " for character in table.name.lower()).split()
     caption = f"Published, {table.source}: {table.name}"
     header = ("method", *map(str, table.columns))
     remark = f"; {THEIRS}" if table.measured else ""
     notes = (f"{table.setting[0].upper()}{table.setting[1:]}{remark}.",)
-    return Table(name, caption, header, tuple(published_lines(table, table.columns, group)), notes)
+    return Table("-".join([prefix, *words]), caption, header, tuple(published_rows(table, table.columns, group)), notes)
+
+
+def published_curves(group: ResultGroup, drawn: Sequence[Series], metric: str) -> list[Curve]:
+    """A curve for each published row with the method and training length of one of the `drawn` series."""
+    curves = []
+    for table in matching_tables(group, metric)[0]:
+        for row in table.rows:
+            like = next((at for at, series in enumerate(drawn) if row.is_method_of(series.header)), None)
+            if like is not None:
+                values = tuple(math.nan if value == "OOM" else float(value) for value in row.values)
+                lengths = tuple(map(float, published_lengths([table])))
+                curves.append(Curve(f"paper: {row.name}", lengths, values, like=like))
+    return curves

@@ -12,89 +12,77 @@ from torch import Tensor
 from megatron_coca.attention.context import PositionContext
 from megatron_coca.attention.inputs import BackendError
 from megatron_coca.attention.layer import SelfAttention
-from megatron_coca.attention.method import PositionMethod
 from megatron_coca.attention.positions.forms import coefficients
 from megatron_coca.attention.rotary import RotaryTables, rotate
 from megatron_coca.config import Config, ConfigError
 from megatron_coca.evaluation.options import Variant
 from megatron_coca.evaluation.results import EvaluationError, Missing
+from megatron_coca.evaluation.speed import CONTRACTION
 from megatron_coca.evaluation.subject import backend_name
 from megatron_coca.model import GPT, build_model
 
-CONTRACTION, EINSUM = "contraction", "opt_einsum"
-"""Its names among the methods, and among the backends."""
+EINSUM = "opt_einsum"
+"""The name of the contraction among the backends."""
+DENSE = ("reference", EINSUM)
+"""Backends that hold N x N scores."""
 
 
 def contracted_attention(
     q: Tensor, t: Tensor, v: Tensor, query: RotaryTables, key: RotaryTables, scale: float
 ) -> Tensor:
-    """Causal CoCA-Slack attention [batch, heads, length, head_dim] in the dtype of q, O(length^2) memory.
+    """Causal CoCA-Slack attention [batch, heads, length, head_dim] in the dtype of q, with O(length^2) memory.
 
-    q is [batch, heads, length, head_dim], t (the T projection) and v are [batch, kv_heads, length, head_dim], the tables
-    those of their positions.
+    q is [batch, heads, length, head_dim], t (the T projection) and v are [batch, kv_heads, length, head_dim]; the tables
+    belong to their positions.
     """
     groups, length = q.shape[1] // t.shape[1], q.shape[2]
     t, v = t.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    turned_t = rotate(coefficients(t).repeat(1, 1, 1, 2), key).to(q.dtype)
-    turned_q = rotate(q, query).to(q.dtype)
-    scores = opt_einsum.contract("bhmd,bhnd,bhmd->bhmn", q, turned_t, turned_q) * scale
+    rotated_t = rotate(coefficients(t).repeat(1, 1, 1, 2), key).to(q.dtype)
+    rotated_q = rotate(q, query).to(q.dtype)
+    scores = opt_einsum.contract("bhmd,bhnd,bhmd->bhmn", q, rotated_t, rotated_q) * scale
     hidden = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
     weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1)
     return opt_einsum.contract("bhmn,bhnd->bhmd", weights, v)
 
 
-@dataclass(frozen=True)
-class _Operands:
-    q: Tensor
-    t: Tensor
-    v: Tensor
-    frame: PositionContext
-
-
-class _Unprepared:
-    """In the place of a layer's position method: leaves the operands as the projections give them."""
-
-    def __init__(self, method: PositionMethod) -> None:
-        self.scale = method.scale
-
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, frame: PositionContext, *rest: Any) -> _Operands:
-        return _Operands(q, k, v, frame)
-
-
-class _Contracting:
-    """In the place of a layer's backend."""
+class Contraction:
+    """Replaces both the position method and the backend of an attention layer by `contracted_attention`."""
 
     def __init__(self, scale: float) -> None:
         self.scale = scale
 
-    def attend(self, given: _Operands) -> Tensor:
-        tables = given.frame.segments[0]
+    def prepare(
+        self, q: Tensor, k: Tensor, v: Tensor, frame: PositionContext, *rest: Any
+    ) -> tuple[Tensor, Tensor, Tensor, PositionContext]:
+        """The operands as the projections give them."""
+        return q, k, v, frame
+
+    def attend(self, operands: tuple[Tensor, Tensor, Tensor, PositionContext]) -> Tensor:
+        """The output of the layer's heads."""
+        q, t, v, frame = operands
+        tables = frame.segments[0]
         assert tables.query is not None and tables.key is not None
-        return contracted_attention(given.q, given.t, given.v, tables.query, tables.key, self.scale)
+        return contracted_attention(q, t, v, tables.query, tables.key, self.scale)
 
 
 def contract(model: nn.Module) -> None:
-    """Let all layers of a CoCA model attend by the contraction, for good; it then computes the same as before.
+    """Makes all layers of a CoCA model attend by the contraction; its output stays the same.
 
-    Raises:
-        BackendError: the model is not plain CoCA on all features, which is all that the paper's listing computes.
+    Raises BackendError unless the model is plain CoCA on all features, which is what the paper's listing computes.
     """
     for layer in [module for module in model.modules() if isinstance(module, SelfAttention)]:
         method = layer.method
         if method.name != "coca" or method.rotary_dim != method.head_dim or len(method.parts) > 1:
-            raise BackendError("the contraction computes pos_emb coca with rotary_pct 1 and without a map alone")
-        layer.method = _Unprepared(method)  # type: ignore[assignment]
-        layer.backend = _Contracting(method.scale)  # type: ignore[assignment]
+            raise BackendError("the contraction computes only pos_emb coca with rotary_pct 1 and without a map")
+        layer.method = layer.backend = Contraction(method.scale)  # type: ignore[assignment]
 
 
 PLAIN = {"rope_scaling": None, "relative_positions": None, "logit_scaling": "none"}
-DENSE = ("reference", EINSUM)
-"""Backends that hold N x N scores."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One line of the tables: its label, the configuration of its model, and whether that attends by the contraction."""
+    """A method: its label, its configuration, and whether it attends by the contraction."""
 
     label: str
     config: Config
@@ -102,7 +90,7 @@ class Case:
 
     @property
     def is_plain_rope(self) -> bool:
-        """Whether it may be the measure of others."""
+        """Whether other methods are compared with it."""
         position = self.config.position
         plain = position.rope_scaling is None and position.relative_positions is None
         return position.pos_emb == "rotary" and plain and position.logit_scaling == "none"
@@ -118,50 +106,35 @@ class Built:
 
     @property
     def label(self) -> str:
-        """The case's."""
+        """The label of the case."""
         return self.case.label
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """A method that cannot be measured with this shape."""
-
-    label: str
-    reason: str
-
-    def missing(self) -> Missing:
-        """For the result file."""
-        return Missing(at=self.label, kind="refused", reason=self.reason)
+def refusal(label: str, error: Exception) -> Missing:
+    """The entry of a method that cannot be measured with this shape."""
+    return Missing(at=label, kind="refused", reason=str(error))
 
 
-def choose(base: Config, methods: Sequence[str], variants: Sequence[Variant]) -> tuple[list[Case], list[Refusal]]:
-    """The cases asked for: values of `pos_emb`, `contraction`, and variants of the base configuration.
+def choose(base: Config, methods: Sequence[str], variants: Sequence[Variant]) -> tuple[list[Case], list[Missing]]:
+    """The cases asked for (values of `pos_emb`, `contraction`, and variants of the base configuration), and the refused.
 
     Raises EvaluationError where two have one label.
     """
     labels = [*methods, *(variant.label for variant in variants)]
     if twice := sorted({label for label in labels if labels.count(label) > 1}):
         raise EvaluationError(f"{twice[0]}: stands for two methods; name each once")
-    named = [_of_method(base, method) for method in methods]
-    wanted = [*named, *(_of_variant(base, variant) for variant in variants)]
-    cases = [each for each in wanted if isinstance(each, Case)]
-    return cases, [each for each in wanted if isinstance(each, Refusal)]
-
-
-def _of_method(base: Config, method: str) -> Case | Refusal:
-    contracted = method == CONTRACTION
-    try:
-        changes = {"pos_emb": "coca", **PLAIN} if contracted else {"pos_emb": method}
-        return Case(method, base.override(changes), contracted)
-    except ConfigError as error:
-        return Refusal(method, str(error))
-
-
-def _of_variant(base: Config, variant: Variant) -> Case | Refusal:
-    try:
-        return Case(variant.label, base.override(variant.overrides, variant.files))
-    except ConfigError as error:
-        return Refusal(variant.label, str(error))
+    changes: dict[str, tuple[Any, tuple[str, ...]]] = {
+        method: ({"pos_emb": "coca", **PLAIN} if method == CONTRACTION else {"pos_emb": method}, ())
+        for method in methods
+    }
+    changes |= {variant.label: (variant.overrides, variant.files) for variant in variants}
+    cases, refused = [], []
+    for label, (overrides, files) in changes.items():
+        try:
+            cases.append(Case(label, base.override(overrides, files), label == CONTRACTION and label in methods))
+        except ConfigError as error:
+            refused.append(refusal(label, error))
+    return cases, refused
 
 
 def build(case: Case, device: str, dtype: torch.dtype) -> Built:
@@ -173,50 +146,50 @@ def build(case: Case, device: str, dtype: torch.dtype) -> Built:
     return Built(case, model, EINSUM)
 
 
-def build_all(cases: Iterable[Case], device: str, dtype: torch.dtype) -> tuple[list[Built], list[Refusal]]:
-    """The models of all cases, in memory once: what has the same name and shape is the first model's.
+def build_all(cases: Iterable[Case], device: str, dtype: torch.dtype) -> tuple[list[Built], list[Missing]]:
+    """The models of all cases, and the refused; parameters of the same name and shape are the first model's, in memory
+    once.
 
-    RoPE is added for every backend that a case takes and that no plain RoPE among the cases is served by.
+    Plain RoPE is added for every backend of a case that no plain RoPE among the cases uses.
     """
     built: list[Built] = []
-    refusals: list[Refusal] = []
-    _build_onto(built, refusals, cases, device, dtype)
-    _build_onto(built, refusals, missing_ropes(built), device, dtype)
-    return built, refusals
+    refused: list[Missing] = []
 
+    def add(wanted: Iterable[Case]) -> None:
+        for case in wanted:
+            try:
+                made = build(case, device, dtype)
+            except (BackendError, ConfigError) as error:
+                refused.append(refusal(case.label, error))
+                continue
+            if built:
+                share_weights(made.model, built[0].model)
+            built.append(made)
 
-def _build_onto(
-    built: list[Built], refusals: list[Refusal], cases: Iterable[Case], device: str, dtype: torch.dtype
-) -> None:
-    for case in cases:
-        try:
-            made = build(case, device, dtype)
-        except (BackendError, ConfigError) as error:
-            refusals.append(Refusal(case.label, str(error)))
-            continue
-        if built:
-            share_weights(made.model, built[0].model)
-        built.append(made)
+    add(cases)
+    add(missing_ropes(built))
+    return built, refused
 
 
 def missing_ropes(built: Sequence[Built]) -> list[Case]:
-    """Plain RoPE by every backend that has a method and not this one; of the contraction's there is none."""
-    served = {each.backend for each in built if each.case.is_plain_rope}
-    lacking = [each for each in dict.fromkeys(each.backend for each in built) if each not in (*served, EINSUM)]
-    if not lacking and not served and built:
-        lacking = ["auto"]
-    taken, found = {each.label for each in built}, []
-    for backend in lacking:
+    """Plain RoPE for every backend in use without it, except the contraction's, which has none."""
+    served = {item.backend for item in built if item.case.is_plain_rope}
+    backends = [name for name in dict.fromkeys(item.backend for item in built) if name not in (*served, EINSUM)]
+    if built and not backends and not served:
+        backends = ["auto"]
+    taken = {item.label for item in built}
+    cases = []
+    for backend in backends:
         label = "rotary" if "rotary" not in taken else f"rotary by {backend}"
         taken.add(label)
-        config = built[0].case.config.override({"pos_emb": "rotary", "attention_backend": backend, **PLAIN})
-        found.append(Case(label, config))
-    return found
+        changes = {"pos_emb": "rotary", "attention_backend": backend, **PLAIN}
+        cases.append(Case(label, built[0].case.config.override(changes)))
+    return cases
 
 
 @torch.no_grad()
 def share_weights(model: nn.Module, other: nn.Module) -> None:
-    """Put the parameters of `other` in the place of those of `model` with the same name and shape."""
+    """Replaces the parameters of `model` by those of `other` with the same name and shape."""
     theirs = dict(other.named_modules())
     for name, module in model.named_modules():
         for key, own in list(module._parameters.items()):

@@ -1,12 +1,17 @@
-"""All methods at all lengths: probed first, then timed side by side, a length at a time."""
+"""Times all methods side by side: one call of each first, to see what fits, then round by round at each length.
+
+Times differ from run to run, so no two result files are equal.
+"""
 
 import platform
+import statistics
 import sys
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import time
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import Literal, TypeVar
 
 import torch
 from tqdm import tqdm
@@ -15,118 +20,126 @@ from megatron_coca.attention.layer import bytes_per_token
 from megatron_coca.checkpoints import open_checkpoint
 from megatron_coca.checkpoints.native import code_versions
 from megatron_coca.config import Config, load_config
-from megatron_coca.config.position import PositionMethod
-from megatron_coca.evaluation.options import DTYPES, int_list, positive_int, read_variants, resolve_device
+from megatron_coca.evaluation.options import DTYPES, read_variants, resolve_device
 from megatron_coca.evaluation.results import (
+    Cell,
     CheckpointRecord,
     EnvironmentRecord,
     EvaluationError,
     Missing,
+    Record,
+    Result,
     Store,
     check_writable,
 )
-from megatron_coca.evaluation.speed.cases import CONTRACTION, EINSUM, Built, build_all, choose
-from megatron_coca.evaluation.speed.probing import (
-    WHOLE_SEQUENCES,
-    WORKLOADS,
-    Plan,
-    Probe,
-    Workload,
-    first_layer,
-    probe,
-    probe_apart,
-)
-from megatron_coca.evaluation.speed.records import (
-    WHATS,
-    MachineRecord,
-    Ratio,
-    ShapeRecord,
-    SpeedCell,
-    SpeedProtocol,
-    SpeedResult,
-    What,
-    interleaved,
-    quartiles,
-    ratio,
-    tables,
-)
-from megatron_coca.evaluation.subject import Task
+from megatron_coca.evaluation.speed import WHATS, WHOLE_SEQUENCES, What
+from megatron_coca.evaluation.speed.cases import EINSUM, Built, build_all, choose
+from megatron_coca.evaluation.speed.probing import WORKLOADS, Plan, Probe, first_layer, probe, probe_in_subprocess
 from megatron_coca.model import keep_freed_memory
-
-Probes = dict[str, list[Probe]]
-"""By method."""
-Times = dict[str, list[float]]
-"""Seconds of single rounds by method."""
+from megatron_coca.tables import format_table
 
 
-@dataclass(frozen=True)
-class Bench:
-    """Everything that one run measures."""
+class Ratio(Record):
+    """Time relative to another method in the same rounds: median and quartiles over rounds."""
 
-    built: Sequence[Built]
-    plan: Plan
-    device: torch.device
-
-    def run(self, store: Store[SpeedResult], probe_one: Callable[[Built], Sequence[Probe]]) -> None:
-        """Measures what `store` does not have; `probe_one` gives a method's probes."""
-        probes = {each.label: list(probe_one(each)) for each in tqdm(self.built, desc="probed", unit="method")}
-        for label, found in probes.items():
-            for each in found:
-                if each.kind is not None:
-                    at = f"{each.what}, length {each.length}, {label}"
-                    store.miss(Missing(at=at, kind=each.kind, reason=each.reason))
-        for what in self.plan.whats:
-            for length in tqdm(sorted(self.plan.lengths), desc=what, unit="length"):
-                self._measure(store, probes, what, length)
-
-    def _measure(self, store: Store[SpeedResult], probes: Probes, what: What, length: int) -> None:
-        """One kind of work at one length: all methods that fit take turns."""
-        peaks = {
-            label: probe.peak
-            for label, found in probes.items()
-            for probe in found
-            if (probe.what, probe.length) == (what, length) and probe.kind is None
-        }
-        taking = {each.label: each for each in self.built if each.label in peaks}
-        works = {label: WORKLOADS[what](each.model, length, self.plan.batch) for label, each in taking.items()}
-        times = interleaved({label: work.call for label, work in works.items()}, self.plan.rounds, self.device)
-        for label, each in taking.items():
-            store.put(self._cell(each, works[label], times, what, length, peaks[label]))
-
-    def _cell(self, built: Built, work: Workload, times: Times, what: What, length: int, peak: int | None) -> SpeedCell:
-        low, middle, high = (value / work.passes for value in quartiles(times[built.label]))
-        return SpeedCell(
-            what=what,
-            length=length,
-            method=built.label,
-            backend=built.backend,
-            seconds=middle,
-            quartiles=(low, high),
-            rounds=self.plan.rounds,
-            tokens_per_second=work.tokens / middle,
-            to_rope=self._ratio(built, times, self._rope_for(built, times)),
-            to_contraction=self._ratio(built, times, self._contraction(times)),
-            peak_memory_bytes=peak,
-            cache_bytes_per_token=_cached(built) if what == "decode" else None,
-        )
-
-    def _rope_for(self, built: Built, times: Times) -> str | None:
-        """Plain RoPE by the same backend; the contraction has a backend of its own, and is held against the first."""
-        ropes = [each for each in self.built if each.case.is_plain_rope and each.label in times]
-        same = [each for each in ropes if built.backend in (each.backend, EINSUM)]
-        return next((each.label for each in same), None)
-
-    def _contraction(self, times: Times) -> str | None:
-        return next((each.label for each in self.built if each.backend == EINSUM and each.label in times), None)
-
-    def _ratio(self, built: Built, times: Times, against: str | None) -> Ratio | None:
-        return None if against is None else ratio(times[built.label], times[against], against)
+    against: str  # the other method's label
+    median: float
+    low: float
+    high: float
 
 
-def _cached(built: Built) -> int:
-    model = built.case.config.model
-    dtype = first_layer(built.model).dense.weight.dtype
-    return bytes_per_token(built.model.method, model.num_kv_heads, model.num_layers, dtype)
+class SpeedCell(Cell):
+    """One method at one length."""
+
+    what: What
+    length: int  # tokens of a row; in `decode` the tokens in the cache
+    method: str
+    backend: str
+    seconds: float  # median over rounds, of one pass; in `decode` of one token
+    quartiles: tuple[float, float]
+    rounds: int
+    tokens_per_second: float
+    to_rope: Ratio | None  # to RoPE by the same backend, of the contraction to the first; None: not measured
+    to_contraction: Ratio | None
+    peak_memory_bytes: int | None  # beside weights and inputs; includes gradients
+    cache_bytes_per_token: int | None  # of a row, all layers; in `decode`
+
+    @property
+    def key(self) -> tuple[int, int, str]:
+        return (WHATS.index(self.what), self.length, self.method)
+
+
+class MachineRecord(Record):
+    """The machine, beside the device."""
+
+    processor: str
+    threads: int
+    versions: dict[str, str]
+
+
+class ShapeRecord(Record):
+    """The shape of the models."""
+
+    layers: int
+    hidden_size: int
+    heads: int
+    kv_heads: int
+    parameters: int  # of the first method's model
+
+
+class SpeedProtocol(Record):
+    """The protocol of the measurement."""
+
+    text: str
+    rounds: int
+    batch: int  # rows
+    shape: ShapeRecord
+
+
+class SpeedResult(Result):
+    """Times by kind of work, length and method."""
+
+    task: Literal["speed"] = "speed"
+    protocol: SpeedProtocol
+    machine: MachineRecord
+    results: list[SpeedCell]
+
+
+def _ratio_text(ratio: Ratio | None) -> str:
+    return "-" if ratio is None else f"{ratio.median:.2f} ({ratio.low:.2f}-{ratio.high:.2f})"
+
+
+ROWS: dict[str, Callable[[SpeedCell], str]] = {
+    "ms": lambda cell: f"{1000 * cell.seconds:.2f}",
+    "to RoPE": lambda cell: _ratio_text(cell.to_rope),
+    "to contraction": lambda cell: _ratio_text(cell.to_contraction),
+    "tokens/s": lambda cell: f"{cell.tokens_per_second:.0f}",
+    "MiB": lambda cell: "-" if cell.peak_memory_bytes is None else f"{cell.peak_memory_bytes / 2**20:.0f}",
+    "cache bytes/token": lambda cell: "-" if cell.cache_bytes_per_token is None else str(cell.cache_bytes_per_token),
+}
+"""The rows of a method in a table."""
+
+
+def tables(result: SpeedResult) -> str:
+    """Markdown: for each kind of work a table of all methods by length."""
+    shown = []
+    for what in WHATS:
+        cells = {(cell.method, cell.length): cell for cell in result.results if cell.what == what}
+        if not cells:
+            continue
+        lengths = sorted({length for _, length in cells})
+        rows = []
+        for method in dict.fromkeys(method for method, _ in sorted(cells, key=lambda key: key[1])):
+            for name, text in ROWS.items():
+                values = [text(cells[method, length]) if (method, length) in cells else "-" for length in lengths]
+                if any(value != "-" for value in values):
+                    rows.append([f"{method}: {name}", *values])
+        title = f"{result.label}, {what}, {result.environment.device}, {result.environment.dtype}"
+        shown.append(f"{title}\n\n{format_table(['method', *map(str, lengths)], rows)}\n")
+        if alone := dict.fromkeys(method for (method, _), cell in sorted(cells.items()) if cell.to_rope is None):
+            remark = "No ratio to RoPE, as at some length RoPE by the same backend was not measured"
+            shown[-1] += f"\n{remark}: {', '.join(alone)}\n"
+    return "\n".join(shown)
 
 
 PROTOCOL = (
@@ -136,121 +149,150 @@ PROTOCOL = (
     "forward+backward: all gradients, no optimizer; decode: a token after `length` cached ones, its keys' rotation "
     "included; memory: the most that one call holds beside weights and inputs"
 )
-METHODS = (*get_args(PositionMethod), CONTRACTION)
+Key = TypeVar("Key")
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    """The options of the subcommand."""
-    add = parser.add_argument
-    shape = parser.add_mutually_exclusive_group(required=True)
-    shape.add_argument("--config", nargs="+", type=Path, metavar="FILE", help="the model's shape: a run's YAML files")
-    shape.add_argument(
-        "--checkpoint", metavar="DIR", help="the model's shape: a checkpoint, whose weights are not read"
-    )
-    add("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", dest="overrides", help="for all methods")
-    add("--lengths", required=True, type=int_list, metavar="N,N,...", help="tokens of a row")
-    add("--methods", type=_names(METHODS), default=["rotary", "coca", CONTRACTION], help=", ".join(METHODS))
-    variants = "one more method: its name, then YAML overlays and KEY=VALUE; give it once for each"
-    add("--variant", nargs="+", action="append", default=[], metavar=("LABEL", "CHANGE"), help=variants)
-    add("--what", type=_names(WHATS), help="parts of " + ", ".join(WHATS) + "; default: all")
-    add("--batch-size", type=positive_int, default=1, metavar="N", help="rows; default 1")
-    add("--rounds", type=positive_int, default=9, metavar="N", help="counted rounds; default 9")
-    budget = "leave out a method's longer lengths that would take more than so long; default 600"
-    add("--budget-seconds", type=_seconds, default=600.0, metavar="S", help=budget)
-    add("--no-memory", action="store_true", help="on the CPU, measure no memory: it takes a process for each method")
-    add("--label", help="the name of the shape in reports; default: the configuration's or checkpoint's name")
-    add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    add("--dtype", default="float32", choices=DTYPES, help="of weights and computation")
-    add("--output", type=Path, metavar="FILE.json", help="where the result goes")
-    add("--overwrite", action="store_true", help="replace a file that is there")
+def interleaved(calls: Mapping[Key, Callable[[], object]], rounds: int, device: torch.device) -> dict[Key, list[float]]:
+    """Seconds of one call of each in each of `rounds` rounds, after a round that does not count."""
+
+    def synchronize() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    times: dict[Key, list[float]] = {key: [] for key in calls}
+    for index in range(rounds + 1):
+        for key, call in calls.items():
+            synchronize()
+            start = time.perf_counter()
+            call()
+            synchronize()
+            if index > 0:
+                times[key].append(time.perf_counter() - start)
+    return times
 
 
-def _names(known: Sequence[str]) -> Callable[[str], list[str]]:
-    """An argparse type: names out of `known`, with commas between."""
-
-    def names(text: str) -> list[str]:
-        given = [part.strip() for part in text.split(",")]
-        if unknown := [name for name in given if name not in known]:
-            raise ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(known)}")
-        return given
-
-    return names
+def quartiles(values: list[float]) -> tuple[float, float, float]:
+    """First quartile, median, third quartile."""
+    if len(values) == 1:
+        return (values[0],) * 3
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, middle, high
 
 
-def _seconds(text: str) -> float:
-    """An argparse type: more than none."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not seconds > 0:
-        raise ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
-    return seconds
+def ratio(own: list[float], other: list[float], against: str) -> Ratio:
+    """The ratio of times, taken round by round."""
+    low, middle, high = quartiles([mine / theirs for mine, theirs in zip(own, other, strict=True)])
+    return Ratio(against=against, median=middle, low=low, high=high)
 
 
-def run(args: Namespace) -> int:
-    """Measures and prints; returns the exit status. Raises EvaluationError, ConfigError, CheckpointError."""
-    check_output(args.output, args.overwrite)
+def measure(
+    built: Sequence[Built],
+    plan: Plan,
+    device: torch.device,
+    store: Store[SpeedResult],
+    probe_one: Callable[[Built], Sequence[Probe]],
+) -> None:
+    """Probes every method by `probe_one`, then times all that fit, and puts cells and reasons into `store`."""
+    probes = {
+        (item.label, found.what, found.length): found
+        for item in tqdm(built, desc="probed", unit="method")
+        for found in probe_one(item)
+    }
+    for (label, what, length), found in probes.items():
+        if found.kind is not None:
+            at = f"{what}, length {length}, {label}"
+            store.miss(Missing(at=at, kind=found.kind, reason=found.reason))
+    for what in plan.whats:
+        for length in tqdm(sorted(plan.lengths), desc=what, unit="length"):
+            peaks = {
+                item.label: made.peak
+                for item in built
+                if (made := probes.get((item.label, what, length))) is not None and made.kind is None
+            }
+            fitting = [item for item in built if item.label in peaks]
+            works = {item.label: WORKLOADS[what](item.model, length, plan.batch) for item in fitting}
+            times = interleaved({label: work.call for label, work in works.items()}, plan.rounds, device)
+            for item in fitting:
+                work = works[item.label]
+                low, middle, high = (value / work.passes for value in quartiles(times[item.label]))
+                # The contraction has a backend of its own; it is compared with the first RoPE.
+                ropes = [rope.label for rope in fitting if rope.case.is_plain_rope]
+                same = [rope.label for rope in fitting if rope.case.is_plain_rope and rope.backend == item.backend]
+                contractions = [other.label for other in fitting if other.backend == EINSUM]
+                to_rope, to_contraction = (
+                    ratio(times[item.label], times[others[0]], others[0]) if others else None
+                    for others in (ropes if item.backend == EINSUM else same, contractions)
+                )
+                cell = SpeedCell(
+                    what=what,
+                    length=length,
+                    method=item.label,
+                    backend=item.backend,
+                    seconds=middle,
+                    quartiles=(low, high),
+                    rounds=plan.rounds,
+                    tokens_per_second=work.tokens / middle,
+                    to_rope=to_rope,
+                    to_contraction=to_contraction,
+                    peak_memory_bytes=peaks[item.label],
+                    cache_bytes_per_token=cache_bytes(item) if what == "decode" else None,
+                )
+                store.put(cell)
+
+
+def cache_bytes(built: Built) -> int:
+    """Bytes of the cache for one token, all layers."""
+    model = built.case.config.model
+    dtype = first_layer(built.model).dense.weight.dtype
+    return bytes_per_token(built.model.method, model.num_kv_heads, model.num_layers, dtype)
+
+
+def measure_speed(args: Namespace) -> int:
+    """Runs the subcommand; returns the exit status."""
+    if args.output is not None:
+        check_writable(args.output)
+        if args.output.exists() and not args.overwrite:
+            raise EvaluationError(
+                f"{args.output}: exists; times of two runs do not mix, name another --output or --overwrite it"
+            )
     device = resolve_device(args.device)
     if device == "cpu":
         keep_freed_memory()
-    config = shape_config(args)
-    variants = read_variants(args) if args.variant else ()
-    cases, refused = choose(config, args.methods, variants)
+    if args.config is not None:
+        config = load_config(args.config, args.overrides)
+    else:
+        config = open_checkpoint(args.checkpoint).trained.override(args.overrides)
+    cases, refused = choose(config, args.methods, read_variants(args) if args.variant else ())
     built, refused_later = build_all(cases, device, DTYPES[args.dtype])
+    refused += refused_later
     if not built:
-        raise EvaluationError(
-            f"no method can be measured: {'; '.join(each.reason for each in refused + refused_later)}"
-        )
-    whats: tuple[What, ...] = WHATS if args.what is None else tuple(args.what)
+        raise EvaluationError(f"no method can be measured: {'; '.join(missing.reason for missing in refused)}")
+    whats = WHATS if args.what is None else tuple(args.what)
     plan = Plan(whats, tuple(args.lengths), args.batch_size, args.rounds, args.budget_seconds)
+
+    def probe_one(item: Built) -> Sequence[Probe]:
+        """Here, or on the CPU in a subprocess, where the growth of memory is that of the call alone."""
+        if device != "cpu":
+            return list(probe(item, plan))
+        if args.no_memory:
+            return [replace(found, peak=None) for found in probe(item, plan)]
+        return probe_in_subprocess(item.case, plan, args.dtype)
+
     store = Store(args.output, empty_result(args, config, built, device), args.overwrite)
-    for refusal in refused + refused_later:
-        store.miss(refusal.missing())
-    Bench(built, plan, torch.device(device)).run(store, prober(args, plan, device))
+    for missing in refused:
+        store.miss(missing)
+    measure(built, plan, torch.device(device), store, probe_one)
     print(tables(store.result))
     for missing in store.result.missing:
         print(f"evaluate.py: {store.result.label}: {missing.at}: {missing.kind}: {missing.reason}", file=sys.stderr)
-    return 2 if any(_was_asked_for(args, missing) for missing in store.result.missing) else 0
-
-
-def _was_asked_for(args: Namespace, missing: Missing) -> bool:
-    """Decoding by the contraction is, where `--what` names decoding; all work together does not mean it."""
-    return args.what is not None or missing.reason != WHOLE_SEQUENCES
-
-
-def check_output(path: Path | None, overwrite: bool) -> None:
-    """Raises EvaluationError for a place that cannot be written, or that has a result: times are not continued."""
-    if path is None:
-        return
-    check_writable(path)
-    if path.exists() and not overwrite:
-        raise EvaluationError(
-            f"{path}: is there; times of two runs do not mix, name another --output or --overwrite it"
-        )
-
-
-def shape_config(args: Namespace) -> Config:
-    """The configuration that all methods start from."""
-    if args.config is not None:
-        return load_config(args.config, args.overrides)
-    return open_checkpoint(args.checkpoint).trained.override(args.overrides)
-
-
-def prober(args: Namespace, plan: Plan, device: str) -> Callable[[Built], Sequence[Probe]]:
-    """Probes here, or on the CPU in a process of its own; only there the growth of memory is that of a call."""
-    if device != "cpu":
-        return lambda built: list(probe(built, plan))
-    if args.no_memory:
-        return lambda built: [replace(found, peak=None) for found in probe(built, plan)]
-    return lambda built: probe_apart(built.case, plan, args.dtype)
+    # Without --what, all work that a method can do is meant: decoding by the contraction is asked for only by name.
+    asked_for = [item for item in store.result.missing if args.what is not None or item.reason != WHOLE_SEQUENCES]
+    return 2 if asked_for else 0
 
 
 def empty_result(args: Namespace, config: Config, built: Sequence[Built], device: str) -> SpeedResult:
     """The result file before anything is measured."""
     place, model = torch.device(device), config.model
-    source = args.checkpoint or " ".join(map(str, args.config))
-    name = Path(args.checkpoint).resolve().name if args.checkpoint else args.config[-1].stem
     shape = ShapeRecord(
         layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -258,25 +300,23 @@ def empty_result(args: Namespace, config: Config, built: Sequence[Built], device
         kv_heads=model.num_kv_heads,
         parameters=sum(parameter.numel() for parameter in built[0].model.parameters()),
     )
-    checkpoint = CheckpointRecord(
-        path=source,
-        identity=f"random weights, seed {config.seed}",
-        step=None,
-        seq_length=model.seq_length,
-        pos_emb=config.position.pos_emb,
-    )
-    environment = EnvironmentRecord(
-        dtype=args.dtype,
-        backend=config.position.attention_backend,
-        device=torch.cuda.get_device_name(place) if place.type == "cuda" else str(place),
-        torch=torch.__version__,
-    )
     return SpeedResult(
-        label=args.label or name,
-        checkpoint=checkpoint,
+        label=args.label or (Path(args.checkpoint).resolve().name if args.checkpoint else args.config[-1].stem),
+        checkpoint=CheckpointRecord(
+            path=args.checkpoint or " ".join(map(str, args.config)),
+            identity=f"random weights, seed {config.seed}",
+            step=None,
+            seq_length=model.seq_length,
+            pos_emb=config.position.pos_emb,
+        ),
         overrides={"set": list(args.overrides)} if args.overrides else {},
         tokenizer=None,
-        environment=environment,
+        environment=EnvironmentRecord(
+            dtype=args.dtype,
+            backend=config.position.attention_backend,
+            device=torch.cuda.get_device_name(place) if place.type == "cuda" else str(place),
+            torch=torch.__version__,
+        ),
         protocol=SpeedProtocol(text=PROTOCOL, rounds=args.rounds, batch=args.batch_size, shape=shape),
         machine=MachineRecord(processor=processor(), threads=torch.get_num_threads(), versions=code_versions()),
         results=[],
@@ -285,13 +325,10 @@ def empty_result(args: Namespace, config: Config, built: Sequence[Built], device
 
 
 def processor() -> str:
-    """The CPU's name, where the system tells it."""
+    """The name of the CPU, or its architecture where the system does not tell."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.machine()
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(named, platform.machine())
-
-
-SPEED = Task("time and memory of position methods, side by side", add_arguments, run, of_checkpoint=False)

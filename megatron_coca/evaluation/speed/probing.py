@@ -1,4 +1,4 @@
-"""One call of everything that is to be timed: whether it fits, how much memory it takes, and about how long."""
+"""One call of all work that is to be timed: whether it fits, its memory, and the time to expect of longer inputs."""
 
 import ctypes
 import json
@@ -7,7 +7,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
@@ -20,18 +20,18 @@ from megatron_coca.attention.layer import SelfAttention
 from megatron_coca.config import load_config
 from megatron_coca.evaluation.options import DTYPES
 from megatron_coca.evaluation.results import measured, out_of_memory
+from megatron_coca.evaluation.speed import WHOLE_SEQUENCES, What
 from megatron_coca.evaluation.speed.cases import DENSE, Built, Case, build
-from megatron_coca.evaluation.speed.records import What
 from megatron_coca.model import GPT
 from megatron_coca.model.build import M_MMAP_THRESHOLD
 
 DECODED = 8
-"""Tokens decoded one after another in one call, because one takes too little time to be measured well."""
+"""Tokens decoded in one call; a single one takes too little time to be measured well."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A call that can be repeated, and how many tokens (of one row; per call) its time is divided by."""
+    """A call that can be repeated; `tokens` of one pass, and `passes` in one call."""
 
     call: Callable[[], object]
     tokens: int
@@ -49,7 +49,7 @@ def _ids(model: GPT, length: int, batch: int, device: torch.device) -> Tensor:
 
 
 def _layer(model: GPT, length: int, batch: int) -> tuple[SelfAttention, Tensor, PositionContext]:
-    """The first attention layer, hidden states for it, and the frame, which all layers of a pass share."""
+    """The first attention layer, hidden states for it, and its position context."""
     layer = first_layer(model)
     weight = layer.dense.weight
     generator = torch.Generator().manual_seed(length)
@@ -60,7 +60,7 @@ def _layer(model: GPT, length: int, batch: int) -> tuple[SelfAttention, Tensor, 
 
 
 def layer_forward(model: GPT, length: int, batch: int) -> Workload:
-    """Projections and attention, hidden states to hidden states; without the tables that all layers share."""
+    """Projections and attention of one layer; the tables that all layers share are made before."""
     model.eval()
     layer, hidden, frame = _layer(model, length, batch)
 
@@ -72,7 +72,7 @@ def layer_forward(model: GPT, length: int, batch: int) -> Workload:
 
 
 def layer_forward_backward(model: GPT, length: int, batch: int) -> Workload:
-    """The same, and the gradients of the hidden states and of the layer's weights."""
+    """The same with the gradients of the hidden states and of the layer's weights."""
     model.train()
     layer, hidden, frame = _layer(model, length, batch)
     hidden.requires_grad_()
@@ -86,7 +86,7 @@ def layer_forward_backward(model: GPT, length: int, batch: int) -> Workload:
 
 
 def model_forward(model: GPT, length: int, batch: int) -> Workload:
-    """All tokens through the model, and the logits of the last: what a prompt costs."""
+    """A prompt: all tokens through the model, and the logits of the last."""
     model.eval()
     ids = _ids(model, length, batch, first_layer(model).dense.weight.device)
 
@@ -111,11 +111,14 @@ def model_forward_backward(model: GPT, length: int, batch: int) -> Workload:
 
 
 def decode(model: GPT, length: int, batch: int) -> Workload:
-    """Tokens one by one after `length` cached ones, which are drawn instead of computed; the cache forgets them again."""
+    """Tokens one by one after `length` cached ones, which are random numbers; afterwards the cache is cut back."""
     model.eval()
     cache, method = model.new_cache(length=length + DECODED), model.method
-    weight = first_layer(model).dense.weight
-    kv_heads = _kv_heads(first_layer(model))
+    first = first_layer(model)
+    weight = first.dense.weight
+    packed = first.query_key_value.weight
+    assert isinstance(packed, Tensor)
+    kv_heads = packed.shape[0] // first.head_dim // (first.queries_per_key + 2)
     generator = torch.Generator().manual_seed(length)
     for layer in cache.layers:
         widths = method.cached_width, method.head_dim
@@ -134,11 +137,6 @@ def decode(model: GPT, length: int, batch: int) -> Workload:
     return Workload(call, batch, DECODED)
 
 
-def _kv_heads(layer: SelfAttention) -> int:
-    rows = layer.query_key_value.out_features // layer.head_dim
-    return rows // (layer.queries_per_key + 2)
-
-
 WORKLOADS: dict[What, Callable[[GPT, int, int], Workload]] = {
     "layer forward": layer_forward,
     "layer forward+backward": layer_forward_backward,
@@ -146,8 +144,9 @@ WORKLOADS: dict[What, Callable[[GPT, int, int], Workload]] = {
     "model forward+backward": model_forward_backward,
     "decode": decode,
 }
+"""The call of each kind of work, of a model, length and batch size."""
 
-SHARE_OF_FREE = 0.8
+MAX_SHARE_OF_FREE = 0.8
 SCORES: dict[What, tuple[int, int]] = {
     "layer forward": (5, 0),
     "layer forward+backward": (8, 0),
@@ -155,12 +154,14 @@ SCORES: dict[What, tuple[int, int]] = {
     "model forward+backward": (6, 2),
     "decode": (0, 0),
 }
-"""N x N tensors that a dense backend holds at once at most: while one layer is computed, and for each layer until the
-backward pass. Only what is far beyond the memory is left out by this estimate."""
-SHORT, STEP = 256, 4
-"""Tokens of a call that nothing guards, and by how much the next length at most exceeds the last one called."""
-WHOLE_SEQUENCES = "the contraction computes whole sequences only"
-"""Why it has no cells of decoding."""
+"""N x N tensors that a dense backend holds at most: while one layer is computed, and for each layer until the backward
+pass. This estimate excludes only what is far beyond the memory."""
+FIRST_LENGTH, STEP = 256, 4
+"""Tokens of a call that is made without an estimate, and the largest ratio of a length to the one called before."""
+SMALLEST_BLOCK = 64 << 10
+"""Bytes from which on glibc returns a freed block at once, so that resident memory is memory in use."""
+ROOT = Path(__file__).parents[3]
+KILLED = -9
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Probe:
-    """One of a method's cells: memory of a call, or why it is not measured."""
+    """The memory of one call of a method, or why the method is not measured."""
 
     what: What
     length: int
@@ -186,89 +187,84 @@ class Probe:
 
 
 def free_bytes(device: torch.device) -> int:
-    """What may still be allocated."""
+    """Bytes that can still be allocated."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     lines = Path("/proc/meminfo").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) * 1024
 
 
-def _nothing() -> None:
-    pass
+def probe(built: Built, plan: Plan, before_call: Callable[[], object] = lambda: None) -> Iterator[Probe]:
+    """Calls all work of a method in this process, at longer and longer lengths, and yields the lengths of the plan.
 
-
-@dataclass
-class _Climb:
-    """One kind of work of a method, at longer and longer lengths; `called` has length and seconds of each call."""
-
-    built: Built
-    what: What
-    plan: Plan
-    settle: Callable[[], object]
-    called: list[tuple[int, float]] = field(default_factory=list)
-
-    def at(self, length: int) -> Probe:
-        """A call of `length` tokens, unless something stands against it."""
-        calls = self.plan.rounds + 1 if length in self.plan.lengths else 1
-        obstacle = _too_large(self.built, self.what, length, self.plan.batch) or self._too_slow(length, calls)
-        return obstacle or self._tried(length)
-
-    def _too_slow(self, length: int, calls: int) -> Probe | None:
-        expected = calls * expected_seconds(self.called, length)
-        if expected <= self.plan.budget:
-            return None
-        reason = f"would take about {_digits(expected)} s, --budget-seconds allows {self.plan.budget:.12g}"
-        return Probe(self.what, length, kind="not run", reason=reason)
-
-    def _tried(self, length: int) -> Probe:
-        device = first_layer(self.built.model).dense.weight.device
-        try:
-            work = WORKLOADS[self.what](self.built.model, length, self.plan.batch)
-            held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-            self.settle()
-            with measured(device) as meter:
-                work.call()
-        except ValueError as error:
-            return Probe(self.what, length, kind="refused", reason=str(error))
-        except (RuntimeError, MemoryError) as error:
-            if not out_of_memory(error):
-                raise
-            reason = f"the memory of {device} does not suffice ({_gib(free_bytes(device))} were free)"
-            return Probe(self.what, length, kind="out of memory", reason=reason)
-        self.called.append((length, meter.seconds))
-        return Probe(self.what, length, None if meter.peak_memory_bytes is None else meter.peak_memory_bytes - held)
-
-
-def probe(built: Built, plan: Plan, settle: Callable[[], object] = _nothing) -> Iterator[Probe]:
-    """Every cell of a method, here. `settle` is called before each measurement."""
+    `before_call` runs before each measurement. Calls that cannot fit, or whose rounds would exceed the budget, are not
+    made.
+    """
     for what in plan.whats:
         if what == "decode" and built.case.contracted:
             yield from (Probe(what, length, kind="refused", reason=WHOLE_SEQUENCES) for length in sorted(plan.lengths))
             continue
-        climb = _Climb(built, what, plan, settle)
-        for length in stepping_stones(plan.lengths):
-            found = climb.at(length)
+        called: list[tuple[int, float]] = []  # lengths and seconds
+        for length in probe_lengths(plan.lengths):
+            calls = plan.rounds + 1 if length in plan.lengths else 1
+            seconds = calls * expected_seconds(called, length)
+            if reason := too_large(built, what, length, plan.batch):
+                found = Probe(what, length, kind="out of memory", reason=reason)
+            elif seconds > plan.budget:
+                rounded = f"{float(f'{seconds:.2g}'):.12g}"  # two digits without an exponent
+                reason = f"would take about {rounded} s, --budget-seconds allows {plan.budget:.12g}"
+                found = Probe(what, length, kind="not run", reason=reason)
+            else:
+                found = _call(built, what, length, plan.batch, before_call, called)
             if length in plan.lengths:
                 yield found
 
 
-def stepping_stones(lengths: Sequence[int]) -> list[int]:
-    """The lengths to call, ascending: those asked for, and others before them so that time is known from two calls
-    before it can matter, and is never foretold for more than `STEP` times the length.
+def _call(
+    built: Built,
+    what: What,
+    length: int,
+    batch: int,
+    before_call: Callable[[], object],
+    called: list[tuple[int, float]],
+) -> Probe:
+    """One measured call; appends its seconds to `called`."""
+    device = first_layer(built.model).dense.weight.device
+    try:
+        work = WORKLOADS[what](built.model, length, batch)
+        held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        before_call()
+        with measured(device) as meter:
+            work.call()
+    except ValueError as error:
+        return Probe(what, length, kind="refused", reason=str(error))
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        reason = f"the memory of {device} does not suffice ({_gib(free_bytes(device))} were free)"
+        return Probe(what, length, kind="out of memory", reason=reason)
+    called.append((length, meter.seconds))
+    return Probe(what, length, None if meter.peak_memory_bytes is None else meter.peak_memory_bytes - held)
+
+
+def probe_lengths(lengths: Sequence[int]) -> list[int]:
+    """The lengths to call, ascending: those asked for, and others between, so that two calls precede any long one and
+    none is more than `STEP` times the one before.
     """
-    first = min(SHORT, *lengths)
-    stones = [each for each in (first // 2, first) if each > 0]
+    first = min(FIRST_LENGTH, *lengths)
+    steps = [length for length in (first // 2, first) if length > 0]
     for length in sorted(lengths):
-        while stones[-1] * STEP < length:
-            stones.append(stones[-1] * STEP)
-        if length > stones[-1]:
-            stones.append(length)
-    return stones
+        while steps[-1] * STEP < length:
+            steps.append(steps[-1] * STEP)
+        if length > steps[-1]:
+            steps.append(length)
+    return steps
 
 
 def expected_seconds(called: Sequence[tuple[int, float]], length: int) -> float:
-    """Of a call of `length` tokens after calls of (length, seconds): as between the last two, but neither less than
-    linear nor more than quadratic, which it is taken for after one. 0 where nothing is known.
+    """The time of a call of `length` tokens, extrapolated from the last two calls (length, seconds).
+
+    The exponent of the growth is between 1 and 2, and 2 after a single call. 0 before any call.
     """
     if not called:
         return 0.0
@@ -280,95 +276,76 @@ def expected_seconds(called: Sequence[tuple[int, float]], length: int) -> float:
     return seconds * (length / last) ** min(2.0, max(1.0, exponent))
 
 
-def _too_large(built: Built, what: What, length: int, batch: int) -> Probe | None:
-    """Scores that are far beyond the memory are not even tried."""
+def too_large(built: Built, what: What, length: int, batch: int) -> str:
+    """The reason not to try N x N scores that are far beyond the memory; empty if they may fit."""
     if built.backend not in DENSE:
-        return None
+        return ""
     model, weight = built.case.config.model, first_layer(built.model).dense.weight
     working, kept = SCORES[what]
     tensors = (working + kept * model.num_layers) * batch * model.num_attention_heads
-    needed, free = tensors * length**2 * weight.element_size(), SHARE_OF_FREE * free_bytes(weight.device)
+    needed, free = tensors * length**2 * weight.element_size(), MAX_SHARE_OF_FREE * free_bytes(weight.device)
     if needed <= free:
-        return None
-    reason = f"its {length} x {length} scores take about {_gib(needed)}, free are {_gib(free)}"
-    return Probe(what, length, kind="out of memory", reason=reason)
-
-
-def _digits(seconds: float) -> str:
-    """Two that count, without an exponent."""
-    return f"{float(f'{seconds:.2g}'):.12g}"
+        return ""
+    return f"its {length} x {length} scores take about {_gib(needed)}, free are {_gib(free)}"
 
 
 def _gib(size: float) -> str:
     return f"{size / 2**30:.1f} GiB"
 
 
-SMALLEST_BLOCK = 64 << 10
-"""Bytes from which on a freed block is given back at once, so that resident memory is memory in use."""
-MODULE = "megatron_coca.evaluation.speed.probing"
-ROOT = Path(__file__).parents[3]
-KILLED = -9
-
-
-def probe_apart(case: Case, plan: Plan, dtype: str) -> list[Probe]:
-    """Every cell of a method."""
+def probe_in_subprocess(case: Case, plan: Plan, dtype: str) -> list[Probe]:
+    """All probes of a method, made on the CPU in a process of its own."""
     with TemporaryDirectory() as folder:
         config = Path(folder) / "config.yml"
         config.write_text(case.config.to_yaml())
-        asked = {"label": case.label, "config": str(config), "contracted": case.contracted, "dtype": dtype}
-        asked |= {"plan": asdict(plan), "threads": torch.get_num_threads()}
-        command = [sys.executable, "-m", MODULE]
-        answer = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, cwd=ROOT)
+        request = {"label": case.label, "config": str(config), "contracted": case.contracted, "dtype": dtype}
+        request |= {"plan": asdict(plan), "threads": torch.get_num_threads()}
+        command = [sys.executable, "-m", "megatron_coca.evaluation.speed.probing"]
+        answer = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, cwd=ROOT)
     found = [Probe(**json.loads(line)) for line in answer.stdout.splitlines() if line.startswith("{")]
-    return found if answer.returncode == 0 else [*found, *lost(plan, found, answer.returncode, answer.stderr)]
+    return found if answer.returncode == 0 else [*found, *lost_probes(plan, found, answer.returncode, answer.stderr)]
 
 
-def lost(plan: Plan, found: Sequence[Probe], status: int, errors: str) -> Iterator[Probe]:
-    """What a process that ended early, with exit status `status`, did not come to."""
-    known = {(each.what, each.length) for each in found}
+def lost_probes(plan: Plan, found: Sequence[Probe], status: int, errors: str) -> Iterator[Probe]:
+    """The probes that a process did not get to before it ended with exit status `status`."""
+    known = {(item.what, item.length) for item in found}
     last = (errors.strip().splitlines() or ["no message"])[-1]
-    for what, length in ((what, length) for what in plan.whats for length in sorted(plan.lengths)):
-        if (what, length) in known:
-            continue
-        if status == KILLED:
-            yield Probe(what, length, kind="out of memory", reason="the system ended its process, as it does then")
-        else:
-            yield Probe(what, length, kind="failed", reason=f"its process ended with {status}: {last}")
+    for what in plan.whats:
+        for length in sorted(plan.lengths):
+            if (what, length) in known:
+                continue
+            if status == KILLED:
+                reason = "the system killed its process, as it does when memory runs out"
+                yield Probe(what, length, kind="out of memory", reason=reason)
+            else:
+                yield Probe(what, length, kind="failed", reason=f"its process ended with {status}: {last}")
 
 
 def main() -> None:
-    """Reads what is asked from the standard input, and writes a line of JSON for each cell."""
-    asked = json.load(sys.stdin)
-    torch.set_num_threads(asked["threads"])
-    given = asked["plan"]
+    """Reads a request of `probe_in_subprocess` from standard input, and writes a line of JSON for each probe."""
+    request = json.load(sys.stdin)
+    torch.set_num_threads(request["threads"])
+    given = request["plan"]
     plan = Plan(tuple(given["whats"]), tuple(given["lengths"]), given["batch"], given["rounds"], given["budget"])
-    case = Case(asked["label"], load_config([asked["config"]]), asked["contracted"])
-    built = build(case, "cpu", DTYPES[asked["dtype"]])
-    _warm(built)
-    _limit_memory()
-    for found in probe(built, plan, _give_back):
-        print(json.dumps(asdict(found)), flush=True)
-
-
-def _warm(built: Built) -> None:
-    """Libraries make buffers of their own at the first call."""
-    WORKLOADS["model forward+backward"](built.model, 8, 1).call()
-
-
-def _give_back() -> None:
-    """Return what is free to the system: blocks that are used again would not make resident memory grow."""
+    case = Case(request["label"], load_config([request["config"]]), request["contracted"])
+    built = build(case, "cpu", DTYPES[request["dtype"]])
+    # Libraries allocate buffers of their own in the first call.
+    model_forward_backward(built.model, 8, 1).call()
     library = ctypes.CDLL(None)
-    if hasattr(library, "malloc_trim"):  # glibc
-        library.malloc_trim(0)
-
-
-def _limit_memory() -> None:
-    """Let allocations beyond the free memory fail, instead of letting the system end some process."""
-    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, SMALLEST_BLOCK)
+    library.mallopt(M_MMAP_THRESHOLD, SMALLEST_BLOCK)
+    # Allocations beyond the free memory are to fail, instead of the system killing some process.
     lines = Path("/proc/self/status").read_text().splitlines()
     held = next(int(line.split()[1]) for line in lines if line.startswith("VmData:")) * 1024
-    limit = held + int(SHARE_OF_FREE * free_bytes(torch.device("cpu")))
+    limit = held + int(MAX_SHARE_OF_FREE * free_bytes(torch.device("cpu")))
     resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+
+    def return_freed_memory() -> None:
+        """Returns free blocks to the system: blocks that are used again would not make resident memory grow."""
+        if hasattr(library, "malloc_trim"):  # glibc
+            library.malloc_trim(0)
+
+    for found in probe(built, plan, return_freed_memory):
+        print(json.dumps(asdict(found)), flush=True)
 
 
 if __name__ == "__main__":
