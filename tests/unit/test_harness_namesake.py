@@ -7,8 +7,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 CODE = """
 import sys
-from megatron_coca.evaluation.harness.loading import import_namesake
-import_namesake()
+from megatron_coca.evaluation.harness.loading import import_evaluate_library
+import_evaluate_library()
 import evaluate
 print(evaluate.__file__, sys.path[0] == "")
 """

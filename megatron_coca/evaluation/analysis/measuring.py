@@ -40,10 +40,17 @@ from megatron_coca.evaluation.analysis.records import (
     Share,
     draw_files,
 )
-from megatron_coca.evaluation.documents import Documents, add_document_options, read_subject_documents
-from megatron_coca.evaluation.options import add_subject_options, int_list, positive_int, whole_number
+from megatron_coca.evaluation.documents import Documents, read_subject_documents
+from megatron_coca.evaluation.options import (
+    Task,
+    add_document_options,
+    add_subject_options,
+    int_list,
+    positive_int,
+    whole_number,
+)
 from megatron_coca.evaluation.results import Cost, EvaluationError, Store, measured
-from megatron_coca.evaluation.subject import EvaluatedCheckpoint, Header, Subject, Task, noting_missing, run_subjects
+from megatron_coca.evaluation.subject import EvaluatedCheckpoint, Header, Subject, noting_missing, run_subjects
 from megatron_coca.model import GPT
 from megatron_coca.tables import format_table
 

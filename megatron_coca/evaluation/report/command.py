@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pydantic import SerializeAsAny
 
+from megatron_coca.evaluation.options import Task
 from megatron_coca.evaluation.report import (
     analysis_section,
     charts,
@@ -27,7 +28,6 @@ from megatron_coca.evaluation.results import (
     write_atomically,
     write_record,
 )
-from megatron_coca.evaluation.subject import Task
 
 EVERY = tuple(RESULT_TYPES)
 

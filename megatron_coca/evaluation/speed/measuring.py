@@ -14,9 +14,10 @@ from tqdm import tqdm
 from megatron_coca.attention.layer import bytes_per_token
 from megatron_coca.checkpoints import open_checkpoint
 from megatron_coca.checkpoints.native import code_versions
+from megatron_coca.checkpoints.weights import DTYPES
 from megatron_coca.config import Config, load_config
 from megatron_coca.config.position import PositionMethod
-from megatron_coca.evaluation.options import DTYPES, int_list, positive_int, read_variants, resolve_device
+from megatron_coca.evaluation.options import Task, int_list, positive_int, read_variants, resolve_device
 from megatron_coca.evaluation.results import (
     CheckpointRecord,
     EnvironmentRecord,
@@ -50,7 +51,6 @@ from megatron_coca.evaluation.speed.records import (
     ratio,
     tables,
 )
-from megatron_coca.evaluation.subject import Task
 from megatron_coca.model import keep_freed_memory
 
 Probes = dict[str, list[Probe]]
