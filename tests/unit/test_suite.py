@@ -1,9 +1,9 @@
 """A suite's file: the commands that it stands for, and what is refused before the first is run."""
 
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -21,6 +21,7 @@ from megatron_coca.evaluation.suite import (
     note_failure,
     plan_commands,
     read_suite,
+    run_to_its_end,
     training_lengths,
     with_checkpoints,
 )
@@ -191,14 +192,15 @@ def test_a_failure_is_written_into_the_last_file_that_was_begun(tmp_path: Path) 
 
 def test_a_terminated_suite_ends_its_command(tmp_path: Path) -> None:
     child = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(60)"
-    code = "import sys; from megatron_coca.evaluation.suite import run_to_its_end; run_to_its_end(sys.argv[1:])"
-    command = [sys.executable, "-c", code, sys.executable, "-c", child, str(tmp_path / "pid")]
-    parent = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+    command = [sys.executable, "-c", child, str(tmp_path / "pid")]
+    parent = multiprocessing.get_context("fork").Process(target=run_to_its_end, args=(command,))
+    parent.start()
     while not (tmp_path / "pid").is_file() or not (tmp_path / "pid").read_text():
-        assert parent.poll() is None
+        assert parent.is_alive()
         time.sleep(0.05)
     parent.terminate()
-    assert parent.wait(timeout=30) != 0
+    parent.join(30)
+    assert parent.exitcode not in (None, 0)
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
