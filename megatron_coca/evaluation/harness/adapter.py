@@ -28,10 +28,10 @@ TokenizedRequest = tuple[tuple[str, str] | None, list[int], list[int]]
 
 
 class Scoring(NamedTuple):
-    """The last `count` tokens are scored, each from all tokens before it."""
+    """The last `scored` tokens are scored, each from all tokens before it."""
 
     tokens: tuple[int, ...]
-    count: int
+    scored: int
 
     @property
     def inputs(self) -> tuple[int, ...]:
@@ -114,14 +114,14 @@ class HarnessModel(TemplateLM):
         with torch.inference_mode():
             for batch in self._batches(by_input):
                 padded = [[*row, *[0] * (len(batch[0]) - len(row))] for row in batch]
-                hidden = self.model.hidden_states(torch.tensor(padded, dtype=torch.int64, device=self._device()))
+                hidden = self.model.hidden_states(torch.tensor(padded, dtype=torch.int64, device=self._model_device()))
                 for row, inputs in enumerate(batch):
                     for scoring in by_input[inputs]:
-                        scored = hidden[row, len(inputs) - scoring.count : len(inputs)]
-                        scores[scoring] = self._score(scored, scoring.tokens[-scoring.count :])
+                        states = hidden[row, len(inputs) - scoring.scored : len(inputs)]
+                        scores[scoring] = self._score(states, scoring.tokens[-scoring.scored :])
         return [scores[scoring] for scoring in scorings]
 
-    def _device(self) -> torch.device:
+    def _model_device(self) -> torch.device:
         return next(self.model.parameters()).device
 
     def _batches(self, inputs: Mapping[tuple[int, ...], object]) -> Iterator[list[tuple[int, ...]]]:
@@ -208,7 +208,7 @@ class HarnessModel(TemplateLM):
 
         answers = generate(
             self.model,
-            torch.tensor([request.ids for request in batch], dtype=torch.int64, device=self._device()),
+            torch.tensor([request.ids for request in batch], dtype=torch.int64, device=self._model_device()),
             batch[0].new_tokens,
             finished=finished,
             vocab_size=self.vocab_size,
