@@ -31,15 +31,14 @@ def test_help_and_typing_errors_import_no_slow_library() -> None:
 
 @pytest.mark.parametrize("arguments", [["--help"], ["perplexity", "--help"], ["perplexty"]], ids=" ".join)
 def test_help_takes_less_than_a_second(arguments: list[str]) -> None:
-    """Processor time of the fastest of three, which other processes do not change."""
-    seconds = []
-    for _ in range(3):
-        code = "import resource, subprocess, sys; subprocess.run(sys.argv[1:], capture_output=True);"
-        code += "used = resource.getrusage(resource.RUSAGE_CHILDREN); print(used.ru_utime + used.ru_stime)"
-        command = [sys.executable, "-c", code, sys.executable, "evaluate.py", *arguments]
-        measured = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-        seconds.append(float(measured.stdout))
-    assert min(seconds) < 1.0
+    """Processor time, which other processes do not change; one of three runs."""
+    code = (
+        "import resource, subprocess, sys; subprocess.run(sys.argv[1:], capture_output=True); "
+        "used = resource.getrusage(resource.RUSAGE_CHILDREN); print(used.ru_utime + used.ru_stime)"
+    )
+    command = [sys.executable, "-c", code, sys.executable, "evaluate.py", *arguments]
+    runs = (subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True) for _ in range(3))
+    assert any(float(run.stdout) < 1.0 for run in runs)
 
 
 def test_choices_are_those_of_the_libraries() -> None:
