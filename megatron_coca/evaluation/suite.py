@@ -37,12 +37,16 @@ class StrictRecord(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+def _one_variant() -> dict[str, list[str] | None]:
+    return {"": None}
+
+
 class CheckpointEntry(StrictRecord):
     """A checkpoint: overrides for all variants, and variants by their name with their changes."""
 
     path: str | None = None
     set: list[str] = Field(default_factory=list)
-    variants: dict[str, list[str] | None] = Field(default_factory=lambda: {"": None})
+    variants: dict[str, list[str] | None] = Field(default_factory=_one_variant)
 
 
 class SuiteFile(StrictRecord):

@@ -63,7 +63,7 @@ def passkey(args: Namespace) -> int:
         return PasskeyResult(**header.fields(), protocol=protocol, results=[], missing=[])
 
     def cell(key: tuple[Any, ...], cases: list[CaseRecord], subject: Subject) -> Cell:
-        return passkey_cell(*key, cases, subject.training_length)
+        return passkey_cell(key[0], cases, subject.training_length)
 
     return _measure(evaluation, args, units, empty, cell, passkey_table)
 
@@ -82,7 +82,9 @@ def needle(args: Namespace) -> int:
     def empty(header: Header) -> NeedleResult:
         return NeedleResult(**header.fields(), protocol=protocol, results=[], missing=[])
 
-    return _measure(evaluation, args, units, empty, lambda key, cases, _: needle_cell(*key, cases), needle_table)
+    return _measure(
+        evaluation, args, units, empty, lambda key, cases, _: needle_cell(key[0], key[1], cases), needle_table
+    )
 
 
 def ruler(args: Namespace) -> int:
@@ -100,7 +102,9 @@ def ruler(args: Namespace) -> int:
     def empty(header: Header) -> RulerResult:
         return RulerResult(**header.fields(), protocol=protocol, results=[], missing=[])
 
-    return _measure(evaluation, args, units, empty, lambda key, cases, _: ruler_cell(*key, cases), ruler_table)
+    return _measure(
+        evaluation, args, units, empty, lambda key, cases, _: ruler_cell(key[0], key[1], cases), ruler_table
+    )
 
 
 def _protocol_fields(args: Namespace, text: str, haystack: Haystack) -> dict[str, Any]:
