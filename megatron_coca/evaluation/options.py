@@ -1,4 +1,4 @@
-"""Command-line options of the tasks of a checkpoint and of suites, declared without importing PyTorch so that `--help` answers at once."""
+"""Command-line options of checkpoint tasks and suites, declared without PyTorch so that `--help` answers at once."""
 
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable
