@@ -1,7 +1,20 @@
-"""Measuring a checkpoint, at its training length and far beyond it."""
+"""Evaluation of a checkpoint at its training length and far beyond it."""
 
-from megatron_coca.evaluation.perplexity import PerplexityResult, WindowResult, sliding_window_perplexity
-from megatron_coca.evaluation.report import build_report
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from megatron_coca.evaluation.results import EvaluationError
 
+if TYPE_CHECKING:
+    from megatron_coca.evaluation.perplexity import PerplexityResult, WindowResult, sliding_window_perplexity
+    from megatron_coca.evaluation.report import build_report
+
 __all__ = ["EvaluationError", "PerplexityResult", "WindowResult", "build_report", "sliding_window_perplexity"]
+
+
+def __getattr__(name: str) -> Any:
+    # Imported on first use (PEP 562): the command line must not import PyTorch to print its help.
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = "report" if name == "build_report" else "perplexity"
+    return getattr(import_module(f"{__name__}.{module}"), name)

@@ -1,4 +1,4 @@
-"""`python -m megatron_coca.evaluation` is `evaluate.py`, wherever the package is installed."""
+"""`python -m megatron_coca.evaluation` runs `evaluate.py` of an installed package."""
 
 import sys
 

@@ -1,36 +1,34 @@
-"""What tasks ask on the command line in common."""
+"""Command-line options of checkpoint tasks and suites, declared without PyTorch so that `--help` answers at once."""
 
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from megatron_coca.checkpoints.weights import DTYPES
 from megatron_coca.config import KEYS
 from megatron_coca.evaluation.results import EvaluationError
-from megatron_coca.model import DYNAMIC_LENGTH, DYNAMIC_LENGTHS
 
-FILE_SUFFIXES = (".yml", ".yaml", ".json")
+DTYPES = ("float32", "bfloat16", "float16")
+"""Keys of `checkpoints.weights.DTYPES`."""
 
-LONGEST = 120
-"""Bytes of a label in a file name: file systems allow 255, and other names are made out of this one."""
-
-
-SEEN_LENGTHS = {
+RULER_NAMES = ("multi_key", "multi_value", "multi_query", "variable_tracking", "common_words")
+DYNAMIC_LENGTH = "current"
+DYNAMIC_LENGTHS = {
     "current": "the tokens so far, step by step",
     "prompt": "the prompt's length at every step",
     "total": "the length of prompt and new tokens together at every step",
 }
-"""What an extension that depends on the length sees while an answer is generated, by the key of `DYNAMIC_LENGTHS`."""
+"""The length that a length-dependent extension uses during generation, by the key of `model.DYNAMIC_LENGTHS`."""
+
+MAX_SLUG_BYTES = 120
+"""File systems allow 255 bytes in a name; other names are derived from a slug."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way of using the weights: YAML overlays, then `key=value` texts, and the name it has in reports."""
+    """A checkpoint with config overrides: YAML overlays, then `key=value`, and its label in reports."""
 
     label: str
     files: tuple[str, ...] = ()
@@ -39,7 +37,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class SubjectOptions:
-    """What is measured, where, and where the results go; from `subject_options`."""
+    """The checkpoint with its variants, the device, and the result files; from `subject_options`."""
 
     checkpoint: str
     variants: tuple[Variant, ...]
@@ -49,10 +47,24 @@ class SubjectOptions:
     overwrite: bool
 
     def output_of(self, task: str, label: str) -> Path | None:
-        """The result file of one variant: `output` itself for a single one that is named as a file."""
+        """Result file of one variant: `output` itself if it names a JSON file."""
         if self.output is None or self.output.suffix == ".json":
             return self.output
         return self.output / f"{task}_{slug(label)}.json"
+
+
+@dataclass(frozen=True)
+class Task:
+    """One subcommand of evaluate.py: help text, option declarations, and the function that runs it.
+
+    `run` returns the exit status and raises one of the errors that `cli.main` reports. `of_checkpoint` is false for a
+    task without the options of `add_subject_options`.
+    """
+
+    help: str
+    add_arguments: Callable[[ArgumentParser], None]
+    run: Callable[[Namespace], int]
+    of_checkpoint: bool = True
 
 
 def positive_int(text: str) -> int:
@@ -74,90 +86,227 @@ def int_list(text: str) -> list[int]:
     return [positive_int(part) for part in text.split(",")]
 
 
+def percent_list(text: str) -> list[int]:
+    """An argparse type: "0,50,100"; sorted, without duplicates."""
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() and int(part) <= 100 for part in parts):
+        raise ArgumentTypeError(f"{text!r} is not a list of whole percents, 0 to 100")
+    return sorted({int(part) for part in parts})
+
+
+def task_names(text: str) -> tuple[str, ...]:
+    """An argparse type: names with commas between, each once."""
+    names = tuple(dict.fromkeys(filter(None, (name.strip() for name in text.split(",")))))
+    if not names:
+        raise ArgumentTypeError(f"{text!r} names no task; give NAME,NAME,...")
+    return names
+
+
+def ruler_names(text: str) -> list[str]:
+    """An argparse type: names out of `RULER_NAMES` with commas between, each once."""
+    names = list(dict.fromkeys(part.strip() for part in text.split(",")))
+    if unknown := [name for name in names if name not in RULER_NAMES]:
+        raise ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(RULER_NAMES)}")
+    return names
+
+
 def slug(label: str) -> str:
-    """A label as a part of a file name: lower case, everything but letters, digits, `.`, `-` as one `_`; of a long one
-    the beginning and a hash.
+    """Turn a label into a part of a file name: lower case, anything but letters, digits, `.` and `-` becomes one `_`;
+    a long label is cut and gets a hash.
     """
     kept = "".join(character if character.isalnum() or character in ".-" else " " for character in label.lower())
     name = "_".join(kept.split()) or "unnamed"
-    if len(name.encode()) <= LONGEST:
+    if len(name.encode()) <= MAX_SLUG_BYTES:
         return name
-    return name.encode()[: LONGEST - 9].decode(errors="ignore") + "_" + sha256(label.encode()).hexdigest()[:8]
+    return name.encode()[: MAX_SLUG_BYTES - 9].decode(errors="ignore") + "_" + sha256(label.encode()).hexdigest()[:8]
 
 
 def plot_text(label: str) -> str:
-    """A label as matplotlib shows it unchanged: `$` begins no formula, and a leading `_`, which would hide a line from the
-    legend, stands behind a blank.
-    """
+    """Escape a label for matplotlib: `$` starts no formula, and a leading `_` does not hide a line from the legend."""
     escaped = label.replace("$", r"\$")
     return f" {escaped}" if escaped.startswith("_") else escaped
 
 
-def add_subject_options(parser: ArgumentParser) -> None:
-    """The options that `subject_options` reads."""
+def dynamic_length_text(name: str) -> str:
+    """Describe a choice of `--dynamic-length` for the console and for reports."""
+    return f"dynamic length {name}: in generation an extension that depends on the length sees {DYNAMIC_LENGTHS[name]}"
+
+
+def add_device_options(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    places = "a run's save folder, one step of it, or a Hugging Face folder"
-    add("--checkpoint", required=True, metavar="DIR", help=places)
-    changes = "use the weights otherwise than they were trained, e.g. rope_scaling.rope_type=dynamic"
-    add("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", dest="overrides", help=changes)
-    variants = "one way of using the weights: its name, then YAML overlays and KEY=VALUE; give it once for each"
-    add("--variant", nargs="+", action="append", default=[], metavar=("LABEL", "CHANGE"), help=variants)
-    add("--label", help="the model's name in reports; default: the checkpoint's folder and what is set")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     add("--dtype", default="float32", choices=DTYPES, help="of weights and computation")
-    places = "the result: a file NAME.json, or a folder in which every variant has its file"
-    add("--output", type=Path, metavar="FILE|DIR", help=places)
-    add("--overwrite", action="store_true", help="replace results of another measurement; the same one is continued")
+
+
+def add_subject_options(parser: ArgumentParser) -> None:
+    """Declare the options that `subject_options` reads."""
+    add = parser.add_argument
+    checkpoint = "a run's save folder, one step of it, or a Hugging Face folder"
+    add("--checkpoint", required=True, metavar="DIR", help=checkpoint)
+    overrides = "config overrides at evaluation, for all variants, e.g. rope_scaling.rope_type=dynamic"
+    add("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", dest="overrides", help=overrides)
+    variant = "a label, then YAML overlays and KEY=VALUE overrides; repeat it for each variant"
+    add("--variant", nargs="+", action="append", default=[], metavar=("LABEL", "CHANGE"), help=variant)
+    add("--label", help="the model's name in reports; default: the checkpoint's folder and the overrides")
+    add_device_options(parser)
+    output = "the result: a file NAME.json, or a folder that gets one file for each variant"
+    add("--output", type=Path, metavar="FILE|DIR", help=output)
+    add("--overwrite", action="store_true", help="replace results of another measurement; the same one is resumed")
 
 
 def add_dynamic_length_option(parser: ArgumentParser) -> None:
-    """For tasks that generate."""
-    seen = "; ".join(f"{name}: {text}" for name, text in SEEN_LENGTHS.items())
-    about = f"what an extension that depends on the length sees while an answer is generated: {seen}; default: {DYNAMIC_LENGTH}"
-    parser.add_argument("--dynamic-length", choices=DYNAMIC_LENGTHS, default=DYNAMIC_LENGTH, help=about)
+    choices = "; ".join(f"{name}: {text}" for name, text in DYNAMIC_LENGTHS.items())
+    text = f"length that a length-dependent extension sees in generation: {choices}; default: {DYNAMIC_LENGTH}"
+    parser.add_argument("--dynamic-length", choices=DYNAMIC_LENGTHS, default=DYNAMIC_LENGTH, help=text)
 
 
-def dynamic_length_text(name: str) -> str:
-    """For the console and for reports."""
-    return f"dynamic length {name}: in generation an extension that depends on the length sees {SEEN_LENGTHS[name]}"
+def add_batch_option(parser: ArgumentParser, default: int) -> None:
+    text = f"tokens per forward pass; lower uses less memory; default: {default}"
+    parser.add_argument("--tokens-per-batch", type=positive_int, default=default, metavar="N", help=text)
+
+
+def add_document_options(parser: ArgumentParser) -> None:
+    """Declare the options that `documents.read_subject_documents` reads."""
+    add = parser.add_argument
+    data = "text files, JSONL files, folders of them, or shard prefixes; default: the run's test data"
+    add("--data", nargs="+", metavar="PATH", help=data)
+    add("--num-documents", type=positive_int, metavar="N", help="only the first N that are long enough")
+    max_length = "documents of at least N tokens, truncated to N; default: the largest window or length"
+    add("--max-length", type=positive_int, metavar="N", help=max_length)
+    repeat = "use the first N tokens of each document, tiled to --max-length"
+    add("--repeat", type=positive_int, metavar="N", help=repeat)
+
+
+def add_perplexity_options(parser: ArgumentParser) -> None:
+    add_subject_options(parser)
+    add_document_options(parser)
+    add = parser.add_argument
+    add("--windows", required=True, type=int_list, metavar="W,W,...", help="window sizes in tokens")
+    add("--stride", required=True, type=positive_int, metavar="S", help="tokens scored by each window")
+    add_batch_option(parser, 8192)
+
+
+def retrieval_options(cases: int, max_new_tokens: int) -> Callable[[ArgumentParser], None]:
+    """Return the declaration of the options that passkey, needle and ruler share, with a task's own defaults."""
+
+    def declare(parser: ArgumentParser) -> None:
+        add_subject_options(parser)
+        add = parser.add_argument
+        lengths = [512, 1024, 2048, 4096, 8192, 16384, 32768]  # of the CoCA paper
+        text = "prompt lengths in tokens; default: 512..32k"
+        add("--lengths", type=int_list, default=lengths, metavar="N,N,...", help=text)
+        add("--cases", type=positive_int, default=cases, metavar="N", help=f"prompts of each cell; default: {cases}")
+        text = f"maximum tokens of an answer; default: {max_new_tokens}"
+        add("--max-new-tokens", type=positive_int, default=max_new_tokens, metavar="N", help=text)
+        add("--seed", type=int, default=0, metavar="N", help="of the cases: the same for every model; default: 0")
+        add_batch_option(parser, 16384)
+        stub = 'end the prompt with the beginning of the answer, such as "The pass key is"'
+        add("--answer-stub", action="store_true", help=stub)
+        add_dynamic_length_option(parser)
+
+    return declare
+
+
+def add_haystack_option(parser: ArgumentParser) -> None:
+    text = "text files, JSONL files or folders, or builtin for the built-in corpus; default: the passkey's filler"
+    parser.add_argument("--haystack", nargs="+", metavar="PATH", help=text)
+
+
+add_passkey_options = retrieval_options(cases=100, max_new_tokens=64)
+
+
+def add_needle_options(parser: ArgumentParser) -> None:
+    retrieval_options(cases=5, max_new_tokens=64)(parser)
+    add_haystack_option(parser)
+    text = "percentage of the text before the needle; default: 0,10,..100"
+    parser.add_argument("--depths", type=percent_list, default=[*range(0, 101, 10)], metavar="P,P,...", help=text)
+
+
+def add_ruler_options(parser: ArgumentParser) -> None:
+    retrieval_options(cases=25, max_new_tokens=96)(parser)
+    add_haystack_option(parser)
+    text = f"some of {', '.join(RULER_NAMES)}; default: all"
+    parser.add_argument("--tasks", type=ruler_names, default=[*RULER_NAMES], metavar="TASK,...", help=text)
+
+
+def add_lm_eval_options(parser: ArgumentParser) -> None:
+    add_subject_options(parser)
+    add = parser.add_argument
+    add("--tasks", required=True, type=task_names, metavar="NAME,NAME,...", help="lm-eval tasks, groups or tags")
+    add("--include-path", nargs="+", type=Path, default=[], metavar="DIR", help="folders of more task files (*.yaml)")
+    task_data = "folder with the documents of this project's own tasks, NAME.jsonl each"
+    add("--task-data", type=Path, metavar="DIR", help=task_data)
+    shots = "examples before each document; default: the task's own number"
+    add("--num-fewshot", type=whole_number, metavar="N", help=shots)
+    add("--limit", type=positive_int, metavar="N", help="only the first N documents of each task")
+    add("--max-length", type=positive_int, metavar="N", help="maximum input tokens; default: the training length")
+    add_batch_option(parser, 16384)
+    add_dynamic_length_option(parser)
+    add("--seed", type=whole_number, default=1234, metavar="N", help="of the choice of examples")
+    bootstrap = "bootstrap samples for standard errors without a formula"
+    add("--bootstrap-iterations", type=positive_int, default=1000, metavar="N", help=bootstrap)
+
+
+def add_suite_options(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("suite", type=Path, metavar="SUITE.yml", help="checkpoints and tasks; see configs/evaluation/")
+    add("--output", required=True, type=Path, metavar="DIR", help="gets results/ and report/; a second call resumes")
+    checkpoint = "a checkpoint of the suite, or another name if the suite accepts any; repeat it for each"
+    add("--checkpoint", type=label_and_path, action="append", default=[], metavar="LABEL=DIR", help=checkpoint)
+    add("--only", nargs="+", metavar="TASK", help="run only these entries of the suite's tasks")
+    add_device_options(parser)
+
+
+def label_and_path(text: str) -> tuple[str, str]:
+    """An argparse type: "RoFormer + CoCA=runs/coca"."""
+    label, equals, path = text.rpartition("=")
+    if not (label and equals and path):
+        raise ArgumentTypeError(f"{text!r} is not LABEL=DIR")
+    return label, path
 
 
 def subject_options(args: Namespace) -> SubjectOptions:
-    """Raises EvaluationError for variants that share a name, or that would share a file."""
+    """Read the options of `add_subject_options`.
+
+    Raises EvaluationError for unknown keys, missing files, and variants whose labels or files would coincide.
+    """
     variants = read_variants(args)
     for variant in variants:
-        check_changes(variant)
+        check_overrides(variant)
     labels = [slug(variant.label) for variant in variants]
-    twice = sorted({label for label in labels if labels.count(label) > 1})
-    if twice:
-        raise EvaluationError(f"--variant {twice[0]}: the name stands for two variants; name each differently")
+    if duplicates := sorted({label for label in labels if labels.count(label) > 1}):
+        raise EvaluationError(f"--variant {duplicates[0]}: the name stands for two variants; name each differently")
     if len(variants) > 1 and args.output is not None and args.output.suffix == ".json":
-        raise EvaluationError(f"--output {args.output}: several variants need a folder, in which each has its file")
+        raise EvaluationError(f"--output {args.output}: several variants need a folder, which gets a file for each")
     return SubjectOptions(args.checkpoint, variants, args.device, args.dtype, args.output, args.overwrite)
 
 
 def read_variants(args: Namespace) -> tuple[Variant, ...]:
-    """The variants asked for; what `--set` says holds for all of them."""
+    """Read `--variant`, `--label` and `--set`, whose overrides apply to every variant. Raises EvaluationError."""
     if not args.variant:
         label = args.label or " ".join([Path(args.checkpoint).resolve().name, *args.overrides])
         return (Variant(label, (), tuple(args.overrides)),)
-    return tuple(_variant(args, *given) for given in args.variant)
+    variants = []
+    for label, *changes in args.variant:
+        files = tuple(change for change in changes if "=" not in change)
+        for file in files:
+            if not file.endswith((".yml", ".yaml", ".json")):
+                raise EvaluationError(f"--variant {label}: {file} is neither KEY=VALUE nor a YAML file")
+            if not Path(file).is_file():
+                raise EvaluationError(f"--variant {label}: there is no file {file}")
+        overrides = (*args.overrides, *(change for change in changes if "=" in change))
+        variants.append(Variant(full_label(args.label, label), files, overrides))
+    return tuple(variants)
 
 
-def _variant(args: Namespace, label: str, *changes: Any) -> Variant:
-    files = tuple(change for change in changes if "=" not in change)
-    for file in files:
-        if not file.endswith(FILE_SUFFIXES):
-            raise EvaluationError(f"--variant {label}: {file} is neither KEY=VALUE nor a YAML file")
-        if not Path(file).is_file():
-            raise EvaluationError(f"--variant {label}: there is no file {file}")
-    overrides = (*args.overrides, *(change for change in changes if "=" in change))
-    return Variant(full_label(args.label, label), files, overrides)
+def full_label(label: str | None, variant: str) -> str:
+    """Join the model's `--label` and the name of its variant."""
+    return " ".join(filter(None, [label, variant]))
 
 
-def check_changes(variant: Variant) -> None:
-    """Raises EvaluationError for a variant without a name, or with a key that does not exist: what is merely misspelt is
-    no use of the weights that could be refused.
+def check_overrides(variant: Variant) -> None:
+    """Raise EvaluationError for an empty label or an unknown key: a misspelt key stops the call, while overrides that do
+    not fit the weights are noted in the result file.
     """
     if not variant.label.strip():
         raise EvaluationError("--variant: the name is empty, and there is no --label; name it")
@@ -170,13 +319,10 @@ def check_changes(variant: Variant) -> None:
             raise EvaluationError(f"{variant.label}: {change}: there is no key {key!r}{hint}")
 
 
-def full_label(label: str | None, variant: str) -> str:
-    """The name in reports of a variant of the model that `--label` names."""
-    return " ".join(filter(None, [label, variant]))
-
-
 def resolve_device(name: str) -> str:
-    """`auto` is the CUDA device where there is one. Raises EvaluationError for a device that is not there."""
+    """Return the device to use; `auto` prefers CUDA. Raises EvaluationError for a device that cannot be used."""
+    import torch
+
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:

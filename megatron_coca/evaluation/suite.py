@@ -1,4 +1,4 @@
-"""Many tasks over many checkpoints, from one YAML file, and their report."""
+"""`evaluate.py suite`: many tasks over many checkpoints, from one YAML file, and their report."""
 
 import json
 import re
@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from argparse import Action, ArgumentParser, ArgumentTypeError, Namespace
+from argparse import Action, ArgumentParser, Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,45 +17,42 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from megatron_coca.checkpoints import CheckpointError, open_checkpoint
 from megatron_coca.config import ConfigError
-from megatron_coca.evaluation.options import DTYPES, full_label, resolve_device, slug
+from megatron_coca.evaluation.cli import MEASUREMENTS
+from megatron_coca.evaluation.options import full_label, resolve_device, slug
 from megatron_coca.evaluation.report import build_report
 from megatron_coca.evaluation.results import EvaluationError, check_writable, write_atomically
-from megatron_coca.evaluation.subject import Task
 from megatron_coca.safe_yaml import YamlFault, read_yaml
 
 MULTIPLES = re.compile(r"\d+L(,\d+L)*")
 """Lengths as multiples of the training length: "4L", or "1L,4L"."""
 
-OWN = ("help", "output", "checkpoint", "label", "variant", "set", "device", "dtype")
-"""Options of a task of checkpoints that the suite gives itself."""
-
-RESULTS, REPORT = "results", "report"
-"""Folders in the suite's output."""
+SET_BY_SUITE = ("help", "output", "checkpoint", "label", "variant", "set", "device", "dtype")
+"""Options of a checkpoint task that a suite's file must not give."""
 
 ANY = "any"
-"""The name in a suite's `checkpoints` that stands for whatever checkpoint the command line names."""
-
-Changes = dict[str, list[str] | None]
+"""The name in a suite's `checkpoints` whose settings apply to any checkpoint of the command line."""
 
 
-class Strict(BaseModel):
-    """Base of what a suite's file holds."""
-
+class StrictRecord(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class CheckpointEntry(Strict):
-    """A checkpoint, and the ways in which its weights are used: what is added to its name, and the changes."""
+def _one_variant() -> dict[str, list[str] | None]:
+    return {"": None}
+
+
+class CheckpointEntry(StrictRecord):
+    """A checkpoint: overrides for all variants, and variants by their name with their changes."""
 
     path: str | None = None
     set: list[str] = Field(default_factory=list)
-    variants: Changes = Field(default_factory=lambda: {"": None})
+    variants: dict[str, list[str] | None] = Field(default_factory=_one_variant)
 
 
-class SuiteFile(Strict):
-    """A suite: `tasks` are the subcommands with their options, named as on the command line.
+class SuiteFile(StrictRecord):
+    """A suite: `tasks` are subcommands with their options, named as on the command line.
 
-    A task that is run in several ways has an entry for each, told apart by what follows the subcommand: "perplexity",
+    A task that runs in several ways has an entry for each, with another word after the subcommand: "perplexity",
     "perplexity repeated".
     """
 
@@ -66,7 +63,7 @@ class SuiteFile(Strict):
     @field_validator("checkpoints", mode="before")
     @classmethod
     def _paths(cls, given: Any) -> Any:
-        """A checkpoint may be its path alone."""
+        """Accept a path in place of an entry."""
         if not isinstance(given, Mapping):
             return given
         return {name: {"path": entry} if isinstance(entry, str) else entry or {} for name, entry in given.items()}
@@ -74,8 +71,8 @@ class SuiteFile(Strict):
 
 @dataclass(frozen=True)
 class Command:
-    """One call of evaluate.py: the entry of `tasks`, the name of the checkpoint (None: of no checkpoint), the arguments,
-    and the result files that it writes.
+    """One call of evaluate.py: the entry of `tasks`, the checkpoint's name (None for a task without one), the
+    arguments, and the result files that it writes.
     """
 
     task: str
@@ -83,9 +80,34 @@ class Command:
     arguments: tuple[str, ...]
     files: tuple[Path, ...]
 
+    @property
+    def name(self) -> str:
+        return f"{self.task} of {self.checkpoint}" if self.checkpoint else self.task
+
+
+def run(args: Namespace) -> int:
+    """Run every command of the suite and write the report; returns 2 if anything is missing."""
+    suite = with_checkpoints(read_suite(args.suite), dict(args.checkpoint))
+    unknown = sorted(set(args.only or ()) - suite.tasks.keys())
+    if unknown:
+        raise EvaluationError(f"--only {unknown[0]}: the suite has {', '.join(suite.tasks)}")
+    page = args.output / "report" / "report.html"
+    check_writable(page)
+    resolve_device(args.device)
+    lengths, unusable = training_lengths(suite)
+    planned = plan_commands(suite, lengths, args.output / "results", args.device, args.dtype)
+    problems = [f"{name}: {problem}" for name, problem in unusable.items()]
+    problems += run_commands(command for command in planned if not args.only or command.task in args.only)
+    measured = [file for command in planned for file in command.files if file.is_file()]
+    if measured:
+        print(f"\n{build_report(measured, page.parent, suite.title)}\n\n{page} is written")
+    for problem in problems:
+        print(f"evaluate.py: {problem}", file=sys.stderr)
+    return 2 if problems else 0
+
 
 def read_suite(path: Path) -> SuiteFile:
-    """Raises EvaluationError for a file that cannot be read, or is no suite."""
+    """Read and validate a suite. Raises EvaluationError."""
     try:
         return SuiteFile.model_validate(read_yaml(path))
     except OSError as error:
@@ -95,42 +117,30 @@ def read_suite(path: Path) -> SuiteFile:
     except UnicodeDecodeError as error:
         raise EvaluationError(f"{path}: not UTF-8 text (byte {error.start}); save it as UTF-8") from error
     except ValidationError as error:
-        lines = [f"{'.'.join(map(str, each['loc'])) or 'file'}: {each['msg']}" for each in error.errors()]
+        lines = [f"{'.'.join(map(str, fault['loc'])) or 'file'}: {fault['msg']}" for fault in error.errors()]
         raise EvaluationError(f"{path}: is not a suite: {'; '.join(lines)}") from error
 
 
-def with_checkpoints(suite: SuiteFile, named: Mapping[str, str]) -> SuiteFile:
-    """The suite with checkpoints named on the command line: those it knows are found there, others are used as its
-    `any` says. Raises EvaluationError where a checkpoint stays without a path, or a name means nothing.
+def with_checkpoints(suite: SuiteFile, paths: Mapping[str, str]) -> SuiteFile:
+    """Apply `--checkpoint`: a name of the suite gets another path, other names get the settings of `any`.
+
+    Raises EvaluationError for a checkpoint without a path and for an unknown name.
     """
     entries = {name: entry for name, entry in suite.checkpoints.items() if name != ANY}
-    for name, path in named.items():
-        pattern = entries.get(name) or suite.checkpoints.get(ANY)
-        if pattern is None:
+    for name, path in paths.items():
+        template = entries.get(name) or suite.checkpoints.get(ANY)
+        if template is None:
             raise EvaluationError(f"--checkpoint {name}: the suite knows {', '.join(entries)}; name one of them")
-        entries[name] = pattern.model_copy(update={"path": path})
-    homeless = [name for name, entry in entries.items() if entry.path is None]
-    if homeless or not entries:
-        raise EvaluationError(f"no checkpoint for {', '.join(homeless) or 'the suite'}: name --checkpoint LABEL=DIR")
+        entries[name] = template.model_copy(update={"path": path})
+    without_path = [name for name, entry in entries.items() if entry.path is None]
+    if without_path or not entries:
+        names = ", ".join(without_path) or "the suite"
+        raise EvaluationError(f"no checkpoint for {names}: name --checkpoint LABEL=DIR")
     return suite.model_copy(update={"checkpoints": entries})
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a suite is run: the folder of all that it writes, the device and the dtype of the weights."""
-
-    output: Path
-    device: str
-    dtype: str
-
-    @property
-    def results(self) -> Path:
-        """The folder of the result files."""
-        return self.output / RESULTS
-
-
 def training_lengths(suite: SuiteFile) -> tuple[dict[str, int], dict[str, str]]:
-    """The training length of every checkpoint by its name, and what is wrong with those that cannot be used."""
+    """Return the training length of each usable checkpoint, and the error of each other one, by name."""
     lengths, problems = {}, {}
     for name, entry in suite.checkpoints.items():
         try:
@@ -140,130 +150,110 @@ def training_lengths(suite: SuiteFile) -> tuple[dict[str, int], dict[str, str]]:
     return lengths, problems
 
 
-def commands(suite: SuiteFile, tasks: Mapping[str, Task], lengths: Mapping[str, int], place: Place) -> list[Command]:
-    """Every call that the suite stands for, task by task, for the checkpoints that have a length.
+def plan_commands(
+    suite: SuiteFile, lengths: Mapping[str, int], results: Path, device: str, dtype: str
+) -> list[Command]:
+    """Return the calls of a suite, task by task, for the checkpoints in `lengths`, with files in the folder `results`.
 
-    Raises EvaluationError for tasks and options that do not exist, and for labels that would share a file.
+    Raises EvaluationError for unknown tasks and options, and for labels whose files would coincide.
     """
     planned: list[Command] = []
     for name, options in suite.tasks.items():
-        task, folder = _entry(name, place)
-        parser = _parser(tasks, name, task)
-        _check_options(name, options or {}, OWN if tasks[task].of_checkpoint else ("help", "output", "device"))
-        if not tasks[task].of_checkpoint:
+        task, _, word = name.partition(" ")
+        if task not in MEASUREMENTS:
+            raise EvaluationError(f"tasks.{name}: there is no such task; known: {', '.join(sorted(MEASUREMENTS))}")
+        for key in options or {}:
+            reserved = SET_BY_SUITE if MEASUREMENTS[task].of_checkpoint else ("help", "output", "device")
+            if key.replace("_", "-") in reserved:
+                raise EvaluationError(f"tasks.{name}.{key}: is given by the suite itself; leave it out")
+        folder = results / slug(word) if word.strip() else results
+        common = ["--device", device]
+        if not MEASUREMENTS[task].of_checkpoint:
             file = folder / f"{task}.json"
-            arguments = (task, "--device", place.device, "--output", str(file), *_options(name, parser, options, None))
-            planned.append(Command(name, None, arguments, (file,)))
+            arguments = [task, *common, "--output", str(file), *option_arguments(name, options, None)]
+            planned.append(Command(name, None, tuple(arguments), (file,)))
             continue
         for label, length in lengths.items():
-            arguments, files = _subject(task, label, suite.checkpoints[label], place, folder)
-            planned.append(Command(name, label, (*arguments, *_options(name, parser, options, length)), files))
-    _check_files(planned)
+            entry = suite.checkpoints[label]
+            arguments = [task, "--checkpoint", str(entry.path), "--label", label]
+            arguments += [*common, "--dtype", dtype, "--output", str(folder)]
+            arguments += ["--set", *entry.set] if entry.set else []
+            for variant, changes in entry.variants.items():
+                arguments += ["--variant", variant, *(changes or [])]
+            arguments += option_arguments(name, options, length)
+            files = [folder / f"{task}_{slug(full_label(label, variant))}.json" for variant in entry.variants]
+            planned.append(Command(name, label, tuple(arguments), tuple(files)))
+    owners: dict[Path, str | None] = {}
+    for file, checkpoint in ((file, command.checkpoint) for command in planned for file in command.files):
+        if file in owners:
+            raise EvaluationError(
+                f"checkpoints {owners[file]} and {checkpoint}: their results would both be in {file.name}; "
+                "name them, their variants or the entries of `tasks` more differently"
+            )
+        owners[file] = checkpoint
     return planned
 
 
-def _entry(name: str, place: Place) -> tuple[str, Path]:
-    """The task of an entry of `tasks`, and the folder of its results: one of its own if the entry has a further name."""
-    task, _, further = name.partition(" ")
-    return task, place.results / slug(further) if further.strip() else place.results
+def option_arguments(task: str, options: Mapping[str, Any] | None, length: int | None) -> list[str]:
+    """Return a task's options of the suite's file as command-line arguments, "4L" as a number of tokens.
 
-
-def _check_options(task: str, options: Mapping[str, Any], own: Sequence[str]) -> None:
-    for key in options:
-        if key.replace("_", "-") in own:
-            raise EvaluationError(f"tasks.{task}.{key}: is given by the suite itself; leave it out")
-
-
-def _check_files(planned: Sequence[Command]) -> None:
-    owners: dict[Path, str | None] = {}
-    for command in planned:
-        for file in command.files:
-            if file in owners:
-                raise EvaluationError(
-                    f"checkpoints {owners[file]} and {command.checkpoint}: their results would both be in {file.name}; "
-                    "name them, their variants or the entries of `tasks` more differently"
-                )
-            owners[file] = command.checkpoint
-
-
-def _parser(tasks: Mapping[str, Task], name: str, task: str) -> ArgumentParser:
-    if task not in tasks:
-        raise EvaluationError(f"tasks.{name}: there is no such task; known: {', '.join(sorted(tasks))}")
+    `length` is the training length, None for a task without a checkpoint. Raises EvaluationError for unknown options.
+    """
     parser = ArgumentParser(allow_abbrev=False)
-    tasks[task].add_arguments(parser)
-    return parser
+    MEASUREMENTS[task.partition(" ")[0]].add_arguments(parser)
+    known: dict[str, Action] = parser._option_string_actions  # noqa: SLF001 argparse has no public access
 
+    def text(key: str, value: Any) -> str:
+        if not isinstance(value, str) or not MULTIPLES.fullmatch(value):
+            return str(value)
+        if length is None:
+            raise EvaluationError(
+                f"tasks.{task}.{key}: {value} is a multiple of a training length, and this task has no checkpoint"
+            )
+        return ",".join(str(int(part.removesuffix("L")) * length) for part in value.split(","))
 
-def _subject(
-    task: str, label: str, entry: CheckpointEntry, place: Place, folder: Path
-) -> tuple[tuple[str, ...], tuple[Path, ...]]:
-    """The arguments that say which checkpoint, used how, and the files in `folder` that come out of it."""
-    arguments = [task, "--checkpoint", str(entry.path), "--label", label]
-    arguments += ["--device", place.device, "--dtype", place.dtype, "--output", str(folder)]
-    arguments += ["--set", *entry.set] if entry.set else []
-    for name, changes in entry.variants.items():
-        arguments += ["--variant", name, *(changes or [])]
-    labels = [full_label(label, name) for name in entry.variants]
-    return tuple(arguments), tuple(folder / f"{task}_{slug(each)}.json" for each in labels)
+    def option(key: str, value: Any) -> list[str]:
+        name = f"--{key.replace('_', '-')}"
+        if name not in known:
+            names = ", ".join(sorted(other.removeprefix("--") for other in known if other.startswith("--")))
+            raise EvaluationError(f"tasks.{task}.{key}: there is no such option; known: {names}")
+        if value is None or value is False:
+            return []
+        if value is True:
+            return [name]
+        if isinstance(value, list) and any(isinstance(item, list) for item in value):  # a repeated option
+            return [argument for item in value for argument in option(key, item)]
+        texts = [text(key, item) for item in (value if isinstance(value, list) else [value])]
+        return [name, *texts] if known[name].nargs else [name, ",".join(texts)]
 
-
-def _options(task: str, parser: ArgumentParser, options: Mapping[str, Any] | None, length: int | None) -> list[str]:
-    return [part for key, value in (options or {}).items() for part in _option(task, parser, key, value, length)]
-
-
-def _option(task: str, parser: ArgumentParser, key: str, value: Any, length: int | None) -> list[str]:
-    """An option of the file as arguments. Raises EvaluationError for one that the task does not have."""
-    known: dict[str, Action] = parser._option_string_actions  # noqa: SLF001 argparse tells it nowhere else
-    name = f"--{key.replace('_', '-')}"
-    if name not in known:
-        names = ", ".join(sorted(each.removeprefix("--") for each in known if each.startswith("--")))
-        raise EvaluationError(f"tasks.{task}.{key}: there is no such option; known: {names}")
-    if value is None or value is False:
-        return []
-    if value is True:
-        return [name]
-    if isinstance(value, list) and any(isinstance(each, list) for each in value):
-        return [part for each in value for part in _option(task, parser, key, each, length)]
-    texts = [_text(f"tasks.{task}.{key}", each, length) for each in (value if isinstance(value, list) else [value])]
-    return [name, *texts] if known[name].nargs else [name, ",".join(texts)]
-
-
-def _text(place: str, value: Any, length: int | None) -> str:
-    """A value as on the command line, "4L" as a number of tokens."""
-    if not isinstance(value, str) or not MULTIPLES.fullmatch(value):
-        return str(value)
-    if length is None:
-        raise EvaluationError(f"{place}: {value} is a multiple of a training length, and this task has no checkpoint")
-    return ",".join(str(int(part.removesuffix("L")) * length) for part in value.split(","))
-
-
-INCOMPLETE = 2
-"""The exit status of a command that told by itself what is missing."""
+    return [argument for key, value in (options or {}).items() for argument in option(key, value)]
 
 
 def run_commands(commands: Iterable[Command]) -> list[str]:
-    """Runs one command after another; returns one line for each that did not end well."""
+    """Run one command after another; returns one line for each that did not complete."""
     problems = []
     for command in commands:
         if command.checkpoint is None and all(file.is_file() for file in command.files):
-            print(f"# {command.task}: {command.files[0]} is there already")
+            print(f"# {command.task}: {command.files[0]} exists already")
             continue
         print(f"\n$ {shlex.join(['python', 'evaluate.py', *command.arguments])}", flush=True)
         status = run_to_its_end([sys.executable, "-m", "megatron_coca.evaluation", *command.arguments])
-        what = f"{command.task} of {command.checkpoint}" if command.checkpoint else command.task
-        if status == INCOMPLETE:
-            problems.append(f"{what}: incomplete, see what it said")
+        if status == 2:  # the command said what is missing
+            problems.append(f"{command.name}: incomplete, see its messages above")
         elif status != 0:
-            problems.append(f"{what}: {how_it_ended(status)}")
-            note_failure([file for file in command.files if file.is_file()], how_it_ended(status))
+            problems.append(f"{command.name}: {describe_exit(status)}")
+            note_failure([file for file in command.files if file.is_file()], describe_exit(status))
     return problems
 
 
 def run_to_its_end(command: Sequence[str]) -> int:
-    """The exit status of a process that does not outlive this one, unless this one is killed outright."""
-    before = (
-        signal.signal(signal.SIGTERM, _interrupt) if threading.current_thread() is threading.main_thread() else None
-    )
+    """Return the exit status of a process that is terminated with this one, unless this one gets SIGKILL."""
+
+    def interrupt(number: int, frame: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, interrupt) if in_main_thread else None
     process = subprocess.Popen(command)
     try:
         return process.wait()
@@ -276,68 +266,23 @@ def run_to_its_end(command: Sequence[str]) -> int:
             signal.signal(signal.SIGTERM, before)
 
 
-def _interrupt(number: int, frame: object) -> NoReturn:
-    raise KeyboardInterrupt
-
-
-def how_it_ended(status: int) -> str:
-    """An exit status in words."""
+def describe_exit(status: int) -> str:
+    """Return an exit status in words."""
     if status >= 0:
         return f"ended with status {status}"
     name = signal.Signals(-status).name
-    return f"killed by {name}" + (" (the host's memory may not have sufficed)" if name == "SIGKILL" else "")
+    return f"killed by {name}" + (" (possibly because the host's memory was exhausted)" if name == "SIGKILL" else "")
 
 
 def note_failure(files: Sequence[Path], reason: str) -> None:
-    """Write into the last of the result files that a command began why it is not complete: those before it are."""
+    """Write into the last result file of a failed command why it is not complete; earlier ones are."""
     if not files:
         return
     try:
         content: Mapping[str, Any] = json.loads(files[-1].read_bytes())
     except ValueError as error:
         raise EvaluationError(f"{files[-1]}: is not JSON ({error}); remove it") from error
-    missing = [each for each in content.get("missing", []) if each.get("at") != "all"]
+    missing = [cell for cell in content.get("missing", []) if cell.get("at") != "all"]
     missing.append({"at": "all", "kind": "failed", "reason": reason})
     text = json.dumps({**content, "missing": missing}, indent=2, ensure_ascii=False)
     write_atomically(files[-1], f"{text}\n".encode())
-
-
-def label_and_path(text: str) -> tuple[str, str]:
-    """An argparse type: "RoFormer + CoCA=runs/coca"."""
-    label, equals, path = text.rpartition("=")
-    if not (label and equals and path):
-        raise ArgumentTypeError(f"{text!r} is not LABEL=DIR")
-    return label, path
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    """The options of the subcommand."""
-    add = parser.add_argument
-    add("suite", type=Path, metavar="SUITE.yml", help="checkpoints and tasks; configs/evaluation/ has some")
-    add("--output", required=True, type=Path, metavar="DIR", help="gets results/ and report/; a second call goes on")
-    named = "a checkpoint of the suite, or another name where the suite takes any; give it once for each"
-    add("--checkpoint", type=label_and_path, action="append", default=[], metavar="LABEL=DIR", help=named)
-    add("--only", nargs="+", metavar="TASK", help="of the entries of the suite's tasks only these")
-    add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    add("--dtype", default="float32", choices=DTYPES, help="of weights and computation")
-
-
-def run_suite(args: Namespace, tasks: Mapping[str, Task]) -> int:
-    """Runs every command of the suite and writes the report; 2 where something is missing."""
-    suite = with_checkpoints(read_suite(args.suite), dict(args.checkpoint))
-    unknown = sorted(set(args.only or ()) - suite.tasks.keys())
-    if unknown:
-        raise EvaluationError(f"--only {unknown[0]}: the suite has {', '.join(suite.tasks)}")
-    page = args.output / REPORT / "report.html"
-    check_writable(page)
-    resolve_device(args.device)
-    lengths, unusable = training_lengths(suite)
-    planned = commands(suite, tasks, lengths, Place(args.output, args.device, args.dtype))
-    problems = [f"{name}: {problem}" for name, problem in unusable.items()]
-    problems += run_commands(command for command in planned if not args.only or command.task in args.only)
-    measured = [file for command in planned for file in command.files if file.is_file()]
-    if measured:
-        print(f"\n{build_report(measured, page.parent, suite.title)}\n\n{page} is written")
-    for problem in problems:
-        print(f"evaluate.py: {problem}", file=sys.stderr)
-    return 2 if problems else 0

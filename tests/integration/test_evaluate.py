@@ -202,7 +202,7 @@ def test_bfloat16(checkpoint: Path, text: Path, tmp_path: Path) -> None:
     [
         (["--checkpoint", "absent"], "absent"),
         (["--windows", "4"], "window 4 is shorter than the stride 8"),
-        (["--windows", "16,1024"], "no document has the 1024 tokens"),
+        (["--windows", "16,1024"], "no document has the required 1024 tokens"),
         (["--max-length", "32"], "--max-length 32 is shorter than the window 64"),
         (["--data", "absent"], "absent: no text file or folder is there"),
         (["--set", "rope_scaling.rope_typ=dynamic"], "rope_typ"),

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from megatron_coca.config import load_config
+from megatron_coca.evaluation.cli import TASKS
 from megatron_coca.evaluation.report import build_report
 from megatron_coca.evaluation.results import EvaluationError
-from megatron_coca.evaluation.retrieval.measuring import NEEDLE, PASSKEY, RULER
 from megatron_coca.evaluation.retrieval.records import NeedleResult, PasskeyResult, RulerResult
-from megatron_coca.evaluation.subject import Task
 from megatron_coca.model import build_model
 from tests.checkpoint_files import write_checkpoint
 
@@ -36,11 +35,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_checkpoint(tmp_path_factory.mktemp("run"))
 
 
-def evaluate(task: Task, checkpoint: Path, *options: object) -> int:
+def evaluate(task: str, checkpoint: Path, *options: object) -> int:
     parser = ArgumentParser()
-    task.add_arguments(parser)
+    TASKS[task].add_arguments(parser)
     given = ["--checkpoint", checkpoint, "--device", "cpu", "--cases", 2, "--max-new-tokens", 6, *options]
-    return task.run(parser.parse_args([str(each) for each in given]))
+    return TASKS[task].run(parser.parse_args([str(each) for each in given]))
 
 
 def variants(*labels: str) -> list[str]:
@@ -52,20 +51,20 @@ def variants(*labels: str) -> list[str]:
     return [part for label in labels for part in ("--variant", label, *changes[label])]
 
 
-TASKS = {
-    "passkey": (PASSKEY, []),
-    "needle": (NEEDLE, ["--depths", "0,100"]),
-    "ruler": (RULER, ["--tasks", "multi_query,variable_tracking"]),
+OPTIONS = {
+    "passkey": [],
+    "needle": ["--depths", "0,100"],
+    "ruler": ["--tasks", "multi_query,variable_tracking"],
 }
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", OPTIONS)
 def test_files_do_not_depend_on_the_order_of_lengths_and_variants(name: str, checkpoint: Path, tmp_path: Path) -> None:
-    task, options = TASKS[name]
+    options = OPTIONS[name]
     one, two = tmp_path / "one", tmp_path / "two"
     labels = ["plain", "NTK", "ReRoPE"]
-    assert evaluate(task, checkpoint, "--lengths", "512,640", "--output", one, *options, *variants(*labels)) == 0
-    assert evaluate(task, checkpoint, "--lengths", "640,512", "--output", two, *options, *variants(*labels[::-1])) == 0
+    assert evaluate(name, checkpoint, "--lengths", "512,640", "--output", one, *options, *variants(*labels)) == 0
+    assert evaluate(name, checkpoint, "--lengths", "640,512", "--output", two, *options, *variants(*labels[::-1])) == 0
     files = sorted(path.name for path in one.iterdir() if not path.name.endswith(".cost.json"))
     assert files == [f"{name}_{label}.json" for label in ("ntk", "plain", "rerope")]
     for file in files:
@@ -78,7 +77,7 @@ def test_the_passkey_file_says_all_that_a_report_needs(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "passkey.json"
-    assert evaluate(PASSKEY, checkpoint, "--lengths", "200,400,900", "--output", path) == 2, "one length has no room"
+    assert evaluate("passkey", checkpoint, "--lengths", "200,400,900", "--output", path) == 2, "one length has no room"
     output = capsys.readouterr()
     result = PasskeyResult.model_validate_json(path.read_bytes())
     assert [(each.at, each.kind) for each in result.missing] == [("length 200", "refused")]
@@ -97,10 +96,10 @@ def test_a_longer_list_of_lengths_continues_a_file(checkpoint: Path, tmp_path: P
     text = tmp_path / "book.txt"
     text.write_text("The boat lay near the shore. Nobody was on board! Was it late?\n\n" * 20)
     options = ["--depths", "0,50", "--haystack", text]
-    assert evaluate(NEEDLE, checkpoint, "--lengths", "500", "--output", path, *options) == 0
+    assert evaluate("needle", checkpoint, "--lengths", "500", "--output", path, *options) == 0
     before = NeedleResult.model_validate_json(path.read_bytes())
-    assert evaluate(NEEDLE, checkpoint, "--lengths", "400,500", "--output", path, *options) == 0
-    assert evaluate(NEEDLE, checkpoint, "--lengths", "400,500", "--output", whole, *options) == 0
+    assert evaluate("needle", checkpoint, "--lengths", "400,500", "--output", path, *options) == 0
+    assert evaluate("needle", checkpoint, "--lengths", "400,500", "--output", whole, *options) == 0
     after = NeedleResult.model_validate_json(path.read_bytes())
     assert path.read_bytes() == whole.read_bytes() and after.results[2:] == before.results
     assert [cell.key for cell in after.results] == [(400, 0), (400, 50), (500, 0), (500, 50)]
@@ -110,7 +109,7 @@ def test_positions_that_a_model_does_not_have_are_missing_and_no_crash(tmp_path:
     learned = save_checkpoint(tmp_path / "learned", pos_emb="learned", max_position_embeddings=600)
     path = tmp_path / "ruler.json"
     options = ["--tasks", "multi_key", "--lengths", "512,700", "--output", path]
-    assert evaluate(RULER, learned, *options) == 2
+    assert evaluate("ruler", learned, *options) == 2
     result = RulerResult.model_validate_json(path.read_bytes())
     assert [cell.key for cell in result.results] == [("multi_key", 512)]
     assert [(each.at, each.kind) for each in result.missing] == [("multi_key, length 700", "refused")]
@@ -123,7 +122,7 @@ def test_a_fine_tuned_model_has_the_length_that_it_was_fine_tuned_at(
     """Position interpolation by 4 from 128 tokens; only the frequencies refer to those 128."""
     scaling = {"rope_type": "linear", "factor": 4.0, "original_max_position_embeddings": 128}
     run = save_checkpoint(tmp_path / "run", seq_length=512, rope_scaling=scaling)
-    assert evaluate(PASSKEY, run, "--lengths", "500", "--output", tmp_path / "passkey.json") == 0
+    assert evaluate("passkey", run, "--lengths", "500", "--output", tmp_path / "passkey.json") == 0
     assert "inside, beyond: the training length of 512;" in capsys.readouterr().out
     result = PasskeyResult.model_validate_json((tmp_path / "passkey.json").read_bytes())
     assert result.checkpoint.seq_length == 512
@@ -150,7 +149,7 @@ def test_the_length_that_a_dynamic_extension_sees_is_chosen_and_told(
         folder = tmp_path / name
         options = ["--lengths", "406", "--max-new-tokens", "24", "--output", folder, *variants("plain", "NTK")]
         chosen = [] if name == "current" else ["--dynamic-length", name]
-        assert evaluate(PASSKEY, run, *options, *chosen) == 0
+        assert evaluate("passkey", run, *options, *chosen) == 0
         output = capsys.readouterr().out
         assert said in output and "| 406 | 406 | 0.00" in " ".join(output.split()), (
             "the prompts' own length stands beside"
@@ -177,11 +176,11 @@ def test_files_that_do_not_say_what_a_dynamic_extension_saw(
     """Those of before the choice: prompt and new tokens together."""
     path = tmp_path / "needle.json"
     options = ["--depths", "0", "--lengths", "500", "--output", path]
-    assert evaluate(NEEDLE, checkpoint, *options, "--dynamic-length", "total") == 0
+    assert evaluate("needle", checkpoint, *options, "--dynamic-length", "total") == 0
     told = json.loads(path.read_text())
     del told["protocol"]["dynamic_length"]
     path.write_text(json.dumps(told))
     assert NeedleResult.model_validate_json(path.read_bytes()).protocol.dynamic_length == "total"
-    assert evaluate(NEEDLE, checkpoint, *options, "--dynamic-length", "total") == 0
+    assert evaluate("needle", checkpoint, *options, "--dynamic-length", "total") == 0
     with pytest.raises(EvaluationError, match=r"holds another measurement \(its protocol.dynamic_length is another\)"):
-        evaluate(NEEDLE, checkpoint, *options)
+        evaluate("needle", checkpoint, *options)

@@ -9,7 +9,7 @@ from lm_eval.models.huggingface import HFLM
 
 from megatron_coca.checkpoints import load_checkpoint
 from megatron_coca.checkpoints.exports.huggingface import export
-from megatron_coca.evaluation.harness.loading import Selection, Suite, load_suites
+from megatron_coca.evaluation.harness.loading import Selection, load_tasks
 from megatron_coca.evaluation.results import EvaluationError
 from tests.parity.exported import LLAMA, NEOX, modules_cache, random_checkpoint
 from tests.unit.harness_cases import LENGTH, adapter, documents, requests, write_tasks
@@ -44,9 +44,8 @@ def test_scores_equal_those_of_hflm_on_the_export(
     theirs = HFLM(
         pretrained=str(export(run, tmp_path / "exported").folder), device="cpu", batch_size=4, max_length=LENGTH
     )
-    (suite,) = load_suites(Selection((name,), (tasks,), num_fewshot=shots))
-    assert isinstance(suite, Suite)
-    expected, found = suite.run(theirs), suite.run(adapter(load_checkpoint(run)))
+    (task,) = load_tasks(Selection((name,), (tasks,), num_fewshot=shots))
+    expected, found = task.run(theirs), task.run(adapter(load_checkpoint(run)))
     for one, other in zip(expected["samples"][name], found["samples"][name], strict=True):
         assert one["prompt_hash"] == other["prompt_hash"]
         assert flat(other["resps"]) == pytest.approx(flat(one["resps"]), abs=1e-4)

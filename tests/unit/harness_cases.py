@@ -11,8 +11,8 @@ from lm_eval.api.instance import Instance
 
 from megatron_coca.checkpoints import LoadedModel
 from megatron_coca.data import load_saved_tokenizer
+from megatron_coca.evaluation.cli import TASKS
 from megatron_coca.evaluation.harness.adapter import HarnessModel
-from megatron_coca.evaluation.harness.measuring import LM_EVAL
 from megatron_coca.evaluation.harness.records import HarnessResult
 
 LENGTH = 48
@@ -146,8 +146,8 @@ def write_rows(folder: Path, task: str, rows: Sequence[dict[str, Any]]) -> Path:
 def command(checkpoint: Path, tasks: Path, names: str, *more: object) -> int:
     fixed = ["--checkpoint", checkpoint, "--include-path", tasks, "--tasks", names, "--device", "cpu"]
     parser = ArgumentParser()
-    LM_EVAL.add_arguments(parser)
-    return LM_EVAL.run(parser.parse_args([str(each) for each in [*fixed, *more]]))
+    TASKS["lm-eval"].add_arguments(parser)
+    return TASKS["lm-eval"].run(parser.parse_args([str(each) for each in [*fixed, *more]]))
 
 
 def read(path: Path) -> HarnessResult:

@@ -1,4 +1,4 @@
-"""Where evaluation documents come from: text and shards alike, long ones only, and what is refused."""
+"""Evaluation documents: text and shards alike, only long ones, and refused sources."""
 
 import json
 from pathlib import Path
@@ -93,9 +93,9 @@ def test_hash_depends_on_the_boundaries() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"max_length": 34}, r"no document has the 34 tokens .* the longest has 33"),
+        ({"max_length": 34}, r"no document has the required 34 tokens, the longest has 33"),
         ({"vocab_size": 100}, r"token id \d+ is outside the model's vocabulary of 100"),
-        ({"tokenizer": None}, r"corpus.jsonl: is text, and the checkpoint carries no tokenizer"),
+        ({"tokenizer": None}, r"corpus.jsonl: is text, and the checkpoint has no tokenizer"),
     ],
 )
 def test_documents_that_do_not_fit(corpus: Path, changes: dict[str, object], message: str) -> None:
@@ -133,11 +133,11 @@ def test_shards_that_nothing_vouches_for_are_named(
     assert not caplog.records, "the manifest or the tokenizer beside the shard vouches for it"
     collect(shard, tokenizer=None)
     (record,) = caplog.records
-    assert f"{shard}: the checkpoint carries no tokenizer" in record.getMessage()
+    assert f"{shard}: the checkpoint has no tokenizer" in record.getMessage()
     for name in ("manifest.json", "tokenizer_type.json"):
         (folder / name).unlink(missing_ok=True)
     collect(shard)
-    assert f"{shard}: no tokenizer is named beside them" in caplog.records[1].getMessage()
+    assert f"{shard}: no tokenizer saved with them" in caplog.records[1].getMessage()
 
 
 def test_a_tokenizer_beside_a_shard_counts_without_a_manifest(shard: str, tmp_path: Path) -> None:

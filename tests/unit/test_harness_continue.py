@@ -81,4 +81,4 @@ def test_what_cannot_be_compared(checkpoint: Path, tmp_path: Path, capsys: pytes
     before = output.read_bytes()
     (folder / "documents.jsonl").unlink()
     assert command(checkpoint, folder, "local_choice", "--limit", 4, "--output", output) == 2
-    assert output.read_bytes() == before and "its documents cannot be had" in capsys.readouterr().err
+    assert output.read_bytes() == before and "its documents cannot be read" in capsys.readouterr().err

@@ -11,10 +11,10 @@ from tests.unit.harness_cases import CHOICE, PAIRS, UNTIL, command, documents, r
 BROKEN = CHOICE.replace("local_choice", "broken")
 
 CASES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "absent documents": (BROKEN.replace("DATA", "/absent.jsonl"), ("its documents cannot be had", "/absent.jsonl")),
-    "empty documents": (BROKEN.replace("DATA", "EMPTY"), ("not in order", "an empty file of documents")),
-    "bad documents": (BROKEN.replace("DATA", "BAD"), ("not in order", "caused by ArrowInvalid: JSON")),
-    "unreachable": (BROKEN.replace("dataset_path: json", "dataset_path: /no/such"), ("its documents cannot be had",)),
+    "absent documents": (BROKEN.replace("DATA", "/absent.jsonl"), ("its documents cannot be read", "/absent.jsonl")),
+    "empty documents": (BROKEN.replace("DATA", "EMPTY"), ("not valid", "an empty file of documents")),
+    "bad documents": (BROKEN.replace("DATA", "BAD"), ("not valid", "caused by ArrowInvalid: JSON")),
+    "unreachable": (BROKEN.replace("dataset_path: json", "dataset_path: /no/such"), ("its documents cannot be read",)),
     "field": (BROKEN.replace("{{question}}", "{{question.a.b}}"), ("UndefinedError",)),
     "filter": (BROKEN.replace("{{question}}", "{{question | nothing}}"), ("nothing",)),
     "gold": (BROKEN.replace("doc_to_target: gold", "doc_to_target: 7"), ("IndexError",)),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_coca.checkpoints import load_checkpoint
-from megatron_coca.evaluation.harness.adapter import Ending
+from megatron_coca.evaluation.harness.adapter import greedy_limits
 from megatron_coca.evaluation.results import EvaluationError
 from tests.parity.exported import NEOX, random_checkpoint
 from tests.unit.harness_cases import adapter, requests
@@ -25,7 +25,7 @@ from tests.unit.harness_cases import adapter, requests
     ids=str,
 )
 def test_what_is_greedy(settings: dict[str, Any]) -> None:
-    assert Ending.read("task", {"until": "x", "max_gen_toks": 7} | settings) == Ending(7, ("x",))
+    assert greedy_limits("task", {"until": "x", "max_gen_toks": 7} | settings) == (7, ("x",))
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_what_is_greedy(settings: dict[str, Any]) -> None:
 )
 def test_what_is_not(settings: dict[str, Any], named: str) -> None:
     with pytest.raises(EvaluationError, match=f"task task: generation_kwargs ask for {named}, and only greedy"):
-        Ending.read("task", settings)
+        greedy_limits("task", settings)
 
 
 def test_no_room_for_a_prompt(tmp_path: Path) -> None:

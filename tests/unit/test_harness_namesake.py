@@ -1,21 +1,22 @@
-"""Hugging Face's `evaluate` and our script of that name."""
+"""Hugging Face's `evaluate` library and our script of that name."""
 
-import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-CODE = """
-import sys
-from megatron_coca.evaluation.harness.loading import import_namesake
-import_namesake()
-import evaluate
-print(evaluate.__file__, sys.path[0] == "")
-"""
+import pytest
+
+from megatron_coca.evaluation.harness.loading import import_evaluate_library
 
 
-def test_the_package_is_found_beside_our_script() -> None:
-    found = subprocess.run([sys.executable, "-c", CODE], cwd=ROOT, capture_output=True, text=True, check=True)
-    file, path_as_before = found.stdout.split()
-    assert Path(file).parent.name == "evaluate" and Path(file).parent.parent != ROOT
-    assert path_as_before == "True"
+def test_the_library_is_found_beside_our_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "script").mkdir()
+    (tmp_path / "script/evaluate.py").write_text("raise SystemExit('our script')")
+    (tmp_path / "site/evaluate").mkdir(parents=True)
+    (tmp_path / "site/evaluate/__init__.py").touch()
+    path = ["", str(tmp_path / "script"), str(tmp_path / "site")]
+    monkeypatch.chdir(tmp_path / "script")
+    monkeypatch.setattr(sys, "path", path)
+    monkeypatch.delitem(sys.modules, "evaluate", raising=False)
+    import_evaluate_library()
+    found = sys.modules.pop("evaluate")
+    assert found.__file__ == str(tmp_path / "site/evaluate/__init__.py") and sys.path is path

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_coca.checkpoints import load_checkpoint
-from megatron_coca.evaluation.harness.loading import Selection, Suite, Unloaded, load_suites
+from megatron_coca.evaluation.harness.loading import Selection, load_tasks
 from megatron_coca.evaluation.harness.task_data import LAYOUTS, load, read_documents
 from megatron_coca.evaluation.results import EvaluationError
 from tests.parity.exported import NEOX, random_checkpoint
@@ -35,9 +35,8 @@ def test_every_task_of_the_project_is_tried() -> None:
 
 @pytest.mark.parametrize("task", ROWS)
 def test_the_tasks_of_the_project(task: str, checkpoint: Path, tmp_path: Path) -> None:
-    (suite,) = load_suites(Selection((task,), data=write_rows(tmp_path, task, ROWS[task]), num_fewshot=1))
-    assert isinstance(suite, Suite)
-    found = suite.run(adapter(load_checkpoint(checkpoint), max_length=400))
+    (loaded,) = load_tasks(Selection((task,), data=write_rows(tmp_path, task, ROWS[task]), num_fewshot=1))
+    found = loaded.run(adapter(load_checkpoint(checkpoint), max_length=400))
     samples = found["samples"][task]
     assert len(samples) == len([row for row in ROWS[task] if row.get("label") != "-"])
     assert 0 <= found["results"][task]["acc,none"] <= 1 and found["n-shot"][task] == 1
@@ -53,18 +52,22 @@ IDIOM = {"content": "他#idiom#了", "candidates": ["一", "三"], "answer": 0}
 READING = {"context": "a", "question": "b", "choice": ["c", "d"], "answer": "c"}
 BROKEN: dict[str, tuple[str, Any, str]] = {
     "no field": ("afqmc", {"sentence1": "a", "label": "0"}, "line 1: has no sentence2; a line of afqmc has"),
-    "label": ("afqmc", PAIR | {"label": "2"}, 'line 1: label is "2", and not one of 0, 1'),
-    "no label": ("afqmc", PAIR | {"label": None}, "label is null, and not one of 0, 1"),
-    "marked label": ("ocnli", PAIR, 'label is "0", and not one of entailment, neutral, contradiction, -'),
-    "null": ("afqmc", PAIR | {"sentence2": None}, "line 1: sentence2 is null, and not a text that is not empty"),
-    "empty text": ("afqmc", PAIR | {"sentence1": " "}, 'sentence1 is " ", and not a text'),
-    "no blank": ("chid", IDIOM | {"content": "他了"}, "content is .*, and not a text with #idiom# once"),
+    "label": ("afqmc", PAIR | {"label": "2"}, 'line 1: label is "2", not one of 0, 1'),
+    "no label": ("afqmc", PAIR | {"label": None}, "label is null, not one of 0, 1"),
+    "marked label": ("ocnli", PAIR, 'label is "0", not one of entailment, neutral, contradiction, -'),
+    "null": ("afqmc", PAIR | {"sentence2": None}, "line 1: sentence2 is null, not a non-empty string"),
+    "empty text": ("afqmc", PAIR | {"sentence1": " "}, 'sentence1 is " ", not a non-empty string'),
+    "no blank": ("chid", IDIOM | {"content": "他了"}, "content is .*, not a string with #idiom# once"),
     "past the candidates": ("chid", IDIOM | {"answer": 2}, "line 1: answer is 2, and candidates has 0 to 1"),
     "before them": ("chid", IDIOM | {"answer": -1}, "line 1: answer is -1, and candidates has 0 to 1"),
-    "no index": ("chid", IDIOM | {"answer": True}, "answer is true, and not an index"),
-    "one text of candidates": ("chid", IDIOM | {"candidates": "一三"}, "candidates is .*, and not a list of texts"),
-    "one text of keywords": ("csl", {"abst": "a", "keyword": "b", "label": "0"}, "keyword is .*, and not a list"),
-    "empty choice": ("c3", READING | {"choice": ["c", ""]}, r'choice is \["c", ""\], and not a list of texts'),
+    "no index": ("chid", IDIOM | {"answer": True}, "answer is true, not an index"),
+    "one text of candidates": (
+        "chid",
+        IDIOM | {"candidates": "一三"},
+        "candidates is .*, not a list of non-empty strings",
+    ),
+    "one text of keywords": ("csl", {"abst": "a", "keyword": "b", "label": "0"}, "keyword is .*, not a list"),
+    "empty choice": ("c3", READING | {"choice": ["c", ""]}, r'choice is \["c", ""\], not a list of non-empty strings'),
     "no such choice": ("c3", READING | {"answer": "e"}, "line 1: answer is 'e', which is not in choice"),
     "no object": ("afqmc", [1], "line 1: is not a JSON object"),
     "only left out": ("ocnli", PAIR | {"label": "-"}, "has no document with a label"),
@@ -82,14 +85,13 @@ def test_lines_that_are_refused(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("text", "message"), [("\n{", "line 2: is not JSON"), ("", "has no document with a label")])
 def test_files_that_are_refused(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "afqmc.jsonl").write_text(text)
-    (found,) = load_suites(Selection(("afqmc",), data=tmp_path))
-    assert isinstance(found, Unloaded) and message in found.reason
+    (found,) = load_tasks(Selection(("afqmc",), data=tmp_path))
+    assert found.fault is not None and message in found.fault
 
 
 def test_without_documents() -> None:
-    (found,) = load_suites(Selection(("afqmc",)))
-    assert isinstance(found, Unloaded)
-    assert "put them into afqmc.jsonl and name the folder with --task-data" in found.reason
+    (found,) = load_tasks(Selection(("afqmc",)))
+    assert "put them into afqmc.jsonl and name the folder with --task-data" in str(found.fault)
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])

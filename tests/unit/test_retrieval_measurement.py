@@ -1,6 +1,6 @@
 """From options to result files with models that say what a test wants: scores, batches, interruptions, what is missing."""
 
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,21 +11,18 @@ import torch
 from torch import Tensor
 
 from megatron_coca.config import load_config
-from megatron_coca.data import Tokenizer, load_tokenizer
+from megatron_coca.data import load_tokenizer
+from megatron_coca.evaluation.cli import TASKS
 from megatron_coca.evaluation.results import CheckpointRecord, EnvironmentRecord, EvaluationError, Store, read_costs
 from megatron_coca.evaluation.retrieval import measuring
-from megatron_coca.evaluation.retrieval.measuring import Decoding, Retrieval, batches
-from megatron_coca.evaluation.subject import Header, Subject
+from megatron_coca.evaluation.retrieval.measuring import batches
+from megatron_coca.evaluation.subject import EvaluatedCheckpoint, Header, Subject
 
 SHAPE = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 256}
 CONFIG = load_config([], SHAPE | {"vocab_size": 512})
 TOKENIZER = load_tokenizer("CharLevelTokenizer")
 
-PARTS: dict[str, tuple[Callable[..., None], Callable[..., Retrieval[Any]]]] = {
-    "passkey": (measuring.passkey_arguments, measuring.begin_passkey),
-    "needle": (measuring.needle_arguments, measuring.begin_needle),
-    "ruler": (measuring.ruler_arguments, measuring.begin_ruler),
-}
+RETRIEVAL = ("passkey", "needle", "ruler")
 
 
 class Speaker:
@@ -62,21 +59,31 @@ def subject(says: Callable[[str], str] = lambda prompt: "") -> Subject:
     return Subject(header, Speaker(says), CONFIG, TOKENIZER)  # type: ignore[arg-type]
 
 
-def measurement(task: str, *options: object, tokenizer: Tokenizer | None = TOKENIZER) -> Retrieval[Any]:
-    declare, begin = PARTS[task]
+def run(task: str, model: Subject, *options: object, path: Path | None = None, tokenizer: Any = TOKENIZER) -> Any:
+    """Run a task on `model` in place of a checkpoint; returns the result."""
     parser = ArgumentParser()
-    declare(parser)
+    TASKS[task].add_arguments(parser)
     args = parser.parse_args(["--checkpoint", "run", "--cases", "4", *map(str, options)])
-    opened = SimpleNamespace(trained=CONFIG)
-    return begin(args, SimpleNamespace(tokenizer=tokenizer, opened=opened, options=args))
+    stores: list[Store[Any]] = []
+
+    class OneSubject:
+        def __init__(self, args: Namespace, task: str) -> None:
+            self.source = EvaluatedCheckpoint(SimpleNamespace(trained=CONFIG), args, tokenizer)  # type: ignore[arg-type]
+            self.status = 0
+
+        def variants(self, empty: Any, table: Any) -> Iterator[tuple[Subject, Store[Any]]]:
+            stores.append(Store(path, empty(model.header)))
+            yield model, stores[0]
+            assert table(stores[0].result).startswith("a model: ")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measuring, "Evaluation", OneSubject)
+        assert getattr(measuring, task)(args) == 0
+    return stores[0].result
 
 
 def measured(task: str, says: Callable[[str], str], *options: object, path: Path | None = None) -> Any:
-    asked, model = measurement(task, *options), subject(says)
-    store = Store(path, asked.empty(model.header))
-    asked.measure(model, store)
-    assert asked.table(store.result).startswith("a model: ")
-    return store.result
+    return run(task, subject(says), *options, path=path)
 
 
 def after(prompt: str, *words: str) -> str:
@@ -123,15 +130,14 @@ def test_an_answer_ends_with_its_document() -> None:
 
 def test_batches_hold_prompts_of_one_length_and_no_more_tokens_than_asked() -> None:
     lengths = [30, 10, 30, 10, 30, 50]
-    found = list(batches(lengths, Decoding(max_new_tokens=10, tokens_per_batch=80)))
+    found = list(batches(lengths, max_new_tokens=10, tokens_per_batch=80))
     assert found == [[1, 3], [0, 2], [4], [5]]
-    assert list(batches([100, 100], Decoding(10, 1))) == [[0], [1]], "one prompt at least"
+    assert list(batches([100, 100], 10, 1)) == [[0], [1]], "one prompt at least"
 
 
 def test_whole_batches_are_generated() -> None:
     model = subject()
-    asked = measurement("passkey", "--lengths", "400")
-    asked.measure(model, Store(None, asked.empty(model.header)))
+    run("passkey", model, "--lengths", "400")
     shapes = model.model.prompts  # type: ignore[attr-defined]
     assert sum(rows for rows, _ in shapes) == 4 and len(shapes) == len({length for _, length in shapes})
 
@@ -146,7 +152,7 @@ def test_files_do_not_depend_on_the_order(tmp_path: Path) -> None:
             measured(
                 task, lambda prompt: prompt[-80:], "--lengths", lengths, *more, path=tmp_path / name / f"{task}.json"
             )
-    for task in PARTS:
+    for task in RETRIEVAL:
         one, two = ((tmp_path / name / f"{task}.json").read_bytes() for name in ("one", "two"))
         assert one == two and len(one) > 1000
 
@@ -209,15 +215,15 @@ def test_a_length_without_room_is_refused_and_other_errors_are_raised() -> None:
 
 
 def test_prompts_need_a_tokenizer() -> None:
-    with pytest.raises(EvaluationError, match="carries no tokenizer"):
-        measurement("ruler", tokenizer=None)
+    with pytest.raises(EvaluationError, match="run: has no tokenizer, and this task's prompts are text"):
+        run("ruler", subject(), tokenizer=None)
 
 
 @pytest.mark.parametrize(
     ("task", "option", "value", "message"),
     [
         ("needle", "--depths", "0,101", "not a list of whole percents"),
-        ("ruler", "--tasks", "multi_key,other", "no task 'other'; there are multi_key"),
+        ("ruler", "--tasks", "multi_key,other", "'other' is none of multi_key"),
         ("passkey", "--lengths", "0", "at least 1"),
     ],
 )
@@ -225,7 +231,7 @@ def test_options_that_mean_nothing(
     task: str, option: str, value: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        measurement(task, option, value)
+        run(task, subject(), option, value)
     assert message in capsys.readouterr().err
 
 
@@ -234,7 +240,5 @@ def test_ids_that_the_tokenizer_does_not_have_are_not_generated() -> None:
     model = subject(lambda prompt: "5")
     model.model.logits = lambda hidden: torch.arange(600.0).expand(len(hidden), 600)  # type: ignore[method-assign]
     wide = Subject(model.header, model.model, load_config([], SHAPE | {"vocab_size": 600}), TOKENIZER)
-    asked = measurement("passkey", "--lengths", "400", "--max-new-tokens", "3")
-    store = Store(None, asked.empty(wide.header))
-    asked.measure(wide, store)
-    assert len(store.result.results) == 1, "every id could be decoded"
+    result = run("passkey", wide, "--lengths", "400", "--max-new-tokens", "3")
+    assert len(result.results) == 1, "every id could be decoded"

@@ -9,23 +9,27 @@ import pytest
 import tokenizers
 
 from megatron_coca.data import DataError, Tokenizer, load_tokenizer, train_sentencepiece
+from megatron_coca.evaluation.options import RULER_NAMES
 from megatron_coca.evaluation.results import EvaluationError
 from megatron_coca.evaluation.retrieval import tasks
-from megatron_coca.evaluation.retrieval.cases import Case, LengthError, Prices, RetrievalTask, Text, fit
-from megatron_coca.evaluation.retrieval.haystack import (
+from megatron_coca.evaluation.retrieval.prompts import (
     FILLER,
     FILLER_BLOCKS,
     FILLER_HAYSTACK,
+    Case,
     Haystack,
     HaystackDraft,
     Hidden,
+    LengthError,
+    Text,
+    TokenCosts,
     depth_gap,
+    fit,
     inner_gap,
     load_haystack,
     uniform_gap,
 )
-from megatron_coca.evaluation.retrieval.ruler import RULER_TASKS
-from megatron_coca.evaluation.retrieval.tasks import ADJECTIVES, CITIES, NOUNS, needle
+from megatron_coca.evaluation.retrieval.tasks import ADJECTIVES, CITIES, NOUNS, RULER_TASKS, RetrievalTask, needle
 
 WORDS = "the grass is green and the sky is blue, there is a code of the sun 12 345 again; Here we go. What is it?"
 PROSE = Haystack("prose", tuple(f"{WORDS[: 7 + 13 * (number % 8)].strip()} {number}." for number in range(60)))
@@ -111,7 +115,7 @@ def test_one_sentence_more_would_be_too_long(haystack: Haystack, length: int, to
             haystack,
             [Hidden(uniform_gap(place), "The code is 12345.")],
             "What is it?",
-            Prices(tokenizer),
+            TokenCosts(tokenizer),
             3,
         )
         units = fit(draft, tokenizer, length).units
@@ -128,7 +132,7 @@ def test_few_candidates_are_tokenised(folder: Path) -> None:
             sizes.append(len(text))
             return tokenizer.encode(text)
 
-    draft = HaystackDraft("Find it.", FILLER_HAYSTACK, [], "What is it?", Prices(Counting()))  # type: ignore[arg-type]
+    draft = HaystackDraft("Find it.", FILLER_HAYSTACK, [], "What is it?", TokenCosts(Counting()))  # type: ignore[arg-type]
     fitted = fit(draft, Counting(), 20000)  # type: ignore[arg-type]
     assert sum(size > len(fitted.text.text) / 2 for size in sizes) <= 3
 
@@ -213,6 +217,10 @@ def test_a_length_without_room_says_how_much_is_needed(name: str) -> None:
     with pytest.raises(LengthError, match=r"length 60: the prompt has \d+ tokens without any filler"):
         TASKS[name].make_cases(load_tokenizer("CharLevelTokenizer"), 60, 1, 0)
     assert issubclass(LengthError, EvaluationError)
+
+
+def test_the_command_line_knows_every_task() -> None:
+    assert tuple(RULER_TASKS) == RULER_NAMES
 
 
 def test_variables_are_tracked_as_expected() -> None:

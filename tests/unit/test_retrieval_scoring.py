@@ -4,9 +4,8 @@ import math
 
 import pytest
 
-from megatron_coca.evaluation.retrieval.cases import first_run, share_found
 from megatron_coca.evaluation.retrieval.records import CaseRecord, FactRecord, passkey_cell, tally, wilson_interval
-from megatron_coca.evaluation.retrieval.tasks import score
+from megatron_coca.evaluation.retrieval.tasks import first_run, passkey_score, share_found
 
 
 @pytest.mark.parametrize(
@@ -26,7 +25,7 @@ from megatron_coca.evaluation.retrieval.tasks import score
 )
 def test_the_first_run_of_five_digits(answer: str, found: str | None) -> None:
     assert first_run(answer, 5) == found
-    assert score(answer, ("12345",)) == (found == "12345")
+    assert passkey_score(answer, ("12345",)) == (found == "12345")
 
 
 @pytest.mark.parametrize(

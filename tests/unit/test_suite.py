@@ -1,9 +1,9 @@
 """A suite's file: the commands that it stands for, and what is refused before the first is run."""
 
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,15 +12,16 @@ import pytest
 
 from megatron_coca.config import load_config
 from megatron_coca.evaluation import EvaluationError
-from megatron_coca.evaluation.cli import MEASUREMENTS, build_parser
+from megatron_coca.evaluation.cli import build_parser
 from megatron_coca.evaluation.report.published import TASKS_BY_GROUP
 from megatron_coca.evaluation.suite import (
-    Place,
+    Command,
     SuiteFile,
-    commands,
-    how_it_ended,
+    describe_exit,
     note_failure,
+    plan_commands,
     read_suite,
+    run_to_its_end,
     training_lengths,
     with_checkpoints,
 )
@@ -50,12 +51,12 @@ def suite(tmp_path: Path, text: str = SUITE) -> SuiteFile:
     return read_suite(tmp_path / "suite.yml")
 
 
-def place(tmp_path: Path) -> Place:
-    return Place(tmp_path, "cpu", "bfloat16")
+def commands(suite: SuiteFile, lengths: dict[str, int], tmp_path: Path) -> list[Command]:
+    return plan_commands(suite, lengths, tmp_path / "results", "cpu", "bfloat16")
 
 
 def test_a_call_for_each_checkpoint_with_all_its_variants(tmp_path: Path) -> None:
-    planned = commands(suite(tmp_path), MEASUREMENTS, {"RoFormer": 64, "CoCA": 128}, place(tmp_path))
+    planned = commands(suite(tmp_path), {"RoFormer": 64, "CoCA": 128}, tmp_path)
     assert [(each.task, each.checkpoint) for each in planned] == [("perplexity", "RoFormer"), ("perplexity", "CoCA")]
     args = build_parser().parse_args(planned[1].arguments)
     assert (args.checkpoint, args.label, args.device, args.dtype) == ("runs/coca", "CoCA", "cpu", "bfloat16")
@@ -73,7 +74,7 @@ def test_shipped_suites_are_commands(file: Path, tmp_path: Path, monkeypatch: py
     read = read_suite(file)
     named = {"mine": "runs/mine"} if "any" in read.checkpoints else {}
     complete = with_checkpoints(read, named)
-    planned = commands(complete, MEASUREMENTS, dict.fromkeys(complete.checkpoints, 512), place(tmp_path))
+    planned = commands(complete, dict.fromkeys(complete.checkpoints, 512), tmp_path)
     assert {each.task for each in planned} == read.tasks.keys()
     files = [each for command in planned for each in command.files]
     assert len(set(files)) == len(files), "no result stands in the file of another"
@@ -86,7 +87,7 @@ def test_shipped_suites_are_commands(file: Path, tmp_path: Path, monkeypatch: py
 def test_the_suite_of_llama_runs_every_task_of_table_5(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     read = read_suite(ROOT / "configs/evaluation/paper_llama7b.yml")
-    planned = commands(read, MEASUREMENTS, {"LLaMA-7B": 2048}, place(tmp_path))
+    planned = commands(read, {"LLaMA-7B": 2048}, tmp_path)
     args = build_parser().parse_args(next(each.arguments for each in planned if each.task == "lm-eval"))
     tasks = [task for group in TASKS_BY_GROUP.values() for task in group]
     assert args.tasks == tuple(tasks) and len(set(tasks)) == 17
@@ -113,7 +114,7 @@ def test_the_suite_of_llama_runs_every_task_of_table_5(tmp_path: Path, monkeypat
 )
 def test_mistakes_are_named(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(EvaluationError, match=message):
-        commands(suite(tmp_path, text), MEASUREMENTS, {"CoCA": 64}, place(tmp_path))
+        commands(suite(tmp_path, text), {"CoCA": 64}, tmp_path)
 
 
 def test_bytes_that_are_no_text(tmp_path: Path) -> None:
@@ -148,33 +149,33 @@ def test_checkpoints_that_cannot_be_used_leave_the_others(tmp_path: Path) -> Non
 def test_multiples_need_a_checkpoint(tmp_path: Path) -> None:
     text = SUITE + "  speed: {config: [x.yml], lengths: [4L]}\n"
     with pytest.raises(EvaluationError, match=r"tasks.speed.lengths: 4L is a multiple"):
-        commands(suite(tmp_path, text), MEASUREMENTS, {}, place(tmp_path))
+        commands(suite(tmp_path, text), {}, tmp_path)
 
 
 def test_a_task_may_be_run_in_several_ways(tmp_path: Path) -> None:
     text = SUITE + "  perplexity repeated: {windows: [100], stride: 1L, repeat: 1L}\n"
-    planned = commands(suite(tmp_path, text), MEASUREMENTS, {"RoFormer": 64}, place(tmp_path))
+    planned = commands(suite(tmp_path, text), {"RoFormer": 64}, tmp_path)
     assert [each.task for each in planned] == ["perplexity", "perplexity repeated"]
     args = build_parser().parse_args(planned[1].arguments)
     assert (args.windows, args.repeat, args.output) == ([100], 64, tmp_path / "results" / "repeated")
     assert planned[1].files == (tmp_path / "results" / "repeated" / "perplexity_roformer.json",)
     with pytest.raises(EvaluationError, match="tasks.perplxity repeated: there is no such task"):
-        commands(suite(tmp_path, text.replace("perplexity r", "perplxity r")), MEASUREMENTS, {}, place(tmp_path))
+        commands(suite(tmp_path, text.replace("perplexity r", "perplxity r")), {}, tmp_path)
     with pytest.raises(EvaluationError, match="their results would both be in perplexity_roformer.json; name them"):
         again = text + "  perplexity Repeated: {windows: [100], stride: 1L}\n"
-        commands(suite(tmp_path, again), MEASUREMENTS, {"RoFormer": 64}, place(tmp_path))
+        commands(suite(tmp_path, again), {"RoFormer": 64}, tmp_path)
 
 
 def test_a_task_of_no_checkpoint_is_run_once(tmp_path: Path) -> None:
     text = SUITE + "  speed: {config: [x.yml], lengths: [64], variant: [[a, k=1], [b, k=2]]}\n"
-    planned = commands(suite(tmp_path, text), MEASUREMENTS, {"RoFormer": 64, "CoCA": 64}, place(tmp_path))
+    planned = commands(suite(tmp_path, text), {"RoFormer": 64, "CoCA": 64}, tmp_path)
     assert [each.checkpoint for each in planned] == ["RoFormer", "CoCA", None]
     assert build_parser().parse_args(planned[2].arguments).variant == [["a", "k=1"], ["b", "k=2"]]
 
 
 def test_how_a_command_ended() -> None:
-    assert "SIGKILL (the host's memory" in how_it_ended(-signal.SIGKILL)
-    assert how_it_ended(1) == "ended with status 1"
+    assert "SIGKILL (possibly because the host's memory" in describe_exit(-signal.SIGKILL)
+    assert describe_exit(1) == "ended with status 1"
 
 
 def test_a_failure_is_written_into_the_last_file_that_was_begun(tmp_path: Path) -> None:
@@ -191,14 +192,15 @@ def test_a_failure_is_written_into_the_last_file_that_was_begun(tmp_path: Path) 
 
 def test_a_terminated_suite_ends_its_command(tmp_path: Path) -> None:
     child = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(60)"
-    code = "import sys; from megatron_coca.evaluation.suite import run_to_its_end; run_to_its_end(sys.argv[1:])"
-    command = [sys.executable, "-c", code, sys.executable, "-c", child, str(tmp_path / "pid")]
-    parent = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+    command = [sys.executable, "-c", child, str(tmp_path / "pid")]
+    parent = multiprocessing.get_context("fork").Process(target=run_to_its_end, args=(command,))
+    parent.start()
     while not (tmp_path / "pid").is_file() or not (tmp_path / "pid").read_text():
-        assert parent.poll() is None
+        assert parent.is_alive()
         time.sleep(0.05)
     parent.terminate()
-    assert parent.wait(timeout=30) != 0
+    parent.join(30)
+    assert parent.exitcode not in (None, 0)
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
@@ -212,5 +214,5 @@ def test_multiples_count_the_length_of_the_fine_tuning(tmp_path: Path) -> None:
     text = "title: t\ncheckpoints: {PI: RUN}\ntasks: {passkey: {lengths: [2L]}}".replace("RUN", str(tmp_path / "run"))
     lengths, problems = training_lengths(suite(tmp_path, text))
     assert (lengths, problems) == ({"PI": 32}, {})
-    (planned,) = commands(suite(tmp_path, text), MEASUREMENTS, lengths, place(tmp_path))
+    (planned,) = commands(suite(tmp_path, text), lengths, tmp_path)
     assert build_parser().parse_args(planned.arguments).lengths == [64]

@@ -7,8 +7,13 @@ HELP = "angles, borders, decay and entropy of a checkpoint's attention"
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declares the options of the subcommand."""
-    from megatron_coca.evaluation.documents import add_document_options
-    from megatron_coca.evaluation.options import add_subject_options, int_list, positive_int, whole_number
+    from megatron_coca.evaluation.options import (
+        add_document_options,
+        add_subject_options,
+        int_list,
+        positive_int,
+        whole_number,
+    )
 
     add_subject_options(parser)
     add_document_options(parser)

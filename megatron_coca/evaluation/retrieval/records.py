@@ -1,7 +1,8 @@
-"""The result files of `evaluate.py passkey`, `needle` and `ruler`."""
+"""The result files of `evaluate.py passkey`, `needle` and `ruler`, and their console tables."""
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, Literal
 
 from megatron_coca.evaluation.options import dynamic_length_text
@@ -11,7 +12,7 @@ from megatron_coca.tables import format_table
 
 
 class Tally(Record):
-    """Cases counted: `accuracy` is their mean score, `low` .. `high` its 95% Wilson interval."""
+    """A number of cases: `accuracy` is their mean score, `low` .. `high` its 95% Wilson interval."""
 
     accuracy: float
     correct: int  # cases whose score is 1
@@ -21,40 +22,40 @@ class Tally(Record):
 
 
 class FactRecord(Record):
-    """Where something that is asked for stands in a prompt."""
+    """Position of requested information in a prompt."""
 
-    depth: float  # share of the filler sentences before it, 0 .. 1
-    distance: int  # tokens from where it is said first, which counts, to the prompt's end
+    depth: float  # fraction of the filler units before it, 0 .. 1
+    distance: int  # tokens from its first mention to the end of the prompt, both included
 
 
 class CaseRecord(Record):
-    """One prompt and what the model said."""
+    """One prompt and the model's answer."""
 
     number: int
     tokens: int  # of the prompt
-    facts: list[FactRecord]  # in the order of the text; none where the whole text is the fact
+    facts: list[FactRecord]  # in the order of the text; none if the answer is a property of the whole text
     expected: list[str]
-    answer: str  # its first characters
+    answer: str  # its first 160 characters
     score: float  # 0 .. 1
 
 
 class RangeTally(Record):
-    """Cases by the distance of what is asked for: above `above`, at most `up_to` tokens from the prompt's end."""
+    """Cases whose farthest fact is more than `above` and at most `up_to` tokens from the end of the prompt."""
 
     above: int
     up_to: int
-    tally: Tally | None  # None where no case is in the range
+    tally: Tally | None  # None if no case is in the range
 
 
 class ScoredCell(Tally, Cell):
-    """Cases of one kind, and their tally."""
+    """Cases of one cell and their tally."""
 
-    length: int  # asked for, in tokens; prompts are at most that long
+    length: int  # requested tokens; prompts are at most that long
     cases: list[CaseRecord]
 
 
 class PasskeyCell(ScoredCell):
-    """One length. `inside` are cases whose key the model could see in a context of its training length."""
+    """One length. `inside` are cases whose key is within the training length of the end of the prompt."""
 
     inside: Tally | None
     beyond: Tally | None
@@ -66,9 +67,9 @@ class PasskeyCell(ScoredCell):
 
 
 class NeedleCell(ScoredCell):
-    """One length and depth."""
+    """One length and depth of the needle."""
 
-    depth: int  # percent of the filler sentences before the needle
+    depth: int  # percent of the filler units before the needle
 
     @property
     def key(self) -> tuple[int, int]:
@@ -86,15 +87,15 @@ class RulerCell(ScoredCell):
 
 
 class HaystackRecord(Record):
-    """The text around what is hidden."""
+    """The filler text."""
 
     name: str
-    sentences: int  # for the passkey's filler 1: its five sentences are repeated as one block
+    sentences: int  # 1 for the passkey's filler: its five sentences are one unit
     sha256: str  # of the sentences, each with a line feed
 
 
 class RetrievalProtocol(Record):
-    """How was measured; which lengths and tasks is in the results."""
+    """The options; lengths and tasks are in the results."""
 
     text: str
     cases: int  # of each cell
@@ -103,13 +104,11 @@ class RetrievalProtocol(Record):
     tokens_per_batch: int
     answer_stub: bool
     haystack: HaystackRecord
-    dynamic_length: DynamicLength = "total"  # files written before there was a choice do not say so
+    dynamic_length: DynamicLength = "total"  # the behaviour before the option existed
 
 
 class NeedleProtocol(RetrievalProtocol):
-    """`depths` in percent."""
-
-    depths: list[int]
+    depths: list[int]  # percent
 
 
 class PasskeyResult(Result):
@@ -129,33 +128,30 @@ class NeedleResult(Result):
 
 
 class RulerResult(Result):
-    """Synthetic tasks by name and length."""
+    """RULER-style tasks by name and length."""
 
     task: Literal["ruler"] = "ruler"
     protocol: RetrievalProtocol
     results: list[RulerCell]
 
 
-Z = 1.959963984540054
-"""Standard normal quantile at 0.975: intervals hold 95%."""
+def wilson_interval(fraction: float, count: int) -> tuple[float, float]:
+    """Return the 95% interval of a fraction of `count` trials (Wilson 1927); within 0 .. 1, and not empty at either end.
 
-
-def wilson_interval(share: float, count: int) -> tuple[float, float]:
-    """The 95% interval of a share of `count` trials (Wilson 1927); it stays within 0 .. 1 and is not empty at either.
-
-    For the mean of scores between 0 and 1 that are not all 0 or 1 it is wider than needed: no other scores of that
-    mean vary as much as those that are.
+    For a mean of scores that are not all 0 or 1 it is wider than needed: no other scores of that mean vary as much.
     """
-    centre = share + Z**2 / (2 * count)
-    reach = Z * math.sqrt(share * (1 - share) / count + Z**2 / (4 * count**2))
-    scale = 1 + Z**2 / count
-    low, high = (centre - reach) / scale, (centre + reach) / scale
-    # At the ends the formula gives the end, but for rounding.
-    return (low if share > 0 else 0.0), (high if share < 1 else 1.0)
+    z = 1.959963984540054  # standard normal quantile at 0.975
+    centre = fraction + z**2 / (2 * count)
+    reach = z * math.sqrt(fraction * (1 - fraction) / count + z**2 / (4 * count**2))
+    scale = 1 + z**2 / count
+    # At 0 and 1 the formula gives the bound itself only up to rounding.
+    low = (centre - reach) / scale if fraction > 0 else 0.0
+    high = (centre + reach) / scale if fraction < 1 else 1.0
+    return low, high
 
 
-def whole_tally(scores: Sequence[float]) -> dict[str, Any]:
-    """The fields of the tally of scores between 0 and 1, at least one."""
+def tally_fields(scores: Sequence[float]) -> dict[str, Any]:
+    """Return the fields of the tally of at least one score between 0 and 1."""
     accuracy = math.fsum(scores) / len(scores)
     low, high = wilson_interval(accuracy, len(scores))
     correct = sum(score == 1 for score in scores)
@@ -163,99 +159,83 @@ def whole_tally(scores: Sequence[float]) -> dict[str, Any]:
 
 
 def tally(scores: Sequence[float]) -> Tally | None:
-    """The tally of scores between 0 and 1; None where there is none."""
-    return Tally(**whole_tally(scores)) if scores else None
-
-
-RANGES = 4
+    """Return the tally of scores between 0 and 1; None without scores."""
+    return Tally(**tally_fields(scores)) if scores else None
 
 
 def passkey_cell(length: int, cases: Sequence[CaseRecord], training_length: int) -> PasskeyCell:
-    """All cases, those within and beyond the training length, and those of each quarter of the length."""
-    inside = [distance_of(case) <= training_length for case in cases]
+    """Tally all cases, those within and beyond the training length, and those of each quarter of the length."""
+    scored = [(max(fact.distance for fact in case.facts), case.score) for case in cases]
+
+    def between(above: float, up_to: float) -> Tally | None:
+        return tally([score for distance, score in scored if above < distance <= up_to])
+
+    bounds = [length * quarter // 4 for quarter in range(5)]
     return PasskeyCell(
-        **whole_tally([case.score for case in cases]),
+        **tally_fields([case.score for case in cases]),
         length=length,
         cases=list(cases),
-        inside=tally([case.score for case, within in zip(cases, inside, strict=True) if within]),
-        beyond=tally([case.score for case, within in zip(cases, inside, strict=True) if not within]),
-        ranges=[_range(length * part // RANGES, length * (part + 1) // RANGES, cases) for part in range(RANGES)],
+        inside=between(0, training_length),
+        beyond=between(training_length, math.inf),
+        ranges=[RangeTally(above=low, up_to=high, tally=between(low, high)) for low, high in pairwise(bounds)],
     )
 
 
-def needle_cell(length: int, depth: int, cases: Sequence[CaseRecord], training_length: int) -> NeedleCell:
-    """One length and depth."""
-    return NeedleCell(**whole_tally([case.score for case in cases]), length=length, cases=list(cases), depth=depth)
+def needle_cell(length: int, depth: int, cases: Sequence[CaseRecord]) -> NeedleCell:
+    return NeedleCell(**tally_fields([case.score for case in cases]), length=length, cases=list(cases), depth=depth)
 
 
-def ruler_cell(task: str, length: int, cases: Sequence[CaseRecord], training_length: int) -> RulerCell:
-    """One task and length."""
-    return RulerCell(**whole_tally([case.score for case in cases]), length=length, cases=list(cases), task=task)
-
-
-def distance_of(case: CaseRecord) -> int:
-    """Of what is farthest from the end."""
-    return max(fact.distance for fact in case.facts)
-
-
-def _range(above: int, up_to: int, cases: Sequence[CaseRecord]) -> RangeTally:
-    scores = [case.score for case in cases if above < distance_of(case) <= up_to]
-    return RangeTally(above=above, up_to=up_to, tally=tally(scores))
-
-
-ABSENT = "-"
+def ruler_cell(task: str, length: int, cases: Sequence[CaseRecord]) -> RulerCell:
+    return RulerCell(**tally_fields([case.score for case in cases]), length=length, cases=list(cases), task=task)
 
 
 def passkey_table(result: PasskeyResult) -> str:
-    """Lengths down; accuracy, its interval, and its parts."""
+    """Return one row per length: accuracy, its interval, and its parts by distance."""
+
+    def shown(part: Tally | None) -> str:
+        return "-" if part is None else f"{part.accuracy:.2f} ({part.count})"
+
+    rows = []
+    for cell in result.results:
+        tokens = sorted({case.tokens for case in cell.cases})  # prompts have whole blocks of filler
+        span = str(tokens[0]) if len(tokens) == 1 else f"{tokens[0]}-{tokens[-1]}"
+        parts = [cell.inside, cell.beyond, *(quarter.tally for quarter in cell.ranges)]
+        interval = f"{cell.low:.2f}-{cell.high:.2f}"
+        rows.append([str(cell.length), span, f"{cell.accuracy:.2f}", interval, *map(shown, parts)])
     quarters = [f"quarter {number}" for number in range(1, 5)]
-    header = ["length", "prompt tokens", "accuracy", "95% interval", "inside", "beyond", *quarters]
-    rows = [
-        [
-            str(cell.length),
-            _tokens(cell),
-            f"{cell.accuracy:.2f}",
-            f"{cell.low:.2f}-{cell.high:.2f}",
-            *(_share(part) for part in (cell.inside, cell.beyond, *(each.tally for each in cell.ranges))),
-        ]
-        for cell in result.results
-    ]
+    names = ["length", "prompt tokens", "accuracy", "95% interval", "inside", "beyond", *quarters]
     trained = result.checkpoint.seq_length
-    explained = f"inside, beyond: the training length of {trained}; quarters: of the length, by distance from the end"
+    note = f"inside, beyond: the training length of {trained}; quarters: of the length, by distance from the end"
     seen = dynamic_length_text(result.protocol.dynamic_length)
     title = f"{result.label}: passkey, {result.protocol.cases} cases"
-    return f"{title}\n\n{format_table(header, rows)}\n\n{explained}\n{seen}\n"
+    return f"{title}\n\n{format_table(names, rows)}\n\n{note}\n{seen}\n"
 
 
 def needle_table(result: NeedleResult) -> str:
-    """Depths down, lengths across."""
-    lengths = sorted({cell.length for cell in result.results})
-    found = {cell.key: f"{cell.accuracy:.2f}" for cell in result.results}
-    rows = [
-        [f"{depth}%", *(found.get((length, depth), ABSENT) for length in lengths)] for depth in result.protocol.depths
-    ]
+    """Return depths as rows and lengths as columns."""
     title = f"{result.label}: needle in {result.protocol.haystack.name}, {result.protocol.cases} cases each"
-    seen = dynamic_length_text(result.protocol.dynamic_length)
-    return f"{title}\n\n{format_table(['depth', *map(str, lengths)], rows)}\n\n{seen}\n"
+    accuracy = {(f"{cell.depth}%", cell.length): cell.accuracy for cell in result.results}
+    return _length_table(result, title, "depth", [f"{depth}%" for depth in result.protocol.depths], accuracy)
 
 
 def ruler_table(result: RulerResult) -> str:
-    """Tasks down, lengths across."""
-    lengths = sorted({cell.length for cell in result.results})
-    found = {cell.key: f"{cell.accuracy:.2f}" for cell in result.results}
-    tasks = sorted({cell.task for cell in result.results})
-    rows = [[task, *(found.get((task, length), ABSENT) for length in lengths)] for task in tasks]
+    """Return tasks as rows and lengths as columns."""
     title = f"{result.label}: RULER-style tasks, {result.protocol.cases} cases each"
+    accuracy = {(cell.task, cell.length): cell.accuracy for cell in result.results}
+    return _length_table(result, title, "task", sorted({cell.task for cell in result.results}), accuracy)
+
+
+def _length_table(
+    result: NeedleResult | RulerResult,
+    title: str,
+    corner: str,
+    names: Sequence[str],
+    accuracy: dict[tuple[str, int], float],
+) -> str:
+    lengths = sorted({length for _, length in accuracy})
+    rows = [
+        [name, *(f"{accuracy[name, length]:.2f}" if (name, length) in accuracy else "-" for length in lengths)]
+        for name in names
+    ]
     seen = dynamic_length_text(result.protocol.dynamic_length)
-    return f"{title}\n\n{format_table(['task', *map(str, lengths)], rows)}\n\n{seen}\n"
-
-
-def _tokens(cell: PasskeyCell) -> str:
-    """How long the prompts are: they have whole blocks of filler."""
-    counts = sorted({case.tokens for case in cell.cases})
-    return str(counts[0]) if len(counts) == 1 else f"{counts[0]}-{counts[-1]}"
-
-
-def _share(part: Tally | None) -> str:
-    """Accuracy, and of how many cases."""
-    return ABSENT if part is None else f"{part.accuracy:.2f} ({part.count})"
+    return f"{title}\n\n{format_table([corner, *map(str, lengths)], rows)}\n\n{seen}\n"

@@ -1,30 +1,50 @@
-"""The passkey task: a number hidden in filler (Mohtashami and Jaggi 2023; the CoCA paper's table)."""
+"""Retrieval tasks: passkey, needle, and RULER-style tasks (Hsieh et al. 2024, arXiv 2404.06654) in our own words.
 
+The amount of hidden information follows from the length, so the RULER-style tasks can be set from some 512 tokens on.
+"""
+
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from random import Random
+from typing import NamedTuple
 
 import numpy as np
 
-from megatron_coca.evaluation.retrieval.cases import (
-    Case,
-    Encoder,
-    Prices,
-    case_random,
-    facts_of,
-    first_run,
-    fit,
-    share_found,
-)
-from megatron_coca.evaluation.retrieval.haystack import (
+from megatron_coca.data import Tokenizer
+from megatron_coca.evaluation.retrieval.prompts import (
     FILLER_BLOCKS,
+    Case,
+    Draft,
     Haystack,
     HaystackDraft,
     Hidden,
+    Text,
+    TokenCosts,
     depth_gap,
+    facts_of,
+    fit,
     inner_gap,
+    uniform_gap,
 )
+
+PASSKEY_PROTOCOL = (
+    "passkey: task, filler, passkey, filler, question, one piece a line; each stretch of filler repeats the block of "
+    "five sentences whole, with as many blocks as fit into the length in tokens; key uniform in 10000..99999, in any gap "
+    "between two blocks alike; greedy decoding up to the end-of-document token; right if the first unbroken run of "
+    "exactly five digits in the answer is the key; distance in tokens from the key's first mention to the prompt's end"
+)
+NEEDLE_PROTOCOL = (
+    "needle: task, haystack with one needle sentence in the gap between sentences that is nearest to the depth, "
+    "question; whole sentences, as many as fit into the length in tokens; city and seven-digit code drawn for each "
+    "case; greedy decoding up to the end-of-document token; right if the code stands anywhere in the answer"
+)
+RULER_PROTOCOL = (
+    "RULER-style: prompts of whole sentences (or words), as many as fit into the length in tokens; what is hidden "
+    "stands uniformly between the sentences, and its amount follows from the length; greedy decoding up to the "
+    "end-of-document token; score = share of the expected texts that stand anywhere in the answer"
+)
+# The protocols are part of the identity of result files: another text would be another measurement.
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -67,35 +87,82 @@ NOUNS = _words(
 
 COMPOUNDS = len(ADJECTIVES) * len(NOUNS)
 
-_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-
 
 def compounds(random: Random, count: int) -> list[str]:
-    """So many different words such as "quiet-river", at most `COMPOUNDS`."""
+    """Draw that many different words such as "quiet-river", at most `COMPOUNDS`."""
     numbers = random.sample(range(COMPOUNDS), count)
     return [f"{ADJECTIVES[number // len(NOUNS)]}-{NOUNS[number % len(NOUNS)]}" for number in numbers]
 
 
 def variables(random: Random, count: int) -> list[str]:
-    """So many different names of four capital letters."""
+    """Draw that many different names of four capital letters."""
+    letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
     numbers = random.sample(range(26**4), count)
-    return ["".join(_LETTERS[number // 26**place % 26] for place in range(4)) for number in numbers]
+    return ["".join(letters[number // 26**place % 26] for place in range(4)) for number in numbers]
+
+
+def random_number(random: Random, digits: int) -> str:
+    """Draw a number of that many digits, the first not 0, uniformly."""
+    return str(random.randrange(10 ** (digits - 1), 10**digits))
+
+
+def distinct_numbers(random: Random, digits: int, count: int) -> list[str]:
+    numbers: dict[str, None] = {}
+    while len(numbers) < count:
+        numbers[random_number(random, digits)] = None
+    return list(numbers)
+
+
+def first_run(answer: str, digits: int) -> str | None:
+    """Return the first unbroken run of exactly that many digits 0-9, or None; "123456" contains no run of five."""
+    return next((run for run in re.findall("[0-9]+", answer) if len(run) == digits), None)
+
+
+def passkey_score(answer: str, expected: Sequence[str]) -> float:
+    """Return 1 if the first run of five digits is the key, else 0."""
+    return float(first_run(answer, 5) == expected[0])
+
+
+def share_found(answer: str, expected: Sequence[str]) -> float:
+    """Return the fraction of the expected strings in the answer, ignoring case (RULER's string match)."""
+    return sum(text.lower() in answer.lower() for text in expected) / len(expected)
+
+
+Compose = Callable[[Random, int, TokenCosts], tuple[Draft, tuple[str, ...]]]
+"""Draws a prompt for a length in tokens, and the strings that a right answer contains."""
 
 
 @dataclass(frozen=True)
-class Puzzle:
-    """What one prompt asks.
+class RetrievalTask:
+    """A kind of prompts with known answers; the random numbers of a case follow from `name`, seed, length and number."""
 
-    Attributes:
-        task: says what is to be done; stands first.
-        hidden: put into the haystack.
-        question: stands last.
-        stub: how the answer begins, for models that are given its beginning.
-        expected: what a right answer holds.
-        in_lines: whether what is hidden has lines of its own.
-    """
+    name: str
+    compose: Compose
+    score_answer: Callable[[str, Sequence[str]], float] = share_found
 
-    task: str
+    def make_cases(self, tokenizer: Tokenizer, length: int, count: int, seed: int) -> list[Case]:
+        """Return cases 0 .. count-1 of at most `length` tokens; they do not depend on other lengths or on `count`.
+
+        Raises LengthError for a length that is too short or too long.
+        """
+        costs, cases = TokenCosts(tokenizer), []
+        for number in range(count):
+            random = Random(f"{self.name}/{seed}/{length}/{number}")
+            draft, expected = self.compose(random, length, costs)
+            fitted = fit(draft, tokenizer, length)
+            ids = np.array(fitted.ids, dtype=np.int32)
+            cases.append(Case(number, length, ids, expected, facts_of(fitted, tokenizer)))
+        return cases
+
+    def score(self, answer: str, case: Case) -> float:
+        """Score the generated text between 0 and 1."""
+        return self.score_answer(answer, case.expected)
+
+
+class Puzzle(NamedTuple):
+    """Content of one haystack prompt: `stub` is the beginning of the answer, for models that are given it."""
+
+    description: str
     hidden: Sequence[Hidden]
     question: str
     stub: str
@@ -103,118 +170,184 @@ class Puzzle:
     in_lines: bool = False
 
 
-Compose = Callable[[Random, int], Puzzle]
-"""A puzzle for a length in tokens."""
+def in_haystack(puzzle: Callable[[Random, int], Puzzle], haystack: Haystack, answer_stub: bool) -> Compose:
+    """Return a task's `compose` that hides what `puzzle` draws in `haystack`."""
 
-Score = Callable[[str, Sequence[str]], float]
-"""0 .. 1 for an answer and what is expected."""
+    def compose(random: Random, length: int, costs: TokenCosts) -> tuple[Draft, tuple[str, ...]]:
+        content = puzzle(random, length)
+        first = 0 if haystack.restarts else random.randrange(len(haystack.sentences))
+        question = f"{content.question} {content.stub}" if answer_stub else content.question
+        draft = HaystackDraft(content.description, haystack, content.hidden, question, costs, first, content.in_lines)
+        return draft, content.expected
 
-
-@dataclass(frozen=True)
-class HiddenTask:
-    """A `cases.RetrievalTask`.
-
-    Attributes:
-        name: from which the random numbers of its cases follow, with seed, length and number.
-        compose: draws the puzzle.
-        haystack: around what is hidden.
-        answer_stub: whether the prompt ends with the beginning of the answer.
-        score_answer: reads an answer.
-    """
-
-    name: str
-    compose: Compose
-    haystack: Haystack
-    answer_stub: bool = False
-    score_answer: Score = share_found
-
-    def make_cases(self, tokenizer: Encoder, length: int, count: int, seed: int) -> list[Case]:
-        """As in `cases.RetrievalTask`."""
-        prices = Prices(tokenizer)
-        return [self._case(tokenizer, prices, length, number, seed) for number in range(count)]
-
-    def score(self, answer: str, case: Case) -> float:
-        """As in `cases.RetrievalTask`."""
-        return self.score_answer(answer, case.expected)
-
-    def _case(self, tokenizer: Encoder, prices: Prices, length: int, number: int, seed: int) -> Case:
-        random = case_random(self.name, seed, length, number)
-        puzzle = self.compose(random, length)
-        first = 0 if self.haystack.restarts else random.randrange(len(self.haystack.sentences))
-        question = with_stub(puzzle.question, puzzle.stub, self.answer_stub)
-        draft = HaystackDraft(puzzle.task, self.haystack, puzzle.hidden, question, prices, first, puzzle.in_lines)
-        fitted = fit(draft, tokenizer, length)
-        ids = np.array(fitted.ids, dtype=np.int32)
-        return Case(number, length, ids, puzzle.expected, facts_of(fitted, tokenizer))
+    return compose
 
 
-def with_stub(question: str, stub: str, wanted: bool) -> str:
-    """The last line of a prompt."""
-    return f"{question} {stub}" if wanted else question
+def passkey(answer_stub: bool = False) -> RetrievalTask:
+    """Return the passkey task; see `PASSKEY_PROTOCOL`."""
+
+    def puzzle(random: Random, length: int) -> Puzzle:
+        key = random_number(random, 5)
+        hidden = Hidden(inner_gap(random.random()), f"The passkey is {key}. Remember it. {key} is the passkey.", key)
+        description = (
+            "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. I will "
+            "quiz you about the important information there."
+        )
+        stub = "The pass key is"  # the original prompt's
+        return Puzzle(description, [hidden], "What is the passkey?", stub, (key,), in_lines=True)
+
+    return RetrievalTask("passkey", in_haystack(puzzle, FILLER_BLOCKS, answer_stub), passkey_score)
 
 
-def number_of(random: Random, digits: int) -> str:
-    """A number of so many digits, the first not 0; each alike."""
-    return str(random.randrange(10 ** (digits - 1), 10**digits))
+def needle(depth: int, haystack: Haystack, answer_stub: bool = False) -> RetrievalTask:
+    """Return the needle task at a depth in percent of the sentences; see `NEEDLE_PROTOCOL`."""
+
+    def puzzle(random: Random, length: int) -> Puzzle:
+        city, code = random.choice(CITIES), random_number(random, 7)
+        hidden = Hidden(depth_gap(depth / 100), f"The code of {city} is {code}.", code)
+        description = (
+            "Somewhere in the text below stands the code of a city. Remember it: you will be asked for it after the "
+            "text."
+        )
+        return Puzzle(description, [hidden], f"What is the code of {city}?", f"The code of {city} is", (code,))
+
+    return RetrievalTask(f"needle at {depth}", in_haystack(puzzle, haystack, answer_stub))
 
 
-TASK = "Somewhere in the text below stands the code of a city. Remember it: you will be asked for it after the text."
-NEEDLE = "The code of {city} is {code}."
-QUESTION = "What is the code of {city}?"
-STUB = "The code of {city} is"
-
-DIGITS = 7
-
-PROTOCOL = (
-    "needle: task, haystack with one needle sentence in the gap between sentences that is nearest to the depth, "
-    "question; whole sentences, as many as fit into the length in tokens; city and seven-digit code drawn for each "
-    "case; greedy decoding up to the end-of-document token; right if the code stands anywhere in the answer"
-)
+def within(number: int, low: int, high: int) -> int:
+    return max(low, min(high, number))
 
 
-def needle(depth: int, haystack: Haystack, answer_stub: bool = False) -> HiddenTask:
-    """The task at a depth in percent of the sentences; see `PROTOCOL`."""
-    return HiddenTask(f"needle at {depth}", partial(compose, depth), haystack, answer_stub)
+CODES = "Codes of different things are hidden in the text below. Remember them: you will be asked for some of them."
 
 
-def compose(depth: int, random: Random, length: int) -> Puzzle:
-    """One prompt without its haystack."""
-    city, code = random.choice(CITIES), number_of(random, DIGITS)
-    hidden = Hidden(depth_gap(depth / 100), NEEDLE.format(city=city, code=code), code)
-    return Puzzle(TASK, [hidden], QUESTION.format(city=city), STUB.format(city=city), (code,))
+def hidden_code(random: Random, name: str, code: str, is_asked: bool = True) -> Hidden:
+    text = f"The code of the {name} is {code}."
+    return Hidden(uniform_gap(random.random()), text, code if is_asked else None)
 
 
-PASSKEY_TASK = (
-    "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. I will quiz you "
-    "about the important information there."
-)
-PASSKEY = "The passkey is {key}. Remember it. {key} is the passkey."
-PASSKEY_QUESTION = "What is the passkey?"
-PASSKEY_STUB = "The pass key is"
-"""How the original prompt begins the answer."""
-
-PASSKEY_DIGITS = 5
-
-PASSKEY_PROTOCOL = (
-    "passkey: task, filler, passkey, filler, question, one piece a line; each stretch of filler repeats the block of "
-    "five sentences whole, with as many blocks as fit into the length in tokens; key uniform in 10000..99999, in any gap "
-    "between two blocks alike; greedy decoding up to the end-of-document token; right if the first unbroken run of "
-    "exactly five digits in the answer is the key; distance in tokens from the key's first mention to the prompt's end"
-)
+def multi_key(random: Random, length: int) -> Puzzle:
+    """One of several codes is asked for."""
+    names = compounds(random, 1 + within(length // 128, 1, 32))
+    codes = distinct_numbers(random, 7, len(names))
+    hidden = [hidden_code(random, name, code, name == names[0]) for name, code in zip(names, codes, strict=True)]
+    question, stub = f"What is the code of the {names[0]}?", f"The code of the {names[0]} is"
+    return Puzzle(CODES, hidden, question, stub, (codes[0],))
 
 
-def passkey(answer_stub: bool = False) -> HiddenTask:
-    """The task; see `PROTOCOL`."""
-    return HiddenTask("passkey", compose_passkey, FILLER_BLOCKS, answer_stub, score)
+def multi_value(random: Random, length: int) -> Puzzle:
+    """All codes of one thing are asked for."""
+    (name,) = compounds(random, 1)
+    codes = distinct_numbers(random, 7, within(length // 128, 2, 4))
+    hidden = [hidden_code(random, name, code) for code in codes]
+    return Puzzle(CODES, hidden, f"What are all codes of the {name}?", f"The codes of the {name} are", tuple(codes))
 
 
-def compose_passkey(random: Random, length: int) -> Puzzle:
-    """One prompt without its filler."""
-    key = number_of(random, PASSKEY_DIGITS)
-    hidden = Hidden(inner_gap(random.random()), PASSKEY.format(key=key), key)
-    return Puzzle(PASSKEY_TASK, [hidden], PASSKEY_QUESTION, PASSKEY_STUB, (key,), in_lines=True)
+def multi_query(random: Random, length: int) -> Puzzle:
+    """The codes of several things are asked for at once."""
+    names = compounds(random, within(length // 128, 2, 4))
+    codes = distinct_numbers(random, 7, len(names))
+    hidden = [hidden_code(random, name, code) for name, code in zip(names, codes, strict=True)]
+    listed = ", ".join(f"the {name}" for name in names[:-1]) + f" and the {names[-1]}"
+    return Puzzle(CODES, hidden, f"What are the codes of {listed}?", f"The codes of {listed} are", tuple(codes))
 
 
-def score(answer: str, expected: Sequence[str]) -> float:
-    """1 where the first run of five digits is the key, else 0."""
-    return float(first_run(answer, PASSKEY_DIGITS) == expected[0])
+def variable_tracking(random: Random, length: int) -> Puzzle:
+    """All variables with one value are asked for; each is assigned the one before it."""
+    hops, chains = within(length // 128, 1, 4), 1 + within(length // 512, 1, 3)
+    names = variables(random, chains * (hops + 1))
+    values = distinct_numbers(random, 5, chains)
+    hidden = []
+    for chain, value in enumerate(values):
+        chained = names[chain * (hops + 1) :][: hops + 1]
+        fractions = sorted(random.random() for _ in chained)
+        hidden += [
+            Hidden(uniform_gap(fraction), f"Let {name} = {source}.", name if chain == 0 else None)
+            for fraction, name, source in zip(fractions, chained, [value, *chained], strict=False)
+        ]
+    expected = tuple(names[: hops + 1])
+    description = (
+        "Variables are given values in the text below. Remember which variable has which value: you will be asked for "
+        "it."
+    )
+    question = f"Which variables have the value {values[0]}? Name all {len(expected)} of them."
+    return Puzzle(description, hidden, question, f"The variables with the value {values[0]} are", expected)
+
+
+class Frequencies(NamedTuple):
+    """Number of common words, how often each of them occurs, and how often each other word."""
+
+    words: int
+    common: int
+    others: int
+
+
+FREQUENCIES = (Frequencies(10, 30, 3), Frequencies(6, 10, 2), Frequencies(4, 4, 1))
+"""The first are the paper's."""
+
+
+def common_words(haystack: Haystack, answer_stub: bool) -> RetrievalTask:
+    """Return the task that asks for the most frequent words of a list; there are no facts and no `haystack`."""
+
+    def compose(random: Random, length: int, costs: TokenCosts) -> tuple[Draft, tuple[str, ...]]:
+        # The first whose common words take at most half of the length, by the mean cost of a compound.
+        sample = [f"{adjective}-{noun}," for adjective, noun in zip(ADJECTIVES, NOUNS, strict=False)]
+        cost = sum(map(costs, sample)) / len(sample)
+        fitting = (times for times in FREQUENCIES if times.words * times.common * cost <= length / 2)
+        times = next(fitting, FREQUENCIES[-1])
+        # A prompt has fewer words than tokens, so it needs no more words than that.
+        words = compounds(random, min(COMPOUNDS, times.words + length))
+        common = tuple(words[: times.words])
+        question = f"Which {times.words} words occur most often in the list?"
+        if answer_stub:
+            question += f" The {times.words} words that occur most often are"
+        return WordList(times, common, words[times.words :], question, costs, random.getrandbits(64)), common
+
+    return RetrievalTask("common_words", compose)
+
+
+class WordList:
+    """A `Draft` whose units are the words that are not common, each repeated `times.others` times."""
+
+    def __init__(
+        self,
+        times: Frequencies,
+        common: Sequence[str],
+        others: Sequence[str],
+        question: str,
+        costs: TokenCosts,
+        order: int,
+    ) -> None:
+        self.times, self.common, self.others, self.question = times, common, others, question
+        self.order, self.costs = order, costs
+        self.limit: int | None = len(others)
+        self._sums = [0]
+
+    def build(self, units: int) -> Text:
+        """Return the words in random order, without facts."""
+        words = [word for word in self.common for _ in range(self.times.common)]
+        words += [word for word in self.others[:units] for _ in range(self.times.others)]
+        Random(self.order).shuffle(words)
+        description = "Below is a list of words. Some of them occur more often than all others. Find out which."
+        return Text(f"{description}\n{', '.join(words)}\n{self.question}")
+
+    def predict(self, units: int) -> int:
+        """Sum the costs of the words."""
+        while len(self._sums) <= units:
+            word = self.others[len(self._sums) - 1]
+            self._sums.append(self._sums[-1] + self.times.others * self.costs(f"{word},"))
+        return self._sums[units]
+
+
+def _hidden_task(name: str, puzzle: Callable[[Random, int], Puzzle]) -> Callable[[Haystack, bool], RetrievalTask]:
+    return lambda haystack, answer_stub: RetrievalTask(name, in_haystack(puzzle, haystack, answer_stub))
+
+
+RULER_TASKS: dict[str, Callable[[Haystack, bool], RetrievalTask]] = {
+    "multi_key": _hidden_task("multi_key", multi_key),
+    "multi_value": _hidden_task("multi_value", multi_value),
+    "multi_query": _hidden_task("multi_query", multi_query),
+    "variable_tracking": _hidden_task("variable_tracking", variable_tracking),
+    "common_words": common_words,
+}
+"""Makes each task for a haystack, with or without the beginning of the answer; names as `options.RULER_NAMES`."""

@@ -19,8 +19,9 @@ from tqdm import tqdm
 from megatron_coca.attention.layer import bytes_per_token
 from megatron_coca.checkpoints import open_checkpoint
 from megatron_coca.checkpoints.native import code_versions
+from megatron_coca.checkpoints.weights import DTYPES
 from megatron_coca.config import Config, load_config
-from megatron_coca.evaluation.options import DTYPES, read_variants, resolve_device
+from megatron_coca.evaluation.options import read_variants, resolve_device
 from megatron_coca.evaluation.results import (
     Cell,
     CheckpointRecord,

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from megatron_coca.attention.context import PositionContext
 from megatron_coca.attention.layer import SelfAttention
+from megatron_coca.checkpoints.weights import DTYPES
 from megatron_coca.config import load_config
-from megatron_coca.evaluation.options import DTYPES
 from megatron_coca.evaluation.results import measured, out_of_memory
 from megatron_coca.evaluation.speed import WHOLE_SEQUENCES, What
 from megatron_coca.evaluation.speed.cases import DENSE, Built, Case, build

@@ -1,0 +1,304 @@
+"""Prompts of an exact length in tokens: filler text with hidden sentences, as much filler as fits."""
+
+import hashlib
+import itertools
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from megatron_coca.data import Tokenizer, corpus_files, ensure_builtin, read_documents
+from megatron_coca.evaluation.results import EvaluationError
+from megatron_coca.evaluation.retrieval.records import HaystackRecord
+
+FILLER = (
+    "The grass is green.",
+    "The sky is blue.",
+    "The sun is yellow.",
+    "Here we go.",
+    "There and back again.",
+)
+"""Of the passkey task (Mohtashami and Jaggi 2023, "Landmark Attention")."""
+
+BUILTIN = "builtin"
+MAX_HAYSTACK_CHARACTERS = 4_000_000  # more than a prompt of 500,000 tokens needs
+MAX_SENTENCE_CHARACTERS = 300  # a longer one, such as a table, is cut between words: prompts are filled by sentences
+TRUSTED_TRIES = 4  # tries of `fit` by prediction before it bisects
+
+_BETWEEN_PARAGRAPHS = re.compile(r"\n\s*\n")
+_BETWEEN_SENTENCES = re.compile(r"(?<=[.!?])\s+|(?<=[\u3002\uff01\uff1f])")
+
+
+class LengthError(EvaluationError):
+    """A prompt length that a task cannot be set at."""
+
+
+class Fact(NamedTuple):
+    """Position of requested information: the fraction of filler units before it, and the tokens from its first mention
+    to the end of the prompt, both included.
+    """
+
+    depth: float
+    distance: int
+
+
+@dataclass(frozen=True)
+class Case:
+    """One prompt and its answer.
+
+    Attributes:
+        number: index among the cases of its task, length and seed.
+        length: requested tokens.
+        prompt: token ids, int32 [at most length].
+        expected: strings that a right answer contains.
+        facts: in the order of the text; none if the answer is a property of the whole text.
+    """
+
+    number: int
+    length: int
+    prompt: np.ndarray
+    expected: tuple[str, ...]
+    facts: tuple[Fact, ...]
+
+
+@dataclass(frozen=True)
+class Haystack:
+    """Filler sentences, repeated as often as needed.
+
+    Attributes:
+        name: for result files.
+        sentences: without line feeds.
+        restarts: every stretch of filler starts with the first sentence, as in the passkey task; otherwise a prompt
+            starts with any sentence and continues in their order.
+    """
+
+    name: str
+    sentences: tuple[str, ...]
+    restarts: bool = False
+
+    def record(self) -> HaystackRecord:
+        content = "".join(f"{sentence}\n" for sentence in self.sentences)
+        digest = hashlib.sha256(content.encode()).hexdigest()
+        return HaystackRecord(name=self.name, sentences=len(self.sentences), sha256=digest)
+
+
+FILLER_HAYSTACK = Haystack("filler", FILLER, restarts=True)
+FILLER_BLOCKS = Haystack("filler", (" ".join(FILLER),), restarts=True)
+"""The five sentences as one unit, as in the passkey task of the CoCA paper's appendix."""
+
+
+def load_haystack(names: Sequence[str] | None, data_root: Path) -> Haystack:
+    """Return the filler (`names` is None), the built-in corpus' English ("builtin"), or the text of files and folders.
+
+    Raises EvaluationError for files without text, DataError for unreadable ones.
+    """
+    if not names:
+        return FILLER_HAYSTACK
+    paths = [ensure_builtin(data_root).parents[1] / "text.jsonl"] if list(names) == [BUILTIN] else [*map(Path, names)]
+    texts = (document.text for file in corpus_files(paths) for document in read_documents(file))
+    sentences = tuple(_sentences(texts))
+    if not sentences:
+        raise EvaluationError(f"--haystack {' '.join(names)}: holds no text; name other files, or {BUILTIN}")
+    return Haystack(" ".join(names), sentences)
+
+
+def _sentences(texts: Iterable[str]) -> Iterator[str]:
+    left = MAX_HAYSTACK_CHARACTERS
+    for paragraph in (paragraph for text in texts for paragraph in _BETWEEN_PARAGRAPHS.split(text)):
+        for sentence in _BETWEEN_SENTENCES.split(" ".join(paragraph.split())):
+            left -= len(sentence)
+            if left < 0:
+                return
+            yield from textwrap.wrap(sentence, MAX_SENTENCE_CHARACTERS, break_on_hyphens=False)
+
+
+Gap = Callable[[int], int]
+"""Number of filler units before a hidden sentence, given their total number."""
+
+
+def uniform_gap(fraction: float) -> Gap:
+    """Every gap with the same probability if `fraction` is uniform in [0, 1)."""
+    return lambda units: min(units, int(fraction * (units + 1)))
+
+
+def inner_gap(fraction: float) -> Gap:
+    """Every gap between two units with the same probability if `fraction` is uniform in [0, 1)."""
+    return lambda units: min(units, 1 + int(fraction * max(units - 1, 0)))
+
+
+def depth_gap(depth: float) -> Gap:
+    """The gap nearest to a fraction of the units, 0 .. 1."""
+    return lambda units: round(depth * units)
+
+
+class Hidden(NamedTuple):
+    """A sentence hidden in the haystack; `fact` is the part of it that the answer needs and that is first mentioned
+    here, None if there is no such part.
+    """
+
+    gap: Gap
+    text: str
+    fact: str | None = None
+
+
+class Text(NamedTuple):
+    """A prompt's text and its facts, in order: (depth, number of characters before the fact)."""
+
+    text: str
+    facts: tuple[tuple[float, int], ...] = ()
+
+
+class Draft(Protocol):
+    """A prompt that can hold any number of filler units."""
+
+    limit: int | None
+    """Number of available units, or None for any number."""
+
+    def build(self, units: int) -> Text:
+        """Return the prompt with that many units."""
+
+    def predict(self, units: int) -> int:
+        """Estimate the tokens that these units add; it never falls by more than a few as units grow."""
+
+
+class TokenCosts:
+    """Tokens that a piece of text adds to a text in which it stands between spaces, cached by piece."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[str, int] = {}
+
+    def __call__(self, text: str) -> int:
+        if text not in self._known:
+            twice, once = (len(self._tokenizer.encode(piece)) for piece in (f"{text} {text}", text))
+            self._known[text] = twice - once
+        return self._known[text]
+
+
+@dataclass
+class HaystackDraft:
+    """A task description, the haystack with hidden sentences, and the question.
+
+    Description, haystack and question are lines; with `in_lines` every hidden sentence and stretch of filler is a line
+    too. `first` is the index of the sentence that the haystack starts with.
+    """
+
+    description: str
+    haystack: Haystack
+    hidden: Sequence[Hidden]
+    question: str
+    costs: TokenCosts
+    first: int = 0
+    in_lines: bool = False
+    limit: int | None = None
+    _sums: list[int] = field(default_factory=lambda: [0])
+
+    def build(self, units: int) -> Text:
+        """Facts are in the order of the text."""
+        placed = sorted(self.hidden, key=lambda hidden: hidden.gap(units))
+        cuts = [0, *(hidden.gap(units) for hidden in placed), units]
+        blocks = [self._block(start, end) for start, end in pairwise(cuts)]
+        pieces: list[tuple[str, Hidden | None]] = [(blocks[0], None)]
+        for hidden, block in zip(placed, blocks[1:], strict=True):
+            pieces += [(hidden.text, hidden), (block, None)]
+        text, separator, facts = self.description, "\n", []
+        for piece, origin in pieces:
+            if not piece:
+                continue
+            text += separator
+            if origin is not None and origin.fact is not None:
+                facts.append((origin.gap(units) / max(units, 1), len(text) + piece.index(origin.fact)))
+            text += piece
+            separator = "\n" if self.in_lines else " "
+        return Text(f"{text}\n{self.question}", tuple(facts))
+
+    def predict(self, units: int) -> int:
+        """Sum the costs of the sentences."""
+        if not self.haystack.restarts:
+            return self._sum(units)
+        cuts = [0, *sorted(hidden.gap(units) for hidden in self.hidden), units]
+        return sum(self._sum(end - start) for start, end in pairwise(cuts))
+
+    def _block(self, start: int, end: int) -> str:
+        if self.haystack.restarts:
+            start, end = 0, end - start
+        sentences = self.haystack.sentences
+        return " ".join(sentences[(self.first + number) % len(sentences)] for number in range(start, end))
+
+    def _sum(self, units: int) -> int:
+        sentences = self.haystack.sentences
+        while len(self._sums) <= units:
+            number = self.first + len(self._sums) - 1
+            self._sums.append(self._sums[-1] + self.costs(sentences[number % len(sentences)]))
+        return self._sums[units]
+
+
+class Fitted(NamedTuple):
+    """A prompt that fits, its token ids and its number of units."""
+
+    text: Text
+    ids: list[int]
+    units: int
+
+
+def fit(draft: Draft, tokenizer: Tokenizer, length: int) -> Fitted:
+    """Return the prompt with the most units that has at most `length` tokens, tokenized as one text.
+
+    The prediction says how many units to try, and its error at the last try corrects it, which mostly takes two or
+    three tries. That one more unit would be too many is also predicted. After `TRUSTED_TRIES` the remaining interval is
+    bisected, so that no prediction can cause many tries.
+
+    Raises LengthError if not even the prompt without filler fits, or if there are too few units.
+    """
+
+    def attempt(units: int) -> Fitted:
+        text = draft.build(units)
+        return Fitted(text, tokenizer.encode(text.text), units)
+
+    best = attempt(0)
+    if len(best.ids) > length:
+        raise LengthError(
+            f"length {length}: the prompt has {len(best.ids)} tokens without any filler; ask for a greater length"
+        )
+    error = error_of_best = len(best.ids) - draft.predict(0)
+    too_many = None if draft.limit is None else draft.limit + 1
+    for tries in itertools.count():
+        count = _most_units(draft, length - error, best.units, too_many)
+        if count == best.units and (error == error_of_best or count + 1 == too_many):
+            break
+        if tries >= TRUSTED_TRIES and too_many is not None:
+            count = (best.units + too_many) // 2
+        tried = attempt(max(count, best.units + 1))
+        error = len(tried.ids) - draft.predict(tried.units)
+        if len(tried.ids) <= length:
+            best, error_of_best = tried, error
+        else:
+            too_many = tried.units
+    if best.units == draft.limit:
+        raise LengthError(f"length {length}: all filler there is makes {len(best.ids)} tokens; ask for less")
+    return best
+
+
+def _most_units(draft: Draft, tokens: int, low: int, above: int | None) -> int:
+    """Return the largest number of units, at least `low` and below `above`, predicted to add at most `tokens`."""
+    high = low + 1
+    while (above is None or high < above) and draft.predict(high) <= tokens:
+        high *= 2
+    high = high if above is None else min(high, above)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if draft.predict(middle) <= tokens else (low, middle)
+    return low
+
+
+def facts_of(fitted: Fitted, tokenizer: Tokenizer) -> tuple[Fact, ...]:
+    """Locate the facts of a prompt in tokens, by tokenizing the text before each."""
+    text, count = fitted.text.text, len(fitted.ids)
+    return tuple(
+        Fact(depth, count - len(tokenizer.encode(text[:offset].rstrip()))) for depth, offset in fitted.text.facts
+    )
