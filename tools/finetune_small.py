@@ -17,7 +17,7 @@ from quickstart import ROOT, run
 
 from megatron_coca.checkpoints import native
 from megatron_coca.config import load_config
-from megatron_coca.tables import table
+from megatron_coca.tables import format_table
 
 RUNS = Path("runs/finetune")
 CONFIGS = ROOT / "configs/finetune/small"
@@ -51,7 +51,7 @@ def main(keys: Sequence[str] | None = None) -> int:
         rows = [row for model in MODELS for row in perplexities(model)]
     except subprocess.CalledProcessError as error:
         return error.returncode
-    print("\n" + table(("perplexity at", *map(str, WINDOWS)), rows))
+    print("\n" + format_table(("perplexity at", *map(str, WINDOWS)), rows))
     return 0
 
 

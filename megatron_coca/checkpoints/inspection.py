@@ -14,7 +14,7 @@ from megatron_coca.checkpoints.object_store import fetch, is_url
 from megatron_coca.checkpoints.state import StateReader
 from megatron_coca.checkpoints.weights import names_in, open_safetensors
 from megatron_coca.config import ConfigError, load_config
-from megatron_coca.tables import table
+from megatron_coca.tables import format_table
 
 SHOWN_KEYS = (
     "num_layers",
@@ -162,8 +162,8 @@ def describe_text(found: Description) -> str:
         ),
         *(f"  {name}: {value}" for name, value in meta.get("progress", {}).items() if name != "guard" and value),
         "",
-        table(("state", "elements"), sorted(found.stored.items())) if found.stored else "",
-        table(("file", "bytes"), sorted(found.sizes.items())),
-        table(("read", "samples", "tokens", "epochs"), read) if read else "",
+        format_table(("state", "elements"), sorted(found.stored.items())) if found.stored else "",
+        format_table(("file", "bytes"), sorted(found.sizes.items())),
+        format_table(("read", "samples", "tokens", "epochs"), read) if read else "",
     ]
     return "\n".join(lines)

@@ -21,7 +21,7 @@ from megatron_coca.checkpoints.native import read_json
 from megatron_coca.config import Config
 from megatron_coca.config.source import given_values
 from megatron_coca.data import DataError, Tokenizer, load_saved_tokenizer, load_tokenizer
-from megatron_coca.data.tokenizers.load import needs_files
+from megatron_coca.data.tokenizers import needs_files
 
 KINDS = (
     ("HFTokenizer", ("tokenizer.json",)),

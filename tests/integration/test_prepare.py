@@ -103,7 +103,7 @@ def test_an_interrupt_ends_in_order_and_can_be_gone_on_from(corpus: Path, tmp_pa
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     _, told = process.communicate(timeout=60)
-    assert process.returncode == 130 and "the same command goes on from here" in told and "Traceback" not in told
+    assert process.returncode == 130 and "the same command resumes" in told and "Traceback" not in told
     assert "train:" in finished(line).stdout and not (tmp_path / ".out.partial").exists()
 
 
@@ -165,7 +165,7 @@ def test_a_recipe_is_prepared_and_its_faults_are_named(tmp_path: Path) -> None:
         (("--input", "none.jsonl", "--output", "o", "--train-tokenizer", 300), "give each input as NAME=PATH"),
         (("--input", "c=x.jsonl", "--output", "o"), "either --tokenizer-type or --train-tokenizer"),
         (("--output", "o"), "Give one of: a recipe, --input, --builtin"),
-        (("r.yml", "--test-fraction", 0.5, "--duplicates", "near"), "--duplicates, --test-fraction: goes with --input"),
+        (("r.yml", "--test-fraction", 0.5, "--duplicates", "keep"), "--duplicates, --test-fraction: goes with --input"),
         (("--input", "c=x", "--root", "y", "--train-tokenizer", 300), "--root: goes with a recipe"),
         (("--builtin", "--documents", "line"), "--documents: does not go with --builtin"),
         (("--input", "c=x", "--workers", -1), "-1 is less than 0"),
@@ -251,6 +251,6 @@ def test_a_record_that_the_memory_does_not_suffice_for_is_named(tmp_path: Path) 
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"".join(json_lines(40)))
     done = measured(path, tmp_path / "out", 300 << 20)
-    assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith(f"error: {path}:2: the memory does not")
+    assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith(f"error: {path}:2: not enough memory")
     assert "max_record_mib" in done.stderr and "Traceback" not in done.stderr
     assert finished(command(path, tmp_path / "out", "--tokenizer-type", "CharLevelTokenizer", "--max-record-mib", 8))

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_coca.config import Config, ConfigError, load_config
 from megatron_coca.data import Blend, DataError, Loader, Shard, load_tokenizer
-from megatron_coca.data.shard_writer import ShardWriter
+from megatron_coca.data.shards import ShardWriter
 from megatron_coca.data.tokenizers.training import train_bpe
 from megatron_coca.training.corpus import (
     mixture_figures,
@@ -140,7 +140,7 @@ def test_test_shards_must_be_there_when_training_starts(tmp_path: Path) -> None:
         open_corpus(config(**paths(prefix, prefix, tmp_path / "nope")))
     (tmp_path / "cut.bin").write_bytes(b"1234")
     (tmp_path / "cut.idx").write_bytes(Path(f"{prefix}.idx").read_bytes()[:-3])
-    with pytest.raises(DataError, match=r"cut\.idx: truncated or foreign"):
+    with pytest.raises(DataError, match=r"cut\.idx: truncated or of another format"):
         open_corpus(config(**paths(prefix, prefix, tmp_path / "cut")))
 
 
