@@ -174,7 +174,7 @@ class Shard:
     def part(self, first: int, last: int) -> Self:
         """Documents ``first`` to ``last``, exclusive, as a shard of their own on the same memory map."""
         if not 0 <= first < last <= self.documents:
-            raise DataError(f"{self.prefix}: documents {first} to {last} are outside its {self.documents}.")
+            raise DataError(f"{self.prefix}: documents {first} to {last} are not a part of its {self.documents}.")
         begin, end = self._document_offset(first), self._document_offset(last)
         view = copy.copy(self)
         view._first_document = self._first_document + first

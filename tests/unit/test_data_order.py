@@ -111,8 +111,7 @@ with Loader(Blend([shard], [1.0], 16, seed=1), 8, 8, 0, 1, None, packing, num_wo
 """
 
 
-@pytest.mark.parametrize("suffix", [".bin", ".idx"])
-@pytest.mark.parametrize("size", [0, 5000])
+@pytest.mark.parametrize(("suffix", "size"), [(".bin", 0), (".idx", 5000)])
 def test_a_shard_truncated_while_it_is_read_is_named(tmp_path: Path, suffix: str, size: int) -> None:
     """In a process of its own, which SIGBUS would end."""
     make_shard(tmp_path / "s", [10] * 3000)
