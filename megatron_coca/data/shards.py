@@ -70,7 +70,9 @@ def read_header(prefix: str | Path) -> ShardHeader:
     for path in (bin_path, idx_path):
         if not path.is_file():
             if Path(prefix).suffix in SUFFIXES and Path(prefix).is_file():
-                raise DataError(f"{prefix}: is one of the two files of a shard; give the path without {Path(prefix).suffix}.")
+                raise DataError(
+                    f"{prefix}: is one of the two files of a shard; give the path without {Path(prefix).suffix}."
+                )
             raise DataError(
                 f"{path}: no such file. A shard is a .bin and an .idx file; give their path without the suffix, "
                 "and prepare the corpus first (python tools/prepare_data.py --help)."
