@@ -41,7 +41,7 @@ class LimitedLoader(yaml.SafeLoader):
         self._measures: dict[int, tuple[int, int]] = {}  # by the id of a finished node: nodes in it, and its depth
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        event, alias = self.peek_event(), self.check_event(yaml.AliasEvent)  # type: ignore[no-untyped-call]
+        event, alias = self.peek_event(), self.check_event(yaml.AliasEvent)
         if self._level > MAX_DEPTH:
             raise _error(f"nested deeper than {MAX_DEPTH} levels", event.start_mark)
         self._level += 1
@@ -75,7 +75,7 @@ class LimitedLoader(yaml.SafeLoader):
         if isinstance(node, yaml.ScalarNode) and node.tag != _TEXT and len(node.value) > MAX_NUMBER:
             raise _error(f"a number or date of more than {MAX_NUMBER} characters", node.start_mark)
         try:
-            return super().construct_object(node, deep)  # type: ignore[no-untyped-call]
+            return super().construct_object(node, deep)
         except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
             # PyYAML's constructors do not convert these.
             kind = node.tag.removeprefix("tag:yaml.org,2002:")
@@ -111,9 +111,9 @@ def read_yaml(path: Path) -> Any:
     try:
         loader = _UniqueKeys(text)
         try:
-            return loader.get_single_data()  # type: ignore[no-untyped-call]
+            return loader.get_single_data()
         finally:
-            loader.dispose()  # type: ignore[no-untyped-call]
+            loader.dispose()
     except yaml.YAMLError as error:
         raise fault(error, text) from error
 
