@@ -28,6 +28,7 @@ from megatron_coca.data.preparation.plan import SPLITS
 from megatron_coca.data.shards import read_header, sampled_digest
 from megatron_coca.data.tokenizers import needs_files
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION, agree
+from megatron_coca.tables import format_table
 
 logger = logging.getLogger(__name__)
 
