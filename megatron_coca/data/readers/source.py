@@ -35,6 +35,14 @@ class RejectedRecord(Exception):
         self.kind, self.detail = kind, detail
 
 
+class LeftOut(Exception):
+    """A valid record that is not wanted, by ``reason``."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
 @dataclass
 class ReadingProblems:
     """Records that did not become documents.

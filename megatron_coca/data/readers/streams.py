@@ -127,7 +127,7 @@ def _head(held: bytearray, end: int) -> bytes:
         return bytes(view[:end])
 
 
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class StreamFormat(Protocol):
@@ -172,7 +172,7 @@ class TextFile:
 
     def rows(self, chunk: Chunk, problems: ReadingProblems) -> Iterator[tuple[str, Row]]:
         """One row with ``text``, by the file alone."""
-        yield from _text_rows([(chunk.path, chunk.payload.removeprefix(_BYTE_ORDER_MARK))], problems)
+        yield from _text_rows([(chunk.path, chunk.payload.removeprefix(BYTE_ORDER_MARK))], problems)
 
 
 class TextLines:
@@ -217,7 +217,7 @@ def decode(raw: bytes) -> str:
 
 
 def _unmarked(chunk: Chunk) -> bytes:
-    return chunk.payload.removeprefix(_BYTE_ORDER_MARK) if chunk.first == 1 else chunk.payload
+    return chunk.payload.removeprefix(BYTE_ORDER_MARK) if chunk.first == 1 else chunk.payload
 
 
 def _lines(chunk: Chunk) -> Iterator[tuple[int, bytes]]:
