@@ -86,7 +86,7 @@ def test_every_unusable_record_is_counted_and_named(tmp_path: Path) -> None:
 def test_json_that_is_no_json_lines_is_named_so(tmp_path: Path, content: str) -> None:
     path = tmp_path / "a.json"
     path.write_text(content)
-    with pytest.raises(DataError, match=r"a\.json:1: not JSON lines .*one object a line"):
+    with pytest.raises(DataError, match=r"a\.json:1: not JSON lines .*one object per line"):
         list(read_documents(path))
 
 
@@ -181,7 +181,7 @@ def test_units_tell_size_and_change(tmp_path: Path) -> None:
     assert (before.path, before.size) == (str(path), 14)
     os.utime(path, ns=(1, 1))
     assert reader.units()[0].stamp != before.stamp
-    with pytest.raises(DataError, match="named twice"):
+    with pytest.raises(DataError, match=r"a\.jsonl: listed twice in s"):
         FileReader(SourceSpec("s", [tmp_path, path])).units()
 
 
@@ -216,7 +216,7 @@ def test_the_reader_is_chosen_by_name(tmp_path: Path) -> None:
     assert set(READERS) == {"files", "repositories", "huggingface"}
     with pytest.raises(DataError, match=r"s: no reader 'pile'\. There are files, repositories, huggingface"):
         open_reader(SourceSpec("s", [tmp_path], reader="pile"))
-    with pytest.raises(DataError, match="a document is a file, line, paragraph, not 'page'"):
+    with pytest.raises(DataError, match="s: documents must be one of file, line, paragraph, not 'page'"):
         open_reader(SourceSpec("s", [tmp_path], documents="page"))  # type: ignore[arg-type]
 
 

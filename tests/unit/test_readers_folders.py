@@ -101,7 +101,7 @@ def test_a_folder_without_a_readable_file_tells_what_it_holds(tmp_path: Path) ->
 @pytest.mark.parametrize("name", ["pipe.jsonl", "pipe.parquet", "wiki_00"])
 def test_a_pipe_that_is_named_is_an_error(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / name)
-    with pytest.raises(DataError, match=f"{name}: is a pipe, a device or the like"):
+    with pytest.raises(DataError, match=f"{name}: not a regular file but a pipe or device"):
         FileReader(SourceSpec("s", [tmp_path / name])).units()
 
 

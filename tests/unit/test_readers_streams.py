@@ -215,7 +215,7 @@ def test_a_damaged_file_in_an_archive_does_not_hide_the_others(tmp_path: Path, s
     lines = found[1:-4]
     assert lines == TEXTS[: len(lines)] and len(lines) >= LINES[:20000].count(b"\n")
     message = str(caught.value)
-    assert message.startswith(f"{path}: 4 damaged in it")
+    assert message.startswith(f"{path}: damaged files in it: 4, each")
     for name in ("cut.jsonl.gz", "flipped.jsonl.zst", "inner.tar", "inner.tar!d.txt", "page.xml"):
         assert f"{path}!{name}" in message
     assert "a.txt" not in message and "e.txt" not in message
@@ -228,7 +228,7 @@ def test_an_archive_cut_off_behind_a_damaged_file_tells_both(tmp_path: Path) -> 
     found, message = texts_before_damage(path)
     assert found[0] == "first" and len(found) > 50
     assert f"{path}!b.txt: cannot be read to its end (2 bytes are missing)" in message
-    assert "Before that, 1 damaged in it" in message and f"{path}!cut.jsonl.gz" in message
+    assert "Before that, damaged files in it: 1, each" in message and f"{path}!cut.jsonl.gz" in message
 
 
 def test_an_archive_whose_compression_is_damaged_is_no_damaged_file(tmp_path: Path) -> None:
@@ -333,22 +333,22 @@ def test_a_text_file_that_is_too_long_is_named_without_a_line(tmp_path: Path) ->
 BOMBS = {
     ".gz": lambda size: gzip.compress(bytes(size)),
     ".bz2": lambda size: bz2.compress(bytes(size)),
-    ".xz": lambda size: lzma.compress(bytes(size)),
+    ".xz": lambda size: lzma.compress(bytes(size), preset=0),
     ".zst": lambda size: zstandard.ZstdCompressor(level=19).compress(bytes(size)),
 }
 
 
 @pytest.mark.parametrize("suffix", BOMBS)
 def test_a_decompressed_block_is_never_larger_than_asked_for(suffix: str) -> None:
-    packed = BOMBS[suffix](1 << 28)
+    packed = BOMBS[suffix](1 << 26)
     tracemalloc.start()
     try:
         total = sum(len(block) for block in decompressed("x", [packed], COMPRESSIONS[suffix], 1 << 16))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert total == 1 << 28 and len(packed) < 1 << 19
-    assert peak < 40 << 20, f"{peak >> 20} MiB"
+    assert total == 1 << 26 and len(packed) < 1 << 19
+    assert peak < 32 << 20, f"{peak >> 20} MiB"
 
 
 def test_a_frame_with_a_larger_window_says_what_to_do(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.readers.compression import COMPRESSIONS
-from megatron_coca.data.readers.files import FileReader, file_unit, table_piece
+from megatron_coca.data.readers.files import FileReader, file_unit
 from megatron_coca.data.readers.folders import corpus_files, is_saved_dataset, kind_of, saved_splits
 from megatron_coca.data.readers.source import Chunk, Document, ReadingProblems, ReadUnit, SourceSpec, check_keys
 from megatron_coca.data.readers.streams import BLOCK
@@ -61,7 +61,7 @@ class HuggingFaceReader:
             for table in self._stream(unit).with_format("arrow").iter(batch_size=_ROWS):
                 for batch in table.combine_chunks().to_batches():
                     for rows, data in packed(batch, 2 * self._block, self.spec.max_record):
-                        piece = table_piece(_FORM, unit.path, number, data, self.spec.max_record)
+                        piece = self._files.typed_chunk(_FORM, unit.path, number, data)
                         yield Chunk(unit.path, number, (piece,), 0)
                         number += rows
 
