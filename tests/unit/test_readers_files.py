@@ -214,7 +214,7 @@ def test_small_files_of_an_archive_share_a_chunk(tmp_path: Path) -> None:
 def test_the_reader_is_chosen_by_name(tmp_path: Path) -> None:
     assert isinstance(open_reader(SourceSpec("s", [tmp_path])), FileReader)
     assert set(READERS) == {"files", "repositories", "huggingface"}
-    with pytest.raises(DataError, match=r"s: no reader 'pile'\. There are files, repositories, huggingface"):
+    with pytest.raises(DataError, match=r"s: unknown reader 'pile'\. Known are files, repositories, huggingface"):
         open_reader(SourceSpec("s", [tmp_path], reader="pile"))
     with pytest.raises(DataError, match="s: documents must be one of file, line, paragraph, not 'page'"):
         open_reader(SourceSpec("s", [tmp_path], documents="page"))  # type: ignore[arg-type]

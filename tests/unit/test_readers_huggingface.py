@@ -84,8 +84,8 @@ def test_a_local_folder_that_changes_has_another_stamp(tmp_path: Path) -> None:
     [
         ({"options": {"split": "test"}}, "Bad split: test"),
         ({"fields": {"text": "content"}}, r"no column 'content'; the table has \['text'\]"),
-        ({"metadata": Path("m.jsonl")}, "metadata means nothing to the reader huggingface.*take repositories"),
-        ({"documents": "line"}, "documents means nothing to the reader huggingface"),
+        ({"metadata": Path("m.jsonl")}, "the reader huggingface does not use metadata.*use the reader repositories"),
+        ({"documents": "line"}, "the reader huggingface does not use documents"),
         ({"options": {"splits": "test"}}, r"unknown options \['splits'\].*name, split, revision"),
     ],
 )
