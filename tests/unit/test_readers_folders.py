@@ -113,7 +113,10 @@ def test_a_dangling_link_that_is_named_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("key", "value", "remedy"),
-    [("metadata", Path("m.jsonl"), "use the reader repositories"), ("options", {"split": "train"}, "use the reader huggingface")],
+    [
+        ("metadata", Path("m.jsonl"), "use the reader repositories"),
+        ("options", {"split": "train"}, "use the reader huggingface"),
+    ],
 )
 def test_keys_without_a_meaning_are_refused(tmp_path: Path, key: str, value: object, remedy: str) -> None:
     with pytest.raises(DataError, match=f"s: the reader files does not use {key}. Remove it, or {remedy}"):

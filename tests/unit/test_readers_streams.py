@@ -53,8 +53,7 @@ def texts_before_damage(path: Path) -> tuple[list[str], str]:
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
-@pytest.mark.parametrize("frames", [1, 2, 7])
-@pytest.mark.parametrize("size", [1, 100, 1 << 20])
+@pytest.mark.parametrize(("frames", "size"), [(1, 1 << 20), (2, 1), (7, 100)])
 def test_all_frames_are_decompressed(suffix: str, frames: int, size: int) -> None:
     parts = [LINES[i * len(LINES) // frames : (i + 1) * len(LINES) // frames] for i in range(frames)]
     packed = b"".join(COMPRESS[suffix](part) for part in parts) + bytes(8)  # zeros at the end are padding
@@ -71,7 +70,7 @@ def test_zstd_frames_to_skip_are_skipped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
-@pytest.mark.parametrize("cut", [1, 3, 20, 900])
+@pytest.mark.parametrize("cut", [1, 20, 900])
 def test_a_compressed_file_cut_off_is_an_error_after_what_comes_before(tmp_path: Path, suffix: str, cut: int) -> None:
     first, second = LINES[:20000], LINES[20000:]
     path = tmp_path / f"a.jsonl{suffix}"
@@ -166,7 +165,7 @@ def test_archives_behind_one_another_are_read(tmp_path: Path) -> None:
         (0, 0),
     ],
 )
-@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("suffix", ["", ".zst"])
 def test_an_archive_cut_off_is_an_error_after_what_comes_before(
     tmp_path: Path, kept: int, texts: int, suffix: str
 ) -> None:
@@ -388,8 +387,8 @@ def test_a_failing_disk_is_an_error_after_what_comes_before() -> None:
     assert b"".join(found) == b"one\ntwo\n"
 
 
-@pytest.mark.parametrize("suffix", ["", *COMPRESS])
-def test_documents_do_not_depend_on_the_blocks(tmp_path: Path, suffix: str) -> None:
+@pytest.mark.parametrize("name", ["a.jsonl", "b.tar", "b.tar.gz", "a.jsonl.zst", "b.tar.bz2", "a.jsonl.xz"])
+def test_documents_do_not_depend_on_the_blocks(tmp_path: Path, name: str) -> None:
     rng = random.Random(1)
     records = [
         b"{broken",
@@ -402,15 +401,13 @@ def test_documents_do_not_depend_on_the_blocks(tmp_path: Path, suffix: str) -> N
     ]
     lines = b"\n".join([*records, *rng.choices(records, k=40)])
     files = {"a.jsonl": lines, "b.txt": b"a book", "c.txt": b"", "d.jpg": b"", "e.jsonl": lines}
-    for name, content in (("a.jsonl", lines), ("b.tar", tar(files))):
-        path = tmp_path / f"{name}{suffix}"
-        path.write_bytes(COMPRESS.get(suffix, bytes)(content))
-        results = []
-        for block in (1, 7, 64, 1000, 1 << 20):
-            reader, problems = FileReader(SourceSpec("s", [path]), block), ReadingProblems()
-            (unit,) = reader.units()
-            chunks = list(reader.chunks(unit))
-            assert sum(chunk.read for chunk in chunks) == unit.size == path.stat().st_size
-            documents = [document for chunk in chunks for document in reader.documents(chunk, problems)]
-            results.append((documents, problems))
-        assert all(result == results[0] for result in results) and len(results[0][0]) > 20
+    path, results = tmp_path / name, []
+    path.write_bytes(COMPRESS.get(path.suffix, bytes)(tar(files) if "tar" in name else lines))
+    for block in (1, 7, 1000, 1 << 20):
+        reader, problems = FileReader(SourceSpec("s", [path]), block), ReadingProblems()
+        (unit,) = reader.units()
+        chunks = list(reader.chunks(unit))
+        assert sum(chunk.read for chunk in chunks) == unit.size == path.stat().st_size
+        documents = [document for chunk in chunks for document in reader.documents(chunk, problems)]
+        results.append((documents, problems))
+    assert all(result == results[0] for result in results) and len(results[0][0]) > 20
