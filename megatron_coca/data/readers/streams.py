@@ -165,44 +165,41 @@ class JsonLines:
                 raise OutOfMemory(place) from error
 
 
-class TextFile:
-    """A text file that is one document."""
+@dataclass(frozen=True)
+class TextDocuments:
+    """Text in which a document is the file, a line (blank ones are skipped) or a paragraph between blank lines."""
 
-    delimiter = None
-
-    def rows(self, chunk: Chunk, problems: ReadingProblems) -> Iterator[tuple[str, Row]]:
-        """Yield one row with ``text``; its place is the path alone."""
-        yield from _text_rows([(chunk.path, chunk.payload.removeprefix(BYTE_ORDER_MARK))], problems)
-
-
-class TextLines:
-    """A text file in which each line is a document; blank lines are skipped."""
-
-    delimiter = b"\n"
+    delimiter: bytes | None
 
     def rows(self, chunk: Chunk, problems: ReadingProblems) -> Iterator[tuple[str, Row]]:
-        """Yield rows with ``text``, without the line ending, numbered by line."""
-        lines = ((f"{chunk.path}:{number}", line.removesuffix(b"\r")) for number, line in _lines(chunk))
-        yield from _text_rows(lines, problems)
+        """Yield rows with ``text``, without the last line ending, numbered by their first line; a file has no number."""
+        records: Iterable[tuple[str, bytes]]
+        if self.delimiter is None:
+            records = [(chunk.path, chunk.payload.removeprefix(BYTE_ORDER_MARK))]
+        elif self.delimiter == b"\n":
+            records = ((f"{chunk.path}:{number}", line.removesuffix(b"\r")) for number, line in _lines(chunk))
+        else:
+            lines = enumerate(_without_mark(chunk).split(b"\n"), chunk.first)
+            paragraphs = (list(group) for blank, group in groupby(lines, lambda line: not line[1].strip()) if not blank)
+            records = (
+                (f"{chunk.path}:{paragraph[0][0]}", b"\n".join(line for _, line in paragraph).removesuffix(b"\r"))
+                for paragraph in paragraphs
+            )
+        for place, raw in records:
+            try:
+                row = {"text": decode(raw)}
+            except RejectedRecord as rejected:
+                problems.add(place, rejected.kind, rejected.detail)
+            else:
+                yield place, row
 
 
-class TextParagraphs:
-    """A text file in which blank lines separate documents."""
-
-    delimiter = b"\n\n"
-
-    def rows(self, chunk: Chunk, problems: ReadingProblems) -> Iterator[tuple[str, Row]]:
-        """Yield rows with ``text``, without the last line ending, numbered by their first line."""
-        lines = enumerate(_without_mark(chunk).split(b"\n"), chunk.first)
-        paragraphs = (list(group) for blank, group in groupby(lines, lambda line: not line[1].strip()) if not blank)
-        records = (
-            (f"{chunk.path}:{paragraph[0][0]}", b"\n".join(line for _, line in paragraph).removesuffix(b"\r"))
-            for paragraph in paragraphs
-        )
-        yield from _text_rows(records, problems)
-
-
-TEXT_FORMATS: dict[str, StreamFormat] = {"file": TextFile(), "line": TextLines(), "paragraph": TextParagraphs()}
+_PARAGRAPH_END = b"\n\n"
+TEXT_FORMATS: dict[str, StreamFormat] = {
+    "file": TextDocuments(None),
+    "line": TextDocuments(b"\n"),
+    "paragraph": TextDocuments(_PARAGRAPH_END),
+}
 """By ``SourceSpec.documents``."""
 
 
@@ -211,7 +208,7 @@ def cut_of(stream_format: StreamFormat) -> Cut:
     end = stream_format.delimiter
     if end is None:
         return Cut((), counted=b"\n")
-    if end == TextParagraphs.delimiter:
+    if end == _PARAGRAPH_END:
         # Several blank lines count as one or several ends, depending on the cut; so paragraphs are numbered by line.
         return Cut((b"\n\n", b"\n\r\n"), counted=b"\n")
     return Cut((end,), counted=end)
@@ -234,13 +231,3 @@ def _lines(chunk: Chunk) -> Iterator[tuple[int, bytes]]:
     for number, line in enumerate(_without_mark(chunk).split(b"\n"), chunk.first):
         if line and not line.isspace():
             yield number, line
-
-
-def _text_rows(records: Iterable[tuple[str, bytes]], problems: ReadingProblems) -> Iterator[tuple[str, Row]]:
-    for place, raw in records:
-        try:
-            row = {"text": decode(raw)}
-        except RejectedRecord as rejected:
-            problems.add(place, rejected.kind, rejected.detail)
-        else:
-            yield place, row
