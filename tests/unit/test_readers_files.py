@@ -1,4 +1,4 @@
-"""Files to documents: formats, folders, faults, places, and what a chunk is."""
+"""FileReader: formats, faults and their places, units and chunks."""
 
 import bz2
 import gzip
@@ -83,7 +83,7 @@ def test_every_unusable_record_is_counted_and_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content", [json.dumps([{"text": "x"}]), json.dumps([{"text": "x"}], indent=1), json.dumps({"text": "x"}, indent=1)]
 )
-def test_json_that_is_no_json_lines_is_named_so(tmp_path: Path, content: str) -> None:
+def test_other_json_is_reported_as_not_json_lines(tmp_path: Path, content: str) -> None:
     path = tmp_path / "a.json"
     path.write_text(content)
     with pytest.raises(DataError, match=r"a\.json:1: not JSON lines .*one object per line"):

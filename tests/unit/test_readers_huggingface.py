@@ -1,4 +1,4 @@
-"""Data sets of Hugging Face: saved ones, local folders, and the hub without a network."""
+"""Hugging Face data sets: saved, in local folders, and the Hub without a network."""
 
 import json
 import pickle

@@ -64,7 +64,7 @@ def test_a_repository_may_be_named_itself(tmp_path: Path) -> None:
     assert [d.key for d in documents] == ["flat"] * 3
 
 
-def test_what_is_no_source_is_counted(tmp_path: Path) -> None:
+def test_skipped_files_are_counted(tmp_path: Path) -> None:
     root = write(
         tmp_path / "all",
         {
@@ -99,7 +99,7 @@ def test_what_is_no_source_is_counted(tmp_path: Path) -> None:
         read(spec(root), strict=True)
 
 
-def test_what_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_files_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = write(tmp_path, {"r/a.py": "a = 1\n", "r/locked/b.py": "b = 1\n", "r/gone.py": "c = 1\n"})
     reader, problems = open_reader(spec(root)), ReadingProblems()
     scandir = os.scandir
@@ -255,7 +255,7 @@ def test_filters_of_files(tmp_path: Path) -> None:
         ({"metadata": Path("bad.jsonl")}, "bad.jsonl:2: needs"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change, message) -> None:
+def test_invalid_specs_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change, message) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path, {"all/r/a.py": "x", "bad.jsonl": '{"repository": "r"}\n{"stars": 3}\n'})
     (tmp_path / "empty").mkdir()

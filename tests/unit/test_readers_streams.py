@@ -1,4 +1,4 @@
-"""Compressed files, archives and cuts: every record once, whatever the blocks, and no damage unnoticed."""
+"""Compression, archives and cuts: every record once for any block size, and all damage reported."""
 
 import bz2
 import gzip
@@ -145,7 +145,7 @@ def test_faults_name_the_file_in_the_archive(tmp_path: Path) -> None:
     assert places == [f"{path}!d/a.txt", f"{path}!b.jsonl:2", f"{path}!e.txt"]
 
 
-def test_archives_behind_one_another_are_read(tmp_path: Path) -> None:
+def test_concatenated_archives_are_read(tmp_path: Path) -> None:
     path = tmp_path / "a.tar"
     path.write_bytes(tar({"a.txt": b"one"}) + tar({"b.txt": b"two"}))
     assert [document.text for document in read_documents(path)] == ["one", "two"]
@@ -220,7 +220,7 @@ def test_a_damaged_file_in_an_archive_does_not_hide_the_others(tmp_path: Path, s
     assert "a.txt" not in message and "e.txt" not in message
 
 
-def test_an_archive_cut_off_behind_a_damaged_file_tells_both(tmp_path: Path) -> None:
+def test_an_archive_truncated_after_a_damaged_file_reports_both(tmp_path: Path) -> None:
     path = tmp_path / "a.tar"
     content = tar(damaged_members())
     path.write_bytes(content[: content.index(b"second")] + b"seco")
@@ -254,7 +254,7 @@ NEWLINE = Cut((b"\n",), b"\n")
 
 @pytest.mark.parametrize("cut", [NEWLINE, Cut((b"</page>",), b"</page>"), Cut((b"\n\n", b"\n\r\n"), b"\n")])
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 50, 1000])
-def test_cuts_lie_behind_delimiters_and_lose_nothing(cut: Cut, size: int) -> None:
+def test_pieces_end_with_delimiters_and_lose_nothing(cut: Cut, size: int) -> None:
     alphabet = [b"a", b"\n", b"\r\n", b"</page>", b"</pa", b"bc" * 5]
     content = b"".join(random.Random(size).choices(alphabet, k=400))
     for step in (1, size, 3 * size):
@@ -266,7 +266,7 @@ def test_cuts_lie_behind_delimiters_and_lose_nothing(cut: Cut, size: int) -> Non
         assert len(found) > 1
 
 
-def test_a_long_record_is_gathered() -> None:
+def test_a_long_record_is_buffered() -> None:
     blocks = [b"a\n", b"b" * 10, *[b"c" * 10] * 20, b"\nd\n", b"e"]
     assert list(pieces("x", blocks, NEWLINE, 10, 1 << 20)) == [b"a\n", b"b" * 10 + b"c" * 200 + b"\nd\n", b"e"]
 

@@ -1,4 +1,4 @@
-"""Parquet and Arrow: rows in order, in small chunks, needed columns alone, damage noticed."""
+"""Parquet and Arrow: rows in order, small chunks, needed columns only, damage reported."""
 
 import pickle
 from pathlib import Path
