@@ -1,4 +1,4 @@
-"""Records to documents: where fields are found, sets, keys, filters."""
+"""Records to documents: paths of fields, sets, keys, filters."""
 
 import json
 from collections.abc import Mapping
@@ -68,7 +68,7 @@ def test_sets_divide_a_source() -> None:
     assert [d.part for d in both] == ["B"]
 
 
-def test_sets_do_not_matter_where_nobody_asks() -> None:
+def test_sets_are_ignored_by_default() -> None:
     found, _ = documents(PILE)
     assert len(found) == 5 and {d.part for d in found} == {""}
 
@@ -86,9 +86,7 @@ def test_sets_do_not_matter_where_nobody_asks() -> None:
         ({"key": ["k"]}, {}, content_key("t")),
     ],
 )
-def test_the_key_is_the_record_s_or_its_repository_or_the_text_s(
-    row: dict[str, Any], fields: dict[str, str], key: str
-) -> None:
+def test_key_from_record_or_repository_or_text(row: dict[str, Any], fields: dict[str, str], key: str) -> None:
     (document,) = documents([{"text": "t"} | row], fields=fields)[0]
     assert document.key == key
 
@@ -113,7 +111,7 @@ def test_filters_know_the_names_of_the_stack(row: dict[str, Any]) -> None:
         assert not found and sum(problems.filtered.values()) == 1 and not problems.total
 
 
-@pytest.mark.parametrize("stars", [None, float("nan"), "many", [1]])
+@pytest.mark.parametrize("stars", [None, float("nan"), float("inf"), "many", [1]])
 def test_a_record_without_stars_is_left_out_where_they_count(stars: object) -> None:
     row = {"text": "code", "stars": stars}
     assert texts([row]) == ["code"]

@@ -1,4 +1,4 @@
-"""Which records are kept, and how languages are told."""
+"""Filters of records, and languages by file name."""
 
 import ast
 import time
@@ -166,6 +166,6 @@ def test_languages_by_first_line(line: str, language: str | None) -> None:
     assert language_of_script(line) == language
 
 
-def test_the_tables_hold_together() -> None:
+def test_language_and_licence_tables() -> None:
     assert PROSE < LANGUAGES and len(LANGUAGES) > 60
     assert all(name == name.lower() for name in PERMISSIVE) and not any(name.startswith("gpl") for name in PERMISSIVE)

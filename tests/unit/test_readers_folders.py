@@ -1,4 +1,4 @@
-"""Folders: which files they stand for, and what is said of the others."""
+"""Folders: their readable files, and counts of the others."""
 
 import os
 import socket
@@ -27,14 +27,14 @@ from megatron_coca.data.readers.source import SourceSpec
         ("wiki_00.jsonl.gz", ".jsonl", ".gz"),
     ],
 )
-def test_names_tell_kinds(name: str, form: str, compression: str) -> None:
+def test_formats_by_name(name: str, form: str, compression: str) -> None:
     assert kind_of(name) == FileKind(form, compression)
 
 
 @pytest.mark.parametrize(
     "name", ["a", "wiki_0", "my_wiki_00", "a.csv.gz", "a.html.zst", "wiki.en.zst", "a.00.zst", "a.parquet.gz", ".zst"]
 )
-def test_names_that_tell_nothing(name: str) -> None:
+def test_unknown_names(name: str) -> None:
     assert kind_of(name) is None
 
 
@@ -82,7 +82,7 @@ def test_what_is_not_read_in_a_folder_is_counted(tmp_path: Path, monkeypatch: py
     assert not FileReader(SourceSpec("s", [inner / "j.txt"])).unread()
 
 
-def test_what_lies_beside_a_saved_data_set_is_counted(tmp_path: Path) -> None:
+def test_other_files_of_a_saved_data_set_are_counted(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text('{"_data_files": [{"filename": "data.arrow"}]}')
     for name in ("dataset_info.json", "data.arrow", "cache-1.arrow"):
         (tmp_path / name).write_text("{}")
@@ -101,7 +101,7 @@ def test_a_folder_without_a_readable_file_tells_what_it_holds(tmp_path: Path) ->
 @pytest.mark.parametrize("name", ["pipe.jsonl", "pipe.parquet", "wiki_00"])
 def test_a_pipe_that_is_named_is_an_error(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / name)
-    with pytest.raises(DataError, match=f"{name}: is a pipe, a device or the like"):
+    with pytest.raises(DataError, match=f"{name}: not a regular file but a pipe or device"):
         FileReader(SourceSpec("s", [tmp_path / name])).units()
 
 
@@ -113,10 +113,13 @@ def test_a_dangling_link_that_is_named_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("key", "value", "remedy"),
-    [("metadata", Path("m.jsonl"), "take repositories"), ("options", {"split": "train"}, "take huggingface")],
+    [
+        ("metadata", Path("m.jsonl"), "use the reader repositories"),
+        ("options", {"split": "train"}, "use the reader huggingface"),
+    ],
 )
-def test_keys_without_a_meaning_are_refused(tmp_path: Path, key: str, value: object, remedy: str) -> None:
-    with pytest.raises(DataError, match=f"s: {key} means nothing to the reader files. Remove it, or {remedy}"):
+def test_unused_keys_are_refused(tmp_path: Path, key: str, value: object, remedy: str) -> None:
+    with pytest.raises(DataError, match=f"s: the reader files does not use {key}. Remove it, or {remedy}"):
         FileReader(SourceSpec("s", [tmp_path], **{key: value}))  # type: ignore[arg-type]
 
 

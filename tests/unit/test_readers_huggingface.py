@@ -1,4 +1,4 @@
-"""Data sets of Hugging Face: saved ones, local folders, and the hub without a network."""
+"""Hugging Face data sets: saved, in local folders, and the Hub without a network."""
 
 import json
 import pickle
@@ -84,8 +84,8 @@ def test_a_local_folder_that_changes_has_another_stamp(tmp_path: Path) -> None:
     [
         ({"options": {"split": "test"}}, "Bad split: test"),
         ({"fields": {"text": "content"}}, r"no column 'content'; the table has \['text'\]"),
-        ({"metadata": Path("m.jsonl")}, "metadata means nothing to the reader huggingface.*take repositories"),
-        ({"documents": "line"}, "documents means nothing to the reader huggingface"),
+        ({"metadata": Path("m.jsonl")}, "the reader huggingface does not use metadata.*use the reader repositories"),
+        ({"documents": "line"}, "the reader huggingface does not use documents"),
         ({"options": {"splits": "test"}}, r"unknown options \['splits'\].*name, split, revision"),
     ],
 )

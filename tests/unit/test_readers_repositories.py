@@ -64,7 +64,7 @@ def test_a_repository_may_be_named_itself(tmp_path: Path) -> None:
     assert [d.key for d in documents] == ["flat"] * 3
 
 
-def test_what_is_no_source_is_counted(tmp_path: Path) -> None:
+def test_skipped_files_are_counted(tmp_path: Path) -> None:
     root = write(
         tmp_path / "all",
         {
@@ -99,7 +99,7 @@ def test_what_is_no_source_is_counted(tmp_path: Path) -> None:
         read(spec(root), strict=True)
 
 
-def test_what_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_files_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = write(tmp_path, {"r/a.py": "a = 1\n", "r/locked/b.py": "b = 1\n", "r/gone.py": "c = 1\n"})
     reader, problems = open_reader(spec(root)), ReadingProblems()
     scandir = os.scandir
@@ -248,14 +248,14 @@ def test_filters_of_files(tmp_path: Path) -> None:
         ({"filters": Filters(min_stars=1)}, "need metadata"),
         ({"filters": Filters(licences=("mit",))}, "need metadata"),
         ({"metadata": Path("nowhere.jsonl")}, "no such file"),
-        ({"options": {"split": "train"}}, "options means nothing to the reader repositories.*take huggingface"),
-        ({"fields": {"text": "content"}}, "fields means nothing"),
-        ({"documents": "line"}, "documents means nothing"),
-        ({"sets": ["ArXiv"]}, "sets means nothing"),
+        ({"options": {"split": "train"}}, "the reader repositories does not use options.*use the reader huggingface"),
+        ({"fields": {"text": "content"}}, "does not use fields"),
+        ({"documents": "line"}, "does not use documents"),
+        ({"sets": ["ArXiv"]}, "does not use sets"),
         ({"metadata": Path("bad.jsonl")}, "bad.jsonl:2: needs"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change, message) -> None:
+def test_invalid_specs_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change, message) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path, {"all/r/a.py": "x", "bad.jsonl": '{"repository": "r"}\n{"stars": 3}\n'})
     (tmp_path / "empty").mkdir()
@@ -287,5 +287,5 @@ def test_a_part_of_the_python_installation(tmp_path: Path) -> None:
 
 
 def test_a_language_that_does_not_exist_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="code: filters.languages: 'Pyton' is no language .*did you mean Python"):
+    with pytest.raises(DataError, match="code: filters.languages: unknown language .Pyton.; did you mean Python"):
         open_reader(spec(tmp_path, filters=Filters(languages=("c", "Pyton"))))

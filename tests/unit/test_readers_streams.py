@@ -1,4 +1,4 @@
-"""Compressed files, archives and cuts: every record once, whatever the blocks, and no damage unnoticed."""
+"""Compression, archives and cuts: every record once for any block size, and all damage reported."""
 
 import bz2
 import gzip
@@ -53,8 +53,7 @@ def texts_before_damage(path: Path) -> tuple[list[str], str]:
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
-@pytest.mark.parametrize("frames", [1, 2, 7])
-@pytest.mark.parametrize("size", [1, 100, 1 << 20])
+@pytest.mark.parametrize(("frames", "size"), [(1, 1 << 20), (2, 1), (7, 100)])
 def test_all_frames_are_decompressed(suffix: str, frames: int, size: int) -> None:
     parts = [LINES[i * len(LINES) // frames : (i + 1) * len(LINES) // frames] for i in range(frames)]
     packed = b"".join(COMPRESS[suffix](part) for part in parts) + bytes(8)  # zeros at the end are padding
@@ -71,7 +70,7 @@ def test_zstd_frames_to_skip_are_skipped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
-@pytest.mark.parametrize("cut", [1, 3, 20, 900])
+@pytest.mark.parametrize("cut", [1, 20, 900])
 def test_a_compressed_file_cut_off_is_an_error_after_what_comes_before(tmp_path: Path, suffix: str, cut: int) -> None:
     first, second = LINES[:20000], LINES[20000:]
     path = tmp_path / f"a.jsonl{suffix}"
@@ -146,7 +145,7 @@ def test_faults_name_the_file_in_the_archive(tmp_path: Path) -> None:
     assert places == [f"{path}!d/a.txt", f"{path}!b.jsonl:2", f"{path}!e.txt"]
 
 
-def test_archives_behind_one_another_are_read(tmp_path: Path) -> None:
+def test_concatenated_archives_are_read(tmp_path: Path) -> None:
     path = tmp_path / "a.tar"
     path.write_bytes(tar({"a.txt": b"one"}) + tar({"b.txt": b"two"}))
     assert [document.text for document in read_documents(path)] == ["one", "two"]
@@ -166,7 +165,7 @@ def test_archives_behind_one_another_are_read(tmp_path: Path) -> None:
         (0, 0),
     ],
 )
-@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("suffix", ["", ".zst"])
 def test_an_archive_cut_off_is_an_error_after_what_comes_before(
     tmp_path: Path, kept: int, texts: int, suffix: str
 ) -> None:
@@ -215,20 +214,20 @@ def test_a_damaged_file_in_an_archive_does_not_hide_the_others(tmp_path: Path, s
     lines = found[1:-4]
     assert lines == TEXTS[: len(lines)] and len(lines) >= LINES[:20000].count(b"\n")
     message = str(caught.value)
-    assert message.startswith(f"{path}: 4 damaged in it")
+    assert message.startswith(f"{path}: damaged files in it: 4, each")
     for name in ("cut.jsonl.gz", "flipped.jsonl.zst", "inner.tar", "inner.tar!d.txt", "page.xml"):
         assert f"{path}!{name}" in message
     assert "a.txt" not in message and "e.txt" not in message
 
 
-def test_an_archive_cut_off_behind_a_damaged_file_tells_both(tmp_path: Path) -> None:
+def test_an_archive_truncated_after_a_damaged_file_reports_both(tmp_path: Path) -> None:
     path = tmp_path / "a.tar"
     content = tar(damaged_members())
     path.write_bytes(content[: content.index(b"second")] + b"seco")
     found, message = texts_before_damage(path)
     assert found[0] == "first" and len(found) > 50
     assert f"{path}!b.txt: cannot be read to its end (2 bytes are missing)" in message
-    assert "Before that, 1 damaged in it" in message and f"{path}!cut.jsonl.gz" in message
+    assert "Before that, damaged files in it: 1, each" in message and f"{path}!cut.jsonl.gz" in message
 
 
 def test_an_archive_whose_compression_is_damaged_is_no_damaged_file(tmp_path: Path) -> None:
@@ -255,7 +254,7 @@ NEWLINE = Cut((b"\n",), b"\n")
 
 @pytest.mark.parametrize("cut", [NEWLINE, Cut((b"</page>",), b"</page>"), Cut((b"\n\n", b"\n\r\n"), b"\n")])
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 50, 1000])
-def test_cuts_lie_behind_delimiters_and_lose_nothing(cut: Cut, size: int) -> None:
+def test_pieces_end_with_delimiters_and_lose_nothing(cut: Cut, size: int) -> None:
     alphabet = [b"a", b"\n", b"\r\n", b"</page>", b"</pa", b"bc" * 5]
     content = b"".join(random.Random(size).choices(alphabet, k=400))
     for step in (1, size, 3 * size):
@@ -267,7 +266,7 @@ def test_cuts_lie_behind_delimiters_and_lose_nothing(cut: Cut, size: int) -> Non
         assert len(found) > 1
 
 
-def test_a_long_record_is_gathered() -> None:
+def test_a_long_record_is_buffered() -> None:
     blocks = [b"a\n", b"b" * 10, *[b"c" * 10] * 20, b"\nd\n", b"e"]
     assert list(pieces("x", blocks, NEWLINE, 10, 1 << 20)) == [b"a\n", b"b" * 10 + b"c" * 200 + b"\nd\n", b"e"]
 
@@ -333,22 +332,22 @@ def test_a_text_file_that_is_too_long_is_named_without_a_line(tmp_path: Path) ->
 BOMBS = {
     ".gz": lambda size: gzip.compress(bytes(size)),
     ".bz2": lambda size: bz2.compress(bytes(size)),
-    ".xz": lambda size: lzma.compress(bytes(size)),
+    ".xz": lambda size: lzma.compress(bytes(size), preset=0),
     ".zst": lambda size: zstandard.ZstdCompressor(level=19).compress(bytes(size)),
 }
 
 
 @pytest.mark.parametrize("suffix", BOMBS)
 def test_a_decompressed_block_is_never_larger_than_asked_for(suffix: str) -> None:
-    packed = BOMBS[suffix](1 << 28)
+    packed = BOMBS[suffix](1 << 26)
     tracemalloc.start()
     try:
         total = sum(len(block) for block in decompressed("x", [packed], COMPRESSIONS[suffix], 1 << 16))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert total == 1 << 28 and len(packed) < 1 << 19
-    assert peak < 40 << 20, f"{peak >> 20} MiB"
+    assert total == 1 << 26 and len(packed) < 1 << 19
+    assert peak < 32 << 20, f"{peak >> 20} MiB"
 
 
 def test_a_frame_with_a_larger_window_says_what_to_do(tmp_path: Path) -> None:
@@ -388,8 +387,8 @@ def test_a_failing_disk_is_an_error_after_what_comes_before() -> None:
     assert b"".join(found) == b"one\ntwo\n"
 
 
-@pytest.mark.parametrize("suffix", ["", *COMPRESS])
-def test_documents_do_not_depend_on_the_blocks(tmp_path: Path, suffix: str) -> None:
+@pytest.mark.parametrize("name", ["a.jsonl", "b.tar", "b.tar.gz", "a.jsonl.zst", "b.tar.bz2", "a.jsonl.xz"])
+def test_documents_do_not_depend_on_the_blocks(tmp_path: Path, name: str) -> None:
     rng = random.Random(1)
     records = [
         b"{broken",
@@ -402,15 +401,13 @@ def test_documents_do_not_depend_on_the_blocks(tmp_path: Path, suffix: str) -> N
     ]
     lines = b"\n".join([*records, *rng.choices(records, k=40)])
     files = {"a.jsonl": lines, "b.txt": b"a book", "c.txt": b"", "d.jpg": b"", "e.jsonl": lines}
-    for name, content in (("a.jsonl", lines), ("b.tar", tar(files))):
-        path = tmp_path / f"{name}{suffix}"
-        path.write_bytes(COMPRESS.get(suffix, bytes)(content))
-        results = []
-        for block in (1, 7, 64, 1000, 1 << 20):
-            reader, problems = FileReader(SourceSpec("s", [path]), block), ReadingProblems()
-            (unit,) = reader.units()
-            chunks = list(reader.chunks(unit))
-            assert sum(chunk.read for chunk in chunks) == unit.size == path.stat().st_size
-            documents = [document for chunk in chunks for document in reader.documents(chunk, problems)]
-            results.append((documents, problems))
-        assert all(result == results[0] for result in results) and len(results[0][0]) > 20
+    path, results = tmp_path / name, []
+    path.write_bytes(COMPRESS.get(path.suffix, bytes)(tar(files) if "tar" in name else lines))
+    for block in (1, 7, 1000, 1 << 20):
+        reader, problems = FileReader(SourceSpec("s", [path]), block), ReadingProblems()
+        (unit,) = reader.units()
+        chunks = list(reader.chunks(unit))
+        assert sum(chunk.read for chunk in chunks) == unit.size == path.stat().st_size
+        documents = [document for chunk in chunks for document in reader.documents(chunk, problems)]
+        results.append((documents, problems))
+    assert all(result == results[0] for result in results) and len(results[0][0]) > 20

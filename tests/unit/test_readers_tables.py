@@ -1,4 +1,4 @@
-"""Parquet and Arrow: rows in order, in small chunks, needed columns alone, damage noticed."""
+"""Parquet and Arrow: rows in order, small chunks, needed columns only, damage reported."""
 
 import pickle
 from pathlib import Path
@@ -51,7 +51,7 @@ WAYS = [("a.parquet", {}), ("a.parquet", {"row_group_size": 7}), ("a.arrow", {})
 
 
 @pytest.mark.parametrize(("name", "options"), WAYS)
-@pytest.mark.parametrize("block", [1, 3000, 1 << 20])
+@pytest.mark.parametrize("block", [1, 3000])
 def test_rows_are_read_in_order(tmp_path: Path, name: str, options: dict[str, Any], block: int) -> None:
     path = write(tmp_path / name, STACK, **options)
     documents, problems, _ = read(path, block, fields={"text": "content"})
@@ -78,9 +78,9 @@ def test_sets_are_found_in_nested_columns(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "options"), [("a.parquet", {"row_group_size": 10**6}), ("a.arrow", {})])
 def test_chunks_are_small_and_hold_needed_columns(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
-    columns = {"text": [f"{i:01000}" for i in range(5000)], "image": [f"{i:03000}" for i in range(5000)]}
+    columns = {"text": [f"{i:01000}" for i in range(2000)], "image": [f"{i:03000}" for i in range(2000)]}
     _, _, sizes = read(write(tmp_path / name, columns, **options), 1 << 18)
-    assert max(sizes) < 1 << 20 and 5_000_000 < sum(sizes) < 6_000_000
+    assert max(sizes) < 1 << 20 and 2_000_000 < sum(sizes) < 2_400_000
 
 
 def test_text_in_other_types_of_column(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_a_table_without_the_text_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "options"), WAYS)
-@pytest.mark.parametrize("kept", [0.0, 0.1, 0.5, 0.99])
+@pytest.mark.parametrize("kept", [0.0, 0.5, 0.99])
 def test_a_table_cut_off_is_an_error(tmp_path: Path, name: str, options: dict[str, Any], kept: float) -> None:
     path = write(tmp_path / name, STACK, **options)
     content = path.read_bytes()
@@ -121,7 +121,7 @@ def test_an_arrow_stream_cut_between_batches_is_an_error_after_what_comes_before
     path.write_bytes(path.read_bytes()[:-8])
     reader = FileReader(SourceSpec("s", [path], fields={"text": "content"}))
     found: list[str] = []
-    with pytest.raises(DataError, match="mark at the end"):  # noqa: PT012
+    with pytest.raises(DataError, match="no end-of-stream mark"):  # noqa: PT012
         for chunk in reader.chunks(reader.units()[0]):
             found += [document.text for document in reader.documents(chunk, ReadingProblems())]
     assert found == STACK["content"]

@@ -1,4 +1,4 @@
-"""Readers: corpora as they are distributed, to a stream of documents."""
+"""Readers of corpora in their distributed form: a stream of documents."""
 
 from typing import Any
 
@@ -20,8 +20,8 @@ __all__ = ["READERS", "corpus_files", "open_reader", "read_documents"]
 
 
 def open_reader(spec: SourceSpec) -> Reader:
-    """The reader that a source asks for. ``DataError`` for an unknown one, and for what it cannot be asked."""
+    """The reader of a source. ``DataError`` if it is unknown, or does not use a key of ``spec``."""
     if spec.reader not in READERS:
-        raise DataError(f"{spec.name}: no reader {spec.reader!r}. There are {', '.join(READERS)}.")
-    make: Any = READERS[spec.reader]  # a protocol says nothing about how it is made
+        raise DataError(f"{spec.name}: unknown reader {spec.reader!r}. Known are {', '.join(READERS)}.")
+    make: Any = READERS[spec.reader]  # the protocol has no constructor
     return make(spec)

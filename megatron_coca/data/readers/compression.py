@@ -1,4 +1,4 @@
-"""Compressed bytes to plain ones, block by block: every frame of a file, and an error where the last one is cut off."""
+"""Decompress streams and read tar archives in bounded memory, with an error for truncated or damaged data."""
 
 import bz2
 import lzma
@@ -10,36 +10,33 @@ from typing import Any, Self
 
 from megatron_coca.data.errors import DataError
 
-FEED = 1 << 14  # compressed bytes handed over at once
-# The zstandard package cannot bound what it gives for its input: 4 bytes may stand for a block of 128 KiB, so this is
-# 16 MiB at most. Larger ones are not faster.
+FEED = 1 << 14  # compressed bytes per call of a decoder
+# The zstandard package cannot bound the output of a call: 4 bytes may stand for a block of 128 KiB, so this is 16 MiB
+# at most. Larger values are not faster.
 _ZSTD_FEED = 512
 WINDOW = 1 << 27
-"""The memory in bytes that a zstd frame may ask for, unless records may be longer: what zstd allows by default."""
+"""Maximum window in bytes of a zstd frame, unless records may be longer: zstd's own default."""
 
-_TOO_MUCH_MEMORY = ("too much memory", "Memory usage limit")  # how zstandard and lzma say it
-
-Parts = Callable[[Any, bytes, int], Iterator[bytes]]
-"""(decoder, compressed bytes, size) to the plain bytes of one frame, at most ``size`` at a time."""
+_TOO_MUCH_MEMORY = ("too much memory", "Memory usage limit")  # in the errors of zstandard and lzma
 
 
 @dataclass(frozen=True)
 class Compression:
-    """How one kind of compression is undone.
+    """Decoder of one compression format.
 
     Attributes:
         name: for messages.
         decoder: makes an object for one frame (gzip: member; bzip2, xz: stream) with ``decompress``, ``eof`` and
-            ``unused_data``, as ``bz2.BZ2Decompressor`` has them; given the largest window, which only zstd needs.
-        errors: what ``decompress`` raises for damaged data.
-        parts: feeds the decoder.
-        feed: compressed bytes that are handed over at once.
+            ``unused_data``, like ``bz2.BZ2Decompressor``; takes the maximum window in bytes.
+        errors: exceptions of ``decompress`` for damaged data.
+        parts: (decoder, compressed bytes, size) to the plain bytes, at most ``size`` at a time.
+        feed: compressed bytes per call of ``parts``.
     """
 
     name: str
     decoder: Callable[[int], Any]
     errors: Callable[[], tuple[type[Exception], ...]]
-    parts: Parts
+    parts: Callable[[Any, bytes, int], Iterator[bytes]]
     feed: int = FEED
 
 
@@ -53,7 +50,7 @@ def _zlib_parts(decoder: Any, data: bytes, size: int) -> Iterator[bytes]:
 
 
 def _bounded_parts(decoder: Any, data: bytes, size: int) -> Iterator[bytes]:
-    """For bzip2 and xz, whose decoders keep what they were given and say when they need more."""
+    """For bzip2 and xz, whose decoders buffer their input and report when they need more."""
     yield decoder.decompress(data, size)
     while not (decoder.eof or decoder.needs_input):
         yield decoder.decompress(b"", size)
@@ -89,26 +86,24 @@ COMPRESSIONS: dict[str, Compression] = {
         _bounded_parts,
     ),
 }
-"""By the last suffix of a file's name."""
+"""By the last suffix of a file name."""
 
 
 def decompressed(
     place: str, blocks: Iterable[bytes], kind: Compression, size: int, window: int = WINDOW
 ) -> Iterator[bytes]:
-    """The content of compressed ``blocks``, in blocks of at most ``size`` bytes.
+    """Decompress ``blocks`` into blocks of at most ``size`` bytes.
 
-    Memory holds such a block (for zstd 16 MiB) and the ``window`` of bytes that the compression refers back to,
-    whatever a block grows to.
-
-    Frames follow one another, as ``pzstd``, ``pigz``, ``pbzip2`` and ``cat`` leave them; zeros between them and behind
-    the last are padding.
+    Memory holds one such block (16 MiB for zstd) and the ``window`` of earlier bytes, however far the data expands.
+    Frames may follow one another, as ``pzstd``, ``pigz``, ``pbzip2`` and ``cat`` write them; zeros between and after
+    them are padding.
 
     Raises:
         DataError: damaged data, a frame that needs a larger window, or an end inside a frame; after everything before
             it was yielded.
     """
     decoder, errors, frames = None, kind.errors(), 0
-    for data in _fed(blocks, kind.feed):
+    for data in (block[start : start + kind.feed] for block in blocks for start in range(0, len(block), kind.feed)):
         while data:
             data = data if decoder else data.lstrip(b"\0")
             if not data:
@@ -117,7 +112,15 @@ def decompressed(
             try:
                 yield from filter(None, kind.parts(decoder, data, size))
             except errors as error:
-                raise _undecoded(place, kind, error, window) from error
+                if any(sign in str(error) for sign in _TOO_MUCH_MEMORY):
+                    raise DataError(
+                        f"{place}: the {kind.name} data needs more than {window >> 20} MiB to decompress ({error}). "
+                        "Compress it with a smaller window (without --long), or set max_record_mib of the source above "
+                        f"{window >> 20}."
+                    ) from error
+                raise DataError(
+                    f"{place}: damaged {kind.name} data ({error}). Fetch or compress the file again."
+                ) from error
             data = decoder.unused_data if decoder.eof else b""
             frames, decoder = (frames + 1, None) if decoder.eof else (frames, decoder)
     if decoder or not frames:
@@ -126,24 +129,11 @@ def decompressed(
         )
 
 
-def _undecoded(place: str, kind: Compression, error: Exception, window: int) -> DataError:
-    if any(sign in str(error) for sign in _TOO_MUCH_MEMORY):
-        return DataError(
-            f"{place}: the {kind.name} data needs more than {window >> 20} MiB to decompress ({error}). Compress it with "
-            f"a smaller window (without --long), or set max_record_mib of the source above {window >> 20}."
-        )
-    return DataError(f"{place}: damaged {kind.name} data ({error}). Fetch or compress the file again.")
-
-
-def _fed(blocks: Iterable[bytes], feed: int) -> Iterator[bytes]:
-    return (block[start : start + feed] for block in blocks for start in range(0, len(block), feed))
-
-
 _MAX_HEADER = 1 << 20  # bytes; names and attributes of a file take some kilobytes
 
 
-class _Forward:
-    """As much of a file over ``blocks`` as ``tarfile`` needs to read one that it never goes back in."""
+class _ForwardFile:
+    """File object over ``blocks`` for ``tarfile``, which only moves forward in it."""
 
     def __init__(self, blocks: Iterator[bytes]) -> None:
         self._blocks, self._block, self._used, self._before = blocks, b"", 0, 0
@@ -152,7 +142,7 @@ class _Forward:
         return self._before + self._used
 
     def take(self, limit: int) -> bytes:
-        """The next bytes that are at hand, at most ``limit``; none at the end."""
+        """The next available bytes, at most ``limit``; empty at the end."""
         while self._used == len(self._block):
             self._before += self._used
             self._block, self._used = next(self._blocks, b""), 0
@@ -163,7 +153,7 @@ class _Forward:
         return taken
 
     def read(self, size: int) -> bytes:
-        """``size`` bytes for ``tarfile``, which reads headers by it; contents go through ``take``."""
+        """Read ``size`` bytes; ``tarfile`` reads only headers this way, contents are read with ``take``."""
         if size > _MAX_HEADER:
             raise tarfile.ReadError(f"a header of {size:,} bytes")
         parts = []
@@ -179,13 +169,13 @@ class _Forward:
 
 
 class _Archive(tarfile.TarFile):
-    """Knows whether the mark at the end of an archive was the last thing seen."""
+    """Remembers that the last block was the end-of-archive mark."""
 
     ended = False
 
 
 class _Header(tarfile.TarInfo):
-    """``tarfile`` takes any damaged header, and a missing one, for the end of the archive. This one does not."""
+    """Raises for a damaged or missing header, which ``tarfile`` takes for the end of the archive."""
 
     @classmethod
     def fromtarfile(cls, archive: _Archive) -> Self:  # type: ignore[override]
@@ -202,14 +192,14 @@ class _Header(tarfile.TarInfo):
         return header
 
 
-class Content:
-    """The bytes of one file in an archive, in blocks; an iterator. ``DataError`` where the archive is cut off in it.
+class MemberContent:
+    """Iterator over the bytes of one file in an archive, in blocks. ``DataError`` if the archive ends inside it.
 
     Attributes:
-        lost: what went wrong, if something did, is the archive's fault: it cannot be read on behind this file.
+        lost: the archive itself failed inside this file, so that nothing after it can be read.
     """
 
-    def __init__(self, place: str, stream: _Forward, size: int) -> None:
+    def __init__(self, place: str, stream: _ForwardFile, size: int) -> None:
         self._place, self._stream, self._left = place, stream, size
         self.lost = False
 
@@ -219,7 +209,7 @@ class Content:
     def __next__(self) -> bytes:
         if not self._left:
             raise StopIteration
-        self.lost = True  # until the block is here
+        self.lost = True  # until the block has been read
         block = self._stream.take(self._left)
         if not block:
             raise DataError(
@@ -230,24 +220,24 @@ class Content:
         return block
 
 
-def members(place: str, blocks: Iterator[bytes]) -> Iterator[tuple[str, Content | None]]:
-    """(name, content in blocks) of everything in a tar archive but folders; content None for links and devices.
+def members(place: str, blocks: Iterator[bytes]) -> Iterator[tuple[str, MemberContent | None]]:
+    """Yield (name, content) of everything in a tar archive but folders; content is None for links and devices.
 
-    A content must be read before the next member is asked for, or it is skipped. Archives written one after another
-    are read as one.
+    A content must be read before the next member is requested, or it is skipped. Concatenated archives are read as
+    one.
 
     Raises:
         DataError: a damaged header, or an archive without its end.
     """
-    stream = _Forward(blocks)
+    stream = _ForwardFile(blocks)
     try:
-        # Undecodable names must not make reports that cannot be printed; ignore_zeros reads on behind the first end.
+        # backslashreplace: undecodable names must not break reports; ignore_zeros: read past the first end mark.
         options = {"tarinfo": _Header, "ignore_zeros": True, "encoding": "utf-8", "errors": "backslashreplace"}
         with _Archive(fileobj=stream, mode="r", **options) as archive:  # type: ignore[arg-type]
             while (member := archive.next()) is not None:
-                archive.members.clear()  # type: ignore[attr-defined]  # else the archive's whole list of contents grows in memory
+                archive.members.clear()  # type: ignore[attr-defined]  # else memory grows with every member
                 if not member.isdir():
                     plain = member.isreg() and not member.issparse()
-                    yield member.name, Content(f"{place}!{member.name}", stream, member.size) if plain else None
+                    yield member.name, MemberContent(f"{place}!{member.name}", stream, member.size) if plain else None
     except (tarfile.TarError, ValueError, OverflowError) as error:
         raise DataError(f"{place}: cannot be read to its end ({error}). Is the archive complete?") from error

@@ -1,4 +1,4 @@
-"""Data sets of Hugging Face: saved on disk, folders of data files, and names at the hub, by the ``datasets`` library."""
+"""Reader of Hugging Face data sets: saved on disk, in folders of data files, or on the Hub, with ``datasets``."""
 
 import contextlib
 import hashlib
@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.readers.compression import COMPRESSIONS
-from megatron_coca.data.readers.files import FileReader, file_unit, table_piece
+from megatron_coca.data.readers.files import FileReader, file_unit
 from megatron_coca.data.readers.folders import corpus_files, is_saved_dataset, kind_of, saved_splits
 from megatron_coca.data.readers.source import Chunk, Document, ReadingProblems, ReadUnit, SourceSpec, check_keys
 from megatron_coca.data.readers.streams import BLOCK
@@ -25,14 +25,14 @@ _FILE_SUFFIXES = frozenset((*COMPRESSIONS, ".csv", ".tsv", ".zip", ".7z", ".rar"
 
 
 class HuggingFaceReader:
-    """Reads what ``datasets`` reads, one split of it.
+    """Reads one split of what the ``datasets`` library reads.
 
-    ``spec.paths`` are folders that ``save_to_disk`` wrote (their Arrow files are read as files), other folders or files
-    of data, or names at the hub; the last two are streamed, without a copy in the library's cache. ``spec.options``:
-    ``name`` of the configuration, ``split`` (train), ``revision`` at the hub.
+    ``spec.paths`` are folders written by ``save_to_disk`` (their Arrow files are read directly), other folders or files
+    of data, or names on the Hub; the last two are streamed, without a copy in the library's cache. ``spec.options``:
+    ``name`` of the configuration, ``split`` (train), ``revision`` on the Hub.
 
     Raises:
-        DataError: an unknown option, a key that means nothing here, and as ``FileReader``.
+        DataError: an unknown option, a key that this reader does not use, and as ``FileReader``.
     """
 
     def __init__(self, spec: SourceSpec, block: int = BLOCK) -> None:
@@ -44,15 +44,37 @@ class HuggingFaceReader:
         self._split = spec.options.get("split", DEFAULT_SPLIT)
 
     def units(self) -> list[ReadUnit]:
-        """One per Arrow file of a saved data set, else one per path, of size 0.
+        """List the Arrow files of saved data sets, and every other path as one unit of size 0.
 
         Raises:
-            DataError: a folder without this split, a name that neither the disk nor the hub knows, no network.
+            DataError: a folder without this split, a name that is neither on disk nor on the Hub, no network.
         """
-        return [unit for path in self.spec.paths for unit in self._units(str(path))]
+        units = []
+        for name in map(str, self.spec.paths):
+            path = Path(name)
+            if path.is_dir() and (is_saved_dataset(path) or saved_splits(path)):
+                units += [file_unit(file) for file in corpus_files([self._saved_split(path)])]
+            elif path.exists():
+                files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+                stamps = [(unit.path, unit.stamp) for unit in map(file_unit, files)]
+                units.append(ReadUnit(name, 0, hashlib.sha256(json.dumps(stamps).encode()).hexdigest()[:16]))
+            else:
+                # A name on the Hub may contain dots, but does not end in the suffix of a data file.
+                is_file_name = kind_of(name) is not None or path.suffix.lower() in _FILE_SUFFIXES
+                if name.startswith((".", "/", "~")) or name.count("/") > 1 or is_file_name:
+                    raise DataError(
+                        f"{name}: no such file or folder. Check the path, or name a data set as owner/name."
+                    )
+                with _reported(name):
+                    from huggingface_hub import HfApi
+
+                    # The stamp is the commit that is read, also if the revision moves on.
+                    commit = HfApi().dataset_info(name, revision=self.spec.options.get("revision")).sha
+                units.append(ReadUnit(name, 0, str(commit)))
+        return units
 
     def chunks(self, unit: ReadUnit) -> Iterator[Chunk]:
-        """Cut an Arrow file, or stream a data set. ``DataError`` where it cannot be read on."""
+        """Cut an Arrow file, or stream a data set. ``DataError`` if reading fails."""
         if Path(unit.path).is_file() and unit.size:
             yield from self._files.chunks(unit)
             return
@@ -61,86 +83,50 @@ class HuggingFaceReader:
             for table in self._stream(unit).with_format("arrow").iter(batch_size=_ROWS):
                 for batch in table.combine_chunks().to_batches():
                     for rows, data in packed(batch, 2 * self._block, self.spec.max_record):
-                        piece = table_piece(_FORM, unit.path, number, data, self.spec.max_record)
-                        yield Chunk(unit.path, number, (piece,), 0)
+                        payload = (self._files.typed_chunk(_FORM, unit.path, number, data),)
+                        yield Chunk(unit.path, number, payload, 0)
                         number += rows
 
     def documents(self, chunk: Chunk, problems: ReadingProblems) -> Iterator[Document]:
-        """The documents of a chunk; what cannot be used goes to ``problems``."""
+        """Yield the documents of a chunk; unusable records go to ``problems``."""
         return self._files.documents(chunk, problems)
 
     def unread(self) -> Counter[str]:
-        """None: which files of a folder belong to a data set, its description or ``datasets`` decides."""
+        """Empty: ``datasets`` decides which files of a folder belong to a data set."""
         return Counter()
 
-    def _units(self, path: str) -> list[ReadUnit]:
-        place = Path(path)
-        if place.is_dir() and (saved := _saved_split(place, self._split)):
-            return [file_unit(file) for file in corpus_files([saved])]
-        if place.exists():
-            return [ReadUnit(path, 0, _stamp(place))]
-        if path.startswith((".", "/", "~")) or path.count("/") > 1 or _is_file_name(path):
-            raise DataError(f"{path}: no such file or folder. Check the path, or name a data set as owner/name.")
-        return [ReadUnit(path, 0, self._commit(path))]
-
-    def _commit(self, name: str) -> str:
-        """The hub's commit that the reading is pinned to."""
-        with _reported(name):
-            from huggingface_hub import HfApi
-
-            return str(HfApi().dataset_info(name, revision=self.spec.options.get("revision")).sha)
+    def _saved_split(self, folder: Path) -> Path:
+        if is_saved_dataset(folder):
+            return folder
+        splits = saved_splits(folder)
+        if self._split not in splits:
+            raise DataError(f"{folder}: no split {self._split!r}; there are {', '.join(splits)}. Set the option split.")
+        return folder / self._split
 
     def _stream(self, unit: ReadUnit) -> Any:
-        datasets = _datasets()
-        place = Path(unit.path)
-        where: dict[str, Any] = {"path": unit.path, "revision": unit.stamp}
-        if place.exists():
-            where = {"path": str(place)} if place.is_dir() else {"path": str(place.parent), "data_files": place.name}
-        stream = datasets.load_dataset(**where, name=self.spec.options.get("name"), split=self._split, streaming=True)
+        import datasets
+
+        path = Path(unit.path)
+        source: dict[str, Any] = {"path": unit.path, "revision": unit.stamp}
+        if path.exists():
+            source = {"path": str(path)} if path.is_dir() else {"path": str(path.parent), "data_files": path.name}
+        stream = datasets.load_dataset(**source, name=self.spec.options.get("name"), split=self._split, streaming=True)
         names = stream.column_names
         return stream.select_columns(self._files.columns(names, unit.path)) if names else stream
 
 
-def _saved_split(folder: Path, split: str) -> Path | None:
-    """The folder that holds a saved split; None where ``folder`` is no saved data set."""
-    if is_saved_dataset(folder):
-        return folder
-    splits = saved_splits(folder)
-    if not splits:
-        return None
-    if split not in splits:
-        raise DataError(f"{folder}: no split {split!r}; there are {', '.join(splits)}. Set the option split.")
-    return folder / split
-
-
-def _is_file_name(path: str) -> bool:
-    """Whether this can only be meant as a file: names at the hub may hold dots as well, but not end like one."""
-    return kind_of(path) is not None or Path(path).suffix.lower() in _FILE_SUFFIXES
-
-
-def _stamp(place: Path) -> str:
-    files = sorted(file for file in place.rglob("*") if file.is_file()) if place.is_dir() else [place]
-    facts = [(unit.path, unit.stamp) for unit in map(file_unit, files)]
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
-
-
-def _datasets() -> Any:
-    try:
-        import datasets
-    except ImportError as error:
-        raise DataError("Reading data sets of Hugging Face needs the library: pip install datasets") from error
-    return datasets
-
-
 @contextlib.contextmanager
 def _reported(path: str) -> Iterator[None]:
-    _datasets()
+    try:
+        import datasets  # noqa: F401
+    except ImportError as error:
+        raise DataError("Reading data sets of Hugging Face needs the library: pip install datasets") from error
     try:
         yield
     except DataError:
         raise
-    except Exception as error:  # the library has no base class of its errors, and passes on those of others
+    except Exception as error:  # the library's errors have no common base class
         raise DataError(
             f"{path}: datasets cannot read it ({type(error).__name__}: {error}). Check the name, the split, and the "
-            "network for a name at the hub."
+            "network for a name on the Hub."
         ) from error

@@ -1,4 +1,4 @@
-"""What is asked of a reader, and what it hands on: sources, units, chunks."""
+"""Types shared by all readers: sources, units, chunks, documents and the count of problems."""
 
 import hashlib
 from collections import Counter
@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol, Self
 
 from megatron_coca.data.errors import DataError
 
-NAMED_PROBLEMS = 1000  # so that a corpus of nothing but bad lines cannot fill the memory
+NAMED_PROBLEMS = 1000  # bounds the memory for a corpus of bad lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,9 +17,9 @@ class Document:
     """One document.
 
     Attributes:
-        text: what is tokenized.
-        key: decides the split; documents with one key stay on one side.
-        part: the set within its source that it belongs to, where sets are chosen or told apart; else empty.
+        text: to be tokenized.
+        key: decides the split; documents with the same key are in the same split.
+        part: name of the set within its source, if sets are selected or divided; else empty.
     """
 
     text: str
@@ -28,19 +28,27 @@ class Document:
 
 
 class RejectedRecord(Exception):
-    """A record that cannot be used, by a ``kind`` of fault that is counted, and a ``detail`` that is not."""
+    """An unusable record: faults are counted by ``kind``; ``detail`` is only shown."""
 
     def __init__(self, kind: str, detail: str = "") -> None:
         super().__init__(kind)
         self.kind, self.detail = kind, detail
 
 
+class LeftOut(Exception):
+    """A valid record that is not wanted, by ``reason``."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
 @dataclass
 class ReadingProblems:
-    """Records that did not become documents.
+    """Counts of records that did not become documents.
 
     Faults are counted by kind, and the first ``NAMED_PROBLEMS`` named by file and line; with ``strict`` the first one
-    raises ``DataError`` instead. What a filter or a selection left out on purpose is counted by reason.
+    raises ``DataError`` instead. Records left out by a filter or a selection are counted by reason.
     """
 
     strict: bool = False
@@ -49,7 +57,7 @@ class ReadingProblems:
     filtered: Counter[str] = field(default_factory=Counter)
 
     def add(self, place: str, kind: str, detail: str = "") -> None:
-        """Report a record at ``place`` ("file:line") of one ``kind`` of fault."""
+        """Report a fault at ``place`` ("file:line")."""
         line = f"{place}: {kind}" + (f" ({detail})" if detail else "")
         if self.strict:
             raise DataError(f"{line}. Correct or remove the record.")
@@ -58,23 +66,23 @@ class ReadingProblems:
             self.named.append(line)
 
     def leave_out(self, reason: str, count: int = 1) -> None:
-        """Count records that are sound and not wanted."""
+        """Count valid records that are not wanted."""
         if count:
             self.filtered[reason] += count
 
     def merge(self, other: "ReadingProblems") -> None:
-        """Add what was found in a later stretch of the same source."""
+        """Add the counts of a later part of the same source."""
         self.counts.update(other.counts)
         self.filtered.update(other.filtered)
         self.named += other.named[: NAMED_PROBLEMS - len(self.named)]
 
     def facts(self) -> dict[str, Any]:
-        """What was found, as JSON can hold it."""
+        """The counts, ready for JSON."""
         return {"problems": dict(self.counts), "named": list(self.named), "left_out": dict(self.filtered)}
 
     @classmethod
     def restored(cls, facts: Mapping[str, Any], strict: bool) -> Self:
-        """What ``facts`` told of, to be added to."""
+        """Recreate from ``facts``."""
         return cls(strict, Counter(facts["problems"]), list(facts["named"]), Counter(facts["left_out"]))
 
     @property
@@ -84,24 +92,24 @@ class ReadingProblems:
 
 
 def content_key(text: str) -> str:
-    """Split key of a document that has no name of its own: equal texts land on the same side of the split."""
+    """Split key of a document without a key of its own: equal texts are in the same split."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 Row = Mapping[str, Any]
-"""A record before its fields are told apart: what a line of JSON or a row of a table holds."""
+"""A raw record: the object in a line of JSON, or a row of a table."""
 
 
 @dataclass(frozen=True)
 class Filters:
-    """Which records to keep. A record that lacks a field which a filter needs is left out, and counted.
+    """Filters of records. A record that lacks a field needed by a filter is left out and counted.
 
     Attributes:
-        min_stars: stars of the repository, at least.
-        licences: keep these only (SPDX names, without regard to case); empty keeps all.
-        languages: keep these only, without regard to case; empty keeps all.
+        min_stars: minimum stars of the repository.
+        licences: keep only these (SPDX names, case-insensitive); empty keeps all.
+        languages: keep only these, case-insensitive; empty keeps all.
         min_bytes, max_bytes: of the UTF-8 text, both inclusive.
-        generated, minified: True keeps what a program wrote, and what was squeezed for transport.
+        generated, minified: True keeps generated and minified files.
     """
 
     min_stars: int = 0
@@ -115,23 +123,23 @@ class Filters:
 
 @dataclass(frozen=True)
 class SourceSpec:
-    """A named source: where it lies and how it is read.
+    """A named source of documents.
 
     Attributes:
-        name: names its shards.
-        paths: files or folders; for ``huggingface`` also names at the hub.
-        reader: a name in ``megatron_coca.data.readers.READERS``; ``files`` goes by the names of the files.
-        fields: where a record holds ``text``, ``key``, ``set``, ``stars``, ``licence``, ``language``, ``path``,
-            ``repository``; dots reach into nested records. Those not given have their defaults.
-        documents: what one document is in a text file: the file, each line, or each stretch between blank lines.
-        sets: keep the records of these sets only; empty keeps all.
-        divide: make each set a part of its own (``Document.part``).
-        filters: which records to keep.
+        name: name of its shards.
+        paths: files or folders; for ``huggingface`` also names on the Hub.
+        reader: a name in ``megatron_coca.data.readers.READERS``; ``files`` tells formats by file names.
+        fields: paths in a record of ``text``, ``key``, ``set``, ``stars``, ``licence``, ``language``, ``path``,
+            ``repository``; dots reach into nested records. The others keep their defaults.
+        documents: unit of a document in a text file: the file, a line, or a paragraph between blank lines.
+        sets: keep only the records of these sets; empty keeps all.
+        divide: write each set to its own shards (``Document.part``).
+        filters: of records.
         metadata: JSONL file with one object per repository (``repository``, ``stars``, ``licence``), for
             ``repositories``.
-        options: further arguments of a reader (``huggingface``: name, split, ...).
-        max_record_mib: a longer record (line, page, row, file of code, text file that is one document) is skipped and
-            named. It bounds the memory: turning a record into tokens takes some twenty times its size.
+        options: further arguments of ``huggingface``: name, split, revision.
+        max_record_mib: longer records (line, page, row, source file, text file that is one document) are skipped and
+            named. Bounds the memory: tokenizing a record takes about twenty times its size.
     """
 
     name: str
@@ -160,28 +168,28 @@ KEY_READERS: dict[str, tuple[str, ...]] = {
     "metadata": ("repositories",),
     "options": ("huggingface",),
 }
-"""Keys of a ``SourceSpec`` that only some readers know what to do with, and which."""
+"""Keys of a ``SourceSpec`` that only these readers use."""
 
 
 def check_keys(spec: SourceSpec, reader: str) -> None:
-    """``DataError`` for a key that is set and has no meaning for ``reader``, instead of passing over it."""
+    """``DataError`` for a key that is set but that ``reader`` would ignore."""
     unset = SourceSpec(spec.name, spec.paths)
     for key, readers in KEY_READERS.items():
         given = getattr(spec, key)
         if reader not in readers and given and given != getattr(unset, key):
             raise DataError(
-                f"{spec.name}: {key} means nothing to the reader {reader}. Remove it, or take {' or '.join(readers)}."
+                f"{spec.name}: the reader {reader} does not use {key}. Remove it, or use the reader {' or '.join(readers)}."
             )
 
 
 @dataclass(frozen=True, slots=True)
 class ReadUnit:
-    """What is read from its beginning to its end: a file, a repository, a data set.
+    """A file, a repository or a data set, read from beginning to end.
 
     Attributes:
-        path: as it is reported.
-        size: bytes on the disk, which ``Chunk.read`` adds up to; 0 where nobody knows.
-        stamp: another text when the content may have changed (size and time of the last change); empty where unknown.
+        path: as reported.
+        size: bytes on disk, the sum of ``Chunk.read``; 0 if unknown.
+        stamp: changes when the content may have changed (size and modification time); empty if unknown.
     """
 
     path: str
@@ -191,13 +199,13 @@ class ReadUnit:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A stretch of a unit, cut cheaply where it is read, to be turned into documents in any process.
+    """A part of a unit, cut cheaply while reading, to be parsed into documents by any process.
 
     Attributes:
         path: the file, with ``!member`` for one inside an archive.
-        first: number of its first record in that file, counted from 1; 0 where the file is one record.
-        payload: the raw records, or what finds them again; small enough to be sent to another process.
-        read: bytes of the unit read from the disk since the chunk before.
+        first: number of its first record in that file, from 1; 0 if the file is one record.
+        payload: the raw records or the names of files; small enough to send to another process.
+        read: bytes of the unit read from disk since the previous chunk.
     """
 
     path: str
@@ -207,19 +215,19 @@ class Chunk:
 
 
 class Reader(Protocol):
-    """Made from a ``SourceSpec``; can be pickled."""
+    """Reads the units of a ``SourceSpec``; can be pickled."""
 
     def units(self) -> list[ReadUnit]:
-        """What there is to read, in the order of reading. ``DataError`` for a path that is missing or unreadable."""
+        """List the units in reading order. ``DataError`` for a missing or unreadable path."""
 
     def chunks(self, unit: ReadUnit) -> Iterator[Chunk]:
-        """Cut a unit, the same way every time; memory holds one chunk, or one record where that is larger.
+        """Cut a unit, deterministically; memory holds one chunk, or one record if larger.
 
-        Raises ``DataError`` at the place where the unit is damaged, after all that comes before it was yielded.
+        Raises ``DataError`` where the unit is damaged, after everything before that was yielded.
         """
 
     def documents(self, chunk: Chunk, problems: ReadingProblems) -> Iterator[Document]:
-        """The documents of a chunk, in order. What cannot be used goes to ``problems``."""
+        """Yield the documents of a chunk in order; unusable records go to ``problems``."""
 
     def unread(self) -> Counter[str]:
-        """Files in the named folders that belong to no unit, by the reason. Looks at the folders again."""
+        """Count the files in the folders that belong to no unit, by reason. Lists the folders again."""

@@ -1,33 +1,46 @@
-"""Files as blocks of bytes, and blocks cut where records end."""
+"""Cut byte streams between records, and parse JSON lines and text."""
 
 import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
-from typing import IO, Any, NamedTuple, Protocol
+from typing import IO, NamedTuple, Protocol
 
 from megatron_coca.data.errors import DataError, OutOfMemory
 from megatron_coca.data.readers.source import Chunk, ReadingProblems, RejectedRecord, Row
 
-BLOCK = 1 << 20  # bytes; a chunk is at least one block where there is as much, and little more
+BLOCK = 1 << 20  # bytes; a chunk has about one block, unless the stream is shorter
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Where a stream may be cut.
+    """Positions at which a stream may be cut.
 
     Attributes:
-        ends: a record ends after each of these; none where the whole stream is one record.
-        counted: what tells how many records went by. Its occurrences must not overlap, so that they add up.
+        ends: delimiters that end a record; none if the whole stream is one record.
+        counted: occurrences of this number the records. They must not overlap, so that counts of pieces add up.
     """
 
     ends: tuple[bytes, ...]
     counted: bytes
 
 
+class TooLong(NamedTuple):
+    """Replaces a record that is longer than the limit.
+
+    Attributes:
+        length: bytes of the record, with its delimiter.
+        counted: occurrences of ``Cut.counted`` in it.
+    """
+
+    length: int
+    counted: int
+
+
 def raw_blocks(place: str, raw: IO[bytes], size: int) -> Iterator[bytes]:
-    """The bytes of an open file in blocks of ``size``; ``DataError`` where the disk does not give them."""
+    """Read an open file in blocks of ``size`` bytes; ``DataError`` if reading fails."""
     while True:
         try:
             block = raw.read(size)
@@ -38,217 +51,183 @@ def raw_blocks(place: str, raw: IO[bytes], size: int) -> Iterator[bytes]:
         yield block
 
 
-class TooLong(NamedTuple):
-    """Stands for a record that is longer than the limit.
-
-    Attributes:
-        length: bytes of the record, with its delimiter.
-        counted: how often ``Cut.counted`` occurs in it.
-    """
-
-    length: int
-    counted: int
-
-
 def pieces(place: str, blocks: Iterable[bytes], cut: Cut, size: int, limit: int) -> Iterator[bytes | TooLong]:
-    """Whole records, about ``size`` bytes of them at a time; a longer record is gathered until it ends.
+    """Yield whole records, about ``size`` bytes of them at a time; a longer record is buffered until it ends.
 
-    What follows the last delimiter is a record too, unless the stream turns out to be damaged there: then the complete
-    records come first and the ``DataError`` after them. Of a record of more than ``limit`` bytes only its length is
-    given, and never more than about ``limit + size`` bytes of it are held.
-
-    Raises ``DataError`` as ``blocks`` does.
+    Bytes after the last delimiter are a record too, unless the stream is damaged there: then the complete records come
+    first and the ``DataError`` of ``blocks`` after them. For a record of more than ``limit`` bytes only its length is
+    given, and at most about ``limit + size`` bytes of it are in memory.
     """
-    held, searched, dropped = bytearray(), 0, TooLong(0, 0)
+    buffer, searched, dropped = bytearray(), 0, TooLong(0, 0)
     try:
         for block in blocks:
-            held += block
-            if len(held) < size:
+            buffer += block
+            if len(buffer) < size:
                 continue
-            if end := _last_end(held, cut.ends, searched):
-                yield from _within(limit, _head(held, end), cut, dropped)
-                del held[:end]
+            if end := _last_end(buffer, cut.ends, searched):
+                yield from _within(limit, _head(buffer, end), cut, dropped)
+                del buffer[:end]
                 dropped = TooLong(0, 0)
-            elif dropped.length or len(held) > limit:
-                dropped = _dropped(held, cut, dropped)
-            searched = len(held)
+            elif dropped.length or len(buffer) > limit:
+                # No record ends in the buffer: drop all but what may be the beginning of a delimiter.
+                end = max(0, len(buffer) + 1 - max(map(len, cut.ends), default=1))
+                counted = buffer.count(cut.counted, 0, end) if cut.counted else 0
+                dropped = TooLong(dropped.length + end, dropped.counted + counted)
+                del buffer[:end]
+            searched = len(buffer)
     except DataError:
-        if end := _last_end(held, cut.ends, searched):
-            yield from _within(limit, _head(held, end), cut, dropped)
+        if end := _last_end(buffer, cut.ends, searched):
+            yield from _within(limit, _head(buffer, end), cut, dropped)
         raise
-    if held or dropped.length or not cut.ends:
-        yield from _within(limit, bytes(held), cut, dropped)
-
-
-def _dropped(held: bytearray, cut: Cut, before: TooLong) -> TooLong:
-    """Empty ``held``, which no record ends in, but for what may be the beginning of a delimiter; what was dropped."""
-    end = max(0, len(held) + 1 - max(map(len, cut.ends), default=1))
-    dropped = TooLong(before.length + end, before.counted + (held.count(cut.counted, 0, end) if cut.counted else 0))
-    del held[:end]
-    return dropped
+    if buffer or dropped.length or not cut.ends:
+        yield from _within(limit, bytes(buffer), cut, dropped)
 
 
 def _within(limit: int, records: bytes, cut: Cut, dropped: TooLong) -> Iterator[bytes | TooLong]:
-    """The records, with those that are too long taken out; of the first, ``dropped`` bytes came before."""
+    """``records`` with those over ``limit`` replaced; ``dropped`` was already removed from the first."""
     if not dropped.length and len(records) <= limit:
         yield records
         return
-    begin, start = 0, 0  # of the records that are not given yet, and of this one
+    pending, start = 0, 0  # start of the records that are not yielded yet, and of the present one
     for end in _ends(records, cut):
         length = dropped.length + end - start
         if length > limit:
-            if start > begin:
-                yield records[begin:start]
+            if start > pending:
+                yield records[pending:start]
             yield TooLong(length, dropped.counted + records.count(cut.counted, start, end))
-            begin, dropped = end, TooLong(0, 0)
+            pending, dropped = end, TooLong(0, 0)
         start = end
-    if begin < len(records):
-        yield records[begin:]
+    if pending < len(records):
+        yield records[pending:]
 
 
 def _ends(records: bytes, cut: Cut) -> Iterator[int]:
-    """Where each record ends."""
+    """The end of each record."""
     end = 0
-    for found in re.finditer(b"|".join(map(re.escape, cut.ends)), records) if cut.ends else ():
-        end = found.end()
+    for delimiter in re.finditer(b"|".join(map(re.escape, cut.ends)), records) if cut.ends else ():
+        end = delimiter.end()
         yield end
     if end < len(records) or not end:
         yield len(records)
 
 
-def _last_end(held: bytearray, ends: tuple[bytes, ...], searched: int) -> int:
-    """Length of ``held`` up to the last delimiter; 0 where there is none. None lies within the first ``searched``."""
-    found = ((held.rfind(end, max(0, searched - len(end) + 1)), end) for end in ends)
-    return max((at + len(end) for at, end in found if at >= 0), default=0)
+def _last_end(buffer: bytearray, ends: tuple[bytes, ...], searched: int) -> int:
+    """End of the last delimiter in ``buffer``, or 0; its first ``searched`` bytes are known to hold none."""
+    starts = ((buffer.rfind(end, max(0, searched - len(end) + 1)), end) for end in ends)
+    return max((start + len(end) for start, end in starts if start >= 0), default=0)
 
 
-def _head(held: bytearray, end: int) -> bytes:
-    with memoryview(held) as view:
+def _head(buffer: bytearray, end: int) -> bytes:
+    with memoryview(buffer) as view:  # a slice of the buffer itself would be copied twice
         return bytes(view[:end])
 
 
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-
-
 class StreamFormat(Protocol):
-    """A format whose records follow one another, so that a file can be cut anywhere between two of them."""
+    """A format of records one after another, so that a file can be cut between any two of them."""
 
     @property
     def delimiter(self) -> bytes | None:
-        """A record ends after it; None where the stream is one record."""
+        """Ends a record; None if the stream is one record."""
         ...
 
     def rows(self, chunk: Chunk, problems: ReadingProblems) -> Iterator[tuple[str, Row]]:
-        """(place, record) of each record in ``chunk.payload`` (bytes), the first of which is number ``chunk.first``.
+        """Yield ("path:number", record) of the records in ``chunk.payload`` (bytes), numbered from ``chunk.first``.
 
-        A place is "path:number". What is not a record of this format goes to ``problems``.
+        Invalid records go to ``problems``.
         """
         ...
 
 
 class JsonLines:
-    """One JSON object a line; blank lines are nothing."""
+    """One JSON object per line; blank lines are skipped."""
 
     delimiter = b"\n"
 
     def rows(self, chunk: Chunk, problems: ReadingProblems) -> Iterator[tuple[str, Row]]:
-        """The objects, by their line."""
+        """Yield the objects, numbered by line."""
         for number, line in _lines(chunk):
             place = f"{chunk.path}:{number}"
             try:
-                if number == 1 and (reason := _not_json_lines(line)):
-                    raise RejectedRecord("not JSON lines", reason)
-                yield place, _json_object(line)
+                if number == 1:
+                    start = line.strip()
+                    if start in (b"[", b"{") or (start[:1] == b"[" and start[1:].lstrip()[:1] == b"{"):
+                        hint = "it seems to be one JSON value; write one object per line, as jq -c '.[]' does"
+                        raise RejectedRecord("not JSON lines", hint)
+                record = json.loads(decode(line))
+                if not isinstance(record, dict):
+                    raise RejectedRecord("not a JSON object", type(record).__name__)
+                yield place, record
+            except (ValueError, RecursionError) as error:  # ValueError: also a number with too many digits for Python
+                problems.add(place, "invalid JSON", str(error))
             except RejectedRecord as rejected:
                 problems.add(place, rejected.kind, rejected.detail)
             except MemoryError as error:
                 raise OutOfMemory(place) from error
 
 
-class TextFile:
-    """A text that is one document."""
+@dataclass(frozen=True)
+class TextDocuments:
+    """Text in which a document is the file, a line (blank ones are skipped) or a paragraph between blank lines."""
 
-    delimiter = None
-
-    def rows(self, chunk: Chunk, problems: ReadingProblems) -> Iterator[tuple[str, Row]]:
-        """One row with ``text``, by the file alone."""
-        yield from _text_rows([(chunk.path, chunk.payload.removeprefix(_BYTE_ORDER_MARK))], problems)
-
-
-class TextLines:
-    """A text in which each line is a document; blank lines are nothing."""
-
-    delimiter = b"\n"
+    delimiter: bytes | None
 
     def rows(self, chunk: Chunk, problems: ReadingProblems) -> Iterator[tuple[str, Row]]:
-        """Rows with ``text``, without the line's end, by their line."""
-        lines = ((f"{chunk.path}:{number}", line.removesuffix(b"\r")) for number, line in _lines(chunk))
-        yield from _text_rows(lines, problems)
+        """Yield rows with ``text``, without the last line ending, numbered by their first line; a file has no number."""
+        records: Iterable[tuple[str, bytes]]
+        if self.delimiter is None:
+            records = [(chunk.path, chunk.payload.removeprefix(BYTE_ORDER_MARK))]
+        elif self.delimiter == b"\n":
+            records = ((f"{chunk.path}:{number}", line.removesuffix(b"\r")) for number, line in _lines(chunk))
+        else:
+            lines = enumerate(_without_mark(chunk).split(b"\n"), chunk.first)
+            paragraphs = (list(group) for blank, group in groupby(lines, lambda line: not line[1].strip()) if not blank)
+            records = (
+                (f"{chunk.path}:{paragraph[0][0]}", b"\n".join(line for _, line in paragraph).removesuffix(b"\r"))
+                for paragraph in paragraphs
+            )
+        for place, raw in records:
+            try:
+                row = {"text": decode(raw)}
+            except RejectedRecord as rejected:
+                problems.add(place, rejected.kind, rejected.detail)
+            else:
+                yield place, row
 
 
-class TextParagraphs:
-    """A text in which each stretch between blank lines is a document."""
-
-    delimiter = b"\n\n"
-
-    def rows(self, chunk: Chunk, problems: ReadingProblems) -> Iterator[tuple[str, Row]]:
-        """Rows with ``text``, without the last line's end, by their first line."""
-        yield from _text_rows(self._paragraphs(chunk), problems)
-
-    @staticmethod
-    def _paragraphs(chunk: Chunk) -> Iterator[tuple[str, bytes]]:
-        lines = enumerate(_unmarked(chunk).split(b"\n"), chunk.first)
-        for blank, group in groupby(lines, key=lambda numbered: not numbered[1].strip()):
-            if not blank:
-                (first, line), *rest = group
-                yield f"{chunk.path}:{first}", b"\n".join([line, *(more for _, more in rest)]).removesuffix(b"\r")
-
-
-TEXT_FORMATS: dict[str, StreamFormat] = {"file": TextFile(), "line": TextLines(), "paragraph": TextParagraphs()}
+_PARAGRAPH_END = b"\n\n"
+TEXT_FORMATS: dict[str, StreamFormat] = {
+    "file": TextDocuments(None),
+    "line": TextDocuments(b"\n"),
+    "paragraph": TextDocuments(_PARAGRAPH_END),
+}
 """By ``SourceSpec.documents``."""
 
 
+def cut_of(stream_format: StreamFormat) -> Cut:
+    """The cut that belongs to a format's delimiter."""
+    end = stream_format.delimiter
+    if end is None:
+        return Cut((), counted=b"\n")
+    if end == _PARAGRAPH_END:
+        # Several blank lines count as one or several ends, depending on the cut; so paragraphs are numbered by line.
+        return Cut((b"\n\n", b"\n\r\n"), counted=b"\n")
+    return Cut((end,), counted=end)
+
+
 def decode(raw: bytes) -> str:
-    """UTF-8 to text; ``RejectedRecord`` where it is none."""
+    """Decode UTF-8; ``RejectedRecord`` if it is invalid."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise RejectedRecord("invalid UTF-8", f"byte {error.start}") from error
 
 
-def _unmarked(chunk: Chunk) -> bytes:
-    return chunk.payload.removeprefix(_BYTE_ORDER_MARK) if chunk.first == 1 else chunk.payload
+def _without_mark(chunk: Chunk) -> bytes:
+    return chunk.payload.removeprefix(BYTE_ORDER_MARK) if chunk.first == 1 else chunk.payload
 
 
 def _lines(chunk: Chunk) -> Iterator[tuple[int, bytes]]:
     """(number, line) of the lines that are not blank."""
-    for number, line in enumerate(_unmarked(chunk).split(b"\n"), chunk.first):
+    for number, line in enumerate(_without_mark(chunk).split(b"\n"), chunk.first):
         if line and not line.isspace():
             yield number, line
-
-
-def _text_rows(records: Iterable[tuple[str, bytes]], problems: ReadingProblems) -> Iterator[tuple[str, Row]]:
-    for place, raw in records:
-        try:
-            row = {"text": decode(raw)}
-        except RejectedRecord as rejected:
-            problems.add(place, rejected.kind, rejected.detail)
-        else:
-            yield place, row
-
-
-def _json_object(line: bytes) -> dict[str, Any]:
-    try:
-        record = json.loads(decode(line))
-    except (ValueError, RecursionError) as error:  # ValueError: also a number of more digits than Python reads
-        raise RejectedRecord("invalid JSON", str(error)) from error
-    if not isinstance(record, dict):
-        raise RejectedRecord("not a JSON object", type(record).__name__)
-    return record
-
-
-def _not_json_lines(line: bytes) -> str | None:
-    """What a file that begins like this is instead."""
-    text = line.strip()
-    whole = text in (b"[", b"{") or text[:1] == b"[" and text[1:].lstrip()[:1] == b"{"
-    return "it seems to be one JSON value; write one object a line, as jq -c '.[]' does" if whole else None
