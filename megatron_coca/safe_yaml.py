@@ -1,9 +1,7 @@
-"""YAML from files that others wrote, read within limits: size, nodes after the expansion of aliases, depth.
+"""Read untrusted YAML within limits on size, depth, and the number of values after the expansion of aliases.
 
-PyYAML's safe loader runs no code, but a few hundred bytes of aliases to aliases stand for more values than any memory
-holds, and nested brackets overflow its stack. ``LimitedLoader`` reads every YAML file of the package but those that the
-plugin for GPT-NeoX reads as GPT-NeoX does, so that each fault is a ``yaml.YAMLError``, which ``fault`` turns into a line
-and a reason.
+PyYAML's safe loader runs no code, but a few hundred bytes of aliases to aliases expand to more values than fit in
+memory, and nested brackets overflow its stack. All YAML of the package is read here, except by the GPT-NeoX plugin.
 """
 
 from pathlib import Path
@@ -11,25 +9,17 @@ from typing import Any
 
 import yaml
 
-MAX_BYTES = 1 << 20
-"""Of a file."""
-MAX_NODES = 100_000
-"""Values, keys included, that a file may stand for when every alias is written out."""
-MAX_DEPTH = 64
-"""Mappings and sequences within one another, also through aliases. A level takes six frames of Python's stack."""
-MAX_NUMBER = 1000
-"""Characters of a number: reading its digits takes the square of their number."""
+MAX_BYTES = 1 << 20  # of a file
+MAX_NODES = 100_000  # values, keys included, with every alias expanded
+MAX_DEPTH = 64  # nested mappings and sequences, also through aliases; a level takes six frames of Python's stack
+MAX_NUMBER = 1000  # characters of a number, which take quadratic time to read
 
 _TEXT = "tag:yaml.org,2002:str"
+_TOO_LARGE = f"larger than {MAX_BYTES >> 20} MiB; is it the right file?"
 
 
 class YamlFault(Exception):
-    """A file or text is not YAML, or goes beyond a limit.
-
-    Attributes:
-        line: counted from 1; None where no line is at fault.
-        reason: what is wrong with it.
-    """
+    """A file or text is not YAML, or exceeds a limit. ``line`` counts from 1; None for the whole file."""
 
     def __init__(self, line: int | None, reason: str) -> None:
         super().__init__(reason)
@@ -41,18 +31,17 @@ class YamlFault(Exception):
 
 
 class LimitedLoader(yaml.SafeLoader):
-    """YAML 1.1 within the limits. Raises ``yaml.YAMLError`` for everything that it does not read."""
+    """YAML 1.1 within the limits. Raises ``yaml.YAMLError`` for every fault."""
 
     def __init__(self, text: str) -> None:
         if len(text) > MAX_BYTES:
-            raise yaml.YAMLError(_too_large())
+            raise yaml.YAMLError(_TOO_LARGE)
         super().__init__(text)
         self._level = self._composed = 0
         self._measures: dict[int, tuple[int, int]] = {}  # by the id of a finished node: nodes in it, and its depth
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """The next node with all that is in it, measured."""
-        event, alias = self.peek_event(), self.check_event(yaml.AliasEvent)  # type: ignore[no-untyped-call]
+        event, alias = self.peek_event(), self.check_event(yaml.AliasEvent)
         if self._level > MAX_DEPTH:
             raise _error(f"nested deeper than {MAX_DEPTH} levels", event.start_mark)
         self._level += 1
@@ -63,16 +52,18 @@ class LimitedLoader(yaml.SafeLoader):
         return node
 
     def _measure(self, node: yaml.Node, alias: bool, mark: Any) -> None:
-        """Children are measured before what holds them, so that no measure takes longer than its own children."""
+        """Record the size and depth of a node from those of its children, which are composed before it."""
         if alias and id(node) not in self._measures:
             raise _error("a value that contains itself", mark)
         if not alias:
-            children = _children(node)
+            children: list[yaml.Node] = []
+            if isinstance(node, yaml.MappingNode):
+                children = [child for pair in node.value for child in pair]
+            elif isinstance(node, yaml.SequenceNode):
+                children = node.value
             measures = [self._measures[id(child)] for child in children]
-            self._measures[id(node)] = (
-                1 + sum(each[0] for each in measures),
-                1 + max((d for _, d in measures), default=0),
-            )
+            deepest = max((depth for _, depth in measures), default=0)
+            self._measures[id(node)] = (1 + sum(nodes for nodes, _ in measures), 1 + deepest)
             self._composed += 1
         nodes, depth = self._measures[id(node)]
         if max(nodes, self._composed) > MAX_NODES:
@@ -81,19 +72,18 @@ class LimitedLoader(yaml.SafeLoader):
             raise _error(f"nested deeper than {MAX_DEPTH} levels", mark)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """The value of a node."""
         if isinstance(node, yaml.ScalarNode) and node.tag != _TEXT and len(node.value) > MAX_NUMBER:
             raise _error(f"a number or date of more than {MAX_NUMBER} characters", node.start_mark)
         try:
-            return super().construct_object(node, deep)  # type: ignore[no-untyped-call]
+            return super().construct_object(node, deep)
         except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
-            # PyYAML's constructors pass on what the value does to them.
+            # PyYAML's constructors do not convert these.
             kind = node.tag.removeprefix("tag:yaml.org,2002:")
             raise _error(f"{node.value!r:.40} cannot be read as {kind}", node.start_mark) from error
 
 
 class _UniqueKeys(LimitedLoader):
-    """Refuses a key that stands twice in a mapping; YAML would keep the last."""
+    """Refuses a key that occurs twice in a mapping; PyYAML would keep the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[tuple[str, Any], Any] = {}
@@ -104,56 +94,42 @@ class _UniqueKeys(LimitedLoader):
 
 
 def read_text(path: Path) -> str:
-    """The text of a UTF-8 file, with or without a byte order mark.
+    """Read a UTF-8 file, with or without a byte order mark.
 
-    Raises:
-        YamlFault: larger than ``MAX_BYTES``, of which no more is read.
-        OSError, UnicodeDecodeError: it cannot be read.
+    Raises ``YamlFault`` for one larger than ``MAX_BYTES``, of which no more is read; ``OSError``, ``UnicodeDecodeError``.
     """
     with path.open("rb") as stream:
         raw = stream.read(MAX_BYTES + 1)
     if len(raw) > MAX_BYTES:
-        raise YamlFault(None, _too_large())
+        raise YamlFault(None, _TOO_LARGE)
     return raw.decode("utf-8-sig").replace("\r\n", "\n")
 
 
 def read_yaml(path: Path) -> Any:
-    """The value of a YAML file in which no key stands twice in one mapping. Raises as ``read_text``, and ``YamlFault``
-    for what is not YAML or goes beyond a limit.
-    """
+    """Read a YAML file without repeated keys. Raises as ``read_text``, and ``YamlFault``."""
     text = read_text(path)
     try:
         loader = _UniqueKeys(text)
         try:
-            return loader.get_single_data()  # type: ignore[no-untyped-call]
+            return loader.get_single_data()
         finally:
-            loader.dispose()  # type: ignore[no-untyped-call]
+            loader.dispose()
     except yaml.YAMLError as error:
         raise fault(error, text) from error
 
 
 def fault(error: yaml.YAMLError, text: str) -> YamlFault:
-    """Where and why ``text`` could not be read."""
+    """Convert PyYAML's error about ``text`` into a line and a reason."""
     if isinstance(error, yaml.reader.ReaderError):
         line = text.count("\n", 0, error.position) + 1
         return YamlFault(line, f"the character U+{ord(text[error.position]):04X} is not allowed")
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     reason = getattr(error, "problem", None) or str(error).partition("\n")[0]
     context = getattr(error, "context", None)
-    if reason.startswith("but ") and context:  # the sentence begins in the context
+    if reason.startswith("but ") and context:  # the sentence starts in the context
         reason = f"{context}, {reason}"
     return YamlFault(None if mark is None else mark.line + 1, reason)
 
 
-def _children(node: yaml.Node) -> list[yaml.Node]:
-    if isinstance(node, yaml.MappingNode):
-        return [child for pair in node.value for child in pair]
-    return node.value if isinstance(node, yaml.SequenceNode) else []
-
-
 def _error(problem: str, mark: Any) -> yaml.MarkedYAMLError:
     return yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
-
-
-def _too_large() -> str:
-    return f"larger than {MAX_BYTES >> 20} MiB; is it the right file?"

@@ -1,13 +1,17 @@
-"""Markdown tables, for the console and for documents."""
+"""Markdown tables and text in them, for the console and for documents."""
 
 import re
 from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
+_MARKUP = re.compile(r"[\\`*\[\]|~$]|(?<![^\W_])_|_(?![^\W_])")
+"""Characters with a meaning in Markdown or in GitHub's formulas; ``_`` within a word has none."""
+_LINE_ENDS = re.compile(r"\s*[\r\n]+\s*")
+
 
 def number(value: Any) -> str:
-    """A cell: thousands apart, fractions with four digits that count, ``-`` for what is not known."""
+    """Text of a cell: thousands separated, fractions with four significant digits, ``-`` for None."""
     if value is None:
         return "-"
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -16,47 +20,31 @@ def number(value: Any) -> str:
 
 
 def percent(share: float | None) -> str:
-    """A share of 1 as a percentage; small ones do not become 0."""
+    """A fraction of 1 as a percentage; a small one is not rounded to 0."""
     if share is None:
         return "-"
     return f"{share:.2%}" if share == 0 or share >= 0.0001 else f"{share * 100:.1e}%"
 
 
-def table(titles: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Columns under their titles, the first one to the left and the others to the right."""
-    cells = [list(titles), *([number(value) for value in row] for row in rows)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(titles))]
-    lines = []
-    for row in cells:
-        rest = (cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))
-        lines.append("  ".join([row[0].ljust(widths[0]), *rest]).rstrip())
-    return "\n".join(lines)
-
-
 def excerpt(text: str, length: int = 80) -> str:
-    """The beginning of a text on one line, everything that is not printable escaped."""
+    """The first ``length`` characters of a text on one line, with unprintable characters escaped."""
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:length])
     return shown[:length] + ("..." if len(text) > length or len(shown) > length else "")
 
 
-_MARKUP = re.compile(r"[\\`*\[\]|~$]|(?<![^\W_])_|_(?![^\W_])")
-"""What means something to Markdown or to GitHub's formulas; `_` within a word means nothing."""
-_LINE_ENDS = re.compile(r"\s*[\r\n]+\s*")
-
-
 def escaped(text: str) -> str:
-    """Plain text as Markdown that shows it as it is, in one line. HTML becomes entities, which every renderer knows."""
+    """Plain text as one line of Markdown that renders as written. HTML becomes entities."""
     return _MARKUP.sub(lambda found: f"\\{found[0]}", escape(_LINE_ENDS.sub(" ", text), quote=False))
 
 
 def in_cell(text: str) -> str:
-    """Plain text in a cell of a table that people read as it is, on the console."""
+    """Plain text for a table cell that is read on the console, unrendered."""
     return _LINE_ENDS.sub(" ", text).replace("|", r"\|")
 
 
-def format_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table with aligned columns: the first one left, the others right."""
-    lines = [list(header), *(list(row) for row in rows)]
+def format_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A Markdown table with aligned columns, the first one left, the others right; cells go through ``number``."""
+    lines = [list(header), *([number(value) for value in row] for row in rows)]
     widths = [max(3, *(len(line[column]) for line in lines)) for column in range(len(header))]
 
     def cells(line: Sequence[str]) -> list[str]:

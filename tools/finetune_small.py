@@ -16,7 +16,7 @@ from quickstart import ROOT, run
 
 from megatron_coca.checkpoints import native
 from megatron_coca.config import load_config
-from megatron_coca.tables import table
+from megatron_coca.tables import format_table
 
 RUNS = Path("runs/finetune")
 CONFIGS = ROOT / "configs/finetune/small"
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rows.append(perplexities(f"{label} + dynamic NTK", RUNS / name, DYNAMIC_NTK))
     except subprocess.CalledProcessError as error:
         return error.returncode
-    print("\n" + table(("perplexity at", *map(str, WINDOWS)), rows))
+    print("\n" + format_table(("perplexity at", *map(str, WINDOWS)), rows))
     return 0
 
 

@@ -1,10 +1,10 @@
-"""Prepare a corpus for training: from what it is on disk to tokenized shards, a manifest and data.yml.
+"""Prepare a corpus for training: from its files on disk to tokenized shards, a manifest and data.yml.
 
 python tools/prepare_data.py --builtin
 python tools/prepare_data.py configs/data/recipes/pile_books_wiki_code.yml --root /corpora
 python tools/prepare_data.py --input books=books.jsonl.zst code=src.jsonl.gz --train-tokenizer 32000 --output data/mine
 
-Killed or stopped, the same command goes on from where it was.
+After a kill or an error, the same command resumes.
 """
 
 import argparse
@@ -19,9 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a check
 
 from megatron_coca.data.builtin import VOCAB_SIZE, prepare_builtin  # noqa: E402
 from megatron_coca.data.errors import DataError  # noqa: E402
-from megatron_coca.data.preparation.manifest import RUN_CONFIG, empty_splits, read_manifest
-from megatron_coca.data.preparation.plan import SPLITS, CorpusSource, Execution, Rules, training_texts
-from megatron_coca.data.preparation.recipe import (
+from megatron_coca.data.preparation.manifest import RUN_CONFIG, empty_splits, read_manifest  # noqa: E402
+from megatron_coca.data.preparation.plan import SPLITS, CorpusSource, Execution, Rules, training_texts  # noqa: E402
+from megatron_coca.data.preparation.recipe import (  # noqa: E402
     Recipe,
     TokenizerTraining,
     check_tokenizer_files,
@@ -30,9 +30,14 @@ from megatron_coca.data.preparation.recipe import (
 )
 from megatron_coca.data.preparation.run import prepare  # noqa: E402
 from megatron_coca.data.readers.source import SourceSpec  # noqa: E402
+from megatron_coca.data.tokenizers import TOKENIZERS, load_tokenizer  # noqa: E402
 from megatron_coca.data.tokenizers.kinds import Tokenizer  # noqa: E402
-from megatron_coca.data.tokenizers.load import TOKENIZERS, load_tokenizer  # noqa: E402
 from megatron_coca.data.tokenizers.training import TRAINERS  # noqa: E402
+
+_TOKENIZER_FILES = ("tokenizer_type", "vocab_file", "merge_file")
+_FRACTIONS = ("valid_fraction", "test_fraction")
+_READING = ("documents", "max_record_mib")
+_OF_INPUT = (*_TOKENIZER_FILES, "train_tokenizer", "text_field", *_READING, "duplicates", *_FRACTIONS)
 
 
 def _at_least(lowest: int) -> Callable[[str], int]:
@@ -53,31 +58,25 @@ def _parser() -> argparse.ArgumentParser:
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--workers", type=_at_least(0), default=cores, help="processes; 0: this one only")
     parser.add_argument("--save-seconds", type=float, default=10.0, help="the work that a kill can cost")
-    parser.add_argument("--strict", action="store_true", help="stop at the first record that cannot be used")
-    parser.add_argument("--skip-damaged", action="store_true", help="keep what a damaged file gives, and go on")
-    parser.add_argument("--root", type=Path, help="with a recipe: where its paths begin, instead of its own root")
+    parser.add_argument("--strict", action="store_true", help="stop at the first unusable record")
+    parser.add_argument("--skip-damaged", action="store_true", help="keep the readable part of a damaged file")
+    parser.add_argument("--root", type=Path, help="with a recipe: replaces its root folder")
     plain = parser.add_argument_group("with --input; a recipe has its own")
     plain.add_argument("--tokenizer-type", choices=list(TOKENIZERS), help="with --vocab-file and --merge-file")
     plain.add_argument("--vocab-file")
     plain.add_argument("--merge-file")
     plain.add_argument("--train-tokenizer", type=_at_least(1), metavar="VOCAB_SIZE", help="train SentencePiece on it")
-    plain.add_argument("--text-field", help="field of a record that holds its text (text)")
+    plain.add_argument("--text-field", help="field of a record that contains its text (text)")
     plain.add_argument("--documents", choices=["file", "line", "paragraph"], help="of text files (file)")
     plain.add_argument("--max-record-mib", type=_at_least(1), metavar="MIB", help="skip and name longer records (64)")
-    plain.add_argument("--duplicates", choices=["exact", "near", "keep"], help="what to remove (exact)")
+    plain.add_argument("--duplicates", metavar="{exact,keep}", help="what to remove (exact)")
     plain.add_argument("--valid-fraction", type=float, help="of the documents, by a hash of their key (0.01)")
     plain.add_argument("--test-fraction", type=float, help="the same (0.01)")
     return parser
 
 
-_TOKENIZER_FILES = ("tokenizer_type", "vocab_file", "merge_file")
-_FRACTIONS = ("valid_fraction", "test_fraction")
-_READING = ("documents", "max_record_mib")
-_OF_INPUT = (*_TOKENIZER_FILES, "train_tokenizer", "text_field", *_READING, "duplicates", *_FRACTIONS)
-
-
 def _given(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
-    """Those of the options that were given."""
+    """The options among ``names`` that were given."""
     return {name: value for name in names if (value := getattr(arguments, name)) not in (None, False)}
 
 
@@ -87,8 +86,8 @@ def _refuse(arguments: argparse.Namespace, names: Sequence[str], reason: str) ->
         raise DataError(f"{given}: {reason}")
 
 
-def _from_input(arguments: argparse.Namespace) -> Recipe:
-    """The recipe that the options amount to."""
+def _recipe_from_options(arguments: argparse.Namespace) -> Recipe:
+    """The recipe that ``--input`` and its options describe."""
     _refuse(arguments, ["root"], "goes with a recipe")
     if (arguments.tokenizer_type is None) == (arguments.train_tokenizer is None):
         raise DataError("--input needs either --tokenizer-type or --train-tokenizer.")
@@ -96,8 +95,8 @@ def _from_input(arguments: argparse.Namespace) -> Recipe:
     fields = {"text": arguments.text_field} if arguments.text_field else {}
     reading, treatment = _given(arguments, _READING), _given(arguments, ["duplicates"])
     sources = [
-        CorpusSource(SourceSpec(name, found, fields=fields, **reading), **treatment)
-        for name, found in named_paths(arguments.input).items()
+        CorpusSource(SourceSpec(name, paths, fields=fields, **reading), **treatment)
+        for name, paths in named_paths(arguments.input).items()
     ]
     files = {name: getattr(arguments, name) for name in _TOKENIZER_FILES}
     training = TokenizerTraining(vocab_size=arguments.train_tokenizer) if arguments.train_tokenizer else None
@@ -105,28 +104,8 @@ def _from_input(arguments: argparse.Namespace) -> Recipe:
     return Recipe(sources, rules, None, files if training is None else None, training)
 
 
-def _tokenizer(recipe: Recipe, folder: Path) -> Tokenizer:
-    """Train one into ``folder`` as the recipe says."""
-    training = recipe.training
-    assert training is not None
-    texts = training_texts(recipe.sources, recipe.rules, training.characters)
-    return TRAINERS[training.tokenizer_type][training.model](texts, training.vocab_size, folder / "tokenizer")
-
-
-def _prepare(arguments: argparse.Namespace, recipe: Recipe) -> Path:
-    output = arguments.output or recipe.output
-    if output is None:
-        raise DataError("Name the folder to make: --output, or `output` in the recipe.")
-    rules = replace(recipe.rules, strict=arguments.strict, skip_damaged=arguments.skip_damaged)
-    execution = Execution(arguments.workers, arguments.save_seconds)
-    if recipe.tokenizer is not None:
-        tokenizer = load_tokenizer(**recipe.tokenizer)
-        return prepare(recipe.sources, output, tokenizer, rules, execution)
-    notes = {"train_tokenizer": recipe.training.model_dump()}
-    return prepare(recipe.sources, output, lambda folder: _tokenizer(recipe, folder), rules, execution, notes)
-
-
 def _run(arguments: argparse.Namespace) -> Path:
+    """Prepare what the command line describes; return the path of the manifest."""
     if sum(map(bool, (arguments.builtin, arguments.input, arguments.recipe))) != 1:
         raise DataError("Give one of: a recipe, --input, --builtin. See --help.")
     if arguments.builtin:
@@ -134,38 +113,51 @@ def _run(arguments: argparse.Namespace) -> Path:
         _refuse(arguments, [name for name in others if name != "train_tokenizer"], "does not go with --builtin")
         return prepare_builtin(arguments.output or Path("data"), arguments.train_tokenizer or VOCAB_SIZE)
     if arguments.input:
-        return _prepare(arguments, _from_input(arguments))
-    _refuse(arguments, _OF_INPUT, "goes with --input; write it into the recipe")
-    return _prepare(arguments, read_recipe(arguments.recipe, arguments.root))
+        recipe = _recipe_from_options(arguments)
+    else:
+        _refuse(arguments, _OF_INPUT, "goes with --input; write it into the recipe")
+        recipe = read_recipe(arguments.recipe, arguments.root)
+    output = arguments.output or recipe.output
+    if output is None:
+        raise DataError("Name the folder to make: --output, or `output` in the recipe.")
+    rules = replace(recipe.rules, strict=arguments.strict, skip_damaged=arguments.skip_damaged)
+    execution = Execution(arguments.workers, arguments.save_seconds)
+    training = recipe.training
+    if training is None:
+        assert recipe.tokenizer is not None, "a recipe has one of the two"
+        return prepare(recipe.sources, output, load_tokenizer(**recipe.tokenizer), rules, execution)
+
+    def train(folder: Path) -> Tokenizer:
+        texts = training_texts(recipe.sources, recipe.rules, training.characters)
+        return TRAINERS[training.tokenizer_type][training.model](texts, training.vocab_size, folder / "tokenizer")
+
+    return prepare(recipe.sources, output, train, rules, execution, {"train_tokenizer": training.model_dump()})
 
 
 def _summary(path: Path) -> str:
     record = read_manifest(path)
     lines = [f"{path}"]
     for entry in record["sources"]:
-        lines += [f"  {entry['name']} {split}: {_counted(entry[split])}" for split in SPLITS]
+        lines += [f"  {entry['name']} {split}: {_sizes(entry[split])}" for split in SPLITS]
     for source in record["inputs"]:
-        lines += [f"  {source['name']} left out: {count:,} x {reason}" for reason, count in source["left_out"].items()]
-        lines += [
-            f"  {source['name']} files not read: {count:,} x {reason}" for reason, count in source["unread"].items()
-        ]
-        lines += [f"  {source['name']} FAULTY: {count:,} x {kind}" for kind, count in source["problems"].items()]
+        name = source["name"]
+        lines += [f"  {name} left out: {count:,} x {reason}" for reason, count in source["left_out"].items()]
+        lines += [f"  {name} files not read: {count:,} x {reason}" for reason, count in source["unread"].items()]
+        lines += [f"  {name} FAULTY: {count:,} x {kind}" for kind, count in source["problems"].items()]
         lines += [f"    {line}" for line in source["problems_named"][:10]]
-        lines += [f"  {source['name']}: NO DOCUMENT of the set {name!r}" for name in source["sets_missing"]]
-    return "\n".join([*lines, *_next_step(path.parent, record)])
+        lines += [f"  {name}: NO DOCUMENT of the set {missing!r}" for missing in source["sets_missing"]]
+    config = path.parent / RUN_CONFIG
+    if config.exists():
+        splits = {split for split in SPLITS for entry in record["sources"] if entry[split]["documents"]}
+        if "train" in splits:
+            lines += empty_splits(record["sources"])
+            lines.append(f"Train with: python train.py configs/350M/roformer_coca.yml {config}")
+        else:
+            lines.append(f"Only {', '.join(sorted(splits))} documents: a run needs training documents.")
+    return "\n".join(lines)
 
 
-def _next_step(folder: Path, record: dict[str, Any]) -> list[str]:
-    if not (folder / RUN_CONFIG).exists():
-        return []
-    found = {split for split in SPLITS for entry in record["sources"] if entry[split]["documents"]}
-    if "train" not in found:
-        return [f"Only {', '.join(sorted(found))} documents: a run needs training documents."]
-    train = f"Train with: python train.py configs/350M/roformer_coca.yml {folder / RUN_CONFIG}"
-    return [*empty_splits(record["sources"]), train]
-
-
-def _counted(facts: dict[str, Any]) -> str:
+def _sizes(facts: dict[str, Any]) -> str:
     if not facts["documents"]:
         return "no document"
     per_token = facts["bytes"] / facts["tokens"]
@@ -173,14 +165,14 @@ def _counted(facts: dict[str, Any]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; 0, or 2 after an error of the input, which is printed without a traceback."""
+    """Run the command; return 0, 2 after an input error, printed without a traceback, or 130 after Ctrl-C."""
     try:
         print(_summary(_run(_parser().parse_args(argv))))
     except DataError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("stopped; the same command goes on from here", file=sys.stderr)
+        print("stopped; the same command resumes", file=sys.stderr)
         return 130
     return 0
 

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
@@ -19,18 +18,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a check
 
 from megatron_coca.atomic_write import atomic_dir  # noqa: E402
 from megatron_coca.data.errors import DataError  # noqa: E402
-from megatron_coca.data.preparation.plan import CorpusSource, Rules, check, training_texts
+from megatron_coca.data.preparation.plan import CorpusSource, Rules, check, training_texts  # noqa: E402
 from megatron_coca.data.preparation.recipe import named_paths, read_recipe  # noqa: E402
 from megatron_coca.data.readers.source import SourceSpec  # noqa: E402
-from megatron_coca.data.tokenizers.kinds import FileTokenizer  # noqa: E402
-from megatron_coca.data.tokenizers.load import TOKENIZERS  # noqa: E402
-from megatron_coca.data.tokenizers.training import TRAINERS, HeldOut, Measure, check_vocabulary, measure  # noqa: E402  # noqa: E402
-from megatron_coca.tables import table  # noqa: E402
+from megatron_coca.data.tokenizers import TOKENIZERS  # noqa: E402
+from megatron_coca.data.tokenizers.training import TRAINERS, HeldOut, check_vocabulary, measure  # noqa: E402
+from megatron_coca.tables import format_table  # noqa: E402
 
 REPORT = "training.json"
 CLEARLY_FEWER = 0.7
-"""Share of the characters asked for of a source below which that is said."""
-TITLES = ("source", "trained on: characters", "held out: documents", "bytes", "tokens", "bytes per token", "exact")
+"""Share of the requested characters of a source below which a warning is printed."""
+HEADER = ("source", "trained on: characters", "held out: documents", "bytes", "tokens", "bytes per token", "exact")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -38,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("recipe", nargs="?", type=Path, help="recipe of the preparation; its sources and weights")
     options.add_argument("--input", nargs="+", metavar="NAME=PATH", help="in place of a recipe; a name may occur again")
-    options.add_argument("--text-field", help="with --input: field of a JSON record that holds its text")
+    options.add_argument("--text-field", help="with --input: field of a JSON record that contains its text")
     options.add_argument("--root", type=Path, help="in place of the recipe's root folder")
     options.add_argument("--valid-fraction", type=float, help="with --input: as the preparation will hold out (0.01)")
     options.add_argument("--test-fraction", type=float, help="with --input: the same (0.01)")
@@ -61,7 +59,7 @@ def _count(text: str) -> int:
 
 
 def read_sources(options: argparse.Namespace) -> tuple[list[CorpusSource], Rules]:
-    """What the command line or the recipe names."""
+    """The sources and rules of the recipe, or of ``--input``."""
     if (options.recipe is None) == (options.input is None):
         raise DataError("Name either a recipe or --input NAME=PATH ...")
     fractions = {
@@ -74,33 +72,32 @@ def read_sources(options: argparse.Namespace) -> tuple[list[CorpusSource], Rules
         return recipe.sources, recipe.rules
     fields = {"text": options.text_field} if options.text_field else {}
     sources = [
-        CorpusSource(SourceSpec(name, found, fields=fields)) for name, found in named_paths(options.input).items()
+        CorpusSource(SourceSpec(name, paths, fields=fields)) for name, paths in named_paths(options.input).items()
     ]
     return sources, Rules(**fractions)
 
 
 def shares(sources: Sequence[CorpusSource], characters: int, equal: bool) -> list[int]:
-    """Characters of each source: by weight where all have one, else as many of each."""
+    """Characters to read from each source: by weight where they have weights, else an equal share."""
     weights = [1.0 if equal or source.weight is None else source.weight for source in sources]
     return [int(characters * weight / sum(weights)) for weight in weights]
 
 
-def chosen_texts(
+def _training_texts(
     sources: Sequence[CorpusSource], rules: Rules, wanted: Sequence[int], held_out: dict[str, HeldOut], show: bool
 ) -> Iterator[str]:
-    """Texts to train on; the rest goes to ``held_out``, by source."""
+    """Yield the texts to train on; held-out texts go to ``held_out``, by source."""
     with tqdm(total=sum(wanted), unit=" characters", unit_scale=True, disable=not show) as bar:
         for source, share in zip(sources, wanted, strict=True):
             bar.set_description(f"read {source.spec.name}")
-            held = held_out.setdefault(source.spec.name, HeldOut())
-            for text in held.rest(training_texts([source], rules, share)):
+            for text in held_out[source.spec.name].rest(training_texts([source], rules, share)):
                 bar.update(len(text))
                 yield text
         bar.set_description("train")
 
 
 def train(options: argparse.Namespace, show: bool = True) -> str:
-    """Train, measure and write; returns what to tell of it."""
+    """Train, measure and write; return the text to print."""
     sources, rules = read_sources(options)
     check(sources, rules)
     check_vocabulary(options.type, options.vocab_size)
@@ -109,68 +106,49 @@ def train(options: argparse.Namespace, show: bool = True) -> str:
     if options.characters < len(sources):
         raise DataError(f"--characters {options.characters} is less than one for each source.")
     wanted = shares(sources, options.characters, options.equal)
-    held_out: dict[str, HeldOut] = {}
+    held_out = {source.spec.name: HeldOut() for source in sources}
+    file_name = TOKENIZERS[options.type][1]["vocab_file"]
     with atomic_dir(options.output, DataError) as folder:
-        texts = chosen_texts(sources, rules, wanted, held_out, show)
-        tokenizer = TRAINERS[options.type][options.model](texts, options.vocab_size, folder / file_name(options.type))
+        texts = _training_texts(sources, rules, wanted, held_out, show)
+        tokenizer = TRAINERS[options.type][options.model](texts, options.vocab_size, folder / file_name)
         tokenizer.save(folder)
         measures = {name: measure(tokenizer, held.texts) for name, held in held_out.items()}
-        report = facts(options, tokenizer, held_out, measures)
+        report = {
+            "settings": {
+                name: getattr(options, name) for name in ("type", "model", "vocab_size", "characters", "equal")
+            },
+            "fingerprint": tokenizer.fingerprint,
+            "sources": {
+                name: {"trained_characters": held_out[name].characters, "held_out": asdict(measured)}
+                for name, measured in measures.items()
+            },
+        }
         (folder / REPORT).write_text(json.dumps(report, indent=1) + "\n")
-    return told(options, held_out, measures, wanted)
-
-
-def file_name(tokenizer_type: str) -> str:
-    """The file that a trained tokenizer is."""
-    return TOKENIZERS[tokenizer_type][1]["vocab_file"]
-
-
-def facts(
-    options: argparse.Namespace, tokenizer: FileTokenizer, held_out: dict[str, HeldOut], measures: dict[str, Measure]
-) -> dict[str, Any]:
-    """The settings and the result, as JSON can hold them."""
-    names = ("type", "model", "vocab_size", "characters", "equal")
-    return {
-        "settings": {name: getattr(options, name) for name in names},
-        "fingerprint": tokenizer.fingerprint,
-        "sources": {
-            name: {"trained_characters": held_out[name].characters, "held_out": asdict(found)}
-            for name, found in measures.items()
-        },
-    }
-
-
-def short_of(held_out: dict[str, HeldOut], wanted: Sequence[int]) -> list[str]:
-    """A line for every source that gave clearly fewer characters than ``wanted`` of it."""
-    given = {name: held.characters + sum(map(len, held.texts)) for name, held in held_out.items()}
-    return [
-        f"{name}: gave {found:,} characters where {share:,} were asked for; its share of the training is smaller"
-        for (name, found), share in zip(given.items(), wanted, strict=True)
-        if found < CLEARLY_FEWER * share
-    ]
-
-
-def told(
-    options: argparse.Namespace, held_out: dict[str, HeldOut], measures: dict[str, Measure], wanted: Sequence[int]
-) -> str:
-    """The measures, what is wanting, and what to write in a config."""
     rows = [
         (name, held_out[name].characters, m.documents, m.bytes, m.tokens, m.bytes_per_token, m.exact)
         for name, m in measures.items()
     ]
-    lines = [table(TITLES, rows), ""]
-    unmeasured = [name for name, found in measures.items() if not found.documents]
+    lines = [format_table(HEADER, rows), ""]
+    unmeasured = [name for name, measured in measures.items() if not measured.documents]
     if unmeasured:
         lines += [f"not measured, with fewer than two documents: {', '.join(unmeasured)}", ""]
-    fewer = short_of(held_out, wanted)
-    lines += [*fewer, ""] if fewer else []
-    return "\n".join(
-        [*lines, f"tokenizer_type: {options.type}", f"vocab_file: {options.output / file_name(options.type)}"]
-    )
+    warnings = short_sources(held_out, wanted)
+    lines += [*warnings, ""] if warnings else []
+    return "\n".join([*lines, f"tokenizer_type: {options.type}", f"vocab_file: {options.output / file_name}"])
+
+
+def short_sources(held_out: dict[str, HeldOut], wanted: Sequence[int]) -> list[str]:
+    """A line for every source that gave clearly fewer characters than ``wanted``."""
+    given = {name: held.characters + sum(map(len, held.texts)) for name, held in held_out.items()}
+    return [
+        f"{name}: gave {characters:,} characters of {share:,} requested; its share of the training is smaller"
+        for (name, characters), share in zip(given.items(), wanted, strict=True)
+        if characters < CLEARLY_FEWER * share
+    ]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; 0, or 2 after an error of the input, which is printed without a traceback."""
+    """Run the command; return 0, or 2 after an input error, printed without a traceback."""
     try:
         print(train(parser().parse_args(arguments)))
     except DataError as error:

@@ -13,7 +13,7 @@ from megatron_coca.checkpoints.object_store import fetch, is_url
 from megatron_coca.checkpoints.state import StateReader
 from megatron_coca.checkpoints.weights import open_safetensors_file
 from megatron_coca.config import ConfigError, load_config
-from megatron_coca.tables import table
+from megatron_coca.tables import format_table
 
 SHOWN_KEYS = (
     *("num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "seq_length", "vocab_size", "pos_emb"),
@@ -120,7 +120,7 @@ def describe_text(found: Description) -> str:
     lines += [f"  {name}: {value}" for name, value in meta.get("progress", {}).items() if name != "guard" and value]
     columns = ("source", "samples", "tokens", "epochs")
     read = [tuple(share[column] for column in columns) for share in meta.get("mixture", ())]
-    lines += ["", table(("state", "elements"), sorted(found.stored.items())) if found.stored else ""]
-    lines += [table(("file", "bytes"), sorted(found.sizes.items()))]
-    lines += [table(("read", *columns[1:]), read) if read else ""]
+    lines += ["", format_table(("state", "elements"), sorted(found.stored.items())) if found.stored else ""]
+    lines += [format_table(("file", "bytes"), sorted(found.sizes.items()))]
+    lines += [format_table(("read", *columns[1:]), read) if read else ""]
     return "\n".join(lines)

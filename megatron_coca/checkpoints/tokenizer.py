@@ -20,7 +20,7 @@ from megatron_coca.checkpoints.errors import CheckpointError
 from megatron_coca.checkpoints.files import read_json
 from megatron_coca.config import Config
 from megatron_coca.data import DataError, Tokenizer, load_saved_tokenizer, load_tokenizer
-from megatron_coca.data.tokenizers.load import needs_files
+from megatron_coca.data.tokenizers import needs_files
 
 KINDS = (
     ("HFTokenizer", ("tokenizer.json",)),

@@ -1,17 +1,16 @@
-"""Data: corpora to documents, tokenizers, shards on disk, and the order in which they are read."""
+"""Data: corpora, tokenizers, shards on disk, and the order in which training reads them."""
 
 from megatron_coca.data.builtin import ensure_builtin, prepare_builtin
 from megatron_coca.data.errors import DataError
-from megatron_coca.data.loader import Batch, Loader, Packing
-from megatron_coca.data.order import Blend, SourceShare
+from megatron_coca.data.order import Batch, Blend, Loader, Packing, SourceShare
 from megatron_coca.data.preparation.manifest import read_manifest
 from megatron_coca.data.preparation.plan import CorpusSource, Execution, Rules
 from megatron_coca.data.preparation.run import prepare
 from megatron_coca.data.readers import corpus_files, read_documents
 from megatron_coca.data.readers.source import Document, ReadingProblems, SourceSpec
 from megatron_coca.data.shards import Shard
+from megatron_coca.data.tokenizers import load_saved_tokenizer, load_tokenizer, train_sentencepiece
 from megatron_coca.data.tokenizers.kinds import Tokenizer
-from megatron_coca.data.tokenizers.load import load_saved_tokenizer, load_tokenizer, train_sentencepiece
 
 __all__ = [
     "Batch",

@@ -1,8 +1,8 @@
-"""The embedded default corpus: English and code out of the running Python installation, without a download.
+"""The built-in corpus: English and code from the running Python installation, without a download.
 
-It is written as JSONL and then takes the same way as any other corpus (tokenizer, split by key, shards). Its split key
-is the name of the top-level package in both sources, so that a module is wholly trained on or wholly held out, together
-with the modules next to it, which share passages. The topics of ``help()`` quote one another and have one key.
+It is written as JSONL and then prepared like any other corpus. The split key is the name of the top-level package in
+both sources, so that neighbouring modules, which share passages, are on the same side. The topics of ``help()`` quote
+one another and share one key.
 """
 
 import ast
@@ -26,7 +26,7 @@ from megatron_coca.data.preparation.plan import SPLITS, CorpusSource, Execution,
 from megatron_coca.data.preparation.run import prepare
 from megatron_coca.data.readers.source import ReadingProblems, SourceSpec
 from megatron_coca.data.shards import token_dtype
-from megatron_coca.data.tokenizers.load import train_sentencepiece
+from megatron_coca.data.tokenizers import train_sentencepiece
 
 # Tests and demos; what other projects installed; packages that not every Python of this version or the next one has.
 SKIPPED_FOLDERS = frozenset(
@@ -35,19 +35,18 @@ SKIPPED_FOLDERS = frozenset(
         *("distutils", "idlelib", "lib2to3", "tkinter", "pydoc_data"),
     )
 )
-# Tables and settings that a program wrote.
+# Generated tables and settings.
 SKIPPED_FILES = ("encodings/cp*", "encodings/mac_*", "encodings/iso8859_*", "encodings/koi8*", "_sysconfigdata*")
+
+FOLDER = "builtin"
+SOURCES = ("text", "code")
+WEIGHTS = (0.75, 0.25)  # by tokens: the paper's mixture
+VOCAB_SIZE = 1024
+TEST_FRACTION = 0.1  # larger than for a large corpus, so that long documents are held out in both sources
+_TOKENIZER_CHARACTERS = 2_000_000
+_MIN_CHARACTERS = 200
 _Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-
-
-def modules(root: Path | None = None) -> Iterator[tuple[str, Path]]:
-    """(dotted name, file) of every module, in sorted order; tests, demos and generated tables are left out."""
-    root = Path(sysconfig.get_paths()["stdlib"]) if root is None else root
-    for path in sorted(root.rglob("*.py")):
-        relative = path.relative_to(root)
-        if SKIPPED_FOLDERS & set(relative.parts) or any(relative.match(pattern) for pattern in SKIPPED_FILES):
-            continue
-        yield ".".join(relative.with_suffix("").parts), path
+_LOGGER = logging.getLogger(__name__)
 
 
 def _docstring_nodes(tree: ast.Module) -> Iterator[tuple[_Documented, ast.Expr]]:
@@ -59,54 +58,47 @@ def _docstring_nodes(tree: ast.Module) -> Iterator[tuple[_Documented, ast.Expr]]
 
 
 def docstrings(tree: ast.Module) -> str:
-    """All docstrings of a module in the order of the source, blank lines between them."""
-    found = [(statement.lineno, ast.get_docstring(node)) for node, statement in _docstring_nodes(tree)]
-    return "\n\n".join(text.strip() for _, text in sorted(found) if text and text.strip())
+    """All docstrings of a module in source order, separated by blank lines."""
+    by_line = sorted((statement.lineno, ast.get_docstring(node)) for node, statement in _docstring_nodes(tree))
+    return "\n\n".join(text.strip() for _, text in by_line if text and text.strip())
 
 
 def without_docstrings(source: str, tree: ast.Module) -> str:
-    """The source with every docstring cut out; a body that held nothing else keeps a ``pass``."""
+    """The source with every docstring removed; an otherwise empty body gets ``pass``."""
     lines = source.encode().split(b"\n")
-    begins = [0]
+    offsets = [0]
     for line in lines:
-        begins.append(begins[-1] + len(line) + 1)
+        offsets.append(offsets[-1] + len(line) + 1)
     remaining = bytearray(b"\n".join(lines))
-    statements = sorted(_docstring_nodes(tree), key=lambda pair: pair[1].lineno, reverse=True)
-    for node, statement in statements:
+    for node, statement in sorted(_docstring_nodes(tree), key=lambda pair: pair[1].lineno, reverse=True):
         assert statement.end_lineno is not None and statement.end_col_offset is not None
-        begin = begins[statement.lineno - 1] + statement.col_offset
-        end = begins[statement.end_lineno - 1] + statement.end_col_offset
-        alone = len(node.body) == 1 and not isinstance(node, ast.Module)
-        _cut(remaining, begin, end, b"pass" if alone else b"")
+        begin = offsets[statement.lineno - 1] + statement.col_offset
+        end = offsets[statement.end_lineno - 1] + statement.end_col_offset
+        if len(node.body) == 1 and not isinstance(node, ast.Module):
+            remaining[begin:end] = b"pass"
+            continue
+        # Remove the rest of the line as well, or the semicolon before the next statement.
+        line_end = remaining.find(b"\n", end)
+        line_end = len(remaining) if line_end < 0 else line_end
+        rest = remaining[end:line_end].lstrip()
+        if rest.startswith(b";"):
+            end = remaining.index(b";", end) + 1
+            while remaining[end : end + 1] == b" ":
+                end += 1
+        elif not rest:
+            end = min(line_end + 1, len(remaining))
+            begin = remaining.rfind(b"\n", 0, begin) + 1
+        remaining[begin:end] = b""
     return remaining.decode().strip("\n") + "\n"
 
 
-def _cut(source: bytearray, begin: int, end: int, replacement: bytes) -> None:
-    """Replace a statement; where nothing replaces it, take the rest of its line or the semicolon behind it as well."""
-    if not replacement:
-        rest = source[end : _line_end(source, end)].lstrip()
-        if rest.startswith(b";"):
-            end = source.index(b";", end) + 1
-            while source[end : end + 1] == b" ":
-                end += 1
-        elif not rest:
-            end = min(_line_end(source, end) + 1, len(source))
-            begin = source.rfind(b"\n", 0, begin) + 1
-    source[begin:end] = replacement
-
-
-def _line_end(source: bytearray, position: int) -> int:
-    found = source.find(b"\n", position)
-    return len(source) if found < 0 else found
-
-
-def read_module(path: Path, problems: ReadingProblems) -> tuple[str, str]:
-    """(docstrings, source without them) of one file; two empty strings where it does not parse, which is reported."""
+def _read_module(path: Path, problems: ReadingProblems) -> tuple[str, str]:
+    """(docstrings, source without them) of a file; two empty strings where it does not parse, which is reported."""
     try:
         with tokenize.open(path) as stream:
             source = stream.read()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)  # of the library's own escapes: not ours to mend
+            warnings.simplefilter("ignore", SyntaxWarning)  # invalid escapes in the standard library
             warnings.simplefilter("ignore", DeprecationWarning)
             tree = ast.parse(source)
     except (SyntaxError, UnicodeDecodeError, ValueError) as error:
@@ -115,42 +107,33 @@ def read_module(path: Path, problems: ReadingProblems) -> tuple[str, str]:
     return docstrings(tree), without_docstrings(source, tree)
 
 
-def topics() -> dict[str, str]:
-    """The language reference behind ``help()``, by topic."""
+def _records(problems: ReadingProblems, progress: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (source, record) of every document: the language reference behind ``help()``, then the standard library."""
     try:
-        from pydoc_data.topics import topics as by_name
+        from pydoc_data.topics import topics
     except ImportError as error:
         raise DataError(
             "This Python has no pydoc_data, part of its standard library. Install the full Python, or prepare a corpus "
             "of your own with tools/prepare_data.py --input."
         ) from error
-    return dict(sorted(by_name.items()))
-
-
-_LOGGER = logging.getLogger(__name__)
-
-FOLDER = "builtin"
-SOURCES = ("text", "code")
-WEIGHTS = (0.75, 0.25)  # by tokens: the paper's mixture
-VOCAB_SIZE = 1024
-TEST_FRACTION = 0.1  # larger than for a large corpus, so that long documents are held out in both sources
-_TOKENIZER_CHARACTERS = 2_000_000
-_MIN_CHARACTERS = 200
-
-
-def _records(problems: ReadingProblems, progress: bool) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(source, record) of every document."""
     origin = {"python": platform.python_version()}
-    for name, text in topics().items():
+    for name, text in sorted(topics.items()):
         yield "text", {"text": text, "key": "pydoc_data", "meta": origin | {"topic": name}}
-    found = list(modules())
-    for name, path in tqdm(found, desc="read the standard library", unit="module", disable=not progress):
-        for source, text in zip(SOURCES, read_module(path, problems), strict=True):
+    root = Path(sysconfig.get_paths()["stdlib"])
+    paths = [
+        path
+        for path in sorted(root.rglob("*.py"))
+        if not SKIPPED_FOLDERS & set(path.relative_to(root).parts)
+        and not any(path.relative_to(root).match(pattern) for pattern in SKIPPED_FILES)
+    ]
+    for path in tqdm(paths, desc="read the standard library", unit="module", disable=not progress):
+        name = ".".join(path.relative_to(root).with_suffix("").parts)
+        for source, text in zip(SOURCES, _read_module(path, problems), strict=True):
             yield source, {"text": text, "key": name.partition(".")[0], "meta": origin | {"module": name}}
 
 
 def _write_jsonl(folder: Path, progress: bool) -> list[CorpusSource]:
-    """Write ``<source>.jsonl``, without documents that are very short or the same as an earlier one."""
+    """Write ``<source>.jsonl``, without very short documents and exact duplicates."""
     seen: set[bytes] = set()
     problems = ReadingProblems()
     paths = {source: folder / f"{source}.jsonl" for source in SOURCES}
@@ -171,11 +154,8 @@ def _write_jsonl(folder: Path, progress: bool) -> list[CorpusSource]:
 def prepare_builtin(root: Path, vocab_size: int = VOCAB_SIZE, progress: bool = True) -> Path:
     """Make ``<root>/builtin``: text.jsonl, code.jsonl, tokenizer.model, shards/. It appears only when complete.
 
-    Returns:
-        Path of ``<root>/builtin/shards/manifest.json``.
-
-    Raises:
-        DataError: ``<root>/builtin`` exists or cannot be written.
+    Returns the path of the manifest, ``<root>/builtin/shards/manifest.json``. Raises ``DataError`` where
+    ``<root>/builtin`` exists or cannot be written.
     """
     final = Path(root) / FOLDER
     with atomic_dir(final, DataError) as folder:
@@ -184,15 +164,14 @@ def prepare_builtin(root: Path, vocab_size: int = VOCAB_SIZE, progress: bool = T
         texts = training_texts(sources, rules, _TOKENIZER_CHARACTERS)
         tokenizer = train_sentencepiece(texts, vocab_size, folder / "tokenizer.model")
         prepare(sources, folder / "shards", tokenizer, rules, Execution(progress=progress))
-        (folder / "shards" / RUN_CONFIG).unlink()  # configs/data/builtin.yml stands for it
+        (folder / "shards" / RUN_CONFIG).unlink()  # configs/data/builtin.yml replaces it
     return final / "shards" / MANIFEST
 
 
 def ensure_builtin(root: Path, vocab_size: int = VOCAB_SIZE, progress: bool = True) -> Path:
-    """The manifest of the built-in corpus under ``root``, prepared by the first of any number of processes that ask.
+    """The manifest of the built-in corpus under ``root``; of several processes, the first one prepares it.
 
-    Raises:
-        DataError: what is there has another vocabulary size or is damaged; the message says what to remove.
+    Raises ``DataError`` where an existing one has another vocabulary size or is damaged.
     """
     folder = Path(root) / FOLDER
     if not folder.exists():
@@ -203,24 +182,17 @@ def ensure_builtin(root: Path, vocab_size: int = VOCAB_SIZE, progress: bool = Tr
                     return prepare_builtin(root, vocab_size, progress)
         except OSError as error:
             raise DataError(f"{root}: cannot be written ({error}). Choose another data_root.") from error
-    return _checked(folder, vocab_size)
-
-
-def _checked(folder: Path, vocab_size: int) -> Path:
-    """The manifest's path, when the files that it names are there in full; reads no token."""
     path = folder / "shards" / MANIFEST
     try:
         manifest = read_manifest(path)
     except DataError as error:
-        raise DataError(f"{error} Remove {folder}; it is made anew when it is asked for.") from error
-    found = manifest["tokenizer"]["vocab_size"]
-    if found != vocab_size:
-        raise DataError(
-            f"{folder}: prepared with {found} tokens, asked for {vocab_size}. Remove it, or set vocab_size."
-        )
+        raise DataError(f"{error} Remove {folder}; it is made again on demand.") from error
+    prepared = manifest["tokenizer"]["vocab_size"]
+    if prepared != vocab_size:
+        raise DataError(f"{folder}: prepared with {prepared} tokens, not {vocab_size}. Remove it, or set vocab_size.")
     for report in (entry[split] for entry in manifest["sources"] for split in SPLITS if entry[split]["documents"]):
         shard = path.parent / f"{report['prefix']}.bin"
-        due = report["tokens"] * token_dtype(vocab_size)().itemsize
-        if not shard.is_file() or not shard.with_suffix(".idx").is_file() or shard.stat().st_size != due:
-            raise DataError(f"{shard}: missing or truncated. Remove {folder}; it is made anew when it is asked for.")
+        size = report["tokens"] * token_dtype(vocab_size)().itemsize
+        if not shard.is_file() or not shard.with_suffix(".idx").is_file() or shard.stat().st_size != size:
+            raise DataError(f"{shard}: missing or truncated. Remove {folder}; it is made again on demand.")
     return path

@@ -1,4 +1,4 @@
-"""The errors of the data floor."""
+"""Errors of the data package."""
 
 
 class DataError(Exception):
@@ -6,13 +6,13 @@ class DataError(Exception):
 
 
 class OutOfMemory(DataError):
-    """The memory does not suffice for a record, or for one shortly after it. The file itself may be sound."""
+    """A record, or one shortly after it, does not fit in memory. The file itself may be valid."""
 
     def __init__(self, place: str) -> None:
         super().__init__(
-            f"{place}: the memory does not suffice for this record or those after it. Lower max_record_mib of the "
-            "source, which skips and names longer records, take fewer --workers, or give the process more memory."
+            f"{place}: not enough memory for this record or those after it. Lower max_record_mib of the source, which "
+            "skips and names longer records, use fewer --workers, or give the process more memory."
         )
 
     def __reduce__(self) -> tuple[type[DataError], tuple[str]]:
-        return DataError, (str(self),)  # a message that comes from another process must not be built again
+        return DataError, (str(self),)  # the message of another process must not be formatted again

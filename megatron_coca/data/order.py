@@ -1,8 +1,12 @@
-"""The order of training data: which sample is which, what a batch holds, and how one rank reads it."""
+"""The order of training data, a pure function of (seed, sample number), and the loader that reads it for one rank.
+
+Everything follows from the step, so there is no state to save.
+"""
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,16 +15,17 @@ from megatron_coca.data.errors import DataError
 from megatron_coca.data.shards import Shard
 
 ROUNDS = 8
+PATTERN_SLOTS = 65536  # fixed: if it depended on the length of a run, a longer run would see another order
 _MASK64 = (1 << 64) - 1
 
 
 def derive_key(*parts: int | str) -> int:
-    """A 64-bit key from integers and words, the same on every machine and Python."""
+    """A 64-bit key from integers and strings, the same on every machine and Python."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "little")
 
 
 def _mix(values: np.ndarray, key: int) -> np.ndarray:
-    """Scatter uint64 values: multiply and fold, with the constants of Steele, Lea and Flood's SplitMix64 (2014)."""
+    """Hash uint64 values with the finalizer of SplitMix64 (Steele, Lea and Flood, 2014)."""
     mixed = values + np.uint64(key)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -28,7 +33,7 @@ def _mix(values: np.ndarray, key: int) -> np.ndarray:
 
 
 def _feistel(values: np.ndarray, bits: int, key: int) -> np.ndarray:
-    """Permute ``[0, 2**bits)``. The halves need not be equally wide: each round changes one of them in place."""
+    """Permute ``[0, 2**bits)``. The halves may differ in width, as each round changes one of them in place."""
     low_bits = np.uint64(bits // 2)
     low_mask = np.uint64((1 << (bits // 2)) - 1)
     high_mask = np.uint64((1 << (bits - bits // 2)) - 1)
@@ -43,15 +48,10 @@ def _feistel(values: np.ndarray, bits: int, key: int) -> np.ndarray:
 
 
 def permute(indices: np.ndarray, n: int, key: int) -> np.ndarray:
-    """Images of ``indices`` under the permutation of ``range(n)`` that ``key`` selects.
+    """Images of ``indices`` (any shape, in [0, n), n up to 2^62) under the permutation that a 64-bit ``key`` selects.
 
-    Args:
-        indices: integers in ``[0, n)``, of any shape.
-        n: size of the range, 1 to 2**62.
-        key: 64-bit key.
-
-    Returns:
-        int64, of the shape of ``indices``.
+    Returns int64 of the same shape. Nothing of size ``n`` is stored: a Feistel network over the next power of two,
+    applied again to images outside the range (cycle walking).
     """
     given = np.asarray(indices)
     if not 1 <= n <= 1 << 62 or (given.size and (given.min() < 0 or given.max() >= n)):
@@ -65,18 +65,15 @@ def permute(indices: np.ndarray, n: int, key: int) -> np.ndarray:
     return images.astype(np.int64).reshape(given.shape)
 
 
-PATTERN_SLOTS = 65536  # fixed: were it chosen by the length of a run, a longer run would see another order
-
-
 @dataclass(frozen=True)
 class SourceShare:
     """What the first samples of a blend take from one source.
 
     Attributes:
         source: prefix of the shard.
-        weight: share of the samples that was asked for; the weights of a blend sum to 1.
+        weight: requested share of the samples; the weights of a blend sum to 1.
         samples: samples taken.
-        fraction: share of the samples that was achieved.
+        fraction: achieved share of the samples.
         tokens: tokens read as inputs, ``samples * seq_length``.
         epochs: passes over the source's samples.
     """
@@ -90,30 +87,15 @@ class SourceShare:
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where some samples of a batch lie in one source.
-
-    Attributes:
-        source: number of the source.
-        rows: which samples of the batch, int64 [n].
-        starts: the first token of each in its shard, int64 [n].
-    """
+class SourceSamples:
+    """The samples of a batch that are read from one source: int64 [n] rows of the batch and first tokens in the shard."""
 
     source: int
     rows: np.ndarray
     starts: np.ndarray
 
 
-def _quotas(weights: Sequence[float], slots: int) -> np.ndarray:
-    """Whole numbers in proportion to ``weights`` that sum to ``slots``, by largest remainder: int64 [sources]."""
-    exact = np.asarray(weights, dtype=np.float64) / math.fsum(weights) * slots
-    quotas = np.floor(exact).astype(np.int64)
-    short = slots - int(quotas.sum())
-    quotas[np.argsort(quotas - exact, kind="stable")[:short]] += 1
-    return quotas
-
-
-class _Source:
+class _SampledShard:
     """One shard, cut into samples."""
 
     def __init__(self, shard: Shard, number: int, seq_length: int, seed: int) -> None:
@@ -146,12 +128,12 @@ class Blend:
     Args:
         shards: the sources.
         weights: positive, one per shard; normalised to sum 1.
-        seq_length: tokens that a model reads at once; a sample has one more, its last target.
+        seq_length: tokens of a model's input; a sample has one more, the last target.
         seed: selects the order.
 
     Raises:
         DataError: a shard too short for one sample; weights that are not positive, not as many as the shards, or too
-            small to get one slot in ``PATTERN_SLOTS``.
+            small to get one of the ``PATTERN_SLOTS`` slots.
     """
 
     def __init__(self, shards: Sequence[Shard], weights: Sequence[float], seq_length: int, seed: int) -> None:
@@ -163,52 +145,53 @@ class Blend:
             raise DataError(f"seq_length must be at least 1, not {seq_length}.")
         self.seq_length, self.seed = seq_length, seed
         self.shards, self.weights = tuple(shards), tuple(float(weight) for weight in weights)
-        self._sources = [_Source(shard, number, seq_length, seed) for number, shard in enumerate(shards)]
-        self._quotas = _quotas(weights, PATTERN_SLOTS)
+        self._sources = [_SampledShard(shard, number, seq_length, seed) for number, shard in enumerate(shards)]
+        # Slots per source in proportion to the weights, by largest remainder: int64 [sources].
+        exact = np.asarray(weights, dtype=np.float64) / math.fsum(weights) * PATTERN_SLOTS
+        self._quotas = np.floor(exact).astype(np.int64)
+        missing = PATTERN_SLOTS - int(self._quotas.sum())
+        self._quotas[np.argsort(self._quotas - exact, kind="stable")[:missing]] += 1
         if not self._quotas.all():
             small = shards[int(np.argmin(self._quotas))].prefix
             raise DataError(f"{small}: its weight is under one part in {PATTERN_SLOTS} of the blend. Raise or drop it.")
-        self._slot_source, self._slot_number = self._pattern()
-
-    def _pattern(self) -> tuple[np.ndarray, np.ndarray]:
-        """Per slot its source, and its number among that source's slots; each source's slots lie evenly spread."""
+        # Per slot its source, and its number among that source's slots, which are evenly spread.
         source = np.repeat(np.arange(len(self._quotas)), self._quotas)
         number = np.concatenate([np.arange(quota) for quota in self._quotas])
         order = np.lexsort((source, (number + 0.5) / self._quotas[source]))
-        return source[order], number[order]
+        self._slot_source, self._slot_number = source[order], number[order]
 
     def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Source and running number within it of each global sample number: int64 [n] to two of int64 [n]."""
         indices = np.asarray(indices, dtype=np.int64)
         if indices.size and indices.min() < 0:
-            raise DataError(f"Sample numbers begin at 0, not {indices.min()}.")
+            raise DataError(f"Sample numbers start at 0, not {indices.min()}.")
         blocks, slots = np.divmod(indices, PATTERN_SLOTS)
         source = self._slot_source[slots]
         return source, blocks * self._quotas[source] + self._slot_number[slots]
 
-    def places(self, indices: np.ndarray | Sequence[int]) -> list[Places]:
-        """Where samples lie, by global number; one entry for each source that has any of them."""
+    def by_source(self, indices: np.ndarray | Sequence[int]) -> list[SourceSamples]:
+        """Locate samples by global number; one entry for each source that has any of them."""
         sources, running = self.locate(np.asarray(indices, dtype=np.int64))
         rows = [(int(number), np.flatnonzero(sources == number)) for number in np.unique(sources)]
-        return [Places(number, chosen, self._sources[number].starts(running[chosen])) for number, chosen in rows]
+        return [SourceSamples(number, chosen, self._sources[number].starts(running[chosen])) for number, chosen in rows]
 
-    def tokens(self, places: Sequence[Places]) -> np.ndarray:
-        """The samples at ``places``: int64 [samples, seq_length + 1]."""
-        samples = np.empty((sum(len(part.rows) for part in places), self.seq_length + 1), dtype=np.int64)
-        for part in places:
-            samples[part.rows] = self.shards[part.source].windows(part.starts, self.seq_length + 1)
-        return samples
+    def tokens(self, located: Sequence[SourceSamples]) -> np.ndarray:
+        """The ``located`` samples: int64 [samples, seq_length + 1]."""
+        tokens = np.empty((sum(len(samples.rows) for samples in located), self.seq_length + 1), dtype=np.int64)
+        for samples in located:
+            tokens[samples.rows] = self.shards[samples.source].windows(samples.starts, self.seq_length + 1)
+        return tokens
 
-    def document_begins(self, places: Sequence[Places]) -> np.ndarray:
-        """Which inputs of the samples at ``places`` are the first of a document: bool [samples, seq_length]."""
-        begins = np.empty((sum(len(part.rows) for part in places), self.seq_length), dtype=bool)
-        for part in places:
-            begins[part.rows] = self.shards[part.source].document_begins(part.starts, self.seq_length)
+    def document_begins(self, located: Sequence[SourceSamples]) -> np.ndarray:
+        """Which inputs of the ``located`` samples are the first of a document: bool [samples, seq_length]."""
+        begins = np.empty((sum(len(samples.rows) for samples in located), self.seq_length), dtype=bool)
+        for samples in located:
+            begins[samples.rows] = self.shards[samples.source].document_begins(samples.starts, self.seq_length)
         return begins
 
     def batch(self, indices: np.ndarray | Sequence[int]) -> np.ndarray:
         """Samples by global number: int64 [len(indices), seq_length + 1]."""
-        return self.tokens(self.places(indices))
+        return self.tokens(self.by_source(indices))
 
     def sample(self, index: int) -> np.ndarray:
         """One sample: int64 [seq_length + 1]."""
@@ -229,3 +212,165 @@ class Blend:
             )
             for source, weight, count in zip(self._sources, self.weights, counts.tolist(), strict=True)
         ]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples and what the model needs to know about them; None stands for the model's default.
+
+    Attributes:
+        tokens: int64 [samples, seq_length + 1], inputs and, shifted by one, targets.
+        documents: int32 [samples, seq_length]: inputs attend only within the same number; None where attention crosses
+            documents.
+        positions: int64 [samples, seq_length]; None for 0, 1, ... through the sample or, with ``documents``, through
+            each document.
+        loss_mask: bool [samples, seq_length], inputs whose target counts in the loss; None for all of them.
+    """
+
+    tokens: np.ndarray
+    documents: np.ndarray | None = None
+    positions: np.ndarray | None = None
+    loss_mask: np.ndarray | None = None
+
+    def split(self, size: int) -> Iterator["Batch"]:
+        """Yield batches of ``size`` samples, views of the same memory."""
+        for begin in range(0, len(self.tokens), size):
+            rows = slice(begin, begin + size)
+            rest = (self.documents, self.positions, self.loss_mask)
+            yield Batch(self.tokens[rows], *(None if array is None else array[rows] for array in rest))
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Treatment of document boundaries within a sample, by Megatron's names.
+
+    Attributes:
+        reset_attention_mask: attention does not cross from one document into another.
+        reset_position_ids: positions start at 0 in every document.
+        masked_token: the input id whose target does not count in the loss (Megatron's and GPT-NeoX's
+            ``eod_mask_loss``: the first token of a document is not predicted from the end of another), or None.
+    """
+
+    reset_attention_mask: bool = False
+    reset_position_ids: bool = False
+    masked_token: int | None = None
+
+    @property
+    def needs_documents(self) -> bool:
+        """A batch depends on the document boundaries."""
+        return self.reset_attention_mask or self.reset_position_ids
+
+    def batch(self, tokens: np.ndarray, begins: np.ndarray | None) -> Batch:
+        """The batch of samples [samples, seq_length + 1] whose documents begin at ``begins``, bool [samples,
+        seq_length], which may be None without ``needs_documents``.
+        """
+        mask = None if self.masked_token is None else tokens[:, :-1] != self.masked_token
+        if begins is None or not self.needs_documents:
+            return Batch(tokens, loss_mask=mask)
+        documents = np.cumsum(begins, axis=1, dtype=np.int32) if self.reset_attention_mask else None
+        positions = None
+        if not (self.reset_attention_mask and self.reset_position_ids):  # with both, the model's default
+            positions = np.broadcast_to(np.arange(begins.shape[1]), begins.shape).copy()
+            if self.reset_position_ids:
+                positions -= np.maximum.accumulate(np.where(begins, positions, 0), axis=1)
+        return Batch(tokens, documents, positions, mask)
+
+
+class Loader:
+    """Cuts the global batch of each step into this rank's micro-batches. A context manager.
+
+    Sample ``i`` of accumulation step ``a`` on rank ``r`` is number ``step * global_batch + (a * world_size + r) *
+    micro_batch + i`` of the blend: all ranks together read the same samples whatever their number.
+
+    Args:
+        blend: the order of the data.
+        global_batch: samples per step, over all ranks and accumulation steps.
+        micro_batch: samples per rank and accumulation step.
+        rank: of this process among the data-parallel ones.
+        world_size: number of data-parallel processes.
+        vocab_size: ids outside it are refused when they are read; None disables the check.
+        packing: treatment of document boundaries; by default they have no effect.
+        num_workers: threads, each of which reads one step ahead; with 0 a step is read when it is requested.
+
+    Raises:
+        DataError: the global batch is not a multiple of ``micro_batch * world_size``, or the rank does not exist.
+    """
+
+    def __init__(
+        self,
+        blend: Blend,
+        global_batch: int,
+        micro_batch: int,
+        rank: int,
+        world_size: int,
+        vocab_size: int | None = None,
+        packing: Packing | None = None,
+        num_workers: int = 1,
+    ) -> None:
+        if min(global_batch, micro_batch, world_size) < 1 or global_batch % (micro_batch * world_size):
+            raise DataError(
+                f"A global batch of {global_batch} does not divide into micro-batches of {micro_batch} x "
+                f"{world_size} ranks."
+            )
+        if not 0 <= rank < world_size:
+            raise DataError(f"Rank {rank} does not exist among {world_size}.")
+        self._blend, self._global_batch, self._micro_batch = blend, global_batch, micro_batch
+        self._rank, self._world_size, self._vocab_size = rank, world_size, vocab_size
+        self._packing, self._num_workers = packing or Packing(), num_workers
+        self._threads = ThreadPoolExecutor(max_workers=max(1, num_workers), thread_name_prefix="loader")
+        self._ahead: dict[int, Future[list[Batch]]] = {}
+
+    def __enter__(self) -> "Loader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def indices(self, step: int) -> np.ndarray:
+        """Global sample numbers of this rank at ``step``: int64 [accumulation, micro_batch]."""
+        if step < 0:
+            raise DataError(f"Steps start at 0, not {step}.")
+        samples = np.arange(self._global_batch, dtype=np.int64) + step * self._global_batch
+        return samples.reshape(-1, self._world_size, self._micro_batch)[:, self._rank]
+
+    def micro_batches(self, step: int) -> list[Batch]:
+        """The micro-batches of ``step``, in the order of accumulation; starts reading the following steps.
+
+        An error of a reading thread is raised here, at the step it belongs to.
+        """
+        wanted = range(step, step + self._num_workers + 1)
+        for passed in self._ahead.keys() - set(wanted):
+            self._ahead.pop(passed).cancel()
+        ready = self._submit(step).result()
+        del self._ahead[step]
+        for ahead in wanted[1:]:
+            self._submit(ahead)
+        return ready
+
+    def close(self) -> None:
+        """Stop reading ahead; waits for a read in progress."""
+        self._ahead.clear()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def _submit(self, step: int) -> "Future[list[Batch]]":
+        if step not in self._ahead:
+            self._ahead[step] = self._threads.submit(self._read, step)
+        return self._ahead[step]
+
+    def _read(self, step: int) -> list[Batch]:
+        located = self._blend.by_source(self.indices(step).ravel())
+        tokens = self._blend.tokens(located)
+        # As unsigned numbers, so that one comparison finds negative ids as well.
+        if self._vocab_size is not None and tokens.view(np.uint64).max() >= self._vocab_size:
+            raise self._outside(located, tokens, self._vocab_size)
+        begins = self._blend.document_begins(located) if self._packing.needs_documents else None
+        return list(self._packing.batch(tokens, begins).split(self._micro_batch))
+
+    def _outside(self, located: Sequence[SourceSamples], tokens: np.ndarray, vocab_size: int) -> DataError:
+        wrong = (tokens < 0) | (tokens >= vocab_size)
+        samples = next(samples for samples in located if wrong[samples.rows].any())
+        token = tokens[samples.rows][wrong[samples.rows]][0]
+        return DataError(
+            f"{self._blend.shards[samples.source].prefix}: token id {token} lies outside the model's vocabulary of "
+            f"vocab_size={vocab_size}. Use shards made with the model's tokenizer, or a larger vocab_size."
+        )

@@ -1,13 +1,14 @@
-"""Tokenized documents on disk: ``.bin``/``.idx`` pairs, how they are laid out, checked, read and written."""
+"""Shards: tokenized documents on disk as ``.bin``/``.idx`` pairs, in the format of Megatron and GPT-NeoX."""
 
 import copy
 import hashlib
 import mmap
+import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import IO, NamedTuple, Self
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -17,7 +18,6 @@ from megatron_coca.data.errors import DataError
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, entries of the document index
 INTEGER_CODES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
-"""The dtypes that hold tokens."""
 SUFFIXES = (".bin", ".idx")
 
 
@@ -33,53 +33,50 @@ def token_dtype(vocab_size: int) -> type[np.integer]:
 
 
 def dtype_code(dtype: np.dtype) -> int:
-    """The number that stands for a dtype in the header."""
+    """The code of a dtype in the header."""
     return next(code for code, known in INTEGER_CODES.items() if np.dtype(known) == dtype.newbyteorder("="))
 
 
-_AT_ONCE = 1 << 18
+_BLOCK = 1 << 18
 _REBUILD = "Prepare the corpus again, or copy both files again from where they were built."
 
 
 class ShardHeader(NamedTuple):
-    """What an index says of itself.
+    """The header of an index file."""
 
-    Attributes:
-        dtype: of the tokens.
-        sequences: entries of the lengths and of the pointers.
-        entries: of the document index, one more than there are documents.
-    """
-
-    dtype: np.dtype
-    sequences: int
-    entries: int
+    dtype: np.dtype  # of the tokens
+    sequences: int  # entries of the lengths and of the pointers
+    entries: int  # of the document index, one more than there are documents
 
     @property
     def pointers_at(self) -> int:
-        """First byte of the pointers, int64 [sequences]."""
+        """Offset of the pointers, int64 [sequences]."""
         return HEADER.size + 4 * self.sequences
 
     @property
     def boundaries_at(self) -> int:
-        """First byte of the document index, int64 [entries]."""
+        """Offset of the document index, int64 [entries]."""
         return self.pointers_at + 8 * self.sequences
 
     @property
     def size(self) -> int:
-        """Bytes of the whole index."""
+        """Bytes of the index file."""
         return self.boundaries_at + 8 * self.entries
 
 
 def read_header(prefix: str | Path) -> ShardHeader:
-    """The header of a shard's index.
-
-    Raises:
-        DataError: a file is missing, of another format, truncated, or holds nothing.
-    """
+    """Read the header of a shard. ``DataError`` for a file that is missing, of another format, truncated or empty."""
     bin_path, idx_path = shard_paths(prefix)
     for path in (bin_path, idx_path):
         if not path.is_file():
-            raise _absent(Path(prefix), path)
+            if Path(prefix).suffix in SUFFIXES and Path(prefix).is_file():
+                raise DataError(
+                    f"{prefix}: is one of the two files of a shard; give the path without {Path(prefix).suffix}."
+                )
+            raise DataError(
+                f"{path}: no such file. A shard is a .bin and an .idx file; give their path without the suffix, "
+                "and prepare the corpus first (python tools/prepare_data.py --help)."
+            )
     with idx_path.open("rb") as stream:
         raw = stream.read(HEADER.size)
     if raw[: len(MAGIC)] != MAGIC[: len(raw)] or not raw:
@@ -88,42 +85,26 @@ def read_header(prefix: str | Path) -> ShardHeader:
         raise DataError(f"{idx_path}: truncated within its header. {_REBUILD}")
     _, version, code, sequences, entries = HEADER.unpack(raw)
     if version != 1 or code not in INTEGER_CODES:
-        raise DataError(f"{idx_path}: version {version} with dtype code {code} is not one that holds tokens.")
+        raise DataError(f"{idx_path}: version {version} with dtype code {code} is not supported for tokens.")
     header, actual = ShardHeader(np.dtype(INTEGER_CODES[code]), sequences, entries), idx_path.stat().st_size
     if header.size != actual:
-        raise DataError(f"{idx_path}: truncated or foreign, {actual} bytes where {header.size} are due. {_REBUILD}")
+        raise DataError(
+            f"{idx_path}: truncated or of another format, {actual} bytes where {header.size} are expected. {_REBUILD}"
+        )
     if not sequences or entries < 2 or not bin_path.stat().st_size:
-        raise DataError(f"{prefix}: the shard holds no token. {_REBUILD}")
+        raise DataError(f"{prefix}: the shard contains no token. {_REBUILD}")
     return header
 
 
-def _absent(prefix: Path, path: Path) -> DataError:
-    if prefix.suffix in SUFFIXES and prefix.is_file():
-        return DataError(f"{prefix}: is one of the two files of a shard; give the path without {prefix.suffix}.")
-    return DataError(
-        f"{path}: no such file. A shard is a .bin and an .idx file; give their path without the ending, "
-        "and prepare the corpus first (python tools/prepare_data.py --help)."
-    )
-
-
 def check_index(prefix: str | Path, header: ShardHeader) -> bool:
-    """Check that the documents fill the ``.bin`` file one after another; returns whether each is one sequence.
+    """Check that the documents fill the ``.bin`` file without gaps; return True if each of them is one sequence.
 
-    Raises:
-        DataError: they do not, or the file has another size than the index tells of.
+    Raises ``DataError`` if they do not, or if the file differs in size from what the index records.
     """
     bin_path, idx_path = shard_paths(prefix)
-    end, actual = _end_of_sequences(idx_path, header), bin_path.stat().st_size
-    if end != actual:
-        raise DataError(f"{bin_path}: {actual} bytes where its index tells of {end}. {_REBUILD}")
-    return _one_sequence_each(idx_path, header)
-
-
-def _end_of_sequences(idx_path: Path, header: ShardHeader) -> int:
-    """The byte at which the last sequence ends."""
     end = 0
-    lengths = _pieces(idx_path, np.dtype("<i4"), HEADER.size, header.sequences)
-    pointers = _pieces(idx_path, np.dtype("<i8"), header.pointers_at, header.sequences)
+    lengths = _read_array(idx_path, np.dtype("<i4"), HEADER.size, header.sequences)
+    pointers = _read_array(idx_path, np.dtype("<i8"), header.pointers_at, header.sequences)
     for length, pointer in zip(lengths, pointers, strict=True):
         ends = np.cumsum(length, dtype=np.int64)
         ends *= header.dtype.itemsize
@@ -131,43 +112,43 @@ def _end_of_sequences(idx_path: Path, header: ShardHeader) -> int:
         if length.min() < 0 or pointer[0] != end or not np.array_equal(pointer[1:], ends[:-1]):
             raise DataError(f"{idx_path}: the documents do not follow one another without gaps. {_REBUILD}")
         end = int(ends[-1])
-    return end
-
-
-def _one_sequence_each(idx_path: Path, header: ShardHeader) -> bool:
-    """Whether document d is sequence d; the document index must not fall, and run from 0 to the last sequence."""
-    first, last, plain = 0, 0, header.entries == header.sequences + 1
-    for number, piece in enumerate(_pieces(idx_path, np.dtype("<i8"), header.boundaries_at, header.entries)):
-        first = int(piece[0]) if number == 0 else first
-        if piece[0] < last or (piece[1:] < piece[:-1]).any():
+    if end != (actual := bin_path.stat().st_size):
+        raise DataError(f"{bin_path}: {actual} bytes where its index records {end}. {_REBUILD}")
+    # The document index must not decrease, and run from 0 to the number of sequences.
+    first, last, one_sequence_each = 0, 0, header.entries == header.sequences + 1
+    blocks = _read_array(idx_path, np.dtype("<i8"), header.boundaries_at, header.entries)
+    for number, block in enumerate(blocks):
+        first = int(block[0]) if number == 0 else first
+        if block[0] < last or (block[1:] < block[:-1]).any():
             raise DataError(f"{idx_path}: the document index is out of order. {_REBUILD}")
-        begin = number * _AT_ONCE
-        plain = plain and np.array_equal(piece, np.arange(begin, begin + len(piece)))
-        last = int(piece[-1])
+        begin = number * _BLOCK
+        one_sequence_each = one_sequence_each and np.array_equal(block, np.arange(begin, begin + len(block)))
+        last = int(block[-1])
     if first != 0 or last != header.sequences:
         raise DataError(f"{idx_path}: the document index is out of order. {_REBUILD}")
-    return plain
+    return one_sequence_each
 
 
-def _pieces(path: Path, dtype: np.dtype, offset: int, count: int) -> Iterator[np.ndarray]:
-    """``count`` numbers from byte ``offset`` on, by files' reads: a memory map would count them all as ours, and the
-    format puts them at odd addresses, where arithmetic is slow.
+def _read_array(path: Path, dtype: np.dtype, offset: int, count: int) -> Iterator[np.ndarray]:
+    """Yield ``count`` numbers from byte ``offset`` on in blocks.
+
+    Read, not mapped: mapped pages would count as memory of the process, and the format puts the numbers at odd
+    addresses, where arithmetic is slow.
     """
     with path.open("rb", buffering=0) as stream:
         stream.seek(offset)
-        for begin, stop in pairwise([*range(0, count, _AT_ONCE), count]):
-            piece = np.fromfile(stream, dtype=dtype, count=stop - begin)
-            if len(piece) < stop - begin:
+        for begin, stop in pairwise([*range(0, count, _BLOCK), count]):
+            block = np.fromfile(stream, dtype=dtype, count=stop - begin)
+            if len(block) < stop - begin:
                 raise DataError(f"{path}: became shorter while it was read. {_REBUILD}")
-            yield piece
+            yield block
 
 
 class Shard:
     """A ``.bin``/``.idx`` pair, opened for reading and checked.
 
-    Opening reads the whole index once, a piece at a time; after that the index and the tokens are memory maps, and a
-    process holds nothing of their size. The size of the tokens' file is checked, its content is not read: altered
-    tokens are found by ``verify_shards`` (``tools/inspect_data.py verify``), which reads all of it.
+    Opening reads the whole index once, in blocks; after that index and tokens are memory maps. Of the ``.bin`` file
+    only the size is checked: ``tools/inspect_data.py verify`` finds altered tokens.
 
     Args:
         prefix: path of the pair without ``.bin`` and ``.idx``.
@@ -193,7 +174,7 @@ class Shard:
         self._first_document = self._first_token = 0
 
     def part(self, first: int, last: int) -> Self:
-        """The documents from ``first`` up to but not ``last`` as a shard of their own, on the same memory map."""
+        """Documents ``first`` to ``last``, exclusive, as a shard of their own on the same memory map."""
         if not 0 <= first < last <= self.documents:
             raise DataError(f"{self.prefix}: documents {first} to {last} are not a part of its {self.documents}.")
         begin, end = self._document_offset(first), self._document_offset(last)
@@ -217,7 +198,7 @@ class Shard:
     def tokens(self, offset: int, count: int) -> np.ndarray:
         """``count`` tokens from ``offset`` on, across documents: int64 [count], a copy."""
         if count < 0:
-            raise DataError(f"{self.prefix}: {count} tokens cannot be read; count them from 0 on.")
+            raise DataError(f"{self.prefix}: {count} tokens cannot be read; give a count of at least 0.")
         return self.windows(np.array([offset]), count)[0].astype(np.int64)
 
     def windows(self, offsets: np.ndarray, count: int) -> np.ndarray:
@@ -230,8 +211,8 @@ class Shard:
         return sliding_window_view(self._tokens, count)[starts]
 
     def _fetch(self, starts: np.ndarray, count: int) -> None:
-        """Ask the kernel for all pages of several windows at once: from a disk, page faults would wait for each window
-        in turn, and read a wide neighbourhood with it.
+        """Ask the kernel for the pages of several windows at once: page faults would wait for the disk one by one, each
+        with a wide read-ahead.
         """
         if len(starts) < 2:
             return
@@ -243,21 +224,21 @@ class Shard:
     def document_begins(self, offsets: np.ndarray, count: int) -> np.ndarray:
         """Which of the ``count`` tokens from each of ``offsets`` [n] on are the first of a document: bool [n, count].
 
-        Looks in the index, not for a token that ends documents: shards of other programs may have none.
+        Read from the index: shards of other programs may have no separators.
         """
         starts = self._within_file(offsets, count)
         self._check_size()
         first, stop = np.split(self._documents_before(np.concatenate((starts, starts + count))), 2)
-        found = stop - first
-        rows = np.repeat(np.arange(len(starts)), found)
-        within = np.arange(len(rows)) - np.repeat(np.cumsum(found) - found, found)
+        counts = stop - first
+        rows = np.repeat(np.arange(len(starts)), counts)
+        within = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
         begins = np.zeros((len(starts), count), dtype=bool)
         begins[rows, self._document_starts(first[rows] + within) - starts[rows]] = True
         return begins
 
     def _check_size(self) -> None:
-        """Raise ``DataError`` where a file is shorter than it was when it was opened: reading what is gone from a memory
-        map ends the process with SIGBUS. Two system calls, once for all windows of a batch.
+        """Raise ``DataError`` where a file was truncated since it was opened: reading beyond its end from the memory map
+        would kill the process with SIGBUS. Two system calls per batch.
         """
         if self._map.size() >= len(self._map) and self._index_map.size() >= len(self._index_map):
             return
@@ -269,7 +250,7 @@ class Shard:
                 )
 
     def _within_file(self, offsets: np.ndarray, count: int) -> np.ndarray:
-        """The file's own numbers of tokens, given this part's; all of the ``count`` from there on must lie in it."""
+        """Offsets in the file of offsets in this part, from which ``count`` tokens must lie in the part."""
         outside = np.flatnonzero((offsets < 0) | (offsets + count > self.len_tokens))
         if outside.size:
             offset = int(offsets[outside[0]])
@@ -279,23 +260,20 @@ class Shard:
         return offsets + self._first_token
 
     def _document_offset(self, index: int) -> int:
-        """The shard's own number of the first token of a document, or of the end for ``index`` == ``documents``."""
+        """Offset in this part of a document, or of the end for ``index`` == ``documents``."""
         return int(self._document_starts(np.array([self._first_document + index]))[0]) - self._first_token
 
     def _document_starts(self, documents: np.ndarray) -> np.ndarray:
-        """First token of documents by their number in the file, and the end of the file for the number after the last
-        one: int64 [n] to int64 [n].
-        """
+        """First token of documents by their number in the file, the end of the file for one past the last: int64 [n]."""
         sequences = documents if self._one_sequence_each else self._boundaries[documents]
         last = len(self._starts) - 1
         starts = self._starts[np.minimum(sequences, last)] // self.dtype.itemsize
         return np.where(sequences > last, self._file_tokens, starts)
 
     def _documents_before(self, tokens: np.ndarray) -> np.ndarray:
-        """How many documents of the file begin before each token: int64 [n] to int64 [n].
+        """Number of documents of the file that begin before each token: int64 [n] to int64 [n].
 
-        A bisection of all at once. np.searchsorted would copy the index at every call: the format puts it at odd
-        addresses.
+        Bisects for all tokens together. np.searchsorted would copy the unaligned index at every call.
         """
         low = np.zeros(len(tokens), dtype=np.int64)
         high = np.full(len(tokens), self._file_documents, dtype=np.int64)
@@ -307,24 +285,111 @@ class Shard:
 
 
 def _mapped(path: Path) -> mmap.mmap:
-    """A file that is not empty as a memory map, which keeps the file open and knows its present size."""
+    """Map a file that is not empty; the map keeps it open and knows its current size."""
     with path.open("rb") as stream:
         return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
 
 
-_WINDOWS = 64
-_TOKENS = 4096
+DIGEST_WINDOWS = 64
+DIGEST_TOKENS = 4096
 
 
 def sampled_digest(shard: Shard) -> str:
-    """SHA-256 of tokens and beginnings of documents in ``_WINDOWS`` stretches spread evenly over a shard or its part.
+    """SHA-256 of tokens and document starts in ``DIGEST_WINDOWS`` windows spread evenly over a shard or its part.
 
-    Reads half a megabyte to two, whatever the size: another corpus is told apart, a change between the stretches is
-    not. It is the same for the same tokens in another dtype, under another name and without a manifest.
+    Reads at most 2 MB: another corpus differs, a change between the windows is not noticed. Independent of dtype, name
+    and manifest.
     """
-    count = min(_TOKENS, shard.len_tokens)
-    offsets = np.unique(np.linspace(0, shard.len_tokens - count, _WINDOWS).astype(np.int64))
+    count = min(DIGEST_TOKENS, shard.len_tokens)
+    offsets = np.unique(np.linspace(0, shard.len_tokens - count, DIGEST_WINDOWS).astype(np.int64))
     digest = hashlib.sha256(f"{shard.documents} {shard.len_tokens}".encode())
     digest.update(shard.windows(offsets, count).astype("<i8").tobytes())
     digest.update(np.packbits(shard.document_begins(offsets, count)).tobytes())
     return digest.hexdigest()
+
+
+LENGTHS_SUFFIX = ".lengths"
+_LENGTH = np.dtype("<i4")
+
+
+class ShardWriter:
+    """Appends documents to one shard, which can be read after ``finish``, byte for byte as megatron-core's builder.
+
+    Unlike that builder it can resume after a kill, and keeps the document lengths in a file, not in a Python list
+    (gigabytes for 10^8 documents).
+
+    Args:
+        prefix: path of the pair without ``.bin`` and ``.idx``; a third file, ``.lengths``, is for writers only.
+        vocab_size: decides the dtype; ids at or above it are refused.
+        documents, tokens: sizes at the last ``sync`` of an earlier writer; what follows in its files is cut off.
+    """
+
+    def __init__(self, prefix: str | Path, vocab_size: int, documents: int = 0, tokens: int = 0) -> None:
+        self._bin_path, self._idx_path = shard_paths(prefix)
+        self._lengths_path = Path(f"{prefix}{LENGTHS_SUFFIX}")
+        self._vocab_size, self._dtype = vocab_size, np.dtype(token_dtype(vocab_size)).newbyteorder("<")
+        self.documents, self.tokens = documents, tokens
+        self._bin = _open_at(self._bin_path, tokens * self._dtype.itemsize)
+        self._lengths = _open_at(self._lengths_path, documents * _LENGTH.itemsize)
+
+    def add(self, ids: Sequence[int] | np.ndarray) -> None:
+        """Append one document."""
+        document = np.asarray(ids, dtype=np.int64)
+        self.extend(document, np.array([document.size]))
+
+    def extend(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
+        """Append documents given as concatenated tokens and the length of each.
+
+        Raises ``DataError`` for an id outside the vocabulary, which the dtype could not hold.
+        """
+        if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) >= self._vocab_size):
+            raise DataError(f"{self._bin_path}: a token id lies outside the vocabulary of {self._vocab_size}.")
+        self._bin.write(np.ascontiguousarray(tokens, dtype=self._dtype).data)
+        self._lengths.write(np.ascontiguousarray(lengths, dtype=_LENGTH).data)
+        self.documents += len(lengths)
+        self.tokens += tokens.size
+
+    def sync(self) -> None:
+        """Flush to disk; a later writer can resume from the present ``documents`` and ``tokens``."""
+        for stream in (self._bin, self._lengths):
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    def finish(self) -> None:
+        """Write the index, and close. The lengths file stays, so that finishing can be repeated."""
+        self.sync()
+        self.close()
+        with self._idx_path.open("wb") as index:
+            index.write(HEADER.pack(MAGIC, 1, dtype_code(self._dtype), self.documents, self.documents + 1))
+            for lengths in self._stored_lengths():
+                index.write(lengths.data)
+            end = 0
+            for lengths in self._stored_lengths():
+                ends = end + np.cumsum(lengths, dtype="<i8") * self._dtype.itemsize
+                index.write((ends - lengths.astype("<i8") * self._dtype.itemsize).data)
+                end = int(ends[-1])
+            for begin in range(0, self.documents + 1, _BLOCK):
+                index.write(np.arange(begin, min(begin + _BLOCK, self.documents + 1), dtype="<i8").data)
+            index.flush()
+            os.fsync(index.fileno())
+
+    def close(self) -> None:
+        """Close both files as they are."""
+        self._bin.close()
+        self._lengths.close()
+
+    def _stored_lengths(self) -> Iterator[np.ndarray]:
+        with self._lengths_path.open("rb") as stream:
+            while raw := stream.read(_BLOCK * _LENGTH.itemsize):
+                yield np.frombuffer(raw, dtype=_LENGTH)
+
+
+def _open_at(path: Path, size: int) -> IO[bytes]:
+    """Open a file to append to, cut to ``size`` bytes. ``DataError`` where it is shorter."""
+    actual = path.stat().st_size if path.exists() else 0
+    if actual < size:
+        raise DataError(f"{path}: {actual} bytes where {size} had been written. Remove its folder and start over.")
+    stream = path.open("r+b" if path.exists() else "w+b")
+    stream.truncate(size)
+    stream.seek(size)
+    return stream

@@ -23,12 +23,12 @@ from megatron_coca.data import (
     load_saved_tokenizer,
     load_tokenizer,
 )
-from megatron_coca.data.inspection.collection import shard_entry
+from megatron_coca.data.inspection import shard_entry
 from megatron_coca.data.preparation.plan import SPLITS
 from megatron_coca.data.shards import read_header, sampled_digest
+from megatron_coca.data.tokenizers import needs_files
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION, agree
-from megatron_coca.data.tokenizers.load import needs_files
-from megatron_coca.tables import table
+from megatron_coca.tables import format_table
 
 logger = logging.getLogger(__name__)
 
@@ -291,7 +291,7 @@ def mixture_table(shares: Sequence[SourceShare]) -> str:
         )
         for share in shares
     ]
-    return table(("source", "weight", "share", "samples", "tokens", "epochs"), rows)
+    return format_table(("source", "weight", "share", "samples", "tokens", "epochs"), rows)
 
 
 def repeated_sources(shares: Sequence[SourceShare]) -> list[str]:

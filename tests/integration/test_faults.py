@@ -19,7 +19,7 @@ from filelock import FileLock, Timeout
 
 from megatron_coca.checkpoints import native
 from megatron_coca.data import DataError
-from megatron_coca.data.shard_writer import ShardWriter
+from megatron_coca.data.shards import ShardWriter
 
 ROOT = Path(__file__).parents[2]
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "SLURM_")
@@ -129,7 +129,7 @@ def empty_shard(folder: Path) -> Path:
 DATA_FAULTS = {
     "missing": (lambda folder: folder / "absent", "absent.bin: no such file"),
     "empty": (empty_shard, "empty.idx: not an MMIDIDX index"),
-    "truncated": (truncated_shard, "short.bin: 4001 bytes where its index tells of 8000"),
+    "truncated": (truncated_shard, "short.bin: 4001 bytes where its index records 8000"),
     "too short": (
         lambda folder: write_shard(folder / "tiny", 32),
         "tiny: 32 tokens do not fill a sample of seq_length + 1 = 33",

@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron_coca.data import Shard
 from megatron_coca.data.order import Blend
-from megatron_coca.data.shard_writer import ShardWriter
+from megatron_coca.data.shards import ShardWriter
 
 FIRST = 3
 
@@ -36,7 +36,7 @@ def write_for_us(prefix: Path, wanted: np.ndarray, vocabulary: int, seed: int) -
     count, length = wanted.shape
     write(prefix, wanted, vocabulary, after=length)  # of the final size; what it holds is read by nobody
     blend = Blend([Shard(prefix)], [1.0], length, seed)
-    (places,) = blend.places(np.arange(count))
+    (places,) = blend.by_source(np.arange(count))
     offset = int(places.starts.min())
     order = (places.starts - offset) // length
     assert sorted(order) == list(range(count)), "one epoch is read, all of it"

@@ -100,7 +100,7 @@ def test_a_complete_corpus_is_reused_and_another_is_refused(builtin: Path, tmp_p
     before = {p: p.stat().st_mtime_ns for p in root.rglob("*")}
     assert ensure_builtin(root) == builtin / "manifest.json"
     assert {p: p.stat().st_mtime_ns for p in root.rglob("*")} == before
-    with pytest.raises(DataError, match="prepared with 1024 tokens, asked for 2048"):
+    with pytest.raises(DataError, match="prepared with 1024 tokens, not 2048"):
         ensure_builtin(root, 2048)
     shutil.copytree(root / "builtin", tmp_path / "builtin")
     (tmp_path / "builtin/shards/code_test.idx").unlink()

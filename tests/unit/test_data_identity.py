@@ -9,8 +9,7 @@ import pytest
 
 from megatron_coca.data import Blend, Shard
 from megatron_coca.data.preparation.manifest import FORMAT
-from megatron_coca.data.shard_writer import ShardWriter
-from megatron_coca.data.shards import sampled_digest
+from megatron_coca.data.shards import ShardWriter, sampled_digest
 from megatron_coca.training.corpus import data_identity, differing_data
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from megatron_coca.data import Blend, DataError, Loader, Shard
-from megatron_coca.data.order import Places, derive_key, permute
-from megatron_coca.data.shard_writer import ShardWriter
+from megatron_coca.data.order import SourceSamples, derive_key, permute
+from megatron_coca.data.shards import ShardWriter
 
 ROOT = Path(__file__).parents[2]
 
@@ -78,13 +78,13 @@ def damage(path: Path, change) -> None:
         (".idx", lambda b: b"TNTIDX\0\0" + b[8:], r"\.idx: not an MMIDIDX index"),
         (".idx", lambda b: b"", r"\.idx: not an MMIDIDX index"),
         (".idx", lambda b: b[:20], r"\.idx: truncated within its header"),
-        (".idx", lambda b: b[:-8], r"\.idx: truncated or foreign"),
+        (".idx", lambda b: b[:-8], r"\.idx: truncated or of another format"),
         (".idx", lambda b: b[:17] + b"\x06" + b[18:], "dtype code 6"),
         (".idx", lambda b: b[:34] + struct.pack("<i", 2) + b[38:], "without gaps"),
         (".idx", lambda b: b[:-16] + struct.pack("<qq", 7, 2), "out of order"),
-        (".bin", lambda b: b[:-2], r"\.bin: 8 bytes where its index tells of 10"),
+        (".bin", lambda b: b[:-2], r"\.bin: 8 bytes where its index records 10"),
         (".bin", lambda b: b + b"xx", r"\.bin: 12 bytes where"),
-        (".bin", lambda b: b"", "holds no token"),
+        (".bin", lambda b: b"", "contains no token"),
     ],
 )
 def test_damaged_and_foreign_files_are_named(tmp_path: Path, suffix: str, change, message: str) -> None:
@@ -111,8 +111,7 @@ with Loader(Blend([shard], [1.0], 16, seed=1), 8, 8, 0, 1, None, packing, num_wo
 """
 
 
-@pytest.mark.parametrize("suffix", [".bin", ".idx"])
-@pytest.mark.parametrize("size", [0, 5000])
+@pytest.mark.parametrize(("suffix", "size"), [(".bin", 0), (".idx", 5000)])
 def test_a_shard_truncated_while_it_is_read_is_named(tmp_path: Path, suffix: str, size: int) -> None:
     """In a process of its own, which SIGBUS would end."""
     make_shard(tmp_path / "s", [10] * 3000)
@@ -262,11 +261,11 @@ class CountingBlend(Blend):
 
     fails_at = -1
 
-    def places(self, indices: np.ndarray) -> list[Places]:
+    def by_source(self, indices: np.ndarray) -> list[SourceSamples]:
         self.read = [*getattr(self, "read", []), *map(int, indices)]
         if self.fails_at in indices:
             raise DataError(f"sample {self.fails_at} cannot be read")
-        return super().places(indices)
+        return super().by_source(indices)
 
 
 def test_the_next_step_is_read_ahead_and_only_once(shards: list[Shard]) -> None:

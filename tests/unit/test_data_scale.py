@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from megatron_coca.data import Blend, DataError, Shard
-from megatron_coca.data.shard_writer import ShardWriter
+from megatron_coca.data.shards import ShardWriter
 
 
 def make_shard(prefix: Path, lengths: list[int], first: int = 0) -> Shard:
@@ -88,7 +88,7 @@ def peak_of_order(shard: Shard, samples: int) -> int:
     tracemalloc.start()
     try:
         blend = Blend([shard, shard], [3, 1], 2, seed=1)
-        places = blend.places(np.arange(samples - 256, samples))
+        places = blend.by_source(np.arange(samples - 256, samples))
         assert sum(len(part.rows) for part in places) == 256 and blend.mixture(samples)[0].samples > 0
         return tracemalloc.get_traced_memory()[1]
     finally:
@@ -131,5 +131,5 @@ def test_one_wrong_entry_anywhere_is_found(tmp_path: Path, place: int, what: str
     with (tmp_path / "s.idx").open("r+b") as stream:
         stream.seek(offset)
         stream.write(wrong.tobytes())
-    with pytest.raises(DataError, match="without gaps|out of order|its index tells of"):
+    with pytest.raises(DataError, match="without gaps|out of order|its index records"):
         Shard(tmp_path / "s")

@@ -9,8 +9,8 @@ import sentencepiece
 import tokenizers
 
 from megatron_coca.data.errors import DataError
+from megatron_coca.data.tokenizers import load_saved_tokenizer, load_tokenizer
 from megatron_coca.data.tokenizers.kinds import PROBES, Tokenizer, agree, first_difference
-from megatron_coca.data.tokenizers.load import load_saved_tokenizer, load_tokenizer
 from megatron_coca.data.tokenizers.sentencepiece_kind import ModelSettings, without_dummy_prefix
 from megatron_coca.data.tokenizers.training import train_bpe, train_sentencepiece
 
@@ -234,7 +234,7 @@ def test_bad_arguments_are_errors_with_the_remedy(folder: Path, arguments: tuple
     ("kind", "eod", "message"),
     [
         ("HFTokenizer", "<none>", "no symbol that ends a document: one of <none> is needed"),
-        ("HFTokenizer", "t", "'t' cannot end documents: text that spells it"),
+        ("HFTokenizer", "t", "'t' cannot end documents: text with these characters"),
         ("CharLevelTokenizer", "<eod>", "has no symbols: 0 ends a document"),
     ],
 )

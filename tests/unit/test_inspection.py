@@ -3,38 +3,33 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from megatron_coca.config import load_config
+from megatron_coca.data import inspection
 from megatron_coca.data.errors import DataError
-from megatron_coca.data.inspection import collection, duplicates
-from megatron_coca.data.inspection.collection import (
+from megatron_coca.data.inspection import (
+    SAMPLE_BOUNDARY,
     ShardEntry,
     common_tokenizer,
-    document_lengths,
-    documents,
-    find_shards,
-    some_documents,
-)
-from megatron_coca.data.inspection.duplicates import duplicates_table, find_duplicates
-from megatron_coca.data.inspection.samples import BOUNDARY, sample_text, view_sample
-from megatron_coca.data.inspection.statistics import (
     count_lengths,
-    coverage_facts,
+    document_lengths,
+    find_shards,
     lengths_by_source,
     measure_coverage,
     plot_lengths,
+    sample_text,
+    token_blocks,
+    view_sample,
 )
-from megatron_coca.data.inspection.text_faults import FAULTS, find_text_faults
 from megatron_coca.data.order import Blend
 from megatron_coca.data.preparation.manifest import FORMAT
 from megatron_coca.data.shards import HEADER, MAGIC, Shard
-from megatron_coca.data.tokenizers.load import load_tokenizer
+from megatron_coca.data.tokenizers import load_tokenizer
 from megatron_coca.data.tokenizers.training import train_sentencepiece
-from megatron_coca.tables import excerpt, percent, table
+from megatron_coca.tables import excerpt, format_table, percent
 from tools import inspect_data
 
 TEXT = load_tokenizer("CharLevelTokenizer")
@@ -104,8 +99,7 @@ def test_sources_of_equal_name_are_named_after_their_folders(tmp_path: Path) -> 
         names[1]: 3,
         "code": 1,
     }
-    assert [facts.source for facts in measure_coverage(entries, TEXT)] == names
-    assert f"{tmp_path}/b/books:0" in duplicates_table(find_duplicates(entries), TEXT)
+    assert [facts["source"] for facts in measure_coverage(entries, TEXT)] == names
 
 
 def test_nothing_to_find_is_an_error(tmp_path: Path) -> None:
@@ -120,7 +114,8 @@ def test_nothing_to_find_is_an_error(tmp_path: Path) -> None:
 def test_tokenizers_must_agree(folder: Path, tmp_path: Path) -> None:
     assert common_tokenizer(find_shards([folder])).fingerprint == TEXT.fingerprint
     foreign = [ShardEntry("own", "", write(tmp_path / "own", ["a"]))]
-    assert common_tokenizer(foreign) is None
+    with pytest.raises(DataError, match="No tokenizer is saved with the shards"):
+        common_tokenizer(foreign)
     other = train_sentencepiece(["some text to learn from"] * 9, 280, tmp_path / "m.model")
     assert common_tokenizer(foreign, other) is other
     with pytest.raises(DataError, match="the named one differ"):
@@ -132,15 +127,16 @@ def test_tokenizers_must_agree(folder: Path, tmp_path: Path) -> None:
 def test_documents_in_blocks_are_those_of_the_shard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sequences: int, at_once: int
 ) -> None:
-    monkeypatch.setattr(collection, "_TOKENS_AT_ONCE", at_once)
-    monkeypatch.setattr("megatron_coca.data.inspection.collection._AT_ONCE", 3)
-    prefix = write(tmp_path / "s", [*BOOKS, "", "end"], sequences)
-    assert [TEXT.decode(tokens) for tokens in documents(prefix)] == [*BOOKS, "", "end"]
+    monkeypatch.setattr(inspection, "BLOCK_TOKENS", at_once)
+    monkeypatch.setattr(inspection, "BLOCK_DOCUMENTS", 3)
+    texts = [*BOOKS, "", "end"]
+    prefix = write(tmp_path / "s", texts, sequences)
+    blocks = list(token_blocks(ShardEntry("s", "", prefix)))
+    documents = [part for tokens, lengths in blocks for part in np.split(tokens, np.cumsum(lengths)[:-1])]
+    assert [TEXT.decode(tokens) for tokens in documents] == texts
+    assert all(len(tokens) <= at_once or len(lengths) == 1 for tokens, lengths in blocks)
     lengths = np.concatenate(list(document_lengths(prefix)))
-    assert lengths.tolist() == [len(TEXT.encode(text)) + 1 for text in [*BOOKS, "", "end"]]
-    chosen = [(number, TEXT.decode(tokens)) for number, tokens in some_documents(prefix, 3)]
-    assert chosen == [(0, BOOKS[0]), (4, BOOKS[4]), (8, "end")]
-    assert len(list(some_documents(prefix, 100))) == len(list(some_documents(prefix, None))) == 9
+    assert lengths.tolist() == [len(TEXT.encode(text)) + 1 for text in texts]
 
 
 def test_quantiles_agree_with_numpy() -> None:
@@ -164,85 +160,8 @@ def test_lengths_by_source_and_their_picture(folder: Path, tmp_path: Path) -> No
     assert (tmp_path / "new" / "lengths.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("per_bucket", [1, 1 << 18])
-def test_duplicates_within_and_across_shards(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, per_bucket: int
-) -> None:
-    monkeypatch.setattr(duplicates, "_BUCKET_DOCUMENTS", per_bucket)
-    monkeypatch.setattr(duplicates, "_BUFFERED", 2)
-    found = find_duplicates(find_shards([folder]), workplace=tmp_path)
-    assert not list(tmp_path.iterdir())
-    assert (found.documents, found.extra.tolist(), found.extra_tokens.tolist()) == ([3, 7, 3], [0, 2, 0], [0, 22, 0])
-    assert found.tokens == [sum(map(int, np.concatenate(list(document_lengths(e.prefix))))) for e in found.entries]
-    assert found.pairs() == [(0, 1, 2), (0, 2, 2), (1, 2, 1)]
-    assert found.pairs(leaks=True) == [(0, 1, 2), (0, 2, 2)]
-    assert [repeated.copies for repeated in found.worst] == [4, 3, 2]
-    assert found.worst[0].places == [(0, 2), (1, 0), (1, 3), (1, 6)]
-    text = duplicates_table(found, TEXT)
-    assert "books train:0, books train:3, books train:6\n  twice here" in text and "leak" in text
-    assert "tokens [" in duplicates_table(found, None)
-
-
-@pytest.mark.parametrize("per_bucket", [40, 1 << 18])
-def test_a_document_that_occurs_very_often_fills_no_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, per_bucket: int
-) -> None:
-    monkeypatch.setattr(duplicates, "_BUCKET_DOCUMENTS", per_bucket)
-    monkeypatch.setattr(duplicates, "_BUFFERED", 500)
-    monkeypatch.setattr(duplicates, "_MOST_BUCKETS", 3)
-    compared: list[int] = []
-    compare = duplicates._compare
-
-    def watched(records: np.ndarray, *others: Any) -> None:
-        compared.append(len(records))
-        compare(records, *others)
-
-    monkeypatch.setattr(duplicates, "_compare", watched)
-    texts = ["same" if number % 4 else f"own {number}" for number in range(2000)]
-    entries = [
-        ShardEntry("s", "", write(tmp_path / "s", texts)),
-        ShardEntry("t", "", write(tmp_path / "t", ["same", "x"] * 30)),
-    ]
-    found = find_duplicates(entries)
-    assert found.extra.tolist() == [1499, 29 + 29] and found.extra_tokens.tolist() == [1499 * 5, 29 * 5 + 29 * 2]
-    assert found.pairs() == [(0, 1, 1)]
-    assert (found.worst[0].copies, found.worst[0].places) == (1530, [(0, n) for n in range(1, 14) if n % 4])
-    assert sum(compared) < 2060 - 1500 + 10 * 5 + 10, "ten records of each buffer at most stand for the copies"
-    assert per_bucket > 40 or max(compared) < 40 + 10 * 5 + 30
-
-
-def test_empty_documents_are_duplicates_too(tmp_path: Path) -> None:
-    found = find_duplicates([ShardEntry("s", "", write(tmp_path / "s", ["", "a", ""]))])
-    assert found.extra.tolist() == [1]
-
-
-@pytest.mark.parametrize(
-    ("text", "faults"),
-    [
-        ("naïve “quotes” – it’s Ångström, ÂNGSTRÖM, São, NÃO, â\tb\r\n\x0c\x85", []),
-        ("caf\ufffd", ["U+FFFD"]),
-        ("a\x00b", ["control characters"]),
-        ("a\x7f", ["control characters"]),
-        *((text.encode().decode("cp1252"), ["mojibake"]) for text in ("café", "it’s", "“so", "a – b", "\ufeffstart")),
-        ("é".encode().decode("latin-1"), ["mojibake"]),
-        ("“".encode().decode("latin-1"), ["control characters", "mojibake"]),
-    ],
-)
-def test_faults_of_text(text: str, faults: list[str]) -> None:
-    assert [name for name, pattern in FAULTS.items() if pattern.search(text)] == faults
-
-
-def test_text_faults_are_counted_with_examples(folder: Path) -> None:
-    train = find_text_faults(find_shards([folder / "books_train"]), TEXT)[0]
-    assert train.with_fault == {"U+FFFD": 1, "control characters": 1, "mojibake": 1}
-    assert (4, "mojibake", "naïve Ã© it’s") in train.examples
-    assert (5, "control characters", "bell \\x07 \ufffd") in train.examples
-    some = find_text_faults(find_shards([folder / "books_train"]), TEXT, count=2)[0]
-    assert (some.examined, some.documents, sum(some.with_fault.values())) == (2, 7, 0)
-
-
 def test_coverage_of_a_vocabulary(folder: Path) -> None:
-    books, code = coverage_facts(measure_coverage(find_shards([folder]), TEXT), TEXT)
+    books, code = measure_coverage(find_shards([folder]), TEXT)
     assert (books["bytes_per_token"], code["bytes_per_token"]) == (1.0, 1.0)
     assert (code["documents"], code["tokens"]) == (3, sum(map(len, CODE)) + 3)
     letters = len(set("".join(CODE))) + 1
@@ -260,7 +179,7 @@ def test_coverage_without_a_manifest_and_with_bytes(tmp_path: Path) -> None:
         HEADER.pack(MAGIC, 1, 8, 1, 2) + np.array([len(ids)], "<i4").tobytes() + np.array([0, 0, 1], "<i8").tobytes()
     )
     Path(f"{prefix}.idx").write_bytes(index)
-    facts = coverage_facts(measure_coverage(find_shards([prefix]), model), model)[0]
+    facts = measure_coverage(find_shards([prefix]), model)[0]
     assert facts["bytes_per_token"] == len(text.encode()) / (len(ids) - 1)
     assert facts["fallback"] == 3 / len(ids), "the character, not the line feed"
     with pytest.raises(DataError, match="Name the tokenizer that the shard was made with"):
@@ -277,13 +196,20 @@ def test_a_sample_shows_its_documents(tmp_path: Path) -> None:
         assert all(0 not in part[:-1] for part in view.parts), "cut behind the separator and nowhere else"
         assert view.starts_document == (view.first_token in (0, 6, 17))
         text = sample_text(view, TEXT)
-        assert text.count(BOUNDARY) == len(view.parts) - 1
-        assert text.partition("\n\n")[2].replace(f"\n{BOUNDARY}\n", "") == TEXT.decode(blend.sample(number))
+        assert text.count(SAMPLE_BOUNDARY) == len(view.parts) - 1
+        assert text.partition("\n\n")[2].replace(f"\n{SAMPLE_BOUNDARY}\n", "") == TEXT.decode(blend.sample(number))
         assert f"{int(blend.sample(number)[0])}:" in sample_text(view, TEXT, pieces=True)
 
 
 def test_tables() -> None:
-    assert table(["a", "bb"], [["x", 1234567], ["yy", None]]) == "a          bb\nx   1,234,567\nyy          -"
+    lines = [
+        "| a   |        bb |",
+        "| --- | --------: |",
+        "| x   | 1,234,567 |",
+        "| yy  |         - |",
+        "| z   |    0.3333 |",
+    ]
+    assert format_table(["a", "bb"], [["x", 1234567], ["yy", None], ["z", 1 / 3]]).split("\n") == lines
     assert [percent(share) for share in (0.25, 0.0, 0.000001, None)] == ["25.00%", "0.00%", "1.0e-04%", "-"]
     assert excerpt("a\nb" * 40, 8) == "a\\nba\\nb..." and excerpt("é") == "é"
 
@@ -292,8 +218,6 @@ COMMANDS = {
     "document": (["document", "{}/books_train", "1"], "once"),
     "tokens": (["document", "{}/books_train", "1", "--tokens"], "111:o"),
     "lengths": (["lengths", "{}"], "books"),
-    "duplicates": (["duplicates", "{}"], "leak"),
-    "utf8": (["utf8", "{}", "--documents", "7"], "mojibake"),
     "coverage": (["coverage", "{}"], "bytes per token"),
 }
 
@@ -368,10 +292,10 @@ def test_the_test_part_of_one_shard(folder: Path, capsys: pytest.CaptureFixture[
     ("arguments", "message"),
     [
         (["sample", "{config}", "--number", "9" * 23], "9: samples are numbered up to 2^62 only"),
-        (["sample", "{config}", "--number", "-1"], "Sample numbers begin at 0"),
+        (["sample", "{config}", "--number", "-1"], "Sample numbers start at 0"),
         (["mixture", "{config}", "--samples", "9" * 23], "9: samples are numbered up to 2^62 only"),
-        (["lengths", "{folder}", "--output", "{folder}/l.xyz"], "l.xyz: no picture is drawn in this format"),
-        (["lengths", "{folder}", "--output", "{folder}/l"], "/l: no picture is drawn in this format"),
+        (["lengths", "{folder}", "--output", "{folder}/l.xyz"], "l.xyz: unknown picture format"),
+        (["lengths", "{folder}", "--output", "{folder}/l"], "/l: unknown picture format"),
     ],
 )
 def test_what_a_library_would_trip_over(

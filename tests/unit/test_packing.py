@@ -198,7 +198,7 @@ def test_a_packed_sample_is_its_documents_alone(
     config = load_config([], SHAPE | {"pos_emb": pos_emb, "rotary_pct": 0.5, "attention_backend": backend})
     model = build_model(config).double()
     batch = read(blend, Packing(True, reset_position_ids, EOD), samples=6)
-    begins = blend.document_begins(blend.places(np.arange(6)))
+    begins = blend.document_begins(blend.by_source(np.arange(6)))
     packed = LanguageModelLoss(model)(**tensors(batch))
     alone = documents_alone(model, batch, begins)
     torch.testing.assert_close(packed, alone, **EXACT)

@@ -6,9 +6,8 @@ import pytest
 import yaml
 
 from megatron_coca.data import DataError
-from megatron_coca.data.preparation.plan import Rules
+from megatron_coca.data.preparation.plan import Rules, shard_name
 from megatron_coca.data.preparation.recipe import read_recipe
-from megatron_coca.data.preparation.run import shard_name
 from megatron_coca.data.readers.source import Filters
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "data"
@@ -33,7 +32,7 @@ output: out
 train_tokenizer: {{vocab_size: 500, tokenizer_type: HFTokenizer}}
 valid_fraction: 0.1
 sources:
-  books: {{paths: ["*.txt"], documents: line, weight: 3, duplicates: near, fraction: 0.5, split: train}}
+  books: {{paths: ["*.txt"], documents: line, weight: 3, duplicates: keep, fraction: 0.5, split: train}}
   pile: {{paths: [c.json], sets: {{Pile-CC: 2, ArXiv: 1}}, fields: {{text: content}}, weight: 1}}
   code: {{reader: repositories, paths: [src], metadata: m.jsonl, weight: 1, max_record_mib: 2,
     filters: {{min_stars: 1, licences: [MIT]}}}}
@@ -42,7 +41,7 @@ sources:
     )
     books, pile, code = recipe.sources
     assert books.spec.paths == [tmp_path / "b1.txt", tmp_path / "b2.txt"] and books.spec.documents == "line"
-    assert (books.weight, books.duplicates, books.fraction, books.split) == (3, "near", 0.5, "train")
+    assert (books.weight, books.duplicates, books.fraction, books.split) == (3, "keep", 0.5, "train")
     assert (
         pile.spec.sets == ("Pile-CC", "ArXiv") and pile.spec.divide and pile.set_weights == {"Pile-CC": 2, "ArXiv": 1}
     )
@@ -68,6 +67,11 @@ def test_another_root_moves_every_path(tmp_path: Path) -> None:
         ),
         (BASE + "    max_record_mib: 0\n", r"sources\.a\.max_record_mib: .*greater than or equal to 1"),
         (BASE + "    weight: -1\n", r"sources\.a\.weight: .*greater than 0"),
+        (
+            BASE + "    duplicates: near\n",
+            r"sources\.a\.duplicates: near duplicates are no longer .* datatrove .*docs/data\.md",
+        ),
+        (BASE + "    duplicates: all\n", r"sources\.a\.duplicates: .*'exact' or 'keep'"),
         (BASE + "    documents: page\n", r"sources\.a\.documents: .*'file', 'line' or 'paragraph'"),
         (BASE + "test_fracton: 1\n", r"test_fracton: unknown key; did you mean test_fraction\?"),
         ("sources: {a: {paths: [x]}}\n", "either tokenizer_type, with vocab_file, or train_tokenizer"),

@@ -1,4 +1,4 @@
-"""Shards are written byte for byte as megatron-core does, and a writer goes on where an earlier one was cut off."""
+"""Shards are written byte for byte as megatron-core does, and a writer resumes where an earlier one was cut off."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_coca.data import DataError, Shard
-from megatron_coca.data.shard_writer import ShardWriter, Written
+from megatron_coca.data.shards import ShardWriter
 
 DOCUMENTS = [[3, 4, 5], [6], [], [7, 8], list(range(2, 9))]
 
@@ -41,17 +41,18 @@ def test_what_follows_the_last_sync_is_cut_off(tmp_path: Path, done: int, lost: 
     first = ShardWriter(tmp_path / "s", 10)
     for document in DOCUMENTS[:done]:
         first.add(document)
-    at = first.sync()
-    assert at == Written(done, sum(map(len, DOCUMENTS[:done])))
+    first.sync()
+    at = (first.documents, first.tokens)
+    assert at == (done, sum(map(len, DOCUMENTS[:done])))
     for _ in range(lost):
         first.add([9, 9, 9])
     first.close()
-    second = ShardWriter(tmp_path / "s", 10, at)
+    second = ShardWriter(tmp_path / "s", 10, *at)
     for document in DOCUMENTS[done:]:
         second.add(document)
     second.finish()
     assert files(tmp_path / "s") == files(tmp_path / "whole")
-    again = ShardWriter(tmp_path / "s", 10, Written(second.documents, second.tokens))
+    again = ShardWriter(tmp_path / "s", 10, second.documents, second.tokens)
     again.finish()
     assert files(tmp_path / "s") == files(tmp_path / "whole")
 
@@ -74,7 +75,7 @@ def test_ids_outside_the_vocabulary_are_refused(tmp_path: Path, ids: list[int]) 
 def test_a_file_shorter_than_what_was_written_is_an_error(tmp_path: Path) -> None:
     write(tmp_path / "s", DOCUMENTS)
     with pytest.raises(DataError, match=r"s\.bin: 26 bytes where 40 had been written"):
-        ShardWriter(tmp_path / "s", 10, Written(5, 20))
+        ShardWriter(tmp_path / "s", 10, 5, 20)
 
 
 def test_memory_does_not_grow_with_the_documents(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pydoc_data.topics import topics
 import pytest
 
 from megatron_coca.data.errors import DataError
-from megatron_coca.data.tokenizers.load import load_saved_tokenizer, load_tokenizer
+from megatron_coca.data.tokenizers import load_saved_tokenizer, load_tokenizer
 from megatron_coca.data.tokenizers.training import TRAINERS, HeldOut, measure, train_bpe, train_sentencepiece
 from tools import train_tokenizer
 
@@ -74,7 +74,7 @@ def test_no_text_is_told_as_that(tmp_path: Path, train: Callable, texts: list[st
 
 
 def test_more_characters_than_pieces_need_a_larger_vocabulary(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="cannot train 280 pieces .*Take a larger vocabulary"):
+    with pytest.raises(DataError, match="cannot train 280 pieces .*Choose a larger vocabulary"):
         train_sentencepiece([string.printable] * 9, 280, tmp_path / "m")
 
 
@@ -142,7 +142,7 @@ def test_weights_of_a_recipe_divide_the_text(tmp_path: Path) -> None:
         (["--characters", "1"], "less than one for each source"),
         (["--vocab-size", "90000"], "cannot train 90000 pieces"),
         (["--vocab-size", "200"], "vocabulary of 200 tokens cannot be trained as SPMTokenizer"),
-        (["--type", "HFTokenizer", "--vocab-size", "280"], "special tokens are 281 already. Take a larger one"),
+        (["--type", "HFTokenizer", "--vocab-size", "280"], "special tokens are 281 already. Choose a larger one"),
     ],
 )
 def test_wrong_input_leaves_nothing(
@@ -165,15 +165,15 @@ def test_sizes_are_positive(tmp_path: Path, capsys: pytest.CaptureFixture[str], 
 
 def test_a_source_that_gives_fewer_characters_is_named() -> None:
     held_out = {"text": HeldOut(60, ["x" * 9]), "code": HeldOut(60, ["x" * 11])}
-    (line,) = train_tokenizer.short_of(held_out, [100, 100])
-    assert line.startswith("text: gave 69 characters where 100 were asked for")
+    (line,) = train_tokenizer.short_sources(held_out, [100, 100])
+    assert line.startswith("text: gave 69 characters of 100 requested")
 
 
 def test_the_tool_says_which_source_was_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [*corpus(tmp_path), "--vocab-size", "500", "--output", str(tmp_path / "out")]
     assert train_tokenizer.main([*arguments, "--characters", "10000000"]) == 0
     shown = capsys.readouterr().out
-    assert "text: gave " in shown and "code: gave " in shown and "characters where 5,000,000 were asked for" in shown
+    assert "text: gave " in shown and "code: gave " in shown and "characters of 5,000,000 requested" in shown
 
 
 def test_a_source_of_one_document_is_not_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

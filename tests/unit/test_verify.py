@@ -9,13 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_coca.data import Shard, load_tokenizer
+from megatron_coca.data import Shard, inspection, load_tokenizer
 from megatron_coca.data.errors import DataError
-from megatron_coca.data.inspection import collection, verify
-from megatron_coca.data.inspection.collection import find_shards
-from megatron_coca.data.inspection.verify import verify_shards
-from megatron_coca.data.shard_writer import ShardWriter
-from megatron_coca.data.shards import HEADER
+from megatron_coca.data.inspection import find_shards
+from megatron_coca.data.shards import HEADER, ShardWriter
+from megatron_coca.data.verify import verify_shards
 from tools import inspect_data
 
 TEXT = load_tokenizer("CharLevelTokenizer")
@@ -78,13 +76,13 @@ def other_description(folder: Path) -> None:
 
 FAULTS: dict[str, tuple[Callable[[Path], None], list[str]]] = {
     "nothing": (lambda folder: None, []),
-    "one byte": (other_byte, ["words_train.bin: its content is not what was written"]),
-    "an id": (large_id, ["its content is not", "1 ids outside the vocabulary of 512, the first 32"]),
-    "the index": (moved_end, ["1 documents of the index do not end in the separator, 0"]),
-    "two in one": (fewer_documents, ["documents, where manifest.json tells of"]),
+    "one byte": (other_byte, ["words_train.bin: its content has changed"]),
+    "an id": (large_id, ["its content has changed", "1 ids outside the vocabulary of 512, the first 32"]),
+    "the index": (moved_end, ["1 documents of the index do not end with the separator, 0"]),
+    "two in one": (fewer_documents, ["documents, where manifest.json records"]),
     "cut": (
         lambda folder: (folder / "words_test.bin").write_bytes(b"12"),
-        ["words_test.bin: 2 bytes where its index tells of"],
+        ["words_test.bin: 2 bytes where its index records"],
     ),
     "absent": (lambda folder: (folder / "words_test.idx").unlink(), ["words_test.idx: no such file"]),
     "tokenizer": (other_manifest, ["shards: the tokenizer is not the one that manifest.json names"]),
@@ -95,8 +93,8 @@ FAULTS: dict[str, tuple[Callable[[Path], None], list[str]]] = {
 @pytest.mark.parametrize("at_once", [1, 7, 1 << 20])
 @pytest.mark.parametrize("name", FAULTS)
 def test_every_fault_is_told(shards: Path, name: str, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify, "_TOKENS_AT_ONCE", 5 * at_once)
-    monkeypatch.setattr(collection, "_AT_ONCE", at_once)
+    monkeypatch.setattr(inspection, "BLOCK_TOKENS", 5 * at_once)
+    monkeypatch.setattr(inspection, "BLOCK_DOCUMENTS", at_once)
     damage, messages = FAULTS[name]
     damage(shards)
     faults = [fault for found in verify_shards(find_shards([shards])) for fault in found.faults]
@@ -147,8 +145,8 @@ def test_what_the_manifest_does_not_vouch_for_is_told(shards: Path) -> None:
     record["sources"][0]["test"]["sha256"] = None
     (shards / "manifest.json").write_text(json.dumps(record))
     faults = [fault for found in verify_shards(find_shards([shards])) for fault in found.faults]
-    assert len(faults) == 2 and "extra: lies beside manifest.json" in faults[0]
-    assert "words_test: manifest.json names it without a SHA-256" in faults[1]
+    assert len(faults) == 2 and "extra: not listed in the manifest.json" in faults[0]
+    assert "words_test: listed in manifest.json without a SHA-256" in faults[1]
 
 
 def test_what_is_recorded_is_the_hash_of_the_file(shards: Path) -> None:

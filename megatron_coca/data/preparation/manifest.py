@@ -1,4 +1,4 @@
-"""The record of a preparation: what was read, what was written, with what."""
+"""The files that describe prepared shards: ``manifest.json`` (what was read and written) and ``data.yml`` (data keys)."""
 
 import hashlib
 import json
@@ -16,15 +16,15 @@ from megatron_coca.data.preparation.plan import SPLITS, CorpusSource, Inputs, sh
 from megatron_coca.data.shards import Shard
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION, Tokenizer
 
-FORMAT = 2  # of the manifest and the split; raise it when either changes meaning
+FORMAT = 2  # of the manifest and the split; to be raised when either changes meaning
 MANIFEST = "manifest.json"
+RUN_CONFIG = "data.yml"
 DAMAGED = "damaged file"  # the one kind of problem that is not a record
-_TOKENIZER_FACTS = ("tokenizer_type", "vocab_size", "eod", "fingerprint")
 _LIBRARIES = ("sentencepiece", "tokenizers", "numpy")
 _EMPTY = {"prefix": None, "documents": 0, "tokens": 0, "bytes": 0, "sha256": None}
 
 
-def build(
+def build_manifest(
     sources: Sequence[CorpusSource],
     tokenizer: Tokenizer,
     settings: Mapping[str, Any],
@@ -32,124 +32,118 @@ def build(
     state: State,
     folder: Path,
 ) -> dict[str, Any]:
-    """The manifest of finished shards in ``folder``; reads all of them."""
-    return {
-        "format": FORMAT,
-        "settings": dict(settings),
-        "tokenizer": {name: getattr(tokenizer, name) for name in _TOKENIZER_FACTS} | {"description": DESCRIPTION},
-        "sources": _written(sources, state.shards, folder),
-        "inputs": [_read(number, source, inputs, state) for number, source in enumerate(sources)],
-        "versions": {"python": platform.python_version()} | {name: version(name) for name in _LIBRARIES},
-    }
-
-
-def _written(sources: Sequence[CorpusSource], shards: Sequence[ShardState], folder: Path) -> list[dict[str, Any]]:
-    """One entry per source and part, with what each split holds."""
+    """The manifest of finished shards in ``folder``; checks and hashes all of them."""
     entries: dict[tuple[int, str], dict[str, Any]] = {}
-    for shard in shards:
+    for shard in state.shards:
         spec = sources[shard.source].spec
         new = {"name": shard_name(spec.name, shard.part, ""), "source": spec.name, "part": shard.part}
         entry = entries.setdefault((shard.source, shard.part), new | {split: dict(_EMPTY) for split in SPLITS})
         entry[shard.split] = _shard_facts(folder, shard_name(spec.name, shard.part, shard.split), shard)
-    return list(entries.values())
+    read = []
+    for number, source in enumerate(sources):
+        own = inputs.of(number)
+        written = sum(shard.documents for shard in state.shards if shard.source == number)
+        findings = state.findings.get(source.spec.name, {})
+        problems, left_out = findings.get("problems", {}), findings.get("left_out", {})
+        rejected = sum(count for kind, count in problems.items() if kind != DAMAGED)
+        read.append(
+            {
+                "name": source.spec.name,
+                "paths": [str(path) for path in source.spec.paths],
+                "units": len(own),
+                "bytes": sum(unit.size for unit in own),
+                "records": written + rejected + sum(left_out.values()),
+                "written": written,
+                "problems": problems,
+                "problems_named": findings.get("named", []),
+                "left_out": left_out,
+                "unread": dict(inputs.unread[number]),
+                "sets_missing": sorted(set(source.spec.sets) - set(findings.get("sets", ()))),
+            }
+        )
+    tokenizer_facts = {
+        name: getattr(tokenizer, name) for name in ("tokenizer_type", "vocab_size", "eod", "fingerprint")
+    }
+    return {
+        "format": FORMAT,
+        "settings": dict(settings),
+        "tokenizer": tokenizer_facts | {"description": DESCRIPTION},
+        "sources": list(entries.values()),
+        "inputs": read,
+        "versions": {"python": platform.python_version()} | {name: version(name) for name in _LIBRARIES},
+    }
 
 
 def _shard_facts(folder: Path, name: str, state: ShardState) -> dict[str, Any]:
-    written = Shard(folder / name)  # checks what is on the disk
-    if (written.documents, written.len_tokens) != (state.documents, state.tokens):
-        raise DataError(f"{folder / name}: holds {written}, where {state} was written. Remove {folder}; begin anew.")
+    shard = Shard(folder / name)  # checks the files
+    if (shard.documents, shard.len_tokens) != (state.documents, state.tokens):
+        raise DataError(f"{folder / name}: contains {shard}, where {state} was written. Remove {folder}; start over.")
     with (folder / f"{name}.bin").open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    return {
-        "prefix": name,
-        "documents": state.documents,
-        "tokens": state.tokens,
-        "bytes": state.bytes,
-        "sha256": digest,
-    }
-
-
-def _read(number: int, source: CorpusSource, inputs: Inputs, state: State) -> dict[str, Any]:
-    own = inputs.of(number)
-    written = sum(shard.documents for shard in state.shards if shard.source == number)
-    findings = state.findings.get(source.spec.name, {})
-    problems, left_out = findings.get("problems", {}), findings.get("left_out", {})
-    rejected = sum(count for kind, count in problems.items() if kind != DAMAGED)
-    return {
-        "name": source.spec.name,
-        "paths": [str(path) for path in source.spec.paths],
-        "units": len(own),
-        "bytes": sum(unit.size for unit in own),
-        "records": written + rejected + sum(left_out.values()),
-        "written": written,
-        "problems": problems,
-        "problems_named": findings.get("named", []),
-        "left_out": left_out,
-        "unread": dict(inputs.unread[number]),
-        "sets_missing": sorted(set(source.spec.sets) - set(findings.get("sets", ()))),
-    }
+    sizes = {"documents": state.documents, "tokens": state.tokens, "bytes": state.bytes}
+    return {"prefix": name, **sizes, "sha256": digest}
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest that ``prepare`` wrote. ``DataError`` where it is missing, damaged or of another format."""
     try:
         manifest = json.loads(Path(path).read_text())
-        found = manifest["format"]
+        version_read = manifest["format"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: cannot read the manifest ({error}). Prepare the corpus again.") from error
-    if found != FORMAT:
-        raise DataError(f"{path}: format {found}, this version reads {FORMAT}. Prepare the corpus again.")
+    if version_read != FORMAT:
+        raise DataError(f"{path}: format {version_read}, this version reads {FORMAT}. Prepare the corpus again.")
     return manifest
 
 
-RUN_CONFIG = "data.yml"
-
-
-def write(
-    folder: Path, final: Path, sources: Sequence[CorpusSource], record: Mapping[str, Any], tokenizer: Tokenizer
+def write_run_config(
+    folder: Path,
+    final: Path,
+    sources: Sequence[CorpusSource],
+    entries: Sequence[Mapping[str, Any]],
+    tokenizer: Tokenizer,
 ) -> None:
     """Write ``data.yml`` into ``folder``, with paths as they will be under ``final``.
 
-    A split that no document fell into has no shards, and neither split stands for another.
+    A split that no document fell into has no shards; no split replaces another.
     """
     keys: dict[str, Any] = {}
-    weights = training_weights(sources, record["sources"])
+    weights = training_weights(sources, entries)
     for split in SPLITS:
-        entries = [entry for entry in record["sources"] if entry[split]["documents"]]
-        if entries or split != "train":  # without training data the file is of no use to a run, and says so by its lack
-            keys[f"{split}_data_paths"] = [str(final / entry[split]["prefix"]) for entry in entries]
-        if entries:
-            keys[f"{split}_data_weights"] = [weights[entry["name"]] for entry in entries]
+        chosen = [entry for entry in entries if entry[split]["documents"]]
+        if chosen or split != "train":  # without training data a run fails on the missing key
+            keys[f"{split}_data_paths"] = [str(final / entry[split]["prefix"]) for entry in chosen]
+        if chosen:
+            keys[f"{split}_data_weights"] = [weights[entry["name"]] for entry in chosen]
     saved = json.loads((folder / DESCRIPTION).read_text())
     files = {argument: str(final / saved[argument]) for argument in ("vocab_file", "merge_file") if saved.get(argument)}
     keys |= {"tokenizer_type": tokenizer.tokenizer_type, **files, "vocab_size": tokenizer.vocab_size}
     header = f"# Written with {final / MANIFEST}. Name it after the model: train.py MODEL.yml {final / RUN_CONFIG}\n"
-    header += "".join(f"# {line}\n" for line in empty_splits(record["sources"]))
+    header += "".join(f"# {line}\n" for line in empty_splits(entries))
     (folder / RUN_CONFIG).write_text(header + yaml.safe_dump(keys, sort_keys=False, width=120))
 
 
 def empty_splits(entries: Sequence[Mapping[str, Any]]) -> list[str]:
     """A line for validation and for test where no document fell into it."""
-    told = {"valid": "a run reports no validation loss", "test": "evaluation needs --data"}
+    effects = {"valid": "a run reports no validation loss", "test": "evaluation needs --data"}
     return [
         f"No {split} document, so {effect}; raise {split}_fraction or add documents."
-        for split, effect in told.items()
+        for split, effect in effects.items()
         if not any(entry[split]["documents"] for entry in entries)
     ]
 
 
 def training_weights(sources: Sequence[CorpusSource], entries: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Share of the training tokens by the name of each entry of the manifest, in all 1.
+    """Share of the training tokens by the name of each entry of the manifest; the shares sum to 1.
 
     Without weights a source counts by its tokens, and a set by its tokens within its source.
     """
-    by_name = {source.spec.name: source for source in sources}
     tokens = {entry["name"]: sum(entry[split]["tokens"] for split in SPLITS) for entry in entries}
     shares: dict[str, float] = {}
-    for name, source in by_name.items():
-        own = [entry for entry in entries if entry["source"] == name]
+    for source in sources:
+        own = [entry for entry in entries if entry["source"] == source.spec.name]
         within = [source.set_weights.get(entry["part"], tokens[entry["name"]]) for entry in own]
         weight = sum(tokens[entry["name"]] for entry in own) if source.weight is None else source.weight
-        shares |= {entry["name"]: weight * part / sum(within) for entry, part in zip(own, within, strict=True)}
+        shares |= {entry["name"]: weight * share / sum(within) for entry, share in zip(own, within, strict=True)}
     total = sum(shares.values())
     return {name: float(f"{share / total:.6g}") for name, share in shares.items()}

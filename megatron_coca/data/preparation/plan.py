@@ -1,4 +1,4 @@
-"""What is to be prepared and how: the sources with their treatment, and the rules that hold for all."""
+"""What to prepare: sources, the rules that apply to all of them, their splits, and text to train a tokenizer on."""
 
 import hashlib
 import re
@@ -9,44 +9,47 @@ from typing import Literal
 
 from megatron_coca.data.errors import DataError, OutOfMemory
 from megatron_coca.data.readers import open_reader
-from megatron_coca.data.readers.source import Chunk, Document, Reader, ReadingProblems, ReadUnit, SourceSpec
+from megatron_coca.data.readers.source import Chunk, Reader, ReadingProblems, ReadUnit, SourceSpec
 
 SPLITS = ("train", "valid", "test")
 MAX_RECORD_MIB = 2048
 """The largest ``SourceSpec.max_record_mib``: larger records do not fit an index of 32-bit lengths."""
+NEAR_DUPLICATES = (
+    "near duplicates are no longer removed during preparation. Deduplicate the corpus with datatrove before (see "
+    "docs/data.md), and use exact or keep here."
+)
 
 
 @dataclass(frozen=True)
 class CorpusSource:
-    """A source, and what becomes of its documents.
+    """A source, and the treatment of its documents.
 
     Attributes:
-        spec: where it lies and how it is read.
-        weight: its share of the training tokens, relative to the other sources; None means as many as it has.
+        spec: its files and how they are read.
+        weight: share of the training tokens, relative to the other sources; None counts by tokens.
         set_weights: relative weights of its sets, for a source that is divided into them.
-        duplicates: drop documents whose text occurred before (``exact``), also those much like one before (``near``),
-            or none (``keep``).
-        fraction: of the documents, by a hash of their text.
-        split: puts all documents on one side instead of by the hash of their key.
+        duplicates: drop documents whose text occurred before (``exact``), or none (``keep``).
+        fraction: of the documents, chosen by a hash of their text.
+        split: put all documents into one split instead of splitting by the hash of their key.
     """
 
     spec: SourceSpec
     weight: float | None = None
     set_weights: Mapping[str, float] = field(default_factory=dict)
-    duplicates: Literal["exact", "near", "keep"] = "exact"
+    duplicates: Literal["exact", "keep"] = "exact"
     fraction: float = 1.0
     split: str | None = None
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What holds for all sources.
+    """Rules for all sources.
 
     Attributes:
         valid_fraction, test_fraction: of the documents, held out by a hash of their key.
-        strict: the first record that cannot be used is an error; else it is skipped, counted and named.
-        skip_damaged: a file that cannot be read to its end is counted and named, what comes before is kept; else it is
-            an error.
+        strict: the first unusable record is an error; otherwise it is skipped, counted and named.
+        skip_damaged: a file that cannot be read to its end is counted and named, and what precedes the damage is kept;
+            otherwise it is an error.
     """
 
     valid_fraction: float = 0.01
@@ -57,11 +60,11 @@ class Rules:
 
 @dataclass(frozen=True)
 class Execution:
-    """How the work is done; nothing of it changes the result.
+    """Settings without effect on the result.
 
     Attributes:
-        workers: further processes; 0 works in this one.
-        save_seconds: between two moments that can be gone back to: the work that a kill can cost.
+        workers: worker processes; 0 works in this process.
+        save_seconds: between two saved positions: the work that a kill can cost.
         progress: show a bar.
     """
 
@@ -70,21 +73,21 @@ class Execution:
     progress: bool = True
 
 
-def position(key: str) -> float:
-    """A number in [0, 1) by the SHA-256 of a key, the same on every machine and in every run."""
+def hash_fraction(key: str) -> float:
+    """A number in [0, 1) from the SHA-256 of a key, the same on every machine and in every run."""
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") / 2**64
 
 
 def split_of(key: str, rules: Rules) -> str:
     """The split of a document: "test" below ``test_fraction``, then "valid", else "train"."""
-    place = position(key)
-    if place < rules.test_fraction:
+    fraction = hash_fraction(key)
+    if fraction < rules.test_fraction:
         return "test"
-    return "valid" if place < rules.test_fraction + rules.valid_fraction else "train"
+    return "valid" if fraction < rules.test_fraction + rules.valid_fraction else "train"
 
 
 def shard_name(source: str, part: str, split: str) -> str:
-    """Name of a shard's files: the source, the part in lower case with ``-`` for all but letters and digits, the split.
+    """Name of a shard's files: the source, the set in lower case with ``-`` for all but letters and digits, the split.
 
     >>> shard_name("pile", "OpenWebText2", "train"), shard_name("pile", "PubMed Central", "test")
     ('pile_openwebtext2_train', 'pile_pubmed-central_test')
@@ -94,16 +97,23 @@ def shard_name(source: str, part: str, split: str) -> str:
 
 
 def check(sources: Sequence[CorpusSource], rules: Rules) -> None:
-    """Raise ``DataError`` for what cannot be meant."""
+    """Raise ``DataError`` for sources and rules that cannot be prepared."""
     names = [source.spec.name for source in sources]
     if not names or len(set(names)) != len(names):
-        raise DataError(f"Sources need names that differ; given are {names}.")
+        raise DataError(f"Sources need unique names; given are {names}.")
     for source in sources:
         _check_source(source)
-    _check_files(sources)
-    given = [source.weight for source in sources if source.weight is not None]
-    if given and len(given) != len(sources):
-        missing = [source.spec.name for source in sources if source.weight is None]
+    # Sets that are not listed are checked when they occur.
+    owners: dict[str, str] = {}
+    for source in sources:
+        for part in source.spec.sets if source.spec.divide else ("",):
+            name = shard_name(source.spec.name, part, "")
+            label = f"{source.spec.name}, set {part!r}," if part else source.spec.name
+            if name in owners:
+                raise DataError(f"{owners[name]} and {label} would both be written to {name}_train. Rename a source.")
+            owners[name] = label
+    missing = [source.spec.name for source in sources if source.weight is None]
+    if missing and len(missing) != len(sources):
         raise DataError(f"{', '.join(missing)}: no weight, where other sources have one. Weight all of them or none.")
     held_out = rules.valid_fraction + rules.test_fraction
     if not (rules.valid_fraction >= 0 and rules.test_fraction >= 0 and held_out <= 1):  # nor NaN
@@ -113,31 +123,23 @@ def check(sources: Sequence[CorpusSource], rules: Rules) -> None:
         )
 
 
-def _check_files(sources: Sequence[CorpusSource]) -> None:
-    """Two shards must not have one name; sets that are not listed are known only when they come."""
-    owners: dict[str, str] = {}
-    for source in sources:
-        for part in source.spec.sets if source.spec.divide else ("",):
-            name = shard_name(source.spec.name, part, "")
-            told = f"{source.spec.name}, set {part!r}," if part else source.spec.name
-            if name in owners:
-                raise DataError(f"{owners[name]} and {told} would both be written to {name}_train. Rename a source.")
-            owners[name] = told
-
-
 def _check_source(source: CorpusSource) -> None:
     name = source.spec.name
     if not name.replace("-", "").replace("_", "").isalnum() or not name.isascii():
         raise DataError(f"Source name {name!r}: letters, digits, - and _ only, since it names files.")
+    if source.duplicates == "near":
+        raise DataError(f"{name}: {NEAR_DUPLICATES}")
+    if source.duplicates not in ("exact", "keep"):
+        raise DataError(f"{name}: duplicates must be exact or keep, not {source.duplicates!r}.")
     if not 0 < source.fraction <= 1:
         raise DataError(f"{name}: fraction must lie in (0, 1], not {source.fraction}.")
     if not 1 <= source.spec.max_record_mib <= MAX_RECORD_MIB:
         raise DataError(f"{name}: max_record_mib must lie in 1 to {MAX_RECORD_MIB}, not {source.spec.max_record_mib}.")
     if source.split not in (None, *SPLITS):
         raise DataError(f"{name}: split {source.split!r} is none of {', '.join(SPLITS)}.")
-    for what, weight in {name: source.weight, **source.set_weights}.items():
+    for owner, weight in {name: source.weight, **source.set_weights}.items():
         if weight is not None and not 0 < weight < float("inf"):
-            raise DataError(f"{name}: the weight of {what} must be a positive number, not {weight}.")
+            raise DataError(f"{name}: the weight of {owner} must be a positive number, not {weight}.")
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ class Inputs:
 
     Attributes:
         units: (number of the source, unit), in the order of reading.
-        unread: of each source, how many files in its folders are none of its units, by the reason.
+        unread: for each source, files in its folders that belong to no unit, counted by reason.
     """
 
     units: Sequence[tuple[int, ReadUnit]]
@@ -158,25 +160,25 @@ class Inputs:
 
 
 def find_inputs(sources: Sequence[CorpusSource]) -> Inputs:
-    """List what the sources name. ``DataError`` for a path that is missing or unreadable."""
+    """List the inputs of the sources. ``DataError`` for a path that is missing or unreadable."""
     readers = [open_reader(source.spec) for source in sources]
     units = [(number, unit) for number, reader in enumerate(readers) for unit in reader.units()]
     return Inputs(units, [reader.unread() for reader in readers])
 
 
 PARSED_BYTES = 1 << 30
-"""Of a source larger than this on the disk, only about so much is parsed."""
+"""A source larger than this on disk is parsed only in part, about this much of it."""
 
 
 def training_texts(sources: Sequence[CorpusSource], rules: Rules, characters: int) -> Iterator[str]:
-    """About ``characters`` characters of training text, an equal share per source; all there is where that is less.
+    """Yield about ``characters`` characters of training text, an equal share per source, or all text if it is less.
 
-    They come evenly from all units of a source, by what each takes on the disk. Faults are not reported: the
+    The texts are spread evenly over all units of a source, by size on disk. Problems of records are not reported: the
     preparation reads the same files.
 
     Raises:
-        DataError: a source without one usable document; everything is held out; a damaged file, unless the rules say
-            to take what it gives.
+        DataError: a source without one usable document; everything is held out; a damaged file, unless the rules
+            skip it.
     """
     held_out = True
     for source in sources:
@@ -192,41 +194,41 @@ def _source_texts(source: CorpusSource, rules: Rules, share: int) -> Iterator[st
     units = reader.units()
     size = sum(unit.size for unit in units)
     problems = ReadingProblems()
-    due, found = 0.0, False
+    due, usable = 0.0, False  # characters that are due for what was read so far
     for unit in units:
         due += 0 if size else share / len(units)
-        for chunk, parsed in _chunks(reader, unit, size, rules):
+        for number, chunk in enumerate(_readable_chunks(reader, unit, rules)):
             due += share * chunk.read / size if size else 0
-            documents = list(reader.documents(chunk, problems)) if parsed else []
-            found = found or bool(documents)
-            for text in _scattered(documents, source, rules) if due > 0 else ():
+            if number and size > PARSED_BYTES and hash_fraction(f"{chunk.path}/{number}") >= PARSED_BYTES / size:
+                continue
+            documents = list(reader.documents(chunk, problems))
+            usable = usable or bool(documents)
+            if due <= 0:
+                continue
+            texts = [d.text for d in documents if (source.split or split_of(d.key, rules)) == "train"]
+            for text in sorted(texts, key=lambda text: hash_fraction(f"tokenizer/{text}")):  # a random choice
                 due -= len(text)
                 yield text
                 if due <= 0:
                     break
-    if not found:
-        raise DataError(nothing_usable(source, units, problems))
+    if not usable:
+        raise DataError(no_usable_document(source, units, problems))
 
 
-def _chunks(reader: Reader, unit: ReadUnit, size: int, rules: Rules) -> Iterator[tuple[Chunk, bool]]:
-    """The chunks of a unit, and whether each is among those of a source of ``size`` bytes that are parsed."""
+def _readable_chunks(reader: Reader, unit: ReadUnit, rules: Rules) -> Iterator[Chunk]:
+    """The chunks of a unit; with ``skip_damaged`` those before the damage."""
     try:
-        for number, chunk in enumerate(reader.chunks(unit)):
-            yield chunk, number == 0 or size <= PARSED_BYTES or position(f"{chunk.path}/{number}") < PARSED_BYTES / size
+        yield from reader.chunks(unit)
     except DataError as error:
         if isinstance(error, OutOfMemory) or not rules.skip_damaged:
             raise
 
 
-def _scattered(documents: Sequence[Document], source: CorpusSource, rules: Rules) -> list[str]:
-    """Texts to train on in the order of their hash: the first of them are a fair choice."""
-    trained = [d.text for d in documents if (source.split or split_of(d.key, rules)) == "train"]
-    return sorted(trained, key=lambda text: position(f"tokenizer/{text}"))
-
-
-def nothing_usable(source: CorpusSource, units: Sequence[ReadUnit], problems: ReadingProblems) -> str:
-    """What to tell of a source that gave no document."""
+def no_usable_document(source: CorpusSource, units: Sequence[ReadUnit], problems: ReadingProblems) -> str:
+    """The message for a source without a document."""
     left_out = "; ".join(f"{count} left out: {reason}" for reason, count in problems.filtered.most_common(3))
-    named = "; ".join(filter(None, (*problems.named[:3], left_out))) or "the files are empty"
-    places = ", ".join(unit.path for unit in units[:3])
-    return f"{source.spec.name}: no usable document in {places} ({named}). Check the files, the fields and the filters."
+    reasons = "; ".join(filter(None, (*problems.named[:3], left_out))) or "the files are empty"
+    paths = ", ".join(unit.path for unit in units[:3])
+    return (
+        f"{source.spec.name}: no usable document in {paths} ({reasons}). Check the files, the fields and the filters."
+    )

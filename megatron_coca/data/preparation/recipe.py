@@ -1,4 +1,4 @@
-"""A recipe: one YAML file that describes a corpus, from where it lies to the weights of its parts.
+"""A recipe: one YAML file that describes a corpus, from its files to the weights of its sources.
 
 root: /corpora                  # the paths below are relative to it
 output: data/mine
@@ -12,7 +12,7 @@ sources:
 
 import difflib
 import glob
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -20,9 +20,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from megatron_coca.data.errors import DataError
-from megatron_coca.data.preparation.plan import MAX_RECORD_MIB, CorpusSource, Rules
+from megatron_coca.data.preparation.plan import MAX_RECORD_MIB, NEAR_DUPLICATES, CorpusSource, Rules
 from megatron_coca.data.readers.source import Filters, SourceSpec
-from megatron_coca.data.tokenizers.load import TOKENIZERS
+from megatron_coca.data.tokenizers import TOKENIZERS
 from megatron_coca.data.tokenizers.training import TRAINERS
 from megatron_coca.safe_yaml import YamlFault, read_yaml
 
@@ -35,11 +35,11 @@ class _Strict(BaseModel):
 
 
 class _Filters(_Strict):
-    min_stars: int = Field(0, ge=0)
-    licences: list[str] = []
-    languages: list[str] = []
-    min_bytes: int = Field(0, ge=0)
-    max_bytes: int | None = Field(None, gt=0)
+    min_stars: int = Field(default=0, ge=0)
+    licences: tuple[str, ...] = ()
+    languages: tuple[str, ...] = ()
+    min_bytes: int = Field(default=0, ge=0)
+    max_bytes: int | None = Field(default=None, gt=0)
     generated: bool = True
     minified: bool = True
 
@@ -54,22 +54,50 @@ class _Source(_Strict):
     metadata: str | None = None
     options: dict[str, str] = {}
     weight: Positive | None = None
-    duplicates: Literal["exact", "near", "keep"] = "exact"
-    fraction: float = Field(1.0, gt=0, le=1)
+    duplicates: Literal["exact", "keep"] = "exact"
+    fraction: float = Field(default=1.0, gt=0, le=1)
     split: Literal["train", "valid", "test"] | None = None
-    max_record_mib: int = Field(SourceSpec.max_record_mib, ge=1, le=MAX_RECORD_MIB)
+    max_record_mib: int = Field(default=SourceSpec.max_record_mib, ge=1, le=MAX_RECORD_MIB)
+
+    def resolve(self, name: str, root: Path) -> CorpusSource:
+        """The source with its paths below ``root``; patterns with ``*``, ``?`` or ``[`` become what they match."""
+        paths: list[Path | str] = []
+        for text in self.paths:
+            path = str(root / text)
+            if self.reader == "huggingface":  # a folder, else a name at the hub
+                paths.append(root / text if (root / text).exists() else text)
+                continue
+            matches = sorted(glob.glob(path, recursive=True)) if glob.has_magic(text) else [path]
+            if not matches:
+                raise DataError(f"{path}: matches no file. Check the paths and the root of the recipe.")
+            paths += map(Path, matches)
+        weights = self.sets if isinstance(self.sets, dict) else {}
+        spec = SourceSpec(
+            name=name,
+            paths=paths,
+            reader=self.reader,
+            fields=self.fields,
+            documents=self.documents,
+            sets=tuple(self.sets),
+            divide=isinstance(self.sets, dict),
+            filters=Filters(**self.filters.model_dump()),
+            metadata=None if self.metadata is None else root / self.metadata,
+            options=self.options,
+            max_record_mib=self.max_record_mib,
+        )
+        return CorpusSource(spec, self.weight, weights, self.duplicates, self.fraction, self.split)
 
 
 class TokenizerTraining(_Strict):
-    """A tokenizer to be trained on the corpus itself."""
+    """Settings of a tokenizer to be trained on the corpus itself."""
 
     vocab_size: int = Field(gt=0)
     tokenizer_type: Literal["SPMTokenizer", "HFTokenizer"] = "SPMTokenizer"
     model: Literal["bpe", "unigram"] = "bpe"
-    characters: int = Field(50_000_000, gt=0)
+    characters: int = Field(default=50_000_000, gt=0)
 
     @model_validator(mode="after")
-    def _known(self) -> Self:
+    def _known_model(self) -> Self:
         if self.model not in TRAINERS[self.tokenizer_type]:
             raise ValueError(f"{self.tokenizer_type} is trained as {', '.join(TRAINERS[self.tokenizer_type])}")
         return self
@@ -89,7 +117,7 @@ class _Recipe(_Strict):
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a recipe says, with paths resolved.
+    """A recipe with its paths resolved.
 
     ``tokenizer`` has the arguments of ``load_tokenizer``; it or ``training`` is None.
     """
@@ -97,12 +125,12 @@ class Recipe:
     sources: list[CorpusSource]
     rules: Rules
     output: Path | None
-    tokenizer: dict[str, str | None] | None
+    tokenizer: dict[str, Any] | None
     training: TokenizerTraining | None
 
 
 def read_recipe(path: Path, root: Path | None = None) -> Recipe:
-    """Read a recipe; ``root`` replaces its own. Raises ``DataError`` that names every key at fault."""
+    """Read a recipe; ``root`` replaces its own. Raises ``DataError`` that names every wrong key."""
     try:
         recipe = _Recipe.model_validate(read_yaml(Path(path)))
     except OSError as error:
@@ -112,32 +140,56 @@ def read_recipe(path: Path, root: Path | None = None) -> Recipe:
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 text (byte {error.start}). Save it as UTF-8.") from error
     except ValidationError as error:
-        raise DataError("\n".join(f"{path}: {_told(fault)}" for fault in error.errors())) from error
+        raise DataError("\n".join(f"{path}: {_message(fault)}" for fault in error.errors())) from error
     base = Path(root or recipe.root)
     if (recipe.tokenizer_type is None) == (recipe.train_tokenizer is None):
         raise DataError(f"{path}: give either tokenizer_type, with vocab_file, or train_tokenizer.")
     check_tokenizer_files(str(path), recipe.tokenizer_type, recipe.vocab_file, recipe.merge_file)
+    tokenizer: dict[str, Any] | None = None
+    if recipe.tokenizer_type is not None:
+        files = {"vocab_file": recipe.vocab_file, "merge_file": recipe.merge_file}
+        tokenizer = {name: None if file is None else str(base / file) for name, file in files.items()}
+        tokenizer["tokenizer_type"] = recipe.tokenizer_type
     return Recipe(
-        sources=[_source(name, source, base) for name, source in recipe.sources.items()],
+        sources=[source.resolve(name, base) for name, source in recipe.sources.items()],
         rules=Rules(recipe.valid_fraction, recipe.test_fraction),
         output=None if recipe.output is None else Path(recipe.output),
-        tokenizer=_tokenizer(recipe, base),
+        tokenizer=tokenizer,
         training=recipe.train_tokenizer,
     )
+
+
+def _message(fault: Any) -> str:
+    """The message for one of pydantic's errors."""
+    keys = [str(key) for key in fault["loc"]]
+    place = ".".join(keys)
+    if keys[-1:] == ["duplicates"] and fault["input"] == "near":
+        return f"{place}: {NEAR_DUPLICATES}"
+    if fault["type"] in ("model_type", "model_attributes_type"):
+        return f"{place or 'the file'}: expected a mapping of keys to values, not {fault['input']!r:.80}"
+    if fault["type"] != "extra_forbidden":
+        return f"{place or 'the file'}: {fault['msg']}"
+    models: dict[int, type[BaseModel]] = {1: _Recipe, 3: _Source}
+    known = (_Filters if "filters" in keys[:-1] else models.get(len(keys), TokenizerTraining)).model_fields
+    near = difflib.get_close_matches(keys[-1], known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}."
+    return f"{place}: unknown key; {hint}"
 
 
 def check_tokenizer_files(
     place: str, tokenizer_type: str | None, vocab_file: str | None, merge_file: str | None
 ) -> None:
-    """Raise ``DataError`` for a file that the kind of tokenizer, or one that is to be trained, does not take."""
-    taken = TOKENIZERS[tokenizer_type][1] if tokenizer_type in TOKENIZERS else {}
+    """Raise ``DataError`` for a file without effect on this type of tokenizer, or on one to be trained (None)."""
+    if tokenizer_type is not None and tokenizer_type not in TOKENIZERS:
+        return  # load_tokenizer names the known types
+    arguments = TOKENIZERS[tokenizer_type][1] if tokenizer_type else {}
     for name, value in (("vocab_file", vocab_file), ("merge_file", merge_file)):
-        if value is not None and name not in taken and (tokenizer_type is None or tokenizer_type in TOKENIZERS):
+        if value is not None and name not in arguments:
             raise DataError(f"{place}: {name} has no effect with {tokenizer_type or 'a tokenizer that is trained'}.")
 
 
 def named_paths(items: Sequence[str]) -> dict[str, list[Path]]:
-    """Paths by source, as a command line gives them: ``NAME=PATH``, a name as often as it has paths."""
+    """Paths by source from a command line's ``NAME=PATH``; a name may occur several times."""
     paths: dict[str, list[Path]] = {}
     for item in items:
         name, separator, path = item.partition("=")
@@ -145,66 +197,3 @@ def named_paths(items: Sequence[str]) -> dict[str, list[Path]]:
             raise DataError(f"{item}: give each input as NAME=PATH, for example books=books.jsonl.zst")
         paths.setdefault(name, []).append(Path(path))
     return paths
-
-
-def _tokenizer(recipe: _Recipe, base: Path) -> dict[str, str | None] | None:
-    if recipe.tokenizer_type is None:
-        return None
-    files = {"vocab_file": recipe.vocab_file, "merge_file": recipe.merge_file}
-    return {"tokenizer_type": recipe.tokenizer_type} | {
-        argument: None if name is None else str(base / name) for argument, name in files.items()
-    }
-
-
-def _source(name: str, source: _Source, base: Path) -> CorpusSource:
-    spec = SourceSpec(
-        name=name,
-        paths=_datasets(source.paths, base) if source.reader == "huggingface" else _expanded(source.paths, base),
-        reader=source.reader,
-        fields=source.fields,
-        documents=source.documents,
-        sets=tuple(source.sets),
-        divide=isinstance(source.sets, dict),
-        filters=Filters(
-            **source.filters.model_dump(exclude={"licences", "languages"}),
-            licences=tuple(source.filters.licences),
-            languages=tuple(source.filters.languages),
-        ),
-        metadata=None if source.metadata is None else base / source.metadata,
-        options=source.options,
-        max_record_mib=source.max_record_mib,
-    )
-    weights: Mapping[str, float] = source.sets if isinstance(source.sets, dict) else {}
-    return CorpusSource(spec, source.weight, weights, source.duplicates, source.fraction, source.split)
-
-
-def _datasets(paths: Sequence[str], base: Path) -> list[Path | str]:
-    """Those below the root as paths, others as names at the hub."""
-    return [base / path if (base / path).exists() else path for path in paths]
-
-
-def _expanded(paths: Sequence[str], base: Path) -> list[Path]:
-    """Paths below the root; those with ``*``, ``?`` or ``[`` as what they match, sorted."""
-    found: list[Path] = []
-    for path in paths:
-        whole = str(base / path)
-        matches = sorted(glob.glob(whole, recursive=True)) if glob.has_magic(path) else [whole]
-        if not matches:
-            raise DataError(f"{whole}: matches no file. Check the paths and the root of the recipe.")
-        found += map(Path, matches)
-    return found
-
-
-_MODELS: dict[int, type[BaseModel]] = {1: _Recipe, 3: _Source}
-
-
-def _told(fault: Any) -> str:
-    place = [str(part) for part in fault["loc"]]
-    if fault["type"] in ("model_type", "model_attributes_type"):
-        return f"{'.'.join(place) or 'the file'}: expected a mapping of keys to values, not {fault['input']!r:.80}"
-    if fault["type"] != "extra_forbidden":
-        return f"{'.'.join(place) or 'the file'}: {fault['msg']}"
-    known = (_Filters if "filters" in place[:-1] else _MODELS.get(len(place), TokenizerTraining)).model_fields
-    near = difflib.get_close_matches(place[-1], known, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}."
-    return f"{'.'.join(place)}: unknown key; {hint}"

@@ -1,1 +1,110 @@
-"""Tokenizers: GPT-NeoX's kinds behind one protocol, opened by name, saved with what they made, trained on a corpus."""
+"""Tokenizers, opened by GPT-NeoX's name for the type, or from the folder where they were saved."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from megatron_coca.data.errors import DataError
+from megatron_coca.data.tokenizers.kinds import (
+    DESCRIPTION,
+    CharLevelTokenizer,
+    Files,
+    FileTokenizer,
+    GPT2BPETokenizer,
+    HFGPT2Tokenizer,
+    HFTokenizer,
+    Tokenizer,
+    fingerprint_of,
+)
+from megatron_coca.data.tokenizers.sentencepiece_kind import SentencePieceTokenizer
+from megatron_coca.data.tokenizers.training import train_sentencepiece
+
+__all__ = ["TOKENIZERS", "load_saved_tokenizer", "load_tokenizer", "needs_files", "train_sentencepiece"]
+
+_GPT2_FILES = {"vocab_file": "vocab.json", "merge_file": "merges.txt"}
+# By GPT-NeoX's names: the class, and the names under which its files are saved.
+TOKENIZERS: dict[str, tuple[type[FileTokenizer], dict[str, str]]] = {
+    "SPMTokenizer": (SentencePieceTokenizer, {"vocab_file": "tokenizer.model"}),
+    "HFTokenizer": (HFTokenizer, {"vocab_file": "tokenizer.json"}),
+    "HFGPT2Tokenizer": (HFGPT2Tokenizer, _GPT2_FILES),
+    "GPT2BPETokenizer": (GPT2BPETokenizer, _GPT2_FILES),
+    "CharLevelTokenizer": (CharLevelTokenizer, {}),
+}
+# GPT-NeoX's types that are not supported, each with the remedy.
+_REFUSED = {
+    "TiktokenTokenizer": "its vocab_file is the name of a download, and nothing is downloaded here. Convert it once: "
+    'transformers.integrations.tiktoken.convert_tiktoken_to_fast("cl100k_base", "cl100k_base") writes a folder with '
+    "tokenizer.json; then set tokenizer_type: HFTokenizer and vocab_file: to that folder."
+}
+
+
+def load_tokenizer(
+    tokenizer_type: str,
+    vocab_file: str | Path | None = None,
+    merge_file: str | Path | None = None,
+    eod: str | None = None,
+) -> Tokenizer:
+    """Open a tokenizer by GPT-NeoX's name for its type. Nothing is downloaded.
+
+    A folder as ``vocab_file`` stands for the files in it under their usual names. ``eod`` names the symbol that ends
+    documents, if not the default one; the fingerprint then differs. Raises ``DataError`` for an unknown type, a symbol
+    that the vocabulary lacks, and a file that is missing, unreadable or of another format.
+    """
+    given = {"vocab_file": vocab_file, "merge_file": merge_file}
+    if vocab_file is not None and Path(vocab_file).is_dir():
+        for argument, name in _file_names(tokenizer_type).items():
+            given[argument] = (merge_file if argument == "merge_file" else None) or Path(vocab_file) / name
+    return _open(tokenizer_type, _read_files(tokenizer_type, given), eod, str(vocab_file or tokenizer_type))
+
+
+def load_saved_tokenizer(folder: str | Path) -> Tokenizer:
+    """Open what ``Tokenizer.save(folder)`` wrote. ``DataError`` where it is missing, damaged or changed since."""
+    path = Path(folder) / DESCRIPTION
+    try:
+        saved = json.loads(path.read_text())
+        names = {argument: saved.get(argument) for argument in ("vocab_file", "merge_file")}
+        tokenizer_type, fingerprint, eod = saved["tokenizer_type"], saved["fingerprint"], saved.get("eod_symbol")
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise DataError(f"{path}: cannot read the tokenizer's description ({error}).") from error
+    files = _read_files(tokenizer_type, {argument: Path(folder) / name for argument, name in names.items() if name})
+    # Before opening the files: the libraries' errors for changed files are misleading.
+    if fingerprint_of(tokenizer_type, files, eod) != fingerprint:
+        raise DataError(f"{folder}: the tokenizer's files have changed since they were saved. Restore the originals.")
+    return _open(tokenizer_type, files, eod, str(folder))
+
+
+def needs_files(tokenizer_type: str) -> bool:
+    """True if the type alone does not identify the tokenizer."""
+    return tokenizer_type not in TOKENIZERS or bool(TOKENIZERS[tokenizer_type][1])
+
+
+def _file_names(tokenizer_type: str) -> dict[str, str]:
+    if tokenizer_type in _REFUSED:
+        raise DataError(f"{tokenizer_type} is not supported: {_REFUSED[tokenizer_type]}")
+    if tokenizer_type not in TOKENIZERS:
+        raise DataError(f"Unknown tokenizer_type {tokenizer_type!r}. Known are {', '.join(TOKENIZERS)}.")
+    return TOKENIZERS[tokenizer_type][1]
+
+
+def _read_files(tokenizer_type: str, given: Mapping[str, str | Path | None]) -> Files:
+    files = {}
+    for argument, name in _file_names(tokenizer_type).items():
+        path = given.get(argument)
+        if path is None:
+            raise DataError(f"{tokenizer_type} needs {argument}: set it to the tokenizer's file.")
+        try:
+            files[argument] = (name, Path(path).read_bytes())
+        except OSError as error:
+            raise DataError(
+                f"{path}: cannot read the tokenizer ({error.strerror}). Set {argument} to a file for {tokenizer_type}."
+            ) from error
+    return files
+
+
+def _open(tokenizer_type: str, files: Files, eod: str | None, place: str) -> Tokenizer:
+    try:
+        return TOKENIZERS[tokenizer_type][0](files, eod)
+    except DataError as error:
+        raise DataError(f"{place}: {error}") from error
+    except Exception as error:  # the libraries raise RuntimeError, plain Exception, ValueError for other formats
+        raise DataError(f"{place}: not a file that {tokenizer_type} can open ({error}).") from error

@@ -1,8 +1,8 @@
-"""What a tokenizer is, and what the kinds of tokenizers share.
+"""The tokenizer interface, and the types for bytes and for Hugging Face files.
 
-Every tokenizer keeps the bytes of the file(s) it was made from, so that a checkpoint can carry it. The literal
-characters of the end-of-document symbol inside a text never encode to that symbol: only the preparation of a corpus
-writes it. A tokenizer works in one thread; what is to be parallel takes a process for each.
+Every tokenizer keeps the bytes of its files, so that a checkpoint can include it. The characters of the end-of-document
+symbol inside a text never encode to that symbol: only the preparation of a corpus writes it. A tokenizer uses one
+thread; parallel work takes one process each.
 """
 
 import hashlib
@@ -25,14 +25,14 @@ Files = Mapping[str, tuple[str, bytes]]
 
 
 def fingerprint_of(tokenizer_type: str, files: Files, eod: str | None = None) -> str:
-    """SHA-256 of the files, or of the type that needs none; with another separator the same files make other shards."""
+    """SHA-256 of the files, or of a type without files; a separator other than the default makes another fingerprint."""
     content = b"".join(data for _, data in files.values()) or tokenizer_type.encode()
     return hashlib.sha256(content + (b"\0" + eod.encode() if eod else b"")).hexdigest()
 
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What the framework asks of a tokenizer. ``eod`` is the id that ends each document of a prepared corpus."""
+    """The interface of all tokenizers. ``eod`` is the id that ends each document of a prepared corpus."""
 
     tokenizer_type: str
     vocab_size: int
@@ -40,31 +40,31 @@ class Tokenizer(Protocol):
     fingerprint: str
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of ``text``, without any start or end symbol. ``DataError`` for what is not Unicode text."""
+        """Token ids of ``text``, without start or end symbols. ``DataError`` for half a surrogate pair in it."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """``encode`` of each text."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids; ``eod`` gives nothing. ``DataError`` for an id outside the vocabulary."""
+        """Text of token ids; ``eod`` is left out. ``DataError`` for an id outside the vocabulary."""
 
     def piece(self, token: int) -> str:
-        """How the vocabulary spells a token, for people to read."""
+        """The vocabulary's spelling of a token, for display."""
 
     def save(self, folder: Path) -> None:
-        """Write the model file(s) and a description that ``load_saved_tokenizer`` reads back."""
+        """Write the tokenizer's files and a description that ``load_saved_tokenizer`` reads."""
 
 
 class FileTokenizer(ABC):
-    """What the tokenizers share.
+    """Base class of the tokenizers.
 
     Args:
         files: vocab_file and merge_file, where there is one, each as (name, bytes).
-        eod: the symbol that ends documents, in place of the first of ``EOD_SYMBOLS`` that the vocabulary has.
+        eod: the symbol that ends documents, instead of the first of ``EOD_SYMBOLS`` in the vocabulary.
 
     Attributes:
-        fallback_ids: tokens that stand for single bytes of characters outside the vocabulary.
-        unknown_id: the token for what cannot be spelled, or None.
+        fallback_ids: tokens for single bytes of characters outside the vocabulary.
+        unknown_id: the token for text that cannot be encoded, or None.
     """
 
     tokenizer_type: str
@@ -79,7 +79,7 @@ class FileTokenizer(ABC):
 
     @abstractmethod
     def _open(self, data: dict[str, bytes]) -> int:
-        """Build the library's object; return the number of ids, one more than the largest."""
+        """Build the library's object; return the largest id plus one."""
 
     @abstractmethod
     def _lookup(self, symbol: str) -> int | None:
@@ -97,13 +97,13 @@ class FileTokenizer(ABC):
     def encode(self, text: str) -> list[int]:
         try:
             return self._encode(text)
-        except Exception as error:  # each library has an error of its own for what UTF-8 cannot hold
-            found = _SURROGATE.search(text)
-            if found is None:
+        except Exception as error:  # each library has its own error for text that UTF-8 cannot represent
+            surrogate = _SURROGATE.search(text)
+            if surrogate is None:
                 raise
             raise DataError(
-                f"A text holds half a surrogate pair, U+{ord(found[0]):X} at character {found.start()}, which is not a "
-                "character: it was decoded wrongly. Correct the text, or leave it out."
+                f"A text contains half a surrogate pair, U+{ord(surrogate[0]):X} at character {surrogate.start()}, which "
+                "is not a character: it was decoded incorrectly. Correct the text, or leave it out."
             ) from error
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -127,15 +127,17 @@ class FileTokenizer(ABC):
         (folder / DESCRIPTION).write_text(json.dumps(description, indent=1) + "\n")
 
     def _find_eod(self, symbol: str | None) -> int:
-        wanted = EOD_SYMBOLS if symbol is None else (symbol,)
-        found = next((i for i in map(self._lookup, wanted) if i is not None), None)
-        if found is None:
-            raise DataError(f"The vocabulary has no symbol that ends a document: one of {', '.join(wanted)} is needed.")
-        return found
+        symbols = EOD_SYMBOLS if symbol is None else (symbol,)
+        eod = next((i for i in map(self._lookup, symbols) if i is not None), None)
+        if eod is None:
+            raise DataError(
+                f"The vocabulary has no symbol that ends a document: one of {', '.join(symbols)} is needed."
+            )
+        return eod
 
 
 class CharLevelTokenizer(FileTokenizer):
-    """UTF-8 bytes, as GPT-NeoX: 512 ids, 0 ends a document, 1 is padding. A NUL in a text, which would be 0, is 256."""
+    """UTF-8 bytes, as in GPT-NeoX: 512 ids, 0 ends a document, 1 is padding. A NUL in a text is 256 instead of 0."""
 
     tokenizer_type = "CharLevelTokenizer"
     _NUL = 256
@@ -173,13 +175,14 @@ PROBES = (
     "emoji 😀👩‍👩‍👧 and rare 𝔘𝔫𝔦𝔠𝔬𝔡𝔢 \u0000\u0001\u007f",
     "aaaaaaaaaaaaaaaaaaaaaaaa bbbbbbbbb abababababab",
 )
-"""Texts of many scripts, on which tokenizers that are to give the same ids have to agree."""
+"""Texts of many scripts, which interchangeable tokenizers must encode alike."""
 
 
 def first_difference(one: Tokenizer, other: Tokenizer) -> str | None:
-    """The first probe that gets other ids, else of two tokenizers of one kind the first token that is spelled otherwise,
-    or None. The probes alone do not tell small vocabularies apart whose words are not in them; the kinds spell tokens in
-    ways of their own.
+    """The first of ``PROBES`` that two tokenizers encode differently, else the first token that differs, or None.
+
+    Tokens are compared only within one type, as each type has its own spelling. They distinguish small vocabularies
+    whose words are not in the probes.
     """
     probe = next((text for text in PROBES if one.encode(text) != other.encode(text)), None)
     if probe is not None or one.tokenizer_type != other.tokenizer_type:
@@ -189,7 +192,7 @@ def first_difference(one: Tokenizer, other: Tokenizer) -> str | None:
 
 
 def agree(one: Tokenizer, other: Tokenizer) -> bool:
-    """Whether two tokenizers end documents alike and are made of one file, or give the same ids for all probes."""
+    """True if two tokenizers have the same files, or the same separator and no ``first_difference``."""
     if one.fingerprint == other.fingerprint:
         return True
     return one.eod == other.eod and first_difference(one, other) is None
@@ -199,17 +202,17 @@ _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 class HFTokenizer(FileTokenizer):
-    """A Hugging Face ``tokenizer.json``, or a folder with one.
+    """A Hugging Face ``tokenizer.json``.
 
-    Truncation, padding and dropout that the file asks for are switched off: a corpus is written whole, and every text
-    in one way. Exact for byte-level models without a normaliser; GPT-NeoX-20B's composes characters (NFC).
+    Truncation, padding and dropout set in the file are disabled. ``decode`` reproduces the text exactly for byte-level
+    models without a normalizer; GPT-NeoX-20B's composes characters (NFC).
     """
 
     tokenizer_type = "HFTokenizer"
 
     def _open(self, data: dict[str, bytes]) -> int:
         self._model = self._build(data)
-        self._model.encode_special_tokens = True  # the characters of a special token in a text are ordinary characters
+        self._model.encode_special_tokens = True  # special tokens in a text are ordinary characters
         self._model.no_truncation()
         self._model.no_padding()
         if getattr(self._model.model, "dropout", None):
@@ -228,15 +231,16 @@ class HFTokenizer(FileTokenizer):
         return self._model.token_to_id(symbol)
 
     def _find_eod(self, symbol: str | None) -> int:
-        found = super()._find_eod(symbol)
-        if symbol is not None and found in self.encode(symbol):
+        eod = super()._find_eod(symbol)
+        if symbol is not None and eod in self.encode(symbol):
             raise DataError(
-                f"{symbol!r} cannot end documents: text that spells it would become the separator. Name a special token."
+                f"{symbol!r} cannot end documents: text with these characters would become the separator. Name a special "
+                "token."
             )
-        return found
+        return eod
 
     def _encode(self, text: str) -> list[int]:
-        # A batch of one: without offsets, which nobody asks for, and on one thread whatever TOKENIZERS_PARALLELISM is.
+        # A batch of one has no offsets to compute, and uses one thread whatever TOKENIZERS_PARALLELISM is.
         return self._model.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def _decode(self, ids: list[int]) -> str:
@@ -255,7 +259,8 @@ class GPT2BPETokenizer(HFTokenizer):
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
         lines = data["merge_file"].decode("utf-8").split("\n")
-        merges = [(left, right) for left, right in (line.split(" ") for line in lines if _is_merge(line))]
+        lines = [line for line in lines if line.strip() and not line.startswith("#version")]
+        merges = [(left, right) for left, right in (line.split(" ") for line in lines)]
         model = Tokenizer(models.BPE(vocab=json.loads(data["vocab_file"]), merges=merges))
         model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         model.decoder = decoders.ByteLevel()
@@ -271,7 +276,3 @@ class HFGPT2Tokenizer(GPT2BPETokenizer):
         model = super()._build(data)
         model.add_special_tokens(["<|padding|>"])
         return model
-
-
-def _is_merge(line: str) -> bool:
-    return bool(line.strip()) and not line.startswith("#version")

@@ -1,4 +1,4 @@
-"""SentencePiece models: ours, LLaMA's and others."""
+"""SentencePiece tokenizers: those trained here, LLaMA's and others."""
 
 import re
 from collections.abc import Iterator
@@ -10,24 +10,24 @@ import sentencepiece
 
 from megatron_coca.data.tokenizers.kinds import FileTokenizer
 
+# Fields of sentencepiece_model.proto: of the model, of its trainer_spec, of its normalizer_spec.
 _TRAINER, _NORMALIZER = 2, 3
-_MODEL_TYPE, _SPACE_AS_SUFFIX = 3, 24  # of the trainer's settings
-_CHARSMAP, _DUMMY_PREFIX, _REMOVE_SPACES, _ESCAPE_SPACES = 2, 3, 4, 5  # of the normaliser's
+_MODEL_TYPE, _SPACE_AS_SUFFIX = 3, 24
+_CHARSMAP, _DUMMY_PREFIX, _REMOVE_SPACES, _ESCAPE_SPACES = 2, 3, 4, 5
 _BPE = 2
 _FIXED_SIZES = {1: 8, 5: 4}
-# Settings that come later win, so that these bytes at the end of a file switch its dummy prefix off.
+# The last value of a field wins, so that these bytes at the end of a file disable its dummy prefix.
 _NO_DUMMY_PREFIX = bytes([_NORMALIZER << 3 | 2, 2, _DUMMY_PREFIX << 3, 0])
 
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """Settings that decide how a text is encoded.
+    """Settings of a SentencePiece model that decide how a text is encoded.
 
     Attributes:
-        is_bpe: the model merges pairs; else it is a unigram model, or one of words or characters.
+        is_bpe: not a unigram, word or character model.
         dummy_prefix: a space is put in front of every text, as LLaMA's models do.
-        plain_spaces: apart from that, text goes in as it is: no rule rewrites characters, and every space becomes the
-            library's mark at the beginning of what follows.
+        plain_spaces: no other normalization: characters are kept, and every space becomes the prefix of what follows.
     """
 
     is_bpe: bool
@@ -36,7 +36,7 @@ class ModelSettings:
 
     @classmethod
     def read(cls, model: bytes) -> Self:
-        """The settings in the bytes of a model that the library has opened."""
+        """Parse the bytes of a model that the library can open."""
         trainer: dict[int, int | bytes] = {}
         normalizer: dict[int, int | bytes] = {}
         for number, value in _fields(model):
@@ -53,12 +53,12 @@ class ModelSettings:
 
 
 def without_dummy_prefix(model: bytes) -> bytes:
-    """The same model, which puts no space in front of a text."""
+    """The same model without a dummy prefix."""
     return model + _NO_DUMMY_PREFIX
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """(field number, value) of a message's fields, in the order of the file; fixed-size numbers stay bytes."""
+    """Yield (field number, value) of a protobuf message, in order; fixed-size numbers stay bytes."""
     position = 0
     while position < len(message):
         tag, position = _varint(message, position)
@@ -83,22 +83,22 @@ def _varint(message: bytes, position: int) -> tuple[int, int]:
             return value, position
 
 
-_STRETCH = 2000  # characters; the library's time per character doubles by a million, and below this calls cost more
+_PIECE = 2000  # characters; the library's time per character doubles by a million, and shorter calls cost more
 
 
 class SentencePieceTokenizer(FileTokenizer):
-    """A SentencePiece model. Exact (``decode(encode(x)) == x``) for models that ``train_sentencepiece`` made, and for
-    others that leave text as it is and have byte fallback, such as LLaMA's.
+    """A SentencePiece model. ``decode(encode(x)) == x`` for models without normalization and with byte fallback, such as
+    LLaMA's and those of ``train_sentencepiece``.
     """
 
     tokenizer_type = "SPMTokenizer"
-    _SPACE_MARK = "\u2581"  # SentencePiece's own spelling of a space; in a text it goes through as bytes instead
+    _SPACE_MARK = "\u2581"  # SentencePiece's symbol for a space; in a text it is encoded as bytes
 
     def _open(self, data: dict[str, bytes]) -> int:
         file = data["vocab_file"]
         self._model = sentencepiece.SentencePieceProcessor(model_proto=file)
         settings = ModelSettings.read(file)
-        # Encodes what follows on other text, in front of which no space may come.
+        # Encodes the continuation of a text, which gets no dummy prefix.
         self._inner = self._model
         if settings.dummy_prefix:
             self._inner = sentencepiece.SentencePieceProcessor(model_proto=without_dummy_prefix(file))
@@ -107,22 +107,22 @@ class SentencePieceTokenizer(FileTokenizer):
         self.unknown_id = self._model.unk_id()
         marks = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in self._SPACE_MARK.encode()]
         self._space_mark_ids = marks if self.fallback_ids.issuperset(marks) else None
-        self._divisible = settings.is_bpe and settings.plain_spaces and self._no_piece_goes_on_over_a_space(size)
+        self._divisible = settings.is_bpe and settings.plain_spaces and self._spaces_separate(size)
         return size
 
-    def _no_piece_goes_on_over_a_space(self, size: int) -> bool:
-        """Whether no merge can join what comes before a space with it: then both sides encode independently."""
+    def _spaces_separate(self, size: int) -> bool:
+        """True if no merge joins a space with what precedes it, so that both sides encode independently."""
         over_space = re.compile(f"[^{self._SPACE_MARK}]{self._SPACE_MARK}")
         known = self._lookup(self._SPACE_MARK) is not None  # else it joins the unknown characters before it
         return known and not any(over_space.search(self._model.id_to_piece(i)) for i in range(size))
 
     def _lookup(self, symbol: str) -> int | None:
-        found = self._model.piece_to_id(symbol)
-        return None if found == self._model.unk_id() else found
+        token = self._model.piece_to_id(symbol)
+        return None if token == self._model.unk_id() else token
 
     @cached_property
     def _eod_text(self) -> str | None:
-        # A control symbol is never matched in a text; a user-defined one is: encode() takes it in two parts.
+        # Text never matches a control symbol, but a user-defined one, which is therefore encoded in two parts.
         return None if self._model.is_control(self.eod) else self._model.id_to_piece(self.eod)
 
     def _encode(self, text: str) -> list[int]:
@@ -142,19 +142,19 @@ class SentencePieceTokenizer(FileTokenizer):
         return ids
 
     def _around_separator(self, text: str) -> Iterator[str]:
-        """The text in parts, each cut after the first two characters of the symbol."""
+        """Split the text after the first two characters of each occurrence of the separator."""
         assert self._eod_text is not None
         head, tail = self._eod_text[:2], self._eod_text[2:]
-        pieces = text.split(self._eod_text)
-        for number, piece in enumerate(pieces):
-            yield (tail if number else "") + piece + (head if number < len(pieces) - 1 else "")
+        parts = text.split(self._eod_text)
+        for number, part in enumerate(parts):
+            yield (tail if number else "") + part + (head if number < len(parts) - 1 else "")
 
     def _encode_run(self, text: str, model: sentencepiece.SentencePieceProcessor) -> list[int]:
-        if len(text) <= _STRETCH or not self._divisible:
+        if len(text) <= _PIECE or not self._divisible:
             return model.encode(text)
         ids: list[int] = []
-        for stretch in _stretches(text, " " + self._SPACE_MARK):
-            ids += model.encode(stretch)
+        for piece in _split_at_spaces(text, " " + self._SPACE_MARK):
+            ids += model.encode(piece)
             model = self._inner
         return ids
 
@@ -165,10 +165,10 @@ class SentencePieceTokenizer(FileTokenizer):
         return self._model.id_to_piece(token)
 
 
-def _stretches(text: str, spaces: str) -> Iterator[str]:
-    """``text`` cut in front of runs of spaces, into stretches of at least ``_STRETCH`` characters."""
+def _split_at_spaces(text: str, spaces: str) -> Iterator[str]:
+    """Cut ``text`` in front of runs of spaces, into pieces of at least ``_PIECE`` characters."""
     begin = 0
-    while (end := text.find(" ", begin + _STRETCH)) >= 0:
+    while (end := text.find(" ", begin + _PIECE)) >= 0:
         while end >= 0 and text[end - 1] in spaces:
             end = text.find(" ", end + 1)
         if end < 0:

@@ -1,4 +1,4 @@
-"""Tokenizers trained on a corpus. The same texts in the same order give the same file."""
+"""Train tokenizers on a corpus, and measure them. The same texts in the same order give the same file."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -15,32 +15,27 @@ from megatron_coca.data.tokenizers.sentencepiece_kind import SentencePieceTokeni
 _LINE_BYTES = 1 << 20  # SentencePiece's trainer leaves out longer lines
 _SPECIAL = ("<|endoftext|>", "<|padding|>")
 _LONGEST_SPACES = 24
-_BYTES = 256
-# By whether SentencePiece complains that a piece for each character does not fit.
-_REMEDIES = {True: "Take a larger vocabulary.", False: "Take a smaller vocabulary or more text."}
-LEAST = {
-    "SPMTokenizer": _BYTES + len(("<unk>", "<eod>")) + 1,
-    "HFTokenizer": _BYTES + len(_SPECIAL) + _LONGEST_SPACES - 1,
+SMALLEST_VOCABULARY = {
+    "SPMTokenizer": 256 + len(("<unk>", "<eod>")) + 1,
+    "HFTokenizer": 256 + len(_SPECIAL) + _LONGEST_SPACES - 1,
 }
-"""The smallest vocabulary of each type: what it holds whatever the text. A SentencePiece model needs more, a piece for
-each character of the text.
-"""
+"""Bytes and special tokens of each type. A SentencePiece model also needs a piece for each character of the text."""
 
 
 def check_vocabulary(tokenizer_type: str, vocab_size: int) -> None:
-    """Raise ``DataError`` for a vocabulary that no text makes possible."""
-    if vocab_size < LEAST[tokenizer_type]:
+    """Raise ``DataError`` for a vocabulary too small for any text."""
+    smallest = SMALLEST_VOCABULARY[tokenizer_type]
+    if vocab_size < smallest:
         raise DataError(
             f"A vocabulary of {vocab_size} tokens cannot be trained as {tokenizer_type}, whose bytes and special "
-            f"tokens are {LEAST[tokenizer_type]} already. Take a larger one."
+            f"tokens are {smallest} already. Choose a larger one."
         )
 
 
-class _Watched:
-    """An iterator of texts that keeps the error which ended it, and whether it gave any text.
+class _Texts:
+    """An iterator of texts that records the error which ended it, and if it gave any text.
 
-    SentencePiece makes a RuntimeError with a text of its own out of everything that is raised in between, an interrupt
-    included.
+    SentencePiece replaces every error raised by its iterator, an interrupt included, by a RuntimeError.
     """
 
     def __init__(self, texts: Iterable[str]) -> None:
@@ -63,7 +58,7 @@ class _Watched:
         return text
 
     def raise_own(self) -> None:
-        """Raise the error of the texts, or a ``DataError`` where they were none or blank."""
+        """Raise the error of the texts, or ``DataError`` if they were none or blank."""
         if self.error is not None:
             raise self.error
         if self.empty:
@@ -73,14 +68,13 @@ class _Watched:
 def train_sentencepiece(
     texts: Iterable[str], vocab_size: int, path: Path, model: Literal["bpe", "unigram"] = "bpe"
 ) -> SentencePieceTokenizer:
-    """Train an exact SentencePiece model on ``texts`` and write it to ``path``.
+    """Train a SentencePiece model on ``texts`` that reproduces every text exactly, and write it to ``path``.
 
-    Byte fallback, identity normalisation, all white space kept; ``<eod>`` is a control symbol. Newlines go through as
-    their byte. Raises ``DataError`` where the texts cannot carry ``vocab_size`` pieces; errors of ``texts`` themselves
-    come out as they are.
+    Byte fallback, no normalization, all white space kept, newlines as their byte; ``<eod>`` is a control symbol. Raises
+    ``DataError`` where the texts do not suffice for ``vocab_size`` pieces, and errors of ``texts`` themselves.
     """
     check_vocabulary("SPMTokenizer", vocab_size)
-    watched = _Watched(texts)
+    watched = _Texts(texts)
     try:
         with path.open("wb") as writer:
             sentencepiece.SentencePieceTrainer.train(
@@ -106,30 +100,30 @@ def train_sentencepiece(
     except (RuntimeError, ValueError) as error:
         path.unlink(missing_ok=True)
         watched.raise_own()
-        remedy = _REMEDIES["required_chars" in str(error)]
+        more_characters = "required_chars" in str(error)  # a piece for each character does not fit
+        remedy = "Choose a larger vocabulary." if more_characters else "Choose a smaller vocabulary or add text."
         raise DataError(f"SentencePiece cannot train {vocab_size} pieces on this text ({error}). {remedy}") from error
     return SentencePieceTokenizer({"vocab_file": ("tokenizer.model", path.read_bytes())})
 
 
 def _lines(texts: Iterable[str]) -> Iterator[str]:
-    """Lines that are not blank, cut where they are too long for the trainer; a character has up to four bytes."""
+    """Yield lines that are not blank, cut to the length that the trainer takes; a character has up to four bytes."""
+    size = _LINE_BYTES // 4
     for text in texts:
         for line in text.split("\n"):
-            for begin in range(0, len(line), _LINE_BYTES // 4):
-                part = line[begin : begin + _LINE_BYTES // 4]
-                if part.strip():
-                    yield part
+            pieces = (line[begin : begin + size] for begin in range(0, len(line), size))
+            yield from (piece for piece in pieces if piece.strip())
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> HFTokenizer:
-    """Train an exact byte-level BPE ``tokenizer.json`` of GPT-NeoX-20B's shape on ``texts`` and write it to ``path``.
+    """Train a byte-level BPE like GPT-NeoX-20B's on ``texts``, and write it to ``path`` as ``tokenizer.json``.
 
-    ``<|endoftext|>`` is 0, ``<|padding|>`` 1, then come bytes and merges, at the end runs of 24 down to 2 spaces, which
-    keep the indentation of code short. Unlike GPT-NeoX-20B's it has no normaliser. ``vocab_size`` counts all of them.
-    Raises ``DataError`` where the texts cannot carry so many tokens.
+    ``<|endoftext|>`` is 0, ``<|padding|>`` 1, then come bytes and merges, at the end runs of 24 down to 2 spaces for
+    indented code; ``vocab_size`` counts all of them. Unlike GPT-NeoX-20B's it has no normalizer. Raises ``DataError``
+    where the texts do not suffice for so many tokens.
     """
     check_vocabulary("HFTokenizer", vocab_size)
-    watched = _Watched(texts)
+    watched = _Texts(texts)
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     model = Tokenizer(models.BPE())
@@ -143,22 +137,17 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> HFTokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    model.train_from_iterator(_between_spaces(watched), trainer)
+    # Runs of spaces are tokens already: merges of them would never be used.
+    model.train_from_iterator((part for text in watched for part in re.split(" {2,}", text) if part), trainer)
     watched.raise_own()
     model.add_tokens([AddedToken(run, normalized=True) for run in spaces])
     if model.get_vocab_size() != vocab_size:
         raise DataError(
-            f"A byte-level BPE of {vocab_size} tokens cannot be trained on this text, which carries "
-            f"{model.get_vocab_size()}. Take a smaller vocabulary or more text."
+            f"A byte-level BPE of {vocab_size} tokens cannot be trained on this text, which suffices for "
+            f"{model.get_vocab_size()}. Choose a smaller vocabulary or add text."
         )
     path.write_text(model.to_str(pretty=True) + "\n", encoding="utf-8")
     return HFTokenizer({"vocab_file": ("tokenizer.json", path.read_bytes())})
-
-
-def _between_spaces(texts: Iterable[str]) -> Iterator[str]:
-    """What lies between runs of spaces: those are tokens already, and merges for them would never be used."""
-    for text in texts:
-        yield from filter(None, re.split(" {2,}", text))
 
 
 TRAINERS: dict[str, dict[str, Callable[[Iterable[str], int, Path], FileTokenizer]]] = {
@@ -168,22 +157,37 @@ TRAINERS: dict[str, dict[str, Callable[[Iterable[str], int, Path], FileTokenizer
     },
     "HFTokenizer": {"bpe": train_bpe},
 }
-"""What can be trained, by ``tokenizer_type`` and model."""
+"""Training functions by ``tokenizer_type`` and model."""
 
 HELD_OUT_EVERY = 20
-"""One document in so many is not trained on, but measured."""
+"""One document of this many is measured instead of trained on."""
+
+
+@dataclass
+class HeldOut:
+    """Texts of one source that are held out from training.
+
+    Attributes:
+        characters: passed on to be trained on.
+        texts: every ``HELD_OUT_EVERY``-th text, from the second one on.
+    """
+
+    characters: int = 0
+    texts: list[str] = field(default_factory=list)
+
+    def rest(self, texts: Iterable[str]) -> Iterator[str]:
+        """Yield the texts to train on."""
+        for number, text in enumerate(texts):
+            if number % HELD_OUT_EVERY == 1:
+                self.texts.append(text)
+            else:
+                self.characters += len(text)
+                yield text
 
 
 @dataclass(frozen=True)
 class Measure:
-    """What a tokenizer makes of some texts.
-
-    Attributes:
-        documents: number of texts.
-        bytes: of their UTF-8.
-        tokens: without separators.
-        exact: texts that come back from their tokens as they were.
-    """
+    """Number of texts, their UTF-8 bytes and tokens (no separators), and how many decode to exactly the same text."""
 
     documents: int
     bytes: int
@@ -194,28 +198,6 @@ class Measure:
     def bytes_per_token(self) -> float | None:
         """None where nothing was measured."""
         return self.bytes / self.tokens if self.tokens else None
-
-
-@dataclass
-class HeldOut:
-    """Keeps some texts of one source from the training.
-
-    Attributes:
-        characters: given out to be trained on.
-        texts: kept; every ``HELD_OUT_EVERY``-th, from the second one on.
-    """
-
-    characters: int = 0
-    texts: list[str] = field(default_factory=list)
-
-    def rest(self, texts: Iterable[str]) -> Iterator[str]:
-        """The texts to train on."""
-        for number, text in enumerate(texts):
-            if number % HELD_OUT_EVERY == 1:
-                self.texts.append(text)
-            else:
-                self.characters += len(text)
-                yield text
 
 
 def measure(tokenizer: Tokenizer, texts: Iterable[str]) -> Measure:

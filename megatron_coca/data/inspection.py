@@ -1,0 +1,397 @@
+"""Inspect prepared data: find shards, decode documents and samples, count document lengths and tokens."""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from megatron_coca.data.errors import DataError
+from megatron_coca.data.order import Blend
+from megatron_coca.data.preparation.manifest import MANIFEST, read_manifest
+from megatron_coca.data.shards import HEADER, SUFFIXES, Shard, check_index, read_header, shard_paths
+from megatron_coca.data.tokenizers import load_saved_tokenizer
+from megatron_coca.data.tokenizers.kinds import DESCRIPTION, FileTokenizer, Tokenizer, agree
+
+BLOCK_DOCUMENTS = 1 << 18
+BLOCK_TOKENS = 1 << 20
+
+
+@dataclass(frozen=True)
+class ShardEntry:
+    """A shard and its entry in the manifest; ``split`` is empty and the rest None without a manifest.
+
+    Attributes:
+        source: its name in the manifest, or that of its files; preceded by the folder where two folders share a name.
+        split: train, valid or test.
+        prefix: path of its files without their suffix.
+        bytes: of the UTF-8 text.
+        sha256: of the .bin file, hexadecimal.
+    """
+
+    source: str
+    split: str
+    prefix: Path
+    bytes: int | None = None
+    documents: int | None = None
+    tokens: int | None = None
+    sha256: str | None = None
+
+    @property
+    def label(self) -> str:
+        return f"{self.source} {self.split}".rstrip()
+
+
+def find_shards(names: Sequence[str | Path]) -> list[ShardEntry]:
+    """Shards by prefix, by one of their files, or all those of a folder.
+
+    Raises ``DataError`` for a folder without shards, a missing shard and a damaged manifest.
+    """
+    entries: dict[Path, ShardEntry] = {}
+    for name in map(Path, names):
+        prefix = name.with_suffix("") if name.suffix in SUFFIXES else name
+        for entry in _folder_entries(name) if name.is_dir() else [shard_entry(prefix)]:
+            entries.setdefault(entry.prefix.resolve(), entry)
+    if not entries:
+        raise DataError("No shard is named. Give a prefix (the path without .bin or .idx) or a folder.")
+    folders: dict[str, set[Path]] = {}
+    for path, entry in entries.items():
+        folders.setdefault(entry.source, set()).add(path.parent)
+    return [
+        replace(entry, source=str(entry.prefix.parent / entry.source)) if len(folders[entry.source]) > 1 else entry
+        for entry in entries.values()
+    ]
+
+
+def _folder_entries(folder: Path) -> list[ShardEntry]:
+    if (folder / MANIFEST).is_file():
+        return manifest_entries(folder)
+    entries = [ShardEntry(path.stem, "", path.with_suffix("")) for path in sorted(folder.glob("*.idx"))]
+    if not entries:
+        raise DataError(f"{folder}: contains neither {MANIFEST} nor an .idx file. Name a folder of prepare_data.py.")
+    return entries
+
+
+def shard_entry(prefix: Path) -> ShardEntry:
+    """The shard at ``prefix`` with its entry in the folder's manifest. ``DataError`` for a damaged manifest."""
+    known = manifest_entries(prefix.parent) if (prefix.parent / MANIFEST).is_file() else []
+    return next((entry for entry in known if entry.prefix == prefix), ShardEntry(prefix.name, "", prefix))
+
+
+def manifest_entries(folder: Path) -> list[ShardEntry]:
+    entries = []
+    for source in read_manifest(folder / MANIFEST)["sources"]:
+        for split, facts in source.items():
+            if isinstance(facts, dict) and facts.get("prefix"):
+                values = (facts.get(name) for name in ("bytes", "documents", "tokens", "sha256"))
+                entries.append(ShardEntry(source["name"], split, folder / facts["prefix"], *values))
+    return entries
+
+
+def common_tokenizer(entries: Sequence[ShardEntry], named: Tokenizer | None = None) -> Tokenizer:
+    """The tokenizer saved with the shards, or ``named``. ``DataError`` where there is none, or where they differ."""
+    folders = dict.fromkeys(entry.prefix.parent for entry in entries)
+    tokenizers = {str(folder): load_saved_tokenizer(folder) for folder in folders if (folder / DESCRIPTION).is_file()}
+    tokenizers |= {"the named one": named} if named else {}
+    if not all(agree(one, other) for one, other in pairwise(tokenizers.values())):
+        raise DataError(f"The tokenizers of {', '.join(tokenizers)} differ. Inspect shards of one tokenizer at a time.")
+    return require_tokenizer(next(iter(tokenizers.values()), None))
+
+
+def require_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
+    """The tokenizer; ``DataError`` where there is none."""
+    if tokenizer is None:
+        raise DataError(
+            "No tokenizer is saved with the shards. Name theirs with --tokenizer-type and --vocab-file (--merge-file)."
+        )
+    return tokenizer
+
+
+def document_lengths(prefix: Path) -> Iterator[np.ndarray]:
+    """Yield the token counts of successive documents, separators included: int64 [up to BLOCK_DOCUMENTS].
+
+    Raises ``DataError`` for a shard that is missing, damaged or of another format.
+    """
+    header = read_header(prefix)
+    one_sequence_each = check_index(prefix, header)
+    path, documents = shard_paths(prefix)[1], header.entries - 1
+    sequences = np.memmap(path, dtype="<i4", mode="r", offset=HEADER.size, shape=(header.sequences,))
+    boundaries = np.memmap(path, dtype="<i8", mode="r", offset=header.boundaries_at, shape=(header.entries,))
+    for begin in range(0, documents, BLOCK_DOCUMENTS):
+        end = min(begin + BLOCK_DOCUMENTS, documents)
+        if one_sequence_each:
+            yield sequences[begin:end].astype(np.int64)
+        else:
+            edges = np.array(boundaries[begin : end + 1])
+            # A document of no sequence has no token, which np.add.reduceat cannot express.
+            sums = np.concatenate(([0], np.cumsum(sequences[edges[0] : edges[-1]], dtype=np.int64)))
+            yield np.diff(sums[edges - edges[0]])
+
+
+def token_blocks(entry: ShardEntry, show: bool = False) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield blocks of whole documents: (tokens in the shard's dtype, length of each document).
+
+    A block has up to BLOCK_TOKENS tokens, or one longer document. The file is read, not mapped: mapped pages would
+    count as memory of the process.
+    """
+    header, path = read_header(entry.prefix), shard_paths(entry.prefix)[0]
+    total = path.stat().st_size
+    bar = tqdm(desc=f"read {entry.label}", total=total, unit="B", unit_scale=True, disable=not show)
+    with path.open("rb", buffering=0) as stream, bar:
+        for lengths in document_lengths(entry.prefix):
+            ends, begin, read = np.cumsum(lengths), 0, 0
+            while begin < len(lengths):
+                end = max(begin + 1, int(np.searchsorted(ends, read + BLOCK_TOKENS, side="right")))
+                count = int(ends[end - 1]) - read
+                tokens = np.fromfile(stream, dtype=header.dtype, count=count)
+                if len(tokens) < count:
+                    raise DataError(f"{path}: became shorter while it was read. Restore the file.")
+                bar.update(tokens.nbytes)
+                yield tokens, lengths[begin:end]
+                begin, read = end, int(ends[end - 1])
+
+
+MAX_SAMPLES = 1 << 62  # sample numbers are int64
+SAMPLE_BOUNDARY = "──────── document ends ────────"
+
+
+def _check_sample_number(number: int) -> None:
+    if number > MAX_SAMPLES:
+        raise DataError(f"{number}: samples are numbered up to 2^62 only. Take a smaller number.")
+
+
+def mixture(blend: Blend, samples: int) -> list[dict[str, Any]]:
+    """For each source its size in tokens and its share of the first ``samples`` samples of a run."""
+    _check_sample_number(samples)
+    shares = blend.mixture(samples)
+    return [
+        {"tokens_on_disk": shard.len_tokens, **asdict(share)} for shard, share in zip(blend.shards, shares, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class SampleView:
+    """One sample of a run.
+
+    Attributes:
+        number: in the order of the run.
+        source: prefix of the shard.
+        epoch: pass over the source, from 1.
+        first_token: offset in the shard.
+        parts: tokens of each document in it, int64 [any].
+        starts_document: the sample begins with the first token of a document.
+    """
+
+    number: int
+    source: str
+    epoch: int
+    first_token: int
+    parts: list[np.ndarray]
+    starts_document: bool
+
+    def facts(self) -> dict[str, Any]:
+        """All but the tokens, for JSON."""
+        lengths = [len(part) for part in self.parts]
+        values = {name: value for name, value in vars(self).items() if name != "parts"}
+        return values | {"tokens": sum(lengths), "tokens_by_document": lengths}
+
+
+def view_sample(blend: Blend, number: int) -> SampleView:
+    """Sample ``number`` as training reads it. ``DataError`` below 0 and beyond ``MAX_SAMPLES``."""
+    _check_sample_number(number)
+    located = blend.by_source([number])[0]
+    shard, start, count = blend.shards[located.source], int(located.starts[0]), blend.seq_length + 1
+    begins = shard.document_begins(located.starts, count)[0]
+    parts = np.split(shard.tokens(start, count), np.flatnonzero(begins[1:]) + 1)
+    epoch = math.ceil(blend.mixture(number + 1)[located.source].epochs)
+    return SampleView(number, str(shard.prefix), epoch, start, parts, bool(begins[0]))
+
+
+def sample_text(view: SampleView, tokenizer: Tokenizer, pieces: bool = False) -> str:
+    """A heading and the text, or with ``pieces`` each token, with a line between documents."""
+    tokens = sum(map(len, view.parts))
+    heading = (
+        f"sample {view.number:,}: {view.source}, epoch {view.epoch}, tokens {view.first_token:,} to "
+        f"{view.first_token + tokens:,} ({tokens:,}), of {len(view.parts)} document(s), starting "
+        f"{'at the beginning of' if view.starts_document else 'within'} the first"
+    )
+    texts = [_decoded(part, tokenizer, pieces) for part in view.parts]
+    return f"{heading}\n\n" + f"\n{SAMPLE_BOUNDARY}\n".join(texts)
+
+
+def document_text(shard: Shard, number: int, tokenizer: Tokenizer, pieces: bool = False) -> str:
+    """A heading and the text of one document. ``DataError`` for a number that the shard does not have."""
+    tokens = shard.document(number)
+    return f"document {number:,} of {shard.prefix}: {len(tokens):,} tokens\n\n{_decoded(tokens, tokenizer, pieces)}"
+
+
+def _decoded(tokens: np.ndarray, tokenizer: Tokenizer, pieces: bool) -> str:
+    if pieces:
+        return " ".join(f"{token}:{tokenizer.piece(token)}" for token in tokens.tolist())
+    return tokenizer.decode(tokens.tolist())
+
+
+QUANTILES = {"1%": 0.01, "10%": 0.1, "50%": 0.5, "90%": 0.9, "99%": 0.99}
+THRESHOLDS = (512, 2048, 8192, 32768)
+PICTURES = (".png", ".svg", ".pdf")
+_SHORT = 1 << 20  # lengths below have a counter each; longer documents are few
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Document lengths in tokens that occur (``values``, ascending) and documents of each (``counts``): int64 [n]."""
+
+    values: np.ndarray
+    counts: np.ndarray
+
+    @property
+    def documents(self) -> int:
+        return int(self.counts.sum())
+
+    @property
+    def tokens(self) -> int:
+        return int((self.values * self.counts).sum())
+
+    def quantile(self, share: float) -> int:
+        """The smallest length that at least ``share`` of the documents do not exceed."""
+        return int(self.values[np.searchsorted(np.cumsum(self.counts), share * self.documents)])
+
+    def share_in_longer(self, length: int) -> float:
+        """Fraction of the tokens that is in documents of more than ``length`` tokens."""
+        longer = self.values > length
+        return int((self.values * self.counts)[longer].sum()) / max(1, self.tokens)
+
+    def facts(self) -> dict[str, Any]:
+        """Size, quantiles and shares, for JSON."""
+        return {
+            "documents": self.documents,
+            "tokens": self.tokens,
+            "min": int(self.values[0]),
+            **{name: self.quantile(share) for name, share in QUANTILES.items()},
+            "max": int(self.values[-1]),
+            "mean": self.tokens / self.documents,
+            "share_of_tokens_in_longer": {str(length): self.share_in_longer(length) for length in THRESHOLDS},
+        }
+
+
+def count_lengths(blocks: Iterable[np.ndarray]) -> Lengths:
+    """Count lengths given as blocks of int64 [any]; keeps one counter per length below 2^20, and all longer lengths."""
+    short = np.zeros(_SHORT, dtype=np.int64)
+    long = [np.empty(0, dtype=np.int64)]
+    for block in blocks:
+        counts = np.bincount(block[block < _SHORT])
+        short[: len(counts)] += counts
+        long.append(block[block >= _SHORT])
+    values, counts = np.unique(np.concatenate(long), return_counts=True)
+    below = np.flatnonzero(short)
+    return Lengths(np.concatenate((below, values)), np.concatenate((short[below], counts)))
+
+
+def lengths_by_source(entries: Sequence[ShardEntry]) -> dict[str, Lengths]:
+    """Document lengths of each source, all its splits together. ``DataError`` for a damaged shard."""
+    return {
+        source: count_lengths(
+            block for entry in entries if entry.source == source for block in document_lengths(entry.prefix)
+        )
+        for source in dict.fromkeys(entry.source for entry in entries)
+    }
+
+
+def check_picture(path: Path) -> None:
+    """Raise ``DataError`` for a file name without the suffix of a picture."""
+    if path.suffix.lower() not in PICTURES:
+        raise DataError(f"{path}: unknown picture format. End the name in one of {', '.join(PICTURES)}.")
+
+
+def plot_lengths(lengths_of: dict[str, Lengths], path: Path) -> None:
+    """Draw a histogram of document lengths, one line per source, both axes logarithmic."""
+    check_picture(path)
+    from matplotlib.figure import Figure
+
+    shortest = max(1, min(int(lengths.values[0]) for lengths in lengths_of.values()))
+    longest = max(2, *(int(lengths.values[-1]) for lengths in lengths_of.values()))
+    edges = 2.0 ** np.arange(math.floor(math.log2(shortest)), math.log2(longest) + 0.5, 0.5)
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    axes = figure.subplots()
+    for source, lengths in lengths_of.items():
+        counts, _ = np.histogram(np.maximum(lengths.values, 1), bins=edges, weights=lengths.counts)
+        axes.stairs(counts, edges, label=f"{source} ({lengths.documents:,})")
+    axes.set(xscale="log", yscale="log", ylim=(0.8, None), title="Document lengths")
+    axes.set(xlabel="tokens in a document", ylabel="documents")
+    axes.legend(fontsize="small")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+MOST_FREQUENT = 20
+_SAMPLED_DOCUMENTS = 200  # of a shard whose manifest does not tell the bytes of text
+
+
+def measure_coverage(entries: Sequence[ShardEntry], tokenizer: Tokenizer, show: bool = False) -> list[dict[str, Any]]:
+    """For each source, how its tokens use the vocabulary, for JSON; reads every token once.
+
+    ``bytes_per_token`` excludes separators and comes from ``bytes_measured_on_documents`` documents; ``fallback`` is
+    the share of byte tokens other than line feeds; ``most_frequent`` lists (id, piece, occurrences).
+    Raises ``DataError`` for a damaged shard and for ids that the tokenizer does not have.
+    """
+    fallback: list[int] = []
+    unknown: list[int] = []
+    if isinstance(tokenizer, FileTokenizer):
+        # SentencePiece models usually spell a line feed as its byte; it is not missing from the vocabulary.
+        fallback = sorted(i for i in tokenizer.fallback_ids if tokenizer.piece(i) != "<0x0A>")
+        unknown = [] if tokenizer.unknown_id is None else [tokenizer.unknown_id]
+    result = []
+    for source in dict.fromkeys(entry.source for entry in entries):
+        counts = np.zeros(tokenizer.vocab_size, dtype=np.int64)
+        documents = size = tokens = measured = 0
+        for entry in (entry for entry in entries if entry.source == source):
+            own = _token_counts(entry, tokenizer.vocab_size, show)
+            counts += own
+            shard = Shard(entry.prefix)
+            documents += shard.documents
+            if entry.bytes is None:
+                chosen = np.linspace(0, shard.documents - 1, min(_SAMPLED_DOCUMENTS, shard.documents))
+                for number in np.unique(chosen.astype(np.int64)).tolist():
+                    ids = shard.document(number).tolist()
+                    ids = ids[:-1] if ids and ids[-1] == tokenizer.eod else ids
+                    size += len(tokenizer.decode(ids).encode())
+                    tokens += len(ids)
+                    measured += 1
+            else:
+                size += entry.bytes
+                tokens += int(own.sum() - own[tokenizer.eod])
+                measured += shard.documents
+        used, total = int((counts > 0).sum()), int(counts.sum())
+        frequent = np.argsort(-counts, kind="stable")[:MOST_FREQUENT].tolist()
+        result.append(
+            {
+                "source": source,
+                "documents": documents,
+                "tokens": total,
+                "bytes_per_token": size / max(1, tokens),
+                "bytes_measured_on_documents": measured,
+                "vocabulary_used": used / tokenizer.vocab_size,
+                "tokens_never_seen": tokenizer.vocab_size - used,
+                "fallback": int(counts[fallback].sum()) / max(1, total),
+                "unknown": int(counts[unknown].sum()) / max(1, total),
+                "most_frequent": [(i, tokenizer.piece(i), int(counts[i])) for i in frequent if counts[i]],
+            }
+        )
+    return result
+
+
+def _token_counts(entry: ShardEntry, vocab_size: int, show: bool) -> np.ndarray:
+    """Occurrences of each token in a shard: int64 [vocab_size]."""
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for tokens, _ in token_blocks(entry, show):
+        if tokens.size and not 0 <= tokens.min() <= tokens.max() < vocab_size:
+            raise DataError(
+                f"{entry.prefix}: contains token {tokens.max()}, outside the tokenizer's {vocab_size}. "
+                "Name the tokenizer that the shard was made with."
+            )
+        counts += np.bincount(tokens, minlength=vocab_size)
+    return counts

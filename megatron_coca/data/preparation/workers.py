@@ -1,0 +1,172 @@
+"""Turn chunks of a corpus into tokens, in this process or in a pool of processes."""
+
+import hashlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing import connection, get_context, parent_process
+from pathlib import Path
+
+import numpy as np
+
+from megatron_coca.data.errors import DataError, OutOfMemory
+from megatron_coca.data.preparation.plan import CorpusSource, Rules, hash_fraction, split_of
+from megatron_coca.data.readers import open_reader
+from megatron_coca.data.readers.files import place_of
+from megatron_coca.data.readers.source import Chunk, Document, ReadingProblems
+from megatron_coca.data.shards import token_dtype
+from megatron_coca.data.tokenizers import load_saved_tokenizer
+from megatron_coca.data.tokenizers.kinds import Tokenizer
+
+DIGEST_BYTES = 16
+IN_FLIGHT = 4
+"""Chunks in progress per process: enough that none waits for the one with the slowest chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedChunk:
+    """The documents of one chunk, in order, as columns.
+
+    Attributes:
+        targets: the (set, split) that occur; each is one shard.
+        target: index into ``targets`` of each document, int64 [documents].
+        lengths: tokens of each document with its separator, int32 [documents].
+        text_bytes: UTF-8 bytes of each document, int64 [documents].
+        tokens: of all documents, concatenated, in the dtype of the shard.
+        digests: 16 bytes of BLAKE2b of each text.
+        sets: the sets that occur.
+        problems: unusable and filtered records.
+    """
+
+    targets: list[tuple[str, str]]
+    target: np.ndarray
+    lengths: np.ndarray
+    text_bytes: np.ndarray
+    tokens: np.ndarray
+    digests: list[bytes]
+    sets: frozenset[str]
+    problems: ReadingProblems
+
+
+class ChunkTokenizer:
+    """Parses, samples, splits and tokenizes chunks."""
+
+    def __init__(self, sources: Sequence[CorpusSource], tokenizer: Tokenizer, rules: Rules) -> None:
+        self._sources, self._tokenizer, self._rules = sources, tokenizer, rules
+        self._readers = [open_reader(source.spec) for source in sources]
+        self._dtype = token_dtype(tokenizer.vocab_size)
+
+    def tokenize(self, number: int, chunk: Chunk) -> TokenizedChunk:
+        """Tokenize a chunk of source ``number``."""
+        try:
+            return self._tokenize(number, chunk)
+        except MemoryError as error:
+            raise OutOfMemory(place_of(chunk)) from error
+
+    def _tokenize(self, number: int, chunk: Chunk) -> TokenizedChunk:
+        source, problems = self._sources[number], ReadingProblems(self._rules.strict)
+        documents: list[Document] = []
+        for document in self._readers[number].documents(chunk, problems):
+            if source.fraction == 1 or hash_fraction(f"sample/{document.text}") < source.fraction:
+                documents.append(document)
+            else:
+                problems.leave_out("not in the fraction")
+        texts = [document.text for document in documents]
+        encoded = [text.encode() for text in texts]
+        ids = self._tokenizer.encode_batch(texts)
+        tokens = [np.array([*each, self._tokenizer.eod], dtype=self._dtype) for each in ids]
+        targets: dict[tuple[str, str], int] = {}
+        target = []
+        for document in documents:
+            part = document.part if source.spec.divide else ""
+            split = source.split or split_of(document.key, self._rules)
+            target.append(targets.setdefault((part, split), len(targets)))
+        return TokenizedChunk(
+            targets=list(targets),
+            target=np.array(target, dtype=np.int64),
+            lengths=np.array([len(each) for each in tokens], dtype=np.int32),
+            text_bytes=np.array([len(text) for text in encoded], dtype=np.int64),
+            tokens=np.concatenate([np.empty(0, dtype=self._dtype), *tokens]),
+            digests=[hashlib.blake2b(text, digest_size=DIGEST_BYTES).digest() for text in encoded],
+            sets=frozenset(document.part for document in documents if document.part),
+            problems=problems,
+        )
+
+
+_chunk_tokenizer: ChunkTokenizer | None = None  # one per worker process: opening a tokenizer takes longer than a chunk
+
+
+def _start_worker(sources: Sequence[CorpusSource], tokenizer: Path, rules: Rules) -> None:
+    global _chunk_tokenizer
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    _chunk_tokenizer = ChunkTokenizer(sources, load_saved_tokenizer(tokenizer), rules)
+
+
+def _tokenize_in_worker(number: int, chunk: Chunk) -> TokenizedChunk:
+    assert _chunk_tokenizer is not None
+    return _chunk_tokenizer.tokenize(number, chunk)
+
+
+def _exit_with_parent() -> None:
+    """End this process when its parent was killed; it would wait for work forever."""
+    parent = parent_process()
+    if parent is not None:
+        connection.wait([parent.sentinel])
+        os._exit(1)
+
+
+class Pool:
+    """``workers`` processes, or this one with 0. A context manager. ``tokenizer`` is the folder where it is saved."""
+
+    def __init__(self, workers: int, sources: Sequence[CorpusSource], tokenizer: Path, rules: Rules) -> None:
+        self.in_flight = IN_FLIGHT * workers
+        self._executor: ProcessPoolExecutor | None = None
+        if not workers:
+            self._local = ChunkTokenizer(sources, load_saved_tokenizer(tokenizer), rules)
+            return
+        self._executor = ProcessPoolExecutor(
+            workers, get_context("spawn"), initializer=_start_worker, initargs=(list(sources), tokenizer, rules)
+        )
+        # Ctrl-C reaches the whole process group; workers ignore it from their start on, and this process ends them.
+        in_main = threading.current_thread() is threading.main_thread()
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN) if in_main else None
+        try:
+            self._executor.submit(int)  # starts all processes
+        finally:
+            if in_main:
+                signal.signal(signal.SIGINT, before)
+
+    def __enter__(self) -> "Pool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._executor is not None:
+            self._executor.shutdown(wait=True, cancel_futures=True)
+
+    def submit(self, source: int, chunk: Chunk) -> Callable[[], TokenizedChunk]:
+        """Start work on a chunk; call the result to fetch it. Without workers the work is done in that call."""
+        if self._executor is None:
+            return lambda: self._local.tokenize(source, chunk)
+        try:
+            future = self._executor.submit(_tokenize_in_worker, source, chunk)
+        except (BrokenProcessPool, OSError) as error:  # OSError: the pool is shutting itself down and closed its pipe
+            raise _lost_worker() from error
+        return lambda: _fetch(future)
+
+
+def _fetch(future: Future[TokenizedChunk]) -> TokenizedChunk:
+    try:
+        return future.result()
+    except BrokenProcessPool as error:
+        raise _lost_worker() from error
+
+
+def _lost_worker() -> DataError:
+    return DataError(
+        "A worker process was killed, as the system does when memory runs out. "
+        "Run the same command again to resume, with fewer --workers if memory was short."
+    )
