@@ -32,7 +32,7 @@ from megatron_coca.data.tokenizers.training import train_bpe  # noqa: E402
 from tools.records import append_records, benchmark_parser  # noqa: E402
 
 VOCAB_SIZE = 32_000
-TOKENIZER_CHARACTERS = 10_000_000
+TOKENIZER_BYTES = 10_000_000
 
 DATASETS = """
 import sys
@@ -62,14 +62,17 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        train_bpe(limited(options.input, TOKENIZER_CHARACTERS), VOCAB_SIZE, folder / "tokenizer.json")
+        train_bpe(limited(options.input, TOKENIZER_BYTES), VOCAB_SIZE, folder / "tokenizer.json")
         for megabytes in options.megabytes:
             append_records(options.output, measure(folder, megabytes, options))
 
 
 def measure(folder: Path, megabytes: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Return the records of both implementations on one corpus, run in turns."""
-    corpus, model = write_corpus(folder / f"{megabytes}.jsonl", megabytes, options.input), folder / "tokenizer.json"
+    corpus, model = folder / f"{megabytes}.jsonl", folder / "tokenizer.json"
+    with corpus.open("w") as stream:
+        for text in limited(options.input, megabytes * 10**6):
+            stream.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
     runs: dict[str, list[tuple[float, int]]] = {"ours": [], "datasets": []}
     for number in range(options.rounds):
         name, processes = f"{corpus.stem}-{number}", str(options.processes)
@@ -111,25 +114,13 @@ def _interleaved(streams: list[Iterator[str]]) -> Iterator[str]:
             yield text
 
 
-def limited(files: list[Path] | None, characters: int) -> Iterator[str]:
-    """Yield documents up to a total number of characters."""
+def limited(files: list[Path] | None, size: int) -> Iterator[str]:
+    """Yield documents up to a total of `size` UTF-8 bytes."""
     for text in texts(files):
         yield text
-        characters -= len(text)
-        if characters < 0:
+        size -= len(text.encode())
+        if size <= 0:
             return
-
-
-def write_corpus(path: Path, megabytes: int, files: list[Path] | None) -> Path:
-    """Write a JSONL file with so many megabytes (10**6 bytes) of text."""
-    with path.open("w") as stream:
-        left = megabytes * 10**6
-        for text in texts(files):
-            stream.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
-            left -= len(text.encode())
-            if left <= 0:
-                return path
-    raise AssertionError("texts is infinite")
 
 
 def timed(command: list[str]) -> tuple[float, int]:
