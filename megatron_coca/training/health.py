@@ -149,7 +149,8 @@ def check_health(config: Config, step: int) -> Mapping[str, float]:
 
 def measure(config: Config, step: int) -> Health:
     """Measure disk, clocks and network. Every rank must call it."""
-    size, keys, disks = checkpoint_bytes(config), config.checkpoint, []
+    size, keys = checkpoint_bytes(config), config.checkpoint
+    disks: list[Disk] = []
     gradients = trainable_share(config).trained * BYTES[config.precision.dtype]
     for folder in (keys.save, keys.save_copy) if dist.is_main() else ():
         if folder is not None:
