@@ -143,7 +143,8 @@ def _peer_call(config: Config, device: str, compiled: bool, keeps_memory: bool) 
     step = transformers_step(config, device, compiled)
 
     def call(arrays: list[Any], peak: bool) -> float:
-        result = (peak_of(step) if peak else step)([torch.from_numpy(array) for array in arrays])
+        function: Callable[[list[Tensor]], float] = peak_of(step) if peak else step
+        result = function([torch.from_numpy(array) for array in arrays])
         _synchronize()
         return result
 

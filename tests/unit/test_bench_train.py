@@ -41,7 +41,8 @@ EVERY_RECORD |= {"tokens_per_step", "dtype", "device", "threads", "python", "ver
 
 def test_records_are_complete(tmp_path: Path) -> None:
     """Two contestants that take turns on the same micro batches; the second does twice the first one's work."""
-    config, seen = load_config([], SHAPE), []
+    config = load_config([], SHAPE)
+    seen: list[tuple[str, list[torch.Tensor]]] = []
 
     def contestant(name: str, times: int) -> Contestant:
         def step(micro_batches: list[torch.Tensor]) -> float:
