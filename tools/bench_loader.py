@@ -1,16 +1,15 @@
-"""How fast the loader reads, and what it takes to open a large shard.
+"""Speed of the loader, and time and memory of opening a large shard.
 
     python tools/bench_loader.py loader --megabytes 600
     python tools/bench_loader.py open --documents 10000000 100000000
 
-`loader` makes two shards of random tokens, reads them once so that they lie in the page cache, and prints tokens a
-second, the median of several runs, with and without document boundaries. `open` makes an index of so many documents
-beside a sparse `.bin`, and opens it in a process of its own: seconds and peak memory beyond what the imports take. The
-shards lie in a temporary folder (--folder for another disk) and are removed. Appends one JSON line per row to --output.
+`loader` writes two shards of random tokens, reads them once into the page cache, and prints tokens per second, the median
+of several runs, with and without document boundaries. `open` writes an index of so many documents next to a sparse
+`.bin` and opens it in its own process: seconds and peak memory beyond those of the imports. The shards are written to a
+temporary folder (--folder for another disk) and removed. Appends one JSON line per row to --output.
 """
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -27,9 +26,9 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_coca.data import Blend, Loader, Packing, Shard  # noqa: E402
 from megatron_coca.data.shards import HEADER, MAGIC, dtype_code, shard_paths  # noqa: E402
-from tools.records import append_records, environment  # noqa: E402
+from tools.records import append_records, benchmark_parser, last_json  # noqa: E402
 
-_AT_ONCE = 1 << 20
+_CHUNK = 1 << 20
 _TOKEN = np.dtype("<u2")
 PACKINGS = {
     "plain": Packing(),
@@ -39,7 +38,7 @@ PACKINGS = {
 }
 OPENING = """
 import json, pathlib, sys, time
-begun = time.perf_counter()
+start = time.perf_counter()
 from megatron_coca.data import Shard
 
 def peak():
@@ -47,37 +46,35 @@ def peak():
     return 1024 * int(next(line.split()[1] for line in lines if line.startswith("VmHWM")))
 
 Shard(sys.argv[1])
-imported, before, begun = time.perf_counter() - begun, peak(), time.perf_counter()
+imported, before, start = time.perf_counter() - start, peak(), time.perf_counter()
 shard = Shard(sys.argv[2])
-print(json.dumps({"seconds": time.perf_counter() - begun, "peak_bytes": peak() - before,
+print(json.dumps({"seconds": time.perf_counter() - start, "peak_bytes": peak() - before,
                   "import_seconds": imported, "import_peak_bytes": before}))
 """
-"""Opens a shard of one document, which imports all that is needed, then a large one, and tells what each took. Not
-ru_maxrss: a process inherits that of the one that started it.
+"""Opens a shard of one document, which imports everything needed, then a large one, and prints the cost of each. Not
+ru_maxrss: a process inherits that of its parent.
 """
 
 
 def main() -> None:
-    """Parse, measure, print, append."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Run the measurement, print and append the results."""
+    parser = benchmark_parser(__doc__, "loader.jsonl")
     parser.add_argument("what", choices=MEASUREMENTS)
     parser.add_argument("--megabytes", type=int, default=600, help="size of each of the two shards (loader)")
     parser.add_argument("--seq-length", type=int, default=512)
-    parser.add_argument("--batch", type=int, default=256, help="samples a step")
-    parser.add_argument("--steps", type=int, default=300, help="steps a run, of which there are five")
+    parser.add_argument("--batch", type=int, default=256, help="samples per step")
+    parser.add_argument("--steps", type=int, default=300, help="steps of each of the five runs")
     parser.add_argument("--num-workers", type=int, default=1, help="reading threads")
     parser.add_argument("--documents", type=int, nargs="+", default=[10**7, 10**8], help="sizes of the index (open)")
     parser.add_argument("--processes", type=int, default=1, help="processes that open the shard at once")
     parser.add_argument("--folder", type=Path, help="where the shards are made")
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/loader.jsonl"))
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        records = [record | environment(ROOT) for record in MEASUREMENTS[options.what](Path(folder), options)]
-    append_records(options.output, records)
+        append_records(options.output, list(MEASUREMENTS[options.what](Path(folder), options)))
 
 
 def bench_loader(folder: Path, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Tokens a second of every packing."""
+    """Measure tokens per second with every packing."""
     mean = 1000
     for name in ("text", "code"):
         make_shard(folder / name, options.megabytes * 10**6 // (mean * _TOKEN.itemsize), mean, sparse=False)
@@ -105,24 +102,27 @@ def bench_loader(folder: Path, options: argparse.Namespace) -> Iterator[dict[str
 
 
 def loader_rate(blend: Blend, packing: Packing, options: argparse.Namespace) -> float:
-    """Input tokens a second of one run; its first step is not counted."""
+    """Return input tokens per second of one run; its first step is not counted."""
     layout = (options.batch, options.batch, 0, 1)
     with Loader(blend, *layout, 1 << 16, packing, options.num_workers) as loader:
         loader.micro_batches(0)
-        begun = time.perf_counter()
+        start = time.perf_counter()
         for step in range(1, options.steps + 1):
             loader.micro_batches(step)
-        return options.steps * options.batch * blend.seq_length / (time.perf_counter() - begun)
+        return options.steps * options.batch * blend.seq_length / (time.perf_counter() - start)
 
 
 def bench_open(folder: Path, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Seconds and memory of opening an index, each the worst of the processes."""
+    """Measure time and memory of opening an index, each the worst of the processes."""
     print(f"{'documents':>12} {'processes':>9} {'seconds':>8} {'peak MB':>8} {'import s':>9} {'import MB':>9}")
     make_shard(folder / "one", 1, 500, sparse=True)
     for documents in options.documents:
         make_shard(folder / "many", documents, 500, sparse=True)
-        opened = open_at_once([folder / "one", folder / "many"], options.processes)
-        worst = {name: max(each[name] for each in opened) for name in opened[0]}
+        command = [sys.executable, "-c", OPENING, str(folder / "one"), str(folder / "many")]
+        processes = range(options.processes)
+        running = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in processes]
+        opened = [last_json(process.communicate()[0]) for process in running]
+        worst = {name: max(costs[name] for costs in opened) for name in opened[0]}
         print(
             f"{documents:12,} {options.processes:9} {worst['seconds']:8.2f} {worst['peak_bytes'] / 1e6:8.0f} "
             f"{worst['import_seconds']:9.2f} {worst['import_peak_bytes'] / 1e6:9.0f}",
@@ -133,32 +133,25 @@ def bench_open(folder: Path, options: argparse.Namespace) -> Iterator[dict[str, 
             path.unlink()
 
 
-def open_at_once(prefixes: list[Path], processes: int) -> list[dict[str, float]]:
-    """What each of several processes that open the shards together tells."""
-    command = [sys.executable, "-c", OPENING, *map(str, prefixes)]
-    running = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(processes)]
-    return [json.loads(process.communicate()[0]) for process in running]
-
-
 def make_shard(prefix: Path, documents: int, mean: int, sparse: bool) -> None:
-    """A shard of documents of 1 to 2 ``mean`` tokens, random ones, or all zeros that take no room on the disk."""
+    """Write a shard of documents of 1 to 2 `mean` tokens: random ones, or zeros in a sparse file."""
     generator = np.random.default_rng(0)
     bin_path, idx_path = shard_paths(prefix)
-    sizes = [min(_AT_ONCE, documents - begin) for begin in range(0, documents, _AT_ONCE)]
+    sizes = [min(_CHUNK, documents - begin) for begin in range(0, documents, _CHUNK)]
     lengths = [generator.integers(1, 2 * mean, size, dtype="<i4") for size in sizes]
     with idx_path.open("wb") as index:
         index.write(HEADER.pack(MAGIC, 1, dtype_code(_TOKEN), documents, documents + 1))
-        index.writelines(part.data for part in lengths)
+        index.writelines(chunk.data for chunk in lengths)
         end = 0
-        for part in lengths:
-            ends = end + np.cumsum(part, dtype="<i8") * _TOKEN.itemsize
-            index.write((ends - part * _TOKEN.itemsize).data)
+        for chunk in lengths:
+            ends = end + np.cumsum(chunk, dtype="<i8") * _TOKEN.itemsize
+            index.write((ends - chunk * _TOKEN.itemsize).data)
             end = int(ends[-1])
-        for begin in range(0, documents + 1, _AT_ONCE):
-            index.write(np.arange(begin, min(begin + _AT_ONCE, documents + 1), dtype="<i8").data)
+        for begin in range(0, documents + 1, _CHUNK):
+            index.write(np.arange(begin, min(begin + _CHUNK, documents + 1), dtype="<i8").data)
     with bin_path.open("wb") as stream:
-        for begin in () if sparse else range(0, end // _TOKEN.itemsize, _AT_ONCE):
-            count = min(_AT_ONCE, end // _TOKEN.itemsize - begin)
+        for begin in () if sparse else range(0, end // _TOKEN.itemsize, _CHUNK):
+            count = min(_CHUNK, end // _TOKEN.itemsize - begin)
             stream.write(generator.integers(0, 50000, count, dtype=_TOKEN).data)
         stream.truncate(end)
 

@@ -2,10 +2,10 @@
 
     python tools/bench_train.py CONFIG.yml [MORE.yml] [key=value ...] --methods rotary coca --peer transformers
 
-Ours is the step that `train.py` runs, DeepSpeed included; the peer is PyTorch alone, in a process of its own, as its users
-run it. On a CPU it is measured a second time with our setting of the C library, which keeps freed memory. All take
-turns, step by step, on the same random tokens, so that a machine that slows down for a while slows all of them; a ratio
-is the median over the rounds. One JSON line for each is appended to --output. On a GPU, with 350M parameters and bfloat16:
+Ours is the step of `train.py`, DeepSpeed included; the peer is plain PyTorch in its own process, as its users run it. On
+a CPU it is measured a second time with our setting of the C library, which keeps freed memory. All take turns, step by
+step, on the same random tokens, so that a slow phase of the machine slows all of them; a ratio is the median over the
+rounds. Appends one JSON line for each to --output. On a GPU, with 350M parameters and bfloat16:
 
     python tools/bench_train.py configs/350M/roformer.yml precision=bfloat16 train_micro_batch_size_per_gpu=32 \\
         --methods rotary coca --peer transformers --compile --rounds 50
@@ -18,10 +18,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +31,14 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megatron_coca.attention.inputs import BackendError  # noqa: E402
-from megatron_coca.config import Config, ConfigError, load_config  # noqa: E402
+from megatron_coca.config import Config, ConfigError  # noqa: E402
 from megatron_coca.data import Batch  # noqa: E402
 from megatron_coca.model import LanguageModelLoss, build_model, keep_freed_memory  # noqa: E402
 from megatron_coca.model.cost import flops_per_token, parameter_count, peak_flops  # noqa: E402
 from megatron_coca.training import engine, launch  # noqa: E402
 from megatron_coca.training.engine import Engine  # noqa: E402
 from megatron_coca.training.optimizer import build_optimizer  # noqa: E402
-from tools.records import append_records, environment  # noqa: E402
+from tools.records import ChildProcess, append_records, benchmark_parser, load_inputs, quartiles  # noqa: E402
 
 SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size", "no_weight_tying")
 RATE = 1e-4
@@ -50,138 +48,116 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass
 class Contestant:
-    """Something that trains.
+    """A training implementation.
 
     Attributes:
         name: the position method, or the peer's name.
-        config: its configuration.
-        step: takes a step's micro batches and gives its loss.
+        step: runs a step on its micro-batches and returns the loss.
+        peak: returns the most bytes that a step held beyond those between steps (weights, optimizer states).
         seconds: of every counted step.
-        peak: the most bytes that a step held beyond what lies there between steps (weights, optimizer states).
+        peak_memory: `peak` of the last step.
     """
 
     name: str
     config: Config
-    step: "Ours | Peer"
-    seconds: list[float]
-    peak: int = 0
+    step: Callable[[list[Tensor]], float]
+    peak: Callable[[list[Tensor]], int]
+    seconds: list[float] = field(default_factory=list)
+    peak_memory: int = 0
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Parse, measure, print, append; the exit status."""
+    """Measure all contestants, print and append the results; return the exit status."""
     options = parse(arguments)
     if not torch.cuda.is_available():
         keep_freed_memory()
     launch.complete_environment(os.environ)
     engine.init_distributed()
     try:
-        field = contestants(options)
-        race(field, options)
-        records = [record(each, field[0], options) for each in field]
+        entrants = contestants(options)
+        race(entrants, options)
+        append_records(options.output, [record(entrant, entrants[0], options) for entrant in entrants])
     except (ConfigError, BackendError) as error:
         print(error, file=sys.stderr)
         return 2
     finally:
         engine.shut_down()
-    append_records(options.output, records)
     return 0
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("inputs", nargs="+", metavar="CONFIG.yml | key=value")
+    """Parse the command line."""
+    parser = benchmark_parser(__doc__, "train.jsonl", rounds=20, inputs=True)
     parser.add_argument("--methods", nargs="+", default=["rotary", "coca"], help="values of pos_emb")
     parser.add_argument("--peer", choices=["transformers"], help="measure this too, and give ratios to it")
     parser.add_argument(
         "--compile", action="store_true", help="torch_compile=true for ours, torch.compile for the peer"
     )
-    parser.add_argument("--rounds", type=int, default=20, help="counted steps of each")
     parser.add_argument("--warmup", type=int, default=5, help="steps of each before, which are not counted")
     parser.add_argument("--profile", type=Path, metavar="FILE", help="write a trace of one step of the first method")
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/train.jsonl"))
     return parser.parse_intermixed_args(arguments)
 
 
 def contestants(options: argparse.Namespace) -> list[Contestant]:
-    """The peer, where there is one, and the methods."""
-    files = [text for text in options.inputs if "=" not in text]
-    keys = [text for text in options.inputs if "=" in text]
-    keys += ["torch_compile=true"] if options.compile else []
-    configs = {name: load_config(files, [*keys, f"pos_emb={name}"]) for name in options.methods}
-    field = [Contestant(name, config, Ours(config), []) for name, config in configs.items()]
-    if options.peer:
-        config = load_config(files, [*keys, "pos_emb=rotary"])
-        peers = {options.peer: False} | ({} if torch.cuda.is_available() else {f"{options.peer}, memory kept": True})
-        steps = {name: Peer(config, _device(), options.compile, kept) for name, kept in peers.items()}
-        field = [Contestant(name, config, step, []) for name, step in steps.items()] + field
-    return field
+    """Return the peer, if asked for, and the position methods."""
+    compiled = ["torch_compile=true"] if options.compile else []
+    methods = []
+    for name in options.methods:
+        config = load_inputs(options.inputs, *compiled, f"pos_emb={name}")
+        step = own_step(config)
+        methods.append(Contestant(name, config, step, peak_of(step)))
+    if options.peer is None:
+        return methods
+    config = load_inputs(options.inputs, *compiled, "pos_emb=rotary")
+    peers = [peer(options.peer, config, options.compile, keeps_memory=False)]
+    if not torch.cuda.is_available():
+        peers.append(peer(f"{options.peer}, memory kept", config, options.compile, keeps_memory=True))
+    return peers + methods
 
 
-class Ours:
-    """A step of the engine, as `train.py` makes it."""
-
-    def __init__(self, config: Config) -> None:
-        model = build_model(config, _device()).train()
-        optimizer = build_optimizer(model, config.optimizer)
-        self._engine = Engine(LanguageModelLoss(model), optimizer, config, config.batch.resolve(1))
-
-    def __call__(self, micro_batches: list[Tensor]) -> float:
-        return self._engine.train_step([Batch(samples.numpy()) for samples in micro_batches], RATE).loss
-
-    def peak(self, micro_batches: list[Tensor]) -> int:
-        return peak_bytes(lambda: self(micro_batches))
+def own_step(config: Config) -> Callable[[list[Tensor]], float]:
+    """Return a step of the engine, as `train.py` runs it."""
+    model = build_model(config, engine.local_device()).train()
+    optimizer = build_optimizer(model, config.optimizer)
+    own_engine = Engine(LanguageModelLoss(model), optimizer, config, config.batch.resolve(1))
+    return lambda micro_batches: own_engine.train_step([Batch(batch.numpy()) for batch in micro_batches], RATE).loss
 
 
-class Peer:
-    """The step of `transformers_step` in a process of its own, which nothing of this project has been set up in.
+def peer(name: str, config: Config, compiled: bool, keeps_memory: bool) -> Contestant:
+    """Return transformers' model in a process where nothing of this project is set up.
 
     `keeps_memory` gives it our setting of the C library's allocator.
     """
+    peer_keys(config)  # raises here rather than in the child
+    child = ChildProcess(_peer_call, config, engine.local_device(), compiled, keeps_memory)
 
-    def __init__(self, config: Config, device: str, compiled: bool, keeps_memory: bool) -> None:
-        peer_keys(config)  # an error is told here
-        context = get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        arguments = (theirs, config, device, compiled, keeps_memory, torch.get_num_threads())
-        self._process = context.Process(target=_serve, args=arguments, daemon=True)
-        self._process.start()
+    def call(micro_batches: list[Tensor], peak: bool) -> Any:
+        return child([batch.numpy() for batch in micro_batches], peak)
 
-    def __call__(self, micro_batches: list[Tensor]) -> float:
-        return self._ask("step", micro_batches)
-
-    def peak(self, micro_batches: list[Tensor]) -> int:
-        return int(self._ask("peak", micro_batches))
-
-    def _ask(self, what: str, micro_batches: list[Tensor]) -> float:
-        self._connection.send((what, [each.numpy() for each in micro_batches]))
-        return self._connection.recv()
+    return Contestant(name, config, partial(call, peak=False), partial(call, peak=True))
 
 
-def _serve(
-    connection: Connection, config: Config, device: str, compiled: bool, keeps_memory: bool, threads: int
-) -> None:
-    torch.set_num_threads(threads)
+def _peer_call(config: Config, device: str, compiled: bool, keeps_memory: bool) -> Callable[[list[Any], bool], float]:
     if keeps_memory:
         keep_freed_memory()
     step = transformers_step(config, device, compiled)
-    answers: dict[str, Callable[[list[Tensor]], float]] = {
-        "step": step,
-        "peak": lambda batches: peak_bytes(lambda: step(batches)),
-    }
-    while True:
-        try:
-            what, arrays = connection.recv()
-        except EOFError:
-            return
-        answer = answers[what]([torch.from_numpy(each) for each in arrays])
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        connection.send(answer)
+
+    def call(arrays: list[Any], peak: bool) -> float:
+        function: Callable[[list[Tensor]], float] = peak_of(step) if peak else step
+        result = function([torch.from_numpy(array) for array in arrays])
+        _synchronize()
+        return result
+
+    return call
+
+
+def peak_of(step: Callable[[list[Tensor]], float]) -> Callable[[list[Tensor]], int]:
+    """Return a function that runs `step` and returns the peak bytes of it."""
+    return lambda micro_batches: peak_bytes(lambda: step(micro_batches))
 
 
 def peak_bytes(call: Callable[[], object]) -> int:
-    """The most bytes of tensors that were held at once during a call, beyond those before it."""
+    """Return the most bytes of tensors held at once during a call, beyond those before it."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -189,19 +165,19 @@ def peak_bytes(call: Callable[[], object]) -> int:
         return torch.cuda.max_memory_allocated() - before
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
         call()
-    events = [each for each in run.profiler.kineto_results.events() if each.name() == MEMORY_EVENT]
-    held = most = 0
-    for event in sorted(events, key=lambda each: each.start_ns()):
-        held += event.nbytes()
-        most = max(most, held)
-    return most
+    events = [event for event in run.profiler.kineto_results.events() if event.name() == MEMORY_EVENT]
+    allocated = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        allocated += event.nbytes()
+        peak = max(peak, allocated)
+    return peak
 
 
 def transformers_step(config: Config, device: str, compiled: bool = False) -> Callable[[list[Tensor]], float]:
-    """A training step of the model of this shape: micro batches int64 [batch, length + 1] -> the mean loss.
+    """Return a training step of transformers' model: micro-batches int64 [batch, length + 1] -> mean loss.
 
-    SDPA, fused AdamW with our numbers, clipping, no DeepSpeed. In half precision the weights and the optimizer's
-    moments are half precision too, which is less work than our float32 copies are: the comparison favours the peer.
+    SDPA, fused AdamW with our hyperparameters, clipping, no DeepSpeed. In half precision weights and moments are half
+    precision too, which is less work than our float32 copies: the comparison favours the peer.
 
     Raises:
         ConfigError: transformers' GPT-NeoX has no such model.
@@ -233,10 +209,10 @@ def transformers_step(config: Config, device: str, compiled: bool = False) -> Ca
 
 
 def peer_keys(config: Config) -> dict[str, Any]:
-    """The arguments of GPTNeoXConfig for a model of this shape, with rotary positions.
+    """Return the arguments of GPTNeoXConfig for a model of this shape, with rotary positions.
 
     Raises:
-        ConfigError: it has no such model.
+        ConfigError: transformers' GPT-NeoX has no such model.
     """
     model, position = config.model, config.position
     plain = {"norm": "layernorm", "num_kv_heads": model.num_attention_heads, "gpt_j_tied": False, "rope_scaling": None}
@@ -268,19 +244,22 @@ def peer_keys(config: Config) -> dict[str, Any]:
     }
 
 
-def race(field: list[Contestant], options: argparse.Namespace) -> None:
-    """Fill in the seconds and the peaks."""
+def race(entrants: list[Contestant], options: argparse.Namespace) -> None:
+    """Run all entrants in turns; set their `seconds` and `peak_memory`."""
     generator = torch.Generator().manual_seed(0)
-    for turn in range(options.warmup + options.rounds):
-        micro_batches = draw(field[0].config, generator)
-        for each in field:
-            seconds = timed(partial(each.step, micro_batches))
-            if turn >= options.warmup:
-                each.seconds.append(seconds)
-    for each in field:
-        each.peak = each.step.peak(micro_batches)
+    for number in range(options.warmup + options.rounds):
+        micro_batches = draw(entrants[0].config, generator)
+        for entrant in entrants:
+            _synchronize()
+            start = time.perf_counter()
+            entrant.step(micro_batches)
+            _synchronize()
+            if number >= options.warmup:
+                entrant.seconds.append(time.perf_counter() - start)
+    for entrant in entrants:
+        entrant.peak_memory = entrant.peak(micro_batches)
     if options.profile:
-        first = next(each for each in field if each.name in options.methods)
+        first = next(entrant for entrant in entrants if entrant.name in options.methods)
         options.profile.parent.mkdir(parents=True, exist_ok=True)
         with profile(record_shapes=True) as trace:
             first.step(micro_batches)
@@ -288,23 +267,14 @@ def race(field: list[Contestant], options: argparse.Namespace) -> None:
 
 
 def draw(config: Config, generator: torch.Generator) -> list[Tensor]:
-    """Random micro batches of the configured sizes, int64 [micro batch, length + 1]."""
-    sizes, words = config.batch.resolve(1), config.model.padded_vocab_size
-    shape = (sizes.micro, config.model.seq_length + 1)
-    return [torch.randint(words, shape, generator=generator) for _ in range(sizes.accumulation)]
-
-
-def timed(call: Callable[[], object]) -> float:
-    """Seconds of a call, up to the end of what it started on a GPU."""
-    _wait()
-    begun = time.perf_counter()
-    call()
-    _wait()
-    return time.perf_counter() - begun
+    """Return random micro-batches of the configured sizes, int64 [micro-batch, length + 1]."""
+    sizes, shape = config.batch.resolve(1), (config.batch.resolve(1).micro, config.model.seq_length + 1)
+    vocabulary = config.model.padded_vocab_size
+    return [torch.randint(vocabulary, shape, generator=generator) for _ in range(sizes.accumulation)]
 
 
 def record(own: Contestant, base: Contestant, options: argparse.Namespace) -> dict[str, Any]:
-    """One line of the result, with the ratio to the first contestant round by round."""
+    """Print and return one line of the result, with the ratio to `base` round by round."""
     ratios = [mine / theirs for mine, theirs in zip(own.seconds, base.seconds, strict=True)]
     seconds, config = statistics.median(own.seconds), own.config
     tokens = config.batch.resolve(1).total * config.model.seq_length
@@ -314,7 +284,7 @@ def record(own: Contestant, base: Contestant, options: argparse.Namespace) -> di
     print(
         f"{own.name:14} {seconds:.4f} s a step  {tokens / seconds:10,.0f} tokens/s  {achieved / 1e9:10,.1f} GFLOP/s"
         + (f"  MFU {utilisation:.1%}" if utilisation else "")
-        + f"  {own.peak / 2**20:8,.0f} MiB  {statistics.median(ratios):.3f} x {base.name}"
+        + f"  {own.peak_memory / 2**20:8,.0f} MiB  {statistics.median(ratios):.3f} x {base.name}"
     )
     return {
         "benchmark": "training step",
@@ -323,25 +293,20 @@ def record(own: Contestant, base: Contestant, options: argparse.Namespace) -> di
         "tokens_per_second": tokens / seconds,
         "flops_per_second": achieved,
         "mfu": utilisation,
-        "peak_bytes": own.peak,
+        "peak_bytes": own.peak_memory,
         "ratio": statistics.median(ratios),
         "ratio_to": base.name,
-        "ratio_quartiles": statistics.quantiles(ratios, n=4) if len(ratios) > 1 else None,
+        "ratio_quartiles": quartiles(ratios),
         "rounds": len(ratios),
         "compiled": options.compile,
         "shape": {key: config.flat()[key] for key in SHAPE},
         "parameters": parameter_count(config).total,
         "tokens_per_step": tokens,
         "dtype": config.precision.dtype,
-        **environment(ROOT),
     }
 
 
-def _device() -> str:
-    return engine.local_device()
-
-
-def _wait() -> None:
+def _synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 

@@ -1,7 +1,10 @@
-"""Write a checkpoint as a folder that Hugging Face transformers loads; see docs/checkpoints.md, "Export"."""
+"""Write a checkpoint as a folder that Hugging Face transformers loads; see docs/checkpoints.md, "Export".
+
+python tools/convert_to_huggingface.py runs/350M_roformer_coca exports/350M_roformer_coca
+"""
 
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +18,9 @@ from megatron_coca.data import DataError  # noqa: E402
 
 
 def build_parser() -> ArgumentParser:
-    parser = ArgumentParser(prog="convert_to_huggingface.py", description=__doc__)
+    parser = ArgumentParser(
+        prog="convert_to_huggingface.py", description=__doc__, formatter_class=RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("checkpoint", metavar="CHECKPOINT", help="a run's save folder, one step of it, or a Hugging Face folder")
     add("folder", metavar="FOLDER", help="what to write; it must not exist")

@@ -1,7 +1,10 @@
-"""Write a checkpoint as a save folder that GPT-NeoX loads; see docs/checkpoints.md, "GPT-NeoX checkpoints"."""
+"""Write a checkpoint as a save folder that GPT-NeoX loads; see docs/checkpoints.md, "GPT-NeoX checkpoints".
+
+python tools/convert_to_neox.py runs/350M_roformer_coca exports/neox --model-parallel-size 2
+"""
 
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +18,7 @@ from megatron_coca.data import DataError  # noqa: E402
 
 
 def build_parser() -> ArgumentParser:
-    parser = ArgumentParser(prog="convert_to_neox.py", description=__doc__)
+    parser = ArgumentParser(prog="convert_to_neox.py", description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("checkpoint", metavar="CHECKPOINT", help="a run's save folder, one step of it, or a Hugging Face folder")
     add("folder", metavar="FOLDER", help="what to write; it must not exist")

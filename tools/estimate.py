@@ -1,9 +1,9 @@
-"""What a run will take: parameters, operations, memory of a GPU by part, tokens and days.
+"""Estimate of a run: parameters, FLOPs, memory of a GPU by part, tokens and days.
 
     python tools/estimate.py configs/350M/roformer_coca.yml configs/cluster/a100x8.yml --gpus 8 --gpu A100-80
 
-Nothing is started and no GPU is needed. Exit status 1 where the run does not fit, with what to change; 2 where the
-configuration cannot be used.
+Starts nothing and needs no GPU. Exit status 1 if the run does not fit, with config changes that make it fit; 2 if the
+configuration is invalid.
 """
 
 import argparse
@@ -16,50 +16,51 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, without installing
 
 from megatron_coca.config import Config, ConfigError, load_config  # noqa: E402
-from megatron_coca.model.cost import peak_flops, trained_count
+from megatron_coca.model.cost import peak_flops, trained_count  # noqa: E402
 from megatron_coca.training.estimate import GIB, GPUS, RESERVE, Change, Estimate, changes_that_fit, estimate, fits  # noqa: E402
 from megatron_coca.training.launch.start import chosen_hosts  # noqa: E402
 
 PARTS = ("weights", "gradients", "optimizer", "buffers", "activations", "loss", "context")
-SECONDS_PER_DAY = 86400
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the estimate; exit status 0, 1 or 2 as above."""
+    """Print the estimate; return exit status 0, 1 or 2 as above."""
     options = _options(arguments)
+    gpu = GPUS[options.gpu]
     try:
         files = [text for text in options.inputs if "=" not in text]
         config = load_config(files, [text for text in options.inputs if "=" in text])
         gpus = options.gpus or _configured_gpus(config)
-        gpu = GPUS[options.gpu]
-        found = estimate(config, gpus, peak_flops(gpu.device) or 0.0, options.mfu)
-        changes = [] if fits(found.memory, gpu.memory) else changes_that_fit(config, gpus, gpu.memory)
+        result = estimate(config, gpus, peak_flops(gpu.device) or 0.0, options.mfu)
+        fitting = fits(result.memory, gpu.memory)
+        changes = [] if fitting else changes_that_fit(config, gpus, gpu.memory)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    fitting = fits(found.memory, gpu.memory)
     if options.json:
-        print(json.dumps(_record(found, options.gpu, options.mfu, fitting, changes)))
+        print(json.dumps(_record(result, options.gpu, options.mfu, fitting, changes)))
     else:
-        print("\n".join(_lines(config, found, options.gpu, options.mfu)))
-        print("\n".join(_verdict(found, gpu.memory, fitting, changes)))
+        print("\n".join(_lines(config, result, options.gpu, options.mfu)))
+        print("\n".join(_verdict(result, gpu.memory, fitting, changes)))
     return 0 if fitting else 1
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("inputs", nargs="+", metavar="CONFIG.yml | key=value", help="merged in order, then the keys")
-    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs in all; default: num_gpus of all hosts, else 1")
-    parser.add_argument("--gpu", choices=GPUS, default="A100-80", help="kind of GPU (default: %(default)s)")
+    parser.add_argument(
+        "--gpus", type=int, metavar="N", help="total number of GPUs; default: num_gpus of all hosts, else 1"
+    )
+    parser.add_argument("--gpu", choices=GPUS, default="A100-80", help="GPU model (default: %(default)s)")
     parser.add_argument(
         "--mfu", type=float, default=0.4, metavar="SHARE", help="share of the GPU's peak that is used (default: 0.4)"
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object in place of the tables")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     options = parser.parse_intermixed_args(arguments)
     if not 0 < options.mfu <= 1:
-        parser.error(f"--mfu {options.mfu}: is a share above 0 and up to 1")
+        parser.error(f"--mfu {options.mfu}: must be above 0 and at most 1")
     if options.gpus is not None and options.gpus < 1:
-        parser.error(f"--gpus {options.gpus}: at least 1")
+        parser.error(f"--gpus {options.gpus}: must be at least 1")
     return options
 
 
@@ -73,32 +74,32 @@ def _configured_gpus(config: Config) -> int:
         raise ConfigError([f"{error}; or give --gpus"]) from error
 
 
-def _lines(config: Config, found: Estimate, gpu: str, mfu: float) -> Iterator[str]:
-    count, grid, memory, trained = found.parameters, found.topology, found.memory, trained_count(config).total
+def _lines(config: Config, result: Estimate, gpu: str, mfu: float) -> Iterator[str]:
+    count, grid, memory, trained = result.parameters, result.topology, result.memory, trained_count(config).total
     yield f"parameters         {count.total:>18,}   {count.non_embedding:,} without embedding and head"
     if trained != count.total:
         yield f"trained            {trained:>18,}   {trained / count.total:.2%}"
     for part in ("embedding", "attention", "mlp", "norms", "position", "head"):
         yield f"  {part:<16} {getattr(count, part):>18,}"
-    yield f"FLOPs per token    {found.flops.model:>18.3e}   6N + 12 L h n; {found.flops.executed:.3e} executed"
+    yield f"FLOPs per token    {result.flops.model:>18.3e}   6N + 12 L h n; {result.flops.executed:.3e} executed"
     yield ""
-    ways = ", ".join(f"{name} {size}" for name, size in grid.layout().items())
-    yield f"GPUs               {grid.world_size:>18,}   {gpu}: {ways}"
-    sizes = f"micro batch {found.sizes.micro} x accumulation {found.sizes.accumulation} x data {grid.data}"
-    yield f"samples per step   {found.sizes.total:>18,}   {sizes}"
-    yield f"tokens per step    {found.tokens_per_step:>18,}   {found.sizes.total} x {config.model.seq_length}"
+    axes = ", ".join(f"{name} {size}" for name, size in grid.layout().items())
+    yield f"GPUs               {grid.world_size:>18,}   {gpu}: {axes}"
+    sizes = f"micro batch {result.sizes.micro} x accumulation {result.sizes.accumulation} x data {grid.data}"
+    yield f"samples per step   {result.sizes.total:>18,}   {sizes}"
+    yield f"tokens per step    {result.tokens_per_step:>18,}   {result.sizes.total} x {config.model.seq_length}"
     yield ""
     yield f"memory of one GPU  {_gib(memory.total):>18}   at the peak of a step"
     for part in PARTS:
         yield f"  {part:<16} {_gib(getattr(memory, part)):>18}"
     if memory.host:
-        yield f"memory of the host {_gib(memory.host * grid.world_size):>18}   offloaded, of all processes"
+        yield f"memory of the host {_gib(memory.host * grid.world_size):>18}   offloaded, all processes"
     yield ""
-    yield f"tokens per second  {found.tokens_per_second:>18,.0f}   at {mfu:.0%} MFU"
-    if found.total_tokens is not None and found.seconds is not None:
+    yield f"tokens per second  {result.tokens_per_second:>18,.0f}   at {mfu:.0%} MFU"
+    if result.total_tokens is not None and result.seconds is not None:
         yield f"steps              {config.schedule.train_iters:>18,}"
-        yield f"tokens             {found.total_tokens:>18,}"
-        yield f"days               {found.seconds / SECONDS_PER_DAY:>18.2f}"
+        yield f"tokens             {result.total_tokens:>18,}"
+        yield f"days               {result.seconds / 86400:>18.2f}"
     if config.precision.dtype == "fp32":
         yield "precision fp32: the peak is that of bfloat16; expect a fraction of this speed"
 
@@ -107,37 +108,37 @@ def _gib(size: float) -> str:
     return f"{size / GIB:.2f} GiB"
 
 
-def _verdict(found: Estimate, gib: float, fitting: bool, changes: list[Change]) -> Iterator[str]:
-    room = f"{gib * (1 - RESERVE):.1f} of {gib:.1f} GiB, with {RESERVE:.0%} in reserve"
-    yield f"\n{'fits' if fitting else 'DOES NOT FIT'}: {_gib(found.memory.total)} into {room}"
+def _verdict(result: Estimate, gib: float, fitting: bool, changes: list[Change]) -> Iterator[str]:
+    capacity = f"{gib * (1 - RESERVE):.1f} of {gib:.1f} GiB, with {RESERVE:.0%} in reserve"
+    yield f"\n{'fits' if fitting else 'DOES NOT FIT'}: {_gib(result.memory.total)} into {capacity}"
     for change in changes:
         yield f"  fits with {change.keys}: {_gib(change.memory.total)}"
     if not fitting and not changes:
-        yield "  no change of ZeRO stage, micro batch, loss or checkpointing, nor two of them, is enough: try three,"
+        yield "  no change of ZeRO stage, micro batch, loss or checkpointing, nor two of them, suffices: try three,"
         yield "  more GPUs with zero_optimization.stage=3, pipe_parallel_size, model_parallel_size,"
         yield "  sequence_parallel_size, or a larger GPU (--gpu)"
 
 
-def _record(found: Estimate, gpu: str, mfu: float, fitting: bool, changes: list[Change]) -> dict[str, object]:
-    parameters = asdict(found.parameters) | {
-        "total": found.parameters.total,
-        "non_embedding": found.parameters.non_embedding,
+def _record(result: Estimate, gpu: str, mfu: float, fitting: bool, changes: list[Change]) -> dict[str, object]:
+    parameters = asdict(result.parameters) | {
+        "total": result.parameters.total,
+        "non_embedding": result.parameters.non_embedding,
     }
     return {
         "parameters": parameters,
-        "flops_per_token": asdict(found.flops),
+        "flops_per_token": asdict(result.flops),
         "gpu": gpu,
-        "gpus": found.topology.world_size,
-        "layout": found.topology.layout(),
-        "batch": found.sizes._asdict(),
-        "memory": asdict(found.memory) | {"total": found.memory.total},
+        "gpus": result.topology.world_size,
+        "layout": result.topology.layout(),
+        "batch": result.sizes._asdict(),
+        "memory": asdict(result.memory) | {"total": result.memory.total},
         "fits": fitting,
         "changes": [change.keys for change in changes],
-        "tokens_per_step": found.tokens_per_step,
-        "tokens": found.total_tokens,
+        "tokens_per_step": result.tokens_per_step,
+        "tokens": result.total_tokens,
         "mfu": mfu,
-        "tokens_per_second": found.tokens_per_second,
-        "seconds": found.seconds,
+        "tokens_per_second": result.tokens_per_second,
+        "seconds": result.seconds,
     }
 
 

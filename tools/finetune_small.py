@@ -2,21 +2,26 @@
 
 Trains a LLaMA with RoPE, exports it as a Hugging Face folder, imports that, switches it to CoCA, trains three stages
 and exports the result. Measures perplexity up to eight times the training length along the way. All steps are commands
-of this project, printed as they run; existing results are reused, so remove runs/finetune to start over. `key=value`
-arguments change every training run.
+of this project, printed as they run; existing results are reused, so remove runs/finetune to start over.
+
+    python tools/finetune_small.py
+    python tools/finetune_small.py train_iters=20
 """
 
+import argparse
 import json
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from quickstart import ROOT, run
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 
-from megatron_coca.checkpoints import native
-from megatron_coca.config import load_config
-from megatron_coca.tables import format_table
+from megatron_coca.checkpoints import native  # noqa: E402
+from megatron_coca.config import load_config  # noqa: E402
+from megatron_coca.tables import format_table  # noqa: E402
+from tools.quickstart import run  # noqa: E402
 
 RUNS = Path("runs/finetune")
 CONFIGS = ROOT / "configs/finetune/small"
@@ -34,7 +39,9 @@ MODELS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 0, or the exit status of the command that failed."""
-    keys = list(sys.argv[1:] if arguments is None else arguments)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("keys", nargs="*", metavar="key=value", help="config overrides of every training run")
+    keys = parser.parse_args(arguments).keys
     try:
         train_llama(keys)
         train_coca(keys)

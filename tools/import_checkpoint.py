@@ -1,9 +1,10 @@
-"""Import a Hugging Face folder, or any other readable checkpoint, as a checkpoint of ours; see docs/checkpoints.md,
-"Import".
+"""Import a Hugging Face folder, or any other readable checkpoint; see docs/checkpoints.md, "Import".
+
+python tools/import_checkpoint.py models/pythia-410m runs/pythia --set pos_emb=coca
 """
 
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,7 +19,9 @@ from megatron_coca.data import DataError  # noqa: E402
 
 def build_parser() -> ArgumentParser:
     """The command line."""
-    parser = ArgumentParser(prog="import_checkpoint.py", description=__doc__)
+    parser = ArgumentParser(
+        prog="import_checkpoint.py", description=__doc__, formatter_class=RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("source", metavar="SOURCE", help="a Hugging Face folder, or whatever else can be evaluated")
     add("folder", metavar="FOLDER", help="folder to write; must not exist")
@@ -29,7 +32,7 @@ def build_parser() -> ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 2 for an error that the user can fix."""
+    """Return the exit status: 2 for an error that the user can fix."""
     args = build_parser().parse_args(arguments)
     try:
         done = import_checkpoint(args.source, args.folder, args.overrides, args.dtype)

@@ -1,9 +1,12 @@
-"""The whole job on a laptop: two position methods trained from one seed, one of them killed and resumed, both
-evaluated far beyond.
+"""Whole workflow on a laptop: train two position methods from one seed, kill and resume one, evaluate both far beyond
+the training length.
 
-Everything is done by the project's own commands, which are printed as they run. What is already there is used again.
+    python tools/quickstart.py
+
+Everything is done by the project's own commands, which are printed as they run. Existing results are reused.
 """
 
+import argparse
 import json
 import os
 import shlex
@@ -28,12 +31,13 @@ EXTENSIONS = {"plain": (), "dynamic_ntk": ("rope_scaling.rope_type=dynamic", "ro
 EXTENSION_LABELS = {"plain": "", "dynamic_ntk": " + dynamic NTK"}
 WINDOWS, STRIDE = "64,128,256,512,1024", "64"
 KILLED, KILL_AFTER = "roformer_coca", 150
-"""The run that is interrupted, and the step after which it is: halfway between two checkpoints."""
+"""The run that is killed, and the step after which it is: halfway between two checkpoints."""
 
 
 def main() -> int:
-    """Exit status 0, or that of the command that failed."""
-    begun = time.perf_counter()
+    """Return 0, or the exit status of the command that failed."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    start = time.perf_counter()
     os.chdir(ROOT)
     try:
         for name in METHODS:
@@ -45,22 +49,18 @@ def main() -> int:
     except EvaluationError as error:
         print(error, file=sys.stderr)
         return 2
-    print(
-        f"\n{table}\n\n{RUNS}/report.html is written, with report.png, report.md and report.json beside it; "
-        f"{time.perf_counter() - begun:.0f} s in all."
-    )
+    seconds = time.perf_counter() - start
+    print(f"\n{table}\n\nWrote {RUNS}/report.html, report.png, report.md and report.json; {seconds:.0f} s in total.")
     return 0
 
 
 def train(name: str) -> None:
-    """Train one method to its last step; the one named above is killed on the way and resumed from its newest
-    checkpoint.
-    """
+    """Train one method to its last step; KILLED is killed midway and resumed from its latest checkpoint."""
     file = f"configs/quickstart/{name}.yml"
     config = load_config([file])
     save, last = Path(str(config.checkpoint.save)), config.schedule.train_iters
     if last in native.steps(save):
-        print(f"# {save}: step {last} is there already")
+        print(f"# {save}: step {last} is already saved")
         return
     command = [sys.executable, "train.py", file, f"load={save}"]
     if name == KILLED and not native.steps(save):
@@ -69,7 +69,7 @@ def train(name: str) -> None:
 
 
 def kill_after_step(command: Sequence[str], save: Path, step: int) -> None:
-    """Start a training run and kill it, without any chance to tidy up, once it has reported `step`."""
+    """Start a training run, and send it SIGKILL once it has reported `step`."""
     show(command)
     process = subprocess.Popen(command)
     while process.poll() is None and reported_step(save) < step:
@@ -78,50 +78,39 @@ def kill_after_step(command: Sequence[str], save: Path, step: int) -> None:
         raise subprocess.CalledProcessError(process.returncode, command)
     process.send_signal(signal.SIGKILL)
     process.wait()
+    latest = native.steps(save)[-1]
     print(
-        f"\n# killed after step {reported_step(save)}; the newest checkpoint is of step {native.steps(save)[-1]}: resuming",
-        flush=True,
+        f"\n# killed after step {reported_step(save)}; resuming from the latest checkpoint, step {latest}", flush=True
     )
 
 
 def reported_step(save: Path) -> int:
-    """The last step in the run's metrics, 0 before the first report."""
+    """Return the last step in the run's metrics, 0 before the first report."""
     metrics = save / "metrics.jsonl"
-    lines = (
-        [line for line in metrics.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        if metrics.is_file()
-        else []
-    )
+    if not metrics.is_file():
+        return 0
+    lines = [line for line in metrics.read_text().splitlines(keepends=True) if line.endswith("\n")]
     return int(json.loads(lines[-1])["step"]) if lines else 0
 
 
 def evaluate(name: str, extension: str) -> Path:
-    """The result file of one method with one extension, measured unless it is there for the same weights."""
-    output = RUNS / f"{name}_{extension}.json"
-    checkpoint = RUNS / name
+    """Return the result file of one method with one extension; measure unless it is complete and of these weights."""
+    output, checkpoint = RUNS / f"{name}_{extension}.json", RUNS / name
     weights = native.read_json(native.locate(checkpoint) / native.MANIFEST)["files"][native.WEIGHTS]["sha256"]
     if output.is_file() and measured_weights(output) == weights:
-        print(f"# {output}: measured already")
+        print(f"# {output}: already measured")
         return output
-    command = [
-        sys.executable,
-        "evaluate.py",
-        "perplexity",
-        "--checkpoint",
-        str(checkpoint),
-        "--windows",
-        WINDOWS,
-        "--stride",
-        STRIDE,
-        "--overwrite",
-    ]
+    command = [sys.executable, "evaluate.py", "perplexity", "--checkpoint", str(checkpoint)]
+    command += ["--windows", WINDOWS, "--stride", STRIDE, "--overwrite"]
     command += ["--label", METHODS[name] + EXTENSION_LABELS[extension], "--output", str(output)]
-    run(command + [part for key in EXTENSIONS[extension] for part in ("--set", key)])
+    for key in EXTENSIONS[extension]:
+        command += ["--set", key]
+    run(command)
     return output
 
 
 def measured_weights(output: Path) -> str:
-    """What names the weights that a result file is of; empty where it cannot be used or lacks a window."""
+    """Return the checksum of the weights that a result file is of; empty if it is unusable or lacks a window."""
     try:
         result = read_record(output, PerplexityResult, "a result of `evaluate.py perplexity`")
     except EvaluationError as error:
@@ -132,7 +121,7 @@ def measured_weights(output: Path) -> str:
 
 
 def run(command: Sequence[str]) -> None:
-    """Run one command of the project in its folder."""
+    """Print and run one command of the project."""
     show(command)
     subprocess.run(command, check=True)
 

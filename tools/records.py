@@ -1,30 +1,92 @@
-"""Benchmark results as data: one JSON object per line, with what they depend on."""
+"""Shared parts of the benchmarks: command line, child processes, and result files of one JSON object per line."""
 
+import argparse
 import json
 import os
 import platform
-from collections.abc import Iterable
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron_coca.checkpoints.native import code_versions
+from megatron_coca.config import Config, load_config
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
-def environment(root: Path) -> dict[str, Any]:
-    """Device, threads, versions and commit of the measuring process."""
+def benchmark_parser(
+    description: str | None, output: str, rounds: int | None = None, inputs: bool = False
+) -> argparse.ArgumentParser:
+    """Return a parser with --output, with --rounds if it has a default, and with config files and `key=value` pairs."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if inputs:
+        parser.add_argument("inputs", nargs="+", metavar="CONFIG.yml | key=value")
+    if rounds is not None:
+        parser.add_argument("--rounds", type=int, default=rounds, help="counted measurements (default: %(default)s)")
+    parser.add_argument("--output", type=Path, default=Path("benchmarks", output), help="default: %(default)s")
+    return parser
+
+
+def load_inputs(inputs: Sequence[str], *keys: str) -> Config:
+    """Load the config of command line arguments: YAML files, then `key=value` pairs, then `keys`."""
+    return load_config([text for text in inputs if "=" not in text], [text for text in inputs if "=" in text] + [*keys])
+
+
+class ChildProcess:
+    """A function that is built and called in a process of its own.
+
+    `build(*arguments)` runs in the child and returns a function; a call of this object calls that function there.
+    """
+
+    def __init__(self, build: Callable[..., Callable[..., Any]], *arguments: Any) -> None:
+        context = get_context("spawn")
+        self._connection, child = context.Pipe()
+        process = context.Process(target=_serve, args=(child, torch.get_num_threads(), build, arguments), daemon=True)
+        process.start()
+        child.close()
+
+    def __call__(self, *arguments: Any) -> Any:
+        self._connection.send(arguments)
+        return self._connection.recv()
+
+
+def _serve(
+    connection: Connection, threads: int, build: Callable[..., Callable[..., Any]], arguments: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(threads)
+    call = build(*arguments)
+    while True:
+        try:
+            received = connection.recv()
+        except EOFError:
+            return
+        connection.send(call(*received))
+
+
+def last_json(output: str) -> Any:
+    """Return the JSON value on the last line of a process's output."""
+    return json.loads(output.splitlines()[-1])
+
+
+def quartiles(values: list[float]) -> list[float] | None:
+    """Return the quartiles of at least two values."""
+    return statistics.quantiles(values, n=4) if len(values) > 1 else None
+
+
+def append_records(path: Path, records: Iterable[dict[str, Any]]) -> None:
+    """Append one JSON line per record, with device, threads and versions of this process; make the folder if missing."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {
+    environment = {
         "device": gpu or f"{platform.machine()} CPU, {os.cpu_count()} cores",
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "versions": code_versions(),
     }
-
-
-def append_records(path: Path, records: Iterable[dict[str, Any]]) -> None:
-    """Add one line per record; the folder is made where it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
-        file.writelines(json.dumps(record) + "\n" for record in records)
+        file.writelines(json.dumps(record | environment) + "\n" for record in records)

@@ -1,4 +1,4 @@
-"""What all ranks do together, and fail at together where it fails on one."""
+"""Collective actions with an agreed failure: if one rank fails, all do."""
 
 import json
 import os
@@ -16,16 +16,16 @@ from megatron_coca.config import Config
 from megatron_coca.training import engine as dist
 
 Errors = type[Exception] | tuple[type[Exception], ...]
-"""What counts as a failure of an action; other errors end the process."""
+"""Exceptions that count as a failure of an action; others end the process."""
 
 
 def attempt(
     action: Callable[[], Any], errors: Errors, main_only: bool = False, group: Any = None
 ) -> tuple[bool, Exception | None]:
-    """Run `action` on every rank, or on the first: whether it succeeded on all, and why not.
+    """Run `action` on every rank, or on rank 0; return whether it succeeded on all, and else the error.
 
-    The error is that of this rank, or where it has none, a CheckpointError with the text of another one's: all ranks can
-    say the same. `group` is the process group that the ranks agree in, by default that of the run.
+    The error is that of this rank, or a CheckpointError with the text of another rank's. `group` is the process group
+    for the agreement, by default that of the run.
     """
     failure: Exception | None = None
     try:
@@ -40,10 +40,10 @@ def attempt(
 
 
 def from_main(action: Callable[[], Any]) -> Any:
-    """What `action` gives on the first rank, which JSON must be able to hold, on every rank. Every one must call it.
+    """Run `action` on rank 0 and return its JSON-serializable result on every rank. Every rank must call it.
 
     Raises:
-        CheckpointError, UnreadableError: the first rank's `action` has; the same on every rank.
+        CheckpointError, UnreadableError: on every rank, if `action` raised it on rank 0.
     """
     result, failure = None, None
     if dist.is_main():
@@ -51,30 +51,28 @@ def from_main(action: Callable[[], Any]) -> Any:
             result = action()
         except CheckpointError as error:
             failure = error
-    result, told = json.loads(dist.broadcast_text(json.dumps([result, encode_failure(failure)])))
+    result, encoded = json.loads(dist.broadcast_text(json.dumps([result, encode_failure(failure)])))
     if failure is not None:
         raise failure
-    if told:
-        raise decode_failure(told)
+    if encoded:
+        raise decode_failure(encoded)
     return result
 
 
 def encode_failure(failure: CheckpointError | None) -> str:
-    """An error as a text, for another rank; an empty one for none."""
+    """Encode an error as text for another rank; empty for None."""
     return "" if failure is None else json.dumps([isinstance(failure, UnreadableError), str(failure)])
 
 
 def decode_failure(text: str) -> CheckpointError:
-    """The error that `encode_failure` has made a text of."""
+    """Decode the text of `encode_failure`, which must not be empty."""
     unreadable, message = json.loads(text)
     return (UnreadableError if unreadable else CheckpointError)(message)
 
 
 def require_writable(config: Config) -> None:
-    """Make the folders of `save`, `save_copy` and `log_dir` and write to them, so that a run that could not fails
-    before it trains.
-
-    Every rank must call it.
+    """Make the folders of `save`, `save_copy` and `log_dir` and write to them, so that a run fails before it trains
+    rather than at its first checkpoint. Every rank must call it.
 
     Raises:
         CheckpointError: one of them cannot be written.
@@ -91,19 +89,20 @@ def require_writable(config: Config) -> None:
     succeeded, failure = attempt(probe_folders, OSError, main_only=True)
     if not succeeded:
         raise CheckpointError(
-            f"{' or '.join(folders)}: cannot be written ({failure or 'the first process says why'}); choose another folder"
+            f"{' or '.join(folders)}: cannot be written ({failure}); choose another folder"
         ) from failure
 
 
 class FolderLocks:
-    """Locks on the folders of `save` and `save_copy` (None: there is none) for this run, in which every rank must take
-    part. They go with the process, however it ends. Use it as a context manager.
+    """Locks of this run on the folders of `save` and `save_copy` (None: not set), in which every rank must take part.
+
+    The locks end with the process, even if it is killed. A context manager.
     """
 
     def __init__(self, *folders: str | None) -> None:
-        self._free = [folder for folder in folders if folder is not None]
-        self._held = ExitStack()
-        self._looked = False
+        self._unlocked = [folder for folder in folders if folder is not None]
+        self._locks = ExitStack()
+        self._is_first_call = True
 
     def __enter__(self) -> Self:
         return self
@@ -111,25 +110,25 @@ class FolderLocks:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._held.close()
+        self._locks.close()
 
     def take(self) -> None:
-        """Lock those of the folders that exist by now. The first call comes before anything in them is looked at, so
-        that no other run changes it afterwards; the second once those that were missing are made.
+        """Lock the folders that exist. Call it before reading anything in them, so that no other run changes it
+        afterwards, and again when the missing ones are made.
 
         Raises:
-            CheckpointError: another run is training into one of the folders, has begun to since the first call, or a
-                folder cannot be locked.
+            CheckpointError: another run is training into one of the folders, has written into it since the first call,
+                or a folder cannot be locked.
         """
         from_main(self._take)
-        self._looked = True
+        self._is_first_call = False
 
     def _take(self) -> None:
-        for folder in [each for each in self._free if os.path.isdir(each)]:
+        for folder in [folder for folder in self._unlocked if os.path.isdir(folder)]:
             busy = f"{folder}: another run is training into this folder; wait for it, or choose another"
-            self._held.enter_context(exclusive_lock(Path(folder) / native.LOCK, CheckpointError, busy))
-            self._free.remove(folder)
-            if self._looked and native.begun_steps(Path(folder)):
+            self._locks.enter_context(exclusive_lock(Path(folder) / native.LOCK, CheckpointError, busy))
+            self._unlocked.remove(folder)
+            if not self._is_first_call and native.begun_steps(Path(folder)):
                 raise CheckpointError(
                     f"{folder}: another run has written checkpoints into it since this one started; resume that run with "
                     "auto_resume=true, or choose another folder"

@@ -1,7 +1,7 @@
-"""What a run will take, before anything is started: memory of a GPU by part, and time. Knows no DeepSpeed."""
+"""Estimate of a run without starting it: memory of a GPU by part, and time. Does not import DeepSpeed."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from megatron_coca.config import BatchSizes, Config, ConfigError
@@ -20,118 +20,21 @@ from megatron_coca.model.cost import (
 from megatron_coca.training.topology import Topology, effective_stage
 
 STATES = {"Adam": 2, "AdamW": 2, "cpu_adam": 2, "sgd": 0}
-"""Float32 numbers that an optimizer keeps for every parameter."""
+"""Float32 moments that an optimizer keeps per parameter."""
 
 BUCKET = 5e8
 LIVE_PARAMETERS = 1e9
-PERSISTENT = 1e5
-"""DeepSpeed's defaults: numbers in a bucket of gradients; in ZeRO 3, parameters gathered at a time, and the size below
-which a parameter is never divided.
-"""
-
-
-class States(NamedTuple):
-    """Bytes of one rank that do not depend on the batch; see `Memory`. `step` is what the optimizer needs while it steps,
-    `resident` what lies on the GPU between two steps.
-    """
-
-    weights: float
-    gradients: float
-    optimizer: float
-    buffers: float
-    step: float
-    host: float
-    resident: float
-
-
-def states_bytes(config: Config, topology: Topology, numbers: int, trained: int | None = None) -> States:
-    """Weights of `numbers` parameters, gradients and optimizer states of the `trained` ones (None: all), divided as the
-    ZeRO stage says.
-    """
-    trained = numbers if trained is None else trained
-    ranks = topology.data * topology.sequence
-    stage, size = effective_stage(config, ranks), BYTES[config.precision.dtype]
-    section = config.parallel.zero_optimization or {}
-    share = {True: trained / ranks, False: float(trained)}
-    own_weights = size * numbers / (ranks if stage == 3 else 1)
-    copies = 4 if stage else 0  # in float32 too: DeepSpeed steps on a flat copy
-    optimizer = (copies + 4 * STATES[config.optimizer.type]) * share[stage >= 1]
-    gradients = size * share[stage >= 2]
-    gathered = size * min(numbers, _number(section, "stage3_max_live_parameters", LIVE_PARAMETERS)) if stage == 3 else 0
-    bucket = (
-        _number(section, "reduce_bucket_size", BUCKET) if stage and section.get("contiguous_gradients", True) else 0
-    )
-    doubled = 2 if section.get("overlap_comm", stage == 3) and stage in (1, 2) else 1
-    off_optimizer = _is_offloaded(section, "offload_optimizer")
-    off_weights = stage == 3 and _is_offloaded(section, "offload_param")
-    host = optimizer * off_optimizer + own_weights * off_weights
-    weights = own_weights * (not off_weights)
-    return States(
-        weights=weights + (gathered if ranks > 1 or off_weights else 0.0),
-        gradients=gradients,
-        optimizer=optimizer * (not off_optimizer),
-        buffers=bucket * size * doubled,
-        step=4 * share[True] * (not off_optimizer) if stage else 0.0,
-        host=host,
-        resident=weights + optimizer * (not off_optimizer) + (gradients if stage == 3 else 0.0),
-    )
-
-
-def _number(section: dict[str, Any], key: str, default: float) -> float:
-    value = section.get(key, default)
-    return float(value) if isinstance(value, int | float) else default
-
-
-def _is_offloaded(section: dict[str, Any], key: str) -> bool:
-    part = section.get(key)
-    return isinstance(part, dict) and part.get("device") in ("cpu", "nvme")
-
-
-def stage_parameters(config: Config, topology: Topology) -> list[tuple[int, int]]:
-    """For every pipeline stage the numbers in its weights on one tensor rank, and how many blocks it has.
-
-    Blocks are shared out evenly; the first stage has the embedding too, the last one the head, or with tied weights a
-    copy of the embedding.
-    """
-    model, pipe = config.model, topology.pipe
-    blocks = [model.num_layers // pipe + (stage < model.num_layers % pipe) for stage in range(pipe)]
-    # Biases of the projections into the residual stream are whole on every tensor rank.
-    whole = model.hidden_size * (model.use_bias_in_attn_linear + model.use_bias_in_mlp)
-    return list(zip(_numbers(config, topology, parameter_count(config), whole, blocks), blocks, strict=True))
-
-
-def stage_trained(config: Config, topology: Topology) -> list[int]:
-    """For every pipeline stage the numbers on one tensor rank that are trained."""
-    model, trains = config.model, config.optimizer.trains
-    blocks = [count for _, count in stage_parameters(config, topology)]
-    attention = model.use_bias_in_attn_linear and trains("attention_output")
-    whole = model.hidden_size * (attention + (model.use_bias_in_mlp and trains("mlp")))
-    return _numbers(config, topology, trained_count(config), whole, blocks)
-
-
-def _numbers(config: Config, topology: Topology, count: ParameterCount, whole: int, blocks: list[int]) -> list[int]:
-    """Of `count`, those of every stage on one tensor rank; `whole` of each block's are on all of these."""
-    model = config.model
-    norm = norm_parameters(model) if count.norms else 0
-    divided = (count.attention + count.mlp) // model.num_layers - whole
-    block = divided // topology.tensor + whole + norms_per_block(model) * norm
-    numbers = [block * each for each in blocks]
-    numbers[0] += count.embedding + count.position
-    numbers[-1] += norm + count.head
-    if topology.pipe > 1 and not model.no_weight_tying:
-        numbers[-1] += count.embedding
-    return numbers
-
+"""DeepSpeed's defaults: elements of a gradient bucket, and parameters that ZeRO 3 gathers at a time."""
 
 GIB = 2.0**30
 RESERVE = 0.06
-"""Share of a GPU's memory for what no formula counts: fragments of the allocator, and work space of libraries."""
+"""Share of a GPU's memory for what no formula counts: allocator fragmentation and workspaces of libraries."""
 CONTEXT = 1.5 * GIB
 """CUDA's context with PyTorch's kernels, and NCCL's buffers."""
 
 
 class Gpu(NamedTuple):
-    """A GPU by the name that PyTorch gives it, and the memory that it leaves to programs, in GiB."""
+    """A GPU: PyTorch's device name, and the memory available to programs in GiB."""
 
     device: str
     memory: float
@@ -154,18 +57,18 @@ GPUS: dict[str, Gpu] = {
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes at the peak of a step on the rank that holds most, and on the host for what is offloaded.
+    """Bytes at the peak of a step on the rank that holds most, and on its host for what is offloaded.
 
     Attributes:
-        weights: in the training format, and what ZeRO 3 gathers of other ranks' weights while it computes.
-        gradients: of all weights that are trained, or of this rank's part (ZeRO 2, 3).
-        optimizer: float32 copies of the weights, where ZeRO keeps them, and the optimizer's moments.
-        buffers: of gradients on their way to other ranks.
-        activations: that the backward pass waits for.
-        loss: logits, and the gradients formed with them.
-        step: float32 gradients of this rank's part while the optimizer steps, when the activations are gone.
+        weights: in the training dtype, and what ZeRO 3 gathers of other ranks' weights.
+        gradients: of all trained weights, or of this rank's partition (ZeRO 2, 3).
+        optimizer: moments, and with ZeRO float32 copies of the weights.
+        buffers: gradient buckets in communication.
+        activations: saved for the backward pass.
+        loss: logits and their gradients.
+        step: float32 gradients of this rank's partition in the optimizer step, when the activations are freed.
         context: CUDA, kernels and NCCL.
-        host: on the machine's own memory, for this rank.
+        host: CPU memory for this rank.
     """
 
     weights: float
@@ -176,13 +79,99 @@ class Memory:
     loss: float
     step: float
     context: float
-    host: float = 0.0
+    host: float
 
     @property
     def total(self) -> float:
-        """On the GPU, without the reserve."""
-        lasting = self.weights + self.gradients + self.optimizer + self.buffers + self.context
-        return lasting + max(self.activations + self.loss, self.step)
+        """Bytes on the GPU, without the reserve."""
+        constant = self.weights + self.gradients + self.optimizer + self.buffers + self.context
+        return constant + max(self.activations + self.loss, self.step)
+
+
+def states_bytes(config: Config, topology: Topology, numbers: int, trained: int | None = None) -> Memory:
+    """Return the memory of a rank without activations and loss: weights of `numbers` parameters, and gradients and
+    optimizer states of the `trained` ones (None: all), partitioned by the ZeRO stage.
+    """
+    trained = numbers if trained is None else trained
+    ranks = topology.data * topology.sequence
+    stage, size = effective_stage(config, ranks), BYTES[config.precision.dtype]
+    section = config.parallel.zero_optimization or {}
+
+    def number(key: str, default: float) -> float:
+        value = section.get(key, default)
+        return float(value) if isinstance(value, int | float) else default
+
+    def is_offloaded(key: str) -> bool:
+        offload = section.get(key)
+        return isinstance(offload, dict) and offload.get("device") in ("cpu", "nvme")
+
+    own_weights = size * numbers / (ranks if stage == 3 else 1)
+    master_bytes = 4 if stage else 0  # float32 too: ZeRO steps on a flat copy
+    optimizer = (master_bytes + 4 * STATES[config.optimizer.type]) * (trained / ranks if stage else trained)
+    gradients = size * (trained / ranks if stage >= 2 else trained)
+    step = 4 * trained / ranks if stage else 0.0
+    bucket = number("reduce_bucket_size", BUCKET) if stage and section.get("contiguous_gradients", True) else 0
+    buckets = 2 if section.get("overlap_comm", stage == 3) and stage in (1, 2) else 1
+    weights, host = own_weights, 0.0
+    offloads_weights = stage == 3 and is_offloaded("offload_param")
+    if offloads_weights:
+        weights, host = 0.0, own_weights
+    if is_offloaded("offload_optimizer"):
+        host += optimizer
+        optimizer = step = 0.0
+    gathered = 0.0
+    if stage == 3 and (ranks > 1 or offloads_weights):
+        gathered = size * min(numbers, number("stage3_max_live_parameters", LIVE_PARAMETERS))
+    return Memory(
+        weights=weights + gathered,
+        gradients=gradients,
+        optimizer=optimizer,
+        buffers=bucket * size * buckets,
+        activations=0.0,
+        loss=0.0,
+        step=step,
+        context=CONTEXT,
+        host=host,
+    )
+
+
+def stage_parameters(config: Config, topology: Topology) -> list[tuple[int, int]]:
+    """Return for every pipeline stage its parameters on one tensor rank, and its number of blocks.
+
+    Blocks are divided evenly; the first stage has the embedding too, the last one the head, or with tied weights a
+    copy of the embedding.
+    """
+    model, pipe = config.model, topology.pipe
+    blocks = [model.num_layers // pipe + (stage < model.num_layers % pipe) for stage in range(pipe)]
+    # Biases of the projections into the residual stream are replicated on every tensor rank.
+    replicated = model.hidden_size * (model.use_bias_in_attn_linear + model.use_bias_in_mlp)
+    numbers = _stage_numbers(config, topology, parameter_count(config), replicated, blocks)
+    return list(zip(numbers, blocks, strict=True))
+
+
+def stage_trained(config: Config, topology: Topology) -> list[int]:
+    """Return for every pipeline stage the trained parameters on one tensor rank."""
+    model, trains = config.model, config.optimizer.trains
+    blocks = [count for _, count in stage_parameters(config, topology)]
+    attention = model.use_bias_in_attn_linear and trains("attention_output")
+    replicated = model.hidden_size * (attention + (model.use_bias_in_mlp and trains("mlp")))
+    return _stage_numbers(config, topology, trained_count(config), replicated, blocks)
+
+
+def _stage_numbers(
+    config: Config, topology: Topology, count: ParameterCount, replicated: int, blocks: list[int]
+) -> list[int]:
+    """Divide `count` over stages and tensor ranks; each block has `replicated` parameters on all tensor ranks."""
+    model = config.model
+    norm = norm_parameters(model) if count.norms else 0
+    divided = (count.attention + count.mlp) // model.num_layers - replicated
+    block = divided // topology.tensor + replicated + norms_per_block(model) * norm
+    numbers = [block * number for number in blocks]
+    numbers[0] += count.embedding + count.position
+    numbers[-1] += norm + count.head
+    if topology.pipe > 1 and not model.no_weight_tying:
+        numbers[-1] += count.embedding
+    return numbers
 
 
 @dataclass(frozen=True)
@@ -201,10 +190,10 @@ class Estimate:
 
 
 def estimate(config: Config, gpus: int, peak: float, mfu: float) -> Estimate:
-    """What the run takes on `gpus` GPUs of `peak` FLOP/s of which the share `mfu` is used.
+    """Estimate the run on `gpus` GPUs of `peak` FLOP/s, of which the share `mfu` is used.
 
     Raises:
-        ConfigError: the processes or the batch cannot be divided so, or vocab_size is not known.
+        ConfigError: the processes or the batch cannot be divided, or vocab_size is not known.
     """
     topology = Topology.of(config.parallel, gpus)
     sizes = config.batch.resolve(topology.data)
@@ -225,88 +214,75 @@ def estimate(config: Config, gpus: int, peak: float, mfu: float) -> Estimate:
 
 
 def fits(memory: Memory, gib: float) -> bool:
-    """Whether a GPU of `gib` GiB has room for it and for the reserve."""
+    """Return whether it fits on a GPU of `gib` GiB with the reserve."""
     return memory.total <= gib * GIB * (1 - RESERVE)
 
 
 def _stages(config: Config, topology: Topology, sizes: BatchSizes) -> Iterator[Memory]:
     trained = stage_trained(config, topology)
+    saved, working, ends = activations(config, sizes.micro, topology.tensor, topology.sequence)
+    loss = loss_bytes(config, sizes.micro, topology.tensor, topology.sequence)
     for stage, (numbers, blocks) in enumerate(stage_parameters(config, topology)):
-        states = states_bytes(config, topology, numbers, trained[stage])
-        kept, working, ends = activations(config, sizes.micro, topology.tensor, topology.sequence)
-        # One forward, one backward: the first stage is ahead of the last by as many micro batches as there are stages.
+        # One forward, one backward: a stage keeps one micro-batch more than there are stages after it.
         waiting = min(topology.pipe - stage, sizes.accumulation)
-        last = stage == topology.pipe - 1
-        loss = loss_bytes(config, sizes.micro, topology.tensor, topology.sequence) if last else 0.0
-        yield Memory(
-            weights=states.weights,
-            gradients=states.gradients,
-            optimizer=states.optimizer,
-            buffers=states.buffers,
-            activations=waiting * (kept * blocks + ends) + working,
-            loss=loss,
-            step=states.step,
-            context=CONTEXT,
-            host=states.host,
+        yield replace(
+            states_bytes(config, topology, numbers, trained[stage]),
+            activations=waiting * (saved * blocks + ends) + working,
+            loss=loss if stage == topology.pipe - 1 else 0.0,
         )
 
 
 class Change(NamedTuple):
-    """Keys to set, and the bytes that the run then takes."""
+    """Keys to set, and the memory that the run then needs."""
 
     keys: str
     memory: Memory
 
 
 def changes_that_fit(config: Config, gpus: int, gib: float) -> list[Change]:
-    """What makes a run fit that does not: single changes, from those that cost nothing to those that cost time; where
-    none suffices, two of them together.
+    """Return config changes that make a run fit on GPUs of `gib` GiB: single ones, from those that cost nothing to those
+    that cost time, or pairs if no single one suffices.
     """
-    single = list(_single_changes(config, gpus))
+    single = _single_changes(config, gpus)
     pairs = [
-        (f"{one} {other}", changed | more)
-        for index, (one, changed) in enumerate(single)
-        for other, more in single[index + 1 :]
-        if not changed.keys() & more.keys()
+        (f"{first_keys} {second_keys}", first | second)
+        for index, (first_keys, first) in enumerate(single)
+        for second_keys, second in single[index + 1 :]
+        if not first.keys() & second.keys()
     ]
-    return _fitting(config, single, gpus, gib) or _fitting(config, pairs, gpus, gib)
+    for candidates in (single, pairs):
+        fitting = []
+        for keys, changed in candidates:
+            try:
+                memory = estimate(config.override(changed), gpus, 1.0, 1.0).memory
+            except ConfigError:  # not for this number of GPUs or this shape
+                continue
+            if fits(memory, gib):
+                fitting.append(Change(keys, memory))
+        if fitting:
+            return fitting
+    return []
 
 
-def _fitting(config: Config, changes: list[tuple[str, dict[str, Any]]], gpus: int, gib: float) -> list[Change]:
-    found = []
-    for keys, changed in changes:
-        try:
-            memory = estimate(config.override(changed), gpus, 1.0, 1.0).memory
-        except ConfigError:  # not for this number of GPUs or this shape
-            continue
-        if fits(memory, gib):
-            found.append(Change(keys, memory))
-    return found
-
-
-def _single_changes(config: Config, gpus: int) -> Iterator[tuple[str, dict[str, Any]]]:
+def _single_changes(config: Config, gpus: int) -> list[tuple[str, dict[str, Any]]]:
+    """Return changes as text for a command line, and as overrides."""
+    changes: list[tuple[str, dict[str, Any]]] = []
     section, topology = config.parallel.zero_optimization or {}, Topology.of(config.parallel, gpus)
-    present = effective_stage(config, topology.data * topology.sequence)
-    for stage in range(present + 1, 4) if config.parallel.model_copies == 1 else ():
-        yield f"zero_optimization.stage={stage}", {"zero_optimization": {**section, "stage": stage}}
+    current = effective_stage(config, topology.data * topology.sequence)
+    for stage in range(current + 1, 4) if config.parallel.model_copies == 1 else ():
+        changes.append((f"zero_optimization.stage={stage}", {"zero_optimization": {**section, "stage": stage}}))
     if (config.model.loss_chunk_size or 10**9) > 1024:
-        yield "loss_chunk_size=1024", {"loss_chunk_size": 1024}
+        changes.append(("loss_chunk_size=1024", {"loss_chunk_size": 1024}))
     sizes = config.batch.resolve(topology.data)
     for divisor in (2, 4, 8, 16, 32):
         if sizes.micro % divisor == 0:
-            batch = {
-                "train_micro_batch_size_per_gpu": sizes.micro // divisor,
-                "gradient_accumulation_steps": sizes.accumulation * divisor,
-            }
-            yield " ".join(f"{key}={value}" for key, value in batch.items()), batch
+            micro, accumulation = sizes.micro // divisor, sizes.accumulation * divisor
+            batch = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": accumulation}
+            changes.append((" ".join(f"{key}={value}" for key, value in batch.items()), batch))
     if not config.model.checkpoint_activations:
-        yield (
-            "checkpoint_activations=true checkpoint_policy=selective",
-            {
-                "checkpoint_activations": True,
-                "checkpoint_policy": "selective",
-            },
-        )
-        yield "checkpoint_activations=true", {"checkpoint_activations": True, "checkpoint_policy": "full"}
-    offload = {**section, "stage": max(1, present), "offload_optimizer": {"device": "cpu"}}
-    yield "zero_optimization.offload_optimizer.device=cpu", {"zero_optimization": offload}
+        selective = {"checkpoint_activations": True, "checkpoint_policy": "selective"}
+        changes.append(("checkpoint_activations=true checkpoint_policy=selective", selective))
+        changes.append(("checkpoint_activations=true", selective | {"checkpoint_policy": "full"}))
+    offload = {**section, "stage": max(1, current), "offload_optimizer": {"device": "cpu"}}
+    changes.append(("zero_optimization.offload_optimizer.device=cpu", {"zero_optimization": offload}))
+    return changes

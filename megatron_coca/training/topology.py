@@ -58,7 +58,7 @@ class Topology:
         return Coordinates(pipe, data, tensor, sequence)
 
     def random_stream(self, rank: int) -> int:
-        """Return the index of the random stream of `rank`: tensor-parallel ranks share activations, and so their masks."""
+        """Return the index of the random stream of `rank`: tensor-parallel ranks share activations, and so dropout masks."""
         pipe, data, _, sequence = self.coordinates(rank)
         return (pipe * self.data + data) * self.sequence + sequence
 

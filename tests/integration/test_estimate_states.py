@@ -1,15 +1,18 @@
-"""What the estimate says of weights, gradients and optimizer states, against what a real engine holds."""
+"""Estimated weights, gradients and optimizer states, against the tensors of a real engine."""
 
 import json
 import subprocess
 import sys
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
 from megatron_coca.config import load_config
 from megatron_coca.training.estimate import stage_parameters, states_bytes
+from megatron_coca.training.launch.environment import free_port
 from megatron_coca.training.topology import Topology, effective_stage
+from tests.conftest import clean_environment
 
 ROOT = Path(__file__).parents[2]
 KEYS = {
@@ -23,9 +26,11 @@ KEYS = {
     "optimizer.params.lr": 1e-3,
     "train_micro_batch_size_per_gpu": 1,
 }
-CASES = [{"precision": precision, "stage": stage} for precision in ("fp32", "bfloat16") for stage in range(4)]
-SMALL = {"reduce_bucket_size": 1000, "stage3_param_persistence_threshold": 0}
-"""Buffers that would hide what is measured."""
+SMALL_BUFFERS = {"reduce_bucket_size": 1000, "stage3_param_persistence_threshold": 0}
+CASES = [
+    {"precision": precision, "zero_optimization": SMALL_BUFFERS | {"stage": stage}}
+    for precision, stage in (("fp32", 0), ("fp32", 1), ("fp32", 3), ("bfloat16", 0), ("bfloat16", 2), ("bfloat16", 3))
+]
 
 HELD = """
 import gc, json, os, sys
@@ -35,19 +40,18 @@ from megatron_coca.data import Batch
 from megatron_coca.model import LanguageModelLoss, build_model
 from megatron_coca.training import engine as dist, launch
 from megatron_coca.training.engine import Engine
-from megatron_coca.training.topology import effective_stage
 from megatron_coca.training.optimizer import build_optimizer
 
-def held():
+def tensor_bytes():
     gc.collect()
-    storages = [each.untyped_storage() for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    storages = [value.untyped_storage() for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 launch.complete_environment(os.environ)
 dist.init_distributed()
-keys, found, stages = json.loads(sys.argv[1]), [], []
+keys, sizes_held, stages = json.loads(sys.argv[1]), [], []
 for case in json.loads(sys.argv[2]):
-    before = held()
+    before = tensor_bytes()
     config = load_config([], keys | case)
     model = build_model(config).train()
     sizes = config.batch.resolve(dist.world_size())
@@ -55,35 +59,43 @@ for case in json.loads(sys.argv[2]):
     tokens = np.zeros((1, config.model.seq_length + 1), dtype=np.int64)
     for _ in range(2):
         engine.train_step([Batch(tokens)] * sizes.accumulation, 1e-3)
-    found.append(held() - before)
-    stages.append(effective_stage(config, dist.world_size()))
+    sizes_held.append(tensor_bytes() - before)
+    stages.append(engine._engine.zero_optimization_stage())
     engine._engine.destroy()
     del model, engine
 if dist.is_main():
-    print(json.dumps([found, stages]))
+    print(json.dumps([sizes_held, stages]))
 dist.shut_down()
 """
 
 
 def measured(processes: int) -> tuple[list[int], list[int]]:
-    """Bytes of all tensors between two steps on the first rank, and DeepSpeed's stage, for every case."""
-    cases = [{"precision": case["precision"], "zero_optimization": SMALL | {"stage": case["stage"]}} for case in CASES]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    command += ["--no-python", sys.executable, "-W", "ignore", "-c", HELD, json.dumps(KEYS), json.dumps(cases)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    found, stages = json.loads(done.stdout.splitlines()[-1])
-    return found, stages
+    """Return the bytes of all tensors between two steps on rank 0, and DeepSpeed's stage, for every case."""
+    command = [sys.executable, "-W", "ignore", "-c", HELD, json.dumps(KEYS), json.dumps(CASES)]
+    group = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = []
+    for rank in range(processes):
+        environment = clean_environment() | group | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        ranks.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=PIPE, stderr=PIPE, text=True))
+    try:
+        outputs = [process.communicate(timeout=300) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.returncode for process in ranks] == [0] * processes, outputs
+    sizes, stages = json.loads(outputs[0][0].splitlines()[-1])
+    return sizes, stages
 
 
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_states_are_what_an_engine_holds(processes: int) -> None:
-    held, stages = measured(processes)
-    for case, bytes_held, stage in zip(CASES, held, stages, strict=True):
-        config = load_config(
-            [], KEYS | {"precision": case["precision"], "zero_optimization": SMALL | {"stage": case["stage"]}}
-        )
+    sizes, stages = measured(processes)
+    for case, held, stage in zip(CASES, sizes, stages, strict=True):
+        section = case["zero_optimization"] | {"stage3_max_live_parameters": 0}  # nothing is gathered between steps
+        config = load_config([], KEYS | case | {"zero_optimization": section})
         topology = Topology.of(config.parallel, processes)
         ((numbers, _),) = stage_parameters(config, topology)
         assert effective_stage(config, processes) == stage, case
-        assert bytes_held == pytest.approx(states_bytes(config, topology, numbers).resident, rel=0.02), case
+        states = states_bytes(config, topology, numbers)
+        resident = states.weights + states.optimizer + (states.gradients if stage == 3 else 0)
+        assert held == pytest.approx(resident, rel=0.02), case

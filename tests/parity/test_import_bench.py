@@ -1,4 +1,4 @@
-"""The benchmark of the import: both ways write the same weights, and its figures are those of the files."""
+"""The import benchmark: both ways write the same weights, and its sizes are those of the files."""
 
 import mmap
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The training benchmark: complete records, the peer's shape is ours, memory that grows with the work."""
+"""The training benchmark: complete records, equal shapes of ours and the peer, memory that grows with the work."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,19 @@ import torch
 
 from megatron_coca.config import ConfigError, load_config
 from megatron_coca.model.cost import parameter_count
-from tools.bench_train import Contestant, Peer, draw, parse, peak_bytes, peer_keys, race, record, transformers_step
+from tools.bench_train import (
+    Contestant,
+    draw,
+    parse,
+    peak_bytes,
+    peak_of,
+    peer,
+    peer_keys,
+    race,
+    record,
+    transformers_step,
+)
+from tools.records import append_records
 
 SHAPE: dict[str, Any] = {
     "num_layers": 2,
@@ -29,23 +41,21 @@ EVERY_RECORD |= {"tokens_per_step", "dtype", "device", "threads", "python", "ver
 
 def test_records_are_complete(tmp_path: Path) -> None:
     """Two contestants that take turns on the same micro batches; the second does twice the first one's work."""
-    config, seen = load_config([], SHAPE), []
+    config = load_config([], SHAPE)
+    seen: list[tuple[str, list[torch.Tensor]]] = []
 
-    class Work:
-        def __init__(self, name: str, times: int) -> None:
-            self.name, self.times = name, times
+    def contestant(name: str, times: int) -> Contestant:
+        def step(micro_batches: list[torch.Tensor]) -> float:
+            seen.append((name, micro_batches))
+            return sum(float((torch.ones(300, 300) @ torch.ones(300, 300)).sum()) for _ in range(times))
 
-        def __call__(self, micro_batches: list[torch.Tensor]) -> float:
-            seen.append((self.name, micro_batches))
-            return sum(float((torch.ones(300, 300) @ torch.ones(300, 300)).sum()) for _ in range(self.times))
+        return Contestant(name, config, step, peak_of(step))
 
-        def peak(self, micro_batches: list[torch.Tensor]) -> int:
-            return peak_bytes(lambda: self(micro_batches))
-
-    field = [Contestant("one", config, Work("one", 20), []), Contestant("other", config, Work("other", 60), [])]
+    entrants = [contestant("one", 20), contestant("other", 60)]
     options = parse(["x=1", "--methods", "one", "other", "--rounds", "9", "--profile", str(tmp_path / "trace.json")])
-    race(field, options)
-    first, second = (json.loads(json.dumps(record(each, field[0], options))) for each in field)
+    race(entrants, options)
+    append_records(tmp_path / "new/train.jsonl", [record(entrant, entrants[0], options) for entrant in entrants])
+    first, second = map(json.loads, (tmp_path / "new/train.jsonl").read_text().splitlines())
     assert first.keys() == second.keys() == EVERY_RECORD
     assert first["ratio"] == 1 and second["ratio"] > 1.3 and second["rounds"] == 9
     assert first["tokens_per_step"] == 64 and first["tokens_per_second"] == pytest.approx(64 / first["seconds"])
@@ -56,7 +66,7 @@ def test_records_are_complete(tmp_path: Path) -> None:
 
 def test_micro_batches_have_the_configured_size() -> None:
     batches = draw(load_config([], SHAPE), torch.Generator().manual_seed(0))
-    assert [tuple(each.shape) for each in batches] == [(2, 17), (2, 17)] and max(map(torch.max, batches)) < 96
+    assert [tuple(batch.shape) for batch in batches] == [(2, 17), (2, 17)] and max(map(torch.max, batches)) < 96
 
 
 @pytest.mark.parametrize("keys", [{}, {"no_weight_tying": True}, {"use_bias_in_attn_linear": False}])
@@ -65,7 +75,7 @@ def test_the_peer_has_our_shape(keys: dict[str, Any]) -> None:
     config = load_config([], SHAPE | keys)
     model = transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**peer_keys(config)))
     own = parameter_count(config).total
-    assert sum(each.numel() for each in model.parameters()) == own
+    assert sum(parameter.numel() for parameter in model.parameters()) == own
 
 
 def test_the_peer_trains() -> None:
@@ -80,8 +90,8 @@ def test_the_peer_has_a_process_of_its_own() -> None:
     pytest.importorskip("transformers")
     config = load_config([], SHAPE)
     batches = draw(config, torch.Generator().manual_seed(0))
-    peer = Peer(config, "cpu", compiled=False, keeps_memory=False)
-    assert peer(batches) == pytest.approx(4.5, abs=0.3) and peer.peak(batches) > 2 * 17 * 32 * 4
+    entrant = peer("transformers", config, compiled=False, keeps_memory=False)
+    assert entrant.step(batches) == pytest.approx(4.5, abs=0.3) and entrant.peak(batches) > 2 * 17 * 32 * 4
 
 
 @pytest.mark.parametrize("keys", [{"norm": "rmsnorm"}, {"num_kv_heads": 2}])
@@ -110,5 +120,5 @@ def test_the_command_measures_the_engine(tmp_path: Path) -> None:
     done = subprocess.run([*command, "--peer", "transformers"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     records = [json.loads(line) for line in output.read_text().splitlines()]
-    assert [each["method"] for each in records] == ["transformers", "transformers, memory kept", "rotary", "coca"]
-    assert all(each["ratio_to"] == "transformers" and each["peak_bytes"] > 0 for each in records)
+    assert [line["method"] for line in records] == ["transformers", "transformers, memory kept", "rotary", "coca"]
+    assert all(line["ratio_to"] == "transformers" and line["peak_bytes"] > 0 for line in records)

@@ -1,8 +1,6 @@
-"""The estimate of a run: time, memory by part, and what makes a run fit."""
+"""The estimate of a run: time, memory by part, and changes that make a run fit."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ from megatron_coca.model import build_model
 from megatron_coca.model.cost import parameter_count, peak_flops
 from megatron_coca.training.estimate import GIB, GPUS, changes_that_fit, estimate, fits, stage_parameters, states_bytes
 from megatron_coca.training.topology import Topology
+from tools.estimate import main
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "configs/350M/roformer_coca.yml"
@@ -127,23 +126,18 @@ def test_gpus_that_cannot_be_divided_are_refused() -> None:
         estimate(configured(model_parallel_size=2), 9, 1.0, 1.0)
 
 
-def tool(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "tools/estimate.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
-
-
-def test_the_tool_prints_tables_and_objects() -> None:
-    done = tool(str(MODEL), str(HOST))
-    assert done.returncode == 0, done.stderr
-    assert "405,334,016" in done.stdout and "fits:" in done.stdout and "days" in done.stdout
-    large = tool(
-        str(MODEL), "--json", "--gpu", "V100-16", "--gpus", "2", "seq_length=4096", "max_position_embeddings=4096"
-    )
-    record = json.loads(large.stdout)
-    assert large.returncode == 1 and record["fits"] is False and record["changes"]
+def test_the_tool_prints_tables_and_objects(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(MODEL), str(HOST)]) == 0
+    shown = capsys.readouterr().out
+    assert "405,334,016" in shown and "fits:" in shown and "days" in shown
+    keys = ["seq_length=4096", "max_position_embeddings=4096"]
+    assert main([str(MODEL), "--json", "--gpu", "V100-16", "--gpus", "2", *keys]) == 1
+    record = json.loads(capsys.readouterr().out)
+    assert record["fits"] is False and record["changes"]
     assert record["memory"]["total"] > 16 * GIB and record["gpus"] == 2
 
 
-def test_the_tool_needs_hosts_or_a_number() -> None:
-    done = tool(str(MODEL), str(ROOT / "configs/cluster/a100x32.yml"))
-    assert done.returncode == 2 and "hostfile" in done.stderr and "--gpus" in done.stderr
+def test_the_tool_needs_hosts_or_a_number(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(MODEL), str(ROOT / "configs/cluster/a100x32.yml")]) == 2
+    error = capsys.readouterr().err
+    assert "hostfile" in error and "--gpus" in error

@@ -1,4 +1,4 @@
-"""What is measured at the start of a run, and what is said of it."""
+"""The health check at the start of a run: measurements and warnings."""
 
 import random
 from pathlib import Path
@@ -12,7 +12,15 @@ import torch
 from megatron_coca.checkpoints import native
 from megatron_coca.config import Config, load_config
 from megatron_coca.training import health
-from megatron_coca.training.health import JUDGED, Disk, Health, Speed, added_checkpoints, check_health, measure
+from megatron_coca.training.health import (
+    MIN_JUDGED_BYTES,
+    Bandwidth,
+    Disk,
+    Health,
+    added_checkpoints,
+    check_health,
+    measure,
+)
 from megatron_coca.training.saving import due_steps, is_due
 from tests.conftest import SMALL
 
@@ -42,7 +50,7 @@ def test_due_steps_are_those_at_which_the_loop_saves(keys: dict[str, Any], start
 
 
 @pytest.mark.parametrize(
-    ("keys", "there", "step", "added"),
+    ("keys", "saved", "step", "added"),
     [
         ({}, [], 0, 1),
         ({"checkpoint_factor": 10}, [], 0, 10),
@@ -54,22 +62,22 @@ def test_due_steps_are_those_at_which_the_loop_saves(keys: dict[str, Any], start
         ({"checkpoint_factor": 10, "keep_last_n_checkpoints": 5}, [100], 100, 0),
     ],
 )
-def test_how_many_checkpoints_a_launch_adds(
-    keys: dict[str, Any], there: list[int], step: int, added: int, tmp_path: Path
+def test_checkpoints_that_a_launch_adds(
+    keys: dict[str, Any], saved: list[int], step: int, added: int, tmp_path: Path
 ) -> None:
-    for number in there:
+    for number in saved:
         native.step_folder(tmp_path, number).mkdir()
         (native.step_folder(tmp_path, number) / native.MANIFEST).write_text("{}")
     assert added_checkpoints(config(train_iters=100, **keys), str(tmp_path), step) == added
 
 
 GOOD = Health(
-    (Disk("runs", 100 * MIB, 10 * MIB, 10),), Speed(64 * MIB, 1e9), Speed(32 * MIB, 1e9), MIB, 0.1, ("a", "b")
+    (Disk("runs", 100 * MIB, 10 * MIB, 10),), Bandwidth(64 * MIB, 1e9), Bandwidth(32 * MIB, 1e9), MIB, 0.1, ("a", "b")
 )
 
 
 @pytest.mark.parametrize(
-    ("changes", "keys", "told"),
+    ("changes", "keys", "warning"),
     [
         ({}, {}, None),
         (
@@ -83,29 +91,29 @@ GOOD = Health(
             "copy: 0 KiB free, but this run will write 1 checkpoints",
         ),
         (
-            {"writing": Speed(64 * MIB, 20e6)},
+            {"writing": Bandwidth(64 * MIB, 20e6)},
             {},
             "runs: written at 19.1 MiB/s, so a checkpoint of 10 MiB takes about 1 s",
         ),
-        ({"writing": Speed(64 * MIB, 20e6)}, {"health_min_disk_speed": 10}, None),
-        ({"writing": Speed(64 * MIB, 20e6)}, {"health_min_disk_speed": 0}, None),
-        ({"writing": Speed(JUDGED - 1, 1e3)}, {}, None),
+        ({"writing": Bandwidth(64 * MIB, 20e6)}, {"health_min_disk_speed": 10}, None),
+        ({"writing": Bandwidth(64 * MIB, 20e6)}, {"health_min_disk_speed": 0}, None),
+        ({"writing": Bandwidth(MIN_JUDGED_BYTES - 1, 1e3)}, {}, None),
         (
-            {"reducing": Speed(32 * MIB, 1e7)},
+            {"reducing": Bandwidth(32 * MIB, 1e7)},
             {},
-            "all-reduce runs at 0.01 GB/s, so adding up the gradients of a step (1 MiB)",
+            "all-reduce runs at 0.01 GB/s, so reducing the gradients of a step (1 MiB)",
         ),
-        ({"reducing": Speed(32 * MIB, 1e7)}, {"health_min_bandwidth": 0.001}, None),
-        ({"reducing": Speed(JUDGED - 1, 1e3)}, {}, None),
+        ({"reducing": Bandwidth(32 * MIB, 1e7)}, {"health_min_bandwidth": 0.001}, None),
+        ({"reducing": Bandwidth(MIN_JUDGED_BYTES - 1, 1e3)}, {}, None),
         ({"reducing": None, "writing": None, "skew": None, "clocks": None}, {}, None),
         ({"skew": 90.0}, {}, "the clocks of a and b differ by 90.0 s; synchronise them"),
         ({"skew": 90.0}, {"health_max_clock_skew": 100.0}, None),
     ],
 )
-def test_what_is_warned_of(changes: dict[str, Any], keys: dict[str, Any], told: str | None) -> None:
+def test_warnings(changes: dict[str, Any], keys: dict[str, Any], warning: str | None) -> None:
     lines = GOOD._replace(**changes).problems(config(**keys))
-    assert len(lines) == (told is not None)
-    assert told is None or lines[0].startswith(told), lines
+    assert len(lines) == (warning is not None)
+    assert warning is None or lines[0].startswith(warning), lines
 
 
 @pytest.fixture
@@ -117,7 +125,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health, "dist", SimpleNamespace(**fake, **texts))
 
 
-def test_a_disk_is_measured_and_nothing_is_left(alone: None, tmp_path: Path) -> None:
+def test_disk_is_measured_without_leftovers(alone: None, tmp_path: Path) -> None:
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # type: ignore[index]
     keys = {"save": str(tmp_path), "checkpoint_factor": 4}
     found = measure(config(**keys), 0)
@@ -132,7 +140,7 @@ def test_a_disk_is_measured_and_nothing_is_left(alone: None, tmp_path: Path) -> 
     }
 
 
-def test_a_full_disk_is_told_before_it_is_full(
+def test_disk_that_will_be_full_is_warned_of(
     alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(health.shutil, "disk_usage", lambda folder: SimpleNamespace(free=2 * MIB))
@@ -145,20 +153,20 @@ def test_a_full_disk_is_told_before_it_is_full(
     )
 
 
-def test_a_disk_that_cannot_be_written_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unwritable_disk_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert health._write(str(tmp_path / "absent"), MIB)[0] == 0
     assert "absent: 1048576 bytes could not be written" in caplog.text
 
 
 def test_clocks_of_two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever is late out of one barrier is not in all three."""
+    """A rank that is late out of one barrier is not late in all three."""
     rounds = iter([[[0.0], [0.1], [90.7]], [[1.0], [1.0], [91.0]], [[2.0], [4.0], [93.0]]])
     fake = SimpleNamespace(barrier=lambda: None, gather_floats=lambda values: next(rounds))
     monkeypatch.setattr(health, "dist", fake)
     assert health._clock_skew(["a", "a", "b"]) == (90.0, ("a", "b"))
 
 
-def test_the_size_of_a_checkpoint_depends_on_what_is_trained() -> None:
+def test_checkpoint_size_depends_on_what_is_trained() -> None:
     share = health.trainable_share(config())
     assert health.checkpoint_bytes(config()) == share.total * (4 + 12)
     assert health.checkpoint_bytes(config(precision="bfloat16")) == share.total * (2 + 12)

@@ -1,4 +1,4 @@
-"""Which place a process has, by the environments of launchers and schedulers."""
+"""The rank of a process by the variables of launchers and schedulers."""
 
 import pytest
 
@@ -30,7 +30,7 @@ def test_first_host(nodelist: str, host: str) -> None:
 
 
 @pytest.mark.parametrize("nodelist", ["", "[1-2]"])
-def test_a_list_without_a_host(nodelist: str) -> None:
+def test_nodelist_without_a_host(nodelist: str) -> None:
     with pytest.raises(ConfigError, match="SLURM_STEP_NODELIST: .*set MASTER_ADDR"):
         variables.first_host(nodelist)
 
@@ -38,7 +38,7 @@ def test_a_list_without_a_host(nodelist: str) -> None:
 @pytest.mark.parametrize(
     ("tasks", "counts"), [("8", [8, 8]), ("2(x2)", [2, 2]), ("8(x2),4", [8, 8, 4]), ("1,3(x2)", [1, 3, 3])]
 )
-def test_tasks_of_every_node(tasks: str, counts: list[int]) -> None:
+def test_tasks_on_node(tasks: str, counts: list[int]) -> None:
     assert [variables.tasks_on_node(tasks, node) for node in range(len(counts))] == counts
 
 
@@ -106,12 +106,14 @@ OPEN_MPI_IN_SLURM = SRUN | {"SLURM_NTASKS": "2", "SLURM_PROCID": "1"} | OPEN_MPI
         (SRUN | {"SLURM_STEP_ID": str(0xFFFFFFFA), "SLURM_PROCID": "0"}, 0, 1, 0, 1, "127.0.0.1"),  # a shell of salloc
     ],
 )
-def test_places(environment: dict[str, str], rank: int, world: int, local: int, local_world: int, master: str) -> None:
-    found = dict(environment)
-    launch.complete_environment(found)
-    numbers = [int(found[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
-    assert (*numbers, found["MASTER_ADDR"]) == (rank, world, local, local_world, master)
-    assert 1024 < int(found["MASTER_PORT"]) <= 65535 or found["MASTER_PORT"] == environment["MASTER_PORT"]
+def test_rank_location(
+    environment: dict[str, str], rank: int, world: int, local: int, local_world: int, master: str
+) -> None:
+    completed = dict(environment)
+    launch.complete_environment(completed)
+    numbers = [int(completed[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
+    assert (*numbers, completed["MASTER_ADDR"]) == (rank, world, local, local_world, master)
+    assert 1024 < int(completed["MASTER_PORT"]) <= 65535 or completed["MASTER_PORT"] == environment["MASTER_PORT"]
     assert launch.under_launcher(environment) is (world > 1)
 
 
@@ -133,7 +135,7 @@ def test_places(environment: dict[str, str], rank: int, world: int, local: int, 
         ({name: value for name, value in INDEXED_JOB.items() if name != "MASTER_ADDR"}, "MASTER_ADDR: not set; Kube"),
     ],
 )
-def test_half_an_environment_names_what_is_missing(environment: dict[str, str], message: str | None) -> None:
+def test_incomplete_environment_names_the_missing_variables(environment: dict[str, str], message: str | None) -> None:
     if message is None:
         assert not launch.under_launcher(environment)
         return
@@ -141,12 +143,12 @@ def test_half_an_environment_names_what_is_missing(environment: dict[str, str], 
         launch.under_launcher(environment)
 
 
-def test_gloo_is_told_the_way_to_the_first_host() -> None:
+def test_gloo_uses_the_interface_towards_the_first_host() -> None:
     here = PYTORCH_JOB | {"MASTER_ADDR": "127.0.0.1"}
     for given, expected in ((here, "lo"), (here | {"GLOO_SOCKET_IFNAME": "ib0"}, "ib0"), (TORCHRUN, None)):
-        found = dict(given)
-        launch.complete_environment(found)
-        assert found.get("GLOO_SOCKET_IFNAME") == expected
+        completed = dict(given)
+        launch.complete_environment(completed)
+        assert completed.get("GLOO_SOCKET_IFNAME") == expected
     assert interface_towards("::1") is None
 
 
@@ -163,32 +165,32 @@ ONE_HOST = TORCHRUN | {"WORLD_SIZE": "2", "RANK": "0"}
         (PYTORCH_JOB | {"MASTER_ADDR": "localhost"}, "127.0.0.1"),
     ],
 )
-def test_processes_of_one_host_meet_and_listen_on_the_loopback(environment: dict[str, str], address: str) -> None:
-    found = dict(environment)
-    launch.complete_environment(found)
-    assert found["MASTER_ADDR"] == address
-    assert found["GLOO_SOCKET_IFNAME"] == found["NCCL_SOCKET_IFNAME"] == "lo"
+def test_processes_of_one_host_use_the_loopback(environment: dict[str, str], address: str) -> None:
+    completed = dict(environment)
+    launch.complete_environment(completed)
+    assert completed["MASTER_ADDR"] == address
+    assert completed["GLOO_SOCKET_IFNAME"] == completed["NCCL_SOCKET_IFNAME"] == "lo"
     chosen = {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "ib1"}
-    launch.complete_environment(found := environment | chosen)
-    assert found | chosen == found, "what the user sets stays"
+    launch.complete_environment(completed := environment | chosen)
+    assert completed | chosen == completed, "interfaces that the user sets are kept"
 
 
-def test_ranks_without_a_number_of_processes_on_each_host_may_be_anywhere() -> None:
-    found = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "h"}
-    launch.complete_environment(found)
-    assert found["MASTER_ADDR"] == "h" and "NCCL_SOCKET_IFNAME" not in found
+def test_ranks_without_a_local_world_size_may_be_on_several_hosts() -> None:
+    completed = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "h"}
+    launch.complete_environment(completed)
+    assert completed["MASTER_ADDR"] == "h" and "NCCL_SOCKET_IFNAME" not in completed
 
 
 def test_ports_of_slurm_jobs_and_steps_differ() -> None:
     ports = []
     for changes in ({}, {"SLURM_JOB_ID": "123457"}, {"SLURM_STEP_ID": "1"}):
-        place = variables.find_location(SRUN | changes)
-        assert place is not None and place == variables.find_location(SRUN | changes), "all tasks must agree"
-        ports.append(place.port)
+        location = variables.find_location(SRUN | changes)
+        assert location is not None and location == variables.find_location(SRUN | changes), "all tasks must agree"
+        ports.append(location.port)
     assert len(set(ports)) == 3
 
 
-def test_threads_are_shared_among_the_processes_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_are_shared_among_the_processes_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(variables.os, "sched_getaffinity", lambda _: set(range(8)))
     assert [launch.threads_per_process({"LOCAL_WORLD_SIZE": str(count)}) for count in (1, 2, 3, 16)] == [8, 4, 2, 1]
     assert launch.threads_per_process({}) == 8

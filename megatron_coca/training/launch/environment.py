@@ -7,22 +7,30 @@ import random
 import re
 import socket
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
+from functools import partial
 from typing import NamedTuple
 
 from megatron_coca.config import ConfigError
 
-_SIOCGIFADDR = 0x8915  # linux/sockios.h
-
-
+Variables = Mapping[str, str]
+DEFAULT_PORT = 29500
+LOOPBACK = "127.0.0.1"
 FIRST_PORT, LAST_PORT = 20000, 32767
-"""Below the range of ports that Linux gives to outgoing connections: seconds pass until rank 0 listens, and until then
-a connection could be given the port.
-"""
+"""Below Linux's ephemeral ports: seconds pass until rank 0 listens, and an outgoing connection could take the port."""
+_SIOCGIFADDR = 0x8915  # linux/sockios.h
+_RESERVED_STEPS = 0xFFFFFFF0  # slurm.h: step ids from here on are batch scripts, interactive shells, ...
+_OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+_MVAPICH = tuple(f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+_HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
 
 def free_port() -> int:
-    """A free port of this host, random so that two runs rarely choose the same. Raises OSError if there is none."""
+    """Return a free port of this host, random so that two runs rarely choose the same.
+
+    Raises:
+        OSError: 100 random ports were all taken.
+    """
     for port in random.SystemRandom().sample(range(FIRST_PORT, LAST_PORT + 1), 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))
@@ -31,7 +39,7 @@ def free_port() -> int:
 
 
 def interface_towards(address: str) -> str | None:
-    """The network interface that routes to `address` (IPv4), or None if unknown.
+    """Return the network interface that routes to `address` (IPv4), or None if unknown.
 
     Gloo would take the interface of the host's own name, which on many machines is the loopback.
     """
@@ -41,23 +49,12 @@ def interface_towards(address: str) -> str | None:
         except OSError:
             return None
         own = probe.getsockname()[0]
-        return next((name for _, name in socket.if_nameindex() if _address(probe, name) == own), None)
-
-
-def _address(probe: socket.socket, interface: str) -> str | None:
-    request = struct.pack("256s", interface.encode()[:15])
-    try:
-        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
-    except OSError:
-        return None
-
-
-Variables = Mapping[str, str]
-DEFAULT_PORT = 29500
-LOOPBACK = "127.0.0.1"
-_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-_NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
-_RESERVED_STEPS = 0xFFFFFFF0  # slurm.h: from here on the numbers stand for batch scripts, interactive shells, ...
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            with contextlib.suppress(OSError):  # an interface without an IPv4 address
+                if socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24]) == own:
+                    return name
+    return None
 
 
 class RankLocation(NamedTuple):
@@ -76,31 +73,14 @@ class RankLocation(NamedTuple):
 
 
 class Launcher(NamedTuple):
-    """How one kind of launcher is recognised, and how its variables are read."""
+    """A launcher or scheduler: detection, and the rank by its variables."""
 
     name: str
     started: Callable[[Variables], bool]
     location: Callable[[Variables], RankLocation]
 
 
-def find_location(environment: Variables) -> RankLocation | None:
-    """The rank that the variables describe, or None for a process that no launcher started.
-
-    Raises:
-        ConfigError: a variable is missing, is no number or contradicts another one.
-    """
-    for launcher in LAUNCHERS:
-        if launcher.started(environment):
-            return _checked(launcher.location(environment), launcher.name, environment)
-    for given, needed, remedy in HALVES:
-        found = [name for name in given if name in environment]
-        missing = [name for name in needed if name not in environment]
-        if found and missing and not _alone(environment):
-            raise ConfigError([f"{' and '.join(missing)}: not set, but {' and '.join(found)} found; {remedy}"])
-    return None
-
-
-HALVES = (
+INCOMPLETE = (
     (
         ("RANK", "LOCAL_RANK", "WORLD_SIZE"),
         ("RANK", "WORLD_SIZE"),
@@ -108,7 +88,7 @@ HALVES = (
     ),
     (
         ("PMI_RANK", "PMI_SIZE"),
-        ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+        _HYDRA,
         "this launcher does not say which process of its host this is: set them, or use torchrun",
     ),
     (
@@ -117,47 +97,66 @@ HALVES = (
         "set WORLD_SIZE to the number of pods, 1 where each trains a run of its own",
     ),
 )
-"""Incomplete sets of variables: those that show a launcher, those it must set, and the remedy."""
+"""Variables that show a launcher, those that it must set, and the remedy if some of these are missing."""
 
 
-def _alone(environment: Variables) -> bool:
-    """True if a launcher says that it started one process only."""
-    return environment.get("PMI_SIZE") == "1" and "RANK" not in environment
+def find_location(environment: Variables) -> RankLocation | None:
+    """Return the rank that the variables describe, or None for a process that no launcher started.
+
+    Raises:
+        ConfigError: a variable is missing, is not a number or contradicts another one.
+    """
+    for launcher in LAUNCHERS:
+        if launcher.started(environment):
+            location = launcher.location(environment)
+            _check(location, launcher.name, environment)
+            return location
+    if environment.get("PMI_SIZE") == "1" and "RANK" not in environment:  # MPI started this process alone
+        return None
+    for signs, needed, remedy in INCOMPLETE:
+        given = [name for name in signs if name in environment]
+        missing = [name for name in needed if name not in environment]
+        if given and missing:
+            raise ConfigError([f"{' and '.join(missing)}: not set, but {' and '.join(given)} found; {remedy}"])
+    return None
 
 
 def under_launcher(environment: Variables) -> bool:
-    """True if a launcher or a scheduler started this process."""
+    """Return whether a launcher or a scheduler started this process."""
     return find_location(environment) is not None
 
 
-def complete_environment(environment: dict[str, str]) -> None:
-    """Set the variables that torch.distributed reads, from the launcher's or for a single process.
+def complete_environment(environment: MutableMapping[str, str]) -> None:
+    """Set the variables that torch.distributed reads: from the launcher's, or for a single process.
 
     On one host the processes use the loopback address, which no other host reaches, and Gloo and NCCL listen on that
     interface only. With several hosts Gloo is given the interface that routes to the first one. Interfaces that the
     environment already names are kept.
     """
-    single = RankLocation(0, 1, 0, 1, "127.0.0.1", None)
-    location = find_location(environment) or single
+    location = find_location(environment) or RankLocation(0, 1, 0, 1, LOOPBACK, None)
     port = location.port or (free_port() if location.world_size == 1 else DEFAULT_PORT)
-    one_host = _is_one_host(location, environment)
+    # RANK and LOCAL_RANK alone do not say how many processes each host has.
+    local_size_known = "RANK" not in environment or "LOCAL_WORLD_SIZE" in environment or "LOCAL_SIZE" in environment
+    one_host = (
+        location.world_size == 1
+        or (location.world_size == location.local_world_size and local_size_known)
+        or location.master in (LOOPBACK, "localhost")
+    )
     # torchrun has already opened the store, at an address of its own.
-    moved = one_host and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    environment |= {
-        "RANK": str(location.rank),
-        "WORLD_SIZE": str(location.world_size),
-        "LOCAL_RANK": str(location.local_rank),
-        "LOCAL_WORLD_SIZE": str(location.local_world_size),
-        "MASTER_ADDR": LOOPBACK if moved else location.master or LOOPBACK,
-        "MASTER_PORT": str(port),
-    }
+    use_loopback = one_host and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    environment["RANK"] = str(location.rank)
+    environment["WORLD_SIZE"] = str(location.world_size)
+    environment["LOCAL_RANK"] = str(location.local_rank)
+    environment["LOCAL_WORLD_SIZE"] = str(location.local_world_size)
+    environment["MASTER_ADDR"] = LOOPBACK if use_loopback else location.master or LOOPBACK
+    environment["MASTER_PORT"] = str(port)
     if one_host:
-        _name_interface(environment, LOOPBACK, _GLOO_INTERFACE, _NCCL_INTERFACE)
+        _set_interface(environment, LOOPBACK, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     elif location.world_size > location.local_world_size and location.master is not None:
-        _name_interface(environment, location.master, _GLOO_INTERFACE)
+        _set_interface(environment, location.master, "GLOO_SOCKET_IFNAME")
 
 
-def _name_interface(environment: dict[str, str], address: str, *variables: str) -> None:
+def _set_interface(environment: MutableMapping[str, str], address: str, *variables: str) -> None:
     """Set those of `variables` that are not set to the interface that routes to `address`."""
     interface = interface_towards(address)
     for name in variables:
@@ -165,23 +164,14 @@ def _name_interface(environment: dict[str, str], address: str, *variables: str) 
             environment[name] = interface
 
 
-def _is_one_host(location: RankLocation, environment: Variables) -> bool:
-    """True if all processes are known to be on one host. RANK and LOCAL_RANK alone do not say how many processes each
-    host has.
-    """
-    by_rank = "RANK" in environment and not any(name in environment for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"))
-    together = location.world_size == location.local_world_size and not by_rank
-    return together or location.world_size == 1 or location.master in (LOOPBACK, "localhost")
-
-
 def threads_per_process(environment: Variables) -> int:
-    """CPU threads for this process: an equal share of the cores of its host."""
+    """Return the CPU threads for this process: an equal share of the cores of its host."""
     cores = len(os.sched_getaffinity(0))
     return max(1, cores // int(environment.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def first_host(nodelist: str) -> str:
-    """The first host of Slurm's compressed list: "gpu[003-007,9],login" -> "gpu003"."""
+    """Return the first host of Slurm's compressed list: "gpu[003-007,9],login" -> "gpu003"."""
     entry = re.match(r"(?:\[[^\]]*\]|[^\[,])*", nodelist)
     host = re.sub(r"\[(\d+)[^\]]*\]", r"\1", entry.group()) if entry else ""
     if not re.search(r"[^\W\d]", host) and not re.fullmatch(r"[\d.]{7,}", host):
@@ -190,7 +180,7 @@ def first_host(nodelist: str) -> str:
 
 
 def tasks_on_node(tasks: str, node: int) -> int:
-    """Tasks on host number `node` by Slurm's compressed list: "8(x3),4" -> 8 for the first three, 4 for the last."""
+    """Return the tasks on host number `node` by Slurm's list: "8(x3),4" -> 8 for the first three, 4 for the last."""
     counts: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks):
         counts += [int(count)] * int(times or 1)
@@ -200,7 +190,7 @@ def tasks_on_node(tasks: str, node: int) -> int:
 
 
 def _number(environment: Variables, *names: str, default: int | None = None) -> int:
-    """The value of the first of `names` that is set."""
+    """Return the value of the first of `names` that is set."""
     for name in names:
         if name in environment:
             if not re.fullmatch(r"\s*\d+\s*", environment[name]):
@@ -215,7 +205,7 @@ def _port(environment: Variables) -> int | None:
     return _number(environment, "MASTER_PORT") if "MASTER_PORT" in environment else None
 
 
-def _checked(location: RankLocation, name: str, environment: Variables) -> RankLocation:
+def _check(location: RankLocation, name: str, environment: Variables) -> None:
     if not 0 <= location.rank < location.world_size:
         raise ConfigError([f"{name}: rank {location.rank} is not below the world size {location.world_size}"])
     if not 0 <= location.local_rank < location.local_world_size:
@@ -229,7 +219,6 @@ def _checked(location: RankLocation, name: str, environment: Variables) -> RankL
         )
     if location.master is None and location.world_size > location.local_world_size:
         raise ConfigError([f"MASTER_ADDR: not set; {name} started processes on several hosts: set it to the first one"])
-    return location
 
 
 def _by_rank(environment: Variables) -> RankLocation:
@@ -266,18 +255,9 @@ def _by_slurm(environment: Variables) -> RankLocation:
     )
 
 
-def _by_mpi(rank: str, size: str, local_rank: str, local_size: str) -> Callable[[Variables], RankLocation]:
-    def location(environment: Variables) -> RankLocation:
-        return RankLocation(
-            _number(environment, rank),
-            _number(environment, size),
-            _number(environment, local_rank),
-            _number(environment, local_size),
-            environment.get("MASTER_ADDR"),
-            _port(environment),
-        )
-
-    return location
+def _by_mpi(names: tuple[str, ...], environment: Variables) -> RankLocation:
+    rank, size, local_rank, local_size = (_number(environment, name) for name in names)
+    return RankLocation(rank, size, local_rank, local_size, environment.get("MASTER_ADDR"), _port(environment))
 
 
 def _by_index(environment: Variables) -> RankLocation:
@@ -286,13 +266,15 @@ def _by_index(environment: Variables) -> RankLocation:
     return RankLocation(rank, _number(environment, "WORLD_SIZE"), 0, 1, master, _port(environment), sole_on_host=True)
 
 
-def _has(*names: str) -> Callable[[Variables], bool]:
-    return lambda environment: all(name in environment for name in names)
+def _has(names: tuple[str, ...], environment: Variables) -> bool:
+    return all(name in environment for name in names)
 
 
 def is_slurm_task(environment: Variables) -> bool:
-    """True if srun started this process. A batch script and the shell of an interactive allocation also have
-    SLURM_PROCID and SLURM_NTASKS, but a reserved step number or none.
+    """Return whether srun started this process.
+
+    A batch script and the shell of an interactive allocation also have SLURM_PROCID and SLURM_NTASKS, but a reserved
+    step id or none.
     """
     step = _number(environment, "SLURM_STEP_ID", default=_RESERVED_STEPS)
     return "SLURM_PROCID" in environment and step < _RESERVED_STEPS
@@ -303,17 +285,13 @@ def _is_one_of_several_tasks(environment: Variables) -> bool:
     return is_slurm_task(environment) and tasks > 1
 
 
-_OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
-_MVAPICH = tuple(f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
-_HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-
 LAUNCHERS: tuple[Launcher, ...] = (
-    Launcher("torchrun or deepspeed", _has("RANK", "WORLD_SIZE"), _by_rank),
-    Launcher("Open MPI", _has(*_OPEN_MPI[:2]), _by_mpi(*_OPEN_MPI)),
-    Launcher("MVAPICH", _has(*_MVAPICH[:2]), _by_mpi(*_MVAPICH)),
+    Launcher("torchrun or deepspeed", partial(_has, ("RANK", "WORLD_SIZE")), _by_rank),
+    Launcher("Open MPI", partial(_has, _OPEN_MPI[:2]), partial(_by_mpi, _OPEN_MPI)),
+    Launcher("MVAPICH", partial(_has, _MVAPICH[:2]), partial(_by_mpi, _MVAPICH)),
     Launcher("srun", _is_one_of_several_tasks, _by_slurm),
-    Launcher("MPICH or Intel MPI", _has(*_HYDRA), _by_mpi(*_HYDRA)),
-    Launcher("Kubernetes (Indexed Job)", _has("JOB_COMPLETION_INDEX", "WORLD_SIZE"), _by_index),
+    Launcher("MPICH or Intel MPI", partial(_has, _HYDRA), partial(_by_mpi, _HYDRA)),
+    Launcher("Kubernetes (Indexed Job)", partial(_has, ("JOB_COMPLETION_INDEX", "WORLD_SIZE")), _by_index),
 )
 """In order of precedence. Within a Slurm job mpirun starts its daemons through srun, so the variables of MPI go first;
 srun sets PMI_RANK for its tasks, so those of MPICH come after Slurm's.
