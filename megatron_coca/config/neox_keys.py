@@ -1,14 +1,14 @@
-"""GPT-NeoX's other keys: what each means here. Together with the schema they are all keys of GPT-NeoX.
+"""GPT-NeoX's keys that are not in the schema: aliases, keys without effect, and unsupported features.
 
 Names and defaults are those of GPT-NeoX at commit ea7aefd8.
 """
 
 from typing import Any
 
-_KERNEL = "selects a kernel, not a result"
-_RECOMPUTE = "selects how activations are recomputed, not a result"
-_CONSOLE = "what is printed, not a result"
-_LAUNCH = "known at launch"
+_KERNEL = "selects a kernel; results are the same"
+_RECOMPUTE = "selects how activations are recomputed; results are the same"
+_CONSOLE = "console output only"
+_LAUNCH = "set by the launcher"
 _UNUSED = "has no effect in GPT-NeoX either"
 
 INERT: dict[str, str] = {
@@ -21,19 +21,19 @@ INERT: dict[str, str] = {
     "use_flashattn_swiglu": _KERNEL,
     "fused_kernels_build_path": _KERNEL,
     "attention_softmax_in_fp32": "every backend computes the softmax in float32",
-    "apply_query_key_layer_scaling": "divides and multiplies by the same number",
+    "apply_query_key_layer_scaling": "does not change results",
     "rotary_save_freqs_buffer": "the frequencies are computed, not stored",
-    "output_layer_parallelism": "has one choice",
-    "use_cpu_initialization": "selects where weights are drawn, not how",
+    "output_layer_parallelism": "has only one valid value",
+    "use_cpu_initialization": "selects the device of the initialization; the distribution is the same",
     "partition_activations": _RECOMPUTE,
     "contiguous_checkpointing": _RECOMPUTE,
     "checkpoint_in_cpu": _RECOMPUTE,
     "synchronize_each_layer": _RECOMPUTE,
     "profile_backward": _RECOMPUTE,
     "deepspeed_activation_checkpointing": _RECOMPUTE,
-    "mmap_warmup": "selects how files are read",
-    "use_shared_fs": "no index files are built",
-    "s3_chunk_size": "without s3_path there is nothing to upload",
+    "mmap_warmup": "selects how files are read; results are the same",
+    "use_shared_fs": "no index files are written",
+    "s3_chunk_size": "s3_path is not supported",
     "override_lr_scheduler": "the schedule always comes from the configuration",
     "steps_per_print": _CONSOLE,
     "wall_clock_breakdown": _CONSOLE,
@@ -53,7 +53,7 @@ INERT: dict[str, str] = {
     "local_rank": _LAUNCH,
     "global_num_gpus": _LAUNCH,
 }
-"""Keys accepted without effect, and why."""
+"""Keys that are accepted and have no effect, with the reason."""
 
 ALIASES: dict[str, str] = {
     "lr": "optimizer.params.lr",
@@ -66,10 +66,10 @@ ALIASES: dict[str, str] = {
     "zero_allgather_bucket_size": "zero_optimization.allgather_bucket_size",
     "fp32_allreduce": "deepspeed_extra_args.communication_data_type",
 }
-"""Second names of keys; both may be given where they agree."""
+"""Aliases of keys; both may be set to the same value."""
 
 ALIAS_VALUES: dict[str, dict[Any, Any]] = {"fp32_allreduce": {True: "fp32", False: None}}
-"""What the values of a second name are called under the first."""
+"""Values of an alias, translated to those of its key."""
 
 MISPLACED: dict[str, str] = {
     "optimizer.params.weight_decay": "belongs at the top level: set `weight_decay`",
@@ -78,30 +78,30 @@ MISPLACED: dict[str, str] = {
     "optimizer.betas": "belongs one level down: set `optimizer.params.betas`",
     "optimizer.eps": "belongs one level down: set `optimizer.params.eps`",
 }
-"""Names written in the wrong place, and the right one."""
+"""Keys at the wrong level of the file."""
 
 _ALIGNMENT = "preference learning"
 _GENERATION = "text generation from a configuration file"
 _MAMBA = "Mamba"
 _MOE = "mixture of experts"
-_MUP = "maximal update parametrisation"
+_MUP = "maximal update parametrization"
 _TE = "Transformer Engine"
 _SERVING = "online training"
 _COMET = "Comet"
 _STATISTICS = "this statistic"
-_DERIVED = "setting this derived value"
-_LOSS_SCALE = "a top-level loss-scaling key (put it into the fp16 section)"
-_DEEPSPEED = "this DeepSpeed section as a key of its own (put it into deepspeed_extra_args)"
+_DERIVED = "setting this derived value directly"
+_LOSS_SCALE = "a top-level loss-scaling key (use the fp16 section)"
+_DEEPSPEED = "this DeepSpeed section at the top level (use deepspeed_extra_args)"
 
 UNSUPPORTED: dict[str, tuple[Any, str]] = {
     # attention and model
     "sliding_window_width": (None, "sliding-window attention"),
     "sparsity_config": (None, "sparse attention"),
     "sparse_attention": (None, "sparse attention"),
-    "opt_pos_emb_offset": (0, "an offset of learned positions"),
-    "use_qk_layernorm": (False, "normalisation of queries and keys"),
-    "num_unique_layers": (None, "sharing of layers"),
-    "param_sharing_style": ("grouped", "sharing of layers"),
+    "opt_pos_emb_offset": (0, "offset of learned positions"),
+    "use_qk_layernorm": (False, "normalization of queries and keys"),
+    "num_unique_layers": (None, "layer sharing"),
+    "param_sharing_style": ("grouped", "layer sharing"),
     "gmlp_attn_dim": (64, "gMLP"),
     "soft_prompt_tuning": (None, "soft prompt tuning"),
     "mamba_selective_scan_fusion": (False, _MAMBA),
@@ -141,9 +141,9 @@ UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "mup_width_scale": (2, _MUP),
     # optimizer, schedule, precision
     "use_bnb_optimizer": (False, "the bitsandbytes optimizer"),
-    "use_checkpoint_lr_scheduler": (False, "taking the schedule from a checkpoint"),
-    "z_loss": (0.0, "the z-loss"),
-    "fp16_lm_cross_entropy": (False, "a loss in float16"),
+    "use_checkpoint_lr_scheduler": (False, "loading the schedule from a checkpoint"),
+    "z_loss": (0.0, "z-loss"),
+    "fp16_lm_cross_entropy": (False, "loss in float16"),
     "loss_scale": (None, _LOSS_SCALE),
     "loss_scale_window": (1000.0, _LOSS_SCALE),
     "hysteresis": (2, _LOSS_SCALE),
@@ -188,9 +188,9 @@ UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "test_label_data_paths": (None, "separate label data"),
     "weight_by_num_documents": (False, "weighting by number of documents"),
     "weighted_sampler_alpha": (1.0, "weighting by number of documents"),
-    "pack_impl": ("packed", "another way of packing documents"),
-    "dataset_impl": ("gpt2", "another kind of dataset"),
-    "allow_chopped": (True, "dropping of chopped documents"),
+    "pack_impl": ("packed", "another packing method"),
+    "dataset_impl": ("gpt2", "another dataset type"),
+    "allow_chopped": (True, "dropping truncated documents"),
     "train_impl": ("normal", _ALIGNMENT),
     "train_reward_data_paths": (None, _ALIGNMENT),
     "valid_reward_data_paths": (None, _ALIGNMENT),
@@ -223,12 +223,12 @@ UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "online_dataserver_ips": ("localhost", _SERVING),
     "online_dataserver_ports": (10000, _SERVING),
     # checkpoints
-    "s3_path": (None, "storage in S3"),
+    "s3_path": (None, "s3_path (set save to an s3:// URL)"),
     "no_save_optim": (False, "a checkpoint without optimizer state"),
     "no_save_rng": (False, "a checkpoint without random state"),
     "no_load_optim": (False, "resuming without optimizer state (use finetune)"),
     "no_load_rng": (False, "resuming without random state (use finetune)"),
-    "checkpoint_validation_with_forward_pass": (False, "validation of checkpoints by a forward pass"),
+    "checkpoint_validation_with_forward_pass": (False, "validating checkpoints with a forward pass"),
     "adlr_autoresume": (False, "ADLR autoresume"),
     "adlr_autoresume_interval": (1000, "ADLR autoresume"),
     # logging
@@ -260,20 +260,28 @@ UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "eval_results_prefix": ("", "evaluation tasks from a configuration file"),
     "eval_tasks": (None, "evaluation tasks from a configuration file"),
 }
-"""Keys of features that are absent: GPT-NeoX's default (accepted) and the feature."""
+"""Keys of unsupported features: GPT-NeoX's default, which is accepted, and the feature."""
 
 UNSUPPORTED_CHOICES: dict[str, dict[Any, str]] = {
     "norm": {"te_rmsnorm": _TE, "te_layernorm": _TE},
-    "init_method": {"single_residual_scaled_normal": "this initialisation"},
-    "output_layer_init_method": {"single_residual_scaled_normal": "this initialisation"},
+    "init_method": {"single_residual_scaled_normal": "this initialization"},
+    "output_layer_init_method": {"single_residual_scaled_normal": "this initialization"},
     "data_impl": {"cached": "the cached index format"},
-    "sequence_parallel": {True: "Megatron's form of it (set sequence_parallel_size instead)"},
+    "sequence_parallel": {True: "Megatron's sequence parallelism (set sequence_parallel_size instead)"},
     "optimizer.type": dict.fromkeys(("onebitadam", "cpu_torch_adam", "sm3", "madgrad_wd", "lion"), "this optimizer"),
 }
-"""GPT-NeoX's choices that are absent, by key, in lower case, and the feature each stands for."""
+"""Unsupported values of supported keys, in lower case, with the feature."""
+
+REMOVED_CHOICES: dict[str, dict[str, str]] = {
+    "launcher": {
+        "ssh": "this launcher has been removed; use pdsh (over ssh), slurm, or start the processes with torchrun"
+        " (docs/launch.md)"
+    },
+}
+"""Values that earlier versions accepted, with the replacement."""
 
 
 def is_inert(value: Any, default: Any) -> bool:
-    """Whether an absent feature's key leaves that feature off."""
+    """Return whether the value of an unsupported key leaves its feature disabled."""
     off = value is None or value == {} or value == [] or (value is False and default is not True)
     return off or (value == default and isinstance(value, bool) == isinstance(default, bool))

@@ -17,7 +17,7 @@ from megatron_coca.attention.positions import PositionRangeError
 from megatron_coca.checkpoints import CheckpointError, OpenedCheckpoint, open_checkpoint
 from megatron_coca.checkpoints.compare import EVALUATION_KEYS, TRAINED_CHOICES
 from megatron_coca.config import Config, ConfigError, PositionConfig
-from megatron_coca.config.position import ROTATED_METHODS
+from megatron_coca.config.model import ROTATED_METHODS
 from megatron_coca.data import Tokenizer
 from megatron_coca.evaluation.options import DTYPES, SubjectOptions, Variant, resolve_device, subject_options
 from megatron_coca.evaluation.results import (

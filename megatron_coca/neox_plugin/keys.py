@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from megatron_coca.config import KEYS, Config, ConfigError, load_config
 from megatron_coca.config.base import nearest
-from megatron_coca.config.position import PositionConfig
+from megatron_coca.config.model import PositionConfig
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from megatron_coca.attention.layer import bytes_per_token
 from megatron_coca.checkpoints import open_checkpoint
 from megatron_coca.checkpoints.native import code_versions
 from megatron_coca.config import Config, load_config
-from megatron_coca.config.position import PositionMethod
+from megatron_coca.config.model import PositionMethod
 from megatron_coca.evaluation.options import DTYPES, int_list, positive_int, read_variants, resolve_device
 from megatron_coca.evaluation.results import (
     CheckpointRecord,
