@@ -200,7 +200,9 @@ def test_three_layers_have_the_rows_of_the_packed_one(shape: str) -> None:
 @pytest.mark.parametrize(
     ("parts", "split"), [(None, False), (["mlp"], False), (["query", "key", "value"], False), (["key"], True)]
 )
-def test_a_projection_of_which_all_or_nothing_trains_stays_packed(parts: list[TrainablePart] | None, split: bool) -> None:
+def test_a_projection_of_which_all_or_nothing_trains_stays_packed(
+    parts: list[TrainablePart] | None, split: bool
+) -> None:
     before = torch.get_rng_state()
     blocks = prepared(tiny(parts)).blocks
     assert all(isinstance(block.attention.query_key_value, SplitProjection) == split for block in blocks)
