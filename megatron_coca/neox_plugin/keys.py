@@ -309,7 +309,7 @@ def _copy(file: File, replaced: Sequence[Replacement]) -> str:
     if not values:
         return file.text
     wanted, text = file.values | values, file.text
-    root = yaml.compose(text, Loader=yaml.FullLoader)
+    root: Any = yaml.compose(text, Loader=yaml.FullLoader)
     for name, node in reversed(root.value):  # from the end, so that the offsets of earlier nodes stay valid
         key = str(name.value).replace("-", "_")
         if key in values:

@@ -189,5 +189,5 @@ def missing_calls(neox_args: Any, training: bool) -> list[str]:
             "the checkpoint may have been trained with another position method",
         ),
     )
-    calls = getattr(neox_args, CALLS, set())
+    calls: set[str] = getattr(neox_args, CALLS, set())
     return [f"{name}: {effect}" for name, needed, effect in required if needed and name not in calls]
