@@ -59,25 +59,9 @@ NEWER_THAN_PYTHON_3_10 = {
 }
 
 IN_TORCH_2_3 = {
-    *(
-        "Generator",
-        "Tensor",
-        "__version__.split",
-        "addmm",
-        "addmv",
-        "arange",
-        "autograd.Function",
-        "baddbmm",
-        "bfloat16",
-    ),
-    *(
-        "autograd.function.FunctionCtx",
-        "autograd.function.once_differentiable",
-        "bucketize",
-        "cat",
-        "device",
-        "dropout",
-    ),
+    *("Generator", "Tensor", "__version__.split", "addmm", "addmv", "arange", "autograd.Function", "baddbmm"),
+    *("autograd.function.FunctionCtx", "autograd.function.once_differentiable", "bfloat16", "bool", "bucketize", "cat"),
+    *("device", "dropout", "ones_like"),
     *("compiler.is_compiling", "cuda.get_device_capability", "cuda.is_available", "distributed.ReduceOp.MAX"),
     *("distributed.all_reduce", "distributed.get_backend"),
     *("distributed.get_rank", "distributed.get_world_size", "distributed.is_initialized", "dtype", "empty"),
