@@ -5,7 +5,7 @@ from pathlib import Path
 
 from megatron_coca.checkpoints.errors import CheckpointError
 from megatron_coca.config import KEYS, Config
-from megatron_coca.config.position import ROTATED_METHODS
+from megatron_coca.config.model import ROTATED_METHODS
 
 EVALUATION_KEYS = frozenset(
     ("rope_scaling", "rotary_emb_base", "relative_positions", "logit_scaling", "attention_backend", "operand_kernel")

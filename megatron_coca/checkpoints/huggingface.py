@@ -20,8 +20,7 @@ from megatron_coca.checkpoints.native import read_json
 from megatron_coca.checkpoints.pickles import names_in_pickle, open_pickles
 from megatron_coca.checkpoints.weights import Weights, joined, names_in, open_safetensors
 from megatron_coca.config import Config, ConfigError, load_config
-from megatron_coca.config.model import GATED_ACTIVATIONS, Activation
-from megatron_coca.config.position import SCALING_OPTIONS, SCALING_REQUIRED
+from megatron_coca.config.model import GATED_ACTIVATIONS, SCALING_OPTIONS, SCALING_REQUIRED, Activation
 from megatron_coca.config.source import OVERRIDES
 
 Json = Mapping[str, Any]

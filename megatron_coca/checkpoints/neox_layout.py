@@ -17,11 +17,9 @@ from megatron_coca.attention.positions.bias import alibi_slopes
 from megatron_coca.checkpoints.errors import CheckpointError
 from megatron_coca.checkpoints.state import layer_shards
 from megatron_coca.config import KEYS, Config, ConfigError, ModelConfig, load_config
-from megatron_coca.config.model import GATED_ACTIVATIONS
+from megatron_coca.config.model import GATED_ACTIVATIONS, ROTATED_METHODS
 from megatron_coca.config.neox_keys import ALIASES, INERT, UNSUPPORTED
-from megatron_coca.config.position import ROTATED_METHODS
-from megatron_coca.config.source import OVERRIDES, merge, read_file
-from megatron_coca.config.yaml_text import dump
+from megatron_coca.config.source import OVERRIDES, dump, merge, read_file
 
 logger = logging.getLogger(__name__)
 

@@ -2,11 +2,18 @@
 
 from megatron_coca.config.base import ConfigError
 from megatron_coca.config.load import Config, load_config
-from megatron_coca.config.model import ModelConfig
-from megatron_coca.config.position import PositionConfig, RopeScaling
-from megatron_coca.config.run import CheckpointConfig, FaultConfig, LaunchConfig, split_shares
+from megatron_coca.config.model import ModelConfig, PositionConfig, RopeScaling
 from megatron_coca.config.schema import KEYS
-from megatron_coca.config.training import BatchSizes, OptimizerConfig, ParallelConfig, ScheduleConfig
+from megatron_coca.config.training import (
+    BatchSizes,
+    CheckpointConfig,
+    FaultConfig,
+    LaunchConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    ScheduleConfig,
+    split_shares,
+)
 
 __all__ = [
     "KEYS",

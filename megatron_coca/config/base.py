@@ -1,4 +1,4 @@
-"""What every group of keys shares: strictness, frozenness and the way a default is declared."""
+"""Base of all groups of keys: the error class, value ranges, and the declaration of keys."""
 
 import difflib
 from collections.abc import Iterable, Sequence
@@ -8,10 +8,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class ConfigError(ValueError):
-    """Every fault found in a configuration, one line each.
+    """All errors of a configuration, one line each.
 
     Attributes:
-        problems: lines of the form ``<file or command line>: <key>: <what is wrong>``.
+        problems: lines `<file or command line>: <key>: <message>`.
     """
 
     def __init__(self, problems: Sequence[str]) -> None:
@@ -23,14 +23,14 @@ class ConfigError(ValueError):
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """The hint ``; did you mean `x`?`` for the known word closest to `word`, or an empty string."""
+    """Return the hint ``; did you mean `x`?`` for the known word closest to `word`, or an empty string."""
     lowered = {candidate.lower(): candidate for candidate in known}
     match = difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=0.6)
     return f"; did you mean `{lowered[match[0]]}`?" if match else ""
 
 
 class ConfigGroup(BaseModel):
-    """A frozen set of keys. A field's alias, where it has one, is its dotted path in the YAML file."""
+    """A frozen group of keys. A field's alias, if it has one, is its dotted path in YAML."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -44,15 +44,15 @@ Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 def key(default: Any, description: str, path: str | None = None) -> Any:
-    """Declare a key: its default, what it means and, where it is nested in YAML, its dotted path."""
+    """Declare a key with a default, a description and, if it is nested in YAML, its dotted path."""
     return Field(default=default, description=description, alias=path)
 
 
 def required(description: str) -> Any:
-    """Declare a key that every configuration must give."""
+    """Declare a key without a default."""
     return Field(description=description)
 
 
 def follows(name: str, description: str) -> Any:
-    """Declare a key whose default is the value of the field `name`, declared before it in the same group."""
+    """Declare a key whose default is the value of `name`, an earlier field of the same group."""
     return Field(default_factory=lambda data: data[name], description=description, json_schema_extra={"follows": name})

@@ -1,4 +1,4 @@
-"""`load_config`: files and overrides to one frozen, validated Config."""
+"""`load_config`: merge files and overrides into one frozen, validated Config."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,19 +15,19 @@ from megatron_coca.config.neox_keys import (
     ALIASES,
     INERT,
     MISPLACED,
+    REMOVED_CHOICES,
     UNSUPPORTED,
     UNSUPPORTED_CHOICES,
     is_inert,
 )
 from megatron_coca.config.schema import CLOSED, GROUPS, KEYS, NESTED, SECTIONS, Settings
-from megatron_coca.config.source import Layer, merge, read_file, read_overrides
-from megatron_coca.config.yaml_text import dump
+from megatron_coca.config.source import Layer, dump, merge, read_file, read_overrides
 
 EXPECTED: dict[str, str] = {
-    "int_type": "expected a whole number",
+    "int_type": "expected an integer",
     "float_type": "expected a number",
     "bool_type": "expected true or false",
-    "string_type": "expected text",
+    "string_type": "expected a string",
     "list_type": "expected a list",
     "tuple_type": "expected a list",
     "dict_type": "expected a mapping",
@@ -36,10 +36,12 @@ EXPECTED: dict[str, str] = {
 }
 SYNONYMS: dict[str, str] = {"bf16": "bfloat16", "float16": "fp16", "float32": "fp32", "rope": "rotary"}
 KNOWN = (*KEYS, *INERT, *ALIASES, *(f"{key}.{name}" for key, names in NESTED.items() for name in names))
+MISSING = "required, but missing"
+_PLACEHOLDERS = {"num_layers": 1, "hidden_size": 1, "num_attention_heads": 1, "seq_length": 1}
 
 
 class Problems:
-    """Lines of the form `place: key: message`."""
+    """Collects errors as lines `file:line: key: message`."""
 
     def __init__(self, source: Layer) -> None:
         self.source = source
@@ -47,77 +49,72 @@ class Problems:
         self.keys: set[str] = set()
 
     def add(self, key: str, message: str) -> None:
-        """Record a fault of `key`, which is unreliable from then on."""
-        self.lines.append(f"{self._place(key)}: {key}: {message}")
-        self.keys.add(owner_of(key))
+        """Add an error of `key`; checks that read the key are skipped from then on."""
+        self.lines.append(f"{self._location(key)}: {key}: {message}")
+        self.keys.add(_owner_of(key))
 
-    def _place(self, path: str) -> str:
-        """Where `path` was written, else a name inside it, else the mapping around it."""
+    def _location(self, path: str) -> str:
+        """Location of `path`, else of a key inside it, else of the innermost mapping around it."""
         path = path.partition("[")[0]
         where = self.source.where
-        inside = (place for written, place in where.items() if written.startswith(f"{path}."))
+        inside = (location for key, location in where.items() if key.startswith(f"{path}."))
         around = (where[path[:end]] for end in range(len(path), 0, -1) if path[:end] in where and path[end:][:1] == ".")
         return where.get(path) or next(inside, None) or next(around, self.source.label)
 
+    def add_from_pydantic(self, error: ErrorDetails) -> None:
+        """Reword an error of pydantic and add it."""
+        key, value, kind = _path_of(error), error["input"], error["type"]
+        if kind == "missing":
+            message = MISSING
+        elif kind == "extra_forbidden":
+            message = f"unknown key{nearest(key, KNOWN)}"
+        elif kind == "literal_error":
+            names = [str(choice) for choice in _choices_of(key)]
+            hint = nearest(SYNONYMS.get(str(value), str(value)), names)
+            message = f"`{value}` is not one of {' | '.join(names)}{hint}"
+        else:
+            expected = EXPECTED.get(kind) or error["msg"].replace("Input should be", "expected a value")
+            hint = ""
+            if kind == "int_type" and isinstance(value, float) and value.is_integer():
+                hint = f"; write {int(value)}"
+            elif kind in ("int_type", "float_type", "bool_type") and isinstance(value, str):
+                hint = "; remove the quotes"
+            message = f"{expected}, got {value!r}{hint}"
+        self.add(key, message)
 
-def owner_of(path: str) -> str:
-    """The key of the schema to which a path such as `rope_scaling.factor` or `a[0]` belongs."""
+
+def _owner_of(path: str) -> str:
+    """Return the key of the schema that a path such as `rope_scaling.factor` or `a[0]` belongs to."""
     path = path.partition("[")[0]
     return path if path in KEYS else path.rpartition(".")[0] if "." in path else path
 
 
-def path_of(fault: ErrorDetails) -> str:
-    """The dotted path of the value that pydantic refuses."""
-    first, *rest = fault["loc"]
+def _path_of(error: ErrorDetails) -> str:
+    """Return the dotted path of the value that pydantic rejects."""
+    first, *rest = error["loc"]
     return str(first) + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in rest)
 
 
-def report(fault: ErrorDetails, problems: Problems) -> None:
-    """Add pydantic's finding to `problems` in our words."""
-    key, value, kind = path_of(fault), fault["input"], fault["type"]
-    if kind == "missing":
-        problems.add(key, "required, but missing")
-    elif kind == "extra_forbidden":
-        problems.add(key, f"unknown key{nearest(key, KNOWN)}")
-    elif kind == "literal_error":
-        names = [str(choice) for choice in choices_of(key)]
-        problems.add(
-            key, f"`{value}` is not one of {' | '.join(names)}{nearest(SYNONYMS.get(str(value), str(value)), names)}"
-        )
-    else:
-        message = EXPECTED.get(kind) or fault["msg"].replace("Input should be", "expected a value")
-        problems.add(key, f"{message}, got {value!r}{_hint(kind, value)}")
-
-
-def _hint(kind: str, value: Any) -> str:
-    if kind == "int_type" and isinstance(value, float) and value.is_integer():
-        return f"; write {int(value)}"
-    return "; remove the quotes" if isinstance(value, str) and kind in ("int_type", "float_type", "bool_type") else ""
-
-
-def choices_of(key: str) -> tuple[Any, ...]:
-    """The choices of a key, also of one inside a mapping such as `rope_scaling.rope_type`, or of an item of a list."""
-    owner = owner_of(key)
+def _choices_of(key: str) -> tuple[Any, ...]:
+    """Return the choices of a key, of a key in a mapping such as `rope_scaling.rope_type`, or of a list's items."""
+    owner = _owner_of(key)
     annotation: Any = GROUPS[KEYS[owner].group].model_fields[KEYS[owner].field].annotation
     if "." in key.removeprefix(owner):
         nested = next(kind for kind in get_args(annotation) if kind is not type(None))
         annotation = nested.model_fields[key.rpartition(".")[2]].annotation
-    return leaves(annotation)
+    return literal_values(annotation)
 
 
-def leaves(annotation: Any) -> tuple[Any, ...]:
-    """The values of a Literal, also of one inside a union or an Annotated; of anything else none."""
+def literal_values(annotation: Any) -> tuple[Any, ...]:
+    """Return the values of a Literal, also inside a union or an Annotated; empty for other types."""
     if get_origin(annotation) is Literal:
         return get_args(annotation)
-    parts = get_args(annotation)[:1] if get_origin(annotation) is Annotated else get_args(annotation)
-    return tuple(value for part in parts for value in leaves(part))
-
-
-_PLACEHOLDERS = {"num_layers": 1, "hidden_size": 1, "num_attention_heads": 1, "seq_length": 1}
+    inner = get_args(annotation)[:1] if get_origin(annotation) is Annotated else get_args(annotation)
+    return tuple(value for kind in inner for value in literal_values(kind))
 
 
 def validate(source: Layer) -> tuple[dict[str, ConfigGroup], list[str]]:
-    """The groups by name and the problems. The groups are complete only where there are no problems."""
+    """Return the groups by name and all errors. With errors, the groups have defaults for the invalid keys."""
     problems = Problems(source)
     flat = _flatten(source.values, "", problems)
     _resolve_aliases(flat, problems)
@@ -126,13 +123,13 @@ def validate(source: Layer) -> tuple[dict[str, ConfigGroup], list[str]]:
     groups = {name: _group(name, kind, known, problems) for name, kind in GROUPS.items()}
     unreliable = problems.keys | ({"num_kv_heads"} if "num_attention_heads" in problems.keys else set())
     unreliable |= {"max_position_embeddings"} if "seq_length" in problems.keys else set()
-    for key, fault in find_faults(Settings.model_validate(groups), frozenset(unreliable)):
-        problems.add(key, fault)
+    for key, message in find_faults(Settings.model_validate(groups), frozenset(unreliable)):
+        problems.add(key, message)
     return groups, problems.lines
 
 
 def _flatten(values: Mapping[str, Any], path: str, problems: Problems) -> dict[str, Any]:
-    """Values by dotted path, down to the keys of the schema. Nulls in mappings of ours mean `not set`."""
+    """Return values by dotted path, down to the keys of the schema, without nulls in mappings of known names."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         key = f"{path}.{name}" if path else name
@@ -140,54 +137,43 @@ def _flatten(values: Mapping[str, Any], path: str, problems: Problems) -> dict[s
             flat |= _flatten(value, key, problems)
         elif key in SECTIONS and value is not None:
             problems.add(key, f"expected a mapping, got {value!r}")
+        elif key in CLOSED and isinstance(value, Mapping):
+            flat[key] = {inner: item for inner, item in value.items() if item is not None}
         elif key not in SECTIONS:
             flat[key] = value
-    return {key: _without_nulls(key, value) for key, value in flat.items()}
-
-
-def _without_nulls(key: str, value: Any) -> Any:
-    if key not in CLOSED or not isinstance(value, Mapping):
-        return value
-    return {name: inner for name, inner in value.items() if inner is not None}
+    return flat
 
 
 def _resolve_aliases(flat: dict[str, Any], problems: Problems) -> None:
-    """Move values of second names to the first, refusing those that disagree."""
+    """Move the values of aliases to their keys, unless they contradict each other."""
     for alias in [alias for alias in ALIASES if alias in flat]:
-        value = flat.pop(alias)
-        choices = ALIAS_VALUES.get(alias)
-        if choices is not None and value is not None and not isinstance(value, bool):
-            problems.add(alias, f"expected true or false, got {value!r}")
-        elif value is not None:
-            _move(alias, choices[value] if choices else value, flat, problems)
-
-
-def _move(alias: str, value: Any, flat: dict[str, Any], problems: Problems) -> None:
-    target = ALIASES[alias]
-    key, inner = (target, "") if target in KEYS else target.split(".")
-    holder, name = (_inner_mapping(flat, key), inner) if inner else (flat, key)
-    if holder is None or value is None:
-        return
-    if holder.get(name) is None:
-        holder[name] = value
-        problems.source.where[target] = problems.source.where.get(alias, problems.source.label)
-    elif not _same(holder[name], value):
-        problems.add(alias, f"{value} disagrees with {target} {holder[name]}; set only {target}")
-
-
-def _inner_mapping(flat: dict[str, Any], key: str) -> dict[str, Any] | None:
-    value = flat.get(key)
-    flat[key] = {} if value is None else dict(value) if isinstance(value, Mapping) else value
-    return flat[key] if isinstance(flat[key], dict) else None
-
-
-def _same(one: Any, other: Any) -> bool:
-    texts = isinstance(one, str) and isinstance(other, str)
-    return one.lower() == other.lower() if texts else one == other
+        value, choices, target = flat.pop(alias), ALIAS_VALUES.get(alias), ALIASES[alias]
+        if value is None:
+            continue
+        if choices is not None:
+            if not isinstance(value, bool):
+                problems.add(alias, f"expected true or false, got {value!r}")
+                continue
+            value = choices[value]
+        mapping, name = flat, target
+        if target not in KEYS:
+            key, name = target.split(".")
+            outer = flat.get(key)
+            flat[key] = {} if outer is None else dict(outer) if isinstance(outer, Mapping) else outer
+            mapping = flat[key]
+        if value is None or not isinstance(mapping, dict):
+            continue
+        current = mapping.get(name)
+        both_text = isinstance(current, str) and isinstance(value, str)
+        if current is None:
+            mapping[name] = value
+            problems.source.where[target] = problems.source.where.get(alias, problems.source.label)
+        elif current.lower() != value.lower() if both_text else current != value:
+            problems.add(alias, f"{value} contradicts {target} {current}; set only {target}")
 
 
 def _translate_fp16(flat: dict[str, Any], problems: Problems) -> None:
-    """GPT-NeoX's own names in the fp16 section: `fp16: true` says nothing, `type: bfloat16` means the bf16 section."""
+    """Translate GPT-NeoX's names in the fp16 section: `fp16` is redundant, `type: bfloat16` means the bf16 section."""
     section = flat.get("fp16")
     if not isinstance(section, dict):
         return
@@ -202,58 +188,43 @@ def _translate_fp16(flat: dict[str, Any], problems: Problems) -> None:
 
 
 def _known_values(flat: dict[str, Any], problems: Problems) -> dict[str, Any]:
-    """The values that belong to the schema and are set; every other key is accounted for."""
+    """Return the keys of the schema that are set; add an error for every other key that has an effect in GPT-NeoX."""
     known: dict[str, Any] = {}
     for key, value in flat.items():
         choice = value.lower() if isinstance(value, str) else value
-        absent = UNSUPPORTED_CHOICES.get(key, {})
+        hashable = isinstance(choice, str | bool)
         if key in MISPLACED:
             problems.add(key, MISPLACED[key])
         elif key in UNSUPPORTED:
-            _check_unsupported(key, value, problems)
+            default, feature = UNSUPPORTED[key]
+            if not is_inert(value, default):
+                problems.add(key, f"{feature} is not supported yet; leave the key out")
         elif key not in KEYS and key not in INERT:
             problems.add(key, f"unknown key{nearest(key, KNOWN)}")
-        elif isinstance(choice, str | bool) and choice in absent:
-            problems.add(key, f"`{value}`: {absent[choice]} is not supported yet{_choices(key)}")
+        elif hashable and choice in REMOVED_CHOICES.get(key, {}):
+            problems.add(key, f"`{value}`: {REMOVED_CHOICES[key][choice]}")
+        elif hashable and choice in UNSUPPORTED_CHOICES.get(key, {}):
+            names = [str(name) for name in _choices_of(key)]
+            choices = f" ({' | '.join(names)})" if names else ""
+            problems.add(key, f"`{value}`: {UNSUPPORTED_CHOICES[key][choice]} is not supported yet{choices}")
         elif key in KEYS and value is not None:
             known[key] = value
     return known
 
 
-def _check_unsupported(key: str, value: Any, problems: Problems) -> None:
-    default, feature = UNSUPPORTED[key]
-    if not is_inert(value, default):
-        problems.add(key, f"{feature} is not supported yet; leave the key out")
-
-
 def _group(name: str, kind: type[ConfigGroup], known: dict[str, Any], problems: Problems) -> ConfigGroup:
-    """The group `name`; keys at fault are reported and replaced by their defaults."""
+    """Build one group; invalid keys are reported and replaced by their defaults."""
     values = {key: value for key, value in known.items() if KEYS[key].group == name}
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        faults = [fault for fault in error.errors() if fault["type"] != "default_factory_not_called"]
-    for fault in faults:
-        report(fault, problems)
-    at_fault = {owner_of(path_of(fault)) for fault in faults}
-    kept = {key: value for key, value in values.items() if key not in at_fault}
-    stand_ins = {key: value for key, value in _PLACEHOLDERS.items() if KEYS[key].group == name}
-    return kind.model_validate(stand_ins | kept)
-
-
-def _choices(key: str) -> str:
-    names = [str(choice) for choice in choices_of(key)]
-    return f" ({' | '.join(names)})" if names else ""
-
-
-def raise_if(problems: list[str]) -> None:
-    """Raise all problems as one error, if there are any.
-
-    Raises:
-        ConfigError: there is at least one.
-    """
-    if problems:
-        raise ConfigError(problems)
+        errors = [details for details in error.errors() if details["type"] != "default_factory_not_called"]
+    for details in errors:
+        problems.add_from_pydantic(details)
+    invalid = {_owner_of(_path_of(details)) for details in errors}
+    valid = {key: value for key, value in values.items() if key not in invalid}
+    placeholders = {key: value for key, value in _PLACEHOLDERS.items() if KEYS[key].group == name}
+    return kind.model_validate(placeholders | valid)
 
 
 Overrides = Mapping[str, Any] | Sequence[str]
@@ -263,29 +234,28 @@ class Config(Settings):
     """A resolved configuration: frozen groups of typed values."""
 
     def override(self, overrides: Overrides, files: Sequence[str | Path] = ()) -> Self:
-        """A copy with some keys changed, validated anew.
+        """Return a validated copy with some keys changed.
 
         Args:
-            overrides: a mapping of dotted keys to values, or texts `key=value`.
+            overrides: a mapping of dotted keys to values, or strings `key=value`.
             files: YAML files that are merged before the overrides.
 
         Raises:
             ConfigError: the result is not valid.
 
-        Keys that follow another by default (num_kv_heads, max_position_embeddings) still follow it, unless they
-        were set.
+        Keys whose default is another key (num_kv_heads, max_position_embeddings) still follow it, unless they were set.
         """
         problems: list[str] = []
-        given = Layer("configuration", self._nested(only_set=True), {})
-        read = [layer for file in files if (layer := read_file(file, problems)) is not None]
-        return self._from_layers([given, *read, *_override_layers(overrides, problems)], problems)
+        own = Layer("configuration", self._nested(only_set=True), {})
+        layers = [layer for file in files if (layer := read_file(file, problems)) is not None]
+        return self._from_layers([own, *layers, *_override_layers(overrides, problems)], problems)
 
     def to_yaml(self) -> str:
-        """Every key with its resolved value, as flat YAML from which load_config makes an equal Config."""
+        """Return every key with its resolved value as YAML; load_config reads it back as an equal Config."""
         return dump(self._nested(only_set=False))
 
     def flat(self) -> dict[str, Any]:
-        """Every resolved value by the dotted path of its key, for example `num_layers` or `optimizer.params.lr`."""
+        """Return every resolved value by its dotted key, for example `num_layers` or `optimizer.params.lr`."""
         return {
             path: value
             for name in type(self).model_fields
@@ -293,22 +263,23 @@ class Config(Settings):
         }
 
     def _nested(self, only_set: bool) -> dict[str, Any]:
-        """Values as they stand in YAML, without group names."""
-        flat: dict[str, Any] = {}
+        """Return the values as they are nested in YAML, without group names."""
+        values: dict[str, Any] = {}
         for name in type(self).model_fields:
             group: ConfigGroup = getattr(self, name)
             for path, value in group.model_dump(by_alias=True, exclude_unset=only_set).items():
                 *parents, last = path.split(".")
-                inner = flat
+                inner = values
                 for parent in parents:
                     inner = inner.setdefault(parent, {})
                 inner[last] = list(value) if isinstance(value, tuple) else value
-        return flat
+        return values
 
     @classmethod
     def _from_layers(cls, layers: Sequence[Layer], problems: list[str]) -> Self:
-        groups, found = validate(merge(layers))
-        raise_if(problems + found)
+        groups, errors = validate(merge(layers))
+        if problems or errors:
+            raise ConfigError(problems + errors)
         return cls.model_validate(groups)
 
 
@@ -316,20 +287,21 @@ def load_config(paths: str | Path | Sequence[str | Path], overrides: Overrides =
     """Merge YAML or JSON files left to right, then overrides, and validate the result.
 
     Args:
-        paths: one file or several; later files win, mappings are merged key by key, null means `not set`.
-        overrides: a mapping of dotted keys to values, or texts `key=value` whose values are read as YAML.
+        paths: one file or several; later files win, mappings are merged key by key, null means "not set".
+        overrides: a mapping of dotted keys to values, or strings `key=value` whose values are parsed as YAML.
 
     Returns:
-        The configuration. Hyphens and underscores in keys are alike.
+        The configuration. Hyphens and underscores in keys are equivalent.
 
     Raises:
-        ConfigError: with every problem of all files and overrides at once.
+        ConfigError: all errors of all files and overrides.
     """
     problems: list[str] = []
     files = [read_file(path, problems) for path in ([paths] if isinstance(paths, str | Path) else paths)]
     layers = [layer for layer in files if layer is not None] + _override_layers(overrides, problems)
-    if None in files:
-        raise ConfigError(problems + _certain_problems(layers))
+    if None in files:  # a key that seems to be missing may be in the unreadable file
+        _, errors = validate(merge(layers))
+        raise ConfigError(problems + [line for line in errors if not line.endswith(MISSING)])
     return Config._from_layers(layers, problems)
 
 
@@ -341,9 +313,3 @@ def _override_layers(overrides: Overrides, problems: list[str]) -> list[Layer]:
         else:
             layers.append(item)
     return layers
-
-
-def _certain_problems(layers: Sequence[Layer]) -> list[str]:
-    """Problems of the readable files while another cannot be read, which may hold what seems to be missing."""
-    _, found = validate(merge(layers))
-    return [line for line in found if not line.endswith("required, but missing")]

@@ -1,25 +1,21 @@
-"""The groups of keys put together, and every key's place in them."""
+"""All groups of keys in one model, and the location of every key in them."""
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
 from megatron_coca.config.base import ConfigGroup
-from megatron_coca.config.model import ModelConfig
-from megatron_coca.config.position import PositionConfig, RelativePositions, RopeScaling
-from megatron_coca.config.run import (
-    CheckpointConfig,
-    DataConfig,
-    FaultConfig,
-    GeneralConfig,
-    LaunchConfig,
-    LoggingConfig,
-)
+from megatron_coca.config.model import ModelConfig, PositionConfig, RelativePositions, RopeScaling
 from megatron_coca.config.training import (
     BatchConfig,
     Bf16,
+    CheckpointConfig,
+    DataConfig,
+    FaultConfig,
     Fp16,
+    GeneralConfig,
+    LaunchConfig,
+    LoggingConfig,
     OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,
@@ -48,45 +44,31 @@ class Settings(BaseModel):
 
     @property
     def seed(self) -> int:
-        """Seed of initialisation, dropout and data order."""
+        """Seed of initialization, dropout and data order."""
         return self.general.seed
 
 
-GROUPS: dict[str, type[ConfigGroup]] = {
-    "model": ModelConfig,
-    "position": PositionConfig,
-    "optimizer": OptimizerConfig,
-    "schedule": ScheduleConfig,
-    "batch": BatchConfig,
-    "precision": PrecisionConfig,
-    "parallel": ParallelConfig,
-    "data": DataConfig,
-    "checkpoint": CheckpointConfig,
-    "faults": FaultConfig,
-    "logging": LoggingConfig,
-    "launch": LaunchConfig,
-    "general": GeneralConfig,
-}
-
-
 class KeyLocation(NamedTuple):
-    """Where the value of a key is kept."""
+    """Group and field of a key."""
 
     group: str
     field: str
 
 
-def _places() -> Iterator[tuple[str, KeyLocation]]:
-    for group, kind in GROUPS.items():
-        for name, field in kind.model_fields.items():
-            yield field.alias or name, KeyLocation(group, name)
+GROUPS: dict[str, type[ConfigGroup]] = {
+    name: field.annotation  # type: ignore[misc]
+    for name, field in Settings.model_fields.items()
+}
 
-
-KEYS: dict[str, KeyLocation] = dict(_places())
+KEYS: dict[str, KeyLocation] = {
+    field.alias or name: KeyLocation(group, name)
+    for group, kind in GROUPS.items()
+    for name, field in kind.model_fields.items()
+}
 """Every key by its dotted path in YAML, for example `num_layers` and `optimizer.params.lr`."""
 
 SECTIONS = frozenset(key[:end] for key in KEYS for end, letter in enumerate(key) if letter == ".")
-"""Mappings that only hold keys of their own: `optimizer` and `optimizer.params`."""
+"""Mappings of keys that are themselves keys of the schema: `optimizer` and `optimizer.params`."""
 
 NESTED: dict[str, tuple[str, ...]] = {
     "rope_scaling": tuple(RopeScaling.model_fields),
@@ -94,7 +76,7 @@ NESTED: dict[str, tuple[str, ...]] = {
     "fp16": tuple(Fp16.__annotations__),
     "bf16": tuple(Bf16.__annotations__),
 }
-"""Keys whose value is a mapping with names of its own."""
+"""Keys whose value is a mapping with a fixed set of names."""
 
 CLOSED = SECTIONS | frozenset(NESTED)
-"""Mappings in which every name is known; in all others names and nulls are passed through as written."""
+"""Mappings in which every name is known; all others are passed through unchanged."""

@@ -1,20 +1,147 @@
-"""Reads YAML and JSON files and `key=value` overrides, and remembers where every key was written."""
+"""Read YAML and JSON files and `key=value` overrides into nested mappings, with the file and line of every key."""
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
+
 from megatron_coca.config.base import ConfigError
-from megatron_coca.config.yaml_text import YamlReader, normalise
-from megatron_coca.safe_yaml import YamlFault, read_text
+from megatron_coca.config.schema import CLOSED
+from megatron_coca.safe_yaml import MAX_DEPTH, LimitedLoader, YamlFault, fault, read_text
 
 COMMAND_LINE = "command line"
 OVERRIDES = "overrides"
+MAX_PATHS = 1 << 24
+"""Limit on the total length of the dotted paths of all keys, since aliases can repeat a few long names."""
+
+_FLOAT = re.compile(
+    r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?"
+    r"|[0-9][0-9_]*[eE][-+]?[0-9]+|\.(?:inf|Inf|INF))$|\.(?:nan|NaN|NAN)$"
+)
+_REPLACED = {"tag:yaml.org,2002:float", "tag:yaml.org,2002:timestamp"}
+
+
+class _Loader(LimitedLoader):
+    """YAML 1.1, except that `1e-4` is a number and dates are strings."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    letter: [entry for entry in entries if entry[0] not in _REPLACED]
+    for letter, entries in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes exactly the strings that _Loader would read as another type."""
+
+
+_Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+
+
+def dump(values: dict[str, Any]) -> str:
+    """Return YAML that YamlReader reads back as the same values."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+def normalise(name: str, parent: str = "") -> str:
+    """Replace hyphens by underscores, except in mappings that are passed through unchanged."""
+    return name.replace("-", "_") if parent == "" or parent in CLOSED else name
+
+
+def _join(parent: str, name: str) -> str:
+    return f"{parent}.{name}" if parent else name
+
+
+class YamlReader:
+    """Reader of one YAML document.
+
+    Attributes:
+        where: `label:line` by dotted path (only the label if `numbered` is false).
+        problems: errors, one line each.
+        failed: True if the text is not valid YAML.
+    """
+
+    def __init__(self, label: str, text: str, numbered: bool = True) -> None:
+        self.label, self.text, self.numbered = label, text, numbered
+        self.where: dict[str, str] = {}
+        self.problems: list[str] = []
+        self.failed = False
+        self._path_characters = 0
+
+    def read(self) -> Any:
+        """Return the document's value, or None if it is not valid YAML; errors are added to `problems`."""
+        try:
+            self._loader = _Loader(self.text)
+            try:
+                node = self._loader.get_single_node()
+                return None if node is None else self._value(node, "")
+            finally:
+                self._loader.dispose()
+        except yaml.YAMLError as error:
+            reason = fault(error, self.text)
+            reason.line = reason.line if self.numbered else None
+            self.problems.append(reason.at(self.label))
+            self.failed = True
+            return None
+
+    def _location(self, node: yaml.Node) -> str:
+        return f"{self.label}:{node.start_mark.line + 1}" if self.numbered else self.label
+
+    def _value(self, node: yaml.Node, path: str) -> Any:
+        if isinstance(node, yaml.MappingNode):
+            return self._mapping(node, path)
+        if isinstance(node, yaml.SequenceNode):
+            return [self._value(child, f"{path}[{index}]") for index, child in enumerate(node.value)]
+        return self._loader.construct_object(node)
+
+    def _mapping(self, node: yaml.MappingNode, path: str) -> dict[str, Any]:
+        self._check_duplicates(node, path)
+        self._loader.flatten_mapping(node)
+        values: dict[str, Any] = {}
+        for name_node, value_node in node.value:
+            name = normalise(_name(name_node), path)
+            inner = _join(path, name)
+            self._check_path(inner, name_node)
+            self.where[inner] = self._location(name_node)
+            values[name] = self._value(value_node, inner)
+        return values
+
+    def _check_path(self, path: str, node: yaml.Node) -> None:
+        """Limit dotted names, which stand for nested mappings."""
+        self._path_characters += len(path)
+        if path.count(".") > MAX_DEPTH:
+            problem = f"a dotted key of more than {MAX_DEPTH} names"
+        elif self._path_characters > MAX_PATHS:
+            problem = f"dotted keys with a total length of more than {MAX_PATHS:,} characters"
+        else:
+            return
+        raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+
+    def _check_duplicates(self, node: yaml.MappingNode, path: str) -> None:
+        seen: dict[str, yaml.Node] = {}
+        for name_node, _ in node.value:
+            name = normalise(_name(name_node), path)
+            first = seen.setdefault(name, name_node)
+            if first is not name_node and name_node.tag != "tag:yaml.org,2002:merge":
+                spellings = f", as `{first.value}` and `{name_node.value}`" if first.value != name_node.value else ""
+                self.problems.append(
+                    f"{self._location(name_node)}: {_join(path, name)}: given twice, on lines"
+                    f" {first.start_mark.line + 1} and {name_node.start_mark.line + 1}{spellings}; remove one of them"
+                )
+
+
+def _name(node: yaml.Node) -> str:
+    if not isinstance(node, yaml.ScalarNode):
+        raise yaml.MarkedYAMLError(problem="a key that is not a string", problem_mark=node.start_mark)
+    return str(node.value)
 
 
 class Layer(NamedTuple):
-    """One source of values: nested mappings, and `file:line` by dotted path."""
+    """One file or override: nested mappings, and the `file:line` of every key by dotted path."""
 
     label: str
     values: dict[str, Any]
@@ -22,7 +149,7 @@ class Layer(NamedTuple):
 
 
 def read_file(path: str | Path, problems: list[str]) -> Layer | None:
-    """The values of a YAML or JSON file, or None where it cannot be read; `problems` gets what is wrong with it."""
+    """Return the values of a YAML or JSON file, or None if it cannot be read; errors are added to `problems`."""
     try:
         text = _read_text(Path(path))
     except ConfigError as error:
@@ -31,35 +158,34 @@ def read_file(path: str | Path, problems: list[str]) -> Layer | None:
     reader = YamlReader(str(path), text.replace("\t", " ") if str(path).endswith(".json") else text)
     values = reader.read()
     problems += reader.problems
-    if not reader.failed and not isinstance(values, dict):
-        found = "empty" if values is None else f"a {type(values).__name__}"
-        problems.append(f"{path}: the file is {found}; expected a mapping of keys to values")
-    return _expand(Layer(str(path), values, reader.where)) if isinstance(values, dict) else None
+    if isinstance(values, dict):
+        return _expand(Layer(str(path), values, reader.where))
+    if not reader.failed:
+        content = "empty" if values is None else f"a {type(values).__name__}"
+        problems.append(f"{path}: the file is {content}; expected a mapping of keys to values")
+    return None
 
 
 def _read_text(path: Path) -> str:
     try:
         return read_text(path)
-    except YamlFault as fault:
-        raise ConfigError([fault.at(str(path))]) from None
+    except YamlFault as error:
+        reason = error.at(str(path))
     except FileNotFoundError:
-        raise ConfigError([f"{path}: no such file{_neighbour(path)}"]) from None
+        names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+        match = difflib.get_close_matches(path.name, names, n=1, cutoff=0.75)
+        reason = f"{path}: no such file" + (f"; did you mean `{path.parent / match[0]}`?" if match else "")
     except IsADirectoryError:
-        raise ConfigError([f"{path}: is a folder; name a YAML file in it"]) from None
-    except UnicodeDecodeError as fault:
-        raise ConfigError([f"{path}: not UTF-8 text (byte {fault.start}); save it as UTF-8"]) from None
-    except OSError as fault:
-        raise ConfigError([f"{path}: cannot be read: {fault.strerror}"]) from None
-
-
-def _neighbour(path: Path) -> str:
-    names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-    match = difflib.get_close_matches(path.name, names, n=1, cutoff=0.75)
-    return f"; did you mean `{path.parent / match[0]}`?" if match else ""
+        reason = f"{path}: is a folder; name a YAML file in it"
+    except UnicodeDecodeError as error:
+        reason = f"{path}: not UTF-8 text (byte {error.start}); save it as UTF-8"
+    except OSError as error:
+        reason = f"{path}: cannot be read: {error.strerror}"
+    raise ConfigError([reason])
 
 
 def read_overrides(overrides: Mapping[str, Any] | Sequence[str]) -> Iterator[Layer | ConfigError]:
-    """One Layer for each override, in order, or the error that stands in its place."""
+    """Yield a Layer or an error for each override, in order."""
     if isinstance(overrides, Mapping):
         for path, value in overrides.items():
             yield _override(OVERRIDES, str(path), _plain(value))
@@ -70,20 +196,21 @@ def read_overrides(overrides: Mapping[str, Any] | Sequence[str]) -> Iterator[Lay
         value = reader.read()
         if not equals or not path.strip():
             yield ConfigError([f"{COMMAND_LINE}: {item}: expected `key=value`"])
+        elif reader.problems:
+            yield ConfigError(reader.problems)
         else:
-            problems = reader.problems
-            yield ConfigError(problems) if problems else _override(COMMAND_LINE, path.strip(), value)
+            yield _override(COMMAND_LINE, path.strip(), value)
 
 
 def given_values(overrides: Mapping[str, Any] | Sequence[str], files: Sequence[str | Path] = ()) -> dict[str, Any]:
-    """The top-level keys that files and overrides give, with their values as written. What cannot be read gives none."""
-    read: list[Layer | ConfigError | None] = [read_file(path, []) for path in files]
-    read += read_overrides(overrides)
-    return merge([layer for layer in read if isinstance(layer, Layer)]).values
+    """Return the top-level keys that files and overrides set, unvalidated; files that cannot be read are skipped."""
+    layers: list[Layer | ConfigError | None] = [read_file(path, []) for path in files]
+    layers += read_overrides(overrides)
+    return merge([layer for layer in layers if isinstance(layer, Layer)]).values
 
 
 def _plain(value: Any) -> Any:
-    """Python values as YAML would give them: tuples as lists, paths as text."""
+    """Convert Python values to those of YAML: tuples to lists, paths to strings."""
     if isinstance(value, Mapping):
         return {str(name): _plain(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -102,57 +229,52 @@ def _paths(value: Any, path: str) -> Iterator[str]:
 
 
 def _expand(layer: Layer) -> Layer:
-    """Split dotted names at the top level into nested mappings, with hyphens as underscores."""
+    """Split dotted names at the top level into nested mappings, and replace hyphens by underscores."""
     values: dict[str, Any] = {}
     for path, value in layer.values.items():
-        for name in reversed(path.split(".")[1:]):
+        first, *names = path.split(".")
+        for name in reversed(names):
             value = {name: value}
-        _merge_into(values, {path.split(".")[0]: value})
-    where = {_underscored(path): place for path, place in layer.where.items()}
+        _merge_into(values, {first: value})
+    where: dict[str, str] = {}
+    for path, location in layer.where.items():
+        normalised = ""
+        for name in path.split("."):
+            normalised = _join(normalised, normalise(name, normalised))
+        where[normalised] = location
     return Layer(layer.label, _normalised(values, ""), where)
 
 
 def _normalised(value: Any, path: str) -> Any:
     if not isinstance(value, Mapping):
         return value
-    return {
-        normalise(name, path): _normalised(inner, f"{path}.{normalise(name, path)}" if path else normalise(name))
-        for name, inner in value.items()
-    }
+    names = {name: normalise(name, path) for name in value}
+    return {names[name]: _normalised(inner, _join(path, names[name])) for name, inner in value.items()}
 
 
-def _underscored(path: str) -> str:
-    parts: list[str] = []
-    for name in path.split("."):
-        parts.append(normalise(name, ".".join(parts)))
-    return ".".join(parts)
-
-
-CHOOSING = {"rope_scaling": "rope_type", "relative_positions": "type"}
-"""Mappings in which one name chooses what the others are options of. Another choice drops the options of the first."""
-KEPT = frozenset({"original_max_position_embeddings"})
-"""What is said of the weights and not of the choice."""
+CHOICE_KEYS = {"rope_scaling": "rope_type", "relative_positions": "type"}
+"""Mappings in which one name selects the method and the others are its options. A later layer that selects another method
+discards the earlier options, except KEPT_OPTIONS.
+"""
+KEPT_OPTIONS = frozenset({"original_max_position_embeddings"})
+"""Options that describe the weights and not the method."""
 
 
 def merge(layers: Sequence[Layer]) -> Layer:
-    """All layers as one: later values win, mappings are merged key by key."""
+    """Merge layers into one: later values win, mappings are merged key by key."""
     values: dict[str, Any] = {}
     where: dict[str, str] = {}
     for layer in layers:
-        _drop_options(values, layer.values)
+        for key, name in CHOICE_KEYS.items():
+            old, new = values.get(key), layer.values.get(key)
+            if not isinstance(old, Mapping) or not isinstance(new, Mapping) or old.get(name) is None:
+                continue
+            if new.get(name, old[name]) != old[name]:
+                values[key] = {option: value for option, value in old.items() if option in KEPT_OPTIONS}
         _merge_into(values, layer.values)
         where |= layer.where
     files = list(dict.fromkeys(layer.label for layer in layers if layer.label not in (COMMAND_LINE, OVERRIDES)))
     return Layer(" + ".join(files) or COMMAND_LINE, values, where)
-
-
-def _drop_options(values: dict[str, Any], later: Mapping[str, Any]) -> None:
-    for key, name in CHOOSING.items():
-        old, new = values.get(key), later.get(key)
-        if not isinstance(old, Mapping) or not isinstance(new, Mapping) or old.get(name) is None:
-            continue
-        if new.get(name, old[name]) != old[name]:
-            values[key] = {option: value for option, value in old.items() if option in KEPT}
 
 
 def _merge_into(values: dict[str, Any], later: Mapping[str, Any]) -> None:
@@ -160,8 +282,8 @@ def _merge_into(values: dict[str, Any], later: Mapping[str, Any]) -> None:
         if isinstance(value, Mapping) and isinstance(values.get(name), dict):
             _merge_into(values[name], value)
         else:
-            values[name] = _copied(value)
+            values[name] = _copy(value)
 
 
-def _copied(value: Any) -> Any:
-    return {name: _copied(inner) for name, inner in value.items()} if isinstance(value, Mapping) else value
+def _copy(value: Any) -> Any:
+    return {name: _copy(inner) for name, inner in value.items()} if isinstance(value, Mapping) else value

@@ -1,4 +1,4 @@
-"""Keys that fix a training step: optimizer, schedule, batch, precision, parallelism."""
+"""Keys of a training run: optimizer, schedule, batch, precision, parallelism, data, checkpoints, faults, logging, launch."""
 
 import math
 from collections.abc import Callable
@@ -11,9 +11,11 @@ from megatron_coca.config.base import ConfigError, ConfigGroup, Count, Fraction,
 
 OPTIMIZER_TYPES = {"adam": "Adam", "adamw": "AdamW", "cpu_adam": "cpu_adam", "sgd": "sgd"}
 Dtype = Literal["fp32", "bf16", "fp16"]
-Part = Literal["query", "key", "value", "attention_output", "mlp", "norms", "embedding", "output_head", "positions"]
-QUERY_KEY_VALUE: tuple[Part, Part, Part] = ("query", "key", "value")
-"""The parts of attention's packed projection, in the order of its rows."""
+TrainablePart = Literal[
+    "query", "key", "value", "attention_output", "mlp", "norms", "embedding", "output_head", "positions"
+]
+QUERY_KEY_VALUE: tuple[TrainablePart, TrainablePart, TrainablePart] = ("query", "key", "value")
+"""Parts of the packed attention projection, in the order of its rows."""
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
@@ -21,52 +23,52 @@ def _normalise_optimizer(name: Any) -> Any:
     return OPTIMIZER_TYPES.get(name.lower(), name) if isinstance(name, str) else name
 
 
-def _in_order(parts: Any) -> Any:
-    """Known parts in one order, so that two ways of writing the same are the same."""
-    known = get_args(Part)
+def _sort_parts(parts: Any) -> Any:
+    """Sort valid lists, so that equal selections compare equal."""
+    known = get_args(TrainablePart)
     return sorted(parts, key=known.index) if isinstance(parts, list) and all(part in known for part in parts) else parts
 
 
 class OptimizerConfig(ConfigGroup):
-    """The optimizer; Adam and AdamW both mean decoupled weight decay, as in GPT-NeoX."""
+    """The optimizer. Adam and AdamW both use decoupled weight decay, as in GPT-NeoX."""
 
     type: Annotated[Literal["Adam", "AdamW", "cpu_adam", "sgd"], BeforeValidator(_normalise_optimizer)] = key(
-        "Adam", "Optimizer; upper and lower case alike.", "optimizer.type"
+        "Adam", "Optimizer; case-insensitive.", "optimizer.type"
     )
     lr: Positive | None = key(None, "Peak learning rate.", "optimizer.params.lr")
     betas: Annotated[tuple[Beta, Beta], Strict(False)] = key(
-        (0.9, 0.999), "Decay rates of Adam's two moments.", "optimizer.params.betas"
+        (0.9, 0.999), "Adam's beta1 and beta2.", "optimizer.params.betas"
     )
-    eps: Positive = key(1.0e-8, "Epsilon of Adam.", "optimizer.params.eps")
-    weight_decay: NotNegative = key(0.1, "Weight decay of matrices and embeddings; decoupled, but for sgd.")
-    gradient_clipping: NotNegative = key(1.0, "Largest global gradient norm; 0 means no clipping.")
-    trainable: Annotated[list[Part], Field(min_length=1), BeforeValidator(_in_order)] | None = key(
+    eps: Positive = key(1.0e-8, "Adam's epsilon.", "optimizer.params.eps")
+    weight_decay: NotNegative = key(0.1, "Weight decay of matrices and embeddings; decoupled, except with sgd.")
+    gradient_clipping: NotNegative = key(1.0, "Maximum global gradient norm; 0 disables clipping.")
+    trainable: Annotated[list[TrainablePart], Field(min_length=1), BeforeValidator(_sort_parts)] | None = key(
         None,
-        "List of the parts of the weights that are trained; the others stay as they are, bit by bit. null means all. `key` is CoCA's T"
-        " projection, `attention_output` the layer behind attention, `positions` what the position method learns;"
-        " `embedding` is the output head too where the two are tied.",
+        "List of the parts of the model to train; all other weights are frozen. null trains everything. `key` is CoCA's"
+        " T projection, `attention_output` the output projection, `positions` the weights of the position method;"
+        " `embedding` includes the output head if they are tied.",
     )
 
-    def trains(self, *parts: Part) -> bool:
-        """Whether all of these parts are trained."""
+    def trains(self, *parts: TrainablePart) -> bool:
+        """Return whether all of these parts are trained."""
         return self.trainable is None or set(parts) <= set(self.trainable)
 
 
 class ScheduleConfig(ConfigGroup):
-    """Learning rate by step."""
+    """Learning-rate schedule."""
 
-    train_iters: Count | None = key(None, "Optimizer steps to train for.")
-    min_lr: NotNegative = key(0.0, "Lowest learning rate after the warm-up.")
+    train_iters: Count | None = key(None, "Number of optimizer steps.")
+    min_lr: NotNegative = key(0.0, "Minimum learning rate after the warm-up.")
     lr_decay_style: Literal["constant", "linear", "cosine", "exponential", "linear_to_min_lr"] = key(
         "linear",
-        "linear: towards 0, floored at min_lr; linear_to_min_lr: a straight line that reaches min_lr at the"
-        " horizon; exponential: halved at the horizon.",
+        "linear: towards 0, but not below min_lr; linear_to_min_lr: linear to min_lr at the horizon; exponential:"
+        " halved at the horizon.",
     )
     lr_decay_iters: Count | None = key(None, "Horizon of the decay in steps; null means train_iters.")
     lr_decay_fraction: Annotated[float, Field(gt=0.0, le=1.0)] | None = key(
-        None, "Horizon as a share of train_iters, where lr_decay_iters is null."
+        None, "Horizon as a fraction of train_iters; used if lr_decay_iters is null."
     )
-    warmup: Fraction = key(0.01, "Share of the horizon spent in linear warm-up.")
+    warmup: Fraction = key(0.01, "Linear warm-up as a fraction of the horizon.")
     lr_warmup_init: NotNegative = key(0.0, "Learning rate at step 0 of the warm-up.")
 
     @property
@@ -80,12 +82,37 @@ class ScheduleConfig(ConfigGroup):
             return self.lr_decay_iters
         if self.train_iters is None:
             raise ConfigError(["train_iters: not set; training needs it, for example `train_iters=1000`"])
-        share = 1.0 if self.lr_decay_fraction is None else self.lr_decay_fraction
-        return int(self.train_iters * share)
+        return int(self.train_iters * (1.0 if self.lr_decay_fraction is None else self.lr_decay_fraction))
+
+
+DECAYS: dict[str, Callable[[float, float, float], float]] = {
+    "constant": lambda progress, peak, low: peak,
+    "linear": lambda progress, peak, low: peak * (1.0 - progress),
+    "linear_to_min_lr": lambda progress, peak, low: peak + (low - peak) * progress,
+    "cosine": lambda progress, peak, low: low + (peak - low) / 2.0 * (math.cos(math.pi * progress) + 1.0),
+    "exponential": lambda progress, peak, low: peak * 0.5**progress,
+}
+"""(progress from 0 at the end of the warm-up to 1 at the horizon, peak, minimum) -> learning rate, before it is limited to
+the minimum.
+"""
+
+
+def learning_rate(step: int, peak: float, schedule: ScheduleConfig) -> float:
+    """Return the learning rate of the optimizer step after `step` completed ones.
+
+    The warm-up is linear from `lr_warmup_init` to `peak` over warmup * horizon steps. Past the horizon the rate stays at
+    the end of the decay (GPT-NeoX's cosine rises again there).
+    """
+    count, horizon = step + 1, schedule.decay_iters
+    warmup = schedule.warmup * horizon
+    if count < warmup:
+        return schedule.lr_warmup_init + (peak - schedule.lr_warmup_init) * count / warmup
+    progress = min(1.0, (count - warmup) / max(horizon - warmup, 1.0))
+    return max(DECAYS[schedule.lr_decay_style](progress, peak, schedule.min_lr), schedule.min_lr)
 
 
 class BatchSizes(NamedTuple):
-    """Samples in one forward pass of one rank, forward passes in a step, and samples in a step over all ranks."""
+    """Samples per micro-batch and rank, micro-batches per optimizer step, and samples per step over all ranks."""
 
     micro: int
     accumulation: int
@@ -93,19 +120,19 @@ class BatchSizes(NamedTuple):
 
 
 class BatchConfig(ConfigGroup):
-    """Sizes of a batch in samples. Give the micro batch, the total, or both."""
+    """Batch sizes in samples. Set the micro-batch, the total, or both."""
 
-    train_micro_batch_size_per_gpu: Count | None = key(None, "Samples in one forward pass of one rank.")
-    train_batch_size: Count | None = key(None, "Samples in one optimizer step over all ranks.")
+    train_micro_batch_size_per_gpu: Count | None = key(None, "Samples per micro-batch on each rank.")
+    train_batch_size: Count | None = key(None, "Samples per optimizer step over all ranks.")
     gradient_accumulation_steps: Count | None = key(
-        None, "Forward passes in one optimizer step; null means what the other two leave, else 1."
+        None, "Micro-batches per optimizer step; null derives it from the two batch sizes, else 1."
     )
 
     def resolve(self, data_parallel_size: int) -> BatchSizes:
-        """The sizes for `data_parallel_size` ranks.
+        """Return the sizes for `data_parallel_size` ranks.
 
         Raises:
-            ConfigError: neither size is given, or they do not multiply out.
+            ConfigError: neither size is set, or the product does not match.
         """
         micro, total = self.train_micro_batch_size_per_gpu, self.train_batch_size
         steps = self.gradient_accumulation_steps
@@ -116,18 +143,16 @@ class BatchConfig(ConfigGroup):
             steps = max(1, total // (micro * data_parallel_size)) if derived else 1  # type: ignore[operator]
         if micro is None:
             micro = max(1, total // (steps * data_parallel_size))  # type: ignore[operator]
-        total = micro * steps * data_parallel_size if total is None else total
-        if total != micro * steps * data_parallel_size:
-            raise ConfigError([_arithmetic(total, micro, steps, data_parallel_size)])
-        return BatchSizes(micro, steps, total)
-
-
-def _arithmetic(total: int, micro: int, steps: int, ranks: int) -> str:
-    return (
-        f"train_batch_size {total} is not micro {micro} x accumulation {steps} x {ranks} ranks"
-        f" (= {micro * steps * ranks}); change train_batch_size, train_micro_batch_size_per_gpu,"
-        " gradient_accumulation_steps or the number of ranks"
-    )
+        product = micro * steps * data_parallel_size
+        if total is not None and total != product:
+            raise ConfigError(
+                [
+                    f"train_batch_size {total} is not micro {micro} x accumulation {steps} x {data_parallel_size} ranks"
+                    f" (= {product}); change train_batch_size, train_micro_batch_size_per_gpu,"
+                    " gradient_accumulation_steps or the number of ranks"
+                ]
+            )
+        return BatchSizes(micro, steps, product)
 
 
 class Fp16(TypedDict, total=False):
@@ -152,56 +177,53 @@ class Bf16(TypedDict, total=False):
 
 
 class PrecisionConfig(ConfigGroup):
-    """Number format of forward and backward; optimizer state is fp32."""
+    """dtype of forward and backward pass; the optimizer state is fp32."""
 
     precision: Literal["fp16", "fp32", "bfloat16"] | None = key(
-        None, "Number format; null means what fp16 and bf16 say, else fp32."
+        None, "dtype; null means the one that the fp16 or bf16 section enables, else fp32."
     )
     fp16: Fp16 | None = key(None, "DeepSpeed's fp16 section (loss scaling).")
     bf16: Bf16 | None = key(None, "DeepSpeed's bf16 section.")
 
     @property
     def requested(self) -> frozenset[Dtype]:
-        """Every format asked for by one of the three keys; more than one is a contradiction."""
+        """Every dtype that one of the three keys selects; more than one is a contradiction."""
         named: dict[str | None, Dtype] = {"fp16": "fp16", "fp32": "fp32", "bfloat16": "bf16"}
-        asked: set[Dtype] = {named[self.precision]} if self.precision in named else set()
-        asked |= {"fp16"} if (self.fp16 or {}).get("enabled") else set()
-        asked |= {"bf16"} if (self.bf16 or {}).get("enabled") else set()
-        return frozenset(asked)
+        dtypes: set[Dtype] = {named[self.precision]} if self.precision in named else set()
+        dtypes |= {"fp16"} if (self.fp16 or {}).get("enabled") else set()
+        dtypes |= {"bf16"} if (self.bf16 or {}).get("enabled") else set()
+        return frozenset(dtypes)
 
     @property
     def dtype(self) -> Dtype:
-        """Number format of the run."""
+        """dtype of the run."""
         return next(iter(self.requested), "fp32")
 
 
 class ParallelConfig(ConfigGroup):
-    """How the work is divided among processes."""
+    """Data, tensor, pipeline and sequence parallelism."""
 
     zero_optimization: dict[str, Any] | None = key(None, "DeepSpeed's section, passed through; stage is 0 to 3.")
-    pipe_parallel_size: WholeNumber = key(0, "Pipeline stages; 0 and 1 both mean none.")
+    pipe_parallel_size: WholeNumber = key(0, "Pipeline stages; 0 and 1 both disable the pipeline.")
     pipe_partition_method: Literal["type:transformer|mlp", "parameters", "uniform"] = key(
         "type:transformer|mlp",
-        "What pipeline stages share equally: blocks, parameters, or layers with embedding and head as one each.",
+        "Balance pipeline stages by number of blocks, by parameters, or by layers (embedding and head count as one each).",
     )
     model_parallel_size: Count = key(
-        1,
-        "Ranks that share every matrix of a block (DeepSpeed's AutoTP); they must divide the heads and the inner width.",
+        1, "Tensor-parallel ranks (DeepSpeed's AutoTP); must divide the heads and the inner width of the MLP."
     )
     sequence_parallel_size: Count = key(
-        1, "Ranks that share each sequence (DeepSpeed-Ulysses); they must divide the heads and seq_length."
+        1, "Sequence-parallel ranks (DeepSpeed-Ulysses); must divide the heads and seq_length."
     )
     sequence_parallel: bool = key(
-        False, "Megatron's division of norms and dropouts among tensor ranks; absent, see sequence_parallel_size."
+        False, "Megatron's sequence parallelism of norms and dropouts; not supported, see sequence_parallel_size."
     )
     deepspeed_extra_args: dict[str, Any] | None = key(None, "Further DeepSpeed keys, passed through.")
-    distributed_backend: str = key(
-        "nccl", "Communication library where there is a GPU; gloo is used where there is none."
-    )
+    distributed_backend: str = key("nccl", "Communication backend on GPUs; gloo is used on CPUs.")
 
     @property
     def model_copies(self) -> int:
-        """Ranks that hold the weights of one model between them."""
+        """Ranks that together hold the weights of one model."""
         return max(1, self.pipe_parallel_size) * self.model_parallel_size
 
     @property
@@ -210,27 +232,178 @@ class ParallelConfig(ConfigGroup):
         return int((self.zero_optimization or {}).get("stage", 0))
 
 
-DECAYS: dict[str, Callable[[float, float, float], float]] = {
-    "constant": lambda progress, peak, low: peak,
-    "linear": lambda progress, peak, low: peak * (1.0 - progress),
-    "linear_to_min_lr": lambda progress, peak, low: peak + (low - peak) * progress,
-    "cosine": lambda progress, peak, low: low + (peak - low) / 2.0 * (math.cos(math.pi * progress) + 1.0),
-    "exponential": lambda progress, peak, low: peak * 0.5**progress,
-}
-"""(progress 0..1 from the end of the warm-up to the horizon, peak, minimum) -> learning rate before the floor at the
-minimum.
-"""
+Paths = Annotated[list[str], Field(min_length=1)]
+Weights = Annotated[list[Positive], Field(min_length=1)]
+TokenizerType = Literal[
+    "GPT2BPETokenizer", "HFTokenizer", "HFGPT2Tokenizer", "SPMTokenizer", "CharLevelTokenizer", "TiktokenTokenizer"
+]
 
 
-def learning_rate(step: int, peak: float, schedule: ScheduleConfig) -> float:
-    """The learning rate of the optimizer step after `step` completed ones.
+def _join(split: Any) -> Any:
+    return ", ".join(str(share) for share in split) if isinstance(split, list | tuple) else split
 
-    A straight line from `lr_warmup_init` reaches `peak` after warmup * horizon steps; then the decay, which is held
-    at its end past the horizon (GPT-NeoX's cosine rises again there).
-    """
-    count, horizon = step + 1, schedule.decay_iters
-    warmup = schedule.warmup * horizon
-    if count < warmup:
-        return schedule.lr_warmup_init + (peak - schedule.lr_warmup_init) * count / warmup
-    progress = min(1.0, (count - warmup) / max(horizon - warmup, 1.0))
-    return max(DECAYS[schedule.lr_decay_style](progress, peak, schedule.min_lr), schedule.min_lr)
+
+class DataConfig(ConfigGroup):
+    """Training data and tokenizer."""
+
+    data_path: str | None = key(None, "Prefix of one shard, divided by `split`.")
+    train_data_paths: Paths | None = key(None, "Prefixes of the training shards.")
+    valid_data_paths: list[str] | None = key(None, "Prefixes of the validation shards; `[]` for none.")
+    test_data_paths: list[str] | None = key(None, "Prefixes of the test shards; `[]` for none.")
+    train_data_weights: Weights | None = key(None, "Weights of the training shards; null means equal.")
+    valid_data_weights: Weights | None = key(None, "Weights of the validation shards; null means equal.")
+    test_data_weights: Weights | None = key(None, "Weights of the test shards; null means equal.")
+    split: Annotated[str, BeforeValidator(_join)] = key(
+        "969, 30, 1", "Proportions of train, validation and test documents in data_path; a string or a list."
+    )
+    data_impl: Literal["infer", "mmap"] = key("infer", "Format of the shards; both mean memory-mapped.")
+    num_workers: WholeNumber = key(2, "Prefetch threads per process, one step each; 0 disables prefetching.")
+    reset_attention_mask: bool = key(False, "Restrict attention to the document of each token in packed samples.")
+    reset_position_ids: bool = key(False, "Restart positions at 0 in every document of a packed sample.")
+    eod_mask_loss: bool = key(False, "Mask the loss where the input is the end-of-document token.")
+    tokenizer_type: TokenizerType = key("GPT2BPETokenizer", "Tokenizer type.")
+    vocab_file: str | None = key(None, "Vocabulary or model file of the tokenizer.")
+    merge_file: str | None = key(None, "Merges file of the tokenizer, if it has one.")
+    data_root: str = key("data", "Folder of the built-in corpus, used if no data path is set.")
+
+
+class CheckpointConfig(ConfigGroup):
+    """Saving and loading checkpoints."""
+
+    save: str | None = key(None, "Save folder or URL (s3://, gs://); null disables checkpoints.")
+    load: str | None = key(None, "Folder or URL to resume from.")
+    checkpoint_factor: Count | None = key(
+        None, "linear: steps between checkpoints; log: ratio of the steps of two checkpoints."
+    )
+    checkpoint_scale: Literal["linear", "log"] = key("linear", "Spacing of the checkpoints.")
+    extra_save_iters: list[WholeNumber] | None = key(None, "Additional steps to save a checkpoint at.")
+    keep_last_n_checkpoints: Count | None = key(None, "Delete older checkpoints; null keeps all.")
+    keep_every_n_steps: Count | None = key(
+        None, "Never delete checkpoints whose step is a multiple of this, regardless of keep_last_n_checkpoints."
+    )
+    async_save: bool = key(True, "Write checkpoints in the background during training.")
+    save_copy: str | None = key(
+        None, "Folder or URL to copy every complete checkpoint to, for example on a different disk."
+    )
+    checkpoint_cache: str = key(
+        "runs/object_store",
+        "Local folder for checkpoints before upload to a URL and after download; with several hosts it must be on a"
+        " shared file system.",
+    )
+    auto_resume: bool = key(
+        False, "Resume from the latest valid checkpoint in `save`; start at step 0 if there is none."
+    )
+    finetune: bool = key(False, "Load only the weights and start at step 0.")
+    iteration: WholeNumber | None = key(None, "Step to load; null means the latest.")
+
+
+POLICIES = ("nonfinite_policy", "loss_spike_policy", "skip_limit_policy")
+"""Keys that can be set to `rollback`."""
+
+
+class FaultConfig(ConfigGroup):
+    """Hanging processes and bad steps. A skipped step leaves the weights unchanged."""
+
+    watchdog_timeout: Positive | None = key(
+        1200.0, "Seconds without progress before the run logs its stacks and exits; null disables the watchdog."
+    )
+    nonfinite_policy: Literal["stop", "skip", "rollback"] = key(
+        "skip", "Reaction to a NaN or infinite loss or gradient norm; the step itself is always skipped."
+    )
+    loss_spike_policy: Literal["off", "warn", "skip", "rollback"] = key(
+        "off", "Reaction to a spike of the loss or the gradient norm."
+    )
+    loss_spike_factor: Positive = key(
+        6.0, "Threshold of a spike, in standard deviations above the median of the window."
+    )
+    loss_spike_window: Annotated[int, Field(ge=4)] = key(
+        128, "Number of recent steps in the window; no spikes are detected before it is half full."
+    )
+    max_consecutive_skips: WholeNumber = key(10, "Maximum consecutive skipped steps.")
+    skip_limit_policy: Literal["stop", "rollback"] = key("stop", "Reaction when max_consecutive_skips is exceeded.")
+    rollback_margin: WholeNumber = key(
+        100, "After a rollback, skip the data of the bad steps and of this many steps before the first of them."
+    )
+    max_rollbacks: WholeNumber = key(10, "Maximum rollbacks in the whole run; one more stops it.")
+    health_check: bool = key(True, "Measure disk, clocks and network at start, log the results and warn of problems.")
+    health_min_disk_speed: NotNegative = key(50.0, "Warn if writing to the `save` folder is slower than this, in MB/s.")
+    health_min_bandwidth: NotNegative = key(0.1, "Warn if an all-reduce is slower than this, in GB/s.")
+    health_max_clock_skew: Positive = key(5.0, "Warn if the clocks of two hosts differ by more than this, in seconds.")
+
+    @property
+    def collective_timeout(self) -> float | None:
+        """Timeout of collectives in seconds, or None for the library's default.
+
+        Longer than the watchdog's, so that a rank that waits for a hanging one still exists to log its stacks.
+        """
+        return None if self.watchdog_timeout is None else 2.0 * self.watchdog_timeout
+
+
+class LoggingConfig(ConfigGroup):
+    """Logging and validation. Intervals are in steps."""
+
+    log_interval: Count = key(100, "Steps between log lines of the loss.")
+    eval_interval: Count = key(1000, "Steps between validations.")
+    eval_iters: WholeNumber = key(100, "Batches per validation.")
+    eval_per_source: bool = key(True, "Also validate each validation source separately, if there are several.")
+    exit_interval: Count | None = key(None, "Save and exit at this step.")
+    log_dir: str | None = key(None, "Folder for log files; null means `save`, or runs/unsaved if `save` is not set.")
+    tensorboard_dir: str | None = key(None, "Folder for TensorBoard files.")
+    use_wandb: bool = key(False, "Log to Weights & Biases.")
+    wandb_project: str = key("neox", "Weights & Biases project.")
+    wandb_group: str | None = key(None, "Weights & Biases group.")
+    wandb_run_name: str | None = key(None, "Weights & Biases run name.")
+    wandb_team: str | None = key(None, "Weights & Biases team.")
+    wandb_host: str | None = key(None, "Weights & Biases server; null means its default.")
+    peak_theoretical_tflops: Positive | None = key(
+        None, "Peak TFLOP/s of one device, for MFU; null uses the data sheet's value (bfloat16, dense) if known."
+    )
+    profile: bool = key(False, "Record a PyTorch profiler trace in `profile` below the log folder.")
+    profile_step_start: WholeNumber = key(10, "Optimizer steps after launch at which the trace starts.")
+    profile_step_stop: Count = key(12, "Optimizer steps after launch at which the trace ends.")
+    profile_ranks: list[WholeNumber] = key([0], "Ranks to profile.")
+    memory_profiling: bool = key(False, "Record GPU memory allocations over the same steps.")
+    memory_profiling_path: str | None = key(None, "Folder for the recorded allocations; null means that of the trace.")
+
+
+class LaunchConfig(ConfigGroup):
+    """Starting the processes; see docs/launch.md."""
+
+    hostfile: str | None = key(None, "File of host names and slots.")
+    include: str | None = key(None, "Hosts and devices to use, in DeepSpeed's notation.")
+    exclude: str | None = key(None, "Hosts and devices to exclude, in DeepSpeed's notation.")
+    num_nodes: int = Field(default=-1, ge=-1, description="Number of hosts to use; -1 means all of the hostfile.")
+    num_gpus: Count | None = key(None, "Processes per host; null means one, or one per slot with a hostfile.")
+    master_addr: str | None = key(None, "Address of rank 0.")
+    master_port: int = Field(default=29500, ge=1, le=65535, description="Port of rank 0.")
+    join_timeout: Positive = key(600.0, "Seconds to wait at start for all processes.")
+    max_restarts: WholeNumber = key(
+        0,
+        "Maximum restarts after a crash or hang without a new checkpoint in between; each resumes as with auto_resume.",
+    )
+    restart_delay: NotNegative = key(
+        5.0, "Seconds before the first restart; doubled for each further one, up to 300 seconds."
+    )
+    launcher: Literal["pdsh", "openmpi", "mvapich", "slurm"] = key(
+        "pdsh", "Multi-host launcher; docs/launch.md compares them."
+    )
+    force_multi: bool = key(False, "Use the multi-host launcher for a single host too.")
+    no_ssh_check: bool = key(False, "pdsh, openmpi, mvapich: skip the check that the hosts are reachable.")
+    comment: str | None = key(None, "Comment of the Slurm job.")
+    account: str | None = key(None, "Account of the Slurm job.")
+    deepspeed_slurm: bool = key(False, "Same as `launcher: slurm`.")
+
+
+class GeneralConfig(ConfigGroup):
+    """Keys of the whole run."""
+
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = key(1234, "Seed of initialization, dropout and data order.")
+
+
+def split_shares(split: str) -> tuple[float, float, float] | None:
+    """Parse `split` into proportions of train, validation and test, or None unless it has one to three numbers."""
+    numbers = [text.strip() for text in split.replace("/", ",").split(",")]
+    if len(numbers) > 3 or not all(text.replace(".", "", 1).isdecimal() for text in numbers):
+        return None
+    train, valid, test = ([float(text) for text in numbers] + [0.0, 0.0])[:3]
+    return (train, valid, test) if train + valid + test > 0 else None

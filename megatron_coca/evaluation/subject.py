@@ -18,7 +18,7 @@ from megatron_coca.checkpoints import CheckpointError, OpenedCheckpoint, open_ch
 from megatron_coca.checkpoints.compare import EVALUATION_KEYS, TRAINED_CHOICES
 from megatron_coca.checkpoints.weights import DTYPES
 from megatron_coca.config import Config, ConfigError, PositionConfig
-from megatron_coca.config.position import ROTATED_METHODS
+from megatron_coca.config.model import ROTATED_METHODS
 from megatron_coca.data import Tokenizer
 from megatron_coca.evaluation.options import SubjectOptions, Variant, resolve_device, subject_options
 from megatron_coca.evaluation.results import (

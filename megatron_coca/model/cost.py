@@ -4,9 +4,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_coca.config import Config, ModelConfig, PositionConfig
-from megatron_coca.config.model import GATED_ACTIVATIONS
-from megatron_coca.config.position import ROTATED_METHODS
-from megatron_coca.config.training import Part
+from megatron_coca.config.model import GATED_ACTIVATIONS, ROTATED_METHODS
+from megatron_coca.config.training import TrainablePart
 
 NORM_VECTORS: dict[str, int] = {"layernorm": 2, "rmsnorm": 1, "non_parametric_layernorm": 0}
 """Vectors of hidden_size that a norm learns (with its bias, if it has one); scalenorm learns one number."""
@@ -156,10 +155,10 @@ def _attention(model: ModelConfig) -> int:
     return sum(_projections(model).values())
 
 
-def _projections(model: ModelConfig) -> dict[Part, int]:
+def _projections(model: ModelConfig) -> dict[TrainablePart, int]:
     """Numbers of one layer's attention by part; each of its matrices has hidden_size numbers for every row."""
     keys, h, bias = model.num_kv_heads * model.head_dim, model.hidden_size, int(model.use_bias_in_attn_linear)
-    rows: dict[Part, int] = {"query": h, "key": keys, "value": keys, "attention_output": h}
+    rows: dict[TrainablePart, int] = {"query": h, "key": keys, "value": keys, "attention_output": h}
     return {part: count * (h + bias) for part, count in rows.items()}
 
 

@@ -1,7 +1,6 @@
-"""Runs a script of GPT-NeoX with the plugin: python -m megatron_coca.neox_plugin deepy.py train.py -d configs 350M.yml
+"""Run a script of GPT-NeoX with the plugin: python -m megatron_coca.neox_plugin deepy.py train.py -d configs 350M.yml
 
-It takes the place of `python` in front of any of upstream's scripts. Processes that deepy.py starts are run by this file
-too.
+Replaces `python` in front of any of GPT-NeoX's scripts. The processes that deepy.py starts also run through this file.
 """
 
 import runpy
@@ -13,20 +12,20 @@ from megatron_coca.attention.inputs import BackendError
 from megatron_coca.config import ConfigError
 from megatron_coca.neox_plugin.activation import activate
 from megatron_coca.neox_plugin.checkpoints import refuse_conversion
-from megatron_coca.neox_plugin.wrapping import IncompatibleError
+from megatron_coca.neox_plugin.upstream import IncompatibleError
 
 USAGE = "usage: python -m megatron_coca.neox_plugin SCRIPT.py [ARGUMENTS of the script]"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns the exit status: 2 where there is something to put right, with one message and no traceback."""
-    options = [text for text in arguments[:1] if text.startswith("--local_rank")]  # DeepSpeed puts it first
+    """Run the script and return the exit status; 2 with a message and no traceback for errors of the configuration."""
+    options = [argument for argument in arguments[:1] if argument.startswith("--local_rank")]  # DeepSpeed puts it first
     script, *rest = [*arguments[len(options) :], ""]
     if not Path(script).is_file():
         print(f"{USAGE}\n{script or 'SCRIPT.py'}: no such file", file=sys.stderr)
         return 2
     own = Path(__file__).parent
-    others = [place for place in sys.path if Path(place) != own]  # Python puts the folder of a script there
+    others = [path for path in sys.path if Path(path) != own]  # Python adds the folder of a script
     sys.path[:] = [str(Path(script).resolve().parent), *others]
     sys.argv = [script, *options, *rest[:-1]]
     try:

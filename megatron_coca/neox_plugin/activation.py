@@ -1,49 +1,155 @@
-"""Putting the plugin into upstream's modules, once."""
+"""Activation of the plugin: replaces functions of GPT-NeoX's modules."""
 
 import logging
 import sys
+from functools import wraps
+from math import lcm
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+from megatron_coca.config import ConfigError
+from megatron_coca.config.source import OVERRIDES
 from megatron_coca.config.training import ScheduleConfig, learning_rate
-from megatron_coca.neox_plugin.attention import checking_model, dispatcher
-from megatron_coca.neox_plugin.checkpoints import checking_args, recording
-from megatron_coca.neox_plugin.config_files import extend_arguments
-from megatron_coca.neox_plugin.keys import is_asked_for
-from megatron_coca.neox_plugin.wrapping import TESTED_COMMIT, Function, called, commit, upstream, wrap
+from megatron_coca.neox_plugin.attention import attention_factory, checked_model
+from megatron_coca.neox_plugin.checkpoints import checked_args, recorded_save
+from megatron_coca.neox_plugin.keys import extend_fields, resolve, translated, uses_plugin, with_overlays
+from megatron_coca.neox_plugin.upstream import TESTED_COMMIT, Function, commit, import_upstream, record_call, wrap
+
+logger = logging.getLogger(__name__)
+
+LAUNCHER = str(Path(__file__).with_name("__main__.py"))
+"""A path and not a module, because DeepSpeed's launcher for Slurm can start only scripts."""
+
+ACTIVE = "megatron_coca_neox_plugin"
+"""Attribute of GPT-NeoX's NeoXArgs that marks the plugin as active."""
 
 
-def forgetting(original: Function) -> Function:
-    """Upstream's `stream_tokens`, which begins with an empty cache: else a prompt from a file follows the one before it,
-    and where upstream's rotary positions stop at that, other positions do not.
+def activate() -> None:
+    """Add the plugin's keys and attention to GPT-NeoX, which must be importable as `megatron`. Idempotent.
+
+    Configurations that use none of the plugin's keys run as before.
+
+    Raises:
+        IncompatibleError: GPT-NeoX is not importable, or lacks a function that the plugin relies on.
     """
+    if hasattr(getattr(sys.modules.get("megatron.neox_arguments"), "NeoXArgs", None), ACTIVE):
+        return
+    modules = import_upstream()
+    head = commit(Path(str(modules["megatron.mpu"].__file__)).parents[2])
+    if head is not None and head != TESTED_COMMIT:
+        logger.warning("GPT-NeoX is at commit %s; the plugin is tested with %s", head, TESTED_COMMIT)
+    arguments = modules["megatron.neox_arguments"].NeoXArgs
+    _extend_arguments(arguments)
+    transformer: Any = modules["megatron.model.transformer"]
+    make_attention = attention_factory(transformer.ParallelSelfAttention, modules["megatron.mpu"].get_cuda_rng_tracker)
+    transformer.ParallelSelfAttention = make_attention
+    wrap(modules["megatron.training"], "get_model", lambda original: checked_model(original, make_attention))
+    wrap(modules["megatron.checkpointing"], "check_checkpoint_args", checked_args)
+    wrap(modules["megatron.checkpointing"], "save_ds_checkpoint", recorded_save)
+    wrap(modules["megatron.training"], "get_learning_rate_scheduler", _with_own_schedule)
+    wrap(modules["megatron.text_generation_utils"], "stream_tokens", _with_cleared_cache)
+    setattr(arguments, ACTIVE, True)
 
-    def stream_tokens(neox_args: Any, model: Any, *given: Any, **named: Any) -> Any:
-        if is_asked_for(neox_args):
-            model.module.clear_cache()
-        return original(neox_args, model, *given, **named)
 
-    return stream_tokens
+def _extend_arguments(arguments: Any) -> None:
+    """Add the plugin's keys, their checks, vocab_size and the launcher to NeoXArgs."""
+    extend_fields(arguments)
+    fields = {name: field.type for name, field in arguments.__dataclass_fields__.items()}
+
+    def with_translation(original: Function) -> Function:
+        def init(self: Any, **values: Any) -> None:
+            original(self, **translated(values, fields))
+
+        return init
+
+    wrap(arguments, "__init__", with_translation)
+    from_ymls = vars(arguments)["from_ymls"].__func__
+    arguments.from_ymls = classmethod(wraps(from_ymls)(with_overlays(from_ymls)))
+    wrap(arguments, "calculate_derived", _with_adamw)
+    wrap(arguments, "validate_values", _with_position_checks)
+    wrap(arguments, "build_tokenizer", _with_vocabulary)
+    wrap(arguments, "get_deepspeed_main_args", _with_launcher)
 
 
-OURS = "linear_to_min_lr"
+def _with_adamw(original: Function) -> Function:
+    """Accept AdamW, GPT-NeoX's Adam."""
+
+    def calculate_derived(self: Any) -> None:
+        if self.optimizer is not None and str(self.optimizer.get("type")).lower() == "adamw":
+            self.optimizer = self.optimizer | {"type": "Adam"}
+        original(self)
+
+    return calculate_derived
 
 
-def following_ours(original: Function) -> Function:
-    """Upstream's `get_learning_rate_scheduler`, whose schedulers follow ours where they are asked to."""
+def _with_position_checks(original: Function) -> Function:
+    def validate_values(self: Any) -> bool:
+        valid = original(self)
+        if valid and uses_plugin(self):
+            try:
+                resolve(self)
+            except ConfigError as error:
+                raise ConfigError([line.removeprefix(f"{OVERRIDES}: ") for line in error.problems]) from error
+        return valid
+
+    return validate_values
+
+
+def _with_vocabulary(original: Function) -> Function:
+    """Pad `vocab_size`, if it is set, instead of the tokenizer's size, as this package does."""
+
+    def build_tokenizer(self: Any) -> None:
+        original(self)
+        if self.vocab_size is None:
+            return
+        record_call(self, "megatron.neox_arguments.NeoXArgs.build_tokenizer")
+        size = self.tokenizer.vocab_size
+        if size > self.vocab_size:
+            raise ConfigError(
+                [
+                    f"vocab_size: {self.vocab_size}, but the tokenizer has {size} tokens; set vocab_size: {size} or"
+                    " larger, or leave it out"
+                ]
+            )
+        multiple = lcm(self.make_vocab_size_divisible_by, self.model_parallel_size)
+        self.padded_vocab_size = -(-self.vocab_size // multiple) * multiple
+
+    return build_tokenizer
+
+
+def _with_launcher(original: Function) -> Function:
+    """Run the script of the processes that deepy.py starts with LAUNCHER, which activates the plugin in them."""
+
+    def get_deepspeed_main_args(self: Any) -> list[str]:
+        arguments = original(self)
+        at = len(arguments) - 1 - arguments[::-1].index(self.user_script)
+        return [*arguments[:at], LAUNCHER, *arguments[at:]]
+
+    return get_deepspeed_main_args
+
+
+def _with_own_schedule(original: Function) -> Function:
+    """Use this package's learning rates if the run uses `linear_to_min_lr` or `lr_warmup_init`."""
 
     def get_learning_rate_scheduler(optimizer: Any, neox_args: Any) -> Any:
-        called(neox_args, "megatron.training.get_learning_rate_scheduler")
+        record_call(neox_args, "megatron.training.get_learning_rate_scheduler")
         scheduler = original(optimizer, neox_args)
         if scheduler is None:
             return None
-        theirs, start = scheduler.get_lr, neox_args.lr_warmup_init
+        original_lr, start = scheduler.get_lr, neox_args.lr_warmup_init
 
         def get_lr() -> float:
-            if scheduler.decay_style.lower() != OURS and not start:
-                return theirs()
-            return learning_rate(scheduler.num_iters, float(scheduler.start_lr), _schedule(scheduler, start))
+            style = scheduler.decay_style.lower()
+            if style != "linear_to_min_lr" and not start:
+                return original_lr()
+            schedule = ScheduleConfig(  # of the scheduler, since a checkpoint may have changed its values
+                lr_decay_style=style,
+                lr_decay_iters=scheduler.end_iter,
+                min_lr=scheduler.min_lr,
+                warmup=scheduler.warmup_iter / scheduler.end_iter,
+                lr_warmup_init=start,
+            )
+            return learning_rate(scheduler.num_iters, float(scheduler.start_lr), schedule)
 
         scheduler.get_lr = get_lr
         scheduler.step(scheduler.num_iters)
@@ -52,55 +158,12 @@ def following_ours(original: Function) -> Function:
     return get_learning_rate_scheduler
 
 
-def _schedule(scheduler: Any, start: float) -> ScheduleConfig:
-    """By the scheduler's numbers and not the configuration's: a checkpoint may have set them."""
-    return ScheduleConfig(
-        lr_decay_style=scheduler.decay_style.lower(),
-        lr_decay_iters=scheduler.end_iter,
-        min_lr=scheduler.min_lr,
-        warmup=scheduler.warmup_iter / scheduler.end_iter,
-        lr_warmup_init=start,
-    )
+def _with_cleared_cache(original: Function) -> Function:
+    """Clear the key-value cache before each prompt: GPT-NeoX appends prompts of an input file to the previous one."""
 
+    def stream_tokens(neox_args: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        if uses_plugin(neox_args):
+            model.module.clear_cache()
+        return original(neox_args, model, *args, **kwargs)
 
-logger = logging.getLogger(__name__)
-
-MARK = "megatron_coca_neox_plugin"
-"""An attribute of upstream's NeoXArgs that says that the plugin is active."""
-
-
-def activate() -> None:
-    """Let GPT-NeoX, which must be importable as `megatron`, know the plugin's keys and attention. Calling it again does
-    nothing. Configurations that ask for none of it run as before.
-
-    Raises:
-        IncompatibleError: there is no GPT-NeoX, or one that has changed what this relies on.
-    """
-    if _is_active():
-        return
-    modules = upstream()
-    arguments = modules["megatron.neox_arguments"].NeoXArgs
-    _tell_version(modules["megatron.mpu"])
-    extend_arguments(arguments)
-    transformer: Any = modules["megatron.model.transformer"]
-    transformer.ParallelSelfAttention = dispatcher(
-        transformer.ParallelSelfAttention, modules["megatron.mpu"].get_cuda_rng_tracker
-    )
-    made = transformer.ParallelSelfAttention
-    wrap(modules["megatron.training"], "get_model", lambda original: checking_model(original, made))
-    wrap(modules["megatron.checkpointing"], "check_checkpoint_args", checking_args)
-    wrap(modules["megatron.checkpointing"], "save_ds_checkpoint", recording)
-    wrap(modules["megatron.training"], "get_learning_rate_scheduler", following_ours)
-    wrap(modules["megatron.text_generation_utils"], "stream_tokens", forgetting)
-    setattr(arguments, MARK, True)
-
-
-def _is_active() -> bool:
-    arguments = getattr(sys.modules.get("megatron.neox_arguments"), "NeoXArgs", None)
-    return hasattr(arguments, MARK)
-
-
-def _tell_version(package: ModuleType) -> None:
-    found = commit(Path(str(package.__file__)).parents[2])
-    if found is not None and found != TESTED_COMMIT:
-        logger.warning("GPT-NeoX is at commit %s; the plugin is tested with %s", found, TESTED_COMMIT)
+    return stream_tokens

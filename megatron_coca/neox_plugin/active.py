@@ -1,4 +1,4 @@
-"""Importing this activates the plugin."""
+"""Activate the plugin on import."""
 
 from megatron_coca.neox_plugin.activation import activate
 

@@ -1,9 +1,9 @@
-"""What a checkpoint says about positions: written where the plugin's attention was trained, and compared when it is loaded.
+"""The position method in GPT-NeoX checkpoints: recorded when saving, compared when loading.
 
-Upstream keeps weights under the same names whatever the positions, and neither its own load nor its converter to Hugging
-Face looks at `pos_emb`: a model trained with CoCA would be read as a rotary one in silence. So the projection of queries, keys
-and values of the plugin's attention has a name of its own in checkpoints, PROJECTION. Without the plugin, upstream's strict
-load and its converter end in an error that there is no `attention.query_key_value.weight`.
+GPT-NeoX's weight names do not depend on the position method, and neither its load nor its converter to Hugging Face reads
+`pos_emb`: a CoCA model would silently be read as a rotary one. Therefore the query-key-value projection of the plugin's
+attention has its own name in checkpoints, PROJECTION, on which GPT-NeoX's strict load and its converter fail without the
+plugin.
 """
 
 import logging
@@ -16,102 +16,94 @@ import torch
 import yaml
 
 from megatron_coca.config import Config, ConfigError
-from megatron_coca.neox_plugin.config_files import asks, read
-from megatron_coca.neox_plugin.keys import EXTENDING, is_asked_for, resolve
-from megatron_coca.neox_plugin.wrapping import Function, called
+from megatron_coca.neox_plugin.keys import EXTENDING, read, resolve, selects_plugin, uses_plugin
+from megatron_coca.neox_plugin.upstream import Function, record_call
 
 logger = logging.getLogger(__name__)
 
-SAVED = "max_position_embeddings"
-"""What upstream asserts to be as saved. Without a table of positions no weight depends on it."""
+SAVED_LENGTH = "max_position_embeddings"
+"""GPT-NeoX requires the checkpoint's value, although weights depend on it only with a learned position table."""
 
-OF_ANY_LENGTH = frozenset({"default", "linear", "ntk", "ntk_fixed", "ntk_mixed"})
-"""Extensions whose frequencies do not depend on the length that was trained at."""
+ANY_LENGTH = frozenset({"default", "linear", "ntk", "ntk_fixed", "ntk_mixed"})
+"""Frequency extensions that do not depend on the training length."""
 
 PLAIN, PROJECTION = "query_key_value.", "megatron_coca_query_key_value."
-"""How names of the projection begin within a block's attention: upstream's, and in checkpoints of the plugin's attention."""
+"""Prefix of the projection within attention: GPT-NeoX's, and that of checkpoints of the plugin's attention."""
 
 RECORD = "megatron_coca"
-"""The key of a checkpoint's `args` that holds POSITIONS and their values."""
+"""Key in a checkpoint's `args` with the values of POSITIONS."""
 
 FIXED = ("pos_emb", "rotary_pct")
 POSITIONS = (*FIXED, "rotary_emb_base", *EXTENDING)
-"""What is recorded. Other values of FIXED need other weights; the rest may be changed to reach further."""
+"""Recorded keys. Weights depend on those in FIXED; the others may be changed for longer inputs."""
 
 NOTE = "MEGATRON_COCA.md"
-"""A file beside the weights that says how they can be used."""
+"""A file in the step's folder that documents how to use the weights."""
 
 CONVERTER = "python tools/convert_to_huggingface.py CHECKPOINT FOLDER"
-"""What takes the place of upstream's tools/ckpts/convert_neox_to_hf.py; in the repository of this package."""
+"""Replacement of GPT-NeoX's tools/ckpts/convert_neox_to_hf.py, in this repository."""
 
 
 def saved_name(name: str) -> str:
-    """The name in checkpoints of a weight of the plugin's attention."""
+    """Return the name of a weight in checkpoints of the plugin's attention."""
     return name.replace(f"attention.{PLAIN}", f"attention.{PROJECTION}")
 
 
 def plain_name(name: str) -> str:
-    """Upstream's name of a weight of a checkpoint."""
+    """Return GPT-NeoX's name of a checkpoint's weight."""
     return name.replace(f"attention.{PROJECTION}", f"attention.{PLAIN}")
 
 
+def _rename_prefix(state: MutableMapping[str, Any], old: str, new: str) -> None:
+    for name in [name for name in state if name.startswith(old)]:
+        state[new + name[len(old) :]] = state.pop(name)
+
+
 def rename_in_checkpoints(layer: Any) -> None:
-    """Let the state dict of a layer of the plugin's attention have PROJECTION in its names, and load both that and PLAIN."""
+    """Save the projection of a plugin layer under PROJECTION; load it under both names."""
 
-    def renamed(module: Any, state: MutableMapping[str, Any], prefix: str, metadata: Any) -> None:
-        for name in [name for name in state if name.startswith(prefix + PLAIN)]:
-            state[prefix + PROJECTION + name[len(prefix + PLAIN) :]] = state.pop(name)
+    def on_save(module: Any, state: MutableMapping[str, Any], prefix: str, metadata: Any) -> None:
+        _rename_prefix(state, prefix + PLAIN, prefix + PROJECTION)
 
-    layer._register_state_dict_hook(renamed)
-    layer._register_load_state_dict_pre_hook(_restore)
+    def on_load(state: MutableMapping[str, Any], prefix: str, *rest: Any) -> None:
+        _rename_prefix(state, prefix + PROJECTION, prefix + PLAIN)
+
+    layer._register_state_dict_hook(on_save)
+    layer._register_load_state_dict_pre_hook(on_load)
 
 
 def refuse_in_checkpoints(layer: Any, neox_args: Any) -> None:
-    """Let a layer of upstream's own attention refuse weights that were trained with the plugin's, except to train them
-    further. Without the plugin, the same load ends in PyTorch's error about names.
-    """
+    """Reject checkpoints of the plugin's attention in a layer with GPT-NeoX's own, except for fine-tuning."""
 
-    def check(state: MutableMapping[str, Any], prefix: str, *rest: Any) -> None:
+    def on_load(state: MutableMapping[str, Any], prefix: str, *rest: Any) -> None:
         if not any(name.startswith(prefix + PROJECTION) for name in state):
             return
         if not _fine_tunes(neox_args):
             raise ConfigError(
                 [
-                    f"pos_emb: {neox_args.pos_emb}, but the checkpoint {neox_args.load} was trained with the attention of "
-                    "megatron_coca; give pos_emb and the other keys of positions as in its configs/*.yml"
+                    f"pos_emb: {neox_args.pos_emb}, but the checkpoint {neox_args.load} was trained with the attention of"
+                    " megatron_coca; set pos_emb and the other position keys as in its configs/*.yml"
                 ]
             )
-        _restore(state, prefix)
+        _rename_prefix(state, prefix + PROJECTION, prefix + PLAIN)
 
-    layer._register_load_state_dict_pre_hook(check)
-
-
-def _restore(state: MutableMapping[str, Any], prefix: str, *rest: Any) -> None:
-    for name in [name for name in state if name.startswith(prefix + PROJECTION)]:
-        state[prefix + PLAIN + name[len(prefix + PROJECTION) :]] = state.pop(name)
+    layer._register_load_state_dict_pre_hook(on_load)
 
 
 def _fine_tunes(neox_args: Any) -> bool:
-    """Whether weights are only where training starts; generation and evaluation set `no_load_optim` themselves."""
+    """Return whether the weights are only initial ones; evaluation and generation set no_load_optim."""
     return bool(neox_args.finetune) and not neox_args.no_load_optim
 
 
 def record_of(config: Config) -> dict[str, Any]:
-    """What is recorded of a model, by key; of mappings only what differs from their defaults."""
+    """Return the recorded values by key; mappings contain only values that differ from the defaults."""
     values = config.position.model_dump(by_alias=True)
     short = config.position.model_dump(by_alias=True, exclude_defaults=True, exclude_none=True)
     return {name: short.get(name, values[name]) for name in POSITIONS}
 
 
-def _positions(neox_args: Any) -> dict[str, Any]:
-    """The same of a run, also of one with upstream's own attention."""
-    if is_asked_for(neox_args):
-        return record_of(resolve(neox_args))
-    return {name: getattr(neox_args, name) for name in POSITIONS} | {"pos_emb": neox_args.pos_emb.lower()}
-
-
-class _Recording:
-    """A model that is saved with a record of its positions; everything else is the model's."""
+class _RecordingModel:
+    """A model whose checkpoints contain a record of its positions."""
 
     def __init__(self, model: Any, record: Mapping[str, Any]) -> None:
         self._model, self._record = model, record
@@ -119,22 +111,22 @@ class _Recording:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
-    def __call__(self, *given: Any, **named: Any) -> Any:
-        return self._model(*given, **named)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._model(*args, **kwargs)
 
-    def save_checkpoint(self, folder: str, *given: Any, client_state: dict[str, Any], **named: Any) -> Any:
+    def save_checkpoint(self, folder: str, *args: Any, client_state: dict[str, Any], **kwargs: Any) -> Any:
         client_state["args"][RECORD] = dict(self._record)
-        return self._model.save_checkpoint(folder, *given, client_state=client_state, **named)
+        return self._model.save_checkpoint(folder, *args, client_state=client_state, **kwargs)
 
 
-def recording(original: Function) -> Function:
-    """Upstream's `save_ds_checkpoint`, with the record in `args` and NOTE in the folder of the step."""
+def recorded_save(original: Function) -> Function:
+    """Wrap GPT-NeoX's `save_ds_checkpoint` to save the record in `args` and NOTE in the step's folder."""
 
     def save_ds_checkpoint(iteration: int, model: Any, neox_args: Any) -> None:
-        if not is_asked_for(neox_args):
+        if not uses_plugin(neox_args):
             return original(iteration, model, neox_args)
         record = record_of(resolve(neox_args))
-        original(iteration, _Recording(model, record), neox_args)
+        original(iteration, _RecordingModel(model, record), neox_args)
         if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
             (Path(neox_args.save) / f"global_step{iteration}" / NOTE).write_text(note(record))
 
@@ -142,116 +134,118 @@ def recording(original: Function) -> Function:
 
 
 def note(record: Mapping[str, Any]) -> str:
-    """The text of NOTE."""
-    given = yaml.safe_dump(
+    """Return the content of NOTE."""
+    keys = yaml.safe_dump(
         {name: value for name, value in record.items() if value not in (None, "none")}, sort_keys=False
     )
     return f"""# Trained with the attention of megatron_coca
 
-    {given.strip().replace(chr(10), chr(10) + "    ")}
+    {keys.strip().replace(chr(10), chr(10) + "    ")}
 
-These are not plain rotary positions, and GPT-NeoX without the plugin of megatron_coca computes other numbers with these
-weights. So that it does not do so in silence, the weights `attention.{PLAIN}*` are called
-`attention.{PROJECTION}*` here, and its own load and `tools/ckpts/convert_neox_to_hf.py` end in an error about
-that name. Do not rename them; use
+These are not plain rotary positions: without the plugin of megatron_coca, GPT-NeoX computes different results with these
+weights. To make it fail instead, the weights `attention.{PLAIN}*` are called
+`attention.{PROJECTION}*` here; GPT-NeoX's load and `tools/ckpts/convert_neox_to_hf.py` report that name as
+missing. Do not rename them. Use
 
 - for Hugging Face transformers: `{CONVERTER}`
 - for megatron_coca: this folder as `load`, or `python tools/import_checkpoint.py CHECKPOINT FOLDER`
 - for GPT-NeoX: `python -m megatron_coca.neox_plugin deepy.py ...` with the YAML files in `configs`
 
-from the repository of megatron_coca. CHECKPOINT is this folder or the one around it, FOLDER is written.
+from the repository of megatron_coca. CHECKPOINT is this folder or its parent, FOLDER is the output.
 """
 
 
 def refuse_conversion(script: str, arguments: Sequence[str]) -> None:
-    """Check that `script` is not upstream's converter to Hugging Face on weights of the plugin's attention: it would write
-    a stock rotary model.
+    """Reject GPT-NeoX's converter to Hugging Face for weights of the plugin's attention: it writes a rotary model.
 
     Raises:
-        ConfigError: it is.
+        ConfigError: `script` is the converter, and the checkpoint was trained with the plugin.
     """
     if Path(script).name != "convert_neox_to_hf.py":
         return
     parser = ArgumentParser(add_help=False)
     parser.add_argument("--input_dir", type=Path)
     parser.add_argument("--config_file", type=Path)
-    asked, _ = parser.parse_known_args(arguments)
-    files = [asked.config_file] if asked.config_file is not None else []
-    noted = False
-    if asked.input_dir is not None:
-        files += sorted((asked.input_dir / "configs").glob("*.*"))
-        noted = (asked.input_dir / NOTE).exists()
-    found = [str(file) for file in files if file.is_file() and asks(read(str(file)).values)]
-    if noted or found:
+    options, _ = parser.parse_known_args(arguments)
+    files = [options.config_file] if options.config_file is not None else []
+    has_note = False
+    if options.input_dir is not None:
+        files += sorted((options.input_dir / "configs").glob("*.*"))
+        has_note = (options.input_dir / NOTE).exists()
+    configs = [str(file) for file in files if file.is_file() and selects_plugin(read(str(file)).values)]
+    if has_note or configs:
+        evidence = f" ({configs[0]})" if configs else ""
         raise ConfigError(
             [
-                f"{asked.input_dir}: was trained with the attention of megatron_coca"
-                f"{f' ({found[0]})' if found else ''}, and {script} writes stock rotary models only; from the repository of "
-                f"megatron_coca run `{CONVERTER}`"
+                f"{options.input_dir}: was trained with the attention of megatron_coca{evidence}, and {script} writes only"
+                f" rotary models; run `{CONVERTER}` in the repository of megatron_coca"
             ]
         )
 
 
-def checking_args(original: Function) -> Function:
-    """Upstream's `check_checkpoint_args`, which also compares positions. Another `max_position_embeddings` than the saved
-    one is no obstacle with the plugin's attention.
+def checked_args(original: Function) -> Function:
+    """Wrap GPT-NeoX's `check_checkpoint_args` to compare positions too. With the plugin's attention,
+    `max_position_embeddings` may differ from the checkpoint's.
 
     Raises:
-        ConfigError: the weights were trained with other positions; or the run is longer than the checkpoint's, and the length
-            that the method is measured by is not said.
+        ConfigError: the weights were trained with other positions; or the run is longer than the checkpoint's, and the
+            position method depends on a training length that is not set.
     """
 
     def check_checkpoint_args(neox_args: Any, checkpoint_args: dict[str, Any]) -> None:
-        called(neox_args, "megatron.checkpointing.check_checkpoint_args")
-        given = dict(checkpoint_args)
-        _check_positions(neox_args, given.pop(RECORD, None))
-        if is_asked_for(neox_args) and neox_args.pos_emb.lower() != "learned":
-            _check_trained_length(neox_args, given.pop(SAVED, None))
-        original(neox_args, given)
+        record_call(neox_args, "megatron.checkpointing.check_checkpoint_args")
+        saved = dict(checkpoint_args)
+        _check_positions(neox_args, saved.pop(RECORD, None))
+        if uses_plugin(neox_args) and neox_args.pos_emb.lower() != "learned":
+            _check_training_length(neox_args, saved.pop(SAVED_LENGTH, None))
+        original(neox_args, saved)
 
     return check_checkpoint_args
 
 
 def _check_positions(neox_args: Any, saved: Mapping[str, Any] | None) -> None:
     if saved is None:
-        if is_asked_for(neox_args):
+        if uses_plugin(neox_args):
             logger.warning(
-                "%s does not say which positions it was trained with; it is used with pos_emb: %s",
-                *(neox_args.load, neox_args.pos_emb),
+                "%s has no record of its position method; using pos_emb: %s", neox_args.load, neox_args.pos_emb
             )
         return
-    now = _positions(neox_args)
-    differing = [name for name in POSITIONS if name in saved and saved[name] != now[name]]
-    told = [f"{name}: {now[name]}, but {neox_args.load} was trained with {saved[name]}" for name in differing]
-    wrong = [line for name, line in zip(differing, told, strict=True) if name in FIXED]
-    if wrong and not _fine_tunes(neox_args):
-        raise ConfigError([f"{line}; set it so, as in its configs/*.yml" for line in wrong])
-    for line in told:
+    if uses_plugin(neox_args):
+        current = record_of(resolve(neox_args))
+    else:
+        current = {name: getattr(neox_args, name) for name in POSITIONS} | {"pos_emb": neox_args.pos_emb.lower()}
+    differences = {
+        name: f"{name}: {current[name]}, but {neox_args.load} was trained with {saved[name]}"
+        for name in POSITIONS
+        if name in saved and saved[name] != current[name]
+    }
+    errors = [f"{differences[name]}; set it as in its configs/*.yml" for name in FIXED if name in differences]
+    if errors and not _fine_tunes(neox_args):
+        raise ConfigError(errors)
+    for line in differences.values():
         logger.warning("%s", line)
 
 
-def _check_trained_length(neox_args: Any, saved: int | None) -> None:
+def _check_training_length(neox_args: Any, saved: int | None) -> None:
     if saved is None or neox_args.seq_length <= saved:
         return
     config = resolve(neox_args)
-    scaling = config.position.rope_scaling
-    if (scaling is not None and scaling.original_max_position_embeddings) or not (key := _measured(config, saved)):
+    position, length = config.position, config.model.seq_length
+    scaling, distance_map = position.rope_scaling, position.relative_positions
+    if scaling is not None and scaling.original_max_position_embeddings:
+        return
+    if scaling is not None and scaling.rope_type not in ANY_LENGTH:
+        key = "rope_scaling"
+    elif position.logit_scaling != "none":
+        key = "logit_scaling"
+    elif distance_map is not None and distance_map.settings(saved) != distance_map.settings(length):
+        key = "relative_positions"
+    else:
         return
     raise ConfigError(
         [
-            f"{key}: depends on the length that the weights were trained at. seq_length is {neox_args.seq_length}, the "
-            f"checkpoint has {SAVED}: {saved}; say which one was trained with `original_max_position_embeddings` in rope_scaling "
-            "(whose rope_type may be default)"
+            f"{key}: depends on the training length. seq_length is {neox_args.seq_length}, the checkpoint has"
+            f" {SAVED_LENGTH}: {saved}; set the training length as `original_max_position_embeddings` in rope_scaling"
+            " (with rope_type default if there is no extension)"
         ]
     )
-
-
-def _measured(config: Config, saved: int) -> str | None:
-    """The key of what would be another method if the training length were the saved one."""
-    position, length = config.position, config.model.seq_length
-    if position.rope_scaling is not None and position.rope_scaling.rope_type not in OF_ANY_LENGTH:
-        return "rope_scaling"
-    if position.logit_scaling != "none":
-        return "logit_scaling"
-    map_ = position.relative_positions
-    return "relative_positions" if map_ is not None and map_.settings(saved) != map_.settings(length) else None

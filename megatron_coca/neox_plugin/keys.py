@@ -1,14 +1,24 @@
-"""The YAML keys that the plugin adds to GPT-NeoX's, and what becomes of ours that it does not have."""
+"""YAML keys: those that the plugin adds to GPT-NeoX's, translation of this package's keys, and overlay files.
 
+An overlay is a small YAML file such as `pos_emb: coca`, given after GPT-NeoX's own files. GPT-NeoX rejects a key that is
+set in two files; with the plugin, a later file that selects the plugin's attention may replace the keys in REPLACEABLE.
+The copies of the files that GPT-NeoX stores in each checkpoint's `configs` get the replaced values, so that they can be
+given again in any order.
+"""
+
+import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin
+
+import yaml
 
 from megatron_coca.config import KEYS, Config, ConfigError, load_config
 from megatron_coca.config.base import nearest
-from megatron_coca.config.position import PositionConfig
+from megatron_coca.config.model import PositionConfig
 
 logger = logging.getLogger(__name__)
 
@@ -16,29 +26,41 @@ METHODS = ("coca", "coca_strict", "xpos")
 """Values of `pos_emb` that GPT-NeoX does not have."""
 
 BIASED = ("alibi", "rpe")
-"""Values of `pos_emb` that GPT-NeoX has and that only its own attention computes."""
+"""Values of `pos_emb` that only GPT-NeoX's own attention computes."""
 
 LEARNING = ("kerple_log", "kerple_power")
-"""Values of `pos_emb` of ours with weights that GPT-NeoX has no place for."""
+"""Values of `pos_emb` with weights that GPT-NeoX's model does not have."""
 
 EXTENDING = ("rope_scaling", "relative_positions", "logit_scaling")
-"""Keys that ask for the plugin's attention, whatever `pos_emb` is."""
+"""Keys that select the plugin's attention for any `pos_emb`."""
 
 SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "seq_length", "attention_dropout")
 POSITION = ("pos_emb", "rotary_pct", "rotary_emb_base", *EXTENDING, "attention_backend", "operand_kernel")
-"""What a position method is built from; all of them are fields of NeoXArgs once the plugin is active."""
+"""Keys of the position method; with the plugin all of them are fields of NeoXArgs."""
 
-WITHOUT_EFFECT = frozenset({"faults", "checkpoint", "logging", "launch"})
-"""Groups of our keys that change no result: those that GPT-NeoX has not are left out there."""
+GROUPS_WITHOUT_EFFECT = frozenset({"faults", "checkpoint", "logging", "launch"})
+KEYS_WITHOUT_EFFECT = frozenset({"loss_chunk_size", "torch_compile", "num_workers", "data_root"})
+"""Keys of this package that change no result: GPT-NeoX runs without them."""
 
-ALSO_WITHOUT_EFFECT = frozenset({"loss_chunk_size", "torch_compile", "num_workers", "data_root"})
+BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "sliding_window_width": (None, "not supported with the plugin's attention; leave it out"),
+    "use_mup": (
+        False,
+        "not supported with the plugin's attention, which divides scores by sqrt(head_dim); leave it out",
+    ),
+    "te_mha": (False, "Transformer Engine's attention does not support these positions; leave it out"),
+    "te_fp8_mha": (False, "Transformer Engine's attention does not support these positions; leave it out"),
+}
+"""Keys of GPT-NeoX that contradict the plugin's attention: their default, and the error message."""
+
+REPLACEABLE = (*POSITION, "seq_length", "max_position_embeddings", "attention_config", *REFUSED)
+"""Keys that an overlay may replace: positions, lengths, and keys that contradict the plugin's attention."""
 
 
-SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
-
-
-class Added(NamedTuple):
-    """A new field: the class of NeoXArgs's that gets it, its type and its default."""
+class NewField(NamedTuple):
+    """A field that the plugin adds: the base class of NeoXArgs that gets it, its type and its default."""
 
     owner: str
     type: Any
@@ -49,181 +71,252 @@ def _choices(name: str) -> Any:
     return Literal[get_args(PositionConfig.model_fields[name].annotation)]
 
 
-FIELDS: dict[str, Added] = {
-    "rope_scaling": Added("NeoXArgsModel", dict, None),
-    "relative_positions": Added("NeoXArgsModel", dict, None),
-    "logit_scaling": Added("NeoXArgsModel", _choices("logit_scaling"), "none"),
-    "attention_backend": Added("NeoXArgsModel", _choices("attention_backend"), "auto"),
-    "operand_kernel": Added("NeoXArgsModel", _choices("operand_kernel"), "torch"),
-    "lr_warmup_init": Added("NeoXArgsLRScheduler", float, 0.0),
-    "vocab_size": Added("NeoXArgsTokenizer", int, None),
+FIELDS: dict[str, NewField] = {
+    "rope_scaling": NewField("NeoXArgsModel", dict, None),
+    "relative_positions": NewField("NeoXArgsModel", dict, None),
+    "logit_scaling": NewField("NeoXArgsModel", _choices("logit_scaling"), "none"),
+    "attention_backend": NewField("NeoXArgsModel", _choices("attention_backend"), "auto"),
+    "operand_kernel": NewField("NeoXArgsModel", _choices("operand_kernel"), "torch"),
+    "lr_warmup_init": NewField("NeoXArgsLRScheduler", float, 0.0),
+    "vocab_size": NewField("NeoXArgsTokenizer", int, None),
 }
 EXPECTED: dict[Any, tuple[type, str]] = {
     dict: (dict, "a mapping, for example {rope_type: dynamic, factor: 4.0} or {type: rerope, window: 256}"),
     float: (float, "a number"),
-    int: (int, "a whole number"),
+    int: (int, "an integer"),
 }
-"""What values of a type have to be, and how it is told; choices are checked by upstream."""
+"""Types of new fields, and their names in messages; GPT-NeoX itself checks choices."""
 
-CHOICES: dict[str, tuple[str, tuple[str, ...]]] = {
+NEW_CHOICES: dict[str, tuple[str, tuple[str, ...]]] = {
     "pos_emb": ("NeoXArgsModel", METHODS),
     "lr_decay_style": ("NeoXArgsLRScheduler", ("linear_to_min_lr",)),
 }
-"""Further values of fields that are there: their class, and the values."""
+"""Additional values of existing fields, with the base class of NeoXArgs that has the field."""
 
 
-def extend(arguments: type, groups: Mapping[str, type]) -> None:
-    """Add the fields and choices to `arguments` (NeoXArgs), whose bases by name are `groups`."""
-    for name, (owner, values) in CHOICES.items():
-        field = groups[owner].__dataclass_fields__[name]  # type: ignore[attr-defined]
-        field.type = Literal[(*get_args(field.type), *values)]
+def extend_fields(arguments: type) -> None:
+    """Add FIELDS and NEW_CHOICES to `arguments` (NeoXArgs) and its bases."""
+    bases: dict[str, Any] = {kind.__name__: kind for kind in arguments.__bases__}
+    choices: dict[str, Any] = {}
+    for name, (owner, values) in NEW_CHOICES.items():
+        choices[name] = Literal[(*get_args(bases[owner].__dataclass_fields__[name].type), *values)]
     for name, added in FIELDS.items():
-        groups[added.owner].__annotations__[name] = added.type
-        setattr(groups[added.owner], name, added.default)
-    choices = {name: groups[owner].__dataclass_fields__[name].type for name, (owner, _) in CHOICES.items()}  # type: ignore[attr-defined]
-    for owner in {added.owner for added in FIELDS.values()}:
-        _made_anew(groups[owner])
-    _made_anew(arguments)
-    for kind in (arguments, *groups.values()):
+        bases[added.owner].__annotations__[name] = added.type
+        setattr(bases[added.owner], name, added.default)
+    for kind in (*{bases[added.owner] for added in FIELDS.values()}, arguments):
+        for method in ("__init__", "__repr__", "__eq__"):  # `dataclass` does not replace existing methods
+            if method in vars(kind):
+                delattr(kind, method)
+        dataclass(kind)
+    for kind in (arguments, *bases.values()):
         for name, annotation in choices.items():
-            if name in kind.__dataclass_fields__:  # type: ignore[attr-defined]
-                kind.__dataclass_fields__[name].type = annotation  # type: ignore[attr-defined]
+            if name in kind.__dataclass_fields__:
+                kind.__dataclass_fields__[name].type = annotation
 
 
-def _made_anew(kind: type) -> None:
-    """A dataclass with the fields that its annotations name now; `dataclass` replaces no method that is there."""
-    for method in ("__init__", "__repr__", "__eq__"):
-        if method in vars(kind):
-            delattr(kind, method)
-    dataclass(kind)
-
-
-def is_asked_for(neox_args: Any) -> bool:
-    """Whether a configuration wants something of the plugin's attention."""
+def uses_plugin(neox_args: Any) -> bool:
+    """Return whether a NeoXArgs selects the plugin's attention."""
     if neox_args.pos_emb.lower() in METHODS:
         return True
     return bool(neox_args.rope_scaling or neox_args.relative_positions or neox_args.logit_scaling != "none")
 
 
 def resolve(neox_args: Any) -> Config:
-    """Our configuration of what the plugin builds.
+    """Return this package's configuration of the plugin's attention.
 
     Raises:
-        ConfigError: the keys are not valid, or GPT-NeoX is told to do what the plugin's attention cannot.
+        ConfigError: the keys are not valid, or the plugin's attention does not support them.
     """
-    problems = [reason for name, (default, reason) in REFUSED.items() if getattr(neox_args, name, default) != default]
+    problems = [
+        f"{name}: {reason}"
+        for name, (default, reason) in REFUSED.items()
+        if getattr(neox_args, name, default) != default
+    ]
     kinds = set(neox_args.attention_config or ()) - {"global", "flash"}
-    problems += [f"attention_config: {', '.join(sorted(kinds))} is not served; use global or flash"] if kinds else []
-    given = {name: getattr(neox_args, name) for name in (*SHAPE, *POSITION)}
-    given |= {"pos_emb": neox_args.pos_emb.lower(), "make_vocab_size_divisible_by": 1}
+    problems += [f"attention_config: {', '.join(sorted(kinds))} is not supported; use global or flash"] if kinds else []
     scaling = neox_args.rope_scaling or {}
     if scaling.get("rope_type", scaling.get("type")) == "clex":
-        problems.append("rope_scaling: clex learns frequencies for all layers at once, which GPT-NeoX has no place for")
+        problems.append(
+            "rope_scaling: clex learns frequencies shared by all layers, which GPT-NeoX's model does not have"
+        )
     if neox_args.pos_emb.lower() in BIASED:
         problems.append(
-            f"pos_emb: {neox_args.pos_emb} is a bias of GPT-NeoX's own attention, which takes none of {EXTENDING}"
+            f"pos_emb: {neox_args.pos_emb} is a bias of GPT-NeoX's own attention, which supports none of"
+            f" {', '.join(EXTENDING)}"
         )
     if problems:
         raise ConfigError(problems)
-    # Upstream's seq_length is the longest input of a run, which for generation exceeds the length that was trained at.
-    # The plugin has one key that names the latter, so everything measures against it there.
-    given["seq_length"] = scaling.get("original_max_position_embeddings") or given["seq_length"]
-    return load_config([], {name: value for name, value in given.items() if value is not None})
-
-
-REFUSED: dict[str, tuple[Any, str]] = {
-    "sliding_window_width": (None, "sliding_window_width: not with the plugin's attention; leave it out"),
-    "use_mup": (
-        False,
-        "use_mup: not with the plugin's attention, which divides scores by sqrt(head_dim); leave it out",
-    ),
-    "te_mha": (False, "te_mha: Transformer Engine's attention takes no other positions; leave it out"),
-    "te_fp8_mha": (False, "te_fp8_mha: Transformer Engine's attention takes no other positions; leave it out"),
-}
-"""Keys of GPT-NeoX that contradict the plugin's attention: their default, and what is said."""
+    values = {name: getattr(neox_args, name) for name in (*SHAPE, *POSITION)}
+    values |= {"pos_emb": neox_args.pos_emb.lower(), "make_vocab_size_divisible_by": 1}
+    # GPT-NeoX's seq_length is the longest input of a run, which in generation exceeds the training length. Only
+    # original_max_position_embeddings can name the latter there, so everything is relative to it.
+    values["seq_length"] = scaling.get("original_max_position_embeddings") or values["seq_length"]
+    return load_config([], {name: value for name, value in values.items() if value is not None})
 
 
 def translated(values: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
-    """The keyword arguments of NeoXArgs (whose fields and their types are `known`) from those of a YAML file of ours.
+    """Translate a YAML file's values to keyword arguments of NeoXArgs; `known` are its fields with their types.
 
     Raises:
-        ConfigError: a key is unknown, a key of ours would change results and is unknown to GPT-NeoX, or a value is none
-            that the key takes.
+        ConfigError: a key is unknown, a key of this package has no counterpart in GPT-NeoX, or a value is not valid.
     """
     problems = problems_of(values, known)
     if problems:
         raise ConfigError(problems)
-    left_out = [name for name in values if name not in known and _is_left_out(name)]
-    if left_out:
-        logger.warning("%s: without effect in GPT-NeoX", ", ".join(left_out))
-    kept = {name: value for name, value in values.items() if name not in left_out}
-    return _dividing(values) | {name: _typed(name, value) for name, value in kept.items() if not _unset(name, value)}
+    ignored = [name for name in values if name not in known and _without_effect(name)]
+    if ignored:
+        logger.warning("%s: no effect in GPT-NeoX", ", ".join(ignored))
+    translated: dict[str, Any] = {}
+    if all(values.get(name) is not None for name in BATCH_SIZES):
+        # GPT-NeoX's default of 1 contradicts two given sizes; null lets it divide them, as in this package.
+        translated["gradient_accumulation_steps"] = None
+    for name, value in values.items():
+        if name not in ignored and not _unset(name, value):
+            translated[name] = _typed(name, value)
+    return translated
 
 
 def problems_of(values: Mapping[str, Any], known: Mapping[str, Any]) -> list[str]:
-    """A line for each key or value that GPT-NeoX with the plugin does not take, whatever the other keys are; `known` are
-    the fields of NeoXArgs and their types.
-    """
+    """Return a line for each invalid key or choice of one file; `known` are the fields of NeoXArgs with their types."""
     if values.get("pos_emb") in LEARNING:
-        return [f"pos_emb: {values['pos_emb']} learns weights that GPT-NeoX has no place for; use our own trainer"]
-    refused = [name for name in values if name not in known and name in KEYS and not _is_left_out(name)]
-    problems = _unknown(values, known) + _not_a_choice(values, known)
-    if refused:
-        problems.append(
-            f"{', '.join(refused)}: megatron_coca's own trainer has this, GPT-NeoX has not; leave it out here"
-        )
-    return problems
-
-
-def _is_left_out(name: str) -> bool:
-    """Whether a key that GPT-NeoX has not is one of ours that changes no result."""
-    return name in KEYS and (KEYS[name].group in WITHOUT_EFFECT or name in ALSO_WITHOUT_EFFECT)
-
-
-def _unknown(values: Mapping[str, Any], known: Mapping[str, Any]) -> list[str]:
-    """A line for each key that neither GPT-NeoX nor this package has; upstream's own error names only the first."""
-    return [
-        f"{name}: neither GPT-NeoX nor the plugin has this key{nearest(name, known)}"
+        return [f"pos_emb: {values['pos_emb']} has weights that GPT-NeoX's model does not have; use train.py"]
+    problems = [
+        f"{name}: not a key of GPT-NeoX or the plugin{nearest(name, known)}"
         for name in values
         if name not in known and name not in KEYS
     ]
-
-
-def _not_a_choice(values: Mapping[str, Any], known: Mapping[str, Any]) -> list[str]:
-    """A line for each value that is none of its key's, of the keys whose choices the plugin sets or adds to. Case does not
-    matter, as upstream has it.
-    """
-    problems = []
-    for name in (*CHOICES, *FIELDS):
+    for name in (*NEW_CHOICES, *FIELDS):  # case-insensitive, as in GPT-NeoX
         choices, value = (get_args(known[name]) if get_origin(known[name]) is Literal else ()), values.get(name)
         if not choices or name not in values or _unset(name, value):
             continue
         if not isinstance(value, str) or value.lower() not in {choice.lower() for choice in choices}:
             problems.append(f"{name}: `{value}` is not one of {' | '.join(choices)}{nearest(str(value), choices)}")
+    refused = [name for name in values if name not in known and name in KEYS and not _without_effect(name)]
+    if refused:
+        problems.append(f"{', '.join(refused)}: supported by train.py of megatron_coca, not by GPT-NeoX; leave it out")
     return problems
 
 
+def _without_effect(name: str) -> bool:
+    return name in KEYS and (KEYS[name].group in GROUPS_WITHOUT_EFFECT or name in KEYS_WITHOUT_EFFECT)
+
+
 def _unset(name: str, value: Any) -> bool:
-    """Null means `not set` for our keys, as in our own trainer; upstream's keep theirs."""
+    """Null means "not set" for the plugin's keys; GPT-NeoX's keep their own meaning of it."""
     return name in FIELDS and value is None
 
 
 def _typed(name: str, value: Any) -> Any:
-    """The value of one of our keys in its type: upstream's own check of such a type ends in an AttributeError, and its
-    YAML reader takes 1e-7 for text.
-    """
+    """Check a value's type: GPT-NeoX's own check fails on these types, and its YAML reader takes 1e-7 for a string."""
     if name not in FIELDS or FIELDS[name].type not in EXPECTED:
         return value
-    kinds, told = EXPECTED[FIELDS[name].type]
-    if kinds is float and isinstance(value, str):
+    kind, expected = EXPECTED[FIELDS[name].type]
+    if kind is float and isinstance(value, str):
         with suppress(ValueError):
             value = float(value)
-    if isinstance(value, bool) or not isinstance(value, int | float if kinds is float else kinds):
-        raise ConfigError([f"{name}: expected {told}, got {value!r}"])
+    if isinstance(value, bool) or not isinstance(value, int | float if kind is float else kind):
+        raise ConfigError([f"{name}: expected {expected}, got {value!r}"])
     return value
 
 
-def _dividing(values: Mapping[str, Any]) -> dict[str, None]:
-    """Upstream's default of 1 accumulation step contradicts two given sizes; null lets it divide them, as ours does."""
-    given = all(values.get(name) is not None for name in SIZES)
-    return {"gradient_accumulation_steps": None} if given else {}
+class File(NamedTuple):
+    """A YAML file: its path as given, its text with comments, and its values, with underscores in keys."""
+
+    path: str
+    text: str
+    values: dict[str, Any]
+
+
+class Replacement(NamedTuple):
+    """A key of an earlier file that a later one sets again."""
+
+    key: str
+    earlier: File
+    later: File
+
+
+def read(path: str) -> File:
+    """Read a file as GPT-NeoX does. A file that is not a mapping has no keys; GPT-NeoX reports it."""
+    text = Path(path).read_text()
+    return File(path, text, _keys(yaml.load(text, Loader=yaml.FullLoader)))
+
+
+def _keys(values: Any) -> dict[str, Any]:
+    return {str(key).replace("-", "_"): value for key, value in values.items()} if isinstance(values, dict) else {}
+
+
+def selects_plugin(values: Mapping[str, Any]) -> bool:
+    """Return whether the values of a file select the plugin's attention."""
+    return str(values.get("pos_emb")).lower() in METHODS or any(
+        values.get(key) not in (None, "none") for key in EXTENDING
+    )
+
+
+def with_overlays(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap GPT-NeoX's `NeoXArgs.from_ymls`, so that overlays can replace keys of earlier files."""
+
+    def from_ymls(
+        cls: Any, paths_to_yml_files: Sequence[str], overwrite_values: Mapping[str, Any] | None = None
+    ) -> Any:
+        files = [read(path) for path in paths_to_yml_files]
+        repeated = [
+            Replacement(key, earlier, later)
+            for number, later in enumerate(files)
+            for earlier in files[:number]
+            for key in later.values
+            if key in earlier.values
+        ]
+        replaced = [item for item in repeated if item.key in REPLACEABLE and selects_plugin(item.later.values)]
+        duplicates = [item for item in repeated if item not in replaced]
+        if duplicates:
+            # Report misspelt values first: a file with `pos_emb: cocaa` does not select the plugin's attention, and
+            # its key would only be called a duplicate.
+            known = {name: field.type for name, field in cls.__dataclass_fields__.items()}
+            problems = [f"{file.path}: {line}" for file in files for line in problems_of(file.values, known)]
+            if problems:
+                raise ConfigError(problems)
+        if not replaced:
+            return original(cls, paths_to_yml_files, overwrite_values)
+        _check_overlays(files, duplicates)
+        for key, earlier, later in replaced:
+            before, after = earlier.values[key], later.values[key]
+            logger.warning("%s: %s: %s replaces %s of %s", later.path, key, after, before, earlier.path)
+        values = {key: value for file in files for key, value in file.values.items()}
+        copies = {Path(file.path).name: _copy(file, replaced) for file in files}
+        return cls(**values | {"config_files": copies} | dict(overwrite_values or {}))
+
+    return from_ymls
+
+
+def _check_overlays(files: Sequence[File], duplicates: Sequence[Replacement]) -> None:
+    problems = [
+        f"{later.path}: {key} is also set in {earlier.path}; a file that selects the plugin's attention can replace only"
+        f" {', '.join(REPLACEABLE)} of earlier files. Remove {key} from one of them"
+        for key, earlier, later in duplicates
+    ]
+    names = [Path(file.path).name for file in files]
+    problems += [
+        f"{name}: several files have this name, and a checkpoint stores a copy of each by name; rename them"
+        for name in sorted({name for name in names if names.count(name) > 1})
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _copy(file: File, replaced: Sequence[Replacement]) -> str:
+    """Return the text of a file with the values that later files set, keeping comments where possible."""
+    values = {item.key: item.later.values[item.key] for item in replaced if item.earlier.path == file.path}
+    if not values:
+        return file.text
+    wanted, text = file.values | values, file.text
+    root: Any = yaml.compose(text, Loader=yaml.FullLoader)
+    for name, node in reversed(root.value):  # from the end, so that the offsets of earlier nodes stay valid
+        key = str(name.value).replace("-", "_")
+        if key in values:
+            start = node.start_mark.index
+            length = len(text[start : node.end_mark.index].rstrip())
+            text = text[:start] + json.dumps(values[key]) + text[start + length :]
+    with suppress(yaml.YAMLError):
+        if _keys(yaml.load(text, Loader=yaml.FullLoader)) == wanted:
+            return text
+    return yaml.safe_dump(wanted)  # the edit changed another key, for example through an anchor

@@ -9,10 +9,10 @@ import torch.nn as nn
 
 from megatron_coca.attention.layer import SelfAttention
 from megatron_coca.config import Config, OptimizerConfig
-from megatron_coca.config.training import QUERY_KEY_VALUE, Part
+from megatron_coca.config.training import QUERY_KEY_VALUE, TrainablePart
 from megatron_coca.model.cost import parameter_count, trained_count
 
-PARTS: tuple[tuple[str, tuple[Part, ...]], ...] = (
+PARTS: tuple[tuple[str, tuple[TrainablePart, ...]], ...] = (
     (r"attention\.query_key_value\.query\.", ("query",)),
     (r"attention\.query_key_value\.key\.", ("key",)),
     (r"attention\.query_key_value\.value\.", ("value",)),
@@ -27,7 +27,7 @@ PARTS: tuple[tuple[str, tuple[Part, ...]], ...] = (
 """Patterns of parameter names, and the values of `trainable` that such a parameter belongs to."""
 
 
-def parts_of(name: str) -> tuple[Part, ...]:
+def parts_of(name: str) -> tuple[TrainablePart, ...]:
     """Return the values of `trainable` that the named parameter belongs to: several for a packed projection."""
     return next(parts for pattern, parts in PARTS if re.search(pattern, name))
 

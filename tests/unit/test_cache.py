@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron_coca.attention.layer import Cache, LayerCache, bytes_per_token
 from megatron_coca.attention.positions.forms import SCORE_FORMS
 from megatron_coca.config import load_config
-from megatron_coca.config.position import MAP_OPTIONS, ROTATED_METHODS, SCALING_OPTIONS
+from megatron_coca.config.model import MAP_OPTIONS, ROTATED_METHODS, SCALING_OPTIONS
 from megatron_coca.model import GPT, build_model
 
 TRAINED, LENGTH, PROMPT = 16, 45, 20

@@ -33,7 +33,7 @@ train_iters: 1e3
 optimizer: {type: adan, params: {lr: 1e-4, beta: 3}}
 """
     expected = {
-        "run.yml:1: num_layers: expected a whole number, got '2'; remove the quotes",
+        "run.yml:1: num_layers: expected an integer, got '2'; remove the quotes",
         "run.yml:3: num_attention_heads: 16 heads do not divide hidden_size 100",
         "run.yml:4: seq_lenght: unknown key; did you mean `seq_length`?",
         "run.yml: seq_length: required, but missing",
@@ -41,7 +41,7 @@ optimizer: {type: adan, params: {lr: 1e-4, beta: 3}}
         " | alibi | kerple_log | kerple_power | rpe | learned | sinusoidal | none;"
         " did you mean `rotary`?",
         "run.yml:6: hidden_dropout: expected a number, got True",
-        "run.yml:7: train_iters: expected a whole number, got 1000.0; write 1000",
+        "run.yml:7: train_iters: expected an integer, got 1000.0; write 1000",
         "run.yml:8: optimizer.type: `adan` is not one of Adam | AdamW | cpu_adam | sgd; did you mean `Adam`?",
         "run.yml:8: optimizer.params.beta: unknown key; did you mean `optimizer.params.betas`?",
         "command line: seeed: unknown key; did you mean `seed`?",
@@ -55,7 +55,7 @@ def test_a_key_given_twice_names_both_lines(tmp_path: Path) -> None:
     found = problems(tmp_path, complete("hidden-size: 100\nrope_scaling: {factor: 1, factor: 2}\nseed: true\n"))
     assert "run.yml:5: hidden_size: given twice, on lines 2 and 5, as `hidden_size` and `hidden-size`" in found[0]
     assert "rope_scaling.factor: given twice, on lines 6 and 6" in found[1]
-    assert any("seed: expected a whole number" in line for line in found)
+    assert any("seed: expected an integer" in line for line in found)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
         ("norm: te_rmsnorm", "norm: `te_rmsnorm`: "),
         (
             "pos_emb: alibi\nrope_scaling: {rope_type: ntk}",
-            "rope_scaling: rope_type ntk has no meaning with pos_emb al",
+            "rope_scaling: rope_type ntk is not available with pos_emb al",
         ),
         ("pos_emb: rotary\nrope_scaling: {factor: 2}", "rope_scaling: factor has no effect with rope_type default"),
         ("pos_emb: rotary\nrope_scaling: {factor: 0.5}", "rope_scaling.factor: expected a value greater than or equal"),
@@ -114,7 +114,7 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
         ("pos_emb: coca\nrotary_emb_base: 1", "rotary_emb_base: expected a value greater than 1"),
         (
             "pos_emb: rotary\nrope_scaling: {rope_type: linear, factor: 2, beta_fast: 3}",
-            "rope_scaling: beta_fast has no effect with rope_type linear; it belongs to yarn | dynamic_yarn",
+            "rope_scaling: beta_fast has no effect with rope_type linear; it is an option of yarn | dynamic_yarn",
         ),
         (
             "pos_emb: coca\nrope_scaling: {rope_type: dynamic_max}",
@@ -122,11 +122,11 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
         ),
         (
             "pos_emb: coca\nrope_scaling: {rope_type: dynamic_max, target_length: 8}",
-            "rope_scaling: target_length 8 is below L, the length 64 that the extension starts from",
+            "rope_scaling: target_length 8 is below the training length L = 64",
         ),
         (
             "pos_emb: coca\nrope_scaling: {rope_type: longrope, factor: 2, short_factor: [1], long_factor: [1]}",
-            "rope_scaling: short_factor has 1 numbers; 16 pairs of features are rotated",
+            "rope_scaling: short_factor has 1 numbers, but there are 16 frequencies",
         ),
         (
             "pos_emb: coca\nrope_scaling: {rope_type: yarn, factor: 2, beta_fast: 1}",
@@ -138,12 +138,15 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
         ),
         (
             "pos_emb: alibi\nrelative_positions: {type: rerope}",
-            "relative_positions: rerope moves rotations, and pos_emb",
+            "relative_positions: rerope needs rotary positions, and pos_emb is alibi",
         ),
-        ("pos_emb: coca\nrelative_positions: {type: streaming}", "relative_positions: streaming counts positions from"),
+        (
+            "pos_emb: coca\nrelative_positions: {type: streaming}",
+            "relative_positions: streaming shifts positions as the cache moves",
+        ),
         (
             "pos_emb: rotary\nrelative_positions: {type: rerope, sinks: 4}",
-            "relative_positions: sinks has no effect with type rerope; it belongs to lm_infinite | streaming",
+            "relative_positions: sinks has no effect with type rerope; it is an option of lm_infinite | streaming",
         ),
         (
             "pos_emb: rotary\nrelative_positions: {type: inv_leaky_rerope}",
@@ -151,7 +154,7 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
         ),
         (
             "pos_emb: rotary\nrelative_positions: {type: inv_leaky_rerope, target_length: 4}",
-            "relative_positions: target_length 4 makes far steps shorter than one",
+            "relative_positions: target_length 4 must exceed 32, half of the training length",
         ),
         (
             "pos_emb: rotary\nrelative_positions: {type: streaming, sinks: 4000}",
@@ -159,41 +162,41 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
         ),
         (
             "pos_emb: rotary\nrope_scaling: {rope_type: clex}\nrelative_positions: {type: rerope}",
-            "relative_positions: has no meaning with rope_type clex",
+            "relative_positions: not available with rope_type clex",
         ),
-        ("pos_emb: rpe\nrpe_max_distance: 16", "rpe_max_distance: 16 must exceed the 16 distances that have a row"),
+        ("pos_emb: rpe\nrpe_max_distance: 16", "rpe_max_distance: 16 must exceed 16, the number of buckets"),
         ("rope_scaling: {type: ntk}", "rope_scaling.type: unknown key; did you mean `rope_scaling.rope_type`?"),
         ('attention_config: [[["gmlp"], "all"]]', "attention_config: attention type gmlp is not supported yet"),
-        ('attention_config: [[["flash"], 3]]', "attention_config: names 3 layers, but num_layers is 2"),
-        ("lr: 1e-3\noptimizer: {params: {lr: 1e-4}}", "lr: 0.001 disagrees with optimizer.params.lr 0.0001"),
+        ('attention_config: [[["flash"], 3]]', "attention_config: covers 3 layers, but num_layers is 2"),
+        ("lr: 1e-3\noptimizer: {params: {lr: 1e-4}}", "lr: 0.001 contradicts optimizer.params.lr 0.0001"),
         ("optimizer: {params: {weight_decay: 0.1}}", "optimizer.params.weight_decay: belongs at the top level"),
         ("optimizer: {type: Lion}", "optimizer.type: `Lion`: this optimizer is not supported yet"),
         ("lr: 1e-4\nmin_lr: 1e-3", "min_lr: 0.001 exceeds the learning rate 0.0001"),
-        ("precision: fp32\nbf16: {enabled: true}", "precision: bf16 and fp32 are both asked for"),
-        ("fp16: {enabled: true}\nbf16: {enabled: true}", "precision: bf16 and fp16 are both asked for"),
+        ("precision: fp32\nbf16: {enabled: true}", "precision: bf16 and fp32 are both enabled"),
+        ("fp16: {enabled: true}\nbf16: {enabled: true}", "precision: bf16 and fp16 are both enabled"),
         ("fp16: {enabled: 1}", "fp16.enabled: expected true or false, got 1"),
         ("precision: bf16", "precision: `bf16` is not one of fp16 | fp32 | bfloat16; did you mean `bfloat16`?"),
         ("zero_optimization: {stage: 4}", "zero_optimization: stage 4 is not one of 0 | 1 | 2 | 3"),
         (
             "pipe_parallel_size: 2\nzero_optimization: {stage: 2}",
-            "pipe_parallel_size: DeepSpeed's pipelines have ZeRO stages 0 and 1 only",
+            "pipe_parallel_size: DeepSpeed's pipelines support only ZeRO stages 0 and 1",
         ),
         (
             "pipe_parallel_size: 2\nmodel_parallel_size: 2",
-            "pipe_parallel_size: DeepSpeed's tensor parallelism (AutoTP) puts its own grid",
+            "pipe_parallel_size: DeepSpeed's tensor parallelism (AutoTP) replaces the pipeline's",
         ),
         (
             "pipe_parallel_size: 2\nsequence_parallel_size: 2",
             "pipe_parallel_size: DeepSpeed's pipelines have no axis for sequence parallelism",
         ),
-        ("pipe_parallel_size: 3", "pipe_parallel_size: 3 stages have no block each with num_layers 2"),
+        ("pipe_parallel_size: 3", "pipe_parallel_size: 3 stages need at least as many blocks, but num_layers is 2"),
         (
             "model_parallel_size: 3",
             "model_parallel_size: 3 does not divide num_attention_heads 4 and num_kv_heads 4 and ",
         ),
         (
             "model_parallel_size: 2\nintermediate_size: 63",
-            "model_parallel_size: 2 does not divide intermediate_size 63; every rank has an equal part",
+            "model_parallel_size: 2 does not divide intermediate_size 63; all ranks need equal shares",
         ),
         ("sequence_parallel_size: 2\nnum_kv_heads: 1", "sequence_parallel_size: 2 does not divide num_kv_heads 1;"),
         ("sequence_parallel_size: 8", "sequence_parallel_size: 8 does not divide num_attention_heads 4 and "),
@@ -203,15 +206,15 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
         ),
         (
             "model_parallel_size: 2\ntorch_compile: true",
-            "model_parallel_size: not with torch_compile: the blocks exchange",
+            "model_parallel_size: not available with torch_compile: DeepSpeed's",
         ),
         (
             "sequence_parallel_size: 2\ntorch_compile: true",
-            "sequence_parallel_size: not with torch_compile: the blocks exchange",
+            "sequence_parallel_size: not available with torch_compile: DeepSpeed's",
         ),
         (
             "sequence_parallel_size: 2\nmodel_parallel_size: 2",
-            "model_parallel_size: not together with sequence_parallel_size: DeepSpeed's tensor parallelism (AutoTP)",
+            "model_parallel_size: not available with sequence_parallel_size: DeepSpeed's tensor parallelism (AutoTP)",
         ),
         (
             "sequence_parallel_size: 2\nzero_optimization: {stage: 3, reduce_scatter: false}",
@@ -219,27 +222,30 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
         ),
         (
             "sequence_parallel: true",
-            "sequence_parallel: `True`: Megatron's form of it (set sequence_parallel_size instead) is not supported yet",
+            "sequence_parallel: `True`: Megatron's sequence parallelism (set sequence_parallel_size instead) is not supported yet",
         ),
         ("moe_num_experts: 8", "moe_num_experts: mixture of experts is not supported yet"),
         ("norm: te_rmsnorm", "norm: `te_rmsnorm`: Transformer Engine is not supported yet"),
         ("hidden_dropout: 1.0", "hidden_dropout: expected a value less than 1, got 1.0"),
         ("num_workers: -1", "num_workers: expected a value greater than or equal to 0, got -1"),
         ("min_lr: .nan", "min_lr: expected a finite number, got nan"),
-        ("checkpoint_factor: 1\ncheckpoint_scale: log", "checkpoint_factor: 1 is no ratio"),
-        ('save: ""', "save: an empty text names no folder"),
-        ('load: ""', "load: an empty text names no folder"),
-        ('save: a\nsave_copy: ""', "save_copy: an empty text names no folder"),
-        ("save_copy: a", "save_copy: there is nothing to copy without save"),
-        ("save: a\nsave_copy: ./b/../a", "save_copy: is the folder of save"),
+        (
+            "checkpoint_factor: 1\ncheckpoint_scale: log",
+            "checkpoint_factor: must be at least 2 with `checkpoint_scale: log`",
+        ),
+        ('save: ""', "save: empty path"),
+        ('load: ""', "load: empty path"),
+        ('save: a\nsave_copy: ""', "save_copy: empty path"),
+        ("save_copy: a", "save_copy: has no effect without save"),
+        ("save: a\nsave_copy: ./b/../a", "save_copy: same folder as save"),
         ("finetune: true", "finetune: has no effect without load"),
         ("iteration: 4", "iteration: has no effect without load"),
         ("iteration: 0\nsave: a\nauto_resume: true", "iteration: has no effect without load"),
         ("iteration: 4\nsave: a\nload: a\nauto_resume: true", "iteration: contradicts auto_resume"),
         ("data_path: a\ntrain_data_paths: [b]\nvalid_data_paths: [b]\ntest_data_paths: [b]", "data_path: contradicts"),
-        ("train_data_paths: [b]\nvalid_data_paths: [b]", "test_data_paths: missing although train_data_paths is set"),
+        ("train_data_paths: [b]\nvalid_data_paths: [b]", "test_data_paths: missing, but train_data_paths is set"),
         ("train_data_weights: [1]", "train_data_weights: 1 weights for 0 train_data_paths"),
-        ("split: '9, x'", "split: '9, x' is not up to three numbers"),
+        ("split: '9, x'", "split: '9, x' is not a list of up to three numbers"),
         ("train_batch_size: 10\ntrain_micro_batch_size_per_gpu: 4", "train_batch_size: 10 is not a multiple of micro"),
     ],
 )
@@ -254,7 +260,7 @@ def test_each_fault_is_named(tmp_path: Path, text: str, expected: str) -> None:
 def test_logits_are_not_scaled_against_a_training_length_of_one(tmp_path: Path) -> None:
     text = "pos_emb: coca\nlogit_scaling: log_n\n"
     (found,) = problems(tmp_path, complete(text), "seq_length=1")
-    assert "logit_scaling: measures against ln L" in found
+    assert "logit_scaling: divides by ln L" in found
     original = complete(f"{text}rope_scaling: {{original_max_position_embeddings: 1}}")
     (tmp_path / "fine.yml").write_text(original)
     assert load_config(tmp_path / "fine.yml").model.seq_length == 64, "that is of the frequencies alone"

@@ -104,7 +104,7 @@ def test_the_variables_of_each_rank() -> None:
 
 
 def test_our_own_ssh_launcher_is_gone() -> None:
-    with pytest.raises(ConfigError, match="launcher.*pdsh"):
+    with pytest.raises(ConfigError, match="launcher: `ssh`: .*pdsh.*slurm.*torchrun"):
         load_config([], ["launcher=ssh"])
 
 

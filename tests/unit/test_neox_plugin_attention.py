@@ -15,7 +15,7 @@ from megatron_coca.config import Config
 from megatron_coca.config.training import ScheduleConfig, learning_rate
 from megatron_coca.neox_plugin import IncompatibleError, activate
 from megatron_coca.neox_plugin.keys import resolve
-from megatron_coca.neox_plugin.wrapping import SEAMS, TESTED_COMMIT
+from megatron_coca.neox_plugin.upstream import REQUIREMENTS, TESTED_COMMIT
 from tests.neox.stubbed import Upstream, stub
 
 __all__ = ["stub"]
@@ -287,36 +287,44 @@ def test_activation_twice_is_activation_once(stub: Upstream) -> None:
     assert before == (transformer.ParallelSelfAttention, training.get_learning_rate_scheduler)
 
 
-@pytest.mark.parametrize("seam", SEAMS, ids=lambda seam: seam.name)
-def test_a_missing_name_is_told(seam: Any, stub: Upstream, monkeypatch: pytest.MonkeyPatch) -> None:
-    owner: Any = sys.modules[seam.module]
-    *path, last = seam.name.split(".")
+@pytest.mark.parametrize("requirement", REQUIREMENTS, ids=lambda requirement: requirement.name)
+def test_a_missing_name_is_told(requirement: Any, stub: Upstream, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner: Any = sys.modules[requirement.module]
+    *path, last = requirement.name.split(".")
     for part in path:
         owner = getattr(owner, part)
     monkeypatch.delattr(owner, last)
-    with pytest.raises(IncompatibleError, match=f"{seam.module}.{seam.name} is missing") as caught:
+    with pytest.raises(IncompatibleError, match=f"{requirement.module}.{requirement.name} is missing") as caught:
         activate()
     assert "ea7aefd8" in str(caught.value) and str(stub["mpu"].__file__.rsplit("/megatron", 1)[0]) in str(caught.value)
 
 
-@pytest.mark.parametrize("seam", [seam for seam in SEAMS if seam.parameters], ids=lambda seam: seam.name)
-def test_a_changed_parameter_is_told(seam: Any, stub: Upstream, monkeypatch: pytest.MonkeyPatch) -> None:
-    owner: Any = sys.modules[seam.module]
-    *path, last = seam.name.split(".")
+@pytest.mark.parametrize(
+    "requirement",
+    [requirement for requirement in REQUIREMENTS if requirement.parameters],
+    ids=lambda requirement: requirement.name,
+)
+def test_a_changed_parameter_is_told(requirement: Any, stub: Upstream, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner: Any = sys.modules[requirement.module]
+    *path, last = requirement.name.split(".")
     for part in path:
         owner = getattr(owner, part)
     monkeypatch.setattr(owner, last, lambda otherwise: None)
-    lost = [seam.parameters[0], f"{seam.module}.{seam.name} has no"]
+    lost = [requirement.parameters[0], f"{requirement.module}.{requirement.name} has no"]
     with pytest.raises(IncompatibleError) as caught:
         activate()
     assert all(text in str(caught.value) for text in lost)
 
 
-@pytest.mark.parametrize("seam", [seam for seam in SEAMS if seam.fields], ids=lambda seam: seam.name)
-def test_a_missing_key_is_told(seam: Any, stub: Upstream, monkeypatch: pytest.MonkeyPatch) -> None:
-    kind = getattr(sys.modules[seam.module], seam.name)
-    monkeypatch.delitem(kind.__dataclass_fields__, seam.fields[-1])
-    with pytest.raises(IncompatibleError, match=f"{seam.name} has no {seam.fields[-1]}"):
+@pytest.mark.parametrize(
+    "requirement",
+    [requirement for requirement in REQUIREMENTS if requirement.fields],
+    ids=lambda requirement: requirement.name,
+)
+def test_a_missing_key_is_told(requirement: Any, stub: Upstream, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = getattr(sys.modules[requirement.module], requirement.name)
+    monkeypatch.delitem(kind.__dataclass_fields__, requirement.fields[-1])
+    with pytest.raises(IncompatibleError, match=f"{requirement.name} has no {requirement.fields[-1]}"):
         activate()
 
 

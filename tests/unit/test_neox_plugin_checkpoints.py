@@ -120,7 +120,7 @@ def test_weights_end_up_where_they_were(stub: Upstream, tmp_path: Path) -> None:
             ROTARY,
             r"^pos_emb: rotary, but the checkpoint runs/old was trained with the attention of megatron_coca",
         ),
-        (COCA, {"pos_emb": "xpos"}, r"^pos_emb: xpos, but runs/old was trained with coca; set it so"),
+        (COCA, {"pos_emb": "xpos"}, r"^pos_emb: xpos, but runs/old was trained with coca; set it as in"),
         (COCA, COCA | {"rotary_pct": 0.5}, r"^rotary_pct: 0.5, but runs/old was trained with 1.0"),
     ],
 )
@@ -157,7 +157,7 @@ def test_a_checkpoint_that_says_nothing_is_told(
     content = saved(stub, tmp_path, **COCA)
     del content["args"][RECORD]
     load(stub, content, **COCA)
-    assert "runs/old does not say which positions it was trained with; it is used with pos_emb: coca" in caplog.text
+    assert "runs/old has no record of its position method; using pos_emb: coca" in caplog.text
 
 
 @pytest.fixture

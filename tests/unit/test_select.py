@@ -24,7 +24,7 @@ from megatron_coca.attention.backends.select import (
 from megatron_coca.attention.compose import build_method
 from megatron_coca.attention.inputs import AttentionInputs, Backend, Band, Needs, Segment
 from megatron_coca.config import load_config
-from megatron_coca.config.position import MapType, PositionConfig, PositionMethod
+from megatron_coca.config.model import MapType, PositionConfig, PositionMethod
 from megatron_coca.model import build_model
 
 NEAR_AND_FAR = (Band(0, 8), Band(8))

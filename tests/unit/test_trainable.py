@@ -14,7 +14,7 @@ from megatron_coca.attention.layer import SplitProjection, packed_rows
 from megatron_coca.checkpoints.compare import differing_keys, refuse_other_model
 from megatron_coca.checkpoints.weight_map import BY_HEAD, Heads
 from megatron_coca.config import Config, ConfigError, load_config
-from megatron_coca.config.training import Part
+from megatron_coca.config.training import TrainablePart
 from megatron_coca.model import GPT, LanguageModelLoss, build_model, empty_model
 from megatron_coca.model.cost import parameter_count, trained_count
 from megatron_coca.training.estimate import estimate
@@ -61,7 +61,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "no norm weights": {"norm": "non_parametric_layernorm"},
     "parallel": {"gpt_j_residual": True, "gpt_j_tied": True},
 }
-CHOICES: tuple[tuple[Part, ...], ...] = (
+CHOICES: tuple[tuple[TrainablePart, ...], ...] = (
     ("key",),
     ("query", "value"),
     ("query", "key", "value"),
@@ -93,8 +93,8 @@ def counted(model: nn.Module) -> tuple[int, int]:
         (["keys"], {}, r"trainable\[0\]: `keys` is not one of query \| key .* did you mean `key`"),
         ([], {}, "trainable: .*at least 1 item"),
         ("key", {}, "trainable: expected a list"),
-        (["key", "key"], {}, "key named more than once"),
-        (["output_head"], {}, "no_weight_tying is false: it is the embedding; name embedding"),
+        (["key", "key"], {}, "key listed more than once"),
+        (["output_head"], {}, r"output_head is tied to the embedding \(no_weight_tying is false\); use embedding"),
         (["embedding", "output_head"], {}, "no_weight_tying is false"),
         (["norms"], {"norm": "non_parametric_layernorm"}, "norms have no weights"),
         (["positions"], {}, "positions have no weights"),
@@ -128,12 +128,12 @@ def test_every_weight_is_of_one_part(shape: dict[str, Any]) -> None:
     names = [name for name, _ in build_model(tiny(None, **shape)).named_parameters()]
     for name in names:
         assert parts_of(name)
-    assert set(chain.from_iterable(parts for _, parts in PARTS)) == set(get_args(Part))
+    assert set(chain.from_iterable(parts for _, parts in PARTS)) == set(get_args(TrainablePart))
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("parts", CHOICES, ids=" ".join)
-def test_counts_are_those_of_the_model(shape: dict[str, Any], parts: tuple[Part, ...]) -> None:
+def test_counts_are_those_of_the_model(shape: dict[str, Any], parts: tuple[TrainablePart, ...]) -> None:
     config = tiny(list(parts), **shape)
     assert counted(prepared(config, "meta")) == tuple(trainable_share(config))
 
@@ -153,7 +153,7 @@ def test_what_positions_learn_is_a_part(shape: str) -> None:
         (None, 6_738_415_616, "6,738,415,616 parameters"),
     ],
 )
-def test_the_stages_of_llama_7b(parts: list[Part] | None, trained: int, text: str) -> None:
+def test_the_stages_of_llama_7b(parts: list[TrainablePart] | None, trained: int, text: str) -> None:
     config = load_config([], LLAMA | {"trainable": parts})
     assert counted(prepared(config, "meta")) == trainable_share(config) == (trained, 6_738_415_616)
     assert trainable_share(config).text() == text
@@ -164,7 +164,7 @@ SPLITS = [parts for count in (1, 2) for parts in combinations(PACKED, count)]
 
 @pytest.mark.parametrize("shape", ["plain", "grouped", "one key head"])
 @pytest.mark.parametrize("parts", SPLITS, ids=" ".join)
-def test_three_layers_compute_what_the_packed_one_does(shape: str, parts: tuple[Part, ...]) -> None:
+def test_three_layers_compute_what_the_packed_one_does(shape: str, parts: tuple[TrainablePart, ...]) -> None:
     config = tiny(list(parts), **SHAPES[shape])
     tokens = torch.arange(34).view(2, 17) * 3 % 100
     packed, split = build_model(config).train(), prepared(config).train()
@@ -200,7 +200,9 @@ def test_three_layers_have_the_rows_of_the_packed_one(shape: str) -> None:
 @pytest.mark.parametrize(
     ("parts", "split"), [(None, False), (["mlp"], False), (["query", "key", "value"], False), (["key"], True)]
 )
-def test_a_projection_of_which_all_or_nothing_trains_stays_packed(parts: list[Part] | None, split: bool) -> None:
+def test_a_projection_of_which_all_or_nothing_trains_stays_packed(
+    parts: list[TrainablePart] | None, split: bool
+) -> None:
     before = torch.get_rng_state()
     blocks = prepared(tiny(parts)).blocks
     assert all(isinstance(block.attention.query_key_value, SplitProjection) == split for block in blocks)
@@ -228,7 +230,7 @@ def test_stretches_of_a_part_lie_where_its_rows_do(queries: int, keys: int, widt
 
 @pytest.mark.parametrize("policy", ["full", "selective"])
 @pytest.mark.parametrize("parts", [["key"], ["norms"], ["mlp"]], ids=" ".join)
-def test_recomputation_loses_no_gradient(policy: str, parts: list[Part]) -> None:
+def test_recomputation_loses_no_gradient(policy: str, parts: list[TrainablePart]) -> None:
     """The hidden states that enter the first block need none where the embedding is not trained."""
     tokens, gradients = torch.arange(34).view(2, 17) * 3 % 100, []
     for recomputed in (False, True):

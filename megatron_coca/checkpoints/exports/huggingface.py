@@ -49,7 +49,7 @@ from megatron_coca.checkpoints.load import OpenedCheckpoint, Overrides, open_che
 from megatron_coca.checkpoints.tokenizer import KEYS as TOKENIZER_KEYS
 from megatron_coca.checkpoints.weights import DTYPES, Weights, to_foreign_weights, write_safetensors
 from megatron_coca.config import Config
-from megatron_coca.config.position import MAP_OPTIONS, SCALING_OPTIONS
+from megatron_coca.config.model import MAP_OPTIONS, SCALING_OPTIONS
 from megatron_coca.config.source import given_values
 
 MODELLING_FILE = Path(__file__).with_name("modeling_coca.py")

@@ -15,7 +15,7 @@ from megatron_coca.checkpoints.huggingface import REMOTE_TYPES
 from megatron_coca.checkpoints.load import OpenedCheckpoint
 from megatron_coca.checkpoints.weights import Weights
 from megatron_coca.config import Config
-from megatron_coca.config.position import ROTATED_METHODS
+from megatron_coca.config.model import ROTATED_METHODS
 
 CARD = "README.md"
 METHODS = {

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import ValidationError
 
 from megatron_coca.config.base import ConfigGroup
-from megatron_coca.config.position import SCALING_OPTIONS, RelativePositions, RopeScaling
+from megatron_coca.config.model import SCALING_OPTIONS, RelativePositions, RopeScaling
 from megatron_coca.evaluation.results import EvaluationError, Result
 
 SOURCE = "CoCA paper, arXiv:2309.08646v3"
