@@ -9,8 +9,7 @@ from torch import Tensor
 
 from megatron_coca.attention.inputs import Band, DistanceBias, PackedDocuments
 from megatron_coca.attention.positions.distance_maps import Part
-from megatron_coca.attention.positions.forms import check_range, growth
-from megatron_coca.attention.rotary import RotaryTables, rotary_tables
+from megatron_coca.attention.positions.forms import RotaryTables, check_range, growth, rotary_tables
 
 Bias = TypeVar("Bias", bound=DistanceBias | None)
 Draw = tuple[int, Tensor]

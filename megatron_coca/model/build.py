@@ -8,13 +8,12 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from megatron_coca.attention.backends.select import select_backend
-from megatron_coca.attention.compose import LEARNED_MODULES, build_method
+from megatron_coca.attention.build import LEARNED_MODULES, build_method, select_backend
 from megatron_coca.attention.inputs import BackendError
 from megatron_coca.attention.method import check_operand_kernel
 from megatron_coca.config import Config, ModelConfig
-from megatron_coca.model.embedding import LearnedPositions
 from megatron_coca.model.gpt import GPT
+from megatron_coca.model.layers import LearnedPositions
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 LARGEST_THRESHOLD = 32 << 20

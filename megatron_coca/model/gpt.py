@@ -21,12 +21,13 @@ from megatron_coca.attention.inputs import Backend, PackedDocuments, documents_f
 from megatron_coca.attention.layer import Cache
 from megatron_coca.attention.method import PositionEncoding, PositionMethod
 from megatron_coca.config import ModelConfig
-from megatron_coca.model.block import Block, build_norm
-from megatron_coca.model.embedding import (
+from megatron_coca.model.layers import (
     IGNORED,
+    Block,
     Embedding,
     OutputHead,
     absolute,
+    build_norm,
     linear_cross_entropy,
     next_token_loss,
 )

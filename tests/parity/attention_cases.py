@@ -13,7 +13,7 @@ from megatron_coca.attention.backends.flex import FlexBackend
 from megatron_coca.attention.backends.merge import MergeBackend
 from megatron_coca.attention.backends.reference import ReferenceBackend
 from megatron_coca.attention.backends.sdpa import SdpaBackend
-from megatron_coca.attention.compose import build_method
+from megatron_coca.attention.build import build_method
 from megatron_coca.attention.inputs import AttentionInputs, Backend, documents_from_ids
 from megatron_coca.attention.method import PositionEncoding, PositionMethod
 from megatron_coca.config import load_config

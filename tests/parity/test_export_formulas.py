@@ -9,9 +9,8 @@ from torch import Tensor
 from megatron_coca.attention.positions.bias import LearnedKerpleLog, LearnedKerplePower
 from megatron_coca.attention.positions.clex import Clex
 from megatron_coca.attention.positions.distance_maps import DISTANCE_MAPS, TRAINING_ONLY, MapSettings
-from megatron_coca.attention.positions.forms import LOGIT_SCALINGS, SCORE_FORMS, check_range, growth
+from megatron_coca.attention.positions.forms import LOGIT_SCALINGS, SCORE_FORMS, check_range, growth, rotary_tables
 from megatron_coca.attention.positions.frequencies import EXTENSIONS, Rotary, Scaling
-from megatron_coca.attention.rotary import rotary_tables
 from tests.parity.exported import modules_cache, names_in_the_file
 
 pytestmark = pytest.mark.usefixtures("modules_cache")

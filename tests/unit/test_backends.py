@@ -9,9 +9,16 @@ from torch import Tensor
 
 from megatron_coca.attention.backends.merge import MergeBackend, Piece, cover
 from megatron_coca.attention.backends.reference import ReferenceBackend
-from megatron_coca.attention.backends.sdpa import SdpaBackend
-from megatron_coca.attention.backends.torch_flash import CudaEfficient, CudaFlash, FlashOp, attend_by_document, flash_op
-from megatron_coca.attention.inputs import CAUSAL, AttentionInputs, Band, Needs, PackedDocuments, Segment
+from megatron_coca.attention.backends.sdpa import CudaEfficient, CudaFlash, FlashOp, SdpaBackend, flash_op
+from megatron_coca.attention.inputs import (
+    CAUSAL,
+    AttentionInputs,
+    Band,
+    Needs,
+    PackedDocuments,
+    Segment,
+    attend_by_document,
+)
 
 NEAR_AND_FAR = (Band(0, 4), Band(4))
 THREE = (Band(0, 5), Band(5, 11), Band(11, None, first_keys=2))

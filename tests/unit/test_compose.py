@@ -5,7 +5,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from megatron_coca.attention.compose import BIASES, build_method
+from megatron_coca.attention.build import BIASES, build_method
 from megatron_coca.attention.inputs import Band, documents_from_ids, positions_within
 from megatron_coca.attention.method import PositionEncoding, PositionMethod
 from megatron_coca.attention.positions.distance_maps import DISTANCE_MAPS, UNMAPPED

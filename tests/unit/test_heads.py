@@ -20,7 +20,7 @@ from megatron_coca.attention.positions.bias import (
 )
 from megatron_coca.config import load_config
 from megatron_coca.model import GPT, build_model
-from megatron_coca.training.engine.division import cuts
+from megatron_coca.training.engine.division import _split_cuts as cuts
 
 SHAPE = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 12, "vocab_size": 64}
 MODELS: dict[str, dict[str, Any]] = {

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_coca.attention.backends.select import BACKENDS
-from megatron_coca.attention.compose import build_method
+from megatron_coca.attention.build import BACKENDS, build_method
 from megatron_coca.attention.layer import LayerCache, SelfAttention
 from megatron_coca.attention.method import PositionEncoding
 from megatron_coca.config import Config

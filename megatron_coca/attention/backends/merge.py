@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_coca.attention.backends.torch_flash import FlashOp, attend_by_document, flash_op
-from megatron_coca.attention.inputs import AttentionInputs, Band, Needs
+from megatron_coca.attention.backends.sdpa import FlashOp, flash_op
+from megatron_coca.attention.inputs import AttentionInputs, Band, Needs, attend_by_document
 
 Shape = Literal["full", "lower", "upper"]
 

@@ -1,7 +1,8 @@
 """PyTorch's scaled_dot_product_attention: flash kernels in O(N) memory, on CPU and, without a bias, on CUDA."""
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -9,10 +10,127 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.attention.bias import causal_lower_right
 
-from megatron_coca.attention.backends.torch_flash import GROUPED, attend_by_document
-from megatron_coca.attention.inputs import CAUSAL, AttentionInputs, DistanceBias, Needs
+from megatron_coca.attention.inputs import CAUSAL, AttentionInputs, DistanceBias, Needs, attend_by_document
 
 aten = torch.ops.aten
+GROUPED = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 5)
+"""Whether PyTorch's attention takes fewer key heads than query heads; the CPU kernel of 2.3 reads past their end."""
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+class FlashOp(Protocol):
+    """One flash kernel. Operands are [batch, heads, length, head_dim], the log-sum-exp [batch, heads, length]."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        """(output, log-sum-exp of the scaled scores, natural base)."""
+        ...
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    ) -> Gradients:
+        """Gradients of q, k and v."""
+        ...
+
+
+class CpuFlash:
+    """The CPU kernel: float64, float32, bfloat16, float16, fewer key heads than query heads."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    ) -> Gradients:
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, causal, scale=scale
+        )
+
+
+class CudaFlash:
+    """FlashAttention-2 as PyTorch ships it: bfloat16 and float16, fewer key heads than query heads."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
+        return out, lse
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    ) -> Gradients:
+        lengths = (q.shape[2], k.shape[2])
+        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        offset = torch.zeros((), dtype=torch.uint64, device=q.device)
+        return aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, out, lse.contiguous(), None, None, *lengths, 0.0, causal, seed, offset, scale=scale
+        )
+
+
+class CudaEfficient:
+    """The memory-efficient kernel: float32. Its log-sum-exp is padded to 32 rows, with +inf where there is no row."""
+
+    ROWS = 32
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+        return out, lse[:, :, : q.shape[2]]
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    ) -> Gradients:
+        groups = q.shape[1] // k.shape[1]
+        wide_k, wide_v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+        padded = torch.nn.functional.pad(lse, (0, -lse.shape[2] % self.ROWS), value=torch.inf).contiguous()
+        seed = torch.zeros((), dtype=torch.int64, device=q.device)
+        dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+            grad, q, wide_k, wide_v, None, out, padded, seed, seed, 0.0, [True, True, True, False], causal, scale=scale
+        )
+        return dq, *(x.unflatten(1, (-1, groups)).sum(2) for x in (dk, dv))
+
+
+class EqualHeads:
+    """A kernel for as many key heads as query heads, which are repeated for it."""
+
+    def __init__(self, kernel: FlashOp) -> None:
+        self._kernel = kernel
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        return self._kernel.forward(q, k, v, causal, scale)
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    ) -> Gradients:
+        groups = q.shape[1] // k.shape[1]
+        wide_k, wide_v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+        dq, dk, dv = self._kernel.backward(grad, q, wide_k, wide_v, out, lse, causal, scale)
+        return dq, *(x.unflatten(1, (-1, groups)).sum(2) for x in (dk, dv))
+
+
+_CPU: dict[torch.dtype, Callable[[], FlashOp]] = dict.fromkeys(
+    (torch.float64, torch.float32, torch.bfloat16, torch.float16), CpuFlash
+)
+_OPS: dict[str, dict[torch.dtype, Callable[[], FlashOp]]] = {
+    "cpu": _CPU,
+    "cuda": {torch.bfloat16: CudaFlash, torch.float16: CudaFlash, torch.float32: CudaEfficient},
+}
+
+
+def flash_op(x: Tensor) -> FlashOp:
+    """The kernel for the device and dtype of `x`.
+
+    Raises:
+        TypeError: there is none.
+    """
+    kinds = _OPS.get(x.device.type, {})
+    if x.dtype not in kinds:
+        raise TypeError(
+            f"attention_backend merge has no kernel for {x.dtype} on {x.device.type}; "
+            "set attention_backend: reference, or use another precision"
+        )
+    kernel = kinds[x.dtype]()
+    return kernel if GROUPED else EqualHeads(kernel)
+
+
 QUERY_BLOCK = 512
 """Query rows per call: longer blocks spend more on hidden keys, shorter ones more on calls (docs/attention.md)."""
 KEY_BLOCK = 1024

@@ -13,8 +13,7 @@ from megatron_coca.attention.context import PositionContext
 from megatron_coca.attention.inputs import BackendError
 from megatron_coca.attention.layer import SelfAttention
 from megatron_coca.attention.method import PositionMethod
-from megatron_coca.attention.positions.forms import coefficients
-from megatron_coca.attention.rotary import RotaryTables, rotate
+from megatron_coca.attention.positions.forms import RotaryTables, coefficients, rotate
 from megatron_coca.config import Config, ConfigError
 from megatron_coca.evaluation.options import Variant
 from megatron_coca.evaluation.results import EvaluationError, Missing
