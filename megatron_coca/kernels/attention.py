@@ -52,19 +52,7 @@ def forward(operands: Operands, plan: Plan) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def _attend(
-    query,
-    key,
-    far_query,
-    far_key,
-    value,
-    out,
-    lse,
-    coefficients,
-    starts,
-    sizes,
-    limits,
-    scale,
-    KIND: tl.constexpr,
+    query, key, far_query, far_key, value, out, lse, coefficients, starts, sizes, limits, scale, KIND: tl.constexpr
 ):
     """One program per block of queries and head; the last blocks, which see most, go first."""
     heads, group, query_length, key_length = sizes
@@ -80,11 +68,7 @@ def _attend(
     start = start_of_document(starts, batch, m, key_length, KIND)[:, None]
     scoring = (limits, load_coefficients(coefficients, head, KIND), scale)
     # A finite peak to begin with: a tile without a visible key then leaves it, and no -inf is subtracted from -inf.
-    state = (
-        zero_tile(KIND.rows, KIND.columns),
-        constant_rows(-1e30, KIND.rows),
-        constant_rows(0.0, KIND.rows),
-    )
+    state = (zero_tile(KIND.rows, KIND.columns), constant_rows(-1e30, KIND.rows), constant_rows(0.0, KIND.rows))
     phases = key_phases(key_length - query_length + row, starts, batch, key_length, limits, KIND)
     begin, far_end, edge, full, diagonal, end = phases
     if KIND.far:

@@ -166,11 +166,7 @@ def _tiles(
 
 
 def query_gradients(
-    operands: Operands,
-    plan: Plan,
-    results: Operands,
-    saved: tuple[Tensor, Tensor, Tensor],
-    with_coefficients: bool,
+    operands: Operands, plan: Plan, results: Operands, saved: tuple[Tensor, Tensor, Tensor], with_coefficients: bool
 ) -> Tensor | None:
     """Fills `results.query` and `results.far_query`; the gradients of the coefficients [heads, 2] where asked for.
 

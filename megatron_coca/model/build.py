@@ -146,11 +146,7 @@ def assemble_model(config: Config, device: str, training: bool = True) -> GPT:
 
 
 def empty_model(
-    config: Config,
-    device: str,
-    training: bool = True,
-    dtype: torch.dtype = torch.float32,
-    memory: str | None = None,
+    config: Config, device: str, training: bool = True, dtype: torch.dtype = torch.float32, memory: str | None = None
 ) -> GPT:
     """As `build_model`, with memory of `dtype` for the weights but no values in it: for one whose weights are loaded.
 
