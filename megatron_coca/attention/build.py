@@ -9,7 +9,7 @@ from megatron_coca.attention.backends.merge import MergeBackend
 from megatron_coca.attention.backends.reference import ReferenceBackend
 from megatron_coca.attention.backends.sdpa import SdpaBackend
 from megatron_coca.attention.backends.triton import TritonBackend
-from megatron_coca.attention.inputs import Backend, BackendError, Band, Needs
+from megatron_coca.attention.inputs import Backend, BackendError, Needs
 from megatron_coca.attention.method import OPERAND_MAKERS, BiasSource, PositionMethod
 from megatron_coca.attention.positions.bias import (
     AlibiBias,
@@ -19,13 +19,13 @@ from megatron_coca.attention.positions.bias import (
     alibi_slopes,
 )
 from megatron_coca.attention.positions.clex import Clex
-from megatron_coca.attention.positions.distance_maps import DISTANCE_MAPS, TRAINING_ONLY, UNMAPPED, MapSettings, Part
+from megatron_coca.attention.positions.distance_maps import DISTANCE_MAPS, TRAINING_ONLY, UNMAPPED, Band, MapSettings
 from megatron_coca.attention.positions.forms import LOGIT_SCALINGS, SCORE_FORMS
 from megatron_coca.attention.positions.frequencies import Rotary, Scaling
 from megatron_coca.config import ModelConfig, PositionConfig
 
 LEARNED_MODULES = (LearnedBuckets, LearnedKerpleLog, LearnedKerplePower, Clex)
-"""Modules that a method may add to a model; each draws its own first parameters."""
+"""Learned modules of position methods; each initialises its own parameters."""
 
 BiasChoice = Callable[[PositionConfig, ModelConfig], BiasSource]
 
@@ -60,7 +60,7 @@ BIASES: dict[str, BiasChoice] = {
 
 def build_method(position: PositionConfig, model: ModelConfig) -> PositionMethod:
     """The method that the configuration names, for the model's head shape and training length."""
-    form, parts = SCORE_FORMS[position.pos_emb], _parts(position, model.seq_length)
+    form, bands = SCORE_FORMS[position.pos_emb], _bands(position, model.seq_length)
     evaluated = position.relative_positions is None or position.relative_positions.type not in TRAINING_ONLY
     return PositionMethod(
         name=position.pos_emb,
@@ -71,8 +71,8 @@ def build_method(position: PositionConfig, model: ModelConfig) -> PositionMethod
         training_length=model.seq_length,
         bias=BIASES[position.pos_emb](position, model) if position.pos_emb in BIASES else BiasSource(),
         clex=_clex(position, model),
-        parts=parts if evaluated else UNMAPPED,
-        trained_parts=parts,
+        bands=bands if evaluated else UNMAPPED,
+        trained_bands=bands,
         logit_scaling=LOGIT_SCALINGS[position.logit_scaling],
         decay=position.pos_emb == "xpos",
         operands=OPERAND_MAKERS[position.operand_kernel],
@@ -99,7 +99,7 @@ def _clex(position: PositionConfig, model: ModelConfig) -> Callable[[], Clex] | 
     return lambda: Clex(dim, base, original, scaling.max_factor, scaling.ode_step)
 
 
-def _parts(position: PositionConfig, training_length: int) -> tuple[Part, ...]:
+def _bands(position: PositionConfig, training_length: int) -> tuple[Band, ...]:
     given = position.relative_positions
     if given is None:
         return UNMAPPED
@@ -118,8 +118,8 @@ BACKENDS: dict[str, Backend] = {
     "reference": ReferenceBackend(),
 }
 AUTOMATIC = ("sdpa", "merge", "flex")
-"""What `auto` may take, in order of preference. `flash` and `triton` are taken only by name, until a measurement shows
-where they are faster; the reference only by name, because it needs O(N^2) memory.
+"""Candidates of `auto` in order of preference; the others are used only by name: `flash` and `triton` because nothing
+has been measured that would prefer them, `reference` because it needs O(N^2) memory.
 """
 
 
@@ -169,7 +169,7 @@ NEEDS: dict[str, Needs] = {
     "`attention_dropout` above 0, with `rerope` and its like": Needs("cuda", bands=(_NEAR, Band(_WINDOW)), dropout=0.1),
     "heads of 60 features, with `rotary` and its like": Needs("cuda", head_dim=60),
 }
-"""What models ask for, by the keys that make them ask: a row of the tables each."""
+"""Rows of the tables: configuration keys and the requirements they lead to."""
 
 CPU_COLUMNS = tuple(name for name in BACKENDS if name not in ("flash", "flex", "triton"))
 
@@ -219,13 +219,13 @@ def page() -> str:
 
 
 def refusal(name: str) -> Reason:
-    """What a backend says to needs, whatever is installed on this machine."""
+    """The `supports` of a backend, independent of the libraries installed here."""
     independent: dict[str, Reason] = {"flash": FlashBackend().refuses}
     return independent.get(name, BACKENDS[name].supports)
 
 
 def _table(device_type: str, columns: tuple[str, ...]) -> str:
-    """One row for each of `NEEDS`, and the reasons numbered below."""
+    """One row per entry of `NEEDS`, with numbered reasons below."""
     numbers: dict[str, int] = {}
     rows = [("needed", "auto", *columns), ("---",) * (len(columns) + 2)]
     for label, needs in NEEDS.items():
@@ -238,7 +238,7 @@ def _table(device_type: str, columns: tuple[str, ...]) -> str:
 
 
 def _cell(name: str, reason: str | None, numbers: dict[str, int]) -> str:
-    """ "yes", or the number of the reason, which is a new one where the reason has none yet."""
+    """ "yes", or the number of the reason, new ones at the end."""
     return "yes" if reason is None else str(numbers.setdefault(f"`{name}`: {reason}", len(numbers) + 1))
 
 

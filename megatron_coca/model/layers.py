@@ -19,10 +19,10 @@ from megatron_coca.config import ModelConfig
 
 
 class LearnedPositions(nn.Embedding):
-    """A learned vector per position; a position beyond the table is an error, because such a model sees no further."""
+    """A learned vector per position; positions beyond the table are an error."""
 
     def forward(self, positions: Tensor, reached: int | None = None) -> Tensor:
-        """[..., hidden_size] for integer positions [...]. `reached`, the largest + 1, spares asking the device for it.
+        """[..., hidden_size] for integer positions [...]; `reached` (largest + 1), if known, avoids a device sync.
 
         Raises:
             PositionRangeError: a position has no vector.
@@ -57,7 +57,7 @@ ABSOLUTE: dict[str, Callable[[ModelConfig], nn.Module]] = {
 
 
 def absolute(method: PositionMethod, model: ModelConfig) -> nn.Module | None:
-    """What the embedding adds by position for this method, or None."""
+    """The module of absolute positions of this method, or None."""
     return ABSOLUTE[method.name](model) if method.name in ABSOLUTE else None
 
 
@@ -70,7 +70,7 @@ class Embedding(nn.Module):
         self.position_embeddings, self.dropout = positions, dropout
 
     def forward(self, input_ids: Tensor, positions: Tensor, reached: int | None = None) -> Tensor:
-        """`positions` [length] or [batch, length] of the tokens; `reached` the largest + 1, where it is known."""
+        """`positions` [length] or [batch, length]; `reached` is the largest + 1, if known."""
         x = self.word_embeddings(input_ids)
         if self.position_embeddings is not None:
             x = x + self.position_embeddings(positions, reached).to(x.dtype)
@@ -98,7 +98,7 @@ NORMS: dict[str, Callable[[ModelConfig], nn.Module]] = {
 
 
 def build_norm(model: ModelConfig) -> nn.Module:
-    """A fresh layer of the configured kind for hidden states [..., hidden_size]."""
+    """A new norm of the configured kind for hidden states [..., hidden_size]."""
     return NORMS[model.norm](model)
 
 
@@ -121,7 +121,7 @@ GATED: dict[str, Activation] = {
 }
 
 TOKENS_AT_ONCE = 8192
-"""Without gradients the inner features, four times the hidden ones and more, are held of so many tokens only."""
+"""Tokens per chunk of the MLP without gradients, which limits the memory of its inner features."""
 
 
 class MLP(nn.Module):
@@ -154,7 +154,7 @@ class MLP(nn.Module):
 
 def _activation(model: ModelConfig) -> Activation:
     if model.activation == "gelu" and model.bias_gelu_fusion:
-        return partial(F.gelu, approximate="tanh")  # what upstream's fused kernel computes
+        return partial(F.gelu, approximate="tanh")  # as GPT-NeoX's fused kernel
     return GATED.get(model.activation) or PLAIN[model.activation]
 
 
@@ -183,11 +183,11 @@ class Block(nn.Module):
         self.mlp = MLP(model)
 
     def forward(
-        self, x: Tensor, frame: PositionContext, cache: LayerCache | None = None, last: int | None = None
+        self, x: Tensor, context: PositionContext, cache: LayerCache | None = None, last: int | None = None
     ) -> Tensor:
-        """`last` asks for the hidden states of the last so many tokens alone: [batch, last, hidden_size]."""
+        """With `last`, only the hidden states of the last tokens: [batch, last, hidden_size]."""
         normed = self.input_layernorm(x)
-        attended = self._drop(self.attention(normed, frame, cache))
+        attended = self._drop(self.attention(normed, context, cache))
         if last is not None:
             x, normed, attended = x[:, -last:], normed[:, -last:], attended[:, -last:]
         if self.parallel:
@@ -200,15 +200,15 @@ class Block(nn.Module):
 
 
 IGNORED = -100
-"""The label of a token that takes no part in the loss, as in PyTorch."""
+"""Label of tokens without loss, as in PyTorch."""
 
 
 def next_token_loss(logits: Tensor, labels: Tensor, loss_mask: Tensor | None = None) -> Tensor:
-    """Mean negative log-likelihood, in float32 or better, of labels [batch, length] under logits [batch, length, vocabulary], in
-    nats per token.
+    """Mean cross-entropy in nats per token, float32 or better, of labels [batch, length] and logits [batch, length,
+    vocabulary].
 
-    With `loss_mask`, bool [batch, length], the mean is over the labels where it holds, as in GPT-NeoX and Megatron; 0
-    where it holds nowhere.
+    With `loss_mask`, bool [batch, length], the mean is over the selected labels, as in GPT-NeoX and Megatron; 0 if none
+    is selected.
     """
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
     if loss_mask is None:
@@ -219,17 +219,11 @@ def next_token_loss(logits: Tensor, labels: Tensor, loss_mask: Tensor | None = N
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int | None) -> Tensor:
-    """Mean negative log-likelihood of labels [tokens] int64 under the logits hidden @ weight^T, in nats, a scalar in
-    float32 or better; labels of `IGNORED` do not count, and without others the loss is 0.
+    """Mean cross-entropy in nats of the logits hidden @ weight^T, computed for `chunk` tokens at a time (None: all).
 
-    Args:
-        hidden: [tokens, width], of any floating dtype.
-        weight: [vocabulary, width], of the same dtype.
-        labels: int64 [tokens], each below `vocabulary` or `IGNORED`.
-        chunk: tokens scored at a time; None means all.
-
-    Logits are rounded to the dtype of `hidden` as a linear layer does; softmax, losses and their sum are in float32
-    (float64 where `hidden` is), and so is the sum of the weight's gradient over chunks.
+    `hidden` is [tokens, width], `weight` [vocabulary, width] of the same dtype, `labels` int64 [tokens]; labels of
+    `IGNORED` do not count, and the loss is 0 if all are. Logits have the dtype of `hidden`; softmax, losses, their sum
+    and the sum of the weight's gradient over chunks are in float32 (float64 if `hidden` is).
     """
     count = (labels != IGNORED).sum().clamp(min=1)
     size = min(chunk or len(labels), len(labels))
@@ -239,7 +233,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: 
 
 
 def _chunks(hidden: Tensor, weight: Tensor, labels: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """For every `size` tokens their losses [size], 0 where ignored, and log-probabilities [size, vocabulary]."""
+    """Losses [size], 0 for ignored tokens, and log-probabilities [size, vocabulary] of every `size` tokens."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     for states, targets in zip(hidden.split(size), labels.split(size), strict=True):
         logs = F.log_softmax(states @ weight.t(), dim=-1, dtype=wide)
@@ -247,57 +241,56 @@ def _chunks(hidden: Tensor, weight: Tensor, labels: Tensor, size: int) -> Iterat
 
 
 class _SummedLoss(torch.autograd.Function):
-    """The sum of the losses; both gradients are ready when it is, but for a factor."""
+    """The sum of the losses; the forward pass computes both gradients up to a factor."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, size: int) -> Tensor:
         wide, trained = torch.promote_types(weight.dtype, torch.float32), ctx.needs_input_grad[1]
-        of_weight = torch.zeros(weight.shape if trained else (0,), dtype=wide, device=weight.device)
-        total, of_hidden = of_weight.new_zeros(()), []
+        weight_grad = torch.zeros(weight.shape if trained else (0,), dtype=wide, device=weight.device)
+        total, hidden_grads = weight_grad.new_zeros(()), []
         parts = zip(_chunks(hidden, weight, labels, size), hidden.split(size), labels.split(size), strict=True)
         for (losses, logs), states, targets in parts:
             total = total + losses.sum()
-            of_logits = _gradient(logs, targets).to(hidden.dtype)
-            of_hidden.append(of_logits @ weight)
+            logit_grad = _gradient(logs, targets).to(hidden.dtype)
+            hidden_grads.append(logit_grad @ weight)
             if not trained:
                 continue
             if wide == weight.dtype:
-                of_weight.addmm_(of_logits.t(), states)
+                weight_grad.addmm_(logit_grad.t(), states)
             else:
-                of_weight += of_logits.t() @ states
+                weight_grad += logit_grad.t() @ states
         ctx.dtype = weight.dtype
-        ctx.save_for_backward(torch.cat(of_hidden), of_weight)
+        ctx.save_for_backward(torch.cat(hidden_grads), weight_grad)
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        of_hidden, of_weight = ctx.saved_tensors
+        hidden_grads, weight_grad = ctx.saved_tensors
         # In float32 first: a factor such as 1 / count would itself be rounded to half precision.
-        scaled = (of_hidden.to(of_weight.dtype) * grad).to(ctx.dtype)
-        return scaled, (of_weight * grad).to(ctx.dtype) if ctx.needs_input_grad[1] else None, None, None
+        scaled = (hidden_grads.to(weight_grad.dtype) * grad).to(ctx.dtype)
+        return scaled, (weight_grad * grad).to(ctx.dtype) if ctx.needs_input_grad[1] else None, None, None
 
 
 def _gradient(logs: Tensor, targets: Tensor) -> Tensor:
-    """d loss / d logits = softmax - onehot, in place of the log-probabilities; 0 for tokens that are ignored."""
+    """d loss / d logits = softmax - onehot, in place of the log-probabilities; 0 for ignored tokens."""
     kept = (targets != IGNORED)[:, None]
     index = targets[:, None].clamp(min=0)
-    of_target = logs.gather(1, index).expm1()
-    return logs.exp_().scatter_(1, index, of_target).mul_(kept)
+    target_grad = logs.gather(1, index).expm1()
+    return logs.exp_().scatter_(1, index, target_grad).mul_(kept)
 
 
 class OutputHead(nn.Linear):
-    """A vocabulary's own matrix: hidden states [..., width] -> logits [..., vocabulary], or with labels their loss.
+    """An untied output matrix: hidden states [..., width] -> logits [..., vocabulary], or with labels their loss.
 
-    The loss is taken inside the module's own call, because an engine that shards weights (ZeRO 3) has them whole only
-    while the module that owns them runs.
+    The loss is computed in this module's forward, because ZeRO stage 3 gathers its weights only there.
     """
 
     def __init__(self, width: int, vocabulary: int) -> None:
         super().__init__(width, vocabulary, bias=False)
 
     def forward(self, hidden: Tensor, labels: Tensor | None = None, chunk: int | None = None) -> Tensor:
-        """Logits, or with `labels` [tokens] for `hidden` [tokens, width] what `linear_cross_entropy` says."""
+        """Logits, or with `labels` [tokens] and `hidden` [tokens, width] the loss of `linear_cross_entropy`."""
         if labels is None:
             return super().forward(hidden)
         return linear_cross_entropy(hidden, self.weight, labels, chunk)

@@ -129,9 +129,10 @@ def test_maps(name: str, exported: dict[str, Any]) -> None:
     assert near.high == far.low == ours.low == 12 and ours.high is None
     assert far.first_keys == (float("inf") if ours.first_keys is None else ours.first_keys)
     assert far.high == float("inf") and near.first_keys is None
-    assert torch.equal(near.query(where, first), where) and torch.equal(near.key(where, first), where)
-    torch.testing.assert_close(far.query(where), ours.query(where, first), **EXACT)
-    torch.testing.assert_close(far.key(where), ours.key(where, first), **EXACT)
+    assert torch.equal(near.query_positions(where, first), where)
+    assert torch.equal(near.key_positions(where, first), where)
+    torch.testing.assert_close(far.query(where), ours.query_positions(where, first), **EXACT)
+    torch.testing.assert_close(far.key(where), ours.key_positions(where, first), **EXACT)
 
 
 @pytest.mark.parametrize("name", LOGIT_SCALINGS)

@@ -1,7 +1,6 @@
 """PyTorch's scaled_dot_product_attention: flash kernels in O(N) memory, on CPU and, without a bias, on CUDA."""
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -14,7 +13,7 @@ from megatron_coca.attention.inputs import CAUSAL, AttentionInputs, DistanceBias
 
 aten = torch.ops.aten
 GROUPED = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 5)
-"""Whether PyTorch's attention takes fewer key heads than query heads; the CPU kernel of 2.3 reads past their end."""
+"""PyTorch supports fewer key heads than query heads; the CPU kernel of 2.3 reads beyond them."""
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
@@ -33,7 +32,7 @@ class FlashOp(Protocol):
 
 
 class CpuFlash:
-    """The CPU kernel: float64, float32, bfloat16, float16, fewer key heads than query heads."""
+    """The CPU kernel: float64, float32, bfloat16, float16, grouped heads."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
@@ -47,7 +46,7 @@ class CpuFlash:
 
 
 class CudaFlash:
-    """FlashAttention-2 as PyTorch ships it: bfloat16 and float16, fewer key heads than query heads."""
+    """PyTorch's FlashAttention-2: bfloat16 and float16, grouped heads."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
@@ -64,31 +63,8 @@ class CudaFlash:
         )
 
 
-class CudaEfficient:
-    """The memory-efficient kernel: float32. Its log-sum-exp is padded to 32 rows, with +inf where there is no row."""
-
-    ROWS = 32
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-        out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)
-        return out, lse[:, :, : q.shape[2]]
-
-    def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
-    ) -> Gradients:
-        groups = q.shape[1] // k.shape[1]
-        wide_k, wide_v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
-        padded = torch.nn.functional.pad(lse, (0, -lse.shape[2] % self.ROWS), value=torch.inf).contiguous()
-        seed = torch.zeros((), dtype=torch.int64, device=q.device)
-        dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-            grad, q, wide_k, wide_v, None, out, padded, seed, seed, 0.0, [True, True, True, False], causal, scale=scale
-        )
-        return dq, *(x.unflatten(1, (-1, groups)).sum(2) for x in (dk, dv))
-
-
 class EqualHeads:
-    """A kernel for as many key heads as query heads, which are repeated for it."""
+    """A kernel without grouped heads; keys and values are repeated for it."""
 
     def __init__(self, kernel: FlashOp) -> None:
         self._kernel = kernel
@@ -106,12 +82,31 @@ class EqualHeads:
         return dq, *(x.unflatten(1, (-1, groups)).sum(2) for x in (dk, dv))
 
 
-_CPU: dict[torch.dtype, Callable[[], FlashOp]] = dict.fromkeys(
-    (torch.float64, torch.float32, torch.bfloat16, torch.float16), CpuFlash
-)
-_OPS: dict[str, dict[torch.dtype, Callable[[], FlashOp]]] = {
-    "cpu": _CPU,
-    "cuda": {torch.bfloat16: CudaFlash, torch.float16: CudaFlash, torch.float32: CudaEfficient},
+class CudaEfficient:
+    """The memory-efficient kernel: float32. It pads the log-sum-exp to 32 rows with +inf, and has no grouped heads."""
+
+    ROWS = 32
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+        return out, lse[:, :, : q.shape[2]]
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    ) -> Gradients:
+        padded = torch.nn.functional.pad(lse, (0, -lse.shape[2] % self.ROWS), value=torch.inf).contiguous()
+        seed = torch.zeros((), dtype=torch.int64, device=q.device)
+        dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+            grad, q, k, v, None, out, padded, seed, seed, 0.0, [True, True, True, False], causal, scale=scale
+        )
+        return dq, dk, dv
+
+
+_HALF: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
+_OPS: dict[tuple[str, torch.dtype], FlashOp] = {
+    **{("cpu", dtype): CpuFlash() for dtype in (torch.float64, torch.float32, *_HALF)},
+    **{("cuda", dtype): CudaFlash() for dtype in _HALF},
+    ("cuda", torch.float32): EqualHeads(CudaEfficient()),
 }
 
 
@@ -121,20 +116,19 @@ def flash_op(x: Tensor) -> FlashOp:
     Raises:
         TypeError: there is none.
     """
-    kinds = _OPS.get(x.device.type, {})
-    if x.dtype not in kinds:
+    kernel = _OPS.get((x.device.type, x.dtype))
+    if kernel is None:
         raise TypeError(
             f"attention_backend merge has no kernel for {x.dtype} on {x.device.type}; "
             "set attention_backend: reference, or use another precision"
         )
-    kernel = kinds[x.dtype]()
-    return kernel if GROUPED else EqualHeads(kernel)
+    return kernel if GROUPED or isinstance(kernel, EqualHeads) else EqualHeads(kernel)
 
 
 QUERY_BLOCK = 512
-"""Query rows per call: longer blocks spend more on hidden keys, shorter ones more on calls (docs/attention.md)."""
+"""Query rows per call: longer blocks compute more masked pairs, shorter ones make more calls (docs/attention.md)."""
 KEY_BLOCK = 1024
-"""Key columns of a tile of score gradients: with QUERY_BLOCK rows it is 2 MiB, which a core's cache holds."""
+"""Key columns of a tile of score gradients: with QUERY_BLOCK rows 2 MiB, which fits the cache of a core."""
 
 
 def biased_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, bias: DistanceBias) -> Tensor:
@@ -160,7 +154,7 @@ def reversed_mask(along: Tensor, rows: int, columns: int, key_length: int) -> Te
 
 
 class _Rows(NamedTuple):
-    """What the backward pass knows of a block of queries, rows reversed, [batch, heads, rows, ...]."""
+    """Saved values of a block of queries, rows reversed, [batch, heads, rows, ...]."""
 
     grad: Tensor
     query: Tensor
@@ -271,8 +265,8 @@ def _tile(
 ) -> _Tile:
     """The attention weights of a tile and the gradient of its scores, weight * (grad . value - share).
 
-    The gradient is written into a buffer whose rows are one longer than the tile's rows and columns together, so that
-    entry (row, column) falls into column row + column: written straight, read skewed.
+    The gradient is written through a strided view of a wider buffer, in which entry (row, column) is in column
+    row + column: summing its columns sums the tile's diagonals.
     """
     rows, columns = len(query), len(keys)
     weights = torch.baddbmm(mask[None], query[None], keys.T[None], alpha=scale)[0].sub_(lse).exp_()
@@ -286,10 +280,10 @@ BANDS_REASON = "it takes one query and one key operand, and every key up to the 
 
 
 class SdpaBackend:
-    """Causal flash attention; on the CPU with a distance bias, in linear memory too (diagonals.py)."""
+    """Causal flash attention; on the CPU with a distance bias, in linear memory too."""
 
     def supports(self, needs: Needs) -> str | None:
-        """None, or why such a model cannot be served."""
+        """None, or the reason against it."""
         if needs.bands != (CAUSAL,):
             return BANDS_REASON
         if needs.bias and needs.device_type != "cpu":

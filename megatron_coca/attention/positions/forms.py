@@ -87,11 +87,11 @@ def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     """R_p x, or with sign -1 its inverse, R_-p x."""
-    turned = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    (first, second), (turned_first, turned_second) = _halves(x), _halves(turned)
-    torch.mul(first, cos, out=turned_first).addcmul_(second, sin, value=-sign)
-    torch.mul(second, cos, out=turned_second).addcmul_(first, sin, value=sign)
-    return turned
+    rotated = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    (first, second), (rotated_first, rotated_second) = _halves(x), _halves(rotated)
+    torch.mul(first, cos, out=rotated_first).addcmul_(second, sin, value=-sign)
+    torch.mul(second, cos, out=rotated_second).addcmul_(first, sin, value=sign)
+    return rotated
 
 
 class _Rotation(torch.autograd.Function):
@@ -184,10 +184,10 @@ SCALE_BASE = 512
 
 
 def growth(positions: Tensor, dim: int, centre: float) -> Tensor:
-    """zeta_j^((p - c)/512), zeta_j = (2j/d + gamma)/(1 + gamma): what multiplies a query; a key is divided by it.
+    """xPos's factor on queries, zeta_j^((p - c)/512) with zeta_j = (2j/d + gamma)/(1 + gamma); keys are divided by it.
 
-    float64 `positions` [...] -> [..., dim/2]. A score depends on the difference of two positions alone, so the centre
-    c only keeps the factors of one operand small; uncentred they overflow at 32k.
+    float64 `positions` [...] -> [..., dim/2]. The centre c cancels in the scores; it keeps the factors small, which would
+    overflow at 32k without it.
     """
     pair = torch.arange(dim // 2, dtype=torch.float64, device=positions.device)
     zeta = (2 * pair / dim + GAMMA) / (1 + GAMMA)
@@ -195,10 +195,10 @@ def growth(positions: Tensor, dim: int, centre: float) -> Tensor:
 
 
 def check_range(centre: float, dtype: torch.dtype) -> None:
-    """Check that operands of `dtype`, with room for features of size 100, hold the factors of places 0 to 2 centre.
+    """Check that `dtype` can represent the factors of positions 0 to 2 centre times features of size 100.
 
     Raises:
-        PositionRangeError: they do not; with gamma 0.4 float32 ends near 68,000 tokens, float16 near 5,000.
+        PositionRangeError: it cannot; the limit is near 68,000 tokens in float32 and near 5,000 in float16.
     """
     largest = torch.finfo(dtype).max / 100
     reach = SCALE_BASE * math.log(largest) / math.log((1 + GAMMA) / GAMMA)
@@ -222,13 +222,13 @@ class ScoreForm:
     """One row of the table below.
 
     Attributes:
-        query: q of the rotary block -> Q'; linear in the tables. None where the form turns nothing.
-        kept: k of the rotary block -> what of it the score depends on, before any rotation.
-        key: that -> K'; linear in the tables.
+        query: q of the rotary block -> Q'; linear in the tables. None for non-rotary forms.
+        kept: k of the rotary block -> the values that a cache keeps, before any rotation.
+        key: those -> K'; linear in the tables.
         query_rest: q -> Q' on the dimensions beyond `rotary_pct`.
         key_rest: k -> K' on them.
         kernel: the form's name among the fused kernels, or None.
-        shift_invariant: whether moving all positions by a constant leaves the scores unchanged.
+        shift_invariant: scores depend only on differences of positions.
     """
 
     query: Operand | None = None
@@ -241,21 +241,21 @@ class ScoreForm:
 
     @property
     def rotary(self) -> bool:
-        """Whether the form turns its operands at all."""
+        """True if the form rotates its operands."""
         return self.query is not None
 
     def query_operand(self, q: Tensor, tables: RotaryTables | None, factor: Tensor | None = None) -> Tensor:
         """Q' of q [batch, heads, length, head_dim]; `factor` ([length, 1] or [batch, 1, length, 1]) multiplies the
-        dimensions that the tables, which carry it already, do not reach.
+        features that are not rotated (the tables contain it already).
         """
         if self.query is None or tables is None:
             return q if factor is None else (q.to(factor.dtype) * factor).to(q.dtype)
         block, rest = _split(q, 2 * tables.cos.shape[-1], tables.cos.dtype)
-        turned = self.query(block, tables)
+        rotated = self.query(block, tables)
         if rest.shape[-1]:
             rest = self.query_rest(rest)
-            turned = torch.cat((turned, rest if factor is None else rest * factor), dim=-1)
-        return turned.to(q.dtype)
+            rotated = torch.cat((rotated, rest if factor is None else rest * factor), dim=-1)
+        return rotated.to(q.dtype)
 
     def key_operand(self, k: Tensor, tables: RotaryTables | None) -> Tensor:
         """K' of k [batch, kv_heads, length, head_dim]."""
@@ -265,7 +265,7 @@ class ScoreForm:
         return self._turn_key(self.kept(block), rest, tables).to(k.dtype)
 
     def cached(self, k: Tensor, rotary_dim: int) -> Tensor:
-        """What a cache keeps of k: unrotated, half as wide on the rotary block for CoCA, in k's dtype."""
+        """Cached values of k, unrotated and in its dtype; for CoCA the rotary block has half the width."""
         block, rest = _split(k, rotary_dim, torch.promote_types(k.dtype, torch.float32))
         return torch.cat((self.kept(block), rest), dim=-1).to(k.dtype)
 
@@ -283,8 +283,8 @@ class ScoreForm:
 
     def _turn_key(self, kept: Tensor, rest: Tensor, tables: RotaryTables) -> Tensor:
         assert self.key is not None
-        turned = self.key(kept, tables)
-        return torch.cat((turned, self.key_rest(rest)), dim=-1) if rest.shape[-1] else turned
+        rotated = self.key(kept, tables)
+        return torch.cat((rotated, self.key_rest(rest)), dim=-1) if rest.shape[-1] else rotated
 
 
 def _split(x: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -300,7 +300,7 @@ def _slack_query(q: Tensor, tables: RotaryTables) -> Tensor:
 def coefficients(t: Tensor) -> Tensor:
     """u = relu of the mean of the two members of each rotated pair, [..., d] -> [..., d/2].
 
-    `t` is what the key projection gives, so that the projection keeps a key's shape; the collinear key is (u, u).
+    `t` is the output of the key projection, with the shape of a key; the collinear key is (u, u).
     """
     return positive_mean(t)
 
@@ -347,7 +347,7 @@ LogitScaling = Callable[[Tensor, int], Tensor]
 
 
 def _log_n(positions: Tensor, training_length: int) -> Tensor:
-    """max(1, ln(m + 1)/ln L): nothing changes within the training length (Su 2023, kexue.fm/archives/9708)."""
+    """max(1, ln(m + 1)/ln L): 1 within the training length (Su 2023, kexue.fm/archives/9708)."""
     return _log_n_trained(positions, training_length).clamp(min=1.0)
 
 
@@ -361,4 +361,4 @@ def _log_n_trained(positions: Tensor, training_length: int) -> Tensor:
 LOGIT_SCALINGS: dict[str, LogitScaling | None] = {"none": None, "log_n": _log_n, "log_n_trained": _log_n_trained}
 
 TRAINED_SCALINGS = frozenset({"log_n_trained"})
-"""Scalings that belong to the weights: they cannot be switched on or off at evaluation time."""
+"""Scalings that belong to the weights and cannot be changed at evaluation."""

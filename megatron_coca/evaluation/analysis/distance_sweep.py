@@ -247,9 +247,9 @@ class Turntable:
         """Relative positions to which the method turns pairs at `distances`, float64."""
         last, keys = self.last.double(), self.keys.double()
         relative = torch.zeros_like(keys)
-        for part in self.method.parts:
-            moved = part.query(last, keys[:1]) - part.key(keys, keys[:1])
-            relative = torch.where(self._served(part.low, part.high, None), moved, relative)
+        for band in self.method.bands:
+            moved = band.query_positions(last, keys[:1]) - band.key_positions(keys, keys[:1])
+            relative = torch.where(self._served(band.low, band.high, None), moved, relative)
         return relative.flip(0)
 
     def _multiplier(self, encoding: PositionEncoding, length: int) -> float:

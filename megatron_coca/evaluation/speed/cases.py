@@ -80,7 +80,7 @@ def contract(model: nn.Module) -> None:
     """
     for layer in [module for module in model.modules() if isinstance(module, SelfAttention)]:
         method = layer.method
-        if method.name != "coca" or method.rotary_dim != method.head_dim or len(method.parts) > 1:
+        if method.name != "coca" or method.rotary_dim != method.head_dim or len(method.bands) > 1:
             raise BackendError("the contraction computes pos_emb coca with rotary_pct 1 and without a map alone")
         layer.method = _Unprepared(method)  # type: ignore[assignment]
         layer.backend = _Contracting(method.scale)  # type: ignore[assignment]
