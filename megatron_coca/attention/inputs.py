@@ -1,10 +1,14 @@
-"""The contract between position methods and attention backends: every quantity that changes the result of attention."""
+"""The interface between position methods and attention backends: every value that changes the result of attention."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
+
+from megatron_coca.attention.positions.distance_maps import CAUSAL as CAUSAL
+from megatron_coca.attention.positions.distance_maps import Band as Band
 
 Formula = Literal["linear", "log", "power", "buckets"]
 
@@ -14,16 +18,12 @@ class DistanceBias(Protocol):
 
     @property
     def formula(self) -> Formula:
-        """Which one, for kernels that write it out: linear -c0 r; log -c0 ln(1 + c1 r); power -c0 r^c1; buckets a
-        table of steps.
-        """
+        """Name for kernels: linear -c0 r; log -c0 ln(1 + c1 r); power -c0 r^c1; buckets a step function."""
         ...
 
     @property
     def coefficients(self) -> Tensor:
-        """c0, c1 per query head, [heads, 1 or 2] float32 (buckets: the table, [heads, buckets]); learned ones carry
-        gradients.
-        """
+        """c0, c1 per query head, [heads, 1 or 2] float32 (buckets: [heads, buckets]); differentiable if learned."""
         ...
 
     def at(self, distance: Tensor) -> Tensor:
@@ -36,24 +36,8 @@ class DistanceBias(Protocol):
 
 
 @dataclass(frozen=True)
-class Band:
-    """The distances r that a segment serves: low <= r < high (no end where `high` is None).
-
-    With `first_keys` only the first so many keys of the sequence, or of the document, are visible.
-    """
-
-    low: int = 0
-    high: int | None = None
-    first_keys: int | None = None
-
-
-CAUSAL = Band()
-"""Every key up to the query's own."""
-
-
-@dataclass(frozen=True)
 class Segment:
-    """Operands of the pairs in one band of distances.
+    """Operands for one band of distances.
 
     Attributes:
         query: Q' [batch, heads, query_length, head_dim].
@@ -72,9 +56,8 @@ class PackedDocuments:
     """Documents packed into one row: a query sees no key before the first token of its own document.
 
     Attributes:
-        starts: [batch, key_length] int64, the index of the first token of the document that each token belongs to.
-        spans: for each row of the batch its documents as (start, stop) of token indices, in order; the same fact on
-            the host, for backends that go through the documents one by one.
+        starts: [batch, key_length] int64, the index of the first token of each token's document.
+        spans: the same on the host: for each row its documents as (start, stop) of token indices, in order.
     """
 
     starts: Tensor
@@ -85,17 +68,17 @@ class PackedDocuments:
 class AttentionInputs:
     """Operands of causal attention: softmax(scale * Q' K'^T + bias) V over the visible pairs.
 
-    The queries are the last `query_length` of the `key_length` tokens: query row i stands at token index key_length -
-    query_length + i. The distance r of a pair is the difference of token indices. A pair is scored by the segment
-    whose band holds r and is invisible where none does, or where documents part the two tokens.
+    The queries are the last `query_length` of the `key_length` tokens: query row i is token key_length - query_length
+    + i. The distance r of a pair is the difference of token indices. A pair is scored by the segment whose band
+    contains r; it is masked if there is none, or if the tokens belong to different documents.
 
     Attributes:
-        segments: one, or several with disjoint bands; the first one's holds r = 0, so that every query sees itself.
+        segments: one, or several with disjoint bands; the first band contains r = 0, so every query sees itself.
         value: V [batch, kv_heads, key_length, head_dim].
-        scale: what the dot products are multiplied by. It has no default, because backends disagree about theirs.
+        scale: factor on the dot products; no default, because those of the backends differ.
         bias: added to the scaled scores, or None.
-        dropout: probability with which an attention weight is dropped (0 in evaluation).
-        documents: document boundaries, or None where a row is one document.
+        dropout: of attention weights (0 in evaluation).
+        documents: document boundaries, or None for one document per row.
 
     All operands share one dtype and device; the output has the shape and dtype of a segment's query.
     """
@@ -129,7 +112,7 @@ class AttentionInputs:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a backend must be able to do for a model; known when the model is built.
+    """Requirements of a model on its backend, known when the model is built.
 
     Attributes:
         device_type: "cpu" or "cuda", where the model will run.
@@ -184,3 +167,58 @@ def positions_within(documents: PackedDocuments) -> Tensor:
 def _spans(begins: Tensor, length: int) -> tuple[tuple[int, int], ...]:
     edges = [*begins.nonzero().flatten().tolist(), length]
     return tuple(zip(edges[:-1], edges[1:], strict=True))
+
+
+def attend_by_document(attend: Callable[[AttentionInputs], Tensor], inputs: AttentionInputs) -> Tensor:
+    """`attend` applied to every document separately: exact, differentiable, [batch, heads, query_length, head_dim].
+
+    For backends that do not support packed documents. Rows of the batch with the same documents share the calls.
+
+    Raises:
+        ValueError: the documents of a row do not cover its queries.
+    """
+    if inputs.documents is None:
+        return attend(inputs)
+    groups: dict[tuple[tuple[int, int], ...], list[int]] = {}
+    for row, spans in enumerate(inputs.documents.spans):
+        groups.setdefault(spans, []).append(row)
+    batch, past, length = inputs.value.shape[0], inputs.past, inputs.value.shape[2]
+    outputs = []
+    for spans, rows in groups.items():
+        _check_cover(spans, past, length, rows[0])
+
+        def rows_of(x: Tensor, rows: list[int] = rows) -> Tensor:
+            return x[rows] if len(rows) < batch else x
+
+        segments = [(rows_of(segment.query), rows_of(segment.key), segment.band) for segment in inputs.segments]
+        value, of_documents = rows_of(inputs.value), []
+        for start, stop in spans:
+            if stop > past:
+                queries, keys = slice(max(start - past, 0), stop - past), slice(start, stop)
+                of_documents.append(
+                    attend(
+                        inputs.replace(
+                            segments=tuple(Segment(q[:, :, queries], k[:, :, keys], band) for q, k, band in segments),
+                            value=value[:, :, keys],
+                            documents=None,
+                        )
+                    )
+                )
+        outputs.append(of_documents[0] if len(of_documents) == 1 else torch.cat(of_documents, dim=2))
+    if len(outputs) == 1:
+        return outputs[0]
+    order = torch.tensor([row for rows in groups.values() for row in rows])
+    return torch.cat(outputs).index_select(0, order.argsort().to(inputs.value.device))
+
+
+def _check_cover(spans: tuple[tuple[int, int], ...], past: int, length: int, row: int) -> None:
+    reached = past
+    for start, stop in spans:
+        if stop > past:
+            if start > reached:
+                break
+            reached = stop
+    if reached != length:
+        raise ValueError(
+            f"row {row}: the documents {spans} do not cover its tokens {past} to {length} one after another"
+        )

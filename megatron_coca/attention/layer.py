@@ -13,17 +13,12 @@ from megatron_coca.attention.inputs import AttentionInputs, Backend
 from megatron_coca.attention.method import PositionMethod
 
 PARTS = ("query", "key", "value")
-"""What is packed, in this order."""
+"""Parts of the packed projection, in order."""
 
 
 class PackedRows(NamedTuple):
-    """Where the rows of one part lie among the packed ones: equal blocks, at equal distances.
-
-    Attributes:
-        first: the row with which the first block begins.
-        size: rows of a block.
-        period: rows from the beginning of one block to that of the next.
-        total: all packed rows.
+    """Rows of one part in the packed projection: blocks of `size` rows, the first at row `first`, one every `period`
+    rows, of `total` packed rows.
     """
 
     first: int
@@ -36,8 +31,8 @@ class PackedRows(NamedTuple):
         return torch.arange(self.total).view(-1, self.period)[:, self.first : self.first + self.size].flatten()
 
     def stretches(self, begin: int, stop: int, width: int) -> Iterator[tuple[int, int, int]]:
-        """Elements [begin, stop) of the flattened part, whose rows have `width` elements, as stretches without a gap among
-        the packed ones: where each begins there, and its first and last + 1 element in the part.
+        """Elements [begin, stop) of the flattened part (rows of `width` elements) as contiguous ranges of the packed
+        tensor: (offset there, begin and stop in the part) of each.
         """
         unit = self.size * width
         while begin < stop:
@@ -48,8 +43,8 @@ class PackedRows(NamedTuple):
 
 
 def packed_rows(query_rows: int, key_rows: int, head_dim: int) -> dict[str, PackedRows]:
-    """The rows of every part where so many are packed: [q | k | v] head by head where there are as many keys as queries,
-    else all queries, all keys, all values.
+    """The rows of each part: [q | k | v] per head if there are as many key heads as query heads, else all queries, all
+    keys, all values.
     """
     total = query_rows + 2 * key_rows
     if query_rows == key_rows:
@@ -59,14 +54,13 @@ def packed_rows(query_rows: int, key_rows: int, head_dim: int) -> dict[str, Pack
 
 
 class SplitProjection(nn.Module):
-    """A packed projection as three layers of its own rows, so that one can be trained without the others: no gradient,
-    no optimizer state and no product for a gradient exists for the rest.
+    """A packed projection split into three layers, so that frozen ones have no gradients and no optimizer state.
 
     Hidden states [..., hidden_size] -> queries, keys and values, each [..., its rows].
     """
 
     def __init__(self, packed: nn.Linear, rows: dict[str, PackedRows]) -> None:
-        """Copies the weights of `packed`, whose rows are `rows`."""
+        """Copies the weights of `packed`; `rows` are its parts."""
         super().__init__()
         self.query, self.key, self.value = (_rows_of(packed, rows[name].numbers()) for name in PARTS)
 
@@ -76,7 +70,7 @@ class SplitProjection(nn.Module):
 
 def _rows_of(packed: nn.Linear, numbers: Tensor) -> nn.Linear:
     index = numbers.to(packed.weight.device)
-    with torch.device("meta"):  # PyTorch's layers draw weights, which would move the random state
+    with torch.device("meta"):  # initialising weights would advance the random state
         layer = nn.Linear(packed.in_features, len(index), bias=packed.bias is not None)
     layer.weight = nn.Parameter(packed.weight.detach()[index])
     if packed.bias is not None:
@@ -85,14 +79,14 @@ def _rows_of(packed: nn.Linear, numbers: Tensor) -> nn.Linear:
 
 
 class LayerCache:
-    """Keys and values of one layer, in buffers that have room for `reserved` tokens and double when they are full."""
+    """Keys and values of one layer, in buffers for `reserved` tokens that double when full."""
 
     def __init__(self, reserved: int = 0) -> None:
         self.length, self._reserved = 0, reserved
         self._buffers: list[Tensor] = []
 
     def append(self, *new: Tensor) -> list[Tensor]:
-        """Add tensors [batch, kv_heads, tokens, width]; views of everything kept so far, in the same order."""
+        """Add tensors [batch, kv_heads, tokens, width]; returns views of all cached tokens, in the same order."""
         if self._buffers and self._buffers[0].shape[0] != new[0].shape[0]:
             raise ValueError(
                 f"the cache holds {self._buffers[0].shape[0]} sequences, the new tokens are of {new[0].shape[0]}"
@@ -105,7 +99,7 @@ class LayerCache:
         return [buffer[:, :, : self.length] for buffer in self._buffers]
 
     def cut(self, length: int) -> None:
-        """Forget all tokens from number `length` on."""
+        """Drop all tokens from index `length` on."""
         self.length = min(self.length, length)
 
     def _grown(self, index: int, new: Tensor) -> Tensor:
@@ -124,14 +118,14 @@ class Cache:
 
     Attributes:
         layers: one cache per layer.
-        positions: [length] or [batch, length] of the tokens kept, or None before the first.
-        length: what extensions that depend on a length see at every step, or None for the number of tokens so far. With
-            a length, cached decoding equals the full forward pass with that length exactly; without one, keys are
-            rotated by the frequencies of each step, but what the layers below made of earlier tokens stays as it was.
+        positions: [length] or [batch, length] of the cached tokens, or None while empty.
+        length: for length-dependent extensions, or None for the current number of tokens. With a length, cached decoding
+            equals the full forward pass with that length; without one, keys are rotated by the frequencies of each step,
+            but hidden states of earlier tokens keep the frequencies of theirs.
     """
 
     def __init__(self, num_layers: int, length: int | None = None, capacity: int | None = None) -> None:
-        """Memory is taken for `capacity` tokens at once, by default for `length`; more is taken when they are full."""
+        """`capacity` is the number of tokens to allocate for, by default `length`; the cache grows beyond it."""
         if length is not None and length < 1:
             raise ValueError(f"the length of a generation is at least 1, not {length}")
         self.layers = [LayerCache(capacity or length or 0) for _ in range(num_layers)]
@@ -143,9 +137,7 @@ class Cache:
 
     @contextmanager
     def advanced(self, positions: Tensor) -> Iterator[Tensor]:
-        """The positions of all tokens with those of the new ones, kept if the work on them succeeds; if it fails, the
-        cache is what it was.
-        """
+        """Positions of all tokens including the new ones; on an exception the cache is restored."""
         past, before = len(self), self.positions
         if before is not None and before.dim() != positions.dim():
             raise ValueError("positions must stay [length], or [batch, length], throughout one cache")
@@ -160,7 +152,7 @@ class Cache:
 
 
 def bytes_per_token(method: PositionMethod, num_kv_heads: int, num_layers: int, dtype: torch.dtype) -> int:
-    """Bytes that a cache of `dtype` takes for one token of one sequence."""
+    """Cache memory in bytes for one token of one sequence."""
     return (method.cached_width + method.head_dim) * num_kv_heads * num_layers * dtype.itemsize
 
 
@@ -169,10 +161,9 @@ class SelfAttention(ShardedModule):
 
     Parameter names and the packing of `query_key_value` are GPT-NeoX's: with as many key heads as query heads its
     rows are [q | k | v] head by head, with fewer (grouped-query attention) all queries, then all keys, then all
-    values. For CoCA the k rows are the T projection. A method whose layers learn a bias each adds `position_bias`.
+    values. For CoCA the k rows are the T projection. A method with a learned bias per layer adds `position_bias`.
 
-    Nothing here counts heads: there are as many as the projection has rows for, which are this process's own where
-    its rows are divided among several.
+    The number of heads follows from the rows of the projection, which tensor parallelism divides among ranks.
     """
 
     def __init__(
@@ -195,32 +186,30 @@ class SelfAttention(ShardedModule):
         self.position_bias = method.layer_bias()
 
     def split_projection(self) -> None:
-        """Replace `query_key_value` by three layers with the same weights, to be done before these are divided among
-        processes. Names of its parameters get `query`, `key` or `value` into them.
-        """
+        """Replace `query_key_value` by a SplitProjection with the same weights; call it before sharding them."""
         packed = self.query_key_value
         assert isinstance(packed, nn.Linear)
         key_rows = packed.out_features // (self.queries_per_key + 2)
         rows = packed_rows(self.queries_per_key * key_rows, key_rows, self.head_dim)
         self.query_key_value = SplitProjection(packed, rows)
 
-    def forward(self, hidden: Tensor, frame: PositionContext, cache: LayerCache | None = None) -> Tensor:
-        """[batch, length, hidden_size] -> the same; `frame` comes from `PositionEncoding` and serves all layers.
+    def forward(self, hidden: Tensor, context: PositionContext, cache: LayerCache | None = None) -> Tensor:
+        """[batch, length, hidden_size] -> the same; `context` comes from `PositionEncoding`.
 
         With a cache the hidden states are those of the tokens that follow the cached ones.
         """
-        inputs = self._inputs(*self._heads(self.query_key_value(hidden)), frame, cache)
+        inputs = self._inputs(*self._heads(self.query_key_value(hidden)), context, cache)
         out = self.backend.attend(inputs)
         return self.dense(self.share.scatter(out.transpose(1, 2)).flatten(2))
 
     def _inputs(
-        self, q: Tensor, k: Tensor, v: Tensor, frame: PositionContext, cache: LayerCache | None
+        self, q: Tensor, k: Tensor, v: Tensor, context: PositionContext, cache: LayerCache | None
     ) -> AttentionInputs:
         bias = self.share.bias(self.position_bias.distance_bias()) if self.position_bias is not None else None
         if cache is None:
-            return self.method.prepare(q, k, v, frame, self.dropout if self.training else 0.0, bias)
+            return self.method.prepare(q, k, v, context, self.dropout if self.training else 0.0, bias)
         cached, values = cache.append(self.method.cached(k), v)
-        return self.method.prepare_cached(q, cached, values, frame, bias)
+        return self.method.prepare_cached(q, cached, values, context, bias)
 
     def _heads(self, projected: Tensor | tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """[batch, length, rows], packed or each -> q [batch, heads, length, head_dim], k and v [batch, kv_heads, length,

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron_coca.attention.backends.select import BACKENDS
+from megatron_coca.attention.build import BACKENDS
 from megatron_coca.attention.inputs import BackendError
 from megatron_coca.attention.layer import SelfAttention
 from megatron_coca.attention.positions import PositionRangeError

@@ -37,7 +37,7 @@ def forward(operands: Operands, plan: Plan) -> tuple[Tensor, Tensor]:
     out = torch.empty((batch, query_length, heads, head_dim), dtype=query.dtype, device=query.device).transpose(1, 2)
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     _attend[(triton.cdiv(query_length, launch.rows), batch * heads)](
-        *map(operand, operands.parts),
+        operands.tuples,
         operand(out),
         lse,
         operands.filled(operands.coefficients),
@@ -51,22 +51,9 @@ def forward(operands: Operands, plan: Plan) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
-def _attend(
-    query,
-    key,
-    far_query,
-    far_key,
-    value,
-    out,
-    lse,
-    coefficients,
-    starts,
-    sizes,
-    limits,
-    scale,
-    KIND: tl.constexpr,
-):
+def _attend(tensors, out, lse, coefficients, starts, sizes, limits, scale, KIND: tl.constexpr):
     """One program per block of queries and head; the last blocks, which see most, go first."""
+    query, key, far_query, far_key, value = tensors
     heads, group, query_length, key_length = sizes
     row = (tl.num_programs(0) - 1 - tl.program_id(0)) * KIND.rows
     batch = tl.program_id(1) // heads
@@ -80,11 +67,7 @@ def _attend(
     start = start_of_document(starts, batch, m, key_length, KIND)[:, None]
     scoring = (limits, load_coefficients(coefficients, head, KIND), scale)
     # A finite peak to begin with: a tile without a visible key then leaves it, and no -inf is subtracted from -inf.
-    state = (
-        zero_tile(KIND.rows, KIND.columns),
-        constant_rows(-1e30, KIND.rows),
-        constant_rows(0.0, KIND.rows),
-    )
+    state = (zero_tile(KIND.rows, KIND.columns), constant_rows(-1e30, KIND.rows), constant_rows(0.0, KIND.rows))
     phases = key_phases(key_length - query_length + row, starts, batch, key_length, limits, KIND)
     begin, far_end, edge, full, diagonal, end = phases
     if KIND.far:

@@ -38,11 +38,9 @@ def key_gradients(operands: Operands, plan: Plan, results: Operands, saved: tupl
     launch, key = plan.blocks.key_gradients, operands.key
     grad, *rows = saved
     _key_gradients[(triton.cdiv(key.shape[2], launch.keys), key.shape[0] * key.shape[1])](
-        *map(operand, operands.parts),
+        operands.tuples,
         operand(grad),
-        operand(results.key),
-        operand(operands.filled(results.far_key)),
-        operand(results.value),
+        tuple(map(operand, (results.key, operands.filled(results.far_key), results.value))),
         *rows,
         operands.filled(operands.coefficients),
         operands.filled(operands.starts),
@@ -62,26 +60,11 @@ def _stops(starts: Tensor) -> Tensor:
 
 @triton.jit
 def _key_gradients(
-    query,
-    key,
-    far_query,
-    far_key,
-    value,
-    grad,
-    key_out,
-    far_key_out,
-    value_out,
-    lse,
-    delta,
-    coefficients,
-    starts,
-    stops,
-    sizes,
-    limits,
-    scale,
-    KIND: tl.constexpr,
+    tensors, grad, outputs, lse, delta, coefficients, starts, stops, sizes, limits, scale, KIND: tl.constexpr
 ):
     """One program per block of keys and key head, over the query heads that share it."""
+    query, key, far_query, far_key, value = tensors
+    key_out, far_key_out, value_out = outputs
     heads, group, query_length, key_length = sizes
     kv_heads = heads // group
     row = tl.program_id(0) * KIND.keys
@@ -166,11 +149,7 @@ def _tiles(
 
 
 def query_gradients(
-    operands: Operands,
-    plan: Plan,
-    results: Operands,
-    saved: tuple[Tensor, Tensor, Tensor],
-    with_coefficients: bool,
+    operands: Operands, plan: Plan, results: Operands, saved: tuple[Tensor, Tensor, Tensor], with_coefficients: bool
 ) -> Tensor | None:
     """Fills `results.query` and `results.far_query`; the gradients of the coefficients [heads, 2] where asked for.
 
@@ -184,18 +163,16 @@ def query_gradients(
         partial = torch.empty((batch, heads, blocks, 2), dtype=torch.float32, device=operands.query.device)
     grad, *rows = saved
     _query_gradients[(blocks, batch * heads)](
-        *map(operand, operands.parts),
+        operands.tuples,
         operand(grad),
-        operand(results.query),
-        operand(operands.filled(results.far_query)),
-        operands.filled(partial),
+        (operand(results.query), operand(operands.filled(results.far_query)), operands.filled(partial)),
         *rows,
         operands.filled(operands.coefficients),
         operands.filled(operands.starts),
         operands.sizes,
         plan.limits,
         plan.scale,
-        BIAS_GRADIENTS=with_coefficients,
+        BIAS=with_coefficients,
         **plan.options(launch, operands),
     )
     return None if partial is None else partial.sum((0, 2), dtype=torch.float64).float()
@@ -203,15 +180,9 @@ def query_gradients(
 
 @triton.jit
 def _query_gradients(
-    query,
-    key,
-    far_query,
-    far_key,
-    value,
+    tensors,
     grad,
-    query_out,
-    far_query_out,
-    coefficients_out,
+    outputs,
     lse,
     delta,
     coefficients,
@@ -219,10 +190,12 @@ def _query_gradients(
     sizes,
     limits,
     scale,
-    BIAS_GRADIENTS: tl.constexpr,
+    BIAS: tl.constexpr,
     KIND: tl.constexpr,
 ):
     """One program per block of queries and head, over the same tiles as the forward pass."""
+    query, key, far_query, far_key, value = tensors
+    query_out, far_query_out, coefficients_out = outputs
     heads, group, query_length, key_length = sizes
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     row = block * KIND.rows
@@ -248,25 +221,18 @@ def _query_gradients(
     sums = (none, none, nothing, nothing, nothing, nothing, nothing)
     phases = key_phases(key_length - query_length + row, starts, batch, key_length, limits, KIND)
     begin, far_end, edge, full, diagonal, end = phases
-    WITH: tl.constexpr = BIAS_GRADIENTS
     if KIND.far:
-        sums = _query_gradients_tiles(
-            sums, begin, far_end, held, keys, above, m, start, scoring, False, True, KIND.first, WITH, KIND
+        sums = _query_tiles(
+            sums, begin, far_end, held, keys, above, m, start, scoring, False, True, KIND.first, BIAS, KIND
         )
     if KIND.window:
-        sums = _query_gradients_tiles(
-            sums, edge, full, held, keys, above, m, start, scoring, True, KIND.far, True, WITH, KIND
-        )
-    sums = _query_gradients_tiles(
-        sums, full, diagonal, held, keys, above, m, start, scoring, True, False, False, WITH, KIND
-    )
-    sums = _query_gradients_tiles(
-        sums, diagonal, end, held, keys, above, m, start, scoring, True, False, True, WITH, KIND
-    )
+        sums = _query_tiles(sums, edge, full, held, keys, above, m, start, scoring, True, KIND.far, True, BIAS, KIND)
+    sums = _query_tiles(sums, full, diagonal, held, keys, above, m, start, scoring, True, False, False, BIAS, KIND)
+    sums = _query_tiles(sums, diagonal, end, held, keys, above, m, start, scoring, True, False, True, BIAS, KIND)
     store_tile(sums[0] * scale, plane(query_out, batch, head), row, query_length, KIND.width)
     if KIND.far:
         store_tile(sums[1] * scale, plane(far_query_out, batch, head), row, query_length, KIND.width)
-    if BIAS_GRADIENTS:
+    if BIAS:
         pair = coefficients_out + (tl.program_id(1).to(tl.int64) * tl.num_programs(0) + block) * 2
         # A row of dS sums to 0, but for the rounding of D, which would enter once for every query.
         tl.store(pair, tl.sum(sums[3] - sums[2] * sums[5], 0))
@@ -274,7 +240,7 @@ def _query_gradients(
 
 
 @triton.jit
-def _query_gradients_tiles(
+def _query_tiles(
     sums,
     begin,
     end,
@@ -287,7 +253,7 @@ def _query_gradients_tiles(
     NEAR: tl.constexpr,
     FAR: tl.constexpr,
     MASKED: tl.constexpr,
-    BIAS_GRADIENTS: tl.constexpr,
+    BIAS: tl.constexpr,
     KIND: tl.constexpr,
 ):
     """The key tiles `begin` to `end` added to dQ' near and far and, by row, the sums of dS, of dS * db/dc0 and dS *
@@ -305,7 +271,7 @@ def _query_gradients_tiles(
         scores = logits(held, loaded, r, n, start, limits, bias, scale, NEAR, FAR, MASKED or KIND.documents, KIND)
         weights = tl.exp2(scores - lse[:, None])
         slopes = weights * (dot(grad, tl.trans(v)) - delta[:, None])
-        if BIAS_GRADIENTS:
+        if BIAS:
             first, second = bias_derivatives(r, bias, KIND)
             slope_sum += tl.sum(slopes, 1)
             first_sum += tl.sum(slopes * first, 1)

@@ -7,7 +7,7 @@ import torch
 import triton
 from torch import Tensor
 
-from megatron_coca.kernels.tiles import OPTIONS
+from megatron_coca.kernels.tiles import OPTIONS, operand
 
 LOG2_E = 1.4426950408889634
 WIDEST = 256
@@ -161,6 +161,7 @@ class Operands:
         return self.value if x is None else x
 
     @property
-    def parts(self) -> tuple[Tensor, ...]:
-        """Query, key, far query, far key and value, `filled`."""
-        return self.query, self.key, self.filled(self.far_query), self.filled(self.far_key), self.value
+    def tuples(self) -> tuple[tuple[Tensor, int, int, int], ...]:
+        """Query, key, far query, far key and value as kernel arguments (see `operand`)."""
+        tensors = (self.query, self.key, self.far_query, self.far_key, self.value)
+        return tuple(operand(self.filled(x)) for x in tensors)

@@ -1,4 +1,4 @@
-"""From configuration to model: the last place that reads it."""
+"""Building a model from its configuration: layers, initial weights, compilation."""
 
 import ctypes
 import math
@@ -8,13 +8,12 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from megatron_coca.attention.backends.select import select_backend
-from megatron_coca.attention.compose import LEARNED_MODULES, build_method
+from megatron_coca.attention.build import LEARNED_MODULES, build_method, select_backend
 from megatron_coca.attention.inputs import BackendError
 from megatron_coca.attention.method import check_operand_kernel
 from megatron_coca.config import Config, ModelConfig
-from megatron_coca.model.embedding import LearnedPositions
 from megatron_coca.model.gpt import GPT
+from megatron_coca.model.layers import LearnedPositions
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 LARGEST_THRESHOLD = 32 << 20
@@ -22,10 +21,10 @@ LARGEST_THRESHOLD = 32 << 20
 
 
 def keep_freed_memory() -> bool:
-    """Let glibc keep freed blocks for the next step instead of returning them to the kernel.
+    """Make glibc keep freed memory for the next step; return False if the C library has no such setting.
 
-    Returned pages come back zeroed, one fault each: on small models that is a tenth to a fifth of a training step
-    (docs/training.md). Peak memory stays the same. Returns whether the C library has these settings.
+    Memory returned to the kernel costs a page fault per page, 10 to 20% of a training step of small models
+    (docs/training.md). Peak memory does not change.
     """
     library = ctypes.CDLL(None)
     if not hasattr(library, "mallopt"):
@@ -36,7 +35,7 @@ def keep_freed_memory() -> bool:
 
 def missing_compiler(device_type: str) -> str | None:
     """None, or why torch.compile cannot make kernels for "cpu" or "cuda" here."""
-    # Not at the top: the compiler takes seconds to import, and few runs want it.
+    # Not at the top: the compiler takes seconds to import and few runs use it.
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
     from torch.utils._triton import has_triton
@@ -49,8 +48,7 @@ def missing_compiler(device_type: str) -> str | None:
 
 
 def compile_blocks(blocks: nn.ModuleList, device_type: str) -> None:
-    """Compile the call of every block, in place: names of parameters stay. The blocks are alike, so all of them use
-    what is compiled for the first.
+    """Compile every block in place, keeping parameter names; all blocks share the code compiled for the first.
 
     Raises:
         BackendError: there is no compiler.
@@ -81,16 +79,15 @@ INITIALIZERS: dict[str, Callable[[ModelConfig], Initializer]] = {
 }
 
 OUTPUT_LAYERS = ("attention.dense.weight", "mlp.linear2.weight")
-"""The layers that write into the residual stream: `output_layer_init_method` is theirs."""
+"""Layers that write into the residual stream; they use `output_layer_init_method`."""
 
 
 @torch.no_grad()
 def initialize(module: nn.Module, model: ModelConfig, seed: int) -> None:
-    """Fill every weight matrix by the configured methods, biases with 0; norms keep their 1 and 0.
+    """Initialise every weight matrix by the configured methods, biases with 0; norms keep 1 and 0.
 
-    The numbers depend on the seed and the parameters' shapes and order alone, and what positions learn is drawn last,
-    so any two position methods start from the same weights in the layers that both have; the global random state is
-    left as it was.
+    Values depend only on the seed and the parameters' shapes and order, and modules of the position method come last:
+    all position methods share the initial weights of their common layers. The global random state is preserved.
     """
     inner, output = INITIALIZERS[model.init_method](model), INITIALIZERS[model.output_layer_init_method](model)
     learned = [part for part in module.modules() if isinstance(part, LEARNED_MODULES)]
@@ -110,7 +107,7 @@ def initialize(module: nn.Module, model: ModelConfig, seed: int) -> None:
 
 @torch.no_grad()
 def draw_learned_positions(module: nn.Module, model: ModelConfig, seed: int) -> list[str]:
-    """Draw what positions learn, by the seed; the global random state is left as it was. Returns the names."""
+    """Initialise the parameters of the position method by the seed; returns their names. Preserves the random state."""
     parts = {name: part for name, part in module.named_modules() if isinstance(part, LEARNED_MODULES)}
     tables = {name: part for name, part in module.named_modules() if isinstance(part, LearnedPositions)}
     with torch.random.fork_rng(devices=[]):
@@ -123,10 +120,9 @@ def draw_learned_positions(module: nn.Module, model: ModelConfig, seed: int) -> 
 
 
 def build_model(config: Config, device: str = "cpu", training: bool = True) -> GPT:
-    """An initialised float32 model on `device`, with the position method composed and the attention backend chosen
-    for that device.
+    """An initialised float32 model on `device`, with its position method and the attention backend for that device.
 
-    With `training` False the model is for evaluation: its backend need not know dropout or maps that only train.
+    With `training` False the backend need not support dropout or training-only maps.
 
     Raises:
         ConfigError: `vocab_size` is not known.
@@ -137,26 +133,20 @@ def build_model(config: Config, device: str = "cpu", training: bool = True) -> G
 
 
 def assemble_model(config: Config, device: str, training: bool = True) -> GPT:
-    """As `build_model`, for `device` but with its weights still in the memory of the host: for one of which the device
-    shall hold a part.
-    """
-    with torch.random.fork_rng(devices=[]):  # PyTorch's layers draw weights of their own, which are then replaced
+    """As `build_model` for `device`, with the weights in host memory: for models that are sharded afterwards."""
+    with torch.random.fork_rng(devices=[]):  # PyTorch initialises the layers first
         model = _compose(config, device, training)
     initialize(model, config.model, config.seed)
     return _compiled(model, config, device, training)
 
 
 def empty_model(
-    config: Config,
-    device: str,
-    training: bool = True,
-    dtype: torch.dtype = torch.float32,
-    memory: str | None = None,
+    config: Config, device: str, training: bool = True, dtype: torch.dtype = torch.float32, memory: str | None = None
 ) -> GPT:
-    """As `build_model`, with memory of `dtype` for the weights but no values in it: for one whose weights are loaded.
+    """As `build_model`, with uninitialised weights of `dtype` that are loaded later.
 
-    `memory` is where they shall lie, by default on `device`. Drawing 7 billion weights takes minutes, and float32 twice
-    the memory that they need.
+    `memory` is their device, by default `device`. Initialising 7 billion weights takes minutes, and float32 twice the
+    memory.
     """
     with torch.device("meta"):
         model = _compose(config, device, training)

@@ -1,4 +1,4 @@
-"""What a model costs, from its configuration alone: parameters, floating-point operations per token, peaks of GPUs."""
+"""Cost of a model from its configuration: parameters, FLOPs per token, memory; peak FLOP/s of GPUs."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -8,20 +8,15 @@ from megatron_coca.config.model import GATED_ACTIVATIONS, ROTATED_METHODS
 from megatron_coca.config.training import TrainablePart
 
 NORM_VECTORS: dict[str, int] = {"layernorm": 2, "rmsnorm": 1, "non_parametric_layernorm": 0}
-"""Vectors of hidden_size that a norm learns (with its bias, if it has one); scalenorm learns one number."""
+"""Learned vectors of hidden_size per norm (including its bias); scalenorm has one scalar."""
 
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Learned numbers of a model by part.
+    """Parameters of a model by part.
 
-    Attributes:
-        embedding: the table of tokens, padding included; with tied weights it is the output head too.
-        attention: projections of all layers.
-        mlp: both matrices of all layers, with their biases.
-        norms: of all layers, and the final one.
-        position: what the position method learns (a table, a bias, CLEX's network).
-        head: the output head's own matrix; 0 where it is tied.
+    `embedding` includes padding and, with tied weights, is the output head too (`head` is then 0); `norms` includes the
+    final one; `position` counts the position method's table, bias or network.
     """
 
     embedding: int
@@ -33,12 +28,12 @@ class ParameterCount:
 
     @property
     def total(self) -> int:
-        """All of them: the sum of `numel()` over the parameters of `build_model`."""
+        """The sum of `numel()` over the parameters of `build_model`."""
         return self.embedding + self.non_embedding + self.head
 
     @property
     def non_embedding(self) -> int:
-        """All but the table of tokens and the output head (Kaplan et al. 2020 leave out the same)."""
+        """All but the embedding and the output head, as in Kaplan et al. 2020."""
         return self.attention + self.mlp + self.norms + self.position
 
 
@@ -47,12 +42,11 @@ class Flops:
     """Floating-point operations of training on one token; one multiplication with its addition counts as two.
 
     Attributes:
-        model: 6N + 12 L h n, by which model FLOPs utilisation (MFU) is reckoned (Chowdhery et al. 2022, "PaLM",
-            appendix B): N counts every weight that a token is multiplied with, the output head once, the lookup in
-            the embedding not; each of the n queries is counted with n keys in L layers of width h. Causality and
-            recomputation change nothing in it, so figures of different programs compare.
-        executed: what a causal kernel has to do: each query with (n + 1) / 2 keys on average, and the forward pass of
-            the blocks once more where their activations are recomputed.
+        model: 6N + 12 L h n, the basis of model FLOPs utilisation (MFU) (Chowdhery et al. 2022, "PaLM", appendix B):
+            N counts the weights of matrix products, with the output head and without the embedding; n queries with n
+            keys in L layers of width h. It ignores causality and recomputation, so programs are comparable.
+        executed: the work of a causal kernel, (n + 1) / 2 keys per query on average, plus the forward pass of the blocks
+            again if activations are recomputed.
         forward: the forward part of `executed`, once.
     """
 
@@ -80,7 +74,7 @@ def parameter_count(config: Config) -> ParameterCount:
 
 
 def trained_count(config: Config) -> ParameterCount:
-    """As `parameter_count`, of the parts that the run trains (`trainable`).
+    """As `parameter_count`, for the trained parts only (`trainable`).
 
     Raises:
         ConfigError: `vocab_size` is not known.
@@ -100,8 +94,8 @@ def trained_count(config: Config) -> ParameterCount:
 def flops_per_token(config: Config, length: int | None = None) -> Flops:
     """The cost of one token in samples of `length` tokens (default: seq_length); see `Flops`.
 
-    Only matrix products and attention are counted: norms, activations, rotations and the loss are a few hundredths
-    more. A relative-position map that scores bands separately costs more than is counted here.
+    Counts matrix products and attention only: norms, activations, rotations and the loss add a few percent, and
+    relative-position maps with several bands cost more.
 
     Raises:
         ConfigError: `vocab_size` is not known.
@@ -118,7 +112,7 @@ def flops_per_token(config: Config, length: int | None = None) -> Flops:
 
 
 def recomputes_blocks(model: ModelConfig) -> bool:
-    """Whether the backward pass computes whole blocks again (selective checkpointing keeps the matrix products)."""
+    """True if the backward pass recomputes complete blocks (selective checkpointing keeps the matrix products)."""
     return model.checkpoint_activations and getattr(model, "checkpoint_policy", "full") == "full"
 
 
@@ -168,7 +162,7 @@ def _mlp(model: ModelConfig) -> int:
 
 
 def norm_parameters(model: ModelConfig) -> int:
-    """Numbers that one norm learns."""
+    """Parameters of one norm."""
     if model.norm == "scalenorm":
         return 1
     without_bias = model.norm == "layernorm" and not model.use_bias_in_norms
@@ -217,26 +211,22 @@ PEAKS: tuple[tuple[str, float], ...] = (
     ("MI300X", 1307e12),
     ("MI250X", 383e12),
 )
-"""(what stands in the device's name, FLOP/s), more specific names first. Dense bfloat16 with float32 sums, from the
-makers' data sheets; float16 for V100 and T4, which have no bfloat16.
+"""(part of the device name, FLOP/s), more specific names first. Dense bfloat16 with float32 accumulation, from the
+vendors' data sheets; float16 for V100 and T4, which have no bfloat16.
 """
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bfloat16 peak in FLOP/s of a device as PyTorch names it, such as "NVIDIA A100-SXM4-80GB"; None where it
-    is not known.
-    """
+    """Dense bfloat16 peak in FLOP/s by PyTorch's device name, such as "NVIDIA A100-SXM4-80GB"; None if unknown."""
     words = device_name.lower().replace("-", " ").replace("_", " ")
     return next((peak for name, peak in PEAKS if f" {name.lower()}" in f" {words}"), None)
 
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-"""Of one number in each format."""
+"""Bytes per number by dtype."""
 
 COEFFICIENTS = {"coca": 0.65, "coca_strict": 0.5}
-"""What CoCA keeps beside rotated queries and keys: rectified or squared coefficients in float32, in hidden widths of
-four bytes.
-"""
+"""Additional activations of CoCA, rectified or squared coefficients in float32, in units of hidden_size numbers."""
 
 
 class Activations(NamedTuple):
@@ -254,11 +244,11 @@ class Activations(NamedTuple):
 
 
 def activations(config: Config, micro: int, tensor: int = 1, sequence: int = 1) -> Activations:
-    """What autograd keeps for `micro` samples of seq_length tokens, where `tensor` ranks share the heads and the inner
-    width of the MLP, and `sequence` ranks the tokens.
+    """Saved activations of `micro` samples of seq_length tokens, with `tensor` ranks sharing heads and MLP width and
+    `sequence` ranks sharing tokens.
 
-    Counted are the tensors that PyTorch saves for fused attention (SDPA); the reference backend and dropout of
-    attention on the CPU keep squares of the length beside. Dropout masks are counted as on the CPU, with full numbers.
+    For fused attention (SDPA); the reference backend and attention dropout on the CPU also save N x N tensors. Dropout
+    masks are counted as on the CPU, in the activations' dtype.
     """
     model, size = config.model, BYTES[config.precision.dtype]
     tokens = micro * model.seq_length / sequence
@@ -273,7 +263,7 @@ def activations(config: Config, micro: int, tensor: int = 1, sequence: int = 1) 
 
 
 def loss_bytes(config: Config, micro: int, tensor: int = 1, sequence: int = 1) -> float:
-    """What the logits of `micro` samples and the gradients that the loss forms take on one rank at their peak."""
+    """Peak memory of the logits of `micro` samples and of the gradients computed with the loss, on one rank."""
     model, size = config.model, BYTES[config.precision.dtype]
     tokens, vocabulary = micro * model.seq_length / sequence, model.padded_vocab_size
     chunk = model.loss_chunk_size
@@ -286,7 +276,7 @@ def loss_bytes(config: Config, micro: int, tensor: int = 1, sequence: int = 1) -
 
 
 def _kept_by_block(config: Config, size: int, tensor: int) -> float:
-    """Bytes for each token: what the norms, projections, attention and the MLP of one block save."""
+    """Bytes per token saved by the norms, projections, attention and MLP of one block."""
     model, norms = config.model, norms_per_block(config.model)
     hidden = model.hidden_size
     # The input of every norm and its output; in parallel blocks both norms see one input.
@@ -298,19 +288,19 @@ def _kept_by_block(config: Config, size: int, tensor: int) -> float:
 
 
 def _norm_extra(model: ModelConfig, size: int) -> float:
-    """Bytes for each feature that a norm keeps beside its input and output; RMSNorm and ScaleNorm have float32 parts."""
+    """Bytes per feature that a norm saves besides input and output; RMSNorm and ScaleNorm save float32 tensors."""
     return 0 if model.norm in ("layernorm", "non_parametric_layernorm") else 4 if size == 4 else 6
 
 
 def _mlp_numbers(model: ModelConfig) -> int:
-    """Results of both matrices' inputs: a relu's derivative follows from its result, so its input is not kept."""
+    """Numbers saved by the MLP per token; relu saves only its output."""
     gated = model.activation in GATED_ACTIVATIONS
     first = 0 if model.activation == "relu" else packed_mlp_width(model)
     return first + model.ffn_hidden_size * (2 if gated else 1)
 
 
 def _operand_bytes(config: Config, size: int) -> float:
-    """Rotated queries and keys, and what forming them keeps; nothing where the method rotates nothing."""
+    """Rotated queries and keys and the activations of forming them; 0 for non-rotary methods."""
     model, method = config.model, config.position.pos_emb
     if method not in ROTATED_METHODS:
         return 0.0
@@ -319,6 +309,6 @@ def _operand_bytes(config: Config, size: int) -> float:
 
 
 def _kept_products(model: ModelConfig, size: int, tensor: int) -> float:
-    """Bytes for each token that selective checkpointing keeps: results of the matrix products and of attention."""
+    """Bytes per token that selective checkpointing keeps: results of matrix products and attention."""
     shared = packed_attention_width(model) + model.hidden_size + packed_mlp_width(model)
     return (shared / tensor + 2 * model.hidden_size) * size

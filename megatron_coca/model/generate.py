@@ -10,14 +10,14 @@ from megatron_coca.attention.layer import Cache
 from megatron_coca.model.gpt import GPT
 
 NOT_GENERATED = -1
-"""What stands in a row behind its last token."""
+"""Fills a row after its last token."""
 
 DynamicLength = Literal["current", "prompt", "total"]
-"""Which length an extension that depends on the length sees while tokens are generated; a key of `DYNAMIC_LENGTHS`."""
+"""The length for length-dependent extensions during generation; a key of `DYNAMIC_LENGTHS`."""
 
 DYNAMIC_LENGTH: DynamicLength = "current"
-"""The default, here and in evaluation. Exported models can do no other: transformers does not tell them how far a
-generation will go.
+"""The default, here and in evaluation; the only one of exported models, because transformers does not tell a model the
+final length.
 """
 
 DYNAMIC_LENGTHS: dict[str, Callable[[int, int], int | None]] = {
@@ -25,29 +25,25 @@ DYNAMIC_LENGTHS: dict[str, Callable[[int, int], int | None]] = {
     "prompt": lambda prompt, new: prompt,
     "total": lambda prompt, new: prompt + new,
 }
-"""The length in tokens by that of the prompt and the number of new tokens; None for that of the tokens so far, which
-grows with every step.
-"""
+"""(prompt length, number of new tokens) -> length in tokens; None: the current number of tokens."""
 
 Finished = Callable[[list[int]], bool]
-"""Asked after each token with all that a row has generated: whether the row ends with it."""
+"""Called after each token with all generated tokens of a row; True ends the row."""
 
 
 class Decoder(Protocol):
-    """What is asked of a model; `GPT` has it."""
+    """The methods of `GPT` that generation uses."""
 
     training: bool
 
     def new_cache(self, length: int | None = None, capacity: int | None = None) -> Cache:
-        """An empty cache with room for `capacity` tokens, at every step of which extensions see `length` (None: that of
-        the tokens so far).
-        """
+        """An empty cache for `capacity` tokens; `length` as in `Cache`."""
 
     def hidden_states(
         self, input_ids: Tensor, *, cache: Cache | None = None, length: int | None = None, last: int | None = None
     ) -> Tensor:
-        """[batch, length] int64 -> [batch, last, hidden_size] of the last so many tokens (None: of all); with a cache,
-        the tokens follow its own.
+        """[batch, length] int64 -> [batch, last, hidden_size] of the last tokens (None: of all); with a cache, the
+        tokens follow its own.
         """
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -65,92 +61,58 @@ def generate(
     vocab_size: int | None = None,
     dynamic_length: DynamicLength = DYNAMIC_LENGTH,
 ) -> Tensor:
-    """The tokens that follow `prompts` greedily, int64 [batch, max_new_tokens] on their device.
+    """Greedy continuations of `prompts`, int64 [batch, max_new_tokens] on their device.
 
-    Prompts have one length and no padding, because not every position method is invariant under a shift. Logits are
-    computed of the last position alone, and rows do not look at one another.
+    Prompts have one length and no padding, because not every position method is shift-invariant.
 
-    Where the position method depends on the length, `dynamic_length` says on which. With a fixed one, "prompt" or
-    "total", the tokens are the same with the cache and without. With "current" the frequencies change from step to step,
-    as with transformers: the cache keeps what the layers computed for earlier tokens with earlier frequencies, and only
-    rotates their keys anew; without the cache every step computes all tokens with its own frequencies.
+    For length-dependent position methods, `dynamic_length` selects the length. With "prompt" or "total" the tokens are
+    the same with and without the cache. With "current" the frequencies change at each step, as in transformers: the
+    cache keeps hidden states of earlier tokens computed with earlier frequencies and only rotates their keys again;
+    without the cache every step computes all tokens with its own frequencies.
 
     Args:
         model: in evaluation mode.
         prompts: int64 [batch, length], both at least 1.
         max_new_tokens: at least 1.
-        use_cache: without it each step runs the whole sequence again.
-        finished: ends a row early; behind its last token it is filled with `NOT_GENERATED`. By default no row ends.
-        vocab_size: ids from this one on are never generated; by default those that only pad a GPT's vocabulary.
-        dynamic_length: a key of `DYNAMIC_LENGTHS`; no other methods than those that depend on the length look at it.
+        use_cache: if False, each step runs the complete sequence again.
+        finished: ends a row early; the rest of it is `NOT_GENERATED`. By default no row ends.
+        vocab_size: ids from here on are never generated; by default those that pad a GPT's vocabulary.
+        dynamic_length: a key of `DYNAMIC_LENGTHS`.
 
     Raises:
-        ValueError: a prompt, a number, a name or a model in training mode that cannot be generated from.
-        FloatingPointError: logits that are not numbers: the computation overflowed its dtype.
+        ValueError: invalid prompts, number of tokens or `dynamic_length`, or a model in training mode.
+        FloatingPointError: logits are NaN: the computation overflowed its dtype.
     """
     _check(model, prompts, max_new_tokens, dynamic_length)
-    limit = vocab_size or _unpadded(model)
+    limit = vocab_size or (model._config.vocab_size if isinstance(model, GPT) else None)
     length = DYNAMIC_LENGTHS[dynamic_length](prompts.shape[1], max_new_tokens)
-    step = _WithCache(model, length, prompts.shape[1] + max_new_tokens) if use_cache else _Anew(model, length)
+    cache = model.new_cache(length=length, capacity=prompts.shape[1] + max_new_tokens) if use_cache else None
     answers = prompts.new_full((len(prompts), max_new_tokens), NOT_GENERATED)
-    rows = _Rows(len(prompts), finished)
-    new = prompts
-    for number in range(max_new_tokens):
-        new = _largest(step(new), limit)
-        answers[:, number] = torch.where(rows.open_on(new.device), new[:, 0], NOT_GENERATED)
-        if rows.add(new):
+    generated: list[list[int]] = [[] for _ in prompts]
+    active = [True] * len(prompts)
+    tokens = new = prompts
+    for step in range(max_new_tokens):
+        if cache is not None:
+            hidden = model.hidden_states(new, cache=cache, last=1)
+        else:
+            hidden = model.hidden_states(tokens, length=length, last=1)
+        new = _largest(model.logits(hidden[:, -1]), limit)
+        answers[:, step] = torch.where(torch.tensor(active, device=new.device), new[:, 0], NOT_GENERATED)
+        if cache is None:
+            tokens = torch.cat((tokens, new), dim=1)
+        if finished is None:  # no row can end, so nothing is copied from the device
+            continue
+        for row, token in enumerate(new[:, 0].tolist()):
+            if active[row]:
+                generated[row].append(token)
+                active[row] = not finished(generated[row])
+        if not any(active):
             break
     return answers
 
 
-class _WithCache:
-    """Logits [batch, padded vocabulary] behind the tokens of this call and of all calls before it."""
-
-    def __init__(self, model: GPT | Decoder, length: int | None, capacity: int) -> None:
-        self.model, self.cache = model, model.new_cache(length=length, capacity=capacity)
-
-    def __call__(self, tokens: Tensor) -> Tensor:
-        return self.model.logits(self.model.hidden_states(tokens, cache=self.cache, last=1)[:, -1])
-
-
-class _Anew:
-    """The same without keeping anything but the tokens."""
-
-    def __init__(self, model: GPT | Decoder, length: int | None) -> None:
-        self.model, self.length = model, length
-        self.seen: list[Tensor] = []
-
-    def __call__(self, tokens: Tensor) -> Tensor:
-        self.seen.append(tokens)
-        return self.model.logits(
-            self.model.hidden_states(torch.cat(self.seen, dim=1), length=self.length, last=1)[:, -1]
-        )
-
-
-class _Rows:
-    """Which rows still generate; nothing is asked of the device where no row can end."""
-
-    def __init__(self, count: int, finished: Finished | None) -> None:
-        self.finished, self.open = finished, [True] * count
-        self.generated: list[list[int]] = [[] for _ in range(count)]
-
-    def open_on(self, device: torch.device) -> Tensor:
-        """bool [batch]."""
-        return torch.tensor(self.open, device=device)
-
-    def add(self, new: Tensor) -> bool:
-        """Takes the next token of every row, int64 [batch, 1]; whether all rows have ended."""
-        if self.finished is None:
-            return False
-        for row, token in enumerate(new[:, 0].tolist()):
-            if self.open[row]:
-                self.generated[row].append(token)
-                self.open[row] = not self.finished(self.generated[row])
-        return not any(self.open)
-
-
 def _largest(logits: Tensor, limit: int | None) -> Tensor:
-    """[batch, padded vocabulary] -> int64 [batch, 1]: the largest of the first `limit` (None: of all)."""
+    """[batch, padded vocabulary] -> int64 [batch, 1]: argmax of the first `limit` logits (None: of all)."""
     best, new = logits[:, :limit].max(dim=-1, keepdim=True)
     if best.isnan().any():
         raise FloatingPointError(
@@ -158,10 +120,6 @@ def _largest(logits: Tensor, limit: int | None) -> Tensor:
             "finite; use float32 or bfloat16"
         )
     return new
-
-
-def _unpadded(model: GPT | Decoder) -> int | None:
-    return model._config.vocab_size if isinstance(model, GPT) else None
 
 
 def _check(model: GPT | Decoder, prompts: Tensor, max_new_tokens: int, dynamic_length: str) -> None:

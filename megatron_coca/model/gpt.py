@@ -9,24 +9,20 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-    noop_context_fn,
-)
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from megatron_coca.attention.context import PositionContext, ShardedModule
 from megatron_coca.attention.inputs import Backend, PackedDocuments, documents_from_ids, positions_within
 from megatron_coca.attention.layer import Cache
 from megatron_coca.attention.method import PositionEncoding, PositionMethod
 from megatron_coca.config import ModelConfig
-from megatron_coca.model.block import Block, build_norm
-from megatron_coca.model.embedding import (
+from megatron_coca.model.layers import (
     IGNORED,
+    Block,
     Embedding,
     OutputHead,
     absolute,
+    build_norm,
     linear_cross_entropy,
     next_token_loss,
 )
@@ -45,7 +41,7 @@ EXPENSIVE = frozenset(
         torch.ops.aten._scaled_dot_product_cudnn_attention,
     )
 )
-"""What `selective` keeps the results of: matrix products and PyTorch's flash attention."""
+"""Operations whose results `selective` keeps: matrix products and PyTorch's flash attention."""
 
 
 def _choose(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
@@ -62,10 +58,8 @@ Step = Callable[[Tensor, PositionContext], Tensor]
 
 
 def trained_steps(blocks: nn.ModuleList, model: ModelConfig) -> Iterator[Step]:
-    """What to call one after the other in training: the blocks, or groups of `checkpoint_num_layers` blocks that keep
-    what they get and what `checkpoint_policy` keeps, and compute the rest again.
-
-    The results are the same bit for bit: the second computation sees the random state of the first.
+    """The functions of one training forward pass: the blocks, or with activation checkpointing groups of
+    `checkpoint_num_layers` blocks. Results are identical bit for bit, because recomputation restores the random state.
     """
     if not model.checkpoint_activations:
         yield from blocks
@@ -76,21 +70,17 @@ def trained_steps(blocks: nn.ModuleList, model: ModelConfig) -> Iterator[Step]:
         yield partial(checkpoint, partial(_through, group), use_reentrant=False, context_fn=contexts)
 
 
-def _through(group: Sequence[nn.Module], x: Tensor, frame: PositionContext) -> Tensor:
+def _through(group: Sequence[nn.Module], x: Tensor, context: PositionContext) -> Tensor:
     for block in group:
-        x = block(x, frame)
+        x = block(x, context)
     return x
 
 
 class GPT(ShardedModule):
     """A causal language model; `model(input_ids)` gives logits [batch, length, padded vocabulary].
 
-    `layers` is the list embedding, blocks, final norm; nothing but hidden states and the positions' frame passes
-    between them. Lengths beyond the training length are ordinary.
-
-    Attributes:
-        method: the position method, shared by all layers.
-        vocab_size: rows of the output head, padding included.
+    Lengths beyond the training length are allowed. `vocab_size` is the number of rows of the output head, padding
+    included.
     """
 
     def __init__(self, model: ModelConfig, method: PositionMethod, backend: Backend) -> None:
@@ -128,12 +118,12 @@ class GPT(ShardedModule):
             input_ids: int64 [batch, length]; with a cache, the tokens that follow the cached ones.
             positions: int64 [length] or [batch, length]; by default 0, 1, ... through the sequence, or through every
                 document.
-            documents: integer [batch, length]: neighbouring tokens with one number are one document, and no token
-                sees another document's.
+            documents: integer [batch, length]: adjacent tokens with the same number form one document, and attention
+                stays within it.
             cache: from `new_cache`; the tokens are added to it.
-            length: what extensions that depend on a length look at; by default the largest position + 1.
-            last: gives the states of the last so many tokens alone, [batch, last, hidden_size], for evaluation: the last
-                block then computes no others.
+            length: for length-dependent extensions; by default the largest position + 1.
+            last: return only the last tokens, [batch, last, hidden_size] (evaluation only; the last block then computes
+                only these).
         """
         if last is not None and self.training:
             raise ValueError("the states of some tokens alone are for evaluation: call model.eval()")
@@ -154,39 +144,36 @@ class GPT(ShardedModule):
             raise ValueError(f"this cache is of {len(cache.layers)} layers, the model has {len(self.blocks)}")
 
     def through_blocks(
-        self, x: Tensor, frame: PositionContext, cache: Cache | None = None, last: int | None = None
+        self, x: Tensor, context: PositionContext, cache: Cache | None = None, last: int | None = None
     ) -> Tensor:
-        """Hidden states [batch, length, hidden_size] after the blocks and the final norm, from those before them; of the
-        `last` tokens alone where that is said.
+        """Hidden states [batch, length, hidden_size] through the blocks and the final norm; of the `last` tokens only if
+        given.
         """
         if self.training:
             for step in trained_steps(self.blocks, self._config):
-                x = step(x, frame)
+                x = step(x, context)
             return self.norm(x)
         layers = cache.layers if cache is not None else [None] * len(self.blocks)
         wanted = [None] * (len(self.blocks) - 1) + [last]
         for block, layer, tokens in zip(self.blocks, layers, wanted, strict=True):
-            x = block(x, frame, layer, tokens)
+            x = block(x, context, layer, tokens)
         return self.norm(x)
 
     def new_cache(self, length: int | None = None, capacity: int | None = None) -> Cache:
-        """An empty cache with room for `capacity` tokens; `length` is what extensions that depend on a length see at every
-        step (see `Cache`).
-        """
+        """An empty cache with memory for `capacity` tokens; `length` as in `Cache`."""
         return Cache(len(self.blocks), length, capacity)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Scores over the vocabulary for any slice of `hidden_states`, in its dtype."""
+        """Logits of any slice of `hidden_states`, in its dtype."""
         if self.final_linear is not None:
             return self.final_linear(hidden)
         return F.linear(hidden, self.embedding.word_embeddings.weight)
 
     def loss(self, hidden: Tensor, labels: Tensor, loss_mask: Tensor | None = None) -> Tensor:
-        """The mean loss in nats per token of labels int64 [batch, length] under the logits of `hidden_states` [batch,
-        length, hidden_size], in float32: `loss_chunk_size` tokens at a time, or over all logits at once where it is 0.
+        """Mean cross-entropy in nats per token, float32, of labels int64 [batch, length] for `hidden_states` [batch,
+        length, hidden_size], in chunks of `loss_chunk_size` tokens (0: all at once).
 
-        With `loss_mask`, bool [batch, length], the mean is over the labels where it holds, as in GPT-NeoX and Megatron;
-        0 where it holds nowhere.
+        With `loss_mask`, bool [batch, length], the mean is over the selected labels; 0 if none is selected.
         """
         chunk = self._config.loss_chunk_size
         if chunk == 0:
@@ -201,7 +188,7 @@ class GPT(ShardedModule):
 def resolve_positions(
     input_ids: Tensor, positions: Tensor | None, documents: Tensor | None, cache: Cache | None = None
 ) -> tuple[Tensor, int, PackedDocuments | None]:
-    """Positions of the tokens, the largest + 1, and where documents begin, from what `hidden_states` is given.
+    """Positions of the tokens, the largest + 1, and document boundaries from the arguments of `hidden_states`.
 
     Raises:
         ValueError: `documents` is not shaped like `input_ids`.
@@ -211,24 +198,18 @@ def resolve_positions(
     packed = documents_from_ids(documents) if documents is not None else None
     if positions is not None:
         return positions, int(positions.max()) + 1, packed
-    return *_default_positions(input_ids, packed, cache), packed
-
-
-def _default_positions(input_ids: Tensor, packed: PackedDocuments | None, cache: Cache | None) -> tuple[Tensor, int]:
-    """Positions through the sequence, or through each document, and the largest + 1, known without asking the device."""
-    if packed is not None:
-        return positions_within(packed), max(stop - start for row in packed.spans for start, stop in row)
+    if packed is not None:  # the longest document is known without a device sync
+        return positions_within(packed), max(stop - start for row in packed.spans for start, stop in row), packed
     past = len(cache) if cache is not None else 0
     reached = past + input_ids.shape[1]
-    return torch.arange(past, reached, device=input_ids.device), reached
+    return torch.arange(past, reached, device=input_ids.device), reached, packed
 
 
 class LanguageModelLoss(ShardedModule):
-    """A model with its objective: samples [batch, length + 1] int64 -> the scalar loss of predicting each token from
-    those before it, in nats per token.
+    """A model with its objective: samples [batch, length + 1] int64 -> the next-token loss in nats per token.
 
-    `documents` and `positions`, integer [batch, length], are the model's own arguments; `loss_mask`, bool [batch,
-    length], says at which inputs the loss is taken.
+    `documents` and `positions`, integer [batch, length], go to the model; `loss_mask`, bool [batch, length], selects
+    inputs whose next token counts.
     """
 
     def __init__(self, model: GPT) -> None:

@@ -1,7 +1,7 @@
-"""A model cut into pipeline stages: each holds some of its layers, and computes by itself what it can.
+"""Pipeline stages of a model.
 
-Only hidden states travel between stages. Positions, document boundaries and the frame of the position method follow
-from the micro batch, which every stage is given.
+Only hidden states are sent between stages; each computes positions, document boundaries and the PositionContext from
+the micro-batch, which every stage receives.
 """
 
 import zlib
@@ -20,11 +20,11 @@ from megatron_coca.attention.inputs import PackedDocuments
 from megatron_coca.model.gpt import GPT, resolve_positions
 
 TOKEN_TABLE = "embedding.word_embeddings"
-"""The table of tokens; with tied weights it is the output head's too."""
+"""The token embedding; with tied weights also the output head."""
 
 
 class StageInput(NamedTuple):
-    """A micro batch as LanguageModelLoss takes it: samples int64 [batch, length + 1]; the rest [batch, length]."""
+    """A micro-batch for LanguageModelLoss: samples int64 [batch, length + 1]; the rest [batch, length]."""
 
     samples: Tensor
     documents: Tensor | None = None
@@ -42,28 +42,24 @@ class Span:
 
     @property
     def has_embedding(self) -> bool:
-        """Whether the embedding is among them."""
+        """True for the first stage."""
         return self.begin == 0
 
     @property
     def has_head(self) -> bool:
-        """Whether the final norm and the output head are among them."""
+        """True for the last stage, with final norm and output head."""
         return self.end == self.count
 
     @property
     def blocks(self) -> range:
-        """The blocks among them, by their numbers in the model."""
+        """Indices of its blocks in the model."""
         return range(max(self.begin, 1) - 1, min(self.end, self.count - 1) - 1)
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """A module whose parameters several stages hold and train as one.
-
-    Attributes:
-        path: its name in the model, by which it is found.
-        weights: its parameters' names.
-        stages: those that hold it; the first one owns it.
+    """A module that several stages have and train as one; `path` is its name in the model, `weights` the names of its
+    parameters, and the first of `stages` owns it.
     """
 
     path: str
@@ -78,7 +74,7 @@ PARTITION_METHODS: dict[str, LayerWeight] = {
     "parameters": lambda model, layer: _parameters(model, layer),
     "uniform": lambda model, layer: 1,
 }
-"""What a layer weighs when layers are divided among stages, by `pipe_partition_method`."""
+"""Cost of a layer in the partition into stages, by `pipe_partition_method`."""
 
 
 def layer_weights(model: GPT, method: str) -> list[int]:
@@ -88,28 +84,27 @@ def layer_weights(model: GPT, method: str) -> list[int]:
 
 
 def _parameters(model: GPT, layer: int) -> int:
-    """A tied table counts on both sides, as both hold it."""
+    """A tied embedding counts in the first and in the last layer."""
     head = nn.ModuleList([model.norm, model.final_linear or model.embedding.word_embeddings])
     layers = [model.embedding, *model.blocks, head]
     return sum(parameter.numel() for parameter in layers[layer].parameters())
 
 
 class Stage(nn.Module):
-    """One stage of a pipeline: hidden states [batch, length, hidden_size] -> the same, for the micro batches that it
-    was fed, in their order. The first stage takes no notice of its argument; the last one returns the scalar loss.
+    """One pipeline stage: hidden states [batch, length, hidden_size] -> the same, for the micro-batches given to `feed`,
+    in order. The first stage ignores its argument; the last one returns the scalar loss.
 
     Attributes:
-        model: what is left of the model.
+        model: the model without the layers of other stages.
         spans: the layers of every stage.
         index: of this stage.
-        sharing: the modules that several stages hold.
-        names: every parameter of this stage, with its name in the whole model.
+        sharing: modules that several stages have.
+        names: name in the complete model of each parameter of this stage.
     """
 
     def __init__(self, model: GPT, bounds: Sequence[int], index: int) -> None:
-        """Takes its layers out of `model`, which is of no use afterwards.
-
-        `bounds` are the first layers of all stages, then the number of layers (see `Span`).
+        """Removes the layers of other stages from `model`. `bounds` are the first layers of all stages, then the number
+        of layers (see `Span`).
         """
         super().__init__()
         count = len(model.blocks) + 2
@@ -124,7 +119,7 @@ class Stage(nn.Module):
 
     @property
     def copies(self) -> frozenset[str]:
-        """Names of the parameters that an earlier stage holds too, and owns."""
+        """Names of parameters owned by an earlier stage."""
         return frozenset(
             f"{shared.path}.{weight}"
             for shared in self.sharing
@@ -133,7 +128,7 @@ class Stage(nn.Module):
         )
 
     def feed(self, micro_batches: Iterable[StageInput]) -> None:
-        """The micro batches of the calls to come; what was fed before and not used is dropped."""
+        """Set the micro-batches of the next calls; unused earlier ones are dropped."""
         self._fed = deque(micro_batches)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -143,10 +138,10 @@ class Stage(nn.Module):
         if self.span.has_embedding:
             x = self.model.embedding(input_ids, positions, length)
         if self.span.blocks:
-            x = self.model.through_blocks(x, self._frame(batch.samples, positions, length, x.dtype, packed))
+            x = self.model.through_blocks(x, self._context(batch.samples, positions, length, x.dtype, packed))
         return self._loss(x, batch) if self.span.has_head else x
 
-    def _frame(
+    def _context(
         self, samples: Tensor, positions: Tensor, length: int, dtype: torch.dtype, documents: PackedDocuments | None
     ) -> PositionContext:
         drawing = self.training and self.model.method.clex is not None
@@ -169,7 +164,7 @@ def _sharing(model: GPT, spans: Sequence[Span]) -> Iterator[Sharing]:
 
 
 def _keep(model: GPT, span: Span) -> None:
-    """Drop what a stage with these layers does not compute."""
+    """Delete the layers of other stages."""
     tied_head = span.has_head and model.final_linear is None
     if not span.has_embedding and tied_head:
         model.embedding.position_embeddings = None
@@ -184,8 +179,8 @@ def _keep(model: GPT, span: Span) -> None:
 
 @contextmanager
 def _draws_of(samples: Tensor) -> Iterator[None]:
-    """Random numbers on the CPU that follow from the samples alone: what all stages must draw alike for one micro
-    batch, without telling each other.
+    """Seed the CPU generator from the samples, so that all stages draw the same numbers for one micro-batch without
+    communication.
     """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(zlib.crc32(samples.cpu().numpy().tobytes()))

@@ -12,8 +12,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from megatron_coca.attention.backends.select import select_backend
-from megatron_coca.attention.compose import build_method
+from megatron_coca.attention.build import build_method, select_backend
 from megatron_coca.attention.context import PositionContext
 from megatron_coca.attention.method import PositionEncoding, check_operand_kernel
 from megatron_coca.config import Config, load_config

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_coca.attention.backends.select import BACKENDS, select_backend
-from megatron_coca.attention.compose import build_method
+from megatron_coca.attention.build import BACKENDS, build_method, select_backend
 from megatron_coca.attention.inputs import AttentionInputs
 from megatron_coca.attention.method import PositionEncoding
 from megatron_coca.config import load_config

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from megatron_coca.attention.backends.merge import MergeBackend
 from megatron_coca.attention.backends.reference import ReferenceBackend
-from megatron_coca.attention.backends.torch_flash import flash_op
+from megatron_coca.attention.backends.sdpa import flash_op
 from megatron_coca.attention.inputs import AttentionInputs, Band, Segment
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

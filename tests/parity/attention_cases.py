@@ -13,7 +13,7 @@ from megatron_coca.attention.backends.flex import FlexBackend
 from megatron_coca.attention.backends.merge import MergeBackend
 from megatron_coca.attention.backends.reference import ReferenceBackend
 from megatron_coca.attention.backends.sdpa import SdpaBackend
-from megatron_coca.attention.compose import build_method
+from megatron_coca.attention.build import build_method
 from megatron_coca.attention.inputs import AttentionInputs, Backend, documents_from_ids
 from megatron_coca.attention.method import PositionEncoding, PositionMethod
 from megatron_coca.config import load_config
@@ -307,3 +307,15 @@ def with_window(case: Case, window: int) -> Case:
 
 CASES = FORMS | MAPS
 SERVED = [(name, backend) for name, case in CASES.items() for backend in BACKENDS if served(backend, case)]
+_ONE_FORM_PER_MAP = (
+    "rerope-coca",
+    "leaky_rerope-rotary",
+    "inv_leaky_rerope-coca_strict",
+    "self_extend-coca",
+    "lm_infinite-rotary",
+    "streaming-coca_strict",
+)
+CHOSEN = [(name, backend) for name, backend in SERVED if name in FORMS or name in _ONE_FORM_PER_MAP]
+"""Every form and every map once with every backend, for tests of one more property each."""
+FAST = [(name, backend) for name, backend in CHOSEN if backend != "reference"]
+"""Without the reference backend, which handles lengths, groups and documents alike for all methods."""

@@ -10,6 +10,8 @@ import torch
 from attention_cases import (
     BACKENDS,
     CASES,
+    CHOSEN,
+    FAST,
     FORMS,
     MAPS,
     SERVED,
@@ -26,19 +28,24 @@ from torch import Tensor
 
 from megatron_coca.attention.inputs import AttentionInputs
 
-LONG = [(name, backend) for name, backend in SERVED if name in FORMS or name.endswith("-coca") or "streaming" in name]
 DIFFERENTIABLE = [(name, backend) for name, backend in SERVED if backend != "flex"]
 
 
-@pytest.mark.parametrize("length", [1, 2, 63, 111])
-@pytest.mark.parametrize(("name", "backend"), SERVED)
-def test_float32(name: str, backend: str, length: int) -> None:
+@pytest.mark.parametrize(("name", "backend"), CHOSEN)
+def test_float32(name: str, backend: str) -> None:
+    check(CASES[name], backend, Layout(111))
+
+
+@pytest.mark.parametrize("length", [1, 2])
+@pytest.mark.parametrize(("name", "backend"), FAST)
+def test_one_and_two_tokens(name: str, backend: str, length: int) -> None:
     check(CASES[name], backend, Layout(length))
 
 
-@pytest.mark.parametrize(("name", "backend"), LONG)
-def test_float32_at_a_thousand_tokens(name: str, backend: str) -> None:
-    check(CASES[name], backend, Layout(1000, batch=1, kv_heads=2))
+@pytest.mark.parametrize(("name", "backend"), [(name, backend) for name, backend in FAST if backend != "flex"])
+def test_float32_in_several_blocks(name: str, backend: str) -> None:
+    """More queries than one block of a backend holds, in groups of heads."""
+    check(CASES[name], backend, Layout(600, batch=1, kv_heads=2))
 
 
 @pytest.mark.parametrize(("name", "backend"), DIFFERENTIABLE)
@@ -58,10 +65,10 @@ def test_backends_say_what_they_serve(name: str) -> None:
         assert (instance.supports(needs) is None) == served(backend, replace(CASES[name], training=True)), backend
 
 
-@pytest.mark.parametrize("length", [63, 600])
 @pytest.mark.parametrize(
-    ("name", "backend"),
-    [(n, b) for n, b in DIFFERENTIABLE if n in FORMS or (n in MAPS and n.startswith(("rerope", "streaming")))],
+    ("name", "backend", "length"),
+    [(n, b, 63) for n, b in CHOSEN if b != "flex"]
+    + [(n, b, 600) for n, b in FAST if b != "flex" and (n in ("rotary", "coca", "alibi", "kerple_log") or n in MAPS)],
 )
 def test_bfloat16(name: str, backend: str, length: int) -> None:
     """The plain run rounds operands, scores and weights as eager attention in bfloat16 does."""
@@ -113,7 +120,7 @@ def test_kerple_bounds_its_weights(name: str, backend: str) -> None:
     assert_as_exact_as_plain(case, layout, torch.float32, ours)
 
 
-@pytest.mark.parametrize(("name", "backend"), SERVED)
+@pytest.mark.parametrize(("name", "backend"), FAST)
 def test_nothing_is_read_before_it_is_written(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that is handed out unwritten holds NaN here."""
     case, layout = CASES[name], Layout(111)

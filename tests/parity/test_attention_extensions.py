@@ -62,9 +62,15 @@ COMBINED = {
 }
 ALL = {f"{form}-{name}": Case(form, scaling) for name, scaling in EXTENSIONS.items() for form in ROTATED} | COMBINED
 
+EXTENDED = [(name, 100) for name in ALL] + [
+    (name, length)
+    for name in ALL
+    if name.startswith("coca-") or name in COMBINED
+    for length in (20, TRAINING_LENGTH, TRAINING_LENGTH + 1)
+]
 
-@pytest.mark.parametrize("length", [20, TRAINING_LENGTH, TRAINING_LENGTH + 1, 100])
-@pytest.mark.parametrize("name", ALL)
+
+@pytest.mark.parametrize(("name", "length"), EXTENDED)
 def test_extensions(name: str, length: int) -> None:
     """Values and gradients, those of CLEX's network included."""
     case, layout = ALL[name], Layout(length)

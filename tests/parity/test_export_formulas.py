@@ -9,9 +9,8 @@ from torch import Tensor
 from megatron_coca.attention.positions.bias import LearnedKerpleLog, LearnedKerplePower
 from megatron_coca.attention.positions.clex import Clex
 from megatron_coca.attention.positions.distance_maps import DISTANCE_MAPS, TRAINING_ONLY, MapSettings
-from megatron_coca.attention.positions.forms import LOGIT_SCALINGS, SCORE_FORMS, check_range, growth
+from megatron_coca.attention.positions.forms import LOGIT_SCALINGS, SCORE_FORMS, check_range, growth, rotary_tables
 from megatron_coca.attention.positions.frequencies import EXTENSIONS, Rotary, Scaling
-from megatron_coca.attention.rotary import rotary_tables
 from tests.parity.exported import modules_cache, names_in_the_file
 
 pytestmark = pytest.mark.usefixtures("modules_cache")
@@ -130,9 +129,10 @@ def test_maps(name: str, exported: dict[str, Any]) -> None:
     assert near.high == far.low == ours.low == 12 and ours.high is None
     assert far.first_keys == (float("inf") if ours.first_keys is None else ours.first_keys)
     assert far.high == float("inf") and near.first_keys is None
-    assert torch.equal(near.query(where, first), where) and torch.equal(near.key(where, first), where)
-    torch.testing.assert_close(far.query(where), ours.query(where, first), **EXACT)
-    torch.testing.assert_close(far.key(where), ours.key(where, first), **EXACT)
+    assert torch.equal(near.query_positions(where, first), where)
+    assert torch.equal(near.key_positions(where, first), where)
+    torch.testing.assert_close(far.query(where), ours.query_positions(where, first), **EXACT)
+    torch.testing.assert_close(far.key(where), ours.key_positions(where, first), **EXACT)
 
 
 @pytest.mark.parametrize("name", LOGIT_SCALINGS)

@@ -14,35 +14,40 @@ triton = pytest.importorskip("triton")
 from megatron_coca.attention.backends.triton import TritonBackend  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-LENGTHS = (1, 2, 63, 111, 200)
-WINDOWS = (1, 2, 16, 50, 300)
-
 CASES = [
-    *(Case(length) for length in LENGTHS),
-    *(Case(length, formula="log") for length in (1, 2, 63)),
-    *(Case(111, window=window) for window in WINDOWS),
-    *(Case(111, window=window, far=True) for window in WINDOWS),
-    *(Case(length, window=20, far=True, formula="power") for length in (1, 2, 63)),
-    *(Case(111, formula=formula) for formula in ("linear", "log", "power")),
-    Case(111, window=16, far=True, first_keys=4),
-    Case(200, window=16, far=True, first_keys=40),
-    Case(111, queries=1),
-    Case(111, queries=40, formula="linear"),
-    Case(200, queries=50, window=50, far=True),
-    Case(200, queries=33, window=16),
-    Case(111, documents=4),
-    Case(111, documents=4, formula="log", window=16, far=True),
-    Case(200, documents=3, window=16, far=True, first_keys=5),
-    Case(111, queries=60, documents=4, window=16, far=True, first_keys=4),
-    Case(63, heads=4, kv_heads=4, head_dim=32),
-    Case(63, heads=4, kv_heads=2, head_dim=64, window=10, far=True),
-    Case(63, head_dim=128),
-    Case(63, head_dim=24, formula="linear"),
+    # One segment: lengths below, at the edge of and beyond the interpreter's blocks of 32.
+    Case(1, formula="log"),
+    Case(2, formula="power"),
+    Case(63),
+    Case(97, formula="linear"),
+    Case(63, formula="log", documents=4),
+    Case(97, queries=1),
+    Case(97, queries=40, documents=3),
+    # A window without far pairs.
+    Case(63, window=1),
+    Case(97, window=16, queries=33),
+    Case(63, window=300, formula="power"),
+    # Two segments.
+    Case(1, window=20, far=True, formula="power"),
+    Case(63, window=2, far=True, formula="log"),
+    Case(97, window=50, far=True, queries=50),
+    Case(63, window=300, far=True),
+    Case(97, window=16, far=True, formula="linear", documents=4),
+    # Only the first keys are visible to distant queries.
+    Case(97, window=16, far=True, first_keys=4),
+    Case(111, window=16, far=True, first_keys=40),
+    Case(97, queries=60, documents=3, window=16, far=True, first_keys=5),
+    # Groups of heads and head sizes.
+    Case(40, heads=4, kv_heads=4, head_dim=32),
+    Case(40, heads=4, kv_heads=2, head_dim=64, window=10, far=True),
+    Case(33, head_dim=128),
+    Case(40, head_dim=24, formula="linear"),
 ]
 
+LENGTHS = (2, 63, 111, 200)
 MANY = [
     Case(length, queries, window, far, first, formula, documents)
-    for length in LENGTHS[1:]
+    for length in LENGTHS
     for queries in {1, length // 2, length}
     for window, far, first in ((None, False, None), (17, False, None), (17, True, None), (17, True, 5), (40, True, 40))
     for formula in (None, "linear", "log", "power")
@@ -83,18 +88,18 @@ def test_every_combination(case: Case) -> None:
 
 def test_gradients_are_the_same_bits_each_time() -> None:
     """No sum depends on the order in which programs finish."""
-    case = Case(111, window=16, far=True, formula="log", documents=3)
+    case = Case(63, window=16, far=True, formula="log", documents=3, batch=1)
     first, second = (run(case, TritonBackend(), torch.float32, DEVICE) for _ in range(2))
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
 def test_keys_that_no_band_serves_are_not_read() -> None:
     """With a window, NaN in the keys far behind it changes nothing: their tiles are left out."""
-    case = Case(200, queries=40, window=30)
+    case = Case(130, queries=40, window=30, batch=1)
     clean = run(case, TritonBackend(), torch.float32, DEVICE)[0]
     leaves = case.leaves()
     for tensor in (leaves[0], leaves[2]):
-        tensor[:, :, :96] = torch.nan
+        tensor[:, :, :32] = torch.nan
     spoiled = Spoiled(**vars(case), tensors=tuple(leaves))
     assert torch.equal(run(spoiled, TritonBackend(), torch.float32, DEVICE)[0], clean)
 

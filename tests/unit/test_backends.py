@@ -9,9 +9,16 @@ from torch import Tensor
 
 from megatron_coca.attention.backends.merge import MergeBackend, Piece, cover
 from megatron_coca.attention.backends.reference import ReferenceBackend
-from megatron_coca.attention.backends.sdpa import SdpaBackend
-from megatron_coca.attention.backends.torch_flash import CudaEfficient, CudaFlash, FlashOp, attend_by_document, flash_op
-from megatron_coca.attention.inputs import CAUSAL, AttentionInputs, Band, Needs, PackedDocuments, Segment
+from megatron_coca.attention.backends.sdpa import CudaEfficient, CudaFlash, EqualHeads, FlashOp, SdpaBackend, flash_op
+from megatron_coca.attention.inputs import (
+    CAUSAL,
+    AttentionInputs,
+    Band,
+    Needs,
+    PackedDocuments,
+    Segment,
+    attend_by_document,
+)
 
 NEAR_AND_FAR = (Band(0, 4), Band(4))
 THREE = (Band(0, 5), Band(5, 11), Band(11, None, first_keys=2))
@@ -211,7 +218,7 @@ def test_no_kernel_for_the_dtype_is_named() -> None:
         flash_op(torch.zeros(1, dtype=torch.int64))
 
 
-@pytest.mark.parametrize(("op", "dtype"), [(CudaFlash(), torch.bfloat16), (CudaEfficient(), torch.float32)])
+@pytest.mark.parametrize(("op", "dtype"), [(CudaFlash(), torch.bfloat16), (EqualHeads(CudaEfficient()), torch.float32)])
 @pytest.mark.parametrize(("rows", "columns", "causal"), [(63, 63, True), (63, 33, False)])
 def test_cuda_kernels_are_called_as_their_schemas_say(
     op: FlashOp, dtype: torch.dtype, rows: int, columns: int, causal: bool

@@ -5,7 +5,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from megatron_coca.attention.compose import BIASES, build_method
+from megatron_coca.attention.build import BIASES, build_method
 from megatron_coca.attention.inputs import Band, documents_from_ids, positions_within
 from megatron_coca.attention.method import PositionEncoding, PositionMethod
 from megatron_coca.attention.positions.distance_maps import DISTANCE_MAPS, UNMAPPED
@@ -67,11 +67,11 @@ def test_default_windows(given: dict[str, Any], bands: tuple[Band, ...]) -> None
 
 def test_inv_leaky_rerope_is_a_map_of_training_alone() -> None:
     method = make(pos_emb="rotary", relative_positions={"type": "inv_leaky_rerope", "target_length": 256})
-    assert method.parts == UNMAPPED
-    near, far = method.trained_parts
+    assert method.bands == UNMAPPED
+    near, far = method.trained_bands
     assert near.high == far.low == 16
     places = torch.tensor([0.0, 100.0], dtype=torch.float64)
-    query, key = far.query(places, places[:1]), far.key(places, places[:1])
+    query, key = far.query_positions(places, places[:1]), far.key_positions(places, places[:1])
     # b = 256/64 = 4: a far step is worth 2b = 8, from w = 16 on
     torch.testing.assert_close(query[1] - key[0], torch.tensor((100 - 16) * 8 + 16.0, dtype=torch.float64))
     encoding = PositionEncoding(method)
@@ -88,7 +88,7 @@ def test_only_the_frequencies_refer_to_the_original_length() -> None:
         relative_positions={"type": "rerope"},
     )
     assert method.rotary.original_length == 32 and method.training_length == TRAINED
-    assert method.parts[1].low == TRAINED // 2
+    assert method.bands[1].low == TRAINED // 2
     factors = PositionEncoding(method).eval()(torch.arange(TRAINED + 1), TRAINED, torch.float32).query_factor[:, 0]
     assert factors[:TRAINED].eq(1).all() and factors[TRAINED] > 1
     clex = {"rope_type": "clex", "max_factor": 4, "original_max_position_embeddings": 32}

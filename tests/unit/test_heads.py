@@ -18,7 +18,7 @@ from megatron_coca.attention.positions.bias import (
     LearnedKerplePower,
     alibi_slopes,
 )
-from megatron_coca.checkpoints.state import layer_shards as cuts
+from megatron_coca.checkpoints.state import layer_shards
 from megatron_coca.config import load_config
 from megatron_coca.model import GPT, build_model
 
@@ -72,7 +72,7 @@ def part_of(model: GPT, keys: dict[str, Any], index: int, count: int) -> GPT:
     config = load_config([], [f"{name}={json.dumps(value)}" for name, value in (SHAPE | keys).items()])
     part = copy.deepcopy(model)
     attention = part.blocks[0].attention
-    for cut in cuts(config.model)[:2]:
+    for cut in layer_shards(config.model)[:2]:
         layer = getattr(attention, cut.layer.removeprefix("attention."))
         for name, parameter in list(layer.named_parameters()):
             if cut.holds(f"blocks.0.{cut.layer}.{name}"):
@@ -121,7 +121,7 @@ def test_every_part_of_a_model_takes_its_share() -> None:
 def test_cuts_cover_the_matrices_of_a_block(keys: dict[str, Any], count: int) -> None:
     config = load_config([], [f"{name}={json.dumps(value)}" for name, value in (SHAPE | keys).items()])
     block = build_model(config).blocks[0]
-    for cut in cuts(config.model):
+    for cut in layer_shards(config.model):
         weight = block.get_parameter(f"{cut.layer}.weight").detach()
         assert sum(cut.blocks) == weight.shape[cut.dim]
         whole = torch.full_like(weight, torch.nan)
@@ -131,7 +131,7 @@ def test_cuts_cover_the_matrices_of_a_block(keys: dict[str, Any], count: int) ->
 
 
 def test_only_rows_take_their_bias_along() -> None:
-    rows, columns = cuts(load_config([], [f"{name}={value}" for name, value in SHAPE.items()]).model)[:2]
+    rows, columns = layer_shards(load_config([], [f"{name}={value}" for name, value in SHAPE.items()]).model)[:2]
     assert rows.holds("blocks.0.attention.query_key_value.bias") and columns.holds("blocks.0.attention.dense.weight")
     assert not columns.holds("blocks.0.attention.dense.bias")
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from megatron_coca.attention.positions.forms import SCORE_FORMS
 from megatron_coca.config import load_config
 from megatron_coca.config.model import Activation, Norm
-from megatron_coca.model import GPT, LanguageModelLoss, block, build_model, keep_freed_memory, next_token_loss
-from megatron_coca.model.block import GATED, NORMS, PLAIN
+from megatron_coca.model import GPT, LanguageModelLoss, build_model, keep_freed_memory, layers, next_token_loss
+from megatron_coca.model.layers import GATED, NORMS, PLAIN
 
 SHAPE = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16, "vocab_size": 90}
 LENGTH = 12
@@ -106,7 +106,7 @@ def test_states_of_the_last_tokens_alone(parallel: bool, tied_norm: bool, last: 
 def test_feed_forward_in_parts(activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x = make(activation=activation).blocks[0].mlp, torch.randn(3, 7, 32)
     whole = layer(x)
-    monkeypatch.setattr(block, "TOKENS_AT_ONCE", 4)
+    monkeypatch.setattr(layers, "TOKENS_AT_ONCE", 4)
     with torch.no_grad():
         torch.testing.assert_close(layer(x), whole, rtol=1e-5, atol=1e-6)
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_coca.attention.backends.select import BACKENDS
-from megatron_coca.attention.compose import build_method
+from megatron_coca.attention.build import BACKENDS, build_method
 from megatron_coca.attention.layer import LayerCache, SelfAttention
 from megatron_coca.attention.method import PositionEncoding
 from megatron_coca.config import Config
@@ -246,7 +245,7 @@ def test_a_longer_run_names_the_trained_length_where_it_matters(
         said, trained = (resolve(each) for each in (longer, stub.arguments(**keys)))
         methods = [build_method(each.position, each.model) for each in (said, trained)]
         assert methods[0].training_length == methods[1].training_length == 16
-        bands = [[(part.low, part.high) for part in method.parts] for method in methods]
+        bands = [[(band.low, band.high) for band in method.bands] for method in methods]
         assert bands[0] == bands[1], "maps and logits measure against it too"
     check(longer, SAVED)
     check(stub.arguments(**keys), SAVED)  # no longer than what was saved

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_coca.attention.backends.select import BACKENDS, select_backend
+from megatron_coca.attention.build import BACKENDS, select_backend
 from megatron_coca.attention.inputs import CAUSAL, AttentionInputs, BackendError, Needs, Segment
 from megatron_coca.neox_plugin import activate
 from tests.conftest import ROOT, clean_environment

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from megatron_coca.attention.positions.forms import rotary_tables, rotate
 from megatron_coca.attention.positions.frequencies import Rotary
-from megatron_coca.attention.rotary import rotary_tables, rotate
 from megatron_coca.config import load_config
 from megatron_coca.model import build_model
 

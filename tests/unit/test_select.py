@@ -10,18 +10,18 @@ import torch
 
 from megatron_coca.attention.backends.flex import FlexBackend
 from megatron_coca.attention.backends.merge import MergeBackend
-from megatron_coca.attention.backends.select import (
+from megatron_coca.attention.build import (
     AUTOMATIC,
     BACKENDS,
     CPU_COLUMNS,
     NEEDS,
     SUMMARIES,
     BackendError,
+    build_method,
     page,
     refusal,
     select_backend,
 )
-from megatron_coca.attention.compose import build_method
 from megatron_coca.attention.inputs import AttentionInputs, Backend, Band, Needs, Segment
 from megatron_coca.config import load_config
 from megatron_coca.config.model import MapType, PositionConfig, PositionMethod
@@ -117,7 +117,7 @@ def test_the_page_knows_a_window_alone() -> None:
 
 
 def test_the_page_is_what_the_backends_say() -> None:
-    """Write it anew with: python -m megatron_coca.attention.backends.select > docs/backends.md"""
+    """Write it anew with: python -m megatron_coca.attention.build > docs/backends.md"""
     pytest.importorskip("triton")
     written = Path(__file__).parents[2].joinpath("docs", "backends.md").read_text()
     assert page() == written

@@ -1,7 +1,6 @@
 """The flash-attn libraries, FlashAttention-3 and FlashAttention-2 (Dao 2023): CUDA, half precision, one band.
 
-Never run on a GPU so far: written from the libraries' documented signatures, and tested on the CPU against stand-ins
-that compute what those documents say.
+Not yet run on a GPU: written from the libraries' documented signatures and tested on the CPU against fakes.
 """
 
 import importlib
@@ -27,12 +26,11 @@ class Library:
 
     Attributes:
         name: for messages.
-        module: where its functions are.
-        package: what to install.
-        oldest: the first version with all that is used, or None where the module does not tell its version.
-        architectures: major compute capabilities that it has kernels for.
-        formulas: biases that it knows.
-        dropout: whether it can drop attention weights.
+        module, package: to import and to install.
+        oldest: minimum version, or None if the module has no version.
+        architectures: supported major compute capabilities.
+        formulas: supported biases.
+        dropout: support for attention dropout.
     """
 
     name: str
@@ -44,13 +42,13 @@ class Library:
     dropout: bool
 
     def lacks(self, needs: Needs) -> str | None:
-        """None, or what it cannot do for such a model on any machine."""
+        """None, or the reason against it on any machine."""
         if needs.bias not in self.formulas:
             return f"{self.name} has no {needs.bias} bias"
         return f"{self.name} has no dropout" if needs.dropout > 0 and not self.dropout else None
 
     def absent(self) -> str | None:
-        """None, or why it cannot be used on this machine."""
+        """None, or the reason against it on this machine."""
         try:
             module = importlib.import_module(self.module)
         except ImportError as error:
@@ -75,11 +73,11 @@ class FlashBackend:
     """One segment with every key or a window of the latest, ALiBi, dropout, and packed documents without padding."""
 
     def supports(self, needs: Needs) -> str | None:
-        """None, or why such a model cannot be served on this machine."""
+        """None, or the reason against it on this machine."""
         return self.refuses(needs) or _joined([library.lacks(needs) or library.absent() for library in LIBRARIES])
 
     def refuses(self, needs: Needs) -> str | None:
-        """None, or why such a model cannot be served whatever is installed."""
+        """None, or the reason against it whatever is installed."""
         if needs.device_type != DEVICE:
             return f"the flash-attn libraries run on CUDA, not {needs.device_type}"
         if needs.head_dim % 8 or needs.head_dim > WIDEST_HEAD:
@@ -110,7 +108,7 @@ class FlashBackend:
 
 
 def _joined(reasons: list[str | None]) -> str | None:
-    """None where a library has no reason against it."""
+    """All reasons, or None if a library has none."""
     given = [reason for reason in reasons if reason is not None]
     return "; ".join(given) if len(given) == len(reasons) else None
 
@@ -121,7 +119,7 @@ def _version(text: str) -> tuple[int, int]:
 
 
 def _library(inputs: AttentionInputs) -> Library:
-    """The first library that serves these inputs, by what they hold: there is no dropout in evaluation."""
+    """The first library that supports these inputs (without dropout in evaluation)."""
     formula = None if inputs.bias is None else inputs.bias.formula
     bands = tuple(segment.band for segment in inputs.segments)
     return _library_for(Needs(inputs.query.device.type, inputs.query.shape[3], formula, bands, inputs.dropout))
@@ -136,7 +134,7 @@ def _library_for(needs: Needs) -> Library:
 
 
 def _options(inputs: AttentionInputs) -> dict[str, Any]:
-    """Keywords of both libraries' functions, and FlashAttention-2's own where the inputs ask for them."""
+    """Keyword arguments of the library's functions."""
     options = {"softmax_scale": inputs.scale, "causal": True, "window_size": _window(inputs.segments[0].band)}
     if inputs.dropout > 0:
         options["dropout_p"] = inputs.dropout
@@ -149,7 +147,7 @@ def _options(inputs: AttentionInputs) -> dict[str, Any]:
 
 
 def _window(band: Band) -> tuple[int, int]:
-    """The library's (left, right): how many keys before and after the query's own are visible, -1 for all."""
+    """The library's (left, right) window: visible keys before and after the query's own, -1 for all."""
     return (-1, -1) if band.high is None else (band.high - 1, 0)
 
 
@@ -165,12 +163,12 @@ def _output(result: Tensor | tuple[Tensor, ...]) -> Tensor:
 
 @dataclass(frozen=True)
 class _Packing:
-    """The documents of a batch as one run of tokens: row after row, those without queries left out.
+    """The documents of a batch as one sequence of tokens, without those that have no queries.
 
     Attributes:
         query_ends, key_ends: cumulative lengths from 0 on, [documents + 1] int32.
         longest_query, longest_key: tokens of the longest document.
-        keys: indices of the kept keys in the rows put end to end, [kept] int64.
+        keys: indices of their keys in the concatenated rows, [kept] int64.
     """
 
     query_ends: Tensor
@@ -202,14 +200,14 @@ def _attend_documents(library: Library, inputs: AttentionInputs, options: dict[s
 
 @lru_cache(maxsize=4)
 def _packing(spans: tuple[tuple[tuple[int, int], ...], ...], past: int, length: int, device: torch.device) -> _Packing:
-    """Kept from layer to layer: all of them see the same documents."""
-    found = [(row, start, stop) for row, each in enumerate(spans) for start, stop in each if stop > past]
-    query_lengths = [stop - max(start, past) for _, start, stop in found]
-    key_lengths = [stop - start for _, start, stop in found]
+    """Cached, because all layers have the same documents."""
+    documents = [(row, start, stop) for row, of_row in enumerate(spans) for start, stop in of_row if stop > past]
+    query_lengths = [stop - max(start, past) for _, start, stop in documents]
+    key_lengths = [stop - start for _, start, stop in documents]
     if sum(query_lengths) != len(spans) * (length - past):
         raise ValueError(f"the documents {spans} do not cover the tokens {past} to {length} of every row")
     query_ends, key_ends = (
-        torch.tensor([0, *each]).cumsum(0).int().to(device) for each in (query_lengths, key_lengths)
+        torch.tensor([0, *lengths]).cumsum(0).int().to(device) for lengths in (query_lengths, key_lengths)
     )
-    keys = torch.cat([torch.arange(row * length + start, row * length + stop) for row, start, stop in found])
+    keys = torch.cat([torch.arange(row * length + start, row * length + stop) for row, start, stop in documents])
     return _Packing(query_ends, key_ends, max(query_lengths), max(key_lengths), keys.to(device))

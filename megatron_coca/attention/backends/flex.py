@@ -16,9 +16,9 @@ except ImportError:  # PyTorch before 2.5, which the GPT-NeoX plugin runs with; 
     BlockMask = flex_attention = None  # type: ignore[assignment, misc]
 
 BLOCK = 128
-"""Queries and keys of a block, which the kernel takes whole, takes in part or leaves out."""
+"""Queries and keys per block of the mask."""
 MOST_SHAPES = 64
-"""Shapes that one process may compile the kernel for; PyTorch's own limit is 8."""
+"""Limit of compiled shapes per process; PyTorch's default is 8."""
 
 
 class FlexBackend:
@@ -28,7 +28,7 @@ class FlexBackend:
         self._compiled = compiled
 
     def supports(self, needs: Needs) -> str | None:
-        """None, or why such a model cannot be served."""
+        """None, or the reason against it."""
         if flex_attention is None:
             return f"PyTorch {torch.__version__} has no FlexAttention; install 2.5 or newer"
         if needs.device_type != "cuda":
@@ -42,7 +42,7 @@ class FlexBackend:
     def attend(self, inputs: AttentionInputs) -> Tensor:
         """[batch, heads, query_length, head_dim] in the query's dtype.
 
-        One query alone is served without the kernel, which would be compiled for every token that is generated.
+        A single query does not use the kernel, which would be compiled for every generated token.
 
         Raises:
             ValueError: there is dropout.
@@ -66,9 +66,9 @@ class FlexBackend:
 
 @lru_cache(maxsize=1)
 def _compiled_kernel() -> Callable[..., Any]:
-    """Compiled for every length anew: indexing by captured tensors of variable length fails (PyTorch 2.13, CPU).
+    """Compiled per length: indexing by captured tensors of variable length fails (PyTorch 2.13, CPU).
 
-    `fullgraph` makes too many lengths an error; without it the dense definition would run unasked.
+    `fullgraph` makes too many lengths an error instead of a silent fallback to the dense definition.
     """
     return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
@@ -87,10 +87,8 @@ def _attend_one_query(inputs: AttentionInputs) -> Tensor:
 
 
 def _score_mod(bias: DistanceBias, inputs: AttentionInputs) -> Callable[..., Tensor]:
-    """A slope is multiplied in the kernel; any other bias is looked up in a vector [heads, key_length].
-
-    Evaluating every bias in the kernel is no choice: a learned coefficient would collect its gradient by one atomic
-    addition for each pair, and the compiler gets tensors that a score_mod makes itself wrong.
+    """A linear bias is computed in the kernel; any other is looked up in a vector [heads, key_length], because gradients
+    of learned coefficients would need an atomic addition per pair, and tensors created in a score_mod miscompile.
     """
     past = inputs.past
     if bias.formula == "linear":
@@ -121,7 +119,7 @@ def _band_mask(query_length: int, key_length: int, band: Band, device: torch.dev
 
 
 def _mask(query_length: int, key_length: int, band: Band, starts: Tensor | None, device: torch.device) -> BlockMask:
-    """As `create_block_mask` makes it, without its N x N tensor; `starts` as in `Documents`."""
+    """As `create_block_mask` makes it, without its N x N tensor; `starts` as in `PackedDocuments`."""
     first = torch.zeros(1, key_length, dtype=torch.long, device=device) if starts is None else starts
     seen, whole = _blocks(query_length, key_length, band, first)
     rule = _visible(band, key_length - query_length, starts)
@@ -140,10 +138,9 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _blocks(query_length: int, key_length: int, band: Band, starts: Tensor) -> tuple[Tensor, Tensor]:
-    """Blocks with visible pairs (and maybe a few without), and full blocks of nothing but visible pairs.
+    """Blocks with visible pairs (a superset), and full blocks with only visible pairs (a subset).
 
-    Both [batch, 1, query blocks, key blocks]. A block's distances run from its first query and last key to its last
-    query and first key without a gap, and its documents' starts do not decrease.
+    Both [batch, 1, query blocks, key blocks]. The distances in a block are contiguous, and document starts ascend.
     """
     past = key_length - query_length
     high = key_length if band.high is None else band.high

@@ -1,9 +1,8 @@
-"""Several segments by plain flash calls, merged by log-sum-exp: ReRoPE and its kin in O(N) memory, N^2 / 2 pairs.
+"""Attention over several segments from unmasked flash calls merged by log-sum-exp: O(N) memory, each pair once.
 
-The visible pairs are cut into pieces that need no mask (pieces.py). Each piece gives an output and a log-sum-exp for
-its rows; the outputs of a row, weighted by their shares of the row's total, add up to attention over all its keys. The
-backward pass of a piece is the flash kernel's own, with the merged output and log-sum-exp in place of the piece's:
-then its softmax weights and its row sums are those of the whole row, and its gradients are exact.
+The visible pairs are divided into pieces that need no mask. A row's output is the sum of its pieces' outputs weighted
+by their shares of the softmax denominator. In the backward pass each piece calls the flash kernel's own backward with
+the merged output and log-sum-exp, so softmax weights and row sums are those of the complete row and gradients are exact.
 """
 
 from collections.abc import Iterator
@@ -15,24 +14,18 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_coca.attention.backends.torch_flash import FlashOp, attend_by_document, flash_op
-from megatron_coca.attention.inputs import AttentionInputs, Band, Needs
+from megatron_coca.attention.backends.sdpa import flash_op
+from megatron_coca.attention.inputs import AttentionInputs, Band, Needs, attend_by_document
 
 Shape = Literal["full", "lower", "upper"]
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Pairs of consecutive queries and keys, `blocks` times over, each block `step` queries and keys after the last.
+    """`blocks` equal blocks of `rows` consecutive queries and `columns` consecutive keys, `step` tokens apart.
 
-    Row i and column j of a block, counted from its first query and key, are visible: all of them (full), where j <= i
-    (lower, a causal square), or where j >= i (upper, a causal square once both its sides are reversed).
-
-    Attributes:
-        query: index among the query rows of the first block's first query.
-        key: index of the first block's first key.
-        rows: queries in a block.
-        columns: keys in a block; as many as rows in a triangle.
+    `query` and `key` are the indices of the first block's first query row and key. Visible in a block are all pairs
+    (full), those with column <= row (lower, causal), or with column >= row (upper, causal after reversing both sides).
     """
 
     query: int
@@ -48,10 +41,9 @@ class Piece:
 def cover(band: Band, past: int, length: int) -> tuple[Piece, ...]:
     """The pieces of `band` for queries `past` to `length` of `length` keys: every visible pair once, no other pair.
 
-    A query at token m and the band [low, high) see the keys n = m - low, m - low - 1, ... Counted from row = m - low,
-    these are the keys row - width < n <= row that are neither negative nor beyond the first keys. So going down the
-    rows, the keys first grow by one a row, then slide (or stay, where the first keys are used up before the width),
-    and then shrink.
+    With row = m - low, the query at token m sees the keys row - width < n <= row that exist and are among the first
+    keys. Going down the rows, the range of keys first grows by one per row, then slides (or stays, if the first keys
+    are exhausted before the width), and then shrinks.
     """
     stop = length - band.low
     start = max(past - band.low, 0)
@@ -89,7 +81,7 @@ def _growing(top: int, bottom: int) -> Iterator[Piece]:
 
 
 def _sliding(top: int, bottom: int, width: int) -> Iterator[Piece]:
-    """Row m >= width sees the `width` keys up to m: blocks of `width` rows, each with the keys beside and before it."""
+    """Row m >= width sees the `width` keys up to m: two triangles for each block of `width` rows."""
     for row in range(top, bottom, width):
         end = min(row + width, bottom)
         if end == row + 1:
@@ -107,24 +99,19 @@ def _shrinking(top: int, bottom: int, left: int, right: int) -> Iterator[Piece]:
 
 
 def _fold(pieces: Iterator[Piece]) -> Iterator[Piece]:
-    """Equal pieces at equal steps along the diagonal as one."""
+    """Combine equal pieces at equal steps along the diagonal into one with several blocks."""
     groups: dict[tuple[int, int, int, Shape], list[Piece]] = {}
     for piece in pieces:
         groups.setdefault((piece.query - piece.key, piece.rows, piece.columns, piece.shape), []).append(piece)
-    for group in groups.values():
-        yield from _runs(group)
-
-
-def _runs(pieces: list[Piece]) -> Iterator[Piece]:
-    run = pieces[0]
-    for piece in pieces[1:]:
-        distance = piece.query - run.query
-        if distance == run.blocks * (run.step or distance):
-            run = replace(run, blocks=run.blocks + 1, step=run.step or distance)
-        else:
-            yield run
-            run = piece
-    yield run
+    for run, *rest in groups.values():
+        for piece in rest:
+            distance = piece.query - run.query
+            if distance == run.blocks * (run.step or distance):
+                run = replace(run, blocks=run.blocks + 1, step=run.step or distance)
+            else:
+                yield run
+                run = piece
+        yield run
 
 
 MAX_CUDA_HEAD_DIM = 256
@@ -134,7 +121,7 @@ class MergeBackend:
     """Any number of segments with any bands."""
 
     def supports(self, needs: Needs) -> str | None:
-        """None, or why such a model cannot be served."""
+        """None, or the reason against it."""
         if needs.device_type not in ("cpu", "cuda"):
             return f"it calls PyTorch's flash kernels for CPU and CUDA, not {needs.device_type}"
         if needs.bias:
@@ -163,101 +150,67 @@ def _attend_row(inputs: AttentionInputs) -> Tensor:
     return _Merged.apply(inputs.scale, bands, inputs.value, *operands)
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A piece of a segment: how to cut it out of tensors [batch, heads, length, ...] and to find its place in them."""
-
-    segment: int
-    piece: Piece
-
-    @property
-    def causal(self) -> bool:
-        return self.piece.shape != "full"
-
-    def queries(self, x: Tensor) -> Tensor:
-        """The rows of `x` in the piece, in the order of the kernel, [batch * blocks, heads, rows, ...]."""
-        return self._cut(x, self.piece.query, self.piece.rows)
-
-    def keys(self, x: Tensor) -> Tensor:
-        """The same of the key rows."""
-        return self._cut(x, self.piece.key, self.piece.columns)
-
-    def place_of_queries(self, x: Tensor) -> Tensor:
-        """The view of `x` that the rows of the piece belong in, [batch, blocks, heads, rows, ...]."""
-        return self._place(x, self.piece.query, self.piece.rows)
-
-    def place_of_keys(self, x: Tensor) -> Tensor:
-        """The same of the key rows."""
-        return self._place(x, self.piece.key, self.piece.columns)
-
-    def meet_queries(self, rows: "_Rows", unmet: float) -> bool:
-        """Note in `rows` that the queries of the piece meet it; whether it is the first for all of them."""
-        return rows.meet(self.piece.query, self.piece.rows, self.piece.blocks, self.piece.step, unmet)
-
-    def add_queries(self, sums: "_Rows", found: Tensor) -> None:
-        """Add what the kernel found for the rows of the piece, [batch * blocks, heads, rows, ...]."""
-        place, found = self.place_of_queries(sums.tensor), self.restore(found)
-        place.copy_(found) if self.meet_queries(sums, 0.0) else place.add_(found)
-
-    def add_keys(self, sums: "_Rows", found: Tensor) -> None:
-        """The same for the key rows."""
-        piece = self.piece
-        place, found = self.place_of_keys(sums.tensor), self.restore(found)
-        first = sums.meet(piece.key, piece.columns, piece.blocks, piece.step)
-        place.copy_(found) if first else place.add_(found)
-
-    def restore(self, x: Tensor) -> Tensor:
-        """A result of the kernel [batch * blocks, heads, rows, ...] in the shape and order of its place."""
-        x = x.flip(2) if self.piece.shape == "upper" else x
-        return x.unflatten(0, (-1, self.piece.blocks))
-
-    def _cut(self, x: Tensor, start: int, size: int) -> Tensor:
-        x = self._place(x, start, size).flatten(0, 1)
-        return x.flip(2) if self.piece.shape == "upper" else x
-
-    def _place(self, x: Tensor, start: int, size: int) -> Tensor:
-        strides = (x.stride(0), self.piece.step * x.stride(2), x.stride(1), *x.stride()[2:])
-        shape = (x.shape[0], self.piece.blocks, x.shape[1], size, *x.shape[3:])
-        return x.as_strided(shape, strides, x.storage_offset() + start * x.stride(2))
+def _view(x: Tensor, piece: Piece, start: int, size: int) -> Tensor:
+    """A piece's rows of x [batch, heads, length, ...] from `start` on, as the view [batch, blocks, heads, size, ...]."""
+    strides = (x.stride(0), piece.step * x.stride(2), x.stride(1), *x.stride()[2:])
+    shape = (x.shape[0], piece.blocks, x.shape[1], size, *x.shape[3:])
+    return x.as_strided(shape, strides, x.storage_offset() + start * x.stride(2))
 
 
-def _parts(bands: tuple[Band, ...], query_length: int, key_length: int) -> Iterator[_Part]:
-    for index, band in enumerate(bands):
-        for piece in cover(band, key_length - query_length, key_length):
-            yield _Part(index, piece)
+def _cut(x: Tensor, piece: Piece, start: int, size: int) -> Tensor:
+    """The same rows in the kernel's order, [batch * blocks, heads, size, ...]."""
+    x = _view(x, piece, start, size).flatten(0, 1)
+    return x.flip(2) if piece.shape == "upper" else x
 
 
-class _Rows:
-    """A tensor [batch, heads, length, ...] that pieces are added to, and which of its rows have met a piece.
+def _queries(x: Tensor, piece: Piece) -> Tensor:
+    return _cut(x, piece, piece.query, piece.rows)
 
-    Starting from empty memory, the first piece of a row is written and not added: for ReRoPE that saves clearing and
-    reading back most of the sums.
+
+def _keys(x: Tensor, piece: Piece) -> Tensor:
+    return _cut(x, piece, piece.key, piece.columns)
+
+
+def _restore(x: Tensor, piece: Piece) -> Tensor:
+    """A kernel result [batch * blocks, heads, size, ...] in the shape and order of `_view`."""
+    x = x.flip(2) if piece.shape == "upper" else x
+    return x.unflatten(0, (-1, piece.blocks))
+
+
+class _Accumulator:
+    """A tensor [batch, heads, length, ...] that pieces are added to, and a record of the rows already written.
+
+    The memory starts empty and the first piece of a row is copied, not added: for ReRoPE that saves clearing and
+    reading most of it.
     """
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
-        self._met = bytearray(tensor.shape[2])
+        self._written = bytearray(tensor.shape[2])
 
-    def meet(self, start: int, size: int, blocks: int, step: int, unmet: float = 0.0) -> bool:
-        """Note that these rows meet a piece; whether it is the first for all of them. Where it is for some only, those
-        are filled with `unmet`.
-        """
-        spans = [(start + block * step, start + block * step + size) for block in range(blocks)]
-        first = not any(any(self._met[low:high]) for low, high in spans)
+    def first(self, piece: Piece, start: int, size: int, fill: float = 0.0) -> bool:
+        """Record these rows as written; return True if none was before, else set the unwritten ones to `fill`."""
+        spans = [(start + block * piece.step, start + block * piece.step + size) for block in range(piece.blocks)]
+        first = not any(any(self._written[low:high]) for low, high in spans)
         for low, high in spans:
             if not first:
-                self._fill(low, high, unmet)
-            self._met[low:high] = bytes([1]) * (high - low)
+                self._fill(low, high, fill)
+            self._written[low:high] = bytes([1]) * (high - low)
         return first
 
+    def add(self, result: Tensor, piece: Piece, start: int, size: int) -> None:
+        """Add a kernel result to the rows of a piece."""
+        view, result = _view(self.tensor, piece, start, size), _restore(result, piece)
+        view.copy_(result) if self.first(piece, start, size) else view.add_(result)
+
     def finished(self) -> Tensor:
-        """The tensor, rows that met no piece cleared."""
-        self._fill(0, len(self._met), 0.0)
+        """The tensor, with zeros in rows that no piece wrote."""
+        self._fill(0, len(self._written), 0.0)
         return self.tensor
 
     def _fill(self, low: int, high: int, value: float) -> None:
-        while (low := self._met.find(0, low, high)) >= 0:
-            end = self._met.find(1, low, high)
+        while (low := self._written.find(0, low, high)) >= 0:
+            end = self._written.find(1, low, high)
             end = high if end < 0 else end
             self.tensor[:, :, low:end] = value
             low = end
@@ -266,60 +219,55 @@ class _Rows:
 class _Merged(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scale: float, bands: tuple[Band, ...], value: Tensor, *operands: Tensor) -> Tensor:
-        op = flash_op(value)
-        parts = list(_parts(bands, operands[0].shape[2], value.shape[2]))
-        out, lse = _empty_rows(operands[0])
-        for part in parts:
-            q, k = operands[2 * part.segment : 2 * part.segment + 2]
-            found = op.forward(part.queries(q), part.keys(k), part.keys(value), part.causal, scale)
-            _merge(part, out, lse, *found)
+        op, query = flash_op(value), operands[0]
+        batch, heads, length, head_dim = query.shape
+        past, dtype = value.shape[2] - length, torch.promote_types(query.dtype, torch.float32)
+        ctx.pieces = [(index, piece) for index, band in enumerate(bands) for piece in cover(band, past, value.shape[2])]
+        # Heads adjacent in memory, so that joining them later copies nothing.
+        out = _Accumulator(
+            torch.empty(batch, length, heads, head_dim, dtype=dtype, device=query.device).transpose(1, 2)
+        )
+        lse = _Accumulator(torch.empty(batch, heads, length, dtype=dtype, device=query.device))
+        for index, piece in ctx.pieces:
+            q, k = operands[2 * index : 2 * index + 2]
+            results = op.forward(_queries(q, piece), _keys(k, piece), _keys(value, piece), piece.shape != "full", scale)
+            piece_out, piece_lse = (_restore(x, piece) for x in results)
+            rows, totals = (_view(x.tensor, piece, piece.query, piece.rows) for x in (out, lse))
+            first = out.first(piece, piece.query, piece.rows)
+            lse.first(piece, piece.query, piece.rows, -torch.inf)
+            if first:
+                rows.copy_(piece_out)
+                totals.copy_(piece_lse)
+            else:
+                # The piece's share exp(piece_lse) / (exp(lse) + exp(piece_lse)): 1 for a row without keys so far, and
+                # never NaN, because every row of a piece has a key.
+                rows.lerp_(piece_out.to(rows.dtype), torch.sigmoid(piece_lse - totals)[..., None])
+                totals.copy_(torch.logaddexp(totals, piece_lse))
         merged = out.tensor.to(value.dtype)
         ctx.save_for_backward(value, merged, lse.tensor, *operands)
-        ctx.scale, ctx.parts = scale, parts
+        ctx.scale = scale
         return merged
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         value, out, lse, *operands = ctx.saved_tensors
-        sums = [_Rows(torch.empty_like(x, dtype=lse.dtype)) for x in (value, *operands)]
+        value_sum, *sums = (_Accumulator(torch.empty_like(x, dtype=lse.dtype)) for x in (value, *operands))
         grad = grad if grad.stride(-1) == 1 else grad.contiguous()
         op = flash_op(value)
-        for part in ctx.parts:
-            q, k = operands[2 * part.segment : 2 * part.segment + 2]
-            dq, dk, dv = _backward(op, part, (grad, q, k, value, out, lse), ctx.scale)
-            part.add_queries(sums[1 + 2 * part.segment], dq)
-            part.add_keys(sums[2 + 2 * part.segment], dk)
-            part.add_keys(sums[0], dv)
-        return None, None, *(x.finished().to(value.dtype) for x in sums)
-
-
-def _empty_rows(query: Tensor) -> tuple[_Rows, _Rows]:
-    """The output and the log-sum-exp of rows that have met no key yet, float32 or better."""
-    batch, heads, length, head_dim = query.shape
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    out = torch.empty(batch, length, heads, head_dim, dtype=dtype, device=query.device).transpose(1, 2)
-    return _Rows(out), _Rows(torch.empty(batch, heads, length, dtype=dtype, device=query.device))
-
-
-def _merge(part: _Part, out: _Rows, lse: _Rows, part_out: Tensor, part_lse: Tensor) -> None:
-    """Take a piece into the rows' output and log-sum-exp, in place.
-
-    The share of the piece in the row is exp(part_lse) / (exp(lse) + exp(part_lse)), a sigmoid: 1 where the row has met
-    no key, never NaN, because a row of a piece always has a key.
-    """
-    rows, totals = part.place_of_queries(out.tensor), part.place_of_queries(lse.tensor)
-    part_out, part_lse = part.restore(part_out), part.restore(part_lse)
-    first = part.meet_queries(out, 0.0) & part.meet_queries(lse, -torch.inf)
-    if first:
-        rows.copy_(part_out)
-        totals.copy_(part_lse)
-    else:
-        rows.lerp_(part_out.to(rows.dtype), torch.sigmoid(part_lse - totals)[..., None])
-        totals.copy_(torch.logaddexp(totals, part_lse))
-
-
-def _backward(op: FlashOp, part: _Part, tensors: tuple[Tensor, ...], scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    grad, q, k, value, out, lse = tensors
-    cut = part.queries
-    return op.backward(cut(grad), cut(q), part.keys(k), part.keys(value), cut(out), cut(lse), part.causal, scale)
+        for index, piece in ctx.pieces:
+            q, k = operands[2 * index : 2 * index + 2]
+            dq, dk, dv = op.backward(
+                _queries(grad, piece),
+                _queries(q, piece),
+                _keys(k, piece),
+                _keys(value, piece),
+                _queries(out, piece),
+                _queries(lse, piece),
+                piece.shape != "full",
+                ctx.scale,
+            )
+            sums[2 * index].add(dq, piece, piece.query, piece.rows)
+            sums[2 * index + 1].add(dk, piece, piece.key, piece.columns)
+            value_sum.add(dv, piece, piece.key, piece.columns)
+        return None, None, *(x.finished().to(value.dtype) for x in (value_sum, *sums))

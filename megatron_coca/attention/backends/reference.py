@@ -1,4 +1,4 @@
-"""Dense attention with the N x N scores spelled out: slow, any dtype, the measure of the other backends."""
+"""Dense attention with an N x N score tensor: slow, any dtype, the reference for the other backends."""
 
 import math
 from importlib.util import find_spec
@@ -13,12 +13,12 @@ class ReferenceBackend:
     """softmax(scale * Q' K'^T + bias) V with opt_einsum contractions, in the inputs' own dtype. O(N^2) memory."""
 
     def supports(self, needs: Needs) -> str | None:
-        """None, or what is not installed: it runs whatever the contract can express."""
+        """None, or the missing package: it supports all inputs."""
         return missing_einsum()
 
     def attend(self, inputs: AttentionInputs) -> Tensor:
         """[batch, heads, query_length, head_dim] in the query's dtype."""
-        # Not at the top: GPT-NeoX does not install opt_einsum, and its plugin's other backends do without.
+        # Not at the top: GPT-NeoX does not install opt_einsum, and the plugin's other backends do not need it.
         import opt_einsum
 
         weights = torch.softmax(_scores(inputs), dim=-1).to(inputs.value.dtype)
@@ -28,12 +28,12 @@ class ReferenceBackend:
 
 
 def missing_einsum() -> str | None:
-    """None, or why the contractions cannot run here."""
+    """None, or the reason why the contractions cannot run here."""
     return None if find_spec("opt_einsum") else "opt_einsum is not installed (pip install opt_einsum)"
 
 
 def _scores(inputs: AttentionInputs) -> Tensor:
-    """Every pair by the segment whose band holds it, -inf where none does, [batch, heads, query_length, key_length]."""
+    """Scores [batch, heads, query_length, key_length] by the segment of each pair's band, -inf outside all bands."""
     import opt_einsum
 
     distance = _distances(inputs.query.shape[2], inputs.value.shape[2], inputs.value.device)
@@ -50,7 +50,7 @@ def _scores(inputs: AttentionInputs) -> Tensor:
 
 
 def _visible(band: Band, distance: Tensor, first: Tensor) -> Tensor:
-    """Which pairs the band holds, [batch or 1, 1, query_length, key_length]; `first` begins the query's document."""
+    """Pairs in the band, [batch or 1, 1, query_length, key_length]; `first` is the first key of the query's document."""
     key = torch.arange(distance.shape[1], device=distance.device)
     high = distance.shape[1] if band.high is None else band.high
     inside = (distance >= band.low) & (distance < high) & (key >= first)

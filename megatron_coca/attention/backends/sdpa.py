@@ -1,7 +1,7 @@
 """PyTorch's scaled_dot_product_attention: flash kernels in O(N) memory, on CPU and, without a bias, on CUDA."""
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -9,14 +9,126 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.attention.bias import causal_lower_right
 
-from megatron_coca.attention.backends.torch_flash import GROUPED, attend_by_document
-from megatron_coca.attention.inputs import CAUSAL, AttentionInputs, DistanceBias, Needs
+from megatron_coca.attention.inputs import CAUSAL, AttentionInputs, DistanceBias, Needs, attend_by_document
 
 aten = torch.ops.aten
+GROUPED = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 5)
+"""PyTorch supports fewer key heads than query heads; the CPU kernel of 2.3 reads beyond them."""
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+class FlashOp(Protocol):
+    """One flash kernel. Operands are [batch, heads, length, head_dim], the log-sum-exp [batch, heads, length]."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        """(output, log-sum-exp of the scaled scores, natural base)."""
+        ...
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    ) -> Gradients:
+        """Gradients of q, k and v."""
+        ...
+
+
+class CpuFlash:
+    """The CPU kernel: float64, float32, bfloat16, float16, grouped heads."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    ) -> Gradients:
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, causal, scale=scale
+        )
+
+
+class CudaFlash:
+    """PyTorch's FlashAttention-2: bfloat16 and float16, grouped heads."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
+        return out, lse
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    ) -> Gradients:
+        lengths = (q.shape[2], k.shape[2])
+        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        offset = torch.zeros((), dtype=torch.uint64, device=q.device)
+        return aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, out, lse.contiguous(), None, None, *lengths, 0.0, causal, seed, offset, scale=scale
+        )
+
+
+class EqualHeads:
+    """A kernel without grouped heads; keys and values are repeated for it."""
+
+    def __init__(self, kernel: FlashOp) -> None:
+        self._kernel = kernel
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        return self._kernel.forward(q, k, v, causal, scale)
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    ) -> Gradients:
+        groups = q.shape[1] // k.shape[1]
+        wide_k, wide_v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+        dq, dk, dv = self._kernel.backward(grad, q, wide_k, wide_v, out, lse, causal, scale)
+        return dq, *(x.unflatten(1, (-1, groups)).sum(2) for x in (dk, dv))
+
+
+class CudaEfficient:
+    """The memory-efficient kernel: float32. It pads the log-sum-exp to 32 rows with +inf, and has no grouped heads."""
+
+    ROWS = 32
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+        return out, lse[:, :, : q.shape[2]]
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    ) -> Gradients:
+        padded = torch.nn.functional.pad(lse, (0, -lse.shape[2] % self.ROWS), value=torch.inf).contiguous()
+        seed = torch.zeros((), dtype=torch.int64, device=q.device)
+        dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+            grad, q, k, v, None, out, padded, seed, seed, 0.0, [True, True, True, False], causal, scale=scale
+        )
+        return dq, dk, dv
+
+
+_HALF: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
+_OPS: dict[tuple[str, torch.dtype], FlashOp] = {
+    **{("cpu", dtype): CpuFlash() for dtype in (torch.float64, torch.float32, *_HALF)},
+    **{("cuda", dtype): CudaFlash() for dtype in _HALF},
+    ("cuda", torch.float32): EqualHeads(CudaEfficient()),
+}
+
+
+def flash_op(x: Tensor) -> FlashOp:
+    """The kernel for the device and dtype of `x`.
+
+    Raises:
+        TypeError: there is none.
+    """
+    kernel = _OPS.get((x.device.type, x.dtype))
+    if kernel is None:
+        raise TypeError(
+            f"attention_backend merge has no kernel for {x.dtype} on {x.device.type}; "
+            "set attention_backend: reference, or use another precision"
+        )
+    return kernel if GROUPED or isinstance(kernel, EqualHeads) else EqualHeads(kernel)
+
+
 QUERY_BLOCK = 512
-"""Query rows per call: longer blocks spend more on hidden keys, shorter ones more on calls (docs/attention.md)."""
+"""Query rows per call: longer blocks compute more masked pairs, shorter ones make more calls (docs/attention.md)."""
 KEY_BLOCK = 1024
-"""Key columns of a tile of score gradients: with QUERY_BLOCK rows it is 2 MiB, which a core's cache holds."""
+"""Key columns of a tile of score gradients: with QUERY_BLOCK rows 2 MiB, which fits the cache of a core."""
 
 
 def biased_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, bias: DistanceBias) -> Tensor:
@@ -42,7 +154,7 @@ def reversed_mask(along: Tensor, rows: int, columns: int, key_length: int) -> Te
 
 
 class _Rows(NamedTuple):
-    """What the backward pass knows of a block of queries, rows reversed, [batch, heads, rows, ...]."""
+    """Saved values of a block of queries, rows reversed, [batch, heads, rows, ...]."""
 
     grad: Tensor
     query: Tensor
@@ -153,8 +265,8 @@ def _tile(
 ) -> _Tile:
     """The attention weights of a tile and the gradient of its scores, weight * (grad . value - share).
 
-    The gradient is written into a buffer whose rows are one longer than the tile's rows and columns together, so that
-    entry (row, column) falls into column row + column: written straight, read skewed.
+    The gradient is written through a strided view of a wider buffer, in which entry (row, column) is in column
+    row + column: summing its columns sums the tile's diagonals.
     """
     rows, columns = len(query), len(keys)
     weights = torch.baddbmm(mask[None], query[None], keys.T[None], alpha=scale)[0].sub_(lse).exp_()
@@ -168,10 +280,10 @@ BANDS_REASON = "it takes one query and one key operand, and every key up to the 
 
 
 class SdpaBackend:
-    """Causal flash attention; on the CPU with a distance bias, in linear memory too (diagonals.py)."""
+    """Causal flash attention; on the CPU with a distance bias, in linear memory too."""
 
     def supports(self, needs: Needs) -> str | None:
-        """None, or why such a model cannot be served."""
+        """None, or the reason against it."""
         if needs.bands != (CAUSAL,):
             return BANDS_REASON
         if needs.bias and needs.device_type != "cpu":

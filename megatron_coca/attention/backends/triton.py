@@ -1,4 +1,4 @@
-"""Our Triton kernels: flash attention with a bias formula, and two segments at one dot product per tile."""
+"""The kernels of megatron_coca.kernels: flash attention with a bias formula and up to two segments."""
 
 from torch import Tensor
 
@@ -16,7 +16,7 @@ class TritonBackend:
     """
 
     def supports(self, needs: Needs) -> str | None:
-        """None, or why such a model cannot be served."""
+        """None, or the reason against it."""
         if needs.dropout > 0:
             return "its kernels have no attention dropout"
         if needs.bias not in FORMULAS:
@@ -31,8 +31,7 @@ class TritonBackend:
         Raises:
             ValueError: the bands are none that `supports` accepts, or there is dropout.
         """
-        # Not at the top: the modules of the kernels import triton, which only exists on some platforms, and the other
-        # backends must be usable without it.
+        # Not at the top: triton exists on some platforms only, and the other backends work without it.
         from megatron_coca.kernels.attention import flash_attention
 
         reason = _refused_bands(tuple(segment.band for segment in inputs.segments))

@@ -2,4 +2,4 @@
 
 
 class PositionRangeError(ValueError):
-    """Positions beyond those that the weights, or the dtype of the computation, can represent."""
+    """Positions exceed the range of the weights or of the dtype."""

@@ -1,10 +1,8 @@
-"""Additive score biases as formulas of the distance r = m - n: no N x N tensor exists outside the reference backend.
+"""Additive score biases as formulas of the distance r = m - n, without an N x N tensor.
 
-A bias has a `formula`, its `coefficients` ([heads, k] float32) and `at`, which evaluates it. bfloat16 would keep 4 or 5
-different values out of 512 neighbouring distances at 32k, so distances must be float32 or better.
-
-The learned biases are modules; called without arguments, each gives the bias of its present weights, which may be of
-any floating type.
+A bias has a `formula`, its `coefficients` ([heads, k] float32) and `at`, which evaluates it. Distances must be float32
+or better: bfloat16 has 4 or 5 different values for 512 adjacent distances at 32k. Learned biases are modules whose
+weights may have any floating dtype.
 """
 
 import math
@@ -34,7 +32,7 @@ def _columns(coefficients: Tensor, distance: Tensor) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True)
 class AlibiBias:
-    """-slope_h * r (Press et al. 2022, section 3), with one slope per query head, served on `device`."""
+    """-slope_h * r (Press et al. 2022, section 3), one slope per query head."""
 
     slopes: tuple[float, ...]
     device: torch.device = CPU
@@ -42,7 +40,7 @@ class AlibiBias:
 
     @property
     def coefficients(self) -> Tensor:
-        """[heads, 1] float32 on `device`; one tensor per device, so that no call copies from the host again."""
+        """[heads, 1] float32 on `device`, cached so that later calls copy nothing from the host."""
         return _column(self.slopes, torch.float32, self.device)
 
     def to(self, device: torch.device) -> "AlibiBias":
@@ -62,7 +60,7 @@ class AlibiBias:
 
 @lru_cache(maxsize=64)
 def _column(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # the tensor outlives the call and may be saved for a later backward
+    with torch.inference_mode(False):  # the cached tensor may be saved for a later backward
         return torch.tensor(values, dtype=dtype, device=device)[:, None]
 
 
@@ -121,10 +119,10 @@ class BucketBias(_OfCoefficients):
 
 @lru_cache(maxsize=64)
 def bucket_starts(buckets: int, max_distance: int) -> tuple[int, ...]:
-    """The smallest distance of each bucket, ascending; a bucket that no integer falls into shares its successor's.
+    """The smallest distance of each bucket, ascending; a bucket without an integer has that of the next one.
 
-    Found in integers: bucket E + k holds r where (r/E)^(B - E) >= (max_distance/E)^k, and a logarithm in floating
-    point can put an r on that border on either side.
+    Computed in integers, because a floating-point logarithm can round a distance at a border to either side: bucket
+    E + k contains r where (r/E)^(B - E) >= (max_distance/E)^k.
 
     Raises:
         ValueError: fewer than 2 buckets, or `max_distance` not above half of them.
@@ -159,11 +157,8 @@ def _geometric_slopes(count: int) -> list[float]:
 
 
 class _Bounded(torch.autograd.Function):
-    """The weight moved into [low, high], with the gradient of a projection.
-
-    The authors write the bounded value back into the weight, so a weight on its bound can leave it again. The
-    gradient of `clamp` is zero beyond the bound and would hold it there. Here the weight is left to the optimizer,
-    and beyond a bound a gradient passes if a descent step along it leads back.
+    """clamp(weight, low, high) with the gradient of a projection: beyond a bound, a gradient passes if a descent step
+    leads back. (The gradient of `clamp` is zero there; the authors' code overwrites the weight instead.)
     """
 
     @staticmethod
@@ -185,17 +180,17 @@ def _bounded(weight: Tensor, high: float = math.inf) -> Tensor:
 
 
 class LearnedBias(nn.Module, ABC):
-    """Weights of a bias. Calling the module gives the coefficients as a tensor, because engines that gather weights
-    only while a module runs find what a backward pass needs again by the tensors that the module returned.
+    """Weights of a bias. The forward returns the coefficients as a tensor, by which ZeRO stage 3 finds the weights to
+    gather again for the backward pass.
     """
 
     @abstractmethod
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw the first weights."""
+        """Initialise the weights."""
 
     @abstractmethod
     def distance_bias(self) -> "KerpleLogBias | KerplePowerBias | BucketBias":
-        """The bias with the present weights."""
+        """The bias with the current weights."""
 
 
 class _LearnedKerple(LearnedBias):

@@ -22,8 +22,8 @@ from megatron_coca.attention.positions.frequencies import geometric, ntk_base
 class Clex(nn.Module):
     """Learned frequencies for rotary dimension `dim` >= 2 (even), `base` and training length L in tokens.
 
-    Parameters are `up` [dim/2, dim] and `down` [dim, dim/2], drawn by `reset_parameters`. The equation is solved on the
-    CPU in float64, whatever their dtype and device: it is small and sequential, so an accelerator would only wait.
+    Parameters are `up` [dim/2, dim] and `down` [dim, dim/2]. The equation is small and sequential, so it is solved on
+    the CPU in float64.
 
     Attributes:
         max_factor: the largest t, an integer.
@@ -60,19 +60,19 @@ class Clex(nn.Module):
     def inverse_frequencies(self, t: int) -> Tensor:
         """exp(z(t)) for an integer t >= 1: [dim/2] float64, in radians per position, on the device of the weights.
 
-        Where gradients are recorded it is solved anew and differentiable in both parameters; else it is solved once.
+        Differentiable in both parameters while gradients are recorded, else cached.
         """
-        return self(t)  # a call of the module, so that engines that gather weights at calls gather these
+        return self(t)  # through the module's call, so that ZeRO stage 3 gathers the weights
 
     def forward(self, t: int) -> Tensor:
         """See `inverse_frequencies`.
 
-        What is remembered holds while the weights have the values it was solved for. Values are compared, because an
-        engine that writes a parameter through another tensor of the same storage does not move its version.
+        The cache is valid while the weights have the same values; versions do not suffice, because DeepSpeed writes
+        parameters through other tensors of the same storage.
         """
         if torch.is_grad_enabled() and (self.up.requires_grad or self.down.requires_grad):
             return self._solve(t)
-        with torch.inference_mode(False), torch.no_grad():  # an inference tensor could not enter a later backward
+        with torch.inference_mode(False), torch.no_grad():  # an inference tensor cannot be used in a later backward
             if not self._still_solved():
                 self._solved_for = self.up.detach().clone(), self.down.detach().clone()
                 self._solved = {}

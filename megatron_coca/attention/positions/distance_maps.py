@@ -1,52 +1,50 @@
-"""Relative-position maps: far pairs are scored at another distance than their own.
+"""Relative-position maps: pairs at a large distance are scored as if at another one.
 
-A map splits the pairs into parts by their distance r = m - n. Within a part the query and the key are each rotated
-to a position of their own, so that a part is ordinary attention too, and the parts share one softmax.
-
-Positions are float64, because Leaky ReRoPE divides them.
+A map divides the pairs into bands of their distance r = m - n. Each band rotates its queries and keys to positions of
+its own, so a band is ordinary attention, and all bands share one softmax.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-Moved = Callable[[Tensor, Tensor], Tensor]
-"""(positions, position of the first token of the document) -> where the rotation puts them."""
+MapPositions = Callable[[Tensor, Tensor], Tensor]
+"""(float64 positions, position of the first token of the document) -> positions that the rotation uses."""
 
 
-def _unmoved(positions: Tensor, first: Tensor) -> Tensor:
+def _own(positions: Tensor, first: Tensor) -> Tensor:
     return positions
 
 
-def _at(position: float) -> Moved:
+def _constant(position: float) -> MapPositions:
     return lambda positions, first: torch.full_like(positions, position)
 
 
 @dataclass(frozen=True)
-class Part:
-    """The pairs at distances low <= r < high, of which only the first `first_keys` keys are visible (None: all), and
-    where their queries and keys are rotated to.
+class Band:
+    """The range low <= r < high of relative distances that one segment serves (`high` None: no upper end).
+
+    With `first_keys` only that many keys at the start of the sequence, or document, are visible. The two functions give
+    the positions to which queries and keys are rotated; backends do not use them and equality ignores them.
     """
 
     low: int = 0
     high: int | None = None
     first_keys: int | None = None
-    query: Moved = _unmoved
-    key: Moved = _unmoved
+    query_positions: MapPositions = field(default=_own, compare=False, repr=False)
+    key_positions: MapPositions = field(default=_own, compare=False, repr=False)
+
+
+CAUSAL = Band()
+"""Every key up to the query's own, at its own distance."""
+UNMAPPED = (CAUSAL,)
 
 
 @dataclass(frozen=True)
 class MapSettings:
-    """Parameters of the maps, in tokens but for `leak` and `group_size`.
-
-    Attributes:
-        window: w, the distances below it are near.
-        leak: k of Leaky ReRoPE: far distances grow by 1/k a token.
-        group_size: G of SelfExtend: far positions are counted in groups of so many.
-        sinks: keys at the beginning that stay visible.
-    """
+    """Window w in tokens, k of Leaky ReRoPE, G of SelfExtend, and the first keys that stay visible (attention sinks)."""
 
     window: int
     leak: float = 16.0
@@ -54,15 +52,12 @@ class MapSettings:
     sinks: int = 0
 
 
-UNMAPPED = (Part(),)
-
-
-def _rerope(s: MapSettings) -> tuple[Part, ...]:
+def _rerope(s: MapSettings) -> tuple[Band, ...]:
     """ReRoPE (Su 2023, kexue.fm/archives/9708): min(r, w)."""
-    return Part(high=s.window), Part(low=s.window, query=_at(s.window), key=_at(0))
+    return Band(high=s.window), Band(low=s.window, query_positions=_constant(s.window), key_positions=_constant(0))
 
 
-def _leaky_rerope(s: MapSettings) -> tuple[Part, ...]:
+def _leaky_rerope(s: MapSettings) -> tuple[Band, ...]:
     """Leaky ReRoPE (the same article): r below w, then (r - w)/k + w."""
 
     def query(positions: Tensor, first: Tensor) -> Tensor:
@@ -71,10 +66,10 @@ def _leaky_rerope(s: MapSettings) -> tuple[Part, ...]:
     def key(positions: Tensor, first: Tensor) -> Tensor:
         return positions / s.leak
 
-    return Part(high=s.window), Part(low=s.window, query=query, key=key)
+    return Band(high=s.window), Band(low=s.window, query_positions=query, key_positions=key)
 
 
-def _self_extend(s: MapSettings) -> tuple[Part, ...]:
+def _self_extend(s: MapSettings) -> tuple[Band, ...]:
     """SelfExtend (Jin et al. 2024, section 3): floor(m/G) + w - floor(w/G) against floor(n/G)."""
 
     def query(positions: Tensor, first: Tensor) -> Tensor:
@@ -83,22 +78,24 @@ def _self_extend(s: MapSettings) -> tuple[Part, ...]:
     def key(positions: Tensor, first: Tensor) -> Tensor:
         return (positions / s.group_size).floor()
 
-    return Part(high=s.window), Part(low=s.window, query=query, key=key)
+    return Band(high=s.window), Band(low=s.window, query_positions=query, key_positions=key)
 
 
-def _lm_infinite(s: MapSettings) -> tuple[Part, ...]:
+def _lm_infinite(s: MapSettings) -> tuple[Band, ...]:
     """LM-Infinite (Han et al. 2023, section 3): the near window, and the first keys at distance w."""
-    return Part(high=s.window), Part(s.window, None, s.sinks, query=_at(s.window), key=_at(0))
+    return Band(high=s.window), Band(
+        s.window, None, s.sinks, query_positions=_constant(s.window), key_positions=_constant(0)
+    )
 
 
-def _streaming(s: MapSettings) -> tuple[Part, ...]:
+def _streaming(s: MapSettings) -> tuple[Band, ...]:
     """StreamingLLM (Xiao et al. 2023, section 3.2): positions are indices in a cache of the sinks and the last w keys.
 
-    A row's near pairs keep their distances there, not their positions, so they are scored where they stand: only a form
-    that depends on distances alone can be scored so, and the configuration refuses any other.
+    Pairs within the window keep their distance there but not their positions, so the configuration refuses score forms
+    that depend on absolute positions.
     """
     if s.sinks == 0:
-        return (Part(high=s.window),)
+        return (Band(high=s.window),)
 
     def query(positions: Tensor, first: Tensor) -> Tensor:
         return (positions - first).clamp(max=s.sinks + s.window - 1)
@@ -106,10 +103,10 @@ def _streaming(s: MapSettings) -> tuple[Part, ...]:
     def key(positions: Tensor, first: Tensor) -> Tensor:
         return positions - first
 
-    return Part(high=s.window), Part(s.window, None, s.sinks, query=query, key=key)
+    return Band(high=s.window), Band(s.window, None, s.sinks, query_positions=query, key_positions=key)
 
 
-DISTANCE_MAPS: dict[str, Callable[[MapSettings], tuple[Part, ...]]] = {
+DISTANCE_MAPS: dict[str, Callable[[MapSettings], tuple[Band, ...]]] = {
     "rerope": _rerope,
     "leaky_rerope": _leaky_rerope,
     "inv_leaky_rerope": _leaky_rerope,

@@ -11,23 +11,183 @@ or better: Q' of CoCA is quadratic in q, so it must be rounded once, at the end)
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megatron_coca.attention.positions import PositionRangeError
-from megatron_coca.attention.rotary import RotaryTables, positive_mean, rotate, spread, squared_length, times_rotated
+
+
+class RotaryTables(NamedTuple):
+    """cos and sin of position times frequency, times an amplitude; each [length, d/2] or [batch, 1, length, d/2]."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+def rotary_tables(
+    positions: Tensor, inverse_frequencies: Tensor, dtype: torch.dtype, amplitude: Tensor | float = 1.0
+) -> RotaryTables:
+    """Tables in at least float32 (float64 where `dtype` is).
+
+    `positions` is [length] or [batch, length], of any real type; `amplitude` broadcasts to [..., length, d/2].
+    """
+    phases = positions.to(torch.float64)[..., None] * inverse_frequencies.to(positions.device)
+    cos, sin = phases.cos() * amplitude, phases.sin() * amplitude
+    if positions.dim() == 2:
+        cos, sin = cos[:, None], sin[:, None]
+    table_dtype = torch.promote_types(dtype, torch.float32)
+    return RotaryTables(cos.to(table_dtype), sin.to(table_dtype))
+
+
+def rotate(x: Tensor, tables: RotaryTables) -> Tensor:
+    """R_p x for x [batch, heads, length, rotary_dim] in the tables' dtype."""
+    if tables.cos.requires_grad or torch.compiler.is_compiling():
+        (first, second), (cos, sin) = _halves(x), tables
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return _Rotation.apply(x, *tables)
+
+
+def times_rotated(x: Tensor, tables: RotaryTables) -> Tensor:
+    """x * (R_p x), dimension by dimension."""
+    if tables.cos.requires_grad or torch.compiler.is_compiling():
+        return x * rotate(x, tables)
+    return _TimesRotated.apply(x, *tables)
+
+
+def spread(x: Tensor, to_first: Tensor, to_second: Tensor) -> Tensor:
+    """(x a, x b), [..., d/2] -> [..., d], for tables a and b."""
+    if to_first.requires_grad or torch.compiler.is_compiling():
+        return torch.cat((x * to_first, x * to_second), dim=-1)
+    return _Spread.apply(x, to_first, to_second)
+
+
+def positive_mean(x: Tensor) -> Tensor:
+    """relu of the mean of the members of each pair, [..., d] -> [..., d/2]."""
+    if torch.compiler.is_compiling():
+        first, second = _halves(x)
+        return ((first + second) * 0.5).relu()
+    return _PositiveMean.apply(x)
+
+
+def squared_length(x: Tensor) -> Tensor:
+    """x_i^2 + x_{i+d/2}^2, [..., d] -> [..., d/2]."""
+    if torch.compiler.is_compiling():
+        first, second = _halves(x)
+        return first.square() + second.square()
+    return _SquaredLength.apply(x)
+
+
+def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    first, second = x.chunk(2, dim=-1)
+    return first, second
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+    """R_p x, or with sign -1 its inverse, R_-p x."""
+    rotated = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    (first, second), (rotated_first, rotated_second) = _halves(x), _halves(rotated)
+    torch.mul(first, cos, out=rotated_first).addcmul_(second, sin, value=-sign)
+    torch.mul(second, cos, out=rotated_second).addcmul_(first, sin, value=sign)
+    return rotated
+
+
+class _Rotation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(x, cos, sin, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turn(grad, cos, sin, -1), None, None
+
+
+class _TimesRotated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(x, cos, sin)
+        return _turn(x, cos, sin, 1).mul_(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """g * (R x) + R^-1 (g * x), which is (2c g1 x1 + s (g2 - g1) x2, 2c g2 x2 + s (g2 - g1) x1)."""
+        x, cos, sin = ctx.saved_tensors
+        result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        (x1, x2), (g1, g2) = _halves(x), _halves(grad)
+        cross, twice = (g2 - g1).mul_(sin), 2 * cos
+        for half, own, of_x, other in zip(_halves(result), (g1, g2), (x1, x2), (x2, x1), strict=True):
+            torch.mul(own, of_x, out=half).mul_(twice).addcmul_(cross, other)
+        return result, None, None
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, to_first: Tensor, to_second: Tensor) -> Tensor:
+        ctx.save_for_backward(to_first, to_second)
+        result = torch.empty((*x.shape[:-1], 2 * x.shape[-1]), dtype=x.dtype, device=x.device)
+        first, second = _halves(result)
+        torch.mul(x, to_first, out=first)
+        torch.mul(x, to_second, out=second)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        to_first, to_second = ctx.saved_tensors
+        first, second = _halves(grad)
+        return (first * to_first).addcmul_(second, to_second), None, None
+
+
+class _PositiveMean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        first, second = _halves(x)
+        mean = (first + second).mul_(0.5).relu_()
+        ctx.save_for_backward(mean)
+        return mean
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (mean,) = ctx.saved_tensors
+        result = torch.empty((*grad.shape[:-1], 2 * grad.shape[-1]), dtype=grad.dtype, device=grad.device)
+        first, second = _halves(result)
+        second.copy_(torch.mul(grad, (mean > 0).to(grad.dtype).mul_(0.5), out=first))
+        return result
+
+
+class _SquaredLength(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        first, second = _halves(x)
+        return first.square().addcmul_(second, second)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        for half, of_x in zip(_halves(result), _halves(x), strict=True):
+            torch.mul(of_x, grad, out=half).mul_(2)
+        return result
+
 
 GAMMA = 0.4
 SCALE_BASE = 512
 
 
 def growth(positions: Tensor, dim: int, centre: float) -> Tensor:
-    """zeta_j^((p - c)/512), zeta_j = (2j/d + gamma)/(1 + gamma): what multiplies a query; a key is divided by it.
+    """xPos's factor on queries, zeta_j^((p - c)/512) with zeta_j = (2j/d + gamma)/(1 + gamma); keys are divided by it.
 
-    float64 `positions` [...] -> [..., dim/2]. A score depends on the difference of two positions alone, so the centre
-    c only keeps the factors of one operand small; uncentred they overflow at 32k.
+    float64 `positions` [...] -> [..., dim/2]. The centre c cancels in the scores; it keeps the factors small, which would
+    overflow at 32k without it.
     """
     pair = torch.arange(dim // 2, dtype=torch.float64, device=positions.device)
     zeta = (2 * pair / dim + GAMMA) / (1 + GAMMA)
@@ -35,10 +195,10 @@ def growth(positions: Tensor, dim: int, centre: float) -> Tensor:
 
 
 def check_range(centre: float, dtype: torch.dtype) -> None:
-    """Check that operands of `dtype`, with room for features of size 100, hold the factors of places 0 to 2 centre.
+    """Check that `dtype` can represent the factors of positions 0 to 2 centre times features of size 100.
 
     Raises:
-        PositionRangeError: they do not; with gamma 0.4 float32 ends near 68,000 tokens, float16 near 5,000.
+        PositionRangeError: it cannot; the limit is near 68,000 tokens in float32 and near 5,000 in float16.
     """
     largest = torch.finfo(dtype).max / 100
     reach = SCALE_BASE * math.log(largest) / math.log((1 + GAMMA) / GAMMA)
@@ -62,13 +222,13 @@ class ScoreForm:
     """One row of the table below.
 
     Attributes:
-        query: q of the rotary block -> Q'; linear in the tables. None where the form turns nothing.
-        kept: k of the rotary block -> what of it the score depends on, before any rotation.
-        key: that -> K'; linear in the tables.
+        query: q of the rotary block -> Q'; linear in the tables. None for non-rotary forms.
+        kept: k of the rotary block -> the values that a cache keeps, before any rotation.
+        key: those -> K'; linear in the tables.
         query_rest: q -> Q' on the dimensions beyond `rotary_pct`.
         key_rest: k -> K' on them.
         kernel: the form's name among the fused kernels, or None.
-        shift_invariant: whether moving all positions by a constant leaves the scores unchanged.
+        shift_invariant: scores depend only on differences of positions.
     """
 
     query: Operand | None = None
@@ -81,21 +241,21 @@ class ScoreForm:
 
     @property
     def rotary(self) -> bool:
-        """Whether the form turns its operands at all."""
+        """True if the form rotates its operands."""
         return self.query is not None
 
     def query_operand(self, q: Tensor, tables: RotaryTables | None, factor: Tensor | None = None) -> Tensor:
         """Q' of q [batch, heads, length, head_dim]; `factor` ([length, 1] or [batch, 1, length, 1]) multiplies the
-        dimensions that the tables, which carry it already, do not reach.
+        features that are not rotated (the tables contain it already).
         """
         if self.query is None or tables is None:
             return q if factor is None else (q.to(factor.dtype) * factor).to(q.dtype)
         block, rest = _split(q, 2 * tables.cos.shape[-1], tables.cos.dtype)
-        turned = self.query(block, tables)
+        rotated = self.query(block, tables)
         if rest.shape[-1]:
             rest = self.query_rest(rest)
-            turned = torch.cat((turned, rest if factor is None else rest * factor), dim=-1)
-        return turned.to(q.dtype)
+            rotated = torch.cat((rotated, rest if factor is None else rest * factor), dim=-1)
+        return rotated.to(q.dtype)
 
     def key_operand(self, k: Tensor, tables: RotaryTables | None) -> Tensor:
         """K' of k [batch, kv_heads, length, head_dim]."""
@@ -105,7 +265,7 @@ class ScoreForm:
         return self._turn_key(self.kept(block), rest, tables).to(k.dtype)
 
     def cached(self, k: Tensor, rotary_dim: int) -> Tensor:
-        """What a cache keeps of k: unrotated, half as wide on the rotary block for CoCA, in k's dtype."""
+        """Cached values of k, unrotated and in its dtype; for CoCA the rotary block has half the width."""
         block, rest = _split(k, rotary_dim, torch.promote_types(k.dtype, torch.float32))
         return torch.cat((self.kept(block), rest), dim=-1).to(k.dtype)
 
@@ -123,8 +283,8 @@ class ScoreForm:
 
     def _turn_key(self, kept: Tensor, rest: Tensor, tables: RotaryTables) -> Tensor:
         assert self.key is not None
-        turned = self.key(kept, tables)
-        return torch.cat((turned, self.key_rest(rest)), dim=-1) if rest.shape[-1] else turned
+        rotated = self.key(kept, tables)
+        return torch.cat((rotated, self.key_rest(rest)), dim=-1) if rest.shape[-1] else rotated
 
 
 def _split(x: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -140,7 +300,7 @@ def _slack_query(q: Tensor, tables: RotaryTables) -> Tensor:
 def coefficients(t: Tensor) -> Tensor:
     """u = relu of the mean of the two members of each rotated pair, [..., d] -> [..., d/2].
 
-    `t` is what the key projection gives, so that the projection keeps a key's shape; the collinear key is (u, u).
+    `t` is the output of the key projection, with the shape of a key; the collinear key is (u, u).
     """
     return positive_mean(t)
 
@@ -187,7 +347,7 @@ LogitScaling = Callable[[Tensor, int], Tensor]
 
 
 def _log_n(positions: Tensor, training_length: int) -> Tensor:
-    """max(1, ln(m + 1)/ln L): nothing changes within the training length (Su 2023, kexue.fm/archives/9708)."""
+    """max(1, ln(m + 1)/ln L): 1 within the training length (Su 2023, kexue.fm/archives/9708)."""
     return _log_n_trained(positions, training_length).clamp(min=1.0)
 
 
@@ -201,4 +361,4 @@ def _log_n_trained(positions: Tensor, training_length: int) -> Tensor:
 LOGIT_SCALINGS: dict[str, LogitScaling | None] = {"none": None, "log_n": _log_n, "log_n_trained": _log_n_trained}
 
 TRAINED_SCALINGS = frozenset({"log_n_trained"})
-"""Scalings that belong to the weights: they cannot be switched on or off at evaluation time."""
+"""Scalings that belong to the weights and cannot be changed at evaluation."""

@@ -1,8 +1,8 @@
 """Rotary frequencies and their extensions beyond the training length.
 
-An extension is a pure function of (rotary dimension d, base, training length L, scaling, present length l): nothing
-is kept between calls, so a short input after a long one sees the short input's frequencies. Notation: theta_j =
-base^(-2j/d), j = 0..d/2-1, s = factor. `clex` is the one extension that is learned and has a module of its own.
+An extension is a pure function of (rotary dimension d, base, training length L, scaling, present length l), without
+state between calls. Notation: theta_j = base^(-2j/d), j = 0..d/2-1, s = factor. `clex`, the only learned extension, has
+its own module.
 """
 
 import math
@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Ramp:
-    """Where the transition lies: `slow` and `fast` turns within L; `truncate` rounds its ends to whole dimensions."""
+    """Transition between `slow` and `fast` rotations within L; `truncate` rounds its ends to integer dimensions."""
 
     slow: float
     fast: float
@@ -56,14 +56,13 @@ def interpolate(theta: Tensor, factor: float, kept: Tensor) -> Tensor:
 
 
 def temperature(factor: float) -> float:
-    """0.1 ln s + 1, and 1 where nothing is stretched (Peng et al. 2023, "YaRN", section 3.4)."""
+    """0.1 ln s + 1 for s > 1, else 1 (Peng et al. 2023, "YaRN", section 3.4)."""
     return 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """Which extension, and its numbers; an extension reads only its own. Names are those of Hugging Face's
-    `rope_scaling` where it has the quantity.
+    """An extension and its parameters, named as in Hugging Face's `rope_scaling`; each extension reads only its own.
 
     Attributes:
         rope_type: a key of EXTENSIONS.
@@ -71,8 +70,8 @@ class Scaling:
         target_length: L' of `dynamic_max`, in tokens.
         beta_fast, beta_slow: rotations within L above which YaRN keeps, and below which it interpolates, a frequency.
         attention_factor: replaces the multiplier that YaRN and LongRoPE compute.
-        ramp: what YaRN's transition is linear in, a key of `yarn.RAMPS`.
-        truncate: whether the ends of the ramp over dimensions are rounded to whole dimensions.
+        ramp: what YaRN's transition is linear in, a key of `RAMPS`.
+        truncate: round the ends of the ramp over dimensions to integers.
         b: exponent of `ntk_mixed`.
         low_freq_factor, high_freq_factor: as beta_slow and beta_fast, for `llama3`.
         short_factor, long_factor: divisors lambda_j of LongRoPE up to L and beyond it, d/2 numbers each.
@@ -116,7 +115,7 @@ class Rotary:
         return EXTENSIONS[self.scaling.rope_type](self, length)
 
     def multiplier(self, length: int) -> float:
-        """What cos and sin are each multiplied by, so that the logits of the rotated block get its square."""
+        """Factor on cos and sin; the logits of the rotated block get its square."""
         multiplier = MULTIPLIERS.get(self.scaling.rope_type)
         if multiplier is None:
             return 1.0
@@ -124,7 +123,7 @@ class Rotary:
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether two lengths can give two tables (then cached rotated keys would be wrong)."""
+        """True if the frequencies depend on the length (then cached rotated keys would be wrong)."""
         return self.scaling.rope_type in LENGTH_DEPENDENT
 
 
@@ -264,7 +263,7 @@ MULTIPLIERS: dict[str, Callable[[Rotary, int], float]] = {
     "dynamic_yarn": lambda rotary, length: temperature(_stretch(rotary, length)),
     "longrope": _longrope_multiplier,
 }
-"""For the extensions that have one; elsewhere it is 1."""
+"""By `rope_type`; 1 for the others."""
 
 
 def _check_target(rotary: Rotary) -> None:

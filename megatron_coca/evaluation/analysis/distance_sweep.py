@@ -206,9 +206,9 @@ class DistanceSweep:
         assert rotary is not None
         last, keys = self.last.double(), self.keys.double()
         relative = torch.zeros_like(keys)  # the positions that the distance map makes of the distances
-        for part in method.parts:
-            mapped = part.query(last, keys[:1]) - part.key(keys, keys[:1])
-            relative = torch.where(self._served(Band(part.low, part.high)), mapped, relative)
+        for band in method.bands:
+            mapped = band.query_positions(last, keys[:1]) - band.key_positions(keys, keys[:1])
+            relative = torch.where(self._served(Band(band.low, band.high)), mapped, relative)
         phases = relative.flip(0)[:, None] * rotary_frequencies(encoding, length).to(keys.device)
         rotations = torch.polar(torch.ones_like(phases), phases).cumsum(-1).abs().sum(-1)
         cosines = phases.cos().cumsum(-1).abs().sum(-1)

@@ -2,7 +2,7 @@
 
 from typing import Literal, get_args
 
-from megatron_coca.config.position import PositionMethod
+from megatron_coca.config.model import PositionMethod
 
 What = Literal["layer forward", "layer forward+backward", "model forward", "model forward+backward", "decode"]
 WHATS: tuple[What, ...] = get_args(What)

@@ -12,8 +12,7 @@ from torch import Tensor
 from megatron_coca.attention.context import PositionContext
 from megatron_coca.attention.inputs import BackendError
 from megatron_coca.attention.layer import SelfAttention
-from megatron_coca.attention.positions.forms import coefficients
-from megatron_coca.attention.rotary import RotaryTables, rotate
+from megatron_coca.attention.positions.forms import RotaryTables, coefficients, rotate
 from megatron_coca.config import Config, ConfigError
 from megatron_coca.evaluation.options import Variant
 from megatron_coca.evaluation.results import EvaluationError, Missing
@@ -72,7 +71,7 @@ def contract(model: nn.Module) -> None:
     """
     for layer in [module for module in model.modules() if isinstance(module, SelfAttention)]:
         method = layer.method
-        if method.name != "coca" or method.rotary_dim != method.head_dim or len(method.parts) > 1:
+        if method.name != "coca" or method.rotary_dim != method.head_dim or len(method.bands) > 1:
             raise BackendError("the contraction computes only pos_emb coca with rotary_pct 1 and without a map")
         layer.method = layer.backend = Contraction(method.scale)  # type: ignore[assignment]
 

@@ -1,4 +1,4 @@
-"""The choice of a backend: made once, when a model is built, and logged with what was passed over and why."""
+"""From configuration to a position method and an attention backend."""
 
 import logging
 from collections.abc import Callable, Iterable
@@ -9,7 +9,103 @@ from megatron_coca.attention.backends.merge import MergeBackend
 from megatron_coca.attention.backends.reference import ReferenceBackend
 from megatron_coca.attention.backends.sdpa import SdpaBackend
 from megatron_coca.attention.backends.triton import TritonBackend
-from megatron_coca.attention.inputs import Backend, BackendError, Band, Needs
+from megatron_coca.attention.inputs import Backend, BackendError, Needs
+from megatron_coca.attention.method import OPERAND_MAKERS, BiasSource, PositionMethod
+from megatron_coca.attention.positions.bias import (
+    AlibiBias,
+    LearnedBuckets,
+    LearnedKerpleLog,
+    LearnedKerplePower,
+    alibi_slopes,
+)
+from megatron_coca.attention.positions.clex import Clex
+from megatron_coca.attention.positions.distance_maps import DISTANCE_MAPS, TRAINING_ONLY, UNMAPPED, Band, MapSettings
+from megatron_coca.attention.positions.forms import LOGIT_SCALINGS, SCORE_FORMS
+from megatron_coca.attention.positions.frequencies import Rotary, Scaling
+from megatron_coca.config import ModelConfig, PositionConfig
+
+LEARNED_MODULES = (LearnedBuckets, LearnedKerpleLog, LearnedKerplePower, Clex)
+"""Learned modules of position methods; each initialises its own parameters."""
+
+BiasChoice = Callable[[PositionConfig, ModelConfig], BiasSource]
+
+
+def _alibi(position: PositionConfig, model: ModelConfig) -> BiasSource:
+    return BiasSource("linear", fixed=AlibiBias(alibi_slopes(model.num_attention_heads)))
+
+
+def _kerple_log(position: PositionConfig, model: ModelConfig) -> BiasSource:
+    return BiasSource("log", by_layer=lambda: LearnedKerpleLog(model.num_attention_heads))
+
+
+def _kerple_power(position: PositionConfig, model: ModelConfig) -> BiasSource:
+    return BiasSource("power", by_layer=lambda: LearnedKerplePower(model.num_attention_heads))
+
+
+def _buckets(position: PositionConfig, model: ModelConfig) -> BiasSource:
+    buckets, furthest = position.rpe_num_buckets, position.rpe_max_distance
+    return BiasSource(
+        "buckets", shared=lambda: LearnedBuckets(model.num_attention_heads, model.head_dim, buckets, furthest)
+    )
+
+
+BIASES: dict[str, BiasChoice] = {
+    "alibi": _alibi,
+    "kerple_log": _kerple_log,
+    "kerple_power": _kerple_power,
+    "rpe": _buckets,
+}
+"""GPT-NeoX learns one T5 table for all layers; KERPLE's authors learn a kernel for each."""
+
+
+def build_method(position: PositionConfig, model: ModelConfig) -> PositionMethod:
+    """The method that the configuration names, for the model's head shape and training length."""
+    form, bands = SCORE_FORMS[position.pos_emb], _bands(position, model.seq_length)
+    evaluated = position.relative_positions is None or position.relative_positions.type not in TRAINING_ONLY
+    return PositionMethod(
+        name=position.pos_emb,
+        form=form,
+        rotary=_rotary(position, model) if form.rotary else None,
+        num_heads=model.num_attention_heads,
+        head_dim=model.head_dim,
+        training_length=model.seq_length,
+        bias=BIASES[position.pos_emb](position, model) if position.pos_emb in BIASES else BiasSource(),
+        clex=_clex(position, model),
+        bands=bands if evaluated else UNMAPPED,
+        trained_bands=bands,
+        logit_scaling=LOGIT_SCALINGS[position.logit_scaling],
+        decay=position.pos_emb == "xpos",
+        operands=OPERAND_MAKERS[position.operand_kernel],
+    )
+
+
+def _rotary_dim(position: PositionConfig, model: ModelConfig) -> int:
+    return int(model.head_dim * position.rotary_pct)
+
+
+def _rotary(position: PositionConfig, model: ModelConfig) -> Rotary:
+    given = position.rope_scaling
+    scaling = Scaling(**given.rules()) if given is not None and given.rope_type != "clex" else Scaling()
+    original = position.original_length(model.seq_length)
+    return Rotary(_rotary_dim(position, model), float(position.rotary_emb_base), original, scaling)
+
+
+def _clex(position: PositionConfig, model: ModelConfig) -> Callable[[], Clex] | None:
+    scaling = position.rope_scaling
+    if scaling is None or scaling.rope_type != "clex":
+        return None
+    dim, base = _rotary_dim(position, model), float(position.rotary_emb_base)
+    original = position.original_length(model.seq_length)
+    return lambda: Clex(dim, base, original, scaling.max_factor, scaling.ode_step)
+
+
+def _bands(position: PositionConfig, training_length: int) -> tuple[Band, ...]:
+    given = position.relative_positions
+    if given is None:
+        return UNMAPPED
+    settings = MapSettings(**given.settings(training_length))
+    return DISTANCE_MAPS[given.type](settings)
+
 
 logger = logging.getLogger(__name__)
 
@@ -22,8 +118,8 @@ BACKENDS: dict[str, Backend] = {
     "reference": ReferenceBackend(),
 }
 AUTOMATIC = ("sdpa", "merge", "flex")
-"""What `auto` may take, in order of preference. `flash` and `triton` are taken only by name, until a measurement shows
-where they are faster; the reference only by name, because it needs O(N^2) memory.
+"""Candidates of `auto` in order of preference; the others are used only by name: `flash` and `triton` because nothing
+has been measured that would prefer them, `reference` because it needs O(N^2) memory.
 """
 
 
@@ -73,14 +169,14 @@ NEEDS: dict[str, Needs] = {
     "`attention_dropout` above 0, with `rerope` and its like": Needs("cuda", bands=(_NEAR, Band(_WINDOW)), dropout=0.1),
     "heads of 60 features, with `rotary` and its like": Needs("cuda", head_dim=60),
 }
-"""What models ask for, by the keys that make them ask: a row of the tables each."""
+"""Rows of the tables: configuration keys and the requirements they lead to."""
 
 CPU_COLUMNS = tuple(name for name in BACKENDS if name not in ("flash", "flex", "triton"))
 
 _INTRODUCTION = """\
 # Attention backends
 
-<!-- Written by `python -m megatron_coca.attention.backends.select > docs/backends.md`; change the code, not this page. -->
+<!-- Written by `python -m megatron_coca.attention.build > docs/backends.md`; change the code, not this page. -->
 
 `attention_backend` names one of these, or `auto`, which takes the first of {automatic} that serves
 the model. A backend that is named and cannot serve is an error with the reason; nothing is replaced silently. A number
@@ -123,13 +219,13 @@ def page() -> str:
 
 
 def refusal(name: str) -> Reason:
-    """What a backend says to needs, whatever is installed on this machine."""
+    """The `supports` of a backend, independent of the libraries installed here."""
     independent: dict[str, Reason] = {"flash": FlashBackend().refuses}
     return independent.get(name, BACKENDS[name].supports)
 
 
 def _table(device_type: str, columns: tuple[str, ...]) -> str:
-    """One row for each of `NEEDS`, and the reasons numbered below."""
+    """One row per entry of `NEEDS`, with numbered reasons below."""
     numbers: dict[str, int] = {}
     rows = [("needed", "auto", *columns), ("---",) * (len(columns) + 2)]
     for label, needs in NEEDS.items():
@@ -142,7 +238,7 @@ def _table(device_type: str, columns: tuple[str, ...]) -> str:
 
 
 def _cell(name: str, reason: str | None, numbers: dict[str, int]) -> str:
-    """ "yes", or the number of the reason, which is a new one where the reason has none yet."""
+    """ "yes", or the number of the reason, new ones at the end."""
     return "yes" if reason is None else str(numbers.setdefault(f"`{name}`: {reason}", len(numbers) + 1))
 
 

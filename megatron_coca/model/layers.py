@@ -1,0 +1,296 @@
+"""Embedding, norms, MLP, transformer block and output head of GPT-NeoX and LLaMA."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_coca.attention.context import PositionContext
+from megatron_coca.attention.inputs import Backend
+from megatron_coca.attention.layer import LayerCache, SelfAttention
+from megatron_coca.attention.method import PositionMethod
+from megatron_coca.attention.positions import PositionRangeError
+from megatron_coca.config import ModelConfig
+
+
+class LearnedPositions(nn.Embedding):
+    """A learned vector per position; positions beyond the table are an error."""
+
+    def forward(self, positions: Tensor, reached: int | None = None) -> Tensor:
+        """[..., hidden_size] for integer positions [...]; `reached` (largest + 1), if known, avoids a device sync.
+
+        Raises:
+            PositionRangeError: a position has no vector.
+        """
+        reached = int(positions.max()) + 1 if reached is None else reached
+        if reached > self.num_embeddings:
+            raise PositionRangeError(
+                f"pos_emb: learned has {self.num_embeddings} positions (max_position_embeddings); "
+                f"position {reached - 1} is beyond them"
+            )
+        return super().forward(positions)
+
+
+class SinusoidalPositions(nn.Module):
+    """sin and cos of position * 10000^(-2j/hidden_size), all sines first (Vaswani et al. 2017, in GPT-NeoX's order)."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.hidden_size = hidden_size
+
+    def forward(self, positions: Tensor, reached: int | None = None) -> Tensor:
+        """[..., hidden_size] float32 for integer positions [...] of any size; phases are taken in float64."""
+        pair = torch.arange(0, self.hidden_size, 2, dtype=torch.float64, device=positions.device)
+        phases = positions.to(torch.float64)[..., None] * 10000.0 ** (-pair / self.hidden_size)
+        return torch.cat((phases.sin(), phases.cos()), dim=-1)[..., : self.hidden_size].float()
+
+
+ABSOLUTE: dict[str, Callable[[ModelConfig], nn.Module]] = {
+    "learned": lambda model: LearnedPositions(model.max_position_embeddings, model.hidden_size),
+    "sinusoidal": lambda model: SinusoidalPositions(model.hidden_size),
+}
+
+
+def absolute(method: PositionMethod, model: ModelConfig) -> nn.Module | None:
+    """The module of absolute positions of this method, or None."""
+    return ABSOLUTE[method.name](model) if method.name in ABSOLUTE else None
+
+
+class Embedding(nn.Module):
+    """input_ids [batch, length] -> [batch, length, hidden_size], in the dtype of the weights."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, dropout: float, positions: nn.Module | None = None) -> None:
+        super().__init__()
+        self.word_embeddings = nn.Embedding(vocab_size, hidden_size)
+        self.position_embeddings, self.dropout = positions, dropout
+
+    def forward(self, input_ids: Tensor, positions: Tensor, reached: int | None = None) -> Tensor:
+        """`positions` [length] or [batch, length]; `reached` is the largest + 1, if known."""
+        x = self.word_embeddings(input_ids)
+        if self.position_embeddings is not None:
+            x = x + self.position_embeddings(positions, reached).to(x.dtype)
+        return F.dropout(x, self.dropout, self.training) if self.dropout else x
+
+
+class ScaleNorm(nn.Module):
+    """g * x / |x| with one learned g (Nguyen and Salazar 2019); x [..., hidden_size], the norm is taken in float32."""
+
+    def __init__(self, hidden_size: int, eps: float) -> None:
+        super().__init__()
+        self.g = nn.Parameter(torch.ones(1))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.g * (x / x.float().norm(dim=-1, keepdim=True).clamp(min=self.eps)).to(x.dtype)
+
+
+NORMS: dict[str, Callable[[ModelConfig], nn.Module]] = {
+    "layernorm": lambda m: nn.LayerNorm(m.hidden_size, m.layernorm_epsilon, bias=m.use_bias_in_norms),
+    "rmsnorm": lambda m: nn.RMSNorm(m.hidden_size, m.rms_norm_epsilon),
+    "scalenorm": lambda m: ScaleNorm(m.hidden_size, m.scalenorm_epsilon),
+    "non_parametric_layernorm": lambda m: nn.LayerNorm(m.hidden_size, m.layernorm_epsilon, elementwise_affine=False),
+}
+
+
+def build_norm(model: ModelConfig) -> nn.Module:
+    """A new norm of the configured kind for hidden states [..., hidden_size]."""
+    return NORMS[model.norm](model)
+
+
+Activation = Callable[[Tensor], Tensor]
+
+PLAIN: dict[str, Activation] = {
+    "gelu": F.gelu,
+    "relu": F.relu,
+    "silu": F.silu,
+    "swish": F.silu,
+    "mish": F.mish,
+    "softsign": F.softsign,
+}
+GATED: dict[str, Activation] = {
+    "swiglu": F.silu,
+    "geglu": F.gelu,
+    "reglu": F.relu,
+    "glu": torch.sigmoid,
+    "bilinear": lambda gate: gate,
+}
+
+TOKENS_AT_ONCE = 8192
+"""Tokens per chunk of the MLP without gradients, which limits the memory of its inner features."""
+
+
+class MLP(nn.Module):
+    """linear2(act(linear1 x)), or linear2(value * act(gate)) with (value | gate) = linear1 x, as GPT-NeoX packs them.
+
+    Hidden states [..., hidden_size] -> the same.
+    """
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.gated = model.activation in GATED
+        self.activation = _activation(model)
+        width = model.ffn_hidden_size
+        self.linear1 = nn.Linear(model.hidden_size, 2 * width if self.gated else width, bias=model.use_bias_in_mlp)
+        self.linear2 = nn.Linear(width, model.hidden_size, bias=model.use_bias_in_mlp)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled() or x.numel() // x.shape[-1] <= TOKENS_AT_ONCE:
+            return self._feed(x)
+        parts = [self._feed(part) for part in x.flatten(0, -2).split(TOKENS_AT_ONCE)]
+        return torch.cat(parts).view(x.shape)
+
+    def _feed(self, x: Tensor) -> Tensor:
+        inner = self.linear1(x)
+        if self.gated:
+            value, gate = inner.chunk(2, dim=-1)
+            return self.linear2(value * self.activation(gate))
+        return self.linear2(self.activation(inner))
+
+
+def _activation(model: ModelConfig) -> Activation:
+    if model.activation == "gelu" and model.bias_gelu_fusion:
+        return partial(F.gelu, approximate="tanh")  # as GPT-NeoX's fused kernel
+    return GATED.get(model.activation) or PLAIN[model.activation]
+
+
+class Block(nn.Module):
+    """Hidden states [batch, length, hidden_size] -> the same.
+
+    Sequential: x += attention(norm1 x); x += mlp(norm2 x). Parallel (`gpt_j_residual`): x + attention(norm1 x) +
+    mlp(norm2 x), with `gpt_j_tied` norm1 in place of norm2.
+    """
+
+    def __init__(self, model: ModelConfig, method: PositionMethod, backend: Backend) -> None:
+        super().__init__()
+        self.parallel, self.tied_norm, self.dropout = model.gpt_j_residual, model.gpt_j_tied, model.hidden_dropout
+        self.input_layernorm = build_norm(model)
+        self.attention = SelfAttention(
+            model.hidden_size,
+            model.num_attention_heads,
+            model.num_kv_heads,
+            method,
+            backend,
+            model.use_bias_in_attn_linear,
+            model.attention_dropout,
+        )
+        if not (self.parallel and self.tied_norm):
+            self.post_attention_layernorm = build_norm(model)
+        self.mlp = MLP(model)
+
+    def forward(
+        self, x: Tensor, context: PositionContext, cache: LayerCache | None = None, last: int | None = None
+    ) -> Tensor:
+        """With `last`, only the hidden states of the last tokens: [batch, last, hidden_size]."""
+        normed = self.input_layernorm(x)
+        attended = self._drop(self.attention(normed, context, cache))
+        if last is not None:
+            x, normed, attended = x[:, -last:], normed[:, -last:], attended[:, -last:]
+        if self.parallel:
+            return x + attended + self._drop(self.mlp(normed if self.tied_norm else self.post_attention_layernorm(x)))
+        x = x + attended
+        return x + self._drop(self.mlp(self.post_attention_layernorm(x)))
+
+    def _drop(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout, self.training) if self.dropout else x
+
+
+IGNORED = -100
+"""Label of tokens without loss, as in PyTorch."""
+
+
+def next_token_loss(logits: Tensor, labels: Tensor, loss_mask: Tensor | None = None) -> Tensor:
+    """Mean cross-entropy in nats per token, float32 or better, of labels [batch, length] and logits [batch, length,
+    vocabulary].
+
+    With `loss_mask`, bool [batch, length], the mean is over the selected labels, as in GPT-NeoX and Megatron; 0 if none
+    is selected.
+    """
+    scores = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
+    if loss_mask is None:
+        return F.cross_entropy(scores, labels.flatten())
+    kept = labels.masked_fill(~loss_mask, IGNORED)
+    total = F.cross_entropy(scores, kept.flatten(), ignore_index=IGNORED, reduction="sum")
+    return total / loss_mask.sum().clamp(min=1)
+
+
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int | None) -> Tensor:
+    """Mean cross-entropy in nats of the logits hidden @ weight^T, computed for `chunk` tokens at a time (None: all).
+
+    `hidden` is [tokens, width], `weight` [vocabulary, width] of the same dtype, `labels` int64 [tokens]; labels of
+    `IGNORED` do not count, and the loss is 0 if all are. Logits have the dtype of `hidden`; softmax, losses, their sum
+    and the sum of the weight's gradient over chunks are in float32 (float64 if `hidden` is).
+    """
+    count = (labels != IGNORED).sum().clamp(min=1)
+    size = min(chunk or len(labels), len(labels))
+    if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
+        return _SummedLoss.apply(hidden, weight, labels, size) / count
+    return sum(losses.sum() for losses, _ in _chunks(hidden, weight, labels, size)) / count
+
+
+def _chunks(hidden: Tensor, weight: Tensor, labels: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Losses [size], 0 for ignored tokens, and log-probabilities [size, vocabulary] of every `size` tokens."""
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    for states, targets in zip(hidden.split(size), labels.split(size), strict=True):
+        logs = F.log_softmax(states @ weight.t(), dim=-1, dtype=wide)
+        yield F.nll_loss(logs, targets, ignore_index=IGNORED, reduction="none"), logs
+
+
+class _SummedLoss(torch.autograd.Function):
+    """The sum of the losses; the forward pass computes both gradients up to a factor."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, size: int) -> Tensor:
+        wide, trained = torch.promote_types(weight.dtype, torch.float32), ctx.needs_input_grad[1]
+        weight_grad = torch.zeros(weight.shape if trained else (0,), dtype=wide, device=weight.device)
+        total, hidden_grads = weight_grad.new_zeros(()), []
+        parts = zip(_chunks(hidden, weight, labels, size), hidden.split(size), labels.split(size), strict=True)
+        for (losses, logs), states, targets in parts:
+            total = total + losses.sum()
+            logit_grad = _gradient(logs, targets).to(hidden.dtype)
+            hidden_grads.append(logit_grad @ weight)
+            if not trained:
+                continue
+            if wide == weight.dtype:
+                weight_grad.addmm_(logit_grad.t(), states)
+            else:
+                weight_grad += logit_grad.t() @ states
+        ctx.dtype = weight.dtype
+        ctx.save_for_backward(torch.cat(hidden_grads), weight_grad)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        hidden_grads, weight_grad = ctx.saved_tensors
+        # In float32 first: a factor such as 1 / count would itself be rounded to half precision.
+        scaled = (hidden_grads.to(weight_grad.dtype) * grad).to(ctx.dtype)
+        return scaled, (weight_grad * grad).to(ctx.dtype) if ctx.needs_input_grad[1] else None, None, None
+
+
+def _gradient(logs: Tensor, targets: Tensor) -> Tensor:
+    """d loss / d logits = softmax - onehot, in place of the log-probabilities; 0 for ignored tokens."""
+    kept = (targets != IGNORED)[:, None]
+    index = targets[:, None].clamp(min=0)
+    target_grad = logs.gather(1, index).expm1()
+    return logs.exp_().scatter_(1, index, target_grad).mul_(kept)
+
+
+class OutputHead(nn.Linear):
+    """An untied output matrix: hidden states [..., width] -> logits [..., vocabulary], or with labels their loss.
+
+    The loss is computed in this module's forward, because ZeRO stage 3 gathers its weights only there.
+    """
+
+    def __init__(self, width: int, vocabulary: int) -> None:
+        super().__init__(width, vocabulary, bias=False)
+
+    def forward(self, hidden: Tensor, labels: Tensor | None = None, chunk: int | None = None) -> Tensor:
+        """Logits, or with `labels` [tokens] and `hidden` [tokens, width] the loss of `linear_cross_entropy`."""
+        if labels is None:
+            return super().forward(hidden)
+        return linear_cross_entropy(hidden, self.weight, labels, chunk)
