@@ -61,7 +61,8 @@ def plain_loop(folder: Path, device: str) -> Scorer:
     """Return a scorer that runs transformers' model window by window, with all logits."""
     from transformers import GPTNeoXForCausalLM  # a development requirement
 
-    model = GPTNeoXForCausalLM.from_pretrained(folder).to(device).eval()
+    model: torch.nn.Module = GPTNeoXForCausalLM.from_pretrained(folder)
+    model = model.to(device).eval()
 
     @torch.no_grad()
     def score(tokens: np.ndarray, window: int, stride: int) -> float:

@@ -184,7 +184,8 @@ def transformers_step(config: Config, device: str, compiled: bool = False) -> Ca
     """
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM  # a development requirement
 
-    model = GPTNeoXForCausalLM(GPTNeoXConfig(**peer_keys(config))).to(device, DTYPES[config.precision.dtype]).train()
+    model: torch.nn.Module = GPTNeoXForCausalLM(GPTNeoXConfig(**peer_keys(config)))
+    model = model.to(device, DTYPES[config.precision.dtype]).train()
     keys = config.optimizer
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=1e-4, betas=keys.betas, eps=keys.eps, weight_decay=keys.weight_decay, fused=True

@@ -226,7 +226,7 @@ def _two_columns(coefficients: Tensor) -> Tensor:
 
 class _FlashAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, plan: Plan, *tensors: Tensor | None) -> Tensor:
+    def forward(ctx: Any, plan: Plan, *tensors: Any) -> Tensor:
         out, lse = forward(Operands(*tensors), plan)
         ctx.plan = plan
         ctx.save_for_backward(*tensors, out, lse)

@@ -265,7 +265,7 @@ class _SummedLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         hidden_grads, weight_grad = ctx.saved_tensors
         # In float32 first: a factor such as 1 / count would itself be rounded to half precision.
         scaled = (hidden_grads.to(weight_grad.dtype) * grad).to(ctx.dtype)
