@@ -349,7 +349,7 @@ class Analysis:
         return f"{title}\n\n{format_table(header, rows)}\n"
 
 
-def analyse_variants(args: Namespace) -> int:
+def run(args: Namespace) -> int:
     """Runs the subcommand; returns the exit status."""
     if len(set(args.lengths)) != len(args.lengths) or min(args.lengths) < 2:
         raise EvaluationError(f"--lengths {','.join(map(str, args.lengths))}: name lengths of at least 2, each once")

@@ -248,7 +248,7 @@ def cache_bytes(built: Built) -> int:
     return bytes_per_token(built.model.method, model.num_kv_heads, model.num_layers, dtype)
 
 
-def measure_speed(args: Namespace) -> int:
+def run(args: Namespace) -> int:
     """Runs the subcommand; returns the exit status."""
     if args.output is not None:
         check_writable(args.output)
