@@ -47,7 +47,6 @@ TASKS = {
 
 
 def build_parser() -> ArgumentParser:
-    """Return the parser of all tasks and their options."""
     parser = ArgumentParser(prog="evaluate.py", description="Evaluate a checkpoint of a run or of Hugging Face.")
     subparsers = parser.add_subparsers(dest="task", required=True)
     for name, task in TASKS.items():

@@ -48,7 +48,6 @@ class SubjectOptions:
     overwrite: bool
 
     def output_of(self, task: str, label: str) -> Path | None:
-        """Result file of one variant: `output` itself if it names a JSON file."""
         if self.output is None or self.output.suffix == ".json":
             return self.output
         return self.output / f"{task}_{slug(label)}.json"
@@ -94,7 +93,6 @@ def int_list(text: str) -> list[int]:
 
 
 def percent_list(text: str) -> list[int]:
-    """Sorted, without duplicates."""
     parts = text.split(",")
     if not all(part.strip().isdecimal() and int(part) <= 100 for part in parts):
         raise ArgumentTypeError(f"{text!r} is not a list of whole percents, 0 to 100")
@@ -109,8 +107,6 @@ def task_names(text: str) -> tuple[str, ...]:
 
 
 def names_of(known: Sequence[str]) -> Callable[[str], list[str]]:
-    """Return the type of an option that lists some of the `known` names."""
-
     def parse(text: str) -> list[str]:
         names = [name.strip() for name in text.split(",")]
         if unknown := [name for name in names if name not in known]:
@@ -145,7 +141,6 @@ def plot_text(label: str) -> str:
 
 
 def dynamic_length_text(name: str) -> str:
-    """Describe a choice of `--dynamic-length` for the console and for reports."""
     return f"dynamic length {name}: in generation an extension that depends on the length sees {DYNAMIC_LENGTHS[name]}"
 
 
@@ -359,7 +354,6 @@ def read_variants(args: Namespace) -> tuple[Variant, ...]:
 
 
 def full_label(label: str | None, variant: str) -> str:
-    """Join the model's `--label` and the name of its variant."""
     return " ".join(filter(None, [label, variant]))
 
 

@@ -71,8 +71,6 @@ class PerplexityProtocol(Record):
 
 
 class PerplexityResult(Result):
-    """Perplexity by window size."""
-
     task: Literal["perplexity"] = "perplexity"
     protocol: PerplexityProtocol
     documents: DocumentsRecord
@@ -89,7 +87,7 @@ def run(args: Namespace) -> int:
     remedy = f"lower --tokens-per-batch (it is {args.tokens_per_batch}, one window at least) or use --dtype bfloat16"
 
     def empty(header: Header) -> PerplexityResult:
-        return PerplexityResult(**header.fields(), protocol=protocol, documents=record, results=[], missing=[])
+        return PerplexityResult(**vars(header), protocol=protocol, documents=record, results=[], missing=[])
 
     for subject, store in evaluation.variants(empty, console_table):
         for window in sorted(args.windows):

@@ -109,13 +109,11 @@ class Cost(Record):
 
     @classmethod
     def of(cls, at: str, meter: "Meter", tokens: int) -> "Cost":
-        """Return the cost of a cell with `tokens` tokens that `meter` measured."""
         speed = tokens / max(meter.seconds, 1e-9)
         peak = meter.peak_memory_bytes
         return cls(at=at, seconds=meter.seconds, tokens=tokens, tokens_per_second=speed, peak_memory_bytes=peak)
 
     def plus(self, other: "Cost") -> "Cost":
-        """Return the cost of two parts of one cell."""
         seconds, tokens = self.seconds + other.seconds, self.tokens + other.tokens
         peaks = [cost.peak_memory_bytes for cost in (self, other) if cost.peak_memory_bytes is not None]
         return Cost(
@@ -128,8 +126,6 @@ class Cost(Record):
 
 
 class Costs(Record):
-    """The file NAME.cost.json."""
-
     label: str
     task: str
     device: str
@@ -179,7 +175,6 @@ def read_record(path: Path, kind: type[RecordType], what: str) -> RecordType:
 
 
 def cost_path(path: Path) -> Path:
-    """Return the cost file of a result file."""
     return path.with_name(path.name.removesuffix(".json") + SUFFIX)
 
 
@@ -243,7 +238,6 @@ def resident_memory(field: str = "VmRSS") -> int | None:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Return whether `error` means that the device's memory is exhausted."""
     import torch
 
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
@@ -279,7 +273,6 @@ class Store(Generic[ResultType]):
         self.write()
 
     def get(self, key: tuple[Any, ...]) -> Any:
-        """Return the cell with this key, or None."""
         return next((cell for cell in self.result.results if cell.key == key), None)
 
     def has(self, key: tuple[Any, ...]) -> bool:
@@ -298,7 +291,6 @@ class Store(Generic[ResultType]):
         self.write()
 
     def miss(self, missing: Missing) -> None:
-        """Note what could not be measured and write the file."""
         self.noted.append(missing)
         others = [other for other in self.result.missing if other.at != missing.at]
         ordered = sorted([*others, missing], key=lambda cell: (len(cell.at), cell.at))

@@ -46,10 +46,6 @@ class Header:
     tokenizer: str | None
     environment: EnvironmentRecord
 
-    def fields(self) -> dict[str, Any]:
-        """Return keyword arguments for `SomeResult(**header.fields(), protocol=..., results=[], missing=[])`."""
-        return vars(self)
-
 
 @dataclass(frozen=True)
 class Refused:
@@ -105,7 +101,6 @@ class EvaluatedCheckpoint:
         return self.tokenizer
 
     def subjects(self) -> Iterator[Subject | Refused]:
-        """Load one variant after another."""
         device = resolve_device(self.options.device)
         if device == "cpu":
             keep_freed_memory()
@@ -147,7 +142,6 @@ class EvaluatedCheckpoint:
 
 
 def trained_with(trained: Config) -> dict[str, Any]:
-    """Return `CheckpointRecord.trained_with` for a configuration."""
     values = trained.flat()
     choices = {key: values[key] for key in TRAINED_CHOICES if values[key] not in (None, "none")}
     base = trained.position.rotary_emb_base
@@ -163,7 +157,6 @@ def changed_keys(trained: Config, used: Config) -> dict[str, Any]:
 
 
 def backend_name(model: GPT) -> str:
-    """Return the name of a model's attention backend."""
     backend = next(module.backend for module in model.modules() if isinstance(module, SelfAttention))
     return next(name for name, known in BACKENDS.items() if known is backend)
 
@@ -215,15 +208,6 @@ class Evaluation:
             for missing in store.noted:
                 self.status = 2
                 print(f"evaluate.py: {header.label}: {missing.at}: {missing.kind}: {missing.reason}", file=sys.stderr)
-
-
-def run_subjects(args: Namespace, task: str, begin: Callable[[EvaluatedCheckpoint], Any]) -> int:
-    """Measure every variant with `begin(source)`, which has `empty`, `measure` and `table`; returns the exit status."""
-    evaluation = Evaluation(args, task)
-    measurement = begin(evaluation.source)
-    for subject, store in evaluation.variants(measurement.empty, measurement.table):
-        measurement.measure(subject, store)
-    return evaluation.status
 
 
 @contextmanager

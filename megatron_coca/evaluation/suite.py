@@ -63,7 +63,6 @@ class SuiteFile(StrictRecord):
     @field_validator("checkpoints", mode="before")
     @classmethod
     def _paths(cls, given: Any) -> Any:
-        """Accept a path in place of an entry."""
         if not isinstance(given, Mapping):
             return given
         return {name: {"path": entry} if isinstance(entry, str) else entry or {} for name, entry in given.items()}
@@ -140,7 +139,6 @@ def with_checkpoints(suite: SuiteFile, paths: Mapping[str, str]) -> SuiteFile:
 
 
 def training_lengths(suite: SuiteFile) -> tuple[dict[str, int], dict[str, str]]:
-    """Return the training length of each usable checkpoint, and the error of each other one, by name."""
     lengths, problems = {}, {}
     for name, entry in suite.checkpoints.items():
         try:
@@ -267,7 +265,6 @@ def run_to_its_end(command: Sequence[str]) -> int:
 
 
 def describe_exit(status: int) -> str:
-    """Return an exit status in words."""
     if status >= 0:
         return f"ended with status {status}"
     name = signal.Signals(-status).name

@@ -28,18 +28,15 @@ ROTATED_FORMS = ("rotary", "xpos", *COCA_FORMS)
 
 
 def share(holds: np.ndarray, among: np.ndarray | None = None) -> Share:
-    """The share of True in `holds`, or in those of its elements where `among` is True."""
     taken = holds if among is None else holds[among]
     return float(taken.mean()) if taken.size else None
 
 
 def mean(values: np.ndarray) -> float | None:
-    """The mean of all values, None if there are none."""
     return float(values.mean(dtype=np.float64)) if values.size else None
 
 
 def quantiles(values: np.ndarray) -> Quantiles:
-    """The values at `QUANTILES`, linear between the samples."""
     return np.quantile(values.astype(np.float64), QUANTILES).tolist() if values.size else None
 
 
@@ -192,7 +189,6 @@ class DistanceSweep:
         return SweptScores(scores, visible, *bounds)
 
     def _served(self, band: Band) -> Tensor:
-        """Whether the band holds each key, [keys]."""
         distance = self.last - self.keys
         inside = distance >= band.low
         inside = inside if band.high is None else inside & (distance < band.high)

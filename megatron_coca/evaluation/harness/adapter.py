@@ -197,7 +197,6 @@ class HarnessModel(TemplateLM):
         return Generation(tuple(ids[-room:]), new_tokens, stops)
 
     def _continue(self, batch: Sequence[Generation]) -> list[str]:
-        """Generate for prompts of one length with the same settings."""
         tokenizer, stops = self.document_tokenizer, batch[0].stops
         window = max((len(stop.encode()) for stop in stops), default=0) + 4
 

@@ -112,7 +112,6 @@ class HarnessTask:
 
 
 def seed_global_states(seed: int) -> None:
-    """Seed what task files draw from while they prepare documents and prompts."""
     random.seed(seed)
     np.random.seed(seed)
 
@@ -232,7 +231,6 @@ def reason(error: BaseException) -> str:
 
 
 def fingerprints(loaded: dict[str, Any]) -> dict[str, Fingerprint]:
-    """Return the fingerprint of every loaded task and group whose requests are built, by name."""
     tasks = {name: _task_fingerprint(task) for name, task in loaded["tasks"].items()}
     groups = {name: _group_fingerprint(group, tasks) for name, group in loaded.get("groups", {}).items()}
     return tasks | groups

@@ -46,7 +46,7 @@ def run(args: Namespace) -> int:
             dynamic_length=args.dynamic_length,
             **options,
         )
-        return HarnessResult(**header.fields(), protocol=protocol, results=[], missing=[])
+        return HarnessResult(**vars(header), protocol=protocol, results=[], missing=[])
 
     remedy = "lower --tokens-per-batch or --max-length, or use --dtype bfloat16"
     for subject, store in evaluation.variants(empty, console_table):
@@ -78,7 +78,6 @@ def _is_needed(task: "HarnessTask", store: Store[HarnessResult], overwrite: bool
 
 
 def _measure(task: "HarnessTask", subject: Subject, store: Store[HarnessResult]) -> None:
-    """Run a task, or a group with its tasks, and store a cell for each."""
     from megatron_coca.evaluation.harness.adapter import HarnessModel
     from megatron_coca.evaluation.harness.loading import fingerprints
 

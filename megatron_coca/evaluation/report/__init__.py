@@ -19,7 +19,6 @@ from megatron_coca.evaluation.results import EvaluationError, check_writable, wr
 
 
 def run(args: Namespace) -> int:
-    """Write the report and print the tables of our results."""
     print(build_report(args.results, args.output, args.title, args.papers))
     print(f"\n{args.output / 'report.html'} is written, with report.md, report.json and the plots beside it.")
     return 0

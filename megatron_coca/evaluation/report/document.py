@@ -63,14 +63,11 @@ class Table:
         return {note: number for number, note in enumerate(dict.fromkeys(notes), 1)}
 
     def bodies(self) -> list[tuple[str, list[TableRow]]]:
-        """Consecutive rows of one source, with the source."""
         return [(published, list(rows)) for published, rows in groupby(self.rows, lambda row: row.published)]
 
 
 @dataclass(frozen=True)
 class ReportBlock:
-    """Comparable results: figures and tables, and how they were measured."""
-
     text: tuple[str, ...] = ()
     figures: tuple[Figure, ...] = ()
     tables: tuple[Table, ...] = ()
@@ -89,18 +86,14 @@ class Section:
 
 @dataclass(frozen=True)
 class ReportDocument:
-    """The whole report."""
-
     title: str
     summary: str
     sections: tuple[Section, ...] = ()
 
     def tables(self) -> Iterator[Table]:
-        """All tables in order."""
         return (table for section in self.sections for block in section.blocks for table in block.tables)
 
     def figures(self) -> Iterator[Figure]:
-        """All figures in order."""
         return (figure for section in self.sections for block in section.blocks for figure in block.figures)
 
 

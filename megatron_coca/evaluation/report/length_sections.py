@@ -61,7 +61,6 @@ def interrupted(series: Series, cell: WindowResult) -> str:
 
 
 def complete_windows(series: Series) -> list[WindowResult]:
-    """The windows of which all documents are scored."""
     return [cell for cell in series.cells.values() if not interrupted(series, cell)]
 
 
@@ -121,7 +120,6 @@ REPEATED = (
 
 
 def has_map(group: ResultGroup) -> bool:
-    """Whether a model of the group is used with a relative-position map."""
     methods = [method_key(series.header) for series in group.series]
     return any(method is not None and method.positions != "none" for method in methods)
 
@@ -144,7 +142,6 @@ def map_block(group: ResultGroup, name: str, papers: bool) -> ReportBlock:
 
 
 def retrieval_text(protocol: RetrievalProtocol, cell: str) -> str:
-    """How a retrieval task was measured."""
     seen = dynamic_length_text(protocol.dynamic_length)
     return f"Protocol: {protocol.text}; {protocol.cases} cases a {cell}, seed {protocol.seed}; {seen}."
 
@@ -157,13 +154,11 @@ def tally_cell(tally: Tally | None) -> TableCell:
 
 
 def tally_curve(label: str, tallies: dict[int, Any]) -> Curve:
-    """Accuracies by length with their intervals."""
     y, low, high = (tuple(getattr(tally, end) for tally in tallies.values()) for end in ("accuracy", "low", "high"))
     return Curve(label, tuple(tallies), y, low, high)
 
 
 def passkey_cell(series: Series, length: int, tally: Callable[[Any], Tally | None] = lambda cell: cell) -> TableCell:
-    """The accuracy of a series at a length, or of the cases of its cell that `tally` selects."""
     cell = series.cells.get((length,))
     return tally_cell(tally(cell)) if cell is not None else missing_cell(series.why(f"length {length}"))
 
@@ -250,7 +245,6 @@ def needle_block(group: ResultGroup, name: str, papers: bool) -> ReportBlock:
 
 
 def needle_cell(series: Series, length: int, depth: int) -> TableCell:
-    """The accuracy of a series at a length and depth."""
     cell = series.cells.get((length, depth))
     if cell is not None:
         return number_cell(cell.accuracy)

@@ -152,16 +152,13 @@ class ResultGroup:
 
     @property
     def heading(self) -> str:
-        """The heading above the results of this group; empty if it is the only one."""
         return f"Results with {self.differs}" if self.differs else ""
 
     @property
     def measured(self) -> list[Series]:
-        """The series that have a cell at all."""
         return [series for series in self.series if series.cells]
 
     def cell_keys(self) -> list[Any]:
-        """The keys of all cells, sorted."""
         return sorted({key for series in self.series for key in series.cells})
 
     def lengths(self) -> list[int]:
@@ -171,7 +168,6 @@ class ResultGroup:
         return sorted(measured | {int(match[1]) for match in missing if match})
 
     def training_lengths(self) -> set[int]:
-        """The training lengths of all models."""
         return {series.header.checkpoint.seq_length for series in self.series}
 
 

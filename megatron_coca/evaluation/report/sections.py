@@ -56,14 +56,12 @@ ScoreKey = tuple[str, str, str]
 
 
 def find_score(series: Series, key: ScoreKey) -> Score | None:
-    """The score of a series, None if it was not measured."""
     cell = series.cells.get(key[:1])
     scores: Sequence[Score] = cell.scores if cell is not None else []
     return next((score for score in scores if (score.metric, score.filter) == key[1:]), None)
 
 
 def score_cell(series: Series, key: ScoreKey, scale: float = 1.0, digits: int = 3) -> TableCell:
-    """A score, multiplied by `scale`, with its standard error."""
     score = find_score(series, key)
     if score is None:
         return missing_cell(series.why(f"task {key[0]}"))
@@ -72,7 +70,6 @@ def score_cell(series: Series, key: ScoreKey, scale: float = 1.0, digits: int = 
 
 
 def accuracy_cell(series: Series, task: str) -> TableCell:
-    """The accuracy of a task in percent."""
     return score_cell(series, (task, "acc", "none"), scale=100, digits=2)
 
 
@@ -111,7 +108,6 @@ def harness_block(group: ResultGroup, name: str, papers: bool) -> ReportBlock:
 
 
 def score_keys(group: ResultGroup) -> list[ScoreKey]:
-    """The keys of all scores, and one for each missing task that no series has."""
     cells = [cell for series in group.series for cell in series.cells.values()]
     keys = [(cell.task, score.metric, score.filter) for cell in cells for score in cell.scores]
     missing = [at.removeprefix("task ") for series in group.series for at in series.missing if at.startswith("task ")]
@@ -218,7 +214,6 @@ def speed_cell(cell: SpeedCell) -> TableCell:
 
 
 def why_not_timed(result: SpeedResult, what: str, method: str, length: int) -> Missing:
-    """The reason why a method has no cell."""
     known = {missing.at: missing for missing in result.missing}
     for at in (f"{what}, length {length}, {method}", method, "all"):
         if at in known:
@@ -261,13 +256,11 @@ SMALLEST_GROWTH = 1024**2
 
 
 def rate_cell(cost: Cost, on_cpu: bool) -> TableCell:
-    """Tokens per second."""
     rate = cost.tokens_per_second
     return number_cell(rate, ",.0f" if rate >= 10 else ".1f")
 
 
 def memory_cell(cost: Cost, on_cpu: bool) -> TableCell:
-    """Peak memory."""
     if cost.peak_memory_bytes is None:
         return TableCell("–", note="the device does not count it")
     if on_cpu and cost.peak_memory_bytes < SMALLEST_GROWTH:

@@ -27,14 +27,12 @@ def listed(texts: Iterable[str]) -> str:
 
 
 def checkpoint_text(result: Result) -> str:
-    """Folder, step and the first digits of the weights' identity."""
     checkpoint = result.checkpoint
     step = f", step {checkpoint.step}" if checkpoint.step is not None else ""
     return f"{checkpoint.path}{step} (weights {checkpoint.identity[:HASH_DIGITS]})"
 
 
 def environment_text(result: Result) -> str:
-    """dtype, backend and device."""
     environment = result.environment
     return f"{environment.dtype}, {environment.backend or 'no backend'}, {environment.device}"
 
@@ -58,7 +56,6 @@ def origin_text(group: ResultGroup) -> str:
 
 
 def series_origin_text(series: Series) -> str:
-    """The same of one series."""
     header = series.header
     return f"Checkpoint: {checkpoint_text(header)}. {data_text(header)}Computed with {environment_text(header)}."
 
@@ -69,7 +66,6 @@ def number_cell(value: float, format_spec: str = ".2f", scale: float = 1.0, deta
 
 
 def missing_cell(missing: Missing) -> TableCell:
-    """A cell that was not measured, with the reason."""
     return TableCell(MISSING_TEXT[missing.kind], note=missing.reason, absent=True)
 
 
@@ -90,7 +86,6 @@ def mark_best(rows: Sequence[TableRow], lowest: bool | Sequence[bool]) -> list[T
 
 
 def length_header(lengths: Iterable[int], trained: set[int]) -> tuple[str, ...]:
-    """Column heads; training lengths have an asterisk."""
     return tuple(f"{length}*" if length in trained else str(length) for length in lengths)
 
 
@@ -146,12 +141,10 @@ def matching_tables(group: ResultGroup, metric: str) -> tuple[list[PublishedTabl
 
 
 def published_lengths(tables: Iterable[PublishedTable]) -> list[int]:
-    """The lengths among the columns of the tables."""
     return [column for table in tables for column in table.columns if isinstance(column, int)]
 
 
 def source_text(table: PublishedTable) -> str:
-    """The note on a published table whose rows stand in one of ours."""
     return f"{table.name}: {table.setting}; {THEIRS}."
 
 

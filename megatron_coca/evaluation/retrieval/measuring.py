@@ -53,14 +53,13 @@ class Unit(NamedTuple):
 
 
 def passkey(args: Namespace) -> int:
-    """Measure every variant at every length; returns the exit status."""
     evaluation = Evaluation(args, "passkey")
     protocol = RetrievalProtocol(**_protocol_fields(args, PASSKEY_PROTOCOL, FILLER_BLOCKS))
     task = passkey_task(args.answer_stub)
     units = [Unit(f"length {length}", length, {(length,): task}) for length in sorted(set(args.lengths))]
 
     def empty(header: Header) -> PasskeyResult:
-        return PasskeyResult(**header.fields(), protocol=protocol, results=[], missing=[])
+        return PasskeyResult(**vars(header), protocol=protocol, results=[], missing=[])
 
     def cell(key: tuple[Any, ...], cases: list[CaseRecord], subject: Subject) -> Cell:
         return passkey_cell(key[0], cases, subject.training_length)
@@ -69,7 +68,6 @@ def passkey(args: Namespace) -> int:
 
 
 def needle(args: Namespace) -> int:
-    """Measure every variant at every length and depth; returns the exit status."""
     evaluation = Evaluation(args, "needle")
     haystack = load_haystack(args.haystack, Path(evaluation.source.opened.trained.data.data_root))
     protocol = NeedleProtocol(**_protocol_fields(args, NEEDLE_PROTOCOL, haystack), depths=args.depths)
@@ -80,7 +78,7 @@ def needle(args: Namespace) -> int:
     ]
 
     def empty(header: Header) -> NeedleResult:
-        return NeedleResult(**header.fields(), protocol=protocol, results=[], missing=[])
+        return NeedleResult(**vars(header), protocol=protocol, results=[], missing=[])
 
     return _measure(
         evaluation, args, units, empty, lambda key, cases, _: needle_cell(key[0], key[1], cases), needle_table
@@ -88,7 +86,6 @@ def needle(args: Namespace) -> int:
 
 
 def ruler(args: Namespace) -> int:
-    """Measure every variant at every length with every task; returns the exit status."""
     evaluation = Evaluation(args, "ruler")
     haystack = load_haystack(args.haystack, Path(evaluation.source.opened.trained.data.data_root))
     protocol = RetrievalProtocol(**_protocol_fields(args, RULER_PROTOCOL, haystack))
@@ -100,7 +97,7 @@ def ruler(args: Namespace) -> int:
     ]
 
     def empty(header: Header) -> RulerResult:
-        return RulerResult(**header.fields(), protocol=protocol, results=[], missing=[])
+        return RulerResult(**vars(header), protocol=protocol, results=[], missing=[])
 
     return _measure(
         evaluation, args, units, empty, lambda key, cases, _: ruler_cell(key[0], key[1], cases), ruler_table

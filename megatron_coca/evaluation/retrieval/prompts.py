@@ -199,7 +199,6 @@ class HaystackDraft:
     _sums: list[int] = field(default_factory=lambda: [0])
 
     def build(self, units: int) -> Text:
-        """Facts are in the order of the text."""
         placed = sorted(self.hidden, key=lambda hidden: hidden.gap(units))
         cuts = [0, *(hidden.gap(units) for hidden in placed), units]
         blocks = [self._block(start, end) for start, end in pairwise(cuts)]
@@ -218,7 +217,6 @@ class HaystackDraft:
         return Text(f"{text}\n{self.question}", tuple(facts))
 
     def predict(self, units: int) -> int:
-        """Sum the costs of the sentences."""
         if not self.haystack.restarts:
             return self._sum(units)
         cuts = [0, *sorted(hidden.gap(units) for hidden in self.hidden), units]
@@ -239,8 +237,6 @@ class HaystackDraft:
 
 
 class Fitted(NamedTuple):
-    """A prompt that fits, its token ids and its number of units."""
-
     text: Text
     ids: list[int]
     units: int

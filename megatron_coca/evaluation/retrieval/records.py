@@ -22,15 +22,11 @@ class Tally(Record):
 
 
 class FactRecord(Record):
-    """Position of requested information in a prompt."""
-
     depth: float  # fraction of the filler units before it, 0 .. 1
     distance: int  # tokens from its first mention to the end of the prompt, both included
 
 
 class CaseRecord(Record):
-    """One prompt and the model's answer."""
-
     number: int
     tokens: int  # of the prompt
     facts: list[FactRecord]  # in the order of the text; none if the answer is a property of the whole text
@@ -67,8 +63,6 @@ class PasskeyCell(ScoredCell):
 
 
 class NeedleCell(ScoredCell):
-    """One length and depth of the needle."""
-
     depth: int  # percent of the filler units before the needle
 
     @property
@@ -77,8 +71,6 @@ class NeedleCell(ScoredCell):
 
 
 class RulerCell(ScoredCell):
-    """One task and length."""
-
     task: str
 
     @property
@@ -87,8 +79,6 @@ class RulerCell(ScoredCell):
 
 
 class HaystackRecord(Record):
-    """The filler text."""
-
     name: str
     sentences: int  # 1 for the passkey's filler: its five sentences are one unit
     sha256: str  # of the sentences, each with a line feed
@@ -112,24 +102,18 @@ class NeedleProtocol(RetrievalProtocol):
 
 
 class PasskeyResult(Result):
-    """Passkey retrieval by length."""
-
     task: Literal["passkey"] = "passkey"
     protocol: RetrievalProtocol
     results: list[PasskeyCell]
 
 
 class NeedleResult(Result):
-    """A needle in a haystack by length and depth."""
-
     task: Literal["needle"] = "needle"
     protocol: NeedleProtocol
     results: list[NeedleCell]
 
 
 class RulerResult(Result):
-    """RULER-style tasks by name and length."""
-
     task: Literal["ruler"] = "ruler"
     protocol: RetrievalProtocol
     results: list[RulerCell]
@@ -151,7 +135,6 @@ def wilson_interval(fraction: float, count: int) -> tuple[float, float]:
 
 
 def tally_fields(scores: Sequence[float]) -> dict[str, Any]:
-    """Return the fields of the tally of at least one score between 0 and 1."""
     accuracy = math.fsum(scores) / len(scores)
     low, high = wilson_interval(accuracy, len(scores))
     correct = sum(score == 1 for score in scores)
@@ -159,7 +142,6 @@ def tally_fields(scores: Sequence[float]) -> dict[str, Any]:
 
 
 def tally(scores: Sequence[float]) -> Tally | None:
-    """Return the tally of scores between 0 and 1; None without scores."""
     return Tally(**tally_fields(scores)) if scores else None
 
 
@@ -190,8 +172,6 @@ def ruler_cell(task: str, length: int, cases: Sequence[CaseRecord]) -> RulerCell
 
 
 def passkey_table(result: PasskeyResult) -> str:
-    """Return one row per length: accuracy, its interval, and its parts by distance."""
-
     def shown(part: Tally | None) -> str:
         return "-" if part is None else f"{part.accuracy:.2f} ({part.count})"
 
@@ -212,14 +192,12 @@ def passkey_table(result: PasskeyResult) -> str:
 
 
 def needle_table(result: NeedleResult) -> str:
-    """Return depths as rows and lengths as columns."""
     title = f"{result.label}: needle in {result.protocol.haystack.name}, {result.protocol.cases} cases each"
     accuracy = {(f"{cell.depth}%", cell.length): cell.accuracy for cell in result.results}
     return _length_table(result, title, "depth", [f"{depth}%" for depth in result.protocol.depths], accuracy)
 
 
 def ruler_table(result: RulerResult) -> str:
-    """Return tasks as rows and lengths as columns."""
     title = f"{result.label}: RULER-style tasks, {result.protocol.cases} cases each"
     accuracy = {(cell.task, cell.length): cell.accuracy for cell in result.results}
     return _length_table(result, title, "task", sorted({cell.task for cell in result.results}), accuracy)

@@ -95,14 +95,12 @@ def compounds(random: Random, count: int) -> list[str]:
 
 
 def variables(random: Random, count: int) -> list[str]:
-    """Draw that many different names of four capital letters."""
     letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
     numbers = random.sample(range(26**4), count)
     return ["".join(letters[number // 26**place % 26] for place in range(4)) for number in numbers]
 
 
 def random_number(random: Random, digits: int) -> str:
-    """Draw a number of that many digits, the first not 0, uniformly."""
     return str(random.randrange(10 ** (digits - 1), 10**digits))
 
 
@@ -119,7 +117,6 @@ def first_run(answer: str, digits: int) -> str | None:
 
 
 def passkey_score(answer: str, expected: Sequence[str]) -> float:
-    """Return 1 if the first run of five digits is the key, else 0."""
     return float(first_run(answer, 5) == expected[0])
 
 
@@ -155,7 +152,6 @@ class RetrievalTask:
         return cases
 
     def score(self, answer: str, case: Case) -> float:
-        """Score the generated text between 0 and 1."""
         return self.score_answer(answer, case.expected)
 
 
@@ -184,8 +180,6 @@ def in_haystack(puzzle: Callable[[Random, int], Puzzle], haystack: Haystack, ans
 
 
 def passkey(answer_stub: bool = False) -> RetrievalTask:
-    """Return the passkey task; see `PASSKEY_PROTOCOL`."""
-
     def puzzle(random: Random, length: int) -> Puzzle:
         key = random_number(random, 5)
         hidden = Hidden(inner_gap(random.random()), f"The passkey is {key}. Remember it. {key} is the passkey.", key)
@@ -227,7 +221,6 @@ def hidden_code(random: Random, name: str, code: str, is_asked: bool = True) -> 
 
 
 def multi_key(random: Random, length: int) -> Puzzle:
-    """One of several codes is asked for."""
     names = compounds(random, 1 + within(length // 128, 1, 32))
     codes = distinct_numbers(random, 7, len(names))
     hidden = [hidden_code(random, name, code, name == names[0]) for name, code in zip(names, codes, strict=True)]
@@ -236,7 +229,6 @@ def multi_key(random: Random, length: int) -> Puzzle:
 
 
 def multi_value(random: Random, length: int) -> Puzzle:
-    """All codes of one thing are asked for."""
     (name,) = compounds(random, 1)
     codes = distinct_numbers(random, 7, within(length // 128, 2, 4))
     hidden = [hidden_code(random, name, code) for code in codes]
@@ -244,7 +236,6 @@ def multi_value(random: Random, length: int) -> Puzzle:
 
 
 def multi_query(random: Random, length: int) -> Puzzle:
-    """The codes of several things are asked for at once."""
     names = compounds(random, within(length // 128, 2, 4))
     codes = distinct_numbers(random, 7, len(names))
     hidden = [hidden_code(random, name, code) for name, code in zip(names, codes, strict=True)]
@@ -332,7 +323,6 @@ class WordList:
         return Text(f"{description}\n{', '.join(words)}\n{self.question}")
 
     def predict(self, units: int) -> int:
-        """Sum the costs of the words."""
         while len(self._sums) <= units:
             word = self.others[len(self._sums) - 1]
             self._sums.append(self._sums[-1] + self.times.others * self.costs(f"{word},"))

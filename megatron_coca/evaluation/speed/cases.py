@@ -54,11 +54,9 @@ class Contraction:
     def prepare(
         self, q: Tensor, k: Tensor, v: Tensor, frame: PositionContext, *rest: Any
     ) -> tuple[Tensor, Tensor, Tensor, PositionContext]:
-        """The operands as the projections give them."""
         return q, k, v, frame
 
     def attend(self, operands: tuple[Tensor, Tensor, Tensor, PositionContext]) -> Tensor:
-        """The output of the layer's heads."""
         q, t, v, frame = operands
         tables = frame.segments[0]
         assert tables.query is not None and tables.key is not None
@@ -106,12 +104,10 @@ class Built:
 
     @property
     def label(self) -> str:
-        """The label of the case."""
         return self.case.label
 
 
 def refusal(label: str, error: Exception) -> Missing:
-    """The entry of a method that cannot be measured with this shape."""
     return Missing(at=label, kind="refused", reason=str(error))
 
 

@@ -50,8 +50,6 @@ class Ratio(Record):
 
 
 class SpeedCell(Cell):
-    """One method at one length."""
-
     what: What
     length: int  # tokens of a row; in `decode` the tokens in the cache
     method: str
@@ -71,16 +69,12 @@ class SpeedCell(Cell):
 
 
 class MachineRecord(Record):
-    """The machine, beside the device."""
-
     processor: str
     threads: int
     versions: dict[str, str]
 
 
 class ShapeRecord(Record):
-    """The shape of the models."""
-
     layers: int
     hidden_size: int
     heads: int
@@ -89,8 +83,6 @@ class ShapeRecord(Record):
 
 
 class SpeedProtocol(Record):
-    """The protocol of the measurement."""
-
     text: str
     rounds: int
     batch: int  # rows
@@ -98,8 +90,6 @@ class SpeedProtocol(Record):
 
 
 class SpeedResult(Result):
-    """Times by kind of work, length and method."""
-
     task: Literal["speed"] = "speed"
     protocol: SpeedProtocol
     machine: MachineRecord
@@ -122,7 +112,6 @@ ROWS: dict[str, Callable[[SpeedCell], str]] = {
 
 
 def tables(result: SpeedResult) -> str:
-    """Markdown: for each kind of work a table of all methods by length."""
     shown = []
     for what in WHATS:
         cells = {(cell.method, cell.length): cell for cell in result.results if cell.what == what}
@@ -173,7 +162,6 @@ def interleaved(calls: Mapping[Key, Callable[[], object]], rounds: int, device: 
 
 
 def quartiles(values: list[float]) -> tuple[float, float, float]:
-    """First quartile, median, third quartile."""
     if len(values) == 1:
         return (values[0],) * 3
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -181,7 +169,6 @@ def quartiles(values: list[float]) -> tuple[float, float, float]:
 
 
 def ratio(own: list[float], other: list[float], against: str) -> Ratio:
-    """The ratio of times, taken round by round."""
     low, middle, high = quartiles([mine / theirs for mine, theirs in zip(own, other, strict=True)])
     return Ratio(against=against, median=middle, low=low, high=high)
 
@@ -242,14 +229,12 @@ def measure(
 
 
 def cache_bytes(built: Built) -> int:
-    """Bytes of the cache for one token, all layers."""
     model = built.case.config.model
     dtype = first_layer(built.model).dense.weight.dtype
     return bytes_per_token(built.model.method, model.num_kv_heads, model.num_layers, dtype)
 
 
 def run(args: Namespace) -> int:
-    """Runs the subcommand; returns the exit status."""
     if args.output is not None:
         check_writable(args.output)
         if args.output.exists() and not args.overwrite:
@@ -292,7 +277,6 @@ def run(args: Namespace) -> int:
 
 
 def empty_result(args: Namespace, config: Config, built: Sequence[Built], device: str) -> SpeedResult:
-    """The result file before anything is measured."""
     place, model = torch.device(device), config.model
     shape = ShapeRecord(
         layers=model.num_layers,

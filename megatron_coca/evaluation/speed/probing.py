@@ -39,7 +39,6 @@ class Workload:
 
 
 def first_layer(model: GPT) -> SelfAttention:
-    """The attention of the first block."""
     return next(module for module in model.modules() if isinstance(module, SelfAttention))
 
 
@@ -187,7 +186,6 @@ class Probe:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that can still be allocated."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     lines = Path("/proc/meminfo").read_text().splitlines()
