@@ -275,9 +275,6 @@ class Store(Generic[ResultType]):
     def get(self, key: tuple[Any, ...]) -> Any:
         return next((cell for cell in self.result.results if cell.key == key), None)
 
-    def has(self, key: tuple[Any, ...]) -> bool:
-        return self.get(key) is not None
-
     def put(self, cell: Cell, cost: Cost | None = None) -> None:
         """Add or replace a cell and write the files. A cost clears what was missing at its place."""
         others = [other for other in self.result.results if other.key != cell.key]

@@ -20,17 +20,9 @@ from megatron_coca.checkpoints.weights import DTYPES
 from megatron_coca.config import Config, ConfigError, PositionConfig
 from megatron_coca.config.position import ROTATED_METHODS
 from megatron_coca.data import Tokenizer
+from megatron_coca.evaluation import results
 from megatron_coca.evaluation.options import SubjectOptions, Variant, resolve_device, subject_options
-from megatron_coca.evaluation.results import (
-    CheckpointRecord,
-    EnvironmentRecord,
-    EvaluationError,
-    Missing,
-    ResultType,
-    Store,
-    check_writable,
-    out_of_memory,
-)
+from megatron_coca.evaluation.results import CheckpointRecord, EvaluationError, Missing, ResultType, Store
 from megatron_coca.model import GPT, keep_freed_memory
 
 logger = logging.getLogger(__name__)
@@ -44,7 +36,7 @@ class Header:
     checkpoint: CheckpointRecord
     overrides: dict[str, Any]
     tokenizer: str | None
-    environment: EnvironmentRecord
+    environment: results.EnvironmentRecord
 
 
 @dataclass(frozen=True)
@@ -131,7 +123,7 @@ class EvaluatedCheckpoint:
             pos_emb=config.position.pos_emb,  # overrides may correct what a Hugging Face folder does not record
             trained_with=trained_with(trained),
         )
-        environment = EnvironmentRecord(
+        environment = results.EnvironmentRecord(
             dtype=self.options.dtype,
             backend=backend,
             device=torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else device,
@@ -186,7 +178,7 @@ class Evaluation:
         resolve_device(self.options.device)
         for variant in self.options.variants:
             if (output := self.options.output_of(task, variant.label)) is not None:
-                check_writable(output)
+                results.check_writable(output)
         self.source = open_source(self.options)
 
     def variants(
@@ -220,7 +212,7 @@ def noting_missing(store: Store[Any], at: str, remedy: str) -> Iterator[None]:
     except PositionRangeError as error:
         store.miss(Missing(at=at, kind="refused", reason=str(error)))
     except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error):
+        if not results.out_of_memory(error):
             raise
         device = store.result.environment.device
         store.miss(Missing(at=at, kind="out of memory", reason=f"the memory of {device} does not suffice; {remedy}"))

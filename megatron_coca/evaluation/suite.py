@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator
 
 from megatron_coca.checkpoints import CheckpointError, open_checkpoint
 from megatron_coca.config import ConfigError
 from megatron_coca.evaluation.cli import MEASUREMENTS
 from megatron_coca.evaluation.options import full_label, resolve_device, slug
 from megatron_coca.evaluation.report import build_report
-from megatron_coca.evaluation.results import EvaluationError, check_writable, write_atomically
+from megatron_coca.evaluation.results import EvaluationError, Record, check_writable, write_atomically
 from megatron_coca.safe_yaml import YamlFault, read_yaml
 
 MULTIPLES = re.compile(r"\d+L(,\d+L)*")
@@ -33,23 +33,15 @@ ANY = "any"
 """The name in a suite's `checkpoints` whose settings apply to any checkpoint of the command line."""
 
 
-class StrictRecord(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-def _one_variant() -> dict[str, list[str] | None]:
-    return {"": None}
-
-
-class CheckpointEntry(StrictRecord):
+class CheckpointEntry(Record):
     """A checkpoint: overrides for all variants, and variants by their name with their changes."""
 
     path: str | None = None
     set: list[str] = Field(default_factory=list)
-    variants: dict[str, list[str] | None] = Field(default_factory=_one_variant)
+    variants: dict[str, list[str] | None] = Field(default_factory=lambda: {"": None})
 
 
-class SuiteFile(StrictRecord):
+class SuiteFile(Record):
     """A suite: `tasks` are subcommands with their options, named as on the command line.
 
     A task that runs in several ways has an entry for each, with another word after the subcommand: "perplexity",

@@ -16,29 +16,9 @@ from torch import Tensor
 from megatron_coca.attention.inputs import AttentionInputs
 from megatron_coca.attention.layer import SelfAttention
 from megatron_coca.attention.method import PositionMethod
-from megatron_coca.evaluation.analysis.distance_sweep import (
-    QUANTILES,
-    ROTATED_FORMS,
-    DistanceSweep,
-    SweptScores,
-    initial_angles,
-    mean,
-    quantiles,
-    rotary_frequencies,
-    share,
-    summarise_angles,
-    summarise_borders,
-)
-from megatron_coca.evaluation.analysis.records import (
-    AnalysisProtocol,
-    AnalysisResult,
-    Curve,
-    Decay,
-    Entropy,
-    LengthAnalysis,
-    Share,
-    draw_files,
-)
+from megatron_coca.evaluation.analysis import distance_sweep, records
+from megatron_coca.evaluation.analysis.distance_sweep import DistanceSweep, SweptScores
+from megatron_coca.evaluation.analysis.records import AnalysisResult, Curve, Decay, Entropy, LengthAnalysis, Share
 from megatron_coca.evaluation.documents import read_subject_documents
 from megatron_coca.evaluation.results import Cost, EvaluationError, measured
 from megatron_coca.evaluation.subject import Evaluation, Header, noting_missing
@@ -194,8 +174,8 @@ def analyse(model: GPT, documents: Sequence[np.ndarray], length: int, sampling: 
         scores.append(by_distance)
         q, k = q[0][:, m], k[0][:, n]
         k = k.repeat_interleave(q.shape[0] // k.shape[0], dim=0)
-        if model.method.name in ROTATED_FORMS:
-            angles.append(initial_angles(model.method, q, k).float().cpu().numpy())
+        if model.method.name in distance_sweep.ROTATED_FORMS:
+            angles.append(distance_sweep.initial_angles(model.method, q, k).float().cpu().numpy())
         q, k = (x[:, : sampling.queries].transpose(0, 1) for x in (q, k))
         chunk = max(1, SWEPT_AT_ONCE // (q.shape[1] * q.shape[2] * len(distances)))
         for queries, keys in zip(q.split(chunk), k.split(chunk), strict=True):
@@ -210,9 +190,9 @@ def analyse(model: GPT, documents: Sequence[np.ndarray], length: int, sampling: 
     summary, borders = None, None
     if angles:
         theta = np.stack([np.concatenate(angles[layer::layers], axis=1) for layer in range(layers)])
-        frequencies = rotary_frequencies(model.positions, length).numpy()
-        summary = summarise_angles(theta)
-        borders = summarise_borders(theta, frequencies, model.method.training_length, length)
+        frequencies = distance_sweep.rotary_frequencies(model.positions, length).numpy()
+        summary = distance_sweep.summarise_angles(theta)
+        borders = distance_sweep.summarise_borders(theta, frequencies, model.method.training_length, length)
     values = np.stack(entropies).reshape(-1, layers, *entropies[0].shape)  # [documents, layers, heads, positions]
     entropy = Entropy(
         positions=positions.tolist(),
@@ -239,9 +219,9 @@ def summarise_decay(distances: list[int], sampled: list[list[np.ndarray]], swept
 
     def curve(samples: list[np.ndarray]) -> Curve:
         return Curve(
-            mean=[mean(values) for values in samples],
-            mean_abs=[mean(np.abs(values)) for values in samples],
-            quantiles_abs=[quantiles(np.abs(values)) for values in samples],
+            mean=[distance_sweep.mean(values) for values in samples],
+            mean_abs=[distance_sweep.mean(np.abs(values)) for values in samples],
+            quantiles_abs=[distance_sweep.quantiles(np.abs(values)) for values in samples],
             pairs=[values.size for values in samples],
         )
 
@@ -252,12 +232,14 @@ def summarise_decay(distances: list[int], sampled: list[list[np.ndarray]], swept
             return None, None
         bounds = joined(known)
         above = np.abs(scores) > bounds * (1 + ROUNDING)
-        return bounds.mean(axis=0).tolist(), [share(above[:, at]) if visible[at] else None for at in indices]
+        return bounds.mean(axis=0).tolist(), [
+            distance_sweep.share(above[:, at]) if visible[at] else None for at in indices
+        ]
 
     indices = range(len(distances))
     scores, visible = joined([part.scores for part in swept]), swept[0].visible.numpy()
     falls = scores[:, 1:] < scores[:, :-1]
-    falling = [share(falls[:, at]) if visible[at] and visible[at + 1] else None for at in indices[:-1]]
+    falling = [distance_sweep.share(falls[:, at]) if visible[at] and visible[at + 1] else None for at in indices[:-1]]
     known = [value for value in falling if value is not None]
     bound_rope, above_rope = bound([part.bound_rope for part in swept])
     bound_coca, above_coca = bound([part.bound_coca for part in swept])
@@ -291,7 +273,7 @@ def run(args: Namespace) -> int:
     evaluation = Evaluation(args, "analyse")
     documents = read_subject_documents(args, evaluation.source, max(args.lengths))
     sampling = Sampling(args.pairs, args.queries, args.seed)
-    protocol = AnalysisProtocol(text=PROTOCOL, quantiles=list(QUANTILES), **vars(sampling))
+    protocol = records.AnalysisProtocol(text=PROTOCOL, quantiles=list(distance_sweep.QUANTILES), **vars(sampling))
     record = documents.record()
 
     def empty(header: Header) -> AnalysisResult:
@@ -307,7 +289,7 @@ def run(args: Namespace) -> int:
                     cell = analyse(subject.model, documents.arrays, length, sampling)
                 store.put(cell, Cost.of(at, meter, length * len(documents.arrays)))
         if store.path is not None and store.result.results:
-            draw_files(store.result, store.path)
+            records.draw_files(store.result, store.path)
     return evaluation.status
 
 

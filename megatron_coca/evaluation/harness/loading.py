@@ -35,25 +35,15 @@ ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 @dataclass(frozen=True)
 class Selection:
-    """The options of the harness.
+    """The options of the harness."""
 
-    Attributes:
-        names: tasks, groups or tags.
-        include: folders of more task files, which take precedence over the harness's own.
-        data: folder of the documents of the tasks in `tasks/`, or None.
-        num_fewshot: examples before each document, None for a task's own number; a task with 0 in its file keeps 0.
-        limit: documents of each task at most, None for all.
-        seed: of the choice of examples.
-        bootstrap_iterations: samples for standard errors without a formula.
-    """
-
-    names: tuple[str, ...]
-    include: tuple[Path, ...] = ()
-    data: Path | None = None
-    num_fewshot: int | None = None
-    limit: int | None = None
-    seed: int = 1234
-    bootstrap_iterations: int = 1000
+    names: tuple[str, ...]  # tasks, groups or tags
+    include: tuple[Path, ...] = ()  # folders of more task files, which take precedence over the harness's own
+    data: Path | None = None  # folder of the documents of the tasks in `tasks/`
+    num_fewshot: int | None = None  # None for a task's own number; a task with 0 in its file keeps 0
+    limit: int | None = None  # documents of each task at most, None for all
+    seed: int = 1234  # of the choice of examples
+    bootstrap_iterations: int = 1000  # samples for standard errors without a formula
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ def _is_needed(task: "HarnessTask", store: Store[HarnessResult], overwrite: bool
             f"{store.path}: holds another measurement ({'; '.join(changes)}); name another --output, or replace it "
             "with --overwrite"
         )
-    return bool(changes) or not store.has((task.name,))
+    return bool(changes) or store.get((task.name,)) is None
 
 
 def _measure(task: "HarnessTask", subject: Subject, store: Store[HarnessResult]) -> None:
@@ -116,7 +116,7 @@ def _note_fault(store: Store[HarnessResult], name: str, error: Exception) -> Non
 
     logger.debug("task %s", name, exc_info=error)
     missing = Missing(at=f"task {name}", kind="failed", reason=reason(error))
-    if store.has((name,)):
+    if store.get((name,)) is not None:
         store.noted.append(missing)  # the file keeps its scores, but the exit status tells
     else:
         store.miss(missing)

@@ -99,6 +99,12 @@ class Curve:
     like: int | None = None
 
 
+def interval_curve(label: str, cells: Mapping[int, Any], middle: str = "accuracy") -> Curve:
+    """The numbers `middle` of cells by length, with their intervals `low` .. `high`."""
+    y, low, high = (tuple(getattr(cell, name) for cell in cells.values()) for name in (middle, "low", "high"))
+    return Curve(label, tuple(cells), y, low, high)
+
+
 @dataclass(frozen=True)
 class Panel:
     """One pair of axes with its curves; `marks` are named vertical lines at values of x, `level` a horizontal one."""

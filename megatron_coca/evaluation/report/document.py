@@ -174,15 +174,9 @@ class Report(Record):
 
 def table_record(table: Table) -> dict[str, Any]:
     """A table as it is in report.json: every cell with its text, value, small print and note."""
-    rows = [
-        {
-            "name": row.name,
-            "published": row.published,
-            "cells": [
-                {"text": cell.text, "value": cell.value, "detail": cell.detail, "note": cell.note} for cell in row.cells
-            ],
-        }
-        for row in table.rows
-    ]
+    fields = ("text", "value", "detail", "note")
+    cells = [[{name: getattr(cell, name) for name in fields} for cell in row.cells] for row in table.rows]
+    heads = [{"name": row.name, "published": row.published} for row in table.rows]
+    rows = [{**head, "cells": own} for head, own in zip(heads, cells, strict=True)]
     columns = table.header[1:]
     return {"name": table.name, "caption": table.caption, "columns": columns, "rows": rows, "notes": table.notes}

@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_coca.evaluation.report.charts import Curve, Figure, Panel, height, panels
-from megatron_coca.evaluation.report.document import EMPTY, Table, TableCell, TableRow
+from megatron_coca.evaluation.report.document import EMPTY, ReportBlock, Table, TableCell, TableRow
 from megatron_coca.evaluation.report.published import TABLES, PublishedTable, method_key
-from megatron_coca.evaluation.report.reading import ResultGroup, Series
+from megatron_coca.evaluation.report.reading import Comparable, LoadedResult, ResultGroup, Series, group_results
 from megatron_coca.evaluation.results import Missing, Result
 
 HASH_DIGITS = 12
@@ -17,6 +17,29 @@ MAX_LISTED = 4
 MISSING_TEXT = {"refused": "refused", "out of memory": "OOM", "not run": "not run", "failed": "failed"}
 """How a table names the kind of a missing cell."""
 THEIRS = "numbers of another model and other data than ours, for orientation"
+
+
+Builder = Callable[[Sequence[LoadedResult], bool], list[ReportBlock]]
+"""Makes the blocks of a section out of results, with published numbers or without; none leaves the section out."""
+BlockFunction = Callable[[ResultGroup, str, bool], ReportBlock]
+
+
+def grouped(
+    name: str, comparable: Comparable, applies: Callable[[ResultGroup], bool] = lambda group: True
+) -> Callable[[BlockFunction], Builder]:
+    """Decorate a function of one group: called with each group of comparable results, named `name`-1 and so on."""
+
+    def decorate(block: BlockFunction) -> Builder:
+        def build(loaded: Sequence[LoadedResult], papers: bool) -> list[ReportBlock]:
+            groups = filter(applies, group_results(loaded, comparable))
+            return [
+                replace(block(group, f"{name}-{index}", papers), heading=group.heading)
+                for index, group in enumerate(groups, 1)
+            ]
+
+        return build
+
+    return decorate
 
 
 def listed(texts: Iterable[str]) -> str:

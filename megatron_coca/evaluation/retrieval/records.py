@@ -119,6 +119,9 @@ class RulerResult(Result):
     results: list[RulerCell]
 
 
+RetrievalResult = PasskeyResult | NeedleResult | RulerResult
+
+
 def wilson_interval(fraction: float, count: int) -> tuple[float, float]:
     """Return the 95% interval of a fraction of `count` trials (Wilson 1927); within 0 .. 1, and not empty at either end.
 
@@ -145,6 +148,16 @@ def tally(scores: Sequence[float]) -> Tally | None:
     return Tally(**tally_fields(scores)) if scores else None
 
 
+def make_cell(task: str, key: tuple[Any, ...], cases: Sequence[CaseRecord], training_length: int) -> ScoredCell:
+    """Return the cell with this key of `evaluate.py TASK`."""
+    fields = tally_fields([case.score for case in cases]) | {"cases": list(cases)}
+    if task == "needle":
+        return NeedleCell(**fields, length=key[0], depth=key[1])
+    if task == "ruler":
+        return RulerCell(**fields, length=key[1], task=key[0])
+    return passkey_cell(key[0], cases, training_length)
+
+
 def passkey_cell(length: int, cases: Sequence[CaseRecord], training_length: int) -> PasskeyCell:
     """Tally all cases, those within and beyond the training length, and those of each quarter of the length."""
     scored = [(max(fact.distance for fact in case.facts), case.score) for case in cases]
@@ -163,57 +176,36 @@ def passkey_cell(length: int, cases: Sequence[CaseRecord], training_length: int)
     )
 
 
-def needle_cell(length: int, depth: int, cases: Sequence[CaseRecord]) -> NeedleCell:
-    return NeedleCell(**tally_fields([case.score for case in cases]), length=length, cases=list(cases), depth=depth)
-
-
-def ruler_cell(task: str, length: int, cases: Sequence[CaseRecord]) -> RulerCell:
-    return RulerCell(**tally_fields([case.score for case in cases]), length=length, cases=list(cases), task=task)
-
-
-def passkey_table(result: PasskeyResult) -> str:
-    def shown(part: Tally | None) -> str:
-        return "-" if part is None else f"{part.accuracy:.2f} ({part.count})"
-
-    rows = []
-    for cell in result.results:
-        tokens = sorted({case.tokens for case in cell.cases})  # prompts have whole blocks of filler
-        span = str(tokens[0]) if len(tokens) == 1 else f"{tokens[0]}-{tokens[-1]}"
-        parts = [cell.inside, cell.beyond, *(quarter.tally for quarter in cell.ranges)]
-        interval = f"{cell.low:.2f}-{cell.high:.2f}"
-        rows.append([str(cell.length), span, f"{cell.accuracy:.2f}", interval, *map(shown, parts)])
-    quarters = [f"quarter {number}" for number in range(1, 5)]
-    names = ["length", "prompt tokens", "accuracy", "95% interval", "inside", "beyond", *quarters]
-    trained = result.checkpoint.seq_length
-    note = f"inside, beyond: the training length of {trained}; quarters: of the length, by distance from the end"
-    seen = dynamic_length_text(result.protocol.dynamic_length)
-    title = f"{result.label}: passkey, {result.protocol.cases} cases"
-    return f"{title}\n\n{format_table(names, rows)}\n\n{note}\n{seen}\n"
-
-
-def needle_table(result: NeedleResult) -> str:
-    title = f"{result.label}: needle in {result.protocol.haystack.name}, {result.protocol.cases} cases each"
-    accuracy = {(f"{cell.depth}%", cell.length): cell.accuracy for cell in result.results}
-    return _length_table(result, title, "depth", [f"{depth}%" for depth in result.protocol.depths], accuracy)
-
-
-def ruler_table(result: RulerResult) -> str:
-    title = f"{result.label}: RULER-style tasks, {result.protocol.cases} cases each"
-    accuracy = {(cell.task, cell.length): cell.accuracy for cell in result.results}
-    return _length_table(result, title, "task", sorted({cell.task for cell in result.results}), accuracy)
-
-
-def _length_table(
-    result: NeedleResult | RulerResult,
-    title: str,
-    corner: str,
-    names: Sequence[str],
-    accuracy: dict[tuple[str, int], float],
-) -> str:
+def console_table(result: RetrievalResult) -> str:
+    """Return lengths as rows for passkeys, and as columns for needles by depth and RULER by task."""
+    protocol, seen = result.protocol, dynamic_length_text(result.protocol.dynamic_length)
+    if isinstance(result, PasskeyResult):
+        quarters = [f"quarter {number}" for number in range(1, 5)]
+        header = ["length", "prompt tokens", "accuracy", "95% interval", "inside", "beyond", *quarters]
+        rows = [passkey_row(cell) for cell in result.results]
+        title = f"{result.label}: passkey, {protocol.cases} cases"
+        trained = result.checkpoint.seq_length
+        note = f"inside, beyond: the training length of {trained}; quarters: of the length, by distance from the end"
+        return f"{title}\n\n{format_table(header, rows)}\n\n{note}\n{seen}\n"
+    if isinstance(result, NeedleResult):
+        title, corner = f"{result.label}: needle in {protocol.haystack.name}, {protocol.cases} cases each", "depth"
+        accuracy = {(f"{cell.depth}%", cell.length): cell.accuracy for cell in result.results}
+        names = [f"{depth}%" for depth in result.protocol.depths]
+    else:
+        title, corner = f"{result.label}: RULER-style tasks, {protocol.cases} cases each", "task"
+        accuracy = {(cell.task, cell.length): cell.accuracy for cell in result.results}
+        names = sorted({cell.task for cell in result.results})
     lengths = sorted({length for _, length in accuracy})
     rows = [
         [name, *(f"{accuracy[name, length]:.2f}" if (name, length) in accuracy else "-" for length in lengths)]
         for name in names
     ]
-    seen = dynamic_length_text(result.protocol.dynamic_length)
     return f"{title}\n\n{format_table([corner, *map(str, lengths)], rows)}\n\n{seen}\n"
+
+
+def passkey_row(cell: PasskeyCell) -> list[str]:
+    tokens = sorted({case.tokens for case in cell.cases})  # prompts have whole blocks of filler
+    span = str(tokens[0]) if len(tokens) == 1 else f"{tokens[0]}-{tokens[-1]}"
+    tallies = [cell.inside, cell.beyond, *(quarter.tally for quarter in cell.ranges)]
+    shown = ["-" if part is None else f"{part.accuracy:.2f} ({part.count})" for part in tallies]
+    return [str(cell.length), span, f"{cell.accuracy:.2f}", f"{cell.low:.2f}-{cell.high:.2f}", *shown]

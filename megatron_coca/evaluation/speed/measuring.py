@@ -21,18 +21,9 @@ from megatron_coca.checkpoints import open_checkpoint
 from megatron_coca.checkpoints.native import code_versions
 from megatron_coca.checkpoints.weights import DTYPES
 from megatron_coca.config import Config, load_config
+from megatron_coca.evaluation import results
 from megatron_coca.evaluation.options import read_variants, resolve_device
-from megatron_coca.evaluation.results import (
-    Cell,
-    CheckpointRecord,
-    EnvironmentRecord,
-    EvaluationError,
-    Missing,
-    Record,
-    Result,
-    Store,
-    check_writable,
-)
+from megatron_coca.evaluation.results import Cell, Missing, Record, Result, Store
 from megatron_coca.evaluation.speed import WHATS, WHOLE_SEQUENCES, What
 from megatron_coca.evaluation.speed.cases import EINSUM, Built, build_all, choose
 from megatron_coca.evaluation.speed.probing import WORKLOADS, Plan, Probe, first_layer, probe, probe_in_subprocess
@@ -96,14 +87,14 @@ class SpeedResult(Result):
     results: list[SpeedCell]
 
 
-def _ratio_text(ratio: Ratio | None) -> str:
+def ratio_text(ratio: Ratio | None) -> str:
     return "-" if ratio is None else f"{ratio.median:.2f} ({ratio.low:.2f}-{ratio.high:.2f})"
 
 
 ROWS: dict[str, Callable[[SpeedCell], str]] = {
     "ms": lambda cell: f"{1000 * cell.seconds:.2f}",
-    "to RoPE": lambda cell: _ratio_text(cell.to_rope),
-    "to contraction": lambda cell: _ratio_text(cell.to_contraction),
+    "to RoPE": lambda cell: ratio_text(cell.to_rope),
+    "to contraction": lambda cell: ratio_text(cell.to_contraction),
     "tokens/s": lambda cell: f"{cell.tokens_per_second:.0f}",
     "MiB": lambda cell: "-" if cell.peak_memory_bytes is None else f"{cell.peak_memory_bytes / 2**20:.0f}",
     "cache bytes/token": lambda cell: "-" if cell.cache_bytes_per_token is None else str(cell.cache_bytes_per_token),
@@ -211,6 +202,8 @@ def measure(
                     ratio(times[item.label], times[others[0]], others[0]) if others else None
                     for others in (ropes if item.backend == EINSUM else same, contractions)
                 )
+                shape, dtype = item.case.config.model, first_layer(item.model).dense.weight.dtype
+                cache = bytes_per_token(item.model.method, shape.num_kv_heads, shape.num_layers, dtype)
                 cell = SpeedCell(
                     what=what,
                     length=length,
@@ -223,22 +216,16 @@ def measure(
                     to_rope=to_rope,
                     to_contraction=to_contraction,
                     peak_memory_bytes=peaks[item.label],
-                    cache_bytes_per_token=cache_bytes(item) if what == "decode" else None,
+                    cache_bytes_per_token=cache if what == "decode" else None,
                 )
                 store.put(cell)
 
 
-def cache_bytes(built: Built) -> int:
-    model = built.case.config.model
-    dtype = first_layer(built.model).dense.weight.dtype
-    return bytes_per_token(built.model.method, model.num_kv_heads, model.num_layers, dtype)
-
-
 def run(args: Namespace) -> int:
     if args.output is not None:
-        check_writable(args.output)
+        results.check_writable(args.output)
         if args.output.exists() and not args.overwrite:
-            raise EvaluationError(
+            raise results.EvaluationError(
                 f"{args.output}: exists; times of two runs do not mix, name another --output or --overwrite it"
             )
     device = resolve_device(args.device)
@@ -252,7 +239,7 @@ def run(args: Namespace) -> int:
     built, refused_later = build_all(cases, device, DTYPES[args.dtype])
     refused += refused_later
     if not built:
-        raise EvaluationError(f"no method can be measured: {'; '.join(missing.reason for missing in refused)}")
+        raise results.EvaluationError(f"no method can be measured: {'; '.join(missing.reason for missing in refused)}")
     whats = WHATS if args.what is None else tuple(args.what)
     plan = Plan(whats, tuple(args.lengths), args.batch_size, args.rounds, args.budget_seconds)
 
@@ -278,6 +265,9 @@ def run(args: Namespace) -> int:
 
 def empty_result(args: Namespace, config: Config, built: Sequence[Built], device: str) -> SpeedResult:
     place, model = torch.device(device), config.model
+    cpuinfo = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").is_file() else []
+    processors = (line.partition(":")[2].strip() for line in cpuinfo if line.startswith("model name"))
+    processor = next(processors, platform.machine())
     shape = ShapeRecord(
         layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -287,7 +277,7 @@ def empty_result(args: Namespace, config: Config, built: Sequence[Built], device
     )
     return SpeedResult(
         label=args.label or (Path(args.checkpoint).resolve().name if args.checkpoint else args.config[-1].stem),
-        checkpoint=CheckpointRecord(
+        checkpoint=results.CheckpointRecord(
             path=args.checkpoint or " ".join(map(str, args.config)),
             identity=f"random weights, seed {config.seed}",
             step=None,
@@ -296,24 +286,14 @@ def empty_result(args: Namespace, config: Config, built: Sequence[Built], device
         ),
         overrides={"set": list(args.overrides)} if args.overrides else {},
         tokenizer=None,
-        environment=EnvironmentRecord(
+        environment=results.EnvironmentRecord(
             dtype=args.dtype,
             backend=config.position.attention_backend,
             device=torch.cuda.get_device_name(place) if place.type == "cuda" else str(place),
             torch=torch.__version__,
         ),
         protocol=SpeedProtocol(text=PROTOCOL, rounds=args.rounds, batch=args.batch_size, shape=shape),
-        machine=MachineRecord(processor=processor(), threads=torch.get_num_threads(), versions=code_versions()),
+        machine=MachineRecord(processor=processor, threads=torch.get_num_threads(), versions=code_versions()),
         results=[],
         missing=[],
     )
-
-
-def processor() -> str:
-    """The name of the CPU, or its architecture where the system does not tell."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.machine()
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.machine())
