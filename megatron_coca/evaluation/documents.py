@@ -64,9 +64,7 @@ class Documents:
 
 
 class DocumentSource(NamedTuple):
-    """A shard by its prefix, or one text file."""
-
-    path: str
+    path: str  # of a text file, or a shard's prefix
     is_shard: bool
 
 

@@ -135,16 +135,12 @@ def rotary_frequencies(encoding: PositionEncoding, length: int) -> Tensor:
 class SweptScores:
     """Scores of pairs of tokens at all distances of a sweep, on the CPU.
 
-    Attributes:
-        scores: [pairs, heads, distances] float64, of the rotated features where there are any, else of all.
-        visible: [distances] bool, whether the method shows a key at that distance at all.
-        bound_rope, bound_coca: [pairs, heads, distances], or None where the score is not a sum over rotated pairs of
-            fixed amplitudes.
+    The bounds are None where the score is not a sum over rotated pairs of fixed amplitudes.
     """
 
-    scores: Tensor
-    visible: Tensor
-    bound_rope: Tensor | None = None
+    scores: Tensor  # [pairs, heads, distances] float64, of the rotated features where there are any, else of all
+    visible: Tensor  # [distances] bool, whether the method shows a key at that distance at all
+    bound_rope: Tensor | None = None  # [pairs, heads, distances]
     bound_coca: Tensor | None = None
 
 

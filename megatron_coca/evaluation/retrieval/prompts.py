@@ -49,36 +49,25 @@ class Fact(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """One prompt and its answer.
+    """One prompt and its answer."""
 
-    Attributes:
-        number: index among the cases of its task, length and seed.
-        length: requested tokens.
-        prompt: token ids, int32 [at most length].
-        expected: strings that a right answer contains.
-        facts: in the order of the text; none if the answer is a property of the whole text.
-    """
-
-    number: int
-    length: int
-    prompt: np.ndarray
-    expected: tuple[str, ...]
-    facts: tuple[Fact, ...]
+    number: int  # index among the cases of its task, length and seed
+    length: int  # requested tokens
+    prompt: np.ndarray  # token ids, int32 [at most length]
+    expected: tuple[str, ...]  # strings that a right answer contains
+    facts: tuple[Fact, ...]  # in the order of the text; none if the answer is a property of the whole text
 
 
 @dataclass(frozen=True)
 class Haystack:
     """Filler sentences, repeated as often as needed.
 
-    Attributes:
-        name: for result files.
-        sentences: without line feeds.
-        restarts: every stretch of filler starts with the first sentence, as in the passkey task; otherwise a prompt
-            starts with any sentence and continues in their order.
+    With `restarts` every stretch of filler starts with the first sentence, as in the passkey task; otherwise a prompt
+    starts with any sentence and continues in their order.
     """
 
-    name: str
-    sentences: tuple[str, ...]
+    name: str  # for result files
+    sentences: tuple[str, ...]  # without line feeds
     restarts: bool = False
 
     def record(self) -> HaystackRecord:
