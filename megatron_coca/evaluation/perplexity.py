@@ -78,7 +78,6 @@ class PerplexityResult(Result):
 
 
 def run(args: Namespace) -> int:
-    """Score the documents with every variant and window; returns the exit status."""
     check_windows(args.windows, args.stride)
     evaluation = Evaluation(args, "perplexity")
     documents = read_subject_documents(args, evaluation.source, max(args.windows))
@@ -168,7 +167,6 @@ def sliding_window_perplexity(
 
 
 def check_windows(windows: Sequence[int], stride: int) -> None:
-    """Raise EvaluationError unless the stride fits every window."""
     if stride < 1:
         raise EvaluationError(f"stride {stride}: must be at least 1 token")
     if not windows:

@@ -158,7 +158,6 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def write_record(path: Path, record: Record) -> None:
-    """Write `record` as strict JSON, atomically. Raises EvaluationError."""
     write_atomically(path, (record.model_dump_json(indent=2) + "\n").encode())
 
 
@@ -295,7 +294,6 @@ class Store(Generic[ResultType]):
         self.write()
 
     def write(self) -> None:
-        """Write the result and its costs. Raises EvaluationError."""
         if self.path is None:
             return
         write_record(self.path, self.result)
@@ -328,7 +326,6 @@ def _same_measurement(path: Path, empty: ResultType, overwrite: bool) -> ResultT
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
-    """Return the dotted names in which two measurements differ, sorted."""
     names: list[str] = []
     for name in before.keys() | now.keys():
         one, other = before.get(name), now.get(name)

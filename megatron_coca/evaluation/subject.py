@@ -30,8 +30,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Header:
-    """The fields of a result file that describe the variant."""
-
     label: str
     checkpoint: CheckpointRecord
     overrides: dict[str, Any]
@@ -77,8 +75,6 @@ class Subject:
 
 @dataclass(frozen=True)
 class EvaluatedCheckpoint:
-    """A checkpoint opened once for all variants."""
-
     opened: OpenedCheckpoint
     options: SubjectOptions
     tokenizer: Tokenizer | None

@@ -37,15 +37,14 @@ class CheckpointEntry(Record):
     """A checkpoint: overrides for all variants, and variants by their name with their changes."""
 
     path: str | None = None
-    set: list[str] = Field(default_factory=list)
-    variants: dict[str, list[str] | None] = Field(default_factory=lambda: {"": None})
+    set: list[str] = []
+    variants: dict[str, list[str] | None] = {"": None}
 
 
 class SuiteFile(Record):
     """A suite: `tasks` are subcommands with their options, named as on the command line.
 
-    A task that runs in several ways has an entry for each, with another word after the subcommand: "perplexity",
-    "perplexity repeated".
+    An entry that repeats a task has another word after the subcommand: "perplexity", "perplexity repeated".
     """
 
     title: str

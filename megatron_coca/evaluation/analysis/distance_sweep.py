@@ -102,7 +102,6 @@ def summarise_borders(theta: np.ndarray, frequencies: np.ndarray, training_lengt
     planes = range(angles.shape[1])
 
     def border(distance: np.ndarray) -> Border:
-        """Of distances [pairs, d/2] in tokens, NaN where there is no such border."""
         exists = ~np.isnan(distance)
         known = [distance[exists[:, j], j] for j in planes]
         return Border(

@@ -267,7 +267,6 @@ REMEDY = "leave the length out, lower --pairs or use --dtype bfloat16"
 
 
 def run(args: Namespace) -> int:
-    """Analyse every variant at every length and draw the plots; returns the exit status."""
     if len(set(args.lengths)) != len(args.lengths) or min(args.lengths) < 2:
         raise EvaluationError(f"--lengths {','.join(map(str, args.lengths))}: name lengths of at least 2, each once")
     evaluation = Evaluation(args, "analyse")

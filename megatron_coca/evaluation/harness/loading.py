@@ -252,7 +252,6 @@ def _task_fingerprint(task: Any) -> Fingerprint:
 
 
 def _group_fingerprint(group: Any, tasks: dict[str, Fingerprint]) -> Fingerprint:
-    """Hash the group's aggregation and the fingerprints of its tasks, at any depth."""
     members = sorted((task.task_name, tasks[task.task_name]) for task in group.get_all_tasks())
     means = [vars(metric) for metric in group.aggregate_metric_list or ()]
     return Fingerprint(
@@ -268,7 +267,6 @@ def _hash(content: Any) -> str:
 
 
 def differences(expected: dict[str, Fingerprint], stored: Iterable[tuple[str, Fingerprint]]) -> list[str]:
-    """Return in words which stored fingerprints, by name, are not as expected."""
     texts = []
     for name, other in stored:
         fields: Sequence[str] = [

@@ -97,7 +97,6 @@ def task_scores(name: str, results: dict[str, Any], fingerprint: Fingerprint) ->
 
 
 def _count(name: str, results: dict[str, Any]) -> int:
-    """Return the documents of a task, or of all tasks of a group at any depth."""
     if name in results["n-samples"]:
         return results["n-samples"][name]["effective"]
     return sum(_count(child, results) for child in results["group_subtasks"].get(name, ()))

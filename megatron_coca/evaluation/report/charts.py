@@ -69,7 +69,6 @@ def _drawn(figure: Figure) -> Canvas:
 
 
 def png(figure: Figure) -> bytes:
-    """The plot on a white background, for documents and print."""
     image = io.BytesIO()
     with matplotlib.rc_context(cast(Any, PRINT_STYLE)):
         FigureCanvasAgg(_drawn(figure)).print_png(image, metadata={"Software": None})
@@ -180,7 +179,6 @@ def _draw_curve(axes: Axes, curve: Curve, index: int) -> None:
 
 
 def short_length(length: float) -> str:
-    """A length as papers write it: 512, 1024, 16k."""
     whole = int(length)
     return f"{whole // 1024}k" if whole >= 8192 and whole % 1024 == 0 else f"{length:g}"
 

@@ -58,7 +58,6 @@ class Table:
     sources: tuple[str, ...] = ()
 
     def footnotes(self) -> dict[str, int]:
-        """The distinct notes of the cells, numbered from 1 in reading order."""
         notes = [cell.note for row in self.rows for cell in row.cells if cell.note]
         return {note: number for number, note in enumerate(dict.fromkeys(notes), 1)}
 
@@ -98,7 +97,6 @@ class ReportDocument:
 
 
 def markdown(document: ReportDocument) -> str:
-    """The file report.md; plots are referred to by file name."""
     parts = [f"# {escaped(document.title)}", escaped(document.summary)]
     for section in document.sections:
         parts.append(f"## {escaped(section.title)}")
@@ -123,7 +121,6 @@ def console_text(document: ReportDocument) -> str:
 
 
 def _without_published(table: Table) -> Table:
-    """Our rows alone, without the columns that only published rows have."""
     rows = [row for row in table.rows if not row.published]
 
     def asked_for(column: int) -> bool:

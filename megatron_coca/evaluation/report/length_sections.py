@@ -143,7 +143,6 @@ def retrieval_text(protocol: RetrievalProtocol, cell: str) -> str:
 
 
 def tally_cell(tally: Tally | None) -> TableCell:
-    """An accuracy with its interval; a dash where there is no case."""
     if tally is None:
         return TableCell("–", detail="no case")
     return shared.number_cell(tally.accuracy, detail=f"{tally.low:.2f}–{tally.high:.2f}")
@@ -190,7 +189,6 @@ def passkey_blocks(group: ResultGroup, name: str, papers: bool) -> ReportBlock:
 
 
 def passkey_ranges_figure(group: ResultGroup, name: str) -> Figure:
-    """A panel for each quarter of the length that the key may be in."""
     quarters = []
     for index, title in enumerate(("nearest quarter", "second quarter", "third quarter", "farthest quarter")):
         curves = []
@@ -324,7 +322,6 @@ def strict_blocks(loaded: Sequence[LoadedResult], papers: bool) -> list[ReportBl
 
 
 def is_pair(slack: Series, strict: Series) -> bool:
-    """Whether two series are CoCA-Slack and CoCA-Strict of the same settings and training length."""
     method = method_key(slack.header)
     return (
         method is not None
@@ -337,7 +334,6 @@ def is_pair(slack: Series, strict: Series) -> bool:
 def strict_rows(
     slack: Series, strict: Series, lengths: Sequence[int], cell: Callable[[Series, int], TableCell]
 ) -> tuple[TableRow, TableRow]:
-    """The row of CoCA-Slack, and the differences of CoCA-Strict to it."""
     first, second = (
         [cell(series, length) if (length,) in series.cells else EMPTY for length in lengths]
         for series in (slack, strict)

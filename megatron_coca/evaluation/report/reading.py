@@ -120,7 +120,6 @@ class Series:
     missing: dict[str, Missing]
 
     def why(self, at: str) -> Missing:
-        """The reason why there is no cell `at`."""
         unknown = Missing(at=at, kind="not run", reason="")
         return self.missing.get(at) or self.missing.get("all") or unknown
 
@@ -134,7 +133,6 @@ class ResultGroup:
 
     @property
     def first(self) -> Any:
-        """The result whose protocol is that of all."""
         return self.series[0].header
 
     @property
@@ -149,7 +147,6 @@ class ResultGroup:
         return sorted({key for series in self.series for key in series.cells})
 
     def lengths(self) -> list[int]:
-        """All lengths asked for, measured or missing, ascending; in a key the first integer is the length."""
         missing = [_LENGTH.search(at) for series in self.series for at in series.missing]
         measured = {next(part for part in key if isinstance(part, int)) for key in self.cell_keys()}
         return sorted(measured | {int(match[1]) for match in missing if match})

@@ -127,7 +127,6 @@ def group_means_table(group: ResultGroup, name: str, papers: bool) -> Table:
 
 
 def mean_cell(values: Sequence[float | None], note: str) -> TableCell:
-    """The mean of the values; where one is missing, a dash with `note`."""
     known = [value for value in values if value is not None]
     return shared.number_cell(fmean(known)) if len(known) == len(values) else TableCell("–", note=note, absent=True)
 
@@ -136,7 +135,6 @@ def mean_cell(values: Sequence[float | None], note: str) -> TableCell:
 
 
 def bytes_text(count: int) -> str:
-    """A number of bytes with its binary unit."""
     for exponent, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
         if count >= 1024**exponent:
             return f"{count / 1024**exponent:.1f} {unit}"
@@ -194,7 +192,6 @@ def speed_table(result: SpeedResult, name: str, what: str) -> Table:
 
 
 def speed_cell(cell: SpeedCell) -> TableCell:
-    """Milliseconds, with ratios and memory in small print."""
     small = [f"×{ratio.median:.2f}" for ratio in (cell.to_rope, cell.to_contraction) if ratio is not None]
     small += [bytes_text(cell.peak_memory_bytes)] if cell.peak_memory_bytes is not None else []
     milliseconds = cell.seconds * 1e3
@@ -218,8 +215,8 @@ def speed_figure(result: SpeedResult, name: str, what: str) -> Figure | None:
             ratios.setdefault(cell.method, {})[cell.length] = cell.to_rope
     if not ratios:
         return None
-    curves = [interval_curve(method, by_length, "median") for method, by_length in ratios.items()]
-    against = next(ratio.against for by_length in ratios.values() for ratio in by_length.values())
+    curves = [interval_curve(method, cells, "median") for method, cells in ratios.items()]
+    against = next(ratio.against for cells in ratios.values() for ratio in cells.values())
     panel = Panel(tuple(curves), "length (tokens)", f"time against {against}", what, log_y=True, level=1.0)
     caption = (
         f"Time of {what} as a ratio to {against} in the same rounds, median and quartiles; below 1 is faster. "

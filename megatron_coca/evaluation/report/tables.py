@@ -43,7 +43,6 @@ def grouped(
 
 
 def listed(texts: Iterable[str]) -> str:
-    """The distinct texts, the first few of many."""
     known = list(dict.fromkeys(texts))
     more = f" and {len(known) - MAX_LISTED} more" if len(known) > MAX_LISTED else ""
     return ", ".join(known[:MAX_LISTED]) + more
@@ -71,7 +70,6 @@ def data_text(result: Any) -> str:
 
 
 def origin_text(group: ResultGroup) -> str:
-    """Checkpoints, data and device of a group, for captions."""
     headers = [series.header for series in group.series]
     checkpoints = listed(map(checkpoint_text, headers))
     computed = listed(environment_text(header) for header in headers if header.environment.backend)
@@ -84,7 +82,6 @@ def series_origin_text(series: Series) -> str:
 
 
 def number_cell(value: float, format_spec: str = ".2f", scale: float = 1.0, detail: str = "") -> TableCell:
-    """A measured number; `scale` multiplies what is shown."""
     return TableCell(format(scale * value, format_spec), value, detail)
 
 
@@ -155,7 +152,6 @@ def length_figure(
 
 
 def matching_tables(group: ResultGroup, metric: str) -> tuple[list[PublishedTable], list[PublishedTable]]:
-    """The published tables of a metric to show: those of the training length of ours, and others."""
     trained = group.training_lengths()
     methods = [key for series in group.series if (key := method_key(series.header)) is not None]
     shown = [table for table in TABLES if table.metric == metric and table.is_shown_with(trained, methods)]

@@ -74,7 +74,7 @@ def measure(
     evaluation: Evaluation,
     args: Namespace,
     units: Sequence[Unit],
-    protocol: records.RetrievalProtocol,
+    protocol: Any,
     kind: type[records.RetrievalResult],
 ) -> int:
     """For each variant and unit: make the cases, generate the answers, score and store; returns the exit status."""

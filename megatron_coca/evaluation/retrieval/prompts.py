@@ -121,7 +121,6 @@ def inner_gap(fraction: float) -> Gap:
 
 
 def depth_gap(depth: float) -> Gap:
-    """The gap nearest to a fraction of the units, 0 .. 1."""
     return lambda units: round(depth * units)
 
 
@@ -145,8 +144,9 @@ class Text(NamedTuple):
 class Draft(Protocol):
     """A prompt that can hold any number of filler units."""
 
-    limit: int | None
-    """Number of available units, or None for any number."""
+    @property
+    def limit(self) -> int | None:
+        """Number of available units, or None for any number."""
 
     def build(self, units: int) -> Text:
         """Return the prompt with that many units."""

@@ -159,7 +159,6 @@ def make_cell(task: str, key: tuple[Any, ...], cases: Sequence[CaseRecord], trai
 
 
 def passkey_cell(length: int, cases: Sequence[CaseRecord], training_length: int) -> PasskeyCell:
-    """Tally all cases, those within and beyond the training length, and those of each quarter of the length."""
     scored = [(max(fact.distance for fact in case.facts), case.score) for case in cases]
 
     def between(above: float, up_to: float) -> Tally | None:

@@ -51,7 +51,6 @@ class Contraction:
         self.scale = scale
 
     def prepare(self, *operands: Any) -> tuple[Any, ...]:
-        """q, t, v and the position context as the layer gives them."""
         return operands
 
     def attend(self, operands: tuple[Any, ...]) -> Tensor:
@@ -85,7 +84,6 @@ class Case:
 
     @property
     def is_plain_rope(self) -> bool:
-        """Whether other methods are compared with it."""
         position = self.config.position
         plain = position.rope_scaling is None and position.relative_positions is None
         return position.pos_emb == "rotary" and plain and position.logit_scaling == "none"
@@ -170,7 +168,6 @@ def build_all(cases: Iterable[Case], device: str, dtype: torch.dtype) -> tuple[l
 
 @torch.no_grad()
 def share_weights(model: nn.Module, other: nn.Module) -> None:
-    """Replace the parameters of `model` by those of `other` with the same name and shape."""
     theirs = dict(other.named_modules())
     for name, module in model.named_modules():
         for key, own in list(module._parameters.items()):

@@ -276,7 +276,6 @@ def probe_in_subprocess(case: Case, plan: Plan, dtype: str) -> list[Probe]:
 
 
 def lost_probes(plan: Plan, known: Sequence[Probe], status: int, errors: str) -> Iterator[Probe]:
-    """The probes that a process did not get to before it ended with exit status `status`."""
     done = {(probe.what, probe.length) for probe in known}
     last = (errors.strip().splitlines() or ["no message"])[-1]
     for what, length in itertools.product(plan.whats, sorted(plan.lengths)):
