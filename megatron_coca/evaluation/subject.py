@@ -119,14 +119,14 @@ class EvaluatedCheckpoint:
             pos_emb=config.position.pos_emb,  # overrides may correct what a Hugging Face folder does not record
             trained_with=trained_with(trained),
         )
-        environment = results.EnvironmentRecord(
-            dtype=self.options.dtype,
-            backend=backend,
-            device=torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else device,
-            torch=torch.__version__,
-        )
+        environment = environment_record(self.options.dtype, backend, device)
         fingerprint = self.tokenizer.fingerprint if self.tokenizer is not None else None
         return Header(label, checkpoint, overrides, fingerprint, environment)
+
+
+def environment_record(dtype: str, backend: str | None, device: str) -> results.EnvironmentRecord:
+    name = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else device
+    return results.EnvironmentRecord(dtype=dtype, backend=backend, device=name, torch=torch.__version__)
 
 
 def trained_with(trained: Config) -> dict[str, Any]:

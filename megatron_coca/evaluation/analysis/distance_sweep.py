@@ -130,6 +130,13 @@ def rotary_frequencies(encoding: PositionEncoding, length: int) -> Tensor:
     return inverse.detach().cpu()
 
 
+def in_band(band: Band, distance: Tensor, keys: Tensor) -> Tensor:
+    """Return which of the `keys`, by their positions, a band holds for queries at these distances."""
+    inside = distance >= max(band.low, 0)
+    inside = inside if band.high is None else inside & (distance < band.high)
+    return inside if band.first_keys is None else inside & (keys < band.first_keys)
+
+
 @dataclass(frozen=True)
 class SweptScores:
     """Scores of pairs of tokens at all distances of a sweep, on the CPU.
@@ -164,7 +171,7 @@ class DistanceSweep:
         scores = torch.full((*inputs.key.shape[:3],), math.nan, dtype=torch.float64, device=self.keys.device)
         visible = torch.zeros(len(self.keys), dtype=torch.bool, device=self.keys.device)
         for segment in inputs.segments:
-            served = self._served(segment.band)
+            served = in_band(segment.band, self.last - self.keys, self.keys)
             product = (segment.query[..., :width] * segment.key[..., :width]).sum(-1).double() * inputs.scale
             scores, visible = torch.where(served, product, scores), visible | served
         if inputs.bias is not None:
@@ -183,12 +190,6 @@ class DistanceSweep:
             bounds.append((largest_step[..., None] * sums).cpu())
         return SweptScores(scores, visible, *bounds)
 
-    def _served(self, band: Band) -> Tensor:
-        distance = self.last - self.keys
-        inside = distance >= band.low
-        inside = inside if band.high is None else inside & (distance < band.high)
-        return inside if band.first_keys is None else inside & (self.keys < band.first_keys)
-
     def _partial_sums(self, encoding: PositionEncoding, length: int) -> tuple[Tensor, Tensor]:
         """sum_j |S_{j+1}| and sum_j |C_{j+1}| of the rotations e^(i r theta_k) and cos(r theta_k) summed over k <= j,
         [distances], times every factor of a score.
@@ -199,7 +200,9 @@ class DistanceSweep:
         relative = torch.zeros_like(keys)  # the positions that the distance map makes of the distances
         for part in method.parts:
             mapped = part.query(last, keys[:1]) - part.key(keys, keys[:1])
-            relative = torch.where(self._served(Band(part.low, part.high)), mapped, relative)
+            relative = torch.where(
+                in_band(Band(part.low, part.high), self.last - self.keys, self.keys), mapped, relative
+            )
         phases = relative.flip(0)[:, None] * rotary_frequencies(encoding, length).to(keys.device)
         rotations = torch.polar(torch.ones_like(phases), phases).cumsum(-1).abs().sum(-1)
         cosines = phases.cos().cumsum(-1).abs().sum(-1)

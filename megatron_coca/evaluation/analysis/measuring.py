@@ -121,10 +121,7 @@ def row_scores(inputs: AttentionInputs, queries: Tensor) -> Tensor:
     wide = torch.promote_types(inputs.value.dtype, torch.float32)
     scores = torch.full((inputs.query.shape[1], *distance.shape), -math.inf, dtype=wide, device=queries.device)
     for segment in inputs.segments:
-        band = segment.band
-        visible = distance >= max(band.low, 0)
-        visible = visible if band.high is None else visible & (distance < band.high)
-        visible = visible if band.first_keys is None else visible & (key < band.first_keys)
+        visible = distance_sweep.in_band(segment.band, distance, key)
         grouped = segment.query[0][:, queries].to(wide).unflatten(0, (segment.key.shape[1], -1))
         product = torch.einsum("ghmd,gnd->ghmn", grouped, segment.key[0].to(wide)).flatten(0, 1) * inputs.scale
         scores = torch.where(visible, product, scores)
@@ -148,6 +145,10 @@ class Sampling:
     pairs: int  # pairs of tokens for angles, over all documents
     queries: int  # of one document: positions for entropy, for scores at each distance, and pairs of the sweep
     seed: int
+
+    def document_pairs(self, length: int, document: int, documents: int) -> tuple[Tensor, Tensor]:
+        count = max(1, len(range(document, self.pairs, documents)))
+        return draw_pairs(length, count, self.seed + document)
 
 
 def analyse(model: GPT, documents: Sequence[np.ndarray], length: int, sampling: Sampling) -> LengthAnalysis:
@@ -183,8 +184,7 @@ def analyse(model: GPT, documents: Sequence[np.ndarray], length: int, sampling: 
 
     with torch.no_grad(), observed(model, visit):
         for number, tokens in enumerate(documents):
-            count = max(1, len(range(number, sampling.pairs, len(documents))))
-            m, n = (x.to(device) for x in draw_pairs(length, count, sampling.seed + number))
+            m, n = (x.to(device) for x in sampling.document_pairs(length, number, len(documents)))
             model.hidden_states(torch.from_numpy(tokens[None, :length]).to(device))
     layers = len(model.blocks)
     summary, borders = None, None

@@ -27,6 +27,7 @@ from megatron_coca.evaluation.results import Cell, Missing, Record, Result, Stor
 from megatron_coca.evaluation.speed import WHATS, WHOLE_SEQUENCES, What
 from megatron_coca.evaluation.speed.cases import EINSUM, Built, build_all, choose
 from megatron_coca.evaluation.speed.probing import WORKLOADS, Plan, Probe, first_layer, probe, probe_in_subprocess
+from megatron_coca.evaluation.subject import environment_record
 from megatron_coca.model import keep_freed_memory
 from megatron_coca.tables import format_table
 
@@ -264,7 +265,7 @@ def run(args: Namespace) -> int:
 
 
 def empty_result(args: Namespace, config: Config, built: Sequence[Built], device: str) -> SpeedResult:
-    place, model = torch.device(device), config.model
+    model = config.model
     cpuinfo = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").is_file() else []
     processors = (line.partition(":")[2].strip() for line in cpuinfo if line.startswith("model name"))
     processor = next(processors, platform.machine())
@@ -286,12 +287,7 @@ def empty_result(args: Namespace, config: Config, built: Sequence[Built], device
         ),
         overrides={"set": list(args.overrides)} if args.overrides else {},
         tokenizer=None,
-        environment=results.EnvironmentRecord(
-            dtype=args.dtype,
-            backend=config.position.attention_backend,
-            device=torch.cuda.get_device_name(place) if place.type == "cuda" else str(place),
-            torch=torch.__version__,
-        ),
+        environment=environment_record(args.dtype, config.position.attention_backend, device),
         protocol=SpeedProtocol(text=PROTOCOL, rounds=args.rounds, batch=args.batch_size, shape=shape),
         machine=MachineRecord(processor=processor, threads=torch.get_num_threads(), versions=code_versions()),
         results=[],
