@@ -40,11 +40,10 @@ def build_report(
         raise EvaluationError("no results to report: the files have neither a number nor a reason why there is none")
     labels = {item.result.label for item in loaded}
     weights = {item.result.checkpoint.identity for item in loaded if item.result.task != "speed"}
-    summary = (
-        f"{len(loaded)} result file{'' if len(loaded) == 1 else 's'}: {len(labels)} label{'' if len(labels) == 1 else 's'}, "
-        f"{len(weights)} set{'' if len(weights) == 1 else 's'} of weights. Every number is of this project's evaluate.py, "
-        "unless a paper is named."
-    )
+    counts = {"result file": len(loaded), "label": len(labels), "set": len(weights)}
+    files, labelled, sets = (f"{count} {noun}{'' if count == 1 else 's'}" for noun, count in counts.items())
+    origin = "Every number is of this project's evaluate.py, unless a paper is named."
+    summary = f"{files}: {labelled}, {sets} of weights. {origin}"
     document = ReportDocument(title, summary, build_sections(loaded, papers))
     report = Report(
         title=title,

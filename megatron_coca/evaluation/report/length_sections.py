@@ -98,7 +98,8 @@ def perplexity_blocks(group: ResultGroup, name: str, papers: bool) -> ReportBloc
         whole = sum(len(series.cells) for series in group.series) == len(counts)
         caption = (
             f"Perplexity against the window, sliding by {protocol.stride} tokens; an infinite one leaves a gap."
-            f"{'' if whole else ' Interrupted windows are left out.'}{DASHED if theirs else ''} {shared.origin_text(group)}"
+            f"{'' if whole else ' Interrupted windows are left out.'}{DASHED if theirs else ''} "
+            f"{shared.origin_text(group)}"
         )
         panel = {"x_label": "window (tokens)", "y_label": "perplexity", "log_y": True}
         # The first plot of a report has been report.png since reports had one plot.

@@ -155,7 +155,8 @@ def speed_blocks(loaded: Sequence[LoadedResult], papers: bool) -> list[ReportBlo
         text = (
             f"Protocol: {result.protocol.text}. Shape: {shape.layers} layers, hidden size {shape.hidden_size}, "
             f"{shape.heads} heads ({shape.kv_heads} of keys), {shape.parameters / 1e6:,.1f}M parameters; "
-            f"batch {result.protocol.batch}, {result.protocol.rounds} rounds. Measured with {shared.environment_text(result)}, "
+            f"batch {result.protocol.batch}, {result.protocol.rounds} rounds. Measured with "
+            f"{shared.environment_text(result)}, "
             f"{machine.processor}, {machine.threads} threads, {versions}."
         )
         heading = f"{result.label} on {result.environment.device}" if len(loaded) > 1 else ""
