@@ -5,10 +5,9 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
-from megatron_coca.evaluation import analysis, options, report
+from megatron_coca.evaluation import options
 from megatron_coca.evaluation.options import Task
 from megatron_coca.evaluation.results import EvaluationError
-from megatron_coca.evaluation.speed import command as speed
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as in shells."""
@@ -19,40 +18,35 @@ def imported(module: str, function: str = "run") -> Callable[[Namespace], int]:
     return lambda args: getattr(import_module(f"megatron_coca.evaluation.{module}"), function)(args)
 
 
+PERPLEXITY = "sliding-window perplexity of a checkpoint"
+NEEDLE = "a sentence hidden in text, by length and depth"
+RULER = "RULER-style tasks: several facts, chains of facts, frequent words"
+ANALYSE = "angles, borders, decay and entropy of a checkpoint's attention"
+SPEED = "time and memory of position methods, side by side"
+REPORT = "tables, plots and one page out of many results, beside the papers'"
+SUITE = "all tasks of a file over all its checkpoints, and the report"
+RETRIEVAL = "retrieval.measuring"
 MEASUREMENTS = {
-    "perplexity": Task(
-        "sliding-window perplexity of a checkpoint", options.add_perplexity_options, imported("perplexity")
-    ),
+    "perplexity": Task(PERPLEXITY, options.add_perplexity_options, imported("perplexity")),
     "passkey": Task(
-        "a number hidden in filler, by length", options.add_passkey_options, imported("retrieval.measuring", "passkey")
+        "a number hidden in filler, by length", options.add_passkey_options, imported(RETRIEVAL, "passkey")
     ),
-    "needle": Task(
-        "a sentence hidden in text, by length and depth",
-        options.add_needle_options,
-        imported("retrieval.measuring", "needle"),
-    ),
-    "ruler": Task(
-        "RULER-style tasks: several facts, chains of facts, frequent words",
-        options.add_ruler_options,
-        imported("retrieval.measuring", "ruler"),
-    ),
+    "needle": Task(NEEDLE, options.add_needle_options, imported(RETRIEVAL, "needle")),
+    "ruler": Task(RULER, options.add_ruler_options, imported(RETRIEVAL, "ruler")),
     "lm-eval": Task("tasks of lm-evaluation-harness", options.add_lm_eval_options, imported("harness.measuring")),
-    "analyse": Task(analysis.HELP, analysis.add_arguments, analysis.run),
-    "speed": Task(speed.HELP, speed.add_arguments, speed.run, of_checkpoint=False),
+    "analyse": Task(ANALYSE, options.add_analyse_options, imported("analysis.measuring")),
+    "speed": Task(SPEED, options.add_speed_options, imported("speed.measuring"), of_checkpoint=False),
 }
 """Tasks that write result files; a suite may run any of them."""
 
 TASKS = {
     **MEASUREMENTS,
-    "report": Task(report.HELP, report.add_arguments, report.run),
-    "suite": Task(
-        "all tasks of a file over all its checkpoints, and the report", options.add_suite_options, imported("suite")
-    ),
+    "report": Task(REPORT, options.add_report_options, imported("report")),
+    "suite": Task(SUITE, options.add_suite_options, imported("suite")),
 }
 
 
 def build_parser() -> ArgumentParser:
-    """Return the parser of all tasks and their options."""
     parser = ArgumentParser(prog="evaluate.py", description="Evaluate a checkpoint of a run or of Hugging Face.")
     subparsers = parser.add_subparsers(dest="task", required=True)
     for name, task in TASKS.items():

@@ -11,16 +11,9 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
+from megatron_coca import data as corpora
 from megatron_coca.config import Config
-from megatron_coca.data import (
-    Shard,
-    Tokenizer,
-    corpus_files,
-    ensure_builtin,
-    load_saved_tokenizer,
-    read_documents,
-    read_manifest,
-)
+from megatron_coca.data import Shard, Tokenizer
 from megatron_coca.data.preparation.manifest import MANIFEST
 from megatron_coca.data.shards import SUFFIXES
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION, agree
@@ -71,9 +64,7 @@ class Documents:
 
 
 class DocumentSource(NamedTuple):
-    """A shard by its prefix, or one text file."""
-
-    path: str
+    path: str  # of a text file, or a shard's prefix
     is_shard: bool
 
 
@@ -103,7 +94,7 @@ def find_sources(names: Sequence[str]) -> list[DocumentSource]:
                 f"{name}: is a folder of shards, possibly with training data; name those to evaluate on with "
                 f"--data: {' '.join(shards[:6])}{more}"
             )
-        sources += [DocumentSource(str(file), False) for file in corpus_files([Path(name)])]
+        sources += [DocumentSource(str(file), False) for file in corpora.corpus_files([Path(name)])]
     return sources
 
 
@@ -119,10 +110,10 @@ def check_tokenizers(sources: Iterable[DocumentSource], tokenizer: Tokenizer | N
         if tokenizer is None:
             unverified.append(path)
         elif (folder / MANIFEST).is_file():
-            file, fingerprint = MANIFEST, read_manifest(folder / MANIFEST)["tokenizer"]["fingerprint"]
+            file, fingerprint = MANIFEST, corpora.read_manifest(folder / MANIFEST)["tokenizer"]["fingerprint"]
             _refuse_other_tokenizer(path, folder / file, fingerprint, tokenizer)
         elif (folder / DESCRIPTION).is_file():
-            fingerprint = load_saved_tokenizer(folder).fingerprint
+            fingerprint = corpora.load_saved_tokenizer(folder).fingerprint
             _refuse_other_tokenizer(path, folder / DESCRIPTION, fingerprint, tokenizer)
         else:
             unverified.append(path)
@@ -136,7 +127,7 @@ def _refuse_other_tokenizer(shard: str, file: Path, fingerprint: str, tokenizer:
     if fingerprint == tokenizer.fingerprint:
         return
     if (file.parent / DESCRIPTION).is_file():
-        saved = load_saved_tokenizer(file.parent)
+        saved = corpora.load_saved_tokenizer(file.parent)
         if saved.fingerprint == fingerprint and agree(saved, tokenizer):
             return
     raise EvaluationError(
@@ -158,7 +149,7 @@ def tokens_of(source: DocumentSource, tokenizer: Tokenizer | None) -> Iterator[n
             f"{source.path}: is text, and the checkpoint has no tokenizer; name a shard prepared with the model's"
         )
     else:
-        for document in read_documents(Path(source.path)):
+        for document in corpora.read_documents(Path(source.path)):
             yield np.array([*tokenizer.encode(document.text), tokenizer.eod], dtype=np.int64)
 
 
@@ -231,6 +222,6 @@ def default_data(config: Config) -> list[str]:
         return list(config.data.test_data_paths)
     if config.data.data_path or config.data.train_data_paths:
         raise EvaluationError("the run's config has no test_data_paths; name text files or shard prefixes with --data")
-    manifest = ensure_builtin(Path(config.data.data_root))
-    prefixes = [source["test"]["prefix"] for source in read_manifest(manifest)["sources"]]
+    manifest = corpora.ensure_builtin(Path(config.data.data_root))
+    prefixes = [source["test"]["prefix"] for source in corpora.read_manifest(manifest)["sources"]]
     return [str(manifest.parent / prefix) for prefix in prefixes if prefix is not None]

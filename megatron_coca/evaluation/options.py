@@ -1,7 +1,7 @@
-"""Command-line options of checkpoint tasks and suites, declared without PyTorch so that `--help` answers at once."""
+"""Command-line options of all tasks, declared without PyTorch so that `--help` answers at once."""
 
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable
+from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from hashlib import sha256
@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megatron_coca.config import KEYS
 from megatron_coca.evaluation.results import EvaluationError
+from megatron_coca.evaluation.speed import CONTRACTION, METHODS, WHATS
 
 DTYPES = ("float32", "bfloat16", "float16")
 """Keys of `checkpoints.weights.DTYPES`."""
@@ -47,7 +48,6 @@ class SubjectOptions:
     overwrite: bool
 
     def output_of(self, task: str, label: str) -> Path | None:
-        """Result file of one variant: `output` itself if it names a JSON file."""
         if self.output is None or self.output.suffix == ".json":
             return self.output
         return self.output / f"{task}_{slug(label)}.json"
@@ -67,27 +67,32 @@ class Task:
     of_checkpoint: bool = True
 
 
+def whole_number(text: str, least: int = 0) -> int:
+    """An argparse type, as the functions below."""
+    if not text.strip().isdecimal() or int(text) < least:
+        raise ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+    return int(text)
+
+
 def positive_int(text: str) -> int:
-    """An argparse type."""
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
+    return whole_number(text, 1)
 
 
-def whole_number(text: str) -> int:
-    """An argparse type."""
-    if not text.strip().isdecimal():
-        raise ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
-    return int(text)
+def positive_float(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return seconds
 
 
 def int_list(text: str) -> list[int]:
-    """An argparse type: "512,1024"."""
     return [positive_int(part) for part in text.split(",")]
 
 
 def percent_list(text: str) -> list[int]:
-    """An argparse type: "0,50,100"; sorted, without duplicates."""
     parts = text.split(",")
     if not all(part.strip().isdecimal() and int(part) <= 100 for part in parts):
         raise ArgumentTypeError(f"{text!r} is not a list of whole percents, 0 to 100")
@@ -95,19 +100,27 @@ def percent_list(text: str) -> list[int]:
 
 
 def task_names(text: str) -> tuple[str, ...]:
-    """An argparse type: names with commas between, each once."""
     names = tuple(dict.fromkeys(filter(None, (name.strip() for name in text.split(",")))))
     if not names:
         raise ArgumentTypeError(f"{text!r} names no task; give NAME,NAME,...")
     return names
 
 
-def ruler_names(text: str) -> list[str]:
-    """An argparse type: names out of `RULER_NAMES` with commas between, each once."""
-    names = list(dict.fromkeys(part.strip() for part in text.split(",")))
-    if unknown := [name for name in names if name not in RULER_NAMES]:
-        raise ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(RULER_NAMES)}")
-    return names
+def names_of(known: Sequence[str]) -> Callable[[str], list[str]]:
+    def parse(text: str) -> list[str]:
+        names = [name.strip() for name in text.split(",")]
+        if unknown := [name for name in names if name not in known]:
+            raise ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(known)}")
+        return names
+
+    return parse
+
+
+def label_and_path(text: str) -> tuple[str, str]:
+    label, equals, path = text.rpartition("=")
+    if not (label and equals and path):
+        raise ArgumentTypeError(f"{text!r} is not LABEL=DIR")
+    return label, path
 
 
 def slug(label: str) -> str:
@@ -128,7 +141,6 @@ def plot_text(label: str) -> str:
 
 
 def dynamic_length_text(name: str) -> str:
-    """Describe a choice of `--dynamic-length` for the console and for reports."""
     return f"dynamic length {name}: in generation an extension that depends on the length sees {DYNAMIC_LENGTHS[name]}"
 
 
@@ -186,47 +198,42 @@ def add_perplexity_options(parser: ArgumentParser) -> None:
     add_batch_option(parser, 8192)
 
 
-def retrieval_options(cases: int, max_new_tokens: int) -> Callable[[ArgumentParser], None]:
-    """Return the declaration of the options that passkey, needle and ruler share, with a task's own defaults."""
-
-    def declare(parser: ArgumentParser) -> None:
-        add_subject_options(parser)
-        add = parser.add_argument
-        lengths = [512, 1024, 2048, 4096, 8192, 16384, 32768]  # of the CoCA paper
-        text = "prompt lengths in tokens; default: 512..32k"
-        add("--lengths", type=int_list, default=lengths, metavar="N,N,...", help=text)
-        add("--cases", type=positive_int, default=cases, metavar="N", help=f"prompts of each cell; default: {cases}")
-        text = f"maximum tokens of an answer; default: {max_new_tokens}"
-        add("--max-new-tokens", type=positive_int, default=max_new_tokens, metavar="N", help=text)
-        add("--seed", type=int, default=0, metavar="N", help="of the cases: the same for every model; default: 0")
-        add_batch_option(parser, 16384)
-        stub = 'end the prompt with the beginning of the answer, such as "The pass key is"'
-        add("--answer-stub", action="store_true", help=stub)
-        add_dynamic_length_option(parser)
-
-    return declare
-
-
-def add_haystack_option(parser: ArgumentParser) -> None:
-    text = "text files, JSONL files or folders, or builtin for the built-in corpus; default: the passkey's filler"
-    parser.add_argument("--haystack", nargs="+", metavar="PATH", help=text)
+def add_retrieval_options(
+    parser: ArgumentParser, cases: int, max_new_tokens: int = 64, has_haystack: bool = True
+) -> None:
+    """Declare the options that passkey, needle and ruler share, with a task's own defaults."""
+    add_subject_options(parser)
+    add = parser.add_argument
+    lengths = [512, 1024, 2048, 4096, 8192, 16384, 32768]  # of the CoCA paper
+    text = "prompt lengths in tokens; default: 512..32k"
+    add("--lengths", type=int_list, default=lengths, metavar="N,N,...", help=text)
+    add("--cases", type=positive_int, default=cases, metavar="N", help=f"prompts of each cell; default: {cases}")
+    text = f"maximum tokens of an answer; default: {max_new_tokens}"
+    add("--max-new-tokens", type=positive_int, default=max_new_tokens, metavar="N", help=text)
+    add("--seed", type=int, default=0, metavar="N", help="of the cases: the same for every model; default: 0")
+    add_batch_option(parser, 16384)
+    stub = 'end the prompt with the beginning of the answer, such as "The pass key is"'
+    add("--answer-stub", action="store_true", help=stub)
+    add_dynamic_length_option(parser)
+    if has_haystack:
+        text = "text files, JSONL files or folders, or builtin for the built-in corpus; default: the passkey's filler"
+        add("--haystack", nargs="+", metavar="PATH", help=text)
 
 
-add_passkey_options = retrieval_options(cases=100, max_new_tokens=64)
+def add_passkey_options(parser: ArgumentParser) -> None:
+    add_retrieval_options(parser, cases=100, has_haystack=False)
 
 
 def add_needle_options(parser: ArgumentParser) -> None:
-    retrieval_options(cases=5, max_new_tokens=64)(parser)
-    add_haystack_option(parser)
+    add_retrieval_options(parser, cases=5)
     text = "percentage of the text before the needle; default: 0,10,..100"
     parser.add_argument("--depths", type=percent_list, default=[*range(0, 101, 10)], metavar="P,P,...", help=text)
 
 
 def add_ruler_options(parser: ArgumentParser) -> None:
-    retrieval_options(cases=25, max_new_tokens=96)(parser)
-    add_haystack_option(parser)
+    add_retrieval_options(parser, cases=25, max_new_tokens=96)
     text = f"some of {', '.join(RULER_NAMES)}; default: all"
-    parser.add_argument("--tasks", type=ruler_names, default=[*RULER_NAMES], metavar="TASK,...", help=text)
+    parser.add_argument("--tasks", type=names_of(RULER_NAMES), default=[*RULER_NAMES], metavar="TASK,...", help=text)
 
 
 def add_lm_eval_options(parser: ArgumentParser) -> None:
@@ -257,12 +264,50 @@ def add_suite_options(parser: ArgumentParser) -> None:
     add_device_options(parser)
 
 
-def label_and_path(text: str) -> tuple[str, str]:
-    """An argparse type: "RoFormer + CoCA=runs/coca"."""
-    label, equals, path = text.rpartition("=")
-    if not (label and equals and path):
-        raise ArgumentTypeError(f"{text!r} is not LABEL=DIR")
-    return label, path
+def add_analyse_options(parser: ArgumentParser) -> None:
+    add_subject_options(parser)
+    add_document_options(parser)
+    parser.set_defaults(num_documents=4)
+    add = parser.add_argument
+    lengths = "tokens that the model reads at a time; may be beyond the training length"
+    add("--lengths", required=True, type=int_list, metavar="N,N,...", help=lengths)
+    pairs = "pairs of tokens whose angles are taken, over all documents; default 1024"
+    add("--pairs", type=positive_int, default=1024, metavar="N", help=pairs)
+    queries = "positions in a document whose entropy and scores are taken; default 128"
+    add("--queries", type=positive_int, default=128, metavar="N", help=queries)
+    add("--seed", type=whole_number, default=1234, help="of the drawn pairs")
+
+
+def add_speed_options(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    shape = parser.add_mutually_exclusive_group(required=True)
+    shape.add_argument("--config", nargs="+", type=Path, metavar="FILE", help="the model's shape: a run's YAML files")
+    checkpoint = "the model's shape: a checkpoint, whose weights are not read"
+    shape.add_argument("--checkpoint", metavar="DIR", help=checkpoint)
+    add("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", dest="overrides", help="for all methods")
+    add("--lengths", required=True, type=int_list, metavar="N,N,...", help="tokens of a row")
+    add("--methods", type=names_of(METHODS), default=["rotary", "coca", CONTRACTION], help=", ".join(METHODS))
+    variants = "one more method: its name, then YAML overlays and KEY=VALUE; may be repeated"
+    add("--variant", nargs="+", action="append", default=[], metavar=("LABEL", "CHANGE"), help=variants)
+    add("--what", type=names_of(WHATS), help="some of " + ", ".join(WHATS) + "; default: all")
+    add("--batch-size", type=positive_int, default=1, metavar="N", help="rows; default 1")
+    add("--rounds", type=positive_int, default=9, metavar="N", help="timed rounds; default 9")
+    budget = "skip a method's lengths whose rounds would take longer; default 600"
+    add("--budget-seconds", type=positive_float, default=600.0, metavar="S", help=budget)
+    add("--no-memory", action="store_true", help="on the CPU, skip the memory, which takes a process for each method")
+    add("--label", help="the name of the shape in reports; default: the configuration's or checkpoint's name")
+    add_device_options(parser)
+    add("--output", type=Path, metavar="FILE.json", help="the result file")
+    add("--overwrite", action="store_true", help="replace an existing file")
+
+
+def add_report_options(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("results", nargs="+", type=Path, metavar="RESULTS", help="result files of evaluate.py, or folders of them")
+    add("--output", required=True, type=Path, metavar="DIR", help="where report.html, .md, .json and the plots go")
+    add("--title", default="Evaluation", help="title of the report")
+    papers = "put the numbers of the CoCA paper and of Su's pages beside ours"
+    add("--papers", action=BooleanOptionalAction, default=True, help=papers)
 
 
 def subject_options(args: Namespace) -> SubjectOptions:
@@ -271,8 +316,17 @@ def subject_options(args: Namespace) -> SubjectOptions:
     Raises EvaluationError for unknown keys, missing files, and variants whose labels or files would coincide.
     """
     variants = read_variants(args)
+    known = {key.partition(".")[0] for key in KEYS}
     for variant in variants:
-        check_overrides(variant)
+        if not variant.label.strip():
+            raise EvaluationError("--variant: the name is empty, and there is no --label; name it")
+        # A misspelt key stops the call; overrides that do not fit the weights are noted in the result file.
+        for change in variant.overrides:
+            key = change.partition("=")[0].strip().partition(".")[0].replace("-", "_")
+            if key not in known:
+                near = get_close_matches(key, known, n=1)
+                hint = f"; the nearest is {near[0]}" if near else ""
+                raise EvaluationError(f"{variant.label}: {change}: there is no key {key!r}{hint}")
     labels = [slug(variant.label) for variant in variants]
     if duplicates := sorted({label for label in labels if labels.count(label) > 1}):
         raise EvaluationError(f"--variant {duplicates[0]}: the name stands for two variants; name each differently")
@@ -300,23 +354,7 @@ def read_variants(args: Namespace) -> tuple[Variant, ...]:
 
 
 def full_label(label: str | None, variant: str) -> str:
-    """Join the model's `--label` and the name of its variant."""
     return " ".join(filter(None, [label, variant]))
-
-
-def check_overrides(variant: Variant) -> None:
-    """Raise EvaluationError for an empty label or an unknown key: a misspelt key stops the call, while overrides that do
-    not fit the weights are noted in the result file.
-    """
-    if not variant.label.strip():
-        raise EvaluationError("--variant: the name is empty, and there is no --label; name it")
-    known = {key.partition(".")[0] for key in KEYS}
-    for change in variant.overrides:
-        key = change.partition("=")[0].strip().partition(".")[0].replace("-", "_")
-        if key not in known:
-            near = get_close_matches(key, known, n=1)
-            hint = f"; the nearest is {near[0]}" if near else ""
-            raise EvaluationError(f"{variant.label}: {change}: there is no key {key!r}{hint}")
 
 
 def resolve_device(name: str) -> str:

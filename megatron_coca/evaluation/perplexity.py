@@ -71,8 +71,6 @@ class PerplexityProtocol(Record):
 
 
 class PerplexityResult(Result):
-    """Perplexity by window size."""
-
     task: Literal["perplexity"] = "perplexity"
     protocol: PerplexityProtocol
     documents: DocumentsRecord
@@ -80,7 +78,6 @@ class PerplexityResult(Result):
 
 
 def run(args: Namespace) -> int:
-    """Score the documents with every variant and window; returns the exit status."""
     check_windows(args.windows, args.stride)
     evaluation = Evaluation(args, "perplexity")
     documents = read_subject_documents(args, evaluation.source, max(args.windows))
@@ -89,7 +86,7 @@ def run(args: Namespace) -> int:
     remedy = f"lower --tokens-per-batch (it is {args.tokens_per_batch}, one window at least) or use --dtype bfloat16"
 
     def empty(header: Header) -> PerplexityResult:
-        return PerplexityResult(**header.fields(), protocol=protocol, documents=record, results=[], missing=[])
+        return PerplexityResult(**vars(header), protocol=protocol, documents=record, results=[], missing=[])
 
     for subject, store in evaluation.variants(empty, console_table):
         for window in sorted(args.windows):
@@ -170,7 +167,6 @@ def sliding_window_perplexity(
 
 
 def check_windows(windows: Sequence[int], stride: int) -> None:
-    """Raise EvaluationError unless the stride fits every window."""
     if stride < 1:
         raise EvaluationError(f"stride {stride}: must be at least 1 token")
     if not windows:

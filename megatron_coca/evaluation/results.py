@@ -109,13 +109,11 @@ class Cost(Record):
 
     @classmethod
     def of(cls, at: str, meter: "Meter", tokens: int) -> "Cost":
-        """Return the cost of a cell with `tokens` tokens that `meter` measured."""
         speed = tokens / max(meter.seconds, 1e-9)
         peak = meter.peak_memory_bytes
         return cls(at=at, seconds=meter.seconds, tokens=tokens, tokens_per_second=speed, peak_memory_bytes=peak)
 
     def plus(self, other: "Cost") -> "Cost":
-        """Return the cost of two parts of one cell."""
         seconds, tokens = self.seconds + other.seconds, self.tokens + other.tokens
         peaks = [cost.peak_memory_bytes for cost in (self, other) if cost.peak_memory_bytes is not None]
         return Cost(
@@ -128,8 +126,6 @@ class Cost(Record):
 
 
 class Costs(Record):
-    """The file NAME.cost.json."""
-
     label: str
     task: str
     device: str
@@ -162,7 +158,6 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def write_record(path: Path, record: Record) -> None:
-    """Write `record` as strict JSON, atomically. Raises EvaluationError."""
     write_atomically(path, (record.model_dump_json(indent=2) + "\n").encode())
 
 
@@ -179,7 +174,6 @@ def read_record(path: Path, kind: type[RecordType], what: str) -> RecordType:
 
 
 def cost_path(path: Path) -> Path:
-    """Return the cost file of a result file."""
     return path.with_name(path.name.removesuffix(".json") + SUFFIX)
 
 
@@ -243,7 +237,6 @@ def resident_memory(field: str = "VmRSS") -> int | None:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Return whether `error` means that the device's memory is exhausted."""
     import torch
 
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
@@ -279,11 +272,7 @@ class Store(Generic[ResultType]):
         self.write()
 
     def get(self, key: tuple[Any, ...]) -> Any:
-        """Return the cell with this key, or None."""
         return next((cell for cell in self.result.results if cell.key == key), None)
-
-    def has(self, key: tuple[Any, ...]) -> bool:
-        return self.get(key) is not None
 
     def put(self, cell: Cell, cost: Cost | None = None) -> None:
         """Add or replace a cell and write the files. A cost clears what was missing at its place."""
@@ -298,7 +287,6 @@ class Store(Generic[ResultType]):
         self.write()
 
     def miss(self, missing: Missing) -> None:
-        """Note what could not be measured and write the file."""
         self.noted.append(missing)
         others = [other for other in self.result.missing if other.at != missing.at]
         ordered = sorted([*others, missing], key=lambda cell: (len(cell.at), cell.at))
@@ -306,7 +294,6 @@ class Store(Generic[ResultType]):
         self.write()
 
     def write(self) -> None:
-        """Write the result and its costs. Raises EvaluationError."""
         if self.path is None:
             return
         write_record(self.path, self.result)
@@ -339,7 +326,6 @@ def _same_measurement(path: Path, empty: ResultType, overwrite: bool) -> ResultT
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
-    """Return the dotted names in which two measurements differ, sorted."""
     names: list[str] = []
     for name in before.keys() | now.keys():
         one, other = before.get(name), now.get(name)

@@ -20,17 +20,9 @@ from megatron_coca.checkpoints.weights import DTYPES
 from megatron_coca.config import Config, ConfigError, PositionConfig
 from megatron_coca.config.model import ROTATED_METHODS
 from megatron_coca.data import Tokenizer
+from megatron_coca.evaluation import results
 from megatron_coca.evaluation.options import SubjectOptions, Variant, resolve_device, subject_options
-from megatron_coca.evaluation.results import (
-    CheckpointRecord,
-    EnvironmentRecord,
-    EvaluationError,
-    Missing,
-    ResultType,
-    Store,
-    check_writable,
-    out_of_memory,
-)
+from megatron_coca.evaluation.results import CheckpointRecord, EvaluationError, Missing, ResultType, Store
 from megatron_coca.model import GPT, keep_freed_memory
 
 logger = logging.getLogger(__name__)
@@ -38,17 +30,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Header:
-    """The fields of a result file that describe the variant."""
-
     label: str
     checkpoint: CheckpointRecord
     overrides: dict[str, Any]
     tokenizer: str | None
-    environment: EnvironmentRecord
-
-    def fields(self) -> dict[str, Any]:
-        """Return keyword arguments for `SomeResult(**header.fields(), protocol=..., results=[], missing=[])`."""
-        return vars(self)
+    environment: results.EnvironmentRecord
 
 
 @dataclass(frozen=True)
@@ -89,8 +75,6 @@ class Subject:
 
 @dataclass(frozen=True)
 class EvaluatedCheckpoint:
-    """A checkpoint opened once for all variants."""
-
     opened: OpenedCheckpoint
     options: SubjectOptions
     tokenizer: Tokenizer | None
@@ -105,7 +89,6 @@ class EvaluatedCheckpoint:
         return self.tokenizer
 
     def subjects(self) -> Iterator[Subject | Refused]:
-        """Load one variant after another."""
         device = resolve_device(self.options.device)
         if device == "cpu":
             keep_freed_memory()
@@ -136,18 +119,17 @@ class EvaluatedCheckpoint:
             pos_emb=config.position.pos_emb,  # overrides may correct what a Hugging Face folder does not record
             trained_with=trained_with(trained),
         )
-        environment = EnvironmentRecord(
-            dtype=self.options.dtype,
-            backend=backend,
-            device=torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else device,
-            torch=torch.__version__,
-        )
+        environment = environment_record(self.options.dtype, backend, device)
         fingerprint = self.tokenizer.fingerprint if self.tokenizer is not None else None
         return Header(label, checkpoint, overrides, fingerprint, environment)
 
 
+def environment_record(dtype: str, backend: str | None, device: str) -> results.EnvironmentRecord:
+    name = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else device
+    return results.EnvironmentRecord(dtype=dtype, backend=backend, device=name, torch=torch.__version__)
+
+
 def trained_with(trained: Config) -> dict[str, Any]:
-    """Return `CheckpointRecord.trained_with` for a configuration."""
     values = trained.flat()
     choices = {key: values[key] for key in TRAINED_CHOICES if values[key] not in (None, "none")}
     base = trained.position.rotary_emb_base
@@ -163,7 +145,6 @@ def changed_keys(trained: Config, used: Config) -> dict[str, Any]:
 
 
 def backend_name(model: GPT) -> str:
-    """Return the name of a model's attention backend."""
     backend = next(module.backend for module in model.modules() if isinstance(module, SelfAttention))
     return next(name for name, known in BACKENDS.items() if known is backend)
 
@@ -193,7 +174,7 @@ class Evaluation:
         resolve_device(self.options.device)
         for variant in self.options.variants:
             if (output := self.options.output_of(task, variant.label)) is not None:
-                check_writable(output)
+                results.check_writable(output)
         self.source = open_source(self.options)
 
     def variants(
@@ -217,15 +198,6 @@ class Evaluation:
                 print(f"evaluate.py: {header.label}: {missing.at}: {missing.kind}: {missing.reason}", file=sys.stderr)
 
 
-def run_subjects(args: Namespace, task: str, begin: Callable[[EvaluatedCheckpoint], Any]) -> int:
-    """Measure every variant with `begin(source)`, which has `empty`, `measure` and `table`; returns the exit status."""
-    evaluation = Evaluation(args, task)
-    measurement = begin(evaluation.source)
-    for subject, store in evaluation.variants(measurement.empty, measurement.table):
-        measurement.measure(subject, store)
-    return evaluation.status
-
-
 @contextmanager
 def noting_missing(store: Store[Any], at: str, remedy: str) -> Iterator[None]:
     """Note in `store` that the cell `at` cannot be measured because the model lacks positions that far or memory is
@@ -236,7 +208,7 @@ def noting_missing(store: Store[Any], at: str, remedy: str) -> Iterator[None]:
     except PositionRangeError as error:
         store.miss(Missing(at=at, kind="refused", reason=str(error)))
     except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error):
+        if not results.out_of_memory(error):
             raise
         device = store.result.environment.device
         store.miss(Missing(at=at, kind="out of memory", reason=f"the memory of {device} does not suffice; {remedy}"))

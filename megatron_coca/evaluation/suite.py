@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator
 
 from megatron_coca.checkpoints import CheckpointError, open_checkpoint
 from megatron_coca.config import ConfigError
 from megatron_coca.evaluation.cli import MEASUREMENTS
 from megatron_coca.evaluation.options import full_label, resolve_device, slug
 from megatron_coca.evaluation.report import build_report
-from megatron_coca.evaluation.results import EvaluationError, check_writable, write_atomically
+from megatron_coca.evaluation.results import EvaluationError, Record, check_writable, write_atomically
 from megatron_coca.safe_yaml import YamlFault, read_yaml
 
 MULTIPLES = re.compile(r"\d+L(,\d+L)*")
@@ -33,27 +33,18 @@ ANY = "any"
 """The name in a suite's `checkpoints` whose settings apply to any checkpoint of the command line."""
 
 
-class StrictRecord(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-def _one_variant() -> dict[str, list[str] | None]:
-    return {"": None}
-
-
-class CheckpointEntry(StrictRecord):
+class CheckpointEntry(Record):
     """A checkpoint: overrides for all variants, and variants by their name with their changes."""
 
     path: str | None = None
-    set: list[str] = Field(default_factory=list)
-    variants: dict[str, list[str] | None] = Field(default_factory=_one_variant)
+    set: list[str] = []
+    variants: dict[str, list[str] | None] = {"": None}
 
 
-class SuiteFile(StrictRecord):
+class SuiteFile(Record):
     """A suite: `tasks` are subcommands with their options, named as on the command line.
 
-    A task that runs in several ways has an entry for each, with another word after the subcommand: "perplexity",
-    "perplexity repeated".
+    An entry that repeats a task has another word after the subcommand: "perplexity", "perplexity repeated".
     """
 
     title: str
@@ -63,7 +54,6 @@ class SuiteFile(StrictRecord):
     @field_validator("checkpoints", mode="before")
     @classmethod
     def _paths(cls, given: Any) -> Any:
-        """Accept a path in place of an entry."""
         if not isinstance(given, Mapping):
             return given
         return {name: {"path": entry} if isinstance(entry, str) else entry or {} for name, entry in given.items()}
@@ -140,7 +130,6 @@ def with_checkpoints(suite: SuiteFile, paths: Mapping[str, str]) -> SuiteFile:
 
 
 def training_lengths(suite: SuiteFile) -> tuple[dict[str, int], dict[str, str]]:
-    """Return the training length of each usable checkpoint, and the error of each other one, by name."""
     lengths, problems = {}, {}
     for name, entry in suite.checkpoints.items():
         try:
@@ -267,7 +256,6 @@ def run_to_its_end(command: Sequence[str]) -> int:
 
 
 def describe_exit(status: int) -> str:
-    """Return an exit status in words."""
     if status >= 0:
         return f"ended with status {status}"
     name = signal.Signals(-status).name

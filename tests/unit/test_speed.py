@@ -13,11 +13,10 @@ import torch
 
 from megatron_coca.attention.inputs import BackendError
 from megatron_coca.config import Config, load_config
-from megatron_coca.evaluation.options import Variant
+from megatron_coca.evaluation.options import Variant, add_speed_options
 from megatron_coca.evaluation.results import EvaluationError, Missing, Store, read_record
 from megatron_coca.evaluation.speed import CONTRACTION, WHATS, probing
 from megatron_coca.evaluation.speed.cases import Case, build, build_all, choose, contract
-from megatron_coca.evaluation.speed.command import add_arguments
 from megatron_coca.evaluation.speed.measuring import (
     SpeedResult,
     empty_result,
@@ -259,7 +258,7 @@ def main() -> Any:
 
 def parsed() -> Namespace:
     parser = ArgumentParser()
-    add_arguments(parser)
+    add_speed_options(parser)
     return parser.parse_args(["--config", "shape.yml", "--lengths", "8"])
 
 

@@ -28,18 +28,15 @@ ROTATED_FORMS = ("rotary", "xpos", *COCA_FORMS)
 
 
 def share(holds: np.ndarray, among: np.ndarray | None = None) -> Share:
-    """The share of True in `holds`, or in those of its elements where `among` is True."""
     taken = holds if among is None else holds[among]
     return float(taken.mean()) if taken.size else None
 
 
 def mean(values: np.ndarray) -> float | None:
-    """The mean of all values, None if there are none."""
     return float(values.mean(dtype=np.float64)) if values.size else None
 
 
 def quantiles(values: np.ndarray) -> Quantiles:
-    """The values at `QUANTILES`, linear between the samples."""
     return np.quantile(values.astype(np.float64), QUANTILES).tolist() if values.size else None
 
 
@@ -105,7 +102,6 @@ def summarise_borders(theta: np.ndarray, frequencies: np.ndarray, training_lengt
     planes = range(angles.shape[1])
 
     def border(distance: np.ndarray) -> Border:
-        """Of distances [pairs, d/2] in tokens, NaN where there is no such border."""
         exists = ~np.isnan(distance)
         known = [distance[exists[:, j], j] for j in planes]
         return Border(
@@ -134,20 +130,23 @@ def rotary_frequencies(encoding: PositionEncoding, length: int) -> Tensor:
     return inverse.detach().cpu()
 
 
+def in_band(band: Band, distance: Tensor, keys: Tensor) -> Tensor:
+    """Return which of the `keys`, by their positions, a band holds for queries at these distances."""
+    inside = distance >= max(band.low, 0)
+    inside = inside if band.high is None else inside & (distance < band.high)
+    return inside if band.first_keys is None else inside & (keys < band.first_keys)
+
+
 @dataclass(frozen=True)
 class SweptScores:
     """Scores of pairs of tokens at all distances of a sweep, on the CPU.
 
-    Attributes:
-        scores: [pairs, heads, distances] float64, of the rotated features where there are any, else of all.
-        visible: [distances] bool, whether the method shows a key at that distance at all.
-        bound_rope, bound_coca: [pairs, heads, distances], or None where the score is not a sum over rotated pairs of
-            fixed amplitudes.
+    The bounds are None where the score is not a sum over rotated pairs of fixed amplitudes.
     """
 
-    scores: Tensor
-    visible: Tensor
-    bound_rope: Tensor | None = None
+    scores: Tensor  # [pairs, heads, distances] float64, of the rotated features where there are any, else of all
+    visible: Tensor  # [distances] bool, whether the method shows a key at that distance at all
+    bound_rope: Tensor | None = None  # [pairs, heads, distances]
     bound_coca: Tensor | None = None
 
 
@@ -172,7 +171,7 @@ class DistanceSweep:
         scores = torch.full((*inputs.key.shape[:3],), math.nan, dtype=torch.float64, device=self.keys.device)
         visible = torch.zeros(len(self.keys), dtype=torch.bool, device=self.keys.device)
         for segment in inputs.segments:
-            served = self._served(segment.band)
+            served = in_band(segment.band, self.last - self.keys, self.keys)
             product = (segment.query[..., :width] * segment.key[..., :width]).sum(-1).double() * inputs.scale
             scores, visible = torch.where(served, product, scores), visible | served
         if inputs.bias is not None:
@@ -191,13 +190,6 @@ class DistanceSweep:
             bounds.append((largest_step[..., None] * sums).cpu())
         return SweptScores(scores, visible, *bounds)
 
-    def _served(self, band: Band) -> Tensor:
-        """Whether the band holds each key, [keys]."""
-        distance = self.last - self.keys
-        inside = distance >= band.low
-        inside = inside if band.high is None else inside & (distance < band.high)
-        return inside if band.first_keys is None else inside & (self.keys < band.first_keys)
-
     def _partial_sums(self, encoding: PositionEncoding, length: int) -> tuple[Tensor, Tensor]:
         """sum_j |S_{j+1}| and sum_j |C_{j+1}| of the rotations e^(i r theta_k) and cos(r theta_k) summed over k <= j,
         [distances], times every factor of a score.
@@ -208,7 +200,9 @@ class DistanceSweep:
         relative = torch.zeros_like(keys)  # the positions that the distance map makes of the distances
         for band in method.bands:
             mapped = band.query_positions(last, keys[:1]) - band.key_positions(keys, keys[:1])
-            relative = torch.where(self._served(Band(band.low, band.high)), mapped, relative)
+            relative = torch.where(
+                in_band(Band(band.low, band.high), self.last - self.keys, self.keys), mapped, relative
+            )
         phases = relative.flip(0)[:, None] * rotary_frequencies(encoding, length).to(keys.device)
         rotations = torch.polar(torch.ones_like(phases), phases).cumsum(-1).abs().sum(-1)
         cosines = phases.cos().cumsum(-1).abs().sum(-1)

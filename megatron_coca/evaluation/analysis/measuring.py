@@ -5,6 +5,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,36 +13,15 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from megatron_coca.attention.context import PositionContext
 from megatron_coca.attention.inputs import AttentionInputs
 from megatron_coca.attention.layer import SelfAttention
 from megatron_coca.attention.method import PositionMethod
-from megatron_coca.evaluation.analysis.distance_sweep import (
-    QUANTILES,
-    ROTATED_FORMS,
-    DistanceSweep,
-    SweptScores,
-    initial_angles,
-    mean,
-    quantiles,
-    rotary_frequencies,
-    share,
-    summarise_angles,
-    summarise_borders,
-)
-from megatron_coca.evaluation.analysis.records import (
-    AnalysisProtocol,
-    AnalysisResult,
-    Curve,
-    Decay,
-    Entropy,
-    LengthAnalysis,
-    Share,
-    draw_files,
-)
-from megatron_coca.evaluation.documents import Documents, read_subject_documents
-from megatron_coca.evaluation.results import Cost, EvaluationError, Store, measured
-from megatron_coca.evaluation.subject import EvaluatedCheckpoint, Header, Subject, noting_missing, run_subjects
+from megatron_coca.evaluation.analysis import distance_sweep, records
+from megatron_coca.evaluation.analysis.distance_sweep import DistanceSweep, SweptScores
+from megatron_coca.evaluation.analysis.records import AnalysisResult, Curve, Decay, Entropy, LengthAnalysis, Share
+from megatron_coca.evaluation.documents import read_subject_documents
+from megatron_coca.evaluation.results import Cost, EvaluationError, measured
+from megatron_coca.evaluation.subject import Evaluation, Header, noting_missing
 from megatron_coca.model import GPT
 from megatron_coca.tables import format_table
 
@@ -61,30 +41,26 @@ Visit = Callable[[Tensor, Tensor, AttentionInputs], None]
 CoCA k is the T projection), and the inputs of its backend."""
 
 
-class ObservedMethod:
-    """A position method that shows to `visit` what it prepares."""
-
-    def __init__(self, method: PositionMethod, visit: Visit) -> None:
-        self.method, self.visit = method, visit
-
-    def prepare(self, q: Tensor, k: Tensor, v: Tensor, frame: PositionContext, *rest: Any) -> AttentionInputs:
-        """The inputs of the observed method."""
-        inputs = self.method.prepare(q, k, v, frame, *rest)
-        self.visit(q, k, inputs)
-        return inputs
-
-
 @contextmanager
 def observed(model: nn.Module, visit: Visit) -> Iterator[None]:
-    """Within the context, calls `visit` for every layer of a forward pass without a cache, layer after layer.
+    """Within the context, call `visit` for every layer of a forward pass without a cache, layer after layer.
 
     Only one layer's tensors are alive at a time, unless `visit` keeps them.
     """
     layers = [module for module in model.modules() if isinstance(module, SelfAttention)]
     methods = [layer.method for layer in layers]
+
+    def observing(method: PositionMethod) -> Any:
+        def prepare(q: Tensor, k: Tensor, *rest: Any) -> AttentionInputs:
+            inputs = method.prepare(q, k, *rest)
+            visit(q, k, inputs)
+            return inputs
+
+        return SimpleNamespace(prepare=prepare)
+
     try:
         for layer, method in zip(layers, methods, strict=True):
-            layer.method = ObservedMethod(method, visit)  # type: ignore[assignment]
+            layer.method = observing(method)
         yield
     finally:
         for layer, method in zip(layers, methods, strict=True):
@@ -145,10 +121,7 @@ def row_scores(inputs: AttentionInputs, queries: Tensor) -> Tensor:
     wide = torch.promote_types(inputs.value.dtype, torch.float32)
     scores = torch.full((inputs.query.shape[1], *distance.shape), -math.inf, dtype=wide, device=queries.device)
     for segment in inputs.segments:
-        band = segment.band
-        visible = distance >= max(band.low, 0)
-        visible = visible if band.high is None else visible & (distance < band.high)
-        visible = visible if band.first_keys is None else visible & (key < band.first_keys)
+        visible = distance_sweep.in_band(segment.band, distance, key)
         grouped = segment.query[0][:, queries].to(wide).unflatten(0, (segment.key.shape[1], -1))
         product = torch.einsum("ghmd,gnd->ghmn", grouped, segment.key[0].to(wide)).flatten(0, 1) * inputs.scale
         scores = torch.where(visible, product, scores)
@@ -167,21 +140,13 @@ def row_entropies(inputs: AttentionInputs, queries: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Sampling:
-    """The number of samples.
+    """The numbers of samples, and the seed of the drawn pairs."""
 
-    Attributes:
-        pairs: pairs of tokens for angles, over all documents.
-        queries: of one document: positions for entropy, positions for scores at each distance, and pairs in the
-            distance sweep.
-        seed: of the drawn pairs.
-    """
-
-    pairs: int
-    queries: int
+    pairs: int  # pairs of tokens for angles, over all documents
+    queries: int  # of one document: positions for entropy, for scores at each distance, and pairs of the sweep
     seed: int
 
     def document_pairs(self, length: int, document: int, documents: int) -> tuple[Tensor, Tensor]:
-        """The pairs drawn in one of `documents` documents, as by `draw_pairs`."""
         count = max(1, len(range(document, self.pairs, documents)))
         return draw_pairs(length, count, self.seed + document)
 
@@ -210,8 +175,8 @@ def analyse(model: GPT, documents: Sequence[np.ndarray], length: int, sampling: 
         scores.append(by_distance)
         q, k = q[0][:, m], k[0][:, n]
         k = k.repeat_interleave(q.shape[0] // k.shape[0], dim=0)
-        if model.method.name in ROTATED_FORMS:
-            angles.append(initial_angles(model.method, q, k).float().cpu().numpy())
+        if model.method.name in distance_sweep.ROTATED_FORMS:
+            angles.append(distance_sweep.initial_angles(model.method, q, k).float().cpu().numpy())
         q, k = (x[:, : sampling.queries].transpose(0, 1) for x in (q, k))
         chunk = max(1, SWEPT_AT_ONCE // (q.shape[1] * q.shape[2] * len(distances)))
         for queries, keys in zip(q.split(chunk), k.split(chunk), strict=True):
@@ -222,31 +187,27 @@ def analyse(model: GPT, documents: Sequence[np.ndarray], length: int, sampling: 
             m, n = (x.to(device) for x in sampling.document_pairs(length, number, len(documents)))
             model.hidden_states(torch.from_numpy(tokens[None, :length]).to(device))
     layers = len(model.blocks)
-    angle_summary, borders = None, None
+    summary, borders = None, None
     if angles:
         theta = np.stack([np.concatenate(angles[layer::layers], axis=1) for layer in range(layers)])
-        frequencies = rotary_frequencies(model.positions, length).numpy()
-        angle_summary = summarise_angles(theta)
-        borders = summarise_borders(theta, frequencies, model.method.training_length, length)
-    return LengthAnalysis(
-        length=length,
-        documents=len(documents),
-        angles=angle_summary,
-        borders=borders,
-        decay=summarise_decay(distances, scores, swept),
-        entropy=summarise_entropy(positions.tolist(), entropies, layers),
-    )
-
-
-def summarise_entropy(positions: list[int], entropies: list[np.ndarray], layers: int) -> Entropy:
-    """Means of entropies [heads, positions], of all layers of one document after another."""
-    values = np.stack(entropies).reshape(-1, layers, *entropies[0].shape)
-    return Entropy(
-        positions=positions,
+        frequencies = distance_sweep.rotary_frequencies(model.positions, length).numpy()
+        summary = distance_sweep.summarise_angles(theta)
+        borders = distance_sweep.summarise_borders(theta, frequencies, model.method.training_length, length)
+    values = np.stack(entropies).reshape(-1, layers, *entropies[0].shape)  # [documents, layers, heads, positions]
+    entropy = Entropy(
+        positions=positions.tolist(),
         by_position=values.mean((0, 1, 2)).tolist(),
         by_layer=values.mean((0, 2, 3)).tolist(),
         by_head=values.mean((0, 3)).tolist(),
         mean=float(values.mean()),
+    )
+    return LengthAnalysis(
+        length=length,
+        documents=len(documents),
+        angles=summary,
+        borders=borders,
+        decay=summarise_decay(distances, scores, swept),
+        entropy=entropy,
     )
 
 
@@ -254,15 +215,13 @@ def summarise_decay(distances: list[int], sampled: list[list[np.ndarray]], swept
     """Scores by distance: `sampled` between tokens of the text, `swept` of the same pairs at all distances."""
 
     def joined(parts: list[Tensor]) -> np.ndarray:
-        """[pairs, heads, distances] each -> [all pairs and heads, distances]."""
         return torch.cat([part.flatten(0, 1) for part in parts]).numpy()
 
     def curve(samples: list[np.ndarray]) -> Curve:
-        """Of the samples at each distance."""
         return Curve(
-            mean=[mean(values) for values in samples],
-            mean_abs=[mean(np.abs(values)) for values in samples],
-            quantiles_abs=[quantiles(np.abs(values)) for values in samples],
+            mean=[distance_sweep.mean(values) for values in samples],
+            mean_abs=[distance_sweep.mean(np.abs(values)) for values in samples],
+            quantiles_abs=[distance_sweep.quantiles(np.abs(values)) for values in samples],
             pairs=[values.size for values in samples],
         )
 
@@ -273,12 +232,14 @@ def summarise_decay(distances: list[int], sampled: list[list[np.ndarray]], swept
             return None, None
         bounds = joined(known)
         above = np.abs(scores) > bounds * (1 + ROUNDING)
-        return bounds.mean(axis=0).tolist(), [share(above[:, at]) if visible[at] else None for at in indices]
+        return bounds.mean(axis=0).tolist(), [
+            distance_sweep.share(above[:, at]) if visible[at] else None for at in indices
+        ]
 
     indices = range(len(distances))
     scores, visible = joined([part.scores for part in swept]), swept[0].visible.numpy()
     falls = scores[:, 1:] < scores[:, :-1]
-    falling = [share(falls[:, at]) if visible[at] and visible[at + 1] else None for at in indices[:-1]]
+    falling = [distance_sweep.share(falls[:, at]) if visible[at] and visible[at + 1] else None for at in indices[:-1]]
     known = [value for value in falling if value is not None]
     bound_rope, above_rope = bound([part.bound_rope for part in swept])
     bound_coca, above_coca = bound([part.bound_coca for part in swept])
@@ -305,57 +266,41 @@ PROTOCOL = (
 REMEDY = "leave the length out, lower --pairs or use --dtype bfloat16"
 
 
-@dataclass(frozen=True)
-class Analysis:
-    """The measurement of `evaluate.py analyse`: the same documents and samples for every variant."""
+def run(args: Namespace) -> int:
+    if len(set(args.lengths)) != len(args.lengths) or min(args.lengths) < 2:
+        raise EvaluationError(f"--lengths {','.join(map(str, args.lengths))}: name lengths of at least 2, each once")
+    evaluation = Evaluation(args, "analyse")
+    documents = read_subject_documents(args, evaluation.source, max(args.lengths))
+    sampling = Sampling(args.pairs, args.queries, args.seed)
+    protocol = records.AnalysisProtocol(text=PROTOCOL, quantiles=list(distance_sweep.QUANTILES), **vars(sampling))
+    record = documents.record()
 
-    documents: Documents
-    lengths: tuple[int, ...]
-    sampling: Sampling
+    def empty(header: Header) -> AnalysisResult:
+        return AnalysisResult(**vars(header), protocol=protocol, documents=record, results=[], missing=[])
 
-    def empty(self, header: Header) -> AnalysisResult:
-        """The result file before anything is measured."""
-        protocol = AnalysisProtocol(text=PROTOCOL, quantiles=list(QUANTILES), **vars(self.sampling))
-        return AnalysisResult(
-            **header.fields(), protocol=protocol, documents=self.documents.record(), results=[], missing=[]
-        )
-
-    def measure(self, subject: Subject, store: Store[AnalysisResult]) -> None:
-        """Analyses the lengths that `store` does not have, short ones first, and draws the plots."""
-        for length in sorted(self.lengths):
+    for subject, store in evaluation.variants(empty, console_table):
+        for length in sorted(args.lengths):
             at = f"length {length}"
-            if store.has((length,)):
+            if store.get((length,)) is not None:
                 continue
             with noting_missing(store, at, REMEDY):
                 with measured(subject.device) as meter:
-                    cell = analyse(subject.model, self.documents.arrays, length, self.sampling)
-                store.put(cell, Cost.of(at, meter, length * len(self.documents.arrays)))
+                    cell = analyse(subject.model, documents.arrays, length, sampling)
+                store.put(cell, Cost.of(at, meter, length * len(documents.arrays)))
         if store.path is not None and store.result.results:
-            draw_files(store.result, store.path)
-
-    def table(self, result: AnalysisResult) -> str:
-        """The result as Markdown, for the console."""
-        rows = []
-        for cell in result.results:
-            anomalous = cell.angles.anomalous if cell.angles is not None else None
-            undefined = cell.angles.undefined if cell.angles is not None else None
-            beyond = cell.borders.k.beyond_training if cell.borders is not None else None
-            of_these = None if not anomalous or beyond is None else beyond / anomalous
-            numbers = [anomalous, of_these, undefined, cell.decay.falling_mean, cell.entropy.mean]
-            rows.append([str(cell.length), *("-" if number is None else f"{number:.3f}" for number in numbers)])
-        samples = f"{result.documents.count} documents, {result.protocol.pairs} pairs of tokens"
-        title = f"{result.label}: trained at {result.checkpoint.seq_length}, {samples}"
-        header = ["length", "anomalous", "of these beyond training", "undefined", "score falls", "entropy, nats"]
-        return f"{title}\n\n{format_table(header, rows)}\n"
+            records.draw_files(store.result, store.path)
+    return evaluation.status
 
 
-def analyse_variants(args: Namespace) -> int:
-    """Runs the subcommand; returns the exit status."""
-    if len(set(args.lengths)) != len(args.lengths) or min(args.lengths) < 2:
-        raise EvaluationError(f"--lengths {','.join(map(str, args.lengths))}: name lengths of at least 2, each once")
-
-    def begin(source: EvaluatedCheckpoint) -> Analysis:
-        documents = read_subject_documents(args, source, max(args.lengths))
-        return Analysis(documents, tuple(args.lengths), Sampling(args.pairs, args.queries, args.seed))
-
-    return run_subjects(args, "analyse", begin)
+def console_table(result: AnalysisResult) -> str:
+    rows = []
+    for cell in result.results:
+        anomalous, undefined = (cell.angles.anomalous, cell.angles.undefined) if cell.angles else (None, None)
+        beyond = cell.borders.k.beyond_training if cell.borders else None
+        of_these = None if not anomalous or beyond is None else beyond / anomalous
+        numbers = [anomalous, of_these, undefined, cell.decay.falling_mean, cell.entropy.mean]
+        rows.append([str(cell.length), *("-" if number is None else f"{number:.3f}" for number in numbers)])
+    samples = f"{result.documents.count} documents, {result.protocol.pairs} pairs of tokens"
+    title = f"{result.label}: trained at {result.checkpoint.seq_length}, {samples}"
+    header = ["length", "anomalous", "of these beyond training", "undefined", "score falls", "entropy, nats"]
+    return f"{title}\n\n{format_table(header, rows)}\n"

@@ -95,8 +95,6 @@ class Entropy(Record):
 
 
 class LengthAnalysis(Cell):
-    """The analysis of inputs of one length."""
-
     length: int
     documents: int
     angles: Angles | None  # None where nothing is rotated
@@ -110,8 +108,6 @@ class LengthAnalysis(Cell):
 
 
 class AnalysisProtocol(Record):
-    """The protocol of the measurement."""
-
     text: str
     pairs: int  # pairs of tokens for angles, over all documents
     queries: int  # positions for entropy and, at each distance, for scores; of one document
@@ -120,8 +116,6 @@ class AnalysisProtocol(Record):
 
 
 class AnalysisResult(Result):
-    """Analyses by length."""
-
     task: Literal["analyse"] = "analyse"
     protocol: AnalysisProtocol
     documents: DocumentsRecord

@@ -54,16 +54,9 @@ class HarnessModel(TemplateLM):
 
     A text without context follows the end-of-document token. Inputs longer than `max_length` lose their beginning.
 
-    Args:
-        model: in evaluation mode.
-        tokenizer: of its checkpoint.
-        max_length: maximum input tokens; may exceed the training length.
-        tokens_per_batch: maximum tokens of a forward pass, at least one input.
-        vocab_size: ids from here on are padding; they are never generated and never the greedy choice.
-        dynamic_length: the length that a length-dependent extension uses during generation.
-
-    Attributes:
-        tokens: number of tokens scored or generated so far.
+    `model` is in evaluation mode; `max_length` may exceed the training length; a forward pass has at most
+    `tokens_per_batch` tokens, at least one input. Ids from `vocab_size` on are padding: they are never generated and
+    never the greedy choice. `tokens` counts those scored or generated so far.
     """
 
     def __init__(
@@ -197,7 +190,6 @@ class HarnessModel(TemplateLM):
         return Generation(tuple(ids[-room:]), new_tokens, stops)
 
     def _continue(self, batch: Sequence[Generation]) -> list[str]:
-        """Generate for prompts of one length with the same settings."""
         tokenizer, stops = self.document_tokenizer, batch[0].stops
         window = max((len(stop.encode()) for stop in stops), default=0) + 4
 

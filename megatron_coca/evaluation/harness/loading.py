@@ -35,25 +35,15 @@ ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 @dataclass(frozen=True)
 class Selection:
-    """The options of the harness.
+    """The options of the harness."""
 
-    Attributes:
-        names: tasks, groups or tags.
-        include: folders of more task files, which take precedence over the harness's own.
-        data: folder of the documents of the tasks in `tasks/`, or None.
-        num_fewshot: examples before each document, None for a task's own number; a task with 0 in its file keeps 0.
-        limit: documents of each task at most, None for all.
-        seed: of the choice of examples.
-        bootstrap_iterations: samples for standard errors without a formula.
-    """
-
-    names: tuple[str, ...]
-    include: tuple[Path, ...] = ()
-    data: Path | None = None
-    num_fewshot: int | None = None
-    limit: int | None = None
-    seed: int = 1234
-    bootstrap_iterations: int = 1000
+    names: tuple[str, ...]  # tasks, groups or tags
+    include: tuple[Path, ...] = ()  # folders of more task files, which take precedence over the harness's own
+    data: Path | None = None  # folder of the documents of the tasks in `tasks/`
+    num_fewshot: int | None = None  # None for a task's own number; a task with 0 in its file keeps 0
+    limit: int | None = None  # documents of each task at most, None for all
+    seed: int = 1234  # of the choice of examples
+    bootstrap_iterations: int = 1000  # samples for standard errors without a formula
 
 
 @dataclass(frozen=True)
@@ -112,7 +102,6 @@ class HarnessTask:
 
 
 def seed_global_states(seed: int) -> None:
-    """Seed what task files draw from while they prepare documents and prompts."""
     random.seed(seed)
     np.random.seed(seed)
 
@@ -232,7 +221,6 @@ def reason(error: BaseException) -> str:
 
 
 def fingerprints(loaded: dict[str, Any]) -> dict[str, Fingerprint]:
-    """Return the fingerprint of every loaded task and group whose requests are built, by name."""
     tasks = {name: _task_fingerprint(task) for name, task in loaded["tasks"].items()}
     groups = {name: _group_fingerprint(group, tasks) for name, group in loaded.get("groups", {}).items()}
     return tasks | groups
@@ -264,7 +252,6 @@ def _task_fingerprint(task: Any) -> Fingerprint:
 
 
 def _group_fingerprint(group: Any, tasks: dict[str, Fingerprint]) -> Fingerprint:
-    """Hash the group's aggregation and the fingerprints of its tasks, at any depth."""
     members = sorted((task.task_name, tasks[task.task_name]) for task in group.get_all_tasks())
     means = [vars(metric) for metric in group.aggregate_metric_list or ()]
     return Fingerprint(
@@ -280,7 +267,6 @@ def _hash(content: Any) -> str:
 
 
 def differences(expected: dict[str, Fingerprint], stored: Iterable[tuple[str, Fingerprint]]) -> list[str]:
-    """Return in words which stored fingerprints, by name, are not as expected."""
     texts = []
     for name, other in stored:
         fields: Sequence[str] = [

@@ -46,7 +46,7 @@ def run(args: Namespace) -> int:
             dynamic_length=args.dynamic_length,
             **options,
         )
-        return HarnessResult(**header.fields(), protocol=protocol, results=[], missing=[])
+        return HarnessResult(**vars(header), protocol=protocol, results=[], missing=[])
 
     remedy = "lower --tokens-per-batch or --max-length, or use --dtype bfloat16"
     for subject, store in evaluation.variants(empty, console_table):
@@ -74,11 +74,10 @@ def _is_needed(task: "HarnessTask", store: Store[HarnessResult], overwrite: bool
             f"{store.path}: holds another measurement ({'; '.join(changes)}); name another --output, or replace it "
             "with --overwrite"
         )
-    return bool(changes) or not store.has((task.name,))
+    return bool(changes) or store.get((task.name,)) is None
 
 
 def _measure(task: "HarnessTask", subject: Subject, store: Store[HarnessResult]) -> None:
-    """Run a task, or a group with its tasks, and store a cell for each."""
     from megatron_coca.evaluation.harness.adapter import HarnessModel
     from megatron_coca.evaluation.harness.loading import fingerprints
 
@@ -117,7 +116,7 @@ def _note_fault(store: Store[HarnessResult], name: str, error: Exception) -> Non
 
     logger.debug("task %s", name, exc_info=error)
     missing = Missing(at=f"task {name}", kind="failed", reason=reason(error))
-    if store.has((name,)):
+    if store.get((name,)) is not None:
         store.noted.append(missing)  # the file keeps its scores, but the exit status tells
     else:
         store.miss(missing)

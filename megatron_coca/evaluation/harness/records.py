@@ -17,8 +17,6 @@ class Fingerprint(NamedTuple):
 
 
 class Score(Record):
-    """One metric of one filter of the harness."""
-
     metric: str
     filter: str
     value: float
@@ -49,8 +47,6 @@ class TaskScores(Cell):
 
 
 class HarnessProtocol(Record):
-    """The options and the harness's version."""
-
     text: str
     lm_eval: str  # its version
     max_length: int
@@ -63,15 +59,12 @@ class HarnessProtocol(Record):
 
 
 class HarnessResult(Result):
-    """Scores by task."""
-
     task: Literal["lm-eval"] = "lm-eval"
     protocol: HarnessProtocol
     results: list[TaskScores]
 
 
 def task_scores(name: str, results: dict[str, Any], fingerprint: Fingerprint) -> TaskScores:
-    """Return the scores of one task or group in the harness's results."""
     metrics = results["results"].get(name, {})
     higher_is_better = results["higher_is_better"].get(name, {})
     scores = []
@@ -104,7 +97,6 @@ def task_scores(name: str, results: dict[str, Any], fingerprint: Fingerprint) ->
 
 
 def _count(name: str, results: dict[str, Any]) -> int:
-    """Return the documents of a task, or of all tasks of a group at any depth."""
     if name in results["n-samples"]:
         return results["n-samples"][name]["effective"]
     return sum(_count(child, results) for child in results["group_subtasks"].get(name, ()))

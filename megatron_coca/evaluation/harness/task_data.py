@@ -29,23 +29,19 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
 
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(map(_is_text, value))
-
-
 def _are_lines(value: Any) -> bool:
     lines = value if isinstance(value, list) else [value]
     return all(isinstance(line, str) for line in lines) and any(map(_is_text, lines))
 
 
-def _is_index(value: Any) -> bool:
-    return type(value) is int or (isinstance(value, str) and value.isdecimal())
-
-
 TEXT = Field("a non-empty string", _is_text)
-TEXTS = Field("a list of non-empty strings", _are_texts)
+TEXTS = Field(
+    "a list of non-empty strings", lambda value: isinstance(value, list) and value != [] and all(map(_is_text, value))
+)
 LINES = Field("a non-empty string, or a list of its lines", _are_lines)
-INDEX = Field("an index, counted from 0", _is_index)
+INDEX = Field(
+    "an index, counted from 0", lambda value: type(value) is int or (isinstance(value, str) and value.isdecimal())
+)
 BLANKED = Field(f"a string with {BLANK} once", lambda value: isinstance(value, str) and value.count(BLANK) == 1)
 
 

@@ -1,69 +1,49 @@
 """`evaluate.py report`: result files as tables, plots and one page, with the numbers of the papers beside ours."""
 
-from argparse import ArgumentParser, BooleanOptionalAction, Namespace
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-HELP = "tables, plots and one page out of many results, beside the papers'"
-TITLE = "Evaluation"
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    """Declares the options of the subcommand."""
-    add = parser.add_argument
-    add("results", nargs="+", type=Path, metavar="RESULTS", help="result files of evaluate.py, or folders of them")
-    add("--output", required=True, type=Path, metavar="DIR", help="where report.html, .md, .json and the plots go")
-    add("--title", default=TITLE, help="title of the report")
-    papers = "put the numbers of the CoCA paper and of Su's pages beside ours"
-    add("--papers", action=BooleanOptionalAction, default=True, help=papers)
+from megatron_coca.evaluation.report.charts import png
+from megatron_coca.evaluation.report.document import (
+    Report,
+    ReportDocument,
+    console_text,
+    html_page,
+    markdown,
+    table_record,
+)
+from megatron_coca.evaluation.report.reading import REPORT_FILE, read_results
+from megatron_coca.evaluation.report.sections import build_sections
+from megatron_coca.evaluation.results import EvaluationError, check_writable, write_atomically, write_record
 
 
 def run(args: Namespace) -> int:
-    """Writes the report and prints the tables of our results."""
     print(build_report(args.results, args.output, args.title, args.papers))
     print(f"\n{args.output / 'report.html'} is written, with report.md, report.json and the plots beside it.")
     return 0
 
 
 def build_report(
-    result_files: Sequence[str | Path], output_dir: str | Path, title: str = TITLE, papers: bool = True
+    result_files: Sequence[str | Path], output_dir: str | Path, title: str = "Evaluation", papers: bool = True
 ) -> str:
-    """Writes report.html, report.md, report.json and the plots as PNG into `output_dir`.
+    """Write report.html, report.md, report.json and the plots as PNG into `output_dir`.
 
     `result_files` are files of `evaluate.py TASK --output`, or folders of them. `papers` adds published numbers. Returns
     the tables of our results as Markdown. Raises EvaluationError for files that are not results, for labels that stand
     for two models, where there is nothing to report, and where nothing can be written.
     """
-    # Not at the top: `evaluate.py report --help` needs neither PyTorch nor matplotlib, which take seconds to import.
-    from megatron_coca.evaluation.report.charts import png
-    from megatron_coca.evaluation.report.document import (
-        Report,
-        ReportDocument,
-        console_text,
-        html_page,
-        markdown,
-        table_record,
-    )
-    from megatron_coca.evaluation.report.reading import REPORT_FILE, read_results
-    from megatron_coca.evaluation.report.sections import build_sections
-    from megatron_coca.evaluation.results import EvaluationError, check_writable, write_atomically, write_record
-
     folder = Path(output_dir)
     check_writable(folder / REPORT_FILE)
     loaded = read_results(result_files)
     if not any(item.result.results or item.result.missing for item in loaded):
         raise EvaluationError("no results to report: the files have neither a number nor a reason why there is none")
-    counts = (
-        (len(loaded), "result file", "result files"),
-        (len({item.result.label for item in loaded}), "label", "labels"),
-        (
-            len({item.result.checkpoint.identity for item in loaded if item.result.task != "speed"}),
-            "set of weights",
-            "sets of weights",
-        ),
-    )
-    files, labels, weights = (f"{count} {one if count == 1 else many}" for count, one, many in counts)
-    summary = f"{files}: {labels}, {weights}. Every number is of this project's evaluate.py, unless a paper is named."
+    labels = {item.result.label for item in loaded}
+    weights = {item.result.checkpoint.identity for item in loaded if item.result.task != "speed"}
+    counts = {"result file": len(loaded), "label": len(labels), "set": len(weights)}
+    files, labelled, sets = (f"{count} {noun}{'' if count == 1 else 's'}" for noun, count in counts.items())
+    origin = "Every number is of this project's evaluate.py, unless a paper is named."
+    summary = f"{files}: {labelled}, {sets} of weights. {origin}"
     document = ReportDocument(title, summary, build_sections(loaded, papers))
     report = Report(
         title=title,

@@ -69,7 +69,6 @@ def _drawn(figure: Figure) -> Canvas:
 
 
 def png(figure: Figure) -> bytes:
-    """The plot on a white background, for documents and print."""
     image = io.BytesIO()
     with matplotlib.rc_context(cast(Any, PRINT_STYLE)):
         FigureCanvasAgg(_drawn(figure)).print_png(image, metadata={"Software": None})
@@ -97,6 +96,12 @@ class Curve:
     low: tuple[float, ...] = ()
     high: tuple[float, ...] = ()
     like: int | None = None
+
+
+def interval_curve(label: str, cells: Mapping[int, Any], middle: str = "accuracy") -> Curve:
+    """The numbers `middle` of cells by length, with their intervals `low` .. `high`."""
+    y, low, high = (tuple(getattr(cell, name) for cell in cells.values()) for name in (middle, "low", "high"))
+    return Curve(label, tuple(cells), y, low, high)
 
 
 @dataclass(frozen=True)
@@ -174,7 +179,6 @@ def _draw_curve(axes: Axes, curve: Curve, index: int) -> None:
 
 
 def short_length(length: float) -> str:
-    """A length as papers write it: 512, 1024, 16k."""
     whole = int(length)
     return f"{whole // 1024}k" if whole >= 8192 and whole % 1024 == 0 else f"{length:g}"
 

@@ -58,19 +58,15 @@ class Table:
     sources: tuple[str, ...] = ()
 
     def footnotes(self) -> dict[str, int]:
-        """The distinct notes of the cells, numbered from 1 in reading order."""
         notes = [cell.note for row in self.rows for cell in row.cells if cell.note]
         return {note: number for number, note in enumerate(dict.fromkeys(notes), 1)}
 
     def bodies(self) -> list[tuple[str, list[TableRow]]]:
-        """Consecutive rows of one source, with the source."""
         return [(published, list(rows)) for published, rows in groupby(self.rows, lambda row: row.published)]
 
 
 @dataclass(frozen=True)
 class ReportBlock:
-    """Comparable results: figures and tables, and how they were measured."""
-
     text: tuple[str, ...] = ()
     figures: tuple[Figure, ...] = ()
     tables: tuple[Table, ...] = ()
@@ -89,23 +85,18 @@ class Section:
 
 @dataclass(frozen=True)
 class ReportDocument:
-    """The whole report."""
-
     title: str
     summary: str
     sections: tuple[Section, ...] = ()
 
     def tables(self) -> Iterator[Table]:
-        """All tables in order."""
         return (table for section in self.sections for block in section.blocks for table in block.tables)
 
     def figures(self) -> Iterator[Figure]:
-        """All figures in order."""
         return (figure for section in self.sections for block in section.blocks for figure in block.figures)
 
 
 def markdown(document: ReportDocument) -> str:
-    """The file report.md; plots are referred to by file name."""
     parts = [f"# {escaped(document.title)}", escaped(document.summary)]
     for section in document.sections:
         parts.append(f"## {escaped(section.title)}")
@@ -130,7 +121,6 @@ def console_text(document: ReportDocument) -> str:
 
 
 def _without_published(table: Table) -> Table:
-    """Our rows alone, without the columns that only published rows have."""
     rows = [row for row in table.rows if not row.published]
 
     def asked_for(column: int) -> bool:
@@ -181,15 +171,9 @@ class Report(Record):
 
 def table_record(table: Table) -> dict[str, Any]:
     """A table as it is in report.json: every cell with its text, value, small print and note."""
-    rows = [
-        {
-            "name": row.name,
-            "published": row.published,
-            "cells": [
-                {"text": cell.text, "value": cell.value, "detail": cell.detail, "note": cell.note} for cell in row.cells
-            ],
-        }
-        for row in table.rows
-    ]
+    fields = ("text", "value", "detail", "note")
+    cells = [[{name: getattr(cell, name) for name in fields} for cell in row.cells] for row in table.rows]
+    heads = [{"name": row.name, "published": row.published} for row in table.rows]
+    rows = [{**head, "cells": own} for head, own in zip(heads, cells, strict=True)]
     columns = table.header[1:]
     return {"name": table.name, "caption": table.caption, "columns": columns, "rows": rows, "notes": table.notes}

@@ -3,25 +3,17 @@
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from megatron_coca.evaluation import results
 from megatron_coca.evaluation.analysis.records import AnalysisResult
 from megatron_coca.evaluation.harness.records import HarnessResult
 from megatron_coca.evaluation.perplexity import PerplexityResult
-from megatron_coca.evaluation.results import (
-    SUFFIX,
-    Cell,
-    Cost,
-    EvaluationError,
-    Missing,
-    Result,
-    read_costs,
-    read_record,
-)
+from megatron_coca.evaluation.results import Cell, Cost, EvaluationError, Missing, Result
 from megatron_coca.evaluation.retrieval.records import NeedleResult, PasskeyResult, RulerResult
 from megatron_coca.evaluation.speed.measuring import SpeedResult
 
@@ -62,7 +54,10 @@ def read_results(paths: Sequence[str | Path]) -> list[LoadedResult]:
     loaded: dict[Path, LoadedResult] = {}
     for path in map(Path, paths):
         ignored = []
-        for file in _result_files(path) if path.is_dir() else [path]:
+        for file in sorted(path.rglob("*.json")) if path.is_dir() else [path]:
+            hidden = any(name.startswith(".") for name in file.relative_to(path).parts)
+            if path.is_dir() and (hidden or file.name.endswith(results.SUFFIX) or file.name == REPORT_FILE):
+                continue
             task = _task(file)
             if task is not None:
                 loaded.setdefault(file.resolve(), _load(file, task))
@@ -77,14 +72,6 @@ def read_results(paths: Sequence[str | Path]) -> list[LoadedResult]:
     if not loaded:
         raise EvaluationError("no results to report: name files of `evaluate.py TASK --output`, or folders of them")
     return list(loaded.values())
-
-
-def _result_files(folder: Path) -> Iterator[Path]:
-    """JSON files below `folder`, without hidden files, files of costs and earlier reports."""
-    for path in sorted(folder.rglob("*.json")):
-        hidden = any(name.startswith(".") for name in path.relative_to(folder).parts)
-        if not (hidden or path.name.endswith(SUFFIX) or path.name == REPORT_FILE):
-            yield path
 
 
 def _task(file: Path) -> str | None:
@@ -103,13 +90,13 @@ def _task(file: Path) -> str | None:
 
 def _load(file: Path, task: str) -> LoadedResult:
     try:
-        result = read_record(file, RESULT_TYPES[task], f"a result of `evaluate.py {task}`")
+        result = results.read_record(file, RESULT_TYPES[task], f"a result of `evaluate.py {task}`")
     except EvaluationError as error:
         raise EvaluationError(f"{error}; {REMEDY}") from error
     if not result.label.strip():
         checkpoint = result.checkpoint.path
         result = result.model_copy(update={"label": Path(checkpoint).name or checkpoint})
-    costs = read_costs(file)
+    costs = results.read_costs(file)
     return LoadedResult(str(file), result, tuple(costs.costs) if costs is not None else ())
 
 
@@ -133,7 +120,6 @@ class Series:
     missing: dict[str, Missing]
 
     def why(self, at: str) -> Missing:
-        """The reason why there is no cell `at`."""
         unknown = Missing(at=at, kind="not run", reason="")
         return self.missing.get(at) or self.missing.get("all") or unknown
 
@@ -147,31 +133,25 @@ class ResultGroup:
 
     @property
     def first(self) -> Any:
-        """The result whose protocol is that of all."""
         return self.series[0].header
 
     @property
     def heading(self) -> str:
-        """The heading above the results of this group; empty if it is the only one."""
         return f"Results with {self.differs}" if self.differs else ""
 
     @property
     def measured(self) -> list[Series]:
-        """The series that have a cell at all."""
         return [series for series in self.series if series.cells]
 
     def cell_keys(self) -> list[Any]:
-        """The keys of all cells, sorted."""
         return sorted({key for series in self.series for key in series.cells})
 
     def lengths(self) -> list[int]:
-        """All lengths asked for, measured or missing, ascending; in a key the first integer is the length."""
         missing = [_LENGTH.search(at) for series in self.series for at in series.missing]
         measured = {next(part for part in key if isinstance(part, int)) for key in self.cell_keys()}
         return sorted(measured | {int(match[1]) for match in missing if match})
 
     def training_lengths(self) -> set[int]:
-        """The training lengths of all models."""
         return {series.header.checkpoint.seq_length for series in self.series}
 
 

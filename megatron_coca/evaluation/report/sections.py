@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -13,7 +12,8 @@ from megatron_coca.evaluation.analysis.records import FIGURES, LengthAnalysis
 from megatron_coca.evaluation.harness.records import Score
 from megatron_coca.evaluation.options import dynamic_length_text
 from megatron_coca.evaluation.report import length_sections as by_length
-from megatron_coca.evaluation.report.charts import Curve, Figure, Panel, height, panels
+from megatron_coca.evaluation.report import tables as shared
+from megatron_coca.evaluation.report.charts import Figure, Panel, height, interval_curve, panels
 from megatron_coca.evaluation.report.document import EMPTY, ReportBlock, Section, Table, TableCell, TableRow
 from megatron_coca.evaluation.report.published import AVERAGED_GROUPS, COST, SHORT_CONTEXT, TABLES, TASKS_BY_GROUP
 from megatron_coca.evaluation.report.reading import (
@@ -22,19 +22,6 @@ from megatron_coca.evaluation.report.reading import (
     LoadedResult,
     ResultGroup,
     Series,
-    group_results,
-)
-from megatron_coca.evaluation.report.tables import (
-    HASH_DIGITS,
-    environment_text,
-    mark_best,
-    missing_cell,
-    number_cell,
-    origin_text,
-    published_rows,
-    published_table,
-    series_origin_text,
-    source_text,
 )
 from megatron_coca.evaluation.results import Cost, Missing
 from megatron_coca.evaluation.speed import CONTRACTION, WHATS, WHOLE_SEQUENCES
@@ -56,27 +43,21 @@ ScoreKey = tuple[str, str, str]
 
 
 def find_score(series: Series, key: ScoreKey) -> Score | None:
-    """The score of a series, None if it was not measured."""
     cell = series.cells.get(key[:1])
     scores: Sequence[Score] = cell.scores if cell is not None else []
     return next((score for score in scores if (score.metric, score.filter) == key[1:]), None)
 
 
 def score_cell(series: Series, key: ScoreKey, scale: float = 1.0, digits: int = 3) -> TableCell:
-    """A score, multiplied by `scale`, with its standard error."""
     score = find_score(series, key)
     if score is None:
-        return missing_cell(series.why(f"task {key[0]}"))
+        return shared.missing_cell(series.why(f"task {key[0]}"))
     spread = "" if score.stderr is None else f"± {scale * score.stderr:.{digits}f}"
-    return number_cell(scale * score.value, f".{digits}f", detail=spread)
+    return shared.number_cell(scale * score.value, f".{digits}f", detail=spread)
 
 
-def accuracy_cell(series: Series, task: str) -> TableCell:
-    """The accuracy of a task in percent."""
-    return score_cell(series, (task, "acc", "none"), scale=100, digits=2)
-
-
-def harness_block(group: ResultGroup, name: str, papers: bool) -> ReportBlock:
+@shared.grouped("short", HARNESS_COMPARABLE)
+def harness_blocks(group: ResultGroup, name: str, papers: bool) -> ReportBlock:
     """All scores, and the tasks of CoCA Table 5 by group with the means of the groups."""
     keys = score_keys(group)
     heads = [
@@ -87,20 +68,24 @@ def harness_block(group: ResultGroup, name: str, papers: bool) -> ReportBlock:
     lowest = [any(score is not None and score.higher_is_better is False for score in column) for column in scores]
     rows = [TableRow(series.label, tuple(score_cell(series, key) for key in keys)) for series in group.series]
     notes = ("Small print: standard errors of the harness. A task's version, samples and hashes are in report.json.",)
-    main = Table(*(name, "Scores of lm-evaluation-harness", ("label", *heads)), tuple(mark_best(rows, lowest)), notes)
+    main = Table(
+        *(name, "Scores of lm-evaluation-harness", ("label", *heads)), tuple(shared.mark_best(rows, lowest)), notes
+    )
     protocol = group.first.protocol
     shots = "as the tasks say" if protocol.num_fewshot is None else str(protocol.num_fewshot)
     limit = "" if protocol.limit is None else f", the first {protocol.limit} samples of each task"
     text = (
         f"Protocol: {protocol.text}; lm-eval {protocol.lm_eval}, examples: {shots}{limit}, seed {protocol.seed}; "
-        f"{dynamic_length_text(protocol.dynamic_length)}. {origin_text(group)}"
+        f"{dynamic_length_text(protocol.dynamic_length)}. {shared.origin_text(group)}"
     )
     paper_tasks = {task for tasks in TASKS_BY_GROUP.values() for task in tasks}
     if paper_tasks.isdisjoint(task for series in group.series for (task,) in series.cells):
-        others = [published_table(SHORT_CONTEXT, group, name)] if papers else []
+        others = [shared.published_table(SHORT_CONTEXT, group, name)] if papers else []
         return ReportBlock((text,), (), (main, *others))
     by_task = tuple(
-        TableRow(f"{title}: {task}", tuple(accuracy_cell(series, task) for series in group.series))
+        TableRow(
+            f"{title}: {task}", tuple(score_cell(series, (task, "acc", "none"), 100, 2) for series in group.series)
+        )
         for title, tasks in TASKS_BY_GROUP.items()
         for task in tasks
     )
@@ -111,7 +96,6 @@ def harness_block(group: ResultGroup, name: str, papers: bool) -> ReportBlock:
 
 
 def score_keys(group: ResultGroup) -> list[ScoreKey]:
-    """The keys of all scores, and one for each missing task that no series has."""
     cells = [cell for series in group.series for cell in series.cells.values()]
     keys = [(cell.task, score.metric, score.filter) for cell in cells for score in cell.scores]
     missing = [at.removeprefix("task ") for series in group.series for at in series.missing if at.startswith("task ")]
@@ -126,33 +110,31 @@ def group_means_table(group: ResultGroup, name: str, papers: bool) -> Table:
     for series in group.series:
         means: dict[str, TableCell] = {}
         for title, tasks in TASKS_BY_GROUP.items():
-            values = {task: accuracy_cell(series, task).value for task in tasks}
+            values = {task: score_cell(series, (task, "acc", "none"), 100, 2).value for task in tasks}
             without = ", ".join(task for task, value in values.items() if value is None)
             means[title] = mean_cell(list(values.values()), f"without an accuracy of {without}")
         averaged = [means[str(title)] for title in AVERAGED_GROUPS]
         notes = "; ".join(dict.fromkeys(cell.note for cell in averaged if cell.note))
         means["Average"] = mean_cell([cell.value for cell in averaged], notes)
         rows.append(TableRow(series.label, tuple(means[column] for column in columns)))
-    rows = mark_best(rows, lowest=False)
-    rows += published_rows(SHORT_CONTEXT, columns, group) if papers else []
+    rows = shared.mark_best(rows, lowest=False)
+    rows += shared.published_rows(SHORT_CONTEXT, columns, group) if papers else []
     averaged_groups = ", ".join(map(str, AVERAGED_GROUPS))
     note = f"Average: mean of {averaged_groups}, as in the paper; each task counts the same in its group."
     header, caption = ("mean of accuracies, percent", *columns), "Means of the groups of the CoCA paper's Table 5"
-    sources = (source_text(SHORT_CONTEXT),) if papers else ()
+    sources = (shared.source_text(SHORT_CONTEXT),) if papers else ()
     return Table(f"{name}-groups", caption, header, tuple(rows), (note,), sources)
 
 
 def mean_cell(values: Sequence[float | None], note: str) -> TableCell:
-    """The mean of the values; where one is missing, a dash with `note`."""
     known = [value for value in values if value is not None]
-    return number_cell(fmean(known)) if len(known) == len(values) else TableCell("–", note=note, absent=True)
+    return shared.number_cell(fmean(known)) if len(known) == len(values) else TableCell("–", note=note, absent=True)
 
 
 # Speed and memory
 
 
 def bytes_text(count: int) -> str:
-    """A number of bytes with its binary unit."""
     for exponent, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
         if count >= 1024**exponent:
             return f"{count / 1024**exponent:.1f} {unit}"
@@ -173,13 +155,14 @@ def speed_blocks(loaded: Sequence[LoadedResult], papers: bool) -> list[ReportBlo
         text = (
             f"Protocol: {result.protocol.text}. Shape: {shape.layers} layers, hidden size {shape.hidden_size}, "
             f"{shape.heads} heads ({shape.kv_heads} of keys), {shape.parameters / 1e6:,.1f}M parameters; "
-            f"batch {result.protocol.batch}, {result.protocol.rounds} rounds. Measured with {environment_text(result)}, "
+            f"batch {result.protocol.batch}, {result.protocol.rounds} rounds. Measured with "
+            f"{shared.environment_text(result)}, "
             f"{machine.processor}, {machine.threads} threads, {versions}."
         )
         heading = f"{result.label} on {result.environment.device}" if len(loaded) > 1 else ""
         blocks.append(ReportBlock((text,), tuple(figures), tuple(tables), heading))
     if papers:
-        theirs = tuple(published_table(table, None, "speed") for table in TABLES if table.metric == "complexity")
+        theirs = tuple(shared.published_table(table, None, "speed") for table in TABLES if table.metric == "complexity")
         blocks.append(ReportBlock((COST,), (), theirs, "Published"))
     return blocks
 
@@ -198,7 +181,7 @@ def speed_table(result: SpeedResult, name: str, what: str) -> Table:
         row = tuple(
             speed_cell(cells[method, length])
             if (method, length) in cells
-            else missing_cell(why_not_timed(result, what, method, length))
+            else shared.missing_cell(why_not_timed(result, what, method, length))
             for length in lengths
         )
         rows.append(TableRow(method, row, detail=f"cache: {known[0]:,} bytes a token" if known else ""))
@@ -210,22 +193,19 @@ def speed_table(result: SpeedResult, name: str, what: str) -> Table:
 
 
 def speed_cell(cell: SpeedCell) -> TableCell:
-    """Milliseconds, with ratios and memory in small print."""
     small = [f"×{ratio.median:.2f}" for ratio in (cell.to_rope, cell.to_contraction) if ratio is not None]
     small += [bytes_text(cell.peak_memory_bytes)] if cell.peak_memory_bytes is not None else []
     milliseconds = cell.seconds * 1e3
-    return number_cell(milliseconds, ",.1f" if milliseconds >= 10 else ".3g", detail=" · ".join(small))
+    return shared.number_cell(milliseconds, ",.1f" if milliseconds >= 10 else ".3g", detail=" · ".join(small))
 
 
 def why_not_timed(result: SpeedResult, what: str, method: str, length: int) -> Missing:
-    """The reason why a method has no cell."""
     known = {missing.at: missing for missing in result.missing}
-    for at in (f"{what}, length {length}, {method}", method, "all"):
-        if at in known:
-            return known[at]
+    places = (f"{what}, length {length}, {method}", method, "all")
+    unknown = Missing(at=method, kind="not run", reason="")
     if (what, method) == ("decode", CONTRACTION):
-        return Missing(at=method, kind="refused", reason=WHOLE_SEQUENCES)
-    return Missing(at=method, kind="not run", reason="")
+        unknown = Missing(at=method, kind="refused", reason=WHOLE_SEQUENCES)
+    return next((known[at] for at in places if at in known), unknown)
 
 
 def speed_figure(result: SpeedResult, name: str, what: str) -> Figure | None:
@@ -236,15 +216,12 @@ def speed_figure(result: SpeedResult, name: str, what: str) -> Figure | None:
             ratios.setdefault(cell.method, {})[cell.length] = cell.to_rope
     if not ratios:
         return None
-    curves = []
-    for method, measured in ratios.items():
-        y, low, high = (tuple(getattr(each, end) for each in measured.values()) for end in ("median", "low", "high"))
-        curves.append(Curve(method, tuple(measured), y, low, high))
-    against = next(ratio.against for measured in ratios.values() for ratio in measured.values())
+    curves = [interval_curve(method, cells, "median") for method, cells in ratios.items()]
+    against = next(ratio.against for cells in ratios.values() for ratio in cells.values())
     panel = Panel(tuple(curves), "length (tokens)", f"time against {against}", what, log_y=True, level=1.0)
     caption = (
         f"Time of {what} as a ratio to {against} in the same rounds, median and quartiles; below 1 is faster. "
-        f"{result.label}: {environment_text(result)}, random weights."
+        f"{result.label}: {shared.environment_text(result)}, random weights."
     )
     alt = f"Time of {what} against {against} by length for {', '.join(ratios)}; the table has the numbers"
     return Figure(name, caption, alt, panels([panel]), (6.0, height(len(curves))))
@@ -261,13 +238,11 @@ SMALLEST_GROWTH = 1024**2
 
 
 def rate_cell(cost: Cost, on_cpu: bool) -> TableCell:
-    """Tokens per second."""
     rate = cost.tokens_per_second
-    return number_cell(rate, ",.0f" if rate >= 10 else ".1f")
+    return shared.number_cell(rate, ",.0f" if rate >= 10 else ".1f")
 
 
 def memory_cell(cost: Cost, on_cpu: bool) -> TableCell:
-    """Peak memory."""
     if cost.peak_memory_bytes is None:
         return TableCell("–", note="the device does not count it")
     if on_cpu and cost.peak_memory_bytes < SMALLEST_GROWTH:
@@ -324,17 +299,18 @@ ANALYSIS_COLUMNS: dict[str, Callable[[LengthAnalysis], float | None]] = {
 }
 
 
-def analysis_block(group: ResultGroup, name: str, papers: bool) -> ReportBlock:
+@shared.grouped("analysis", ANALYSIS_COMPARABLE)
+def analysis_blocks(group: ResultGroup, name: str, papers: bool) -> ReportBlock:
     """Section 2 and Figures 3 and 7 of the CoCA paper: a table, and the plots of each label."""
     rows = []
     for series in group.series:
         for length in group.lengths():
             cell = series.cells.get((length,))
             if cell is None:
-                cells = [missing_cell(series.why(f"length {length}"))] * len(ANALYSIS_COLUMNS)
+                cells = [shared.missing_cell(series.why(f"length {length}"))] * len(ANALYSIS_COLUMNS)
             else:
                 numbers = [number(cell) for number in ANALYSIS_COLUMNS.values()]
-                cells = [TableCell("–") if number is None else number_cell(number, ".3f") for number in numbers]
+                cells = [TableCell("–") if number is None else shared.number_cell(number, ".3f") for number in numbers]
             rows.append(TableRow(f"{series.label}, {length} tokens", tuple(cells)))
     caption = "Anomalous pairs, falling scores and entropy (shares of pairs of tokens, means)"
     table = Table(name, caption, ("label", *ANALYSIS_COLUMNS), tuple(rows))
@@ -348,7 +324,7 @@ def analysis_block(group: ResultGroup, name: str, papers: bool) -> ReportBlock:
     for index, series in enumerate(group.series, 1):
         merged = series.header.model_copy(update={"results": list(series.cells.values())})
         for kind in FIGURES if series.cells else ():
-            caption = f"{series.label}: {FIGURE_TEXTS[kind]} {series_origin_text(series)}"
+            caption = f"{series.label}: {FIGURE_TEXTS[kind]} {shared.series_origin_text(series)}"
             alt = f"{series.label}: {kind}"
             figures.append(Figure(f"{name}-{index}-{kind}", caption, alt, partial(draw, kind, merged)))
     return ReportBlock((f"Protocol: {group.first.protocol.text}.",), tuple(figures), (table,))
@@ -374,10 +350,16 @@ def checkpoint_blocks(loaded: Sequence[LoadedResult], papers: bool) -> list[Repo
             overrides.append(f"{key}: {shown if isinstance(value, Mapping) else value}")
         step = "" if checkpoint.step is None else str(checkpoint.step)
         texts = (
-            *(result.task, checkpoint.path, step, checkpoint.identity[:HASH_DIGITS], str(checkpoint.seq_length)),
+            *(
+                result.task,
+                checkpoint.path,
+                step,
+                checkpoint.identity[: shared.HASH_DIGITS],
+                str(checkpoint.seq_length),
+            ),
             *(checkpoint.pos_emb, "; ".join(overrides) or "as trained", environment.dtype),
             *(environment.backend or "none", environment.device, environment.torch),
-            (result.tokenizer or "none")[:HASH_DIGITS],
+            (result.tokenizer or "none")[: shared.HASH_DIGITS],
         )
         rows.append(TableRow(result.label, tuple(TableCell(text, wide=True) for text in texts)))
     caption = "Checkpoints, and how they were used"
@@ -386,53 +368,18 @@ def checkpoint_blocks(loaded: Sequence[LoadedResult], papers: bool) -> list[Repo
 
 # All sections
 
-Builder = Callable[[Sequence[LoadedResult], bool], list[ReportBlock]]
-"""Makes the blocks of a section out of results, with published numbers or without; none leaves the section out."""
-
-
-def grouped(
-    name: str,
-    comparable: Comparable,
-    block: Callable[[ResultGroup, str, bool], ReportBlock],
-    applies: Callable[[ResultGroup], bool] = lambda group: True,
-) -> Builder:
-    """A builder of one block for each group of comparable results, called `name`-1 and so on."""
-
-    def build(loaded: Sequence[LoadedResult], papers: bool) -> list[ReportBlock]:
-        groups = [group for group in group_results(loaded, comparable) if applies(group)]
-        named = ((group, f"{name}-{index}") for index, group in enumerate(groups, 1))
-        return [replace(block(group, title, papers), heading=group.heading) for group, title in named]
-
-    return build
-
-
 NOT_PRINTED = ("models", "costs")
 """Sections that do not appear on the console."""
-SECTIONS: dict[str, tuple[str, tuple[str, ...], Builder]] = {
-    "perplexity": (
-        *("Perplexity beyond the training length", ("perplexity",)),
-        grouped("perplexity", by_length.PERPLEXITY_COMPARABLE, by_length.perplexity_block),
-    ),
-    "rerope": (
-        *("Loss with windowed relative positions", ("perplexity",)),
-        grouped("rerope", by_length.PERPLEXITY_COMPARABLE, by_length.map_block, by_length.has_map),
-    ),
-    "passkey": (
-        *("Passkey retrieval", ("passkey",)),
-        grouped("passkey", by_length.RETRIEVAL_COMPARABLE, by_length.passkey_block),
-    ),
+SECTIONS: dict[str, tuple[str, tuple[str, ...], shared.Builder]] = {
+    "perplexity": ("Perplexity beyond the training length", ("perplexity",), by_length.perplexity_blocks),
+    "rerope": ("Loss with windowed relative positions", ("perplexity",), by_length.map_blocks),
+    "passkey": ("Passkey retrieval", ("passkey",), by_length.passkey_blocks),
     "strict": ("CoCA-Strict against CoCA-Slack", ("perplexity", "passkey"), by_length.strict_blocks),
-    "needle": (
-        *("A needle in a haystack", ("needle",)),
-        grouped("needle", by_length.NEEDLE_COMPARABLE, by_length.needle_block),
-    ),
-    "ruler": (
-        *("RULER-style tasks", ("ruler",)),
-        grouped("ruler", by_length.RETRIEVAL_COMPARABLE, by_length.ruler_block),
-    ),
-    "short": ("Short-context tasks", ("lm-eval",), grouped("short", HARNESS_COMPARABLE, harness_block)),
+    "needle": ("A needle in a haystack", ("needle",), by_length.needle_blocks),
+    "ruler": ("RULER-style tasks", ("ruler",), by_length.ruler_blocks),
+    "short": ("Short-context tasks", ("lm-eval",), harness_blocks),
     "speed": ("Speed and memory", ("speed",), speed_blocks),
-    "analysis": ("Analysis of attention", ("analyse",), grouped("analysis", ANALYSIS_COMPARABLE, analysis_block)),
+    "analysis": ("Analysis of attention", ("analyse",), analysis_blocks),
     "models": ("What was measured", tuple(task for task in RESULT_TYPES if task != "speed"), checkpoint_blocks),
     "costs": ("What measuring cost", tuple(RESULT_TYPES), cost_blocks),
 }

@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_coca.evaluation.report.charts import Curve, Figure, Panel, height, panels
-from megatron_coca.evaluation.report.document import EMPTY, Table, TableCell, TableRow
+from megatron_coca.evaluation.report.document import EMPTY, ReportBlock, Table, TableCell, TableRow
 from megatron_coca.evaluation.report.published import TABLES, PublishedTable, method_key
-from megatron_coca.evaluation.report.reading import ResultGroup, Series
+from megatron_coca.evaluation.report.reading import Comparable, LoadedResult, ResultGroup, Series, group_results
 from megatron_coca.evaluation.results import Missing, Result
 
 HASH_DIGITS = 12
@@ -19,22 +19,42 @@ MISSING_TEXT = {"refused": "refused", "out of memory": "OOM", "not run": "not ru
 THEIRS = "numbers of another model and other data than ours, for orientation"
 
 
+Builder = Callable[[Sequence[LoadedResult], bool], list[ReportBlock]]
+"""Makes the blocks of a section out of results, with published numbers or without; none leaves the section out."""
+BlockFunction = Callable[[ResultGroup, str, bool], ReportBlock]
+
+
+def grouped(
+    name: str, comparable: Comparable, applies: Callable[[ResultGroup], bool] = lambda group: True
+) -> Callable[[BlockFunction], Builder]:
+    """Decorate a function of one group: called with each group of comparable results, named `name`-1 and so on."""
+
+    def decorate(block: BlockFunction) -> Builder:
+        def build(loaded: Sequence[LoadedResult], papers: bool) -> list[ReportBlock]:
+            groups = filter(applies, group_results(loaded, comparable))
+            return [
+                replace(block(group, f"{name}-{index}", papers), heading=group.heading)
+                for index, group in enumerate(groups, 1)
+            ]
+
+        return build
+
+    return decorate
+
+
 def listed(texts: Iterable[str]) -> str:
-    """The distinct texts, the first few of many."""
     known = list(dict.fromkeys(texts))
     more = f" and {len(known) - MAX_LISTED} more" if len(known) > MAX_LISTED else ""
     return ", ".join(known[:MAX_LISTED]) + more
 
 
 def checkpoint_text(result: Result) -> str:
-    """Folder, step and the first digits of the weights' identity."""
     checkpoint = result.checkpoint
     step = f", step {checkpoint.step}" if checkpoint.step is not None else ""
     return f"{checkpoint.path}{step} (weights {checkpoint.identity[:HASH_DIGITS]})"
 
 
 def environment_text(result: Result) -> str:
-    """dtype, backend and device."""
     environment = result.environment
     return f"{environment.dtype}, {environment.backend or 'no backend'}, {environment.device}"
 
@@ -50,7 +70,6 @@ def data_text(result: Any) -> str:
 
 
 def origin_text(group: ResultGroup) -> str:
-    """Checkpoints, data and device of a group, for captions."""
     headers = [series.header for series in group.series]
     checkpoints = listed(map(checkpoint_text, headers))
     computed = listed(environment_text(header) for header in headers if header.environment.backend)
@@ -58,18 +77,15 @@ def origin_text(group: ResultGroup) -> str:
 
 
 def series_origin_text(series: Series) -> str:
-    """The same of one series."""
     header = series.header
     return f"Checkpoint: {checkpoint_text(header)}. {data_text(header)}Computed with {environment_text(header)}."
 
 
 def number_cell(value: float, format_spec: str = ".2f", scale: float = 1.0, detail: str = "") -> TableCell:
-    """A measured number; `scale` multiplies what is shown."""
     return TableCell(format(scale * value, format_spec), value, detail)
 
 
 def missing_cell(missing: Missing) -> TableCell:
-    """A cell that was not measured, with the reason."""
     return TableCell(MISSING_TEXT[missing.kind], note=missing.reason, absent=True)
 
 
@@ -90,7 +106,6 @@ def mark_best(rows: Sequence[TableRow], lowest: bool | Sequence[bool]) -> list[T
 
 
 def length_header(lengths: Iterable[int], trained: set[int]) -> tuple[str, ...]:
-    """Column heads; training lengths have an asterisk."""
     return tuple(f"{length}*" if length in trained else str(length) for length in lengths)
 
 
@@ -137,7 +152,6 @@ def length_figure(
 
 
 def matching_tables(group: ResultGroup, metric: str) -> tuple[list[PublishedTable], list[PublishedTable]]:
-    """The published tables of a metric to show: those of the training length of ours, and others."""
     trained = group.training_lengths()
     methods = [key for series in group.series if (key := method_key(series.header)) is not None]
     shown = [table for table in TABLES if table.metric == metric and table.is_shown_with(trained, methods)]
@@ -146,12 +160,10 @@ def matching_tables(group: ResultGroup, metric: str) -> tuple[list[PublishedTabl
 
 
 def published_lengths(tables: Iterable[PublishedTable]) -> list[int]:
-    """The lengths among the columns of the tables."""
     return [column for table in tables for column in table.columns if isinstance(column, int)]
 
 
 def source_text(table: PublishedTable) -> str:
-    """The note on a published table whose rows stand in one of ours."""
     return f"{table.name}: {table.setting}; {THEIRS}."
 
 

@@ -1,7 +1,7 @@
 """`evaluate.py passkey`, `needle` and `ruler`: generate an answer to every prompt and score it."""
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,32 +11,10 @@ import torch
 from tqdm import tqdm
 
 from megatron_coca.data import Tokenizer
-from megatron_coca.evaluation.results import Cell, Cost, EvaluationError, Missing, ResultType, Store, measured
+from megatron_coca.evaluation.results import Cost, EvaluationError, Missing, Store, measured
+from megatron_coca.evaluation.retrieval import records, tasks
 from megatron_coca.evaluation.retrieval.prompts import FILLER_BLOCKS, Case, Haystack, LengthError, load_haystack
-from megatron_coca.evaluation.retrieval.records import (
-    CaseRecord,
-    FactRecord,
-    NeedleProtocol,
-    NeedleResult,
-    PasskeyResult,
-    RetrievalProtocol,
-    RulerResult,
-    needle_cell,
-    needle_table,
-    passkey_cell,
-    passkey_table,
-    ruler_cell,
-    ruler_table,
-)
-from megatron_coca.evaluation.retrieval.tasks import (
-    NEEDLE_PROTOCOL,
-    PASSKEY_PROTOCOL,
-    RULER_PROTOCOL,
-    RULER_TASKS,
-    RetrievalTask,
-)
-from megatron_coca.evaluation.retrieval.tasks import needle as needle_task
-from megatron_coca.evaluation.retrieval.tasks import passkey as passkey_task
+from megatron_coca.evaluation.retrieval.tasks import RetrievalTask
 from megatron_coca.evaluation.subject import Evaluation, Header, Subject, noting_missing
 from megatron_coca.model import NOT_GENERATED, generate
 
@@ -53,82 +31,65 @@ class Unit(NamedTuple):
 
 
 def passkey(args: Namespace) -> int:
-    """Measure every variant at every length; returns the exit status."""
+    units = [
+        Unit(f"length {length}", length, {(length,): tasks.passkey(args.answer_stub)})
+        for length in sorted(set(args.lengths))
+    ]
     evaluation = Evaluation(args, "passkey")
-    protocol = RetrievalProtocol(**_protocol_fields(args, PASSKEY_PROTOCOL, FILLER_BLOCKS))
-    task = passkey_task(args.answer_stub)
-    units = [Unit(f"length {length}", length, {(length,): task}) for length in sorted(set(args.lengths))]
-
-    def empty(header: Header) -> PasskeyResult:
-        return PasskeyResult(**header.fields(), protocol=protocol, results=[], missing=[])
-
-    def cell(key: tuple[Any, ...], cases: list[CaseRecord], subject: Subject) -> Cell:
-        return passkey_cell(key[0], cases, subject.training_length)
-
-    return _measure(evaluation, args, units, empty, cell, passkey_table)
+    protocol = records.RetrievalProtocol(**protocol_fields(args, tasks.PASSKEY_PROTOCOL, FILLER_BLOCKS))
+    return measure(evaluation, args, units, protocol, records.PasskeyResult)
 
 
 def needle(args: Namespace) -> int:
-    """Measure every variant at every length and depth; returns the exit status."""
     evaluation = Evaluation(args, "needle")
     haystack = load_haystack(args.haystack, Path(evaluation.source.opened.trained.data.data_root))
-    protocol = NeedleProtocol(**_protocol_fields(args, NEEDLE_PROTOCOL, haystack), depths=args.depths)
-    tasks = {depth: needle_task(depth, haystack, args.answer_stub) for depth in args.depths}
+    protocol = records.NeedleProtocol(**protocol_fields(args, tasks.NEEDLE_PROTOCOL, haystack), depths=args.depths)
+    by_depth = {depth: tasks.needle(depth, haystack, args.answer_stub) for depth in args.depths}
     units = [
-        Unit(f"length {length}", length, {(length, depth): task for depth, task in tasks.items()})
+        Unit(f"length {length}", length, {(length, depth): task for depth, task in by_depth.items()})
         for length in sorted(set(args.lengths))
     ]
-
-    def empty(header: Header) -> NeedleResult:
-        return NeedleResult(**header.fields(), protocol=protocol, results=[], missing=[])
-
-    return _measure(
-        evaluation, args, units, empty, lambda key, cases, _: needle_cell(key[0], key[1], cases), needle_table
-    )
+    return measure(evaluation, args, units, protocol, records.NeedleResult)
 
 
 def ruler(args: Namespace) -> int:
-    """Measure every variant at every length with every task; returns the exit status."""
     evaluation = Evaluation(args, "ruler")
     haystack = load_haystack(args.haystack, Path(evaluation.source.opened.trained.data.data_root))
-    protocol = RetrievalProtocol(**_protocol_fields(args, RULER_PROTOCOL, haystack))
-    tasks = {name: RULER_TASKS[name](haystack, args.answer_stub) for name in args.tasks}
+    protocol = records.RetrievalProtocol(**protocol_fields(args, tasks.RULER_PROTOCOL, haystack))
+    by_name = {name: tasks.RULER_TASKS[name](haystack, args.answer_stub) for name in args.tasks}
     units = [
         Unit(f"{name}, length {length}", length, {(name, length): task})
         for length in sorted(set(args.lengths))
-        for name, task in tasks.items()
+        for name, task in by_name.items()
     ]
-
-    def empty(header: Header) -> RulerResult:
-        return RulerResult(**header.fields(), protocol=protocol, results=[], missing=[])
-
-    return _measure(
-        evaluation, args, units, empty, lambda key, cases, _: ruler_cell(key[0], key[1], cases), ruler_table
-    )
+    return measure(evaluation, args, units, protocol, records.RulerResult)
 
 
-def _protocol_fields(args: Namespace, text: str, haystack: Haystack) -> dict[str, Any]:
+def protocol_fields(args: Namespace, text: str, haystack: Haystack) -> dict[str, Any]:
     options = ("cases", "max_new_tokens", "seed", "tokens_per_batch", "answer_stub", "dynamic_length")
     return {"text": text, "haystack": haystack.record()} | {name: getattr(args, name) for name in options}
 
 
-def _measure(
+def measure(
     evaluation: Evaluation,
     args: Namespace,
     units: Sequence[Unit],
-    empty: Callable[[Header], ResultType],
-    make_cell: Callable[[tuple[Any, ...], list[CaseRecord], Subject], Cell],
-    table: Callable[[ResultType], str],
+    protocol: Any,
+    kind: type[records.RetrievalResult],
 ) -> int:
     """For each variant and unit: make the cases, generate the answers, score and store; returns the exit status."""
     tokenizer = evaluation.source.needed_tokenizer()
     cases: dict[str, list[tuple[RetrievalTask, Case]]] = {}  # by unit, the same for every variant
     remedy = f"lower --tokens-per-batch (it is {args.tokens_per_batch}, one prompt at least) or use --dtype bfloat16"
-    for subject, store in evaluation.variants(empty, table):
+
+    def empty(header: Header) -> records.RetrievalResult:
+        return kind(**vars(header), protocol=protocol, results=[], missing=[])
+
+    for subject, store in evaluation.variants(empty, records.console_table):
         for unit in units:
-            if all(store.has(key) for key in unit.tasks):
+            if all(store.get(key) is not None for key in unit.tasks):
                 continue
-            with noting_missing(store, unit.at, remedy), _noting_refusals(store, unit.at):
+            with noting_missing(store, unit.at, remedy), noting_refusals(store, unit.at):
                 if unit.at not in cases:
                     cases[unit.at] = [
                         (task, case)
@@ -138,27 +99,34 @@ def _measure(
                 prompts = [case.prompt for _, case in cases[unit.at]]
                 with measured(subject.device) as meter:
                     answers = generate_answers(subject, tokenizer, prompts, args, f"{subject.label}, {unit.at}")
-                records = [
-                    _case_record(task, case, tokenizer.decode(ids))
-                    for (task, case), ids in zip(cases[unit.at], answers, strict=True)
-                ]
+                answered = []
+                for (task, case), ids in zip(cases[unit.at], answers, strict=True):
+                    answer = tokenizer.decode(ids)
+                    record = records.CaseRecord(
+                        number=case.number,
+                        tokens=len(case.prompt),
+                        facts=[records.FactRecord(**fact._asdict()) for fact in case.facts],
+                        expected=list(case.expected),
+                        answer=answer[:ANSWER_CHARACTERS],
+                        score=task.score_answer(answer, case.expected),
+                    )
+                    answered.append(record)
                 cost = Cost.of(unit.at, meter, sum(map(len, answers)))
                 for number, key in enumerate(unit.tasks):
-                    cell = make_cell(key, records[number * args.cases :][: args.cases], subject)
+                    own = answered[number * args.cases :][: args.cases]
+                    cell = records.make_cell(store.result.task, key, own, subject.training_length)
                     store.put(cell, cost if number == len(unit.tasks) - 1 else None)
     return evaluation.status
 
 
 @contextmanager
-def _noting_refusals(store: Store[Any], at: str) -> Iterator[None]:
+def noting_refusals(store: Store[Any], at: str) -> Iterator[None]:
     """Note prompts that do not fit, positions that the model lacks, and numbers that overflow."""
     try:
         yield
-    except LengthError as error:
-        store.miss(Missing(at=at, kind="refused", reason=str(error)))
-    except EvaluationError:
-        raise
     except ValueError as error:
+        if isinstance(error, EvaluationError) and not isinstance(error, LengthError):
+            raise
         store.miss(Missing(at=at, kind="refused", reason=str(error)))
     except FloatingPointError as error:
         store.miss(Missing(at=at, kind="failed", reason=str(error)))
@@ -196,14 +164,3 @@ def batches(lengths: Sequence[int], max_new_tokens: int, tokens_per_batch: int) 
         indices = [index for index, other in enumerate(lengths) if other == length]
         size = max(1, tokens_per_batch // (length + max_new_tokens))
         yield from (indices[first : first + size] for first in range(0, len(indices), size))
-
-
-def _case_record(task: RetrievalTask, case: Case, answer: str) -> CaseRecord:
-    return CaseRecord(
-        number=case.number,
-        tokens=len(case.prompt),
-        facts=[FactRecord(depth=fact.depth, distance=fact.distance) for fact in case.facts],
-        expected=list(case.expected),
-        answer=answer[:ANSWER_CHARACTERS],
-        score=task.score(answer, case),
-    )

@@ -49,36 +49,25 @@ class Fact(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """One prompt and its answer.
+    """One prompt and its answer."""
 
-    Attributes:
-        number: index among the cases of its task, length and seed.
-        length: requested tokens.
-        prompt: token ids, int32 [at most length].
-        expected: strings that a right answer contains.
-        facts: in the order of the text; none if the answer is a property of the whole text.
-    """
-
-    number: int
-    length: int
-    prompt: np.ndarray
-    expected: tuple[str, ...]
-    facts: tuple[Fact, ...]
+    number: int  # index among the cases of its task, length and seed
+    length: int  # requested tokens
+    prompt: np.ndarray  # token ids, int32 [at most length]
+    expected: tuple[str, ...]  # strings that a right answer contains
+    facts: tuple[Fact, ...]  # in the order of the text; none if the answer is a property of the whole text
 
 
 @dataclass(frozen=True)
 class Haystack:
     """Filler sentences, repeated as often as needed.
 
-    Attributes:
-        name: for result files.
-        sentences: without line feeds.
-        restarts: every stretch of filler starts with the first sentence, as in the passkey task; otherwise a prompt
-            starts with any sentence and continues in their order.
+    With `restarts` every stretch of filler starts with the first sentence, as in the passkey task; otherwise a prompt
+    starts with any sentence and continues in their order.
     """
 
-    name: str
-    sentences: tuple[str, ...]
+    name: str  # for result files
+    sentences: tuple[str, ...]  # without line feeds
     restarts: bool = False
 
     def record(self) -> HaystackRecord:
@@ -132,7 +121,6 @@ def inner_gap(fraction: float) -> Gap:
 
 
 def depth_gap(depth: float) -> Gap:
-    """The gap nearest to a fraction of the units, 0 .. 1."""
     return lambda units: round(depth * units)
 
 
@@ -156,8 +144,9 @@ class Text(NamedTuple):
 class Draft(Protocol):
     """A prompt that can hold any number of filler units."""
 
-    limit: int | None
-    """Number of available units, or None for any number."""
+    @property
+    def limit(self) -> int | None:
+        """Number of available units, or None for any number."""
 
     def build(self, units: int) -> Text:
         """Return the prompt with that many units."""
@@ -199,7 +188,6 @@ class HaystackDraft:
     _sums: list[int] = field(default_factory=lambda: [0])
 
     def build(self, units: int) -> Text:
-        """Facts are in the order of the text."""
         placed = sorted(self.hidden, key=lambda hidden: hidden.gap(units))
         cuts = [0, *(hidden.gap(units) for hidden in placed), units]
         blocks = [self._block(start, end) for start, end in pairwise(cuts)]
@@ -218,7 +206,6 @@ class HaystackDraft:
         return Text(f"{text}\n{self.question}", tuple(facts))
 
     def predict(self, units: int) -> int:
-        """Sum the costs of the sentences."""
         if not self.haystack.restarts:
             return self._sum(units)
         cuts = [0, *sorted(hidden.gap(units) for hidden in self.hidden), units]
@@ -239,8 +226,6 @@ class HaystackDraft:
 
 
 class Fitted(NamedTuple):
-    """A prompt that fits, its token ids and its number of units."""
-
     text: Text
     ids: list[int]
     units: int

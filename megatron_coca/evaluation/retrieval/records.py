@@ -22,15 +22,11 @@ class Tally(Record):
 
 
 class FactRecord(Record):
-    """Position of requested information in a prompt."""
-
     depth: float  # fraction of the filler units before it, 0 .. 1
     distance: int  # tokens from its first mention to the end of the prompt, both included
 
 
 class CaseRecord(Record):
-    """One prompt and the model's answer."""
-
     number: int
     tokens: int  # of the prompt
     facts: list[FactRecord]  # in the order of the text; none if the answer is a property of the whole text
@@ -67,8 +63,6 @@ class PasskeyCell(ScoredCell):
 
 
 class NeedleCell(ScoredCell):
-    """One length and depth of the needle."""
-
     depth: int  # percent of the filler units before the needle
 
     @property
@@ -77,8 +71,6 @@ class NeedleCell(ScoredCell):
 
 
 class RulerCell(ScoredCell):
-    """One task and length."""
-
     task: str
 
     @property
@@ -87,8 +79,6 @@ class RulerCell(ScoredCell):
 
 
 class HaystackRecord(Record):
-    """The filler text."""
-
     name: str
     sentences: int  # 1 for the passkey's filler: its five sentences are one unit
     sha256: str  # of the sentences, each with a line feed
@@ -112,27 +102,24 @@ class NeedleProtocol(RetrievalProtocol):
 
 
 class PasskeyResult(Result):
-    """Passkey retrieval by length."""
-
     task: Literal["passkey"] = "passkey"
     protocol: RetrievalProtocol
     results: list[PasskeyCell]
 
 
 class NeedleResult(Result):
-    """A needle in a haystack by length and depth."""
-
     task: Literal["needle"] = "needle"
     protocol: NeedleProtocol
     results: list[NeedleCell]
 
 
 class RulerResult(Result):
-    """RULER-style tasks by name and length."""
-
     task: Literal["ruler"] = "ruler"
     protocol: RetrievalProtocol
     results: list[RulerCell]
+
+
+RetrievalResult = PasskeyResult | NeedleResult | RulerResult
 
 
 def wilson_interval(fraction: float, count: int) -> tuple[float, float]:
@@ -151,7 +138,6 @@ def wilson_interval(fraction: float, count: int) -> tuple[float, float]:
 
 
 def tally_fields(scores: Sequence[float]) -> dict[str, Any]:
-    """Return the fields of the tally of at least one score between 0 and 1."""
     accuracy = math.fsum(scores) / len(scores)
     low, high = wilson_interval(accuracy, len(scores))
     correct = sum(score == 1 for score in scores)
@@ -159,12 +145,20 @@ def tally_fields(scores: Sequence[float]) -> dict[str, Any]:
 
 
 def tally(scores: Sequence[float]) -> Tally | None:
-    """Return the tally of scores between 0 and 1; None without scores."""
     return Tally(**tally_fields(scores)) if scores else None
 
 
+def make_cell(task: str, key: tuple[Any, ...], cases: Sequence[CaseRecord], training_length: int) -> ScoredCell:
+    """Return the cell with this key of `evaluate.py TASK`."""
+    fields = tally_fields([case.score for case in cases]) | {"cases": list(cases)}
+    if task == "needle":
+        return NeedleCell(**fields, length=key[0], depth=key[1])
+    if task == "ruler":
+        return RulerCell(**fields, length=key[1], task=key[0])
+    return passkey_cell(key[0], cases, training_length)
+
+
 def passkey_cell(length: int, cases: Sequence[CaseRecord], training_length: int) -> PasskeyCell:
-    """Tally all cases, those within and beyond the training length, and those of each quarter of the length."""
     scored = [(max(fact.distance for fact in case.facts), case.score) for case in cases]
 
     def between(above: float, up_to: float) -> Tally | None:
@@ -181,61 +175,36 @@ def passkey_cell(length: int, cases: Sequence[CaseRecord], training_length: int)
     )
 
 
-def needle_cell(length: int, depth: int, cases: Sequence[CaseRecord]) -> NeedleCell:
-    return NeedleCell(**tally_fields([case.score for case in cases]), length=length, cases=list(cases), depth=depth)
-
-
-def ruler_cell(task: str, length: int, cases: Sequence[CaseRecord]) -> RulerCell:
-    return RulerCell(**tally_fields([case.score for case in cases]), length=length, cases=list(cases), task=task)
-
-
-def passkey_table(result: PasskeyResult) -> str:
-    """Return one row per length: accuracy, its interval, and its parts by distance."""
-
-    def shown(part: Tally | None) -> str:
-        return "-" if part is None else f"{part.accuracy:.2f} ({part.count})"
-
-    rows = []
-    for cell in result.results:
-        tokens = sorted({case.tokens for case in cell.cases})  # prompts have whole blocks of filler
-        span = str(tokens[0]) if len(tokens) == 1 else f"{tokens[0]}-{tokens[-1]}"
-        parts = [cell.inside, cell.beyond, *(quarter.tally for quarter in cell.ranges)]
-        interval = f"{cell.low:.2f}-{cell.high:.2f}"
-        rows.append([str(cell.length), span, f"{cell.accuracy:.2f}", interval, *map(shown, parts)])
-    quarters = [f"quarter {number}" for number in range(1, 5)]
-    names = ["length", "prompt tokens", "accuracy", "95% interval", "inside", "beyond", *quarters]
-    trained = result.checkpoint.seq_length
-    note = f"inside, beyond: the training length of {trained}; quarters: of the length, by distance from the end"
-    seen = dynamic_length_text(result.protocol.dynamic_length)
-    title = f"{result.label}: passkey, {result.protocol.cases} cases"
-    return f"{title}\n\n{format_table(names, rows)}\n\n{note}\n{seen}\n"
-
-
-def needle_table(result: NeedleResult) -> str:
-    """Return depths as rows and lengths as columns."""
-    title = f"{result.label}: needle in {result.protocol.haystack.name}, {result.protocol.cases} cases each"
-    accuracy = {(f"{cell.depth}%", cell.length): cell.accuracy for cell in result.results}
-    return _length_table(result, title, "depth", [f"{depth}%" for depth in result.protocol.depths], accuracy)
-
-
-def ruler_table(result: RulerResult) -> str:
-    """Return tasks as rows and lengths as columns."""
-    title = f"{result.label}: RULER-style tasks, {result.protocol.cases} cases each"
-    accuracy = {(cell.task, cell.length): cell.accuracy for cell in result.results}
-    return _length_table(result, title, "task", sorted({cell.task for cell in result.results}), accuracy)
-
-
-def _length_table(
-    result: NeedleResult | RulerResult,
-    title: str,
-    corner: str,
-    names: Sequence[str],
-    accuracy: dict[tuple[str, int], float],
-) -> str:
+def console_table(result: RetrievalResult) -> str:
+    """Return lengths as rows for passkeys, and as columns for needles by depth and RULER by task."""
+    protocol, seen = result.protocol, dynamic_length_text(result.protocol.dynamic_length)
+    if isinstance(result, PasskeyResult):
+        quarters = [f"quarter {number}" for number in range(1, 5)]
+        header = ["length", "prompt tokens", "accuracy", "95% interval", "inside", "beyond", *quarters]
+        rows = [passkey_row(cell) for cell in result.results]
+        title = f"{result.label}: passkey, {protocol.cases} cases"
+        trained = result.checkpoint.seq_length
+        note = f"inside, beyond: the training length of {trained}; quarters: of the length, by distance from the end"
+        return f"{title}\n\n{format_table(header, rows)}\n\n{note}\n{seen}\n"
+    if isinstance(result, NeedleResult):
+        title, corner = f"{result.label}: needle in {protocol.haystack.name}, {protocol.cases} cases each", "depth"
+        accuracy = {(f"{cell.depth}%", cell.length): cell.accuracy for cell in result.results}
+        names = [f"{depth}%" for depth in result.protocol.depths]
+    else:
+        title, corner = f"{result.label}: RULER-style tasks, {protocol.cases} cases each", "task"
+        accuracy = {(cell.task, cell.length): cell.accuracy for cell in result.results}
+        names = sorted({cell.task for cell in result.results})
     lengths = sorted({length for _, length in accuracy})
     rows = [
         [name, *(f"{accuracy[name, length]:.2f}" if (name, length) in accuracy else "-" for length in lengths)]
         for name in names
     ]
-    seen = dynamic_length_text(result.protocol.dynamic_length)
     return f"{title}\n\n{format_table([corner, *map(str, lengths)], rows)}\n\n{seen}\n"
+
+
+def passkey_row(cell: PasskeyCell) -> list[str]:
+    tokens = sorted({case.tokens for case in cell.cases})  # prompts have whole blocks of filler
+    span = str(tokens[0]) if len(tokens) == 1 else f"{tokens[0]}-{tokens[-1]}"
+    tallies = [cell.inside, cell.beyond, *(quarter.tally for quarter in cell.ranges)]
+    shown = ["-" if part is None else f"{part.accuracy:.2f} ({part.count})" for part in tallies]
+    return [str(cell.length), span, f"{cell.accuracy:.2f}", f"{cell.low:.2f}-{cell.high:.2f}", *shown]

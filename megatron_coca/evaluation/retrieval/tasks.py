@@ -5,28 +5,16 @@ The amount of hidden information follows from the length, so the RULER-style tas
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from typing import NamedTuple
 
 import numpy as np
 
 from megatron_coca.data import Tokenizer
-from megatron_coca.evaluation.retrieval.prompts import (
-    FILLER_BLOCKS,
-    Case,
-    Draft,
-    Haystack,
-    HaystackDraft,
-    Hidden,
-    Text,
-    TokenCosts,
-    depth_gap,
-    facts_of,
-    fit,
-    inner_gap,
-    uniform_gap,
-)
+from megatron_coca.evaluation.retrieval import prompts
+from megatron_coca.evaluation.retrieval.prompts import Case, Draft, Haystack, HaystackDraft, Hidden, Text, TokenCosts
 
 PASSKEY_PROTOCOL = (
     "passkey: task, filler, passkey, filler, question, one piece a line; each stretch of filler repeats the block of "
@@ -47,18 +35,18 @@ RULER_PROTOCOL = (
 # The protocols are part of the identity of result files: another text would be another measurement.
 
 
-def _words(text: str) -> tuple[str, ...]:
+def words_of(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-CITIES = _words(
+CITIES = words_of(
     """
     Lisbon Oslo Vienna Cairo Lima Nairobi Dublin Prague Athens Seoul Quito Helsinki Warsaw Madrid Tokyo Havana Riga
     Toronto Geneva Bergen Dakar Hanoi Accra Porto Tunis Zagreb Bogota Jakarta Sydney Boston Delhi Rome
     """
 )
 
-ADJECTIVES = _words(
+ADJECTIVES = words_of(
     """
     amber ancient bitter blue bold brave bright broken brown busy calm cheap clean clever cold cool crisp curious
     dark deep distant dry dusty early eager empty faint fair famous fancy fast fierce final flat foreign fresh
@@ -71,7 +59,7 @@ ADJECTIVES = _words(
     """
 )
 
-NOUNS = _words(
+NOUNS = words_of(
     """
     anchor apple arrow attic badger bakery barrel basket beach bell bench blanket bottle bridge brush bucket button
     cabin camel candle canyon castle cellar chair cherry church circle clock cloud coat comet copper corner cottage
@@ -95,14 +83,12 @@ def compounds(random: Random, count: int) -> list[str]:
 
 
 def variables(random: Random, count: int) -> list[str]:
-    """Draw that many different names of four capital letters."""
     letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
     numbers = random.sample(range(26**4), count)
     return ["".join(letters[number // 26**place % 26] for place in range(4)) for number in numbers]
 
 
 def random_number(random: Random, digits: int) -> str:
-    """Draw a number of that many digits, the first not 0, uniformly."""
     return str(random.randrange(10 ** (digits - 1), 10**digits))
 
 
@@ -119,7 +105,6 @@ def first_run(answer: str, digits: int) -> str | None:
 
 
 def passkey_score(answer: str, expected: Sequence[str]) -> float:
-    """Return 1 if the first run of five digits is the key, else 0."""
     return float(first_run(answer, 5) == expected[0])
 
 
@@ -149,14 +134,10 @@ class RetrievalTask:
         for number in range(count):
             random = Random(f"{self.name}/{seed}/{length}/{number}")
             draft, expected = self.compose(random, length, costs)
-            fitted = fit(draft, tokenizer, length)
+            fitted = prompts.fit(draft, tokenizer, length)
             ids = np.array(fitted.ids, dtype=np.int32)
-            cases.append(Case(number, length, ids, expected, facts_of(fitted, tokenizer)))
+            cases.append(Case(number, length, ids, expected, prompts.facts_of(fitted, tokenizer)))
         return cases
-
-    def score(self, answer: str, case: Case) -> float:
-        """Score the generated text between 0 and 1."""
-        return self.score_answer(answer, case.expected)
 
 
 class Puzzle(NamedTuple):
@@ -184,11 +165,11 @@ def in_haystack(puzzle: Callable[[Random, int], Puzzle], haystack: Haystack, ans
 
 
 def passkey(answer_stub: bool = False) -> RetrievalTask:
-    """Return the passkey task; see `PASSKEY_PROTOCOL`."""
-
     def puzzle(random: Random, length: int) -> Puzzle:
         key = random_number(random, 5)
-        hidden = Hidden(inner_gap(random.random()), f"The passkey is {key}. Remember it. {key} is the passkey.", key)
+        hidden = Hidden(
+            prompts.inner_gap(random.random()), f"The passkey is {key}. Remember it. {key} is the passkey.", key
+        )
         description = (
             "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. I will "
             "quiz you about the important information there."
@@ -196,7 +177,7 @@ def passkey(answer_stub: bool = False) -> RetrievalTask:
         stub = "The pass key is"  # the original prompt's
         return Puzzle(description, [hidden], "What is the passkey?", stub, (key,), in_lines=True)
 
-    return RetrievalTask("passkey", in_haystack(puzzle, FILLER_BLOCKS, answer_stub), passkey_score)
+    return RetrievalTask("passkey", in_haystack(puzzle, prompts.FILLER_BLOCKS, answer_stub), passkey_score)
 
 
 def needle(depth: int, haystack: Haystack, answer_stub: bool = False) -> RetrievalTask:
@@ -204,7 +185,7 @@ def needle(depth: int, haystack: Haystack, answer_stub: bool = False) -> Retriev
 
     def puzzle(random: Random, length: int) -> Puzzle:
         city, code = random.choice(CITIES), random_number(random, 7)
-        hidden = Hidden(depth_gap(depth / 100), f"The code of {city} is {code}.", code)
+        hidden = Hidden(prompts.depth_gap(depth / 100), f"The code of {city} is {code}.", code)
         description = (
             "Somewhere in the text below stands the code of a city. Remember it: you will be asked for it after the "
             "text."
@@ -223,11 +204,10 @@ CODES = "Codes of different things are hidden in the text below. Remember them: 
 
 def hidden_code(random: Random, name: str, code: str, is_asked: bool = True) -> Hidden:
     text = f"The code of the {name} is {code}."
-    return Hidden(uniform_gap(random.random()), text, code if is_asked else None)
+    return Hidden(prompts.uniform_gap(random.random()), text, code if is_asked else None)
 
 
 def multi_key(random: Random, length: int) -> Puzzle:
-    """One of several codes is asked for."""
     names = compounds(random, 1 + within(length // 128, 1, 32))
     codes = distinct_numbers(random, 7, len(names))
     hidden = [hidden_code(random, name, code, name == names[0]) for name, code in zip(names, codes, strict=True)]
@@ -236,7 +216,6 @@ def multi_key(random: Random, length: int) -> Puzzle:
 
 
 def multi_value(random: Random, length: int) -> Puzzle:
-    """All codes of one thing are asked for."""
     (name,) = compounds(random, 1)
     codes = distinct_numbers(random, 7, within(length // 128, 2, 4))
     hidden = [hidden_code(random, name, code) for code in codes]
@@ -244,7 +223,6 @@ def multi_value(random: Random, length: int) -> Puzzle:
 
 
 def multi_query(random: Random, length: int) -> Puzzle:
-    """The codes of several things are asked for at once."""
     names = compounds(random, within(length // 128, 2, 4))
     codes = distinct_numbers(random, 7, len(names))
     hidden = [hidden_code(random, name, code) for name, code in zip(names, codes, strict=True)]
@@ -262,7 +240,7 @@ def variable_tracking(random: Random, length: int) -> Puzzle:
         chained = names[chain * (hops + 1) :][: hops + 1]
         fractions = sorted(random.random() for _ in chained)
         hidden += [
-            Hidden(uniform_gap(fraction), f"Let {name} = {source}.", name if chain == 0 else None)
+            Hidden(prompts.uniform_gap(fraction), f"Let {name} = {source}.", name if chain == 0 else None)
             for fraction, name, source in zip(fractions, chained, [value, *chained], strict=False)
         ]
     expected = tuple(names[: hops + 1])
@@ -306,22 +284,21 @@ def common_words(haystack: Haystack, answer_stub: bool) -> RetrievalTask:
     return RetrievalTask("common_words", compose)
 
 
+@dataclass
 class WordList:
     """A `Draft` whose units are the words that are not common, each repeated `times.others` times."""
 
-    def __init__(
-        self,
-        times: Frequencies,
-        common: Sequence[str],
-        others: Sequence[str],
-        question: str,
-        costs: TokenCosts,
-        order: int,
-    ) -> None:
-        self.times, self.common, self.others, self.question = times, common, others, question
-        self.order, self.costs = order, costs
-        self.limit: int | None = len(others)
-        self._sums = [0]
+    times: Frequencies
+    common: Sequence[str]
+    others: Sequence[str]
+    question: str
+    costs: TokenCosts
+    order: int
+    _sums: list[int] = field(default_factory=lambda: [0])
+
+    @property
+    def limit(self) -> int | None:
+        return len(self.others)
 
     def build(self, units: int) -> Text:
         """Return the words in random order, without facts."""
@@ -332,22 +309,26 @@ class WordList:
         return Text(f"{description}\n{', '.join(words)}\n{self.question}")
 
     def predict(self, units: int) -> int:
-        """Sum the costs of the words."""
         while len(self._sums) <= units:
             word = self.others[len(self._sums) - 1]
             self._sums.append(self._sums[-1] + self.times.others * self.costs(f"{word},"))
         return self._sums[units]
 
 
-def _hidden_task(name: str, puzzle: Callable[[Random, int], Puzzle]) -> Callable[[Haystack, bool], RetrievalTask]:
-    return lambda haystack, answer_stub: RetrievalTask(name, in_haystack(puzzle, haystack, answer_stub))
+HIDDEN = {
+    "multi_key": multi_key,
+    "multi_value": multi_value,
+    "multi_query": multi_query,
+    "variable_tracking": variable_tracking,
+}
+
+
+def hidden_task(name: str, haystack: Haystack, answer_stub: bool) -> RetrievalTask:
+    return RetrievalTask(name, in_haystack(HIDDEN[name], haystack, answer_stub))
 
 
 RULER_TASKS: dict[str, Callable[[Haystack, bool], RetrievalTask]] = {
-    "multi_key": _hidden_task("multi_key", multi_key),
-    "multi_value": _hidden_task("multi_value", multi_value),
-    "multi_query": _hidden_task("multi_query", multi_query),
-    "variable_tracking": _hidden_task("variable_tracking", variable_tracking),
+    **{name: partial(hidden_task, name) for name in HIDDEN},
     "common_words": common_words,
 }
 """Makes each task for a haystack, with or without the beginning of the answer; names as `options.RULER_NAMES`."""

@@ -9,7 +9,6 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from megatron_coca.attention.context import PositionContext
 from megatron_coca.attention.inputs import BackendError
 from megatron_coca.attention.layer import SelfAttention
 from megatron_coca.attention.positions.forms import RotaryTables, coefficients, rotate
@@ -50,22 +49,17 @@ class Contraction:
     def __init__(self, scale: float) -> None:
         self.scale = scale
 
-    def prepare(
-        self, q: Tensor, k: Tensor, v: Tensor, frame: PositionContext, *rest: Any
-    ) -> tuple[Tensor, Tensor, Tensor, PositionContext]:
-        """The operands as the projections give them."""
-        return q, k, v, frame
+    def prepare(self, *operands: Any) -> tuple[Any, ...]:
+        return operands
 
-    def attend(self, operands: tuple[Tensor, Tensor, Tensor, PositionContext]) -> Tensor:
-        """The output of the layer's heads."""
-        q, t, v, frame = operands
+    def attend(self, operands: tuple[Any, ...]) -> Tensor:
+        q, t, v, frame, *_ = operands
         tables = frame.segments[0]
-        assert tables.query is not None and tables.key is not None
         return contracted_attention(q, t, v, tables.query, tables.key, self.scale)
 
 
 def contract(model: nn.Module) -> None:
-    """Makes all layers of a CoCA model attend by the contraction; its output stays the same.
+    """Make all layers of a CoCA model attend by the contraction; its output stays the same.
 
     Raises BackendError unless the model is plain CoCA on all features, which is what the paper's listing computes.
     """
@@ -89,7 +83,6 @@ class Case:
 
     @property
     def is_plain_rope(self) -> bool:
-        """Whether other methods are compared with it."""
         position = self.config.position
         plain = position.rope_scaling is None and position.relative_positions is None
         return position.pos_emb == "rotary" and plain and position.logit_scaling == "none"
@@ -105,13 +98,7 @@ class Built:
 
     @property
     def label(self) -> str:
-        """The label of the case."""
         return self.case.label
-
-
-def refusal(label: str, error: Exception) -> Missing:
-    """The entry of a method that cannot be measured with this shape."""
-    return Missing(at=label, kind="refused", reason=str(error))
 
 
 def choose(base: Config, methods: Sequence[str], variants: Sequence[Variant]) -> tuple[list[Case], list[Missing]]:
@@ -122,17 +109,16 @@ def choose(base: Config, methods: Sequence[str], variants: Sequence[Variant]) ->
     labels = [*methods, *(variant.label for variant in variants)]
     if twice := sorted({label for label in labels if labels.count(label) > 1}):
         raise EvaluationError(f"{twice[0]}: stands for two methods; name each once")
-    changes: dict[str, tuple[Any, tuple[str, ...]]] = {
-        method: ({"pos_emb": "coca", **PLAIN} if method == CONTRACTION else {"pos_emb": method}, ())
-        for method in methods
-    }
+    changes: dict[str, tuple[Any, ...]] = {method: ({"pos_emb": method},) for method in methods}
+    if CONTRACTION in methods:
+        changes[CONTRACTION] = ({"pos_emb": "coca", **PLAIN},)
     changes |= {variant.label: (variant.overrides, variant.files) for variant in variants}
     cases, refused = [], []
-    for label, (overrides, files) in changes.items():
+    for label, overrides in changes.items():
         try:
-            cases.append(Case(label, base.override(overrides, files), label == CONTRACTION and label in methods))
+            cases.append(Case(label, base.override(*overrides), label == CONTRACTION and label in methods))
         except ConfigError as error:
-            refused.append(refusal(label, error))
+            refused.append(Missing(at=label, kind="refused", reason=str(error)))
     return cases, refused
 
 
@@ -149,7 +135,7 @@ def build_all(cases: Iterable[Case], device: str, dtype: torch.dtype) -> tuple[l
     """The models of all cases, and the refused; parameters of the same name and shape are the first model's, in memory
     once.
 
-    Plain RoPE is added for every backend of a case that no plain RoPE among the cases uses.
+    Plain RoPE is added for every backend in use without it, except the contraction's, which has none.
     """
     built: list[Built] = []
     refused: list[Missing] = []
@@ -159,36 +145,28 @@ def build_all(cases: Iterable[Case], device: str, dtype: torch.dtype) -> tuple[l
             try:
                 made = build(case, device, dtype)
             except (BackendError, ConfigError) as error:
-                refused.append(refusal(case.label, error))
+                refused.append(Missing(at=case.label, kind="refused", reason=str(error)))
                 continue
             if built:
                 share_weights(made.model, built[0].model)
             built.append(made)
 
     add(cases)
-    add(missing_ropes(built))
-    return built, refused
-
-
-def missing_ropes(built: Sequence[Built]) -> list[Case]:
-    """Plain RoPE for every backend in use without it, except the contraction's, which has none."""
-    served = {item.backend for item in built if item.case.is_plain_rope}
-    backends = [name for name in dict.fromkeys(item.backend for item in built) if name not in (*served, EINSUM)]
-    if built and not backends and not served:
-        backends = ["auto"]
-    taken = {item.label for item in built}
-    cases = []
-    for backend in backends:
-        label = "rotary" if "rotary" not in taken else f"rotary by {backend}"
-        taken.add(label)
+    with_rope = {item.backend for item in built if item.case.is_plain_rope}
+    missing = [name for name in dict.fromkeys(item.backend for item in built) if name not in (*with_rope, EINSUM)]
+    if built and not missing and not with_rope:
+        missing = ["auto"]
+    labels = {item.label for item in built}
+    for backend in missing:
+        label = "rotary" if "rotary" not in labels else f"rotary by {backend}"
+        labels.add(label)
         changes = {"pos_emb": "rotary", "attention_backend": backend, **PLAIN}
-        cases.append(Case(label, built[0].case.config.override(changes)))
-    return cases
+        add([Case(label, built[0].case.config.override(changes))])
+    return built, refused
 
 
 @torch.no_grad()
 def share_weights(model: nn.Module, other: nn.Module) -> None:
-    """Replaces the parameters of `model` by those of `other` with the same name and shape."""
     theirs = dict(other.named_modules())
     for name, module in model.named_modules():
         for key, own in list(module._parameters.items()):

@@ -21,21 +21,13 @@ from megatron_coca.checkpoints import open_checkpoint
 from megatron_coca.checkpoints.native import code_versions
 from megatron_coca.checkpoints.weights import DTYPES
 from megatron_coca.config import Config, load_config
+from megatron_coca.evaluation import results
 from megatron_coca.evaluation.options import read_variants, resolve_device
-from megatron_coca.evaluation.results import (
-    Cell,
-    CheckpointRecord,
-    EnvironmentRecord,
-    EvaluationError,
-    Missing,
-    Record,
-    Result,
-    Store,
-    check_writable,
-)
+from megatron_coca.evaluation.results import Cell, Missing, Record, Result, Store
 from megatron_coca.evaluation.speed import WHATS, WHOLE_SEQUENCES, What
 from megatron_coca.evaluation.speed.cases import EINSUM, Built, build_all, choose
 from megatron_coca.evaluation.speed.probing import WORKLOADS, Plan, Probe, first_layer, probe, probe_in_subprocess
+from megatron_coca.evaluation.subject import environment_record
 from megatron_coca.model import keep_freed_memory
 from megatron_coca.tables import format_table
 
@@ -50,8 +42,6 @@ class Ratio(Record):
 
 
 class SpeedCell(Cell):
-    """One method at one length."""
-
     what: What
     length: int  # tokens of a row; in `decode` the tokens in the cache
     method: str
@@ -71,16 +61,12 @@ class SpeedCell(Cell):
 
 
 class MachineRecord(Record):
-    """The machine, beside the device."""
-
     processor: str
     threads: int
     versions: dict[str, str]
 
 
 class ShapeRecord(Record):
-    """The shape of the models."""
-
     layers: int
     hidden_size: int
     heads: int
@@ -89,8 +75,6 @@ class ShapeRecord(Record):
 
 
 class SpeedProtocol(Record):
-    """The protocol of the measurement."""
-
     text: str
     rounds: int
     batch: int  # rows
@@ -98,22 +82,20 @@ class SpeedProtocol(Record):
 
 
 class SpeedResult(Result):
-    """Times by kind of work, length and method."""
-
     task: Literal["speed"] = "speed"
     protocol: SpeedProtocol
     machine: MachineRecord
     results: list[SpeedCell]
 
 
-def _ratio_text(ratio: Ratio | None) -> str:
+def ratio_text(ratio: Ratio | None) -> str:
     return "-" if ratio is None else f"{ratio.median:.2f} ({ratio.low:.2f}-{ratio.high:.2f})"
 
 
 ROWS: dict[str, Callable[[SpeedCell], str]] = {
     "ms": lambda cell: f"{1000 * cell.seconds:.2f}",
-    "to RoPE": lambda cell: _ratio_text(cell.to_rope),
-    "to contraction": lambda cell: _ratio_text(cell.to_contraction),
+    "to RoPE": lambda cell: ratio_text(cell.to_rope),
+    "to contraction": lambda cell: ratio_text(cell.to_contraction),
     "tokens/s": lambda cell: f"{cell.tokens_per_second:.0f}",
     "MiB": lambda cell: "-" if cell.peak_memory_bytes is None else f"{cell.peak_memory_bytes / 2**20:.0f}",
     "cache bytes/token": lambda cell: "-" if cell.cache_bytes_per_token is None else str(cell.cache_bytes_per_token),
@@ -122,7 +104,6 @@ ROWS: dict[str, Callable[[SpeedCell], str]] = {
 
 
 def tables(result: SpeedResult) -> str:
-    """Markdown: for each kind of work a table of all methods by length."""
     shown = []
     for what in WHATS:
         cells = {(cell.method, cell.length): cell for cell in result.results if cell.what == what}
@@ -173,7 +154,6 @@ def interleaved(calls: Mapping[Key, Callable[[], object]], rounds: int, device: 
 
 
 def quartiles(values: list[float]) -> tuple[float, float, float]:
-    """First quartile, median, third quartile."""
     if len(values) == 1:
         return (values[0],) * 3
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -181,7 +161,6 @@ def quartiles(values: list[float]) -> tuple[float, float, float]:
 
 
 def ratio(own: list[float], other: list[float], against: str) -> Ratio:
-    """The ratio of times, taken round by round."""
     low, middle, high = quartiles([mine / theirs for mine, theirs in zip(own, other, strict=True)])
     return Ratio(against=against, median=middle, low=low, high=high)
 
@@ -224,6 +203,8 @@ def measure(
                     ratio(times[item.label], times[others[0]], others[0]) if others else None
                     for others in (ropes if item.backend == EINSUM else same, contractions)
                 )
+                shape, dtype = item.case.config.model, first_layer(item.model).dense.weight.dtype
+                cache = bytes_per_token(item.model.method, shape.num_kv_heads, shape.num_layers, dtype)
                 cell = SpeedCell(
                     what=what,
                     length=length,
@@ -236,24 +217,16 @@ def measure(
                     to_rope=to_rope,
                     to_contraction=to_contraction,
                     peak_memory_bytes=peaks[item.label],
-                    cache_bytes_per_token=cache_bytes(item) if what == "decode" else None,
+                    cache_bytes_per_token=cache if what == "decode" else None,
                 )
                 store.put(cell)
 
 
-def cache_bytes(built: Built) -> int:
-    """Bytes of the cache for one token, all layers."""
-    model = built.case.config.model
-    dtype = first_layer(built.model).dense.weight.dtype
-    return bytes_per_token(built.model.method, model.num_kv_heads, model.num_layers, dtype)
-
-
-def measure_speed(args: Namespace) -> int:
-    """Runs the subcommand; returns the exit status."""
+def run(args: Namespace) -> int:
     if args.output is not None:
-        check_writable(args.output)
+        results.check_writable(args.output)
         if args.output.exists() and not args.overwrite:
-            raise EvaluationError(
+            raise results.EvaluationError(
                 f"{args.output}: exists; times of two runs do not mix, name another --output or --overwrite it"
             )
     device = resolve_device(args.device)
@@ -267,7 +240,7 @@ def measure_speed(args: Namespace) -> int:
     built, refused_later = build_all(cases, device, DTYPES[args.dtype])
     refused += refused_later
     if not built:
-        raise EvaluationError(f"no method can be measured: {'; '.join(missing.reason for missing in refused)}")
+        raise results.EvaluationError(f"no method can be measured: {'; '.join(missing.reason for missing in refused)}")
     whats = WHATS if args.what is None else tuple(args.what)
     plan = Plan(whats, tuple(args.lengths), args.batch_size, args.rounds, args.budget_seconds)
 
@@ -292,8 +265,10 @@ def measure_speed(args: Namespace) -> int:
 
 
 def empty_result(args: Namespace, config: Config, built: Sequence[Built], device: str) -> SpeedResult:
-    """The result file before anything is measured."""
-    place, model = torch.device(device), config.model
+    model = config.model
+    cpuinfo = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").is_file() else []
+    processors = (line.partition(":")[2].strip() for line in cpuinfo if line.startswith("model name"))
+    processor = next(processors, platform.machine())
     shape = ShapeRecord(
         layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -303,7 +278,7 @@ def empty_result(args: Namespace, config: Config, built: Sequence[Built], device
     )
     return SpeedResult(
         label=args.label or (Path(args.checkpoint).resolve().name if args.checkpoint else args.config[-1].stem),
-        checkpoint=CheckpointRecord(
+        checkpoint=results.CheckpointRecord(
             path=args.checkpoint or " ".join(map(str, args.config)),
             identity=f"random weights, seed {config.seed}",
             step=None,
@@ -312,24 +287,9 @@ def empty_result(args: Namespace, config: Config, built: Sequence[Built], device
         ),
         overrides={"set": list(args.overrides)} if args.overrides else {},
         tokenizer=None,
-        environment=EnvironmentRecord(
-            dtype=args.dtype,
-            backend=config.position.attention_backend,
-            device=torch.cuda.get_device_name(place) if place.type == "cuda" else str(place),
-            torch=torch.__version__,
-        ),
+        environment=environment_record(args.dtype, config.position.attention_backend, device),
         protocol=SpeedProtocol(text=PROTOCOL, rounds=args.rounds, batch=args.batch_size, shape=shape),
-        machine=MachineRecord(processor=processor(), threads=torch.get_num_threads(), versions=code_versions()),
+        machine=MachineRecord(processor=processor, threads=torch.get_num_threads(), versions=code_versions()),
         results=[],
         missing=[],
     )
-
-
-def processor() -> str:
-    """The name of the CPU, or its architecture where the system does not tell."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.machine()
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.machine())

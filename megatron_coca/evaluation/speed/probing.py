@@ -1,6 +1,7 @@
 """One call of all work that is to be timed: whether it fits, its memory, and the time to expect of longer inputs."""
 
 import ctypes
+import itertools
 import json
 import math
 import resource
@@ -8,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
@@ -15,11 +17,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megatron_coca.attention.context import PositionContext
 from megatron_coca.attention.layer import SelfAttention
 from megatron_coca.checkpoints.weights import DTYPES
 from megatron_coca.config import load_config
-from megatron_coca.evaluation.results import measured, out_of_memory
+from megatron_coca.evaluation.results import measured, out_of_memory, resident_memory
 from megatron_coca.evaluation.speed import WHOLE_SEQUENCES, What
 from megatron_coca.evaluation.speed.cases import DENSE, Built, Case, build
 from megatron_coca.model import GPT
@@ -39,70 +40,50 @@ class Workload:
 
 
 def first_layer(model: GPT) -> SelfAttention:
-    """The attention of the first block."""
     return next(module for module in model.modules() if isinstance(module, SelfAttention))
 
 
-def _ids(model: GPT, length: int, batch: int, device: torch.device) -> Tensor:
+def token_ids(model: GPT, length: int, batch: int) -> Tensor:
     generator = torch.Generator().manual_seed(length)
-    return torch.randint(model.vocab_size, (batch, length), generator=generator).to(device)
+    ids = torch.randint(model.vocab_size, (batch, length), generator=generator)
+    return ids.to(first_layer(model).dense.weight.device)
 
 
-def _layer(model: GPT, length: int, batch: int) -> tuple[SelfAttention, Tensor, PositionContext]:
-    """The first attention layer, hidden states for it, and its position context."""
+def layer_work(model: GPT, length: int, batch: int, backward: bool) -> Workload:
+    """Projections and attention of one layer, without the tables that all layers share; backward to the hidden states
+    and the layer's weights.
+    """
+    model.train(backward)
     layer = first_layer(model)
     weight = layer.dense.weight
     generator = torch.Generator().manual_seed(length)
-    hidden = torch.randn(batch, length, weight.shape[0], generator=generator).to(weight)
+    hidden = torch.randn(batch, length, weight.shape[0], generator=generator).to(weight).requires_grad_(backward)
     with torch.no_grad():
         frame = model.positions(torch.arange(length, device=weight.device), length, weight.dtype)
-    return layer, hidden, frame
-
-
-def layer_forward(model: GPT, length: int, batch: int) -> Workload:
-    """Projections and attention of one layer; the tables that all layers share are made before."""
-    model.eval()
-    layer, hidden, frame = _layer(model, length, batch)
-
-    def call() -> Tensor:
-        with torch.no_grad():
-            return layer(hidden, frame)
-
-    return Workload(call, length * batch)
-
-
-def layer_forward_backward(model: GPT, length: int, batch: int) -> Workload:
-    """The same with the gradients of the hidden states and of the layer's weights."""
-    model.train()
-    layer, hidden, frame = _layer(model, length, batch)
-    hidden.requires_grad_()
-    wanted = [hidden, *layer.parameters()]
-    gradient = torch.ones_like(hidden)
+    gradient = torch.ones_like(hidden) if backward else None
 
     def call() -> object:
-        return torch.autograd.grad(layer(hidden, frame), wanted, gradient, allow_unused=True)
+        with torch.set_grad_enabled(backward):
+            output = layer(hidden, frame)
+            if not backward:
+                return output
+            return torch.autograd.grad(output, [hidden, *layer.parameters()], gradient, allow_unused=True)
 
     return Workload(call, length * batch)
 
 
-def model_forward(model: GPT, length: int, batch: int) -> Workload:
-    """A prompt: all tokens through the model, and the logits of the last."""
-    model.eval()
-    ids = _ids(model, length, batch, first_layer(model).dense.weight.device)
-
-    def call() -> Tensor:
-        with torch.no_grad():
-            return model.logits(model.hidden_states(ids, last=1))
-
-    return Workload(call, length * batch)
-
-
-def model_forward_backward(model: GPT, length: int, batch: int) -> Workload:
-    """The loss of all tokens and the gradients of all weights: a training step without the optimizer."""
-    model.train()
-    ids = _ids(model, length + 1, batch, first_layer(model).dense.weight.device)
+def model_work(model: GPT, length: int, batch: int, backward: bool) -> Workload:
+    """A prompt through the model and the logits of its last token; backward: the loss of all tokens and the gradients
+    of all weights, a training step without the optimizer.
+    """
+    model.train(backward)
+    ids = token_ids(model, length + backward, batch)
 
     def call() -> None:
+        if not backward:
+            with torch.no_grad():
+                model.logits(model.hidden_states(ids, last=1))
+            return
         model.loss(model.hidden_states(ids[:, :-1]), ids[:, 1:]).backward()
         for parameter in model.parameters():
             parameter.grad = None
@@ -124,7 +105,7 @@ def decode(model: GPT, length: int, batch: int) -> Workload:
         widths = method.cached_width, method.head_dim
         layer.append(*(torch.randn(batch, kv_heads, length, width, generator=generator).to(weight) for width in widths))
     positions = torch.arange(length, device=weight.device)
-    ids = _ids(model, DECODED, batch, weight.device)
+    ids = token_ids(model, DECODED, batch)
 
     def call() -> None:
         cache.positions = positions
@@ -138,10 +119,10 @@ def decode(model: GPT, length: int, batch: int) -> Workload:
 
 
 WORKLOADS: dict[What, Callable[[GPT, int, int], Workload]] = {
-    "layer forward": layer_forward,
-    "layer forward+backward": layer_forward_backward,
-    "model forward": model_forward,
-    "model forward+backward": model_forward_backward,
+    "layer forward": partial(layer_work, backward=False),
+    "layer forward+backward": partial(layer_work, backward=True),
+    "model forward": partial(model_work, backward=False),
+    "model forward+backward": partial(model_work, backward=True),
     "decode": decode,
 }
 """The call of each kind of work, of a model, length and batch size."""
@@ -168,8 +149,8 @@ KILLED = -9
 class Plan:
     """What is measured of every method; `budget` in seconds is for all rounds of one method at one length."""
 
-    whats: tuple[What, ...]
-    lengths: tuple[int, ...]
+    whats: Sequence[What]
+    lengths: Sequence[int]
     batch: int
     rounds: int
     budget: float
@@ -187,7 +168,6 @@ class Probe:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that can still be allocated."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     lines = Path("/proc/meminfo").read_text().splitlines()
@@ -195,11 +175,12 @@ def free_bytes(device: torch.device) -> int:
 
 
 def probe(built: Built, plan: Plan, before_call: Callable[[], object] = lambda: None) -> Iterator[Probe]:
-    """Calls all work of a method in this process, at longer and longer lengths, and yields the lengths of the plan.
+    """Call all work of a method in this process, at longer and longer lengths, and yield the lengths of the plan.
 
     `before_call` runs before each measurement. Calls that cannot fit, or whose rounds would exceed the budget, are not
     made.
     """
+    device = first_layer(built.model).dense.weight.device
     for what in plan.whats:
         if what == "decode" and built.case.contracted:
             yield from (Probe(what, length, kind="refused", reason=WHOLE_SEQUENCES) for length in sorted(plan.lengths))
@@ -209,42 +190,30 @@ def probe(built: Built, plan: Plan, before_call: Callable[[], object] = lambda: 
             calls = plan.rounds + 1 if length in plan.lengths else 1
             seconds = calls * expected_seconds(called, length)
             if reason := too_large(built, what, length, plan.batch):
-                found = Probe(what, length, kind="out of memory", reason=reason)
+                result = Probe(what, length, kind="out of memory", reason=reason)
             elif seconds > plan.budget:
                 rounded = f"{float(f'{seconds:.2g}'):.12g}"  # two digits without an exponent
                 reason = f"would take about {rounded} s, --budget-seconds allows {plan.budget:.12g}"
-                found = Probe(what, length, kind="not run", reason=reason)
+                result = Probe(what, length, kind="not run", reason=reason)
             else:
-                found = _call(built, what, length, plan.batch, before_call, called)
+                try:
+                    work = WORKLOADS[what](built.model, length, plan.batch)
+                    held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+                    before_call()
+                    with measured(device) as meter:
+                        work.call()
+                    called.append((length, meter.seconds))
+                    peak = meter.peak_memory_bytes
+                    result = Probe(what, length, None if peak is None else peak - held)
+                except ValueError as error:
+                    result = Probe(what, length, kind="refused", reason=str(error))
+                except (RuntimeError, MemoryError) as error:
+                    if not out_of_memory(error):
+                        raise
+                    reason = f"the memory of {device} does not suffice ({gib(free_bytes(device))} were free)"
+                    result = Probe(what, length, kind="out of memory", reason=reason)
             if length in plan.lengths:
-                yield found
-
-
-def _call(
-    built: Built,
-    what: What,
-    length: int,
-    batch: int,
-    before_call: Callable[[], object],
-    called: list[tuple[int, float]],
-) -> Probe:
-    """One measured call; appends its seconds to `called`."""
-    device = first_layer(built.model).dense.weight.device
-    try:
-        work = WORKLOADS[what](built.model, length, batch)
-        held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-        before_call()
-        with measured(device) as meter:
-            work.call()
-    except ValueError as error:
-        return Probe(what, length, kind="refused", reason=str(error))
-    except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error):
-            raise
-        reason = f"the memory of {device} does not suffice ({_gib(free_bytes(device))} were free)"
-        return Probe(what, length, kind="out of memory", reason=reason)
-    called.append((length, meter.seconds))
-    return Probe(what, length, None if meter.peak_memory_bytes is None else meter.peak_memory_bytes - held)
+                yield result
 
 
 def probe_lengths(lengths: Sequence[int]) -> list[int]:
@@ -286,10 +255,10 @@ def too_large(built: Built, what: What, length: int, batch: int) -> str:
     needed, free = tensors * length**2 * weight.element_size(), MAX_SHARE_OF_FREE * free_bytes(weight.device)
     if needed <= free:
         return ""
-    return f"its {length} x {length} scores take about {_gib(needed)}, free are {_gib(free)}"
+    return f"its {length} x {length} scores take about {gib(needed)}, free are {gib(free)}"
 
 
-def _gib(size: float) -> str:
+def gib(size: float) -> str:
     return f"{size / 2**30:.1f} GiB"
 
 
@@ -306,46 +275,36 @@ def probe_in_subprocess(case: Case, plan: Plan, dtype: str) -> list[Probe]:
     return found if answer.returncode == 0 else [*found, *lost_probes(plan, found, answer.returncode, answer.stderr)]
 
 
-def lost_probes(plan: Plan, found: Sequence[Probe], status: int, errors: str) -> Iterator[Probe]:
-    """The probes that a process did not get to before it ended with exit status `status`."""
-    known = {(item.what, item.length) for item in found}
+def lost_probes(plan: Plan, known: Sequence[Probe], status: int, errors: str) -> Iterator[Probe]:
+    done = {(probe.what, probe.length) for probe in known}
     last = (errors.strip().splitlines() or ["no message"])[-1]
-    for what in plan.whats:
-        for length in sorted(plan.lengths):
-            if (what, length) in known:
-                continue
-            if status == KILLED:
-                reason = "the system killed its process, as it does when memory runs out"
-                yield Probe(what, length, kind="out of memory", reason=reason)
-            else:
-                yield Probe(what, length, kind="failed", reason=f"its process ended with {status}: {last}")
+    for what, length in itertools.product(plan.whats, sorted(plan.lengths)):
+        if (what, length) not in done and status == KILLED:
+            reason = "the system killed its process, as it does when memory runs out"
+            yield Probe(what, length, kind="out of memory", reason=reason)
+        elif (what, length) not in done:
+            yield Probe(what, length, kind="failed", reason=f"its process ended with {status}: {last}")
 
 
 def main() -> None:
-    """Reads a request of `probe_in_subprocess` from standard input, and writes a line of JSON for each probe."""
+    """Read a request of `probe_in_subprocess` from standard input, and write a line of JSON for each probe."""
     request = json.load(sys.stdin)
     torch.set_num_threads(request["threads"])
-    given = request["plan"]
-    plan = Plan(tuple(given["whats"]), tuple(given["lengths"]), given["batch"], given["rounds"], given["budget"])
+    plan = Plan(**request["plan"])
     case = Case(request["label"], load_config([request["config"]]), request["contracted"])
     built = build(case, "cpu", DTYPES[request["dtype"]])
     # Libraries allocate buffers of their own in the first call.
-    model_forward_backward(built.model, 8, 1).call()
+    WORKLOADS["model forward+backward"](built.model, 8, 1).call()
     library = ctypes.CDLL(None)
     library.mallopt(M_MMAP_THRESHOLD, SMALLEST_BLOCK)
     # Allocations beyond the free memory are to fail, instead of the system killing some process.
-    lines = Path("/proc/self/status").read_text().splitlines()
-    held = next(int(line.split()[1]) for line in lines if line.startswith("VmData:")) * 1024
-    limit = held + int(MAX_SHARE_OF_FREE * free_bytes(torch.device("cpu")))
+    limit = (resident_memory("VmData") or 0) + int(MAX_SHARE_OF_FREE * free_bytes(torch.device("cpu")))
     resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
-    def return_freed_memory() -> None:
-        """Returns free blocks to the system: blocks that are used again would not make resident memory grow."""
-        if hasattr(library, "malloc_trim"):  # glibc
-            library.malloc_trim(0)
-
-    for found in probe(built, plan, return_freed_memory):
-        print(json.dumps(asdict(found)), flush=True)
+    # Without it, blocks that are used again would not make resident memory grow. Only glibc has it.
+    trim = getattr(library, "malloc_trim", lambda pad: None)
+    for result in probe(built, plan, lambda: trim(0)):
+        print(json.dumps(asdict(result)), flush=True)
 
 
 if __name__ == "__main__":
