@@ -137,7 +137,7 @@ def test_what_json_has_no_word_for_is_null(tmp_path: Path) -> None:
 def report_all(config: Config, start: int = 0, stop: int = 10) -> None:
     reporters = Reporters(config, start, active=True)
     for step in range(start + 1, stop + 1):
-        reporters.report(step, loss=3.5, lr=0.1, tokens_per_second=12345.0, eta_seconds=3661.0)
+        reporters.report(step, {"loss": 3.5, "lr": 0.1, "tokens_per_second": 12345.0, "eta_seconds": 3661.0})
         reporters.advance()
     reporters.note(stop, "odd")
     reporters.close()
@@ -189,8 +189,8 @@ def test_a_bar_is_for_terminals(
 def test_a_bar_keeps_the_latest_of_every_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", stream := Terminal())
     reporters = Reporters(configured(save=str(tmp_path)), 0, active=True)
-    reporters.report(1, loss=3.5)
-    reporters.report(1, validation_loss=3.25)
+    reporters.report(1, {"loss": 3.5})
+    reporters.report(1, {"validation_loss": 3.25})
     reporters.close()
     assert "loss=3.5000, validation loss=3.2500" in stream.getvalue()
 
@@ -210,8 +210,8 @@ def test_rates_are_short(rate: float, text: str) -> None:
 
 def test_sources_are_on_the_line_of_a_validation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     reporters = Reporters(configured(save=str(tmp_path)), 0, active=True)
-    reporters.report(4, **{"validation_loss": 3.0, "validation_loss/text": 3.25, "validation_loss/code": 2.75})
-    reporters.report(4, **{"share/text": 0.5})
+    reporters.report(4, {"validation_loss": 3.0, "validation_loss/text": 3.25, "validation_loss/code": 2.75})
+    reporters.report(4, {"share/text": 0.5})
     reporters.close()
     assert capsys.readouterr().err == "learned step 4/10: validation loss 3.0000, text 3.2500, code 2.7500\n"
 
@@ -228,7 +228,7 @@ def test_log_lines_stand_above_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_other_ranks_are_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     reporters = Reporters(configured(save=str(tmp_path / "run")), 0, active=False)
     reporters.advance()
-    reporters.report(1, loss=1.0)
+    reporters.report(1, {"loss": 1.0})
     reporters.close()
     assert not (tmp_path / "run").exists() and capsys.readouterr().err == ""
 

@@ -7,12 +7,11 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
-from torch import Tensor
 from tqdm import tqdm
 
 from megatron_coca.atomic_write import write_file
@@ -23,8 +22,6 @@ logger = logging.getLogger(__name__)
 
 Figures = Mapping[str, float | None]
 """Values by name. None is a value that does not exist at this step, such as the norm of a skipped one."""
-RankFigures = Callable[[list[float]], Sequence[Sequence[float]]]
-"""Gathers equally many values from every rank; returns them by rank. All ranks call it together."""
 
 UNSAVED = Path("runs/unsaved")
 """The folder for the figures of a run without `log_dir` and `save`."""
@@ -47,37 +44,22 @@ TIMINGS = frozenset(
 """Figures of time and memory, which differ between identical runs."""
 
 
-class StepFigures(NamedTuple):
-    """The figures of one optimizer step.
-
-    Attributes:
-        loss: nats per token over all ranks; a 0-dimensional tensor is read only when a report is due.
-        grad_norm: before clipping, likewise; None if the step has none.
-        lr: the learning rate of the step.
-        skipped: whether the optimizer left the weights unchanged; may be a tensor too.
-        loss_scale: of float16 training, else None.
-    """
-
-    loss: float | Tensor
-    grad_norm: float | Tensor | None
-    lr: float
-    skipped: bool | Tensor = False
-    loss_scale: float | None = None
-
-
 def run_folder(config: Config) -> Path:
     """The folder for the figures of a run: `log_dir`, else `save`, else `UNSAVED`."""
     return Path(config.logging.log_dir or config.checkpoint.save or UNSAVED)
 
 
-class Sink(Protocol):
+class Sink:
     """Takes figures (`report`) and one-line messages (`note`) with the number of completed steps."""
 
-    def report(self, step: int, figures: Figures) -> None: ...
+    def report(self, step: int, figures: Figures) -> None:
+        raise NotImplementedError
 
-    def note(self, step: int, message: str) -> None: ...
+    def note(self, step: int, message: str) -> None:
+        """Do nothing: the console and Weights & Biases show the log anyway."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        raise NotImplementedError
 
 
 class Reporters:
@@ -116,7 +98,7 @@ class Reporters:
         if self._console:
             self._console.advance()
 
-    def report(self, step: int, **figures: float | None) -> None:
+    def report(self, step: int, figures: Figures) -> None:
         """Report the figures of `step` to every sink."""
         for sink in self._sinks:
             sink.report(step, figures)
@@ -156,7 +138,7 @@ def shown(figures: Figures) -> dict[str, str]:
     return {COLUMNS[name][0]: COLUMNS[name][1](value) for name, value in values.items() if value is not None}
 
 
-class Console:
+class Console(Sink):
     """Progress on standard error: a bar on a terminal; a line per report elsewhere, such as a job's log file."""
 
     def __init__(self, config: Config, start: int) -> None:
@@ -192,9 +174,6 @@ class Console:
         if texts:
             print(f"{self._name} step {step}/{self._total}: {', '.join(texts)}", file=sys.stderr, flush=True)
 
-    def note(self, step: int, message: str) -> None:
-        """Nothing: notes are logged."""
-
     def close(self) -> None:
         self._bar.close()
 
@@ -215,7 +194,7 @@ def set_up_logging(active: bool) -> None:
     logging.getLogger("megatron_coca").setLevel(logging.INFO if active else logging.WARNING)
 
 
-class JsonLines:
+class JsonLines(Sink):
     """One JSON object per report in `metrics.jsonl`; a note is one with its text as `event`.
 
     A resumed run drops the lines of steps that it will repeat. A fresh one keeps those of an older run in one of at most
@@ -289,7 +268,7 @@ def _keep_older(path: Path) -> None:
     path.unlink()
 
 
-class TensorBoard:
+class TensorBoard(Sink):
     """Scalars, and notes as text. Hides what an earlier process wrote for repeated steps."""
 
     def __init__(self, folder: str, start: int) -> None:
@@ -309,7 +288,7 @@ class TensorBoard:
         self._writer.close()
 
 
-class WandB:
+class WandB(Sink):
     """A run at Weights & Biases; WANDB_MODE=offline keeps it on disk.
 
     `wandb.json` in the run's folder keeps the run's id and its last step. A resumed run keeps the id, and does not send
@@ -349,9 +328,6 @@ class WandB:
             raise CheckpointError(
                 f"{self._path}: cannot be written ({error}); complete checkpoints are intact"
             ) from error
-
-    def note(self, step: int, message: str) -> None:
-        """Nothing: wandb captures the log."""
 
     def close(self) -> None:
         self._run.finish()
