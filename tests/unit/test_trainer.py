@@ -22,7 +22,7 @@ from megatron_coca.config import load_config
 from megatron_coca.data import Batch
 from megatron_coca.training.corpus import Corpus, open_corpus
 from megatron_coca.training.engine import StepResult
-from megatron_coca.training.exit_status import Diverged, Preempted, Preemption
+from megatron_coca.training.exit_status import CaughtSignals, Diverged, Preempted
 from megatron_coca.training.loss_guard import Limits, bad_reason
 from megatron_coca.training.saving import Checkpoints
 from megatron_coca.training.topology import Topology
@@ -86,13 +86,13 @@ Run = Callable[..., CountingEngine]
 def run(opened: Corpus, tmp_path: Path, alone: None) -> Run:
     """run(loss by call, **keys): the engine after a run of ten steps that saves after each."""
 
-    def train(loss: Callable[[int], float], preemption: Preemption | None = None, **keys: Any) -> CountingEngine:
+    def train(loss: Callable[[int], float], preemption: CaughtSignals | None = None, **keys: Any) -> CountingEngine:
         keys = {"save": str(tmp_path / "run"), "checkpoint_factor": 1, "train_iters": 10, **keys}
         config = opened.config.override(keys | {"rollback_margin": 0, "eval_interval": 100})
         corpus, engine = Corpus(config, opened.train, opened.valid, opened.tokenizer), CountingEngine(loss)
         sizes = config.batch.resolve(1)
         checkpoints = Checkpoints(corpus, engine, ALONE, LAYOUT)  # type: ignore[arg-type]
-        told = preemption or Preemption(), Watchdog(None, None, 0)
+        told = preemption or CaughtSignals(), Watchdog(None, None, 0)
         Trainer(corpus, engine, checkpoints, sizes, ALONE, *told).run()  # type: ignore[arg-type]
         return engine
 
@@ -153,7 +153,7 @@ def test_a_rollback_without_a_checkpoint_stops(run: Run) -> None:
 
 
 def test_a_preempted_run_saves_where_it_is(run: Run, tmp_path: Path) -> None:
-    preemption = Preemption()
+    preemption = CaughtSignals()
 
     def loss(call: int) -> float:
         preemption.requested = "SIGTERM" if call == 3 else None

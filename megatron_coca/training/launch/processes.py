@@ -12,13 +12,21 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
-from megatron_coca.training.exit_status import DIVERGED, DONE, INTERRUPTED, PREEMPTED, UNSAVED, UNUSABLE
+from megatron_coca.config import LaunchConfig
+from megatron_coca.training.exit_status import (
+    DIVERGED,
+    DONE,
+    INTERRUPTED,
+    PREEMPTED,
+    SIGNALS,
+    UNSAVED,
+    UNUSABLE,
+    CaughtSignals,
+)
 from megatron_coca.training.watchdog import ERROR_FILE, ErrorReport
 
-STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-FORWARDED = (*STOPPING, signal.SIGINT)
+FORWARDED = (*SIGNALS, signal.SIGINT)
 SETTLE = 5.0
 """Seconds the other processes have to end after one failed: long enough to print their own errors."""
 PREEMPTED_SETTLE = 300.0
@@ -76,34 +84,6 @@ class LocalProcess:
         return None if self._error_file is None else ErrorReport.read(self._error_file)
 
 
-class CaughtSignals:
-    """Collects the stop signals sent to this process until `release`. Ignored signals stay ignored (nohup).
-
-    Attributes:
-        received: True once any signal has arrived.
-    """
-
-    def __init__(self) -> None:
-        self._pending: list[int] = []
-        self.received = False
-        handled = [number for number in FORWARDED if signal.getsignal(number) != signal.SIG_IGN]
-        self._previous = {number: signal.signal(number, self._catch) for number in handled}
-
-    def _catch(self, number: int, frame: object) -> None:
-        self._pending.append(number)
-        self.received = True
-
-    def take(self) -> list[int]:
-        """The signals received since the last call."""
-        pending, self._pending = self._pending, []
-        return pending
-
-    def release(self) -> None:
-        """Restore the previous handlers."""
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-
 class _Group:
     """State of `supervise`."""
 
@@ -129,7 +109,7 @@ class _Group:
         for label, status in sorted(ended.items(), key=lambda item: -item[1]):
             if status:
                 # A process without a handler yet dies of the stop signal; nothing is lost by that.
-                stopped = any(status == 128 + number for number in self.sent if number in STOPPING)
+                stopped = any(status == 128 + number for number in self.sent if number in SIGNALS)
                 self._fail(label, PREEMPTED if stopped else status)
 
     def _fail(self, label: str, status: int) -> None:
@@ -170,12 +150,6 @@ class _Group:
         ended = [process for process in self.processes if process not in self.running]
         return {process.label: report for process in ended if (report := process.report()) is not None}
 
-    def kill_after_deadline(self) -> None:
-        if self.deadline is not None and time.monotonic() > self.deadline:
-            self.deadline = None
-            for process in self.running:
-                process.send(signal.SIGKILL)
-
 
 def supervise(processes: Sequence[LocalProcess], signals: CaughtSignals, settle: float = SETTLE) -> int:
     """Wait for all processes and return the exit status of the run: 0, or that of the process that failed first.
@@ -188,7 +162,10 @@ def supervise(processes: Sequence[LocalProcess], signals: CaughtSignals, settle:
     while group.running:
         group.forward(signals.take())
         group.collect()
-        group.kill_after_deadline()
+        if group.deadline is not None and time.monotonic() > group.deadline:
+            group.deadline = None
+            for process in group.running:
+                process.send(signal.SIGKILL)
         if group.running:
             time.sleep(INTERVAL)
     group.show_first_error(finished=True)
@@ -212,38 +189,26 @@ repeat. All others are crashes, hangs, killed ranks and hosts that were lost or 
 LONGEST_DELAY = 300.0
 
 
-class RestartPolicy(NamedTuple):
-    """How often a run is restarted.
-
-    Attributes:
-        limit: restarts without a new checkpoint in between.
-        delay: seconds before the first restart, doubled for each further one up to `LONGEST_DELAY`.
-        latest_step: returns the step of the latest complete checkpoint, 0 if there is none.
-    """
-
-    limit: int
-    delay: float
-    latest_step: Callable[[], int]
-
-
-def run_with_restarts(policy: RestartPolicy, run: Callable[[bool], int], signals: CaughtSignals) -> int:
+def run_with_restarts(
+    launch: LaunchConfig, latest_step: Callable[[], int], run: Callable[[bool], int], signals: CaughtSignals
+) -> int:
     """Run until an exit status in `FINAL` or until the restarts are used up; return the last exit status.
 
-    `run(restarted)` runs once; a restarted run resumes from the latest checkpoint. A checkpoint written since the last
-    start resets the count: the run makes progress, and crashes far apart must not add up.
+    `run(restarted)` runs once; a restarted run resumes from the latest checkpoint, whose step `latest_step` returns. The
+    delay doubles up to `LONGEST_DELAY`. A new checkpoint resets the count: crashes far apart must not add up.
     """
-    used, reached = 0, policy.latest_step()
+    used, reached, limit = 0, latest_step(), launch.max_restarts
     status = run(False)
-    while status not in FINAL and not signals.received:
-        latest = policy.latest_step()
+    while status not in FINAL and signals.requested is None:
+        latest = latest_step()
         used, reached = (0, latest) if latest > reached else (used, reached)
-        if used == policy.limit:
-            _print_error(f"no restart: {used} of {policy.limit} are used without a new checkpoint (max_restarts)")
+        if used == limit:
+            _print_error(f"no restart: {used} of {limit} are used without a new checkpoint (max_restarts)")
             return status
         used += 1
-        delay = min(policy.delay * 2 ** (used - 1), LONGEST_DELAY)
+        delay = min(launch.restart_delay * 2 ** (used - 1), LONGEST_DELAY)
         where = f"from step {latest}" if latest else "from step 0, because no checkpoint was saved yet"
-        _print_error(f"restart {used} of {policy.limit} in {delay:g} s: the run {describe(status)}; it resumes {where}")
+        _print_error(f"restart {used} of {limit} in {delay:g} s: the run {describe(status)}; it resumes {where}")
         received = _wait(delay, signals)
         if received:
             return INTERRUPTED if signal.SIGINT in received else PREEMPTED
