@@ -37,8 +37,8 @@ from megatron_coca.config import Config, ConfigError, load_config  # noqa: E402
 from megatron_coca.data import Batch  # noqa: E402
 from megatron_coca.model import LanguageModelLoss, build_model, keep_freed_memory  # noqa: E402
 from megatron_coca.model.cost import flops_per_token, parameter_count, peak_flops  # noqa: E402
-from megatron_coca.training import engine, launch  # noqa: E402
-from megatron_coca.training.engine import Engine  # noqa: E402
+from megatron_coca.training import launch  # noqa: E402
+from megatron_coca.training.engine import Engine, group  # noqa: E402
 from megatron_coca.training.optimizer import build_optimizer  # noqa: E402
 from tools.records import append_records, environment  # noqa: E402
 
@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         keep_freed_memory()
     launch.complete_environment(os.environ)
-    engine.init_distributed()
+    group.init_distributed()
     try:
         field = contestants(options)
         race(field, options)
@@ -82,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     finally:
-        engine.shut_down()
+        group.shut_down()
     append_records(options.output, records)
     return 0
 
@@ -338,7 +338,7 @@ def record(own: Contestant, base: Contestant, options: argparse.Namespace) -> di
 
 
 def _device() -> str:
-    return engine.local_device()
+    return group.local_device()
 
 
 def _wait() -> None:

@@ -27,9 +27,9 @@ from megatron_coca.config import KEYS, CheckpointConfig, Config, load_config
 from megatron_coca.data import Tokenizer
 from megatron_coca.data.tokenizers.kinds import first_difference
 from megatron_coca.model import GPT, assemble_model, draw_learned_positions, empty_model
-from megatron_coca.training import engine as dist
 from megatron_coca.training.collectives import attempt, decode_failure, encode_failure, from_main
 from megatron_coca.training.corpus import Corpus, differing_data
+from megatron_coca.training.engine import group as dist
 from megatron_coca.training.launch import threads_per_process
 from megatron_coca.training.optimizer import OPTIMIZERS
 
@@ -93,13 +93,9 @@ def _newest_first(*saves: str | None) -> list[Path]:
 
     Those without a manifest are included: they are damaged, not absent.
     """
-    ordered = [
-        (-step, number, native.step_folder(Path(save), step))
-        for number, save in enumerate(saves)
-        if save is not None
-        for step in native.begun_steps(Path(save))
-    ]
-    return [folder for _, _, folder in sorted(ordered)]
+    folders = [Path(save) for save in saves if save is not None]
+    found = [(step, native.step_folder(folder, step)) for folder in folders for step in native.begun_steps(folder)]
+    return [folder for _, folder in sorted(found, key=lambda pair: -pair[0])]
 
 
 def _named_by_load(config: CheckpointConfig) -> list[Path]:
@@ -160,11 +156,8 @@ def runs_of(folders: Iterable[Path]) -> set[str | None]:
 
 
 class Choice(NamedTuple):
-    """The checkpoint that a run resumes from.
-
-    Attributes:
-        folder: None for a start from step 0.
-        unreadable: preferred checkpoints that could not be read. They may be valid, so they must not be moved.
+    """The checkpoint that a run resumes from, None for a start from step 0, and the preferred checkpoints that could
+    not be read: they may be valid, so they must not be moved.
     """
 
     folder: Path | None
@@ -180,19 +173,21 @@ def first_valid(folders: Sequence[Path], beat: Callable[[str], None] = lambda re
         CheckpointError: none of them can be resumed; an existing run never restarts silently from step 0.
             UnreadableError if one of them could not be read.
     """
-    failures: dict[Path, CheckpointError] = {}
+    unreadable: dict[Path, UnreadableError] = {}
+    last: CheckpointError | None = None
     for folder in folders:
         try:
             verify_distributed(folder, beat, resumable=True)
+            return Choice(folder, tuple(unreadable))
         except CheckpointError as failure:
-            failures[folder] = failure
-        else:
-            return Choice(folder, tuple(path for path, why in failures.items() if isinstance(why, UnreadableError)))
-        if dist.is_main() and folder is not folders[-1]:
-            logger.warning("%s; falling back to the checkpoint before it", failures[folder])
-    if not failures:
+            last = failure
+            if isinstance(failure, UnreadableError):
+                unreadable[folder] = failure
+            if dist.is_main() and folder is not folders[-1]:
+                logger.warning("%s; falling back to the checkpoint before it", failure)
+    if last is None:
         return Choice(None)
-    raise next((why for why in failures.values() if isinstance(why, UnreadableError)), failures[folders[-1]])
+    raise next(iter(unreadable.values()), last)
 
 
 def verify_distributed(
@@ -318,16 +313,12 @@ def differing_run(saved: Config, wanted: Config) -> list[str]:
 
 
 def quarantine_newer(keys: CheckpointConfig, chosen: Choice) -> None:
-    """Call `quarantine_newer_in` on rank 0. Every rank must call it, under the folder's lock.
-
-    Raises:
-        CheckpointError: a checkpoint cannot be moved or removed.
-    """
+    """Call `quarantine_newer_in` on rank 0. Every rank must call it, under the folder's lock. Raises CheckpointError."""
     done, failure = attempt(lambda: quarantine_newer_in(keys.save, chosen, keys.save_copy), OSError, main_only=True)
     if not done:
         raise CheckpointError(
             f"{keys.save}: checkpoints newer than the one to resume from cannot be moved or removed "
-            f"({failure or 'see the log of rank 0'}); allow it, or do it by hand"
+            f"({failure}); allow it, or do it by hand"
         ) from failure
 
 

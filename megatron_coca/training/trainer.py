@@ -17,7 +17,6 @@ from megatron_coca.config import BatchSizes, Config, ConfigError
 from megatron_coca.config.training import learning_rate
 from megatron_coca.data import Batch, Loader
 from megatron_coca.model import assemble_model, keep_freed_memory
-from megatron_coca.training import engine as dist
 from megatron_coca.training import launch, saving
 from megatron_coca.training.collectives import FolderLocks, from_main, require_writable
 from megatron_coca.training.corpus import (
@@ -30,8 +29,9 @@ from megatron_coca.training.corpus import (
     validate,
     validation_note,
 )
-from megatron_coca.training.engine import Engine
-from megatron_coca.training.exit_status import Diverged, Preempted, Preemption, Unsaved
+from megatron_coca.training.engine import Engine, build_engine
+from megatron_coca.training.engine import group as dist
+from megatron_coca.training.exit_status import CaughtSignals, Diverged, Preempted, Unsaved
 from megatron_coca.training.health import check_health
 from megatron_coca.training.loss_guard import DataSkips, LossGuard, Verdict
 from megatron_coca.training.optimizer import build_optimizer, train_only_parts, trainable_share
@@ -70,7 +70,7 @@ def fit(config: Config) -> None:
     config, remotes = use_local_folders(config)
     watchdog = Watchdog(config.faults.watchdog_timeout, run_folder(config), dist.rank())
     try:
-        with Preemption() as preemption, watchdog:
+        with CaughtSignals() as preemption, watchdog:
             _train(config, remotes, preemption, watchdog)
     except Exception as error:
         error.add_note(f"on rank {dist.rank()} of {dist.world_size()}, {socket.gethostname()}")
@@ -79,7 +79,7 @@ def fit(config: Config) -> None:
         dist.shut_down()
 
 
-def _train(config: Config, remotes: RemoteCheckpoints, preemption: Preemption, watchdog: Watchdog) -> None:
+def _train(config: Config, remotes: RemoteCheckpoints, preemption: CaughtSignals, watchdog: Watchdog) -> None:
     """Open the data, choose the checkpoint to resume from, build the engine and train."""
     if config.precision.dtype == "fp16" and not torch.cuda.is_available():
         raise ConfigError(["precision: fp16 needs a GPU; use precision=bfloat16 or precision=fp32 here"])
@@ -141,7 +141,7 @@ def _build_engine(
     saving.seed_everything(config.seed, topology.random_stream(dist.rank()))
     model.train()
     optimizer = partial(build_optimizer, config=config.optimizer)
-    return dist.build_engine(model, optimizer, config, sizes, topology.coordinates(dist.rank()).pipe), origin
+    return build_engine(model, optimizer, config, sizes, topology.coordinates(dist.rank()).pipe), origin
 
 
 def _log_summary(corpus: Corpus, sizes: BatchSizes, step: int) -> None:
@@ -182,7 +182,7 @@ class Trainer:
         checkpoints: Checkpoints,
         sizes: BatchSizes,
         topology: Topology,
-        preemption: Preemption,
+        preemption: CaughtSignals,
         watchdog: Watchdog,
     ) -> None:
         self._corpus, self._engine, self._checkpoints = corpus, engine, checkpoints
@@ -377,9 +377,11 @@ class Trainer:
             raise Diverged(
                 f"step {self.step}: {verdict.reason}; there is no valid checkpoint before it to roll back to"
             )
-        skips, from_step = self._skips, self.step
+        from_step = self.step
         self._guard.rolled_back(self._restore_engine(chosen.folder)["guard"])
-        self._skips = skips.after_rollback(self.step, first_bad, last_bad, config.faults.rollback_margin)
+        # The same steps on the same data would lead to the same weights before a spike again, so PaLM leaves out data
+        # from before it too (Chowdhery et al. 2022, section 5.1).
+        self._skips = self._skips.skip(max(self.step, first_bad - config.faults.rollback_margin), last_bad)
         self._rollback_note = f"rolled back from step {from_step} to step {self.step}: {verdict.reason}"
         quarantine_newer(config.checkpoint, chosen)
 

@@ -87,8 +87,9 @@ def run(opened: Corpus, tmp_path: Path, alone: None) -> Run:
     """run(loss by call, **keys): the engine after a run of ten steps that saves after each."""
 
     def train(loss: Callable[[int], float], preemption: CaughtSignals | None = None, **keys: Any) -> CountingEngine:
-        keys = {"save": str(tmp_path / "run"), "checkpoint_factor": 1, "train_iters": 10, **keys}
-        config = opened.config.override(keys | {"rollback_margin": 0, "eval_interval": 100})
+        fixed = {"save": str(tmp_path / "run"), "eval_interval": 100}
+        keys = {**fixed, "checkpoint_factor": 1, "train_iters": 10, "rollback_margin": 0, **keys}
+        config = opened.config.override(keys)
         corpus, engine = Corpus(config, opened.train, opened.valid, opened.tokenizer), CountingEngine(loss)
         sizes = config.batch.resolve(1)
         checkpoints = Checkpoints(corpus, engine, ALONE, LAYOUT)  # type: ignore[arg-type]
@@ -132,6 +133,17 @@ def test_a_rollback_reads_other_data(run: Run, tmp_path: Path) -> None:
     assert any("rolled back from step 6 to step 5" in each for each in events(tmp_path))
     meta = native.read_json(native.locate(tmp_path / "run") / native.META)
     assert meta["progress"]["guard"]["rollbacks"] == 1 and meta["progress"]["skips"] == [[5, 1]]
+
+
+@pytest.mark.parametrize(
+    ("factor", "margin", "gap"), [(1, 0, [5, 1]), (5, 3, [5, 1]), (3, 1, [4, 2]), (3, 2, [3, 3]), (3, 9, [3, 3])]
+)
+def test_a_rollback_leaves_out_data_back_to_the_checkpoint(
+    run: Run, tmp_path: Path, factor: int, margin: int, gap: list[int]
+) -> None:
+    run(nan_at(5), nonfinite_policy="rollback", checkpoint_factor=factor, rollback_margin=margin)
+    meta = native.read_json(native.locate(tmp_path / "run") / native.META)
+    assert meta["progress"]["skips"] == [gap]
 
 
 def test_rollbacks_are_counted_beyond_the_checkpoint_that_they_go_back_to(run: Run) -> None:
