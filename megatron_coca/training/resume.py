@@ -190,20 +190,10 @@ def first_valid(folders: Sequence[Path], beat: Callable[[str], None] = lambda re
     raise next(iter(unreadable.values()), last)
 
 
-def verify_distributed(
-    folder: Path,
-    beat: Callable[[str], None] = lambda reached: None,
-    resumable: bool = False,
-    threads: int | None = None,
-) -> tuple[int, float]:
+def verify_distributed(folder: Path, beat: Callable[[str], None], resumable: bool = False) -> None:
     """Compare all files of a checkpoint with its manifest, the work divided among the ranks. Every rank must call it.
 
-    Args:
-        resumable: also check that a run can be resumed from it.
-        threads: of this rank; by default one per core available to it.
-
-    Returns:
-        Bytes read by all ranks, and seconds.
+    `resumable` also checks that a run can be resumed from it.
 
     Raises:
         UnreadableError: a rank cannot read a file, which may be valid.
@@ -226,11 +216,7 @@ def verify_distributed(
     files = from_main(list_files)
     sizes = [size for _, size, _ in files]
     own = {Path(files[number][0]): files[number][2] for number in divide(sizes, dist.world_size())[dist.rank()]}
-    start = time.monotonic()
-    failures = _compare(folder, own, sum(sizes), beat, threads or min(MOST_THREADS, threads_per_process(os.environ)))
-    if failures:
-        raise next((failure for failure in failures if isinstance(failure, UnreadableError)), failures[0])
-    return sum(sizes), time.monotonic() - start
+    _compare(folder, own, sum(sizes), beat)
 
 
 def divide(sizes: Sequence[int], ranks: int) -> list[list[int]]:
@@ -244,15 +230,13 @@ def divide(sizes: Sequence[int], ranks: int) -> list[list[int]]:
     return shares
 
 
-def _compare(
-    folder: Path, own: Mapping[Path, str], total: int, beat: Callable[[str], None], threads: int
-) -> list[CheckpointError]:
-    """Compare this rank's files until all ranks are done or one has failed; returns the failures of all ranks.
+def _compare(folder: Path, own: Mapping[Path, str], total: int, beat: Callable[[str], None]) -> None:
+    """Compare this rank's files until all ranks are done or one has failed; raises an error of any rank on all.
 
     The ranks agree at intervals on the bytes read, so that one that is done early still beats while others read.
     """
     start = reported = time.monotonic()
-    before = 0.0
+    before, threads = 0.0, min(MOST_THREADS, threads_per_process(os.environ))
 
     def rate(read: float) -> str:
         seconds = time.monotonic() - start
@@ -276,10 +260,11 @@ def _compare(
     if not failing:
         message = "verified %s: %s with %d process(es) of %d thread(s)"
         logger.info(message, folder, rate(read), dist.world_size(), threads)
-        return []
+        return
     if isinstance(failure, UnreadableError) and dist.world_size() > 1:
         failure = UnreadableError(f"{failure} (on rank {dist.rank()}, {socket.gethostname()})")
-    return [decode_failure(text) for text in dist.gather_texts(encode_failure(failure)) if text]
+    failures = [decode_failure(text) for text in dist.gather_texts(encode_failure(failure)) if text]
+    raise next((failure for failure in failures if isinstance(failure, UnreadableError)), failures[0])
 
 
 def refuse_other_run(folder: Path, corpus: Corpus, layout: Mapping[str, Any]) -> None:
@@ -395,9 +380,13 @@ def initial_model(config: Config, device: str, tokenizer: Tokenizer | None = Non
     taken = weights.only(name for name in weights.entries if name not in dropped)
     load_weights(model, taken, learned)
 
+    def kind(value: object) -> object:  # of a section with many options
+        keys = [key for key in ("rope_type", "type") if isinstance(value, dict) and key in value]
+        return value[keys[0]] if isinstance(value, dict) and keys else value
+
     before, after = saved.flat(), config.flat()
     changed = [
-        f"{key} (saved {_kind(before[key])!r}, now {_kind(after[key])!r})"
+        f"{key} (saved {kind(before[key])!r}, now {kind(after[key])!r})"
         for key in POSITION_KEYS
         if before[key] != after[key]
     ]
@@ -408,13 +397,6 @@ def initial_model(config: Config, device: str, tokenizer: Tokenizer | None = Non
     summary += [f"{', '.join(drawn)} drawn"] if drawn else []
     logger.info("; ".join(summary))
     return InitialModel(model, source.identity)
-
-
-def _kind(value: object) -> object:
-    """The kind alone of a section with many options."""
-    if isinstance(value, dict):
-        return next((value[name] for name in ("rope_type", "type") if name in value), value)
-    return value
 
 
 def _refuse_other_tokenizer(source: OpenedCheckpoint, config: Config, ours: Tokenizer | None) -> None:

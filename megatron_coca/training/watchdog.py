@@ -181,14 +181,8 @@ _TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 
 class ErrorReport(NamedTuple):
-    """Why a process ended.
-
-    Attributes:
-        summary: one line.
-        text: the traceback or the message.
-        traceback: `text` is the traceback of an unexpected error.
-        communication: raised inside a collective, so usually the consequence of another rank's failure.
-        time: seconds since the epoch.
+    """Why a process ended: a one-line summary, and a `text`, which is the message or, of an unexpected error, the
+    `traceback`. An error inside of `communication` is usually the consequence of another rank's failure.
     """
 
     summary: str

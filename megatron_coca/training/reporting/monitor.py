@@ -15,7 +15,7 @@ import torch.nn as nn
 from megatron_coca.config import Config
 from megatron_coca.model.cost import flops_per_token, peak_flops
 from megatron_coca.training.reporting.profiling import ForwardTimer, open_profilers, peak_memory
-from megatron_coca.training.reporting.sinks import Reporters
+from megatron_coca.training.reporting.sinks import open_sinks
 
 logger = logging.getLogger(__name__)
 
@@ -40,14 +40,8 @@ class RankTimes(NamedTuple):
 
 @dataclass(frozen=True)
 class Interval:
-    """Consecutive steps that the rules judge.
-
-    Attributes:
-        seconds: training time of the steps.
-        skipped: steps that changed no weight.
-        loss: of the last step.
-        ranks: by rank.
-        speeds: steps per second of the intervals judged before.
+    """Consecutive steps that the rules judge, with their training time, how many changed no weight, the last loss, the
+    figures by rank, and the speeds (steps per second) of the intervals judged before.
     """
 
     steps: int
@@ -201,7 +195,7 @@ class Monitor:
         if config.logging.peak_theoretical_tflops is not None:
             self._peak = config.logging.peak_theoretical_tflops * 1e12
         self._skipped_before, self._skipped, self._reported = skipped, 0, start
-        self._reporters = Reporters(config, start, rank == 0)
+        self._sinks = open_sinks(config, start) if rank == 0 else []
         self._profilers = open_profilers(config, start, rank)
         self._forward = ForwardTimer(clock)
         self._spent = {"waiting": 0.0, "saving": 0.0, "validating": 0.0}
@@ -231,26 +225,30 @@ class Monitor:
         self._skipped += skipped
         if step == self._start + 1:
             self._after_first = self._clock()
-        self._reporters.advance()
+        for sink in self._sinks:
+            sink.advance()
         if step % self._config.logging.log_interval == 0 or step == self._last:
             self._report(step, figures)
 
     def report(self, step: int, figures: Mapping[str, float | None]) -> None:
         """Report figures by name."""
-        self._reporters.report(step, figures)
+        for sink in self._sinks:
+            sink.report(step, figures)
 
     def note(self, step: int, message: str) -> None:
         """Report a one-line message: in the log, and as `event` in metrics.jsonl."""
         if self._rank == 0:
             logger.warning("step %d: %s", step, message)
-            self._reporters.note(step, message)
+        for sink in self._sinks:
+            sink.note(step, message)
 
     def close(self) -> None:
         """Flush and close sinks and profilers."""
         self._forward.close()
         for profiler in self._profilers:
             profiler.close()
-        self._reporters.close()
+        for sink in self._sinks:
+            sink.close()
 
     def _report(self, step: int, figures: Mapping[str, float | None]) -> None:
         now, spent, steps, skipped = self._clock(), self._spent, step - self._reported, self._skipped

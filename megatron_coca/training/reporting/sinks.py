@@ -27,21 +27,6 @@ UNSAVED = Path("runs/unsaved")
 """The folder for the figures of a run without `log_dir` and `save`."""
 METRICS, OLDER_FILES = "metrics.jsonl", 10
 WANDB_RUN = "wandb.json"
-TIMINGS = frozenset(
-    {
-        "tokens_per_second",
-        "tokens_per_second_per_device",
-        "step_seconds",
-        "tflops_per_device",
-        "mfu",
-        "peak_memory_gib",
-        "data_wait",
-        "save_share",
-        "eval_share",
-        "eta_seconds",
-    }
-)
-"""Figures of time and memory, which differ between identical runs."""
 
 
 def run_folder(config: Config) -> Path:
@@ -51,6 +36,9 @@ def run_folder(config: Config) -> Path:
 
 class Sink:
     """Takes figures (`report`) and one-line messages (`note`) with the number of completed steps."""
+
+    def advance(self) -> None:
+        """Count one completed step."""
 
     def report(self, step: int, figures: Figures) -> None:
         raise NotImplementedError
@@ -62,56 +50,28 @@ class Sink:
         raise NotImplementedError
 
 
-class Reporters:
-    """All sinks of one run; does nothing on ranks other than 0."""
+def open_sinks(config: Config, start: int) -> list[Sink]:
+    """Open all sinks of a run; `start` is the number of completed steps.
 
-    def __init__(self, config: Config, start: int, active: bool) -> None:
-        """`start` is the number of completed steps.
-
-        Raises:
-            ConfigError: a library is missing, or a folder cannot be written.
-        """
-        self._console: Console | None = Console(config, start) if active else None
-        self._sinks: list[Sink] = [self._console] if self._console else []
-        keys, folder = config.logging, run_folder(config)
-        # Lines in the folder shared by runs without `save` are of another run, which this one does not continue.
-        known = start if folder != UNSAVED else 0
-        sinks: list[tuple[str, Any, Callable[[], Sink]]] = [
-            ("log_dir", True, lambda: JsonLines(folder, known)),
-            ("tensorboard_dir", keys.tensorboard_dir, lambda: TensorBoard(str(keys.tensorboard_dir), start)),
-            ("use_wandb", keys.use_wandb, lambda: WandB(config, folder, known)),
-        ]
-        for key, wanted, build in sinks:
-            if not active or not wanted:
-                continue
-            try:
-                self._sinks.append(build())
-            except ImportError as error:
-                raise ConfigError(
-                    [f"{key}: {error}; install the extra: pip install 'megatron-coca[logging]'"]
-                ) from error
-            except OSError as error:
-                raise ConfigError([f"{key}: {error}; a folder that can be written is needed"]) from error
-
-    def advance(self) -> None:
-        """Count one completed step."""
-        if self._console:
-            self._console.advance()
-
-    def report(self, step: int, figures: Figures) -> None:
-        """Report the figures of `step` to every sink."""
-        for sink in self._sinks:
-            sink.report(step, figures)
-
-    def note(self, step: int, message: str) -> None:
-        """Send a one-line message to every sink."""
-        for sink in self._sinks:
-            sink.note(step, message)
-
-    def close(self) -> None:
-        """Close every sink."""
-        for sink in self._sinks:
-            sink.close()
+    Raises:
+        ConfigError: a library is missing, or a folder cannot be written.
+    """
+    keys, folder = config.logging, run_folder(config)
+    # Lines in the folder shared by runs without `save` are of another run, which this one does not continue.
+    known = start if folder != UNSAVED else 0
+    opened: list[Sink] = [Console(config, start)]
+    for key, wanted, build in (
+        ("log_dir", True, lambda: JsonLines(folder, known)),
+        ("tensorboard_dir", keys.tensorboard_dir, lambda: TensorBoard(str(keys.tensorboard_dir), start)),
+        ("use_wandb", keys.use_wandb, lambda: WandB(config, folder, known)),
+    ):
+        try:
+            opened += [build()] if wanted else []
+        except ImportError as error:
+            raise ConfigError([f"{key}: {error}; install the extra: pip install 'megatron-coca[logging]'"]) from error
+        except OSError as error:
+            raise ConfigError([f"{key}: {error}; a folder that can be written is needed"]) from error
+    return opened
 
 
 def _short(value: float) -> str:
