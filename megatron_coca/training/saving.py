@@ -193,8 +193,8 @@ class Checkpoints:
         if self._keys.save is None:
             return
         self.wait()  # its buffers are reused
-        job = Path(self._keys.save), self._snapshot(step, progress)
         # A daemon thread does not keep a failed process alive.
+        job = Path(self._keys.save), self._snapshot(step, progress)
         self._thread = threading.Thread(target=self._write, args=job, name="background", daemon=True)
         self._thread.start()
         if not self._keys.async_save:
@@ -354,24 +354,19 @@ class Checkpoints:
 
     def _prune_and_copy(self, root: Path, step: int) -> None:
         """Remove old checkpoints and copy to `save_copy`. Failures are logged, and the next save tries again."""
-        self._prune(root)
-        if self._keys.save_copy is None:
-            return
-        copies = Path(self._keys.save_copy)
-        self._enter(f"step {step}: copying to {copies}", watched=False)  # a run does not need its copies
-        try:
-            native.copy(native.step_folder(root, step), copies)
-        except (OSError, CheckpointError) as error:
-            native.abandon(copies, step)
-            logger.warning("%s: step %d could not be copied (%s)", copies, step, error)
-        else:
-            self._prune(copies)
-
-    def _prune(self, folder: Path) -> None:
-        try:
-            native.prune(folder, self._keys.keep_last_n_checkpoints, self._keys.keep_every_n_steps)
-        except OSError as error:
-            logger.warning("%s: an old checkpoint could not be removed (%s)", folder, error)
+        for folder in [root] if self._keys.save_copy is None else [root, Path(self._keys.save_copy)]:
+            if folder is not root:
+                self._enter(f"step {step}: copying to {folder}", watched=False)  # a run does not need its copies
+                try:
+                    native.copy(native.step_folder(root, step), folder)
+                except (OSError, CheckpointError) as error:
+                    native.abandon(folder, step)
+                    logger.warning("%s: step %d could not be copied (%s)", folder, step, error)
+                    return
+            try:
+                native.prune(folder, self._keys.keep_last_n_checkpoints, self._keys.keep_every_n_steps)
+            except OSError as error:
+                logger.warning("%s: an old checkpoint could not be removed (%s)", folder, error)
 
 
 class WeightTransfer:
@@ -431,10 +426,9 @@ def _write_own(folder: Path, snapshot: Snapshot) -> dict[str, Any]:
     for path in (rng, state):
         path.parent.mkdir(exist_ok=True)
     torch.save(snapshot.rng, rng)
-    files = [rng]
     if snapshot.pieces:
         write_pieces(state, snapshot.pieces, snapshot.places)
-        files.append(state)
+    files = [rng, state] if snapshot.pieces else [rng]
     for path in files:
         native.flush(path)
     return {str(path.relative_to(folder)): native.describe(path) for path in files}

@@ -23,7 +23,6 @@ from megatron_coca.training.launch.environment import (
 )
 from megatron_coca.training.launch.processes import FORWARDED, LocalProcess, run_with_restarts, supervise
 
-_HOST_NAME = r"(?:\w[\w.-]*@)?[\w:\[][\w.:%\]-]*"
 NO_NAME = (
     "is no host name: names reach the command lines of pdsh, mpirun and srun, so they consist of letters, digits and"
     " . _ - : % [ ], begin with none of - . % and may have a user before them (`user@name`)"
@@ -166,13 +165,9 @@ def _choose_starter(launch: LaunchConfig, environment: Mapping[str, str]) -> Sta
 
 def ranks_of_host(location: RankLocation, count: int) -> LocalRanks:
     """The `count` ranks of a host where a scheduler started one process (a pod, a Slurm task per node)."""
-    return LocalRanks(
-        tuple(range(count)),
-        location.rank * count,
-        location.world_size * count,
-        location.master or "127.0.0.1",
-        location.port or DEFAULT_PORT,
-    )
+    first, world_size = location.rank * count, location.world_size * count
+    master, port = location.master or "127.0.0.1", location.port or DEFAULT_PORT
+    return LocalRanks(tuple(range(count)), first, world_size, master, port)
 
 
 def chosen_hosts(launch: LaunchConfig) -> list[Host]:
@@ -228,7 +223,7 @@ def read_hostfile(path: Path) -> list[Host]:
 
 
 def _is_host_name(text: str) -> bool:
-    return re.fullmatch(_HOST_NAME, text, re.ASCII) is not None
+    return re.fullmatch(r"(?:\w[\w.-]*@)?[\w:\[][\w.:%\]-]*", text, re.ASCII) is not None
 
 
 def _selections(text: str | None) -> list[tuple[str, tuple[int, ...]]]:
