@@ -49,7 +49,7 @@ def open_state(folder: Path) -> StateReader:
 
 def run_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let training code run in this process as the only rank, without a process group."""
-    engine = "megatron_coca.training.engine"
+    engine = "megatron_coca.training.engine.group"
     for name, answer in (("is_main", True), ("rank", 0), ("background_group", None), ("world_size", 1)):
         monkeypatch.setattr(f"{engine}.{name}", lambda answer=answer: answer)
     monkeypatch.setattr(f"{engine}.everyone_succeeded", lambda succeeded, group=None: succeeded)

@@ -22,9 +22,10 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_coca.config import Config  # noqa: E402
 from megatron_coca.model import assemble_model, keep_freed_memory  # noqa: E402
-from megatron_coca.training import engine as dist  # noqa: E402
 from megatron_coca.training import launch  # noqa: E402
 from megatron_coca.training.corpus import Corpus, open_corpus, open_loader  # noqa: E402
+from megatron_coca.training.engine import build_engine  # noqa: E402
+from megatron_coca.training.engine import group as dist  # noqa: E402
 from megatron_coca.training.optimizer import build_optimizer  # noqa: E402
 from megatron_coca.training.saving import Checkpoints  # noqa: E402
 from megatron_coca.training.topology import Topology  # noqa: E402
@@ -62,9 +63,7 @@ class BenchmarkRun:
         topology = Topology.of(config.parallel, dist.world_size())
         sizes = config.batch.resolve(topology.data)
         model = assemble_model(config, dist.local_device()).train()
-        self._engine = dist.build_engine(
-            model, lambda module: build_optimizer(module, config.optimizer), config, sizes, 0
-        )
+        self._engine = build_engine(model, lambda module: build_optimizer(module, config.optimizer), config, sizes, 0)
         layout = (sizes.total, sizes.micro, topology.coordinates(dist.rank()).data, topology.data)
         self._loader = open_loader(corpus, corpus.train, layout)
         self._checkpoints: dict[str, Checkpoints] = {}

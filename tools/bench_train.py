@@ -35,8 +35,8 @@ from megatron_coca.config import Config, ConfigError  # noqa: E402
 from megatron_coca.data import Batch  # noqa: E402
 from megatron_coca.model import LanguageModelLoss, build_model, keep_freed_memory  # noqa: E402
 from megatron_coca.model.cost import flops_per_token, parameter_count, peak_flops  # noqa: E402
-from megatron_coca.training import engine, launch  # noqa: E402
-from megatron_coca.training.engine import Engine  # noqa: E402
+from megatron_coca.training import launch  # noqa: E402
+from megatron_coca.training.engine import Engine, group  # noqa: E402
 from megatron_coca.training.optimizer import build_optimizer  # noqa: E402
 from tools.records import ChildProcess, append_records, benchmark_parser, load_inputs, quartiles  # noqa: E402
 
@@ -72,7 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         keep_freed_memory()
     launch.complete_environment(os.environ)
-    engine.init_distributed()
+    group.init_distributed()
     try:
         entrants = contestants(options)
         race(entrants, options)
@@ -81,7 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     finally:
-        engine.shut_down()
+        group.shut_down()
     return 0
 
 
@@ -117,7 +117,7 @@ def contestants(options: argparse.Namespace) -> list[Contestant]:
 
 def own_step(config: Config) -> Callable[[list[Tensor]], float]:
     """Return a step of the engine, as `train.py` runs it."""
-    model = build_model(config, engine.local_device()).train()
+    model = build_model(config, group.local_device()).train()
     optimizer = build_optimizer(model, config.optimizer)
     own_engine = Engine(LanguageModelLoss(model), optimizer, config, config.batch.resolve(1))
     return lambda micro_batches: own_engine.train_step([Batch(batch.numpy()) for batch in micro_batches], RATE).loss
@@ -129,7 +129,7 @@ def peer(name: str, config: Config, compiled: bool, keeps_memory: bool) -> Conte
     `keeps_memory` gives it our setting of the C library's allocator.
     """
     peer_keys(config)  # raises here rather than in the child
-    child = ChildProcess(_peer_call, config, engine.local_device(), compiled, keeps_memory)
+    child = ChildProcess(_peer_call, config, group.local_device(), compiled, keeps_memory)
 
     def call(micro_batches: list[Tensor], peak: bool) -> Any:
         return child([batch.numpy() for batch in micro_batches], peak)

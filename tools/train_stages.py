@@ -18,7 +18,8 @@ sys.path.insert(0, str(ROOT))
 from megatron_coca.checkpoints import CheckpointError, native, open_checkpoint  # noqa: E402
 from megatron_coca.checkpoints.object_store import save_folder  # noqa: E402
 from megatron_coca.config import Config, ConfigError, load_config  # noqa: E402
-from megatron_coca.training.launch.processes import CaughtSignals, LocalProcess, supervise  # noqa: E402
+from megatron_coca.training.exit_status import CaughtSignals  # noqa: E402
+from megatron_coca.training.launch.processes import FORWARDED, LocalProcess, supervise  # noqa: E402
 from megatron_coca.training.resume import differing_run  # noqa: E402
 
 
@@ -127,12 +128,9 @@ def run_stages(stages: Sequence[Stage], train: Callable[[Sequence[str]], int]) -
 
 def run_train(arguments: Sequence[str]) -> int:
     """Run train.py in a process, forward signals to it, and return its exit status."""
-    signals = CaughtSignals()
-    try:
+    with CaughtSignals(FORWARDED) as signals:
         command = [sys.executable, str(ROOT / "train.py"), *arguments]
         return supervise([LocalProcess("train.py", command, os.environ)], signals)
-    finally:
-        signals.release()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -13,7 +13,7 @@ from megatron_coca.atomic_write import exclusive_lock
 from megatron_coca.checkpoints import CheckpointError, native
 from megatron_coca.checkpoints.errors import UnreadableError
 from megatron_coca.config import Config
-from megatron_coca.training import engine as dist
+from megatron_coca.training.engine import group as dist
 
 Errors = type[Exception] | tuple[type[Exception], ...]
 """Exceptions that count as a failure of an action; others end the process."""

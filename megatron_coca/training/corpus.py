@@ -51,10 +51,8 @@ class Corpus:
 
     Attributes:
         config: the configuration with data paths and vocabulary size filled in.
-        train: the order of the training samples.
-        valid: the order of the validation samples, or None if there is no validation data.
+        valid: None if there is no validation data.
         tokenizer: the one of the shards, or None if it is not known (shards of another program, no tokenizer named).
-        packing: what the ends of documents within a sample change.
         unverified: prefixes of shards without a saved tokenizer.
     """
 
@@ -88,9 +86,16 @@ def open_corpus(config: Config) -> Corpus:
     train, valid = _open_shards(config, ("train", "valid"))
     for prefix in config.data.test_data_paths or ():
         read_header(prefix)
-    tokenizer = _common_tokenizer(config)
-    if tokenizer is not None:
-        config = _with_vocabulary(config, tokenizer)
+    tokenizer, vocab_size = _common_tokenizer(config), config.model.vocab_size
+    if tokenizer is not None and vocab_size is None:
+        config = config.override({"vocab_size": tokenizer.vocab_size})
+    elif tokenizer is not None and vocab_size is not None and tokenizer.vocab_size > vocab_size:
+        raise ConfigError(
+            [
+                f"vocab_size: {vocab_size}, but the tokenizer of the data has {tokenizer.vocab_size} tokens; "
+                f"set vocab_size={tokenizer.vocab_size} or larger, or leave it out"
+            ]
+        )
     data = config.data
     if data.eod_mask_loss and tokenizer is None:
         raise ConfigError(
@@ -194,20 +199,6 @@ def _common_tokenizer(config: Config) -> Tokenizer | None:
     return next(iter(tokenizers.values()), None)
 
 
-def _with_vocabulary(config: Config, tokenizer: Tokenizer) -> Config:
-    configured = config.model.vocab_size
-    if configured is None:
-        return config.override({"vocab_size": tokenizer.vocab_size})
-    if tokenizer.vocab_size > configured:
-        raise ConfigError(
-            [
-                f"vocab_size: {configured}, but the tokenizer of the data has {tokenizer.vocab_size} tokens; "
-                f"set vocab_size={tokenizer.vocab_size} or larger, or leave it out"
-            ]
-        )
-    return config
-
-
 def data_identity(blend: Blend) -> dict[str, list[Any]]:
     """Return what is compared when a run is resumed, for JSON: lists over the sources.
 
@@ -215,35 +206,32 @@ def data_identity(blend: Blend) -> dict[str, list[Any]]:
     `sampled` is computed from the shard itself, so that data without a manifest and files replaced under their manifest
     are recognized.
     """
+    recorded: list[str | None] = []
+    for shard in blend.shards:
+        try:
+            recorded.append(shard_entry(shard.prefix).sha256)
+        except DataError as error:  # the manifest.json next to a shard of another program may be of something else
+            logger.info("%s; the shard is identified by a sample of its tokens instead", error)
+            recorded.append(None)
     return {
         "tokens": [shard.len_tokens for shard in blend.shards],
         "document_counts": [shard.documents for shard in blend.shards],
         "weights": list(blend.weights),
-        "sha256": [_recorded_digest(shard) for shard in blend.shards],
+        "sha256": recorded,
         "sampled": [sampled_digest(shard) for shard in blend.shards],
     }
-
-
-def _recorded_digest(shard: Shard) -> str | None:
-    try:
-        return shard_entry(shard.prefix).sha256
-    except DataError as error:  # the manifest.json next to a shard of another program may be of something else
-        logger.info("%s; the shard is identified by a sample of its tokens instead", error)
-        return None
 
 
 def _digest(value: str | None) -> str:
     return "none" if value is None else value[:12]
 
 
-Compared = tuple[str, str, Callable[[Any], str]]
-"""An entry of an identity with a value for every source, its title, and how a value is shown."""
-COUNTS: tuple[Compared, ...] = (
-    ("tokens", "token count", "{:,}".format),
-    ("document_counts", "document count", "{:,}".format),
-    ("weights", "weight", repr),
-)
-CONTENTS: tuple[Compared, ...] = (("sha256", "content", _digest), ("sampled", "content", _digest))
+COUNTS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "tokens": ("token count", "{:,}".format),
+    "document_counts": ("document count", "{:,}".format),
+    "weights": ("weight", repr),
+}
+"""Title and format of the entries of an identity that count something of every source."""
 
 
 def differing_data(saved: Mapping[str, Any], now: Mapping[str, Any], names: Sequence[str]) -> list[str]:
@@ -253,22 +241,20 @@ def differing_data(saved: Mapping[str, Any], now: Mapping[str, Any], names: Sequ
     its manifest. `names` are those of the sources now.
     """
 
-    def differing(entries: Sequence[Compared], number: int) -> list[str]:
-        lines = []
-        for key, title, shown in entries:
-            old, new = (identity[key][number] if identity.get(key) else None for identity in (saved, now))
-            if old is not None and new is not None and old != new:
-                lines.append(f"{title} of {names[number]} (saved {shown(old)}, now {shown(new)})")
-        return lines
-
     differences: list[str] = []
     before = len(saved.get("tokens") or ())
     if before != len(names):
         differences.append(f"number of sources (saved {before}, now {len(names)})")
-    else:
-        for number in range(before):
-            # Other counts are other content.
-            differences += differing(COUNTS, number) or differing(CONTENTS, number)[:1]
+    for number, name in enumerate(names) if before == len(names) else ():
+        lines = []
+        for key in (*COUNTS, "sha256", "sampled"):
+            old, new = (identity[key][number] if identity.get(key) else None for identity in (saved, now))
+            if old is None or new is None or old == new:
+                continue
+            if key in COUNTS or not lines:  # other counts are other content, and both digests are of one content
+                title, shown = COUNTS.get(key, ("content", _digest))
+                lines.append(f"{title} of {name} (saved {shown(old)}, now {shown(new)})")
+        differences += lines
     old, new = saved.get("tokenizer"), now.get("tokenizer")
     if old is not None and old != new:  # a tokenizer may be named for a run that started without one
         differences.append(f"tokenizer (saved {_digest(old)}, now {_digest(new)})")
@@ -280,17 +266,8 @@ def differing_data(saved: Mapping[str, Any], now: Mapping[str, Any], names: Sequ
 
 def mixture_table(shares: Sequence[SourceShare]) -> str:
     """Format a table of every source: configured weight, actual share, samples, tokens, epochs."""
-    rows = [
-        (
-            share.source,
-            f"{share.weight:.2%}",
-            f"{share.fraction:.2%}",
-            f"{share.samples:,}",
-            f"{share.tokens:,}",
-            f"{share.epochs:.3g}",
-        )
-        for share in shares
-    ]
+    formats = ("{0.source}", "{0.weight:.2%}", "{0.fraction:.2%}", "{0.samples:,}", "{0.tokens:,}", "{0.epochs:.3g}")
+    rows = [tuple(text.format(share) for text in formats) for share in shares]
     return format_table(("source", "weight", "share", "samples", "tokens", "epochs"), rows)
 
 

@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any, NamedTuple, Self
 
@@ -76,26 +77,26 @@ when the terminal or connection is closed.
 """
 
 
-class Preemption:
-    """Context manager that records the signals of `SIGNALS` and restores their handlers afterwards.
+class CaughtSignals:
+    """Context manager that records signals and restores their handlers afterwards.
 
     A signal interrupts nothing, so a second one during a save does no harm. Ignored signals stay ignored (SIGHUP under
-    nohup), and SIGINT still raises KeyboardInterrupt. Outside the main thread nothing is recorded, because Python
-    allows handlers in the main thread only.
+    nohup). Outside the main thread nothing is recorded: Python allows handlers in the main thread only.
 
     Attributes:
         requested: the name of the first signal received, for example "SIGTERM", or None.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, signals: Sequence[signal.Signals] = SIGNALS) -> None:
         self.requested: str | None = None
+        self._signals, self._pending = signals, list[int]()
         self._before: dict[signal.Signals, Any] = {}
         self._process = os.getpid()
 
     def __enter__(self) -> Self:
         self._process = os.getpid()
         if threading.current_thread() is threading.main_thread():
-            heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+            heard = [number for number in self._signals if signal.getsignal(number) != signal.SIG_IGN]
             self._before = {number: signal.signal(number, self._note) for number in heard}
         return self
 
@@ -105,10 +106,16 @@ class Preemption:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._before = {}
 
+    def take(self) -> list[int]:
+        """Return the signals received since the last call."""
+        pending, self._pending = self._pending, []
+        return pending
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:
             # A forked worker inherits the handler but never checks `requested`: let it end, as its parent expects.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
+        self._pending.append(number)
         self.requested = self.requested or signal.Signals(number).name

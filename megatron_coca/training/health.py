@@ -18,7 +18,7 @@ import torch
 from megatron_coca.checkpoints import native
 from megatron_coca.config import Config
 from megatron_coca.model.cost import BYTES
-from megatron_coca.training import engine as dist
+from megatron_coca.training.engine import group as dist
 from megatron_coca.training.estimate import STATES
 from megatron_coca.training.optimizer import trainable_share
 from megatron_coca.training.saving import due_steps

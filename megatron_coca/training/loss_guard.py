@@ -89,9 +89,7 @@ class LossGuard:
         self._first_bad: int | None = None
 
     def spike_limits(self) -> Limits:
-        """Return the values above which the next step is a spike: infinite under `off` and before half the window is
-        filled.
-        """
+        """Return the limits of a spike at the next step: infinite under `off` and before half the window is filled."""
         config = self._config
         loss, norm = (
             spike_limit(values, config.loss_spike_factor)
@@ -178,13 +176,10 @@ class Gap(NamedTuple):
 
 @dataclass(frozen=True)
 class DataSkips:
-    """The data that a run leaves out after rollbacks.
+    """The data that a run leaves out after rollbacks: gaps, ascending and not adjacent.
 
     A position is the data that the step of this number would read if nothing were left out. Steps read the remaining
     positions in order, each once.
-
-    Attributes:
-        gaps: the positions left out, ascending and not adjacent.
     """
 
     gaps: tuple[Gap, ...] = ()
@@ -206,18 +201,6 @@ class DataSkips:
         merged = [gap for gap in self.gaps if gap not in kept]
         begin, end = min([begin, *(gap.begin for gap in merged)]), max([end, *(gap.end for gap in merged)])
         return type(self)(tuple(sorted([*kept, Gap(begin, end - begin)])))
-
-    def after_rollback(self, checkpoint: int, first_bad: int, last_bad: int, margin: int) -> Self:
-        """Leave out the data of bad steps, once the run is back at `checkpoint` completed steps.
-
-        PaLM (Chowdhery et al. 2022, section 5.1) restarts about 100 steps before a spike and leaves out the data seen
-        before and during it: the same steps on the same data would lead to the same weights before the spike again.
-
-        Args:
-            checkpoint: completed steps of the checkpoint, at most `first_bad`.
-            margin: steps before `first_bad` whose data are left out too, back to the checkpoint at most.
-        """
-        return self.skip(max(checkpoint, first_bad - margin), last_bad)
 
     def state(self) -> list[list[int]]:
         """Return the gaps as [begin, steps], for JSON."""

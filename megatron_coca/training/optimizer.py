@@ -1,7 +1,6 @@
 """The optimizer: which parameters are trained, and which of them decay."""
 
 import re
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -72,28 +71,22 @@ def trainable_share(config: Config) -> TrainableShare:
 Groups = list[dict[str, Any]]
 
 
-def _adamw(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
-    assert config.lr is not None
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
-
-
-def _sgd(groups: Groups, config: OptimizerConfig) -> torch.optim.Optimizer:
-    assert config.lr is not None
-    return torch.optim.SGD(groups, lr=config.lr)
-
-
-OPTIMIZERS: dict[str, Callable[[Groups, OptimizerConfig], torch.optim.Optimizer]] = {
-    "Adam": _adamw,
-    "AdamW": _adamw,
-    "cpu_adam": _adamw,
-    "sgd": _sgd,
+OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+    "Adam": torch.optim.AdamW,
+    "AdamW": torch.optim.AdamW,
+    "cpu_adam": torch.optim.AdamW,
+    "sgd": torch.optim.SGD,
 }
 """By GPT-NeoX's names: its Adam is decoupled too, and PyTorch's fused AdamW needs no compiler on the CPU."""
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
     """Build the configured optimizer; the engine sets its learning rate before every step."""
-    return OPTIMIZERS[config.type](parameter_groups(model, config.weight_decay), config)
+    assert config.lr is not None
+    groups = parameter_groups(model, config.weight_decay)
+    if OPTIMIZERS[config.type] is torch.optim.SGD:
+        return torch.optim.SGD(groups, lr=config.lr)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> Groups:

@@ -14,8 +14,8 @@ from typing import Any
 from megatron_coca.checkpoints import CheckpointError, native
 from megatron_coca.checkpoints.object_store import RemoteFolder, fetch, is_url, local_folder, read_folder, split_step
 from megatron_coca.config import CheckpointConfig, Config
-from megatron_coca.training import engine as dist
 from megatron_coca.training.collectives import attempt, from_main
+from megatron_coca.training.engine import group as dist
 from megatron_coca.training.resume import runs_of
 
 logger = logging.getLogger(__name__)
@@ -83,11 +83,7 @@ class RemoteCheckpoints:
 
     def prepare(self) -> None:
         """Download what the run resumes from or starts with. Every rank must call it, under the local folder's lock and
-        before checkpoints are listed.
-
-        Raises:
-            CheckpointError: a store cannot be read or written or holds another run, `load` names no checkpoint, or the
-                local folder is not shared by all ranks.
+        before checkpoints are listed. Raises CheckpointError.
         """
         if self.given == self.local:
             return
@@ -109,10 +105,7 @@ class RemoteCheckpoints:
         """Upload the local checkpoint of `step` from rank 0, and remove old ones.
 
         Checkpoints in the store of the same or a higher step are moved to its quarantine: the run has left their branch,
-        or could not be resumed from them.
-
-        Raises:
-            CheckpointError: `save` could not be written. For `save_copy` that is a warning.
+        or could not be resumed from them. Raises CheckpointError if `save` could not be written, not for `save_copy`.
         """
         assert self.local.save is not None
         folder = native.step_folder(Path(self.local.save), step)

@@ -27,9 +27,9 @@ from megatron_coca.config import KEYS, CheckpointConfig, Config, load_config
 from megatron_coca.data import Tokenizer
 from megatron_coca.data.tokenizers.kinds import first_difference
 from megatron_coca.model import GPT, assemble_model, draw_learned_positions, empty_model
-from megatron_coca.training import engine as dist
 from megatron_coca.training.collectives import attempt, decode_failure, encode_failure, from_main
 from megatron_coca.training.corpus import Corpus, differing_data
+from megatron_coca.training.engine import group as dist
 from megatron_coca.training.launch import threads_per_process
 from megatron_coca.training.optimizer import OPTIMIZERS
 
@@ -93,13 +93,9 @@ def _newest_first(*saves: str | None) -> list[Path]:
 
     Those without a manifest are included: they are damaged, not absent.
     """
-    ordered = [
-        (-step, number, native.step_folder(Path(save), step))
-        for number, save in enumerate(saves)
-        if save is not None
-        for step in native.begun_steps(Path(save))
-    ]
-    return [folder for _, _, folder in sorted(ordered)]
+    folders = [Path(save) for save in saves if save is not None]
+    found = [(step, native.step_folder(folder, step)) for folder in folders for step in native.begun_steps(folder)]
+    return [folder for _, folder in sorted(found, key=lambda pair: -pair[0])]
 
 
 def _named_by_load(config: CheckpointConfig) -> list[Path]:
@@ -160,11 +156,8 @@ def runs_of(folders: Iterable[Path]) -> set[str | None]:
 
 
 class Choice(NamedTuple):
-    """The checkpoint that a run resumes from.
-
-    Attributes:
-        folder: None for a start from step 0.
-        unreadable: preferred checkpoints that could not be read. They may be valid, so they must not be moved.
+    """The checkpoint that a run resumes from, None for a start from step 0, and the preferred checkpoints that could
+    not be read: they may be valid, so they must not be moved.
     """
 
     folder: Path | None
@@ -180,35 +173,27 @@ def first_valid(folders: Sequence[Path], beat: Callable[[str], None] = lambda re
         CheckpointError: none of them can be resumed; an existing run never restarts silently from step 0.
             UnreadableError if one of them could not be read.
     """
-    failures: dict[Path, CheckpointError] = {}
+    unreadable: dict[Path, UnreadableError] = {}
+    last: CheckpointError | None = None
     for folder in folders:
         try:
             verify_distributed(folder, beat, resumable=True)
+            return Choice(folder, tuple(unreadable))
         except CheckpointError as failure:
-            failures[folder] = failure
-        else:
-            return Choice(folder, tuple(path for path, why in failures.items() if isinstance(why, UnreadableError)))
-        if dist.is_main() and folder is not folders[-1]:
-            logger.warning("%s; falling back to the checkpoint before it", failures[folder])
-    if not failures:
+            last = failure
+            if isinstance(failure, UnreadableError):
+                unreadable[folder] = failure
+            if dist.is_main() and folder is not folders[-1]:
+                logger.warning("%s; falling back to the checkpoint before it", failure)
+    if last is None:
         return Choice(None)
-    raise next((why for why in failures.values() if isinstance(why, UnreadableError)), failures[folders[-1]])
+    raise next(iter(unreadable.values()), last)
 
 
-def verify_distributed(
-    folder: Path,
-    beat: Callable[[str], None] = lambda reached: None,
-    resumable: bool = False,
-    threads: int | None = None,
-) -> tuple[int, float]:
+def verify_distributed(folder: Path, beat: Callable[[str], None], resumable: bool = False) -> None:
     """Compare all files of a checkpoint with its manifest, the work divided among the ranks. Every rank must call it.
 
-    Args:
-        resumable: also check that a run can be resumed from it.
-        threads: of this rank; by default one per core available to it.
-
-    Returns:
-        Bytes read by all ranks, and seconds.
+    `resumable` also checks that a run can be resumed from it.
 
     Raises:
         UnreadableError: a rank cannot read a file, which may be valid.
@@ -231,11 +216,7 @@ def verify_distributed(
     files = from_main(list_files)
     sizes = [size for _, size, _ in files]
     own = {Path(files[number][0]): files[number][2] for number in divide(sizes, dist.world_size())[dist.rank()]}
-    start = time.monotonic()
-    failures = _compare(folder, own, sum(sizes), beat, threads or min(MOST_THREADS, threads_per_process(os.environ)))
-    if failures:
-        raise next((failure for failure in failures if isinstance(failure, UnreadableError)), failures[0])
-    return sum(sizes), time.monotonic() - start
+    _compare(folder, own, sum(sizes), beat)
 
 
 def divide(sizes: Sequence[int], ranks: int) -> list[list[int]]:
@@ -249,15 +230,13 @@ def divide(sizes: Sequence[int], ranks: int) -> list[list[int]]:
     return shares
 
 
-def _compare(
-    folder: Path, own: Mapping[Path, str], total: int, beat: Callable[[str], None], threads: int
-) -> list[CheckpointError]:
-    """Compare this rank's files until all ranks are done or one has failed; returns the failures of all ranks.
+def _compare(folder: Path, own: Mapping[Path, str], total: int, beat: Callable[[str], None]) -> None:
+    """Compare this rank's files until all ranks are done or one has failed; raises an error of any rank on all.
 
     The ranks agree at intervals on the bytes read, so that one that is done early still beats while others read.
     """
     start = reported = time.monotonic()
-    before = 0.0
+    before, threads = 0.0, min(MOST_THREADS, threads_per_process(os.environ))
 
     def rate(read: float) -> str:
         seconds = time.monotonic() - start
@@ -281,10 +260,11 @@ def _compare(
     if not failing:
         message = "verified %s: %s with %d process(es) of %d thread(s)"
         logger.info(message, folder, rate(read), dist.world_size(), threads)
-        return []
+        return
     if isinstance(failure, UnreadableError) and dist.world_size() > 1:
         failure = UnreadableError(f"{failure} (on rank {dist.rank()}, {socket.gethostname()})")
-    return [decode_failure(text) for text in dist.gather_texts(encode_failure(failure)) if text]
+    failures = [decode_failure(text) for text in dist.gather_texts(encode_failure(failure)) if text]
+    raise next((failure for failure in failures if isinstance(failure, UnreadableError)), failures[0])
 
 
 def refuse_other_run(folder: Path, corpus: Corpus, layout: Mapping[str, Any]) -> None:
@@ -318,16 +298,12 @@ def differing_run(saved: Config, wanted: Config) -> list[str]:
 
 
 def quarantine_newer(keys: CheckpointConfig, chosen: Choice) -> None:
-    """Call `quarantine_newer_in` on rank 0. Every rank must call it, under the folder's lock.
-
-    Raises:
-        CheckpointError: a checkpoint cannot be moved or removed.
-    """
+    """Call `quarantine_newer_in` on rank 0. Every rank must call it, under the folder's lock. Raises CheckpointError."""
     done, failure = attempt(lambda: quarantine_newer_in(keys.save, chosen, keys.save_copy), OSError, main_only=True)
     if not done:
         raise CheckpointError(
             f"{keys.save}: checkpoints newer than the one to resume from cannot be moved or removed "
-            f"({failure or 'see the log of rank 0'}); allow it, or do it by hand"
+            f"({failure}); allow it, or do it by hand"
         ) from failure
 
 
@@ -404,9 +380,13 @@ def initial_model(config: Config, device: str, tokenizer: Tokenizer | None = Non
     taken = weights.only(name for name in weights.entries if name not in dropped)
     load_weights(model, taken, learned)
 
+    def kind(value: object) -> object:  # of a section with many options
+        keys = [key for key in ("rope_type", "type") if isinstance(value, dict) and key in value]
+        return value[keys[0]] if isinstance(value, dict) and keys else value
+
     before, after = saved.flat(), config.flat()
     changed = [
-        f"{key} (saved {_kind(before[key])!r}, now {_kind(after[key])!r})"
+        f"{key} (saved {kind(before[key])!r}, now {kind(after[key])!r})"
         for key in POSITION_KEYS
         if before[key] != after[key]
     ]
@@ -417,13 +397,6 @@ def initial_model(config: Config, device: str, tokenizer: Tokenizer | None = Non
     summary += [f"{', '.join(drawn)} drawn"] if drawn else []
     logger.info("; ".join(summary))
     return InitialModel(model, source.identity)
-
-
-def _kind(value: object) -> object:
-    """The kind alone of a section with many options."""
-    if isinstance(value, dict):
-        return next((value[name] for name in ("rope_type", "type") if name in value), value)
-    return value
 
 
 def _refuse_other_tokenizer(source: OpenedCheckpoint, config: Config, ours: Tokenizer | None) -> None:

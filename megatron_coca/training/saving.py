@@ -36,10 +36,10 @@ from megatron_coca.checkpoints.state import (
 )
 from megatron_coca.checkpoints.weights import write_safetensors
 from megatron_coca.config import CheckpointConfig
-from megatron_coca.training import engine as dist
 from megatron_coca.training.collectives import attempt
 from megatron_coca.training.corpus import Corpus
 from megatron_coca.training.engine import Engine
+from megatron_coca.training.engine import group as dist
 from megatron_coca.training.loss_guard import DataSkips
 from megatron_coca.training.remote_checkpoints import RemoteCheckpoints
 from megatron_coca.training.topology import Topology
@@ -86,30 +86,24 @@ def load_rng_states(path: Path) -> None:
 
 def is_due(step: int, config: CheckpointConfig) -> bool:
     """True if the checkpoint keys ask for a checkpoint after `step` completed iterations."""
-    factor = config.checkpoint_factor
-    if step in (config.extra_save_iters or ()):
-        return True
-    if factor is None:
-        return False
-    return step % factor == 0 if config.checkpoint_scale == "linear" else step in _powers(factor, step)
+    return step in _scheduled(config, step - 1, step)
 
 
 def due_steps(config: CheckpointConfig, start: int, last: int) -> set[int]:
     """The steps after `start` at which a run that ends with step `last` saves: those of `is_due`, and `last`."""
-    steps, factor = {*(config.extra_save_iters or ()), last}, config.checkpoint_factor
+    return _scheduled(config, start, last) | ({last} if last > start else set())
+
+
+def _scheduled(config: CheckpointConfig, start: int, last: int) -> set[int]:
+    steps, factor = set(config.extra_save_iters or ()), config.checkpoint_factor
     if factor is not None and config.checkpoint_scale == "linear":
         steps.update(range(start - start % factor + factor, last + 1, factor))
     elif factor is not None:
-        steps.update(_powers(factor, last))
+        power = 1
+        steps.add(power)
+        while factor > 1 and (power := power * factor) <= last:
+            steps.add(power)
     return {step for step in steps if start < step <= last}
-
-
-def _powers(factor: int, last: int) -> list[int]:
-    """The powers of `factor`, from 1 up to `last`."""
-    powers = [1]
-    while factor > 1 and powers[-1] * factor <= last:
-        powers.append(powers[-1] * factor)
-    return powers
 
 
 class Snapshot(NamedTuple):
@@ -143,8 +137,6 @@ class Checkpoints:
         Args:
             layout: what a resumed run must share beside its keys: samples per step, dtype.
             origin: identity of the checkpoint whose weights the run started with.
-            watchdog: told of the progress of saving and restoring.
-            remotes: object stores to upload to.
         """
         self._corpus, self._engine, self._layout = corpus, engine, dict(layout)
         self._topology, self._coordinates = topology, topology.coordinates(dist.rank())
@@ -201,8 +193,8 @@ class Checkpoints:
         if self._keys.save is None:
             return
         self.wait()  # its buffers are reused
-        job = Path(self._keys.save), self._snapshot(step, progress)
         # A daemon thread does not keep a failed process alive.
+        job = Path(self._keys.save), self._snapshot(step, progress)
         self._thread = threading.Thread(target=self._write, args=job, name="background", daemon=True)
         self._thread.start()
         if not self._keys.async_save:
@@ -309,7 +301,12 @@ class Checkpoints:
                 self._on_all_ranks(transfer.send, root, step)
             if self._remotes:
                 self._enter(f"step {step}: uploading", watched=False)
-                self._upload(root, step)
+                uploaded, failure = attempt(lambda: self._remotes.upload(step), CheckpointError, True, self._group)
+                if not uploaded:
+                    raise CheckpointError(
+                        f"{native.step_folder(root, step)}: is complete, but could not be uploaded ({failure}); "
+                        "the same command with auto_resume=true resumes from it"
+                    ) from failure
         except BaseException as error:  # noqa: BLE001 - raised in the training thread
             self._error = error
         finally:
@@ -329,7 +326,7 @@ class Checkpoints:
                 native.abandon(root, step)
             newest = native.steps(root)[-1:] or "none"
             raise CheckpointError(
-                f"{root}: the checkpoint of step {step} could not be written ({failure or 'on another rank'}); "
+                f"{root}: the checkpoint of step {step} could not be written ({failure}); "
                 f"earlier ones are intact (newest: {newest})"
             ) from failure
 
@@ -357,41 +354,25 @@ class Checkpoints:
 
     def _prune_and_copy(self, root: Path, step: int) -> None:
         """Remove old checkpoints and copy to `save_copy`. Failures are logged, and the next save tries again."""
-        self._prune(root)
-        if self._keys.save_copy is None:
-            return
-        copies = Path(self._keys.save_copy)
-        self._enter(f"step {step}: copying to {copies}", watched=False)  # a run does not need its copies
-        try:
-            native.copy(native.step_folder(root, step), copies)
-        except (OSError, CheckpointError) as error:
-            native.abandon(copies, step)
-            logger.warning("%s: step %d could not be copied (%s)", copies, step, error)
-        else:
-            self._prune(copies)
-
-    def _prune(self, folder: Path) -> None:
-        try:
-            native.prune(folder, self._keys.keep_last_n_checkpoints, self._keys.keep_every_n_steps)
-        except OSError as error:
-            logger.warning("%s: an old checkpoint could not be removed (%s)", folder, error)
-
-    def _upload(self, root: Path, step: int) -> None:
-        uploaded, failure = attempt(
-            lambda: self._remotes.upload(step), CheckpointError, main_only=True, group=self._group
-        )
-        if not uploaded:
-            raise CheckpointError(
-                f"{native.step_folder(root, step)}: is complete, but could not be uploaded "
-                f"({failure or 'see the log of rank 0'}); the same command with auto_resume=true resumes from it"
-            ) from failure
+        for folder in [root] if self._keys.save_copy is None else [root, Path(self._keys.save_copy)]:
+            if folder is not root:
+                self._enter(f"step {step}: copying to {folder}", watched=False)  # a run does not need its copies
+                try:
+                    native.copy(native.step_folder(root, step), folder)
+                except (OSError, CheckpointError) as error:
+                    native.abandon(folder, step)
+                    logger.warning("%s: step %d could not be copied (%s)", folder, step, error)
+                    return
+            try:
+                native.prune(folder, self._keys.keep_last_n_checkpoints, self._keys.keep_every_n_steps)
+            except OSError as error:
+                logger.warning("%s: an old checkpoint could not be removed (%s)", folder, error)
 
 
 class WeightTransfer:
     """Sends all weights from the memory of the ranks to the file that rank 0 writes; none is read again from disk.
 
-    Attributes:
-        reader: on rank 0, reads all weights once, in the order in which the other ranks send them.
+    On rank 0 `reader` reads all weights once, in the order in which the other ranks send them.
     """
 
     def __init__(
@@ -445,10 +426,9 @@ def _write_own(folder: Path, snapshot: Snapshot) -> dict[str, Any]:
     for path in (rng, state):
         path.parent.mkdir(exist_ok=True)
     torch.save(snapshot.rng, rng)
-    files = [rng]
     if snapshot.pieces:
         write_pieces(state, snapshot.pieces, snapshot.places)
-        files.append(state)
+    files = [rng, state] if snapshot.pieces else [rng]
     for path in files:
         native.flush(path)
     return {str(path.relative_to(folder)): native.describe(path) for path in files}

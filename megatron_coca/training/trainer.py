@@ -17,7 +17,6 @@ from megatron_coca.config import BatchSizes, Config, ConfigError
 from megatron_coca.config.training import learning_rate
 from megatron_coca.data import Batch, Loader
 from megatron_coca.model import assemble_model, keep_freed_memory
-from megatron_coca.training import engine as dist
 from megatron_coca.training import launch, saving
 from megatron_coca.training.collectives import FolderLocks, from_main, require_writable
 from megatron_coca.training.corpus import (
@@ -30,13 +29,14 @@ from megatron_coca.training.corpus import (
     validate,
     validation_note,
 )
-from megatron_coca.training.engine import Engine
-from megatron_coca.training.exit_status import Diverged, Preempted, Preemption, Unsaved
+from megatron_coca.training.engine import Engine, build_engine
+from megatron_coca.training.engine import group as dist
+from megatron_coca.training.exit_status import CaughtSignals, Diverged, Preempted, Unsaved
 from megatron_coca.training.health import check_health
 from megatron_coca.training.loss_guard import DataSkips, LossGuard, Verdict
 from megatron_coca.training.optimizer import build_optimizer, train_only_parts, trainable_share
 from megatron_coca.training.remote_checkpoints import RemoteCheckpoints, use_local_folders
-from megatron_coca.training.reporting import Monitor, StepFigures, run_folder, set_up_logging
+from megatron_coca.training.reporting import Monitor, run_folder, set_up_logging
 from megatron_coca.training.resume import (
     Choice,
     candidates,
@@ -70,7 +70,7 @@ def fit(config: Config) -> None:
     config, remotes = use_local_folders(config)
     watchdog = Watchdog(config.faults.watchdog_timeout, run_folder(config), dist.rank())
     try:
-        with Preemption() as preemption, watchdog:
+        with CaughtSignals() as preemption, watchdog:
             _train(config, remotes, preemption, watchdog)
     except Exception as error:
         error.add_note(f"on rank {dist.rank()} of {dist.world_size()}, {socket.gethostname()}")
@@ -79,7 +79,7 @@ def fit(config: Config) -> None:
         dist.shut_down()
 
 
-def _train(config: Config, remotes: RemoteCheckpoints, preemption: Preemption, watchdog: Watchdog) -> None:
+def _train(config: Config, remotes: RemoteCheckpoints, preemption: CaughtSignals, watchdog: Watchdog) -> None:
     """Open the data, choose the checkpoint to resume from, build the engine and train."""
     if config.precision.dtype == "fp16" and not torch.cuda.is_available():
         raise ConfigError(["precision: fp16 needs a GPU; use precision=bfloat16 or precision=fp32 here"])
@@ -93,8 +93,11 @@ def _train(config: Config, remotes: RemoteCheckpoints, preemption: Preemption, w
         folders = [Path(text) for text in from_main(lambda: [str(folder) for folder in candidates(keys)])]
         corpus = open_corpus(config)
         config = corpus.config
-        if dist.is_main():
-            _warn_of_data(corpus)
+        if dist.is_main() and corpus.unverified:
+            names = ", ".join(corpus.unverified)
+            logger.warning("no tokenizer saved with %s; cannot verify that it matches this run", names)
+        if (note := validation_note(corpus)) is not None:
+            logger.log(logging.WARNING if corpus.valid is None else logging.INFO, note)
         chosen = first_valid(folders, watchdog.beat)
         if chosen.folder is not None:
             refuse_other_run(chosen.folder, corpus, required)
@@ -111,24 +114,14 @@ def _train(config: Config, remotes: RemoteCheckpoints, preemption: Preemption, w
         if chosen.folder is not None:
             trainer.restore(chosen.folder)
         _log_summary(corpus, sizes, trainer.step)
-        if config.faults.health_check:
-            watchdog.beat("measuring disk, clocks and network")
-            trainer.start_figures = check_health(config, trainer.step)
-            watchdog.beat("disk, clocks and network are measured")
+        watchdog.beat("measuring disk, clocks and network")
+        health = check_health(config, trainer.step) if config.faults.health_check else {}
+        watchdog.beat("disk, clocks and network are measured")
         try:
-            trainer.run()
+            trainer.run(health)
         except BaseException:
             checkpoints.leave()
             raise
-
-
-def _warn_of_data(corpus: Corpus) -> None:
-    if corpus.unverified:
-        logger.warning(
-            "no tokenizer saved with %s; cannot verify that it matches this run", ", ".join(corpus.unverified)
-        )
-    if (note := validation_note(corpus)) is not None:
-        logger.log(logging.WARNING if corpus.valid is None else logging.INFO, note)
 
 
 def _build_engine(
@@ -148,7 +141,7 @@ def _build_engine(
     saving.seed_everything(config.seed, topology.random_stream(dist.rank()))
     model.train()
     optimizer = partial(build_optimizer, config=config.optimizer)
-    return dist.build_engine(model, optimizer, config, sizes, topology.coordinates(dist.rank()).pipe), origin
+    return build_engine(model, optimizer, config, sizes, topology.coordinates(dist.rank()).pipe), origin
 
 
 def _log_summary(corpus: Corpus, sizes: BatchSizes, step: int) -> None:
@@ -180,7 +173,6 @@ class Trainer:
 
     Attributes:
         step: completed optimizer steps.
-        start_figures: figures by name, reported with the step that `run` starts at.
     """
 
     def __init__(
@@ -190,7 +182,7 @@ class Trainer:
         checkpoints: Checkpoints,
         sizes: BatchSizes,
         topology: Topology,
-        preemption: Preemption,
+        preemption: CaughtSignals,
         watchdog: Watchdog,
     ) -> None:
         self._corpus, self._engine, self._checkpoints = corpus, engine, checkpoints
@@ -201,8 +193,7 @@ class Trainer:
         self._guard, self._skips = LossGuard(self._config.faults), DataSkips()
         self._skipped = 0
         self._rollback_note: str | None = None
-        self._unvalidated = self._leaving = False
-        self.start_figures: Mapping[str, float] = {}
+        self._unvalidated = False
         self.step = self._saved = 0
 
     def restore(self, folder: Path) -> None:
@@ -217,8 +208,8 @@ class Trainer:
         self._unvalidated = bool(meta["progress"].get("unvalidated", False))
         return meta["progress"]
 
-    def run(self) -> None:
-        """Train to the last step of this launch, and save.
+    def run(self, health: Mapping[str, float] | None = None) -> None:
+        """Train to the last step of this launch, and save. `health` are figures to report first.
 
         Raises:
             Stopped: by a signal or by the loss guard, after saving what is valid.
@@ -227,59 +218,59 @@ class Trainer:
         train_iters, exit_interval = self._config.schedule.train_iters, self._config.logging.exit_interval
         assert train_iters is not None
         last = min(train_iters, exit_interval or train_iters)
+        tokens, hosts = self._sizes.total * self._config.model.seq_length, dist.gather_texts(dist.host_name())
         if self.step >= last and not self._unvalidated:
             logger.info(
                 "nothing to do: step %d is reached already (train_iters or exit_interval is %d)", self.step, last
             )
         while self.step < last or self._unvalidated:  # again after each rollback
-            self._run_until(last)
+            monitor = Monitor(self._config, self.step, tokens, dist.gather_floats, hosts, dist.rank(), self._skipped)
+            monitor.watch(self._engine.module)
+            if health:
+                monitor.report(self.step, health)
+                health = None
+            if self._rollback_note is not None:
+                monitor.note(self.step, self._rollback_note)
+                self._rollback_note = None
+            try:
+                with open_loader(self._corpus, self._corpus.train, self._layout) as loader:
+                    if self._unvalidated:  # due when the run was stopped
+                        self._validate_and_save(monitor)
+                    while self.step < last and self._train_step(loader, monitor):
+                        pass
+            finally:
+                monitor.close()
         self._save()
         self._checkpoints.wait()
 
-    def _run_until(self, last: int) -> None:
-        """Train to step `last`, or until the run is rolled back."""
-        tokens = self._sizes.total * self._config.model.seq_length
-        monitor = Monitor(self._config, self.step, tokens, dist.gather_floats, dist.rank(), self._skipped)
-        monitor.watch(self._engine.module)
-        if self.start_figures:
-            monitor.report(self.step, self.start_figures)
-            self.start_figures = {}
-        if self._rollback_note is not None:
-            monitor.note(self.step, self._rollback_note)
-            self._rollback_note = None
-        try:
-            with open_loader(self._corpus, self._corpus.train, self._layout) as loader:
-                if self._unvalidated:  # due when the run was stopped
-                    self._validate_and_save(monitor)
-                while self.step < last:
-                    verdict = self._train_step(loader, monitor)
-                    if verdict.kind == "stop":
-                        self._checkpoints.wait()
-                        raise Diverged(f"stopped at step {self.step}: {verdict.reason}; {self._newest()}")
-                    if verdict.kind == "rollback":
-                        self._roll_back(verdict)
-                        return
-                    self._unvalidated = self._finished() or self.step % self._config.logging.eval_interval == 0
-                    self._validate_and_save(monitor)
-        finally:
-            monitor.close()
-
-    def _train_step(self, loader: Loader, monitor: Monitor) -> Verdict:
-        """One optimizer step: read, forward and backward, judge, report."""
-        step, config = self.step, self._config
+    def _train_step(self, loader: Loader, monitor: Monitor) -> bool:
+        """One optimizer step: read, train, judge, report, and validate and save if due. False after a rollback."""
+        config = self._config
         assert config.optimizer.lr is not None
-        with monitor.waiting():
-            micro_batches = loader.micro_batches(self._skips.position(step))
-        rate = learning_rate(step, config.optimizer.lr, config.schedule)
+        with monitor.during("waiting"):
+            micro_batches = loader.micro_batches(self._skips.position(self.step))
+        rate = learning_rate(self.step, config.optimizer.lr, config.schedule)
         result = self._engine.train_step(micro_batches, rate, self._guard.limits())
-        verdict = self._guard.observe(step, result.loss, result.grad_norm)
-        self.step, self._skipped = step + 1, self._skipped + result.skipped
+        verdict = self._guard.observe(self.step, result.loss, result.grad_norm)
+
+        self.step, self._skipped = self.step + 1, self._skipped + result.skipped
         self._watchdog.beat(f"step {self.step}")
-        figures = StepFigures(result.loss, result.grad_norm, rate, result.skipped, self._engine.loss_scale)
-        monitor.stepped(self.step, figures)
+        figures = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": rate}
+        if self._engine.loss_scale is not None:
+            figures["loss_scale"] = self._engine.loss_scale
+        monitor.stepped(self.step, figures, result.skipped)
         if verdict.reason is not None:
             monitor.note(self.step, f"{verdict.reason}: {verdict.kind}")
-        return verdict
+
+        if verdict.kind == "stop":
+            self._checkpoints.wait()
+            raise Diverged(f"stopped at step {self.step}: {verdict.reason}; {self._newest()}")
+        if verdict.kind == "rollback":
+            self._roll_back(verdict)
+            return False
+        self._unvalidated = self._finished() or self.step % config.logging.eval_interval == 0
+        self._validate_and_save(monitor)
+        return True
 
     def _validate_and_save(self, monitor: Monitor) -> None:
         """Validate and save if due; after a signal, save and leave."""
@@ -288,18 +279,30 @@ class Trainer:
             self._checkpoints.warn_if_slow()
             lost, occupied = self._checkpoints.folder_lost()
         preempted = self._preemption.requested is not None
-        self._leaving, failed, lost, occupied = dist.anyone((preempted, self._checkpoints.failed, lost, occupied))
+        preempted, failed, lost, occupied = dist.anyone((preempted, self._checkpoints.failed, lost, occupied))
         if lost:
             self._save_into_new_folder(occupied)
         if failed:
             self._checkpoints.wait()  # raises its error
-        if self._unvalidated and not self._leaving:
-            self._validate(monitor)
-        if self._leaving or is_due(self.step, self._config.checkpoint):
-            with monitor.saving():
+
+        if self._unvalidated and not preempted:
+            try:
+                with monitor.during("validating"):
+                    losses = validate(self._corpus, self._mean_loss, self._layout)
+            except _PreemptedDuringValidationError:
+                preempted = True  # the resumed run validates first
+            else:
+                self._unvalidated = False
+                if self._finished():
+                    samples = self._skips.position(self.step) * self._sizes.total
+                    monitor.report(self.step, mixture_figures(self._corpus.train.mixture(samples)))
+                monitor.report(self.step, losses)
+
+        if preempted or is_due(self.step, self._config.checkpoint):
+            with monitor.during("saving"):
                 self._save()
-        if self._leaving:
-            with monitor.saving():
+        if preempted:
+            with monitor.during("saving"):
                 self._checkpoints.wait()
             signal = self._preemption.requested or "on another rank"
             error = Unsaved if self._config.checkpoint.save is None else Preempted
@@ -331,20 +334,6 @@ class Trainer:
 
     def _finished(self) -> bool:
         return self.step == self._config.schedule.train_iters
-
-    def _validate(self, monitor: Monitor) -> None:
-        """Report losses of held-out data. If a signal interrupts it, the resumed run validates first."""
-        try:
-            with monitor.validating():
-                losses = validate(self._corpus, self._mean_loss, self._layout)
-        except _PreemptedDuringValidationError:
-            self._leaving = True
-            return
-        self._unvalidated = False
-        if self._finished():
-            samples = self._skips.position(self.step) * self._sizes.total
-            monitor.report(self.step, mixture_figures(self._corpus.train.mixture(samples)))
-        monitor.validated(self.step, losses)
 
     def _mean_loss(self, micro_batches: Sequence[Batch]) -> float:
         if dist.anyone((self._preemption.requested is not None,))[0]:
@@ -388,9 +377,11 @@ class Trainer:
             raise Diverged(
                 f"step {self.step}: {verdict.reason}; there is no valid checkpoint before it to roll back to"
             )
-        skips, from_step = self._skips, self.step
+        from_step = self.step
         self._guard.rolled_back(self._restore_engine(chosen.folder)["guard"])
-        self._skips = skips.after_rollback(self.step, first_bad, last_bad, config.faults.rollback_margin)
+        # The same steps on the same data would lead to the same weights before a spike again, so PaLM leaves out data
+        # from before it too (Chowdhery et al. 2022, section 5.1).
+        self._skips = self._skips.skip(max(self.step, first_bad - config.faults.rollback_margin), last_bad)
         self._rollback_note = f"rolled back from step {from_step} to step {self.step}: {verdict.reason}"
         quarantine_newer(config.checkpoint, chosen)
 

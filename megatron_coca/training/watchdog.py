@@ -16,10 +16,9 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import FrameType, ModuleType, TracebackType
+from types import FrameType, TracebackType
 from typing import NamedTuple, Self
 
 from megatron_coca.training.exit_status import HUNG
@@ -70,7 +69,6 @@ class Watchdog:
         self._main = threading.main_thread().ident
         self._beat = Heartbeat(0, "start", time.monotonic())
         self._job: Heartbeat | None = None
-        self._pauses = 0
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -96,16 +94,6 @@ class Watchdog:
         number = self._job.number + 1 if self._job is not None else 1
         self._job = None if what is None else Heartbeat(number, what, time.monotonic())
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Do not watch inside this context: for long work without heartbeats, such as a first compilation."""
-        self._pauses += 1
-        try:
-            yield
-        finally:
-            self.beat(self._beat.what)
-            self._pauses -= 1
-
     def _watch(self) -> None:
         assert self._timeout is not None
         silent, before, last = 0.0, time.monotonic(), self._beat
@@ -122,7 +110,7 @@ class Watchdog:
             elif job_silent >= self._timeout:
                 self._report_and_end(last_job, lambda: self._job)
                 job_silent = 0.0
-            if self._pauses or self._beat is not last:
+            if self._beat is not last:
                 silent, last = 0.0, self._beat
             elif silent >= self._timeout:
                 self._report_and_end(last, lambda: self._beat)
@@ -170,19 +158,12 @@ def _doing(frame: FrameType | None) -> str:
     """The innermost function of a thread, and whether it waits for other ranks."""
     if frame is None:
         return "has ended"
-    waits = any(name in file for file in _files(frame) for name in COMMUNICATION)
-    return f"{'waits for other ranks' if waits else 'is'} in {_location(frame)}"
+    waits = "waits for other ranks" if _communicates(traceback.walk_stack(frame)) else "is"
+    return f"{waits} in {frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})"
 
 
-def _files(frame: FrameType | None) -> Iterator[str]:
-    """The source files of a frame and of those that called it."""
-    while frame is not None:
-        yield frame.f_code.co_filename
-        frame = frame.f_back
-
-
-def _location(frame: FrameType) -> str:
-    return f"{frame.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})"
+def _communicates(frames: Iterable[tuple[FrameType, int]]) -> bool:
+    return any(name in frame.f_code.co_filename for frame, _ in frames for name in COMMUNICATION)
 
 
 def _all_stacks() -> str:
@@ -200,14 +181,8 @@ _TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 
 class ErrorReport(NamedTuple):
-    """Why a process ended.
-
-    Attributes:
-        summary: one line.
-        text: the traceback or the message.
-        traceback: `text` is the traceback of an unexpected error.
-        communication: raised inside a collective, so usually the consequence of another rank's failure.
-        time: seconds since the epoch.
+    """Why a process ended: a one-line summary, and a `text`, which is the message or, of an unexpected error, the
+    `traceback`. An error inside of `communication` is usually the consequence of another rank's failure.
     """
 
     summary: str
@@ -259,8 +234,7 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
         error.add_note(line)
     text = "".join(traceback.format_exception(kind, error, trace))
     summary = "".join(traceback.format_exception_only(kind, error)[:1]).strip().partition("\n")[0]
-    inside = any(name in frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace) for name in COMMUNICATION)
-    if not _wrote(ErrorReport(summary, text, True, inside, time.time())):
+    if not _wrote(ErrorReport(summary, text, True, _communicates(traceback.walk_tb(trace)), time.time())):
         print(text, end="", file=sys.stderr)
 
 
@@ -279,26 +253,18 @@ def _wrote(report: ErrorReport) -> bool:
 
 def shadowed_modules(trace: TracebackType | None) -> list[str]:
     """A line for each file that was imported in place of a standard library module, usually by mistake."""
-    names = [(name, _file(sys.modules.get(name))) for name in sorted(sys.stdlib_module_names)]
+    names = [(name, getattr(sys.modules.get(name), "__file__", None)) for name in sorted(sys.stdlib_module_names)]
     # A module that failed while it was imported is found in the traceback only.
     names += [
         (str(frame.f_globals.get("__name__")), frame.f_globals.get("__file__")) for frame, _ in traceback.walk_tb(trace)
     ]
-    installed = _installed()
-    found = {name: file for name, file in names if name in sys.stdlib_module_names and file}
-    return [
-        f"{file} is imported instead of Python's own module `{name}`, which other packages need: rename it"
-        for name, file in found.items()
-        if not any(Path(os.path.realpath(file)).is_relative_to(folder) for folder in installed)
-    ]
-
-
-def _file(module: ModuleType | None) -> str | None:
-    return getattr(module, "__file__", None)
-
-
-def _installed() -> list[str]:
-    """The folders of Python and of installed packages (setuptools replaces distutils on purpose)."""
+    # Folders of Python and of installed packages: setuptools replaces distutils on purpose.
     folders = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     folders += [folder for folder in sys.path if folder.endswith(("-packages", "lib-dynload", ".zip"))]
-    return [os.path.realpath(folder) for folder in folders]
+    installed = [os.path.realpath(folder) for folder in folders]
+    files = {name: file for name, file in names if name in sys.stdlib_module_names and file}
+    return [
+        f"{file} is imported instead of Python's own module `{name}`, which other packages need: rename it"
+        for name, file in files.items()
+        if not any(Path(os.path.realpath(file)).is_relative_to(folder) for folder in installed)
+    ]

@@ -38,7 +38,8 @@ import numpy as np, torch
 from megatron_coca.config import load_config
 from megatron_coca.data import Batch
 from megatron_coca.model import LanguageModelLoss, build_model
-from megatron_coca.training import engine as dist, launch
+from megatron_coca.training import launch
+from megatron_coca.training.engine import group as dist
 from megatron_coca.training.engine import Engine
 from megatron_coca.training.optimizer import build_optimizer
 

@@ -19,9 +19,9 @@ from megatron_coca.checkpoints.state import file_name, write_pieces
 from megatron_coca.config import Config, load_config
 from megatron_coca.data import Batch
 from megatron_coca.model import LanguageModelLoss, build_model
-from megatron_coca.training import engine as dist
 from megatron_coca.training import saving
 from megatron_coca.training.engine import Engine
+from megatron_coca.training.engine import group as dist
 from megatron_coca.training.optimizer import build_optimizer
 from megatron_coca.training.topology import Topology
 from tests.checkpoint_files import open_state

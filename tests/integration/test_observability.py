@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_coca.training.reporting import TIMINGS
+from tests.figures import TIMINGS
 
 STEPS = 12
 STOP = 5

@@ -20,8 +20,9 @@ from megatron_coca.checkpoints.state import file_name, write_pieces
 from megatron_coca.config import load_config
 from megatron_coca.data import Batch
 from megatron_coca.model import assemble_model
-from megatron_coca.training import engine as dist
 from megatron_coca.training import saving
+from megatron_coca.training.engine import build_engine
+from megatron_coca.training.engine import group as dist
 from megatron_coca.training.loss_guard import Limits
 from megatron_coca.training.optimizer import build_optimizer
 from megatron_coca.training.topology import Topology
@@ -90,7 +91,7 @@ class Trained:
         self.packed = config.data.reset_attention_mask
         saving.seed_everything(config.seed, dist.rank())
         optimizer = partial(build_optimizer, config=config.optimizer)
-        self.engine = dist.build_engine(assemble_model(config, "cpu"), optimizer, config, self.sizes, self.place.pipe)
+        self.engine = build_engine(assemble_model(config, "cpu"), optimizer, config, self.sizes, self.place.pipe)
 
     def batches(self, seed: int, samples: int | None = None) -> list[Batch]:
         random = np.random.default_rng(seed)

@@ -22,9 +22,9 @@ from megatron_coca.checkpoints.state import file_name, write_pieces
 from megatron_coca.config import Config, ConfigError, load_config
 from megatron_coca.data import Batch
 from megatron_coca.model import GPT, LanguageModelLoss, assemble_model, build_model
-from megatron_coca.training import engine as dist
 from megatron_coca.training import saving
-from megatron_coca.training.engine import Engine
+from megatron_coca.training.engine import Engine, build_engine
+from megatron_coca.training.engine import group as dist
 from megatron_coca.training.optimizer import build_optimizer, parts_of, train_only_parts, trainable_share
 from megatron_coca.training.topology import Topology
 from tests.checkpoint_files import open_state
@@ -152,7 +152,7 @@ class Run:
         train_only_parts(model, self.config.optimizer)
         optimizer = partial(build_optimizer, config=self.config.optimizer)
         sizes = self.config.batch.resolve(self.topology.data)
-        self.engine: Engine = dist.build_engine(model, optimizer, self.config, sizes, self.place.pipe)
+        self.engine: Engine = build_engine(model, optimizer, self.config, sizes, self.place.pipe)
 
     def steps(self, first: int, last: int) -> list[list[float]]:
         done = [

@@ -494,9 +494,9 @@ def test_a_rank_that_waits_for_others_beats_while_they_read(tmp_path: Path, monk
         total = next(read)
         return [total, float(total < 30), 0.0]
 
-    monkeypatch.setattr("megatron_coca.training.engine.rank", lambda: 1)
-    monkeypatch.setattr("megatron_coca.training.engine.world_size", lambda: 2)
-    monkeypatch.setattr("megatron_coca.training.engine.sum_over_ranks", agree)
+    monkeypatch.setattr("megatron_coca.training.engine.group.rank", lambda: 1)
+    monkeypatch.setattr("megatron_coca.training.engine.group.world_size", lambda: 2)
+    monkeypatch.setattr("megatron_coca.training.engine.group.sum_over_ranks", agree)
     monkeypatch.setattr("megatron_coca.training.resume.divide", lambda sizes, ranks: [list(range(len(sizes))), []])
     beats: list[str] = []
     verify_distributed(checkpoint(tmp_path, 2), beats.append)

@@ -1,4 +1,4 @@
-"""Preemption records signals and restores handlers; exit statuses are documented."""
+"""CaughtSignals records signals and restores handlers; exit statuses are documented."""
 
 import os
 import signal
@@ -9,14 +9,22 @@ from pathlib import Path
 
 import pytest
 
-from megatron_coca.training.exit_status import EXIT_STATUSES, SIGNALS, Diverged, Preempted, Preemption, Stopped, Unsaved
+from megatron_coca.training.exit_status import (
+    EXIT_STATUSES,
+    SIGNALS,
+    CaughtSignals,
+    Diverged,
+    Preempted,
+    Stopped,
+    Unsaved,
+)
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_is_noted(number: signal.Signals) -> None:
-    with Preemption() as preemption:
+    with CaughtSignals() as preemption:
         assert preemption.requested is None
         os.kill(os.getpid(), number)
         assert preemption.requested == number.name
@@ -24,7 +32,7 @@ def test_a_signal_is_noted(number: signal.Signals) -> None:
 
 def test_the_first_signal_counts_and_none_interrupts() -> None:
     done = []
-    with Preemption() as preemption:
+    with CaughtSignals() as preemption:
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):
             os.kill(os.getpid(), number)
             done.append(number)
@@ -34,7 +42,7 @@ def test_the_first_signal_counts_and_none_interrupts() -> None:
 def test_a_signal_that_is_ignored_stays_so() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with Preemption() as preemption:
+        with CaughtSignals() as preemption:
             os.kill(os.getpid(), signal.SIGHUP)
         assert preemption.requested is None and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
@@ -43,7 +51,7 @@ def test_a_signal_that_is_ignored_stays_so() -> None:
 
 def test_handlers_are_restored_after_an_error_too() -> None:
     before = [signal.getsignal(number) for number in (*SIGNALS, signal.SIGINT)]
-    with pytest.raises(KeyError), Preemption():
+    with pytest.raises(KeyError), CaughtSignals():
         assert signal.getsignal(signal.SIGINT) == before[-1], "Ctrl-C goes on raising KeyboardInterrupt"
         raise KeyError
     assert [signal.getsignal(number) for number in (*SIGNALS, signal.SIGINT)] == before
@@ -53,7 +61,7 @@ def test_in_another_thread_it_notes_nothing() -> None:
     found = []
 
     def enter() -> None:
-        with Preemption() as preemption:
+        with CaughtSignals() as preemption:
             found.append((preemption.requested, signal.getsignal(signal.SIGTERM)))
 
     before = signal.getsignal(signal.SIGTERM)
@@ -66,13 +74,13 @@ def test_in_another_thread_it_notes_nothing() -> None:
 def test_a_forked_worker_still_ends_by_the_signal() -> None:
     code = """
 import multiprocessing, time
-from megatron_coca.training.exit_status import Preemption
+from megatron_coca.training.exit_status import CaughtSignals
 context = multiprocessing.get_context("fork")
 ready = context.Event()
 def work():
     ready.set()
     time.sleep(60)
-with Preemption() as preemption:
+with CaughtSignals() as preemption:
     worker = context.Process(target=work)
     worker.start()
     ready.wait()

@@ -52,15 +52,6 @@ def test_any_row_of_rollbacks(seed: int) -> None:
     assert all(gap.end < after.begin for gap, after in zip(skips.gaps, skips.gaps[1:], strict=False))
 
 
-@pytest.mark.parametrize(
-    ("checkpoint", "margin", "gap"),
-    [(100, 0, (130, 3)), (100, 10, (120, 13)), (100, 50, (100, 33)), (130, 9, (130, 3))],
-)
-def test_after_a_rollback(checkpoint: int, margin: int, gap: tuple[int, int]) -> None:
-    skips = DataSkips().after_rollback(checkpoint, first_bad=130, last_bad=132, margin=margin)
-    assert skips.gaps == (Gap(*gap),)
-
-
 def test_state_survives_json() -> None:
     skips = DataSkips().skip(3, 5).skip(10, 10)
     assert DataSkips.restore(json.loads(json.dumps(skips.state()))) == skips

@@ -209,7 +209,7 @@ def test_weights_of_an_unknown_tokenizer_are_taken_with_a_warning(
     initial_model(config, "cpu", load_tokenizer("CharLevelTokenizer"))
     step = folder / "global_step7"
     expected = f"cannot verify that the weights of {step} were trained with the tokenizer of this run's data"
-    assert f"{expected} (no tokenizer is taken: {step} has none)" in caplog.text
+    assert f"{expected} (no tokenizer is used: {step} has none)" in caplog.text
 
 
 def test_embeddings_of_different_sizes_name_the_tokenizers(tmp_path: Path) -> None:

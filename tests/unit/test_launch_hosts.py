@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from megatron_coca.config import ConfigError, LaunchConfig, load_config
-from megatron_coca.training.launch.start import Host, LocalRanks, Script, chosen_hosts, deepspeed_command, srun_command
+from megatron_coca.training.launch.start import Host, LocalRanks, chosen_hosts, deepspeed_command, srun_command
 
-SCRIPT = Script("/x/train.py", ("a.yml", "lr=1"))
+SCRIPT = ["/x/train.py", "a.yml", "lr=1"]
 
 
 def configured(**keys: Any) -> LaunchConfig:
@@ -157,7 +157,7 @@ def test_pdsh_gets_nothing_that_a_shell_would_run(
     monkeypatch.setattr(shutil, "which", lambda name: name)
     keys = configured(hostfile=hostfile, launcher="pdsh")
     with pytest.raises(ConfigError, match="launcher: pdsh passes .* to a shell on every host"):
-        deepspeed_command(keys, chosen_hosts(keys), Script("/x/train.py", ("a.yml", argument)))
+        deepspeed_command(keys, chosen_hosts(keys), ["/x/train.py", "a.yml", argument])
 
 
 def test_mpirun_cannot_leave_out_a_host(hostfile: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from megatron_coca.checkpoints import native
 from megatron_coca.config import ConfigError, LaunchConfig
 from megatron_coca.training.exit_status import EXIT_STATUSES
 from megatron_coca.training.launch import start
-from megatron_coca.training.launch.processes import FINAL, LONGEST_DELAY, RestartPolicy, run_with_restarts
+from megatron_coca.training.launch.processes import FINAL, LONGEST_DELAY, run_with_restarts
 
 CRASHES = """
 starts = folder / f"starts.{rank}"
@@ -100,7 +100,7 @@ def test_one_host_of_several_is_not_restarted_by_itself(launch: Launch, tmp_path
 class Quiet:
     """No signals come."""
 
-    received = False
+    requested = None
 
     def take(self) -> list[int]:
         return []
@@ -111,8 +111,9 @@ def outcome(folder: Path, limit: int, runs: list[Callable[[], int]], monkeypatch
     waited: list[float] = []
     monkeypatch.setattr("megatron_coca.training.launch.processes._wait", lambda delay, _: waited.append(delay))
     starts = iter(runs)
-    policy = RestartPolicy(limit, 5.0, lambda: max(native.steps(folder), default=0))
-    run_with_restarts(policy, lambda _: next(starts)(), Quiet())
+    keys = LaunchConfig.model_validate({"max_restarts": limit, "restart_delay": 5.0})
+    latest = lambda: max(native.steps(folder), default=0)  # noqa: E731
+    run_with_restarts(keys, latest, lambda _: next(starts)(), Quiet())
     return waited
 
 

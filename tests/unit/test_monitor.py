@@ -2,7 +2,6 @@
 
 import json
 import math
-import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +13,11 @@ import torch.nn as nn
 
 from megatron_coca.config import Config, ConfigError, load_config
 from megatron_coca.model.cost import flops_per_token
-from megatron_coca.training.reporting import METRICS, TIMINGS, Monitor, StepFigures
+from megatron_coca.training.reporting import METRICS, Monitor
 from megatron_coca.training.reporting import monitor as rules
 from megatron_coca.training.reporting.monitor import RULES, TIMED_RULES, Anomalies, Interval, RankTimes
 from megatron_coca.training.reporting.profiling import ForwardTimer
+from tests.figures import TIMINGS
 
 SHAPE = {
     "num_layers": 1,
@@ -29,6 +29,7 @@ SHAPE = {
     "log_interval": 2,
 }
 TOKENS = 64
+HOSTS = ("a", "b", "c")
 
 
 class Clock:
@@ -53,23 +54,23 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 
 def build(folder: Path, start: int = 0, ranks: Any = alone, rank: int = 0, clock: Any = None, **keys: Any) -> Monitor:
-    return Monitor(configured(folder, **keys), start, TOKENS, ranks, rank, clock=clock or Clock())
+    return Monitor(configured(folder, **keys), start, TOKENS, ranks, HOSTS, rank, clock=clock or Clock())
 
 
-def step_figures(step: int) -> StepFigures:
-    return StepFigures(torch.tensor(4.0 / step), torch.tensor(0.5), 1e-3)
+def step_figures(step: int) -> dict[str, float | None]:
+    return {"loss": 4.0 / step, "grad_norm": 0.5, "lr": 1e-3}
 
 
 def test_figures_of_time(tmp_path: Path) -> None:
     monitor = build(tmp_path, clock=(clock := Clock()), ranks=lambda own: [own, own], peak_theoretical_tflops=1e-6)
     for step in range(1, 11):
-        with monitor.waiting():
+        with monitor.during("waiting"):
             clock.now += 0.5
         clock.now += 1.5
-        monitor.stepped(step, step_figures(step))
-        with monitor.saving():
+        monitor.stepped(step, step_figures(step), False)
+        with monitor.during("saving"):
             clock.now += 1.0 if step == 4 else 0.0
-        with monitor.validating():
+        with monitor.during("validating"):
             clock.now += 5.0 if step == 4 else 0.0
     monitor.close()
     first, second, third, *_ = lines(tmp_path)
@@ -93,7 +94,7 @@ def test_reports_at_the_interval_and_at_the_last_step(
 ) -> None:
     monitor = build(tmp_path, start, **keys)
     for step in range(start + 1, steps[-1] + 1):
-        monitor.stepped(step, step_figures(step))
+        monitor.stepped(step, step_figures(step), False)
     monitor.close()
     assert [line["step"] for line in lines(tmp_path)] == steps
     assert [line["loss"] for line in lines(tmp_path)] == pytest.approx([4.0 / step for step in steps])
@@ -101,31 +102,17 @@ def test_reports_at_the_interval_and_at_the_last_step(
 
 def test_no_peak_no_mfu(tmp_path: Path) -> None:
     monitor = build(tmp_path)
-    monitor.stepped(2, step_figures(2))
+    monitor.stepped(2, step_figures(2), False)
     monitor.close()
     assert "mfu" not in lines(tmp_path)[0] or torch.cuda.is_available()
 
 
-class Unread(torch.Tensor):
-    """A tensor whose value may not be asked for."""
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
-        raise AssertionError(f"{function.__name__} before a report is due")
-
-
-def test_tensors_are_read_when_a_report_is_due_only(tmp_path: Path) -> None:
-    monitor, unread = build(tmp_path), torch.tensor(1.0).as_subclass(Unread)
-    monitor.stepped(1, StepFigures(unread, unread, 1e-3))
-    with pytest.raises(AssertionError, match="before a report is due"):
-        monitor.stepped(2, StepFigures(unread, unread, 1e-3))
-
-
 def test_skipped_steps_are_counted_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = configured(tmp_path)
-    monitor = Monitor(config, 0, TOKENS, alone, 0, skipped=3, clock=Clock())
-    for step, skipped in enumerate((True, torch.tensor(True), False, False, True, False), start=1):
-        monitor.stepped(step, StepFigures(1.0, None if step == 2 else 0.5, 1e-3, skipped, loss_scale=8.0))
+    monitor = Monitor(config, 0, TOKENS, alone, HOSTS, 0, skipped=3, clock=Clock())
+    for step, skipped in enumerate((True, True, False, False, True, False), start=1):
+        figures = {"loss": 1.0, "grad_norm": None if step == 2 else 0.5, "lr": 1e-3, "loss_scale": 8.0}
+        monitor.stepped(step, figures, skipped)
     monitor.close()
     reports = [line for line in lines(tmp_path) if "loss" in line]
     assert [line["skipped_steps"] for line in reports] == [5, 5, 6] and reports[0]["loss_scale"] == 8.0
@@ -143,30 +130,19 @@ def test_other_ranks_time_and_are_silent(
     monitor = build(
         tmp_path / "run", ranks=lambda own: sent.append(own) or [own, own], rank=1, clock=(clock := Clock())
     )
-    with monitor.waiting():
+    with monitor.during("waiting"):
         clock.now += 3.0
-    monitor.stepped(2, StepFigures(math.nan, None, 1e-3, True))
-    monitor.validated(2, {"validation_loss": 1.0})
+    monitor.stepped(2, {"loss": math.nan, "grad_norm": None, "lr": 1e-3}, True)
+    monitor.report(2, {"validation_loss": 1.0})
     monitor.note(2, "odd")
     monitor.close()
     assert RankTimes(*sent[-1]).waited == 3.0
     assert not (tmp_path / "run").exists() and not caplog.messages and capsys.readouterr().err == ""
 
 
-def test_every_host_is_known_by_its_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def two(own: list[float]) -> list[list[float]]:
-        other = [float(letter) for letter in "gpu-größe".encode()]
-        return [own, other + [0.0] * (len(own) - len(other))]
-
-    monkeypatch.setattr(socket, "gethostname", lambda: "h" * 99)
-    monitor = build(tmp_path, ranks=two)
-    assert monitor._anomalies.hosts == ["h" * 64, "gpu-größe"]
-    monitor.close()
-
-
 def test_validation_and_other_figures(tmp_path: Path) -> None:
     monitor = build(tmp_path)
-    monitor.validated(4, {"validation_loss": 2.0, "validation_loss/code": 1.5})
+    monitor.report(4, {"validation_loss": 2.0, "validation_loss/code": 1.5})
     monitor.report(4, {"share/code": 0.25})
     monitor.close()
     assert lines(tmp_path) == [
@@ -180,13 +156,13 @@ def test_validation_and_other_figures(tmp_path: Path) -> None:
 
 def test_phases_end_with_an_error_too(tmp_path: Path) -> None:
     monitor = build(tmp_path, clock=(clock := Clock()), log_interval=1)
-    with pytest.raises(KeyError), monitor.saving():
+    with pytest.raises(KeyError), monitor.during("saving"):
         clock.now += 2.0
         raise KeyError
     clock.now += 1.0
-    monitor.stepped(1, step_figures(1))
+    monitor.stepped(1, step_figures(1), False)
     clock.now += 4.0
-    monitor.stepped(2, step_figures(2))
+    monitor.stepped(2, step_figures(2), False)
     monitor.close()
     first, second = lines(tmp_path)
     assert (first["save_share"], first["step_seconds"]) == (pytest.approx(2 / 3), 1.0)
@@ -196,10 +172,10 @@ def test_phases_end_with_an_error_too(tmp_path: Path) -> None:
 def test_remaining_time_after_one_step_counts_that_one(tmp_path: Path) -> None:
     monitor = build(tmp_path, 5, clock=(clock := Clock()), log_interval=1)
     clock.now += 30.0
-    monitor.stepped(6, step_figures(6))
+    monitor.stepped(6, step_figures(6), False)
     clock.now += 2.0
-    monitor.stepped(7, step_figures(7))
-    monitor.stepped(10, step_figures(10))
+    monitor.stepped(7, step_figures(7), False)
+    monitor.stepped(10, step_figures(10), False)
     monitor.close()
     assert [line["eta_seconds"] for line in lines(tmp_path)] == [120.0, 6.0, 0.0]
 
@@ -235,7 +211,6 @@ def test_stages_of_a_pipeline_are_not_compared(tmp_path: Path) -> None:
 
 RANK = RankTimes(waited=0.0, forward=1.0, memory_gib=1.0, memory_share=0.5)
 QUIET = Interval(steps=10, seconds=20.0, skipped=0, loss=3.0, ranks=(RANK, RANK, RANK), speeds=(0.5,) * 3)
-HOSTS = ("a", "b", "c")
 
 
 def second(**changes: float) -> tuple[RankTimes, ...]:
@@ -316,7 +291,7 @@ def test_a_trace_of_the_asked_steps(tmp_path: Path, start: int, steps: int, wind
     monitor = build(tmp_path, start, profile=True, profile_step_start=first, profile_step_stop=last, log_interval=100)
     for step in range(start + 1, start + steps + 1):
         torch.ones(8, 8) @ torch.ones(8, 8)
-        monitor.stepped(step, step_figures(step))
+        monitor.stepped(step, step_figures(step), False)
     monitor.close()
     (path,) = (tmp_path / "profile").iterdir()
     assert path.name == name and "aten::mm" in path.read_text()
@@ -326,7 +301,7 @@ def test_a_trace_of_the_asked_steps(tmp_path: Path, start: int, steps: int, wind
 
 def test_a_run_too_short_for_its_trace_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     monitor = build(tmp_path, profile=True)
-    monitor.stepped(1, step_figures(1))
+    monitor.stepped(1, step_figures(1), False)
     monitor.close()
     assert "before profile_step_start 10" in caplog.text and not list((tmp_path / "profile").iterdir())
 
@@ -335,7 +310,7 @@ def test_a_run_too_short_for_its_trace_says_so(tmp_path: Path, caplog: pytest.Lo
 def test_other_ranks_trace_when_asked(tmp_path: Path, ranks: list[int], traced: bool) -> None:
     monitor = build(tmp_path, rank=1, profile=True, profile_step_start=1, profile_step_stop=2, profile_ranks=ranks)
     for step in (1, 2, 3):
-        monitor.stepped(step, step_figures(step))
+        monitor.stepped(step, step_figures(step), False)
     monitor.close()
     assert (tmp_path / "profile" / "trace_steps_2-2_rank_1.json").is_file() == traced
 

@@ -20,7 +20,8 @@ from megatron_coca.training.reporting.sinks import (
     Console,
     ConsoleHandler,
     JsonLines,
-    Reporters,
+    Sink,
+    open_sinks,
     shown,
 )
 
@@ -134,13 +135,25 @@ def test_what_json_has_no_word_for_is_null(tmp_path: Path) -> None:
     ]
 
 
+def report(sinks: list[Sink], step: int, figures: dict[str, float | None]) -> None:
+    for sink in sinks:
+        sink.report(step, figures)
+
+
+def close(sinks: list[Sink]) -> None:
+    for sink in sinks:
+        sink.close()
+
+
 def report_all(config: Config, start: int = 0, stop: int = 10) -> None:
-    reporters = Reporters(config, start, active=True)
+    sinks = open_sinks(config, start)
     for step in range(start + 1, stop + 1):
-        reporters.report(step, loss=3.5, lr=0.1, tokens_per_second=12345.0, eta_seconds=3661.0)
-        reporters.advance()
-    reporters.note(stop, "odd")
-    reporters.close()
+        report(sinks, step, {"loss": 3.5, "lr": 0.1, "tokens_per_second": 12345.0, "eta_seconds": 3661.0})
+        for sink in sinks:
+            sink.advance()
+    for sink in sinks:
+        sink.note(stop, "odd")
+    close(sinks)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +179,7 @@ def test_a_run_without_a_folder_continues_no_other(tmp_path: Path, monkeypatch: 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"log_dir: .*file/run'; a folder that can be written is needed"):
-        Reporters(configured(log_dir=str(tmp_path / "file" / "run")), 0, active=True)
+        open_sinks(configured(log_dir=str(tmp_path / "file" / "run")), 0)
 
 
 class Terminal(io.StringIO):
@@ -188,10 +201,10 @@ def test_a_bar_is_for_terminals(
 
 def test_a_bar_keeps_the_latest_of_every_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", stream := Terminal())
-    reporters = Reporters(configured(save=str(tmp_path)), 0, active=True)
-    reporters.report(1, loss=3.5)
-    reporters.report(1, validation_loss=3.25)
-    reporters.close()
+    sinks = open_sinks(configured(save=str(tmp_path)), 0)
+    report(sinks, 1, {"loss": 3.5})
+    report(sinks, 1, {"validation_loss": 3.25})
+    close(sinks)
     assert "loss=3.5000, validation loss=3.2500" in stream.getvalue()
 
 
@@ -209,10 +222,10 @@ def test_rates_are_short(rate: float, text: str) -> None:
 
 
 def test_sources_are_on_the_line_of_a_validation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    reporters = Reporters(configured(save=str(tmp_path)), 0, active=True)
-    reporters.report(4, **{"validation_loss": 3.0, "validation_loss/text": 3.25, "validation_loss/code": 2.75})
-    reporters.report(4, **{"share/text": 0.5})
-    reporters.close()
+    sinks = open_sinks(configured(save=str(tmp_path)), 0)
+    report(sinks, 4, {"validation_loss": 3.0, "validation_loss/text": 3.25, "validation_loss/code": 2.75})
+    report(sinks, 4, {"share/text": 0.5})
+    close(sinks)
     assert capsys.readouterr().err == "learned step 4/10: validation loss 3.0000, text 3.2500, code 2.7500\n"
 
 
@@ -223,14 +236,6 @@ def test_log_lines_stand_above_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     bar.close()
     before, _, after = stream.getvalue().partition("saved 5\n")
     assert "0/10" in before and "0/10" in after, "the bar is drawn again below the line"
-
-
-def test_other_ranks_are_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    reporters = Reporters(configured(save=str(tmp_path / "run")), 0, active=False)
-    reporters.advance()
-    reporters.report(1, loss=1.0)
-    reporters.close()
-    assert not (tmp_path / "run").exists() and capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
@@ -245,7 +250,7 @@ def test_a_missing_extra_says_how_to_get_it(
     monkeypatch.setattr(sinks, name, missing)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=rf"{next(iter(keys))}: No module .*pip install 'megatron-coca\[logging\]'"):
-        Reporters(configured(**keys), 0, active=True)
+        open_sinks(configured(**keys), 0)
 
 
 def test_only_the_first_rank_logs() -> None:
@@ -312,4 +317,4 @@ def test_a_file_that_names_no_run_is_named(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "wandb", FakeWandB())  # type: ignore[arg-type]
     (tmp_path / sinks.WANDB_RUN).write_text("{}")
     with pytest.raises(ConfigError, match="wandb.json does not name a run"):
-        Reporters(configured(save=str(tmp_path), use_wandb=True), 5, active=True)
+        open_sinks(configured(save=str(tmp_path), use_wandb=True), 5)

@@ -22,7 +22,7 @@ from megatron_coca.config import load_config
 from megatron_coca.data import Batch
 from megatron_coca.training.corpus import Corpus, open_corpus
 from megatron_coca.training.engine import StepResult
-from megatron_coca.training.exit_status import Diverged, Preempted, Preemption
+from megatron_coca.training.exit_status import CaughtSignals, Diverged, Preempted
 from megatron_coca.training.loss_guard import Limits, bad_reason
 from megatron_coca.training.saving import Checkpoints
 from megatron_coca.training.topology import Topology
@@ -86,13 +86,14 @@ Run = Callable[..., CountingEngine]
 def run(opened: Corpus, tmp_path: Path, alone: None) -> Run:
     """run(loss by call, **keys): the engine after a run of ten steps that saves after each."""
 
-    def train(loss: Callable[[int], float], preemption: Preemption | None = None, **keys: Any) -> CountingEngine:
-        keys = {"save": str(tmp_path / "run"), "checkpoint_factor": 1, "train_iters": 10, **keys}
-        config = opened.config.override(keys | {"rollback_margin": 0, "eval_interval": 100})
+    def train(loss: Callable[[int], float], preemption: CaughtSignals | None = None, **keys: Any) -> CountingEngine:
+        fixed = {"save": str(tmp_path / "run"), "eval_interval": 100}
+        keys = {**fixed, "checkpoint_factor": 1, "train_iters": 10, "rollback_margin": 0, **keys}
+        config = opened.config.override(keys)
         corpus, engine = Corpus(config, opened.train, opened.valid, opened.tokenizer), CountingEngine(loss)
         sizes = config.batch.resolve(1)
         checkpoints = Checkpoints(corpus, engine, ALONE, LAYOUT)  # type: ignore[arg-type]
-        told = preemption or Preemption(), Watchdog(None, None, 0)
+        told = preemption or CaughtSignals(), Watchdog(None, None, 0)
         Trainer(corpus, engine, checkpoints, sizes, ALONE, *told).run()  # type: ignore[arg-type]
         return engine
 
@@ -134,6 +135,17 @@ def test_a_rollback_reads_other_data(run: Run, tmp_path: Path) -> None:
     assert meta["progress"]["guard"]["rollbacks"] == 1 and meta["progress"]["skips"] == [[5, 1]]
 
 
+@pytest.mark.parametrize(
+    ("factor", "margin", "gap"), [(1, 0, [5, 1]), (5, 3, [5, 1]), (3, 1, [4, 2]), (3, 2, [3, 3]), (3, 9, [3, 3])]
+)
+def test_a_rollback_leaves_out_data_back_to_the_checkpoint(
+    run: Run, tmp_path: Path, factor: int, margin: int, gap: list[int]
+) -> None:
+    run(nan_at(5), nonfinite_policy="rollback", checkpoint_factor=factor, rollback_margin=margin)
+    meta = native.read_json(native.locate(tmp_path / "run") / native.META)
+    assert meta["progress"]["skips"] == [gap]
+
+
 def test_rollbacks_are_counted_beyond_the_checkpoint_that_they_go_back_to(run: Run) -> None:
     with pytest.raises(Diverged, match="rolled back 3 times before"):
         run(nan_at(*range(5, 99)), nonfinite_policy="rollback", max_rollbacks=3)
@@ -153,7 +165,7 @@ def test_a_rollback_without_a_checkpoint_stops(run: Run) -> None:
 
 
 def test_a_preempted_run_saves_where_it_is(run: Run, tmp_path: Path) -> None:
-    preemption = Preemption()
+    preemption = CaughtSignals()
 
     def loss(call: int) -> float:
         preemption.requested = "SIGTERM" if call == 3 else None

@@ -28,7 +28,7 @@ from megatron_coca.checkpoints.state import LayerShards, ParameterSlice, StatePi
 from megatron_coca.config import BatchSizes, Config, ConfigError
 from megatron_coca.data import Batch
 from megatron_coca.model import GPT, LanguageModelLoss
-from megatron_coca.model.stages import Sharing, Stage, StageInput, layer_weights
+from megatron_coca.model.stages import Stage, StageInput, layer_weights
 from megatron_coca.training.engine import state
 from megatron_coca.training.engine.group import everyone_succeeded, local_device, mean_over_ranks, world_size
 from megatron_coca.training.loss_guard import Limits, bad_reason
@@ -58,8 +58,6 @@ PER_HEAD = r".*\.(position_bias|positions\.bias|positions\.clex)\..*"
 """Learned parameters that every tensor-parallel rank holds whole but uses for its own heads only, so that each computes
 a part of their gradient.
 """
-MODEL_PREFIX = "model."
-"""The language model's name inside the trained module (LanguageModelLoss)."""
 DEEPSPEED_ERRORS = (ValidationError, DeepSpeedConfigError, AssertionError, ValueError, NotImplementedError)
 """Exceptions of DeepSpeed for options that it does not support."""
 
@@ -116,12 +114,8 @@ def _tensor_parallel_section(config: Config) -> dict[str, Any]:
 
 
 class StepResult(NamedTuple):
-    """The outcome of one optimizer step.
-
-    Attributes:
-        loss: mean over all ranks, in nats per token.
-        grad_norm: global norm before clipping; None if fp16's loss scaling found an overflow.
-        skipped: the weights were left unchanged.
+    """The outcome of one optimizer step: mean loss over all ranks in nats per token, global gradient norm before
+    clipping (None if fp16's loss scaling found an overflow), and if the weights were left unchanged.
     """
 
     loss: float
@@ -146,9 +140,7 @@ class Engine:
         """Initialize DeepSpeed. Every rank must call it.
 
         Args:
-            model: maps samples int64 [micro_batch, length + 1] and the other arrays of a batch to a scalar loss, as
-                LanguageModelLoss does.
-            sizes: the batch sizes at this world size.
+            model: maps samples int64 [micro_batch, length + 1] and the other arrays of a batch to a scalar loss.
             names: of the parameters in the whole model, by default those of `model`.
 
         Raises:
@@ -184,8 +176,8 @@ class Engine:
                 ]
             )
         self.device = self._engine.device
-        if names is None:
-            names = {parameter: name.removeprefix(MODEL_PREFIX) for name, parameter in model.named_parameters()}
+        if names is None:  # in LanguageModelLoss the model is called `model`
+            names = {parameter: name.removeprefix("model.") for name, parameter in model.named_parameters()}
         self._names = names
 
     @property
@@ -302,16 +294,10 @@ class Engine:
         return StepResult(self._step_loss(), norm, not self._applied)
 
 
-TOKENS, HEADS = 1, 2
-"""Dimensions of what sequence-parallel ranks exchange, [batch, length, heads, width]."""
-
-
 @dataclass(frozen=True)
 class SequenceShard(HeadShard):
-    """The shard of a rank that holds a stretch of every sequence; `group` holds the others.
-
-    Attributes:
-        averaged: DeepSpeed averages gradients over `group` (ZeRO 3) instead of summing them.
+    """The shard of a rank that holds a stretch of every sequence; `group` holds the others. With `averaged`, DeepSpeed
+    averages gradients over the group (ZeRO 3) instead of summing them.
     """
 
     group: dist.ProcessGroup | None = None
@@ -321,10 +307,10 @@ class SequenceShard(HeadShard):
         return tokens.chunk(self.count, -1)[self.index]
 
     def gather(self, x: Tensor) -> Tensor:
-        return _SeqAllToAll.apply(self.group, x, HEADS, TOKENS, 0)
+        return _SeqAllToAll.apply(self.group, x, 2, 1, 0)  # [batch, length, heads, width]: heads for tokens
 
     def scatter(self, x: Tensor) -> Tensor:
-        return _SeqAllToAll.apply(self.group, x, TOKENS, HEADS, 0)
+        return _SeqAllToAll.apply(self.group, x, 1, 2, 0)
 
     def mean(self, loss: Tensor, loss_mask: Tensor | None) -> Tensor:
         weight: Tensor | float = 1 / self.count
@@ -434,12 +420,20 @@ def _pipeline_module(stage: Stage) -> PipelineModule:
     """Wrap `stage` for DeepSpeed.
 
     The list of layers has for every stage the modules that stages share, which pass hidden states on, and the stage
-    itself: the same number for all, so that a uniform partition gives every rank its own.
+    itself: the same number for all, so that a uniform partition gives every rank its own. DeepSpeed sums the gradients
+    of tied layers over the stages that hold them, and counts them once in norms.
     """
     stages = len(stage.spans)
     layers: list[object] = []
     for index in range(stages):
-        layers += [_tied_layer(stage, shared) if index in shared.stages else _identity for shared in stage.sharing]
+        for shared in stage.sharing:
+            if index not in shared.stages:
+                layers.append(_identity)
+                continue
+            modules = {"module": stage.model.get_submodule(shared.path)} if index == stage.index else {}
+            tied = [f"module.{weight}" for weight in shared.weights]
+            key, pass_on = shared.path.replace(".", "_"), lambda module, x: x
+            layers.append(TiedLayerSpec(key, nn.ModuleDict, modules, forward_fn=pass_on, tied_weight_attr=tied))
         layers.append(stage if index == stage.index else _identity)
     # DeepSpeed prints the list, and broadcasts shared parameters as if gradients flowed through the broadcast.
     with contextlib.redirect_stdout(io.StringIO()), torch.no_grad():
@@ -448,26 +442,6 @@ def _pipeline_module(stage: Stage) -> PipelineModule:
             topology=PipeDataParallelTopology(num_pp=stages, num_dp=world_size() // stages),
             partition_method="uniform",
         )
-
-
-def _tied_layer(stage: Stage, shared: Sharing) -> TiedLayerSpec:
-    """DeepSpeed sums the gradients of tied layers over the stages that hold them, and counts them once in norms."""
-    return TiedLayerSpec(
-        shared.path.replace(".", "_"),
-        _SharedModule,
-        stage,
-        shared.path,
-        forward_fn=lambda module, x: x,
-        tied_weight_attr=[f"module.{weight}" for weight in shared.weights],
-    )
-
-
-class _SharedModule(nn.Module):
-    """A tied layer for DeepSpeed: holds a module that the stage itself calls."""
-
-    def __init__(self, stage: Stage, path: str) -> None:
-        super().__init__()
-        self.module = stage.model.get_submodule(path)
 
 
 def _identity(x: Tensor) -> Tensor:
@@ -483,9 +457,7 @@ def build_engine(
 ) -> Engine:
     """Build the engine that trains `model`, or pipeline stage `stage` of it on this rank. Every rank must call it.
 
-    Args:
-        model: with its weights in host memory.
-        optimizer: builds the optimizer of the parameters of a module that require gradients.
+    `model` has its weights in host memory; `optimizer` builds the optimizer of the trained parameters of a module.
 
     Raises:
         ConfigError: DeepSpeed does not support what is configured, or a stage has nothing to train.

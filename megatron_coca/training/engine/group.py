@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -19,8 +19,6 @@ from torch import Tensor
 from megatron_coca.config import ConfigError
 from megatron_coca.training.exit_status import NotJoined
 
-JOIN_TIMEOUT = 600.0
-"""Seconds to wait for all processes by default."""
 LOOPBACK = "127.0.0.1"
 POLL_SECONDS = 0.05
 CONNECT_SECONDS = 5.0
@@ -30,25 +28,13 @@ GRACE_SECONDS = 5.0
 
 
 class Rendezvous(NamedTuple):
-    """A rank of a run, and the address at which rank 0 serves the store."""
+    """A rank of a run, and the address at which rank 0 (or torchrun's `agent`) serves the store."""
 
     rank: int
     world_size: int
     address: str
     port: int
     agent: bool
-    """An agent of torchrun serves the store, so that rank 0 connects to it as the others do."""
-
-    @classmethod
-    def of(cls, environment: Mapping[str, str]) -> "Rendezvous":
-        """Read the variables that launchers set and `launch.complete_environment` completes."""
-        return cls(
-            int(environment["RANK"]),
-            int(environment["WORLD_SIZE"]),
-            environment["MASTER_ADDR"],
-            int(environment["MASTER_PORT"]),
-            environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        )
 
 
 def join(rendezvous: Rendezvous, timeout: float) -> dist.Store:
@@ -166,9 +152,8 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(texts)}"
 
 
-def init_distributed(timeout: float | None = None, join_timeout: float = JOIN_TIMEOUT) -> None:
-    """Join the process group that the launcher's environment describes (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR,
-    MASTER_PORT).
+def init_distributed(timeout: float | None = None, join_timeout: float = 600.0) -> None:
+    """Join the process group of the environment, as launchers set it and `launch.complete_environment` completes it.
 
     Args:
         timeout: seconds after which a collective fails, None for DeepSpeed's default.
@@ -180,7 +165,9 @@ def init_distributed(timeout: float | None = None, join_timeout: float = JOIN_TI
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     # On the CPU DeepSpeed would compile a shared-memory all-reduce; gloo needs no compiler on the machine.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    rendezvous = Rendezvous.of(os.environ)
+    variables, agent = os.environ, os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    rank, world_size = int(variables["RANK"]), int(variables["WORLD_SIZE"])
+    rendezvous = Rendezvous(rank, world_size, variables["MASTER_ADDR"], int(variables["MASTER_PORT"]), agent)
     store = join(rendezvous, join_timeout)
     limit = default_pg_timeout if timeout is None else timedelta(seconds=timeout)
     store.set_timeout(limit)
@@ -189,11 +176,11 @@ def init_distributed(timeout: float | None = None, join_timeout: float = JOIN_TI
     dist.init_process_group(
         backend,
         store=dist.PrefixStore("run", store),
-        rank=rendezvous.rank,
-        world_size=rendezvous.world_size,
+        rank=rank,
+        world_size=world_size,
         timeout=limit,
         # As DeepSpeed does when it makes the group; a single process has no peer.
-        device_id=torch.device(local_device()) if cuda and rendezvous.world_size > 1 else None,
+        device_id=torch.device(local_device()) if cuda and world_size > 1 else None,
     )
     deepspeed.init_distributed(backend, verbose=False)
 
@@ -274,17 +261,13 @@ def mean_over_ranks(value: Tensor) -> Tensor:
 
 def timed_sum(values: Tensor) -> float:
     """Sum `values` over all ranks, in place; returns the seconds that it took on this one."""
+    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     barrier()
-    _synchronize()
+    synchronize()
     start = time.perf_counter()
     dist.all_reduce(values)
-    _synchronize()
+    synchronize()
     return time.perf_counter() - start
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def gather_floats(values: list[float]) -> list[list[float]]:

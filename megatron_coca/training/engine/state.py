@@ -31,13 +31,7 @@ STEP = "step"
 
 
 class Packed(NamedTuple):
-    """A query, key or value parameter as rows of a packed projection.
-
-    Attributes:
-        name: of the packed parameter.
-        rows: those of this parameter, on this rank.
-        row_shape: the shape of one row, () for a bias.
-    """
+    """A query, key or value parameter as `rows` of the packed projection `name`; `row_shape` is () for a bias."""
 
     name: str
     rows: PackedRows
@@ -85,14 +79,8 @@ def packed_pieces(pieces: Iterable[StatePiece], places: Mapping[str, Packed]) ->
 
 
 class Stretch(NamedTuple):
-    """A stretch of a parameter in the flat tensor that the optimizer steps.
-
-    Attributes:
-        parameter: the trained one.
-        flat: the tensor that the optimizer steps.
-        begin: the stretch's first element in `flat`.
-        numel: its length.
-        start: its first element in the flattened parameter.
+    """A stretch of a parameter in `flat`, the tensor that the optimizer steps: `begin` is its first element there, and
+    `start` that in the flattened parameter.
     """
 
     parameter: nn.Parameter
@@ -159,12 +147,8 @@ def _refresh_fully_partitioned(optimizer: Any) -> None:
 
 
 class OptimizerLayout(NamedTuple):
-    """Functions for one kind of DeepSpeed's optimizer.
-
-    Attributes:
-        stretches: yields this rank's stretches.
-        flat_tensors: the tensors that PyTorch's optimizer steps.
-        refresh: copies the float32 weights into the trained ones.
+    """Functions for one kind of DeepSpeed's optimizer: this rank's stretches, the tensors that PyTorch's optimizer
+    steps, and a copy of the float32 weights into the trained ones.
     """
 
     stretches: Callable[[Any], Iterator[Stretch]]

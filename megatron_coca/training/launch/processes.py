@@ -5,6 +5,7 @@ processes receive the signal, have time to save, and the exit status of the run 
 """
 
 import ctypes
+import math
 import os
 import signal
 import subprocess
@@ -12,13 +13,21 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
-from megatron_coca.training.exit_status import DIVERGED, DONE, INTERRUPTED, PREEMPTED, UNSAVED, UNUSABLE
+from megatron_coca.config import LaunchConfig
+from megatron_coca.training.exit_status import (
+    DIVERGED,
+    DONE,
+    INTERRUPTED,
+    PREEMPTED,
+    SIGNALS,
+    UNSAVED,
+    UNUSABLE,
+    CaughtSignals,
+)
 from megatron_coca.training.watchdog import ERROR_FILE, ErrorReport
 
-STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-FORWARDED = (*STOPPING, signal.SIGINT)
+FORWARDED = (*SIGNALS, signal.SIGINT)
 SETTLE = 5.0
 """Seconds the other processes have to end after one failed: long enough to print their own errors."""
 PREEMPTED_SETTLE = 300.0
@@ -76,107 +85,6 @@ class LocalProcess:
         return None if self._error_file is None else ErrorReport.read(self._error_file)
 
 
-class CaughtSignals:
-    """Collects the stop signals sent to this process until `release`. Ignored signals stay ignored (nohup).
-
-    Attributes:
-        received: True once any signal has arrived.
-    """
-
-    def __init__(self) -> None:
-        self._pending: list[int] = []
-        self.received = False
-        handled = [number for number in FORWARDED if signal.getsignal(number) != signal.SIG_IGN]
-        self._previous = {number: signal.signal(number, self._catch) for number in handled}
-
-    def _catch(self, number: int, frame: object) -> None:
-        self._pending.append(number)
-        self.received = True
-
-    def take(self) -> list[int]:
-        """The signals received since the last call."""
-        pending, self._pending = self._pending, []
-        return pending
-
-    def release(self) -> None:
-        """Restore the previous handlers."""
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-
-class _Group:
-    """State of `supervise`."""
-
-    def __init__(self, processes: Sequence[LocalProcess], settle: float) -> None:
-        self.processes, self.running, self.settle = list(processes), list(processes), settle
-        self.shown: ErrorReport | None = None
-        self.status = DONE
-        self.sent: list[int] = []
-        self.deadline: float | None = None
-
-    def forward(self, numbers: Sequence[int]) -> None:
-        """Send signals to every running process; a second Ctrl-C kills them."""
-        for number in numbers:
-            kill = number == signal.SIGINT and number in self.sent
-            self.sent.append(number)
-            for process in self.running:
-                process.send(signal.SIGKILL if kill else number)
-
-    def collect(self) -> None:
-        """Record the processes that ended. Of several that ended at once, one killed by a signal caused the others."""
-        ended = {process.label: status for process in self.running if (status := process.poll()) is not None}
-        self.running = [process for process in self.running if process.label not in ended]
-        for label, status in sorted(ended.items(), key=lambda item: -item[1]):
-            if status:
-                # A process without a handler yet dies of the stop signal; nothing is lost by that.
-                stopped = any(status == 128 + number for number in self.sent if number in STOPPING)
-                self._fail(label, PREEMPTED if stopped else status)
-
-    def _fail(self, label: str, status: int) -> None:
-        """Keep the first failure as the status of the run; any failure goes before PREEMPTED."""
-        if self.status != DONE and not (self.status == PREEMPTED != status):
-            return
-        self.status = status
-        self.deadline = time.monotonic() + (PREEMPTED_SETTLE if status == PREEMPTED else self.settle)
-        if status not in (PREEMPTED, UNSAVED, INTERRUPTED) and status - 128 not in self.sent:
-            rest = "; stopping the others" if self.running else ""
-            print(f"{label} {describe(status)}{rest}", file=sys.stderr, flush=True)
-        self.show_first_error(finished=False)
-
-    def show_first_error(self, finished: bool) -> None:
-        """Print the first error in full. An error of a collective follows from another rank's error, so it is printed
-        only when the run is over and there is no other.
-        """
-        reports = self._reports()
-        first = min(reports, key=lambda label: (reports[label].communication, reports[label].time), default=None)
-        if self.shown is not None or first is None or (reports[first].communication and not finished):
-            return
-        self.shown = reports[first]
-        heading = f"the first error, of {first}:\n" if self.shown.traceback else ""
-        print(f"{heading}{self.shown.text.rstrip()}", file=sys.stderr, flush=True)
-
-    def show_other_errors(self) -> None:
-        """Print one line for each further error, with the ranks that share it."""
-        labels_by_error: dict[str, list[str]] = {}
-        for label, report in self._reports().items():
-            # Tracebacks of one error in all ranks differ at most in rank numbers.
-            if self.shown is None or self.shown.summary != report.summary:
-                labels_by_error.setdefault(report.summary, []).append(label)
-        for summary, labels in labels_by_error.items():
-            more = f" and {len(labels) - NAMED} more" if len(labels) > NAMED else ""
-            print(f"{', '.join(labels[:NAMED])}{more}: {summary}", file=sys.stderr, flush=True)
-
-    def _reports(self) -> dict[str, ErrorReport]:
-        ended = [process for process in self.processes if process not in self.running]
-        return {process.label: report for process in ended if (report := process.report()) is not None}
-
-    def kill_after_deadline(self) -> None:
-        if self.deadline is not None and time.monotonic() > self.deadline:
-            self.deadline = None
-            for process in self.running:
-                process.send(signal.SIGKILL)
-
-
 def supervise(processes: Sequence[LocalProcess], signals: CaughtSignals, settle: float = SETTLE) -> int:
     """Wait for all processes and return the exit status of the run: 0, or that of the process that failed first.
 
@@ -184,16 +92,61 @@ def supervise(processes: Sequence[LocalProcess], signals: CaughtSignals, settle:
     kills. After a failure the others have `settle` seconds before they are killed. PREEMPTED is the status only if no
     process failed otherwise. The first error is printed in full, the others in one line each.
     """
-    group = _Group(processes, settle)
-    while group.running:
-        group.forward(signals.take())
-        group.collect()
-        group.kill_after_deadline()
-        if group.running:
+    running, sent, status = list(processes), list[int](), DONE
+    deadline, shown = math.inf, None
+    while running:
+        for number in signals.take():
+            kill = number == signal.SIGINT and number in sent
+            sent.append(number)
+            for process in running:
+                process.send(signal.SIGKILL if kill else number)
+        ended = {process.label: code for process in running if (code := process.poll()) is not None}
+        running = [process for process in running if process.label not in ended]
+        # Of several that ended at once, one killed by a signal caused the others.
+        for label, code in sorted(ended.items(), key=lambda item: -item[1]):
+            # A process without a handler yet dies of the stop signal; nothing is lost by that.
+            code = PREEMPTED if code - 128 in sent and code - 128 in SIGNALS else code
+            if code == DONE or not (status == DONE or status == PREEMPTED != code):
+                continue  # the first failure counts, and any goes before PREEMPTED
+            status, deadline = code, time.monotonic() + (PREEMPTED_SETTLE if code == PREEMPTED else settle)
+            if code not in (PREEMPTED, UNSAVED, INTERRUPTED) and code - 128 not in sent:
+                _print_error(f"{label} {describe(code)}{'; stopping the others' if running else ''}")
+            shown = shown or _show_first_error(_reports(processes, running), finished=False)
+        if time.monotonic() > deadline:
+            deadline = math.inf
+            for process in running:
+                process.send(signal.SIGKILL)
+        if running:
             time.sleep(INTERVAL)
-    group.show_first_error(finished=True)
-    group.show_other_errors()
-    return group.status
+    reports = _reports(processes, running)
+    shown = shown or _show_first_error(reports, finished=True)
+    labels_by_error: dict[str, list[str]] = {}
+    for label, report in reports.items():
+        # Tracebacks of one error in all ranks differ at most in rank numbers.
+        if shown is None or shown.summary != report.summary:
+            labels_by_error.setdefault(report.summary, []).append(label)
+    for summary, labels in labels_by_error.items():
+        more = f" and {len(labels) - NAMED} more" if len(labels) > NAMED else ""
+        _print_error(f"{', '.join(labels[:NAMED])}{more}: {summary}")
+    return status
+
+
+def _reports(processes: Sequence[LocalProcess], running: Sequence[LocalProcess]) -> dict[str, ErrorReport]:
+    """The errors of the processes that ended, by label."""
+    ended = [process for process in processes if process not in running]
+    return {process.label: report for process in ended if (report := process.report()) is not None}
+
+
+def _show_first_error(reports: Mapping[str, ErrorReport], finished: bool) -> ErrorReport | None:
+    """Print the first error in full and return it. An error of a collective follows from another rank's error, so it
+    counts only when the run is over and there is no other.
+    """
+    first = min(reports, key=lambda label: (reports[label].communication, reports[label].time), default=None)
+    if first is None or (reports[first].communication and not finished):
+        return None
+    heading = f"the first error, of {first}:\n" if reports[first].traceback else ""
+    _print_error(f"{heading}{reports[first].text.rstrip()}")
+    return reports[first]
 
 
 def describe(status: int) -> str:
@@ -212,38 +165,26 @@ repeat. All others are crashes, hangs, killed ranks and hosts that were lost or 
 LONGEST_DELAY = 300.0
 
 
-class RestartPolicy(NamedTuple):
-    """How often a run is restarted.
-
-    Attributes:
-        limit: restarts without a new checkpoint in between.
-        delay: seconds before the first restart, doubled for each further one up to `LONGEST_DELAY`.
-        latest_step: returns the step of the latest complete checkpoint, 0 if there is none.
-    """
-
-    limit: int
-    delay: float
-    latest_step: Callable[[], int]
-
-
-def run_with_restarts(policy: RestartPolicy, run: Callable[[bool], int], signals: CaughtSignals) -> int:
+def run_with_restarts(
+    launch: LaunchConfig, latest_step: Callable[[], int], run: Callable[[bool], int], signals: CaughtSignals
+) -> int:
     """Run until an exit status in `FINAL` or until the restarts are used up; return the last exit status.
 
-    `run(restarted)` runs once; a restarted run resumes from the latest checkpoint. A checkpoint written since the last
-    start resets the count: the run makes progress, and crashes far apart must not add up.
+    `run(restarted)` runs once; a restarted run resumes from the latest checkpoint, whose step `latest_step` returns. The
+    delay doubles up to `LONGEST_DELAY`. A new checkpoint resets the count: crashes far apart must not add up.
     """
-    used, reached = 0, policy.latest_step()
+    used, reached, limit = 0, latest_step(), launch.max_restarts
     status = run(False)
-    while status not in FINAL and not signals.received:
-        latest = policy.latest_step()
+    while status not in FINAL and signals.requested is None:
+        latest = latest_step()
         used, reached = (0, latest) if latest > reached else (used, reached)
-        if used == policy.limit:
-            _print_error(f"no restart: {used} of {policy.limit} are used without a new checkpoint (max_restarts)")
+        if used == limit:
+            _print_error(f"no restart: {used} of {limit} are used without a new checkpoint (max_restarts)")
             return status
         used += 1
-        delay = min(policy.delay * 2 ** (used - 1), LONGEST_DELAY)
+        delay = min(launch.restart_delay * 2 ** (used - 1), LONGEST_DELAY)
         where = f"from step {latest}" if latest else "from step 0, because no checkpoint was saved yet"
-        _print_error(f"restart {used} of {policy.limit} in {delay:g} s: the run {describe(status)}; it resumes {where}")
+        _print_error(f"restart {used} of {limit} in {delay:g} s: the run {describe(status)}; it resumes {where}")
         received = _wait(delay, signals)
         if received:
             return INTERRUPTED if signal.SIGINT in received else PREEMPTED

@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from megatron_coca.config import ConfigError, LaunchConfig
+from megatron_coca.training.exit_status import CaughtSignals
 from megatron_coca.training.launch.environment import (
     DEFAULT_PORT,
     RankLocation,
@@ -20,15 +21,8 @@ from megatron_coca.training.launch.environment import (
     free_port,
     is_slurm_task,
 )
-from megatron_coca.training.launch.processes import (
-    CaughtSignals,
-    LocalProcess,
-    RestartPolicy,
-    run_with_restarts,
-    supervise,
-)
+from megatron_coca.training.launch.processes import FORWARDED, LocalProcess, run_with_restarts, supervise
 
-_HOST_NAME = r"(?:\w[\w.-]*@)?[\w:\[][\w.:%\]-]*"
 NO_NAME = (
     "is no host name: names reach the command lines of pdsh, mpirun and srun, so they consist of letters, digits and"
     " . _ - : % [ ], begin with none of - . % and may have a user before them (`user@name`)"
@@ -42,16 +36,13 @@ class Host(NamedTuple):
     slots: tuple[int, ...]
 
 
-class Script(NamedTuple):
-    """The Python file that every process runs, with its arguments."""
+Script = Sequence[str]
+"""The Python file that every process runs, and its arguments."""
 
-    file: str
-    arguments: tuple[str, ...]
 
-    @property
-    def command(self) -> tuple[str, ...]:
-        """Run with this interpreter, unbuffered, so that lines of several processes arrive in order."""
-        return (sys.executable, "-u", self.file, *self.arguments)
+def _python(script: Script) -> list[str]:
+    """Run with this interpreter, unbuffered, so that lines of several processes arrive in order."""
+    return [sys.executable, "-u", *script]
 
 
 @dataclass(frozen=True)
@@ -69,7 +60,7 @@ class LocalRanks:
         return [
             LocalProcess(
                 f"rank {self.first_rank + local}",
-                script.command,
+                _python(script),
                 {**environment, **self.variables(environment, local)},
                 error_file=errors / f"rank_{self.first_rank + local}.json",
             )
@@ -116,33 +107,31 @@ def start(
     Raises:
         ConfigError: the hosts or the launcher cannot be used, or restarts are requested without checkpoints.
     """
-    script = Script(file, tuple(arguments))
     starter = _choose_starter(launch, environment)
     if starter is None:
         return None
-    # Signals are caught before the first process exists, so that none is left running.
-    signals = CaughtSignals()
+    signals = CaughtSignals(FORWARDED)
 
-    def run(script: Script) -> int:
+    def run(restarted: bool = False) -> int:
+        script = [file, *arguments, "--auto-resume"] if restarted else [file, *arguments]
         with TemporaryDirectory(prefix="errors-") as errors:
             return supervise(starter(script, Path(errors)), signals)
 
     try:
-        if not launch.max_restarts:
-            return run(script)
-        if find_location(environment) is not None:
-            print("max_restarts: not used; what started the processes of all hosts must restart them", file=sys.stderr)
-            return run(script)
-        if latest_step is None:
-            message = "a restart resumes from a checkpoint, and none is saved; set save=FOLDER, or leave it out"
-            raise ConfigError([f"max_restarts: {message}"])
-        resuming = Script(file, (*arguments, "--auto-resume"))
-        policy = RestartPolicy(launch.max_restarts, launch.restart_delay, latest_step)
-        return run_with_restarts(policy, lambda restarted: run(resuming if restarted else script), signals)
+        with signals:  # before the first process exists, so that none is left running
+            if not launch.max_restarts:
+                return run()
+            if find_location(environment) is not None:
+                print(
+                    "max_restarts: not used; what started the processes of all hosts must restart them", file=sys.stderr
+                )
+                return run()
+            if latest_step is None:
+                message = "a restart resumes from a checkpoint, and none is saved; set save=FOLDER, or leave it out"
+                raise ConfigError([f"max_restarts: {message}"])
+            return run_with_restarts(launch, latest_step, run, signals)
     except FileNotFoundError as error:
         raise ConfigError([f"launcher: `{error.filename}` is not installed here; see docs/launch.md"]) from error
-    finally:
-        signals.release()
 
 
 def _choose_starter(launch: LaunchConfig, environment: Mapping[str, str]) -> Starter | None:
@@ -176,13 +165,9 @@ def _choose_starter(launch: LaunchConfig, environment: Mapping[str, str]) -> Sta
 
 def ranks_of_host(location: RankLocation, count: int) -> LocalRanks:
     """The `count` ranks of a host where a scheduler started one process (a pod, a Slurm task per node)."""
-    return LocalRanks(
-        tuple(range(count)),
-        location.rank * count,
-        location.world_size * count,
-        location.master or "127.0.0.1",
-        location.port or DEFAULT_PORT,
-    )
+    first, world_size = location.rank * count, location.world_size * count
+    master, port = location.master or "127.0.0.1", location.port or DEFAULT_PORT
+    return LocalRanks(tuple(range(count)), first, world_size, master, port)
 
 
 def chosen_hosts(launch: LaunchConfig) -> list[Host]:
@@ -238,7 +223,7 @@ def read_hostfile(path: Path) -> list[Host]:
 
 
 def _is_host_name(text: str) -> bool:
-    return re.fullmatch(_HOST_NAME, text, re.ASCII) is not None
+    return re.fullmatch(r"(?:\w[\w.-]*@)?[\w:\[][\w.:%\]-]*", text, re.ASCII) is not None
 
 
 def _selections(text: str | None) -> list[tuple[str, tuple[int, ...]]]:
@@ -309,7 +294,7 @@ def srun_command(launch: LaunchConfig, environment: Mapping[str, str], script: S
         "--kill-on-bad-exit": 0,
         "--wait": 60,
     }
-    return ["srun", *(f"{name}={value}" for name, value in options.items() if value is not None), *script.command]
+    return ["srun", *(f"{name}={value}" for name, value in options.items() if value is not None), *_python(script)]
 
 
 DEEPSPEED_PROGRAMS = {"pdsh": "pdsh", "openmpi": "ompi_info", "mvapich": "mpiname"}
@@ -338,8 +323,15 @@ def deepspeed_command(launch: LaunchConfig, hosts: Sequence[Host], script: Scrip
         raise ConfigError(
             [f"launcher: {kind} uses every slot of the hostfile; leave include, exclude, num_nodes and num_gpus out"]
         )
-    if selects:
-        _refuse_shell_syntax(script)
+    # DeepSpeed joins what pdsh receives to one line and quotes only arguments with spaces.
+    for text in (os.getcwd(), sys.executable, *script) if selects else ():
+        if re.search(r"[$`;&|<>()\\\n]", text):
+            raise ConfigError(
+                [
+                    f"launcher: pdsh passes {text!r} to a shell on every host, which would execute a part of it; "
+                    "put such a value into a YAML file, or use `launcher: slurm`"
+                ]
+            )
     master, port = launch.master_addr or hosts[0].name.rpartition("@")[2], launch.master_port
     export = MPI_EXPORT.get(kind)
     arguments = [export, f"MASTER_ADDR={master}", export, f"MASTER_PORT={port}"] if export else []
@@ -359,18 +351,4 @@ def deepspeed_command(launch: LaunchConfig, hosts: Sequence[Host], script: Scrip
     # With an equals sign: a value may begin with a dash.
     command += [f"{name}={value}" for name, value in options.items() if value not in (None, "")]
     command += [name for name, on in flags.items() if on]
-    return [*command, script.file, *script.arguments]
-
-
-def _refuse_shell_syntax(script: Script) -> None:
-    """Refuse text that the shells of other hosts would execute: DeepSpeed joins what pdsh receives to one line and
-    quotes only arguments with spaces.
-    """
-    for text in (os.getcwd(), sys.executable, script.file, *script.arguments):
-        if re.search(r"[$`;&|<>()\\\n]", text):
-            raise ConfigError(
-                [
-                    f"launcher: pdsh passes {text!r} to a shell on every host, which would execute a part of it; "
-                    "put such a value into a YAML file, or use `launcher: slurm`"
-                ]
-            )
+    return [*command, *script]

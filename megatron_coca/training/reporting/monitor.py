@@ -2,27 +2,23 @@
 
 import logging
 import math
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn as nn
-from torch import Tensor
 
 from megatron_coca.config import Config
 from megatron_coca.model.cost import flops_per_token, peak_flops
 from megatron_coca.training.reporting.profiling import ForwardTimer, open_profilers, peak_memory
-from megatron_coca.training.reporting.sinks import RankFigures, Reporters, StepFigures
+from megatron_coca.training.reporting.sinks import open_sinks
 
 logger = logging.getLogger(__name__)
 
-HOST_BYTES = 64
-"""Bytes of a host name that ranks exchange."""
 SECONDS_JUDGED = 10.0
 """Minimum training time that a rule about time looks at: shorter ones are noise."""
 SECONDS_QUIET = 600.0
@@ -44,14 +40,8 @@ class RankTimes(NamedTuple):
 
 @dataclass(frozen=True)
 class Interval:
-    """Consecutive steps that the rules judge.
-
-    Attributes:
-        seconds: training time of the steps.
-        skipped: steps that changed no weight.
-        loss: of the last step.
-        ranks: by rank.
-        speeds: steps per second of the intervals judged before.
+    """Consecutive steps that the rules judge, with their training time, how many changed no weight, the last loss, the
+    figures by rank, and the speeds (steps per second) of the intervals judged before.
     """
 
     steps: int
@@ -91,7 +81,7 @@ def _largest(values: Sequence[float], hosts: Hosts) -> tuple[str, float]:
 
 def slow_data(interval: Interval, hosts: Hosts) -> str | None:
     """A rank that waits for batches."""
-    rank, share = _largest([times.waited / max(interval.seconds, 1e-9) for times in interval.ranks], hosts)
+    rank, share = _largest([times.waited / interval.seconds for times in interval.ranks], hosts)
     if share <= DATA_WAIT:
         return None
     return f"{share:.0%} of the time is spent waiting for data, on {rank}; raise num_workers, or check the disks"
@@ -99,13 +89,12 @@ def slow_data(interval: Interval, hosts: Hosts) -> str | None:
 
 def straggler(interval: Interval, hosts: Hosts) -> str | None:
     """A rank whose forward pass is slower than those of the others."""
-    times = [each.forward for each in interval.ranks]
-    usual, (rank, longest) = median(times), _largest(times, hosts)
+    seconds = [times.forward for times in interval.ranks]
+    usual, (rank, longest) = median(seconds), _largest(seconds, hosts)
     if usual <= 0 or longest <= STRAGGLER * usual:
         return None
-    return (
-        f"{rank} is slow: a forward pass takes {longest / usual:.2f} times the median of all ranks, which wait for it"
-    )
+    ratio = longest / usual
+    return f"{rank} is slow: a forward pass takes {ratio:.2f} times the median of all ranks, which wait for it"
 
 
 def full_memory(interval: Interval, hosts: Hosts) -> str | None:
@@ -172,42 +161,41 @@ class Anomalies:
 
 
 class Monitor:
-    """Times the training loop and reports its figures.
-
-    One per run and rank; all ranks construct it and call `stepped` together, because a report gathers figures of every
-    rank. Only rank 0 reports.
-    """
+    """Times the training loop and reports its figures. All ranks call `stepped` together; only rank 0 reports."""
 
     def __init__(
         self,
         config: Config,
         start: int,
         tokens_per_step: int,
-        ranks: RankFigures,
+        gather: Callable[[list[float]], Sequence[Sequence[float]]],
+        hosts: Hosts,
         rank: int,
         skipped: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`start` is the number of completed steps, `skipped` that of skipped steps among them, `tokens_per_step` that of
-        all ranks.
+        """Open the sinks and profilers.
+
+        Args:
+            start: completed steps, of which `skipped` changed no weight.
+            tokens_per_step: of all ranks.
+            gather: returns equally many values of every rank, by rank.
+            hosts: host names by rank.
 
         Raises:
             ConfigError: a sink or profiler of the logging keys is not available.
         """
         steps = config.schedule.train_iters
         assert steps is not None, "training has checked it"
-        self._config, self._ranks, self._rank, self._clock = config, ranks, rank, clock
+        self._config, self._gather, self._rank, self._clock = config, gather, rank, clock
         self._start, self._last = start, min(steps, config.logging.exit_interval or steps)
-        name = socket.gethostname().encode()[:HOST_BYTES].ljust(HOST_BYTES, b"\0")
-        rows = ranks([float(byte) for byte in name])  # ranks exchange numbers only
-        self._anomalies = Anomalies([bytes(map(int, row)).rstrip(b"\0").decode(errors="replace") for row in rows])
+        self._anomalies = Anomalies(hosts)
         self._tokens, self._flops = tokens_per_step, flops_per_token(config).model
         self._peak = peak_flops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
         if config.logging.peak_theoretical_tflops is not None:
             self._peak = config.logging.peak_theoretical_tflops * 1e12
-        self._skipped_before, self._reported = skipped, start
-        self._skipped: int | Tensor = 0
-        self._reporters = Reporters(config, start, rank == 0)
+        self._skipped_before, self._skipped, self._reported = skipped, 0, start
+        self._sinks = open_sinks(config, start) if rank == 0 else []
         self._profilers = open_profilers(config, start, rank)
         self._forward = ForwardTimer(clock)
         self._spent = {"waiting": 0.0, "saving": 0.0, "validating": 0.0}
@@ -218,78 +206,65 @@ class Monitor:
         if self._config.parallel.pipe_parallel_size <= 1:
             self._forward.watch(module)
 
-    def waiting(self) -> AbstractContextManager[None]:
-        """Count a block as waiting for data."""
-        return self._during("waiting")
-
-    def saving(self) -> AbstractContextManager[None]:
-        """Count a block as saving."""
-        return self._during("saving")
-
-    def validating(self) -> AbstractContextManager[None]:
-        """Count a block as validation, not training."""
-        return self._during("validating")
-
     @contextmanager
-    def _during(self, phase: str) -> Iterator[None]:
+    def during(self, phase: Literal["waiting", "saving", "validating"]) -> Iterator[None]:
+        """Count a block as waiting for data, saving or validating; the last two are no training time."""
         start = self._clock()
         try:
             yield
         finally:
             self._spent[phase] += self._clock() - start
 
-    def stepped(self, step: int, result: StepFigures) -> None:
-        """Call after every optimizer step, `step` being completed; reports at `log_interval` and at the last one."""
+    def stepped(self, step: int, figures: Mapping[str, float | None], skipped: bool) -> None:
+        """Call after every optimizer step, with its loss and other figures; reports at `log_interval` and at the last.
+
+        `step` is the number of completed steps; `skipped` means that this one left the weights unchanged.
+        """
         for profiler in self._profilers:
             profiler.step()
-        self._skipped = self._skipped + result.skipped
+        self._skipped += skipped
         if step == self._start + 1:
             self._after_first = self._clock()
-        self._reporters.advance()
+        for sink in self._sinks:
+            sink.advance()
         if step % self._config.logging.log_interval == 0 or step == self._last:
-            self._report(step, result)
-
-    def validated(self, step: int, losses: Mapping[str, float]) -> None:
-        """Report the losses of a validation after `step`, by name."""
-        self.report(step, losses)
+            self._report(step, figures)
 
     def report(self, step: int, figures: Mapping[str, float | None]) -> None:
-        """Report other figures, by name."""
-        self._reporters.report(step, **figures)
+        """Report figures by name."""
+        for sink in self._sinks:
+            sink.report(step, figures)
 
     def note(self, step: int, message: str) -> None:
         """Report a one-line message: in the log, and as `event` in metrics.jsonl."""
         if self._rank == 0:
             logger.warning("step %d: %s", step, message)
-            self._reporters.note(step, message)
+        for sink in self._sinks:
+            sink.note(step, message)
 
     def close(self) -> None:
         """Flush and close sinks and profilers."""
         self._forward.close()
         for profiler in self._profilers:
             profiler.close()
-        self._reporters.close()
+        for sink in self._sinks:
+            sink.close()
 
-    def _report(self, step: int, result: StepFigures) -> None:
-        loss, skipped = float(result.loss), int(self._skipped)  # waits for the GPU, so it comes before the clock
-        now, spent, steps = self._clock(), self._spent, step - self._reported
+    def _report(self, step: int, figures: Mapping[str, float | None]) -> None:
+        now, spent, steps, skipped = self._clock(), self._spent, step - self._reported, self._skipped
         wall, self._lap, self._spent = now - self._lap, now, dict.fromkeys(self._spent, 0.0)
         training = wall - spent["saving"] - spent["validating"]
         own = RankTimes(spent["waiting"], self._forward.lap(), *peak_memory())
-        ranks = tuple(RankTimes(*row) for row in self._ranks(list(own)))
+        ranks = tuple(RankTimes(*row) for row in self._gather(list(own)))
         self._reported, self._skipped, self._skipped_before = step, 0, self._skipped_before + skipped
         if self._rank != 0:
             return
-        figures: dict[str, float | None] = {
-            "loss": loss,
-            "grad_norm": None if result.grad_norm is None else float(result.grad_norm),
-            "lr": result.lr,
-        }
-        if result.loss_scale is not None:
-            figures["loss_scale"] = result.loss_scale
         rate = self._tokens * steps / max(training, 1e-9)
         flops = rate / len(ranks) * self._flops
-        figures |= {
+        done = step - self._start - 1
+        # Saves and validations included. The first step, which may compile, counts only while there is no other.
+        pace = (now - self._after_first) / done if done > 0 else now - self._begin
+        measured = {
             "skipped_steps": self._skipped_before,
             "tokens_per_second": rate,
             "tokens_per_second_per_device": rate / len(ranks),
@@ -297,23 +272,16 @@ class Monitor:
             "tflops_per_device": flops / 1e12,
         }
         if self._peak:
-            figures["mfu"] = flops / self._peak
-        figures |= {
+            measured["mfu"] = flops / self._peak
+        measured |= {
             "peak_memory_gib": max(times.memory_gib for times in ranks),
             "data_wait": max(times.waited for times in ranks) / max(training, 1e-9),
             "save_share": spent["saving"] / max(wall, 1e-9),
             "eval_share": spent["validating"] / max(wall, 1e-9),
-            "eta_seconds": self._remaining(step, now),
+            "eta_seconds": pace * max(0, self._last - step),
         }
-        self.report(step, figures)
+        self.report(step, {**figures, **measured})
+        loss = figures["loss"]
+        assert loss is not None
         for line in self._anomalies.find(Interval(steps, training, skipped, loss, ranks)):
             self.note(step, line)
-
-    def _remaining(self, step: int, now: float) -> float:
-        """Seconds until the last step at the average pace, saves and validations included.
-
-        The first step counts only while there is no other: it allocates, and may compile.
-        """
-        done = step - self._start - 1
-        pace = (now - self._after_first) / done if done > 0 else now - self._begin
-        return pace * max(0, self._last - step)

@@ -38,10 +38,8 @@ def peak_memory() -> tuple[float, float]:
 
 
 class ForwardTimer:
-    """Times the forward passes of a module.
-
-    Ranks do not wait for each other inside one (except under ZeRO 3 and tensor or sequence parallelism), while the step
-    as a whole takes equally long on all: this tells which rank is slow. On a GPU it uses events, which do not block.
+    """Times the forward passes of a module, which tells which rank is slow: ranks do not wait for each other inside one
+    (except under ZeRO 3 and tensor or sequence parallelism). On a GPU it uses events, which do not block.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:

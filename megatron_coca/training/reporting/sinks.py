@@ -7,12 +7,11 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
-from torch import Tensor
 from tqdm import tqdm
 
 from megatron_coca.atomic_write import write_file
@@ -23,46 +22,11 @@ logger = logging.getLogger(__name__)
 
 Figures = Mapping[str, float | None]
 """Values by name. None is a value that does not exist at this step, such as the norm of a skipped one."""
-RankFigures = Callable[[list[float]], Sequence[Sequence[float]]]
-"""Gathers equally many values from every rank; returns them by rank. All ranks call it together."""
 
 UNSAVED = Path("runs/unsaved")
 """The folder for the figures of a run without `log_dir` and `save`."""
 METRICS, OLDER_FILES = "metrics.jsonl", 10
 WANDB_RUN = "wandb.json"
-TIMINGS = frozenset(
-    {
-        "tokens_per_second",
-        "tokens_per_second_per_device",
-        "step_seconds",
-        "tflops_per_device",
-        "mfu",
-        "peak_memory_gib",
-        "data_wait",
-        "save_share",
-        "eval_share",
-        "eta_seconds",
-    }
-)
-"""Figures of time and memory, which differ between identical runs."""
-
-
-class StepFigures(NamedTuple):
-    """The figures of one optimizer step.
-
-    Attributes:
-        loss: nats per token over all ranks; a 0-dimensional tensor is read only when a report is due.
-        grad_norm: before clipping, likewise; None if the step has none.
-        lr: the learning rate of the step.
-        skipped: whether the optimizer left the weights unchanged; may be a tensor too.
-        loss_scale: of float16 training, else None.
-    """
-
-    loss: float | Tensor
-    grad_norm: float | Tensor | None
-    lr: float
-    skipped: bool | Tensor = False
-    loss_scale: float | None = None
 
 
 def run_folder(config: Config) -> Path:
@@ -70,66 +34,44 @@ def run_folder(config: Config) -> Path:
     return Path(config.logging.log_dir or config.checkpoint.save or UNSAVED)
 
 
-class Sink(Protocol):
+class Sink:
     """Takes figures (`report`) and one-line messages (`note`) with the number of completed steps."""
-
-    def report(self, step: int, figures: Figures) -> None: ...
-
-    def note(self, step: int, message: str) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class Reporters:
-    """All sinks of one run; does nothing on ranks other than 0."""
-
-    def __init__(self, config: Config, start: int, active: bool) -> None:
-        """`start` is the number of completed steps.
-
-        Raises:
-            ConfigError: a library is missing, or a folder cannot be written.
-        """
-        self._console: Console | None = Console(config, start) if active else None
-        self._sinks: list[Sink] = [self._console] if self._console else []
-        keys, folder = config.logging, run_folder(config)
-        # Lines in the folder shared by runs without `save` are of another run, which this one does not continue.
-        known = start if folder != UNSAVED else 0
-        sinks: list[tuple[str, Any, Callable[[], Sink]]] = [
-            ("log_dir", True, lambda: JsonLines(folder, known)),
-            ("tensorboard_dir", keys.tensorboard_dir, lambda: TensorBoard(str(keys.tensorboard_dir), start)),
-            ("use_wandb", keys.use_wandb, lambda: WandB(config, folder, known)),
-        ]
-        for key, wanted, build in sinks:
-            if not active or not wanted:
-                continue
-            try:
-                self._sinks.append(build())
-            except ImportError as error:
-                raise ConfigError(
-                    [f"{key}: {error}; install the extra: pip install 'megatron-coca[logging]'"]
-                ) from error
-            except OSError as error:
-                raise ConfigError([f"{key}: {error}; a folder that can be written is needed"]) from error
 
     def advance(self) -> None:
         """Count one completed step."""
-        if self._console:
-            self._console.advance()
 
-    def report(self, step: int, **figures: float | None) -> None:
-        """Report the figures of `step` to every sink."""
-        for sink in self._sinks:
-            sink.report(step, figures)
+    def report(self, step: int, figures: Figures) -> None:
+        raise NotImplementedError
 
     def note(self, step: int, message: str) -> None:
-        """Send a one-line message to every sink."""
-        for sink in self._sinks:
-            sink.note(step, message)
+        """Do nothing: the console and Weights & Biases show the log anyway."""
 
     def close(self) -> None:
-        """Close every sink."""
-        for sink in self._sinks:
-            sink.close()
+        raise NotImplementedError
+
+
+def open_sinks(config: Config, start: int) -> list[Sink]:
+    """Open all sinks of a run; `start` is the number of completed steps.
+
+    Raises:
+        ConfigError: a library is missing, or a folder cannot be written.
+    """
+    keys, folder = config.logging, run_folder(config)
+    # Lines in the folder shared by runs without `save` are of another run, which this one does not continue.
+    known = start if folder != UNSAVED else 0
+    opened: list[Sink] = [Console(config, start)]
+    for key, wanted, build in (
+        ("log_dir", True, lambda: JsonLines(folder, known)),
+        ("tensorboard_dir", keys.tensorboard_dir, lambda: TensorBoard(str(keys.tensorboard_dir), start)),
+        ("use_wandb", keys.use_wandb, lambda: WandB(config, folder, known)),
+    ):
+        try:
+            opened += [build()] if wanted else []
+        except ImportError as error:
+            raise ConfigError([f"{key}: {error}; install the extra: pip install 'megatron-coca[logging]'"]) from error
+        except OSError as error:
+            raise ConfigError([f"{key}: {error}; a folder that can be written is needed"]) from error
+    return opened
 
 
 def _short(value: float) -> str:
@@ -156,7 +98,7 @@ def shown(figures: Figures) -> dict[str, str]:
     return {COLUMNS[name][0]: COLUMNS[name][1](value) for name, value in values.items() if value is not None}
 
 
-class Console:
+class Console(Sink):
     """Progress on standard error: a bar on a terminal; a line per report elsewhere, such as a job's log file."""
 
     def __init__(self, config: Config, start: int) -> None:
@@ -192,9 +134,6 @@ class Console:
         if texts:
             print(f"{self._name} step {step}/{self._total}: {', '.join(texts)}", file=sys.stderr, flush=True)
 
-    def note(self, step: int, message: str) -> None:
-        """Nothing: notes are logged."""
-
     def close(self) -> None:
         self._bar.close()
 
@@ -215,7 +154,7 @@ def set_up_logging(active: bool) -> None:
     logging.getLogger("megatron_coca").setLevel(logging.INFO if active else logging.WARNING)
 
 
-class JsonLines:
+class JsonLines(Sink):
     """One JSON object per report in `metrics.jsonl`; a note is one with its text as `event`.
 
     A resumed run drops the lines of steps that it will repeat. A fresh one keeps those of an older run in one of at most
@@ -289,7 +228,7 @@ def _keep_older(path: Path) -> None:
     path.unlink()
 
 
-class TensorBoard:
+class TensorBoard(Sink):
     """Scalars, and notes as text. Hides what an earlier process wrote for repeated steps."""
 
     def __init__(self, folder: str, start: int) -> None:
@@ -309,7 +248,7 @@ class TensorBoard:
         self._writer.close()
 
 
-class WandB:
+class WandB(Sink):
     """A run at Weights & Biases; WANDB_MODE=offline keeps it on disk.
 
     `wandb.json` in the run's folder keeps the run's id and its last step. A resumed run keeps the id, and does not send
@@ -349,9 +288,6 @@ class WandB:
             raise CheckpointError(
                 f"{self._path}: cannot be written ({error}); complete checkpoints are intact"
             ) from error
-
-    def note(self, step: int, message: str) -> None:
-        """Nothing: wandb captures the log."""
 
     def close(self) -> None:
         self._run.finish()
