@@ -27,11 +27,11 @@ class ExitStatus(NamedTuple):
 
 EXIT_STATUSES: dict[int, ExitStatus] = {
     DONE: ExitStatus("the last step is done and saved", "nothing"),
-    FAILED: ExitStatus("a fault of the program or of the machine, with a traceback", "read it; resume"),
+    FAILED: ExitStatus("an error of the program or of the machine, with a traceback", "read it; resume"),
     UNUSABLE: ExitStatus("input that cannot be used, or files that cannot be written", "follow the message"),
     PREEMPTED: ExitStatus("preempted by a signal, after saving", "requeue with `--auto-resume`"),
     HUNG: ExitStatus("no progress for `watchdog_timeout` seconds", "read the stacks; resume"),
-    DIVERGED: ExitStatus("too many bad steps, by the policies for them", "look at data and learning rate"),
+    DIVERGED: ExitStatus("too many bad steps, by the configured policies", "look at data and learning rate"),
     UNSAVED: ExitStatus("preempted by a signal, nothing saved", "set `save`; rerunning starts from step 0"),
     UNJOINED: ExitStatus(
         "some processes did not join within `join_timeout`", "check the hosts that the message names; run again"

@@ -152,7 +152,7 @@ def test_shards(name: str, attempt: Attempt, tmp_path: Path) -> None:
             {"vocab_size": 100},
             "vocab_size: 100, but the tokenizer of the data has 512 tokens; set vocab_size=512 or larger",
         ),
-        ({"train_batch_size": 5}, "train_batch_size: 5 is not a multiple of micro batch 2"),
+        ({"train_batch_size": 5}, "train_batch_size: 5 is not a multiple of micro-batch 2"),
         ({"num_attention_heads": 3}, "num_attention_heads: 3 heads do not divide hidden_size 32"),
         ({"attention_backend": "flex"}, "attention_backend flex cannot serve this model"),
         ({"train_iters": "null", "lr_decay_iters": 5}, "train_iters: not set; training needs it"),

@@ -122,12 +122,12 @@ def rolled_back(live: Any, open_run: Any, tmp_path_factory: pytest.TempPathFacto
     return open_run(folder)
 
 
-@pytest.mark.parametrize("point", ["set aside", "rolled back"])
+@pytest.mark.parametrize(("point", "visit"), [("set aside", 2), ("rolled back", 1)])  # the first visit is at the start
 def test_a_kill_at_a_rollback(
-    point: str, live: Any, rolled_back: Any, open_run: Any, assert_same_state: Any, tmp_path: Path
+    point: str, visit: int, live: Any, rolled_back: Any, open_run: Any, assert_same_state: Any, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    killed = live(ROLLING | {"save": str(run)}, [bad(BAD_STEP), Hook(point, "kill")], expected=-signal.SIGKILL)
+    killed = live(ROLLING | {"save": str(run)}, [bad(BAD_STEP), Hook(point, "kill", [visit])], expected=-signal.SIGKILL)
     assert native.steps(run)[-1] == 6, killed.output
     live(ROLLING | {"save": str(run)}, [bad(BAD_STEP - 6)])
     meta = native.read_json(native.step_folder(run, STEPS) / native.META)

@@ -76,7 +76,7 @@ def assert_attention(backend: FlexBackend, given: AttentionInputs) -> None:
         (Band(0, 200), "log", True, 63, 63),
         (Band(0, None, 3), "linear", False, 63, 63),
         (Band(0, None, 3), "buckets", True, 140, 5),
-        (Band(0, 30, 10), "power", False, 140, 5),
+        (Band(0, 150, 10), "power", False, 140, 5),
         (Band(0, 30, 10), "none", True, 63, 63),
     ],
 )
