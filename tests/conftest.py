@@ -189,7 +189,7 @@ def start(small: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> St
     ) -> subprocess.Popen[str]:
         command = [sys.executable, *before, str(ROOT / "train.py"), str(file), *command_line(changes), *options]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        return subprocess.Popen(command, cwd=file.parent, env=clean_environment(environment), **pipes)  # type: ignore[call-overload]
+        return subprocess.Popen(command, cwd=file.parent, env=clean_environment(environment), **pipes)
 
     return launch
 

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a check
 
 from megatron_coca.config import Config, ConfigError, load_config  # noqa: E402
 from megatron_coca.model.cost import peak_flops, trained_count  # noqa: E402
-from megatron_coca.training.estimate import GIB, GPUS, RESERVE, Change, Estimate, changes_that_fit, estimate, fits  # noqa: E402
+from megatron_coca.training.estimate import GIB, GPUS, RESERVE, Change, Estimate, changes_that_fit, estimate, fits
 from megatron_coca.training.launch.start import chosen_hosts  # noqa: E402
 
 PARTS = ("weights", "gradients", "optimizer", "buffers", "activations", "loss", "context")

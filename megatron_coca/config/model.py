@@ -272,8 +272,8 @@ class PositionConfig(ConfigGroup):
 
     pos_emb: PositionMethod = key(
         "learned",
-        "Position method. Positions count from 0, as in the CoCA authors' code (from 1 in their paper). Among the rotary"
-        " methods only `coca` (CoCA-Slack) is not shift-invariant: its scores depend on the first position.",
+        "Position method. Positions count from 0, as in the CoCA authors' code (from 1 in their paper). Among the "
+        "rotary methods only `coca` (CoCA-Slack) is not shift-invariant: its scores depend on the first position.",
     )
     rotary_pct: float = Field(default=1.0, gt=0.0, le=1.0, description="Fraction of each head's features to rotate.")
     rotary_emb_base: float = Field(default=10000.0, gt=1.0, description="Base of the rotary frequencies.")

@@ -91,8 +91,8 @@ def _parameters(model: GPT, layer: int) -> int:
 
 
 class Stage(nn.Module):
-    """One pipeline stage: hidden states [batch, length, hidden_size] -> the same, for the micro-batches given to `feed`,
-    in order. The first stage ignores its argument; the last one returns the scalar loss.
+    """One pipeline stage: hidden states [batch, length, hidden_size] -> the same, for the micro-batches given to
+    `feed`, in order. The first stage ignores its argument; the last one returns the scalar loss.
 
     Attributes:
         model: the model without the layers of other stages.

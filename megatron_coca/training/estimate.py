@@ -240,8 +240,8 @@ class Change(NamedTuple):
 
 
 def changes_that_fit(config: Config, gpus: int, gib: float) -> list[Change]:
-    """Return config changes that make a run fit on GPUs of `gib` GiB: single ones, from those that cost nothing to those
-    that cost time, or pairs if no single one suffices.
+    """Return config changes that make a run fit on GPUs of `gib` GiB: single ones, from those that cost nothing to
+    those that cost time, or pairs if no single one suffices.
     """
     single = _single_changes(config, gpus)
     pairs = [

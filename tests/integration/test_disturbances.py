@@ -17,7 +17,7 @@ from tests.integration.killing import left_alive
 
 TWO = ("--num_gpus", "2")
 PROMPT = 30.0
-"""Seconds in which the end of one rank must have ended the others, on a busy machine; collectives wait for 40 minutes."""
+"""Seconds within which the end of a rank must have ended the others on a busy machine; collectives wait 40 minutes."""
 PAIR = {"train_batch_size": 8, "eval_iters": 0}
 
 

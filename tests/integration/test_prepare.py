@@ -140,7 +140,8 @@ def test_what_was_prepared_trains(tmp_path: Path) -> None:
 def test_a_recipe_is_prepared_and_its_faults_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\ntwo\n\nthree\n")
     (tmp_path / "recipe.yml").write_text(
-        "tokenizer_type: CharLevelTokenizer\nvalid_fraction: 0\ntest_fraction: 0\nsources:\n  a: {paths: [a.txt], documents: line}\n"
+        "tokenizer_type: CharLevelTokenizer\nvalid_fraction: 0\ntest_fraction: 0\nsources:\n  a: {paths: [a.txt], "
+        "documents: line}\n"
     )
     done = run_tool(tmp_path / "recipe.yml", "--root", tmp_path, "--output", tmp_path / "out")
     assert done.returncode == 0 and "a train: 3 documents" in done.stdout, done.stderr

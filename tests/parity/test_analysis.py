@@ -1,4 +1,4 @@
-"""The analysis against float64 computed pair by pair: from packed projections, by the papers' formulas and the oracle."""
+"""The analysis against float64 computed pair by pair: from packed projections, the papers' formulas and the oracle."""
 
 import cmath
 import math

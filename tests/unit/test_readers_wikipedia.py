@@ -24,8 +24,8 @@ FOOT = "</mediawiki>\n"
 
 def page(title: str, text: str, extra: str = "", ns: int = 0, model: str = "wikitext") -> str:
     return (
-        f"  <page>\n    <title>{escape(title)}</title>\n    <ns>{ns}</ns>\n    <id>7</id>\n    {extra}\n    <revision>\n"
-        f"      <id>9</id><model>{model}</model>\n"
+        f"  <page>\n    <title>{escape(title)}</title>\n    <ns>{ns}</ns>\n    <id>7</id>\n    {extra}\n    "
+        f"<revision>\n      <id>9</id><model>{model}</model>\n"
         f'      <text bytes="{len(text)}" xml:space="preserve">{escape(text)}</text>\n    </revision>\n  </page>\n'
     )
 
