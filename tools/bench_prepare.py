@@ -104,7 +104,7 @@ def _once(files: list[Path] | None) -> Iterator[str]:
 
 def _interleaved(streams: list[Iterator[str]]) -> Iterator[str]:
     """Yield as many characters of each stream, so that a small corpus has the same mixture as a large one."""
-    taken = {number: 0 for number in range(len(streams))}
+    taken = dict.fromkeys(range(len(streams)), 0)
     while taken:
         number = min(taken, key=taken.__getitem__)
         text = next(streams[number], None)

@@ -178,7 +178,7 @@ SCALING_OPTIONS: dict[str, tuple[str, ...]] = {
 """Options of `rope_scaling` that each rope_type reads; any other is an error."""
 
 SCALING_REQUIRED: dict[str, tuple[str, ...]] = {
-    **{name: ("factor",) for name in ("linear", "ntk", "ntk_fixed", "ntk_mixed", "dynamic", "yarn", "llama3")},
+    **dict.fromkeys(("linear", "ntk", "ntk_fixed", "ntk_mixed", "dynamic", "yarn", "llama3"), ("factor",)),
     "dynamic_max": ("target_length",),
     "longrope": ("factor", "short_factor", "long_factor"),
 }

@@ -124,7 +124,8 @@ def recorded_save(original: Function) -> Function:
 
     def save_ds_checkpoint(iteration: int, model: Any, neox_args: Any) -> None:
         if not uses_plugin(neox_args):
-            return original(iteration, model, neox_args)
+            original(iteration, model, neox_args)
+            return
         record = record_of(resolve(neox_args))
         original(iteration, _RecordingModel(model, record), neox_args)
         if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:

@@ -183,7 +183,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("pos_emb", "keys"), CASES, ids=lambda case: str(case))
+@pytest.mark.parametrize(("pos_emb", "keys"), CASES, ids=str)
 def test_scores_and_entropy_are_the_oracles(
     pos_emb: str, keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,7 +63,11 @@ class LocalProcess:
                 os._exit(INTERRUPTED)
 
         self.process = subprocess.Popen(
-            command, env=variables, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_parent
+            command,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=die_with_parent,  # noqa: PLW1509 - it takes no lock that another thread could hold
         )
 
     def poll(self) -> int | None:
