@@ -1,4 +1,4 @@
-"""Evaluates checkpoints: `python evaluate.py --help` lists the tasks, `python evaluate.py TASK --help` their options."""
+"""Evaluates checkpoints: `python evaluate.py --help` lists tasks, `python evaluate.py TASK --help` their options."""
 
 import sys
 

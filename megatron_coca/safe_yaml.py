@@ -96,7 +96,8 @@ class _UniqueKeys(LimitedLoader):
 def read_text(path: Path) -> str:
     """Read a UTF-8 file, with or without a byte order mark.
 
-    Raises ``YamlFault`` for one larger than ``MAX_BYTES``, of which no more is read; ``OSError``, ``UnicodeDecodeError``.
+    Raises ``YamlFault`` for one larger than ``MAX_BYTES``, of which no more is read; ``OSError``,
+    ``UnicodeDecodeError``.
     """
     with path.open("rb") as stream:
         raw = stream.read(MAX_BYTES + 1)

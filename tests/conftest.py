@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton, which then runs kernels in its interpreter
 
-from megatron_coca.data import CorpusSource, Execution, Rules, SourceSpec, load_tokenizer, prepare  # noqa: E402
-from tests.figures import TIMINGS  # noqa: E402
+from megatron_coca.data import CorpusSource, Execution, Rules, SourceSpec, load_tokenizer, prepare
+from tests.figures import TIMINGS
 
 ROOT = Path(__file__).parents[1]
 TIME_LIMIT = 300
@@ -189,7 +189,7 @@ def start(small: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> St
     ) -> subprocess.Popen[str]:
         command = [sys.executable, *before, str(ROOT / "train.py"), str(file), *command_line(changes), *options]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        return subprocess.Popen(command, cwd=file.parent, env=clean_environment(environment), **pipes)  # type: ignore[call-overload]
+        return subprocess.Popen(command, cwd=file.parent, env=clean_environment(environment), **pipes)
 
     return launch
 

@@ -1,9 +1,9 @@
-"""Whether the tests notice faults: each mutant in `mutants.json` is planted by itself, and the tests that may see it run.
+"""Check that the tests notice faults: plant each mutant in `mutants.json` and run the tests that may see it.
 
     python tests/mutants.py [--only ID ...] [--out FILE] [--baseline] [--check]
 
-A mutant is one line of one function, changed as a developer could get it wrong. It names its function and not its file, so
-that it is found again wherever the function has been moved to.
+A mutant is one line of one function, changed as a developer could get it wrong. It names its function and not its file,
+so that it is found again wherever the function has been moved to.
 """
 
 import argparse
@@ -151,7 +151,7 @@ def record(mutant: Mutant, outcome: Outcome) -> dict[str, Any]:
 
 
 def refuse_changed_files() -> None:
-    """Raise Refused where a tracked file differs from the commit: a mutant could be taken for the change, or hide it."""
+    """Raise Refused where a tracked file differs from the commit: a mutant could hide the change."""
     status = ["git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no"]
     if changed := subprocess.run(status, capture_output=True, text=True, check=True).stdout:
         raise Refused(f"commit or undo these changes first:\n{changed}")

@@ -4,8 +4,8 @@
 
 Saves in the background (`async_save` true) and while the loop waits (false), in turns. The loss is the time of an
 interval beyond that of the interval without a save in the same round, so CPU time that the background thread takes from
-the steps counts; the share is of a run that saves once every --interval seconds. Appends one JSON line per way of saving
-to --output.
+the steps counts; the share is of a run that saves once every --interval seconds. Appends one JSON line per way of
+saving to --output.
 """
 
 import os
@@ -110,7 +110,8 @@ class BenchmarkRun:
         size = sum(piece.tensor.numel() * piece.tensor.element_size() for piece in self._engine.pieces())
         print(
             f"{way:18} {size / 1e6:,.0f} MB of state: {lost:.3f} s lost, {blocked:.3f} s of them the loop waited; "
-            f"{lost / interval:.3%} of a run that saves every {interval:.0f} s (a step takes {self._step_seconds:.3f} s)"
+            f"{lost / interval:.3%} of a run that saves every {interval:.0f} s (a step takes {self._step_seconds:.3f} "
+            "s)"
         )
         return {
             "benchmark": "checkpoint",

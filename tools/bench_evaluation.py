@@ -1,6 +1,7 @@
 """Speed and memory of sliding-window perplexity, against the plain loop over Hugging Face transformers.
 
-    python tools/bench_evaluation.py configs/350M/roformer.yml num_layers=4 vocab_size=50304 --windows 512 1024 2048 4096
+    python tools/bench_evaluation.py configs/350M/roformer.yml num_layers=4 vocab_size=50304 --windows 512 1024 2048
+    4096
 
 A random model of the configured shape is written as a Hugging Face folder; ours and transformers' GPT-NeoX read it and
 score the same windows of the same random document, each in its own process, in turns. The plain loop is that of the

@@ -4,9 +4,9 @@
     python tools/bench_import.py --layers 22 --dtype bfloat16 --rounds 5
 
 Each way runs in its own process, in turns. Timed is the call alone, without Python's imports. The peak is that of
-resident memory (VmHWM) above that just before the call; mapped pages of files count. The target is 1.3 times the largest
-shard plus one layer. `transformers` loads the model with AutoModelForCausalLM, packs its weights and writes them with
-safetensors' own writer. Appends one JSON line for each way to --output.
+resident memory (VmHWM) above that just before the call; mapped pages of files count. The target is 1.3 times the
+largest shard plus one layer. `transformers` loads the model with AutoModelForCausalLM, packs its weights and writes
+them with safetensors' own writer. Appends one JSON line for each way to --output.
 """
 
 import argparse
@@ -29,7 +29,13 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_coca.checkpoints import weight_map  # noqa: E402
 from megatron_coca.checkpoints.importing import import_checkpoint  # noqa: E402
-from megatron_coca.checkpoints.weights import DTYPES, WeightEntry, Weights, to_foreign_weights, write_safetensors  # noqa: E402
+from megatron_coca.checkpoints.weights import (  # noqa: E402
+    DTYPES,
+    WeightEntry,
+    Weights,
+    to_foreign_weights,
+    write_safetensors,
+)
 from megatron_coca.config import Config, load_config  # noqa: E402
 from megatron_coca.model import empty_model  # noqa: E402
 from tools.records import append_records, benchmark_parser, last_json  # noqa: E402
@@ -87,7 +93,7 @@ def record(name: str, rounds: list[dict[str, float]], facts: dict[str, Any]) -> 
 def synthesise(
     folder: Path, layers: int, dtype: torch.dtype, shard_bytes: int
 ) -> tuple[dict[str, Any], dict[str, Path]]:
-    """Write one random model in shards of safetensors and of pickles; return its sizes and the folder of each format."""
+    """Write one random model in shards of safetensors and of pickles; return its sizes and each format's folder."""
     weights = random_weights(model_config(layers), dtype)
     sources = {"safetensors": folder / "safetensors", "pickled": folder / "pickled"}
     for source in sources.values():

@@ -3,10 +3,10 @@
     python tools/bench_loader.py loader --megabytes 600
     python tools/bench_loader.py open --documents 10000000 100000000
 
-`loader` writes two shards of random tokens, reads them once into the page cache, and prints tokens per second, the median
-of several runs, with and without document boundaries. `open` writes an index of so many documents next to a sparse
-`.bin` and opens it in its own process: seconds and peak memory beyond those of the imports. The shards are written to a
-temporary folder (--folder for another disk) and removed. Appends one JSON line per row to --output.
+`loader` writes two shards of random tokens, reads them once into the page cache, and prints tokens per second, the
+median of several runs, with and without document boundaries. `open` writes an index of so many documents next to a
+sparse `.bin` and opens it in its own process: seconds and peak memory beyond those of the imports. The shards are
+written to a temporary folder (--folder for another disk) and removed. Appends one JSON line per row to --output.
 """
 
 import argparse

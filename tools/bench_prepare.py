@@ -5,9 +5,9 @@
 
 Makes a JSONL file of each size, from the text of --input or from the Python sources of this installation. Both read it,
 tokenize every document with the same byte-level BPE (32,000 tokens) in as many processes, append the end-of-document
-token and store the ids. Whole commands are timed, imports included, in turns. Ours also removes exact duplicates, splits
-and verifies its output. Memory is the largest sum of the resident memory of all processes (proportional where it is
-shared), sampled ten times a second; files in the page cache do not count.
+token and store the ids. Whole commands are timed, imports included, in turns. Ours also removes exact duplicates,
+splits and verifies its output. Memory is the largest sum of the resident memory of all processes (proportional where it
+is shared), sampled ten times a second; files in the page cache do not count.
 """
 
 import argparse
@@ -45,7 +45,8 @@ tokenizer.encode_special_tokens = True
 eod = tokenizer.token_to_id("<|endoftext|>")
 
 def tokenize(batch):
-    return {"input_ids": [[*each.ids, eod] for each in tokenizer.encode_batch_fast(batch["text"], add_special_tokens=False)]}
+    encodings = tokenizer.encode_batch_fast(batch["text"], add_special_tokens=False)
+    return {"input_ids": [[*encoding.ids, eod] for encoding in encodings]}
 
 data = load_dataset("json", data_files=corpus, split="train", cache_dir=output)
 data = data.map(tokenize, batched=True, num_proc=int(processes), remove_columns=data.column_names)
@@ -85,7 +86,7 @@ def measure(folder: Path, megabytes: int, options: argparse.Namespace) -> list[d
 
 
 def texts(files: list[Path] | None) -> Iterator[str]:
-    """Yield documents repeatedly, those of later rounds with the round's number in front, so that none is a duplicate."""
+    """Yield documents repeatedly, those of later rounds with the round's number in front, so none is a duplicate."""
     for number in count():
         for text in _once(files):
             yield f"{number}\n{text}" if number else text
@@ -103,7 +104,7 @@ def _once(files: list[Path] | None) -> Iterator[str]:
 
 def _interleaved(streams: list[Iterator[str]]) -> Iterator[str]:
     """Yield as many characters of each stream, so that a small corpus has the same mixture as a large one."""
-    taken = {number: 0 for number in range(len(streams))}
+    taken = dict.fromkeys(range(len(streams)), 0)
     while taken:
         number = min(taken, key=taken.__getitem__)
         text = next(streams[number], None)

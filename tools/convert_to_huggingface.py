@@ -10,11 +10,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_coca.checkpoints import CheckpointError  # noqa: E402
-from megatron_coca.checkpoints.exports.huggingface import export  # noqa: E402
-from megatron_coca.checkpoints.weights import DTYPES  # noqa: E402
-from megatron_coca.config import ConfigError  # noqa: E402
-from megatron_coca.data import DataError  # noqa: E402
+from megatron_coca.checkpoints import CheckpointError
+from megatron_coca.checkpoints.exports.huggingface import export
+from megatron_coca.checkpoints.weights import DTYPES
+from megatron_coca.config import ConfigError
+from megatron_coca.data import DataError
 
 
 def build_parser() -> ArgumentParser:

@@ -15,10 +15,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, without installing
 
-from megatron_coca.config import Config, ConfigError, load_config  # noqa: E402
-from megatron_coca.model.cost import peak_flops, trained_count  # noqa: E402
-from megatron_coca.training.estimate import GIB, GPUS, RESERVE, Change, Estimate, changes_that_fit, estimate, fits  # noqa: E402
-from megatron_coca.training.launch.start import chosen_hosts  # noqa: E402
+from megatron_coca.config import Config, ConfigError, load_config
+from megatron_coca.model.cost import peak_flops, trained_count
+from megatron_coca.training.estimate import GIB, GPUS, RESERVE, Change, Estimate, changes_that_fit, estimate, fits
+from megatron_coca.training.launch.start import chosen_hosts
 
 PARTS = ("weights", "gradients", "optimizer", "buffers", "activations", "loss", "context")
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, without installing
 
-from megatron_coca.checkpoints import CheckpointError  # noqa: E402
-from megatron_coca.checkpoints.inspection import checkpoints_in, describe, describe_text  # noqa: E402
+from megatron_coca.checkpoints import CheckpointError
+from megatron_coca.checkpoints.inspection import checkpoints_in, describe, describe_text
 
 
 def main(arguments: list[str]) -> int:

@@ -20,16 +20,16 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, without installing
 
-from megatron_coca.config import ConfigError, load_config  # noqa: E402
-from megatron_coca.data import inspection  # noqa: E402
-from megatron_coca.data.errors import DataError  # noqa: E402
-from megatron_coca.data.order import Blend  # noqa: E402
-from megatron_coca.data.shards import Shard  # noqa: E402
-from megatron_coca.data.tokenizers import TOKENIZERS, load_tokenizer  # noqa: E402
-from megatron_coca.data.tokenizers.kinds import Tokenizer  # noqa: E402
-from megatron_coca.data.verify import CHECKS, verify_shards  # noqa: E402
-from megatron_coca.tables import excerpt, format_table, percent  # noqa: E402
-from megatron_coca.training.corpus import SPLITS, Corpus, open_corpus, open_split  # noqa: E402
+from megatron_coca.config import ConfigError, load_config
+from megatron_coca.data import inspection
+from megatron_coca.data.errors import DataError
+from megatron_coca.data.order import Blend
+from megatron_coca.data.shards import Shard
+from megatron_coca.data.tokenizers import TOKENIZERS, load_tokenizer
+from megatron_coca.data.tokenizers.kinds import Tokenizer
+from megatron_coca.data.verify import CHECKS, verify_shards
+from megatron_coca.tables import excerpt, format_table, percent
+from megatron_coca.training.corpus import SPLITS, Corpus, open_corpus, open_split
 
 
 class Result(NamedTuple):
@@ -76,8 +76,15 @@ def _mixture(options: argparse.Namespace) -> Result:
     names = ("tokens_on_disk", "weight", "fraction", "samples", "tokens")
     total = {"source": "all", "epochs": None} | {name: sum(source[name] for source in sources) for name in names}
     rows = [
-        [s["source"], s["tokens_on_disk"], percent(s["weight"]), percent(s["fraction"])]
-        + [s["samples"], s["tokens"], s["epochs"]]
+        [
+            s["source"],
+            s["tokens_on_disk"],
+            percent(s["weight"]),
+            percent(s["fraction"]),
+            s["samples"],
+            s["tokens"],
+            s["epochs"],
+        ]
         for s in [*sources, total]
     ]
     return Result(format_table(header, rows), {"samples": samples, "sources": sources})
@@ -117,8 +124,16 @@ def _coverage(options: argparse.Namespace) -> Result:
     facts = inspection.measure_coverage(entries, tokenizer, show=True)
     header = ["source", "documents", "tokens", "bytes per token", "vocabulary used", "never seen"]
     rows = [
-        [f["source"], f["documents"], f["tokens"], f["bytes_per_token"], percent(f["vocabulary_used"])]
-        + [f["tokens_never_seen"], percent(f["fallback"]), percent(f["unknown"])]
+        [
+            f["source"],
+            f["documents"],
+            f["tokens"],
+            f["bytes_per_token"],
+            percent(f["vocabulary_used"]),
+            f["tokens_never_seen"],
+            percent(f["fallback"]),
+            percent(f["unknown"]),
+        ]
         for f in facts
     ]
     lines = [format_table([*header, "fallback", "unknown"], rows), ""]

@@ -17,22 +17,22 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, without installing
 
-from megatron_coca.data.builtin import VOCAB_SIZE, prepare_builtin  # noqa: E402
-from megatron_coca.data.errors import DataError  # noqa: E402
-from megatron_coca.data.preparation.manifest import RUN_CONFIG, empty_splits, read_manifest  # noqa: E402
-from megatron_coca.data.preparation.plan import SPLITS, CorpusSource, Execution, Rules, training_texts  # noqa: E402
-from megatron_coca.data.preparation.recipe import (  # noqa: E402
+from megatron_coca.data.builtin import VOCAB_SIZE, prepare_builtin
+from megatron_coca.data.errors import DataError
+from megatron_coca.data.preparation.manifest import RUN_CONFIG, empty_splits, read_manifest
+from megatron_coca.data.preparation.plan import SPLITS, CorpusSource, Execution, Rules, training_texts
+from megatron_coca.data.preparation.recipe import (
     Recipe,
     TokenizerTraining,
     check_tokenizer_files,
     named_paths,
     read_recipe,
 )
-from megatron_coca.data.preparation.run import prepare  # noqa: E402
-from megatron_coca.data.readers.source import SourceSpec  # noqa: E402
-from megatron_coca.data.tokenizers import TOKENIZERS, load_tokenizer  # noqa: E402
-from megatron_coca.data.tokenizers.kinds import Tokenizer  # noqa: E402
-from megatron_coca.data.tokenizers.training import TRAINERS  # noqa: E402
+from megatron_coca.data.preparation.run import prepare
+from megatron_coca.data.readers.source import SourceSpec
+from megatron_coca.data.tokenizers import TOKENIZERS, load_tokenizer
+from megatron_coca.data.tokenizers.kinds import Tokenizer
+from megatron_coca.data.tokenizers.training import TRAINERS
 
 _TOKENIZER_FILES = ("tokenizer_type", "vocab_file", "merge_file")
 _FRACTIONS = ("valid_fraction", "test_fraction")

@@ -79,7 +79,7 @@ def quartiles(values: list[float]) -> list[float] | None:
 
 
 def append_records(path: Path, records: Iterable[dict[str, Any]]) -> None:
-    """Append one JSON line per record, with device, threads and versions of this process; make the folder if missing."""
+    """Append one JSON line per record, with this process's device, threads, versions; create the folder if missing."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     environment = {
         "device": gpu or f"{platform.machine()} CPU, {os.cpu_count()} cores",

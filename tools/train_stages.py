@@ -47,7 +47,8 @@ def plan(files: Sequence[str], shared: Sequence[str] = ()) -> list[Stage]:
     """The stages in the order of their YAML `files`; `shared` files and `key=value` overrides apply to all.
 
     Raises:
-        ConfigError: all problems at once: a config is not valid, or does not start from the weights of an earlier stage.
+        ConfigError: all problems at once: a config is not valid, or does not start from the weights of an earlier
+        stage.
     """
     stages: list[Stage] = []
     problems: list[str] = []
@@ -79,8 +80,8 @@ def plan(files: Sequence[str], shared: Sequence[str] = ()) -> list[Stage]:
 
 
 def refuse_other_run(stage: Stage) -> None:
-    """Raise a CheckpointError if the folder of a stage holds a run with other keys, more steps, or other initial weights
-    than those that `load` holds now.
+    """Raise a CheckpointError if the folder of a stage holds a run with other keys, more steps, or other initial
+    weights than those that `load` holds now.
     """
     keys, last = stage.config.checkpoint, stage.config.schedule.train_iters or 0
     if not stage.reached:
@@ -91,7 +92,8 @@ def refuse_other_run(stage: Stage) -> None:
         problems.append(f"train_iters (reached {stage.reached}, now {last})")
     if problems:
         raise CheckpointError(
-            f"{folder}: is of another run than {stage.name}: {', '.join(problems)}; restore these, or move {stage.save} away"
+            f"{folder}: is of another run than {stage.name}: {', '.join(problems)}; restore these, or move "
+            f"{stage.save} away"
         )
     origin = native.read_json(folder / native.META).get("origin")
     if origin is None or keys.load is None or not Path(keys.load).exists():

@@ -16,14 +16,14 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, without installing
 
-from megatron_coca.atomic_write import atomic_dir  # noqa: E402
-from megatron_coca.data.errors import DataError  # noqa: E402
-from megatron_coca.data.preparation.plan import CorpusSource, Rules, check, training_texts  # noqa: E402
-from megatron_coca.data.preparation.recipe import named_paths, read_recipe  # noqa: E402
-from megatron_coca.data.readers.source import SourceSpec  # noqa: E402
-from megatron_coca.data.tokenizers import TOKENIZERS  # noqa: E402
-from megatron_coca.data.tokenizers.training import TRAINERS, HeldOut, check_vocabulary, measure  # noqa: E402
-from megatron_coca.tables import format_table  # noqa: E402
+from megatron_coca.atomic_write import atomic_dir
+from megatron_coca.data.errors import DataError
+from megatron_coca.data.preparation.plan import CorpusSource, Rules, check, training_texts
+from megatron_coca.data.preparation.recipe import named_paths, read_recipe
+from megatron_coca.data.readers.source import SourceSpec
+from megatron_coca.data.tokenizers import TOKENIZERS
+from megatron_coca.data.tokenizers.training import TRAINERS, HeldOut, check_vocabulary, measure
+from megatron_coca.tables import format_table
 
 REPORT = "training.json"
 CLEARLY_FEWER = 0.7

@@ -29,7 +29,9 @@ class HeadShard:
 
     def bias(self, bias: Bias) -> Bias:
         """The bias of this rank's heads from that of all heads."""
-        return bias if bias is None or self.count == 1 else bias.part(self.index, self.count)  # type: ignore[return-value]
+        if bias is None or self.count == 1:
+            return bias
+        return bias.part(self.index, self.count)  # type: ignore[return-value]
 
     def split(self, tokens: Tensor) -> Tensor:
         """This rank's slice of tokens [..., length]."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Literal, Protocol
 
 import torch
@@ -166,7 +167,7 @@ def positions_within(documents: PackedDocuments) -> Tensor:
 
 def _spans(begins: Tensor, length: int) -> tuple[tuple[int, int], ...]:
     edges = [*begins.nonzero().flatten().tolist(), length]
-    return tuple(zip(edges[:-1], edges[1:], strict=True))
+    return tuple(pairwise(edges))
 
 
 def attend_by_document(attend: Callable[[AttentionInputs], Tensor], inputs: AttentionInputs) -> Tensor:

@@ -119,9 +119,9 @@ class Cache:
     Attributes:
         layers: one cache per layer.
         positions: [length] or [batch, length] of the cached tokens, or None while empty.
-        length: for length-dependent extensions, or None for the current number of tokens. With a length, cached decoding
-            equals the full forward pass with that length; without one, keys are rotated by the frequencies of each step,
-            but hidden states of earlier tokens keep the frequencies of theirs.
+        length: for length-dependent extensions, or None for the current number of tokens. With a length, cached
+            decoding equals the full forward pass with that length; without one, keys are rotated by the frequencies of
+            each step, but hidden states of earlier tokens keep the frequencies of theirs.
     """
 
     def __init__(self, num_layers: int, length: int | None = None, capacity: int | None = None) -> None:
@@ -212,8 +212,8 @@ class SelfAttention(ShardedModule):
         return self.method.prepare_cached(q, cached, values, context, bias)
 
     def _heads(self, projected: Tensor | tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """[batch, length, rows], packed or each -> q [batch, heads, length, head_dim], k and v [batch, kv_heads, length,
-        head_dim].
+        """[batch, length, rows], packed or each -> q [batch, heads, length, head_dim], k and v [batch, kv_heads,
+        length, head_dim].
         """
         if isinstance(projected, Tensor) and self.queries_per_key == 1:
             q, k, v = self.share.gather(projected.unflatten(-1, (-1, 3 * self.head_dim))).chunk(3, dim=-1)

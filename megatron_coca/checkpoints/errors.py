@@ -10,7 +10,7 @@ class CheckpointError(Exception):
 
 
 class UnreadableError(CheckpointError):
-    """The file system cannot read a file (I/O error, permission). The checkpoint may be valid: never move or delete it."""
+    """A file cannot be read (I/O error, permission). The checkpoint may be valid; never move or delete it."""
 
     @classmethod
     def of(cls, path: Path, error: OSError) -> "UnreadableError":

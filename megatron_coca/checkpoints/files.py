@@ -1,7 +1,7 @@
 """The files of checkpoints: JSON, listing, and checksums, which are compared in several threads.
 
-The checksum is sha256 (1.8 GB/s on one core with SHA instructions; hashlib releases the GIL). That of the weights file also
-identifies a checkpoint in evaluation results.
+The checksum is sha256 (1.8 GB/s on one core with SHA instructions; hashlib releases the GIL). That of the weights file
+also identifies a checkpoint in evaluation results.
 """
 
 import hashlib

@@ -372,7 +372,7 @@ def _require(names: Iterable[str], listed: Iterable[str], source: str | Path) ->
 
 
 def refuse_weights_only(folder: str | Path, manifest: Mapping[str, Any] | None = None) -> None:
-    """Raise CheckpointError if a run cannot be resumed from a checkpoint, by its manifest (default: that in `folder`)."""
+    """Raise CheckpointError if a run cannot resume from a checkpoint, by its manifest (default: that in `folder`)."""
     manifest = read_json(Path(folder) / MANIFEST) if manifest is None else manifest
     if manifest.get("holds") == WEIGHTS_ONLY:
         raise CheckpointError(

@@ -43,7 +43,7 @@ SAMPLE = 1 << 16
 
 
 def find_step(path: Path) -> Path | None:
-    """Return the folder of one GPT-NeoX step: `path` itself, or of a save folder what `latest` names, else the last step.
+    """Return the folder of one GPT-NeoX step: `path` itself, or of a save folder what `latest` names, else the last.
 
     None where it is not GPT-NeoX's; folders of ours have a manifest.
     """
@@ -83,7 +83,7 @@ def _matching(folder: Path, pattern: re.Pattern[str]) -> dict[Path, tuple[int, .
 
 
 class NeoxFiles:
-    """The weights' files of one step: one for each layer and tensor rank, or for each tensor rank with all layers in it.
+    """The weights' files of one step: one for each layer and tensor rank, or one for each tensor rank.
 
     Attributes:
         paths: all of them, by name.

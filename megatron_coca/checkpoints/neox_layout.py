@@ -121,7 +121,7 @@ def foreign_keys(config: Config) -> dict[str, Any]:
 
 
 def computed_differently(config: Config) -> list[str]:
-    """Return what GPT-NeoX's forward pass (megatron/model/transformer.py) computes differently; such models are refused."""
+    """Return what GPT-NeoX's forward pass (megatron/model/transformer.py) computes differently; these are refused."""
     model, position = config.model, config.position
     gated = model.activation in GATED_ACTIVATIONS
     trained, distances = model.seq_length, position.relative_positions
@@ -141,8 +141,8 @@ def computed_differently(config: Config) -> list[str]:
         (
             original != trained and by_length,
             "logit_scaling and the defaults of relative_positions measure against seq_length, and with the plugin in "
-            "GPT-NeoX against rope_scaling.original_max_position_embeddings, which is another length here; set the map's "
-            "options, or logit_scaling to none",
+            "GPT-NeoX against rope_scaling.original_max_position_embeddings, which is another length here; set the "
+            "map's options, or logit_scaling to none",
         ),
     )
     return [reason for applies, reason in limits if applies]

@@ -5,8 +5,8 @@
                          ...            the other files of the checkpoint (native.py)
     <url>/quarantine/                   checkpoints of an abandoned branch
 
-An object store cannot rename a folder: checkpoints are written to a local folder and uploaded, and downloaded before they
-are read. Endpoint, credentials and other options are configured in fsspec and the store's own library.
+An object store cannot rename a folder: checkpoints are written to a local folder and uploaded, and downloaded before
+they are read. Endpoint, credentials and other options are configured in fsspec and the store's own library.
 """
 
 import logging

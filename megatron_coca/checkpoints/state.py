@@ -1,7 +1,7 @@
 """Optimizer state on disk, independent of how the run that wrote it was divided among ranks.
 
-Every rank writes its pieces to one file: flat float32 ranges of named parameters and of their moments. A reader with any
-number of ranks, ZeRO stage or tensor parallelism finds any range of any parameter in them.
+Every rank writes its pieces to one file: flat float32 ranges of named parameters and of their moments. A reader with
+any number of ranks, ZeRO stage or tensor parallelism finds any range of any parameter in them.
 
     state/rank_00000.safetensors    tensors `kind:name:start`; metadata `places`: shape and shard of every parameter
 """

@@ -78,7 +78,10 @@ def find_tokenizer(
     try:
         tokenizer, note = _load_with_end(**recorded, end=end)
     except DataError as error:
-        remedy = f"name it with --set tokenizer_type=HFTokenizer vocab_file=PATH (or another type), or put its file into {folder}"
+        remedy = (
+            "name it with --set tokenizer_type=HFTokenizer vocab_file=PATH (or another type), "
+            f"or put its file into {folder}"
+        )
         return Found(None, f"{found.note}; {source}, which cannot be read here ({error}): {remedy}")
     if tokenizer.vocab_size > rows:
         return Found(
@@ -174,7 +177,7 @@ def _end_symbols(folder: Path) -> Iterator[int | str]:
 
 
 def largest_named_id(folder: Path) -> int:
-    """The largest token id in the JSON files of a Hugging Face folder other than the vocabulary; -1 if there is none."""
+    """Largest token id in the JSON files of a Hugging Face folder other than the vocabulary; -1 if there is none."""
     ids: list[Any] = list(_json(folder / "added_tokens.json").values())
     ids += map(int, filter(str.isdecimal, _json(folder / "tokenizer_config.json").get("added_tokens_decoder") or {}))
     for name in CONFIGS:
@@ -190,7 +193,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def made_of(tokenizer: Tokenizer, folder: Path) -> bool:
-    """Whether a tokenizer was loaded from files in a folder; the libraries may read one vocabulary a little differently."""
+    """True for a tokenizer loaded from files in a folder; libraries may differ a little."""
     sources = ([folder / name for name in names] for _, names in KINDS)
     contents = (b"".join(path.read_bytes() for path in paths) for paths in sources if all(map(Path.is_file, paths)))
     return any(hashlib.sha256(content).hexdigest() == tokenizer.fingerprint for content in contents)

@@ -102,8 +102,10 @@ def llama(key_projection: str) -> tuple[Row, ...]:
     """LLaMA's table; folders of CoCA's authors call the key projection `t_proj`. Most models have no biases."""
     attention, mlp = "model.layers.{i}.self_attn", "model.layers.{i}.mlp"
     rows = [Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",))]
-    for norm in ("input_layernorm", "post_attention_layernorm"):
-        rows.append(Row(f"blocks.{{i}}.{norm}.weight", (f"model.layers.{{i}}.{norm}.weight",)))
+    rows += [
+        Row(f"blocks.{{i}}.{norm}.weight", (f"model.layers.{{i}}.{norm}.weight",))
+        for norm in ("input_layernorm", "post_attention_layernorm")
+    ]
     for ours, theirs, packing in (
         (
             "attention.query_key_value",
@@ -114,8 +116,10 @@ def llama(key_projection: str) -> tuple[Row, ...]:
         ("mlp.linear1", [f"{mlp}.up_proj", f"{mlp}.gate_proj"], STACKED),
         ("mlp.linear2", [f"{mlp}.down_proj"], ALONE),
     ):
-        for kind in ("weight", "bias"):
-            rows.append(Row(f"blocks.{{i}}.{ours}.{kind}", tuple(f"{name}.{kind}" for name in theirs), packing))
+        rows += [
+            Row(f"blocks.{{i}}.{ours}.{kind}", tuple(f"{name}.{kind}" for name in theirs), packing)
+            for kind in ("weight", "bias")
+        ]
     rows.append(Row("norm.weight", ("model.norm.weight",)))
     rows.append(Row("final_linear.weight", ("lm_head.weight",)))
     return tuple(rows)

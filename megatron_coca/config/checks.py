@@ -156,8 +156,8 @@ def _map(settings: Settings) -> str | None:
         return None
     if method not in ROTATED_METHODS:
         return (
-            f"{given.type} needs rotary positions, and pos_emb is {method}; set relative_positions to null or pos_emb to"
-            f" one of {' | '.join(sorted(ROTATED_METHODS))}"
+            f"{given.type} needs rotary positions, and pos_emb is {method}; set relative_positions to null or pos_emb "
+            f"to one of {' | '.join(sorted(ROTATED_METHODS))}"
         )
     if given.type == "streaming" and method == "coca":
         return (

@@ -178,7 +178,7 @@ SCALING_OPTIONS: dict[str, tuple[str, ...]] = {
 """Options of `rope_scaling` that each rope_type reads; any other is an error."""
 
 SCALING_REQUIRED: dict[str, tuple[str, ...]] = {
-    **{name: ("factor",) for name in ("linear", "ntk", "ntk_fixed", "ntk_mixed", "dynamic", "yarn", "llama3")},
+    **dict.fromkeys(("linear", "ntk", "ntk_fixed", "ntk_mixed", "dynamic", "yarn", "llama3"), ("factor",)),
     "dynamic_max": ("target_length",),
     "longrope": ("factor", "short_factor", "long_factor"),
 }
@@ -272,8 +272,8 @@ class PositionConfig(ConfigGroup):
 
     pos_emb: PositionMethod = key(
         "learned",
-        "Position method. Positions count from 0, as in the CoCA authors' code (from 1 in their paper). Among the rotary"
-        " methods only `coca` (CoCA-Slack) is not shift-invariant: its scores depend on the first position.",
+        "Position method. Positions count from 0, as in the CoCA authors' code (from 1 in their paper). Among the "
+        "rotary methods only `coca` (CoCA-Slack) is not shift-invariant: its scores depend on the first position.",
     )
     rotary_pct: float = Field(default=1.0, gt=0.0, le=1.0, description="Fraction of each head's features to rotate.")
     rotary_emb_base: float = Field(default=10000.0, gt=1.0, description="Base of the rotary frequencies.")

@@ -253,8 +253,8 @@ def _normalised(value: Any, path: str) -> Any:
 
 
 CHOICE_KEYS = {"rope_scaling": "rope_type", "relative_positions": "type"}
-"""Mappings in which one name selects the method and the others are its options. A later layer that selects another method
-discards the earlier options, except KEPT_OPTIONS.
+"""Mappings in which one name selects the method and the others are its options. A later layer that selects another
+method discards the earlier options, except KEPT_OPTIONS.
 """
 KEPT_OPTIONS = frozenset({"original_max_position_embeddings"})
 """Options that describe the weights and not the method."""

@@ -1,4 +1,4 @@
-"""Keys of a training run: optimizer, schedule, batch, precision, parallelism, data, checkpoints, faults, logging, launch."""
+"""Training keys: optimizer, schedule, batch, precision, parallelism, data, checkpoints, faults, logging, launch."""
 
 import math
 from collections.abc import Callable
@@ -92,16 +92,16 @@ DECAYS: dict[str, Callable[[float, float, float], float]] = {
     "cosine": lambda progress, peak, low: low + (peak - low) / 2.0 * (math.cos(math.pi * progress) + 1.0),
     "exponential": lambda progress, peak, low: peak * 0.5**progress,
 }
-"""(progress from 0 at the end of the warm-up to 1 at the horizon, peak, minimum) -> learning rate, before it is limited to
-the minimum.
+"""(progress from 0 at the end of the warm-up to 1 at the horizon, peak, minimum) -> learning rate, before it is limited
+to the minimum.
 """
 
 
 def learning_rate(step: int, peak: float, schedule: ScheduleConfig) -> float:
     """Return the learning rate of the optimizer step after `step` completed ones.
 
-    The warm-up is linear from `lr_warmup_init` to `peak` over warmup * horizon steps. Past the horizon the rate stays at
-    the end of the decay (GPT-NeoX's cosine rises again there).
+    The warm-up is linear from `lr_warmup_init` to `peak` over warmup * horizon steps. Past the horizon the rate stays
+    at the end of the decay (GPT-NeoX's cosine rises again there).
     """
     count, horizon = step + 1, schedule.decay_iters
     warmup = schedule.warmup * horizon
@@ -207,7 +207,8 @@ class ParallelConfig(ConfigGroup):
     pipe_parallel_size: WholeNumber = key(0, "Pipeline stages; 0 and 1 both disable the pipeline.")
     pipe_partition_method: Literal["type:transformer|mlp", "parameters", "uniform"] = key(
         "type:transformer|mlp",
-        "Balance pipeline stages by number of blocks, by parameters, or by layers (embedding and head count as one each).",
+        "Balance pipeline stages by number of blocks, by parameters, or by layers "
+        "(embedding and head count as one each).",
     )
     model_parallel_size: Count = key(
         1, "Tensor-parallel ranks (DeepSpeed's AutoTP); must divide the heads and the inner width of the MLP."

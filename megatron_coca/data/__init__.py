@@ -15,6 +15,7 @@ from megatron_coca.data.tokenizers.kinds import Tokenizer
 __all__ = [
     "Batch",
     "Blend",
+    "CorpusSource",
     "DataError",
     "Document",
     "Execution",
@@ -23,7 +24,6 @@ __all__ = [
     "ReadingProblems",
     "Rules",
     "Shard",
-    "CorpusSource",
     "SourceShare",
     "SourceSpec",
     "Tokenizer",

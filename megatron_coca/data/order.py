@@ -88,7 +88,7 @@ class SourceShare:
 
 @dataclass(frozen=True)
 class SourceSamples:
-    """The samples of a batch that are read from one source: int64 [n] rows of the batch and first tokens in the shard."""
+    """Samples of a batch that are read from one source: int64 [n] rows of the batch and first tokens in the shard."""
 
     source: int
     rows: np.ndarray

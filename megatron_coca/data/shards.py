@@ -202,7 +202,7 @@ class Shard:
         return self.windows(np.array([offset]), count)[0].astype(np.int64)
 
     def windows(self, offsets: np.ndarray, count: int) -> np.ndarray:
-        """``count`` tokens from each of ``offsets`` [n] on, across documents: [n, count] in the shard's dtype, a copy."""
+        """``count`` tokens from each of ``offsets`` [n], across documents: [n, count] in the shard's dtype, a copy."""
         starts = self._within_file(offsets, count)
         if not count:
             return np.empty((len(starts), 0), dtype=self.dtype)
@@ -237,16 +237,16 @@ class Shard:
         return begins
 
     def _check_size(self) -> None:
-        """Raise ``DataError`` where a file was truncated since it was opened: reading beyond its end from the memory map
-        would kill the process with SIGBUS. Two system calls per batch.
+        """Raise ``DataError`` where a file was truncated since it was opened: reading beyond its end from the memory
+        map would kill the process with SIGBUS. Two system calls per batch.
         """
         if self._map.size() >= len(self._map) and self._index_map.size() >= len(self._index_map):
             return
         for path, mapped in zip(shard_paths(self.prefix), (self._map, self._index_map), strict=True):
             if (size := mapped.size()) < len(mapped):
                 raise DataError(
-                    f"{path}: has {size} bytes, and had {len(mapped)} when it was opened: it was truncated while it was "
-                    "in use. Copy the shard again from where it was built, then resume."
+                    f"{path}: has {size} bytes, and had {len(mapped)} when it was opened: it was truncated while it "
+                    "was in use. Copy the shard again from where it was built, then resume."
                 )
 
     def _within_file(self, offsets: np.ndarray, count: int) -> np.ndarray:
@@ -264,7 +264,7 @@ class Shard:
         return int(self._document_starts(np.array([self._first_document + index]))[0]) - self._first_token
 
     def _document_starts(self, documents: np.ndarray) -> np.ndarray:
-        """First token of documents by their number in the file, the end of the file for one past the last: int64 [n]."""
+        """First token of documents by their number in the file, the file's end for one past the last: int64 [n]."""
         sequences = documents if self._one_sequence_each else self._boundaries[documents]
         last = len(self._starts) - 1
         starts = self._starts[np.minimum(sequences, last)] // self.dtype.itemsize

@@ -249,8 +249,8 @@ class Store(Generic[ResultType]):
     """The result file at `path` (None: in memory only), written after every cell.
 
     A file of the same measurement is resumed: its cells are kept. A file of another measurement is replaced if
-    `overwrite` or if it has no results, and is an EvaluationError otherwise. The file exists from the start, so a killed
-    process leaves one.
+    `overwrite` or if it has no results, and is an EvaluationError otherwise. The file exists from the start, so a
+    killed process leaves one.
 
     Attributes:
         result: the content of the file.

@@ -190,7 +190,7 @@ def option_arguments(task: str, options: Mapping[str, Any] | None, length: int |
     """
     parser = ArgumentParser(allow_abbrev=False)
     MEASUREMENTS[task.partition(" ")[0]].add_arguments(parser)
-    known: dict[str, Action] = parser._option_string_actions  # noqa: SLF001 argparse has no public access
+    known: dict[str, Action] = parser._option_string_actions  # argparse has no public access
 
     def text(key: str, value: Any) -> str:
         if not isinstance(value, str) or not MULTIPLES.fullmatch(value):

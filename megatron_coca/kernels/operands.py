@@ -22,8 +22,8 @@ from megatron_coca.kernels.tiles import OPTIONS, load_tile, operand, plane, stor
 
 
 class Layout(NamedTuple):
-    """What a kernel is compiled for: the form; features in a half of the rotary block and after it; rows of a block; and
-    both numbers of features padded to powers of two.
+    """What a kernel is compiled for: the form; features in a half of the rotary block and after it; rows of a block;
+    and both numbers of features padded to powers of two.
     """
 
     form: str

@@ -30,7 +30,8 @@ def keep_freed_memory() -> bool:
     if not hasattr(library, "mallopt"):
         return False
     settings = {M_MMAP_THRESHOLD: LARGEST_THRESHOLD, M_TRIM_THRESHOLD: 2**31 - 1, M_TOP_PAD: 64 << 20}
-    return all([library.mallopt(name, value) for name, value in settings.items()])
+    accepted = [library.mallopt(name, value) for name, value in settings.items()]
+    return all(accepted)
 
 
 def missing_compiler(device_type: str) -> str | None:

@@ -45,8 +45,8 @@ class Flops:
         model: 6N + 12 L h n, the basis of model FLOPs utilisation (MFU) (Chowdhery et al. 2022, "PaLM", appendix B):
             N counts the weights of matrix products, with the output head and without the embedding; n queries with n
             keys in L layers of width h. It ignores causality and recomputation, so programs are comparable.
-        executed: the work of a causal kernel, (n + 1) / 2 keys per query on average, plus the forward pass of the blocks
-            again if activations are recomputed.
+        executed: the work of a causal kernel, (n + 1) / 2 keys per query on average, plus the forward pass of the
+            blocks again if activations are recomputed.
         forward: the forward part of `executed`, once.
     """
 

@@ -146,8 +146,8 @@ class GPT(ShardedModule):
     def through_blocks(
         self, x: Tensor, context: PositionContext, cache: Cache | None = None, last: int | None = None
     ) -> Tensor:
-        """Hidden states [batch, length, hidden_size] through the blocks and the final norm; of the `last` tokens only if
-        given.
+        """Hidden states [batch, length, hidden_size] through the blocks and the final norm; of the `last` tokens only
+        if given.
         """
         if self.training:
             for step in trained_steps(self.blocks, self._config):

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -91,8 +92,8 @@ def _parameters(model: GPT, layer: int) -> int:
 
 
 class Stage(nn.Module):
-    """One pipeline stage: hidden states [batch, length, hidden_size] -> the same, for the micro-batches given to `feed`,
-    in order. The first stage ignores its argument; the last one returns the scalar loss.
+    """One pipeline stage: hidden states [batch, length, hidden_size] -> the same, for the micro-batches given to
+    `feed`, in order. The first stage ignores its argument; the last one returns the scalar loss.
 
     Attributes:
         model: the model without the layers of other stages.
@@ -108,7 +109,7 @@ class Stage(nn.Module):
         """
         super().__init__()
         count = len(model.blocks) + 2
-        self.spans = tuple(Span(begin, end, count) for begin, end in zip(bounds[:-1], bounds[1:], strict=True))
+        self.spans = tuple(Span(begin, end, count) for begin, end in pairwise(bounds))
         self.index, self.span = index, self.spans[index]
         self.sharing = tuple(_sharing(model, self.spans))
         names = {parameter: name for name, parameter in model.named_parameters()}

@@ -63,8 +63,8 @@ def plugin_attention(config: str, device_type: str) -> PluginAttention:
 
 
 def attention_factory(upstream: type, rng_tracker: Callable[[], Any]) -> Callable[..., Any]:
-    """Return a replacement of `upstream` (ParallelSelfAttention) that builds an instance of it, or of a subclass with the
-    plugin's attention if the configuration selects that.
+    """Return a replacement of `upstream` (ParallelSelfAttention) that builds an instance of it, or of a subclass with
+    the plugin's attention if the configuration selects that.
 
     `rng_tracker` returns GPT-NeoX's tracker of the random states of tensor-parallel ranks. The two classes are
     attributes of the result, `upstream` and `plugin`.

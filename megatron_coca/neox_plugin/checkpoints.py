@@ -1,9 +1,9 @@
 """The position method in GPT-NeoX checkpoints: recorded when saving, compared when loading.
 
-GPT-NeoX's weight names do not depend on the position method, and neither its load nor its converter to Hugging Face reads
-`pos_emb`: a CoCA model would silently be read as a rotary one. Therefore the query-key-value projection of the plugin's
-attention has its own name in checkpoints, PROJECTION, on which GPT-NeoX's strict load and its converter fail without the
-plugin.
+GPT-NeoX's weight names do not depend on the position method, and neither its load nor its converter to Hugging Face
+reads `pos_emb`: a CoCA model would silently be read as a rotary one. Therefore the query-key-value projection of the
+plugin's attention has its own name in checkpoints, PROJECTION, on which GPT-NeoX's strict load and its converter fail
+without the plugin.
 """
 
 import logging
@@ -81,8 +81,8 @@ def refuse_in_checkpoints(layer: Any, neox_args: Any) -> None:
         if not _fine_tunes(neox_args):
             raise ConfigError(
                 [
-                    f"pos_emb: {neox_args.pos_emb}, but the checkpoint {neox_args.load} was trained with the attention of"
-                    " megatron_coca; set pos_emb and the other position keys as in its configs/*.yml"
+                    f"pos_emb: {neox_args.pos_emb}, but the checkpoint {neox_args.load} was trained with the attention "
+                    "of megatron_coca; set pos_emb and the other position keys as in its configs/*.yml"
                 ]
             )
         _rename_prefix(state, prefix + PROJECTION, prefix + PLAIN)
@@ -124,7 +124,8 @@ def recorded_save(original: Function) -> Function:
 
     def save_ds_checkpoint(iteration: int, model: Any, neox_args: Any) -> None:
         if not uses_plugin(neox_args):
-            return original(iteration, model, neox_args)
+            original(iteration, model, neox_args)
+            return
         record = record_of(resolve(neox_args))
         original(iteration, _RecordingModel(model, record), neox_args)
         if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
@@ -142,7 +143,8 @@ def note(record: Mapping[str, Any]) -> str:
 
     {keys.strip().replace(chr(10), chr(10) + "    ")}
 
-These are not plain rotary positions: without the plugin of megatron_coca, GPT-NeoX computes different results with these
+These are not plain rotary positions: without the plugin of megatron_coca, GPT-NeoX computes different results with \
+these
 weights. To make it fail instead, the weights `attention.{PLAIN}*` are called
 `attention.{PROJECTION}*` here; GPT-NeoX's load and `tools/ckpts/convert_neox_to_hf.py` report that name as
 missing. Do not rename them. Use
@@ -177,8 +179,8 @@ def refuse_conversion(script: str, arguments: Sequence[str]) -> None:
         evidence = f" ({configs[0]})" if configs else ""
         raise ConfigError(
             [
-                f"{options.input_dir}: was trained with the attention of megatron_coca{evidence}, and {script} writes only"
-                f" rotary models; run `{CONVERTER}` in the repository of megatron_coca"
+                f"{options.input_dir}: was trained with the attention of megatron_coca{evidence}, and {script} writes "
+                f"only rotary models; run `{CONVERTER}` in the repository of megatron_coca"
             ]
         )
 

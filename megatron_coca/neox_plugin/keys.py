@@ -1,9 +1,9 @@
 """YAML keys: those that the plugin adds to GPT-NeoX's, translation of this package's keys, and overlay files.
 
-An overlay is a small YAML file such as `pos_emb: coca`, given after GPT-NeoX's own files. GPT-NeoX rejects a key that is
-set in two files; with the plugin, a later file that selects the plugin's attention may replace the keys in REPLACEABLE.
-The copies of the files that GPT-NeoX stores in each checkpoint's `configs` get the replaced values, so that they can be
-given again in any order.
+An overlay is a small YAML file such as `pos_emb: coca`, given after GPT-NeoX's own files. GPT-NeoX rejects a key that
+is set in two files; with the plugin, a later file that selects the plugin's attention may replace the keys in
+REPLACEABLE. The copies of the files that GPT-NeoX stores in each checkpoint's `configs` get the replaced values, so
+that they can be given again in any order.
 """
 
 import json
@@ -290,8 +290,8 @@ def with_overlays(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _check_overlays(files: Sequence[File], duplicates: Sequence[Replacement]) -> None:
     problems = [
-        f"{later.path}: {key} is also set in {earlier.path}; a file that selects the plugin's attention can replace only"
-        f" {', '.join(REPLACEABLE)} of earlier files. Remove {key} from one of them"
+        f"{later.path}: {key} is also set in {earlier.path}; a file that selects the plugin's attention can replace "
+        f"only {', '.join(REPLACEABLE)} of earlier files. Remove {key} from one of them"
         for key, earlier, later in duplicates
     ]
     names = [Path(file.path).name for file in files]

@@ -1,4 +1,4 @@
-"""The functions and classes of GPT-NeoX that the plugin relies on: checking them, replacing them, and checking their calls."""
+"""The functions and classes of GPT-NeoX that the plugin relies on: check them, replace them, and check their calls."""
 
 import importlib
 import inspect
@@ -103,9 +103,9 @@ def import_upstream() -> Mapping[str, ModuleType]:
             modules[name] = importlib.import_module(name)
         except ImportError as error:
             raise IncompatibleError(
-                f"{name} cannot be imported ({error}): run from the root of a GPT-NeoX checkout, or put it on PYTHONPATH,"
-                " with its requirements installed; another package named `megatron` (megatron-core) must not come"
-                " before it"
+                f"{name} cannot be imported ({error}): run from the root of a GPT-NeoX checkout, or put it on "
+                "PYTHONPATH, with its requirements installed; another package named `megatron` (megatron-core) must "
+                "not come before it"
             ) from error
     problems = []
     for requirement in REQUIREMENTS:

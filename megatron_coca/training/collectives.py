@@ -130,6 +130,6 @@ class FolderLocks:
             self._unlocked.remove(folder)
             if not self._is_first_call and native.begun_steps(Path(folder)):
                 raise CheckpointError(
-                    f"{folder}: another run has written checkpoints into it since this one started; resume that run with "
-                    "auto_resume=true, or choose another folder"
+                    f"{folder}: another run has written checkpoints into it since this one started; resume that run "
+                    "with auto_resume=true, or choose another folder"
                 )

@@ -65,7 +65,7 @@ class Corpus:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What a resumed run must share: sizes, weights and content of the sources, tokenizer, treatment of documents."""
+        """Values a resumed run must share: sizes, weights and content of the sources, tokenizer, document handling."""
         identity = data_identity(self.train) | {"tokenizer": self.tokenizer.fingerprint if self.tokenizer else None}
         # Left out if nothing is changed, so that checkpoints from before these keys can be resumed.
         changed = [name for name in PACKING_KEYS if getattr(self.config.data, name)]
@@ -164,7 +164,7 @@ def _open_shards(config: Config, splits: Sequence[str]) -> list[list[Shard]]:
 
 
 def split_shard(shard: Shard, shares: Sequence[float]) -> list[Shard | None]:
-    """Divide a shard into consecutive documents by `shares`, as GPT-NeoX's `split`; None for a share without documents."""
+    """Divide a shard into consecutive documents by `shares`, as GPT-NeoX's `split`; None for an empty share."""
     edges = [round(edge / sum(shares) * shard.documents) for edge in accumulate(shares, initial=0.0)]
     return [shard.part(first, last) if last > first else None for first, last in pairwise(edges)]
 
@@ -274,8 +274,8 @@ def mixture_table(shares: Sequence[SourceShare]) -> str:
 def repeated_sources(shares: Sequence[SourceShare]) -> list[str]:
     """Return a warning for every source that is read more than ``REPEATED`` times."""
     return [
-        f"{share.source}: is read {share.epochs:.1f} times; beyond {REPEATED} epochs repeated text is worth less and less, "
-        "so lower its weight, shorten the run, or add text"
+        f"{share.source}: is read {share.epochs:.1f} times; beyond {REPEATED} epochs repeated text is worth less and "
+        "less, so lower its weight, shorten the run, or add text"
         for share in shares
         if share.epochs > REPEATED
     ]

@@ -240,8 +240,8 @@ class Change(NamedTuple):
 
 
 def changes_that_fit(config: Config, gpus: int, gib: float) -> list[Change]:
-    """Return config changes that make a run fit on GPUs of `gib` GiB: single ones, from those that cost nothing to those
-    that cost time, or pairs if no single one suffices.
+    """Return config changes that make a run fit on GPUs of `gib` GiB: single ones, from those that cost nothing to
+    those that cost time, or pairs if no single one suffices.
     """
     single = _single_changes(config, gpus)
     pairs = [
@@ -266,11 +266,12 @@ def changes_that_fit(config: Config, gpus: int, gib: float) -> list[Change]:
 
 def _single_changes(config: Config, gpus: int) -> list[tuple[str, dict[str, Any]]]:
     """Return changes as text for a command line, and as overrides."""
-    changes: list[tuple[str, dict[str, Any]]] = []
     section, topology = config.parallel.zero_optimization or {}, Topology.of(config.parallel, gpus)
     current = effective_stage(config, topology.data * topology.sequence)
-    for stage in range(current + 1, 4) if config.parallel.model_copies == 1 else ():
-        changes.append((f"zero_optimization.stage={stage}", {"zero_optimization": {**section, "stage": stage}}))
+    stages = range(current + 1, 4) if config.parallel.model_copies == 1 else ()
+    changes: list[tuple[str, dict[str, Any]]] = [
+        (f"zero_optimization.stage={stage}", {"zero_optimization": {**section, "stage": stage}}) for stage in stages
+    ]
     if (config.model.loss_chunk_size or 10**9) > 1024:
         changes.append(("loss_chunk_size=1024", {"loss_chunk_size": 1024}))
     sizes = config.batch.resolve(topology.data)

@@ -1,7 +1,7 @@
 """Health check at the start of a run: disk of the checkpoints, clocks of the hosts, network.
 
-Each measurement moves at most as much data as the run needs and takes about a second. Nothing here draws a random number
-or changes the training state.
+Each measurement moves at most as much data as the run needs and takes about a second. Nothing here draws a random
+number or changes the training state.
 """
 
 import logging
@@ -106,16 +106,16 @@ class Health(NamedTuple):
             needed = disk.added * disk.checkpoint
             if disk.free < needed:
                 lines.append(
-                    f"{disk.folder}: {_size(disk.free)} free, but this run will write {disk.added} checkpoints of about "
-                    f"{_size(disk.checkpoint)} ({_size(needed)}), of which {disk.free // disk.checkpoint} fit; make room, "
-                    "set keep_last_n_checkpoints, or save less often"
+                    f"{disk.folder}: {_size(disk.free)} free, but this run will write {disk.added} checkpoints of "
+                    f"about {_size(disk.checkpoint)} ({_size(needed)}), of which {disk.free // disk.checkpoint} fit; "
+                    "make room, set keep_last_n_checkpoints, or save less often"
                 )
         writing, reducing = self.writing, self.reducing
         if writing and writing.measured >= MIN_JUDGED_BYTES and writing.rate < limits.health_min_disk_speed * 1e6:
             size = self.disks[0].checkpoint
             lines.append(
-                f"{self.disks[0].folder}: written at {_size(writing.rate)}/s, so a checkpoint of {_size(size)} takes about "
-                f"{size / writing.rate:.0f} s; choose a faster disk, or lower health_min_disk_speed"
+                f"{self.disks[0].folder}: written at {_size(writing.rate)}/s, so a checkpoint of {_size(size)} takes "
+                f"about {size / writing.rate:.0f} s; choose a faster disk, or lower health_min_disk_speed"
             )
         if reducing and reducing.measured >= MIN_JUDGED_BYTES and reducing.rate < limits.health_min_bandwidth * 1e9:
             lines.append(

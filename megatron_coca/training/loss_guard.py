@@ -64,8 +64,8 @@ def bad_reason(loss: float, grad_norm: float | None, limits: Limits) -> str | No
 def spike_limit(values: Iterable[float], factor: float) -> float:
     """Return the median of positive values times e to the `factor` robust standard deviations of their logarithms.
 
-    OLMo-core's SkipStepOptimizer, the source of the defaults for window and factor, takes mean and standard deviation of
-    the values: a spike among them hides the next one, while median and absolute deviation hardly change. Logarithms,
+    OLMo-core's SkipStepOptimizer, the source of the defaults for window and factor, takes mean and standard deviation
+    of the values: a spike among them hides the next one, while median and absolute deviation hardly change. Logarithms,
     because gradient norms have a long upper tail, which is full of spikes on a linear scale.
     """
     logarithms = [math.log(value) for value in values]

@@ -90,7 +90,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> Groups:
-    """Group the parameters that require gradients: matrices and embeddings decay; biases and norms do not (GPT-NeoX)."""
+    """Group parameters that require gradients: matrices and embeddings decay; biases and norms do not (GPT-NeoX)."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     decayed = [parameter for parameter in trainable if parameter.dim() >= 2]
     undecayed = [parameter for parameter in trainable if parameter.dim() < 2]

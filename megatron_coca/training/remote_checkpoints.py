@@ -97,15 +97,16 @@ class RemoteCheckpoints:
         attempt(lambda: mark.unlink(missing_ok=True), OSError, main_only=True)
         if not seen:
             raise CheckpointError(
-                f"checkpoint_cache: {self.local.checkpoint_cache} is not the same folder on all hosts, but checkpoints are "
-                "assembled there before they are uploaded; name a folder on a shared file system"
+                f"checkpoint_cache: {self.local.checkpoint_cache} is not the same folder on all hosts, but checkpoints "
+                "are assembled there before they are uploaded; name a folder on a shared file system"
             )
 
     def upload(self, step: int) -> None:
         """Upload the local checkpoint of `step` from rank 0, and remove old ones.
 
-        Checkpoints in the store of the same or a higher step are moved to its quarantine: the run has left their branch,
-        or could not be resumed from them. Raises CheckpointError if `save` could not be written, not for `save_copy`.
+        Checkpoints in the store of the same or a higher step are moved to its quarantine: the run has left their
+        branch, or could not be resumed from them. Raises CheckpointError if `save` could not be written, not for
+        `save_copy`.
         """
         assert self.local.save is not None
         folder = native.step_folder(Path(self.local.save), step)
@@ -157,8 +158,8 @@ class RemoteCheckpoints:
             remote.download(given.iteration, save, resumable=True)
         else:
             raise CheckpointError(
-                f"{remote.url}: already holds a run, up to step {steps[-1]}; resume it with auto_resume=true, or choose "
-                "another URL"
+                f"{remote.url}: already holds a run, up to step {steps[-1]}; resume it with auto_resume=true, or "
+                "choose another URL"
             )
 
     def _on_rank_0(self, action: Callable[[], Any]) -> None:
@@ -177,8 +178,8 @@ def _refuse_other_runs(remote: RemoteFolder, own: Iterable[str | None]) -> None:
     for step in remote.steps():
         if remote.read_json(step, native.META).get("run") not in own:
             raise CheckpointError(
-                f"{remote.url}: step {step} was written by another run than this one; choose another URL, or remove the "
-                "local folder of this run to resume the one in the store"
+                f"{remote.url}: step {step} was written by another run than this one; choose another URL, or remove "
+                "the local folder of this run to resume the one in the store"
             )
 
 

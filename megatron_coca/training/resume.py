@@ -134,8 +134,8 @@ def _refuse_copies_of_another_run(copies: Path, folders: Sequence[Path]) -> None
     remedy = "take another folder for save_copy, or move them elsewhere"
     if not folders:
         raise CheckpointError(
-            f"{copies}: already holds copies of a run, up to step {steps[-1]}, but this run starts from step 0; {remedy}, "
-            "or resume that run with auto_resume=true"
+            f"{copies}: already holds copies of a run, up to step {steps[-1]}, but this run starts from step 0; "
+            f"{remedy}, or resume that run with auto_resume=true"
         )
     copied = runs_of(native.step_folder(copies, step) for step in steps)
     own = runs_of(folder for folder in folders if folder.resolve().parent != copies.resolve()) or copied
@@ -298,7 +298,7 @@ def differing_run(saved: Config, wanted: Config) -> list[str]:
 
 
 def quarantine_newer(keys: CheckpointConfig, chosen: Choice) -> None:
-    """Call `quarantine_newer_in` on rank 0. Every rank must call it, under the folder's lock. Raises CheckpointError."""
+    """Call `quarantine_newer_in` on rank 0. Every rank must call it, under the lock. Raises CheckpointError."""
     done, failure = attempt(lambda: quarantine_newer_in(keys.save, chosen, keys.save_copy), OSError, main_only=True)
     if not done:
         raise CheckpointError(

@@ -307,7 +307,7 @@ class Checkpoints:
                         f"{native.step_folder(root, step)}: is complete, but could not be uploaded ({failure}); "
                         "the same command with auto_resume=true resumes from it"
                     ) from failure
-        except BaseException as error:  # noqa: BLE001 - raised in the training thread
+        except BaseException as error:  # raised in the training thread
             self._error = error
         finally:
             self._watchdog.follow(None)

@@ -39,8 +39,9 @@ class Topology:
         if world_size % ranks:
             raise ConfigError(
                 [
-                    f"pipe_parallel_size {pipe} x model_parallel_size {tensor} x sequence_parallel_size {sequence} = {ranks} "
-                    f"does not divide {world_size} processes; start a multiple of {ranks} (num_gpus), or lower one of them"
+                    f"pipe_parallel_size {pipe} x model_parallel_size {tensor} x sequence_parallel_size {sequence} = "
+                    f"{ranks} does not divide {world_size} processes; start a multiple of {ranks} (num_gpus), or lower "
+                    "one of them"
                 ]
             )
         return cls(pipe, world_size // ranks, tensor, sequence)
@@ -58,7 +59,7 @@ class Topology:
         return Coordinates(pipe, data, tensor, sequence)
 
     def random_stream(self, rank: int) -> int:
-        """Return the index of the random stream of `rank`: tensor-parallel ranks share activations, and so dropout masks."""
+        """Return the random stream's index of `rank`: tensor-parallel ranks share activations and dropout masks."""
         pipe, data, _, sequence = self.coordinates(rank)
         return (pipe * self.data + data) * self.sequence + sequence
 

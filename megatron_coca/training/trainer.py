@@ -328,8 +328,8 @@ class Trainer:
         self._save()
         self._checkpoints.wait()
         raise CheckpointError(
-            f"{save}: was deleted or moved during this run; step {self.step} is saved there again, earlier checkpoints are "
-            "gone. Start the run again, or restore the folder"
+            f"{save}: was deleted or moved during this run; step {self.step} is saved there again, earlier checkpoints "
+            "are gone. Start the run again, or restore the folder"
         )
 
     def _finished(self) -> bool:

@@ -24,8 +24,8 @@ from typing import NamedTuple, Self
 from megatron_coca.training.exit_status import HUNG
 
 GRACE = 10.0
-"""Seconds between a rank's report and its exit. Ranks do not notice a hang at the same moment, and the exit of the first
-makes the launcher stop the rest, so all must have written by then.
+"""Seconds between a rank's report and its exit. Ranks do not notice a hang at the same moment, and the exit of the
+first makes the launcher stop the rest, so all must have written by then.
 """
 LONGEST_POLL = 1.0
 COMMUNICATION = ("distributed_c10d.py", f"{os.sep}deepspeed{os.sep}comm{os.sep}")
@@ -47,7 +47,8 @@ class Watchdog:
 
     First the stacks of all threads are written to standard error and to `hang_rank_<rank>.txt` in `report_folder`,
     with the host, the last heartbeat and the innermost function of the main thread: these tell a rank that waits in a
-    collective from the rank that it waits for. The process then has `GRACE` seconds; if it makes progress, it continues.
+    collective from the rank that it waits for. The process then has `GRACE` seconds; if it makes progress, it
+    continues.
 
     A daemon thread watches. It needs the GIL, so C code that never releases the GIL would block it too; 3 times GRACE
     later faulthandler's own thread writes the stacks to standard error and exits with status 1. That thread also fires
@@ -239,7 +240,7 @@ def _report(kind: type[BaseException], error: BaseException, trace: TracebackTyp
 
 
 def _wrote(report: ErrorReport) -> bool:
-    """Write the error file; True if the launcher will print it. torchrun prints little of it, so there the process does."""
+    """Write the error file; True if the launcher will print it. Under torchrun the process prints it itself."""
     file = os.environ.get(ERROR_FILE)
     if not file:
         return False

@@ -1,6 +1,6 @@
 """Fifty training steps of every position method, against losses written down before.
 
-`PYTHONPATH=. python tests/golden/test_losses.py --write` writes them anew, after a change that is meant to change numbers.
+`PYTHONPATH=. python tests/golden/test_losses.py --write` writes them anew, after an intended change of numbers.
 """
 
 import sys
@@ -18,8 +18,8 @@ from megatron_coca.training.optimizer import build_optimizer
 LOSSES = Path(__file__).parent / "losses"
 STEPS, BATCH, LENGTH, VOCABULARY, PERIOD = 50, 16, 32, 24, 2
 RELATIVE = 2e-4
-"""Another CPU or thread count adds in another order. Changing every initial weight by 1e-7 of itself moves these losses by at
-most 1e-6 of themselves; two methods end more than 1e-2 apart."""
+"""Another CPU or thread count adds in another order. Changing every initial weight by 1e-7 of itself moves these losses
+by at most 1e-6 of themselves; two methods end more than 1e-2 apart."""
 
 KEYS = {
     "num_layers": 2,

@@ -27,7 +27,7 @@ def normal(heads: int, length: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(BATCH, length, heads, HEAD_DIM, device="cuda").to(dtype).transpose(1, 2)
 
 
-def results(attend, operands: list[Tensor], bands: tuple[Band, ...], cotangent: Tensor) -> list[Tensor]:  # type: ignore[no-untyped-def]
+def results(attend, operands: list[Tensor], bands: tuple[Band, ...], cotangent: Tensor) -> list[Tensor]:
     """Output and gradients of V, Q'1, K'1, Q'2, ..., in float64."""
     leaves = [x.detach().requires_grad_() for x in operands]
     segments = tuple(Segment(q, k, band) for q, k, band in zip(leaves[1::2], leaves[2::2], bands, strict=True))

@@ -191,7 +191,7 @@ def left_alive(folder: Path) -> list[str]:
 
 
 def _partials(save: Path) -> set[tuple[str, int, int]]:
-    """The incomplete checkpoints in a folder; a kill before the first save of a launch leaves those of the one before."""
+    """The incomplete checkpoints in a folder; a kill before the first save of a launch leaves the previous one's."""
     return {(path.name, path.stat().st_ino, path.stat().st_mtime_ns) for path in save.glob(".global_step*.partial")}
 
 

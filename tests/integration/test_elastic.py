@@ -58,7 +58,7 @@ def test_the_layout_may_change(
 
 @pytest.mark.slow
 def test_bf16_keeps_its_float32_weights(live: Any, open_run: Any, tmp_path: Path) -> None:
-    """What is saved are the float32 weights: a layout that read the rounded ones back would drift from the first step."""
+    """The float32 weights are saved: a layout that read the rounded ones back would drift from the first step."""
     keys = PLAIN | {"precision": "bfloat16", "zero_stage": 1, "train_batch_size": 4}
     folders = {name: tmp_path / name for name in ("whole", "changed")}
     live(keys | {"save": str(folders["whole"])})

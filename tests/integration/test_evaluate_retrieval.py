@@ -135,7 +135,8 @@ def test_a_fine_tuned_model_has_the_length_that_it_was_fine_tuned_at(
 SAYS = {
     "current": "dynamic length current: in generation an extension that depends on the length sees the tokens so far",
     "prompt": "dynamic length prompt: in generation an extension that depends on the length sees the prompt's length",
-    "total": "dynamic length total: in generation an extension that depends on the length sees the length of prompt and",
+    "total": "dynamic length total: in generation an extension that depends on the length sees "
+    "the length of prompt and",
 }
 
 

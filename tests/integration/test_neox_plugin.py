@@ -222,8 +222,8 @@ CONVERTER = "tools/ckpts/convert_neox_to_hf.py"
 def test_upstreams_converter_refuses_what_the_plugin_trained(
     division: str, checkout: Checkout, runs: Runs, tmp_path: Path
 ) -> None:
-    """Without the plugin it ends in an error about the name; with the plugin in our message. The same weights under plain
-    names are converted in silence.
+    """Without the plugin it ends in an error about the name; with the plugin in our message. The same weights under
+    plain names are converted in silence.
     """
     keys = {"pipe_parallel_size": 0, "model_parallel_size": 1} | scaled(DIVISIONS[division]) | RUN
     (tmp_path / "model.yml").write_text(yaml.safe_dump(keys))
@@ -368,8 +368,8 @@ def test_generation_beyond_the_training_length(
 
 @torch.no_grad()
 def greedy(model: GPT, tokens: list[int], recompute: bool) -> list[int]:
-    """What follows `tokens` in our model. With a cache, a step sees the length so far; anew, GPT-NeoX runs all places that
-    there are and so sees `seq_length` at every step.
+    """What follows `tokens` in our model. With a cache, a step sees the length so far; anew, GPT-NeoX runs all places
+    that there are and so sees `seq_length` at every step.
     """
     cache, answer = model.new_cache(), []
     for _ in range(GENERATED):

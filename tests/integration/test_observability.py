@@ -104,7 +104,7 @@ def test_what_is_measured_at_the_start(live: Any, whole: Any, open_run: Any, tmp
     lines = [json.loads(line) for line in (whole.folder / "metrics.jsonl").read_text().splitlines()]
     (measured,) = [line for line in lines if "health/disk_mb_per_second" in line]
     assert measured["step"] == 0
-    files = [path for path in (whole.folder / "global_step12").rglob("*.safetensors")]
+    files = (whole.folder / "global_step12").rglob("*.safetensors")
     written = sum(path.stat().st_size for path in files)
     assert measured["health/checkpoint_gib"] * 2**30 == pytest.approx(written, rel=0.05)
     assert "health" not in live({"save": str(tmp_path / "run"), "health_check": False}).output

@@ -32,11 +32,11 @@ def command(corpus: Path, output: Path, *options: object) -> list[str]:
 
 def run_tool(*arguments: object) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, str(ROOT / "tools" / "prepare_data.py"), *map(str, arguments)]
-    return subprocess.run(line, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    return subprocess.run(line, check=False, capture_output=True, text=True, cwd=ROOT, timeout=120)
 
 
 def finished(line: list[str]) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    done = subprocess.run(line, check=False, capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stderr
     return done
 
@@ -132,7 +132,7 @@ def test_what_was_prepared_trains(tmp_path: Path) -> None:
     ]
     small += ["train_micro_batch_size_per_gpu=2", f"save={tmp_path / 'run'}", "eval_iters=1"]
     line = [sys.executable, *told, *small]
-    trained = subprocess.run(line, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    trained = subprocess.run(line, check=False, capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert trained.returncode == 0, trained.stderr
     assert (tmp_path / "run" / "global_step2").is_dir() and "c_train" in trained.stderr + trained.stdout
 
@@ -140,7 +140,8 @@ def test_what_was_prepared_trains(tmp_path: Path) -> None:
 def test_a_recipe_is_prepared_and_its_faults_are_named(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\ntwo\n\nthree\n")
     (tmp_path / "recipe.yml").write_text(
-        "tokenizer_type: CharLevelTokenizer\nvalid_fraction: 0\ntest_fraction: 0\nsources:\n  a: {paths: [a.txt], documents: line}\n"
+        "tokenizer_type: CharLevelTokenizer\nvalid_fraction: 0\ntest_fraction: 0\nsources:\n  a: {paths: [a.txt], "
+        "documents: line}\n"
     )
     done = run_tool(tmp_path / "recipe.yml", "--root", tmp_path, "--output", tmp_path / "out")
     assert done.returncode == 0 and "a train: 3 documents" in done.stdout, done.stderr
@@ -201,7 +202,7 @@ sys.exit(result)
 def measured(corpus: Path, output: Path, allowed: int, *options: object) -> subprocess.CompletedProcess[str]:
     tool = command(corpus, output, "--tokenizer-type", "CharLevelTokenizer", "--workers", 0, *options)[2:]
     line = [sys.executable, "-c", MEASURED, str(ROOT), str(allowed), *tool]
-    return subprocess.run(line, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    return subprocess.run(line, check=False, capture_output=True, text=True, cwd=ROOT, timeout=120)
 
 
 def json_lines(millions: int) -> Iterator[bytes]:

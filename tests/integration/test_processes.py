@@ -12,8 +12,8 @@ from tests.integration.hooks import Hook
 
 STEPS = 8
 RELATIVE = 1e-5
-"""Two processes add up their halves of a batch in another order than one process does, and float32 rounds differently. Over
-these eight steps that came to 7e-8 of the gradient norm and 2e-8 of the loss; the rest is room for other CPUs.
+"""Two processes add up their halves of a batch in another order than one process does, and float32 rounds differently.
+Over these eight steps that came to 7e-8 of the gradient norm and 2e-8 of the loss; the rest is room for other CPUs.
 """
 
 PLAIN = {

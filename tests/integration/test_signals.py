@@ -1,4 +1,4 @@
-"""Signals at random and at chosen moments: the run leaves in good order, with the status that says so, and loses nothing."""
+"""Signals at random and at chosen moments: the run exits cleanly, with the status that says so, and loses nothing."""
 
 import json
 import random

@@ -91,7 +91,7 @@ class Checkout:
         own = {"PYTHONPATH": os.pathsep.join(paths), "PATH": os.pathsep.join(programs)}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         variables = clean_environment(own | dict(environment))
-        return subprocess.Popen([self.python, *arguments], cwd=self.home, env=variables, **pipes)  # type: ignore[call-overload]
+        return subprocess.Popen([self.python, *arguments], cwd=self.home, env=variables, **pipes)
 
 
 PLUGIN = ("-m", "megatron_coca.neox_plugin")

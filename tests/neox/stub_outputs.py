@@ -1,7 +1,7 @@
 """python stub_outputs.py CASES.json OUT.json [DENIED ...], with tests/neox/stub and this package on PYTHONPATH.
 
-What the plugin computes in the stub of GPT-NeoX, by case. It needs Python 3.10, PyTorch 2.3, PyYAML and pydantic, no more: an
-import of a DENIED package fails as if it were not installed.
+What the plugin computes in the stub of GPT-NeoX, by case. It needs Python 3.10, PyTorch 2.3, PyYAML and pydantic, no
+more: an import of a DENIED package fails as if it were not installed.
 """
 
 import importlib.abc
@@ -33,8 +33,8 @@ class Deny(importlib.abc.MetaPathFinder):
 
 
 def outputs(cases: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, list[float]]]:
-    """By case: what a layer makes of LENGTH tokens at once (`whole`), of PROMPT tokens and the others one by one in a cache
-    (`cached`), and the gradient with respect to its input. Weights and inputs follow from formulas.
+    """By case: what a layer makes of LENGTH tokens at once (`whole`), of PROMPT tokens and the others one by one in a
+    cache (`cached`), and the gradient with respect to its input. Weights and inputs follow from formulas.
     """
     from megatron.neox_arguments import NeoXArgs
 

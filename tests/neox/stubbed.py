@@ -1,4 +1,4 @@
-"""GPT-NeoX's place taken by tests/neox/stub for the length of a test; `megatron` of another package comes back after it."""
+"""Replaces GPT-NeoX by tests/neox/stub during a test; another package's `megatron` is restored after it."""
 
 import importlib
 import sys

@@ -1,8 +1,8 @@
 """One training set for GPT-NeoX's trainer and ours whose samples both read in the same order.
 
-Each shuffles in its own way, so each gets a file of its own, laid out such that its shuffle gives the common order. Every
-sample begins with one token, which is also what the neighbour before it has to predict last: files may be cut and joined
-there.
+Each shuffles in its own way, so each gets a file of its own, laid out such that its shuffle gives the common order.
+Every sample begins with one token, which is also what the neighbour before it has to predict last: files may be cut and
+joined there.
 """
 
 from pathlib import Path

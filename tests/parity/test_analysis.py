@@ -1,4 +1,4 @@
-"""The analysis against float64 computed pair by pair: from packed projections, by the papers' formulas and the oracle."""
+"""The analysis against float64 computed pair by pair: from packed projections, the papers' formulas and the oracle."""
 
 import cmath
 import math
@@ -183,7 +183,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("pos_emb", "keys"), CASES, ids=lambda case: str(case))
+@pytest.mark.parametrize(("pos_emb", "keys"), CASES, ids=str)
 def test_scores_and_entropy_are_the_oracles(
     pos_emb: str, keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,5 @@
-"""One rule for the tokenizer of a checkpoint: from what GPT-NeoX saves to an export that ends its texts and never chooses a
-padding row.
+"""One rule for the tokenizer of a checkpoint: from what GPT-NeoX saves to an export that ends its texts and never
+chooses a padding row.
 """
 
 import json

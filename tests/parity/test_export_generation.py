@@ -129,7 +129,8 @@ def test_greedy_generation_is_ours(name: str, tmp_path: Path) -> None:
     ("name", "use_cache"), [*((name, True) for name in GROWING), ("coca, dynamic", False), ("coca, clex", False)]
 )
 def test_greedy_generation_at_a_growing_length_is_ours(name: str, use_cache: bool, tmp_path: Path) -> None:
-    """By the default of both: each step sees the length so far. The generation leaves the training length on its way."""
+    """By the default of both: each step sees the length so far. Generation leaves the training length as it
+    proceeds."""
     checkpoint = random_checkpoint(tmp_path / "run", **GROWING[name])
     theirs, prompt, ours = remote(checkpoint, tmp_path / "exported"), tokens(28), load_model(checkpoint)
     expected = generate(ours, prompt, 30, vocab_size=500, use_cache=use_cache)
@@ -251,7 +252,8 @@ def test_positions_that_are_given(tmp_path: Path) -> None:
     ],
 )
 def test_ways_of_decoding_that_the_model_card_tells_apart(scaling: dict[str, Any], same: bool, tmp_path: Path) -> None:
-    """Token by token with the cache, as greedy decoding does; some tokens in one step, as prompt lookup does; no cache."""
+    """Token by token with the cache, as in greedy decoding; some tokens in one step, as prompt lookup does; no
+    cache."""
     model = remote(
         random_checkpoint(tmp_path / "run", **GROUPED, pos_emb="coca", rope_scaling=scaling), tmp_path / "out"
     )

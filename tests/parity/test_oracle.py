@@ -163,7 +163,7 @@ def test_log_n_leaves_the_bias_alone() -> None:
 
 def test_biases() -> None:
     """On a query of zeros the weights are the softmax of the bias alone."""
-    _, k, v = operands(length=300, batch=1)
+    _, k, _ = operands(length=300, batch=1)
     table = torch.randn(32, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     p, a = torch.tensor([0.5, -1.0]).double(), torch.tensor([0.0, 0.7]).double()
     buckets = {0: 0, 15: 15, 16: 16, 17: 16, 31: 21, 32: 21, 64: 26, 127: 31, 128: 31, 299: 31}

@@ -1,6 +1,6 @@
 """The attention kernels in Triton's interpreter (on the GPU where there is one), in float32, against float64."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -56,7 +56,7 @@ MANY = [
 
 
 @pytest.fixture
-def dirty_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def dirty_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """New memory is full of NaN, so that what a kernel does not write, or reads without having written, shows."""
 
     def filling(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -68,7 +68,6 @@ def dirty_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(torch, "empty", filling(torch.empty))
     monkeypatch.setattr(torch, "empty_like", filling(torch.empty_like))
-    yield
 
 
 @pytest.mark.usefixtures("dirty_memory")

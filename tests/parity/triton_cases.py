@@ -94,7 +94,7 @@ class Case:
 
 
 def run(case: Case, backend: Backend, dtype: torch.dtype, device: str = "cpu", draw: int = 0) -> list[Tensor]:
-    """The output and the gradients of all leaves, float64 on the CPU, from a run in `dtype`; coefficients are float32."""
+    """The output and gradients of all leaves, float64 on the CPU, from a run in `dtype`; coefficients are float32."""
     leaves = [
         x.to(device, dtype if x.dim() == 4 else torch.promote_types(dtype, torch.float32)) for x in case.leaves(draw)
     ]

@@ -16,7 +16,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RelativeMap:
-    """Far pairs, whose tokens are `window` or more apart, are scored elsewhere than where they stand; lengths in tokens.
+    """Far pairs, whose tokens are `window` or more apart, are scored elsewhere than where they stand; lengths in
+    tokens.
 
     `leak` is k of Leaky ReRoPE, `group_size` G of SelfExtend, `sinks` the number of first keys that stay visible.
     """

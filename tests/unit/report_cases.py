@@ -172,7 +172,7 @@ def ruler(label: str, lengths: Sequence[int]) -> RulerResult:
 def harness(label: str, base: float, accuracies: Sequence[str] = ("copa", "boolq")) -> HarnessResult:
     """Tasks with an accuracy, the first of `base`, each a hundredth better than the one before, and a perplexity."""
     pos_emb, overrides, _ = USES[label]
-    tasks = {**{name: ("acc", True) for name in accuracies}, "wikitext": ("word_perplexity", False)}
+    tasks = {**dict.fromkeys(accuracies, ("acc", True)), "wikitext": ("word_perplexity", False)}
     cells = [
         {
             "task": task,

@@ -2,6 +2,7 @@
 
 import json
 import runpy
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,7 @@ def test_distances_are_dense_where_it_is_near(length: int, count: int) -> None:
     found = log_distances(length)
     assert found == sorted(set(found)) and found[0] == 0 and found[-1] == length - 1
     assert found[:17] == list(range(min(17, length))) and len(found) == count
-    assert all(after / before < 1.25 for before, after in zip(found[16:], found[17:], strict=False))
+    assert all(after / before < 1.25 for before, after in pairwise(found[16:]))
 
 
 def test_positions_are_spread() -> None:

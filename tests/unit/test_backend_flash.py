@@ -62,7 +62,7 @@ def packed(
     return torch.cat([attention(*document, *rest) for document in documents])
 
 
-def two(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None):  # type: ignore[no-untyped-def]
+def two(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None):
     """FlashAttention-2's flash_attn_func; dropout drops whole heads at random, to be seen in the result."""
     assert causal and softcap == 0.0 and softmax_scale is not None
     calls.append("two")

@@ -45,7 +45,7 @@ def make_inputs(
     heads: tuple[int, int] = (4, 2),
     dtype: torch.dtype = torch.float64,
 ) -> AttentionInputs:
-    """Standard normal operands, leaves of the graph, with their storage as a layer has it: [batch, length, heads, d]."""
+    """Standard normal operands, leaves of the graph, stored as a layer stores them: [batch, length, heads, d]."""
     generator = torch.Generator().manual_seed(length)
 
     def operand(count: int, rows: int) -> Tensor:

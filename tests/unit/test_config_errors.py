@@ -222,7 +222,8 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
         ),
         (
             "sequence_parallel: true",
-            "sequence_parallel: `True`: Megatron's sequence parallelism (set sequence_parallel_size instead) is not supported yet",
+            "sequence_parallel: `True`: Megatron's sequence parallelism (set sequence_parallel_size instead) is not "
+            "supported yet",
         ),
         ("moe_num_experts: 8", "moe_num_experts: mixture of experts is not supported yet"),
         ("norm: te_rmsnorm", "norm: `te_rmsnorm`: Transformer Engine is not supported yet"),
@@ -276,8 +277,8 @@ def test_a_fault_in_an_override_is_placed_on_the_command_line(tmp_path: Path) ->
         tmp_path, complete("pos_emb: rotary\n"), "rope_scaling.rope_type=dynamc", "optimizer={params: {lr: x}}"
     )
     assert found == [
-        "command line: rope_scaling.rope_type: `dynamc` is not one of default | linear | ntk | ntk_fixed | ntk_mixed | dynamic"
-        " | dynamic_max | yarn | dynamic_yarn | longrope | llama3 | clex;"
+        "command line: rope_scaling.rope_type: `dynamc` is not one of default | linear | ntk | ntk_fixed | ntk_mixed | "
+        "dynamic | dynamic_max | yarn | dynamic_yarn | longrope | llama3 | clex;"
         " did you mean `dynamic`?",
         "command line: optimizer.params.lr: expected a number, got 'x'; remove the quotes",
     ]

@@ -18,7 +18,8 @@ AWKWARD = [
     "", " ", "  leading and trailing  ", "\ttabs\t\tand\n\n\nnewlines\r\n",
     "naïve 日本語 😀 e\u0301 \u00a0\u2028\x85\x0c",
     "\u2581literal\u2581 \u2581\u2581", "NUL \x00 and \ufeffBOM \uffff", "<eod> <unk> <s></s> <0x41> <|endoftext|>",
-    "<|endoftext|><|endoftext|>", "    def f(x):\n\t    return x\n", "\u2581begins <eod>\u2581 <e od>\u2581", " " * 61 + "x  ",
+    "<|endoftext|><|endoftext|>", "    def f(x):\n\t    return x\n", "\u2581begins <eod>\u2581 <e od>\u2581",
+    " " * 61 + "x  ",
     "the value of  a function \u2581 the <eod> value\n" * 200, "no-space-at-all" * 500, " " * 5000,
 ]  # fmt: skip
 

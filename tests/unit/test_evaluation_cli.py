@@ -1,4 +1,4 @@
-"""The command line of evaluation answers at once: PyTorch and the other slow libraries are imported when a task runs."""
+"""The evaluation command line answers at once: PyTorch and the other slow libraries are imported when a task runs."""
 
 import subprocess
 import sys

@@ -74,7 +74,7 @@ def test_what_a_text_gets_in_a_batch(scaling: Any, method: str, alone: bool, tmp
     _, text = card(tmp_path, **LLAMA, pos_emb=method, rope_scaling=scaling)
     assert ("Each text gets the numbers that it gets alone" in text) == alone
     assert ("Give it one text at a time" in text) == (not alone) and "{" not in text.split("```")[2]
-    assert alone or f"with `{scaling['rope_type']}`" in text and "more than 32 tokens" in text
+    assert alone or (f"with `{scaling['rope_type']}`" in text and "more than 32 tokens" in text)
 
 
 @pytest.mark.parametrize(("original", "told"), [(None, False), (16, True)])

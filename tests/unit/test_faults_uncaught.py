@@ -55,7 +55,7 @@ def test_torchrun_reads_the_report(tmp_path: Path) -> None:
     finished = ended("raise ValueError('wrong')", **{watchdog.ERROR_FILE: str(file), "TORCHELASTIC_RUN_ID": "none"})
     assert "ValueError: wrong" in finished.stderr, "torchrun shows little of it"
     failure = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(file))
-    assert failure.message["extraInfo"]["py_callstack"].endswith("ValueError: wrong\n") and failure.timestamp > 0  # type: ignore[index]
+    assert failure.message["extraInfo"]["py_callstack"].endswith("ValueError: wrong\n") and failure.timestamp > 0
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", json.dumps({"message": "torch's own"})])

@@ -193,6 +193,6 @@ def test_multipliers() -> None:
     ],
 )
 def test_numbers_that_do_not_fit_are_named(scaling: dict, names: list[str]) -> None:
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=names[0]) as error:
         Rotary(64, 1e4, 512, Scaling(**scaling))
     assert all(name in str(error.value) for name in names)

@@ -27,7 +27,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_command(checkpoint: Path, tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two variants; the order of tasks changes nothing; what is there is not measured again; a failed task is told."""
     (tasks / "both.yaml").write_text(
-        "group: both\ntask: [local_choice, local_rolling]\naggregate_metric_list: [{metric: acc, weight_by_size: true}]\n"
+        "group: both\ntask: [local_choice, local_rolling]\naggregate_metric_list: [{metric: acc, weight_by_size: "
+        "true}]\n"
     )
     variants = ["--variant", "plain", "--variant", "dynamic", "rope_scaling.rope_type=dynamic", "rope_scaling.factor=4"]
     options = [*variants, "--max-length", LENGTH, "--limit", 5]

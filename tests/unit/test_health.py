@@ -129,7 +129,7 @@ def test_disk_is_measured_without_leftovers(alone: None, tmp_path: Path) -> None
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # type: ignore[index]
     keys = {"save": str(tmp_path), "checkpoint_factor": 4}
     found = measure(config(**keys), 0)
-    assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == states  # type: ignore[index]
+    assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == states
     assert not list(tmp_path.iterdir())
     size = health.checkpoint_bytes(config(**keys))
     assert found.writing is not None and found.writing.measured == size and found.writing.rate > 0

@@ -1,4 +1,4 @@
-"""Folders that cannot be imported: the error names what is wrong, nothing is written, and nothing in a pickle is run."""
+"""Folders that cannot be imported: the error names what is wrong, nothing is written, nothing in a pickle is run."""
 
 import json
 import math
@@ -140,7 +140,8 @@ OLD = {"_use_new_zipfile_serialization": False}
 FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "architecture": (
         config(model_type="mistral"),
-        "config.json: model_type 'mistral' is not supported; known: coca_dense, coca_gpt_neox, coca_llama, gpt_neox, llama",
+        "config.json: model_type 'mistral' is not supported; known: coca_dense, coca_gpt_neox, coca_llama, gpt_neox, "
+        "llama",
     ),
     "no size": (config(hidden_size=None), "config.json: has no 'hidden_size'"),
     "size of another kind": (config(num_attention_heads="four"), "config.json: a value in it is of the wrong kind"),

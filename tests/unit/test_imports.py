@@ -38,7 +38,8 @@ FORBIDDEN = (
 """(module or package below the package, what it must not import)."""
 
 ALONE: dict[str, set[str]] = {"deepspeed": {f"{PACKAGE}.training.engine"}, "megatron": set()}
-"""The only modules, or packages, that import a library. GPT-NeoX has a package `megatron` of its own, so ours imports neither."""
+"""The only modules, or packages, that import a library. GPT-NeoX has its own package `megatron`; ours imports
+neither."""
 
 
 @dataclass(frozen=True)

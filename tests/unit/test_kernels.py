@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,10 +15,10 @@ from megatron_coca.attention.inputs import CAUSAL, AttentionInputs, Band, Needs,
 
 pytest.importorskip("triton")
 
-from megatron_coca.kernels import tune  # noqa: E402
-from megatron_coca.kernels.attention import flash_attention  # noqa: E402
-from megatron_coca.kernels.operands import FORMS, fused_operands, unsupported  # noqa: E402
-from megatron_coca.kernels.plan import CONFIGS, SMALL, Launch, blocks_for, row_class  # noqa: E402
+from megatron_coca.kernels import tune
+from megatron_coca.kernels.attention import flash_attention
+from megatron_coca.kernels.operands import FORMS, fused_operands, unsupported
+from megatron_coca.kernels.plan import CONFIGS, SMALL, Launch, blocks_for, row_class
 
 ROOT = Path(__file__).parents[2]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -44,12 +43,11 @@ def plain(x: Tensor, cos: Tensor, sin: Tensor, form: str, is_query: bool) -> Ten
 
 
 @pytest.fixture
-def dirty_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def dirty_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """New memory is full of NaN."""
     empty, empty_like = torch.empty, torch.empty_like
     monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(torch.nan))
     monkeypatch.setattr(torch, "empty_like", lambda x: empty_like(x).fill_(torch.nan))
-    yield
 
 
 def operands(form: str, rotated: int, head_dim: int, own_tables: bool, dtype: torch.dtype, fused: bool) -> list[Tensor]:
@@ -229,6 +227,7 @@ def test_kernels_compile_for_nvidia(capability: int) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     finished = subprocess.run(
         [sys.executable, Path(__file__).parent / "compile_kernels.py", str(capability)],
+        check=False,
         env=environment | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,

@@ -1,4 +1,4 @@
-"""The plugin for GPT-NeoX against a stub: what checkpoints say about positions, and who reads them as something else."""
+"""The plugin for GPT-NeoX against a stub: what checkpoints say about positions, and what misreads them."""
 
 import os
 import sys

@@ -74,7 +74,7 @@ IN_TORCH_2_3 = {
     *("ops.aten._scaled_dot_product_flash_attention_for_cpu", "square", "stack", "tanh", "tensor", "uint64", "where"),
     *("ops.aten._scaled_dot_product_flash_attention_for_cpu_backward", "zeros", "zeros_like"),
 }
-"""Names of torch that the plugin's modules use. Add one only after the test of the named interpreter has passed with it."""
+"""Names of torch that the plugin's modules use. Add one only after the named interpreter's test passes with it."""
 
 OPTIONAL = {
     *(f"nn.attention.flex_attention.{name}" for name in ("BlockMask", "BlockMask.from_kv_blocks", "flex_attention")),

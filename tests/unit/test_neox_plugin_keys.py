@@ -244,7 +244,7 @@ def test_every_launcher_of_deepspeed_passes_it_on(
     arguments = runner.parse_args(launched)
     made = getattr(multinode_runner, f"{launcher}Runner")
     hosts = {"one": [0, 1], "two": [0, 1]}
-    given = [arguments, "e30=", *([] if launcher in ("PDSH",) else [{"one": 2, "two": 2}])]
+    given = [arguments, "e30=", *([] if launcher == "PDSH" else [{"one": 2, "two": 2}])]
     backend = made(*given)
     command = backend.get_cmd({"PATH": "/bin"}, hosts)
     command = command[0] if isinstance(command, tuple) else command

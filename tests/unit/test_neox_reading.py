@@ -195,7 +195,7 @@ def test_networks_that_are_not_here(run: Path, extra: dict[str, Any], message: s
 
 @pytest.mark.parametrize("keys", [KEYS, SEQUENTIAL], ids=["layers", "ranks"])
 def test_weights_of_the_plugin_under_a_plain_configuration(keys: dict[str, Any], tmp_path: Path) -> None:
-    """As after a change of the YAML files, or their loss: nothing else says that these are not plain rotary positions."""
+    """After a change of the YAML files, or their loss: nothing else says that they are not plain rotary positions."""
     folder = written(tmp_path / "run", keys | {"pos_emb": "coca"})
     for path in folder.glob("*.pt"):
         content = torch.load(path, weights_only=False)

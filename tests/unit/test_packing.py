@@ -2,6 +2,7 @@
 
 import struct
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +173,7 @@ def documents_alone(model: torch.nn.Module, batch: Batch, begins: np.ndarray) ->
     total, count = torch.zeros((), dtype=torch.float64), 0
     for row, tokens in enumerate(batch.tokens):
         edges = sorted({0, *np.flatnonzero(begins[row]).tolist(), LENGTH})
-        for first, stop in zip(edges[:-1], edges[1:], strict=True):
+        for first, stop in pairwise(edges):
             places = None if batch.positions is None else torch.from_numpy(batch.positions[row, first:stop])
             logits = model(torch.from_numpy(tokens[None, first:stop]), positions=places)[0]
             losses = F.cross_entropy(logits, torch.from_numpy(tokens[first + 1 : stop + 1]), reduction="none")

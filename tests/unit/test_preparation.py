@@ -1,4 +1,4 @@
-"""The preparation: the same shards whatever the processes and the interruptions; duplicates, splits, faults, weights."""
+"""Preparation: the same shards whatever the processes and the interruptions; duplicates, splits, faults, weights."""
 
 import json
 import random

@@ -121,7 +121,7 @@ def test_an_arrow_stream_cut_between_batches_is_an_error_after_what_comes_before
     path.write_bytes(path.read_bytes()[:-8])
     reader = FileReader(SourceSpec("s", [path], fields={"text": "content"}))
     found: list[str] = []
-    with pytest.raises(DataError, match="no end-of-stream mark"):  # noqa: PT012
+    with pytest.raises(DataError, match="no end-of-stream mark"):
         for chunk in reader.chunks(reader.units()[0]):
             found += [document.text for document in reader.documents(chunk, ReadingProblems())]
     assert found == STACK["content"]

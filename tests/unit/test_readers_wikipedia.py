@@ -24,8 +24,8 @@ FOOT = "</mediawiki>\n"
 
 def page(title: str, text: str, extra: str = "", ns: int = 0, model: str = "wikitext") -> str:
     return (
-        f"  <page>\n    <title>{escape(title)}</title>\n    <ns>{ns}</ns>\n    <id>7</id>\n    {extra}\n    <revision>\n"
-        f"      <id>9</id><model>{model}</model>\n"
+        f"  <page>\n    <title>{escape(title)}</title>\n    <ns>{ns}</ns>\n    <id>7</id>\n    {extra}\n    "
+        f"<revision>\n      <id>9</id><model>{model}</model>\n"
         f'      <text bytes="{len(text)}" xml:space="preserve">{escape(text)}</text>\n    </revision>\n  </page>\n'
     )
 
@@ -142,7 +142,7 @@ def test_a_dump_without_its_end_is_an_error_after_what_comes_before(
     path = tmp_path / "dump.xml"
     path.write_text(content)
     reader, documents, problems = FileReader(SourceSpec("wiki", [path]), block), list[str](), ReadingProblems()
-    with pytest.raises(DataError, match="there is no </mediawiki>"):  # noqa: PT012
+    with pytest.raises(DataError, match="there is no </mediawiki>"):
         for chunk in reader.chunks(reader.units()[0]):
             documents += [document.key for document in reader.documents(chunk, problems)]
     assert documents == ["Ada & Co", "Last"][:found]

@@ -50,7 +50,7 @@ def results(choice: str, **keys: Any) -> dict[str, Tensor]:
     torch.manual_seed(5)
     loss = module(samples())
     loss.backward()
-    return {"loss": loss.detach()} | {name: each.grad for name, each in module.named_parameters()}  # type: ignore[dict-item]
+    return {"loss": loss.detach()} | {name: each.grad for name, each in module.named_parameters()}
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])

@@ -197,7 +197,7 @@ def test_results_are_closed_records() -> None:
 class Page(HTMLParser):
     """What a page is made of; `opened` is what was not closed."""
 
-    VOID = {"meta", "link", "img", "source", "br"}
+    VOID = frozenset({"meta", "link", "img", "source", "br"})
 
     def __init__(self, text: str) -> None:
         super().__init__()

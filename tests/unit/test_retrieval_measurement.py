@@ -1,4 +1,5 @@
-"""From options to result files with models that say what a test wants: scores, batches, interruptions, what is missing."""
+"""From options to result files with models that say what a test wants: scores, batches, interruptions, missing
+cells."""
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
@@ -68,7 +69,7 @@ def run(task: str, model: Subject, *options: object, path: Path | None = None, t
 
     class OneSubject:
         def __init__(self, args: Namespace, task: str) -> None:
-            self.source = EvaluatedCheckpoint(SimpleNamespace(trained=CONFIG), args, tokenizer)  # type: ignore[arg-type]
+            self.source = EvaluatedCheckpoint(SimpleNamespace(trained=CONFIG), args, tokenizer)
             self.status = 0
 
         def variants(self, empty: Any, table: Any) -> Iterator[tuple[Subject, Store[Any]]]:

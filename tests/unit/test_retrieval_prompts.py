@@ -132,7 +132,7 @@ def test_few_candidates_are_tokenised(folder: Path) -> None:
             sizes.append(len(text))
             return tokenizer.encode(text)
 
-    draft = HaystackDraft("Find it.", FILLER_HAYSTACK, [], "What is it?", TokenCosts(Counting()))  # type: ignore[arg-type]
+    draft = HaystackDraft("Find it.", FILLER_HAYSTACK, [], "What is it?", TokenCosts(Counting()))
     fitted = fit(draft, Counting(), 20000)  # type: ignore[arg-type]
     assert sum(size > len(fitted.text.text) / 2 for size in sizes) <= 3
 

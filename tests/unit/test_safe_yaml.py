@@ -1,4 +1,5 @@
-"""YAML that somebody else wrote: bombs, deep nesting, control characters and values that PyYAML's constructors choke on.
+"""YAML that somebody else wrote: bombs, deep nesting, control characters and values that PyYAML's constructors choke
+on.
 
 Configurations, recipes of corpora, suites of evaluation and the configuration of a downloaded checkpoint end in their
 own error with file and line, soon and in little memory.

@@ -1,6 +1,7 @@
 """The learning rate at every point that matters, for every style."""
 
 import math
+from itertools import pairwise
 
 import pytest
 
@@ -41,7 +42,7 @@ def test_start_peak_half_and_end(style: str) -> None:
     assert found[54] == pytest.approx(AT_HALF[style])
     assert found[-1] == pytest.approx(AT_END[style])
     falling = found[9:]
-    assert all(later <= earlier for earlier, later in zip(falling, falling[1:], strict=False))
+    assert all(later <= earlier for earlier, later in pairwise(falling))
     assert min(falling) >= LOW
 
 

@@ -24,7 +24,7 @@ def test_every_place_is_taken_once(sizes: tuple[int, int, int]) -> None:
 
 
 def test_neighbours_share_a_model() -> None:
-    """DeepSpeed's meshes put data ranks outside tensor and sequence ranks, and its pipelines put stages outside both."""
+    """DeepSpeed's meshes put data ranks outside tensor and sequence ranks, and pipelines put stages outside both."""
     topology = Topology.of(parallel(tensor=2), 6)
     assert [topology.coordinates(rank).data for rank in range(6)] == [0, 0, 1, 1, 2, 2]
     assert [topology.coordinates(rank).tensor for rank in range(6)] == [0, 1, 0, 1, 0, 1]

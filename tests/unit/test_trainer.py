@@ -198,7 +198,13 @@ def test_a_rollback_to_nothing_but_an_unreadable_checkpoint(
 
 def at(call: int, action: Callable[[], object]) -> Callable[[int], float]:
     """Losses of an ordinary run, in one step of which something happens to the disk."""
-    return lambda now: 1.0 if now != call or action() else 1.0
+
+    def loss(now: int) -> float:
+        if now == call:
+            action()
+        return 1.0
+
+    return loss
 
 
 def test_a_deleted_save_folder_is_noticed_at_the_next_report(run: Run, tmp_path: Path) -> None:

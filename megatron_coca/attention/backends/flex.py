@@ -87,8 +87,9 @@ def _attend_one_query(inputs: AttentionInputs) -> Tensor:
 
 
 def _score_mod(bias: DistanceBias, inputs: AttentionInputs) -> Callable[..., Tensor]:
-    """A linear bias is computed in the kernel; any other is looked up in a vector [heads, key_length], because gradients
-    of learned coefficients would need an atomic addition per pair, and tensors created in a score_mod miscompile.
+    """A linear bias is computed in the kernel; any other is looked up in a vector [heads, key_length], because
+    gradients of learned coefficients would need an atomic addition per pair, and tensors created in a score_mod
+    miscompile.
     """
     past = inputs.past
     if bias.formula == "linear":

@@ -2,7 +2,8 @@
 
 The visible pairs are divided into pieces that need no mask. A row's output is the sum of its pieces' outputs weighted
 by their shares of the softmax denominator. In the backward pass each piece calls the flash kernel's own backward with
-the merged output and log-sum-exp, so softmax weights and row sums are those of the complete row and gradients are exact.
+the merged output and log-sum-exp, so softmax weights and row sums are those of the complete row and gradients are
+exact.
 """
 
 from collections.abc import Iterator
@@ -151,7 +152,7 @@ def _attend_row(inputs: AttentionInputs) -> Tensor:
 
 
 def _view(x: Tensor, piece: Piece, start: int, size: int) -> Tensor:
-    """A piece's rows of x [batch, heads, length, ...] from `start` on, as the view [batch, blocks, heads, size, ...]."""
+    """A piece's rows of x [batch, heads, length, ...] from `start` on: the view [batch, blocks, heads, size, ...]."""
     strides = (x.stride(0), piece.step * x.stride(2), x.stride(1), *x.stride()[2:])
     shape = (x.shape[0], piece.blocks, x.shape[1], size, *x.shape[3:])
     return x.as_strided(shape, strides, x.storage_offset() + start * x.stride(2))

@@ -50,7 +50,7 @@ def _scores(inputs: AttentionInputs) -> Tensor:
 
 
 def _visible(band: Band, distance: Tensor, first: Tensor) -> Tensor:
-    """Pairs in the band, [batch or 1, 1, query_length, key_length]; `first` is the first key of the query's document."""
+    """Pairs in the band, [batch or 1, 1, query_length, key_length]; `first` is the query's document's first key."""
     key = torch.arange(distance.shape[1], device=distance.device)
     high = distance.shape[1] if band.high is None else band.high
     inside = (distance >= band.low) & (distance < high) & (key >= first)

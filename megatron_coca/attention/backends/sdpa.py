@@ -163,7 +163,7 @@ class _Rows(NamedTuple):
 
 
 class _Tile(NamedTuple):
-    """Weights and score gradients [rows, columns], and the buffer [rows, rows + columns] of which `scores` is a view."""
+    """Weights and score gradients [rows, columns], and the buffer [rows, rows + columns] that `scores` is a view of."""
 
     weights: Tensor
     scores: Tensor

@@ -101,8 +101,8 @@ class KerplePowerBias(_OfCoefficients):
 class BucketBias(_OfCoefficients):
     """One number per bucket of distances: `coefficients` [heads, buckets] (Raffel et al. 2020, "T5", section 2.1).
 
-    For B buckets and E = floor(B/2), a distance below E is a bucket of its own; from there on the bucket is E + floor((B - E)
-    ln(r/E) / ln(max_distance/E)), at most B - 1.
+    For B buckets and E = floor(B/2), a distance below E is a bucket of its own; from there on the bucket is E +
+    floor((B - E) ln(r/E) / ln(max_distance/E)), at most B - 1.
     """
 
     max_distance: int = 128

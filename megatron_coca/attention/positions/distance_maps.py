@@ -44,7 +44,7 @@ UNMAPPED = (CAUSAL,)
 
 @dataclass(frozen=True)
 class MapSettings:
-    """Window w in tokens, k of Leaky ReRoPE, G of SelfExtend, and the first keys that stay visible (attention sinks)."""
+    """Window w in tokens, k of Leaky ReRoPE, G of SelfExtend, and first keys that stay visible (attention sinks)."""
 
     window: int
     leak: float = 16.0

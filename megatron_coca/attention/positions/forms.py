@@ -186,8 +186,8 @@ SCALE_BASE = 512
 def growth(positions: Tensor, dim: int, centre: float) -> Tensor:
     """xPos's factor on queries, zeta_j^((p - c)/512) with zeta_j = (2j/d + gamma)/(1 + gamma); keys are divided by it.
 
-    float64 `positions` [...] -> [..., dim/2]. The centre c cancels in the scores; it keeps the factors small, which would
-    overflow at 32k without it.
+    float64 `positions` [...] -> [..., dim/2]. The centre c cancels in the scores; it keeps the factors small, which
+    would overflow at 32k without it.
     """
     pair = torch.arange(dim // 2, dtype=torch.float64, device=positions.device)
     zeta = (2 * pair / dim + GAMMA) / (1 + GAMMA)
@@ -293,7 +293,7 @@ def _split(x: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _slack_query(q: Tensor, tables: RotaryTables) -> Tensor:
-    """q * (R_m q), elementwise (Zhu et al. 2024, "CoCA", the slack form, whose scores the paper writes as a contraction)."""
+    """q * (R_m q), elementwise (Zhu et al. 2024, "CoCA", the slack form, which the paper writes as a contraction)."""
     return times_rotated(q, tables)
 
 

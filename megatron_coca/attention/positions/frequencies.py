@@ -292,7 +292,8 @@ def _check_wavelengths(rotary: Rotary) -> None:
     low, high = rotary.scaling.low_freq_factor, rotary.scaling.high_freq_factor
     if not 0 < low < high:
         raise ValueError(
-            f"llama3 needs 0 < low_freq_factor < high_freq_factor, got low_freq_factor {low} and high_freq_factor {high}"
+            f"llama3 needs 0 < low_freq_factor < high_freq_factor, got low_freq_factor {low} and high_freq_factor "
+            f"{high}"
         )
 
 

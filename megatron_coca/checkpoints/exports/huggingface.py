@@ -129,7 +129,7 @@ def _llama_keys(config: Config) -> dict[str, Any]:
 
 
 class Exporter(NamedTuple):
-    """One architecture of transformers: whether it expresses a model, our names -> its weights, its config.json keys."""
+    """One architecture of transformers: if it expresses a model, our names -> its weights, its config.json keys."""
 
     fits: Callable[[Config], bool]
     rows: Callable[[Config], tuple[weight_map.Row, ...]]
@@ -228,8 +228,9 @@ def _rope_parameters(config: Config) -> dict[str, Any]:
 def describe_position(config: Config, weights: Weights) -> dict[str, Any]:
     """Return config.json's section on positions; the inverse of `position_keys`. `weights` have our names.
 
-    Defaults that follow from the training length are written out, so that the modelling file need not know them. ALiBi's
-    slopes, the smallest distance of each T5 bucket and CLEX's solved frequencies are for the modelling file alone.
+    Defaults that follow from the training length are written out, so that the modelling file need not know them.
+    ALiBi's slopes, the smallest distance of each T5 bucket and CLEX's solved frequencies are for the modelling file
+    alone.
     """
     position, length, heads = config.position, config.model.seq_length, config.model.num_attention_heads
     section = {name: value for name, value in position.model_dump().items() if name in POSITION_KEYS}

@@ -1,8 +1,8 @@
 """LLaMA and GPT-NeoX with other position methods, for Hugging Face transformers: CoCA, xPos, ALiBi, KERPLE and others.
 
-This file is saved with the weights, is loaded with `trust_remote_code=True`, and needs torch and transformers alone. The
-position method is the mapping `position` in config.json. `coca_dense` is LLaMA's attention in a block whose norms, MLP
-and residual the mapping `network` describes.
+This file is saved with the weights, is loaded with `trust_remote_code=True`, and needs torch and transformers alone.
+The position method is the mapping `position` in config.json. `coca_dense` is LLaMA's attention in a block whose norms,
+MLP and residual the mapping `network` describes.
 
 Every method is ordinary attention, softmax(Q' K'^T / sqrt(head_dim) + bias) V. Q' and K' are formed here and passed to
 the attention function that transformers is configured with. Notation: m position of a query, n of a key, r = m - n, R_p
@@ -312,7 +312,7 @@ def choose(table: dict[str, Any], name: str, key: str, section: str = "position"
 
 
 class TokenPlaces(NamedTuple):
-    """Positions of queries and of keys [batch or 1, ...], the length of each row, and the tokens that the cache holds."""
+    """Positions of queries and of keys [batch or 1, ...], the length of each row, and the tokens in the cache."""
 
     queries: Tensor
     keys: Tensor
@@ -438,7 +438,7 @@ def token_places(
 ) -> TokenPlaces:
     """Return the places of `new` queries behind `past` tokens, among `total` keys.
 
-    A mask [batch, keys] says which keys are padding; of one [batch, 1, queries, keys] the row of the last query says it.
+    A mask [batch, keys] says which keys are padding; of one [batch, 1, queries, keys] the last query's row says it.
     """
     if mask is not None and mask.dim() == 4:
         last = mask[:, 0, -1]
@@ -511,7 +511,7 @@ class CocaAttention:
         """Return the attention function that must replace the configured one, else None."""
         if shared.inside is not None:
             return mapped_attention
-        # Fused kernels want a mask in the operands' dtype, and a far distance has few different values in half precision.
+        # Fused kernels want a mask in the operands' dtype, and far distances have few values in half precision.
         eager = self.config._attn_implementation == "eager" or (self.positions.biased and mask.dtype != dtype)
         return eager_attention_forward if eager else None
 
@@ -783,8 +783,8 @@ class CocaModel(InitWeights):
         if kept_elsewhere and (method.by_length or method.method == "xpos"):
             raise ValueError(
                 f"{name} keeps keys that are rotated already, and here rotations change with the length (pos_emb "
-                f"{method.method}, rope_scaling {dict(method.scaling)}); set a rope_scaling that does not depend on the "
-                "length"
+                f"{method.method}, rope_scaling {dict(method.scaling)}); set a rope_scaling that does not depend on "
+                "the length"
             )
 
 

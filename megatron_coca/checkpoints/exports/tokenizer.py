@@ -1,4 +1,4 @@
-"""Write our tokenizers as files that Hugging Face's AutoTokenizer reads: the same text gives the same ids, none added."""
+"""Write our tokenizers as files that Hugging Face's AutoTokenizer reads: a text gives the same ids, none added."""
 
 import json
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""The files that describe prepared shards: ``manifest.json`` (what was read and written) and ``data.yml`` (data keys)."""
+"""Files that describe prepared shards: ``manifest.json`` (what was read and written) and ``data.yml`` (data keys)."""
 
 import hashlib
 import json

@@ -101,7 +101,7 @@ _chunk_tokenizer: ChunkTokenizer | None = None  # one per worker process: openin
 
 
 def _start_worker(sources: Sequence[CorpusSource], tokenizer: Path, rules: Rules) -> None:
-    global _chunk_tokenizer
+    global _chunk_tokenizer  # noqa: PLW0603 - a process pool has no other place for what its initializer makes
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     _chunk_tokenizer = ChunkTokenizer(sources, load_saved_tokenizer(tokenizer), rules)
 

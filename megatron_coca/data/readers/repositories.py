@@ -1,7 +1,8 @@
 """Reader of folders of repositories, cloned or unpacked: one document per source file.
 
-A path of the source holds repositories: ``name`` or ``owner/name``. A folder in it is a repository if it has ``.git`` or
-any file of its own; if it has only folders, those are the repositories of an owner. A path with ``.git`` is a repository.
+A path of the source holds repositories: ``name`` or ``owner/name``. A folder in it is a repository if it has ``.git``
+or any file of its own; if it has only folders, those are the repositories of an owner. A path with ``.git`` is a
+repository.
 """
 
 import difflib

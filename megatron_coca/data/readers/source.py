@@ -178,7 +178,8 @@ def check_keys(spec: SourceSpec, reader: str) -> None:
         given = getattr(spec, key)
         if reader not in readers and given and given != getattr(unset, key):
             raise DataError(
-                f"{spec.name}: the reader {reader} does not use {key}. Remove it, or use the reader {' or '.join(readers)}."
+                f"{spec.name}: the reader {reader} does not use {key}. Remove it, or use the reader "
+                f"{' or '.join(readers)}."
             )
 
 

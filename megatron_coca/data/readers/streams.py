@@ -172,7 +172,7 @@ class TextDocuments:
     delimiter: bytes | None
 
     def rows(self, chunk: Chunk, problems: ReadingProblems) -> Iterator[tuple[str, Row]]:
-        """Yield rows with ``text``, without the last line ending, numbered by their first line; a file has no number."""
+        """Yield rows with ``text``, without the last line ending, numbered by their first line; files have none."""
         records: Iterable[tuple[str, bytes]]
         if self.delimiter is None:
             records = [(chunk.path, chunk.payload.removeprefix(BYTE_ORDER_MARK))]

@@ -1,8 +1,8 @@
 """Wikipedia: XML exports of MediaWiki (``pages-articles.xml.bz2``) and the output of WikiExtractor.
 
-A page of an export becomes a row with ``text`` (title, blank line, prose), ``title``, ``key`` (the title) and ``id``. Of
-several revisions the last one is used. Redirects, other namespaces, disambiguation pages, pages that are not wikitext
-and pages without prose are filtered and counted. The format is described in
+A page of an export becomes a row with ``text`` (title, blank line, prose), ``title``, ``key`` (the title) and ``id``.
+Of several revisions the last one is used. Redirects, other namespaces, disambiguation pages, pages that are not
+wikitext and pages without prose are filtered and counted. The format is described in
 https://www.mediawiki.org/wiki/Help:Export. The markup is reduced to prose by regular expressions in linear time; a full
 parser (mwparserfromhell) takes quadratic time, or crashes, on the unbalanced markup that dumps contain.
 """
@@ -400,7 +400,7 @@ _BEFORE_DATA = b"\xef\xbb\xbf \t\r\n"
 
 
 def settled(form: str, blocks: Iterator[bytes]) -> tuple[str, Iterator[bytes]]:
-    """The format of a stream, and all of its blocks: WikiExtractor writes JSON lines or ``<doc>`` under the same names."""
+    """The format of a stream, and all its blocks: WikiExtractor writes JSON lines or ``<doc>`` under the same names."""
     if form != EXTRACT:
         return form, blocks
     read = []

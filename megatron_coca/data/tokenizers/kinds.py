@@ -25,7 +25,7 @@ Files = Mapping[str, tuple[str, bytes]]
 
 
 def fingerprint_of(tokenizer_type: str, files: Files, eod: str | None = None) -> str:
-    """SHA-256 of the files, or of a type without files; a separator other than the default makes another fingerprint."""
+    """SHA-256 of the files, or of a type without files; a separator other than the default changes the fingerprint."""
     content = b"".join(data for _, data in files.values()) or tokenizer_type.encode()
     return hashlib.sha256(content + (b"\0" + eod.encode() if eod else b"")).hexdigest()
 
@@ -102,8 +102,8 @@ class FileTokenizer(ABC):
             if surrogate is None:
                 raise
             raise DataError(
-                f"A text contains half a surrogate pair, U+{ord(surrogate[0]):X} at character {surrogate.start()}, which "
-                "is not a character: it was decoded incorrectly. Correct the text, or leave it out."
+                f"A text contains half a surrogate pair, U+{ord(surrogate[0]):X} at character {surrogate.start()}, "
+                "which is not a character: it was decoded incorrectly. Correct the text, or leave it out."
             ) from error
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -234,8 +234,8 @@ class HFTokenizer(FileTokenizer):
         eod = super()._find_eod(symbol)
         if symbol is not None and eod in self.encode(symbol):
             raise DataError(
-                f"{symbol!r} cannot end documents: text with these characters would become the separator. Name a special "
-                "token."
+                f"{symbol!r} cannot end documents: text with these characters would become the separator. Name a "
+                "special token."
             )
         return eod
 

@@ -87,8 +87,8 @@ _PIECE = 2000  # characters; the library's time per character doubles by a milli
 
 
 class SentencePieceTokenizer(FileTokenizer):
-    """A SentencePiece model. ``decode(encode(x)) == x`` for models without normalization and with byte fallback, such as
-    LLaMA's and those of ``train_sentencepiece``.
+    """A SentencePiece model. ``decode(encode(x)) == x`` for models without normalization and with byte fallback, such
+    as LLaMA's and those of ``train_sentencepiece``.
     """
 
     tokenizer_type = "SPMTokenizer"

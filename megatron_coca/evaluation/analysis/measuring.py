@@ -37,8 +37,8 @@ ROUNDING = 1e-9
 """The relative excess of a score over its bound that is rounding: both are float64 sums of some ten terms."""
 
 Visit = Callable[[Tensor, Tensor, AttentionInputs], None]
-"""Receives one layer's q [batch, heads, length, head_dim] and k [batch, kv_heads, length, head_dim] before rotation (for
-CoCA k is the T projection), and the inputs of its backend."""
+"""Receives one layer's q [batch, heads, length, head_dim] and k [batch, kv_heads, length, head_dim] before rotation
+(for CoCA k is the T projection), and the inputs of its backend."""
 
 
 @contextmanager
@@ -258,10 +258,10 @@ def summarise_decay(distances: list[int], sampled: list[list[np.ndarray]], swept
 
 PROTOCOL = (
     "the model reads the first l tokens of each document, positions counted from 0, no token added; Theta_j is the "
-    "angle from k_j to q_j, counterclockwise, before rotation, in (-pi, pi]; a pair of tokens is a query and a key that "
-    "it sees, drawn uniformly; anomalous: Theta_j below 0; borders: distances at which Theta_j + r theta_j reaches 0 "
-    "(k, anomalous pairs alone), pi (-q) and 2 pi (q); scores are scaled and with their bias, as softmax takes them; "
-    "turned: the same q and k with the query at the last position; entropy in nats"
+    "angle from k_j to q_j, counterclockwise, before rotation, in (-pi, pi]; a pair of tokens is a query and a key "
+    "that it sees, drawn uniformly; anomalous: Theta_j below 0; borders: distances at which Theta_j + r theta_j "
+    "reaches 0 (k, anomalous pairs alone), pi (-q) and 2 pi (q); scores are scaled and with their bias, as softmax "
+    "takes them; turned: the same q and k with the query at the last position; entropy in nats"
 )
 REMEDY = "leave the length out, lower --pairs or use --dtype bfloat16"
 

@@ -118,8 +118,8 @@ class HarnessModel(TemplateLM):
         return next(self.model.parameters()).device
 
     def _batches(self, inputs: Mapping[tuple[int, ...], object]) -> Iterator[list[tuple[int, ...]]]:
-        """Yield the inputs longest first, so that exhausted memory shows at once; at most `tokens_per_batch` tokens with
-        padding. Inputs with different frequencies of a length-dependent extension are in different batches.
+        """Yield the inputs longest first, so that exhausted memory shows at once; at most `tokens_per_batch` tokens
+        with padding. Inputs with different frequencies of a length-dependent extension are in different batches.
         """
         rotary = self.model.method.rotary
         depends_on_length = rotary is not None and (self.model.method.clex is not None or rotary.depends_on_length)

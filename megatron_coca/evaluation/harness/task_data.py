@@ -1,4 +1,4 @@
-"""Documents of the tasks in `tasks/`: the user's files, in the formats in which SuperGLUE, CLUE and FewCLUE publish them.
+"""Documents of the tasks in `tasks/`: the user's files, in the published formats of SuperGLUE, CLUE and FewCLUE.
 
 The harness calls `load`, which the task files name, with the value of `--task-data`.
 """

@@ -29,9 +29,9 @@ def build_report(
 ) -> str:
     """Write report.html, report.md, report.json and the plots as PNG into `output_dir`.
 
-    `result_files` are files of `evaluate.py TASK --output`, or folders of them. `papers` adds published numbers. Returns
-    the tables of our results as Markdown. Raises EvaluationError for files that are not results, for labels that stand
-    for two models, where there is nothing to report, and where nothing can be written.
+    `result_files` are files of `evaluate.py TASK --output`, or folders of them. `papers` adds published numbers.
+    Returns the tables of our results as Markdown. Raises EvaluationError for files that are not results, for labels
+    that stand for two models, where there is nothing to report, and where nothing can be written.
     """
     folder = Path(output_dir)
     check_writable(folder / REPORT_FILE)

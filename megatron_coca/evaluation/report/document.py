@@ -18,8 +18,8 @@ from megatron_coca.tables import escaped, format_table, in_cell
 class TableCell:
     """One cell: `text` as shown, the `value` behind it, and `detail` in small print (an interval).
 
-    `note` becomes a footnote: why there is no number, or what it does not cover. A `partial` number is not compared with
-    the others of its column. `wide` cells are text.
+    `note` becomes a footnote: why there is no number, or what it does not cover. A `partial` number is not compared
+    with the others of its column. `wide` cells are text.
     """
 
     text: str

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from statistics import fmean
 from typing import Any
 
@@ -110,8 +111,8 @@ def perplexity_blocks(group: ResultGroup, name: str, papers: bool) -> ReportBloc
 
 
 REPEATED = (
-    "Su counts the tokens that are predicted right, on texts of the training length, on longer ones, and on longer ones "
-    "that repeat their beginning (`--repeat`, a table of its own here)."
+    "Su counts the tokens that are predicted right, on texts of the training length, on longer ones, and on longer "
+    "ones that repeat their beginning (`--repeat`, a table of its own here)."
 )
 
 
@@ -166,11 +167,9 @@ def passkey_blocks(group: ResultGroup, name: str, papers: bool) -> ReportBlock:
     lengths = group.lengths()
     rows: list[TableRow] = []
     for side in ("inside", "beyond"):
+        counts = attrgetter(side)
         ours = [
-            TableRow(
-                f"{series.label}, {side}",
-                tuple(passkey_cell(series, at, lambda cell, side=side: getattr(cell, side)) for at in lengths),  # type: ignore[misc]
-            )
+            TableRow(f"{series.label}, {side}", tuple(passkey_cell(series, at, counts) for at in lengths))
             for series in group.series
         ]
         rows += shared.mark_best(ours, lowest=False)

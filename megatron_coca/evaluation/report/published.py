@@ -227,8 +227,8 @@ TASKS_BY_GROUP: dict[str, tuple[str, ...]] = {
     "Examination": ("mmlu", "cmmlu", "ceval-valid"),
     "Knowledge": ("boolq",),
 }
-"""The 17 tasks behind Table 5 by their names in lm-evaluation-harness and this project, in the groups that the README of
-OpenCompass has for them. arXiv version 3 prints neither the tasks nor their values, only means of groups, and no
+"""The 17 tasks behind Table 5 by their names in lm-evaluation-harness and this project, in the groups that the README
+of OpenCompass has for them. arXiv version 3 prints neither the tasks nor their values, only means of groups, and no
 Knowledge. It reports accuracies.
 """
 
@@ -237,8 +237,8 @@ AVERAGED_GROUPS = SHORT_CONTEXT.columns[:-1]
 
 COST = (
     "Published (CoCA paper, arXiv:2309.08646v3, Figure 6 and appendix C): CoCA is about 5% to 10% slower than vanilla "
-    "self-attention at inference, and needs about 60 GB of GPU memory at a length of 32k with the opt_einsum contraction "
-    "(350M parameters)."
+    "self-attention at inference, and needs about 60 GB of GPU memory at a length of 32k with the opt_einsum "
+    "contraction (350M parameters)."
 )
 
 COMPLEXITY_SETTING = "operations and memory of one attention block; N tokens, h heads of dimension d"

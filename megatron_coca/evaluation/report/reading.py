@@ -48,8 +48,8 @@ class LoadedResult:
 def read_results(paths: Sequence[str | Path]) -> list[LoadedResult]:
     """Reads files and folders with everything below them; each file once, in folders sorted by name.
 
-    A result without a label gets the name of its checkpoint's folder. Other JSON files in a folder are named in a warning.
-    Raises EvaluationError for a named file that is not a result, for a damaged one, and where there is none at all.
+    A result without a label gets the name of its checkpoint's folder. Other JSON files in a folder are named in a
+    warning. Raises EvaluationError for a named file that is not a result, for a damaged one, and if there is none.
     """
     loaded: dict[Path, LoadedResult] = {}
     for path in map(Path, paths):

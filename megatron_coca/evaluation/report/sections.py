@@ -229,8 +229,8 @@ def speed_figure(result: SpeedResult, name: str, what: str) -> Figure | None:
 
 MEMORY_CAPTIONS = {
     False: "Peak memory: on CUDA the most that PyTorch held, weights included",
-    True: "Peak memory: on the CPU it is the growth of the process's memory, so that only the first label measured in a "
-    "process shows the whole",
+    True: "Peak memory: on the CPU it is the growth of the process's memory, so that only the first label measured in "
+    "a process shows the whole",
 }
 """By whether a result was measured on the CPU."""
 SMALLEST_GROWTH = 1024**2

@@ -159,7 +159,7 @@ def generate_answers(
 
 
 def batches(lengths: Sequence[int], max_new_tokens: int, tokens_per_batch: int) -> Iterator[list[int]]:
-    """Yield indices of prompts of one length, at most `tokens_per_batch` tokens with their answers, short ones first."""
+    """Yield indices of one length's prompts, at most `tokens_per_batch` tokens with their answers, short ones first."""
     for length in sorted(set(lengths)):
         indices = [index for index, other in enumerate(lengths) if other == length]
         size = max(1, tokens_per_batch // (length + max_new_tokens))

@@ -123,7 +123,7 @@ RetrievalResult = PasskeyResult | NeedleResult | RulerResult
 
 
 def wilson_interval(fraction: float, count: int) -> tuple[float, float]:
-    """Return the 95% interval of a fraction of `count` trials (Wilson 1927); within 0 .. 1, and not empty at either end.
+    """Return the 95% interval of a fraction of `count` trials (Wilson 1927); within 0 .. 1, nowhere empty.
 
     For a mean of scores that are not all 0 or 1 it is wider than needed: no other scores of that mean vary as much.
     """

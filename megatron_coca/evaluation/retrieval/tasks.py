@@ -18,8 +18,8 @@ from megatron_coca.evaluation.retrieval.prompts import Case, Draft, Haystack, Ha
 
 PASSKEY_PROTOCOL = (
     "passkey: task, filler, passkey, filler, question, one piece a line; each stretch of filler repeats the block of "
-    "five sentences whole, with as many blocks as fit into the length in tokens; key uniform in 10000..99999, in any gap "
-    "between two blocks alike; greedy decoding up to the end-of-document token; right if the first unbroken run of "
+    "five sentences whole, with as many blocks as fit into the length in tokens; key uniform in 10000..99999, in any "
+    "gap between two blocks alike; greedy decoding up to the end-of-document token; right if the first unbroken run of "
     "exactly five digits in the answer is the key; distance in tokens from the key's first mention to the prompt's end"
 )
 NEEDLE_PROTOCOL = (
@@ -119,7 +119,7 @@ Compose = Callable[[Random, int, TokenCosts], tuple[Draft, tuple[str, ...]]]
 
 @dataclass(frozen=True)
 class RetrievalTask:
-    """A kind of prompts with known answers; the random numbers of a case follow from `name`, seed, length and number."""
+    """A kind of prompts with known answers; random numbers of a case follow from `name`, seed, length and number."""
 
     name: str
     compose: Compose

@@ -30,8 +30,8 @@ def contracted_attention(
 ) -> Tensor:
     """Causal CoCA-Slack attention [batch, heads, length, head_dim] in the dtype of q, with O(length^2) memory.
 
-    q is [batch, heads, length, head_dim], t (the T projection) and v are [batch, kv_heads, length, head_dim]; the tables
-    belong to their positions.
+    q is [batch, heads, length, head_dim], t (the T projection) and v are [batch, kv_heads, length, head_dim]; the
+    tables belong to their positions.
     """
     groups, length = q.shape[1] // t.shape[1], q.shape[2]
     t, v = t.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
@@ -102,7 +102,7 @@ class Built:
 
 
 def choose(base: Config, methods: Sequence[str], variants: Sequence[Variant]) -> tuple[list[Case], list[Missing]]:
-    """The cases asked for (values of `pos_emb`, `contraction`, and variants of the base configuration), and the refused.
+    """The cases asked for (values of `pos_emb`, `contraction`, and variants of the base config), and the refused.
 
     Raises EvaluationError where two have one label.
     """

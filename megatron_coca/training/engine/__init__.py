@@ -1,6 +1,5 @@
 """The only package that imports DeepSpeed: the process group of a run, and the engine that trains a model in it."""
 
-# ruff: noqa: E402
 import os
 
 import torch

@@ -51,8 +51,8 @@ RESERVED = frozenset(
         "checkpoint",
     }
 )
-"""DeepSpeed keys that have a key of ours. The total batch is left to DeepSpeed's arithmetic, which counts tensor-parallel
-ranks as data-parallel ones in some places and uses the product for nothing.
+"""DeepSpeed keys that have a key of ours. The total batch is left to DeepSpeed's arithmetic, which counts
+tensor-parallel ranks as data-parallel ones in some places and uses the product for nothing.
 """
 PER_HEAD = r".*\.(position_bias|positions\.bias|positions\.clex)\..*"
 """Learned parameters that every tensor-parallel rank holds whole but uses for its own heads only, so that each computes
@@ -153,8 +153,12 @@ class Engine:
         self._limits, self._applied = Limits(), False
         section = deepspeed_config(config, sizes)
         apply = optimizer.step
+
         # DeepSpeed's optimizers call PyTorch's last: refusing the step there leaves all their bookkeeping intact.
-        optimizer.step = lambda closure=None: apply(closure) if self._accepts_step() else None  # type: ignore[assignment, method-assign]
+        def step(closure: Any = None) -> Any:
+            return apply(closure) if self._accepts_step() else None
+
+        optimizer.step = step  # type: ignore[method-assign]
         grid = parallel_state_sp if config.parallel.sequence_parallel_size > 1 else None
         try:
             if grid is not None and grid._SEQUENCE_PARALLEL_GROUP is None:  # it refuses to make the same groups twice
@@ -355,8 +359,8 @@ class PipelineEngine(Engine):
     """An engine for one pipeline stage (ZeRO 0 and 1). Every rank must make the same calls, with the micro-batches of
     its data-parallel copy: every stage reads them, and only hidden states are sent.
 
-    Only the last stage computes a loss; it is shared when first needed: before the optimizer changes weights, or after an
-    fp16 overflow, for which no optimizer is asked to step on any rank.
+    Only the last stage computes a loss; it is shared when first needed: before the optimizer changes weights, or after
+    an fp16 overflow, for which no optimizer is asked to step on any rank.
     """
 
     def __init__(self, stage: Stage, optimizer: torch.optim.Optimizer, config: Config, sizes: BatchSizes) -> None:
@@ -469,9 +473,9 @@ def build_engine(
     if not everyone_succeeded(any(parameter.requires_grad for parameter in own.parameters())):
         raise ConfigError(
             [
-                f"trainable: a stage of pipe_parallel_size {config.parallel.pipe_parallel_size} has nothing to train with "
-                f"{', '.join(config.optimizer.trainable or ())}; use fewer stages, another pipe_partition_method, or "
-                "tensor, sequence or data parallelism"
+                f"trainable: a stage of pipe_parallel_size {config.parallel.pipe_parallel_size} has nothing to train "
+                f"with {', '.join(config.optimizer.trainable or ())}; use fewer stages, another pipe_partition_method, "
+                "or tensor, sequence or data parallelism"
             ]
         )
     return PipelineEngine(own, optimizer(own), config, sizes)

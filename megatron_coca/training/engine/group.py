@@ -63,7 +63,8 @@ def join(rendezvous: Rendezvous, timeout: float) -> dist.Store:
         ) from error
     if missing is None:
         raise NotJoined(
-            f"{this_rank}: rank 0 answers at {address}:{port}, but did not report within {limit} if all processes joined"
+            f"{this_rank}: rank 0 answers at {address}:{port}, but did not report within {limit} if all processes "
+            "joined"
         )
     if missing:
         store.set(f"seen/{rank}", "")
@@ -73,7 +74,8 @@ def join(rendezvous: Rendezvous, timeout: float) -> dist.Store:
         joined = "; ".join(f"{host}: {ranks_text(ranks)}" for host, ranks in hosts.items())
         raise NotJoined(
             f"{len(missing)} of {world_size} processes did not join within {limit}: {ranks_text(missing)}. "
-            f"These joined: {joined}. Check that the missing ones were started, and that their hosts reach {address}:{port}"
+            f"These joined: {joined}. Check that the missing ones were started, and that their hosts reach "
+            f"{address}:{port}"
         )
     return store
 
@@ -121,8 +123,8 @@ def _connect(rendezvous: Rendezvous, deadline: float, limit: str) -> dist.TCPSto
 
     if not _wait_until(reachable, deadline):
         raise NotJoined(
-            f"rank {rank} on {socket.gethostname()}: rank 0 did not answer at {address}:{port} within {limit} ({reason}); "
-            "check that its host was started, and that this one can reach it"
+            f"rank {rank} on {socket.gethostname()}: rank 0 did not answer at {address}:{port} within {limit} "
+            f"({reason}); check that its host was started, and that this one can reach it"
         )
     timeout = timedelta(seconds=max(0.0, deadline - time.monotonic()) + GRACE_SECONDS)
     return dist.TCPStore(address, port, rendezvous.world_size, is_master=False, timeout=timeout)

@@ -222,7 +222,7 @@ def _check(location: RankLocation, name: str, environment: Variables) -> None:
 
 
 def _by_rank(environment: Variables) -> RankLocation:
-    """torchrun and deepspeed set all variables; PyTorchJob sets no LOCAL_RANK, because it starts one process per pod."""
+    """torchrun and deepspeed set all variables; PyTorchJob sets no LOCAL_RANK, as it starts one process per pod."""
     world, sole = _number(environment, "WORLD_SIZE"), "LOCAL_RANK" not in environment
     local_world = _number(environment, "LOCAL_WORLD_SIZE", "LOCAL_SIZE", default=1 if sole else world)
     local = _number(environment, "LOCAL_RANK", default=0)
@@ -261,7 +261,7 @@ def _by_mpi(names: tuple[str, ...], environment: Variables) -> RankLocation:
 
 
 def _by_index(environment: Variables) -> RankLocation:
-    """Pods of an Indexed Job: Kubernetes sets the index, the manifest the number of pods and the address of the first."""
+    """Pods of an Indexed Job: Kubernetes sets the index, the manifest the number of pods and the first's address."""
     rank, master = _number(environment, "JOB_COMPLETION_INDEX"), environment.get("MASTER_ADDR")
     return RankLocation(rank, _number(environment, "WORLD_SIZE"), 0, 1, master, _port(environment), sole_on_host=True)
 

@@ -1,4 +1,4 @@
-"""Supervise the processes of a run on this host: forward signals, stop the others when one fails, restart after crashes.
+"""Supervise the processes of a run on a host: forward signals, stop all when one fails, restart after crashes.
 
 DeepSpeed's launcher and torchrun stop their processes on a signal and return an exit status of their own. Here the
 processes receive the signal, have time to save, and the exit status of the run is theirs.
@@ -63,7 +63,11 @@ class LocalProcess:
                 os._exit(INTERRUPTED)
 
         self.process = subprocess.Popen(
-            command, env=variables, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_parent
+            command,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=die_with_parent,  # noqa: PLW1509 - it takes no lock that another thread could hold
         )
 
     def poll(self) -> int | None:
@@ -170,8 +174,8 @@ def run_with_restarts(
 ) -> int:
     """Run until an exit status in `FINAL` or until the restarts are used up; return the last exit status.
 
-    `run(restarted)` runs once; a restarted run resumes from the latest checkpoint, whose step `latest_step` returns. The
-    delay doubles up to `LONGEST_DELAY`. A new checkpoint resets the count: crashes far apart must not add up.
+    `run(restarted)` runs once; a restarted run resumes from the latest checkpoint, whose step `latest_step` returns.
+    The delay doubles up to `LONGEST_DELAY`. A new checkpoint resets the count: crashes far apart must not add up.
     """
     used, reached, limit = 0, latest_step(), launch.max_restarts
     status = run(False)

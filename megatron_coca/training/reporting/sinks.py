@@ -157,8 +157,8 @@ def set_up_logging(active: bool) -> None:
 class JsonLines(Sink):
     """One JSON object per report in `metrics.jsonl`; a note is one with its text as `event`.
 
-    A resumed run drops the lines of steps that it will repeat. A fresh one keeps those of an older run in one of at most
-    ``OLDER_FILES`` numbered files. NaN and infinity, which JSON lacks, become null.
+    A resumed run drops the lines of steps that it will repeat. A fresh one keeps those of an older run in one of at
+    most ``OLDER_FILES`` numbered files. NaN and infinity, which JSON lacks, become null.
     """
 
     def __init__(self, folder: Path, start: int) -> None:

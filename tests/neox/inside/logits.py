@@ -1,8 +1,8 @@
 """python -m megatron_coca.neox_plugin .../logits.py CASES.json OUT.json, in a GPT-NeoX checkout.
 
 CASES.json has by name the model's keys and a length in tokens. For each, OUT.json gets the standard deviation of our
-logits, and the largest differences of GPT-NeoX's from ours with the same weights: `whole` of one pass, `cached` of a prompt
-in a cache and tokens one by one behind it, `gradient` of weights relative to the largest one.
+logits, and the largest differences of GPT-NeoX's from ours with the same weights: `whole` of one pass, `cached` of a
+prompt in a cache and tokens one by one behind it, `gradient` of weights relative to the largest one.
 """
 
 import json

@@ -93,8 +93,8 @@ def give_weights(model: torch.nn.Module, config: Config, weights: Mapping[str, t
 
 
 def forward(model: torch.nn.Module, tokens: torch.Tensor, begin: int = 0) -> torch.Tensor:
-    """Logits [batch, length, vocabulary] of tokens [batch, length], the first of which is number `begin`. The mask is of
-    these tokens alone, as GPT-NeoX makes it without pipeline stages.
+    """Logits [batch, length, vocabulary] of tokens [batch, length], the first of which is number `begin`. The mask is
+    of these tokens alone, as GPT-NeoX makes it without pipeline stages.
     """
     length = tokens.shape[1]
     mask = torch.ones(1, 1, length, length).triu(1).bool()

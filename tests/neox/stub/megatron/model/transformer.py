@@ -1,4 +1,4 @@
-"""The self-attention that the plugin's is a subclass of: heads [tokens, batch, heads, width] reach one of two methods."""
+"""The self-attention that the plugin subclasses: heads [tokens, batch, heads, width] reach one of two methods."""
 
 import torch
 from torch import nn
