@@ -246,7 +246,7 @@ def differing_data(saved: Mapping[str, Any], now: Mapping[str, Any], names: Sequ
     if before != len(names):
         differences.append(f"number of sources (saved {before}, now {len(names)})")
     for number, name in enumerate(names) if before == len(names) else ():
-        lines = []
+        lines: list[str] = []
         for key in (*COUNTS, "sha256", "sampled"):
             old, new = (identity[key][number] if identity.get(key) else None for identity in (saved, now))
             if old is None or new is None or old == new:
