@@ -61,6 +61,7 @@ def test_a_rank_that_dies_ends_the_run(
         pytest.param("suspend", [76, -signal.SIGKILL], [0], marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_a_rank_that_hangs(action: str, statuses: list[int], reports: list[int], server: Any, tmp_path: Path) -> None:
     keys = PAIR | {"save": str(tmp_path), "watchdog_timeout": 5.0}
     launch = server.start(keys, 2, [Hook("backward", action, [7], [1])])

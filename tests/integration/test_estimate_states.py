@@ -14,6 +14,8 @@ from megatron_coca.training.launch.environment import free_port
 from megatron_coca.training.topology import Topology, effective_stage
 from tests.conftest import clean_environment
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 KEYS = {
     "num_layers": 2,

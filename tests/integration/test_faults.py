@@ -59,6 +59,7 @@ def test_two_processes_fail_together(live: Any, tmp_path: Path) -> None:
     assert "Traceback" not in finished.output and not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_file_in_the_place_of_a_standard_module_is_told_once(train: Any, tmp_path: Path) -> None:
     """The ranks import more than the launching process, so all of them fail, and it prints the first error."""
     (tmp_path / "resource.py").write_text('raise ImportError("this one is mine")')

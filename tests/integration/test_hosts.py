@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 STEPS = 4
 PLAIN = {
     "hidden_dropout": 0.0,

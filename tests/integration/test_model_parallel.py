@@ -26,6 +26,8 @@ from megatron_coca.training.optimizer import build_optimizer
 from megatron_coca.training.topology import Topology
 from tests.checkpoint_files import open_state
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 STEPS, LENGTH, VOCABULARY, RATE = 2, 32, 96, 3e-3
 RELATIVE = {"fp32": 1e-5, "bf16": 5e-3}

@@ -105,6 +105,7 @@ def test_a_kill_inside_an_upload_costs_one_checkpoint(train: Train, uninterrupte
     assert RemoteFolder(url).steps() == [2, 4, 6] and digest(url, STEPS) == local_digest(uninterrupted, STEPS)
 
 
+@pytest.mark.slow
 def test_two_ranks_upload_what_both_have_written(train: Train, tmp_path: Path) -> None:
     url = "s3://bucket/ranks"
     keys = {"save": url, "checkpoint_cache": str(tmp_path), "zero_optimization.stage": 1}

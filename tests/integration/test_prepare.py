@@ -71,6 +71,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_killed_at_random_it_ends_with_the_same_bytes(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,6 +109,7 @@ def test_after_an_interrupt_the_same_command_resumes(corpus: Path, tmp_path: Pat
     assert "train:" in finished(line).stdout and not (tmp_path / ".out.partial").exists()
 
 
+@pytest.mark.slow
 def test_what_was_prepared_trains(tmp_path: Path) -> None:
     """With the options as they are when none is given, and the command that is told at the end."""
     chosen = random.Random(4)
@@ -238,6 +240,7 @@ BOMBS: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
+@pytest.mark.serial
 def test_a_small_file_that_grows_takes_bounded_memory(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     BOMBS[name](path)
@@ -251,6 +254,7 @@ def test_a_small_file_that_grows_takes_bounded_memory(tmp_path: Path, name: str)
     assert read["problems_named"][0].startswith(f"{path}:2: record too long ({length} bytes, more than max_record_mib")
 
 
+@pytest.mark.serial
 def test_a_record_that_the_memory_does_not_suffice_for_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"".join(json_lines(40)))

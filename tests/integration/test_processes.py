@@ -10,6 +10,8 @@ import pytest
 
 from tests.integration.hooks import Hook
 
+pytestmark = pytest.mark.slow
+
 STEPS = 8
 RELATIVE = 1e-5
 """Two processes add up their halves of a batch in another order than one process does, and float32 rounds differently.

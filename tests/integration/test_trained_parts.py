@@ -29,6 +29,8 @@ from megatron_coca.training.optimizer import build_optimizer, parts_of, train_on
 from megatron_coca.training.topology import Topology
 from tests.checkpoint_files import open_state
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 STEPS, STOP, LENGTH, VOCABULARY, RATE = 4, 2, 16, 64, 3e-3
 RELATIVE = {"fp32": 1e-5, "bf16": 5e-3}

@@ -5,6 +5,8 @@ import torch
 from attention_cases import BACKENDS, CASES, SERVED, Layout, inputs_of
 from torch import Tensor
 
+pytestmark = pytest.mark.serial
+
 LINEAR = [(name, backend) for name, backend in SERVED if backend in ("sdpa", "merge")]
 
 

@@ -86,6 +86,7 @@ def test_the_peer_trains() -> None:
     assert losses[0] == pytest.approx(4.5, abs=0.3) and losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 def test_the_peer_has_a_process_of_its_own() -> None:
     pytest.importorskip("transformers")
     config = load_config([], SHAPE)

@@ -12,7 +12,6 @@ from megatron_coca.attention.positions.distance_maps import DISTANCE_MAPS, UNMAP
 from megatron_coca.attention.positions.forms import LOGIT_SCALINGS, SCORE_FORMS
 from megatron_coca.attention.positions.frequencies import EXTENSIONS
 from megatron_coca.config import load_config
-from megatron_coca.config.model import PositionMethod
 from megatron_coca.config.model import (
     BIASED_METHODS,
     MAP_OPTIONS,
@@ -20,6 +19,7 @@ from megatron_coca.config.model import (
     SCALING_OPTIONS,
     MapType,
     PositionConfig,
+    PositionMethod,
     RelativePositions,
     RopeScaling,
     RopeType,

@@ -37,6 +37,7 @@ def documents(builtin: Path) -> dict[tuple[str, str], list[list[int]]]:
     return found
 
 
+@pytest.mark.slow
 def test_shards_hold_the_documents_exactly(builtin: Path, documents) -> None:
     tokenizer = load_tokenizer("SPMTokenizer", builtin.parent / "tokenizer.model")
     for source in SOURCES:

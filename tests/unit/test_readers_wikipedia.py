@@ -261,12 +261,14 @@ MARKS = (
 
 
 @pytest.mark.parametrize("mark", [*MARKS, "[[a|b]]", "{{nowrap|x}}", "\n== a ==\n"])
+@pytest.mark.serial
 def test_a_page_of_one_mark_is_read_in_linear_time(mark: str) -> None:
     start = time.perf_counter()
     plain_text((mark * (100_000 // len(mark)))[:100_000])
     assert time.perf_counter() - start < 4  # the parser alone needs minutes for many of these, or crashes
 
 
+@pytest.mark.serial
 def test_a_megabyte_of_braces_and_deep_nesting() -> None:
     start = time.perf_counter()
     assert plain_text("{{" * 500_000) == ""
@@ -276,6 +278,7 @@ def test_a_megabyte_of_braces_and_deep_nesting() -> None:
 
 
 @pytest.mark.parametrize("mark", ["<nowiki>", "<math>", "<!--", "<ref>", "= "])
+@pytest.mark.serial
 def test_a_megabyte_of_what_never_ends(mark: str) -> None:
     start = time.perf_counter()
     plain_text(mark * (1_000_000 // len(mark)))  # of "= " the parser alone overflows its stack
@@ -306,6 +309,7 @@ def seconds(work: Callable[[], object]) -> float:
         ("{{lang|a|", "|}}{{lang|a|"),
     ],
 )
+@pytest.mark.serial
 def test_eight_times_the_markup_takes_no_more_than_linear_time(before: str, unit: str) -> None:
     short, long = (before + unit * (size // len(unit)) for size in (4000, 32_000))
     plain_text(short)
@@ -313,6 +317,7 @@ def test_eight_times_the_markup_takes_no_more_than_linear_time(before: str, unit
     assert seconds(lambda: plain_text(long)) < 24 * seconds(lambda: plain_text(short))
 
 
+@pytest.mark.serial
 def test_titles_take_linear_time() -> None:
     short, long = ([(1, "a", "")] * size for size in (8000, 64_000))
     assert seconds(lambda: list(wikipedia._titled(long))) < 24 * seconds(lambda: list(wikipedia._titled(short)))

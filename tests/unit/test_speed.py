@@ -241,6 +241,7 @@ def test_a_process_that_ended_early_leaves_no_gap() -> None:
     assert (killed.length, killed.kind, failed.kind) == (16, "out of memory", "failed") and "odd" in failed.reason
 
 
+@pytest.mark.serial
 def test_memory_is_what_the_allocator_gave() -> None:
     """In a process of its own, where freed blocks that a call uses again are no memory for nothing."""
     case = Case(CONTRACTION, config(pos_emb="coca"), True)
