@@ -12,6 +12,7 @@ from megatron_coca.attention.positions.distance_maps import DISTANCE_MAPS, UNMAP
 from megatron_coca.attention.positions.forms import LOGIT_SCALINGS, SCORE_FORMS
 from megatron_coca.attention.positions.frequencies import EXTENSIONS
 from megatron_coca.config import load_config
+from megatron_coca.config import model as keys
 from megatron_coca.config.model import (
     BIASED_METHODS,
     MAP_OPTIONS,
@@ -19,7 +20,6 @@ from megatron_coca.config.model import (
     SCALING_OPTIONS,
     MapType,
     PositionConfig,
-    PositionMethod,
     RelativePositions,
     RopeScaling,
     RopeType,
@@ -35,7 +35,7 @@ def make(**keys: Any) -> PositionMethod:
 
 
 def test_schema_and_tables_name_the_same_choices() -> None:
-    assert set(get_args(PositionMethod)) == SCORE_FORMS.keys()
+    assert set(get_args(keys.PositionMethod)) == SCORE_FORMS.keys()
     assert set(get_args(RopeType)) == EXTENSIONS.keys() | {"clex"} == SCALING_OPTIONS.keys()
     assert set(get_args(MapType)) == DISTANCE_MAPS.keys() == MAP_OPTIONS.keys()
     assert set(get_args(PositionConfig.model_fields["logit_scaling"].annotation)) == LOGIT_SCALINGS.keys()
