@@ -39,7 +39,7 @@ def main() -> None:
     """Measure every way of saving, print and append the results."""
     parser = benchmark_parser(__doc__, "checkpoint.jsonl", rounds=5, inputs=True)
     parser.add_argument(
-        "--seconds", type=float, default=10.0, help="length of an interval; a save should end within it"
+        "--seconds", type=float, default=10.0, help="length of an interval, long enough for a save to finish"
     )
     parser.add_argument("--interval", type=float, default=600.0, help="seconds between checkpoints of the assumed run")
     options = parser.parse_intermixed_args()
@@ -93,7 +93,7 @@ class BenchmarkRun:
         return [self._record(way, lost[way], statistics.median(blocked[way]), interval) for way in WAYS]
 
     def _interval(self, steps: int, save: Checkpoints | None = None) -> tuple[float, float]:
-        """Save if asked and train `steps` steps; return the seconds of all, and those that the save blocked."""
+        """Save if requested and train `steps` steps; return the seconds of all, and those that the save blocked."""
         start = time.perf_counter()
         if save is not None:
             save.save(self._step, {})

@@ -77,14 +77,14 @@ def read_config(folder: Path) -> Config:
     config = read_json(source)
     family = find_family(config, source)
     if config.get("quantization_config"):
-        raise CheckpointError(f"{source}: has a quantization_config, and quantized weights are not read")
+        raise CheckpointError(f"{source}: has a quantization_config, and quantized weights are not supported")
     try:
         keys = _common_keys(config, folder) | family.shape(config, source)
         keys |= family.position(config, source, find_weights(folder)[1])
     except KeyError as missing:
         raise CheckpointError(f"{source}: has no {missing}") from missing
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise CheckpointError(f"{source}: a value in it is of the wrong kind: {error}") from error
+        raise CheckpointError(f"{source}: a value has the wrong type: {error}") from error
     try:
         return load_config([], keys)
     except ConfigError as error:
@@ -163,7 +163,7 @@ def _indexed(folder: Path, kind: WeightFormat) -> dict[str, Path]:
         raise CheckpointError(f"{index}: has no weight_map that says which file holds each weight")
     outside = [file for file in listed.values() if not isinstance(file, str) or Path(file).name != file]
     if outside:
-        raise CheckpointError(f"{index}: {outside[0]!r} is no name of a file in the folder")
+        raise CheckpointError(f"{index}: {outside[0]!r} is not a file name in the folder")
     missing = Counter(file for file in listed.values() if not (folder / file).is_file())
     if missing:
         files = ", ".join(f"{file} ({count} weights)" for file, count in sorted(missing.items()))
@@ -176,7 +176,7 @@ def open_weights(folder: Path, num_layers: int, num_heads: int, tied: bool) -> W
     """Open the weights by our names, in the dtype on disk and in the order of the files.
 
     Raises:
-        CheckpointError: a weight is missing, or there is one that would not be read: then it is another model.
+        CheckpointError: a weight is missing, or one would be ignored, which would change the model.
     """
     config, (kind, files) = read_json(folder / CONFIG), find_weights(folder)
     family = find_family(config, folder / CONFIG)
@@ -208,7 +208,7 @@ def open_weights(folder: Path, num_layers: int, num_heads: int, tied: bool) -> W
     if unread:
         more = f" and {len(unread) - NAMED} more" if len(unread) > NAMED else ""
         raise CheckpointError(
-            f"{folder}: has weights that this model has no place for: {', '.join(unread[:NAMED])}{more}. Without them "
+            f"{folder}: has weights that the configured model does not have: {', '.join(unread[:NAMED])}{more}. Without them "
             "it would be another model, so it is not read"
         )
     return weights

@@ -1,4 +1,4 @@
-"""Describe GPT-NeoX's checkpoint layout: its configuration, the models it can hold, and the place of each weight.
+"""Describe GPT-NeoX's checkpoint layout: its configuration, the models it can hold, and the location of each weight.
 
 Facts are those of EleutherAI/gpt-neox at commit ea7aefd8. Its pipeline of L blocks is: 0 the embedding, 1 no weights,
 2 .. L+1 the blocks, L+2 no weights, L+3 the final norm, L+4 the output head, absent where it is tied to the embedding.
@@ -198,7 +198,7 @@ PARTIAL_SUMS = ("attention.dense.bias", "mlp.linear2.bias")
 
 @dataclass(frozen=True)
 class NeoxSharding:
-    """How tensor ranks share a weight.
+    """Distribution of a weight over tensor ranks.
 
     Attributes:
         kind: "cut" along `dim`: of each of the blocks, whose sizes are given, a rank has one part. "copy": whole on
@@ -260,11 +260,11 @@ class NeoxLocation(NamedTuple):
 
 
 class NeoxWeight(NamedTuple):
-    """What is stored at a location.
+    """The tensor stored at a location.
 
     Attributes:
         ours: our name of the weight, None for a buffer, which follows from the configuration.
-        sharding: what each tensor rank has of it.
+        sharding: its distribution over tensor ranks.
         used: whether GPT-NeoX computes with it; other weights and buffers are written and not read.
         values: of a buffer, float32; None for one that GPT-NeoX saves only on request.
     """

@@ -190,7 +190,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def made_of(tokenizer: Tokenizer, folder: Path) -> bool:
-    """Whether a tokenizer was loaded from files in a folder; the libraries may read one vocabulary a little differently."""
+    """Return whether a tokenizer was loaded from files in a folder; the libraries may read one vocabulary a little differently."""
     sources = ([folder / name for name in names] for _, names in KINDS)
     contents = (b"".join(path.read_bytes() for path in paths) for paths in sources if all(map(Path.is_file, paths)))
     return any(hashlib.sha256(content).hexdigest() == tokenizer.fingerprint for content in contents)

@@ -176,7 +176,9 @@ class Shard:
     def part(self, first: int, last: int) -> Self:
         """Documents ``first`` to ``last``, exclusive, as a shard of their own on the same memory map."""
         if not 0 <= first < last <= self.documents:
-            raise DataError(f"{self.prefix}: documents {first} to {last} are not a part of its {self.documents}.")
+            raise DataError(
+                f"{self.prefix}: documents {first} to {last} are out of range; the shard has {self.documents}."
+            )
         begin, end = self._document_offset(first), self._document_offset(last)
         view = copy.copy(self)
         view._first_document = self._first_document + first
@@ -222,7 +224,7 @@ class Shard:
             self._map.madvise(mmap.MADV_WILLNEED, begin, length)
 
     def document_begins(self, offsets: np.ndarray, count: int) -> np.ndarray:
-        """Which of the ``count`` tokens from each of ``offsets`` [n] on are the first of a document: bool [n, count].
+        """Mask of the document starts among ``count`` tokens from each of ``offsets`` [n] on: bool [n, count].
 
         Read from the index: shards of other programs may have no separators.
         """

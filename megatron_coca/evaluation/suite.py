@@ -44,7 +44,7 @@ class CheckpointEntry(Record):
 class SuiteFile(Record):
     """A suite: `tasks` are subcommands with their options, named as on the command line.
 
-    An entry that repeats a task has another word after the subcommand: "perplexity", "perplexity repeated".
+    To repeat a task, add a word after the subcommand: "perplexity", "perplexity repeated".
     """
 
     title: str
@@ -120,7 +120,7 @@ def with_checkpoints(suite: SuiteFile, paths: Mapping[str, str]) -> SuiteFile:
     for name, path in paths.items():
         template = entries.get(name) or suite.checkpoints.get(ANY)
         if template is None:
-            raise EvaluationError(f"--checkpoint {name}: the suite knows {', '.join(entries)}; name one of them")
+            raise EvaluationError(f"--checkpoint {name}: the suite has {', '.join(entries)}; name one of them")
         entries[name] = template.model_copy(update={"path": path})
     without_path = [name for name, entry in entries.items() if entry.path is None]
     if without_path or not entries:
@@ -154,7 +154,7 @@ def plan_commands(
         for key in options or {}:
             reserved = SET_BY_SUITE if MEASUREMENTS[task].of_checkpoint else ("help", "output", "device")
             if key.replace("_", "-") in reserved:
-                raise EvaluationError(f"tasks.{name}.{key}: is given by the suite itself; leave it out")
+                raise EvaluationError(f"tasks.{name}.{key}: is set by the suite; remove it")
         folder = results / slug(word) if word.strip() else results
         common = ["--device", device]
         if not MEASUREMENTS[task].of_checkpoint:

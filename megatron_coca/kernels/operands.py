@@ -1,4 +1,4 @@
-"""Q' and K' of the rotated score forms in one kernel launch over q and k, with the backward pass beside it.
+"""Q' and K' of the rotated score forms in one kernel launch over q and k, and the backward pass.
 
 With x1, x2 the halves of the rotary block, c and s the tables and u = relu((t1 + t2) / 2):
 
@@ -22,7 +22,7 @@ from megatron_coca.kernels.tiles import OPTIONS, load_tile, operand, plane, stor
 
 
 class Layout(NamedTuple):
-    """What a kernel is compiled for: the form; features in a half of the rotary block and after it; rows of a block; and
+    """Compile-time constants of a kernel: the form; features in a half of the rotary block and after it; rows of a block; and
     both numbers of features padded to powers of two.
     """
 
@@ -176,12 +176,12 @@ def fused_operands(
         k: [batch, kv_heads, key_length, head_dim], the same; the t of CoCA.
         query_cos, query_sin: float32 [query_length, rotated / 2] or [batch or 1, 1, query_length, rotated / 2].
         key_cos, key_sin: float32, the same for the keys.
-        form: which row of the table above.
+        form: a row of the table above.
 
     Gradients flow to q and k, and not to the tables. Nothing but the arguments is kept for the backward pass.
 
     Raises:
-        ValueError: what `unsupported` says of these arguments.
+        ValueError: `unsupported` gives a reason.
     """
     tables = (query_cos, query_sin, key_cos, key_sin)
     reason = unsupported(q, k, tables, form)

@@ -31,7 +31,7 @@ def candidates() -> Iterator[Launch]:
 
 
 def best(measure: Callable[[Launch], float], launches: Sequence[Launch], tell: Callable[[str], None]) -> Launch:
-    """The launch with the shortest time; those that the device cannot hold are told and passed over.
+    """The launch with the shortest time; those that exceed the device's resources are reported and skipped.
 
     Raises:
         RuntimeError: none of them fits.

@@ -234,7 +234,7 @@ class Activations(NamedTuple):
 
     Attributes:
         kept: for the backward pass by one block, on average over the groups that are recomputed together.
-        working: beside that, while the backward pass of one group runs.
+        working: in addition, while the backward pass of one group runs.
         ends: by the embedding and the final norm.
     """
 

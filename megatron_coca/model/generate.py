@@ -116,7 +116,7 @@ def _largest(logits: Tensor, limit: int | None) -> Tensor:
     best, new = logits[:, :limit].max(dim=-1, keepdim=True)
     if best.isnan().any():
         raise FloatingPointError(
-            f"the logits of a generated token are not numbers: {logits.dtype} overflowed, or the weights are not "
+            f"the logits of a generated token are NaN: {logits.dtype} overflowed, or the weights are not "
             "finite; use float32 or bfloat16"
         )
     return new

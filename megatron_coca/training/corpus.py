@@ -65,7 +65,7 @@ class Corpus:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What a resumed run must share: sizes, weights and content of the sources, tokenizer, treatment of documents."""
+        """Identity that a resumed run must share: sizes, weights and content of the sources, tokenizer, treatment of documents."""
         identity = data_identity(self.train) | {"tokenizer": self.tokenizer.fingerprint if self.tokenizer else None}
         # Left out if nothing is changed, so that checkpoints from before these keys can be resumed.
         changed = [name for name in PACKING_KEYS if getattr(self.config.data, name)]
@@ -200,7 +200,7 @@ def _common_tokenizer(config: Config) -> Tokenizer | None:
 
 
 def data_identity(blend: Blend) -> dict[str, list[Any]]:
-    """Return what is compared when a run is resumed, for JSON: lists over the sources.
+    """Return the identity that is compared at resume, for JSON: lists over the sources.
 
     `sha256` is the manifest's checksum of the tokens' file, or None: it covers every token without reading them.
     `sampled` is computed from the shard itself, so that data without a manifest and files replaced under their manifest

@@ -1,4 +1,4 @@
-"""The optimizer: which parameters are trained, and which of them decay."""
+"""The optimizer: trained parameters and their weight-decay groups."""
 
 import re
 from typing import Any, NamedTuple

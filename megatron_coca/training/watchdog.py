@@ -181,7 +181,7 @@ _TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 
 class ErrorReport(NamedTuple):
-    """Why a process ended: a one-line summary, and a `text`, which is the message or, of an unexpected error, the
+    """The reason why a process ended: a one-line summary, and a `text`, which is the message or, of an unexpected error, the
     `traceback`. An error inside of `communication` is usually the consequence of another rank's failure.
     """
 

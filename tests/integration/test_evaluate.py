@@ -144,7 +144,7 @@ def test_what_is_refused_is_noted_and_the_others_go_on(
     ("more", "message"),
     [
         (["--variant", "a", "--variant", "A"], "a: the name stands for two variants"),
-        (["--variant", "a", "--variant", "b", "--output", "x.json"], "several variants need a folder"),
+        (["--variant", "a", "--variant", "b", "--output", "x.json"], "must be a folder for several variants"),
         (["--variant", "a", "ntk"], "--variant a: ntk is neither KEY=VALUE nor a YAML file"),
         (["--variant", "a", "absent.yml"], "there is no file absent.yml"),
         (["--variant", " "], "the name is empty"),

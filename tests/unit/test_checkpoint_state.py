@@ -108,10 +108,10 @@ def test_what_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="holds no state of any rank"):
         open_state(tmp_path / "state")
     (tmp_path / "state" / file_name(0)).write_bytes(b"no safetensors")
-    with pytest.raises(CheckpointError, match="cannot be read as state of a rank"):
+    with pytest.raises(CheckpointError, match="cannot be read as a rank's state"):
         open_state(tmp_path / "state")
     save_file({"w": torch.zeros(2)}, tmp_path / "state" / file_name(0))
-    with pytest.raises(CheckpointError, match="cannot be read as state of a rank"):
+    with pytest.raises(CheckpointError, match="cannot be read as a rank's state"):
         open_state(tmp_path / "state")
     (tmp_path / "state" / file_name(0)).unlink()
     write(tmp_path / "other", 1, 1)

@@ -86,7 +86,7 @@ def ending(folder: Path) -> None:
 
 REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     "other ids": (another, r"gives other ids than the checkpoint's \(HFTokenizer\) for 'The quick"),
-    "no tokenizer": (without, "cannot be the tokenizer of the export: .* has none"),
+    "no tokenizer": (without, "cannot be used as the exported tokenizer: .* has none"),
     "too many": (larger, "has 510 ids, the embedding has 500 rows"),
     "added outside": (lambda f: write(f / "added_tokens.json", {"<x>": 500}), "names token 500, the model has 500"),
     "declared outside": (
@@ -173,7 +173,10 @@ def test_the_tools(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     asked = [str(tmp_path / "save"), str(tmp_path / "kept"), "--tokenizer", str(source)]
     assert convert_to_huggingface.main(asked) == 0 and same_files(source, tmp_path / "kept")
     asked = [str(tmp_path / "save"), str(tmp_path / "other"), "--tokenizer", str(tmp_path)]
-    assert convert_to_huggingface.main(asked) == 2 and "cannot be the tokenizer" in capsys.readouterr().err
+    assert (
+        convert_to_huggingface.main(asked) == 2
+        and "cannot be used as the exported tokenizer" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("method", ["rotary", "coca"])

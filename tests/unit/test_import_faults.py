@@ -164,7 +164,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "not JSON": (lambda f: (f / "config.json").write_text("{"), "config.json: cannot be read as JSON"),
     "activation": (config(hidden_act="relu2"), "hidden_act 'relu2' is not supported for LLaMA; known: silu"),
     "head size": (config(head_dim=32), "head_dim other than"),
-    "quantized": (config(quantization_config={"bits": 4}), "quantized weights are not read"),
+    "quantized": (config(quantization_config={"bits": 4}), "quantized weights are not supported"),
     "rope type": (
         rope(rope_type="spiral", factor=2.0),
         "config.json: rope_type 'spiral' is not supported; known: default, linear, dynamic, yarn, longrope, llama3",
@@ -189,7 +189,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "unread weight": (
         weights(lambda held: held.update({"model.layers.0.self_attn.q_norm.weight": torch.ones(16)})),
-        "has weights that this model has no place for: model.layers.0.self_attn.q_norm.weight. Without",
+        "has weights that the configured model does not have: model.layers.0.self_attn.q_norm.weight. Without",
     ),
     "adapters": (
         weights(lambda held: held.update({f"model.layers.0.lora_{i}": torch.ones(1) for i in range(7)})),
@@ -251,7 +251,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "truncated shard": (shards(lambda f, index: cut(SHARDS[1])(f)), f"{SHARDS[1]}: is not a readable safetensors file"),
     "shard outside": (
         shards(lambda f, index: index.update({HEAD: "../other.safetensors"})),
-        "'../other.safetensors' is no name of a file in the folder",
+        "'../other.safetensors' is not a file name in the folder",
     ),
     "shard without its weight": (
         shards(lambda f, index: index.update({"model.norm.weight": SHARDS[0], HEAD: SHARDS[1]})),
@@ -268,10 +268,10 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
         pickled(lambda held: torch.nn.Linear(2, 2)),
         r"more than tensors \(torch.nn.modules.linear.Linear\)",
     ),
-    "one tensor": (pickled(lambda held: torch.ones(2)), f"{BIN}: holds a Tensor, not tensors by their names"),
+    "one tensor": (pickled(lambda held: torch.ones(2)), f"{BIN}: holds a Tensor, not a mapping of names to tensors"),
     "wrapped": (
         pickled(lambda held: {"state_dict": held, "epoch": 1}),
-        f"{BIN}: 'state_dict' is a dict; read are tensors by their names only",
+        f"{BIN}: 'state_dict' is a dict; only tensors by name are supported",
     ),
     "quantized pickle": (pickled(lambda held: held | {UP: held[UP].char()}), f"{UP} is stored as .* of torch.int8"),
     "sparse pickle": (pickled(lambda held: held | {UP: held[UP].to_sparse()}), f"{UP} is stored as torch.sparse_coo"),
@@ -283,10 +283,10 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
         pickled(lambda held: held | {UP: held[UP].to("meta")}, **OLD),
         f"{BIN}: {UP} has no values: it was saved on the device meta",
     ),
-    "truncated pickle": (pickled(dict, cut(BIN)), f"{BIN}: is damaged, or no file of weights"),
-    "truncated old pickle": (pickled(dict, cut(BIN), **OLD), f"{BIN}: is damaged, or no file of weights"),
+    "truncated pickle": (pickled(dict, cut(BIN)), f"{BIN}: is damaged or not a weights file"),
+    "truncated old pickle": (pickled(dict, cut(BIN), **OLD), f"{BIN}: is damaged or not a weights file"),
     "text as pickle": (lambda f: (no_weights(f), (f / BIN).write_text("<html>")), f"{BIN}: is "),
-    "empty pickle": (lambda f: (no_weights(f), (f / BIN).touch()), f"{BIN}: is damaged, or no file of weights"),
+    "empty pickle": (lambda f: (no_weights(f), (f / BIN).touch()), f"{BIN}: is damaged or not a weights file"),
     "unread weight in a pickle": (pickled(lambda held: held | {"extra": torch.ones(1)}), "no place for: extra"),
     "missing weight in a pickle": (
         pickled(lambda held: {name: held[name] for name in held if name != UP}),

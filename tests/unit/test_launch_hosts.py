@@ -121,7 +121,7 @@ def test_slurm_needs_no_hostfile() -> None:
 def test_slurm_with_a_part_of_a_hostfile(hostfile: str) -> None:
     command = srun_command(configured(hostfile=hostfile, exclude="c"), {}, SCRIPT)
     assert {"--ntasks-per-node=8", "--nodes=2", "--nodelist=a,b"} <= set(command)
-    with pytest.raises(ConfigError, match="as many tasks on every host"):
+    with pytest.raises(ConfigError, match="same number of tasks on every host"):
         srun_command(configured(hostfile=hostfile), {}, SCRIPT)
 
 

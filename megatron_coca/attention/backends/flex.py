@@ -133,7 +133,7 @@ def _mask(query_length: int, key_length: int, band: Band, starts: Tensor | None,
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """How many of each row of `blocks` [..., columns] are set, and their columns before all others; both int32."""
+    """Counts of the set columns in each row of `blocks` [..., columns], and all columns, set ones first; both int32."""
     return blocks.sum(-1, dtype=torch.int32), blocks.int().argsort(dim=-1, descending=True, stable=True).int()
 
 

@@ -29,7 +29,7 @@ class TritonBackend:
         """[batch, heads, query_length, head_dim] in the query's dtype.
 
         Raises:
-            ValueError: the bands are none that `supports` accepts, or there is dropout.
+            ValueError: `supports` does not accept the bands, or there is dropout.
         """
         # Not at the top: triton exists on some platforms only, and the other backends work without it.
         from megatron_coca.kernels.attention import flash_attention

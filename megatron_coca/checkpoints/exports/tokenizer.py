@@ -54,7 +54,7 @@ def original_files(folder: Path, tokenizer: Tokenizer | None, known: int) -> Tok
 
     Args:
         folder: with tokenizer files under transformers' names; its other files are optional.
-        tokenizer: the checkpoint's, whose ids `folder`'s has to give; None where there is none to compare with.
+        tokenizer: the checkpoint's, whose ids `folder`'s must give; None skips the comparison.
         known: token ids of the model, padding not counted.
 
     Raises:
@@ -63,7 +63,7 @@ def original_files(folder: Path, tokenizer: Tokenizer | None, known: int) -> Tok
     """
     theirs, note = read_tokenizer(folder, known)
     if theirs is None:
-        raise CheckpointError(f"{folder}: cannot be the tokenizer of the export: {note}")
+        raise CheckpointError(f"{folder}: cannot be used as the exported tokenizer: {note}")
     own, largest = own_files(folder), largest_named_id(folder)
     if largest >= known:
         raise CheckpointError(
@@ -75,7 +75,7 @@ def original_files(folder: Path, tokenizer: Tokenizer | None, known: int) -> Tok
     if differing is not None:
         raise CheckpointError(
             f"{folder}: its tokenizer gives other ids than the checkpoint's ({tokenizer.tokenizer_type}) for "
-            f"{differing!r}; name the folder of the model that training began with"
+            f"{differing!r}; name the folder of the model that training started from"
         )
     end = tokenizer.eod
     ends = {theirs.eod, *_ids(own.ids.eos), *_ids(_json(folder / GENERATION).get("eos_token_id"))}
@@ -115,7 +115,7 @@ ADDING_PROCESSORS = frozenset({"TemplateProcessing", "BertProcessing", "RobertaP
 
 
 def tokenizer_files(tokenizer: Tokenizer) -> tuple[Files, str | None]:
-    """Return the files to save with a model, and what of the tokenizer they do not express, or None."""
+    """Return the files to save with a model, and a note on what they do not express, or None."""
     with TemporaryDirectory() as saved:
         folder = Path(saved)
         tokenizer.save(folder)

@@ -221,9 +221,9 @@ class MemberContent:
 
 
 def members(place: str, blocks: Iterator[bytes]) -> Iterator[tuple[str, MemberContent | None]]:
-    """Yield (name, content) of everything in a tar archive but folders; content is None for links and devices.
+    """Yield (name, content) of all members of a tar archive except folders; content is None for links and devices.
 
-    A content must be read before the next member is requested, or it is skipped. Concatenated archives are read as
+    Content that is not read before the next member is requested is skipped. Concatenated archives are read as
     one.
 
     Raises:

@@ -232,6 +232,6 @@ def greedy_limits(task: str, settings: Mapping[str, Any]) -> tuple[int, tuple[st
     if refused:
         raise EvaluationError(
             f"task {task}: generation_kwargs ask for {', '.join(refused)}, and only greedy decoding is supported; "
-            "take it out of the task's file"
+            "remove it from the task's file"
         )
     return normalized["max_gen_toks"], tuple(filter(None, normalized["until"]))

@@ -1,4 +1,4 @@
-"""`evaluate.py report`: result files as tables, plots and one page, with the numbers of the papers beside ours."""
+"""`evaluate.py report`: result files as tables, plots and one page, with published numbers next to ours."""
 
 from argparse import Namespace
 from collections.abc import Sequence

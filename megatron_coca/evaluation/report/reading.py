@@ -187,7 +187,7 @@ def _merge(label: str, files: Sequence[LoadedResult]) -> Series:
         known, other = ((each.result.checkpoint.identity, each.result.overrides) for each in (first, item))
         if known != other:
             raise EvaluationError(
-                f"label `{label}` stands for different models in {first.file} and {item.file}; evaluate one of them "
+                f"label `{label}` is used for different models in {first.file} and {item.file}; evaluate one of them "
                 "again with another --label"
             )
         for cell in result.results:

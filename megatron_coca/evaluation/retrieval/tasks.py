@@ -1,6 +1,6 @@
 """Retrieval tasks: passkey, needle, and RULER-style tasks (Hsieh et al. 2024, arXiv 2404.06654) in our own words.
 
-The amount of hidden information follows from the length, so the RULER-style tasks can be set from some 512 tokens on.
+The amount of hidden information follows from the length, so the RULER-style tasks can be built from about 512 tokens on.
 """
 
 import re

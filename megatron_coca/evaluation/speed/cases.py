@@ -102,13 +102,13 @@ class Built:
 
 
 def choose(base: Config, methods: Sequence[str], variants: Sequence[Variant]) -> tuple[list[Case], list[Missing]]:
-    """The cases asked for (values of `pos_emb`, `contraction`, and variants of the base configuration), and the refused.
+    """The requested cases (values of `pos_emb`, `contraction`, and variants of the base configuration), and the refused ones.
 
     Raises EvaluationError where two have one label.
     """
     labels = [*methods, *(variant.label for variant in variants)]
     if twice := sorted({label for label in labels if labels.count(label) > 1}):
-        raise EvaluationError(f"{twice[0]}: stands for two methods; name each once")
+        raise EvaluationError(f"{twice[0]}: duplicate method; name each once")
     changes: dict[str, tuple[Any, ...]] = {method: ({"pos_emb": method},) for method in methods}
     if CONTRACTION in methods:
         changes[CONTRACTION] = ({"pos_emb": "coca", **PLAIN},)

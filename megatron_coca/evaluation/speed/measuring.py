@@ -227,7 +227,7 @@ def run(args: Namespace) -> int:
         results.check_writable(args.output)
         if args.output.exists() and not args.overwrite:
             raise results.EvaluationError(
-                f"{args.output}: exists; times of two runs do not mix, name another --output or --overwrite it"
+                f"{args.output}: exists; times of two runs cannot be combined; name another --output or --overwrite it"
             )
     device = resolve_device(args.device)
     if device == "cpu":
@@ -245,7 +245,7 @@ def run(args: Namespace) -> int:
     plan = Plan(whats, tuple(args.lengths), args.batch_size, args.rounds, args.budget_seconds)
 
     def probe_one(item: Built) -> Sequence[Probe]:
-        """Here, or on the CPU in a subprocess, where the growth of memory is that of the call alone."""
+        """Probe in this process, or on the CPU in a subprocess, where memory grows only by the call."""
         if device != "cpu":
             return list(probe(item, plan))
         if args.no_memory:

@@ -1,4 +1,4 @@
-"""One call of all work that is to be timed: whether it fits, its memory, and the time to expect of longer inputs."""
+"""Probe each workload with one call: peak memory, and the expected time of longer inputs or why they do not fit."""
 
 import ctypes
 import itertools
@@ -147,7 +147,7 @@ KILLED = -9
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured of every method; `budget` in seconds is for all rounds of one method at one length."""
+    """Measurements of every method; `budget` in seconds is for all rounds of one method at one length."""
 
     whats: Sequence[What]
     lengths: Sequence[int]
@@ -217,7 +217,7 @@ def probe(built: Built, plan: Plan, before_call: Callable[[], object] = lambda: 
 
 
 def probe_lengths(lengths: Sequence[int]) -> list[int]:
-    """The lengths to call, ascending: those asked for, and others between, so that two calls precede any long one and
+    """The lengths to call, ascending: the requested ones and others between, so that two calls precede any long one and
     none is more than `STEP` times the one before.
     """
     first = min(FIRST_LENGTH, *lengths)

@@ -296,7 +296,7 @@ class Engine:
 
 @dataclass(frozen=True)
 class SequenceShard(HeadShard):
-    """The shard of a rank that holds a stretch of every sequence; `group` holds the others. With `averaged`, DeepSpeed
+    """The shard of a rank that holds a slice of every sequence; `group` holds the others. With `averaged`, DeepSpeed
     averages gradients over the group (ZeRO 3) instead of summing them.
     """
 
@@ -356,7 +356,7 @@ class PipelineEngine(Engine):
     its data-parallel copy: every stage reads them, and only hidden states are sent.
 
     Only the last stage computes a loss; it is shared when first needed: before the optimizer changes weights, or after an
-    fp16 overflow, for which no optimizer is asked to step on any rank.
+    fp16 overflow, after which no optimizer steps on any rank.
     """
 
     def __init__(self, stage: Stage, optimizer: torch.optim.Optimizer, config: Config, sizes: BatchSizes) -> None:
