@@ -2,7 +2,7 @@
 
     python tools/bench_checkpoint.py configs/350M/roformer_coca.yml configs/cluster/cpu.yml num_layers=6 hidden_size=256
 
-Saves in the background (`async_save` true) and while the loop waits (false), in turns. The loss is the time of an
+Saves in the background (`async_save` true) and while the loop waits (false), alternating. The loss is the time of an
 interval beyond that of the interval without a save in the same round, so CPU time that the background thread takes from
 the steps counts; the share is of a run that saves once every --interval seconds. Appends one JSON line per way of saving
 to --output.

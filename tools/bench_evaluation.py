@@ -3,7 +3,7 @@
     python tools/bench_evaluation.py configs/350M/roformer.yml num_layers=4 vocab_size=50304 --windows 512 1024 2048 4096
 
 A random model of the configured shape is written as a Hugging Face folder; ours and transformers' GPT-NeoX read it and
-score the same windows of the same random document, each in its own process, in turns. The plain loop is that of the
+score the same windows of the same random document, each in its own process, alternating. The plain loop is that of the
 transformers documentation: one window at a time, labels ignored outside the scored tokens, logits of every position. On
 a CPU it is measured a second time with our setting of the C library, which keeps freed memory. The negative
 log-likelihoods must agree to 1e-4 per token. Appends one JSON line per window and implementation to --output.
@@ -118,7 +118,7 @@ def write_model(config: Config, folder: Path) -> None:
 def measure_window(
     scorers: dict[str, ChildProcess], tokens: np.ndarray, window: int, options: argparse.Namespace
 ) -> dict[str, list[Pass]]:
-    """Return the passes of every implementation, taken in turns; a first one of each is not counted.
+    """Return the passes of every implementation, alternating; a first one of each is not counted.
 
     Raises:
         RuntimeError: two implementations disagree.

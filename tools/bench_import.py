@@ -3,7 +3,7 @@
     python tools/bench_import.py                                  # 16 layers, float16, shards of 500 MB, 3 rounds
     python tools/bench_import.py --layers 22 --dtype bfloat16 --rounds 5
 
-Each way runs in its own process, in turns. Timed is the call alone, without Python's imports. The peak is that of
+Each way runs in its own process, alternating. Timed is the call alone, without Python's imports. The peak is that of
 resident memory (VmHWM) above that just before the call; mapped pages of files count. The target is 1.3 times the largest
 shard plus one layer. `transformers` loads the model with AutoModelForCausalLM, packs its weights and writes them with
 safetensors' own writer. Appends one JSON line for each way to --output.

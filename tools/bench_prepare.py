@@ -5,7 +5,7 @@
 
 Makes a JSONL file of each size, from the text of --input or from the Python sources of this installation. Both read it,
 tokenize every document with the same byte-level BPE (32,000 tokens) in as many processes, append the end-of-document
-token and store the ids. Whole commands are timed, imports included, in turns. Ours also removes exact duplicates, splits
+token and store the ids. Whole commands are timed, imports included, alternating. Ours also removes exact duplicates, splits
 and verifies its output. Memory is the largest sum of the resident memory of all processes (proportional where it is
 shared), sampled ten times a second; files in the page cache do not count.
 """
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def measure(folder: Path, megabytes: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the records of both implementations on one corpus, run in turns."""
+    """Return the records of both implementations on one corpus, alternating."""
     corpus, model = folder / f"{megabytes}.jsonl", folder / "tokenizer.json"
     with corpus.open("w") as stream:
         for text in limited(options.input, megabytes * 10**6):

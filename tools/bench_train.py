@@ -3,7 +3,7 @@
     python tools/bench_train.py CONFIG.yml [MORE.yml] [key=value ...] --methods rotary coca --peer transformers
 
 Ours is the step of `train.py`, DeepSpeed included; the peer is plain PyTorch in its own process, as its users run it. On
-a CPU it is measured a second time with our setting of the C library, which keeps freed memory. All take turns, step by
+a CPU it is measured a second time with our setting of the C library, which keeps freed memory. All alternate, step by
 step, on the same random tokens, so that a slow phase of the machine slows all of them; a ratio is the median over the
 rounds. Appends one JSON line for each to --output. On a GPU, with 350M parameters and bfloat16:
 
@@ -246,7 +246,7 @@ def peer_keys(config: Config) -> dict[str, Any]:
 
 
 def race(entrants: list[Contestant], options: argparse.Namespace) -> None:
-    """Run all entrants in turns; set their `seconds` and `peak_memory`."""
+    """Run all contestants alternately; set their `seconds` and `peak_memory`."""
     generator = torch.Generator().manual_seed(0)
     for number in range(options.warmup + options.rounds):
         micro_batches = draw(entrants[0].config, generator)

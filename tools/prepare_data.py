@@ -56,7 +56,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--input", nargs="+", metavar="NAME=PATH", help="files or folders; a name may be repeated")
     parser.add_argument("--output", type=Path, help="output folder (with --builtin: its parent, default data)")
     cores = len(os.sched_getaffinity(0))
-    parser.add_argument("--workers", type=_at_least(0), default=cores, help="processes; 0: this one only")
+    parser.add_argument(
+        "--workers", type=_at_least(0), default=cores, help="worker processes; 0 works in the main process"
+    )
     parser.add_argument(
         "--save-seconds", type=float, default=10.0, help="seconds between saved positions, the most work lost by a kill"
     )

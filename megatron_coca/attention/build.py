@@ -1,4 +1,4 @@
-"""From configuration to a position method and an attention backend."""
+"""Build the position method and the attention backend of a configuration."""
 
 import logging
 from collections.abc import Callable, Iterable

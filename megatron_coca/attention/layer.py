@@ -89,7 +89,7 @@ class LayerCache:
         """Add tensors [batch, kv_heads, tokens, width]; returns views of all cached tokens, in the same order."""
         if self._buffers and self._buffers[0].shape[0] != new[0].shape[0]:
             raise ValueError(
-                f"the cache holds {self._buffers[0].shape[0]} sequences, the new tokens are of {new[0].shape[0]}"
+                f"the cache holds {self._buffers[0].shape[0]} sequences, the new tokens have {new[0].shape[0]}"
             )
         start, self.length = self.length, self.length + new[0].shape[2]
         if not self._buffers or self.length > self._buffers[0].shape[2]:

@@ -208,8 +208,8 @@ def open_weights(folder: Path, num_layers: int, num_heads: int, tied: bool) -> W
     if unread:
         more = f" and {len(unread) - NAMED} more" if len(unread) > NAMED else ""
         raise CheckpointError(
-            f"{folder}: has weights that the configured model does not have: {', '.join(unread[:NAMED])}{more}. Without them "
-            "it would be another model, so it is not read"
+            f"{folder}: has weights that the configured model does not have: {', '.join(unread[:NAMED])}{more}. Ignoring "
+            "them would change the model, so the folder is refused"
         )
     return weights
 
@@ -219,11 +219,11 @@ def open_weights(folder: Path, num_layers: int, num_heads: int, tied: bool) -> W
 KNOWN = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 """Values of rope_type that transformers and we have under one name."""
 MEASURED = frozenset({"yarn", "longrope", "llama3"})
-"""Those for which transformers reads ORIGINAL; it measures the others by max_position_embeddings."""
+"""Types for which transformers reads ORIGINAL; it measures the others by max_position_embeddings."""
 BY_MAXIMUM = frozenset({"dynamic"})
-"""Those whose formula takes max_position_embeddings for L."""
+"""Types whose formula takes max_position_embeddings for L."""
 DERIVED = frozenset({"yarn", "longrope"})
-"""Those whose factor may be left out: it is then the length over the original one."""
+"""Types whose factor may be left out: it is then the length over the original one."""
 NO_OPTIONS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor", ORIGINAL})
 """Names in transformers' section that are no option of an extension."""
 
@@ -463,7 +463,7 @@ ADDING_PROCESSORS = frozenset({"BertProcessing", "RobertaProcessing"})
 KEPT_DEFAULTS = frozenset(
     {"do_sample", "bos_token_id", "eos_token_id", "pad_token_id", "suppress_tokens", "transformers_version"}
 )
-"""Keys of generation_config.json that an export writes by itself; a name that begins with `_` is no setting."""
+"""Keys of generation_config.json that an export itself writes; a name that begins with `_` is not a setting."""
 
 
 def behaviour_note(folder: Path, end: int | None) -> str | None:
@@ -496,7 +496,7 @@ def _adds_tokens(folder: Path, vocabulary: Json, settings: Json) -> bool:
     if settings.get("add_bos_token") or settings.get("add_eos_token"):
         return True
     if not vocabulary and (folder / "tokenizer.model").is_file():
-        # transformers' class for LLaMA begins every text with BOS unless it is told not to.
+        # transformers' class for LLaMA begins every text with BOS unless this is disabled.
         return str(settings.get("tokenizer_class")).startswith("Llama") and settings.get("add_bos_token") is None
     return _processor_adds(vocabulary.get("post_processor") or {})
 

@@ -358,7 +358,7 @@ def checked_manifest(manifest: dict[str, Any], source: str | Path) -> dict[str, 
 
 
 def _is_inside(name: str) -> bool:
-    """Whether a manifest's file name is a plain relative path without `..`."""
+    """Return whether a manifest's file name is a plain relative path without `..`."""
     path = PurePosixPath(name)
     plain = not path.is_absolute() and ".." not in path.parts and str(path) == name != "." and "\0" not in name
     return plain and all(len(part.encode(errors="replace")) <= _LONGEST_NAME for part in path.parts)

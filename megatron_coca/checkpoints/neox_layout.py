@@ -95,7 +95,7 @@ def read_config(folder: Path, vocab_size: int) -> tuple[Config, int]:
 def model_yaml(config: Config, ranks: int, pipe: int) -> str:
     """Return the model's keys as a YAML file of GPT-NeoX, for `ranks` tensor ranks.
 
-    The vocabulary is padded to a multiple of its present rows: GPT-NeoX comes to this number whatever its tokenizer
+    The vocabulary is padded to a multiple of its present rows: GPT-NeoX pads to this number for any size of its tokenizer
     counts.
     """
     flat, model, foreign = config.flat(), config.model, foreign_keys(config)
@@ -174,7 +174,9 @@ def cannot_hold(config: Config, ranks: int) -> list[str]:
     }
     reasons = [reason for applies, reason in limits if applies]
     if ranks >= 1:
-        reasons += [f"{name} ({value}) is no multiple of {ranks}" for name, value in divided.items() if value % ranks]
+        reasons += [
+            f"{name} ({value}) is not a multiple of {ranks}" for name, value in divided.items() if value % ranks
+        ]
     return reasons
 
 

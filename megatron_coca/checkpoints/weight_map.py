@@ -23,7 +23,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class Packing:
-    """How one tensor of ours is packed from several of theirs.
+    """Packing of several of their tensors into one of ours.
 
     Attributes:
         join: parts -> packed.

@@ -106,7 +106,7 @@ class _SampledShard:
             )
         self.shard, self._seq_length = shard, seq_length
         self._identity = (seed, number)
-        # The same number in every epoch, whatever its offset, so that an epoch is found by one division.
+        # The same number in every epoch, at any offset, so that an epoch is found by one division.
         self.samples = max(1, (shard.len_tokens - seq_length) // seq_length)
         self._offsets = min(seq_length, shard.len_tokens - self.samples * seq_length)
 

@@ -376,7 +376,7 @@ class ShardWriter:
             os.fsync(index.fileno())
 
     def close(self) -> None:
-        """Close both files as they are."""
+        """Close both files without writing an index."""
         self._bin.close()
         self._lengths.close()
 

@@ -312,7 +312,7 @@ def add_report_options(parser: ArgumentParser) -> None:
     add("results", nargs="+", type=Path, metavar="RESULTS", help="result files of evaluate.py, or folders of them")
     add("--output", required=True, type=Path, metavar="DIR", help="where report.html, .md, .json and the plots go")
     add("--title", default="Evaluation", help="title of the report")
-    papers = "put the numbers of the CoCA paper and of Su's pages beside ours"
+    papers = "add the published numbers of the CoCA paper and of Su's pages"
     add("--papers", action=BooleanOptionalAction, default=True, help=papers)
 
 
@@ -332,7 +332,7 @@ def subject_options(args: Namespace) -> SubjectOptions:
             if key not in known:
                 near = get_close_matches(key, known, n=1)
                 hint = f"; the nearest is {near[0]}" if near else ""
-                raise EvaluationError(f"{variant.label}: {change}: there is no key {key!r}{hint}")
+                raise EvaluationError(f"{variant.label}: {change}: unknown key {key!r}{hint}")
     labels = [slug(variant.label) for variant in variants]
     if duplicates := sorted({label for label in labels if labels.count(label) > 1}):
         raise EvaluationError(f"--variant {duplicates[0]}: duplicate name; give each variant its own")
@@ -353,7 +353,7 @@ def read_variants(args: Namespace) -> tuple[Variant, ...]:
             if not file.endswith((".yml", ".yaml", ".json")):
                 raise EvaluationError(f"--variant {label}: {file} is neither KEY=VALUE nor a YAML file")
             if not Path(file).is_file():
-                raise EvaluationError(f"--variant {label}: there is no file {file}")
+                raise EvaluationError(f"--variant {label}: no such file: {file}")
         overrides = (*args.overrides, *(change for change in changes if "=" in change))
         variants.append(Variant(full_label(args.label, label), files, overrides))
     return tuple(variants)

@@ -64,7 +64,7 @@ class Subject:
 
     @property
     def training_length(self) -> int:
-        """Tokens; the last length if the weights were fine-tuned at another."""
+        """Training length in tokens; after fine-tuning, the last one."""
         return self.header.checkpoint.seq_length
 
     @property

@@ -150,7 +150,7 @@ def plan_commands(
     for name, options in suite.tasks.items():
         task, _, word = name.partition(" ")
         if task not in MEASUREMENTS:
-            raise EvaluationError(f"tasks.{name}: there is no such task; known: {', '.join(sorted(MEASUREMENTS))}")
+            raise EvaluationError(f"tasks.{name}: unknown task; known: {', '.join(sorted(MEASUREMENTS))}")
         for key in options or {}:
             reserved = SET_BY_SUITE if MEASUREMENTS[task].of_checkpoint else ("help", "output", "device")
             if key.replace("_", "-") in reserved:
@@ -205,7 +205,7 @@ def option_arguments(task: str, options: Mapping[str, Any] | None, length: int |
         name = f"--{key.replace('_', '-')}"
         if name not in known:
             names = ", ".join(sorted(other.removeprefix("--") for other in known if other.startswith("--")))
-            raise EvaluationError(f"tasks.{task}.{key}: there is no such option; known: {names}")
+            raise EvaluationError(f"tasks.{task}.{key}: unknown option; known: {names}")
         if value is None or value is False:
             return []
         if value is True:

@@ -157,7 +157,7 @@ class Operands:
         return heads, heads // self.key.shape[1], query_length, self.key.shape[2]
 
     def filled(self, x: Tensor | None) -> Tensor:
-        """`x`, or for a pointer that the kernel will not follow, some tensor."""
+        """`x`, or any tensor for a pointer that the kernel does not read."""
         return self.value if x is None else x
 
     @property

@@ -1,6 +1,6 @@
 """Operands with their strides, tiles in and out of memory, and matrix products, shared by all kernels.
 
-An operand travels into a kernel as a tuple (tensor, strides of batch, head and row); its last dimension is
+An operand is passed to a kernel as a tuple (tensor, strides of batch, head and row); its last dimension is
 contiguous. Row numbers are 32-bit inside a tile and 64-bit between tiles.
 """
 
@@ -13,7 +13,7 @@ OPTIONS = {"enable_fp_fusion": True}
 
 
 def operand(x: Tensor) -> tuple[Tensor, int, int, int]:
-    """The tuple by which `x` [batch, heads, length, head_dim] enters a kernel."""
+    """`x` [batch, heads, length, head_dim] as the tuple that kernels take."""
     return x, x.stride(0), x.stride(1), x.stride(2)
 
 

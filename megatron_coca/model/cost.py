@@ -33,7 +33,7 @@ class ParameterCount:
 
     @property
     def non_embedding(self) -> int:
-        """All but the embedding and the output head, as in Kaplan et al. 2020."""
+        """Parameters without the embedding and the output head, as in Kaplan et al. 2020."""
         return self.attention + self.mlp + self.norms + self.position
 
 

@@ -128,6 +128,6 @@ def _check(model: GPT | Decoder, prompts: Tensor, max_new_tokens: int, dynamic_l
     if prompts.dim() != 2 or prompts.dtype != torch.int64 or 0 in prompts.shape:
         raise ValueError(f"prompts are int64 [batch, length] of at least 1 x 1, not {prompts.dtype} {[*prompts.shape]}")
     if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens {max_new_tokens}: at least 1 token is generated")
+        raise ValueError(f"max_new_tokens {max_new_tokens}: must be at least 1")
     if dynamic_length not in DYNAMIC_LENGTHS:
         raise ValueError(f"dynamic_length {dynamic_length!r} is not known; known: {', '.join(DYNAMIC_LENGTHS)}")

@@ -100,7 +100,7 @@ class Health(NamedTuple):
         return f"health: {'; '.join(phrases)}"
 
     def problems(self, config: Config) -> list[str]:
-        """Return one line with a remedy for each thing that will cost time later."""
+        """Return one line with a remedy for each problem that will slow the run."""
         limits, lines = config.faults, []
         for disk in self.disks:
             needed = disk.added * disk.checkpoint
@@ -132,7 +132,7 @@ class Health(NamedTuple):
 
 
 def check_health(config: Config, step: int) -> Mapping[str, float]:
-    """Measure, log, and warn of what will cost time later; return the figures. Every rank must call it.
+    """Measure, log, and warn of problems that will slow the run; return the figures. Every rank must call it.
 
     Args:
         step: the step that this launch starts from.

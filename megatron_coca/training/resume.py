@@ -66,7 +66,7 @@ def candidates(config: CheckpointConfig) -> list[Path]:
     """The checkpoints to resume from, the preferred one first; none for a fresh start.
 
     With `auto_resume` those of `save` and `save_copy` come first. If `load` names the folder of `save` and that holds
-    nothing yet, it is a fresh start, so that one command serves the first and all later launches.
+    nothing yet, it is a fresh start, so that the same command works for the first and all later launches.
 
     Raises:
         CheckpointError: `load` holds no checkpoint, `save` or `save_copy` holds those of another run, or `auto_resume`

@@ -90,7 +90,7 @@ class Watchdog:
         self._beat = Heartbeat(self._beat.number + 1, what, time.monotonic())
 
     def follow(self, what: str | None) -> None:
-        """Record that a background job has reached `what`; None: it has ended."""
+        """Record the progress `what` of a background job; None: it has ended."""
         number = self._job.number + 1 if self._job is not None else 1
         self._job = None if what is None else Heartbeat(number, what, time.monotonic())
 
@@ -223,7 +223,7 @@ def install() -> None:
 
 
 def tell(message: object) -> None:
-    """Report why the process exits, for an expected end that needs no traceback."""
+    """Report the reason of the exit, for an expected end that needs no traceback."""
     text = str(message)
     if not _wrote(ErrorReport(text.partition("\n")[0], text, False, False, time.time())):
         print(text, file=sys.stderr)

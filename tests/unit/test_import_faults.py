@@ -143,7 +143,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
         "config.json: model_type 'mistral' is not supported; known: coca_dense, coca_gpt_neox, coca_llama, gpt_neox, llama",
     ),
     "no size": (config(hidden_size=None), "config.json: has no 'hidden_size'"),
-    "size of another kind": (config(num_attention_heads="four"), "config.json: a value in it is of the wrong kind"),
+    "size of another kind": (config(num_attention_heads="four"), "config.json: a value has the wrong type"),
     "architecture of another kind": (config(model_type=["llama"]), r"model_type \['llama'\] is not supported; known: "),
     "no layers": (
         config(num_hidden_layers=0),

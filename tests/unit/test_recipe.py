@@ -80,7 +80,7 @@ def test_another_root_moves_every_path(tmp_path: Path) -> None:
         ("tokenizer_type: CharLevelTokenizer\nsources: {a: {paths: ['*.no']}}\n", r"\*\.no: matches no file"),
         (
             "train_tokenizer: {vocab_size: 9, tokenizer_type: HFTokenizer, model: unigram}\nsources: {a: {paths: [x]}}\n",
-            "HFTokenizer is trained as bpe",
+            "HFTokenizer can only be trained as bpe",
         ),
         (BASE + "vocab_file: x\n", "vocab_file has no effect with CharLevelTokenizer"),
         ("train_tokenizer: {vocab_size: 300}\nmerge_file: x\nsources: {a: {paths: [x]}}\n", "merge_file has no effect"),

@@ -138,7 +138,7 @@ def test_weights_of_a_recipe_divide_the_text(tmp_path: Path) -> None:
     [
         (["--input", "text"], "give each input as NAME=PATH"),
         (["--text-field", "absent"], "no usable document"),
-        (["--type", "HFTokenizer", "--model", "unigram"], "HFTokenizer is trained as bpe"),
+        (["--type", "HFTokenizer", "--model", "unigram"], "HFTokenizer can only be trained as bpe"),
         (["--characters", "1"], "less than one for each source"),
         (["--vocab-size", "90000"], "cannot train 90000 pieces"),
         (["--vocab-size", "200"], "vocabulary of 200 tokens cannot be trained as SPMTokenizer"),

@@ -42,13 +42,13 @@ class Library:
     dropout: bool
 
     def lacks(self, needs: Needs) -> str | None:
-        """None, or the reason against it on any machine."""
+        """None, or the reason why no machine supports it."""
         if needs.bias not in self.formulas:
             return f"{self.name} has no {needs.bias} bias"
         return f"{self.name} has no dropout" if needs.dropout > 0 and not self.dropout else None
 
     def absent(self) -> str | None:
-        """None, or the reason against it on this machine."""
+        """None, or the reason why this machine does not support it."""
         try:
             module = importlib.import_module(self.module)
         except ImportError as error:
@@ -73,11 +73,11 @@ class FlashBackend:
     """One segment with every key or a window of the latest, ALiBi, dropout, and packed documents without padding."""
 
     def supports(self, needs: Needs) -> str | None:
-        """None, or the reason against it on this machine."""
+        """None, or the reason why this machine does not support it."""
         return self.refuses(needs) or _joined([library.lacks(needs) or library.absent() for library in LIBRARIES])
 
     def refuses(self, needs: Needs) -> str | None:
-        """None, or the reason against it, regardless of the installed libraries."""
+        """None, or the reason why it is unsupported, regardless of the installed libraries."""
         if needs.device_type != DEVICE:
             return f"the flash-attn libraries run on CUDA, not {needs.device_type}"
         if needs.head_dim % 8 or needs.head_dim > WIDEST_HEAD:

@@ -28,7 +28,7 @@ class FlexBackend:
         self._compiled = compiled
 
     def supports(self, needs: Needs) -> str | None:
-        """None, or the reason against it."""
+        """None, or the reason why the model is not supported."""
         if flex_attention is None:
             return f"PyTorch {torch.__version__} has no FlexAttention; install 2.5 or newer"
         if needs.device_type != "cuda":

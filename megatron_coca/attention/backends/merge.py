@@ -121,7 +121,7 @@ class MergeBackend:
     """Any number of segments with any bands."""
 
     def supports(self, needs: Needs) -> str | None:
-        """None, or the reason against it."""
+        """None, or the reason why the model is not supported."""
         if needs.device_type not in ("cpu", "cuda"):
             return f"it calls PyTorch's flash kernels for CPU and CUDA, not {needs.device_type}"
         if needs.bias:

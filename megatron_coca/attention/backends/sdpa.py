@@ -283,7 +283,7 @@ class SdpaBackend:
     """Causal flash attention; on the CPU with a distance bias, in linear memory too."""
 
     def supports(self, needs: Needs) -> str | None:
-        """None, or the reason against it."""
+        """None, or the reason why the model is not supported."""
         if needs.bands != (CAUSAL,):
             return BANDS_REASON
         if needs.bias and needs.device_type != "cpu":

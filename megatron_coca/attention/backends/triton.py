@@ -16,7 +16,7 @@ class TritonBackend:
     """
 
     def supports(self, needs: Needs) -> str | None:
-        """None, or the reason against it."""
+        """None, or the reason why the model is not supported."""
         if needs.dropout > 0:
             return "its kernels have no attention dropout"
         if needs.bias not in FORMULAS:

@@ -228,8 +228,8 @@ def _longrope(rotary: Rotary, length: int) -> Tensor:
 
 
 def _llama3(rotary: Rotary, length: int) -> Tensor:
-    """Llama 3.1 (Meta 2024, the released code): theta / s below low_freq_factor turns within L, theta above
-    high_freq_factor turns, linear in the turns between; in wavelengths, L / low_freq_factor and L / high_freq_factor.
+    """Llama 3.1 (Meta 2024, the released code): theta / s below low_freq_factor rotations within L, theta above
+    high_freq_factor rotations, linear in the rotations between; in wavelengths, L / low_freq_factor and L / high_freq_factor.
     """
     theta, ramp = _theta(rotary), Ramp(rotary.scaling.low_freq_factor, rotary.scaling.high_freq_factor)
     kept = kept_by_rotations(theta, rotary.base, rotary.original_length, ramp)

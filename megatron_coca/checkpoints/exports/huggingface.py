@@ -64,7 +64,7 @@ STOCK_SCALINGS = frozenset({"default", "linear", "dynamic", "yarn", "longrope", 
 NEOX_ACTIVATIONS = {"gelu": "gelu", "relu": "relu", "silu": "silu", "swish": "silu"}
 """Ours to theirs; only those that are read back as well."""
 CLASS_PREFIXES = {"coca_gpt_neox": "CocaGPTNeoX", "coca_llama": "CocaLlama", "coca_dense": "CocaDense"}
-"""Of the classes in the modelling file, by `model_type`."""
+"""Names of the classes in the modelling file, by `model_type`."""
 
 
 def _scaling(config: Config) -> str:

@@ -186,7 +186,7 @@ def _reasons(folder: Path, names: list[str]) -> dict[str, str | None]:
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise DataError(f"{state}: cannot be read ({error!r}). Save the data set again.") from error
         # The other Arrow files are caches with the same rows. A saved file that is missing is reported when opened.
-        skipped = {name: unread_reason(name) or "beside a saved data set" for name in names if name not in saved}
+        skipped = {name: unread_reason(name) or "next to a saved data set" for name in names if name not in saved}
         return {**dict.fromkeys(saved), **skipped}
     return {name: unread_reason(name) or _irregular(os.path.join(folder, name)) for name in names}
 

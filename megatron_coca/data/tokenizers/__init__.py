@@ -65,7 +65,7 @@ def load_saved_tokenizer(folder: str | Path) -> Tokenizer:
         names = {argument: saved.get(argument) for argument in ("vocab_file", "merge_file")}
         tokenizer_type, fingerprint, eod = saved["tokenizer_type"], saved["fingerprint"], saved.get("eod_symbol")
     except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise DataError(f"{path}: cannot read the tokenizer's description ({error}).") from error
+        raise DataError(f"{path}: cannot read the tokenizer's description file ({error}).") from error
     files = _read_files(tokenizer_type, {argument: Path(folder) / name for argument, name in names.items() if name})
     # Before opening the files: the libraries' errors for changed files are misleading.
     if fingerprint_of(tokenizer_type, files, eod) != fingerprint:

@@ -240,7 +240,7 @@ class HFTokenizer(FileTokenizer):
         return eod
 
     def _encode(self, text: str) -> list[int]:
-        # A batch of one has no offsets to compute, and uses one thread whatever TOKENIZERS_PARALLELISM is.
+        # A batch of one has no offsets to compute, and uses one thread, regardless of TOKENIZERS_PARALLELISM.
         return self._model.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def _decode(self, ids: list[int]) -> str:

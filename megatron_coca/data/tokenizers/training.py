@@ -196,7 +196,7 @@ class Measure:
 
     @property
     def bytes_per_token(self) -> float | None:
-        """None where nothing was measured."""
+        """Bytes per token, None if nothing was measured."""
         return self.bytes / self.tokens if self.tokens else None
 
 

@@ -47,7 +47,7 @@ class Generation(NamedTuple):
 
 
 class HarnessModel(TemplateLM):
-    """Answers the harness's requests as its own HFLM does for the same weights, so that scores are comparable.
+    """Answers the harness's requests like its own HFLM for the same weights, so that scores are comparable.
 
     HFLM itself would give a length-dependent extension the length of the longest input of a batch, and pads prompts on
     the left, which not every position method allows.

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 OWN_TASKS = Path(__file__).parent / "tasks"
 ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
-"""Of an object in memory: it differs from run to run, and a result file must not."""
+"""A memory address in the repr of an object: it differs from run to run, and a result file must not."""
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,7 @@ def _load(file: Path, task: str) -> LoadedResult:
 
 
 Comparable = Mapping[str, str]
-"""What must agree before results may share a table: its name in headings, and the attribute path in a result."""
+"""Properties in which results of one table agree: its name in headings, and the attribute path in a result."""
 
 _LENGTH = re.compile(r"\b(?:window|length) (\d+)")
 """A length in the `at` of a missing cell."""

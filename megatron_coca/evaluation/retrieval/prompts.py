@@ -23,7 +23,7 @@ FILLER = (
     "Here we go.",
     "There and back again.",
 )
-"""Of the passkey task (Mohtashami and Jaggi 2023, "Landmark Attention")."""
+"""Texts of the passkey task (Mohtashami and Jaggi 2023, "Landmark Attention")."""
 
 BUILTIN = "builtin"
 MAX_HAYSTACK_CHARACTERS = 4_000_000  # more than a prompt of 500,000 tokens needs

@@ -140,7 +140,7 @@ pass. This estimate excludes only what is far beyond the memory."""
 FIRST_LENGTH, STEP = 256, 4
 """Tokens of a call that is made without an estimate, and the largest ratio of a length to the one called before."""
 SMALLEST_BLOCK = 64 << 10
-"""Bytes from which on glibc returns a freed block at once, so that resident memory is memory in use."""
+"""Bytes from which on glibc returns a freed block immediately, so that resident memory is memory in use."""
 ROOT = Path(__file__).parents[3]
 KILLED = -9
 

@@ -24,7 +24,7 @@ from megatron_coca.training.launch.environment import (
 from megatron_coca.training.launch.processes import FORWARDED, LocalProcess, run_with_restarts, supervise
 
 NO_NAME = (
-    "is no host name: names reach the command lines of pdsh, mpirun and srun, so they consist of letters, digits and"
+    "is not a host name: names reach the command lines of pdsh, mpirun and srun, so they consist of letters, digits and"
     " . _ - : % [ ], begin with none of - . % and may have a user before them (`user@name`)"
 )
 
@@ -135,7 +135,7 @@ def start(
 
 
 def _choose_starter(launch: LaunchConfig, environment: Mapping[str, str]) -> Starter | None:
-    """How the processes are started; None where this process trains."""
+    """The way in which processes are started; None where this process trains."""
     location = find_location(environment)
     count = launch.num_gpus or 1
     if location is not None:
