@@ -157,8 +157,8 @@ def cannot_hold(config: Config, ranks: int) -> list[str]:
             model.norm == "layernorm" and not model.use_bias_in_norms,
             "its layernorm always has a bias (use_bias_in_norms is false)",
         ),
-        (position.pos_emb in ("kerple_log", "kerple_power"), "it has no place for what KERPLE learns"),
-        (scaling is not None and scaling.rope_type == "clex", "it has no place for what CLEX learns"),
+        (position.pos_emb in ("kerple_log", "kerple_power"), "it cannot store the learned parameters of KERPLE"),
+        (scaling is not None and scaling.rope_type == "clex", "it cannot store the learned parameters of CLEX"),
         (
             position.pos_emb in ROTATED_METHODS and position.rotary_emb_base % 1 != 0,
             "its rotary_emb_base is a whole number",

@@ -189,13 +189,13 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "unread weight": (
         weights(lambda held: held.update({"model.layers.0.self_attn.q_norm.weight": torch.ones(16)})),
-        "has weights that the configured model does not have: model.layers.0.self_attn.q_norm.weight. Without",
+        "has weights that the configured model does not have: model.layers.0.self_attn.q_norm.weight. Ignoring",
     ),
     "adapters": (
         weights(lambda held: held.update({f"model.layers.0.lora_{i}": torch.ones(1) for i in range(7)})),
-        "no place for: model.layers.0.lora_0, .*, model.layers.0.lora_4 and 2 more",
+        "does not have: model.layers.0.lora_0, .*, model.layers.0.lora_4 and 2 more",
     ),
-    "more layers than said": (config(num_hidden_layers=1), "no place for: model.layers.1.input_layernorm.weight, "),
+    "more layers than said": (config(num_hidden_layers=1), "does not have: model.layers.1.input_layernorm.weight, "),
     "other shape": (config(vocab_size=128), rf"{EMBEDDING} is \[97, 64\], the model wants \[128, 64\]"),
     "parts of other shapes": (
         weights(lambda held: held.update({UP: torch.zeros(96, 63)})),
@@ -259,7 +259,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "weight that the index does not know": (
         shards(lambda f, index: save_file(load_file(f / SHARDS[0]) | {"extra": torch.ones(1)}, f / SHARDS[0])),
-        "no place for: extra",
+        "does not have: extra",
     ),
     "evil": (evil(), rf"{BIN}: holds more than tensors \(io.open\). Only tensors are read, and nothing in it was run"),
     "evil and old": (evil(**OLD), rf"{BIN}: holds more than tensors \(io.open\)"),
@@ -287,7 +287,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "truncated old pickle": (pickled(dict, cut(BIN), **OLD), f"{BIN}: is damaged or not a weights file"),
     "text as pickle": (lambda f: (no_weights(f), (f / BIN).write_text("<html>")), f"{BIN}: is "),
     "empty pickle": (lambda f: (no_weights(f), (f / BIN).touch()), f"{BIN}: is damaged or not a weights file"),
-    "unread weight in a pickle": (pickled(lambda held: held | {"extra": torch.ones(1)}), "no place for: extra"),
+    "unread weight in a pickle": (pickled(lambda held: held | {"extra": torch.ones(1)}), "does not have: extra"),
     "missing weight in a pickle": (
         pickled(lambda held: {name: held[name] for name in held if name != UP}),
         f"has no weight {UP}$",

@@ -122,7 +122,7 @@ def test_tied_by_its_configuration_with_a_head_in_its_files(tmp_path: Path) -> N
         ({"mlp__linear3__weight": torch.zeros(2, 2)}, "mlp.linear3.weight is not on all tensor ranks"),
         ({"mlp__linear2__weight": None}, "mlp.linear2.weight is not on all tensor ranks"),
         ({"mlp__linear2__weight": [1.0]}, "mlp.linear2.weight is not a floating-point tensor"),
-        ({"mlp__linear2__weight": torch.zeros(16, 32).int()}, "mlp.linear2.weight is no tensor of floating-point"),
+        ({"mlp__linear2__weight": torch.zeros(16, 32).int()}, "mlp.linear2.weight is not a floating-point tensor"),
     ],
 )
 def test_ranks_that_do_not_fit_together(run: Path, changes: dict[str, Any], message: str) -> None:

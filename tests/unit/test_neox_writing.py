@@ -17,8 +17,8 @@ from tools.convert_to_neox import main
 
 TWO_LENGTHS = {"rope_type": "linear", "factor": 4.0, "original_max_position_embeddings": 8}
 REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
-    "KERPLE": ({"pos_emb": "kerple_log"}, 1, "no place for what KERPLE learns"),
-    "CLEX": ({"rope_scaling": {"rope_type": "clex"}}, 1, "no place for what CLEX learns"),
+    "KERPLE": ({"pos_emb": "kerple_log"}, 1, "cannot store the learned parameters of KERPLE"),
+    "CLEX": ({"rope_scaling": {"rope_type": "clex"}}, 1, "cannot store the learned parameters of CLEX"),
     "norm": ({"use_bias_in_norms": False}, 1, "its layernorm always has a bias"),
     "attention": (
         LLAMA | {"gpt_j_residual": True},

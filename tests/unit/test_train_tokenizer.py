@@ -142,7 +142,7 @@ def test_weights_of_a_recipe_divide_the_text(tmp_path: Path) -> None:
         (["--characters", "1"], "less than one for each source"),
         (["--vocab-size", "90000"], "cannot train 90000 pieces"),
         (["--vocab-size", "200"], "vocabulary of 200 tokens cannot be trained as SPMTokenizer"),
-        (["--type", "HFTokenizer", "--vocab-size", "280"], "special tokens are 281 already. Choose a larger one"),
+        (["--type", "HFTokenizer", "--vocab-size", "280"], "special tokens alone are 281. Choose a larger one"),
     ],
 )
 def test_wrong_input_leaves_nothing(
