@@ -196,7 +196,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def read_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    """Parse the command line; key=value may also follow options, where argparse alone would refuse it."""
+    """Parse the command line; key=value may also follow options, which argparse alone does not allow."""
     options, rest = parser().parse_known_args(arguments)
     if rest and not (hasattr(options, "inputs") and all("=" in text and not text.startswith("-") for text in rest)):
         parser().error(f"unrecognized arguments: {' '.join(rest)}")

@@ -65,17 +65,28 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--strict", action="store_true", help="stop at the first unusable record")
     parser.add_argument("--skip-damaged", action="store_true", help="keep the readable part of a damaged file")
     parser.add_argument("--root", type=Path, help="with a recipe: replaces its root folder")
-    plain = parser.add_argument_group("with --input; a recipe has its own")
-    plain.add_argument("--tokenizer-type", choices=list(TOKENIZERS), help="with --vocab-file and --merge-file")
+    plain = parser.add_argument_group("with --input; a recipe sets its own")
+    plain.add_argument(
+        "--tokenizer-type", choices=list(TOKENIZERS), help="type of the tokenizer in --vocab-file and --merge-file"
+    )
     plain.add_argument("--vocab-file")
     plain.add_argument("--merge-file")
-    plain.add_argument("--train-tokenizer", type=_at_least(1), metavar="VOCAB_SIZE", help="train SentencePiece on it")
+    plain.add_argument(
+        "--train-tokenizer",
+        type=_at_least(1),
+        metavar="VOCAB_SIZE",
+        help="train a SentencePiece tokenizer on the input",
+    )
     plain.add_argument("--text-field", help="field of a record that contains its text (text)")
-    plain.add_argument("--documents", choices=["file", "line", "paragraph"], help="of text files (file)")
+    plain.add_argument(
+        "--documents", choices=["file", "line", "paragraph"], help="unit of a document in text files (file)"
+    )
     plain.add_argument("--max-record-mib", type=_at_least(1), metavar="MIB", help="skip and report longer records (64)")
-    plain.add_argument("--duplicates", metavar="{exact,keep}", help="what to remove (exact)")
-    plain.add_argument("--valid-fraction", type=float, help="of the documents, by a hash of their key (0.01)")
-    plain.add_argument("--test-fraction", type=float, help="the same (0.01)")
+    plain.add_argument("--duplicates", metavar="{exact,keep}", help="duplicates to remove (exact)")
+    plain.add_argument(
+        "--valid-fraction", type=float, help="held-out fraction of the documents, by a hash of their key (0.01)"
+    )
+    plain.add_argument("--test-fraction", type=float, help="as --valid-fraction, for testing (0.01)")
     return parser
 
 

@@ -198,7 +198,7 @@ def configure(folder: Path, files: NeoxFiles) -> tuple[Config, int]:
     if files.from_plugin and not foreign_keys(config):
         raise CheckpointError(
             f"{folder}: its weights were trained with the attention of the GPT-NeoX plugin, but its {CONFIGS} say "
-            f"pos_emb: {config.position.pos_emb} and no more; put the YAML files that it was trained with there"
+            f"pos_emb: {config.position.pos_emb}, and no other position keys; put the YAML files that it was trained with there"
         )
     return config, ranks
 

@@ -144,7 +144,7 @@ class PieceReader:
     def require_complete(self) -> None:
         """Check for gaps without reading values.
 
-        Raises CheckpointError if elements of a parameter are in no file, or in some optimizer states and not in others.
+        Raises CheckpointError if elements of a parameter are in no file, or only in some of the optimizer states.
         """
         states = sorted({kind for kind, _ in self._ranges} - {WEIGHT})
         for name in self._places:

@@ -290,7 +290,15 @@ def add_speed_options(parser: ArgumentParser) -> None:
     shape.add_argument("--config", nargs="+", type=Path, metavar="FILE", help="the model's shape: a run's YAML files")
     checkpoint = "the model's shape: a checkpoint, whose weights are not read"
     shape.add_argument("--checkpoint", metavar="DIR", help=checkpoint)
-    add("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", dest="overrides", help="for all methods")
+    add(
+        "--set",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="overrides",
+        help="config overrides for all methods",
+    )
     add("--lengths", required=True, type=int_list, metavar="N,N,...", help="tokens of a row")
     add("--methods", type=names_of(METHODS), default=["rotary", "coca", CONTRACTION], help=", ".join(METHODS))
     variants = "one more method: its name, then YAML overlays and KEY=VALUE; may be repeated"
@@ -310,7 +318,7 @@ def add_speed_options(parser: ArgumentParser) -> None:
 def add_report_options(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("results", nargs="+", type=Path, metavar="RESULTS", help="result files of evaluate.py, or folders of them")
-    add("--output", required=True, type=Path, metavar="DIR", help="where report.html, .md, .json and the plots go")
+    add("--output", required=True, type=Path, metavar="DIR", help="folder for report.html, .md, .json and the plots")
     add("--title", default="Evaluation", help="title of the report")
     papers = "add the published numbers of the CoCA paper and of Su's pages"
     add("--papers", action=BooleanOptionalAction, default=True, help=papers)

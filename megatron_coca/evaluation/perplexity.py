@@ -60,7 +60,7 @@ class WindowResult(Cell):
     @model_validator(mode="after")
     def _check_documents(self) -> Self:
         if not self.documents == len(self.nll_by_document) == len(self.correct_by_document):
-            raise ValueError(f"window {self.window} does not have one sum for each of its {self.documents} documents")
+            raise ValueError(f"window {self.window} must have one sum for each of its {self.documents} documents")
         return self
 
 

@@ -37,7 +37,7 @@ class Record(BaseModel):
 
 
 class Cell(Record):
-    """One measured number of a result, with what it is computed from."""
+    """One measured number of a result, with the values that it is computed from."""
 
     @property
     @abstractmethod

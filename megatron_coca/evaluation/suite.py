@@ -197,7 +197,7 @@ def option_arguments(task: str, options: Mapping[str, Any] | None, length: int |
             return str(value)
         if length is None:
             raise EvaluationError(
-                f"tasks.{task}.{key}: {value} is a multiple of a training length, and this task has no checkpoint"
+                f"tasks.{task}.{key}: {value} is a multiple of a training length, but this task has no checkpoint"
             )
         return ",".join(str(int(part.removesuffix("L")) * length) for part in value.split(","))
 

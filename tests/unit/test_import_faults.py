@@ -149,7 +149,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
         config(num_hidden_layers=0),
         r"config.json: does not describe .*: num_hidden_layers \(here num_layers\): expected .* 1, got 0$",
     ),
-    "half a layer": (config(num_hidden_layers=2.5), r"config.json: does .* num_hidden_layers .* whole number, got 2.5"),
+    "half a layer": (config(num_hidden_layers=2.5), r"config.json: does .* num_hidden_layers .* an integer, got 2.5"),
     "key heads": (config(num_key_value_heads=3), r"config.json: does .* num_key_value_heads .*: 3 key/value heads do"),
     "no length": (
         lambda f: (f / "config.json").write_text(

@@ -144,7 +144,7 @@ def tokenizer_files(tokenizer: Tokenizer) -> tuple[Files, str | None]:
 
 
 def _from_json(folder: Path, own: Files, tokenizer: Tokenizer) -> Any:
-    """Load the file itself, without what it does besides encoding."""
+    """Load the file itself, without any behaviour besides encoding."""
     import tokenizers
 
     content = json.loads(next(iter(own.values())))

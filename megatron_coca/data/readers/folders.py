@@ -107,9 +107,9 @@ def _ending(name: str) -> str:
 
 
 def corpus_files(paths: Sequence[Path]) -> list[Path]:
-    """Files that ``paths`` stand for: files themselves, folders as their readable files in sorted order.
+    """Resolve ``paths`` to files: a folder to its readable files in sorted order.
 
-    Links to folders are followed, hidden files and folders skipped. A folder saved by ``datasets`` stands for the files
+    Links to folders are followed, hidden files and folders skipped. A folder saved by ``datasets`` resolves to the files
     in its ``state.json``.
 
     Raises:

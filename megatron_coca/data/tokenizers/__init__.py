@@ -46,7 +46,7 @@ def load_tokenizer(
 ) -> Tokenizer:
     """Open a tokenizer by GPT-NeoX's name for its type. Nothing is downloaded.
 
-    A folder as ``vocab_file`` stands for the files in it under their usual names. ``eod`` names the symbol that ends
+    In a folder as ``vocab_file``, the files with the usual names are read. ``eod`` names the symbol that ends
     documents, if not the default one; the fingerprint then differs. Raises ``DataError`` for an unknown type, a symbol
     that the vocabulary lacks, and a file that is missing, unreadable or of another format.
     """

@@ -94,7 +94,7 @@ class HarnessModel(TemplateLM):
             if not 1 <= len(continuation) <= self.max_length:
                 raise EvaluationError(
                     f"the continuation {'of a window' if texts is None else repr(texts[1][:60])} has "
-                    f"{len(continuation)} tokens of its own, and 1 to {self.max_length} can be scored; correct the "
+                    f"{len(continuation)} tokens without its context; 1 to {self.max_length} can be scored; correct the "
                     "task, or raise --max-length"
                 )
             tokens = (context or [self.prefix_token_id]) + continuation

@@ -62,7 +62,7 @@ class HarnessTask:
 
     @cached_property
     def expected(self) -> dict[str, Fingerprint]:
-        """Fingerprints of the tasks that `run` would measure, by name; builds every prompt. Raises the `fault`."""
+        """Fingerprints of the tasks that `run` would measure, by name; builds every prompt. Raises EvaluationError."""
         self._prepare()
         for task in self.loaded["tasks"].values():
             task.build_all_requests(limit=self.selection.limit)

@@ -18,7 +18,7 @@ from megatron_coca.tables import escaped, format_table, in_cell
 class TableCell:
     """One cell: `text` as shown, the `value` behind it, and `detail` in small print (an interval).
 
-    `note` becomes a footnote: why there is no number, or what it does not cover. A `partial` number is not compared with
+    `note` becomes a footnote: the reason for a missing number, or what a number does not cover. A `partial` number is not compared with
     the others of its column. `wide` cells are text.
     """
 

@@ -158,7 +158,7 @@ class ResultGroup:
 def group_results(loaded: Sequence[LoadedResult], comparable: Comparable) -> list[ResultGroup]:
     """Groups comparable results, in the order of the files.
 
-    Raises EvaluationError where one label of a group stands for two models, or for two values of one cell.
+    Raises EvaluationError where one label of a group names two models, or two values of one cell.
     """
     values: dict[str, Callable[[Result], Any]] = {name: attrgetter(path) for name, path in comparable.items()}
     members: dict[str, list[LoadedResult]] = {}

@@ -152,7 +152,7 @@ class Draft(Protocol):
         """Return the prompt with that many units."""
 
     def predict(self, units: int) -> int:
-        """Estimate the tokens that these units add; it never falls by more than a few as units grow."""
+        """Estimate the tokens that these units add; up to a few tokens, it grows with the units."""
 
 
 class TokenCosts:

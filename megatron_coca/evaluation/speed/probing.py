@@ -246,7 +246,7 @@ def expected_seconds(called: Sequence[tuple[int, float]], length: int) -> float:
 
 
 def too_large(built: Built, what: What, length: int, batch: int) -> str:
-    """The reason not to try N x N scores that are far beyond the memory; empty if they may fit."""
+    """The reason to skip N x N scores that exceed the memory by far; empty if they may fit."""
     if built.backend not in DENSE:
         return ""
     model, weight = built.case.config.model, first_layer(built.model).dense.weight
