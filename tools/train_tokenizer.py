@@ -34,7 +34,9 @@ HEADER = ("source", "trained on: characters", "held out: documents", "bytes", "t
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("recipe", nargs="?", type=Path, help="recipe of the preparation; its sources and weights")
+    options.add_argument(
+        "recipe", nargs="?", type=Path, help="recipe, as for prepare_data.py; its sources and weights are used"
+    )
     options.add_argument("--input", nargs="+", metavar="NAME=PATH", help="instead of a recipe; a name may be repeated")
     options.add_argument("--text-field", help="with --input: field of a JSON record that contains its text")
     options.add_argument("--root", type=Path, help="replaces the recipe's root folder")

@@ -149,7 +149,7 @@ class NeoxFiles:
         for name, tensor in tensors(module, path).items():
             match = SEQUENTIAL.fullmatch(name)
             if match is None:
-                raise CheckpointError(f"{path}: {name} is in no layer (names begin with sequential.<N>)")
+                raise CheckpointError(f"{path}: {name} belongs to no layer (names begin with sequential.<N>)")
             self.from_plugin = self.from_plugin or name != plain_name(name)
             states.setdefault(int(match.group(1)), {})[plain_name(match.group(2))] = tensor
         self._opened[rank] = states

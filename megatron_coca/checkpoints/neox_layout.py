@@ -69,7 +69,7 @@ def read_config(folder: Path, vocab_size: int) -> tuple[Config, int]:
         vocab_size: rows of the embedding, padding included.
 
     Raises:
-        CheckpointError: there are no such files, or they describe a network that this package does not have.
+        CheckpointError: no such files, or they describe a network that this package does not have.
     """
     configs = folder / CONFIGS
     files = sorted(path for path in configs.iterdir() if path.suffix in SUFFIXES) if configs.is_dir() else []

@@ -96,7 +96,7 @@ def open_pickles(files: Mapping[str, Path], source: Path) -> Weights:
         header = _header(path)
         for name in (name for name, file in files.items() if file == path):
             if name not in header:
-                raise CheckpointError(f"{path}: has no weight {name}, which the index of {source} looks for there")
+                raise CheckpointError(f"{path}: has no weight {name}, although the index of {source} lists it there")
             tensor = header[name]
             if tensor.dtype not in FLOATING or tensor.layout is not torch.strided:
                 raise CheckpointError(

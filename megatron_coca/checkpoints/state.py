@@ -156,7 +156,7 @@ class PieceReader:
             for kind, elements in zip(states, covered, strict=True):
                 if elements != covered[0]:
                     raise CheckpointError(
-                        f"{self._folder}: {kind} of {name} covers other elements than {states[0]} does"
+                        f"{self._folder}: {kind} of {name} covers different elements from {states[0]}"
                     )
 
     def fill(self, piece: StatePiece, place: ParameterSlice) -> None:
@@ -238,7 +238,7 @@ class PieceReader:
 
     def _incomplete(self, kind: str, name: str, reached: int) -> CheckpointError:
         return CheckpointError(
-            f"{self._folder}: {kind} of {name} is not complete: elements from {reached} on are in no file; files "
+            f"{self._folder}: {kind} of {name} is incomplete: no file has the elements from {reached} on; files "
             "of some ranks are missing"
         )
 

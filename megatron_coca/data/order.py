@@ -153,7 +153,9 @@ class Blend:
         self._quotas[np.argsort(self._quotas - exact, kind="stable")[:missing]] += 1
         if not self._quotas.all():
             small = shards[int(np.argmin(self._quotas))].prefix
-            raise DataError(f"{small}: its weight is under one part in {PATTERN_SLOTS} of the blend. Raise or drop it.")
+            raise DataError(
+                f"{small}: its weight is below 1/{PATTERN_SLOTS} of the blend. Raise it, or remove the source."
+            )
         # Per slot its source, and its number among that source's slots, which are evenly spread.
         source = np.repeat(np.arange(len(self._quotas)), self._quotas)
         number = np.concatenate([np.arange(quota) for quota in self._quotas])

@@ -190,7 +190,7 @@ class Shard:
         return f"Shard({str(self.prefix)!r}: {self.documents} documents, {self.len_tokens} tokens)"
 
     def document(self, index: int) -> np.ndarray:
-        """Tokens of one document, int64 [length], with the id that ends it where the shard was prepared with one."""
+        """Tokens of one document, int64 [length], including the end-of-document id, if the shard has one."""
         if not 0 <= index < self.documents:
             raise DataError(f"{self.prefix}: no document {index}; the shard has {self.documents}.")
         self._check_size()
@@ -390,7 +390,7 @@ def _open_at(path: Path, size: int) -> IO[bytes]:
     """Open a file to append to, cut to ``size`` bytes. ``DataError`` where it is shorter."""
     actual = path.stat().st_size if path.exists() else 0
     if actual < size:
-        raise DataError(f"{path}: {actual} bytes where {size} had been written. Remove its folder and start over.")
+        raise DataError(f"{path}: {actual} bytes, but {size} were written. Remove its folder and start over.")
     stream = path.open("r+b" if path.exists() else "w+b")
     stream.truncate(size)
     stream.seek(size)

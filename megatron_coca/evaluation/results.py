@@ -320,7 +320,7 @@ def _same_measurement(path: Path, empty: ResultType, overwrite: bool) -> ResultT
     if overwrite or not earlier.results:
         return None
     raise EvaluationError(
-        f"{path}: holds another measurement (its {differing} is another); name another --output, or replace it with "
+        f"{path}: holds another measurement (different {differing}); name another --output, or replace it with "
         "--overwrite"
     )
 

@@ -176,8 +176,8 @@ def plan_commands(
     for file, checkpoint in ((file, command.checkpoint) for command in planned for file in command.files):
         if file in owners:
             raise EvaluationError(
-                f"checkpoints {owners[file]} and {checkpoint}: their results would both be in {file.name}; "
-                "name them, their variants or the entries of `tasks` more differently"
+                f"checkpoints {owners[file]} and {checkpoint}: both would write {file.name}; "
+                "give them, their variants or the entries of `tasks` more distinct names"
             )
         owners[file] = checkpoint
     return planned

@@ -46,7 +46,7 @@ class Watchdog:
     `follow`, makes no progress for that long.
 
     First the stacks of all threads are written to standard error and to `hang_rank_<rank>.txt` in `report_folder`,
-    with the host, the last heartbeat and the innermost function of the main thread: these tell a rank that waits in a
+    with the host, the last heartbeat and the innermost function of the main thread: these distinguish a rank that waits in a
     collective from the rank that it waits for. The process then has `GRACE` seconds; if it makes progress, it continues.
 
     A daemon thread watches. It needs the GIL, so C code that never releases the GIL would block it too; 3 times GRACE

@@ -123,7 +123,7 @@ def test_another_measurement_is_not_overwritten_unasked(
     assert main(arguments(checkpoint, text, "--output", output)) == 0
     before = output.read_bytes()
     assert main(arguments(checkpoint, text, "--output", output, "--stride", 16)) == 2
-    assert "holds another measurement (its protocol.stride is another)" in capsys.readouterr().err
+    assert "holds another measurement (different protocol.stride)" in capsys.readouterr().err
     assert output.read_bytes() == before
     assert main(arguments(checkpoint, text, "--output", output, "--stride", 16, "--overwrite")) == 0
     assert read(output).protocol.stride == 16

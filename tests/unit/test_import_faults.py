@@ -199,11 +199,11 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "other shape": (config(vocab_size=128), rf"{EMBEDDING} is \[97, 64\], the model wants \[128, 64\]"),
     "parts of other shapes": (
         weights(lambda held: held.update({UP: torch.zeros(96, 63)})),
-        rf"the shapes of {UP} \[96, 63\], .* do not fit together",
+        rf"the shapes of {UP} \[96, 63\], .* do not match",
     ),
     "gated halves whose sum is right": (
         parts({UP: 95, GATE: 97}),
-        rf"the shapes of {UP} \[95, 64\], {GATE} \[97, 64\] do not fit together: {GATE} has to be \[95, 64\]",
+        rf"the shapes of {UP} \[95, 64\], {GATE} \[97, 64\] do not match: {GATE} must be \[95, 64\]",
     ),
     "projections whose sum is right": (
         parts({Q: 48, K: 80}),
@@ -211,19 +211,19 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "grouped projections whose sum is right": (
         lambda f: (config(num_key_value_heads=2)(f), parts({Q: 64, K: 16, V: 48})(f)),
-        rf"{K} \[16, 64\], {V} \[48, 64\] do not fit together: {K} has to be \[32, 64\]",
+        rf"{K} \[16, 64\], {V} \[48, 64\] do not match: {K} must be \[32, 64\]",
     ),
     "all projections too narrow": (
         parts({Q: 32, K: 32, V: 32}),
-        rf"do not fit together: {Q} has to be \[64, 64\]",
+        rf"do not match: {Q} must be \[64, 64\]",
     ),
     "gated halves that are numbers": (
         weights(lambda held: held.update({UP: torch.tensor(1.0), GATE: torch.tensor(1.0)})),
-        rf"the shapes of {UP} \[\], {GATE} \[\] do not fit together",
+        rf"the shapes of {UP} \[\], {GATE} \[\] do not match",
     ),
     "a projection that is a number": (
         weights(lambda held: held.update({Q: torch.tensor(1.0)})),
-        rf"the shapes of {Q} \[\], .* do not fit together",
+        rf"the shapes of {Q} \[\], .* do not match",
     ),
     "integers": (weights(lambda held: held.update({UP: torch.zeros(96, 64).char()})), f"{UP} is stored as I8"),
     "tied, but other head": (
@@ -335,7 +335,9 @@ def test_wrong_wishes_are_named_and_nothing_is_written(asked: Mapping[str, Any],
 @pytest.mark.parametrize("large", [65520.0, -1e30])
 def test_a_value_that_float16_cannot_hold_is_named(large: float, folder: Path) -> None:
     weights(lambda held: held[UP].__setitem__((0, 0), large))(folder)
-    message = rf"{UP} .*has values up to {re.escape(f'{abs(large):.6g}')}, and float16 ends at 65504; take .*bfloat16"
+    message = (
+        rf"{UP} .*has values up to {re.escape(f'{abs(large):.6g}')}, above the maximum 65504 of float16; use .*bfloat16"
+    )
     with pytest.raises(CheckpointError, match=message):
         import_checkpoint(folder, folder.parent / "imported", dtype="float16")
     assert list(folder.parent.iterdir()) == [folder]

@@ -107,7 +107,7 @@ def test_the_suite_of_llama_runs_every_task_of_table_5(tmp_path: Path, monkeypat
         (SUITE.replace("stride: 1L", "help: true"), "tasks.perplexity.help: is set by the suite"),
         (
             SUITE.replace('"+ NTK"', '"!"'),
-            "checkpoints CoCA and CoCA: their results would both be in perplexity_coca.json",
+            "checkpoints CoCA and CoCA: both would write perplexity_coca.json",
         ),
         (SUITE.replace("stride", "strid"), "tasks.perplexity.strid: unknown option; known: .*stride"),
     ],
@@ -161,7 +161,7 @@ def test_a_task_may_be_run_in_several_ways(tmp_path: Path) -> None:
     assert planned[1].files == (tmp_path / "results" / "repeated" / "perplexity_roformer.json",)
     with pytest.raises(EvaluationError, match="tasks.perplxity repeated: unknown task"):
         commands(suite(tmp_path, text.replace("perplexity r", "perplxity r")), {}, tmp_path)
-    with pytest.raises(EvaluationError, match="their results would both be in perplexity_roformer.json; name them"):
+    with pytest.raises(EvaluationError, match="both would write perplexity_roformer.json; give them"):
         again = text + "  perplexity Repeated: {windows: [100], stride: 1L}\n"
         commands(suite(tmp_path, again), {"RoFormer": 64}, tmp_path)
 

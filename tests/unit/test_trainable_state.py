@@ -146,7 +146,7 @@ def test_states_that_cover_different_elements_are_found(tmp_path: Path) -> None:
     write_pieces(tmp_path / "state" / file_name(0), [piece for piece in pieces if piece is not lost], places)
     with (
         open_state(tmp_path / "state") as reader,
-        pytest.raises(CheckpointError, match="exp_avg_sq of .* covers other"),
+        pytest.raises(CheckpointError, match="exp_avg_sq of .* covers different"),
     ):
         reader.require_complete()
 

@@ -48,7 +48,7 @@ class FlexBackend:
             ValueError: there is dropout.
         """
         if inputs.dropout > 0:
-            raise ValueError("attention_backend flex has no dropout; build the model to be trained so")
+            raise ValueError("attention_backend flex does not support dropout; build the model with training=True")
         (segment,) = inputs.segments
         if self._compiled and segment.query.shape[2] == 1:
             return _attend_one_query(inputs)

@@ -140,7 +140,9 @@ class MergeBackend:
             ValueError: there is a bias or dropout.
         """
         if inputs.bias is not None or inputs.dropout > 0:
-            raise ValueError("attention_backend merge has neither bias nor dropout; build the model to be trained so")
+            raise ValueError(
+                "attention_backend merge supports neither bias nor dropout; build the model with training=True"
+            )
         return attend_by_document(_attend_row, inputs)
 
 

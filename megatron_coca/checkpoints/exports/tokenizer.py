@@ -67,7 +67,7 @@ def original_files(folder: Path, tokenizer: Tokenizer | None, known: int) -> Tok
     own, largest = own_files(folder), largest_named_id(folder)
     if largest >= known:
         raise CheckpointError(
-            f"{folder}: names token {largest}, the model has {known}; name the folder of the model's own tokenizer"
+            f"{folder}: contains token id {largest}, but the model has {known} tokens; name the folder of the model's own tokenizer"
         )
     if tokenizer is None:
         return own._replace(note=f"the checkpoint carries no tokenizer to compare that of {folder} with")
@@ -81,7 +81,7 @@ def original_files(folder: Path, tokenizer: Tokenizer | None, known: int) -> Tok
     ends = {theirs.eod, *_ids(own.ids.eos), *_ids(_json(folder / GENERATION).get("eos_token_id"))}
     if end not in ends:
         raise CheckpointError(
-            f"{folder}: texts end with {sorted(ends)} there, and with {end} ({tokenizer.piece(end)!r}) in the "
+            f"{folder}: its end-of-text tokens are {sorted(ends)}, but {end} ({tokenizer.piece(end)!r}) in the "
             f"checkpoint; add {end} to eos_token_id in a copy of its {GENERATION}"
         )
     eos = end if own.ids.eos is None else own.ids.eos

@@ -77,7 +77,7 @@ def build_manifest(
 def _shard_facts(folder: Path, name: str, state: ShardState) -> dict[str, Any]:
     shard = Shard(folder / name)  # checks the files
     if (shard.documents, shard.len_tokens) != (state.documents, state.tokens):
-        raise DataError(f"{folder / name}: contains {shard}, where {state} was written. Remove {folder}; start over.")
+        raise DataError(f"{folder / name}: contains {shard}, but {state} was written. Remove {folder} and start over.")
     with (folder / f"{name}.bin").open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     sizes = {"documents": state.documents, "tokens": state.tokens, "bytes": state.bytes}
