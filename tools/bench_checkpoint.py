@@ -55,7 +55,7 @@ def main() -> None:
 
 
 class BenchmarkRun:
-    """A training run in this process, with a save in every way."""
+    """A training run in this process that saves in each of the compared ways."""
 
     def __init__(self, config: Config, seconds: float) -> None:
         corpus = open_corpus(config)

@@ -93,7 +93,7 @@ class Result(Record):
     missing: list[Missing]
 
     def measurement(self) -> dict[str, Any]:
-        """Return what is equal in two files if and only if they hold the same measurement; paths may differ."""
+        """Return the content that identifies a measurement, equal in two files of the same one; without paths."""
         moved = {"checkpoint": {"path"}, "documents": {"sources"}}
         return self.model_dump(mode="json", exclude={"results": True, "missing": True, **moved})
 

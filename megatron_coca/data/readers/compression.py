@@ -187,7 +187,7 @@ class _Header(tarfile.TarInfo):
         except tarfile.HeaderError as error:
             if archive.ended and isinstance(error, tarfile.EmptyHeaderError):  # type: ignore[attr-defined]
                 raise
-            raise tarfile.ReadError(f"{error} where a file or the end of the archive should be") from error
+            raise tarfile.ReadError(f"{error} where a file header or the end of the archive was expected") from error
         archive.ended = False
         return header
 

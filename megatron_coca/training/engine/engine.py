@@ -90,7 +90,7 @@ def deepspeed_config(config: Config, sizes: BatchSizes) -> dict[str, Any]:
     extra = config.parallel.deepspeed_extra_args or {}
     if taken := sorted((section.keys() | RESERVED) & extra.keys()):
         raise ConfigError(
-            [f"deepspeed_extra_args: {', '.join(taken)}: set by keys of their own; use those (docs/config.md)"]
+            [f"deepspeed_extra_args: {', '.join(taken)}: have their own keys; use those (docs/config.md)"]
         )
     return section | extra
 
