@@ -97,9 +97,9 @@ def test_a_missing_file_is_found(tmp_path: Path, saved: tuple[int, int]) -> None
     write(tmp_path / "state", *saved)
     (tmp_path / "state" / file_name(1)).unlink()
     with open_state(tmp_path / "state") as reader:
-        with pytest.raises(CheckpointError, match="is not complete: elements from .* on are in no file"):
+        with pytest.raises(CheckpointError, match="is incomplete: no file has the elements from .* on"):
             reader.require_complete()
-        with pytest.raises(CheckpointError, match="is not complete"):
+        with pytest.raises(CheckpointError, match="is incomplete"):
             reader.whole("a.weight")
 
 

@@ -207,7 +207,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "projections whose sum is right": (
         parts({Q: 48, K: 80}),
-        rf"the shapes of {Q} \[48, 64\], {K} \[80, 64\], {V} \[64, 64\] do not .*: {Q} has to be \[64, 64\]",
+        rf"the shapes of {Q} \[48, 64\], {K} \[80, 64\], {V} \[64, 64\] do not .*: {Q} must be \[64, 64\]",
     ),
     "grouped projections whose sum is right": (
         lambda f: (config(num_key_value_heads=2)(f), parts({Q: 64, K: 16, V: 48})(f)),
