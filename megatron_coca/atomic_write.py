@@ -42,7 +42,7 @@ def partial_folder(final: Path) -> Path:
 
 
 def lock_file(final: Path) -> Path:
-    """The file that locks the preparation of `final`."""
+    """The lock file of the preparation of `final`."""
     return final.with_name(f".{final.name}.lock")
 
 

@@ -89,7 +89,7 @@ class _UniqueKeys(LimitedLoader):
         seen: dict[tuple[str, Any], Any] = {}
         for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             if isinstance(key, yaml.ScalarNode) and seen.setdefault((key.tag, key.value), key) is not key:
-                raise _error(f"the key {key.value!r:.80} stands twice", key.start_mark)
+                raise _error(f"the key {key.value!r:.80} is given twice", key.start_mark)
         return super().construct_mapping(node, deep)
 
 

@@ -33,12 +33,12 @@ def excerpt(text: str, length: int = 80) -> str:
 
 
 def escaped(text: str) -> str:
-    """Plain text as one line of Markdown that renders as written. HTML becomes entities."""
+    """Escape plain text for one line of Markdown. HTML becomes entities."""
     return _MARKUP.sub(lambda found: f"\\{found[0]}", escape(_LINE_ENDS.sub(" ", text), quote=False))
 
 
 def in_cell(text: str) -> str:
-    """Plain text for a table cell that is read on the console, unrendered."""
+    """Escape plain text for a table cell on the console, where Markdown is not rendered."""
     return _LINE_ENDS.sub(" ", text).replace("|", r"\|")
 
 

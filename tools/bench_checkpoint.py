@@ -2,7 +2,7 @@
 
     python tools/bench_checkpoint.py configs/350M/roformer_coca.yml configs/cluster/cpu.yml num_layers=6 hidden_size=256
 
-Saves in the background (`async_save` true) and while the loop waits (false), in turns. The loss is the time of an
+Saves in the background (`async_save` true) and while the loop waits (false), alternating. The loss is the time of an
 interval beyond that of the interval without a save in the same round, so CPU time that the background thread takes from
 the steps counts; the share is of a run that saves once every --interval seconds. Appends one JSON line per way of
 saving to --output.
@@ -39,7 +39,7 @@ def main() -> None:
     """Measure every way of saving, print and append the results."""
     parser = benchmark_parser(__doc__, "checkpoint.jsonl", rounds=5, inputs=True)
     parser.add_argument(
-        "--seconds", type=float, default=10.0, help="length of an interval; a save should end within it"
+        "--seconds", type=float, default=10.0, help="length of an interval, long enough for a save to finish"
     )
     parser.add_argument("--interval", type=float, default=600.0, help="seconds between checkpoints of the assumed run")
     options = parser.parse_intermixed_args()
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 class BenchmarkRun:
-    """A training run in this process, with a save in every way."""
+    """A training run in this process that saves in each of the compared ways."""
 
     def __init__(self, config: Config, seconds: float) -> None:
         corpus = open_corpus(config)
@@ -93,7 +93,7 @@ class BenchmarkRun:
         return [self._record(way, lost[way], statistics.median(blocked[way]), interval) for way in WAYS]
 
     def _interval(self, steps: int, save: Checkpoints | None = None) -> tuple[float, float]:
-        """Save if asked and train `steps` steps; return the seconds of all, and those that the save blocked."""
+        """Save if requested and train `steps` steps; return the seconds of all, and those that the save blocked."""
         start = time.perf_counter()
         if save is not None:
             save.save(self._step, {})

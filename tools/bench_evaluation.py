@@ -4,7 +4,7 @@
     4096
 
 A random model of the configured shape is written as a Hugging Face folder; ours and transformers' GPT-NeoX read it and
-score the same windows of the same random document, each in its own process, in turns. The plain loop is that of the
+score the same windows of the same random document, each in its own process, alternating. The plain loop is that of the
 transformers documentation: one window at a time, labels ignored outside the scored tokens, logits of every position. On
 a CPU it is measured a second time with our setting of the C library, which keeps freed memory. The negative
 log-likelihoods must agree to 1e-4 per token. Appends one JSON line per window and implementation to --output.
@@ -119,7 +119,7 @@ def write_model(config: Config, folder: Path) -> None:
 def measure_window(
     scorers: dict[str, ChildProcess], tokens: np.ndarray, window: int, options: argparse.Namespace
 ) -> dict[str, list[Pass]]:
-    """Return the passes of every implementation, taken in turns; a first one of each is not counted.
+    """Return the passes of every implementation, alternating; a first one of each is not counted.
 
     Raises:
         RuntimeError: two implementations disagree.

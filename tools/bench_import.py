@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--dtype", choices=DTYPES, default="float16")
     parser.add_argument("--shard-mb", type=float, default=500.0)
-    parser.add_argument("--folder", type=Path, help="for the synthetic model; it is removed at the end")
+    parser.add_argument("--folder", type=Path, help="folder for the synthetic model; removed at the end")
     parser.add_argument("--one", nargs=3, metavar=("WAY", "SOURCE", "FOLDER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:

@@ -66,8 +66,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300, help="steps of each of the five runs")
     parser.add_argument("--num-workers", type=int, default=1, help="reading threads")
     parser.add_argument("--documents", type=int, nargs="+", default=[10**7, 10**8], help="sizes of the index (open)")
-    parser.add_argument("--processes", type=int, default=1, help="processes that open the shard at once")
-    parser.add_argument("--folder", type=Path, help="where the shards are made")
+    parser.add_argument("--processes", type=int, default=1, help="processes that open the shard concurrently")
+    parser.add_argument("--folder", type=Path, help="folder for the shards")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         append_records(options.output, list(MEASUREMENTS[options.what](Path(folder), options)))

@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def measure(folder: Path, megabytes: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the records of both implementations on one corpus, run in turns."""
+    """Return the records of both implementations on one corpus, alternating."""
     corpus, model = folder / f"{megabytes}.jsonl", folder / "tokenizer.json"
     with corpus.open("w") as stream:
         for text in limited(options.input, megabytes * 10**6):

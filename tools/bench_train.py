@@ -89,17 +89,17 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = benchmark_parser(__doc__, "train.jsonl", rounds=20, inputs=True)
     parser.add_argument("--methods", nargs="+", default=["rotary", "coca"], help="values of pos_emb")
-    parser.add_argument("--peer", choices=["transformers"], help="measure this too, and give ratios to it")
+    parser.add_argument("--peer", choices=["transformers"], help="also measure this, and report ratios to it")
     parser.add_argument(
         "--compile", action="store_true", help="torch_compile=true for ours, torch.compile for the peer"
     )
-    parser.add_argument("--warmup", type=int, default=5, help="steps of each before, which are not counted")
+    parser.add_argument("--warmup", type=int, default=5, help="uncounted warm-up steps of each")
     parser.add_argument("--profile", type=Path, metavar="FILE", help="write a trace of one step of the first method")
     return parser.parse_intermixed_args(arguments)
 
 
 def contestants(options: argparse.Namespace) -> list[Contestant]:
-    """Return the peer, if asked for, and the position methods."""
+    """Return the peer, if requested, and the position methods."""
     compiled = ["torch_compile=true"] if options.compile else []
     methods = []
     for name in options.methods:
@@ -246,7 +246,7 @@ def peer_keys(config: Config) -> dict[str, Any]:
 
 
 def race(entrants: list[Contestant], options: argparse.Namespace) -> None:
-    """Run all entrants in turns; set their `seconds` and `peak_memory`."""
+    """Run all contestants alternately; set their `seconds` and `peak_memory`."""
     generator = torch.Generator().manual_seed(0)
     for number in range(options.warmup + options.rounds):
         micro_batches = draw(entrants[0].config, generator)

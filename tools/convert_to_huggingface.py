@@ -23,13 +23,13 @@ def build_parser() -> ArgumentParser:
     )
     add = parser.add_argument
     add("checkpoint", metavar="CHECKPOINT", help="a run's save folder, one step of it, or a Hugging Face folder")
-    add("folder", metavar="FOLDER", help="what to write; it must not exist")
+    add("folder", metavar="FOLDER", help="folder to write; must not exist")
     changes = "config overrides, e.g. rope_scaling.rope_type=dynamic"
     add("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", dest="overrides", help=changes)
     original = "copy tokenizer and generation files of a Hugging Face folder: the model's original"
     add("--tokenizer", metavar="FOLDER", help=original)
-    add("--dtype", choices=DTYPES, help="of the weights; default: as saved")
-    add("--without-padding", action="store_true", help="leave out the rows of the vocabulary that stand for no token")
+    add("--dtype", choices=DTYPES, help="dtype of the weights; default: as saved")
+    add("--without-padding", action="store_true", help="omit the padding rows of the vocabulary")
     return parser
 
 

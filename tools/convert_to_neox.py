@@ -21,11 +21,11 @@ def build_parser() -> ArgumentParser:
     parser = ArgumentParser(prog="convert_to_neox.py", description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("checkpoint", metavar="CHECKPOINT", help="a run's save folder, one step of it, or a Hugging Face folder")
-    add("folder", metavar="FOLDER", help="what to write; it must not exist")
+    add("folder", metavar="FOLDER", help="folder to write; must not exist")
     changes = "config overrides, e.g. rope_scaling=null"
     add("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", dest="overrides", help=changes)
-    add("--dtype", choices=DTYPES, help="of the weights; default: as saved")
-    add("--model-parallel-size", type=int, default=1, metavar="N", help="tensor ranks to write for; default: 1")
+    add("--dtype", choices=DTYPES, help="dtype of the weights; default: as saved")
+    add("--model-parallel-size", type=int, default=1, metavar="N", help="number of tensor-parallel ranks; default: 1")
     stages = "1 for any number of pipeline stages, 0 for none; default: 1"
     add("--pipe-parallel-size", type=int, choices=(0, 1), default=1, help=stages)
     return parser

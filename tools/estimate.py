@@ -47,13 +47,19 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("inputs", nargs="+", metavar="CONFIG.yml | key=value", help="merged in order, then the keys")
+    parser.add_argument(
+        "inputs", nargs="+", metavar="CONFIG.yml | key=value", help="YAML files, merged in order, then key=value pairs"
+    )
     parser.add_argument(
         "--gpus", type=int, metavar="N", help="total number of GPUs; default: num_gpus of all hosts, else 1"
     )
     parser.add_argument("--gpu", choices=GPUS, default="A100-80", help="GPU model (default: %(default)s)")
     parser.add_argument(
-        "--mfu", type=float, default=0.4, metavar="SHARE", help="share of the GPU's peak that is used (default: 0.4)"
+        "--mfu",
+        type=float,
+        default=0.4,
+        metavar="SHARE",
+        help="fraction of the GPU's peak FLOP/s that is reached (default: 0.4)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     options = parser.parse_intermixed_args(arguments)

@@ -23,11 +23,11 @@ def build_parser() -> ArgumentParser:
         prog="import_checkpoint.py", description=__doc__, formatter_class=RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("source", metavar="SOURCE", help="a Hugging Face folder, or whatever else can be evaluated")
+    add("source", metavar="SOURCE", help="a Hugging Face folder, or any other checkpoint that can be evaluated")
     add("folder", metavar="FOLDER", help="folder to write; must not exist")
     changes = "config overrides, e.g. pos_emb=coca for GPT-NeoX folders of CoCA's authors"
     add("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", dest="overrides", help=changes)
-    add("--dtype", choices=DTYPES, help="of the weights; default: as in the source")
+    add("--dtype", choices=DTYPES, help="dtype of the weights; default: as in the source")
     return parser
 
 

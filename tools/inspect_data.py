@@ -1,4 +1,4 @@
-"""Look at prepared data, and at what a run will read.
+"""Inspect prepared data and the samples that a run will read.
 
 python tools/inspect_data.py sample configs/350M/roformer_coca.yml --number 1000 train_batch_size=64
 python tools/inspect_data.py document data/mine/books_train 17
@@ -93,7 +93,9 @@ def _mixture(options: argparse.Namespace) -> Result:
 def _document(options: argparse.Namespace) -> Result:
     entries = inspection.find_shards([options.prefix])
     if len(entries) != 1:
-        raise DataError(f"{options.prefix}: not one shard. Give a prefix, the path without .bin or .idx.")
+        raise DataError(
+            f"{options.prefix}: does not name a single shard. Give a prefix, the path without .bin or .idx."
+        )
     tokenizer = inspection.common_tokenizer(entries, _named_tokenizer(options))
     shard = Shard(entries[0].prefix)
     text = inspection.document_text(shard, options.number, tokenizer, options.tokens)
@@ -141,7 +143,7 @@ def _coverage(options: argparse.Namespace) -> Result:
         frequent = "  ".join(f"{excerpt(piece, 20)} {percent(n / f['tokens'])}" for _, piece, n in f["most_frequent"])
         lines.append(f"{f['source']}, most frequent: {frequent}")
         if f["bytes_measured_on_documents"] < f["documents"]:
-            lines.append(f"{f['source']}: bytes per token are of {f['bytes_measured_on_documents']:,} documents")
+            lines.append(f"{f['source']}: bytes per token measured on {f['bytes_measured_on_documents']:,} documents")
     return Result("\n".join(lines), facts)
 
 
@@ -171,7 +173,7 @@ def parser() -> argparse.ArgumentParser:
 
     def command(name: str, run: Callable[[argparse.Namespace], Result], text: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=text, description=text)
-        added.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there as well")
+        added.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers to this file")
         added.set_defaults(run=run)
         return added
 
@@ -182,11 +184,16 @@ def parser() -> argparse.ArgumentParser:
     coverage = command("coverage", _coverage, "how the vocabulary is used, by source")
     verify = command("verify", _verify, "compare shards with their manifest, index and vocabulary; reads all tokens")
     for added in (sample, mixture):
-        added.add_argument("inputs", nargs="+", metavar="CONFIG.yml | key=value", help="as train.py takes them")
+        added.add_argument(
+            "inputs",
+            nargs="+",
+            metavar="CONFIG.yml | key=value",
+            help="config files and key=value pairs, as for train.py",
+        )
         added.add_argument("--split", choices=SPLITS, default="train")
-    sample.add_argument("--number", type=int, required=True, help="in the run's order, from 0")
+    sample.add_argument("--number", type=int, required=True, help="sample number in the run's order, from 0")
     mixture.add_argument("--samples", type=_count, help="default: train_iters times the batch")
-    mixture.add_argument("--ranks", type=_count, default=1, help="processes, where no train_batch_size is set")
+    mixture.add_argument("--ranks", type=_count, default=1, help="number of processes, if train_batch_size is not set")
     document.add_argument("prefix", type=Path)
     document.add_argument("number", type=int, help="from 0")
     for added in (sample, document):
@@ -199,12 +206,12 @@ def parser() -> argparse.ArgumentParser:
         named.add_argument("--tokenizer-type", choices=list(TOKENIZERS))
         named.add_argument("--vocab-file", type=Path)
         named.add_argument("--merge-file", type=Path)
-        named.add_argument("--eod", help="symbol that ends documents, where it is not the usual one")
+        named.add_argument("--eod", help="end-of-document symbol, if not the default")
     return options
 
 
 def read_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    """Parse the command line; key=value may also follow options, where argparse alone would refuse it."""
+    """Parse the command line; key=value may also follow options, which argparse alone does not allow."""
     options, rest = parser().parse_known_args(arguments)
     if rest and not (hasattr(options, "inputs") and all("=" in text and not text.startswith("-") for text in rest)):
         parser().error(f"unrecognized arguments: {' '.join(rest)}")

@@ -53,25 +53,40 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", nargs="?", type=Path, help="a YAML file that describes the corpus (docs/data.md)")
     parser.add_argument("--builtin", action="store_true", help="the corpus inside this Python installation")
-    parser.add_argument("--input", nargs="+", metavar="NAME=PATH", help="files or folders; a name may occur again")
-    parser.add_argument("--output", type=Path, help="folder to make (with --builtin: its parent, default data)")
+    parser.add_argument("--input", nargs="+", metavar="NAME=PATH", help="files or folders; a name may be repeated")
+    parser.add_argument("--output", type=Path, help="output folder (with --builtin: its parent, default data)")
     cores = len(os.sched_getaffinity(0))
-    parser.add_argument("--workers", type=_at_least(0), default=cores, help="processes; 0: this one only")
-    parser.add_argument("--save-seconds", type=float, default=10.0, help="the work that a kill can cost")
+    parser.add_argument(
+        "--workers", type=_at_least(0), default=cores, help="worker processes; 0 works in the main process"
+    )
+    parser.add_argument(
+        "--save-seconds", type=float, default=10.0, help="seconds between saved positions, the most work lost by a kill"
+    )
     parser.add_argument("--strict", action="store_true", help="stop at the first unusable record")
     parser.add_argument("--skip-damaged", action="store_true", help="keep the readable part of a damaged file")
     parser.add_argument("--root", type=Path, help="with a recipe: replaces its root folder")
-    plain = parser.add_argument_group("with --input; a recipe has its own")
-    plain.add_argument("--tokenizer-type", choices=list(TOKENIZERS), help="with --vocab-file and --merge-file")
+    plain = parser.add_argument_group("with --input; a recipe sets its own")
+    plain.add_argument(
+        "--tokenizer-type", choices=list(TOKENIZERS), help="type of the tokenizer in --vocab-file and --merge-file"
+    )
     plain.add_argument("--vocab-file")
     plain.add_argument("--merge-file")
-    plain.add_argument("--train-tokenizer", type=_at_least(1), metavar="VOCAB_SIZE", help="train SentencePiece on it")
+    plain.add_argument(
+        "--train-tokenizer",
+        type=_at_least(1),
+        metavar="VOCAB_SIZE",
+        help="train a SentencePiece tokenizer on the input",
+    )
     plain.add_argument("--text-field", help="field of a record that contains its text (text)")
-    plain.add_argument("--documents", choices=["file", "line", "paragraph"], help="of text files (file)")
-    plain.add_argument("--max-record-mib", type=_at_least(1), metavar="MIB", help="skip and name longer records (64)")
-    plain.add_argument("--duplicates", metavar="{exact,keep}", help="what to remove (exact)")
-    plain.add_argument("--valid-fraction", type=float, help="of the documents, by a hash of their key (0.01)")
-    plain.add_argument("--test-fraction", type=float, help="the same (0.01)")
+    plain.add_argument(
+        "--documents", choices=["file", "line", "paragraph"], help="unit of a document in text files (file)"
+    )
+    plain.add_argument("--max-record-mib", type=_at_least(1), metavar="MIB", help="skip and report longer records (64)")
+    plain.add_argument("--duplicates", metavar="{exact,keep}", help="duplicates to remove (exact)")
+    plain.add_argument(
+        "--valid-fraction", type=float, help="held-out fraction of the documents, by a hash of their key (0.01)"
+    )
+    plain.add_argument("--test-fraction", type=float, help="as --valid-fraction, for testing (0.01)")
     return parser
 
 
@@ -119,7 +134,7 @@ def _run(arguments: argparse.Namespace) -> Path:
         recipe = read_recipe(arguments.recipe, arguments.root)
     output = arguments.output or recipe.output
     if output is None:
-        raise DataError("Name the folder to make: --output, or `output` in the recipe.")
+        raise DataError("Give the output folder: --output, or `output` in the recipe.")
     rules = replace(recipe.rules, strict=arguments.strict, skip_damaged=arguments.skip_damaged)
     execution = Execution(arguments.workers, arguments.save_seconds)
     training = recipe.training

@@ -72,7 +72,7 @@ def plan(files: Sequence[str], shared: Sequence[str] = ()) -> list[Stage]:
         if any(same(own.save, save) for save in saves):
             lines.append(f"save: {own.save} is the folder of an earlier stage; each needs its own")
         if saves and not any(same(own.load, save) for save in saves):
-            lines.append(f"load: {own.load} is the save folder of no earlier stage ({', '.join(map(str, saves))})")
+            lines.append(f"load: {own.load} is not the save folder of an earlier stage ({', '.join(map(str, saves))})")
         problems += [f"{stage.name}: {line}" for line in lines]
     if problems:
         raise ConfigError(problems)
@@ -92,7 +92,7 @@ def refuse_other_run(stage: Stage) -> None:
         problems.append(f"train_iters (reached {stage.reached}, now {last})")
     if problems:
         raise CheckpointError(
-            f"{folder}: is of another run than {stage.name}: {', '.join(problems)}; restore these, or move "
+            f"{folder}: belongs to a different run from {stage.name}: {', '.join(problems)}; restore these, or move "
             f"{stage.save} away"
         )
     origin = native.read_json(folder / native.META).get("origin")

@@ -34,19 +34,27 @@ HEADER = ("source", "trained on: characters", "held out: documents", "bytes", "t
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("recipe", nargs="?", type=Path, help="recipe of the preparation; its sources and weights")
-    options.add_argument("--input", nargs="+", metavar="NAME=PATH", help="in place of a recipe; a name may occur again")
+    options.add_argument(
+        "recipe", nargs="?", type=Path, help="recipe, as for prepare_data.py; its sources and weights are used"
+    )
+    options.add_argument("--input", nargs="+", metavar="NAME=PATH", help="instead of a recipe; a name may be repeated")
     options.add_argument("--text-field", help="with --input: field of a JSON record that contains its text")
-    options.add_argument("--root", type=Path, help="in place of the recipe's root folder")
-    options.add_argument("--valid-fraction", type=float, help="with --input: as the preparation will hold out (0.01)")
+    options.add_argument("--root", type=Path, help="replaces the recipe's root folder")
+    options.add_argument(
+        "--valid-fraction", type=float, help="with --input: fraction held out, as in prepare_data.py (0.01)"
+    )
     options.add_argument("--test-fraction", type=float, help="with --input: the same (0.01)")
     options.add_argument("--type", choices=list(TRAINERS), default="SPMTokenizer", help="default SPMTokenizer")
     options.add_argument("--model", choices=["bpe", "unigram"], default="bpe", help="default bpe")
-    options.add_argument("--vocab-size", type=_count, required=True, help="ids in all, with bytes and special tokens")
     options.add_argument(
-        "--characters", type=_count, default=50_000_000, help="of text to train on (default 50 million)"
+        "--vocab-size", type=_count, required=True, help="vocabulary size, including bytes and special tokens"
     )
-    options.add_argument("--equal", action="store_true", help="as much text of each source, whatever their weights")
+    options.add_argument(
+        "--characters", type=_count, default=50_000_000, help="characters of text to train on (default 50 million)"
+    )
+    options.add_argument(
+        "--equal", action="store_true", help="the same amount of text from each source, regardless of weights"
+    )
     options.add_argument("--output", type=Path, required=True, help="folder to make")
     return options
 
@@ -67,7 +75,7 @@ def read_sources(options: argparse.Namespace) -> tuple[list[CorpusSource], Rules
     }
     if options.recipe is not None:
         if options.text_field is not None or fractions:
-            raise DataError("--text-field, --valid-fraction and --test-fraction go with --input; a recipe has its own.")
+            raise DataError("--text-field, --valid-fraction and --test-fraction need --input; a recipe sets its own.")
         recipe = read_recipe(options.recipe, options.root)
         return recipe.sources, recipe.rules
     fields = {"text": options.text_field} if options.text_field else {}
@@ -102,7 +110,9 @@ def train(options: argparse.Namespace, show: bool = True) -> str:
     check(sources, rules)
     check_vocabulary(options.type, options.vocab_size)
     if options.model not in TRAINERS[options.type]:
-        raise DataError(f"--model {options.model}: {options.type} is trained as {', '.join(TRAINERS[options.type])}.")
+        raise DataError(
+            f"--model {options.model}: {options.type} can only be trained as {', '.join(TRAINERS[options.type])}."
+        )
     if options.characters < len(sources):
         raise DataError(f"--characters {options.characters} is less than one for each source.")
     wanted = shares(sources, options.characters, options.equal)

@@ -1,4 +1,4 @@
-"""From configuration to a position method and an attention backend."""
+"""Build the position method and the attention backend of a configuration."""
 
 import logging
 from collections.abc import Callable, Iterable
@@ -182,7 +182,7 @@ _INTRODUCTION = """\
 the model. A backend that is named and cannot serve is an error with the reason; nothing is replaced silently. A number
 in a table is the reason below it.
 
-| backend | what it is |
+| backend | description |
 | --- | --- |
 {summaries}
 

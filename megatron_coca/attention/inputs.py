@@ -103,11 +103,11 @@ class AttentionInputs:
 
     @property
     def past(self) -> int:
-        """How many tokens precede the first query."""
+        """Number of tokens before the first query."""
         return self.value.shape[2] - self.query.shape[2]
 
     def replace(self, **changes: Any) -> "AttentionInputs":
-        """A copy with other attributes."""
+        """Return a copy with some attributes replaced."""
         return replace(self, **changes)
 
 
@@ -143,7 +143,7 @@ class Backend(Protocol):
 
 
 class BackendError(ValueError):
-    """No implementation can serve the model, or the one that was named cannot."""
+    """The model is not supported by the named implementation, or by any."""
 
 
 def documents_from_ids(ids: Tensor) -> PackedDocuments:

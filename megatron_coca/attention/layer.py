@@ -89,7 +89,7 @@ class LayerCache:
         """Add tensors [batch, kv_heads, tokens, width]; returns views of all cached tokens, in the same order."""
         if self._buffers and self._buffers[0].shape[0] != new[0].shape[0]:
             raise ValueError(
-                f"the cache holds {self._buffers[0].shape[0]} sequences, the new tokens are of {new[0].shape[0]}"
+                f"the cache holds {self._buffers[0].shape[0]} sequences, the new tokens have {new[0].shape[0]}"
             )
         start, self.length = self.length, self.length + new[0].shape[2]
         if not self._buffers or self.length > self._buffers[0].shape[2]:
@@ -127,7 +127,7 @@ class Cache:
     def __init__(self, num_layers: int, length: int | None = None, capacity: int | None = None) -> None:
         """`capacity` is the number of tokens to allocate for, by default `length`; the cache grows beyond it."""
         if length is not None and length < 1:
-            raise ValueError(f"the length of a generation is at least 1, not {length}")
+            raise ValueError(f"the generation length must be at least 1, not {length}")
         self.layers = [LayerCache(capacity or length or 0) for _ in range(num_layers)]
         self.positions: Tensor | None = None
         self.length = length
@@ -140,7 +140,7 @@ class Cache:
         """Positions of all tokens including the new ones; on an exception the cache is restored."""
         past, before = len(self), self.positions
         if before is not None and before.dim() != positions.dim():
-            raise ValueError("positions must stay [length], or [batch, length], throughout one cache")
+            raise ValueError("positions must keep one shape, [length] or [batch, length], within one cache")
         self.positions = positions if before is None else torch.cat((before, positions), dim=-1)
         try:
             yield self.positions

@@ -61,7 +61,7 @@ def with_triton(
     from megatron_coca.kernels.operands import fused_operands
 
     if tables.query is None or tables.key is None or form.kernel is None:
-        raise ValueError("operand_kernel: triton forms rotated operands, and this method rotates nothing")
+        raise ValueError("operand_kernel: triton needs rotary operands, and this method is non-rotary")
     if factor is not None and 2 * tables.query.cos.shape[-1] < q.shape[-1]:
         raise ValueError("operand_kernel: triton has no logit scaling on features that are not rotated")
     return fused_operands(q, k, *tables.query, *tables.key, form.kernel)

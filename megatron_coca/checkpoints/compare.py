@@ -1,4 +1,4 @@
-"""Which configuration keys may differ between training and a later use of the weights."""
+"""Configuration keys that may differ between training and later use of the weights."""
 
 import re
 from pathlib import Path

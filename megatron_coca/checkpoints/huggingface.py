@@ -77,14 +77,14 @@ def read_config(folder: Path) -> Config:
     config = read_json(source)
     family = find_family(config, source)
     if config.get("quantization_config"):
-        raise CheckpointError(f"{source}: has a quantization_config, and quantized weights are not read")
+        raise CheckpointError(f"{source}: has a quantization_config, and quantized weights are not supported")
     try:
         keys = _common_keys(config, folder) | family.shape(config, source)
         keys |= family.position(config, source, find_weights(folder)[1])
     except KeyError as missing:
         raise CheckpointError(f"{source}: has no {missing}") from missing
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise CheckpointError(f"{source}: a value in it is of the wrong kind: {error}") from error
+        raise CheckpointError(f"{source}: a value has the wrong type: {error}") from error
     try:
         return load_config([], keys)
     except ConfigError as error:
@@ -163,7 +163,7 @@ def _indexed(folder: Path, kind: WeightFormat) -> dict[str, Path]:
         raise CheckpointError(f"{index}: has no weight_map that says which file holds each weight")
     outside = [file for file in listed.values() if not isinstance(file, str) or Path(file).name != file]
     if outside:
-        raise CheckpointError(f"{index}: {outside[0]!r} is no name of a file in the folder")
+        raise CheckpointError(f"{index}: {outside[0]!r} is not a file name in the folder")
     missing = Counter(file for file in listed.values() if not (folder / file).is_file())
     if missing:
         files = ", ".join(f"{file} ({count} weights)" for file, count in sorted(missing.items()))
@@ -176,7 +176,7 @@ def open_weights(folder: Path, num_layers: int, num_heads: int, tied: bool) -> W
     """Open the weights by our names, in the dtype on disk and in the order of the files.
 
     Raises:
-        CheckpointError: a weight is missing, or there is one that would not be read: then it is another model.
+        CheckpointError: a weight is missing, or one would be ignored, which would change the model.
     """
     config, (kind, files) = read_json(folder / CONFIG), find_weights(folder)
     family = find_family(config, folder / CONFIG)
@@ -208,8 +208,9 @@ def open_weights(folder: Path, num_layers: int, num_heads: int, tied: bool) -> W
     if unread:
         more = f" and {len(unread) - NAMED} more" if len(unread) > NAMED else ""
         raise CheckpointError(
-            f"{folder}: has weights that this model has no place for: {', '.join(unread[:NAMED])}{more}. Without them "
-            "it would be another model, so it is not read"
+            f"{folder}: has weights that the configured model does not have: {', '.join(unread[:NAMED])}{more}. "
+            "Ignoring "
+            "them would change the model, so the folder is refused"
         )
     return weights
 
@@ -219,11 +220,11 @@ def open_weights(folder: Path, num_layers: int, num_heads: int, tied: bool) -> W
 KNOWN = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 """Values of rope_type that transformers and we have under one name."""
 MEASURED = frozenset({"yarn", "longrope", "llama3"})
-"""Those for which transformers reads ORIGINAL; it measures the others by max_position_embeddings."""
+"""Types for which transformers reads ORIGINAL; it measures the others by max_position_embeddings."""
 BY_MAXIMUM = frozenset({"dynamic"})
-"""Those whose formula takes max_position_embeddings for L."""
+"""Types whose formula takes max_position_embeddings for L."""
 DERIVED = frozenset({"yarn", "longrope"})
-"""Those whose factor may be left out: it is then the length over the original one."""
+"""Types whose factor may be left out: it is then the length over the original one."""
 NO_OPTIONS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor", ORIGINAL})
 """Names in transformers' section that are no option of an extension."""
 
@@ -463,7 +464,7 @@ ADDING_PROCESSORS = frozenset({"BertProcessing", "RobertaProcessing"})
 KEPT_DEFAULTS = frozenset(
     {"do_sample", "bos_token_id", "eos_token_id", "pad_token_id", "suppress_tokens", "transformers_version"}
 )
-"""Keys of generation_config.json that an export writes by itself; a name that begins with `_` is no setting."""
+"""Keys of generation_config.json that an export itself writes; a name that begins with `_` is not a setting."""
 
 
 def behaviour_note(folder: Path, end: int | None) -> str | None:
@@ -496,7 +497,7 @@ def _adds_tokens(folder: Path, vocabulary: Json, settings: Json) -> bool:
     if settings.get("add_bos_token") or settings.get("add_eos_token"):
         return True
     if not vocabulary and (folder / "tokenizer.model").is_file():
-        # transformers' class for LLaMA begins every text with BOS unless it is told not to.
+        # transformers' class for LLaMA begins every text with BOS unless this is disabled.
         return str(settings.get("tokenizer_class")).startswith("Llama") and settings.get("add_bos_token") is None
     return _processor_adds(vocabulary.get("post_processor") or {})
 

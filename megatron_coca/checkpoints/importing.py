@@ -43,7 +43,7 @@ def import_checkpoint(
     """Write a checkpoint as a save folder of ours with one step that holds weights only, atomically.
 
     Args:
-        source: whatever `open_checkpoint` reads.
+        source: any checkpoint that `open_checkpoint` reads.
         folder: must not exist.
         overrides: as for `load_model`; `pos_emb=coca` for GPT-NeoX folders of CoCA's authors.
         dtype: of the weights; by default that of the source, with equal bits.

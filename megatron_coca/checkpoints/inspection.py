@@ -1,4 +1,4 @@
-"""Describing a checkpoint, and whether its files are valid."""
+"""Describe a checkpoint and verify its files."""
 
 from collections import Counter
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""The folder layout of our checkpoints, and how one is written, found and verified.
+"""The folder layout of our checkpoints; writing, finding and verifying them.
 
     <save>/.lock                        held by the run that trains into the folder
     <save>/latest                       name of the newest step's folder
@@ -124,7 +124,7 @@ def _has_manifest(folder: Path) -> bool:
 
 
 def is_step_folder(folder: Path) -> bool:
-    """Whether a folder is named like a checkpoint or has a manifest."""
+    """Return whether a folder is named like a checkpoint or has a manifest."""
     return folder.is_dir() and (parse_step(folder.resolve().name) is not None or _has_manifest(folder))
 
 
@@ -227,7 +227,7 @@ def prune(save: Path, keep_last: int | None, keep_every: int | None = None) -> N
 
 
 def superseded(steps: Sequence[int], keep_last: int | None, keep_every: int | None) -> list[int]:
-    """Those of ascending `steps` that are neither the last `keep_last` nor multiples of `keep_every`; none if
+    """The ones among ascending `steps` that are neither the last `keep_last` nor multiples of `keep_every`; none if
     `keep_last` is None.
     """
     older = steps[:-keep_last] if keep_last else []
@@ -358,7 +358,7 @@ def checked_manifest(manifest: dict[str, Any], source: str | Path) -> dict[str, 
 
 
 def _is_inside(name: str) -> bool:
-    """Whether a manifest's file name is a plain relative path without `..`."""
+    """Return whether a manifest's file name is a plain relative path without `..`."""
     path = PurePosixPath(name)
     plain = not path.is_absolute() and ".." not in path.parts and str(path) == name != "." and "\0" not in name
     return plain and all(len(part.encode(errors="replace")) <= _LONGEST_NAME for part in path.parts)

@@ -31,7 +31,9 @@ from megatron_coca.config import Config
 from megatron_coca.neox_plugin.checkpoints import plain_name
 
 DOCUMENT_END = "<|endoftext|>"
-"""What all of GPT-NeoX's tokenizers but that of bytes look for; SentencePiece's gives its unknown token without it."""
+"""End of document of GPT-NeoX's tokenizers except the byte-level one; SentencePiece without it gives its unknown
+token.
+"""
 
 LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 RANK_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
@@ -98,7 +100,7 @@ class NeoxFiles:
         by_layer, by_rank = _matching(folder, LAYER_FILE), _matching(folder, RANK_FILE)
         if not by_layer and not by_rank:
             raise CheckpointError(
-                f"{folder}: was saved under ZeRO 3, whose weights are in pieces; save it again under ZeRO 2 or less"
+                f"{folder}: was saved under ZeRO 3, which partitions weights; save it with ZeRO 2 or lower"
             )
         self._by_layer = bool(by_layer)
         self._numbers = (by_layer or by_rank).values()
@@ -149,7 +151,7 @@ class NeoxFiles:
         for name, tensor in tensors(module, path).items():
             match = SEQUENTIAL.fullmatch(name)
             if match is None:
-                raise CheckpointError(f"{path}: {name} is in no layer (names begin with sequential.<N>)")
+                raise CheckpointError(f"{path}: {name} belongs to no layer (names begin with sequential.<N>)")
             self.from_plugin = self.from_plugin or name != plain_name(name)
             states.setdefault(int(match.group(1)), {})[plain_name(match.group(2))] = tensor
         self._opened[rank] = states
@@ -186,19 +188,20 @@ def configure(folder: Path, files: NeoxFiles) -> tuple[Config, int]:
             f"{folder}: has files of {ranks} tensor ranks, its configuration says model_parallel_size: {expected}"
         )
     if reasons := computed_differently(config):
-        raise CheckpointError(f"{folder}: GPT-NeoX computes another function: {'; '.join(reasons)}")
+        raise CheckpointError(f"{folder}: GPT-NeoX computes a different function: {'; '.join(reasons)}")
     present, needed = files.layers(), {location.layer for location in table(config)}
     head = "untied" if config.model.no_weight_tying else "tied"
     size = f"where its configuration says {config.model.num_layers} blocks and an output head that is {head}"
     for layer in sorted(needed - present):
         raise CheckpointError(f"{folder}: has no layer {layer:02} ({files.path(layer, 0).name}), {size}")
     for layer in sorted(present - set(layers(config.model))):
-        raise CheckpointError(f"{folder}: has a layer {layer:02} that no part of the model is, {size}")
+        raise CheckpointError(f"{folder}: has a layer {layer:02} that the model does not have, {size}")
     files.state(FIRST_BLOCK, 0)  # sets from_plugin
     if files.from_plugin and not foreign_keys(config):
         raise CheckpointError(
             f"{folder}: its weights were trained with the attention of the GPT-NeoX plugin, but its {CONFIGS} say "
-            f"pos_emb: {config.position.pos_emb} and no more; put the YAML files that it was trained with there"
+            f"pos_emb: {config.position.pos_emb}, and no other position keys; put the YAML files that it was trained "
+            "with there"
         )
     return config, ranks
 

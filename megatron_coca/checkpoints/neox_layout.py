@@ -1,4 +1,4 @@
-"""Describe GPT-NeoX's checkpoint layout: its configuration, the models it can hold, and the place of each weight.
+"""Describe GPT-NeoX's checkpoint layout: its configuration, the models it can hold, and the location of each weight.
 
 Facts are those of EleutherAI/gpt-neox at commit ea7aefd8. Its pipeline of L blocks is: 0 the embedding, 1 no weights,
 2 .. L+1 the blocks, L+2 no weights, L+3 the final norm, L+4 the output head, absent where it is tied to the embedding.
@@ -69,7 +69,7 @@ def read_config(folder: Path, vocab_size: int) -> tuple[Config, int]:
         vocab_size: rows of the embedding, padding included.
 
     Raises:
-        CheckpointError: there are no such files, or they describe a network that this package does not have.
+        CheckpointError: no such files, or they describe a network that this package does not have.
     """
     configs = folder / CONFIGS
     files = sorted(path for path in configs.iterdir() if path.suffix in SUFFIXES) if configs.is_dir() else []
@@ -95,8 +95,8 @@ def read_config(folder: Path, vocab_size: int) -> tuple[Config, int]:
 def model_yaml(config: Config, ranks: int, pipe: int) -> str:
     """Return the model's keys as a YAML file of GPT-NeoX, for `ranks` tensor ranks.
 
-    The vocabulary is padded to a multiple of its present rows: GPT-NeoX comes to this number whatever its tokenizer
-    counts.
+    The vocabulary is padded to a multiple of its present rows: GPT-NeoX pads to this number for any size of its
+    tokenizer counts.
     """
     flat, model, foreign = config.flat(), config.model, foreign_keys(config)
     values = {name: flat[name] for name in NEOX_KEYS}
@@ -157,8 +157,8 @@ def cannot_hold(config: Config, ranks: int) -> list[str]:
             model.norm == "layernorm" and not model.use_bias_in_norms,
             "its layernorm always has a bias (use_bias_in_norms is false)",
         ),
-        (position.pos_emb in ("kerple_log", "kerple_power"), "it has no place for what KERPLE learns"),
-        (scaling is not None and scaling.rope_type == "clex", "it has no place for what CLEX learns"),
+        (position.pos_emb in ("kerple_log", "kerple_power"), "it cannot store the learned parameters of KERPLE"),
+        (scaling is not None and scaling.rope_type == "clex", "it cannot store the learned parameters of CLEX"),
         (
             position.pos_emb in ROTATED_METHODS and position.rotary_emb_base % 1 != 0,
             "its rotary_emb_base is a whole number",
@@ -174,7 +174,9 @@ def cannot_hold(config: Config, ranks: int) -> list[str]:
     }
     reasons = [reason for applies, reason in limits if applies]
     if ranks >= 1:
-        reasons += [f"{name} ({value}) is no multiple of {ranks}" for name, value in divided.items() if value % ranks]
+        reasons += [
+            f"{name} ({value}) is not a multiple of {ranks}" for name, value in divided.items() if value % ranks
+        ]
     return reasons
 
 
@@ -198,7 +200,7 @@ PARTIAL_SUMS = ("attention.dense.bias", "mlp.linear2.bias")
 
 @dataclass(frozen=True)
 class NeoxSharding:
-    """How tensor ranks share a weight.
+    """Distribution of a weight over tensor ranks.
 
     Attributes:
         kind: "cut" along `dim`: of each of the blocks, whose sizes are given, a rank has one part. "copy": whole on
@@ -260,11 +262,11 @@ class NeoxLocation(NamedTuple):
 
 
 class NeoxWeight(NamedTuple):
-    """What is stored at a location.
+    """The tensor stored at a location.
 
     Attributes:
         ours: our name of the weight, None for a buffer, which follows from the configuration.
-        sharding: what each tensor rank has of it.
+        sharding: its distribution over tensor ranks.
         used: whether GPT-NeoX computes with it; other weights and buffers are written and not read.
         values: of a buffer, float32; None for one that GPT-NeoX saves only on request.
     """

@@ -1,4 +1,4 @@
-"""Checkpoints on object stores through fsspec: S3, Google Cloud Storage and every other file system that it knows.
+"""Checkpoints on object stores through fsspec: S3, Google Cloud Storage and every other file system that it supports.
 
     <url>/latest                        name of the newest step's folder
     <url>/global_step100/manifest.json  uploaded last and removed first: a checkpoint without it does not exist
@@ -37,7 +37,7 @@ DEFAULT_CACHE: str = CheckpointConfig.model_fields["checkpoint_cache"].default
 
 
 def is_url(path: str | Path) -> bool:
-    """Whether `path` is a URL of an object store (s3://, gs://, memory://, ...)."""
+    """Return whether `path` is a URL of an object store (s3://, gs://, memory://, ...)."""
     return "://" in str(path)
 
 

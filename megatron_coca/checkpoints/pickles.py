@@ -61,13 +61,13 @@ def load(path: Path, allowed: Sequence[Any] = (), device: str = "cpu") -> dict[A
             raise CheckpointError(f"{path}: {reason}") from error
         if not isinstance(error, pickle.UnpicklingError):
             raise CheckpointError(
-                f"{path}: is damaged, or no file of weights ({type(error).__name__} {error}); fetch it again"
+                f"{path}: is damaged or not a weights file ({type(error).__name__} {error}); fetch it again"
             ) from error
         refused = _REFUSED.search(str(error))
         reason = f"holds more than tensors ({refused[1]})" if refused else "is a pickle of something else than weights"
         raise CheckpointError(f"{path}: {reason}. {_ONLY_TENSORS}") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: holds a {type(content).__name__}, not tensors by their names")
+        raise CheckpointError(f"{path}: holds a {type(content).__name__}, not a mapping of names to tensors")
     return content
 
 
@@ -75,7 +75,7 @@ def tensors(content: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
     """Return the weights in a mapping. Raises a CheckpointError that names a value that is no weight."""
     wrong = [name for name, value in content.items() if not isinstance(value, Tensor) or not value.is_floating_point()]
     if wrong:
-        raise CheckpointError(f"{path}: {wrong[0]} is no tensor of floating-point numbers")
+        raise CheckpointError(f"{path}: {wrong[0]} is not a floating-point tensor")
     return dict(content)
 
 
@@ -96,11 +96,11 @@ def open_pickles(files: Mapping[str, Path], source: Path) -> Weights:
         header = _header(path)
         for name in (name for name, file in files.items() if file == path):
             if name not in header:
-                raise CheckpointError(f"{path}: has no weight {name}, which the index of {source} looks for there")
+                raise CheckpointError(f"{path}: has no weight {name}, although the index of {source} lists it there")
             tensor = header[name]
             if tensor.dtype not in FLOATING or tensor.layout is not torch.strided:
                 raise CheckpointError(
-                    f"{path}: {name} is stored as {tensor.layout} of {tensor.dtype}; read are plain tensors of "
+                    f"{path}: {name} is stored as {tensor.layout} of {tensor.dtype}; supported are dense tensors of "
                     f"{', '.join(sorted(map(str, FLOATING)))}"
                 )
             entries[name] = WeightEntry(tensor.dtype, tuple(tensor.shape))
@@ -127,7 +127,7 @@ def _load(path: Path, device: str = "cpu") -> dict[str, Tensor]:
     content = load(path, device=device)
     for name, value in content.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
-            raise CheckpointError(f"{path}: {name!r} is a {type(value).__name__}; read are tensors by their names only")
+            raise CheckpointError(f"{path}: {name!r} is a {type(value).__name__}; only tensors by name are supported")
         if value.is_meta and device != "meta":
             raise CheckpointError(
                 f"{path}: {name} has no values: it was saved on the device meta; save the model again"

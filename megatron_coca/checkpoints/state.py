@@ -30,7 +30,7 @@ WEIGHT = "weight"
 
 
 class TensorShard(NamedTuple):
-    """Shard `rank` of `ranks` of a tensor cut along `dim`. Each block of a packed projection is cut by itself; a plain
+    """Shard `rank` of `ranks` of a tensor cut along `dim`. Each block of a packed projection is cut separately; a plain
     matrix is one block.
     """
 
@@ -144,7 +144,7 @@ class PieceReader:
     def require_complete(self) -> None:
         """Check for gaps without reading values.
 
-        Raises CheckpointError if elements of a parameter are in no file, or in some optimizer states and not in others.
+        Raises CheckpointError if elements of a parameter are in no file, or only in some of the optimizer states.
         """
         states = sorted({kind for kind, _ in self._ranges} - {WEIGHT})
         for name in self._places:
@@ -156,7 +156,7 @@ class PieceReader:
             for kind, elements in zip(states, covered, strict=True):
                 if elements != covered[0]:
                     raise CheckpointError(
-                        f"{self._folder}: {kind} of {name} covers other elements than {states[0]} does"
+                        f"{self._folder}: {kind} of {name} covers different elements from {states[0]}"
                     )
 
     def fill(self, piece: StatePiece, place: ParameterSlice) -> None:
@@ -225,7 +225,7 @@ class PieceReader:
     def _covering(
         self, ranges: Sequence[_Range], begin: int, stop: int, kind: str, name: str
     ) -> list[tuple[_Range, int, int]]:
-        """Which of `ranges` gives which elements of [begin, stop)."""
+        """Assign the elements of [begin, stop) to `ranges`."""
         parts, reached = [], begin
         for part in sorted(ranges, key=lambda part: part.start):
             last = min(stop, part.start + part.numel)
@@ -238,7 +238,7 @@ class PieceReader:
 
     def _incomplete(self, kind: str, name: str, reached: int) -> CheckpointError:
         return CheckpointError(
-            f"{self._folder}: {kind} of {name} is not complete: elements from {reached} on are in no file; files "
+            f"{self._folder}: {kind} of {name} is incomplete: no file has the elements from {reached} on; files "
             "of some ranks are missing"
         )
 
@@ -272,7 +272,7 @@ class StateReader(PieceReader):
         except OSError as error:
             raise UnreadableError.of(path, error) from error
         except (SafetensorError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{path}: cannot be read as state of a rank: {error}") from error
+            raise CheckpointError(f"{path}: cannot be read as a rank's state: {error}") from error
         self._add_places(places)
         for key in file.keys():  # noqa: SIM118 - a safetensors file is no mapping
             kind, name, start = key.split(":")
@@ -335,12 +335,12 @@ def weights(reader: PieceReader, dtype: torch.dtype, source: Path) -> Weights:
 
 
 class LayerShards(NamedTuple):
-    """How tensor parallelism cuts one layer of every block.
+    """Tensor-parallel sharding of one layer in every block.
 
     Attributes:
         layer: end of the layer's name.
         dim: of the weight: 0 cuts rows and the bias, 1 cuts columns and leaves the bias whole.
-        blocks: sizes along `dim` of the parts of a packed weight, each cut by itself.
+        blocks: sizes along `dim` of the parts of a packed weight, each cut separately.
     """
 
     layer: str
@@ -357,7 +357,7 @@ class LayerShards(NamedTuple):
         return spec | packed
 
     def holds(self, name: str) -> bool:
-        """Whether this cuts the named parameter."""
+        """True if this shards the named parameter."""
         return name.endswith((f"{self.layer}.weight", f"{self.layer}.bias")[: 2 - self.dim])
 
     def shard(self, rank: int, ranks: int) -> TensorShard:
@@ -366,7 +366,7 @@ class LayerShards(NamedTuple):
 
 
 def layer_shards(model: ModelConfig) -> tuple[LayerShards, ...]:
-    """How tensor parallelism cuts the layers of a block."""
+    """Tensor-parallel sharding of the layers of a block."""
     queries, keys = model.hidden_size, model.num_kv_heads * model.head_dim
     grouped, width = keys != queries, model.ffn_hidden_size
     return (

@@ -23,7 +23,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class Packing:
-    """How one tensor of ours is packed from several of theirs.
+    """Packing of several of their tensors into one of ours.
 
     Attributes:
         join: parts -> packed.
@@ -71,7 +71,7 @@ BY_HEAD = Packing(_join_heads, _split_heads, _shapes_by_head)
 
 @dataclass(frozen=True)
 class Row:
-    """One weight of ours and those of theirs that it is packed from."""
+    """One of our weights and the foreign weights that are packed into it."""
 
     ours: str
     theirs: tuple[str, ...]

@@ -116,8 +116,9 @@ def _refuse_overflow(exact: Tensor, rounded: Tensor, name: str) -> None:
     largest = float(exact[exact.isfinite()].abs().max())
     wider = [name for name, dtype in DTYPES.items() if torch.finfo(dtype).max >= largest]
     raise CheckpointError(
-        f"{name} has values up to {largest:.6g}, and {str(rounded.dtype).removeprefix('torch.')} ends at {end:g}; "
-        f"take {' or '.join(wider) or 'smaller values'}"
+        f"{name} has values up to {largest:.6g}, above the maximum {end:g} of "
+        f"{str(rounded.dtype).removeprefix('torch.')}; "
+        f"use {' or '.join(wider) or 'smaller values'}"
     )
 
 
@@ -222,7 +223,7 @@ def joined(theirs: Weights, rows: Sequence[Row], heads: Heads) -> Weights:
             if shape != wanted:
                 listed = ", ".join(f"{name} {list(shape)}" for name, shape in zip(row.theirs, shapes, strict=True))
                 raise CheckpointError(
-                    f"{theirs.source}: the shapes of {listed} do not fit together: {name} has to be {list(wanted)}"
+                    f"{theirs.source}: the shapes of {listed} do not match: {name} must be {list(wanted)}"
                 )
         whole = row.packing.join([part.stand_in() for part in parts], heads)
         entries[row.ours] = WeightEntry(whole.dtype, tuple(whole.shape))

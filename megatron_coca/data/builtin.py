@@ -186,7 +186,7 @@ def ensure_builtin(root: Path, vocab_size: int = VOCAB_SIZE, progress: bool = Tr
     try:
         manifest = read_manifest(path)
     except DataError as error:
-        raise DataError(f"{error} Remove {folder}; it is made again on demand.") from error
+        raise DataError(f"{error} Remove {folder}; it is recreated on demand.") from error
     prepared = manifest["tokenizer"]["vocab_size"]
     if prepared != vocab_size:
         raise DataError(f"{folder}: prepared with {prepared} tokens, not {vocab_size}. Remove it, or set vocab_size.")
@@ -194,5 +194,5 @@ def ensure_builtin(root: Path, vocab_size: int = VOCAB_SIZE, progress: bool = Tr
         shard = path.parent / f"{report['prefix']}.bin"
         size = report["tokens"] * token_dtype(vocab_size)().itemsize
         if not shard.is_file() or not shard.with_suffix(".idx").is_file() or shard.stat().st_size != size:
-            raise DataError(f"{shard}: missing or truncated. Remove {folder}; it is made again on demand.")
+            raise DataError(f"{shard}: missing or truncated. Remove {folder}; it is recreated on demand.")
     return path

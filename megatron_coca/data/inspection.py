@@ -194,7 +194,7 @@ class SampleView:
     starts_document: bool
 
     def facts(self) -> dict[str, Any]:
-        """All but the tokens, for JSON."""
+        """All attributes except the tokens, for JSON."""
         lengths = [len(part) for part in self.parts]
         values = {name: value for name, value in vars(self).items() if name != "parts"}
         return values | {"tokens": sum(lengths), "tokens_by_document": lengths}

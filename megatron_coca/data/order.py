@@ -67,7 +67,7 @@ def permute(indices: np.ndarray, n: int, key: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class SourceShare:
-    """What the first samples of a blend take from one source.
+    """Share of one source in the first samples of a blend.
 
     Attributes:
         source: prefix of the shard.
@@ -106,7 +106,7 @@ class _SampledShard:
             )
         self.shard, self._seq_length = shard, seq_length
         self._identity = (seed, number)
-        # The same number in every epoch, whatever its offset, so that an epoch is found by one division.
+        # The same number in every epoch, at any offset, so that an epoch is found by one division.
         self.samples = max(1, (shard.len_tokens - seq_length) // seq_length)
         self._offsets = min(seq_length, shard.len_tokens - self.samples * seq_length)
 
@@ -123,7 +123,7 @@ class _SampledShard:
 
 
 class Blend:
-    """Several shards mixed by weight, in an order that depends on nothing but the arguments.
+    """Several shards mixed by weight, in an order that depends only on the arguments.
 
     Args:
         shards: the sources.
@@ -153,7 +153,9 @@ class Blend:
         self._quotas[np.argsort(self._quotas - exact, kind="stable")[:missing]] += 1
         if not self._quotas.all():
             small = shards[int(np.argmin(self._quotas))].prefix
-            raise DataError(f"{small}: its weight is under one part in {PATTERN_SLOTS} of the blend. Raise or drop it.")
+            raise DataError(
+                f"{small}: its weight is below 1/{PATTERN_SLOTS} of the blend. Raise it, or remove the source."
+            )
         # Per slot its source, and its number among that source's slots, which are evenly spread.
         source = np.repeat(np.arange(len(self._quotas)), self._quotas)
         number = np.concatenate([np.arange(quota) for quota in self._quotas])
@@ -161,7 +163,7 @@ class Blend:
         self._slot_source, self._slot_number = source[order], number[order]
 
     def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Source and running number within it of each global sample number: int64 [n] to two of int64 [n]."""
+        """Map global sample numbers int64 [n] to sources and sample numbers within them, two int64 [n]."""
         indices = np.asarray(indices, dtype=np.int64)
         if indices.size and indices.min() < 0:
             raise DataError(f"Sample numbers start at 0, not {indices.min()}.")
@@ -183,7 +185,7 @@ class Blend:
         return tokens
 
     def document_begins(self, located: Sequence[SourceSamples]) -> np.ndarray:
-        """Which inputs of the ``located`` samples are the first of a document: bool [samples, seq_length]."""
+        """Mask of the inputs of the ``located`` samples that start a document: bool [samples, seq_length]."""
         begins = np.empty((sum(len(samples.rows) for samples in located), self.seq_length), dtype=bool)
         for samples in located:
             begins[samples.rows] = self.shards[samples.source].document_begins(samples.starts, self.seq_length)
@@ -198,7 +200,7 @@ class Blend:
         return self.batch([index])[0]
 
     def mixture(self, n_samples: int) -> list[SourceShare]:
-        """What the first ``n_samples`` samples take from each source."""
+        """Shares of the sources in the first ``n_samples`` samples."""
         blocks, rest = divmod(n_samples, PATTERN_SLOTS)
         counts = blocks * self._quotas + np.bincount(self._slot_source[:rest], minlength=len(self._quotas))
         return [
@@ -280,7 +282,7 @@ class Loader:
     """Cuts the global batch of each step into this rank's micro-batches. A context manager.
 
     Sample ``i`` of accumulation step ``a`` on rank ``r`` is number ``step * global_batch + (a * world_size + r) *
-    micro_batch + i`` of the blend: all ranks together read the same samples whatever their number.
+    micro_batch + i`` of the blend: all ranks together read the same samples regardless of their number.
 
     Args:
         blend: the order of the data.

@@ -176,7 +176,9 @@ class Shard:
     def part(self, first: int, last: int) -> Self:
         """Documents ``first`` to ``last``, exclusive, as a shard of their own on the same memory map."""
         if not 0 <= first < last <= self.documents:
-            raise DataError(f"{self.prefix}: documents {first} to {last} are not a part of its {self.documents}.")
+            raise DataError(
+                f"{self.prefix}: documents {first} to {last} are out of range; the shard has {self.documents}."
+            )
         begin, end = self._document_offset(first), self._document_offset(last)
         view = copy.copy(self)
         view._first_document = self._first_document + first
@@ -188,7 +190,7 @@ class Shard:
         return f"Shard({str(self.prefix)!r}: {self.documents} documents, {self.len_tokens} tokens)"
 
     def document(self, index: int) -> np.ndarray:
-        """Tokens of one document, int64 [length], with the id that ends it where the shard was prepared with one."""
+        """Tokens of one document, int64 [length], including the end-of-document id, if the shard has one."""
         if not 0 <= index < self.documents:
             raise DataError(f"{self.prefix}: no document {index}; the shard has {self.documents}.")
         self._check_size()
@@ -222,7 +224,7 @@ class Shard:
             self._map.madvise(mmap.MADV_WILLNEED, begin, length)
 
     def document_begins(self, offsets: np.ndarray, count: int) -> np.ndarray:
-        """Which of the ``count`` tokens from each of ``offsets`` [n] on are the first of a document: bool [n, count].
+        """Mask of the document starts among ``count`` tokens from each of ``offsets`` [n] on: bool [n, count].
 
         Read from the index: shards of other programs may have no separators.
         """
@@ -374,7 +376,7 @@ class ShardWriter:
             os.fsync(index.fileno())
 
     def close(self) -> None:
-        """Close both files as they are."""
+        """Close both files without writing an index."""
         self._bin.close()
         self._lengths.close()
 
@@ -388,7 +390,7 @@ def _open_at(path: Path, size: int) -> IO[bytes]:
     """Open a file to append to, cut to ``size`` bytes. ``DataError`` where it is shorter."""
     actual = path.stat().st_size if path.exists() else 0
     if actual < size:
-        raise DataError(f"{path}: {actual} bytes where {size} had been written. Remove its folder and start over.")
+        raise DataError(f"{path}: {actual} bytes, but {size} were written. Remove its folder and start over.")
     stream = path.open("r+b" if path.exists() else "w+b")
     stream.truncate(size)
     stream.seek(size)

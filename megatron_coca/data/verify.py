@@ -36,7 +36,7 @@ class Verified:
 
 
 def verify_shards(entries: Sequence[ShardEntry], named: Tokenizer | None = None, show: bool = False) -> list[Verified]:
-    """Read all files of all shards and their tokenizers once; a fault does not stop the rest.
+    """Read all files of all shards and their tokenizers once; a fault in one does not stop the others.
 
     ``named`` is the tokenizer of shards without a saved one. In a shard with a manifest every document must end with
     the separator, which finds an altered index. Raises ``DataError`` for a damaged manifest.

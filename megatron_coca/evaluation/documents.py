@@ -83,7 +83,7 @@ def find_sources(names: Sequence[str]) -> list[DocumentSource]:
             continue
         if not Path(name).exists():
             raise EvaluationError(
-                f"{name}: no text file or folder is there, and no shard ({name}.bin and {name}.idx); correct --data, "
+                f"{name}: no such text file, folder or shard ({name}.bin and {name}.idx); correct --data, "
                 "or prepare the corpus first"
             )
         shards = [str(path.with_suffix("")) for path in sorted(Path(name).rglob("*.idx"))]
@@ -91,7 +91,7 @@ def find_sources(names: Sequence[str]) -> list[DocumentSource]:
             shards.sort(key=lambda shard: not shard.endswith("_test"))
             more = f" and {len(shards) - 6} more" if len(shards) > 6 else ""
             raise EvaluationError(
-                f"{name}: is a folder of shards, possibly with training data; name those to evaluate on with "
+                f"{name}: is a folder of shards, possibly with training data; name those to evaluate with "
                 f"--data: {' '.join(shards[:6])}{more}"
             )
         sources += [DocumentSource(str(file), False) for file in corpora.corpus_files([Path(name)])]

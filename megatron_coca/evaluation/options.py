@@ -147,7 +147,7 @@ def dynamic_length_text(name: str) -> str:
 def add_device_options(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    add("--dtype", default="float32", choices=DTYPES, help="of weights and computation")
+    add("--dtype", default="float32", choices=DTYPES, help="dtype of weights and computation")
 
 
 def add_subject_options(parser: ArgumentParser) -> None:
@@ -182,7 +182,7 @@ def add_document_options(parser: ArgumentParser) -> None:
     add = parser.add_argument
     data = "text files, JSONL files, folders of them, or shard prefixes; default: the run's test data"
     add("--data", nargs="+", metavar="PATH", help=data)
-    add("--num-documents", type=positive_int, metavar="N", help="only the first N that are long enough")
+    add("--num-documents", type=positive_int, metavar="N", help="use only the first N documents that are long enough")
     max_length = "documents of at least N tokens, truncated to N; default: the largest window or length"
     add("--max-length", type=positive_int, metavar="N", help=max_length)
     repeat = "use the first N tokens of each document, tiled to --max-length"
@@ -210,7 +210,7 @@ def add_retrieval_options(
     add("--cases", type=positive_int, default=cases, metavar="N", help=f"prompts of each cell; default: {cases}")
     text = f"maximum tokens of an answer; default: {max_new_tokens}"
     add("--max-new-tokens", type=positive_int, default=max_new_tokens, metavar="N", help=text)
-    add("--seed", type=int, default=0, metavar="N", help="of the cases: the same for every model; default: 0")
+    add("--seed", type=int, default=0, metavar="N", help="seed of the cases, the same for every model; default: 0")
     add_batch_option(parser, 16384)
     stub = 'end the prompt with the beginning of the answer, such as "The pass key is"'
     add("--answer-stub", action="store_true", help=stub)
@@ -249,7 +249,7 @@ def add_lm_eval_options(parser: ArgumentParser) -> None:
     add("--max-length", type=positive_int, metavar="N", help="maximum input tokens; default: the training length")
     add_batch_option(parser, 16384)
     add_dynamic_length_option(parser)
-    add("--seed", type=whole_number, default=1234, metavar="N", help="of the choice of examples")
+    add("--seed", type=whole_number, default=1234, metavar="N", help="seed for the choice of few-shot examples")
     bootstrap = "bootstrap samples for standard errors without a formula"
     add("--bootstrap-iterations", type=positive_int, default=1000, metavar="N", help=bootstrap)
 
@@ -257,7 +257,13 @@ def add_lm_eval_options(parser: ArgumentParser) -> None:
 def add_suite_options(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("suite", type=Path, metavar="SUITE.yml", help="checkpoints and tasks; see configs/evaluation/")
-    add("--output", required=True, type=Path, metavar="DIR", help="gets results/ and report/; a second call resumes")
+    add(
+        "--output",
+        required=True,
+        type=Path,
+        metavar="DIR",
+        help="output folder for results/ and report/; rerunning resumes",
+    )
     checkpoint = "a checkpoint of the suite, or another name if the suite accepts any; repeat it for each"
     add("--checkpoint", type=label_and_path, action="append", default=[], metavar="LABEL=DIR", help=checkpoint)
     add("--only", nargs="+", metavar="TASK", help="run only these entries of the suite's tasks")
@@ -275,7 +281,7 @@ def add_analyse_options(parser: ArgumentParser) -> None:
     add("--pairs", type=positive_int, default=1024, metavar="N", help=pairs)
     queries = "positions in a document whose entropy and scores are taken; default 128"
     add("--queries", type=positive_int, default=128, metavar="N", help=queries)
-    add("--seed", type=whole_number, default=1234, help="of the drawn pairs")
+    add("--seed", type=whole_number, default=1234, help="seed of the drawn pairs")
 
 
 def add_speed_options(parser: ArgumentParser) -> None:
@@ -284,7 +290,15 @@ def add_speed_options(parser: ArgumentParser) -> None:
     shape.add_argument("--config", nargs="+", type=Path, metavar="FILE", help="the model's shape: a run's YAML files")
     checkpoint = "the model's shape: a checkpoint, whose weights are not read"
     shape.add_argument("--checkpoint", metavar="DIR", help=checkpoint)
-    add("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", dest="overrides", help="for all methods")
+    add(
+        "--set",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="overrides",
+        help="config overrides for all methods",
+    )
     add("--lengths", required=True, type=int_list, metavar="N,N,...", help="tokens of a row")
     add("--methods", type=names_of(METHODS), default=["rotary", "coca", CONTRACTION], help=", ".join(METHODS))
     variants = "one more method: its name, then YAML overlays and KEY=VALUE; may be repeated"
@@ -294,7 +308,7 @@ def add_speed_options(parser: ArgumentParser) -> None:
     add("--rounds", type=positive_int, default=9, metavar="N", help="timed rounds; default 9")
     budget = "skip a method's lengths whose rounds would take longer; default 600"
     add("--budget-seconds", type=positive_float, default=600.0, metavar="S", help=budget)
-    add("--no-memory", action="store_true", help="on the CPU, skip the memory, which takes a process for each method")
+    add("--no-memory", action="store_true", help="skip memory on the CPU, which needs one process per method")
     add("--label", help="the name of the shape in reports; default: the configuration's or checkpoint's name")
     add_device_options(parser)
     add("--output", type=Path, metavar="FILE.json", help="the result file")
@@ -304,9 +318,9 @@ def add_speed_options(parser: ArgumentParser) -> None:
 def add_report_options(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("results", nargs="+", type=Path, metavar="RESULTS", help="result files of evaluate.py, or folders of them")
-    add("--output", required=True, type=Path, metavar="DIR", help="where report.html, .md, .json and the plots go")
+    add("--output", required=True, type=Path, metavar="DIR", help="folder for report.html, .md, .json and the plots")
     add("--title", default="Evaluation", help="title of the report")
-    papers = "put the numbers of the CoCA paper and of Su's pages beside ours"
+    papers = "add the published numbers of the CoCA paper and of Su's pages"
     add("--papers", action=BooleanOptionalAction, default=True, help=papers)
 
 
@@ -326,12 +340,12 @@ def subject_options(args: Namespace) -> SubjectOptions:
             if key not in known:
                 near = get_close_matches(key, known, n=1)
                 hint = f"; the nearest is {near[0]}" if near else ""
-                raise EvaluationError(f"{variant.label}: {change}: there is no key {key!r}{hint}")
+                raise EvaluationError(f"{variant.label}: {change}: unknown key {key!r}{hint}")
     labels = [slug(variant.label) for variant in variants]
     if duplicates := sorted({label for label in labels if labels.count(label) > 1}):
-        raise EvaluationError(f"--variant {duplicates[0]}: the name stands for two variants; name each differently")
+        raise EvaluationError(f"--variant {duplicates[0]}: duplicate name; give each variant its own")
     if len(variants) > 1 and args.output is not None and args.output.suffix == ".json":
-        raise EvaluationError(f"--output {args.output}: several variants need a folder, which gets a file for each")
+        raise EvaluationError(f"--output {args.output}: must be a folder for several variants, with one file each")
     return SubjectOptions(args.checkpoint, variants, args.device, args.dtype, args.output, args.overwrite)
 
 
@@ -347,7 +361,7 @@ def read_variants(args: Namespace) -> tuple[Variant, ...]:
             if not file.endswith((".yml", ".yaml", ".json")):
                 raise EvaluationError(f"--variant {label}: {file} is neither KEY=VALUE nor a YAML file")
             if not Path(file).is_file():
-                raise EvaluationError(f"--variant {label}: there is no file {file}")
+                raise EvaluationError(f"--variant {label}: no such file: {file}")
         overrides = (*args.overrides, *(change for change in changes if "=" in change))
         variants.append(Variant(full_label(args.label, label), files, overrides))
     return tuple(variants)

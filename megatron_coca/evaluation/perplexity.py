@@ -31,7 +31,7 @@ LOGITS_AT_ONCE = {"cpu": 1 << 22}
 
 
 class DocumentScore(NamedTuple):
-    """Sum of the nll of a document's scored tokens in nats, and how many of them were the likeliest."""
+    """Sum of the nll of a document's scored tokens in nats, and the number of correct predictions."""
 
     nll: float
     correct: int
@@ -60,7 +60,7 @@ class WindowResult(Cell):
     @model_validator(mode="after")
     def _check_documents(self) -> Self:
         if not self.documents == len(self.nll_by_document) == len(self.correct_by_document):
-            raise ValueError(f"window {self.window} does not have a sum for each of its {self.documents} documents")
+            raise ValueError(f"window {self.window} must have one sum for each of its {self.documents} documents")
         return self
 
 
@@ -114,7 +114,7 @@ def console_table(result: PerplexityResult) -> str:
 
 
 class LanguageModel(Protocol):
-    """The part of a causal language model that perplexity uses: `GPT`, or a torch module of a caller's own."""
+    """The part of a causal language model that perplexity uses: `GPT`, or a caller's torch module."""
 
     training: bool
 
@@ -172,7 +172,7 @@ def check_windows(windows: Sequence[int], stride: int) -> None:
     if not windows:
         raise EvaluationError("no window: name at least one window size")
     if len(set(windows)) != len(windows):
-        raise EvaluationError(f"windows {', '.join(map(str, windows))}: the same size twice; name each once")
+        raise EvaluationError(f"windows {', '.join(map(str, windows))}: duplicate size; give each once")
     too_short = [window for window in windows if window < max(stride, 2)]
     if too_short:
         raise EvaluationError(

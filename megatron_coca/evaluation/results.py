@@ -37,7 +37,7 @@ class Record(BaseModel):
 
 
 class Cell(Record):
-    """One measured number of a result, with what it is computed from."""
+    """One measured number of a result, with the values that it is computed from."""
 
     @property
     @abstractmethod
@@ -93,7 +93,7 @@ class Result(Record):
     missing: list[Missing]
 
     def measurement(self) -> dict[str, Any]:
-        """Return what is equal in two files if and only if they hold the same measurement; paths may differ."""
+        """Return the content that identifies a measurement, equal in two files of the same one; without paths."""
         moved = {"checkpoint": {"path"}, "documents": {"sources"}}
         return self.model_dump(mode="json", exclude={"results": True, "missing": True, **moved})
 
@@ -320,7 +320,7 @@ def _same_measurement(path: Path, empty: ResultType, overwrite: bool) -> ResultT
     if overwrite or not earlier.results:
         return None
     raise EvaluationError(
-        f"{path}: holds another measurement (its {differing} is another); name another --output, or replace it with "
+        f"{path}: holds another measurement (different {differing}); name another --output, or replace it with "
         "--overwrite"
     )
 

@@ -64,7 +64,7 @@ class Subject:
 
     @property
     def training_length(self) -> int:
-        """Tokens; the last length if the weights were fine-tuned at another."""
+        """Training length in tokens; after fine-tuning, the last one."""
         return self.header.checkpoint.seq_length
 
     @property
@@ -200,8 +200,8 @@ class Evaluation:
 
 @contextmanager
 def noting_missing(store: Store[Any], at: str, remedy: str) -> Iterator[None]:
-    """Note in `store` that the cell `at` cannot be measured because the model lacks positions that far or memory is
-    exhausted, for which `remedy` says what to do. Other errors are raised.
+    """Note in `store` that the cell `at` cannot be measured because the model has no such positions or memory is
+    exhausted; `remedy` is the advice for that. Other errors are raised.
     """
     try:
         yield

@@ -44,7 +44,7 @@ class CheckpointEntry(Record):
 class SuiteFile(Record):
     """A suite: `tasks` are subcommands with their options, named as on the command line.
 
-    An entry that repeats a task has another word after the subcommand: "perplexity", "perplexity repeated".
+    To repeat a task, add a word after the subcommand: "perplexity", "perplexity repeated".
     """
 
     title: str
@@ -120,7 +120,7 @@ def with_checkpoints(suite: SuiteFile, paths: Mapping[str, str]) -> SuiteFile:
     for name, path in paths.items():
         template = entries.get(name) or suite.checkpoints.get(ANY)
         if template is None:
-            raise EvaluationError(f"--checkpoint {name}: the suite knows {', '.join(entries)}; name one of them")
+            raise EvaluationError(f"--checkpoint {name}: the suite has {', '.join(entries)}; name one of them")
         entries[name] = template.model_copy(update={"path": path})
     without_path = [name for name, entry in entries.items() if entry.path is None]
     if without_path or not entries:
@@ -150,11 +150,11 @@ def plan_commands(
     for name, options in suite.tasks.items():
         task, _, word = name.partition(" ")
         if task not in MEASUREMENTS:
-            raise EvaluationError(f"tasks.{name}: there is no such task; known: {', '.join(sorted(MEASUREMENTS))}")
+            raise EvaluationError(f"tasks.{name}: unknown task; known: {', '.join(sorted(MEASUREMENTS))}")
         for key in options or {}:
             reserved = SET_BY_SUITE if MEASUREMENTS[task].of_checkpoint else ("help", "output", "device")
             if key.replace("_", "-") in reserved:
-                raise EvaluationError(f"tasks.{name}.{key}: is given by the suite itself; leave it out")
+                raise EvaluationError(f"tasks.{name}.{key}: is set by the suite; remove it")
         folder = results / slug(word) if word.strip() else results
         common = ["--device", device]
         if not MEASUREMENTS[task].of_checkpoint:
@@ -176,8 +176,8 @@ def plan_commands(
     for file, checkpoint in ((file, command.checkpoint) for command in planned for file in command.files):
         if file in owners:
             raise EvaluationError(
-                f"checkpoints {owners[file]} and {checkpoint}: their results would both be in {file.name}; "
-                "name them, their variants or the entries of `tasks` more differently"
+                f"checkpoints {owners[file]} and {checkpoint}: both would write {file.name}; "
+                "give them, their variants or the entries of `tasks` more distinct names"
             )
         owners[file] = checkpoint
     return planned
@@ -197,7 +197,7 @@ def option_arguments(task: str, options: Mapping[str, Any] | None, length: int |
             return str(value)
         if length is None:
             raise EvaluationError(
-                f"tasks.{task}.{key}: {value} is a multiple of a training length, and this task has no checkpoint"
+                f"tasks.{task}.{key}: {value} is a multiple of a training length, but this task has no checkpoint"
             )
         return ",".join(str(int(part.removesuffix("L")) * length) for part in value.split(","))
 
@@ -205,7 +205,7 @@ def option_arguments(task: str, options: Mapping[str, Any] | None, length: int |
         name = f"--{key.replace('_', '-')}"
         if name not in known:
             names = ", ".join(sorted(other.removeprefix("--") for other in known if other.startswith("--")))
-            raise EvaluationError(f"tasks.{task}.{key}: there is no such option; known: {names}")
+            raise EvaluationError(f"tasks.{task}.{key}: unknown option; known: {names}")
         if value is None or value is False:
             return []
         if value is True:

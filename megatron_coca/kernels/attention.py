@@ -29,7 +29,7 @@ from megatron_coca.kernels.tiles import (
 def forward(operands: Operands, plan: Plan) -> tuple[Tensor, Tensor]:
     """(output, log-sum-exp).
 
-    The output has the query's shape and dtype; its heads lie side by side in memory, so that joining them copies
+    The output has the query's shape and dtype; its heads are adjacent in memory, so that joining them copies
     nothing. The log-sum-exp is float32 [batch, heads, query_length], to the base 2.
     """
     query, launch = operands.query, plan.blocks.forward
@@ -143,15 +143,15 @@ def flash_attention(
         query: Q' [batch, heads, query_length, head_dim] of the pairs with r < window.
         key: K' [batch, kv_heads, key_length, head_dim]; `heads` is a multiple of `kv_heads`.
         value: V, like `key`.
-        scale: what the dot products are multiplied by.
+        scale: factor on the dot products.
         far_query, far_key: Q' and K' of the pairs with r >= window, in the same shapes; without them these pairs are
             not seen.
         window: None: every pair belongs to `query` and `key`.
-        first_keys: of the far pairs only those with the first so many keys of the document are seen.
+        first_keys: far pairs are limited to this number of first keys of the document.
         formula: bias of the distance: "linear" -c0 r, "log" -c0 ln(1 + c1 r), "power" -c0 r^c1 (0 at r = 0).
         coefficients: c0 and c1 of each head, float32 [heads, 1 or 2]; they get gradients where they require them.
-        starts: int64 [batch, key_length], growing: the first token of the document of each token. Earlier ones are not
-            seen.
+        starts: int64 [batch, key_length], non-decreasing: the first token of the document of each token. Earlier ones
+        are not seen.
         blocks: sizes of the blocks in place of those in the table.
 
     The softmax is in float32, and the products of float32 operands are not rounded to TF32. Gradients are the same
@@ -181,7 +181,7 @@ def _check_operands(query: Tensor, key: Tensor, value: Tensor) -> None:
         shapes = [tuple(x.shape) for x in (query, key, value)]
         raise ValueError(f"flash_attention: the shapes of query, key and value do not fit: {shapes}")
     if heads % key.shape[1] != 0:
-        raise ValueError(f"flash_attention: {heads} query heads are no multiple of {key.shape[1]} key heads")
+        raise ValueError(f"flash_attention: {heads} query heads are not a multiple of {key.shape[1]} key heads")
     if query_length > key.shape[2]:
         raise ValueError(f"flash_attention: {query_length} queries are more than {key.shape[2]} keys")
 
@@ -198,10 +198,10 @@ def _check_bands(
         raise ValueError(f"flash_attention: window {window} must be at least 1, so that every query sees itself")
     if far_query is None or far_key is None:
         if far_query is not far_key or first_keys is not None:
-            raise ValueError("flash_attention: far_query, far_key and first_keys are of use together only")
+            raise ValueError("flash_attention: far_query, far_key and first_keys must be given together")
         return
     if window is None:
-        raise ValueError("flash_attention: far_query and far_key need a window, where they begin")
+        raise ValueError("flash_attention: far_query and far_key need a window")
     for name, one, other in (("query", far_query, query), ("key", far_key, key)):
         if one.shape != other.shape or one.dtype != other.dtype:
             raise ValueError(

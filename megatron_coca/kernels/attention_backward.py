@@ -151,7 +151,7 @@ def _tiles(
 def query_gradients(
     operands: Operands, plan: Plan, results: Operands, saved: tuple[Tensor, Tensor, Tensor], with_coefficients: bool
 ) -> Tensor | None:
-    """Fills `results.query` and `results.far_query`; the gradients of the coefficients [heads, 2] where asked for.
+    """Fills `results.query` and `results.far_query`; the gradients of the coefficients [heads, 2] if requested.
 
     `saved` is (gradient of the output, log-sum-exp to the base 2, rowsum(dO * O)).
     """
@@ -292,7 +292,7 @@ ROWS = 64
 def backward(
     operands: Operands, plan: Plan, out: Tensor, lse: Tensor, grad: Tensor, with_coefficients: bool
 ) -> tuple[Operands, Tensor | None]:
-    """The gradients of all operands, and those of the coefficients [heads, 2] where they are asked for.
+    """The gradients of all operands, and those of the coefficients [heads, 2] if requested.
 
     `out` and `lse` are what `forward` gave, `grad` is the gradient of `out` with a contiguous last dimension.
     """

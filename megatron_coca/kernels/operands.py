@@ -1,4 +1,4 @@
-"""Q' and K' of the rotated score forms in one kernel launch over q and k, with the backward pass beside it.
+"""Q' and K' of the rotated score forms in one kernel launch over q and k, and the backward pass.
 
 With x1, x2 the halves of the rotary block, c and s the tables and u = relu((t1 + t2) / 2):
 
@@ -176,12 +176,12 @@ def fused_operands(
         k: [batch, kv_heads, key_length, head_dim], the same; the t of CoCA.
         query_cos, query_sin: float32 [query_length, rotated / 2] or [batch or 1, 1, query_length, rotated / 2].
         key_cos, key_sin: float32, the same for the keys.
-        form: which row of the table above.
+        form: a row of the table above.
 
     Gradients flow to q and k, and not to the tables. Nothing but the arguments is kept for the backward pass.
 
     Raises:
-        ValueError: what `unsupported` says of these arguments.
+        ValueError: `unsupported` gives a reason.
     """
     tables = (query_cos, query_sin, key_cos, key_sin)
     reason = unsupported(q, k, tables, form)

@@ -1,4 +1,4 @@
-"""What is fixed for a call of the attention kernels: scale, bands, formula, and the sizes of the blocks."""
+"""Constants of a call of the attention kernels: scale, bands, formula, and the sizes of the blocks."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,7 +15,9 @@ WIDEST = 256
 
 
 class Launch(NamedTuple):
-    """How one kernel is launched: `rows` queries and `keys` keys in a tile, warps of a program, pipeline stages."""
+    """Launch parameters of one kernel: `rows` queries and `keys` keys in a tile, warps of a program, pipeline
+    stages.
+    """
 
     rows: int
     keys: int
@@ -32,7 +34,7 @@ class Blocks(NamedTuple):
 
 
 SMALL = Blocks(Launch(32, 32, 4, 1), Launch(32, 32, 4, 1), Launch(32, 32, 4, 1))
-"""For the interpreter, where a tile costs the same whatever its size, and tests want several of them."""
+"""For the interpreter, where a tile costs the same at any size, and tests want several of them."""
 
 _NARROW = Blocks(Launch(128, 64, 8, 3), Launch(32, 64, 4, 2), Launch(128, 32, 8, 2))
 _NARROW_TWO = Blocks(Launch(128, 64, 8, 2), Launch(32, 64, 4, 1), Launch(128, 32, 8, 2))
@@ -74,7 +76,7 @@ def blocks_for(query: Tensor, segments: int) -> Blocks:
 
 
 class Kind(NamedTuple):
-    """What a kernel is compiled for: whether there is a far segment, a window, a limit to the first keys, documents;
+    """Compile-time constants of a kernel: presence of a far segment, a window, `first_keys`, documents;
     the bias formula; the head_dim and its padding; the queries and keys of a tile.
     """
 
@@ -94,9 +96,9 @@ class Plan:
     """A call's numbers.
 
     Attributes:
-        scale: what the dot products are multiplied by.
+        scale: factor on the dot products.
         window: distances below it belong to the first segment; None: all do.
-        first_keys: how many keys of the document the second segment sees; None: all.
+        first_keys: number of keys of the document that the second segment sees; None: all.
         formula: of the bias, "none" without one.
         blocks: the launches.
     """
@@ -157,7 +159,7 @@ class Operands:
         return heads, heads // self.key.shape[1], query_length, self.key.shape[2]
 
     def filled(self, x: Tensor | None) -> Tensor:
-        """`x`, or for a pointer that the kernel will not follow, some tensor."""
+        """`x`, or any tensor for a pointer that the kernel does not read."""
         return self.value if x is None else x
 
     @property

@@ -1,6 +1,6 @@
-"""Operands with their strides, tiles in and out of memory, and matrix products: what all kernels share.
+"""Operands with their strides, tiles in and out of memory, and matrix products, shared by all kernels.
 
-An operand travels into a kernel as a tuple (tensor, strides of batch, head and row); its last dimension is
+An operand is passed to a kernel as a tuple (tensor, strides of batch, head and row); its last dimension is
 contiguous. Row numbers are 32-bit inside a tile and 64-bit between tiles.
 """
 
@@ -13,7 +13,7 @@ OPTIONS = {"enable_fp_fusion": True}
 
 
 def operand(x: Tensor) -> tuple[Tensor, int, int, int]:
-    """The tuple by which `x` [batch, heads, length, head_dim] enters a kernel."""
+    """`x` [batch, heads, length, head_dim] as the tuple that kernels take."""
     return x, x.stride(0), x.stride(1), x.stride(2)
 
 
@@ -52,7 +52,7 @@ def store_tile(tile, x, start, length, WIDTH: tl.constexpr):
 
 @triton.jit
 def load_two(near, far, start, length, NEAR: tl.constexpr, FAR: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr):
-    """The tiles at row `start` of the segments in use; where one is not, the other stands in for it."""
+    """The tiles at row `start` of the segments in use; for an unused one, the other is loaded."""
     if NEAR:
         near_tile = load_tile(near, start, length, KIND.width, ROWS, KIND.columns)
     if FAR:
@@ -114,7 +114,7 @@ def add_bias(scores, r, bias, KIND: tl.constexpr):
 
 @triton.jit
 def bias_derivatives(r, bias, KIND: tl.constexpr):
-    """d bias / d c0 and d bias / d c1 at the distances `r` in natural units; zeros for a c1 that there is not."""
+    """d bias / d c0 and d bias / d c1 at the distances `r` in natural units; zeros if there is no c1."""
     distance = tl.maximum(r, 0).to(tl.float32)
     first = -distance
     second = tl.zeros_like(distance)
@@ -159,8 +159,8 @@ def logits(
 
 @triton.jit
 def visible(r, n, start, limits, NEAR: tl.constexpr, FAR: tl.constexpr, KIND: tl.constexpr):
-    """Which pairs of a tile are seen: r >= 0, inside the window where nothing serves what lies beyond it, among the
-    first keys where only those are seen from afar, and in one document.
+    """Mask of the visible pairs of a tile: r >= 0, inside the window where nothing serves what lies beyond it, among
+    the first keys where only those are seen from afar, and in one document.
     """
     seen = r >= 0
     if KIND.window and not FAR:
@@ -178,7 +178,7 @@ def visible(r, n, start, limits, NEAR: tl.constexpr, FAR: tl.constexpr, KIND: tl
 
 @triton.jit
 def part(slopes, r, limits, NEAR: tl.constexpr, FAR: tl.constexpr):
-    """The gradients of a tile's scores, parted between the segments where it holds both."""
+    """The gradients of a tile's scores, split between the segments where it holds both."""
     if NEAR and FAR:
         return tl.where(r < limits[0], slopes, 0.0), tl.where(r < limits[0], 0.0, slopes)
     else:
@@ -197,7 +197,7 @@ def start_of_document(starts, batch, token, key_length, KIND: tl.constexpr):
 
 @triton.jit
 def key_phases(first_query, starts, batch, key_length, limits, KIND: tl.constexpr):
-    """Where the phases of a block of queries lie, as numbers of key tiles.
+    """Boundaries of the phases of a block of queries, in key tiles.
 
     [0] to [1] all pairs are far; [2] to [3] the window's edge crosses; [3] to [4] all are near and seen; [4] to [5] the
     diagonal crosses too. Without a window the first two are empty. Tiles of earlier documents, and far ones behind the
@@ -220,7 +220,7 @@ def key_phases(first_query, starts, batch, key_length, limits, KIND: tl.constexp
 
 @triton.jit
 def query_phases(first_key, starts, stops, batch, query_length, key_length, limits, KIND: tl.constexpr):
-    """Where the phases of a block of keys lie, as numbers of query tiles.
+    """Boundaries of the phases of a block of keys, in query tiles.
 
     [0] to [1] the diagonal crosses and all pairs are near; [2] to [3] all are near and seen; [3] to [4] the window's
     edge crosses; [4] to [5] all are far. Queries of later documents are left out, and far ones where the block holds

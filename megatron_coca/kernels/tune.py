@@ -1,4 +1,4 @@
-"""Times block sizes of the attention kernels on the GPU at hand, and prints the rows of plan.CONFIGS that win.
+"""Times block sizes of the attention kernels on the current GPU, and prints the fastest rows of plan.CONFIGS.
 
 python -m megatron_coca.kernels.tune --head-dim 64 --length 4096
 """
@@ -20,18 +20,18 @@ SIZES = (32, 64, 128)
 WARPS = (4, 8)
 STAGES = (1, 2, 3)
 UNFIT = (OutOfResources, PTXASError, CompilationError)
-"""What the compiler raises for blocks that the device cannot hold."""
+"""Compiler errors for blocks that exceed the device's resources."""
 
 Call = Callable[[Blocks], float]
 
 
 def candidates() -> Iterator[Launch]:
-    """Every launch that is tried."""
+    """The candidate launches."""
     return (Launch(*numbers) for numbers in product(SIZES, SIZES, WARPS, STAGES))
 
 
 def best(measure: Callable[[Launch], float], launches: Sequence[Launch], tell: Callable[[str], None]) -> Launch:
-    """The launch with the shortest time; those that the device cannot hold are told and passed over.
+    """The launch with the shortest time; those that exceed the device's resources are reported and skipped.
 
     Raises:
         RuntimeError: none of them fits.

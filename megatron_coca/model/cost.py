@@ -33,7 +33,7 @@ class ParameterCount:
 
     @property
     def non_embedding(self) -> int:
-        """All but the embedding and the output head, as in Kaplan et al. 2020."""
+        """Parameters without the embedding and the output head, as in Kaplan et al. 2020."""
         return self.attention + self.mlp + self.norms + self.position
 
 
@@ -234,7 +234,7 @@ class Activations(NamedTuple):
 
     Attributes:
         kept: for the backward pass by one block, on average over the groups that are recomputed together.
-        working: beside that, while the backward pass of one group runs.
+        working: in addition, while the backward pass of one group runs.
         ends: by the embedding and the final norm.
     """
 

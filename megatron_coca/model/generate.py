@@ -116,7 +116,7 @@ def _largest(logits: Tensor, limit: int | None) -> Tensor:
     best, new = logits[:, :limit].max(dim=-1, keepdim=True)
     if best.isnan().any():
         raise FloatingPointError(
-            f"the logits of a generated token are not numbers: {logits.dtype} overflowed, or the weights are not "
+            f"the logits of a generated token are NaN: {logits.dtype} overflowed, or the weights are not "
             "finite; use float32 or bfloat16"
         )
     return new
@@ -128,6 +128,6 @@ def _check(model: GPT | Decoder, prompts: Tensor, max_new_tokens: int, dynamic_l
     if prompts.dim() != 2 or prompts.dtype != torch.int64 or 0 in prompts.shape:
         raise ValueError(f"prompts are int64 [batch, length] of at least 1 x 1, not {prompts.dtype} {[*prompts.shape]}")
     if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens {max_new_tokens}: at least 1 token is generated")
+        raise ValueError(f"max_new_tokens {max_new_tokens}: must be at least 1")
     if dynamic_length not in DYNAMIC_LENGTHS:
         raise ValueError(f"dynamic_length {dynamic_length!r} is not known; known: {', '.join(DYNAMIC_LENGTHS)}")

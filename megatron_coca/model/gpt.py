@@ -126,7 +126,7 @@ class GPT(ShardedModule):
                 only these).
         """
         if last is not None and self.training:
-            raise ValueError("the states of some tokens alone are for evaluation: call model.eval()")
+            raise ValueError("the argument `last` is for evaluation: call model.eval()")
         if cache is not None:
             self._check_cache(cache, documents)
         positions, reached, packed = resolve_positions(input_ids, positions, documents, cache)
@@ -137,11 +137,11 @@ class GPT(ShardedModule):
 
     def _check_cache(self, cache: Cache, documents: Tensor | None) -> None:
         if documents is not None:
-            raise ValueError("documents and a cache together: generation continues one document")
+            raise ValueError("documents cannot be combined with a cache: generation continues one document")
         if self.training or torch.is_grad_enabled():
             raise ValueError("a cache is for generation: call model.eval() and work under torch.no_grad()")
         if len(cache.layers) != len(self.blocks):
-            raise ValueError(f"this cache is of {len(cache.layers)} layers, the model has {len(self.blocks)}")
+            raise ValueError(f"this cache has {len(cache.layers)} layers, the model has {len(self.blocks)}")
 
     def through_blocks(
         self, x: Tensor, context: PositionContext, cache: Cache | None = None, last: int | None = None

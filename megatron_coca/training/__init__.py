@@ -1,1 +1,1 @@
-"""Training: launching, the DeepSpeed engine, the loop, and what is saved when."""
+"""Training: launching, the DeepSpeed engine, the training loop, and checkpointing."""

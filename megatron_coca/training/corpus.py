@@ -200,7 +200,7 @@ def _common_tokenizer(config: Config) -> Tokenizer | None:
 
 
 def data_identity(blend: Blend) -> dict[str, list[Any]]:
-    """Return what is compared when a run is resumed, for JSON: lists over the sources.
+    """Return the identity that is compared at resume, for JSON: lists over the sources.
 
     `sha256` is the manifest's checksum of the tokens' file, or None: it covers every token without reading them.
     `sampled` is computed from the shard itself, so that data without a manifest and files replaced under their manifest

@@ -100,15 +100,17 @@ class Health(NamedTuple):
         return f"health: {'; '.join(phrases)}"
 
     def problems(self, config: Config) -> list[str]:
-        """Return one line with a remedy for each thing that will cost time later."""
+        """Return one line with a remedy for each problem that will slow the run."""
         limits, lines = config.faults, []
         for disk in self.disks:
             needed = disk.added * disk.checkpoint
             if disk.free < needed:
                 lines.append(
                     f"{disk.folder}: {_size(disk.free)} free, but this run will write {disk.added} checkpoints of "
-                    f"about {_size(disk.checkpoint)} ({_size(needed)}), of which {disk.free // disk.checkpoint} fit; "
-                    "make room, set keep_last_n_checkpoints, or save less often"
+                    "about "
+                    f"{_size(disk.checkpoint)} ({_size(needed)}), of which {disk.free // disk.checkpoint} fit; free "
+                    "some space, "
+                    "set keep_last_n_checkpoints, or save less often"
                 )
         writing, reducing = self.writing, self.reducing
         if writing and writing.measured >= MIN_JUDGED_BYTES and writing.rate < limits.health_min_disk_speed * 1e6:
@@ -132,7 +134,7 @@ class Health(NamedTuple):
 
 
 def check_health(config: Config, step: int) -> Mapping[str, float]:
-    """Measure, log, and warn of what will cost time later; return the figures. Every rank must call it.
+    """Measure, log, and warn of problems that will slow the run; return the figures. Every rank must call it.
 
     Args:
         step: the step that this launch starts from.

@@ -1,4 +1,4 @@
-"""The loss guard: which steps are bad, and what follows from one. Numbers in, verdicts out."""
+"""The loss guard: detect bad steps and decide whether to skip, stop or roll back."""
 
 import math
 import statistics

@@ -1,4 +1,4 @@
-"""The optimizer: which parameters are trained, and which of them decay."""
+"""The optimizer: trained parameters and their weight-decay groups."""
 
 import re
 from typing import Any, NamedTuple
@@ -47,7 +47,7 @@ def train_only_parts(model: nn.Module, config: OptimizerConfig) -> None:
 
 
 class TrainableShare(NamedTuple):
-    """Numbers of elements of a model's parameters: those that a run trains, and all."""
+    """Numbers of trained and of all parameters of a model, in elements."""
 
     trained: int
     total: int

@@ -178,8 +178,8 @@ def _refuse_other_runs(remote: RemoteFolder, own: Iterable[str | None]) -> None:
     for step in remote.steps():
         if remote.read_json(step, native.META).get("run") not in own:
             raise CheckpointError(
-                f"{remote.url}: step {step} was written by another run than this one; choose another URL, or remove "
-                "the local folder of this run to resume the one in the store"
+                f"{remote.url}: step {step} was written by a different run; choose another URL, or remove the "
+                "local folder of this run to resume the one in the store"
             )
 
 

@@ -1,4 +1,4 @@
-"""How a run starts: fresh, resumed from the latest valid checkpoint, or from given weights.
+"""Start of a run: fresh, resumed from the latest valid checkpoint, or from given weights.
 
 `candidates` lists the checkpoints to resume from, `first_valid` verifies them on all ranks and chooses one,
 `refuse_other_run` compares it with the configuration, `quarantine_newer` moves newer ones away. Without a checkpoint
@@ -66,7 +66,7 @@ def candidates(config: CheckpointConfig) -> list[Path]:
     """The checkpoints to resume from, the preferred one first; none for a fresh start.
 
     With `auto_resume` those of `save` and `save_copy` come first. If `load` names the folder of `save` and that holds
-    nothing yet, it is a fresh start, so that one command serves the first and all later launches.
+    nothing yet, it is a fresh start, so that the same command works for the first and all later launches.
 
     Raises:
         CheckpointError: `load` holds no checkpoint, `save` or `save_copy` holds those of another run, or `auto_resume`
@@ -124,7 +124,7 @@ def _named_by_load(config: CheckpointConfig) -> list[Path]:
 
 
 def _refuse_copies_of_another_run(copies: Path, folders: Sequence[Path]) -> None:
-    """Raise a CheckpointError if `copies` holds checkpoints of another run than `folders` are of.
+    """Raise a CheckpointError if `copies` holds checkpoints of a different run from `folders`.
 
     Unreadable ones are damaged and count as of no run. If all of `folders` are copies, they must be of one run.
     """
@@ -141,7 +141,8 @@ def _refuse_copies_of_another_run(copies: Path, folders: Sequence[Path]) -> None
     own = runs_of(folder for folder in folders if folder.resolve().parent != copies.resolve()) or copied
     if None in copied or len(copied) > 1 or not copied <= own:
         raise CheckpointError(
-            f"{copies}: holds copies of another run than the one to resume ({folders[0].parent}), or of one that its "
+            f"{copies}: holds copies of a different run from the one to resume ({folders[0].parent}), or of one that "
+            "its "
             f"meta.json does not name; {remedy}"
         )
 
@@ -167,7 +168,7 @@ class Choice(NamedTuple):
 def first_valid(folders: Sequence[Path], beat: Callable[[str], None] = lambda reached: None) -> Choice:
     """Choose the first of `folders` that is valid and can be resumed; logs why others are not.
 
-    Every rank must call it with the same folders. `beat` tells the watchdog of progress.
+    Every rank must call it with the same folders. `beat` reports progress to the watchdog.
 
     Raises:
         CheckpointError: none of them can be resumed; an existing run never restarts silently from step 0.
@@ -206,7 +207,7 @@ def verify_distributed(folder: Path, beat: Callable[[str], None], resumable: boo
             if resumable:
                 native.refuse_weights_only(folder)
             for name in native.unlisted(folder):
-                logger.warning("%s: is not listed in %s, and not read", folder / name, native.MANIFEST)
+                logger.warning("%s: is not listed in %s and is ignored", folder / name, native.MANIFEST)
             digests = native.expected_digests(folder, manifest)
             return [(str(path), path.stat().st_size, digest) for path, digest in digests.items()]
         except OSError as error:
@@ -268,7 +269,7 @@ def _compare(folder: Path, own: Mapping[Path, str], total: int, beat: Callable[[
 
 
 def refuse_other_run(folder: Path, corpus: Corpus, layout: Mapping[str, Any]) -> None:
-    """Raise a CheckpointError naming all that makes the checkpoint in `folder` another run than the configured one.
+    """Raise a CheckpointError naming all differences between the run of `folder` and the configured one.
 
     `layout` is compared with meta.json: samples per step, dtype. Free keys that changed are logged.
     """
@@ -289,7 +290,7 @@ def refuse_other_run(folder: Path, corpus: Corpus, layout: Mapping[str, Any]) ->
 
 
 def differing_run(saved: Config, wanted: Config) -> list[str]:
-    """A line for every key that makes `wanted` another run than `saved`."""
+    """A line for every key in which the run `wanted` differs from the run `saved`."""
     problems = differing_keys(saved, wanted, FREE_KEYS | ALIASED_KEYS, FREE_GROUPS)
     before, after = saved.optimizer.type, wanted.optimizer.type
     if OPTIMIZERS[before] is not OPTIMIZERS[after]:
@@ -303,7 +304,7 @@ def quarantine_newer(keys: CheckpointConfig, chosen: Choice) -> None:
     if not done:
         raise CheckpointError(
             f"{keys.save}: checkpoints newer than the one to resume from cannot be moved or removed "
-            f"({failure}); allow it, or do it by hand"
+            f"({failure}); fix the permissions, or move them manually"
         ) from failure
 
 

@@ -135,7 +135,7 @@ class Checkpoints:
         """Every rank must call it.
 
         Args:
-            layout: what a resumed run must share beside its keys: samples per step, dtype.
+            layout: further properties that a resumed run must share: samples per step, dtype.
             origin: identity of the checkpoint whose weights the run started with.
         """
         self._corpus, self._engine, self._layout = corpus, engine, dict(layout)
@@ -177,7 +177,7 @@ class Checkpoints:
                 return meta
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{folder}: cannot be read, though it was just verified ({error})") from error
-        logger.warning("saved with another parallel layout (%s): dropout masks are drawn anew", meta["topology"])
+        logger.warning("saved with another parallel layout (%s): new dropout masks are drawn", meta["topology"])
         seed_everything(self._corpus.config.seed + int(meta["step"]), self._topology.random_stream(dist.rank()))
         return meta
 

@@ -1,4 +1,4 @@
-"""A training run in one process: what it starts from, its steps, and what is reported and saved between them."""
+"""A training run in one process: its start, its steps, and the reporting and saving between them."""
 
 import logging
 import os

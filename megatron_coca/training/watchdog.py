@@ -91,7 +91,7 @@ class Watchdog:
         self._beat = Heartbeat(self._beat.number + 1, what, time.monotonic())
 
     def follow(self, what: str | None) -> None:
-        """Record that a background job has reached `what`; None: it has ended."""
+        """Record the progress `what` of a background job; None: it has ended."""
         number = self._job.number + 1 if self._job is not None else 1
         self._job = None if what is None else Heartbeat(number, what, time.monotonic())
 
@@ -182,8 +182,8 @@ _TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 
 class ErrorReport(NamedTuple):
-    """Why a process ended: a one-line summary, and a `text`, which is the message or, of an unexpected error, the
-    `traceback`. An error inside of `communication` is usually the consequence of another rank's failure.
+    """The reason why a process ended: a one-line summary, and a `text`, which is the message or, of an unexpected
+    error, the `traceback`. An error inside of `communication` is usually the consequence of another rank's failure.
     """
 
     summary: str
@@ -224,7 +224,7 @@ def install() -> None:
 
 
 def tell(message: object) -> None:
-    """Report why the process exits, for an expected end that needs no traceback."""
+    """Report the reason of the exit, for an expected end that needs no traceback."""
     text = str(message)
     if not _wrote(ErrorReport(text.partition("\n")[0], text, False, False, time.time())):
         print(text, file=sys.stderr)

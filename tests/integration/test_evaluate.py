@@ -123,7 +123,7 @@ def test_another_measurement_is_not_overwritten_unasked(
     assert main(arguments(checkpoint, text, "--output", output)) == 0
     before = output.read_bytes()
     assert main(arguments(checkpoint, text, "--output", output, "--stride", 16)) == 2
-    assert "holds another measurement (its protocol.stride is another)" in capsys.readouterr().err
+    assert "holds another measurement (different protocol.stride)" in capsys.readouterr().err
     assert output.read_bytes() == before
     assert main(arguments(checkpoint, text, "--output", output, "--stride", 16, "--overwrite")) == 0
     assert read(output).protocol.stride == 16
@@ -143,10 +143,10 @@ def test_what_is_refused_is_noted_and_the_others_go_on(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--variant", "a", "--variant", "A"], "a: the name stands for two variants"),
-        (["--variant", "a", "--variant", "b", "--output", "x.json"], "several variants need a folder"),
+        (["--variant", "a", "--variant", "A"], "a: duplicate name; give each variant its own"),
+        (["--variant", "a", "--variant", "b", "--output", "x.json"], "must be a folder for several variants"),
         (["--variant", "a", "ntk"], "--variant a: ntk is neither KEY=VALUE nor a YAML file"),
-        (["--variant", "a", "absent.yml"], "there is no file absent.yml"),
+        (["--variant", "a", "absent.yml"], "no such file: absent.yml"),
         (["--variant", " "], "the name is empty"),
         (["--variant", "a", "rope_scalin.factor=2"], "no key 'rope_scalin'; the nearest is rope_scaling"),
     ],
@@ -204,7 +204,7 @@ def test_bfloat16(checkpoint: Path, text: Path, tmp_path: Path) -> None:
         (["--windows", "4"], "window 4 is shorter than the stride 8"),
         (["--windows", "16,1024"], "no document has the required 1024 tokens"),
         (["--max-length", "32"], "--max-length 32 is shorter than the window 64"),
-        (["--data", "absent"], "absent: no text file or folder is there"),
+        (["--data", "absent"], "absent: no such text file, folder or shard"),
         (["--set", "rope_scaling.rope_typ=dynamic"], "rope_typ"),
         (["--set", "hidden_size=64"], "hidden_size"),
         (["--device", "abacus"], "device abacus: cannot be used here"),

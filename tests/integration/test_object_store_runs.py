@@ -144,7 +144,7 @@ def test_another_run_is_refused(train: Train, uninterrupted: Path, tmp_path: Pat
     assert f"{url}: already holds a run, up to step 2" in fresh.output
     native.copy(first, local)
     other = train({"save": str(local), "save_copy": url, "checkpoint_cache": str(tmp_path / "cache")}, expected=2)
-    assert "was written by another run" in other.output
+    assert "was written by a different run" in other.output
     assert RemoteFolder(url).steps() == [2]
 
 

@@ -224,7 +224,7 @@ def test_a_map_that_only_trains(tmp_path: Path) -> None:
     trained = theirs(batch).logits
     torch.testing.assert_close(trained, ours(batch), **STRICT)
     assert not torch.allclose(theirs.eval()(batch).logits, trained, atol=1e-3)
-    with pytest.raises(ValueError, match="for training alone needs a model built to be trained"):
+    with pytest.raises(ValueError, match="training-only relative-position map needs a model built with training=True"):
         load_model(checkpoint).train()(batch)
 
 

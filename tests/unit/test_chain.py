@@ -68,7 +68,7 @@ def test_a_finished_run_of_other_keys_is_refused(tmp_path: Path, files: list[str
     trainings = Trainings(tmp_path)
     assert run_stages(plan(files, ["seed=7"]), trainings) == 0
     for changed, message in (
-        ("seed=8", r"run1.global_step5: is of another run than stage1: seed \(saved 7, now 8\)"),
+        ("seed=8", r"run1.global_step5: belongs to a different run from stage1: seed \(saved 7, now 8\)"),
         ("trainable=[mlp]", "trainable"),
         ("train_iters=4", r"train_iters \(reached 5, now 4\)"),
     ):
@@ -104,7 +104,7 @@ def test_a_run_that_ends_early_ends_the_chain(
 @pytest.mark.parametrize(
     ("load", "save", "extra", "message"),
     [
-        ("elsewhere", "run2", "finetune: true\n", "load: .*elsewhere is the save folder of no earlier stage"),
+        ("elsewhere", "run2", "finetune: true\n", "load: .*elsewhere is not the save folder of an earlier stage"),
         ("run1", "run1", "finetune: true\n", "save: .*run1 is the folder of an earlier stage"),
         ("run1", None, "finetune: true\n", "stage2: save: not set"),
         ("run1", "run2", "", "stage2: finetune: a stage starts from weights"),

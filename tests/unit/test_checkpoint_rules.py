@@ -135,9 +135,9 @@ RUNS = [
     (None, None, {"auto_resume": True}, None),
     ("one", "one", {"auto_resume": True}, None),
     ("one", "one", {"load": "save"}, None),
-    ("one", "two", {"auto_resume": True}, "holds copies of another run"),
-    ("one", "two", {"load": "save"}, "holds copies of another run"),
-    ("one", "", {"auto_resume": True}, "holds copies of another run"),
+    ("one", "two", {"auto_resume": True}, "holds copies of a different run"),
+    ("one", "two", {"load": "save"}, "holds copies of a different run"),
+    ("one", "", {"auto_resume": True}, "holds copies of a different run"),
     ("one", None, {"auto_resume": True}, None),
 ]
 
@@ -163,7 +163,7 @@ def test_copies_of_two_runs_are_not_taken(tmp_path: Path) -> None:
     for step, run in ((2, "one"), (4, "two")):
         checkpoint(tmp_path / "copy", step, meta={"run": run})
     asked = keys(save=str(tmp_path / "new"), save_copy=str(tmp_path / "copy"), auto_resume=True)
-    with pytest.raises(CheckpointError, match="holds copies of another run"):
+    with pytest.raises(CheckpointError, match="holds copies of a different run"):
         candidates(asked)
     (tmp_path / "copy/global_step4" / native.META).unlink()
     assert len(candidates(asked)) == 2, "a damaged one is of no run"

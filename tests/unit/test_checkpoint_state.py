@@ -97,9 +97,9 @@ def test_a_missing_file_is_found(tmp_path: Path, saved: tuple[int, int]) -> None
     write(tmp_path / "state", *saved)
     (tmp_path / "state" / file_name(1)).unlink()
     with open_state(tmp_path / "state") as reader:
-        with pytest.raises(CheckpointError, match="is not complete: elements from .* on are in no file"):
+        with pytest.raises(CheckpointError, match="is incomplete: no file has the elements from .* on"):
             reader.require_complete()
-        with pytest.raises(CheckpointError, match="is not complete"):
+        with pytest.raises(CheckpointError, match="is incomplete"):
             reader.whole("a.weight")
 
 
@@ -108,10 +108,10 @@ def test_what_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="holds no state of any rank"):
         open_state(tmp_path / "state")
     (tmp_path / "state" / file_name(0)).write_bytes(b"no safetensors")
-    with pytest.raises(CheckpointError, match="cannot be read as state of a rank"):
+    with pytest.raises(CheckpointError, match="cannot be read as a rank's state"):
         open_state(tmp_path / "state")
     save_file({"w": torch.zeros(2)}, tmp_path / "state" / file_name(0))
-    with pytest.raises(CheckpointError, match="cannot be read as state of a rank"):
+    with pytest.raises(CheckpointError, match="cannot be read as a rank's state"):
         open_state(tmp_path / "state")
     (tmp_path / "state" / file_name(0)).unlink()
     write(tmp_path / "other", 1, 1)

@@ -49,7 +49,7 @@ def test_a_part_is_a_shard_of_its_documents(tmp_path: Path) -> None:
     assert shard.part(9, 10).document(0).tolist() == [9] * 29
     with pytest.raises(DataError, match="outside"):
         part.tokens(70, 3)
-    with pytest.raises(DataError, match="not a part"):
+    with pytest.raises(DataError, match="out of range"):
         shard.part(5, 11)
 
 

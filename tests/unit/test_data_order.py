@@ -212,7 +212,7 @@ def test_order_depends_on_seed_only(shards: list[Shard]) -> None:
         ([1.0], 16, "one weight per shard"),
         ([1.0, 0.0], 16, "must be positive"),
         ([1.0, float("nan")], 16, "must be positive"),
-        ([1.0, 1e-9], 16, "code: its weight is under one part"),
+        ([1.0, 1e-9], 16, "code: its weight is below 1/65536"),
         ([1.0, 1.0], 933, r"code: 933 tokens do not fill a sample of seq_length \+ 1 = 934"),
         ([1.0, 1.0], 0, "seq_length must be at least 1"),
     ],

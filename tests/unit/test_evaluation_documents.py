@@ -104,7 +104,7 @@ def test_documents_that_do_not_fit(corpus: Path, changes: dict[str, object], mes
 
 
 def test_sources_that_are_not_there(tmp_path: Path, corpus: Path) -> None:
-    with pytest.raises(EvaluationError, match="absent: no text file or folder is there, and no shard"):
+    with pytest.raises(EvaluationError, match="absent: no such text file, folder or shard"):
         collect(corpus, tmp_path / "absent")
     with pytest.raises(EvaluationError, match="no test data"):
         collect()

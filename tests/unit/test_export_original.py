@@ -86,15 +86,18 @@ def ending(folder: Path) -> None:
 
 REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     "other ids": (another, r"gives other ids than the checkpoint's \(HFTokenizer\) for 'The quick"),
-    "no tokenizer": (without, "cannot be the tokenizer of the export: .* has none"),
+    "no tokenizer": (without, "cannot be used as the exported tokenizer: .* has none"),
     "too many": (larger, "has 510 ids, the embedding has 500 rows"),
-    "added outside": (lambda f: write(f / "added_tokens.json", {"<x>": 500}), "names token 500, the model has 500"),
+    "added outside": (
+        lambda f: write(f / "added_tokens.json", {"<x>": 500}),
+        "contains token id 500, but the model has 500 tokens",
+    ),
     "declared outside": (
         lambda f: changed(f / "tokenizer_config.json", added_tokens_decoder={"511": {"content": "<x>"}}),
-        "names token 511",
+        "contains token id 511",
     ),
-    "pad outside": (lambda f: changed(f / "config.json", pad_token_id=700), "names token 700"),
-    "another end": (ending, r"texts end with \[3\] there, and with 1 \('</s>'\) in the checkpoint"),
+    "pad outside": (lambda f: changed(f / "config.json", pad_token_id=700), "contains token id 700"),
+    "another end": (ending, r"its end-of-text tokens are \[3\], but 1 \('</s>'\) in the checkpoint"),
 }
 
 
@@ -173,7 +176,10 @@ def test_the_tools(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     asked = [str(tmp_path / "save"), str(tmp_path / "kept"), "--tokenizer", str(source)]
     assert convert_to_huggingface.main(asked) == 0 and same_files(source, tmp_path / "kept")
     asked = [str(tmp_path / "save"), str(tmp_path / "other"), "--tokenizer", str(tmp_path)]
-    assert convert_to_huggingface.main(asked) == 2 and "cannot be the tokenizer" in capsys.readouterr().err
+    assert (
+        convert_to_huggingface.main(asked) == 2
+        and "cannot be used as the exported tokenizer" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("method", ["rotary", "coca"])

@@ -144,7 +144,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
         "llama",
     ),
     "no size": (config(hidden_size=None), "config.json: has no 'hidden_size'"),
-    "size of another kind": (config(num_attention_heads="four"), "config.json: a value in it is of the wrong kind"),
+    "size of another kind": (config(num_attention_heads="four"), "config.json: a value has the wrong type"),
     "architecture of another kind": (config(model_type=["llama"]), r"model_type \['llama'\] is not supported; known: "),
     "no layers": (
         config(num_hidden_layers=0),
@@ -165,7 +165,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "not JSON": (lambda f: (f / "config.json").write_text("{"), "config.json: cannot be read as JSON"),
     "activation": (config(hidden_act="relu2"), "hidden_act 'relu2' is not supported for LLaMA; known: silu"),
     "head size": (config(head_dim=32), "head_dim other than"),
-    "quantized": (config(quantization_config={"bits": 4}), "quantized weights are not read"),
+    "quantized": (config(quantization_config={"bits": 4}), "quantized weights are not supported"),
     "rope type": (
         rope(rope_type="spiral", factor=2.0),
         "config.json: rope_type 'spiral' is not supported; known: default, linear, dynamic, yarn, longrope, llama3",
@@ -190,41 +190,41 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "unread weight": (
         weights(lambda held: held.update({"model.layers.0.self_attn.q_norm.weight": torch.ones(16)})),
-        "has weights that this model has no place for: model.layers.0.self_attn.q_norm.weight. Without",
+        "has weights that the configured model does not have: model.layers.0.self_attn.q_norm.weight. Ignoring",
     ),
     "adapters": (
         weights(lambda held: held.update({f"model.layers.0.lora_{i}": torch.ones(1) for i in range(7)})),
-        "no place for: model.layers.0.lora_0, .*, model.layers.0.lora_4 and 2 more",
+        "does not have: model.layers.0.lora_0, .*, model.layers.0.lora_4 and 2 more",
     ),
-    "more layers than said": (config(num_hidden_layers=1), "no place for: model.layers.1.input_layernorm.weight, "),
+    "more layers than said": (config(num_hidden_layers=1), "does not have: model.layers.1.input_layernorm.weight, "),
     "other shape": (config(vocab_size=128), rf"{EMBEDDING} is \[97, 64\], the model wants \[128, 64\]"),
     "parts of other shapes": (
         weights(lambda held: held.update({UP: torch.zeros(96, 63)})),
-        rf"the shapes of {UP} \[96, 63\], .* do not fit together",
+        rf"the shapes of {UP} \[96, 63\], .* do not match",
     ),
     "gated halves whose sum is right": (
         parts({UP: 95, GATE: 97}),
-        rf"the shapes of {UP} \[95, 64\], {GATE} \[97, 64\] do not fit together: {GATE} has to be \[95, 64\]",
+        rf"the shapes of {UP} \[95, 64\], {GATE} \[97, 64\] do not match: {GATE} must be \[95, 64\]",
     ),
     "projections whose sum is right": (
         parts({Q: 48, K: 80}),
-        rf"the shapes of {Q} \[48, 64\], {K} \[80, 64\], {V} \[64, 64\] do not .*: {Q} has to be \[64, 64\]",
+        rf"the shapes of {Q} \[48, 64\], {K} \[80, 64\], {V} \[64, 64\] do not .*: {Q} must be \[64, 64\]",
     ),
     "grouped projections whose sum is right": (
         lambda f: (config(num_key_value_heads=2)(f), parts({Q: 64, K: 16, V: 48})(f)),
-        rf"{K} \[16, 64\], {V} \[48, 64\] do not fit together: {K} has to be \[32, 64\]",
+        rf"{K} \[16, 64\], {V} \[48, 64\] do not match: {K} must be \[32, 64\]",
     ),
     "all projections too narrow": (
         parts({Q: 32, K: 32, V: 32}),
-        rf"do not fit together: {Q} has to be \[64, 64\]",
+        rf"do not match: {Q} must be \[64, 64\]",
     ),
     "gated halves that are numbers": (
         weights(lambda held: held.update({UP: torch.tensor(1.0), GATE: torch.tensor(1.0)})),
-        rf"the shapes of {UP} \[\], {GATE} \[\] do not fit together",
+        rf"the shapes of {UP} \[\], {GATE} \[\] do not match",
     ),
     "a projection that is a number": (
         weights(lambda held: held.update({Q: torch.tensor(1.0)})),
-        rf"the shapes of {Q} \[\], .* do not fit together",
+        rf"the shapes of {Q} \[\], .* do not match",
     ),
     "integers": (weights(lambda held: held.update({UP: torch.zeros(96, 64).char()})), f"{UP} is stored as I8"),
     "tied, but other head": (
@@ -252,7 +252,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "truncated shard": (shards(lambda f, index: cut(SHARDS[1])(f)), f"{SHARDS[1]}: is not a readable safetensors file"),
     "shard outside": (
         shards(lambda f, index: index.update({HEAD: "../other.safetensors"})),
-        "'../other.safetensors' is no name of a file in the folder",
+        "'../other.safetensors' is not a file name in the folder",
     ),
     "shard without its weight": (
         shards(lambda f, index: index.update({"model.norm.weight": SHARDS[0], HEAD: SHARDS[1]})),
@@ -260,7 +260,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "weight that the index does not know": (
         shards(lambda f, index: save_file(load_file(f / SHARDS[0]) | {"extra": torch.ones(1)}, f / SHARDS[0])),
-        "no place for: extra",
+        "does not have: extra",
     ),
     "evil": (evil(), rf"{BIN}: holds more than tensors \(io.open\). Only tensors are read, and nothing in it was run"),
     "evil and old": (evil(**OLD), rf"{BIN}: holds more than tensors \(io.open\)"),
@@ -269,10 +269,10 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
         pickled(lambda held: torch.nn.Linear(2, 2)),
         r"more than tensors \(torch.nn.modules.linear.Linear\)",
     ),
-    "one tensor": (pickled(lambda held: torch.ones(2)), f"{BIN}: holds a Tensor, not tensors by their names"),
+    "one tensor": (pickled(lambda held: torch.ones(2)), f"{BIN}: holds a Tensor, not a mapping of names to tensors"),
     "wrapped": (
         pickled(lambda held: {"state_dict": held, "epoch": 1}),
-        f"{BIN}: 'state_dict' is a dict; read are tensors by their names only",
+        f"{BIN}: 'state_dict' is a dict; only tensors by name are supported",
     ),
     "quantized pickle": (pickled(lambda held: held | {UP: held[UP].char()}), f"{UP} is stored as .* of torch.int8"),
     "sparse pickle": (pickled(lambda held: held | {UP: held[UP].to_sparse()}), f"{UP} is stored as torch.sparse_coo"),
@@ -284,11 +284,11 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
         pickled(lambda held: held | {UP: held[UP].to("meta")}, **OLD),
         f"{BIN}: {UP} has no values: it was saved on the device meta",
     ),
-    "truncated pickle": (pickled(dict, cut(BIN)), f"{BIN}: is damaged, or no file of weights"),
-    "truncated old pickle": (pickled(dict, cut(BIN), **OLD), f"{BIN}: is damaged, or no file of weights"),
+    "truncated pickle": (pickled(dict, cut(BIN)), f"{BIN}: is damaged or not a weights file"),
+    "truncated old pickle": (pickled(dict, cut(BIN), **OLD), f"{BIN}: is damaged or not a weights file"),
     "text as pickle": (lambda f: (no_weights(f), (f / BIN).write_text("<html>")), f"{BIN}: is "),
-    "empty pickle": (lambda f: (no_weights(f), (f / BIN).touch()), f"{BIN}: is damaged, or no file of weights"),
-    "unread weight in a pickle": (pickled(lambda held: held | {"extra": torch.ones(1)}), "no place for: extra"),
+    "empty pickle": (lambda f: (no_weights(f), (f / BIN).touch()), f"{BIN}: is damaged or not a weights file"),
+    "unread weight in a pickle": (pickled(lambda held: held | {"extra": torch.ones(1)}), "does not have: extra"),
     "missing weight in a pickle": (
         pickled(lambda held: {name: held[name] for name in held if name != UP}),
         f"has no weight {UP}$",
@@ -336,7 +336,9 @@ def test_wrong_wishes_are_named_and_nothing_is_written(asked: Mapping[str, Any],
 @pytest.mark.parametrize("large", [65520.0, -1e30])
 def test_a_value_that_float16_cannot_hold_is_named(large: float, folder: Path) -> None:
     weights(lambda held: held[UP].__setitem__((0, 0), large))(folder)
-    message = rf"{UP} .*has values up to {re.escape(f'{abs(large):.6g}')}, and float16 ends at 65504; take .*bfloat16"
+    message = (
+        rf"{UP} .*has values up to {re.escape(f'{abs(large):.6g}')}, above the maximum 65504 of float16; use .*bfloat16"
+    )
     with pytest.raises(CheckpointError, match=message):
         import_checkpoint(folder, folder.parent / "imported", dtype="float16")
     assert list(folder.parent.iterdir()) == [folder]

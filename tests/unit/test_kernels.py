@@ -171,7 +171,7 @@ def test_attention_refuses_arguments_that_contradict_each_other() -> None:
         flash_attention(x, x[:, :, :3], x[:, :, :3], 1.0)
     with pytest.raises(ValueError, match="need a window"):
         flash_attention(x, x, x, 1.0, far_query=x, far_key=x)
-    with pytest.raises(ValueError, match="of use together"):
+    with pytest.raises(ValueError, match="given together"):
         flash_attention(x, x, x, 1.0, window=2, first_keys=1)
     with pytest.raises(ValueError, match="at least 1"):
         flash_attention(x, x, x, 1.0, window=0)

@@ -63,14 +63,17 @@ def test_this_host(keys: dict[str, Any], slots: list[int]) -> None:
         ({"text": "a slots=2\n", "exclude": "a:2"}, "exclude: a has no slot 2"),
         ({"text": "a slots=2\n", "exclude": "a"}, "exclude: leaves no slot"),
         ({"text": "a slots=2\n", "include": "a:x"}, "'a:x' is not of the form"),
-        ({"text": "a slots=2\n-oProxyCommand=x slots=2\n"}, "hosts:2: '-oProxyCommand=x' is no host name"),
-        ({"text": "-oProxyCommand=x@a slots=2\n"}, "hosts:1: '-oProxyCommand=x@a' is no host name"),
-        ({"text": "root@-a slots=2\n"}, "hosts:1: 'root@-a' is no host name"),
-        ({"text": "a;id slots=2\n"}, "hosts:1: 'a;id' is no host name"),
-        ({"text": "$(id) slots=2\n"}, "is no host name"),
-        ({"text": "a,b slots=2\n"}, "'a,b' is no host name"),
-        ({"text": "a slots=2\n", "master_addr": "-oProxyCommand=x"}, "master_addr: '-oProxyCommand=x' is no host name"),
-        ({"master_addr": "a;id"}, "master_addr: 'a;id' is no host name"),
+        ({"text": "a slots=2\n-oProxyCommand=x slots=2\n"}, "hosts:2: '-oProxyCommand=x' is not a host name"),
+        ({"text": "-oProxyCommand=x@a slots=2\n"}, "hosts:1: '-oProxyCommand=x@a' is not a host name"),
+        ({"text": "root@-a slots=2\n"}, "hosts:1: 'root@-a' is not a host name"),
+        ({"text": "a;id slots=2\n"}, "hosts:1: 'a;id' is not a host name"),
+        ({"text": "$(id) slots=2\n"}, "is not a host name"),
+        ({"text": "a,b slots=2\n"}, "'a,b' is not a host name"),
+        (
+            {"text": "a slots=2\n", "master_addr": "-oProxyCommand=x"},
+            "master_addr: '-oProxyCommand=x' is not a host name",
+        ),
+        ({"master_addr": "a;id"}, "master_addr: 'a;id' is not a host name"),
     ],
 )
 def test_hosts_that_cannot_be_used(tmp_path: Path, keys: dict[str, Any], message: str) -> None:
@@ -121,7 +124,7 @@ def test_slurm_needs_no_hostfile() -> None:
 def test_slurm_with_a_part_of_a_hostfile(hostfile: str) -> None:
     command = srun_command(configured(hostfile=hostfile, exclude="c"), {}, SCRIPT)
     assert {"--ntasks-per-node=8", "--nodes=2", "--nodelist=a,b"} <= set(command)
-    with pytest.raises(ConfigError, match="as many tasks on every host"):
+    with pytest.raises(ConfigError, match="same number of tasks on every host"):
         srun_command(configured(hostfile=hostfile), {}, SCRIPT)
 
 

@@ -105,13 +105,13 @@ def test_missing_files_of_a_rank(tmp_path: Path) -> None:
 def test_layers_that_the_configuration_does_not_know(run: Path) -> None:
     for rank in range(2):
         shutil.copy(layer(run, 3, rank), layer(run, 7, rank))
-    refused(run, "has a layer 07 that no part of the model is, where its configuration says 2 blocks")
+    refused(run, "has a layer 07 that the model does not have, where its configuration says 2 blocks")
 
 
 def test_tied_by_its_configuration_with_a_head_in_its_files(tmp_path: Path) -> None:
     folder = written(tmp_path / "run", KEYS)
     (folder / "configs" / "z.yml").write_text("no-weight-tying: false\n")
-    refused(folder, "has a layer 06 that no part of the model is, .* output head that is tied")
+    refused(folder, "has a layer 06 that the model does not have, .* output head that is tied")
 
 
 @pytest.mark.parametrize(
@@ -121,8 +121,8 @@ def test_tied_by_its_configuration_with_a_head_in_its_files(tmp_path: Path) -> N
         ({"mlp__linear1__bias": torch.zeros(32).half()}, "linear1.bias has another shape or dtype on other ranks"),
         ({"mlp__linear3__weight": torch.zeros(2, 2)}, "mlp.linear3.weight is not on all tensor ranks"),
         ({"mlp__linear2__weight": None}, "mlp.linear2.weight is not on all tensor ranks"),
-        ({"mlp__linear2__weight": [1.0]}, "mlp.linear2.weight is no tensor of floating-point numbers"),
-        ({"mlp__linear2__weight": torch.zeros(16, 32).int()}, "mlp.linear2.weight is no tensor of floating-point"),
+        ({"mlp__linear2__weight": [1.0]}, "mlp.linear2.weight is not a floating-point tensor"),
+        ({"mlp__linear2__weight": torch.zeros(16, 32).int()}, "mlp.linear2.weight is not a floating-point tensor"),
     ],
 )
 def test_ranks_that_do_not_fit_together(run: Path, changes: dict[str, Any], message: str) -> None:

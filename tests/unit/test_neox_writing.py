@@ -17,8 +17,8 @@ from tools.convert_to_neox import main
 
 TWO_LENGTHS = {"rope_type": "linear", "factor": 4.0, "original_max_position_embeddings": 8}
 REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
-    "KERPLE": ({"pos_emb": "kerple_log"}, 1, "no place for what KERPLE learns"),
-    "CLEX": ({"rope_scaling": {"rope_type": "clex"}}, 1, "no place for what CLEX learns"),
+    "KERPLE": ({"pos_emb": "kerple_log"}, 1, "cannot store the learned parameters of KERPLE"),
+    "CLEX": ({"rope_scaling": {"rope_type": "clex"}}, 1, "cannot store the learned parameters of CLEX"),
     "norm": ({"use_bias_in_norms": False}, 1, "its layernorm always has a bias"),
     "attention": (
         LLAMA | {"gpt_j_residual": True},
@@ -28,8 +28,8 @@ REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
     "activation": ({"use_bias_in_mlp": False}, 1, "without use_bias_in_mlp GPT-NeoX computes gated activations only"),
     "base": ({"rotary_emb_base": 5000.5}, 1, "its rotary_emb_base is a whole number"),
     "width": ({"intermediate_size": 63}, 1, "its inner width is even"),
-    "heads": ({}, 3, r"num_attention_heads \(4\) is no multiple of 3; .*vocabulary \(512\) is no multiple of 3"),
-    "key heads": (LLAMA | {"num_kv_heads": 1}, 2, r"cannot hold it: num_kv_heads \(1\) is no multiple of 2$"),
+    "heads": ({}, 3, r"num_attention_heads \(4\) is not a multiple of 3; .*vocabulary \(512\) is not a multiple of 3"),
+    "key heads": (LLAMA | {"num_kv_heads": 1}, 2, r"cannot hold it: num_kv_heads \(1\) is not a multiple of 2$"),
     "ranks": ({}, 0, "model_parallel_size is 0"),
     "two lengths": (
         {"logit_scaling": "log_n", "rope_scaling": TWO_LENGTHS},

@@ -88,7 +88,7 @@ def test_other_files_of_a_saved_data_set_are_counted(tmp_path: Path) -> None:
         (tmp_path / name).write_text("{}")
     reader = FileReader(SourceSpec("s", [tmp_path]))
     assert [Path(unit.path).name for unit in reader.units()] == ["data.arrow"]
-    assert reader.unread() == {"beside a saved data set": 1, "description of the data": 2}
+    assert reader.unread() == {"next to a saved data set": 1, "description of the data": 2}
 
 
 def test_a_folder_without_a_readable_file_tells_what_it_holds(tmp_path: Path) -> None:

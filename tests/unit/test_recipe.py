@@ -79,15 +79,15 @@ def test_another_root_moves_every_path(tmp_path: Path) -> None:
         ("tokenizer_type: CharLevelTokenizer\n", "sources: Field required"),
         ("tokenizer_type: CharLevelTokenizer\nsources: {a: {paths: ['*.no']}}\n", r"\*\.no: matches no file"),
         (
-            "train_tokenizer: {vocab_size: 9, tokenizer_type: HFTokenizer, model: unigram}\nsources: {a: {paths: "
-            "[x]}}\n",
-            "HFTokenizer is trained as bpe",
+            "train_tokenizer: {vocab_size: 9, tokenizer_type: HFTokenizer, model: unigram}\nsources: "
+            "{a: {paths: [x]}}\n",
+            "HFTokenizer can only be trained as bpe",
         ),
         (BASE + "vocab_file: x\n", "vocab_file has no effect with CharLevelTokenizer"),
         ("train_tokenizer: {vocab_size: 300}\nmerge_file: x\nsources: {a: {paths: [x]}}\n", "merge_file has no effect"),
         ("a: [", r"recipe\.yml:1: not valid YAML"),
         ("- a\n", "expected a mapping of keys to values, not"),
-        (BASE + "  a: {paths: [y]}\n", "the key 'a' stands twice"),
+        (BASE + "  a: {paths: [y]}\n", "the key 'a' is given twice"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, text: str, message: str) -> None:

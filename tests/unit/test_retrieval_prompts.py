@@ -302,7 +302,7 @@ def test_a_draft_with_too_few_units_is_an_error() -> None:
 
     tokenizer = load_tokenizer("CharLevelTokenizer")
     assert fit(Three(), tokenizer, 3).units == 2
-    with pytest.raises(LengthError, match="all filler there is makes 4 tokens"):
+    with pytest.raises(LengthError, match="all available filler is 4 tokens"):
         fit(Three(), tokenizer, 100)
 
 

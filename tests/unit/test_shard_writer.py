@@ -74,7 +74,7 @@ def test_ids_outside_the_vocabulary_are_refused(tmp_path: Path, ids: list[int]) 
 
 def test_a_file_shorter_than_what_was_written_is_an_error(tmp_path: Path) -> None:
     write(tmp_path / "s", DOCUMENTS)
-    with pytest.raises(DataError, match=r"s\.bin: 26 bytes where 40 had been written"):
+    with pytest.raises(DataError, match=r"s\.bin: 26 bytes, but 40 were written"):
         ShardWriter(tmp_path / "s", 10, 5, 20)
 
 

@@ -106,7 +106,7 @@ def test_what_cannot_be_built_is_said_and_the_others_stay() -> None:
     assert [(each.at, each.kind) for each in later] == [("flash", "refused"), ("part", "refused")]
     assert all(isinstance(each, Missing) and each.reason for each in [*refused, *later])
     assert "rotary" in [each.label for each in built]
-    with pytest.raises(EvaluationError, match="stands for two"):
+    with pytest.raises(EvaluationError, match="duplicate method"):
         choose(base, ["rotary"], [Variant("rotary")])
 
 
@@ -294,7 +294,7 @@ def test_the_command_measures_every_cell(main: Any, tmp_path: Path, capsys: pyte
     shown = capsys.readouterr().out
     assert all(f"shape, {what}, cpu, float32" in shown for what in WHATS) and "coca: to RoPE" in shown
     assert main(arguments(tmp_path, "--methods", "rotary", "--output", str(output))) == 2
-    assert "times of two runs do not mix" in capsys.readouterr().err
+    assert "times of two runs cannot be combined" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -101,15 +101,15 @@ def test_the_suite_of_llama_runs_every_task_of_table_5(tmp_path: Path, monkeypat
         ("title: [", r"suite\.yml:1: not valid YAML"),
         (SUITE.replace("title", "titel"), "titel: Extra inputs"),
         (SUITE.replace("  CoCA:\n    path", "  CoCA:\n    paht"), "checkpoints.CoCA.paht"),
-        (SUITE.replace("  perplexity", "  perplexty"), "tasks.perplexty: there is no such task; known: analyse"),
+        (SUITE.replace("  perplexity", "  perplexty"), "tasks.perplexty: unknown task; known: analyse"),
         (SUITE.replace("tasks:", "tasks: {}\nx:"), "x: Extra|tasks"),
-        (SUITE.replace("stride: 1L", "output: x"), "tasks.perplexity.output: is given by the suite itself"),
-        (SUITE.replace("stride: 1L", "help: true"), "tasks.perplexity.help: is given by the suite itself"),
+        (SUITE.replace("stride: 1L", "output: x"), "tasks.perplexity.output: is set by the suite"),
+        (SUITE.replace("stride: 1L", "help: true"), "tasks.perplexity.help: is set by the suite"),
         (
             SUITE.replace('"+ NTK"', '"!"'),
-            "checkpoints CoCA and CoCA: their results would both be in perplexity_coca.json",
+            "checkpoints CoCA and CoCA: both would write perplexity_coca.json",
         ),
-        (SUITE.replace("stride", "strid"), "tasks.perplexity.strid: there is no such option; known: .*stride"),
+        (SUITE.replace("stride", "strid"), "tasks.perplexity.strid: unknown option; known: .*stride"),
     ],
 )
 def test_mistakes_are_named(tmp_path: Path, text: str, message: str) -> None:
@@ -159,9 +159,9 @@ def test_a_task_may_be_run_in_several_ways(tmp_path: Path) -> None:
     args = build_parser().parse_args(planned[1].arguments)
     assert (args.windows, args.repeat, args.output) == ([100], 64, tmp_path / "results" / "repeated")
     assert planned[1].files == (tmp_path / "results" / "repeated" / "perplexity_roformer.json",)
-    with pytest.raises(EvaluationError, match="tasks.perplxity repeated: there is no such task"):
+    with pytest.raises(EvaluationError, match="tasks.perplxity repeated: unknown task"):
         commands(suite(tmp_path, text.replace("perplexity r", "perplxity r")), {}, tmp_path)
-    with pytest.raises(EvaluationError, match="their results would both be in perplexity_roformer.json; name them"):
+    with pytest.raises(EvaluationError, match="both would write perplexity_roformer.json; give them"):
         again = text + "  perplexity Repeated: {windows: [100], stride: 1L}\n"
         commands(suite(tmp_path, again), {"RoFormer": 64}, tmp_path)
 

@@ -138,11 +138,11 @@ def test_weights_of_a_recipe_divide_the_text(tmp_path: Path) -> None:
     [
         (["--input", "text"], "give each input as NAME=PATH"),
         (["--text-field", "absent"], "no usable document"),
-        (["--type", "HFTokenizer", "--model", "unigram"], "HFTokenizer is trained as bpe"),
+        (["--type", "HFTokenizer", "--model", "unigram"], "HFTokenizer can only be trained as bpe"),
         (["--characters", "1"], "less than one for each source"),
         (["--vocab-size", "90000"], "cannot train 90000 pieces"),
         (["--vocab-size", "200"], "vocabulary of 200 tokens cannot be trained as SPMTokenizer"),
-        (["--type", "HFTokenizer", "--vocab-size", "280"], "special tokens are 281 already. Choose a larger one"),
+        (["--type", "HFTokenizer", "--vocab-size", "280"], "special tokens alone are 281. Choose a larger one"),
     ],
 )
 def test_wrong_input_leaves_nothing(

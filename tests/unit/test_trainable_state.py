@@ -135,7 +135,7 @@ def test_moments_that_are_not_there_are_not_taken_for_zeros(tmp_path: Path, save
     write(tmp_path / "state", 4, *saved)
     with open_state(tmp_path / "state") as reader:
         wanted = StatePiece(f"{NAME}.weight", "exp_avg", 0, torch.zeros(4))
-        with pytest.raises(CheckpointError, match="exp_avg of .* is not complete: elements from 0 on"):
+        with pytest.raises(CheckpointError, match="exp_avg of .* is incomplete: no file has the elements from 0 on"):
             reader.fill(wanted, ParameterSlice((24, WIDTH)))
 
 
@@ -146,7 +146,7 @@ def test_states_that_cover_different_elements_are_found(tmp_path: Path) -> None:
     write_pieces(tmp_path / "state" / file_name(0), [piece for piece in pieces if piece is not lost], places)
     with (
         open_state(tmp_path / "state") as reader,
-        pytest.raises(CheckpointError, match="exp_avg_sq of .* covers other"),
+        pytest.raises(CheckpointError, match="exp_avg_sq of .* covers different"),
     ):
         reader.require_complete()
 
@@ -156,5 +156,5 @@ def test_a_missing_file_is_found_for_moments_too(tmp_path: Path) -> None:
     (tmp_path / "state" / file_name(1)).unlink()
     with open_state(tmp_path / "state") as reader:
         for ask in (reader.require_complete, lambda: reader.whole(f"{NAME}.weight", "exp_avg")):
-            with pytest.raises(CheckpointError, match="is not complete"):
+            with pytest.raises(CheckpointError, match="is incomplete"):
                 ask()

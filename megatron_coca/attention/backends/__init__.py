@@ -1,1 +1,1 @@
-"""Attention backends: each turns `AttentionInputs` into the attention output, and knows what it cannot do."""
+"""Attention backends: each turns `AttentionInputs` into the attention output, and reports what it does not support."""

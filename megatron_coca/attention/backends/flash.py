@@ -42,13 +42,13 @@ class Library:
     dropout: bool
 
     def lacks(self, needs: Needs) -> str | None:
-        """None, or the reason against it on any machine."""
+        """None, or the reason why no machine supports it."""
         if needs.bias not in self.formulas:
             return f"{self.name} has no {needs.bias} bias"
         return f"{self.name} has no dropout" if needs.dropout > 0 and not self.dropout else None
 
     def absent(self) -> str | None:
-        """None, or the reason against it on this machine."""
+        """None, or the reason why this machine does not support it."""
         try:
             module = importlib.import_module(self.module)
         except ImportError as error:
@@ -73,11 +73,11 @@ class FlashBackend:
     """One segment with every key or a window of the latest, ALiBi, dropout, and packed documents without padding."""
 
     def supports(self, needs: Needs) -> str | None:
-        """None, or the reason against it on this machine."""
+        """None, or the reason why this machine does not support it."""
         return self.refuses(needs) or _joined([library.lacks(needs) or library.absent() for library in LIBRARIES])
 
     def refuses(self, needs: Needs) -> str | None:
-        """None, or the reason against it whatever is installed."""
+        """None, or the reason why it is unsupported, regardless of the installed libraries."""
         if needs.device_type != DEVICE:
             return f"the flash-attn libraries run on CUDA, not {needs.device_type}"
         if needs.head_dim % 8 or needs.head_dim > WIDEST_HEAD:
@@ -93,7 +93,7 @@ class FlashBackend:
 
         Raises:
             TypeError: the operands are neither float16 nor bfloat16.
-            ValueError: no library serves these inputs, a slope is to be learned, or documents leave out some queries.
+            ValueError: no library serves these inputs, slopes require gradients, or documents do not cover all queries.
         """
         if inputs.query.dtype not in DTYPES:
             raise TypeError(
@@ -141,7 +141,7 @@ def _options(inputs: AttentionInputs) -> dict[str, Any]:
     if inputs.bias is not None:
         slopes = inputs.bias.coefficients[:, 0]
         if slopes.requires_grad:
-            raise ValueError("flash attention gives the slopes of a linear bias no gradient; keep them fixed")
+            raise ValueError("flash attention computes no gradients for the slopes of a linear bias; keep them fixed")
         options["alibi_slopes"] = slopes.to(inputs.query.device, torch.float32)
     return options
 

@@ -28,7 +28,7 @@ class FlexBackend:
         self._compiled = compiled
 
     def supports(self, needs: Needs) -> str | None:
-        """None, or the reason against it."""
+        """None, or the reason why the model is not supported."""
         if flex_attention is None:
             return f"PyTorch {torch.__version__} has no FlexAttention; install 2.5 or newer"
         if needs.device_type != "cuda":
@@ -48,7 +48,7 @@ class FlexBackend:
             ValueError: there is dropout.
         """
         if inputs.dropout > 0:
-            raise ValueError("attention_backend flex has no dropout; build the model to be trained so")
+            raise ValueError("attention_backend flex does not support dropout; build the model with training=True")
         (segment,) = inputs.segments
         if self._compiled and segment.query.shape[2] == 1:
             return _attend_one_query(inputs)
@@ -134,7 +134,7 @@ def _mask(query_length: int, key_length: int, band: Band, starts: Tensor | None,
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """How many of each row of `blocks` [..., columns] are set, and their columns before all others; both int32."""
+    """Counts of the set columns in each row of `blocks` [..., columns], and all columns, set ones first; both int32."""
     return blocks.sum(-1, dtype=torch.int32), blocks.int().argsort(dim=-1, descending=True, stable=True).int()
 
 

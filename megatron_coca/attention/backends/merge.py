@@ -122,7 +122,7 @@ class MergeBackend:
     """Any number of segments with any bands."""
 
     def supports(self, needs: Needs) -> str | None:
-        """None, or the reason against it."""
+        """None, or the reason why the model is not supported."""
         if needs.device_type not in ("cpu", "cuda"):
             return f"it calls PyTorch's flash kernels for CPU and CUDA, not {needs.device_type}"
         if needs.bias:
@@ -141,7 +141,9 @@ class MergeBackend:
             ValueError: there is a bias or dropout.
         """
         if inputs.bias is not None or inputs.dropout > 0:
-            raise ValueError("attention_backend merge has neither bias nor dropout; build the model to be trained so")
+            raise ValueError(
+                "attention_backend merge supports neither bias nor dropout; build the model with training=True"
+            )
         return attend_by_document(_attend_row, inputs)
 
 

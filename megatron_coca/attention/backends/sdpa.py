@@ -283,7 +283,7 @@ class SdpaBackend:
     """Causal flash attention; on the CPU with a distance bias, in linear memory too."""
 
     def supports(self, needs: Needs) -> str | None:
-        """None, or the reason against it."""
+        """None, or the reason why the model is not supported."""
         if needs.bands != (CAUSAL,):
             return BANDS_REASON
         if needs.bias and needs.device_type != "cpu":
@@ -300,8 +300,8 @@ class SdpaBackend:
         """
         if tuple(segment.band for segment in inputs.segments) != (CAUSAL,):
             raise ValueError(
-                f"attention_backend sdpa: {BANDS_REASON}; a relative-position map that is for training alone needs a "
-                "model built to be trained, or loaded with attention_backend: reference"
+                f"attention_backend sdpa: {BANDS_REASON}; a training-only relative-position map needs a "
+                "model built with training=True, or attention_backend: reference"
             )
         if inputs.bias is not None and inputs.query.device.type != "cpu":
             raise RuntimeError(

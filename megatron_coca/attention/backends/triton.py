@@ -16,7 +16,7 @@ class TritonBackend:
     """
 
     def supports(self, needs: Needs) -> str | None:
-        """None, or the reason against it."""
+        """None, or the reason why the model is not supported."""
         if needs.dropout > 0:
             return "its kernels have no attention dropout"
         if needs.bias not in FORMULAS:
@@ -29,7 +29,7 @@ class TritonBackend:
         """[batch, heads, query_length, head_dim] in the query's dtype.
 
         Raises:
-            ValueError: the bands are none that `supports` accepts, or there is dropout.
+            ValueError: `supports` does not accept the bands, or there is dropout.
         """
         # Not at the top: triton exists on some platforms only, and the other backends work without it.
         from megatron_coca.kernels.attention import flash_attention

@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 SMALLEST = 0.01
 """Lower bound of KERPLE's p and a, which must be positive (the authors' code)."""
 LARGEST_POWER = 2.0
-"""Upper bound of the exponent, beyond which r^p is no conditionally positive definite kernel (Chi et al. 2022)."""
+"""Upper bound of the exponent, beyond which r^p is not a conditionally positive definite kernel (Chi et al. 2022)."""
 
 
 def _columns(coefficients: Tensor, distance: Tensor) -> tuple[Tensor, ...]:

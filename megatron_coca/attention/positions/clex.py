@@ -7,7 +7,7 @@ Log-frequencies z(t) as the solution of a learned differential equation in the s
 theta_ntk(t) are the NTK-aware frequencies with alpha = 2t - 1. Their part of the derivative is known, so it is not
 integrated numerically: y = z - ln theta_ntk obeys dy/dt = tanh([y + 2 ln theta_ntk(t)] W_up) W_down, y(1) = 0.
 
-The authors' code takes base 10000 for theta_ntk whatever the model's base is; here both are the model's.
+The authors' code takes base 10000 for theta_ntk, independent of the model's base; here both are the model's.
 """
 
 import math
@@ -67,8 +67,8 @@ class Clex(nn.Module):
     def forward(self, t: int) -> Tensor:
         """See `inverse_frequencies`.
 
-        The cache is valid while the weights have the same values; versions do not suffice, because DeepSpeed writes
-        parameters through other tensors of the same storage.
+        The cache is valid while the weights have the same values; version counters are not sufficient, because
+        DeepSpeed writes parameters through other tensors of the same storage.
         """
         if torch.is_grad_enabled() and (self.up.requires_grad or self.down.requires_grad):
             return self._solve(t)

@@ -23,13 +23,13 @@ class Ramp:
 
 
 def kept_by_rotations(theta: Tensor, base: float, original_length: int, ramp: Ramp) -> Tensor:
-    """gamma of NTK-by-parts, linear in the number of turns (Peng et al. 2023, "YaRN", section 3.2)."""
+    """gamma of NTK-by-parts, linear in the number of rotations (Peng et al. 2023, "YaRN", section 3.2)."""
     turns = original_length * theta / (2 * math.pi)
     return ((turns - ramp.slow) / (ramp.fast - ramp.slow)).clamp(0, 1)
 
 
 def kept_by_dimension(theta: Tensor, base: float, original_length: int, ramp: Ramp) -> Tensor:
-    """The ramp of the YaRN authors' code and of Hugging Face: linear in j between the dimensions that turn `fast` and
+    """The ramp of the YaRN authors' code and of Hugging Face: linear in j between the dimensions that rotate `fast` and
     `slow` times, dim(x) = d ln(L/(2 pi x)) / (2 ln base).
     """
     dim = 2 * theta.shape[-1]
@@ -70,7 +70,7 @@ class Scaling:
         target_length: L' of `dynamic_max`, in tokens.
         beta_fast, beta_slow: rotations within L above which YaRN keeps, and below which it interpolates, a frequency.
         attention_factor: replaces the multiplier that YaRN and LongRoPE compute.
-        ramp: what YaRN's transition is linear in, a key of `RAMPS`.
+        ramp: the variable in which YaRN's transition is linear, a key of `RAMPS`.
         truncate: round the ends of the ramp over dimensions to integers.
         b: exponent of `ntk_mixed`.
         low_freq_factor, high_freq_factor: as beta_slow and beta_fast, for `llama3`.
@@ -228,8 +228,9 @@ def _longrope(rotary: Rotary, length: int) -> Tensor:
 
 
 def _llama3(rotary: Rotary, length: int) -> Tensor:
-    """Llama 3.1 (Meta 2024, the released code): theta / s below low_freq_factor turns within L, theta above
-    high_freq_factor turns, linear in the turns between; in wavelengths, L / low_freq_factor and L / high_freq_factor.
+    """Llama 3.1 (Meta 2024, the released code): theta / s below low_freq_factor rotations within L, theta above
+    high_freq_factor rotations, linear in the rotations between; in wavelengths, L / low_freq_factor and L /
+    high_freq_factor.
     """
     theta, ramp = _theta(rotary), Ramp(rotary.scaling.low_freq_factor, rotary.scaling.high_freq_factor)
     kept = kept_by_rotations(theta, rotary.base, rotary.original_length, ramp)

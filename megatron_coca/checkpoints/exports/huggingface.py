@@ -64,7 +64,7 @@ STOCK_SCALINGS = frozenset({"default", "linear", "dynamic", "yarn", "longrope", 
 NEOX_ACTIVATIONS = {"gelu": "gelu", "relu": "relu", "silu": "silu", "swish": "silu"}
 """Ours to theirs; only those that are read back as well."""
 CLASS_PREFIXES = {"coca_gpt_neox": "CocaGPTNeoX", "coca_llama": "CocaLlama", "coca_dense": "CocaDense"}
-"""Of the classes in the modelling file, by `model_type`."""
+"""Names of the classes in the modelling file, by `model_type`."""
 
 
 def _scaling(config: Config) -> str:
@@ -266,7 +266,7 @@ def _without_none(values: Mapping[str, Any], names: tuple[str, ...]) -> dict[str
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written: the folder, its `model_type`, and what of the tokenizer could not be expressed, or None."""
+    """Result of an export: the folder, its `model_type`, and a note on lost tokenizer behaviour, or None."""
 
     folder: Path
     model_type: str
@@ -274,7 +274,7 @@ class Exported:
 
     @property
     def remote(self) -> bool:
-        """Whether it is loaded with `trust_remote_code=True`, by the modelling file saved with the weights."""
+        """True if it is loaded with `trust_remote_code=True`, by the modelling file saved with the weights."""
         return self.model_type in REMOTE_TYPES
 
 
@@ -291,13 +291,13 @@ def export(
 
     Args:
         checkpoint: a run's save folder, one step of it, or a Hugging Face folder.
-        folder: what to write; it must not exist. It is complete or absent.
+        folder: to write; must not exist. It is complete or absent.
         overrides: config overrides, as for `load_model`; an extension becomes part of the export.
         dtype: of the weights; by default as saved, then they are equal bit by bit.
         shard_bytes: larger models are written in several files.
         tokenizer: the model's original, a Hugging Face folder whose tokenizer and generation files are copied, with its
             ids of bos, eos and pad; it has to give the ids of the checkpoint's tokenizer.
-        without_padding: leave out the rows of the vocabulary that stand for no token, so that no program counts them
+        without_padding: omit the padding rows of the vocabulary, so that no program counts them
             in a softmax. By default they are kept, and log-likelihoods are those that the checkpoint has here.
 
     Raises:

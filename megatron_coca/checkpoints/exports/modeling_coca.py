@@ -58,7 +58,7 @@ class CocaDenseConfig(CocaLlamaConfig):
 
 
 class Tables(NamedTuple):
-    """cos and sin of position times frequency, with whatever multiplies scores; [batch or 1, 1, length, d/2]."""
+    """cos and sin of position times frequency, including all factors on scores; [batch or 1, 1, length, d/2]."""
 
     cos: Tensor
     sin: Tensor
@@ -321,14 +321,14 @@ class TokenPlaces(NamedTuple):
 
 
 class SharedPositions(NamedTuple):
-    """What all layers of one forward pass share.
+    """Values shared by all layers of one forward pass.
 
     Attributes:
         tables: for each segment the tables of queries and keys; empty for non-rotary forms.
         factor: logit scaling of features that are not rotated, [batch or 1, 1, queries, 1], or None.
         distance: m - n, float32 [batch or 1, 1, queries, keys], where a bias or a map needs it, else None.
-        causal: which keys come no later than each query, bool [queries, keys]; likewise.
-        inside: which pairs each segment scores, bool [segments, batch or 1, 1, queries, keys], or None.
+        causal: True where a key comes no later than the query, bool [queries, keys]; likewise.
+        inside: True for the pairs that each segment scores, bool [segments, batch or 1, 1, queries, keys], or None.
         bias_table: the table of a bias that all layers share, [buckets, heads], or None.
     """
 
@@ -436,7 +436,7 @@ def sinusoids(positions: Tensor, width: int) -> Tensor:
 def token_places(
     mask: Tensor | None, position_ids: Tensor | None, past: int, new: int, total: int, device: Any
 ) -> TokenPlaces:
-    """Return the places of `new` queries behind `past` tokens, among `total` keys.
+    """Return the positions of `new` queries after `past` tokens, among `total` keys.
 
     A mask [batch, keys] says which keys are padding; of one [batch, 1, queries, keys] the last query's row says it.
     """
@@ -465,7 +465,7 @@ def mapped_attention(
 ) -> tuple[Tensor, Tensor]:
     """Compute attention under a map.
 
-    Features of q and k hold the operands of all segments side by side, and the mask [segments, ...] hides each pair
+    Features of q and k hold the concatenated operands of all segments, and the mask [segments, ...] hides each pair
     from all segments but its own.
     """
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
@@ -476,7 +476,7 @@ def mapped_attention(
 
 
 class CocaAttention:
-    """What the attention of both architectures adds to the stock one."""
+    """Attention code shared by both architectures."""
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
@@ -715,7 +715,7 @@ class InitWeights:
 
 
 class CocaModel(InitWeights):
-    """What the network without its head adds to the stock one, whose layers call their attention `attention_name`."""
+    """Additions to the stock network without its head, whose layers call their attention `attention_name`."""
 
     attention_name: str
     attention: type[CocaAttention]

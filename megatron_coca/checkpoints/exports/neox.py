@@ -34,7 +34,7 @@ from megatron_coca.neox_plugin.checkpoints import NOTE, RECORD, note, record_of,
 
 @dataclass(frozen=True)
 class ExportedNeox:
-    """What was written.
+    """Result of an export to GPT-NeoX.
 
     Attributes:
         folder: for GPT-NeoX's `load`.
@@ -60,11 +60,11 @@ def export_neox(
     """Write a checkpoint as a save folder of GPT-NeoX.
 
     Args:
-        checkpoint: whatever `open_checkpoint` reads.
-        folder: what to write; it must not exist. It is complete or absent.
+        checkpoint: any checkpoint that `open_checkpoint` reads.
+        folder: to write; must not exist. It is complete or absent.
         overrides: config overrides, as for `load_model`.
         dtype: of the weights; by default as saved, then they are equal bit by bit.
-        model_parallel_size: tensor ranks, of which each has a file. GPT-NeoX must be run with as many.
+        model_parallel_size: tensor-parallel ranks, one file each. GPT-NeoX must run with the same number.
         pipe_parallel_size: 1 writes a file for each layer, which any number of pipeline stages from 1 on loads; 0 all
             layers into one, for `pipe_parallel_size: 0`.
 

@@ -54,7 +54,7 @@ def original_files(folder: Path, tokenizer: Tokenizer | None, known: int) -> Tok
 
     Args:
         folder: with tokenizer files under transformers' names; its other files are optional.
-        tokenizer: the checkpoint's, whose ids `folder`'s has to give; None where there is none to compare with.
+        tokenizer: the checkpoint's, whose ids `folder`'s must give; None skips the comparison.
         known: token ids of the model, padding not counted.
 
     Raises:
@@ -63,11 +63,12 @@ def original_files(folder: Path, tokenizer: Tokenizer | None, known: int) -> Tok
     """
     theirs, note = read_tokenizer(folder, known)
     if theirs is None:
-        raise CheckpointError(f"{folder}: cannot be the tokenizer of the export: {note}")
+        raise CheckpointError(f"{folder}: cannot be used as the exported tokenizer: {note}")
     own, largest = own_files(folder), largest_named_id(folder)
     if largest >= known:
         raise CheckpointError(
-            f"{folder}: names token {largest}, the model has {known}; name the folder of the model's own tokenizer"
+            f"{folder}: contains token id {largest}, but the model has {known} tokens; name the folder of the "
+            "model's own tokenizer"
         )
     if tokenizer is None:
         return own._replace(note=f"the checkpoint carries no tokenizer to compare that of {folder} with")
@@ -75,13 +76,13 @@ def original_files(folder: Path, tokenizer: Tokenizer | None, known: int) -> Tok
     if differing is not None:
         raise CheckpointError(
             f"{folder}: its tokenizer gives other ids than the checkpoint's ({tokenizer.tokenizer_type}) for "
-            f"{differing!r}; name the folder of the model that training began with"
+            f"{differing!r}; name the folder of the model that training started from"
         )
     end = tokenizer.eod
     ends = {theirs.eod, *_ids(own.ids.eos), *_ids(_json(folder / GENERATION).get("eos_token_id"))}
     if end not in ends:
         raise CheckpointError(
-            f"{folder}: texts end with {sorted(ends)} there, and with {end} ({tokenizer.piece(end)!r}) in the "
+            f"{folder}: its end-of-text tokens are {sorted(ends)}, but {end} ({tokenizer.piece(end)!r}) in the "
             f"checkpoint; add {end} to eos_token_id in a copy of its {GENERATION}"
         )
     eos = end if own.ids.eos is None else own.ids.eos
@@ -115,7 +116,7 @@ ADDING_PROCESSORS = frozenset({"TemplateProcessing", "BertProcessing", "RobertaP
 
 
 def tokenizer_files(tokenizer: Tokenizer) -> tuple[Files, str | None]:
-    """Return the files to save with a model, and what of the tokenizer they do not express, or None."""
+    """Return the files to save with a model, and a note on what they do not express, or None."""
     with TemporaryDirectory() as saved:
         folder = Path(saved)
         tokenizer.save(folder)
@@ -144,7 +145,7 @@ def tokenizer_files(tokenizer: Tokenizer) -> tuple[Files, str | None]:
 
 
 def _from_json(folder: Path, own: Files, tokenizer: Tokenizer) -> Any:
-    """Load the file itself, without what it does besides encoding."""
+    """Load the file itself, without any behaviour besides encoding."""
     import tokenizers
 
     content = json.loads(next(iter(own.values())))

@@ -1,1 +1,1 @@
-"""From documents to shards: parallel, restartable, without duplicates, in bounded memory."""
+"""Preparation of shards from documents: parallel, restartable, without duplicates, in bounded memory."""

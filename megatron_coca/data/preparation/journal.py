@@ -123,7 +123,7 @@ class Journal:
         self._database.commit()
 
     def are_new(self, digests: Sequence[bytes], unit: int) -> np.ndarray:
-        """Which texts have not occurred before, in this call or an earlier one: bool [texts]."""
+        """Mask of the texts that have not occurred before, in this call or an earlier one: bool [texts]."""
         insert = "INSERT OR IGNORE INTO digests VALUES (?, ?)"
         cursor = self._database.cursor()
         return np.array([cursor.execute(insert, (digest, unit)).rowcount for digest in digests], dtype=bool)
@@ -138,7 +138,7 @@ class Journal:
             before, now = _flat(json.loads(stored)), _flat(json.loads(text))
             names = sorted(name for name in before | now if before.get(name) != now.get(name))
             raise DataError(
-                f"{self._path.parent}: was started with other settings ({', '.join(names)}). Repeat the same ones to "
+                f"{self._path.parent}: was started with other settings ({', '.join(names)}). Use the same settings to "
                 "resume, or remove that folder to start over."
             )
 

@@ -77,7 +77,7 @@ def build_manifest(
 def _shard_facts(folder: Path, name: str, state: ShardState) -> dict[str, Any]:
     shard = Shard(folder / name)  # checks the files
     if (shard.documents, shard.len_tokens) != (state.documents, state.tokens):
-        raise DataError(f"{folder / name}: contains {shard}, where {state} was written. Remove {folder}; start over.")
+        raise DataError(f"{folder / name}: contains {shard}, but {state} was written. Remove {folder} and start over.")
     with (folder / f"{name}.bin").open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     sizes = {"documents": state.documents, "tokens": state.tokens, "bytes": state.bytes}
@@ -105,7 +105,7 @@ def write_run_config(
 ) -> None:
     """Write ``data.yml`` into ``folder``, with paths as they will be under ``final``.
 
-    A split that no document fell into has no shards; no split replaces another.
+    A split without documents has no shards; no split replaces another.
     """
     keys: dict[str, Any] = {}
     weights = training_weights(sources, entries)
@@ -124,7 +124,7 @@ def write_run_config(
 
 
 def empty_splits(entries: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line for validation and for test where no document fell into it."""
+    """A line for each of validation and test that has no document."""
     effects = {"valid": "a run reports no validation loss", "test": "evaluation needs --data"}
     return [
         f"No {split} document, so {effect}; raise {split}_fraction or add documents."

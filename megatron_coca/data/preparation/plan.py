@@ -1,4 +1,6 @@
-"""What to prepare: sources, the rules that apply to all of them, their splits, and text to train a tokenizer on."""
+"""Plan of a preparation: sources, the rules that apply to all of them, their splits, and text to train a tokenizer
+on.
+"""
 
 import hashlib
 import re
@@ -64,7 +66,7 @@ class Execution:
 
     Attributes:
         workers: worker processes; 0 works in this process.
-        save_seconds: between two saved positions: the work that a kill can cost.
+        save_seconds: between saved positions, the most work lost by a kill.
         progress: show a bar.
     """
 

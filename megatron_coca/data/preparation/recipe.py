@@ -99,7 +99,7 @@ class TokenizerTraining(_Strict):
     @model_validator(mode="after")
     def _known_model(self) -> Self:
         if self.model not in TRAINERS[self.tokenizer_type]:
-            raise ValueError(f"{self.tokenizer_type} is trained as {', '.join(TRAINERS[self.tokenizer_type])}")
+            raise ValueError(f"{self.tokenizer_type} can only be trained as {', '.join(TRAINERS[self.tokenizer_type])}")
         return self
 
 

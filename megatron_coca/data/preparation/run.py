@@ -1,4 +1,4 @@
-"""Corpora to shards: read, split by key, tokenize, write, and resume after a kill."""
+"""Prepare shards from corpora: read, split by key, tokenize, write, and resume after a kill."""
 
 import json
 import shutil
@@ -201,7 +201,7 @@ class Outputs:
 
     @property
     def tokens(self) -> int:
-        """In all shards."""
+        """Total tokens in all shards."""
         return sum(writer.tokens for writer in self._writers.values())
 
     def states(self) -> tuple[ShardState, ...]:
@@ -217,7 +217,7 @@ class Outputs:
         return tuple(sorted(self.states(), key=lambda state: (state.source, state.part)))
 
     def close(self) -> None:
-        """Close all files as they are."""
+        """Close all files without writing indices."""
         for writer in self._writers.values():
             writer.close()
 

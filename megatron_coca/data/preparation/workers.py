@@ -32,7 +32,7 @@ class TokenizedChunk:
     """The documents of one chunk, in order, as columns.
 
     Attributes:
-        targets: the (set, split) that occur; each is one shard.
+        targets: the (set, split) pairs that occur; each is one shard.
         target: index into ``targets`` of each document, int64 [documents].
         lengths: tokens of each document with its separator, int32 [documents].
         text_bytes: UTF-8 bytes of each document, int64 [documents].

@@ -1,4 +1,4 @@
-"""Readers of corpora in their distributed form: a stream of documents."""
+"""Readers of corpora as distributed, each a stream of documents."""
 
 from typing import Any
 

@@ -187,7 +187,7 @@ class _Header(tarfile.TarInfo):
         except tarfile.HeaderError as error:
             if archive.ended and isinstance(error, tarfile.EmptyHeaderError):  # type: ignore[attr-defined]
                 raise
-            raise tarfile.ReadError(f"{error} where a file or the end of the archive should be") from error
+            raise tarfile.ReadError(f"{error} where a file header or the end of the archive was expected") from error
         archive.ended = False
         return header
 
@@ -221,9 +221,9 @@ class MemberContent:
 
 
 def members(place: str, blocks: Iterator[bytes]) -> Iterator[tuple[str, MemberContent | None]]:
-    """Yield (name, content) of everything in a tar archive but folders; content is None for links and devices.
+    """Yield (name, content) of all members of a tar archive except folders; content is None for links and devices.
 
-    A content must be read before the next member is requested, or it is skipped. Concatenated archives are read as
+    Content that is not read before the next member is requested is skipped. Concatenated archives are read as
     one.
 
     Raises:

@@ -135,7 +135,7 @@ def size_reason(size: int, filters: Filters) -> str | None:
 
 
 def is_generated(text: str) -> bool:
-    """True if the head of a file says that a program wrote it."""
+    """True if the head of a file marks it as generated."""
     head = text[:_HEAD_CHARACTERS].lower()
     first_lines = "\n".join(head.split("\n", _HEAD_LINES)[:_HEAD_LINES])
     return any(marker in head for marker in _MARKERS) or any(marker in first_lines for marker in _FIRST_LINE_MARKERS)

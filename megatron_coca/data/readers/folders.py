@@ -107,10 +107,10 @@ def _ending(name: str) -> str:
 
 
 def corpus_files(paths: Sequence[Path]) -> list[Path]:
-    """Files that ``paths`` stand for: files themselves, folders as their readable files in sorted order.
+    """Resolve ``paths`` to files: a folder to its readable files in sorted order.
 
-    Links to folders are followed, hidden files and folders skipped. A folder saved by ``datasets`` stands for the files
-    in its ``state.json``.
+    Links to folders are followed, hidden files and folders skipped. A folder saved by ``datasets`` resolves to the
+    files in its ``state.json``.
 
     Raises:
         DataError: a missing path, a file of an unknown type, a folder that cannot be read, holds no readable file, or
@@ -186,7 +186,7 @@ def _reasons(folder: Path, names: list[str]) -> dict[str, str | None]:
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise DataError(f"{state}: cannot be read ({error!r}). Save the data set again.") from error
         # The other Arrow files are caches with the same rows. A saved file that is missing is reported when opened.
-        skipped = {name: unread_reason(name) or "beside a saved data set" for name in names if name not in saved}
+        skipped = {name: unread_reason(name) or "next to a saved data set" for name in names if name not in saved}
         return {**dict.fromkeys(saved), **skipped}
     return {name: unread_reason(name) or _irregular(os.path.join(folder, name)) for name in names}
 

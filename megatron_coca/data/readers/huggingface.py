@@ -25,7 +25,7 @@ _FILE_SUFFIXES = frozenset((*COMPRESSIONS, ".csv", ".tsv", ".zip", ".7z", ".rar"
 
 
 class HuggingFaceReader:
-    """Reads one split of what the ``datasets`` library reads.
+    """Reads one split of a data set with the ``datasets`` library.
 
     ``spec.paths`` are folders written by ``save_to_disk`` (their Arrow files are read directly), other folders or files
     of data, or names on the Hub; the last two are streamed, without a copy in the library's cache. ``spec.options``:

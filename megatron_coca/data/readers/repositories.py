@@ -115,7 +115,7 @@ class RepositoryReader:
         return Counter()
 
     def chunks(self, unit: ReadUnit) -> Iterator[Chunk]:
-        """Names of about a megabyte of files each, with the counts of what was skipped on the way."""
+        """Names of about a megabyte of files each, with the counts of skipped entries."""
         repository = self._name(unit.path)
         if repository is None:
             yield Chunk(unit.path, 1, RepositoryFiles("", (), _outside(unit.path), ()), 0)
@@ -172,7 +172,7 @@ class RepositoryReader:
         for root in (owner, os.path.dirname(owner)):
             if root in self._roots:
                 return _printable(os.path.relpath(path, root))
-        raise DataError(f"{path}: not a repository of {self._spec.name}. Read the units that this reader listed.")
+        raise DataError(f"{path}: not a repository of {self._spec.name}. Use the units that `units` returned.")
 
     @functools.cached_property
     def _roots(self) -> frozenset[str]:

@@ -24,7 +24,9 @@ _STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 def parquet_batches(path: Path, choose: Choose, size: int) -> Batches:
-    """Read a parquet file, about ``size`` bytes at a time whatever its row groups. ``DataError`` if it is damaged."""
+    """Read a parquet file, about ``size`` bytes at a time, regardless of its row groups. ``DataError`` if it is
+    damaged.
+    """
     parquet = _pyarrow("pyarrow.parquet")
     # Verify checksums if the file has them: zeroed pages are otherwise rows of empty text.
     options = {"buffer_size": _READ_AHEAD, "pre_buffer": False, "page_checksum_verification": True}

@@ -178,7 +178,7 @@ _REMAINS: tuple[tuple[re.Pattern[str], str], ...] = (
 
 
 def plain_text(wikitext: str) -> str:
-    """Plain prose of one page; empty if it has none. Time is about linear in the length, whatever the markup.
+    """Plain prose of one page; empty if it has none. Time is about linear in the length for any markup.
 
     Raises:
         RejectedRecord: "wikitext too long" for more than ``MAX_WIKITEXT`` characters.

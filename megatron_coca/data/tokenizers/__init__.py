@@ -46,7 +46,7 @@ def load_tokenizer(
 ) -> Tokenizer:
     """Open a tokenizer by GPT-NeoX's name for its type. Nothing is downloaded.
 
-    A folder as ``vocab_file`` stands for the files in it under their usual names. ``eod`` names the symbol that ends
+    In a folder as ``vocab_file``, the files with the usual names are read. ``eod`` names the symbol that ends
     documents, if not the default one; the fingerprint then differs. Raises ``DataError`` for an unknown type, a symbol
     that the vocabulary lacks, and a file that is missing, unreadable or of another format.
     """
@@ -65,7 +65,7 @@ def load_saved_tokenizer(folder: str | Path) -> Tokenizer:
         names = {argument: saved.get(argument) for argument in ("vocab_file", "merge_file")}
         tokenizer_type, fingerprint, eod = saved["tokenizer_type"], saved["fingerprint"], saved.get("eod_symbol")
     except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise DataError(f"{path}: cannot read the tokenizer's description ({error}).") from error
+        raise DataError(f"{path}: cannot read the tokenizer's description file ({error}).") from error
     files = _read_files(tokenizer_type, {argument: Path(folder) / name for argument, name in names.items() if name})
     # Before opening the files: the libraries' errors for changed files are misleading.
     if fingerprint_of(tokenizer_type, files, eod) != fingerprint:

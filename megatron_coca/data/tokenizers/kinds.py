@@ -40,7 +40,7 @@ class Tokenizer(Protocol):
     fingerprint: str
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of ``text``, without start or end symbols. ``DataError`` for half a surrogate pair in it."""
+        """Token ids of ``text``, without start or end symbols. ``DataError`` for a lone surrogate in it."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """``encode`` of each text."""
@@ -102,8 +102,8 @@ class FileTokenizer(ABC):
             if surrogate is None:
                 raise
             raise DataError(
-                f"A text contains half a surrogate pair, U+{ord(surrogate[0]):X} at character {surrogate.start()}, "
-                "which is not a character: it was decoded incorrectly. Correct the text, or leave it out."
+                f"A text contains a lone surrogate, U+{ord(surrogate[0]):X} at character {surrogate.start()}, which "
+                "is not a character: it was decoded incorrectly. Correct the text, or leave it out."
             ) from error
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -240,7 +240,7 @@ class HFTokenizer(FileTokenizer):
         return eod
 
     def _encode(self, text: str) -> list[int]:
-        # A batch of one has no offsets to compute, and uses one thread whatever TOKENIZERS_PARALLELISM is.
+        # A batch of one has no offsets to compute, and uses one thread, regardless of TOKENIZERS_PARALLELISM.
         return self._model.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def _decode(self, ids: list[int]) -> str:

@@ -36,7 +36,7 @@ class ModelSettings:
 
     @classmethod
     def read(cls, model: bytes) -> Self:
-        """Parse the bytes of a model that the library can open."""
+        """Parse the bytes of a valid SentencePiece model."""
         trainer: dict[int, int | bytes] = {}
         normalizer: dict[int, int | bytes] = {}
         for number, value in _fields(model):

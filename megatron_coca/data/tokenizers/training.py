@@ -28,7 +28,7 @@ def check_vocabulary(tokenizer_type: str, vocab_size: int) -> None:
     if vocab_size < smallest:
         raise DataError(
             f"A vocabulary of {vocab_size} tokens cannot be trained as {tokenizer_type}, whose bytes and special "
-            f"tokens are {smallest} already. Choose a larger one."
+            f"tokens alone are {smallest}. Choose a larger one."
         )
 
 
@@ -58,7 +58,7 @@ class _Texts:
         return text
 
     def raise_own(self) -> None:
-        """Raise the error of the texts, or ``DataError`` if they were none or blank."""
+        """Raise the error of the texts, or ``DataError`` if there were none or only blank ones."""
         if self.error is not None:
             raise self.error
         if self.empty:
@@ -71,7 +71,7 @@ def train_sentencepiece(
     """Train a SentencePiece model on ``texts`` that reproduces every text exactly, and write it to ``path``.
 
     Byte fallback, no normalization, all white space kept, newlines as their byte; ``<eod>`` is a control symbol. Raises
-    ``DataError`` where the texts do not suffice for ``vocab_size`` pieces, and errors of ``texts`` themselves.
+    ``DataError`` if the texts are too small for ``vocab_size`` pieces, and errors of ``texts`` themselves.
     """
     check_vocabulary("SPMTokenizer", vocab_size)
     watched = _Texts(texts)
@@ -120,7 +120,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> HFTokenizer:
 
     ``<|endoftext|>`` is 0, ``<|padding|>`` 1, then come bytes and merges, at the end runs of 24 down to 2 spaces for
     indented code; ``vocab_size`` counts all of them. Unlike GPT-NeoX-20B's it has no normalizer. Raises ``DataError``
-    where the texts do not suffice for so many tokens.
+    if the texts are too small for that many tokens.
     """
     check_vocabulary("HFTokenizer", vocab_size)
     watched = _Texts(texts)
@@ -143,7 +143,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> HFTokenizer:
     model.add_tokens([AddedToken(run, normalized=True) for run in spaces])
     if model.get_vocab_size() != vocab_size:
         raise DataError(
-            f"A byte-level BPE of {vocab_size} tokens cannot be trained on this text, which suffices for "
+            f"A byte-level BPE of {vocab_size} tokens cannot be trained on this text, which yields only "
             f"{model.get_vocab_size()}. Choose a smaller vocabulary or add text."
         )
     path.write_text(model.to_str(pretty=True) + "\n", encoding="utf-8")
@@ -196,7 +196,7 @@ class Measure:
 
     @property
     def bytes_per_token(self) -> float | None:
-        """None where nothing was measured."""
+        """Bytes per token, None if nothing was measured."""
         return self.bytes / self.tokens if self.tokens else None
 
 

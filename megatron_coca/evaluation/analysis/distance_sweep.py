@@ -131,7 +131,7 @@ def rotary_frequencies(encoding: PositionEncoding, length: int) -> Tensor:
 
 
 def in_band(band: Band, distance: Tensor, keys: Tensor) -> Tensor:
-    """Return which of the `keys`, by their positions, a band holds for queries at these distances."""
+    """Return a mask of the `keys`, by their positions, that a band contains for queries at these distances."""
     inside = distance >= max(band.low, 0)
     inside = inside if band.high is None else inside & (distance < band.high)
     return inside if band.first_keys is None else inside & (keys < band.first_keys)

@@ -268,7 +268,7 @@ REMEDY = "leave the length out, lower --pairs or use --dtype bfloat16"
 
 def run(args: Namespace) -> int:
     if len(set(args.lengths)) != len(args.lengths) or min(args.lengths) < 2:
-        raise EvaluationError(f"--lengths {','.join(map(str, args.lengths))}: name lengths of at least 2, each once")
+        raise EvaluationError(f"--lengths {','.join(map(str, args.lengths))}: give distinct lengths of at least 2")
     evaluation = Evaluation(args, "analyse")
     documents = read_subject_documents(args, evaluation.source, max(args.lengths))
     sampling = Sampling(args.pairs, args.queries, args.seed)

@@ -162,7 +162,7 @@ def draw_reach(axes: Axes, result: AnalysisResult) -> None:
 
 
 def draw_decay(axes: Axes, result: AnalysisResult) -> None:
-    """Mean |score| by distance at the longest length, between tokens of text and of moved pairs, with the bounds."""
+    """Mean |score| by distance at the longest length, of sampled and swept pairs, with the bounds."""
     if not result.results:
         return
     decay = result.results[-1].decay
@@ -204,7 +204,7 @@ FIGURES: dict[str, Callable[[Axes, AnalysisResult], None]] = {
 
 
 def draw_files(result: AnalysisResult, path: Path) -> None:
-    """Writes a PNG of each figure beside the result file `path`: NAME.angles.png and so on."""
+    """Write a PNG of each figure next to the result file `path`: NAME.angles.png and so on."""
     for name, draw in FIGURES.items():
         figure = Figure(figsize=(7, 4.5), layout="constrained")
         FigureCanvasAgg(figure)

@@ -47,7 +47,7 @@ class Generation(NamedTuple):
 
 
 class HarnessModel(TemplateLM):
-    """Answers the harness's requests as its own HFLM does for the same weights, so that scores are comparable.
+    """Answers the harness's requests like its own HFLM for the same weights, so that scores are comparable.
 
     HFLM itself would give a length-dependent extension the length of the longest input of a batch, and pads prompts on
     the left, which not every position method allows.
@@ -94,7 +94,8 @@ class HarnessModel(TemplateLM):
             if not 1 <= len(continuation) <= self.max_length:
                 raise EvaluationError(
                     f"the continuation {'of a window' if texts is None else repr(texts[1][:60])} has "
-                    f"{len(continuation)} tokens of its own, and 1 to {self.max_length} can be scored; correct the "
+                    f"{len(continuation)} tokens without its context; 1 to {self.max_length} can be scored; correct "
+                    "the "
                     "task, or raise --max-length"
                 )
             tokens = (context or [self.prefix_token_id]) + continuation
@@ -232,6 +233,6 @@ def greedy_limits(task: str, settings: Mapping[str, Any]) -> tuple[int, tuple[st
     if refused:
         raise EvaluationError(
             f"task {task}: generation_kwargs ask for {', '.join(refused)}, and only greedy decoding is supported; "
-            "take it out of the task's file"
+            "remove it from the task's file"
         )
     return normalized["max_gen_toks"], tuple(filter(None, normalized["until"]))

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 OWN_TASKS = Path(__file__).parent / "tasks"
 ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
-"""Of an object in memory: it differs from run to run, and a result file must not."""
+"""A memory address in the repr of an object: it differs from run to run, and a result file must not."""
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,14 @@ class HarnessTask:
 
     @cached_property
     def expected(self) -> dict[str, Fingerprint]:
-        """Fingerprints of what `run` would measure, by name; builds every prompt. Raises EvaluationError if faulty."""
+        """Fingerprints of the tasks that `run` would measure, by name; builds every prompt. Raises EvaluationError."""
         self._prepare()
         for task in self.loaded["tasks"].values():
             task.build_all_requests(limit=self.selection.limit)
         return fingerprints(self.loaded)
 
     def run(self, model: LM) -> dict[str, Any]:
-        """Return the harness's results with samples, whatever ran before. Raises EvaluationError if faulty."""
+        """Return the harness's results with samples, independent of earlier runs. Raises EvaluationError if faulty."""
         self._prepare()
         results = evaluate(
             lm=model,
@@ -130,7 +130,7 @@ def load_tasks(selection: Selection) -> list[HarnessTask]:
             hint = f"; near it are {', '.join(near)}" if near else ""
             files = "".join(f"; {problem}" for problem in unreadable)
             raise EvaluationError(
-                f"--tasks {name}: no such task, group or tag{hint}; own task files go to --include-path{files}"
+                f"--tasks {name}: no such task, group or tag{hint}; pass your own task files with --include-path{files}"
             )
         names += sorted(entry.tags) if entry.kind.name == "TAG" else [name]
     for problem in unreadable:
@@ -159,7 +159,7 @@ def _task_manager(selection: Selection) -> TaskManager:
     manager = TaskManager(include_path=folders, include_defaults=False, metadata=metadata)
 
     def is_complete(name: Any) -> bool:
-        """Whether a task, or a group with all of its members, is known; never for a tag."""
+        """Return whether a task, or a group with all of its members, is known; never for a tag."""
         entry = manager.task_index.get(name) if isinstance(name, str) else None
         if entry is None or entry.kind.name != "GROUP":
             return entry is not None and entry.kind.name in ("TASK", "PY_TASK")

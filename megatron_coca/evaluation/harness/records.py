@@ -42,7 +42,7 @@ class TaskScores(Cell):
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """The fingerprint; that of a group is over those of its tasks."""
+        """The fingerprint of a task; for a group, of the fingerprints of its tasks."""
         return Fingerprint(self.config_sha256, self.documents_sha256, self.prompts_sha256)
 
 

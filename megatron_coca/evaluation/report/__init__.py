@@ -1,4 +1,4 @@
-"""`evaluate.py report`: result files as tables, plots and one page, with the numbers of the papers beside ours."""
+"""`evaluate.py report`: result files as tables, plots and one page, with published numbers next to ours."""
 
 from argparse import Namespace
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from megatron_coca.evaluation.results import EvaluationError, check_writable, wr
 
 def run(args: Namespace) -> int:
     print(build_report(args.results, args.output, args.title, args.papers))
-    print(f"\n{args.output / 'report.html'} is written, with report.md, report.json and the plots beside it.")
+    print(f"\n{args.output / 'report.html'} written, with report.md, report.json and the plots in the same folder.")
     return 0
 
 

@@ -119,7 +119,7 @@ class Panel:
 
 
 def panels(given: Sequence[Panel], columns: int = 1) -> Callable[[Canvas], None]:
-    """A function that draws panels in rows of `columns`, with one legend below."""
+    """Return a function that draws panels in rows of `columns`, with one legend below."""
 
     def draw(canvas: Canvas) -> None:
         rows = math.ceil(len(given) / columns)
@@ -186,7 +186,7 @@ def short_length(length: float) -> str:
 def heat_map(
     rows: Sequence[str], columns: Sequence[str], values: Sequence[Sequence[float | None]], x_label: str, y_label: str
 ) -> Callable[[Canvas], None]:
-    """A function that draws accuracies as coloured cells with their numbers; None leaves a cell empty."""
+    """Return a function that draws accuracies as coloured cells with their numbers; None leaves a cell empty."""
 
     def draw(canvas: Canvas) -> None:
         axes = canvas.subplots()

@@ -33,7 +33,7 @@ class TableCell:
 
 
 EMPTY = TableCell("")
-"""Where a column does not apply to a row."""
+"""Content of a cell whose column does not apply to the row."""
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ def interrupted(series: Series, cell: WindowResult) -> str:
 
 
 def window_cell(number: Callable[[WindowResult], TableCell]) -> Callable[[Series, int], TableCell]:
-    """The table cell of a series at a window; an interrupted one says so and is not compared with others."""
+    """The table cell of a series at a window; an interrupted one is marked and not compared with others."""
 
     def cell(series: Series, window: int) -> TableCell:
         result = series.cells.get((window,))

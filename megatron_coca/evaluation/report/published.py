@@ -1,4 +1,4 @@
-"""Numbers that papers report, as printed, and which of our results use the same position method."""
+"""Numbers that papers report, as printed, matched to our results with the same position method."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace

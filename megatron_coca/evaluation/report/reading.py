@@ -101,7 +101,7 @@ def _load(file: Path, task: str) -> LoadedResult:
 
 
 Comparable = Mapping[str, str]
-"""What must agree before results may share a table: its name in headings, and the attribute path in a result."""
+"""Properties in which results of one table agree: its name in headings, and the attribute path in a result."""
 
 _LENGTH = re.compile(r"\b(?:window|length) (\d+)")
 """A length in the `at` of a missing cell."""
@@ -158,7 +158,7 @@ class ResultGroup:
 def group_results(loaded: Sequence[LoadedResult], comparable: Comparable) -> list[ResultGroup]:
     """Groups comparable results, in the order of the files.
 
-    Raises EvaluationError where one label of a group stands for two models, or for two values of one cell.
+    Raises EvaluationError where one label of a group names two models, or two values of one cell.
     """
     values: dict[str, Callable[[Result], Any]] = {name: attrgetter(path) for name, path in comparable.items()}
     members: dict[str, list[LoadedResult]] = {}
@@ -187,7 +187,7 @@ def _merge(label: str, files: Sequence[LoadedResult]) -> Series:
         known, other = ((each.result.checkpoint.identity, each.result.overrides) for each in (first, item))
         if known != other:
             raise EvaluationError(
-                f"label `{label}` stands for different models in {first.file} and {item.file}; evaluate one of them "
+                f"label `{label}` is used for different models in {first.file} and {item.file}; evaluate one of them "
                 "again with another --label"
             )
         for cell in result.results:

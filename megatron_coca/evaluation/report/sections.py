@@ -388,7 +388,7 @@ SECTIONS: dict[str, tuple[str, tuple[str, ...], shared.Builder]] = {
 
 
 def build_sections(loaded: Sequence[LoadedResult], papers: bool) -> tuple[Section, ...]:
-    """The sections that have content. Raises EvaluationError for labels that stand for two models."""
+    """The sections that have content. Raises EvaluationError for labels that name two models."""
     sections = []
     for name, (title, tasks, build) in SECTIONS.items():
         chosen = [item for item in loaded if item.result.task in tasks]

@@ -15,7 +15,7 @@ HASH_DIGITS = 12
 """Digits of a hash that are shown; report.json has them all."""
 MAX_LISTED = 4
 MISSING_TEXT = {"refused": "refused", "out of memory": "OOM", "not run": "not run", "failed": "failed"}
-"""How a table names the kind of a missing cell."""
+"""Table text for each kind of missing cell."""
 THEIRS = "numbers of another model and other data than ours, for orientation"
 
 

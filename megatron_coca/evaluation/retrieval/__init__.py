@@ -1,1 +1,1 @@
-"""Retrieval: whether a model finds what is said far back in its context."""
+"""Retrieval: finding information far back in the context."""

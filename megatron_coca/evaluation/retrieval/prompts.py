@@ -23,7 +23,7 @@ FILLER = (
     "Here we go.",
     "There and back again.",
 )
-"""Of the passkey task (Mohtashami and Jaggi 2023, "Landmark Attention")."""
+"""Texts of the passkey task (Mohtashami and Jaggi 2023, "Landmark Attention")."""
 
 BUILTIN = "builtin"
 MAX_HAYSTACK_CHARACTERS = 4_000_000  # more than a prompt of 500,000 tokens needs
@@ -35,7 +35,7 @@ _BETWEEN_SENTENCES = re.compile(r"(?<=[.!?])\s+|(?<=[\u3002\uff01\uff1f])")
 
 
 class LengthError(EvaluationError):
-    """A prompt length that a task cannot be set at."""
+    """A task cannot make a prompt of this length."""
 
 
 class Fact(NamedTuple):
@@ -152,7 +152,7 @@ class Draft(Protocol):
         """Return the prompt with that many units."""
 
     def predict(self, units: int) -> int:
-        """Estimate the tokens that these units add; it never falls by more than a few as units grow."""
+        """Estimate the tokens that these units add; up to a few tokens, it grows with the units."""
 
 
 class TokenCosts:
@@ -248,7 +248,7 @@ def fit(draft: Draft, tokenizer: Tokenizer, length: int) -> Fitted:
     best = attempt(0)
     if len(best.ids) > length:
         raise LengthError(
-            f"length {length}: the prompt has {len(best.ids)} tokens without any filler; ask for a greater length"
+            f"length {length}: the prompt has {len(best.ids)} tokens without any filler; use a greater length"
         )
     error = error_of_best = len(best.ids) - draft.predict(0)
     too_many = None if draft.limit is None else draft.limit + 1
@@ -265,7 +265,7 @@ def fit(draft: Draft, tokenizer: Tokenizer, length: int) -> Fitted:
         else:
             too_many = tried.units
     if best.units == draft.limit:
-        raise LengthError(f"length {length}: all filler there is makes {len(best.ids)} tokens; ask for less")
+        raise LengthError(f"length {length}: all available filler is {len(best.ids)} tokens; use a shorter length")
     return best
 
 

@@ -149,7 +149,7 @@ def tally(scores: Sequence[float]) -> Tally | None:
 
 
 def make_cell(task: str, key: tuple[Any, ...], cases: Sequence[CaseRecord], training_length: int) -> ScoredCell:
-    """Return the cell with this key of `evaluate.py TASK`."""
+    """Build the result cell of `evaluate.py TASK` with this key."""
     fields = tally_fields([case.score for case in cases]) | {"cases": list(cases)}
     if task == "needle":
         return NeedleCell(**fields, length=key[0], depth=key[1])

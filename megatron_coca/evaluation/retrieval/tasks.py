@@ -1,6 +1,7 @@
 """Retrieval tasks: passkey, needle, and RULER-style tasks (Hsieh et al. 2024, arXiv 2404.06654) in our own words.
 
-The amount of hidden information follows from the length, so the RULER-style tasks can be set from some 512 tokens on.
+The amount of hidden information follows from the length, so the RULER-style tasks can be built from about 512 tokens
+on.
 """
 
 import re
@@ -231,7 +232,7 @@ def multi_query(random: Random, length: int) -> Puzzle:
 
 
 def variable_tracking(random: Random, length: int) -> Puzzle:
-    """All variables with one value are asked for; each is assigned the one before it."""
+    """The answer is all variables with one value; each is assigned the one before it."""
     hops, chains = within(length // 128, 1, 4), 1 + within(length // 512, 1, 3)
     names = variables(random, chains * (hops + 1))
     values = distinct_numbers(random, 5, chains)

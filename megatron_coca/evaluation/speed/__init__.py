@@ -11,4 +11,4 @@ CONTRACTION = "contraction"
 """CoCA as its paper computes it, among the values of `--methods`."""
 METHODS = (*get_args(PositionMethod), CONTRACTION)
 WHOLE_SEQUENCES = "the contraction computes whole sequences only"
-"""Why the contraction has no cells of decoding."""
+"""The reason why the contraction has no cells of decoding."""

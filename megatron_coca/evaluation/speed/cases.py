@@ -108,7 +108,7 @@ def choose(base: Config, methods: Sequence[str], variants: Sequence[Variant]) ->
     """
     labels = [*methods, *(variant.label for variant in variants)]
     if twice := sorted({label for label in labels if labels.count(label) > 1}):
-        raise EvaluationError(f"{twice[0]}: stands for two methods; name each once")
+        raise EvaluationError(f"{twice[0]}: duplicate method; name each once")
     changes: dict[str, tuple[Any, ...]] = {method: ({"pos_emb": method},) for method in methods}
     if CONTRACTION in methods:
         changes[CONTRACTION] = ({"pos_emb": "coca", **PLAIN},)

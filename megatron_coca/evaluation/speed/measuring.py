@@ -1,6 +1,6 @@
 """Times all methods side by side: one call of each first, to see what fits, then round by round at each length.
 
-Times differ from run to run, so no two result files are equal.
+Times vary between runs, so no two result files are equal.
 """
 
 import platform
@@ -52,7 +52,7 @@ class SpeedCell(Cell):
     tokens_per_second: float
     to_rope: Ratio | None  # to RoPE by the same backend, of the contraction to the first; None: not measured
     to_contraction: Ratio | None
-    peak_memory_bytes: int | None  # beside weights and inputs; includes gradients
+    peak_memory_bytes: int | None  # besides weights and inputs; includes gradients
     cache_bytes_per_token: int | None  # of a row, all layers; in `decode`
 
     @property
@@ -227,7 +227,7 @@ def run(args: Namespace) -> int:
         results.check_writable(args.output)
         if args.output.exists() and not args.overwrite:
             raise results.EvaluationError(
-                f"{args.output}: exists; times of two runs do not mix, name another --output or --overwrite it"
+                f"{args.output}: exists; times of two runs cannot be combined; name another --output or --overwrite it"
             )
     device = resolve_device(args.device)
     if device == "cpu":
@@ -245,7 +245,7 @@ def run(args: Namespace) -> int:
     plan = Plan(whats, tuple(args.lengths), args.batch_size, args.rounds, args.budget_seconds)
 
     def probe_one(item: Built) -> Sequence[Probe]:
-        """Here, or on the CPU in a subprocess, where the growth of memory is that of the call alone."""
+        """Probe in this process, or on the CPU in a subprocess, where memory grows only by the call."""
         if device != "cpu":
             return list(probe(item, plan))
         if args.no_memory:
@@ -259,7 +259,7 @@ def run(args: Namespace) -> int:
     print(tables(store.result))
     for missing in store.result.missing:
         print(f"evaluate.py: {store.result.label}: {missing.at}: {missing.kind}: {missing.reason}", file=sys.stderr)
-    # Without --what, all work that a method can do is meant: decoding by the contraction is asked for only by name.
+    # Without --what, all work that a method can do is meant: decoding by the contraction is selected only by name.
     asked_for = [item for item in store.result.missing if args.what is not None or item.reason != WHOLE_SEQUENCES]
     return 2 if asked_for else 0
 

@@ -1,4 +1,4 @@
-"""One call of all work that is to be timed: whether it fits, its memory, and the time to expect of longer inputs."""
+"""Probe each workload with one call: peak memory, and the expected time of longer inputs or why they do not fit."""
 
 import ctypes
 import itertools
@@ -140,14 +140,14 @@ pass. This estimate excludes only what is far beyond the memory."""
 FIRST_LENGTH, STEP = 256, 4
 """Tokens of a call that is made without an estimate, and the largest ratio of a length to the one called before."""
 SMALLEST_BLOCK = 64 << 10
-"""Bytes from which on glibc returns a freed block at once, so that resident memory is memory in use."""
+"""Bytes from which on glibc returns a freed block immediately, so that resident memory is memory in use."""
 ROOT = Path(__file__).parents[3]
 KILLED = -9
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured of every method; `budget` in seconds is for all rounds of one method at one length."""
+    """Measurements of every method; `budget` in seconds is for all rounds of one method at one length."""
 
     whats: Sequence[What]
     lengths: Sequence[int]
@@ -217,7 +217,7 @@ def probe(built: Built, plan: Plan, before_call: Callable[[], object] = lambda: 
 
 
 def probe_lengths(lengths: Sequence[int]) -> list[int]:
-    """The lengths to call, ascending: those asked for, and others between, so that two calls precede any long one and
+    """The lengths to call, ascending: the requested ones and others between, so that two calls precede any long one and
     none is more than `STEP` times the one before.
     """
     first = min(FIRST_LENGTH, *lengths)
@@ -246,7 +246,7 @@ def expected_seconds(called: Sequence[tuple[int, float]], length: int) -> float:
 
 
 def too_large(built: Built, what: What, length: int, batch: int) -> str:
-    """The reason not to try N x N scores that are far beyond the memory; empty if they may fit."""
+    """The reason to skip N x N scores that exceed the memory by far; empty if they may fit."""
     if built.backend not in DENSE:
         return ""
     model, weight = built.case.config.model, first_layer(built.model).dense.weight

@@ -90,7 +90,7 @@ def deepspeed_config(config: Config, sizes: BatchSizes) -> dict[str, Any]:
     extra = config.parallel.deepspeed_extra_args or {}
     if taken := sorted((section.keys() | RESERVED) & extra.keys()):
         raise ConfigError(
-            [f"deepspeed_extra_args: {', '.join(taken)}: set by keys of their own; use those (docs/config.md)"]
+            [f"deepspeed_extra_args: {', '.join(taken)}: have their own keys; use those (docs/config.md)"]
         )
     return section | extra
 
@@ -300,7 +300,7 @@ class Engine:
 
 @dataclass(frozen=True)
 class SequenceShard(HeadShard):
-    """The shard of a rank that holds a stretch of every sequence; `group` holds the others. With `averaged`, DeepSpeed
+    """The shard of a rank that holds a slice of every sequence; `group` holds the others. With `averaged`, DeepSpeed
     averages gradients over the group (ZeRO 3) instead of summing them.
     """
 

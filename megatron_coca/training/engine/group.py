@@ -24,7 +24,7 @@ POLL_SECONDS = 0.05
 CONNECT_SECONDS = 5.0
 """For one attempt to connect: a host that is down may not answer at all."""
 GRACE_SECONDS = 5.0
-"""How long rank 0 keeps the store open for the others to read which ranks are missing."""
+"""Seconds for which rank 0 keeps the store open for the others to read which ranks are missing."""
 
 
 class Rendezvous(NamedTuple):
@@ -93,7 +93,7 @@ def _serve(rendezvous: Rendezvous, timeout: float) -> dist.TCPStore:
     address, port = rendezvous.address, rendezvous.port
     options: dict[str, Any] = {"timeout": timedelta(seconds=timeout + GRACE_SECONDS)}
     try:
-        if address == LOOPBACK:  # by itself the store would listen on every interface
+        if address == LOOPBACK:  # by default the store would listen on every interface
             with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 listener.bind((LOOPBACK, port))

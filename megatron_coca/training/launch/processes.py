@@ -154,7 +154,7 @@ def _show_first_error(reports: Mapping[str, ErrorReport], finished: bool) -> Err
 
 
 def describe(status: int) -> str:
-    """An exit status in words."""
+    """Describe an exit status."""
     if status <= 128 or status - 128 not in {int(number) for number in signal.Signals}:
         return f"ended with exit status {status}"
     name = signal.Signals(status - 128).name

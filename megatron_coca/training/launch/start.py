@@ -1,4 +1,4 @@
-"""Start the processes that the launch keys ask for: on this host, through srun, or through DeepSpeed's launcher."""
+"""Start the processes that the launch keys request: on this host, through srun, or through DeepSpeed's launcher."""
 
 import os
 import re
@@ -24,7 +24,7 @@ from megatron_coca.training.launch.environment import (
 from megatron_coca.training.launch.processes import FORWARDED, LocalProcess, run_with_restarts, supervise
 
 NO_NAME = (
-    "is no host name: names reach the command lines of pdsh, mpirun and srun, so they consist of letters, digits and"
+    "is not a host name: names reach the command lines of pdsh, mpirun and srun, so they consist of letters, digits and"
     " . _ - : % [ ], begin with none of - . % and may have a user before them (`user@name`)"
 )
 
@@ -96,7 +96,7 @@ def start(
     arguments: Sequence[str],
     latest_step: Callable[[], int] | None = None,
 ) -> int | None:
-    """Start the processes that the configuration asks for and wait for them.
+    """Start the processes that the configuration requests and wait for them.
 
     `latest_step` returns the step of the latest checkpoint, 0 if there is none; it is None if none are saved.
 
@@ -135,7 +135,7 @@ def start(
 
 
 def _choose_starter(launch: LaunchConfig, environment: Mapping[str, str]) -> Starter | None:
-    """How the processes are started; None where this process trains."""
+    """The way in which processes are started; None where this process trains."""
     location = find_location(environment)
     count = launch.num_gpus or 1
     if location is not None:
@@ -232,9 +232,7 @@ def _selections(text: str | None) -> list[tuple[str, tuple[int, ...]]]:
     for selection in text.split("@") if text else ():
         match = re.fullmatch(r"([^:]+)(?::(\d+(?:,\d+)*))?", selection.strip())
         if match is None:
-            raise ConfigError(
-                [f"include or exclude: {selection!r} is not of the form `host:0,1`; several are joined by @"]
-            )
+            raise ConfigError([f"include or exclude: {selection!r} is not of the form `host:0,1`; join several with @"])
         slots = tuple(sorted({int(slot) for slot in match[2].split(",")})) if match[2] else ()
         selections.append((match[1], slots))
     return selections
@@ -281,7 +279,9 @@ def srun_command(launch: LaunchConfig, environment: Mapping[str, str], script: S
     hosts = chosen_hosts(launch) if launch.hostfile is not None else []
     counts = {len(host.slots) for host in hosts} or {launch.num_gpus or 1}
     if len(counts) > 1 or any(host.slots != tuple(range(len(host.slots))) for host in hosts):
-        raise ConfigError(["launcher: slurm starts as many tasks on every host and chooses the devices itself"])
+        raise ConfigError(
+            ["launcher: slurm starts the same number of tasks on every host and chooses the devices itself"]
+        )
     tasks = counts.pop()
     options = {
         "--ntasks-per-node": tasks,
@@ -321,7 +321,7 @@ def deepspeed_command(launch: LaunchConfig, hosts: Sequence[Host], script: Scrip
     selects = kind == "pdsh"
     if not selects and hosts != read_hostfile(Path(launch.hostfile or "")):
         raise ConfigError(
-            [f"launcher: {kind} uses every slot of the hostfile; leave include, exclude, num_nodes and num_gpus out"]
+            [f"launcher: {kind} uses every slot of the hostfile; remove include, exclude, num_nodes and num_gpus"]
         )
     # DeepSpeed joins what pdsh receives to one line and quotes only arguments with spaces.
     for text in (os.getcwd(), sys.executable, *script) if selects else ():

@@ -1,4 +1,4 @@
-"""What a run reports: figures and their sinks, anomalies, and profiler traces."""
+"""Reporting of a run: figures and their sinks, anomalies, and profiler traces."""
 
 from megatron_coca.training.reporting.monitor import Monitor
 from megatron_coca.training.reporting.sinks import METRICS, run_folder, set_up_logging

@@ -38,7 +38,7 @@ def peak_memory() -> tuple[float, float]:
 
 
 class ForwardTimer:
-    """Times the forward passes of a module, which tells which rank is slow: ranks do not wait for each other inside one
+    """Times the forward passes of a module, to find slow ranks: ranks do not wait for each other inside one
     (except under ZeRO 3 and tensor or sequence parallelism). On a GPU it uses events, which do not block.
     """
 
