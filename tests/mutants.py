@@ -1,9 +1,9 @@
-"""Check that the tests notice faults: plant each mutant in `mutants.json` and run the tests that may see it.
+"""Check that the tests notice faults: plant each mutant of `mutants.json` by itself and run the tests of its topic.
 
     python tests/mutants.py [--only ID ...] [--out FILE] [--baseline] [--check]
 
-A mutant is one line of one function, changed as a developer could get it wrong. It names its function and not its file,
-so that it is found again wherever the function has been moved to.
+A mutant is one line of one function, changed as a developer could get it wrong. It names the function but not the file,
+so that it is still found after the function has moved to another file.
 """
 
 import argparse
@@ -27,9 +27,9 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "megatron_coca"
 MUTANTS = Path(__file__).with_suffix(".json")
 TIME_LIMIT = 300.0
-"""Seconds that the tests of a mutant may take; one that makes them hang is killed."""
+"""Seconds for the tests of one mutant; a mutant that makes them take longer counts as killed."""
 PASSED, FAILED, INTERRUPTED = 0, 1, 2
-"""Exit statuses of pytest; it is interrupted where a test file cannot be imported."""
+"""Exit statuses of pytest; INTERRUPTED means that a test file cannot be imported."""
 FIRST_FAILURE = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 
 
@@ -39,11 +39,11 @@ class Mutant:
 
     Attributes:
         id: its name.
-        area: the part of the package that it is in.
+        area: the part of the package that contains it.
         function: the qualified name of a function or method, such as `Blend.sample`.
-        before: the line that is changed, without its indentation; no other in the functions of this name is like it.
-        after: what it becomes.
-        tests: the test files that may notice, the likeliest first.
+        before: the line to change, without indentation; it occurs once in all functions of this name.
+        after: the changed line.
+        tests: the test files that may notice it, the likeliest first.
     """
 
     id: str
@@ -54,15 +54,15 @@ class Mutant:
     tests: tuple[str, ...]
 
 
-class Place(NamedTuple):
-    """Where a mutant goes: a file and the index of the line in it."""
+class SourceLine(NamedTuple):
+    """A line of a file; `index` counts from 0."""
 
     path: Path
-    line: int
+    index: int
 
 
 class Outcome(NamedTuple):
-    """What the tests said: whether one failed, the first that did (None where time ran out), and the seconds taken."""
+    """Whether a test failed, the first one that did (None if time ran out), and the seconds taken."""
 
     killed: bool
     by: str | None
@@ -70,12 +70,13 @@ class Outcome(NamedTuple):
 
 
 class Refused(Exception):
-    """The mutants cannot be tried as things are."""
+    """The mutants cannot be tried; the message says why."""
 
 
 def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, tuple[int, int]]]:
-    """All functions and methods of a module by their qualified names, with their first and last line; what is defined
-    within a function is a part of it.
+    """Yield the qualified name and the first and last line of each function and method of a module.
+
+    A function defined inside another belongs to the outer one.
     """
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef):
@@ -84,25 +85,25 @@ def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, tuple[int,
             yield from functions(node, f"{prefix}{node.name}." if isinstance(node, ast.ClassDef) else prefix)
 
 
-def places(mutants: Sequence[Mutant]) -> dict[str, Place]:
-    """Where each mutant goes, by its id. Raises Refused where the line of one is not found exactly once."""
+def find_lines(mutants: Sequence[Mutant]) -> dict[str, SourceLine]:
+    """Return the line of each mutant by the mutant's id. Raises Refused unless each is found exactly once."""
     wanted = {mutant.function for mutant in mutants}
-    lines: dict[tuple[str, str], list[Place]] = defaultdict(list)
+    lines: dict[tuple[str, str], list[SourceLine]] = defaultdict(list)
     for path in sorted(PACKAGE.rglob("*.py")):
         text = path.read_text()
         for name, (first, last) in functions(ast.parse(text)):
-            for number in range(first - 1, last) if name in wanted else ():
-                lines[name, text.split("\n")[number].strip()].append(Place(path, number))
+            for index in range(first - 1, last) if name in wanted else ():
+                lines[name, text.split("\n")[index].strip()].append(SourceLine(path, index))
     found = {mutant.id: lines[mutant.function, mutant.before] for mutant in mutants}
-    if wrong := [f"{name}: its line is there {len(at)} times" for name, at in found.items() if len(at) != 1]:
+    if wrong := [f"{name}: its line occurs {len(same)} times" for name, same in found.items() if len(same) != 1]:
         raise Refused("\n".join(wrong))
-    return {name: at for name, (at,) in found.items()}
+    return {name: line for name, (line,) in found.items()}
 
 
-def planted(mutant: Mutant, place: Place) -> str:
-    """The text of the file with the mutant in it. Raises Refused where that is no Python."""
-    lines = place.path.read_text().split("\n")
-    lines[place.line] = lines[place.line].replace(mutant.before, mutant.after)
+def text_with(mutant: Mutant, line: SourceLine) -> str:
+    """Return the text of the file with the mutant in it. Raises Refused if that is not valid Python."""
+    lines = line.path.read_text().split("\n")
+    lines[line.index] = lines[line.index].replace(mutant.before, mutant.after)
     text = "\n".join(lines)
     try:
         ast.parse(text)
@@ -112,10 +113,10 @@ def planted(mutant: Mutant, place: Place) -> str:
 
 
 def run_tests(tests: Sequence[str], limit: float | None) -> Outcome:
-    """Run tests up to the first failure; no process that they started in their group outlives them."""
+    """Run tests until the first failure, then end every process of their process group."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "-m", "not slow and not gpu", *tests]
     began = time.monotonic()
-    with tempfile.TemporaryFile("w+") as output:  # a pipe would be kept open by processes that are left over
+    with tempfile.TemporaryFile("w+") as output:  # leftover processes would keep a pipe open
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output, start_new_session=True)
         try:
             process.wait(limit)
@@ -126,51 +127,51 @@ def run_tests(tests: Sequence[str], limit: float | None) -> Outcome:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         output.seek(0)
-        said = output.read()
+        report = output.read()
     if process.returncode not in (PASSED, FAILED, INTERRUPTED):
-        raise Refused(f"pytest cannot run {' '.join(tests)}:\n{said[-2000:]}")
-    failure = FIRST_FAILURE.search(said)
+        raise Refused(f"pytest cannot run {' '.join(tests)}:\n{report[-2000:]}")
+    failure = FIRST_FAILURE.search(report)
     return Outcome(process.returncode != PASSED, failure.group(1) if failure else None, time.monotonic() - began)
 
 
-def tried(mutant: Mutant, place: Place) -> Outcome:
-    """Plant a mutant, run its tests, and take it out again, whatever happens."""
-    text, original = planted(mutant, place), place.path.read_bytes()
+def run_with(mutant: Mutant, line: SourceLine) -> Outcome:
+    """Plant a mutant, run its tests, and always restore the file."""
+    text, original = text_with(mutant, line), line.path.read_bytes()
     try:
-        place.path.write_text(text)
+        line.path.write_text(text)
         return run_tests(mutant.tests, TIME_LIMIT)
     finally:
-        place.path.write_bytes(original)
+        line.path.write_bytes(original)
 
 
 def record(mutant: Mutant, outcome: Outcome) -> dict[str, Any]:
-    """A mutant and what became of it, as it is written to the file of results."""
+    """Return the entry of a mutant in the file of results."""
     by = "the time limit" if outcome.killed and outcome.by is None else outcome.by
-    said = {"killed": outcome.killed, "by": by, "seconds": round(outcome.seconds, 1)}
-    return {name: getattr(mutant, name) for name in ("id", "area", "function", "before", "after")} | said
+    result = {"killed": outcome.killed, "by": by, "seconds": round(outcome.seconds, 1)}
+    return {name: getattr(mutant, name) for name in ("id", "area", "function", "before", "after")} | result
 
 
 def refuse_changed_files() -> None:
-    """Raise Refused where a tracked file differs from the commit: a mutant could hide the change."""
+    """Raise Refused if a tracked file has uncommitted changes, which could be confused with a mutant."""
     status = ["git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no"]
     if changed := subprocess.run(status, capture_output=True, text=True, check=True).stdout:
         raise Refused(f"commit or undo these changes first:\n{changed}")
 
 
 def main() -> None:
-    """Try the mutants that are asked for and not yet in the file of results."""
+    """Try the chosen mutants that are not yet in the file of results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", metavar="ID", help="try these mutants")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="of results; those in it are not tried again")
-    parser.add_argument("--baseline", action="store_true", help="first see that the tests pass without any mutant")
-    parser.add_argument("--check", action="store_true", help="only see that the line of every mutant is there")
+    parser.add_argument("--only", nargs="+", metavar="ID", help="try only these mutants")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="file of results; mutants in it are not tried again")
+    parser.add_argument("--baseline", action="store_true", help="first check that the tests pass without any mutant")
+    parser.add_argument("--check", action="store_true", help="only check that the line of every mutant is found")
     given = parser.parse_args()
     mutants = [Mutant(**each | {"tests": tuple(each["tests"])}) for each in json.loads(MUTANTS.read_text())]
     if unknown := set(given.only or ()) - {mutant.id for mutant in mutants}:
         raise Refused(f"no mutant is called {', '.join(sorted(unknown))}")
-    found = places(mutants)
+    found = find_lines(mutants)
     for mutant in mutants:
-        planted(mutant, found[mutant.id])
+        text_with(mutant, found[mutant.id])
     if given.check:
         return
     refuse_changed_files()
@@ -182,16 +183,16 @@ def main() -> None:
         if whole.killed:
             raise Refused(f"{whole.by} fails without any mutant")
     for mutant in mutants:
-        results.append(record(mutant, tried(mutant, found[mutant.id])))
-        said = f"killed by {results[-1]['by']}" if results[-1]["killed"] else "survived"
-        print(f"{mutant.id}: {said} ({results[-1]['seconds']:.0f} s)", flush=True)
+        results.append(record(mutant, run_with(mutant, found[mutant.id])))
+        verdict = f"killed by {results[-1]['by']}" if results[-1]["killed"] else "survived"
+        print(f"{mutant.id}: {verdict} ({results[-1]['seconds']:.0f} s)", flush=True)
         if given.out is not None:
             given.out.write_text(json.dumps(results, indent=1) + "\n")
     print(f"{sum(each['killed'] for each in results)} of {len(results)} killed")
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that a mutant is taken out then too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that a planted mutant is removed then too
     try:
         main()
     except Refused as refusal:

@@ -67,3 +67,16 @@ def test_base_and_extension(kind: str, beside: dict[str, Any], section: dict[str
 @pytest.mark.parametrize("share", SHARES, ids=str)
 def test_the_share_that_is_turned(share: dict[str, Any]) -> None:
     assert ours("gpt_neox", share) == theirs("gpt_neox", share)
+
+
+@pytest.mark.parametrize("beside", [{}, {"original_max_position_embeddings": 32}], ids=str)
+@pytest.mark.parametrize("kind", CLASSES)
+def test_the_original_length_of_the_top_level_goes_first(kind: str, beside: dict[str, Any]) -> None:
+    section = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    config = {"max_position_embeddings": 128, "rope_scaling": section} | beside
+    found = FAMILIES[kind].position(config, Path("config.json"), ())["rope_scaling"]
+    transformers_config = CLASSES[kind](**deepcopy(config))
+    transformers_config.standardize_rope_params()  # the computation of frequencies begins with this
+    expected = transformers_config.rope_parameters
+    assert found["original_max_position_embeddings"] == expected["original_max_position_embeddings"]
+    assert found["original_max_position_embeddings"] == beside.get("original_max_position_embeddings", 16)

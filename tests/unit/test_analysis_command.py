@@ -15,8 +15,15 @@ from megatron_coca import load_model
 from megatron_coca.attention.inputs import AttentionInputs, Segment
 from megatron_coca.config import load_config
 from megatron_coca.evaluation.analysis import measuring
-from megatron_coca.evaluation.analysis.distance_sweep import BINS, summarise_angles
-from megatron_coca.evaluation.analysis.measuring import Sampling, draw_pairs, log_distances, row_entropies, spread
+from megatron_coca.evaluation.analysis.distance_sweep import BINS, SweptScores, summarise_angles
+from megatron_coca.evaluation.analysis.measuring import (
+    Sampling,
+    draw_pairs,
+    log_distances,
+    row_entropies,
+    spread,
+    summarise_decay,
+)
 from megatron_coca.evaluation.analysis.records import FIGURES, AnalysisResult
 from megatron_coca.evaluation.results import read_costs, read_record
 from tests.checkpoint_files import write_checkpoint
@@ -149,6 +156,15 @@ def test_bins_hold_the_angles_around_their_middle() -> None:
     full = {round(np.degrees(middle)): count for middle, count in zip(middles, counts, strict=True) if count}
     assert full == {0: 5, 15: 1, 180: 2}
     assert found.undefined == 1 / 9 and found.anomalous == 2 / 8 and found.collinear == 3 / 8
+
+
+def test_invisible_distances_have_no_part_in_the_mean() -> None:
+    scores = torch.tensor([[[3.0, 2.0, 2.5, 1.0]]], dtype=torch.float64)
+    visible = torch.tensor([True, True, True, False])
+    decay = summarise_decay([0, 1, 2, 3], [[np.ones(1)] * 4], [SweptScores(scores, visible)])
+    assert decay.falling == [1.0, 0.0, None] and decay.falling_mean == 0.5
+    hidden = summarise_decay([0, 1, 2, 3], [[np.ones(1)] * 4], [SweptScores(scores, ~visible)])
+    assert hidden.falling == [None] * 3 and hidden.falling_mean is None
 
 
 def test_entropy_takes_no_more_memory_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:

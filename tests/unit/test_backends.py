@@ -294,3 +294,13 @@ def test_dropout_of_the_reference_scales_what_is_kept() -> None:
     assert not torch.equal(draws[0], draws[1])
     spread = draws.std(0) / math.sqrt(len(draws))
     assert ((draws.mean(0) - plain).abs() <= 5 * spread).all()
+
+
+def test_with_dropout_sdpa_adds_the_bias_of_every_pair() -> None:
+    """So small a probability drops nothing, but takes the dense path."""
+    bias = Slope(torch.rand(4, 1, generator=torch.Generator().manual_seed(0)))
+    inputs = make_inputs((CAUSAL,), 9).replace(bias=bias)
+    with torch.no_grad():
+        expected = ReferenceBackend().attend(inputs)
+        found = SdpaBackend().attend(inputs.replace(dropout=1e-12))
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)

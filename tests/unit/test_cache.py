@@ -133,6 +133,23 @@ def test_a_failed_call_leaves_the_cache_as_it_was() -> None:
     torch.testing.assert_close(torch.cat((first, rest), dim=1), model(ids), rtol=1e-4, atol=2e-5)
 
 
+@torch.no_grad()
+def test_a_call_that_fails_in_the_second_layer_is_undone_in_the_first() -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    model, ids = make(), tokens(12)
+    cache = model.new_cache()
+    first = model(ids[:, :5], cache=cache)
+    hook = model.blocks[1].register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        model(ids[:, 5:8], cache=cache)
+    hook.remove()
+    assert len(cache) == 5 and [layer.length for layer in cache.layers] == [5, 5]
+    rest = model(ids[:, 5:], cache=cache)
+    torch.testing.assert_close(torch.cat((first, rest), dim=1), model(ids), rtol=1e-4, atol=2e-5)
+
+
 def test_a_cache_is_for_generation() -> None:
     model = make()
     with pytest.raises(ValueError, match="model.eval.. and work under torch.no_grad"):

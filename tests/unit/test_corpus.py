@@ -108,6 +108,19 @@ def test_ids_beyond_the_vocabulary_are_refused_when_they_are_read(tmp_path: Path
             loader.micro_batches(step)
 
 
+def test_the_first_id_of_the_padding_is_refused(tmp_path: Path) -> None:
+    blend = Blend([Shard(write_shard(tmp_path / "s", documents=5, tokenizer=False))], [1], 16, seed=0)
+    with (
+        Loader(blend, 4, 4, 0, 1, vocab_size=4) as loader,
+        pytest.raises(DataError, match="token id 4 lies outside the model's vocabulary of vocab_size=4"),
+    ):
+        for step in range(3):
+            loader.micro_batches(step)
+    with Loader(blend, 4, 4, 0, 1, vocab_size=5) as loader:
+        batches = [batch for step in range(3) for batch in loader.micro_batches(step)]
+    assert max(int(batch.tokens.max()) for batch in batches) == 4
+
+
 def test_negative_ids_are_refused_too(tmp_path: Path) -> None:
     prefix = write_shard(tmp_path / "s", tokenizer=False)
     tokens, index = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")

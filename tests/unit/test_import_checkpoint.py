@@ -87,6 +87,17 @@ def test_an_extension_becomes_part_of_it(tmp_path: Path) -> None:
     torch.testing.assert_close(logits, reference["logits.dynamic4.96"], atol=1e-4, rtol=0)
 
 
+def test_contents_are_compared_unless_asked_not_to(imported: Path, tmp_path: Path) -> None:
+    shutil.copytree(imported, tmp_path / "save")
+    weights = tmp_path / "save" / "global_step0" / SINGLE
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"{SINGLE}: its content has changed"):
+        open_checkpoint(tmp_path / "save")
+    assert open_checkpoint(tmp_path / "save", verify=False).step == 0
+
+
 def test_no_run_goes_on_from_it(imported: Path, tmp_path: Path) -> None:
     step = imported / "global_step0"
     with pytest.raises(CheckpointError, match="global_step0: holds weights only, .* set finetune=true"):

@@ -431,6 +431,20 @@ def test_planted_links_are_not_followed(tmp_path: Path) -> None:
     assert (save(run, 5).parent / native.LATEST).read_text() == "global_step5"
 
 
+def test_everything_is_flushed_before_the_checkpoint_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: set[int] = set()
+
+    def fsync(descriptor: int) -> None:
+        if not native.step_folder(tmp_path, 3).exists():
+            flushed.add(os.fstat(descriptor).st_ino)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    folder = save(tmp_path, 3)
+    assert [path for path in (folder, *folder.rglob("*")) if path.stat().st_ino not in flushed] == []
+
+
 def test_a_step_that_is_written_again_is_kept(tmp_path: Path) -> None:
     """It may be one that could not be read when the run started."""
     save(tmp_path, 2, "old")
@@ -466,6 +480,12 @@ def test_the_digest_of_written_weights_is_that_of_their_file(tmp_path: Path) -> 
     digest = hashlib.sha256()
     write_safetensors(tmp_path / "w", Weights(entries, values.__getitem__, tmp_path), digest=digest)
     assert digest.hexdigest() == native.describe(tmp_path / "w")["sha256"]
+
+
+def test_a_group_of_weights_may_be_exactly_as_large_as_the_limit(tmp_path: Path) -> None:
+    weights = Weights({name: WeightEntry(torch.float32, (5,)) for name in "abcde"}, torch.Tensor, tmp_path)
+    assert [list(group.entries) for group in weights.shards(40)] == [["a", "b"], ["c", "d"], ["e"]]
+    assert [list(group.entries) for group in weights.shards(39)] == [["a"], ["b"], ["c"], ["d"], ["e"]]
 
 
 class TestComparison:

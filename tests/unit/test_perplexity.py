@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_coca.evaluation import EvaluationError, perplexity, sliding_window_perplexity
-from megatron_coca.evaluation.perplexity import plan_windows
+from megatron_coca.evaluation.perplexity import DocumentScore, plan_windows, pooled
 
 VOCABULARY = 31
 
@@ -138,6 +138,14 @@ def test_order_of_windows_and_documents_changes_nothing() -> None:
     forward = sliding_window_perplexity(model, arrays, [12, 24, 48], 6, tokens_per_batch=70, progress=False)
     backward = sliding_window_perplexity(model, arrays[::-1], [48, 24, 12], 6, tokens_per_batch=70, progress=False)
     assert [result.nll for result in forward] == [result.nll for result in backward[::-1]]
+
+
+def test_the_standard_error_computed_by_hand() -> None:
+    """14 nats over 6 tokens: the residuals are 10 - 4 * 7/3 = 2/3 and 4 - 2 * 7/3 = -2/3."""
+    result = pooled(8, [DocumentScore(10.0, 3), DocumentScore(4.0, 1)], [5, 3])
+    assert result.nll == pytest.approx(7 / 3) and result.accuracy == pytest.approx(4 / 6)
+    assert result.nll_stderr == pytest.approx((8 / 9 / (2 * 1)) ** 0.5 / (6 / 2))
+    assert pooled(8, [DocumentScore(10.0, 3)], [5]).nll_stderr is None
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.int64])
