@@ -148,7 +148,7 @@ def test_what_is_refused_is_noted_and_the_others_go_on(
         (["--variant", "a", "ntk"], "--variant a: ntk is neither KEY=VALUE nor a YAML file"),
         (["--variant", "a", "absent.yml"], "no such file: absent.yml"),
         (["--variant", " "], "the name is empty"),
-        (["--variant", "a", "rope_scalin.factor=2"], "no key 'rope_scalin'; the nearest is rope_scaling"),
+        (["--variant", "a", "rope_scalin.factor=2"], "unknown key 'rope_scalin'; the nearest is rope_scaling"),
     ],
 )
 def test_variants_that_cannot_be_are_named(

@@ -183,5 +183,5 @@ def test_files_that_do_not_say_what_a_dynamic_extension_saw(
     path.write_text(json.dumps(told))
     assert NeedleResult.model_validate_json(path.read_bytes()).protocol.dynamic_length == "total"
     assert evaluate("needle", checkpoint, *options, "--dynamic-length", "total") == 0
-    with pytest.raises(EvaluationError, match=r"holds another measurement \(its protocol.dynamic_length is another\)"):
+    with pytest.raises(EvaluationError, match=r"holds another measurement \(different protocol.dynamic_length\)"):
         evaluate("needle", checkpoint, *options)

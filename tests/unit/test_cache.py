@@ -156,7 +156,7 @@ def test_a_cache_is_for_generation() -> None:
         model(tokens(4), cache=model.new_cache())
     with torch.no_grad(), pytest.raises(ValueError, match="model.eval"):
         model.train()(tokens(4), cache=model.new_cache())
-    with torch.no_grad(), pytest.raises(ValueError, match="of 1 layers, the model has 2"):
+    with torch.no_grad(), pytest.raises(ValueError, match="has 1 layers, the model has 2"):
         model.eval()(tokens(4), cache=Cache(1))
     with pytest.raises(ValueError, match="at least 1"):
         model.new_cache(length=0)

@@ -171,7 +171,7 @@ def test_overflow_is_infinite(model: CausalMean) -> None:
         ([1], 1, (64,), "window 1"),
         ([], 8, (64,), "no window"),
         ([16], 8, (), "no document"),
-        ([16, 16], 8, (64,), "twice"),
+        ([16, 16], 8, (64,), "duplicate size"),
     ],
 )
 def test_bad_numbers_are_named(

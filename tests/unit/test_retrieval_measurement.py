@@ -177,7 +177,7 @@ def test_an_interrupted_measurement_goes_on(tmp_path: Path) -> None:
     assert path.read_bytes() == whole.read_bytes()
     costs = read_costs(path)
     assert costs is not None and [cost.at for cost in costs.costs] == ["length 400", "length 700"]
-    with pytest.raises(EvaluationError, match=r"another measurement \(its protocol.seed"):
+    with pytest.raises(EvaluationError, match=r"another measurement \(different protocol.seed"):
         measured("passkey", says, "--lengths", "400", "--seed", "1", path=path)
 
 
