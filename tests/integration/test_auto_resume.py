@@ -103,7 +103,7 @@ def test_a_damaged_checkpoint_and_files_of_another_run(
     assert "falling back to the checkpoint before it" in output and "resuming at step 4" in output
     assert (stopped / native.QUARANTINE / "global_step6").is_dir(), "the damaged one is kept"
     for name in ("state/rank_0000.safetensors", "more"):
-        assert f"global_step4/{name}: is not listed in manifest.json, and is ignored" in output
+        assert f"global_step4/{name}: is not listed in manifest.json and is ignored" in output
     assert_same_end(open_run(stopped), whole, assert_same_state)
 
 
