@@ -4,9 +4,10 @@ BIN := .venv/bin
 
 .PHONY: quickstart test test-all lint clean
 
-# One thread per test process; tests that time or measure memory (marked serial) run alone afterwards.
+# One thread per test process; three processes on two cores, because many tests wait. Tests that time code or measure
+# memory (marked serial) run alone afterwards.
 PYTEST := OMP_NUM_THREADS=1 PYTHONHASHSEED=0 $(BIN)/python -m pytest
-WORKERS ?= 2
+WORKERS ?= 3
 
 quickstart: .venv/ready
 	$(BIN)/python tools/quickstart.py

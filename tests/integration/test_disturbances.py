@@ -37,6 +37,7 @@ PAIR = {"train_batch_size": 8, "eval_iters": 0}
         pytest.param("kill", 137, ("rank 1 was ended by SIGKILL",), marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_a_rank_that_dies_ends_the_run(
     action: str, status: int, said: tuple[str, ...], train: Any, tmp_path: Path
 ) -> None:

@@ -43,6 +43,7 @@ CASES += [pytest.param(*each, id=name, marks=pytest.mark.slow) for name, each in
 
 
 @pytest.mark.parametrize(("before", "after"), CASES)
+@pytest.mark.slow
 def test_the_layout_may_change(
     live: Any, unstopped: Any, open_run: Any, tmp_path: Path, before: Layout, after: Layout
 ) -> None:

@@ -38,6 +38,7 @@ def assert_one_message(status: int, output: str, *parts: str) -> None:
         assert sum(part in line for line in output.splitlines()) == 1, f"{part!r} in {output}"
 
 
+@pytest.mark.slow
 def test_exit_status_and_message_of_a_process(live: Any, whole: Any, tmp_path: Path) -> None:
     before = contents(whole.folder)
     keys = {"save": str(tmp_path / "new"), "load": str(whole.folder), "num_layers": 3, "hidden_size": 64}

@@ -82,6 +82,7 @@ def local_digest(folder: Path, step: int) -> str:
     return manifest["files"][native.WEIGHTS]["sha256"]
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_on_another_machine(train: Train, uninterrupted: Path, tmp_path: Path) -> None:
     url = "s3://bucket/moved/run"
     train({"save": url, "checkpoint_cache": str(tmp_path / "first"), "exit_interval": 4})

@@ -99,6 +99,7 @@ def test_a_rank_that_holds_up_the_others_is_named(
     assert sum(output.count(event) for output in outputs) == 1, "one line, from the first rank"
 
 
+@pytest.mark.slow
 def test_what_is_measured_at_the_start(live: Any, whole: Any, open_run: Any, tmp_path: Path) -> None:
     """Once a launch, in the log and in metrics.jsonl; and without it the run is the same, bit by bit."""
     lines = [json.loads(line) for line in (whole.folder / "metrics.jsonl").read_text().splitlines()]

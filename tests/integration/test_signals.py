@@ -18,6 +18,7 @@ TWO = ("--num_gpus", "2")
 PAIR = {"train_batch_size": 8, "eval_iters": 0}
 
 
+@pytest.mark.slow
 def test_signals_at_random_moments(
     server: Any, live: Any, whole: Any, open_run: Any, assert_same_state: Any, tmp_path: Path
 ) -> None:

@@ -46,6 +46,7 @@ def test_shards_hold_the_documents_exactly(builtin: Path, documents) -> None:
         assert texts == {json.loads(line)["text"] for line in lines} and len(texts) == len(lines) > 300
 
 
+@pytest.mark.slow
 def test_sizes_and_long_documents(builtin: Path, documents) -> None:
     record = read_manifest(builtin / "manifest.json")
     assert [source["problems"] for source in record["inputs"]] == [{}, {}]

@@ -95,6 +95,7 @@ def run(python: str, cases: dict[str, Any], folder: Path, *denied: str) -> dict[
     return json.loads(out.read_text())
 
 
+@pytest.mark.slow
 def test_it_runs_with_only_what_gpt_neox_has(stub: Upstream, tmp_path: Path) -> None:
     activate()
     expected, found = outputs(CASES), run(sys.executable, CASES, tmp_path, *ABSENT)
