@@ -117,37 +117,39 @@ def _scaling(settings: Settings) -> str | None:
 def _scaling_dims(settings: Settings) -> str | None:
     scaling = settings.position.rope_scaling
     dims = int(settings.model.head_dim * settings.position.rotary_pct)
-    if scaling is None:
+    if scaling is None or scaling.rope_type not in BASE_CHANGING or dims >= 4:
         return None
-    if scaling.rope_type in BASE_CHANGING and dims < 4:
-        return f"rope_type {scaling.rope_type} needs at least 4 rotated features per head"
+    return f"rope_type {scaling.rope_type} needs at least 4 rotated features per head"
+
+
+def _longrope_lists(settings: Settings) -> str | None:
+    scaling, pairs = settings.position.rope_scaling, int(settings.model.head_dim * settings.position.rotary_pct) // 2
     for name in ("short_factor", "long_factor"):
-        values = getattr(scaling, name)
-        if values is not None and len(values) != dims // 2:
-            return f"{name} has {len(values)} numbers, but there are {dims // 2} frequencies; give one number for each"
+        values = getattr(scaling, name, None)
+        if values is not None and len(values) != pairs:
+            return f"{name} has {len(values)} numbers, but there are {pairs} frequencies; give one number for each"
     return None
 
 
-def _scaling_ranges(settings: Settings) -> str | None:
+def _exceeds(high: str, low: str, settings: Settings) -> str | None:
     scaling = settings.position.rope_scaling
-    if scaling is None:
+    if scaling is None or getattr(scaling, high) > getattr(scaling, low):
         return None
-    if scaling.beta_fast <= scaling.beta_slow:
-        return f"beta_fast {scaling.beta_fast} must exceed beta_slow {scaling.beta_slow}"
-    if scaling.high_freq_factor <= scaling.low_freq_factor:
-        return f"high_freq_factor {scaling.high_freq_factor} must exceed low_freq_factor {scaling.low_freq_factor}"
-    return None
+    return f"{high} {getattr(scaling, high)} must exceed {low} {getattr(scaling, low)}"
 
 
-def _scaling_lengths(settings: Settings) -> str | None:
+def _target_length(settings: Settings) -> str | None:
     scaling, length = settings.position.rope_scaling, settings.position.original_length(settings.model.seq_length)
-    if scaling is None:
+    if scaling is None or scaling.target_length is None or scaling.target_length >= length:
         return None
-    if scaling.target_length is not None and scaling.target_length < length:
-        return f"target_length {scaling.target_length} is below the training length L = {length}"
-    if scaling.rope_type == "longrope" and length < 2:
-        return "longrope divides by ln L, which is 0 for a training length of 1"
-    return None
+    return f"target_length {scaling.target_length} is below the training length L = {length}"
+
+
+def _longrope_length(settings: Settings) -> str | None:
+    scaling, length = settings.position.rope_scaling, settings.position.original_length(settings.model.seq_length)
+    if scaling is None or scaling.rope_type != "longrope" or length >= 2:
+        return None
+    return "longrope divides by ln L, which is 0 for a training length of 1"
 
 
 def _map(settings: Settings) -> str | None:
@@ -435,8 +437,11 @@ CHECKS: tuple[Check, ...] = (
     Check((*_ROTATED, "pos_emb"), _rotary_dims),
     Check(("rope_scaling", "pos_emb"), _scaling),
     Check(("rope_scaling", *_ROTATED), _scaling_dims),
-    Check(("rope_scaling",), _scaling_ranges),
-    Check(("rope_scaling", "seq_length"), _scaling_lengths),
+    Check(("rope_scaling", *_ROTATED), _longrope_lists),
+    Check(("rope_scaling",), partial(_exceeds, "beta_fast", "beta_slow")),
+    Check(("rope_scaling",), partial(_exceeds, "high_freq_factor", "low_freq_factor")),
+    Check(("rope_scaling", "seq_length"), _target_length),
+    Check(("rope_scaling", "seq_length"), _longrope_length),
     Check(("relative_positions", "pos_emb"), _map),
     Check(("relative_positions", "seq_length"), _map_lengths),
     Check(("relative_positions", "rope_scaling"), _map_and_clex),

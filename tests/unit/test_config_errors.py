@@ -258,6 +258,15 @@ def test_each_fault_is_named(tmp_path: Path, text: str, expected: str) -> None:
     assert message.startswith(expected)
 
 
+def test_every_fault_of_rope_scaling_is_named(tmp_path: Path) -> None:
+    lists = "short_factor: [1], long_factor: [1], original_max_position_embeddings: 1"
+    text = f"rope_scaling: {{rope_type: longrope, factor: 2, {lists}, beta_fast: 1, low_freq_factor: 4}}"
+    found = "\n".join(problems(tmp_path, complete(f"pos_emb: coca\n{text}")))
+    expected = ("short_factor has 1 numbers", "beta_fast 1.0 must", "high_freq_factor 4.0 must", "longrope divides by")
+    for part in expected:
+        assert part in found, found
+
+
 def test_logits_are_not_scaled_against_a_training_length_of_one(tmp_path: Path) -> None:
     text = "pos_emb: coca\nlogit_scaling: log_n\n"
     (found,) = problems(tmp_path, complete(text), "seq_length=1")
