@@ -15,19 +15,24 @@ Error = type[Exception]
 """The class to raise; it is given the message alone."""
 
 
-def write_file(path: Path, content: str | bytes) -> None:
-    """Write a file atomically. Raises OSError; an earlier file is then unchanged."""
+def write_file(path: Path, content: str | bytes, durable: bool = True) -> None:
+    """Write a file atomically. Raises OSError; an earlier file is then unchanged.
+
+    Without `durable` nothing is flushed to disk: the file is complete after a kill, but not after a power loss.
+    """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     remove(partial)
     try:
         with partial.open("xb") as file:  # "x" does not follow a planted symbolic link
             file.write(content.encode() if isinstance(content, str) else content)
-        flush(partial)
+        if durable:
+            flush(partial)
         partial.rename(path)
     except OSError:
         partial.unlink(missing_ok=True)
         raise
-    flush(path.parent)
+    if durable:
+        flush(path.parent)
 
 
 def refuse_existing(folder: Path, error: Error) -> None:

@@ -283,7 +283,7 @@ class WandB(Sink):
         self._run.log({name: value for name, value in figures.items() if value is not None}, step=step)
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_file(self._path, json.dumps({"id": self._run.id, "step": step}))
+            write_file(self._path, json.dumps({"id": self._run.id, "step": step}), durable=False)  # at every report
         except OSError as error:
             raise CheckpointError(
                 f"{self._path}: cannot be written ({error}); complete checkpoints are intact"
