@@ -359,6 +359,3 @@ def _log_n_trained(positions: Tensor, training_length: int) -> Tensor:
 
 
 LOGIT_SCALINGS: dict[str, LogitScaling | None] = {"none": None, "log_n": _log_n, "log_n_trained": _log_n_trained}
-
-TRAINED_SCALINGS = frozenset({"log_n_trained"})
-"""Scalings that belong to the weights and cannot be changed at evaluation."""

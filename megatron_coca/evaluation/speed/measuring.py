@@ -266,7 +266,10 @@ def run(args: Namespace) -> int:
 
 def empty_result(args: Namespace, config: Config, built: Sequence[Built], device: str) -> SpeedResult:
     model = config.model
-    cpuinfo = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").is_file() else []
+    try:
+        cpuinfo = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        cpuinfo = []
     processors = (line.partition(":")[2].strip() for line in cpuinfo if line.startswith("model name"))
     processor = next(processors, platform.machine())
     shape = ShapeRecord(

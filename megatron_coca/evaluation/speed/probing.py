@@ -300,7 +300,9 @@ def main() -> None:
     library = ctypes.CDLL(None)
     library.mallopt(M_MMAP_THRESHOLD, SMALLEST_BLOCK)
     # Allocations beyond the free memory are to fail, instead of the system killing some process.
-    limit = (resident_memory("VmData") or 0) + int(MAX_SHARE_OF_FREE * free_bytes(torch.device("cpu")))
+    allocated = resident_memory("VmData")
+    assert allocated is not None, "only the CPU of a Linux system is probed in a subprocess"
+    limit = allocated + int(MAX_SHARE_OF_FREE * free_bytes(torch.device("cpu")))
     resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
     # Without it, blocks that are used again would not make resident memory grow. Only glibc has it.
