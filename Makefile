@@ -5,8 +5,9 @@ BIN := .venv/bin
 .PHONY: quickstart test test-all lint clean
 
 # One thread per test process; three processes on two cores, because many tests wait. Tests that time code or measure
-# memory (marked serial) run alone afterwards.
-PYTEST := OMP_NUM_THREADS=1 PYTHONHASHSEED=0 $(BIN)/python -m pytest
+# memory (marked serial) run alone afterwards. Processes that they start read compiled modules, also where the
+# environment turns these off.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 PYTHONHASHSEED=0 $(BIN)/python -m pytest
 WORKERS ?= 3
 
 quickstart: .venv/ready

@@ -15,7 +15,7 @@ from megatron_coca.config.neox_keys import (
     ALIASES,
     INERT,
     MISPLACED,
-    REMOVED_CHOICES,
+    RENAMED_CHOICES,
     UNSUPPORTED,
     UNSUPPORTED_CHOICES,
     is_inert,
@@ -201,8 +201,8 @@ def _known_values(flat: dict[str, Any], problems: Problems) -> dict[str, Any]:
                 problems.add(key, f"{feature} is not supported yet; leave the key out")
         elif key not in KEYS and key not in INERT:
             problems.add(key, f"unknown key{nearest(key, KNOWN)}")
-        elif hashable and choice in REMOVED_CHOICES.get(key, {}):
-            problems.add(key, f"`{value}`: {REMOVED_CHOICES[key][choice]}")
+        elif hashable and choice in RENAMED_CHOICES.get(key, {}):
+            known[key] = RENAMED_CHOICES[key][choice]
         elif hashable and choice in UNSUPPORTED_CHOICES.get(key, {}):
             names = [str(name) for name in _choices_of(key)]
             choices = f" ({' | '.join(names)})" if names else ""

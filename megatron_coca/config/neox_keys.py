@@ -231,13 +231,8 @@ UNSUPPORTED_CHOICES: dict[str, dict[Any, str]] = {
 }
 """Unsupported values of supported keys, in lower case, with the feature."""
 
-REMOVED_CHOICES: dict[str, dict[str, str]] = {
-    "launcher": {
-        "ssh": "this launcher has been removed; use pdsh (over ssh), slurm, or start the processes with torchrun"
-        " (docs/launch.md)"
-    },
-}
-"""Values that earlier versions accepted, with the replacement."""
+RENAMED_CHOICES: dict[str, dict[str, str]] = {"launcher": {"ssh": "pdsh"}}
+"""Values of earlier versions, in lower case, with what they mean now; checkpoints hold them in their config.yml."""
 
 
 def is_inert(value: Any, default: Any) -> bool:

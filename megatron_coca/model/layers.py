@@ -21,6 +21,9 @@ from megatron_coca.config import ModelConfig
 class LearnedPositions(nn.Embedding):
     """A learned vector per position; positions beyond the table are an error."""
 
+    def __init__(self, positions: int, hidden_size: int) -> None:
+        super().__init__(positions, hidden_size, _weight=torch.empty(positions, hidden_size))
+
     def forward(self, positions: Tensor, reached: int | None = None) -> Tensor:
         """[..., hidden_size] for integer positions [...]; `reached` (largest + 1), if known, avoids a device sync.
 
@@ -62,11 +65,15 @@ def absolute(method: PositionMethod, model: ModelConfig) -> nn.Module | None:
 
 
 class Embedding(nn.Module):
-    """input_ids [batch, length] -> [batch, length, hidden_size], in the dtype of the weights."""
+    """input_ids [batch, length] -> [batch, length, hidden_size], in the dtype of the weights.
+
+    The weights are set later: PyTorch's initialization of an embedding on the meta device imports TorchDynamo, which
+    takes 2 seconds.
+    """
 
     def __init__(self, vocab_size: int, hidden_size: int, dropout: float, positions: nn.Module | None = None) -> None:
         super().__init__()
-        self.word_embeddings = nn.Embedding(vocab_size, hidden_size)
+        self.word_embeddings = nn.Embedding(vocab_size, hidden_size, _weight=torch.empty(vocab_size, hidden_size))
         self.position_embeddings, self.dropout = positions, dropout
 
     def forward(self, input_ids: Tensor, positions: Tensor, reached: int | None = None) -> Tensor:

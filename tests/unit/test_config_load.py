@@ -7,6 +7,7 @@ from pydantic import ValidationError
 
 from megatron_coca.config import Config, ConfigError, load_config
 
+ROOT = Path(__file__).parents[2]
 REQUIRED = "num_layers: 2\nhidden_size: 128\nnum_attention_heads: 4\nseq_length: 64\n"
 
 
@@ -156,3 +157,10 @@ def test_another_choice_drops_the_options_of_the_first(tmp_path: Path) -> None:
     assert (relative.type, relative.leak) == ("rerope", 16.0)
     kept = load_config([first], shape).override(["rope_scaling.rope_type=yarn", "rope_scaling.factor=8"])
     assert (kept.position.rope_scaling.factor, kept.position.rope_scaling.beta_fast) == (8.0, 8.0)
+
+
+def test_the_resolved_file_of_an_earlier_version_loads() -> None:
+    """Checkpoints hold every key, also those with their defaults at that time: `launcher: ssh` was one."""
+    (saved,) = (ROOT / "tests/golden/earlier").iterdir()
+    assert "launcher: ssh\n" in saved.read_text()
+    assert load_config([saved]).flat() == load_config([ROOT / "configs/350M/roformer_coca.yml"]).flat()

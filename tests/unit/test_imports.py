@@ -157,6 +157,18 @@ def test_config_and_data_load_no_torch(module: str) -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_an_evaluated_model_loads_no_compiler() -> None:
+    """TorchDynamo takes 2 seconds to import, which every evaluation and every first token would wait for."""
+    code = (
+        "import sys, torch; from megatron_coca import load_config; from megatron_coca.model.build import empty_model;"
+        "keys = {'num_layers': 1, 'hidden_size': 32, 'num_attention_heads': 2, 'seq_length': 16, 'vocab_size': 64};"
+        "empty_model(load_config([], keys), 'cpu', training=False)(torch.zeros(1, 16, dtype=torch.long));"
+        "print('torch._dynamo' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
 def test_the_package_offers_its_names_when_they_are_asked_for() -> None:
     import megatron_coca
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_coca.config import ConfigError, LaunchConfig, load_config
+from megatron_coca.config import ConfigError, LaunchConfig
 from megatron_coca.training.launch.start import Host, LocalRanks, chosen_hosts, deepspeed_command, srun_command
 
 SCRIPT = ["/x/train.py", "a.yml", "lr=1"]
@@ -104,11 +104,6 @@ def test_the_variables_of_each_rank() -> None:
     assert chosen["CUDA_VISIBLE_DEVICES"] == "5,7", "slots count within the visible devices"
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     assert [shown[1][name] for name in names] == ["3", "4", "1", "2", "10.0.0.1", "12345"]
-
-
-def test_our_own_ssh_launcher_is_gone() -> None:
-    with pytest.raises(ConfigError, match="launcher: `ssh`: .*pdsh.*slurm.*torchrun"):
-        load_config([], ["launcher=ssh"])
 
 
 def test_slurm_needs_no_hostfile() -> None:

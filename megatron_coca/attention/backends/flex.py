@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -10,10 +11,8 @@ from torch import Tensor
 from megatron_coca.attention.backends.reference import ReferenceBackend, missing_einsum
 from megatron_coca.attention.inputs import AttentionInputs, Band, DistanceBias, Needs, Segment
 
-try:
-    from torch.nn.attention.flex_attention import BlockMask, flex_attention
-except ImportError:  # PyTorch before 2.5, which the GPT-NeoX plugin runs with; `supports` says so
-    BlockMask = flex_attention = None  # type: ignore[assignment, misc]
+if TYPE_CHECKING:  # imported where it is used: it imports TorchDynamo, which takes 2 seconds
+    from torch.nn.attention.flex_attention import BlockMask
 
 BLOCK = 128
 """Queries and keys per block of the mask."""
@@ -29,7 +28,7 @@ class FlexBackend:
 
     def supports(self, needs: Needs) -> str | None:
         """None, or the reason why the model is not supported."""
-        if flex_attention is None:
+        if find_spec("torch.nn.attention.flex_attention") is None:  # as GPT-NeoX may have, see the plugin
             return f"PyTorch {torch.__version__} has no FlexAttention; install 2.5 or newer"
         if needs.device_type != "cuda":
             return "its compiled kernel has no backward pass off CUDA"
@@ -52,7 +51,7 @@ class FlexBackend:
         (segment,) = inputs.segments
         if self._compiled and segment.query.shape[2] == 1:
             return _attend_one_query(inputs)
-        kernel: Any = _compiled if self._compiled else flex_attention
+        kernel: Any = _compiled if self._compiled else _flex_attention()
         return kernel(
             segment.query,
             segment.key,
@@ -64,13 +63,19 @@ class FlexBackend:
         )
 
 
+def _flex_attention() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return flex_attention
+
+
 @lru_cache(maxsize=1)
 def _compiled_kernel() -> Callable[..., Any]:
     """Compiled per length: indexing by captured tensors of variable length fails (PyTorch 2.13, CPU).
 
     `fullgraph` makes too many lengths an error instead of a silent fallback to the dense definition.
     """
-    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    return torch.compile(_flex_attention(), dynamic=False, fullgraph=True)
 
 
 def _compiled(*operands: Tensor, **options: Any) -> Any:
@@ -107,7 +112,7 @@ def _score_mod(bias: DistanceBias, inputs: AttentionInputs) -> Callable[..., Ten
     return add
 
 
-def _block_mask(inputs: AttentionInputs, band: Band) -> BlockMask:
+def _block_mask(inputs: AttentionInputs, band: Band) -> "BlockMask":
     query_length, key_length = inputs.query.shape[2], inputs.value.shape[2]
     if inputs.documents is None:
         return _band_mask(query_length, key_length, band, inputs.value.device)
@@ -115,12 +120,14 @@ def _block_mask(inputs: AttentionInputs, band: Band) -> BlockMask:
 
 
 @lru_cache(maxsize=16)
-def _band_mask(query_length: int, key_length: int, band: Band, device: torch.device) -> BlockMask:
+def _band_mask(query_length: int, key_length: int, band: Band, device: torch.device) -> "BlockMask":
     return _mask(query_length, key_length, band, None, device)
 
 
-def _mask(query_length: int, key_length: int, band: Band, starts: Tensor | None, device: torch.device) -> BlockMask:
+def _mask(query_length: int, key_length: int, band: Band, starts: Tensor | None, device: torch.device) -> "BlockMask":
     """As `create_block_mask` makes it, without its N x N tensor; `starts` as in `PackedDocuments`."""
+    from torch.nn.attention.flex_attention import BlockMask
+
     first = torch.zeros(1, key_length, dtype=torch.long, device=device) if starts is None else starts
     seen, whole = _blocks(query_length, key_length, band, first)
     rule = _visible(band, key_length - query_length, starts)

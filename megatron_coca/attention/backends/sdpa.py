@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.attention.bias import causal_lower_right
 
 from megatron_coca.attention.inputs import CAUSAL, AttentionInputs, DistanceBias, Needs, attend_by_document
 
@@ -319,6 +318,8 @@ def _attend_row(inputs: AttentionInputs) -> Tensor:
         return _sdpa(inputs, causal=True)
     if inputs.query.shape[2] == 1:
         return _sdpa(inputs)
+    from torch.nn.attention.bias import causal_lower_right  # imports TorchDynamo, 2 seconds
+
     return _sdpa(inputs, mask=causal_lower_right(inputs.query.shape[2], inputs.key.shape[2]))
 
 
