@@ -20,7 +20,13 @@ from megatron_coca.config import ConfigError
 from megatron_coca.evaluation.cli import MEASUREMENTS
 from megatron_coca.evaluation.options import full_label, resolve_device, slug
 from megatron_coca.evaluation.report import build_report
-from megatron_coca.evaluation.results import EvaluationError, Record, check_writable, write_atomically
+from megatron_coca.evaluation.results import (
+    EvaluationError,
+    Record,
+    RecordType,
+    check_writable,
+    write_atomically,
+)
 from megatron_coca.safe_yaml import YamlFault, read_yaml
 
 MULTIPLES = re.compile(r"\d+L(,\d+L)*")
@@ -98,8 +104,13 @@ def run(args: Namespace) -> int:
 
 def read_suite(path: Path) -> SuiteFile:
     """Read and validate a suite. Raises EvaluationError."""
+    return read_yaml_record(path, SuiteFile, "a suite")
+
+
+def read_yaml_record(path: Path, kind: type[RecordType], what: str) -> RecordType:
+    """Read one YAML file. Raises EvaluationError if it is missing, unreadable or not `what`, with all its faults."""
     try:
-        return SuiteFile.model_validate(read_yaml(path))
+        return kind.model_validate(read_yaml(path))
     except OSError as error:
         raise EvaluationError(f"{path}: cannot be read ({error.strerror})") from error
     except YamlFault as error:
@@ -108,7 +119,7 @@ def read_suite(path: Path) -> SuiteFile:
         raise EvaluationError(f"{path}: not UTF-8 text (byte {error.start}); save it as UTF-8") from error
     except ValidationError as error:
         lines = [f"{'.'.join(map(str, fault['loc'])) or 'file'}: {fault['msg']}" for fault in error.errors()]
-        raise EvaluationError(f"{path}: is not a suite: {'; '.join(lines)}") from error
+        raise EvaluationError(f"{path}: is not {what}: {'; '.join(lines)}") from error
 
 
 def with_checkpoints(suite: SuiteFile, paths: Mapping[str, str]) -> SuiteFile:
