@@ -47,7 +47,7 @@ def start(file: Path, folder: Path, *options: str) -> subprocess.Popen[str]:
     folder.mkdir(exist_ok=True)
     command = [sys.executable, "-u", str(ROOT / "tools" / "ablate.py"), str(file), *options]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(command, cwd=folder, env=clean_environment({"OMP_NUM_THREADS": "2"}), **pipes)
+    return subprocess.Popen(command, cwd=folder, env=clean_environment({"OMP_NUM_THREADS": "1"}), **pipes)
 
 
 def finish(file: Path, folder: Path, *options: str) -> str:
