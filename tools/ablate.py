@@ -40,6 +40,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("file", type=Path, metavar="FILE", help="models, seeds and tasks; see docs/ablations.md")
+    add("--scale", metavar="NAME", help="one of the file's `scales`; default: the first")
     add("--only", nargs="+", default=[], metavar="NAME", help="models, cells, or seeds such as s1234; writes no report")
     jobs = "cells at a time; cores and GPUs are divided among them"
     add("--jobs", type=positive_int, default=1, metavar="N", help=jobs)
@@ -61,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
     """Do what the options say. Raises EvaluationError, Stopped, KeyboardInterrupt."""
     from megatron_coca.ablation import estimates, plan, reporting, running, slurm
 
-    file = plan.read_ablation(options.file, options.output, options.runs)
+    file = plan.read_ablation(options.file, options.scale, options.output, options.runs)
     everything = plan.expand(file, options.device, options.dtype)
     cells = plan.select(everything, options.only)
     if options.dry_run:
@@ -69,6 +70,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
     if options.slurm is not None:
         command = ["tools/ablate.py", str(options.file), "--output", str(file.results), "--runs", str(file.runs)]
+        command += ["--scale", options.scale] if options.scale else []
         command += ["--device", options.device, "--dtype", options.dtype]
         gpus = 0 if options.device == "cpu" else None
         *_, submit = slurm.write_jobs(cells, options.slurm, command, gpus)

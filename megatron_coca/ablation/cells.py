@@ -101,7 +101,7 @@ def state_of(cell: Cell) -> State:
         return State.FAILED
     if is_trained(cell):
         return State.TRAINED
-    return State.STARTED if cell.run.is_dir() and native.begun_steps(cell.run) else State.WAITING
+    return State.STARTED if native.begun_steps(cell.run) else State.WAITING
 
 
 def missing_commands(cell: Cell, record: CellRecord) -> list[Command]:
@@ -117,7 +117,7 @@ def missing_commands(cell: Cell, record: CellRecord) -> list[Command]:
 def is_trained(cell: Cell) -> bool:
     """True if the last step is saved, after its validation."""
     try:
-        if not cell.run.is_dir() or cell.steps not in native.steps(cell.run):
+        if cell.steps not in native.steps(cell.run):
             return False
         meta = native.read_json(native.step_folder(cell.run, cell.steps) / native.META)
         return not meta["progress"].get("unvalidated", False)

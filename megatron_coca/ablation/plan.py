@@ -2,9 +2,9 @@
 
 import json
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,14 +24,19 @@ from megatron_coca.evaluation.suite import (
     CheckpointEntry,
     Command,
     SuiteFile,
+    changes_in_tokens,
     option_arguments,
     plan_commands,
-    read_yaml_record,
+    read_yaml_file,
+    validated,
 )
 from megatron_coca.model.cost import ParameterCount, parameter_count
 from megatron_coca.training.corpus import open_corpus
 from megatron_coca.training.launch.start import configured_ranks
 from megatron_coca.training.topology import Topology
+
+Plan = Callable[[Mapping[str, dict[str, Any] | None], Path, Path], list[Command]]
+"""(tasks, folder of the run, folder of the results) -> the evaluations of a model."""
 
 RUN_GROUPS = frozenset({"data", "batch", "precision", "parallel", "checkpoint", "logging", "launch"})
 RUN_KEYS = frozenset(
@@ -101,7 +106,7 @@ class Cell:
     batch: int
     run: Path
     results: Path
-    commands: tuple[Command, ...]
+    commands: Sequence[Command]
     measurements: Mapping[str, str]
 
     @property
@@ -118,10 +123,31 @@ class Cell:
         return parameter_count(self.config)
 
 
-def read_ablation(path: Path, results: Path | None = None, runs: Path | None = None) -> AblationFile:
-    """Read and validate a file; `results` and `runs` replace its folders. Raises EvaluationError."""
-    file = read_yaml_record(path, AblationFile, "an ablation")
-    return file.model_copy(update={"results": results or file.results, "runs": runs or file.runs})
+def read_ablation(
+    path: Path, scale: str | None = None, results: Path | None = None, runs: Path | None = None
+) -> AblationFile:
+    """Read and validate a file at one of its scales (None: the first); `results` and `runs` replace its folders.
+
+    Raises EvaluationError.
+    """
+    content = read_yaml_file(path)
+    if isinstance(content, Mapping):
+        scales = content.get("scales") or {}
+        if not isinstance(scales, Mapping) or (scale is not None and scale not in scales):
+            known = ", ".join(map(str, scales)) or "none"
+            raise EvaluationError(f"{path}: --scale {scale}: unknown; the file has {known}")
+        chosen = scales[scale or next(iter(scales))] if scales else {}
+        folders = {"results": results, "runs": runs}
+        content = _merged({key: value for key, value in content.items() if key != "scales"}, chosen)
+        content |= {key: folder for key, folder in folders.items() if folder is not None}
+    return validated(path, content, AblationFile, "an ablation")
+
+
+def _merged(first: Any, second: Any) -> Any:
+    """Mappings key by key; of other values the second."""
+    if not isinstance(first, Mapping) or not isinstance(second, Mapping):
+        return second
+    return {**first, **{key: _merged(first.get(key), value) for key, value in second.items()}}
 
 
 def expand(file: AblationFile, device: str = "auto", dtype: str = "float32") -> list[Cell]:
@@ -129,28 +155,24 @@ def expand(file: AblationFile, device: str = "auto", dtype: str = "float32") -> 
     problems = []
     if file.baseline is not None and file.baseline not in file.models:
         problems.append(f"baseline: {file.baseline}: unknown; models are {', '.join(file.models)}")
-    cells: list[Cell] = []
     try:
         base = load_config(*_split(file.base))
     except ConfigError as error:
         raise EvaluationError("\n".join([*problems, *(f"base: {line}" for line in error.problems)])) from error
+    cells: list[Cell] = []
     identities: dict[str, tuple[int | None, Any]] = {}
     for label, entry in file.models.items():
         try:
             config = configured(base, entry)
-            for variant, changes in entry.variants.items():
-                _check_variant(config, variant, changes or [])
-            length = config.model.seq_length
-            measurements = _check_tasks(file, label, entry, config, length, device, dtype)
+            plan = partial(_commands, label, entry, config.model.seq_length, device, dtype)
+            digests, refused = _check_tasks(file, entry, config, dtype, plan)
+            problems += refused
             vocab_size, data = _data_identity(config, identities)
             config = config if vocab_size is None else config.override({"vocab_size": vocab_size})
-            cells += [
-                _cell(file, label, entry, config, seed, data, (device, dtype), measurements) for seed in file.seeds
-            ]
+            if not refused:
+                cells += [_cell(file, label, config, seed, data, plan, digests) for seed in file.seeds]
         except ConfigError as error:
             problems += [f"models.{label}: {line}" for line in error.problems]
-        except _ManyErrors as error:
-            problems += error.problems
         except (CheckpointError, DataError, EvaluationError) as error:
             problems.append(f"models.{label}: {error}")
     names = [cell.name for cell in cells]
@@ -163,12 +185,18 @@ def expand(file: AblationFile, device: str = "auto", dtype: str = "float32") -> 
 
 
 def configured(base: Config, entry: ModelEntry) -> Config:
-    """Return the configuration of a model without its seed and folders. Raises ConfigError."""
-    files, keys = _split(entry.set)
-    config = base.override(keys, files)
+    """Return the configuration of a model without its seed and folders. Raises ConfigError, EvaluationError."""
+    config = _changed(base, entry.set)
     problems = [f"{key}: all cells would share this folder; remove it" for key in SHARED_PATHS if config.flat()[key]]
     needed = {"train_iters": config.schedule.train_iters, "optimizer.params.lr": config.optimizer.lr}
     problems += [f"{key}: not set; training needs it" for key, value in needed.items() if value is None]
+    for variant, changes in entry.variants.items():
+        try:
+            refuse_other_model(Path("the model"), config, _changed(config, changes))
+        except ConfigError as error:
+            problems += [f"variants.{variant}: {line}" for line in error.problems]
+        except CheckpointError as error:
+            problems.append(f"variants.{variant}: {error}")
     if problems:
         raise ConfigError(problems)
     return config
@@ -217,11 +245,6 @@ def _without_none(value: Any) -> Any:
     return value
 
 
-class _ManyErrors(Exception):
-    def __init__(self, problems: list[str]) -> None:
-        self.problems = problems
-
-
 def _split(texts: Sequence[str]) -> tuple[list[str], list[str]]:
     """Divide into files and `key=value`, as on the command line of train.py."""
     return [text for text in texts if "=" not in text], [text for text in texts if "=" in text]
@@ -236,15 +259,9 @@ def _data_identity(config: Config, known: dict[str, tuple[int | None, Any]]) -> 
     return known[key]
 
 
-def _check_variant(config: Config, variant: str, changes: list[str]) -> None:
-    """Raise ConfigError unless a model of this configuration can be evaluated with the variant's changes."""
-    files, keys = _split(changes)
-    try:
-        refuse_other_model(Path("the model"), config, config.override(keys, files))
-    except ConfigError as error:
-        raise ConfigError([f"variants.{variant}: {line}" for line in error.problems]) from error
-    except CheckpointError as error:
-        raise ConfigError([f"variants.{variant}: {error}"]) from error
+def _changed(config: Config, changes: Sequence[str] | None) -> Config:
+    files, keys = _split(changes_in_tokens(changes or [], config.model.seq_length))
+    return config.override(keys, files)
 
 
 class _Parser(ArgumentParser):
@@ -253,24 +270,25 @@ class _Parser(ArgumentParser):
 
 
 def _check_tasks(
-    file: AblationFile, label: str, entry: ModelEntry, config: Config, length: int, device: str, dtype: str
-) -> dict[str, str]:
-    """Return the digest of every entry of `tasks` for one model. Raises _ManyErrors for options that are refused."""
-    problems, digests = [], {}
-    changed = {name: _changes(config, changes or []) for name, changes in entry.variants.items()}
+    file: AblationFile, entry: ModelEntry, config: Config, dtype: str, plan: Plan
+) -> tuple[dict[str, str], list[str]]:
+    """Return the digest of every entry of `tasks` for one model, and a line for each that evaluate.py would refuse."""
+    problems, digests, trained = [], {}, config.flat()
+    variants = {name: _changed(config, changes).flat() for name, changes in entry.variants.items()}
+    changes = {
+        name: {key: value for key, value in flat.items() if value != trained[key]} for name, flat in variants.items()
+    }
     for name, options in file.tasks.items():
         try:
-            (command,) = _commands(label, entry, {name: options}, Path("run"), Path("results"), length, device, dtype)
+            (command,) = plan({name: options}, Path("run"), Path("results"))
             if command.checkpoint is None:
                 raise EvaluationError(f"tasks.{name}: measures no checkpoint; run it with `evaluate.py suite`")
             _check_arguments(command)
-            content = [name, dtype, option_arguments(name, options, length), changed]
+            content = [name, dtype, option_arguments(name, options, config.model.seq_length), changes]
             digests[name] = sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
         except (EvaluationError, DataError) as error:
             problems.append(str(error) if str(error).startswith("tasks.") else f"tasks.{name}: {error}")
-    if problems:
-        raise _ManyErrors(problems)
-    return digests
+    return digests, problems
 
 
 def _check_arguments(command: Command) -> None:
@@ -283,21 +301,15 @@ def _check_arguments(command: Command) -> None:
         find_sources(data)
 
 
-def _changes(config: Config, changes: list[str]) -> dict[str, Any]:
-    files, keys = _split(changes)
-    before, after = config.flat(), config.override(keys, files).flat()
-    return {key: after[key] for key in after if before[key] != after[key]}
-
-
 def _commands(
     label: str,
     entry: ModelEntry,
-    tasks: Mapping[str, dict[str, Any] | None],
-    run: Path,
-    results: Path,
     length: int,
     device: str,
     dtype: str,
+    tasks: Mapping[str, dict[str, Any] | None],
+    run: Path,
+    results: Path,
 ) -> list[Command]:
     checkpoint = CheckpointEntry(path=str(run), variants=entry.variants)
     suite = SuiteFile(title="", checkpoints={label: checkpoint}, tasks=dict(tasks))
@@ -307,20 +319,18 @@ def _commands(
 def _cell(
     file: AblationFile,
     label: str,
-    entry: ModelEntry,
     config: Config,
     seed: int,
     data: Mapping[str, Any],
-    where: tuple[str, str],
-    measurements: Mapping[str, str],
+    plan: Plan,
+    digests: Mapping[str, str],
 ) -> Cell:
-    keys = config.checkpoint
-    config = config.override({"seed": seed, "load": keys.load if keys.finetune else None})
+    given = config.checkpoint.load if config.checkpoint.finetune else None
+    config = config.override({"seed": seed, "load": given})
     ranks = configured_ranks(config.launch)
     batch = config.batch.resolve(Topology.of(config.parallel, ranks).data).total
-    weights = open_checkpoint(str(keys.load), verify=False).identity if keys.finetune and keys.load else None
+    weights = open_checkpoint(given, verify=False).identity if given is not None else None
     name = f"{slug(label)}-s{seed}-{cell_hash(config, batch, data, weights)}"
     run, results = file.runs / name, file.results / name
-    commands = _commands(label, entry, file.tasks, run, results, config.model.seq_length, *where)
-    config = config.override({"save": str(run)})
-    return Cell(label, seed, name, config, ranks, batch, run, results, tuple(commands), measurements)
+    commands = plan(file.tasks, run, results)
+    return Cell(label, seed, name, config.override({"save": str(run)}), ranks, batch, run, results, commands, digests)

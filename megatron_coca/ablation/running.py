@@ -91,9 +91,8 @@ class Job:
         self.problems: list[str] = []
         self._record = files.read_cell(cell)
         self._began = time.monotonic()
-        steps = native.begun_steps(cell.run) if cell.run.is_dir() else []
-        before = files.training_seconds(cell.run, until=max(steps, default=0)), files.evaluation_seconds(cell)
-        self._before = before if cell.run.is_dir() else (0.0, before[1])
+        resumed = max(native.steps(cell.run), default=0)
+        self._before = files.training_seconds(cell.run, until=resumed), files.evaluation_seconds(cell)
         self._process: LocalProcess | None = None
         self._command: Command | None = None  # None while training
         self._log_start = 0
@@ -227,10 +226,10 @@ class Job:
 def locked(cells: Sequence[Cell]) -> Iterator[None]:
     """Hold the locks of these cells. Raises EvaluationError where another process runs one of them."""
     with ExitStack() as locks:
-        for cell in cells:
-            lock = cell.results.parent / f".{cell.name}.lock"
+        for folder in dict.fromkeys(folder for cell in cells for folder in (cell.results, cell.run)):
+            lock = folder.with_name(f".{folder.name}.lock")
             check_writable(lock)
-            busy = f"{cell.results}: another runner is at work on this cell; wait for it, or name others with --only"
+            busy = f"{folder}: another runner is at work on this cell; wait for it, or name others with --only"
             locks.enter_context(exclusive_lock(lock, EvaluationError, busy, temporary=True))
         yield
 

@@ -104,19 +104,25 @@ def run(args: Namespace) -> int:
 
 def read_suite(path: Path) -> SuiteFile:
     """Read and validate a suite. Raises EvaluationError."""
-    return read_yaml_record(path, SuiteFile, "a suite")
+    return validated(path, read_yaml_file(path), SuiteFile, "a suite")
 
 
-def read_yaml_record(path: Path, kind: type[RecordType], what: str) -> RecordType:
-    """Read one YAML file. Raises EvaluationError if it is missing, unreadable or not `what`, with all its faults."""
+def read_yaml_file(path: Path) -> Any:
+    """Read one YAML file. Raises EvaluationError."""
     try:
-        return kind.model_validate(read_yaml(path))
+        return read_yaml(path)
     except OSError as error:
         raise EvaluationError(f"{path}: cannot be read ({error.strerror})") from error
     except YamlFault as error:
         raise EvaluationError(error.at(str(path))) from error
     except UnicodeDecodeError as error:
         raise EvaluationError(f"{path}: not UTF-8 text (byte {error.start}); save it as UTF-8") from error
+
+
+def validated(path: Path, content: Any, kind: type[RecordType], what: str) -> RecordType:
+    """Return the content of a file as a record. Raises EvaluationError with all faults if it is not `what`."""
+    try:
+        return kind.model_validate(content)
     except ValidationError as error:
         lines = [f"{'.'.join(map(str, fault['loc'])) or 'file'}: {fault['msg']}" for fault in error.errors()]
         raise EvaluationError(f"{path}: is not {what}: {'; '.join(lines)}") from error

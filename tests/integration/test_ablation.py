@@ -31,7 +31,10 @@ def file(small: dict[str, Any], corpus: Path, tmp_path: Path) -> Path:
         "results": RESULTS,
         "runs": RUNS,
         "models": {
-            "RoFormer": {"set": ["pos_emb=rotary"], "variants": {"": [], "+ PI": ["rope_scaling={rope_type: linear, factor: 2.0}"]}},
+            "RoFormer": {
+                "set": ["pos_emb=rotary"],
+                "variants": {"": [], "+ PI": ["rope_scaling={rope_type: linear, factor: 2.0}"]},
+            },
             "ALiBi": ["pos_emb=alibi", "rotary_pct=1.0"],
         },
         "tasks": {
