@@ -173,7 +173,7 @@ class Job:
                 self.problems.append(f"training: {last}")
             return
         if status == 0 or (status == 2 and files.refused_only(command.files)):
-            done = self._record.evaluated | {command.task: self.cell.measurements[command.task]}
+            done = self._record.evaluated | files.measured_by(self.cell, command)
             self._record = self._record.model_copy(update={"evaluated": done})
             self._write("trained")
         else:
