@@ -20,11 +20,17 @@ from megatron_coca.config import ConfigError
 from megatron_coca.evaluation.cli import MEASUREMENTS
 from megatron_coca.evaluation.options import full_label, resolve_device, slug
 from megatron_coca.evaluation.report import build_report
-from megatron_coca.evaluation.results import EvaluationError, Record, check_writable, write_atomically
+from megatron_coca.evaluation.results import (
+    EvaluationError,
+    Record,
+    RecordType,
+    check_writable,
+    write_atomically,
+)
 from megatron_coca.safe_yaml import YamlFault, read_yaml
 
-MULTIPLES = re.compile(r"\d+L(,\d+L)*")
-"""Lengths as multiples of the training length: "4L", or "1L,4L"."""
+MULTIPLES = re.compile(r"\d+L(/[1-9]\d*)?(,\d+L(/[1-9]\d*)?)*")
+"""Lengths as multiples of the training length: "4L", "3L/4", or "1L,4L"."""
 
 SET_BY_SUITE = ("help", "output", "checkpoint", "label", "variant", "set", "device", "dtype")
 """Options of a checkpoint task that a suite's file must not give."""
@@ -98,17 +104,28 @@ def run(args: Namespace) -> int:
 
 def read_suite(path: Path) -> SuiteFile:
     """Read and validate a suite. Raises EvaluationError."""
+    return validated(path, read_yaml_file(path), SuiteFile, "a suite")
+
+
+def read_yaml_file(path: Path) -> Any:
+    """Read one YAML file. Raises EvaluationError."""
     try:
-        return SuiteFile.model_validate(read_yaml(path))
+        return read_yaml(path)
     except OSError as error:
         raise EvaluationError(f"{path}: cannot be read ({error.strerror})") from error
     except YamlFault as error:
         raise EvaluationError(error.at(str(path))) from error
     except UnicodeDecodeError as error:
         raise EvaluationError(f"{path}: not UTF-8 text (byte {error.start}); save it as UTF-8") from error
+
+
+def validated(path: Path, content: Any, kind: type[RecordType], what: str) -> RecordType:
+    """Return the content of a file as a record. Raises EvaluationError with all faults if it is not `what`."""
+    try:
+        return kind.model_validate(content)
     except ValidationError as error:
         lines = [f"{'.'.join(map(str, fault['loc'])) or 'file'}: {fault['msg']}" for fault in error.errors()]
-        raise EvaluationError(f"{path}: is not a suite: {'; '.join(lines)}") from error
+        raise EvaluationError(f"{path}: is not {what}: {'; '.join(lines)}") from error
 
 
 def with_checkpoints(suite: SuiteFile, paths: Mapping[str, str]) -> SuiteFile:
@@ -166,9 +183,9 @@ def plan_commands(
             entry = suite.checkpoints[label]
             arguments = [task, "--checkpoint", str(entry.path), "--label", label]
             arguments += [*common, "--dtype", dtype, "--output", str(folder)]
-            arguments += ["--set", *entry.set] if entry.set else []
+            arguments += ["--set", *changes_in_tokens(entry.set, length)] if entry.set else []
             for variant, changes in entry.variants.items():
-                arguments += ["--variant", variant, *(changes or [])]
+                arguments += ["--variant", variant, *changes_in_tokens(changes or [], length)]
             arguments += option_arguments(name, options, length)
             files = [folder / f"{task}_{slug(full_label(label, variant))}.json" for variant in entry.variants]
             planned.append(Command(name, label, tuple(arguments), tuple(files)))
@@ -199,7 +216,7 @@ def option_arguments(task: str, options: Mapping[str, Any] | None, length: int |
             raise EvaluationError(
                 f"tasks.{task}.{key}: {value} is a multiple of a training length, but this task has no checkpoint"
             )
-        return ",".join(str(int(part.removesuffix("L")) * length) for part in value.split(","))
+        return in_tokens(value, length)
 
     def option(key: str, value: Any) -> list[str]:
         name = f"--{key.replace('_', '-')}"
@@ -216,6 +233,30 @@ def option_arguments(task: str, options: Mapping[str, Any] | None, length: int |
         return [name, *texts] if known[name].nargs else [name, ",".join(texts)]
 
     return [argument for key, value in (options or {}).items() for argument in option(key, value)]
+
+
+def in_tokens(multiples: str, length: int) -> str:
+    """Return lengths that match `MULTIPLES` in tokens, for a training length in tokens: "3L/4" for 512 is "384".
+
+    Raises EvaluationError for a fraction of a token.
+    """
+    lengths = []
+    for part in multiples.split(","):
+        factor, _, divisor = part.partition("/")
+        tokens, rest = divmod(int(factor.removesuffix("L")) * length, int(divisor or 1))
+        if rest:
+            raise EvaluationError(f"{part}: is not a whole number of tokens for a training length of {length}")
+        lengths.append(str(tokens))
+    return ",".join(lengths)
+
+
+def changes_in_tokens(changes: Sequence[str], length: int) -> list[str]:
+    """Return YAML files and KEY=VALUE with the values that are multiples of the training length in tokens."""
+    return [
+        f"{key}={in_tokens(value, length)}" if MULTIPLES.fullmatch(value) else change
+        for change in changes
+        for key, _, value in [change.partition("=")]
+    ]
 
 
 def run_commands(commands: Iterable[Command]) -> list[str]:

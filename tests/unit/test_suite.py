@@ -146,6 +146,16 @@ def test_checkpoints_that_cannot_be_used_leave_the_others(tmp_path: Path) -> Non
     assert "runs/roformer: no such checkpoint folder" in problems["RoFormer"]
 
 
+def test_multiples_of_the_training_length_in_changes(tmp_path: Path) -> None:
+    text = SUITE.replace("attention_backend=sdpa", "max_position_embeddings=4L")
+    text = text.replace("rope_scaling.factor=2", "relative_positions.window=3L/4, a=1L/2L, b=L")
+    args = build_parser().parse_args(commands(suite(tmp_path, text), {"CoCA": 128}, tmp_path)[0].arguments)
+    assert args.overrides == ["max_position_embeddings=512"]
+    assert args.variant[1][2:] == ["relative_positions.window=96", "a=1L/2L", "b=L"], "what is no multiple is unchanged"
+    with pytest.raises(EvaluationError, match="3L/4: is not a whole number of tokens for a training length of 2$"):
+        commands(suite(tmp_path, text), {"CoCA": 2}, tmp_path)
+
+
 def test_multiples_need_a_checkpoint(tmp_path: Path) -> None:
     text = SUITE + "  speed: {config: [x.yml], lengths: [4L]}\n"
     with pytest.raises(EvaluationError, match=r"tasks.speed.lengths: 4L is a multiple"):
