@@ -1,0 +1,183 @@
+"""The shipped ablations, at every scale: each model can be trained, each variant fits it, each task has its options."""
+
+import re
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from megatron_coca.checkpoints.compare import refuse_other_model
+from megatron_coca.config import Config, load_config
+from megatron_coca.config.model import MAP_OPTIONS, SCALING_OPTIONS, PositionMethod
+from megatron_coca.evaluation.cli import build_parser
+from megatron_coca.evaluation.suite import (
+    CheckpointEntry,
+    SuiteFile,
+    changes_in_tokens,
+    option_arguments,
+    plan_commands,
+    read_suite,
+)
+from megatron_coca.model.build import empty_model
+from megatron_coca.safe_yaml import read_yaml
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted((ROOT / "configs" / "ablations").glob("*.yml"))
+SCALES = ("tiny", "small", "350M")
+GRID = [pytest.param(file, scale, id=f"{file.stem}-{scale}") for file in FILES for scale in SCALES]
+
+
+def merged(first: Any, second: Any) -> Any:
+    """Mappings key by key; of other values the second."""
+    if not isinstance(first, dict) or not isinstance(second, dict):
+        return second
+    return first | {key: merged(first.get(key), value) for key, value in second.items()}
+
+
+def read(file: Path, scale: str) -> dict[str, Any]:
+    content = read_yaml(file)
+    assert isinstance(content, dict)
+    scales = content.pop("scales")
+    assert tuple(scales) == SCALES, "tiny is the default"
+    result: dict[str, Any] = merged(content, scales[scale])
+    return result
+
+
+def entry(given: Any) -> CheckpointEntry:
+    return CheckpointEntry.model_validate({"set": given} if isinstance(given, list) else given)
+
+
+def loaded(changes: list[str], base: Config | None = None) -> Config:
+    files, keys = [text for text in changes if "=" not in text], [text for text in changes if "=" in text]
+    return load_config(files, keys) if base is None else base.override(keys, files)
+
+
+def models(ablation: dict[str, Any]) -> dict[str, tuple[Config, dict[str, Config]]]:
+    """For each model its training configuration and those of its variants."""
+    base = loaded(ablation["base"])
+    length = base.model.seq_length
+    found = {}
+    for name, given in ablation["models"].items():
+        trained = loaded(changes_in_tokens(entry(given).set, length), base)
+        variants = entry(given).variants.items()
+        found[name] = (
+            trained,
+            {label: loaded(changes_in_tokens(changes or [], length), trained) for label, changes in variants},
+        )
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _in_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.mark.parametrize(("file", "scale"), GRID)
+def test_every_cell_trains_and_every_variant_fits(file: Path, scale: str) -> None:
+    ablation = read(file, scale)
+    assert ablation["baseline"] in ablation["models"]
+    assert len(set(ablation["seeds"])) == len(ablation["seeds"]) >= (1 if scale == "350M" else 2)
+    for name, (trained, variants) in models(ablation).items():
+        assert trained.schedule.train_iters and trained.optimizer.lr, name
+        assert trained.batch.resolve(trained.launch.num_gpus or 1).total > 0
+        seen: list[Config] = []
+        for label, config in variants.items():
+            refuse_other_model(Path(f"{name} {label}"), trained, config)
+            assert config not in seen, f"{name} {label}: measured twice"
+            seen.append(config)
+            device = "cpu" if scale == "tiny" else "cuda"
+            empty_model(config.override({"num_layers": 1}), device, training=config == trained, memory="meta")
+
+
+@pytest.mark.parametrize(("file", "scale"), GRID)
+def test_every_task_is_a_call_of_evaluate(file: Path, scale: str) -> None:
+    ablation = read(file, scale)
+    length = loaded(ablation["base"]).model.seq_length
+    for name, given in ablation["models"].items():
+        checkpoint = entry(given).model_copy(update={"path": "runs/x", "set": []})
+        suite = SuiteFile(title=ablation["title"], checkpoints={name: checkpoint}, tasks=ablation["tasks"])
+        for command in plan_commands(suite, {name: length}, Path("results"), "cpu", "float32"):
+            args = build_parser().parse_args(command.arguments)
+            lengths = getattr(args, "windows", None) or args.lengths
+            assert max(lengths) <= 64 * length and len(set(lengths)) == len(lengths)
+            assert command.checkpoint, "every task measures the models"
+
+
+def test_the_page_counts_models_and_variants_and_cells() -> None:
+    page = (ROOT / "configs" / "ablations" / "README.md").read_text()
+    rows = {
+        row[0]: (int(row[1]), int(row[2]))
+        for row in re.findall(r"^\| `(\w+)\.yml` \|.*\| (\d+) \| (\d+) \|$", page, re.MULTILINE)
+    }
+    counted = {}
+    for file in FILES:
+        variants = [len(entry(given).variants) for given in read(file, "tiny")["models"].values()]
+        counted[file.stem] = (len(variants), sum(variants))
+    assert rows == counted
+    totals = []
+    for scale in SCALES:
+        ablations = [read(file, scale) for file in FILES]
+        assert len({each["runs"] for each in ablations}) == 1 and len({each["results"] for each in ablations}) == len(
+            FILES
+        )
+        cells = {(name, seed) for each in ablations for name in each["models"] for seed in each["seeds"]}
+        totals.append(len(cells))
+    tiny, small, large = totals
+    assert f"`tiny` has {tiny} cells in all, `small` {small} and `350M` {large}." in page
+
+
+def test_a_model_of_several_files_is_the_same_model() -> None:
+    """Cells are named by model and configuration: only then is it trained once."""
+    known: dict[str, list[str]] = {}
+    for file in FILES:
+        for name, given in read(file, "tiny")["models"].items():
+            assert known.setdefault(name, entry(given).set) == entry(given).set, f"{file.name}: {name}"
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_comments_count_the_cells(file: Path) -> None:
+    comment = file.read_text().partition("title:")[0].replace("\n# ", " ")
+    assert f"python tools/ablate.py configs/ablations/{file.name} --scale tiny" in comment
+    counts = re.findall(r"(tiny|small|350M) (\d+) cells", comment)
+    assert counts or "not trained again" in comment
+    for scale, count in counts:
+        ablation = read(file, scale)
+        assert int(count) == len(ablation["models"]) * len(ablation["seeds"]), scale
+
+
+def test_scale_350m_is_the_published_recipe() -> None:
+    """Each model of methods.yml is the file of configs/350M for it, on the paper's data and GPUs."""
+    files = [ROOT / "configs/data/pile_books_wiki_code.yml", ROOT / "configs/cluster/a100x8.yml"]
+    published = [load_config([file, *files]) for file in sorted((ROOT / "configs" / "350M").glob("*.yml"))]
+    recipes = [each.override({"save": None}) for each in published if not each.model.gpt_j_residual]
+    trained = [config for config, _ in models(read(ROOT / "configs/ablations/methods.yml", "350M")).values()]
+    plain = {"save": None, "max_position_embeddings": 512}
+    assert {each.position.pos_emb for each in trained} == set(get_args(PositionMethod))
+    assert all(each.override(plain) in recipes for each in trained) and len(trained) == len(recipes)
+
+
+def test_tiny_is_the_quickstart() -> None:
+    tiny = load_config(ROOT / "configs/ablations/bases/tiny.yml").flat()
+    quickstart = load_config(ROOT / "configs/quickstart/roformer.yml").flat()
+    assert {key for key in tiny if tiny[key] != quickstart[key]} == {"save", "keep_last_n_checkpoints", "eval_interval"}
+
+
+def test_tables_1_and_2_at_350m_are_measured_as_by_the_suite_of_the_paper() -> None:
+    ours = read(ROOT / "configs/ablations/coca_tables_1_2.yml", "350M")["tasks"]
+    suite = read_suite(ROOT / "configs/evaluation/paper_350m.yml").tasks
+    for task in ours:
+        calls = (option_arguments(task, options[task], 512) for options in (ours, suite))
+        given, published = (build_parser().parse_args([task, "--checkpoint", "runs/x", *call]) for call in calls)
+        if task == "perplexity":
+            assert published.max_length == max(given.windows), "the default"
+            given.max_length = published.max_length
+        assert given == published
+
+
+def test_every_extension_and_map_is_measured() -> None:
+    found = models(read(ROOT / "configs/ablations/extensions.yml", "small"))
+    positions = [config.position for _, variants in found.values() for config in variants.values()]
+    scaled = {each.rope_scaling.rope_type for each in positions if each.rope_scaling}
+    assert scaled == SCALING_OPTIONS.keys() - {"default", "longrope"}
+    mapped = {each.relative_positions.type for each in positions if each.relative_positions}
+    assert mapped == MAP_OPTIONS.keys() - {"inv_leaky_rerope"}
