@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a check
 from megatron_coca.config import Config, ConfigError, load_config
 from megatron_coca.model.cost import peak_flops, trained_count
 from megatron_coca.training.estimate import GIB, GPUS, RESERVE, Change, Estimate, changes_that_fit, estimate, fits
-from megatron_coca.training.launch.start import chosen_hosts
+from megatron_coca.training.launch.start import configured_ranks
 
 PARTS = ("weights", "gradients", "optimizer", "buffers", "activations", "loss", "context")
 
@@ -71,11 +71,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _configured_gpus(config: Config) -> int:
-    keys = config.launch
-    if keys.launcher == "slurm" and keys.hostfile is None and keys.num_nodes > 0:
-        return keys.num_nodes * (keys.num_gpus or 1)
     try:
-        return sum(len(host.slots) for host in chosen_hosts(config.launch))
+        return configured_ranks(config.launch)
     except ConfigError as error:
         raise ConfigError([f"{error}; or give --gpus"]) from error
 

@@ -20,7 +20,13 @@ from megatron_coca.config import ConfigError
 from megatron_coca.evaluation.cli import MEASUREMENTS
 from megatron_coca.evaluation.options import full_label, resolve_device, slug
 from megatron_coca.evaluation.report import build_report
-from megatron_coca.evaluation.results import EvaluationError, Record, check_writable, write_atomically
+from megatron_coca.evaluation.results import (
+    EvaluationError,
+    Record,
+    RecordType,
+    check_writable,
+    write_atomically,
+)
 from megatron_coca.safe_yaml import YamlFault, read_yaml
 
 MULTIPLES = re.compile(r"\d+L(/[1-9]\d*)?(,\d+L(/[1-9]\d*)?)*")
@@ -98,17 +104,28 @@ def run(args: Namespace) -> int:
 
 def read_suite(path: Path) -> SuiteFile:
     """Read and validate a suite. Raises EvaluationError."""
+    return validated(path, read_yaml_file(path), SuiteFile, "a suite")
+
+
+def read_yaml_file(path: Path) -> Any:
+    """Read one YAML file. Raises EvaluationError."""
     try:
-        return SuiteFile.model_validate(read_yaml(path))
+        return read_yaml(path)
     except OSError as error:
         raise EvaluationError(f"{path}: cannot be read ({error.strerror})") from error
     except YamlFault as error:
         raise EvaluationError(error.at(str(path))) from error
     except UnicodeDecodeError as error:
         raise EvaluationError(f"{path}: not UTF-8 text (byte {error.start}); save it as UTF-8") from error
+
+
+def validated(path: Path, content: Any, kind: type[RecordType], what: str) -> RecordType:
+    """Return the content of a file as a record. Raises EvaluationError with all faults if it is not `what`."""
+    try:
+        return kind.model_validate(content)
     except ValidationError as error:
         lines = [f"{'.'.join(map(str, fault['loc'])) or 'file'}: {fault['msg']}" for fault in error.errors()]
-        raise EvaluationError(f"{path}: is not a suite: {'; '.join(lines)}") from error
+        raise EvaluationError(f"{path}: is not {what}: {'; '.join(lines)}") from error
 
 
 def with_checkpoints(suite: SuiteFile, paths: Mapping[str, str]) -> SuiteFile:

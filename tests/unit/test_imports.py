@@ -20,6 +20,7 @@ LAYERS = (
     {"model", "neox_plugin"},
     {"checkpoints"},
     {"training", "evaluation"},
+    {"ablation"},
     {"__init__"},
     {"train", "evaluate", "tools"},
 )

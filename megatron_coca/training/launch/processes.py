@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 from megatron_coca.config import LaunchConfig
@@ -42,7 +43,8 @@ class LocalProcess:
     """A child process in its own session that is killed when this process dies.
 
     The terminal's Ctrl-C does not reach it, so it receives every signal exactly once, through `send`. `translated` maps
-    signals that mean something else to this command; the process may write its error to `error_file`.
+    signals that mean something else to this command; the process may write its error to `error_file`. What it prints
+    is appended to `log`, if given.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class LocalProcess:
         environment: Mapping[str, str],
         translated: Mapping[int, int] | None = None,
         error_file: Path | None = None,
+        log: Path | None = None,
     ) -> None:
         self.label, self._translated, self._error_file = label, dict(translated or {}), error_file
         variables = dict(environment) | ({ERROR_FILE: str(error_file)} if error_file is not None else {})
@@ -62,13 +65,16 @@ class LocalProcess:
             if os.getppid() != parent:
                 os._exit(INTERRUPTED)
 
-        self.process = subprocess.Popen(
-            command,
-            env=variables,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            preexec_fn=die_with_parent,  # noqa: PLW1509 - it takes no lock that another thread could hold
-        )
+        with nullcontext() if log is None else log.open("ab") as output:
+            self.process = subprocess.Popen(
+                command,
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=None if output is None else subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=die_with_parent,  # noqa: PLW1509 - it takes no lock that another thread could hold
+            )
 
     def poll(self) -> int | None:
         """The exit status (128 + n after signal n), or None while the process runs."""

@@ -170,6 +170,17 @@ def ranks_of_host(location: RankLocation, count: int) -> LocalRanks:
     return LocalRanks(tuple(range(count)), first, world_size, master, port)
 
 
+def configured_ranks(launch: LaunchConfig) -> int:
+    """The number of processes that the launch keys request, over all hosts.
+
+    Raises:
+        ConfigError: as `chosen_hosts`.
+    """
+    if launch.launcher == "slurm" and launch.hostfile is None and launch.num_nodes > 0:
+        return launch.num_nodes * (launch.num_gpus or 1)
+    return sum(len(host.slots) for host in chosen_hosts(launch))
+
+
 def chosen_hosts(launch: LaunchConfig) -> list[Host]:
     """The hosts that train and the devices used on each, in rank order.
 

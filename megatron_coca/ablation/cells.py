@@ -1,0 +1,223 @@
+"""A cell's files: its record, its learning curve, and what of it is done."""
+
+import json
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from megatron_coca.ablation.plan import Cell
+from megatron_coca.checkpoints import CheckpointError, native
+from megatron_coca.evaluation.report.curves import Curve, CurvePoint
+from megatron_coca.evaluation.results import EvaluationError, Record, read_costs, read_record, write_record
+from megatron_coca.evaluation.suite import Command
+
+logger = logging.getLogger(__name__)
+
+RECORD, CURVE, METRICS = "cell.json", "curve.json", "metrics.jsonl"
+MAX_POINTS = 200
+"""Points of a curve that is kept with the results."""
+TAIL_BYTES = 8192
+
+
+class CellRecord(Record):
+    """What a cell is and what it cost; seconds are summed over interruptions.
+
+    Attributes:
+        status: "failed" has a `reason`, and is tried again by the next call.
+        training_seconds: of steps, validations and saves, as the trainer reports them.
+        evaluation_seconds: of the measurements, as their cost files have them.
+        overhead_seconds: the rest: starting processes, loading data and models, work that was repeated after an
+            interruption. Calls that were killed are not counted.
+        evaluated: the digests of the finished tasks, by their entry in `tasks`.
+    """
+
+    model: str
+    seed: int
+    hash: str
+    status: Literal["started", "trained", "done", "failed"]
+    reason: str | None = None
+    steps: int
+    tokens: int
+    parameters: int
+    non_embedding_parameters: int
+    training_seconds: float = 0.0
+    evaluation_seconds: float = 0.0
+    overhead_seconds: float = 0.0
+    device: str | None = None
+    threads: int | None = None
+    torch: str | None = None
+    commit: str | None = None
+    evaluated: dict[str, str] = {}
+
+
+class State(Enum):
+    """How far a cell is, from its files alone."""
+
+    DONE = "done"
+    TRAINED = "trained"
+    STARTED = "started"
+    FAILED = "failed"
+    WAITING = "waiting"
+
+
+class Progress(NamedTuple):
+    """The last report of a training run."""
+
+    step: int
+    loss: float | None
+    remaining_seconds: float | None
+
+
+def read_cell(cell: Cell) -> CellRecord:
+    """Return the record of a cell, a new one if there is none. Raises EvaluationError for a damaged file."""
+    path = cell.results / RECORD
+    if path.is_file():
+        return read_record(path, CellRecord, "the record of a cell")
+    count = cell.parameters
+    return CellRecord(
+        model=cell.model,
+        seed=cell.seed,
+        hash=cell.name.rpartition("-")[2],
+        status="started",
+        steps=cell.steps,
+        tokens=cell.tokens,
+        parameters=count.total,
+        non_embedding_parameters=count.non_embedding,
+    )
+
+
+def write_cell(cell: Cell, record: CellRecord) -> None:
+    write_record(cell.results / RECORD, record)
+
+
+def state_of(cell: Cell) -> State:
+    record = read_cell(cell)
+    if not missing_commands(cell, record) and (cell.results / CURVE).is_file():
+        return State.DONE
+    if record.status == "failed":
+        return State.FAILED
+    if is_trained(cell):
+        return State.TRAINED
+    return State.STARTED if native.begun_steps(cell.run) else State.WAITING
+
+
+def missing_commands(cell: Cell, record: CellRecord) -> list[Command]:
+    """Return the evaluations that are not complete, or whose options changed since."""
+    return [
+        command
+        for command in cell.commands
+        if record.evaluated.get(command.task) != cell.measurements[command.task]
+        or not all(file.is_file() for file in command.files)
+    ]
+
+
+def is_trained(cell: Cell) -> bool:
+    """True if the last step is saved, after its validation."""
+    try:
+        if cell.steps not in native.steps(cell.run):
+            return False
+        meta = native.read_json(native.step_folder(cell.run, cell.steps) / native.META)
+        return not meta["progress"].get("unvalidated", False)
+    except CheckpointError as error:
+        logger.warning("%s", error)
+        return False
+
+
+def metrics(run: Path, last: int | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the reports of a training run in order; only those in the last `last` bytes, if given."""
+    path = run / METRICS
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        if last is not None:
+            file.seek(max(0, path.stat().st_size - last))
+        for line in file.read().split(b"\n"):
+            try:
+                report = json.loads(line)
+            except ValueError:  # the first or the last line may be incomplete
+                continue
+            if isinstance(report, dict) and "event" not in report:
+                yield report
+
+
+def progress(run: Path) -> Progress | None:
+    """Return the last report of a loss, None before the first."""
+    reports = [report for report in metrics(run, TAIL_BYTES) if "loss" in report]
+    if not reports:
+        return None
+    return Progress(int(reports[-1]["step"]), reports[-1]["loss"], reports[-1].get("eta_seconds"))
+
+
+def training_seconds(run: Path, until: int | None = None) -> float:
+    """Return the seconds of steps, validations and saves up to step `until` that the trainer reported."""
+    seconds, before = 0.0, 0
+    for report in metrics(run):
+        if "step_seconds" not in report or (until is not None and report["step"] > until):
+            continue
+        other = report.get("save_share", 0.0) + report.get("eval_share", 0.0)
+        seconds += report["step_seconds"] * (report["step"] - before) / max(1e-9, 1.0 - other)
+        before = report["step"]
+    return seconds
+
+
+def evaluation_seconds(cell: Cell) -> float:
+    costs = [read_costs(file) for command in cell.commands for file in command.files]
+    return math.fsum(cost.seconds for each in costs if each is not None for cost in each.costs)
+
+
+def write_curve(cell: Cell) -> None:
+    """Write the learning curve with the results, from the run's metrics."""
+    points: dict[int, dict[str, Any]] = {}
+    for report in metrics(cell.run):
+        for key, name in (("loss", "train_loss"), ("validation_loss", "validation_loss")):
+            if key in report:
+                points.setdefault(int(report["step"]), {})[name] = report[key]
+    tokens = cell.batch * cell.config.model.seq_length
+    curve = [
+        CurvePoint(
+            step=step,
+            tokens=step * tokens,
+            train_loss=losses.get("train_loss"),
+            validation_loss=losses.get("validation_loss"),
+        )
+        for step, losses in sorted(points.items())
+    ]
+    write_record(cell.results / CURVE, Curve(seed=cell.seed, points=thinned(curve)))
+
+
+def read_curve(cell: Cell) -> Curve | None:
+    path = cell.results / CURVE
+    return read_record(path, Curve, "a learning curve") if path.is_file() else None
+
+
+def thinned(points: Sequence[CurvePoint], most: int = MAX_POINTS) -> list[CurvePoint]:
+    """Return at most `most` points, evenly spaced; those with a validation loss go first."""
+    if len(points) <= most:
+        return list(points)
+    validated = _evenly([point for point in points if point.validation_loss is not None], most)
+    others = _evenly([point for point in points if point.validation_loss is None], most - len(validated))
+    return sorted([*validated, *others], key=lambda point: point.step)
+
+
+def _evenly(points: Sequence[CurvePoint], count: int) -> list[CurvePoint]:
+    """Return `count` points with the last one, all if there are fewer."""
+    if len(points) <= count:
+        return list(points)
+    return [points[(number + 1) * len(points) // count - 1] for number in range(count)]
+
+
+def refused_only(files: Sequence[Path]) -> bool:
+    """True if all result files exist and lack only cells that the model cannot compute, whoever tries.
+
+    Raises EvaluationError for a file that is not a result.
+    """
+    if not all(file.is_file() for file in files):
+        return False
+    try:
+        missing = [cell["kind"] for file in files for cell in json.loads(file.read_bytes())["missing"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise EvaluationError(f"{files[0].parent}: has a file that is not a result ({error}); remove it") from error
+    return all(kind == "refused" for kind in missing)

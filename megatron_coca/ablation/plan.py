@@ -1,0 +1,336 @@
+"""The file of an ablation, and the cells that it stands for: one training run with its evaluations each."""
+
+import json
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NoReturn
+
+from pydantic import Field, field_validator
+
+from megatron_coca.checkpoints import CheckpointError, open_checkpoint
+from megatron_coca.checkpoints.compare import refuse_other_model
+from megatron_coca.config import KEYS, Config, ConfigError, load_config
+from megatron_coca.config.schema import GROUPS
+from megatron_coca.data import DataError
+from megatron_coca.evaluation.cli import MEASUREMENTS
+from megatron_coca.evaluation.documents import find_sources
+from megatron_coca.evaluation.options import slug, subject_options
+from megatron_coca.evaluation.results import EvaluationError, Record
+from megatron_coca.evaluation.suite import (
+    CheckpointEntry,
+    Command,
+    SuiteFile,
+    changes_in_tokens,
+    option_arguments,
+    plan_commands,
+    read_yaml_file,
+    validated,
+)
+from megatron_coca.model.cost import ParameterCount, parameter_count
+from megatron_coca.training.corpus import open_corpus
+from megatron_coca.training.launch.start import configured_ranks
+from megatron_coca.training.topology import Topology
+
+Plan = Callable[[Mapping[str, dict[str, Any] | None], Path, Path], list[Command]]
+"""(tasks, folder of the run, folder of the results) -> the evaluations of a model."""
+
+RUN_GROUPS = frozenset({"data", "batch", "precision", "parallel", "checkpoint", "logging", "launch"})
+RUN_KEYS = frozenset(
+    {
+        "attention_backend",
+        "operand_kernel",
+        "checkpoint_activations",
+        "checkpoint_num_layers",
+        "checkpoint_policy",
+        "loss_chunk_size",
+        "torch_compile",
+        "watchdog_timeout",
+    }
+) | {key for key in KEYS if key.startswith("health_")}
+"""Groups and keys that do not name a cell: they say how and where a run is computed. The content of the data, the batch
+size and the dtype do name it.
+"""
+SHARED_PATHS = ("save_copy", "log_dir", "tensorboard_dir")
+"""Folders that all cells would write into."""
+
+
+class ModelEntry(Record):
+    """A training variant: overlays and keys after those of `base`, and the variants that evaluation measures."""
+
+    set: list[str] = []
+    variants: dict[str, list[str] | None] = {"": None}
+
+
+class AblationFile(Record):
+    """An ablation; see docs/ablations.md. `tasks` are those of a suite."""
+
+    title: str
+    base: list[str] = Field(min_length=1)
+    seeds: list[int] = Field(min_length=1)
+    baseline: str | None = None
+    results: Path
+    runs: Path
+    models: dict[str, ModelEntry] = Field(min_length=1)
+    tasks: dict[str, dict[str, Any] | None] = Field(min_length=1)
+
+    @field_validator("models", mode="before")
+    @classmethod
+    def _lists(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping):
+            return given
+        return {name: {"set": entry} if isinstance(entry, list) else entry or {} for name, entry in given.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class Cell:
+    """One model with one seed.
+
+    Attributes:
+        name: also the name of the folders `run` and `results`.
+        config: what train.py gets.
+        ranks: processes that train it.
+        batch: samples per step over all ranks.
+        commands: the evaluations.
+        measurements: for each entry of `tasks` a digest of all that its numbers depend on besides the weights.
+    """
+
+    model: str
+    seed: int
+    name: str
+    config: Config
+    ranks: int
+    batch: int
+    run: Path
+    results: Path
+    commands: Sequence[Command]
+    measurements: Mapping[str, str]
+
+    @property
+    def steps(self) -> int:
+        assert self.config.schedule.train_iters is not None, "expand has checked it"
+        return self.config.schedule.train_iters
+
+    @property
+    def tokens(self) -> int:
+        return self.steps * self.batch * self.config.model.seq_length
+
+    @cached_property
+    def parameters(self) -> ParameterCount:
+        return parameter_count(self.config)
+
+
+def read_ablation(
+    path: Path, scale: str | None = None, results: Path | None = None, runs: Path | None = None
+) -> AblationFile:
+    """Read and validate a file at one of its scales (None: the first); `results` and `runs` replace its folders.
+
+    Raises EvaluationError.
+    """
+    content = read_yaml_file(path)
+    if isinstance(content, Mapping):
+        scales = content.get("scales") or {}
+        if not isinstance(scales, Mapping) or (scale is not None and scale not in scales):
+            known = ", ".join(map(str, scales)) or "none"
+            raise EvaluationError(f"{path}: --scale {scale}: unknown; the file has {known}")
+        chosen = scales[scale or next(iter(scales))] if scales else {}
+        folders = {"results": results, "runs": runs}
+        content = _merged({key: value for key, value in content.items() if key != "scales"}, chosen)
+        content |= {key: folder for key, folder in folders.items() if folder is not None}
+    return validated(path, content, AblationFile, "an ablation")
+
+
+def _merged(first: Any, second: Any) -> Any:
+    """Mappings key by key; of other values the second."""
+    if not isinstance(first, Mapping) or not isinstance(second, Mapping):
+        return second
+    return {**first, **{key: _merged(first.get(key), value) for key, value in second.items()}}
+
+
+def expand(file: AblationFile, device: str = "auto", dtype: str = "float32") -> list[Cell]:
+    """Return all cells, model by model. Raises EvaluationError with every fault of the file, a line each."""
+    problems = []
+    if file.baseline is not None and file.baseline not in file.models:
+        problems.append(f"baseline: {file.baseline}: unknown; models are {', '.join(file.models)}")
+    try:
+        base = load_config(*_split(file.base))
+    except ConfigError as error:
+        raise EvaluationError("\n".join([*problems, *(f"base: {line}" for line in error.problems)])) from error
+    cells: list[Cell] = []
+    identities: dict[str, tuple[int | None, Any]] = {}
+    for label, entry in file.models.items():
+        try:
+            config = configured(base, entry)
+            plan = partial(_commands, label, entry, config.model.seq_length, device, dtype)
+            digests, refused = _check_tasks(file, entry, config, dtype, plan)
+            problems += refused
+            vocab_size, data = _data_identity(config, identities)
+            config = config if vocab_size is None else config.override({"vocab_size": vocab_size})
+            if not refused:
+                cells += [_cell(file, label, config, seed, data, plan, digests) for seed in file.seeds]
+        except ConfigError as error:
+            problems += [f"models.{label}: {line}" for line in error.problems]
+        except (CheckpointError, DataError, EvaluationError) as error:
+            problems.append(f"models.{label}: {error}")
+    names = [cell.name for cell in cells]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        same = " and ".join(f"{cell.model} with seed {cell.seed}" for cell in cells if cell.name == name)
+        problems.append(f"{name}: the name of two cells, {same}; give them more distinct names, and each seed once")
+    if problems:
+        raise EvaluationError("\n".join(dict.fromkeys(problems)))
+    return cells
+
+
+def configured(base: Config, entry: ModelEntry) -> Config:
+    """Return the configuration of a model without its seed and folders. Raises ConfigError, EvaluationError."""
+    config = _changed(base, entry.set)
+    problems = [f"{key}: all cells would share this folder; remove it" for key in SHARED_PATHS if config.flat()[key]]
+    needed = {"train_iters": config.schedule.train_iters, "optimizer.params.lr": config.optimizer.lr}
+    problems += [f"{key}: not set; training needs it" for key, value in needed.items() if value is None]
+    for variant, changes in entry.variants.items():
+        try:
+            refuse_other_model(Path("the model"), config, _changed(config, changes))
+        except ConfigError as error:
+            problems += [f"variants.{variant}: {line}" for line in error.problems]
+        except CheckpointError as error:
+            problems.append(f"variants.{variant}: {error}")
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def select(cells: Sequence[Cell], only: Sequence[str]) -> list[Cell]:
+    """Return the cells that `--only` names: by model or cell, of these by seed. Raises EvaluationError."""
+    seeds = {f"s{cell.seed}" for cell in cells}
+    names = {cell.name for cell in cells} | {cell.model for cell in cells}
+    if unknown := [word for word in only if word not in seeds | names]:
+        known = [*dict.fromkeys(cell.model for cell in cells), *sorted(seeds), *(cell.name for cell in cells)]
+        raise EvaluationError(f"--only {unknown[0]}: unknown; known: {', '.join(known)}")
+    wanted, of_seeds = names & set(only), seeds & set(only)
+    return [
+        cell
+        for cell in cells
+        if (not wanted or {cell.name, cell.model} & wanted) and (not of_seeds or f"s{cell.seed}" in of_seeds)
+    ]
+
+
+def cell_hash(config: Config, batch: int, data: Mapping[str, Any], weights: str | None = None) -> str:
+    """Return 8 hexadecimal digits of what the trained weights depend on, seed included.
+
+    Keys at their default are left out, so that a key that is added later does not rename earlier cells. `weights` is
+    the identity of those that a run with `finetune` starts from.
+    """
+    flat = config.flat()
+    named = {
+        key: flat[key]
+        for key, (group, field) in KEYS.items()
+        if group not in RUN_GROUPS and key not in RUN_KEYS and flat[key] != _default(flat, group, field)
+    }
+    content = named | {"batch": batch, "dtype": config.precision.dtype, "data": data, "weights": weights}
+    return sha256(json.dumps(_without_none(content), sort_keys=True).encode()).hexdigest()[:8]
+
+
+def _default(flat: Mapping[str, Any], group: str, field: str) -> Any:
+    declared = GROUPS[group].model_fields[field]
+    extra = declared.json_schema_extra
+    return flat[str(extra["follows"])] if isinstance(extra, dict) and "follows" in extra else declared.default
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _without_none(inner) for name, inner in value.items() if inner is not None}
+    return value
+
+
+def _split(texts: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Divide into files and `key=value`, as on the command line of train.py."""
+    return [text for text in texts if "=" not in text], [text for text in texts if "=" in text]
+
+
+def _data_identity(config: Config, known: dict[str, tuple[int | None, Any]]) -> tuple[int | None, Any]:
+    """Return vocabulary size and identity of the training data, as compared at resume; `known` has earlier answers."""
+    key = f"{config.data.model_dump_json()} {config.model.vocab_size} {config.model.seq_length}"
+    if key not in known:
+        corpus = open_corpus(config)
+        known[key] = corpus.config.model.vocab_size, corpus.identity
+    return known[key]
+
+
+def _changed(config: Config, changes: Sequence[str] | None) -> Config:
+    files, keys = _split(changes_in_tokens(changes or [], config.model.seq_length))
+    return config.override(keys, files)
+
+
+class _Parser(ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise EvaluationError(message)
+
+
+def _check_tasks(
+    file: AblationFile, entry: ModelEntry, config: Config, dtype: str, plan: Plan
+) -> tuple[dict[str, str], list[str]]:
+    """Return the digest of every entry of `tasks` for one model, and a line for each that evaluate.py would refuse."""
+    problems, digests, trained = [], {}, config.flat()
+    variants = {name: _changed(config, changes).flat() for name, changes in entry.variants.items()}
+    changes = {
+        name: {key: value for key, value in flat.items() if value != trained[key]} for name, flat in variants.items()
+    }
+    for name, options in file.tasks.items():
+        try:
+            (command,) = plan({name: options}, Path("run"), Path("results"))
+            if command.checkpoint is None:
+                raise EvaluationError(f"tasks.{name}: measures no checkpoint; run it with `evaluate.py suite`")
+            _check_arguments(command)
+            content = [name, dtype, option_arguments(name, options, config.model.seq_length), changes]
+            digests[name] = sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+        except (EvaluationError, DataError) as error:
+            problems.append(str(error) if str(error).startswith("tasks.") else f"tasks.{name}: {error}")
+    return digests, problems
+
+
+def _check_arguments(command: Command) -> None:
+    """Raise EvaluationError or DataError for what a call of evaluate.py would refuse before it loads a model."""
+    parser = _Parser(allow_abbrev=False)
+    MEASUREMENTS[command.arguments[0]].add_arguments(parser)
+    args: Namespace = parser.parse_args(command.arguments[1:])
+    subject_options(args)
+    if data := getattr(args, "data", None):
+        find_sources(data)
+
+
+def _commands(
+    label: str,
+    entry: ModelEntry,
+    length: int,
+    device: str,
+    dtype: str,
+    tasks: Mapping[str, dict[str, Any] | None],
+    run: Path,
+    results: Path,
+) -> list[Command]:
+    checkpoint = CheckpointEntry(path=str(run), variants=entry.variants)
+    suite = SuiteFile(title="", checkpoints={label: checkpoint}, tasks=dict(tasks))
+    return plan_commands(suite, {label: length}, results, device, dtype)
+
+
+def _cell(
+    file: AblationFile,
+    label: str,
+    config: Config,
+    seed: int,
+    data: Mapping[str, Any],
+    plan: Plan,
+    digests: Mapping[str, str],
+) -> Cell:
+    given = config.checkpoint.load if config.checkpoint.finetune else None
+    config = config.override({"seed": seed, "load": given})
+    ranks = configured_ranks(config.launch)
+    batch = config.batch.resolve(Topology.of(config.parallel, ranks).data).total
+    weights = open_checkpoint(given, verify=False).identity if given is not None else None
+    name = f"{slug(label)}-s{seed}-{cell_hash(config, batch, data, weights)}"
+    run, results = file.runs / name, file.results / name
+    commands = plan(file.tasks, run, results)
+    return Cell(label, seed, name, config.override({"save": str(run)}), ranks, batch, run, results, commands, digests)

@@ -1,0 +1,29 @@
+"""The report of an ablation, from the files of its cells."""
+
+from collections.abc import Sequence
+
+from megatron_coca.ablation.cells import read_curve
+from megatron_coca.ablation.plan import AblationFile, Cell
+from megatron_coca.evaluation.report import build_report
+from megatron_coca.evaluation.report.curves import Curve
+
+FOLDER = "report"
+
+
+def curves(cells: Sequence[Cell]) -> dict[str, list[Curve]]:
+    """Return the learning curves that exist, by model, one for each seed."""
+    found: dict[str, list[Curve]] = {}
+    for cell in cells:
+        if (curve := read_curve(cell)) is not None:
+            found.setdefault(cell.model, []).append(curve)
+    return found
+
+
+def write_report(file: AblationFile, cells: Sequence[Cell]) -> str:
+    """Write the report of all result files that exist, and return its tables as Markdown."""
+    measured = [path for cell in cells for command in cell.commands for path in command.files if path.is_file()]
+    if not measured:
+        return "no result yet: nothing to report"
+    folder = file.results / FOLDER
+    tables = build_report(measured, folder, file.title)
+    return f"{tables}\n\n{folder / 'report.html'} is written"

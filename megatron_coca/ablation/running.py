@@ -1,0 +1,325 @@
+"""Running cells: one child process after the other for each, several cells at a time, until all have ended."""
+
+import os
+import re
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn
+
+from megatron_coca.ablation import cells as files
+from megatron_coca.ablation.cells import CellRecord, State
+from megatron_coca.ablation.plan import Cell
+from megatron_coca.atomic_write import exclusive_lock, write_file
+from megatron_coca.checkpoints import native
+from megatron_coca.evaluation.results import EvaluationError, check_writable
+from megatron_coca.evaluation.suite import Command, describe_exit
+from megatron_coca.tables import format_table
+from megatron_coca.training.exit_status import CaughtSignals, Preempted
+from megatron_coca.training.launch.processes import FORWARDED, LocalProcess
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAIN = (sys.executable, "-u", str(ROOT / "train.py"))
+EVALUATE = (sys.executable, "-u", str(ROOT / "evaluate.py"))
+LOG, CONFIG = "log.txt", "ablation.yml"
+POLL_SECONDS, REPORT_SECONDS = 0.2, 60.0
+LOG_TAIL = 20_000
+NOTE = re.compile(r"on rank \d+ of \d+, ")
+"""Begins the last line of a traceback in training, after that of the error."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """CPU cores and GPUs to divide: entries of CUDA_VISIBLE_DEVICES, and the name of a GPU, or cpu."""
+
+    cores: int
+    gpus: tuple[str, ...]
+    device: str
+
+    @classmethod
+    def here(cls, device: str) -> "Machine":
+        """Return those that this process may use; OMP_NUM_THREADS limits the cores, CUDA_VISIBLE_DEVICES the GPUs."""
+        import torch
+
+        cores = int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
+        count = torch.cuda.device_count() if device != "cpu" else 0
+        if not count:
+            return cls(cores, (), "cpu")
+        visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        return cls(cores, tuple(visible or map(str, range(count)))[:count], torch.cuda.get_device_name())
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one of several cells at a time may use."""
+
+    threads: int
+    gpus: tuple[str, ...]
+
+    def variables(self, ranks: int) -> dict[str, str]:
+        """Return the environment variables of a child with `ranks` processes."""
+        return {
+            "OMP_NUM_THREADS": str(max(1, self.threads // ranks)),
+            "CUDA_VISIBLE_DEVICES": ",".join(self.gpus),
+        }
+
+
+def divide(machine: Machine, jobs: int) -> list[Share]:
+    """Divide a machine into `jobs` equal shares. Raises EvaluationError where there are fewer GPUs than jobs."""
+    each = len(machine.gpus) // jobs
+    if machine.gpus and not each:
+        raise EvaluationError(f"--jobs {jobs}: this machine has {len(machine.gpus)} GPUs; name at most as many")
+    threads = max(1, machine.cores // jobs)
+    return [Share(threads, machine.gpus[number * each : (number + 1) * each]) for number in range(jobs)]
+
+
+class Job:
+    """A cell that is being trained and evaluated.
+
+    Attributes:
+        problems: why it failed, one line for the training or for each task.
+    """
+
+    def __init__(self, cell: Cell, share: Share, device: str) -> None:
+        self.cell, self.share, self._device = cell, share, device
+        self.problems: list[str] = []
+        self._record = files.read_cell(cell)
+        self._began = time.monotonic()
+        resumed = max(native.steps(cell.run), default=0)
+        self._before = files.training_seconds(cell.run, until=resumed), files.evaluation_seconds(cell)
+        self._process: LocalProcess | None = None
+        self._command: Command | None = None  # None while training
+        self._log_start = 0
+        self._failed: set[str] = set()
+
+    def advance(self) -> bool:
+        """Start the next process if none is running; returns False when nothing is left to do."""
+        if self._process is not None:
+            status = self._process.poll()
+            if status is None:
+                return True
+            self._process = None
+            self._ended(status)
+        if not self.problems and not files.is_trained(self.cell) and self._needs_training():
+            self._start(None)
+            return True
+        if files.is_trained(self.cell):
+            self._keep_curve()
+            for command in files.missing_commands(self.cell, self._record):
+                if command.task not in self._failed:
+                    self._start(command)
+                    return True
+        self._write("failed" if self.problems else "done")
+        return False
+
+    def doing(self) -> str:
+        """One line on what is going on."""
+        if self._command is not None:
+            return f"evaluating {self._command.task}"
+        report = files.progress(self.cell.run)
+        if report is None:
+            return "training"
+        loss = "" if report.loss is None else f", loss {report.loss:.4f}"
+        left = report.remaining_seconds
+        remaining = "" if left is None else f", {timedelta(seconds=round(left))} left"
+        return f"training step {report.step}/{self.cell.steps}{loss}{remaining}"
+
+    @property
+    def activity(self) -> str:
+        """What a line is printed for when it changes."""
+        return "training" if self._command is None else f"evaluating {self._command.task}"
+
+    def send(self, number: int) -> None:
+        if self._process is not None:
+            self._process.send(number)
+
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def interrupted(self) -> None:
+        """Record what an interrupted call has cost."""
+        self._write("trained" if files.is_trained(self.cell) else "started")
+
+    def _needs_training(self) -> bool:
+        missing = files.missing_commands(self.cell, self._record)
+        return bool(missing) or not (self.cell.results / files.CURVE).is_file()
+
+    def _start(self, command: Command | None) -> None:
+        cell = self.cell
+        cell.run.mkdir(parents=True, exist_ok=True)
+        if command is None:
+            write_file(cell.run / CONFIG, cell.config.to_yaml())
+            arguments = [*TRAIN, str(cell.run / CONFIG), "--auto-resume"]
+        else:
+            arguments = [*EVALUATE, *command.arguments, "--overwrite"]
+        log = cell.run / LOG
+        with log.open("a") as file:
+            file.write(f"$ {' '.join(arguments)}\n")
+        self._log_start, self._command = log.stat().st_size, command
+        environment = {**os.environ, **self.share.variables(cell.ranks if command is None else 1)}
+        self._process = LocalProcess(cell.name, arguments, environment, log=log)
+
+    def _ended(self, status: int) -> None:
+        command, self._command = self._command, None
+        if command is None:
+            if not files.is_trained(self.cell):
+                last = "ended before its last step" if status == 0 else self._reason(status)
+                self.problems.append(f"training: {last}")
+            return
+        if status == 0 or (status == 2 and files.refused_only(command.files)):
+            done = self._record.evaluated | {command.task: self.cell.measurements[command.task]}
+            self._record = self._record.model_copy(update={"evaluated": done})
+            self._write("trained")
+        else:
+            self._failed.add(command.task)
+            self.problems.append(f"{command.task}: {self._reason(status)}")
+
+    def _reason(self, status: int) -> str:
+        """The last line of the child's error, and where to read more."""
+        log = self.cell.run / LOG
+        with log.open("rb") as file:
+            file.seek(max(self._log_start, log.stat().st_size - LOG_TAIL))
+            text = file.read().decode(errors="replace")
+        lines = [line.strip() for line in text.splitlines() if line.strip() and not NOTE.match(line)]
+        exit_status = describe_exit(128 - status if status > 128 else status)
+        return f"{lines[-1] if status < 128 and lines else exit_status} ({log})"
+
+    def _keep_curve(self) -> None:
+        if (self.cell.results / files.CURVE).is_file() and self._record.status != "started":
+            return
+        files.write_curve(self.cell)
+        self._write("trained")
+
+    def _write(self, status: str) -> None:
+        trained = files.training_seconds(self.cell.run) if self.cell.run.is_dir() else self._record.training_seconds
+        evaluated = files.evaluation_seconds(self.cell)
+        wall = time.monotonic() - self._began
+        self._began = time.monotonic()
+        own = (trained - self._before[0]) + (evaluated - self._before[1])
+        self._before = trained, evaluated
+        versions = native.code_versions()
+        self._record = CellRecord.model_validate(
+            self._record.model_dump()
+            | {
+                "status": status,
+                "reason": "; ".join(self.problems) or None,
+                "steps": self.cell.steps,
+                "training_seconds": trained,
+                "evaluation_seconds": evaluated,
+                "overhead_seconds": self._record.overhead_seconds + max(0.0, wall - own),
+                "device": self._device,
+                "threads": self.share.threads,
+                "torch": versions["torch"],
+                "commit": versions.get("commit"),
+            }
+        )
+        files.write_cell(self.cell, self._record)
+
+
+@contextmanager
+def locked(cells: Sequence[Cell]) -> Iterator[None]:
+    """Hold the locks of these cells. Raises EvaluationError where another process runs one of them."""
+    with ExitStack() as locks:
+        for folder in dict.fromkeys(folder for cell in cells for folder in (cell.results, cell.run)):
+            lock = folder.with_name(f".{folder.name}.lock")
+            check_writable(lock)
+            busy = f"{folder}: another runner is at work on this cell; wait for it, or name others with --only"
+            locks.enter_context(exclusive_lock(lock, EvaluationError, busy, temporary=True))
+        yield
+
+
+def run_cells(cells: Sequence[Cell], machine: Machine, jobs: int) -> list[str]:
+    """Train and evaluate what is missing, `jobs` cells at a time; returns a line for each cell that failed.
+
+    Raises:
+        EvaluationError: another runner is at work, or the machine cannot be divided.
+        Preempted, KeyboardInterrupt: a signal came; the children have ended, training runs after saving.
+    """
+    shares = divide(machine, jobs)
+    needed = max((cell.ranks for cell in cells), default=1)
+    if machine.gpus and needed > len(shares[0].gpus):
+        raise EvaluationError(f"--jobs {jobs}: leaves {len(shares[0].gpus)} GPUs to a cell that trains on {needed}")
+    with locked(cells), CaughtSignals(FORWARDED) as signals:
+        waiting = deque(cell for cell in cells if files.state_of(cell) is not State.DONE)
+        table = LiveTable(len(cells), len(cells) - len(waiting))
+        running: dict[int, Job] = {}
+        problems: list[str] = []
+        while waiting or running:
+            for number, share in enumerate(shares):
+                if number not in running and waiting:
+                    running[number] = Job(waiting.popleft(), share, machine.device)
+            for number, job in list(running.items()):
+                if not job.advance():
+                    del running[number]
+                    problems += [f"{job.cell.name}: {problem}" for problem in job.problems]
+                    table.ended(job)
+            table.show(list(running.values()), len(waiting))
+            if signals.requested is not None:
+                _stop(list(running.values()), signals)
+            time.sleep(POLL_SECONDS)
+    return problems
+
+
+def _stop(jobs: Sequence[Job], signals: CaughtSignals) -> NoReturn:
+    """End the children and wait for them, as long as they save; a second Ctrl-C kills them."""
+    name, interrupts = signals.requested, 0
+    print(f"{name}: ending {len(jobs)} running cells; the same command resumes them", flush=True)
+    for job in jobs:
+        job.send(signal.SIGTERM)
+    while any(job.running() for job in jobs):
+        interrupts += signals.take().count(signal.SIGINT)
+        if interrupts > 1:
+            for job in jobs:
+                job.send(signal.SIGKILL)
+        time.sleep(POLL_SECONDS)
+    for job in jobs:
+        job.interrupted()
+    if name == "SIGINT":
+        raise KeyboardInterrupt
+    raise Preempted(f"preempted ({name}); the same command resumes")
+
+
+class LiveTable:
+    """Prints a line when a cell changes what it does, and one for every running cell each minute."""
+
+    def __init__(self, total: int, done: int) -> None:
+        self._total, self._done, self._failed = total, done, 0
+        self._shown: dict[str, str] = {}
+        self._printed = time.monotonic()
+
+    def show(self, jobs: Sequence[Job], waiting: int) -> None:
+        now = time.monotonic()
+        due = now - self._printed >= REPORT_SECONDS
+        for job in jobs:
+            if due or self._shown.get(job.cell.name) != job.activity:
+                self._shown[job.cell.name] = job.activity
+                self._print(f"{job.cell.name}: {job.doing()}")
+        if due:
+            counts = f"{self._done} of {self._total} done, {self._failed} failed, {waiting} waiting"
+            self._print(counts)
+            self._printed = now
+
+    def ended(self, job: Job) -> None:
+        self._failed += bool(job.problems)
+        self._done += not job.problems
+        text = f"failed: {'; '.join(job.problems)}" if job.problems else f"done, {self._done} of {self._total}"
+        self._print(f"{job.cell.name}: {text}")
+
+    def _print(self, text: str) -> None:
+        print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}", flush=True)
+
+
+def overview(cells: Sequence[Cell]) -> str:
+    """Return a table of the cells with their states, from their files alone."""
+    rows = []
+    for cell in cells:
+        record, state = files.read_cell(cell), files.state_of(cell)
+        seconds = (record.training_seconds, record.evaluation_seconds, record.overhead_seconds)
+        rows.append((cell.name, state.value, *(f"{value:,.0f}" for value in seconds), record.reason or ""))
+    return format_table(("cell", "state", "training s", "evaluation s", "overhead s", "reason"), rows)

@@ -1,0 +1,133 @@
+"""tools/ablate.py from nothing to the report, in real processes that are killed on the way."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.conftest import ROOT, TIME_LIMIT, clean_environment
+
+RESULTS, RUNS = "results", "runs"
+
+
+@pytest.fixture
+def file(small: dict[str, Any], corpus: Path, tmp_path: Path) -> Path:
+    """Two models with one seed, saved every ten of forty steps, and two tasks."""
+    changes = {"train_iters": 40, "checkpoint_factor": 10, "eval_interval": 20, "train_micro_batch_size_per_gpu": 4}
+    (tmp_path / "base.json").write_text(json.dumps(small | changes))
+    content = {
+        "title": "Two methods",
+        "base": [str(tmp_path / "base.json")],
+        "seeds": [7],
+        "baseline": "RoFormer",
+        "results": RESULTS,
+        "runs": RUNS,
+        "models": {
+            "RoFormer": {
+                "set": ["pos_emb=rotary"],
+                "variants": {"": [], "+ PI": ["rope_scaling={rope_type: linear, factor: 2.0}"]},
+            },
+            "ALiBi": ["pos_emb=alibi", "rotary_pct=1.0"],
+        },
+        "tasks": {
+            "perplexity": {"data": [f"{corpus}/words_test"], "windows": ["1L", "2L"], "stride": "1L"},
+            "perplexity short": {"data": [f"{corpus}/words_test"], "windows": [16], "stride": 8, "num_documents": 4},
+        },
+    }
+    (tmp_path / "ablation.yml").write_text(yaml.dump(content, sort_keys=False))
+    return tmp_path / "ablation.yml"
+
+
+def start(file: Path, folder: Path, *options: str) -> subprocess.Popen[str]:
+    folder.mkdir(exist_ok=True)
+    command = [sys.executable, "-u", str(ROOT / "tools" / "ablate.py"), str(file), *options]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, cwd=folder, env=clean_environment({"OMP_NUM_THREADS": "1"}), **pipes)
+
+
+def finish(file: Path, folder: Path, *options: str) -> str:
+    process = start(file, folder, *options)
+    output, _ = process.communicate(timeout=TIME_LIMIT)
+    assert process.returncode == 0, output
+    return output
+
+
+def kill_when(process: subprocess.Popen[str], reached: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIME_LIMIT
+    while not reached():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+
+
+def measured(folder: Path) -> dict[str, bytes]:
+    """Result files and curves by name; not what has seconds in it, and not the report."""
+    files = [file for file in (folder / RESULTS).rglob("*.json") if file.parent.name != "report"]
+    kept = [file for file in files if file.name != "cell.json" and not file.name.endswith(".cost.json")]
+    return {str(file.relative_to(folder)): file.read_bytes() for file in kept}
+
+
+def reported_step(folder: Path) -> int:
+    steps = [
+        json.loads(line)["step"]
+        for file in (folder / RUNS).glob("*/metrics.jsonl")
+        for line in file.read_text().splitlines(keepends=True)
+        if line.endswith("\n")
+    ]
+    return max(steps, default=0)
+
+
+@pytest.mark.slow
+def test_a_killed_ablation_goes_on_to_the_same_results(file: Path, tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    finish(file, whole, "--jobs", "2")
+
+    kill_when(start(file, killed), lambda: reported_step(killed) >= 15)
+    assert not list((killed / RESULTS).glob("*/curve.json"))
+    kill_when(start(file, killed), lambda: any((killed / RESULTS).glob("*/perplexity_*.json")))
+    output = finish(file, killed)
+    assert "resuming at step" in "".join(log.read_text() for log in (killed / RUNS).glob("*/log.txt"))
+
+    assert measured(killed) == measured(whole) and len(measured(whole)) == 2 * 3 + 2
+    cells = [json.loads(path.read_text()) for path in (killed / RESULTS).glob("*/cell.json")]
+    assert {cell["status"] for cell in cells} == {"done"} and all(cell["training_seconds"] > 0 for cell in cells)
+    assert (killed / RESULTS / "report" / "report.html").is_file() and "RoFormer + PI" in output
+
+    for run in (killed / RUNS).iterdir():  # results are kept without their checkpoints
+        run.rename(tmp_path / run.name)
+    before = measured(killed)
+    assert "training" not in finish(file, killed).partition("| cell")[0] and measured(killed) == before
+
+
+@pytest.mark.slow
+def test_a_second_runner_is_refused_and_a_terminated_one_saves(file: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "here"
+    first = start(file, folder, "--only", "ALiBi")
+    while reported_step(folder) < 1:
+        assert first.poll() is None
+        time.sleep(0.01)
+    second = start(file, folder)
+    output, _ = second.communicate(timeout=TIME_LIMIT)
+    assert second.returncode == 2 and "another runner is at work" in output
+    assert first.poll() is None or first.returncode == 0
+    first.send_signal(signal.SIGTERM)
+    output, _ = first.communicate(timeout=TIME_LIMIT)
+    assert first.returncode in (75, 0), output
+    assert not [name for name in os.listdir("/proc") if name.isdigit() and _is_child_of(folder, int(name))]
+
+
+def _is_child_of(folder: Path, process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/cwd").resolve() == folder
+    except OSError:
+        return False

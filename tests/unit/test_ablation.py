@@ -1,0 +1,183 @@
+"""An ablation's file, the cells that it stands for, their names, and what is refused before anything runs."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron_coca.ablation.plan import RUN_KEYS, Cell, cell_hash, expand, read_ablation, select
+from megatron_coca.config import load_config
+from megatron_coca.evaluation import EvaluationError
+from megatron_coca.training.resume import FREE_KEYS
+
+DATA = {"tokens": [100], "sha256": ["ab"]}
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write(small: dict[str, Any], corpus: Path, tmp_path: Path) -> Write:
+    """write(keys={}, **changes): an ablation of two models and two seeds."""
+
+    def file(keys: dict[str, Any] | None = None, /, **changes: Any) -> Path:
+        (tmp_path / "base.json").write_text(json.dumps(small | (keys or {})))
+        (tmp_path / "ntk.yml").write_text("rope_scaling: {rope_type: dynamic, factor: 2.0}\n")
+        content = {
+            "title": "Two",
+            "base": [str(tmp_path / "base.json"), "train_iters=6"],
+            "seeds": [1, 2],
+            "baseline": "RoFormer",
+            "results": str(tmp_path / "results"),
+            "runs": str(tmp_path / "runs"),
+            "models": {
+                "RoFormer": {"set": ["pos_emb=rotary"], "variants": {"": [], "+ NTK": [str(tmp_path / "ntk.yml")]}},
+                "NoPE": ["pos_emb=none", "rotary_pct=1.0", "max_position_embeddings=2L"],
+            },
+            "tasks": {"perplexity": {"data": [f"{corpus}/words_test"], "windows": ["1L", "2L"], "stride": "1L"}},
+        }
+        (tmp_path / "ablation.yml").write_text(yaml.dump(content | changes, sort_keys=False))
+        return tmp_path / "ablation.yml"
+
+    return file
+
+
+def cells_of(file: Path) -> list[Cell]:
+    return expand(read_ablation(file), "cpu")
+
+
+def test_a_cell_for_each_model_and_seed(write: Write, tmp_path: Path) -> None:
+    cells = cells_of(write())
+    assert [(cell.model, cell.seed) for cell in cells] == [
+        ("RoFormer", 1),
+        ("RoFormer", 2),
+        ("NoPE", 1),
+        ("NoPE", 2),
+    ]
+    first = cells[0]
+    assert first.name.startswith("roformer-s1-") and len(first.name.rpartition("-")[2]) == 8
+    assert first.config.position.pos_emb == "rotary" and first.config.seed == 1 and first.steps == 6
+    assert first.config.checkpoint.save == str(tmp_path / "runs" / first.name)
+    assert first.tokens == 6 * 4 * 32 and cells[2].config.model.max_position_embeddings == 64
+    (command,) = first.commands
+    folder = tmp_path / "results" / first.name
+    assert command.files == (folder / "perplexity_roformer.json", folder / "perplexity_roformer_ntk.json")
+    assert "32,64" in command.arguments and str(first.run) in command.arguments
+
+
+def test_the_model_follows_the_base_and_its_keys_win(write: Write, tmp_path: Path) -> None:
+    (tmp_path / "short.yml").write_text("train_iters: 3\n")
+    models = {"One": [str(tmp_path / "short.yml")], "Two": ["train_iters=4"]}
+    assert [cell.steps for cell in cells_of(write(models=models, seeds=[1], baseline=None))] == [3, 4]
+
+
+def test_scales_change_the_file(write: Write, tmp_path: Path) -> None:
+    scales = {"tiny": {"seeds": [7]}, "large": {"tasks": {"perplexity": {"stride": 8}}}}
+    file = write(scales=scales)
+    assert read_ablation(file).seeds == [7]
+    large = read_ablation(file, "large", tmp_path / "elsewhere")
+    assert large.seeds == [1, 2] and large.results == tmp_path / "elsewhere"
+    assert large.tasks["perplexity"] is not None and large.tasks["perplexity"].keys() == {"data", "windows", "stride"}
+    with pytest.raises(EvaluationError, match="--scale huge: unknown; the file has tiny, large"):
+        read_ablation(file, "huge")
+
+
+def test_names_follow_what_the_weights_depend_on(write: Write, tmp_path: Path) -> None:
+    def name(keys: dict[str, Any] | None = None, **changes: Any) -> str:
+        return cells_of(write(keys, **changes))[0].name
+
+    plain = name()
+    same = [
+        name({"log_interval": 5, "eval_iters": 3}),
+        name({"train_micro_batch_size_per_gpu": 4}),  # the same batch
+        name({"weight_decay": 0.1}),  # the default
+        name({"attention_backend": "sdpa"}),
+        name(runs=str(tmp_path / "other"), title="Other", seeds=[1]),
+        name(tasks={"passkey": {"lengths": ["1L"]}}),
+    ]
+    assert set(same) == {plain}
+    others = [name({"train_batch_size": 8}), name({"weight_decay": 0.2}), name({"seq_length": 16}), name(seeds=[3])]
+    assert len({*others, plain}) == 5
+
+
+def test_a_name_covers_data_dtype_and_initial_weights_but_no_run_key(small: dict[str, Any]) -> None:
+    config = load_config([], small)
+    plain = cell_hash(config, 4, DATA)
+    everything = {key: value for key, value in config.flat().items() if value is not None}
+    assert cell_hash(load_config([], everything), 4, DATA) == plain, "written out, it is the same configuration"
+    others = [
+        cell_hash(config, 8, DATA),
+        cell_hash(config, 4, DATA | {"tokens": [101]}),
+        cell_hash(config, 4, DATA, weights="of another run"),
+        cell_hash(config.override({"precision": "bfloat16"}), 4, DATA),
+        cell_hash(config.override({"loss_spike_policy": "skip"}), 4, DATA),
+    ]
+    assert len({*others, plain}) == 6
+    assert FREE_KEYS - {"optimizer.params.lr"} <= RUN_KEYS, "what resuming may change, except the learning rate"
+
+
+def test_every_fault_is_listed_at_once(write: Write, tmp_path: Path) -> None:
+    models = {
+        "RoFormer": ["pos_emb=rotary"],
+        "Typo": ["pos_embb=rotary"],
+        "Overlay": [str(tmp_path / "absent.yml")],
+        "ALiBi": {
+            "set": ["pos_emb=alibi", "rotary_pct=1.0"],
+            "variants": {"+ NTK": [str(tmp_path / "ntk.yml")], "larger": ["hidden_size=64"]},
+        },
+        "Shared": ["log_dir=logs"],
+    }
+    tasks = {
+        "perplexity": {"windws": [32]},
+        "perplexity value": {"windows": [32], "stride": "long"},
+        "perplexity data": {"windows": [32], "stride": 32, "data": ["absent"]},
+        "knitting": {},
+        "speed": {"config": ["a.yml"], "lengths": [1]},
+    }
+    with pytest.raises(EvaluationError) as refused:
+        cells_of(write(models=models, tasks=tasks, baseline="CoCA"))
+    lines = str(refused.value).splitlines()
+    for part in (
+        "baseline: CoCA: unknown; models are RoFormer, Typo",
+        "models.Typo: command line: pos_embb: unknown key; did you mean `pos_emb`?",
+        "models.Overlay: ",
+        "models.ALiBi: variants.+ NTK: ",
+        "models.ALiBi: variants.larger: the model: its weights cannot be evaluated with another hidden_size",
+        "models.Shared: log_dir: all cells would share this folder",
+        "tasks.perplexity.windws: unknown option",
+        "tasks.perplexity value: argument --stride",
+        "tasks.perplexity data: absent: no such text file",
+        "tasks.knitting: unknown task",
+        "tasks.speed: measures no checkpoint",
+    ):
+        assert sum(line.startswith(part) for line in lines) == 1, f"{part}\n{refused.value}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seeds": [1, 1]}, "roformer-s1-.*: the name of two cells, RoFormer with seed 1 and RoFormer with seed 1"),
+        ({"base": ["optimizer.params.lr=1"]}, "base: command line: num_layers"),
+        ({"models": {}}, "models: Dictionary should have at least 1 item"),
+        ({"modles": {}}, "modles: Extra inputs are not permitted"),
+    ],
+)
+def test_mistakes_are_named(write: Write, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(EvaluationError, match=message):
+        cells_of(write(**changes))
+
+
+def test_missing_shards_name_the_command_that_makes_them(write: Write) -> None:
+    with pytest.raises(EvaluationError, match=r"absent.bin: no such file.*tools/prepare_data.py"):
+        cells_of(write({"train_data_paths": ["absent"]}))
+
+
+def test_only_names_models_cells_and_seeds(write: Write) -> None:
+    cells = cells_of(write())
+    assert select(cells, []) == cells
+    assert select(cells, ["NoPE"]) == cells[2:] and select(cells, ["s2"]) == cells[1::2]
+    assert select(cells, ["NoPE", "s1"]) == [cells[2]]
+    assert select(cells, [cells[0].name, "NoPE"]) == [cells[0], *cells[2:]]
+    with pytest.raises(EvaluationError, match="--only s3: unknown; known: RoFormer, NoPE, s1, s2, roformer-s1-"):
+        select(cells, ["s3"])

@@ -1,0 +1,237 @@
+"""Cells on disk and their states, dividing a machine, running cells with quick stand-ins for training and evaluation,
+estimates, and the scripts for Slurm.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_coca.ablation import cells as files
+from megatron_coca.ablation import running, slurm
+from megatron_coca.ablation.cells import CellRecord, State, read_cell, state_of, write_cell
+from megatron_coca.ablation.estimates import dry_run
+from megatron_coca.ablation.plan import Cell
+from megatron_coca.ablation.reporting import curves
+from megatron_coca.ablation.running import Machine, divide, run_cells
+from megatron_coca.config import load_config
+from megatron_coca.evaluation import EvaluationError
+from megatron_coca.evaluation.report.curves import Curve, CurvePoint
+from megatron_coca.evaluation.results import read_record
+from megatron_coca.evaluation.suite import Command
+from megatron_coca.training.exit_status import Preempted
+
+MACHINE = Machine(2, (), "cpu")
+
+TRAIN = """
+import json, os, sys, time
+from pathlib import Path
+import yaml
+config = yaml.safe_load(Path(sys.argv[1]).read_text())
+save = Path(config["save"])
+print("threads", os.environ["OMP_NUM_THREADS"], "pos_emb", config["pos_emb"])
+if config["pos_emb"] == "alibi":
+    raise ValueError("no such slope")
+lines = [{"step": 3, "loss": 5.0, "step_seconds": 2.0, "eta_seconds": 6.0}, {"step": 3, "event": "slow"}]
+lines += [{"step": 6, "loss": 4.0, "step_seconds": 1.0, "eval_share": 0.5}, {"step": 6, "validation_loss": 4.5}]
+(save / "metrics.jsonl").write_text("".join(json.dumps(line) + "\\n" for line in lines) + '{"step"')
+if config["pos_emb"] == "none":
+    time.sleep(60)
+folder = save / "global_step6"
+folder.mkdir()
+(folder / "meta.json").write_text(json.dumps({"progress": {}}))
+(folder / "manifest.json").write_text("{}")
+"""
+EVALUATE = """
+import json, sys
+from pathlib import Path
+arguments = sys.argv[1:]
+folder = Path(arguments[arguments.index("--output") + 1])
+folder.mkdir(parents=True, exist_ok=True)
+kind = "refused" if arguments[0] == "passkey" else "not run"
+missing = [] if arguments[0] == "perplexity" else [{"at": "all", "kind": kind, "reason": "x"}]
+(folder / f"{arguments[0]}_m.json").write_text(json.dumps({"missing": missing}))
+print("evaluate.py: m: all: x", file=sys.stderr)
+sys.exit(2 if missing else 0)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in (("TRAIN", TRAIN), ("EVALUATE", EVALUATE)):
+        (tmp_path / f"{name}.py").write_text(text)
+        monkeypatch.setattr(running, name, (sys.executable, "-u", str(tmp_path / f"{name}.py")))
+
+
+def cell(tmp_path: Path, small: dict[str, Any], method: str, tasks: tuple[str, ...] = ("perplexity",)) -> Cell:
+    name = f"{method}-s7-00000000"
+    run, results = tmp_path / "runs" / name, tmp_path / "results" / name
+    keys = {"pos_emb": method, "rotary_pct": 1.0, "train_iters": 6, "save": str(run)}
+    commands = [Command(task, "m", (task, "--output", str(results)), (results / f"{task}_m.json",)) for task in tasks]
+    return Cell(
+        method, 7, name, load_config([], small | keys), 1, 4, run, results, commands, dict.fromkeys(tasks, "digest")
+    )
+
+
+def test_states_from_files(tmp_path: Path, small: dict[str, Any]) -> None:
+    one = cell(tmp_path, small, "rotary")
+    assert state_of(one) is State.WAITING
+    folder = one.run / "global_step6"
+    (one.run / "global_step3").mkdir(parents=True)
+    assert state_of(one) is State.STARTED
+    folder.mkdir()
+    (folder / "manifest.json").write_text("{}")
+    (folder / "meta.json").write_text('{"progress": {"unvalidated": true}}')
+    assert state_of(one) is State.STARTED, "it was stopped in its last validation"
+    (folder / "meta.json").write_text('{"progress": {"unvalidated": false}}')
+    assert state_of(one) is State.TRAINED
+    write_cell(one, read_cell(one).model_copy(update={"status": "failed"}))
+    assert state_of(one) is State.FAILED
+    files.write_curve(one)
+    (one.results / "perplexity_m.json").write_text("{}")
+    write_cell(one, read_cell(one).model_copy(update={"evaluated": {"perplexity": "digest"}}))
+    assert state_of(one) is State.DONE
+    (folder / "manifest.json").unlink()
+    assert state_of(one) is State.DONE, "the results are kept without the checkpoint"
+    assert state_of(replace(one, measurements={"perplexity": "other options"})) is State.FAILED
+    (one.results / "perplexity_m.json").unlink()
+    assert state_of(one) is State.FAILED
+
+
+def test_a_failed_cell_stops_no_other(
+    tmp_path: Path, small: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    methods = ("alibi", "rotary", "coca")
+    grid = [cell(tmp_path, small, method, ("perplexity", "passkey")) for method in methods]
+    (problem,) = run_cells(grid, MACHINE, 2)
+    assert problem == f"{grid[0].name}: training: ValueError: no such slope ({grid[0].run / 'log.txt'})"
+    assert [state_of(each) for each in grid] == [State.FAILED, State.DONE, State.DONE]
+    assert "threads 1 pos_emb rotary" in (grid[1].run / "log.txt").read_text()
+    shown = capsys.readouterr().out
+    assert f"{grid[1].name}: evaluating passkey" in shown and f"{grid[0].name}: failed: training: Val" in shown
+    record = read_record(grid[1].results / "cell.json", CellRecord, "a record")
+    # 3 steps of 2 s, then 3 of 1 s which are half of the time, as validation takes the other half.
+    assert record.training_seconds == 12.0 and record.status == "done" and record.torch
+    assert record.tokens == 6 * 4 * 32 and record.parameters > record.non_embedding_parameters > 0
+    (curve,) = curves(grid)["rotary"]
+    assert [(point.step, point.tokens) for point in curve.points] == [(3, 384), (6, 768)]
+    assert (curve.points[1].train_loss, curve.points[1].validation_loss) == (4.0, 4.5)
+    assert "alibi" in running.overview(grid)
+
+    before = (grid[1].results / "cell.json").read_bytes()
+    assert len(run_cells(grid, MACHINE, 1)) == 1, "a failed cell is tried again"
+    assert (grid[1].results / "cell.json").read_bytes() == before
+    assert "threads 2 pos_emb alibi" in (grid[0].run / "log.txt").read_text()
+
+
+def test_a_failed_task_leaves_the_others(tmp_path: Path, small: dict[str, Any]) -> None:
+    one = cell(tmp_path, small, "rotary", ("needle", "perplexity"))
+    (problem,) = run_cells([one], MACHINE, 1)
+    assert f"{one.name}: needle: evaluate.py: m: all: x" in problem
+    record = read_cell(one)
+    assert record.status == "failed" and record.evaluated.keys() == {"perplexity"} and record.reason in problem
+
+
+def test_a_signal_ends_the_children_and_a_second_runner_is_refused(tmp_path: Path, small: dict[str, Any]) -> None:
+    one = cell(tmp_path, small, "none")
+    refused = []
+
+    def interfere() -> None:
+        while not (one.run / "metrics.jsonl").is_file():
+            time.sleep(0.01)
+        try:
+            with running.locked([one]):
+                pass
+        except EvaluationError as error:
+            refused.append(str(error))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    other = threading.Thread(target=interfere)
+    other.start()
+    start = time.monotonic()
+    with pytest.raises(Preempted, match="preempted \\(SIGTERM\\); the same command resumes"):
+        run_cells([one], MACHINE, 1)
+    other.join()
+    assert time.monotonic() - start < 30 and "another runner is at work on this cell" in refused[0]
+    assert read_cell(one).status == "started"
+    assert files.progress(one.run) == files.Progress(6, 4.0, None)
+
+
+def test_cores_and_gpus_are_divided() -> None:
+    assert [share.threads for share in divide(Machine(5, (), "cpu"), 2)] == [2, 2]
+    assert divide(Machine(1, (), "cpu"), 3)[2].variables(1) == {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    four = divide(Machine(16, ("0", "2", "5", "7"), "H100"), 2)
+    assert [share.gpus for share in four] == [("0", "2"), ("5", "7")]
+    assert four[1].variables(2) == {"OMP_NUM_THREADS": "4", "CUDA_VISIBLE_DEVICES": "5,7"}
+    with pytest.raises(EvaluationError, match="--jobs 3: this machine has 2 GPUs"):
+        divide(Machine(8, ("0", "1"), "H100"), 3)
+
+
+def test_more_ranks_than_gpus_are_refused(tmp_path: Path, small: dict[str, Any]) -> None:
+    one = replace(cell(tmp_path, small, "rotary"), ranks=2)
+    with pytest.raises(EvaluationError, match="--jobs 2: leaves 1 GPUs to a cell that trains on 2"):
+        run_cells([one], Machine(8, ("0", "1"), "H100"), 2)
+
+
+def test_curves_are_thinned_evenly_and_keep_validations() -> None:
+    points = [CurvePoint(step=n, tokens=n, train_loss=1.0, validation_loss=None) for n in range(1, 1001)]
+    assert [point.step for point in files.thinned(points, 4)] == [250, 500, 750, 1000]
+    points[98] = points[98].model_copy(update={"validation_loss": 2.0})
+    assert [point.step for point in files.thinned(points, 3)] == [99, 500, 1000]
+    assert files.thinned(points[:3], 3) == points[:3]
+
+
+def test_the_dry_run_invents_nothing(tmp_path: Path, small: dict[str, Any]) -> None:
+    grid = [cell(tmp_path, small, method) for method in ("rotary", "coca")]
+    shown = dry_run(grid, None)
+    assert shown.count("unknown") == 4 and "at least 0.00 hours" in shown
+    modelled = dry_run(grid, 1e6)
+    assert modelled.count("unknown") == 2 and "40% is assumed" in modelled
+    run_cells(grid[:1], MACHINE, 1)
+    record = read_cell(grid[0])
+    write_cell(grid[0], record.model_copy(update={"training_seconds": 7200.0, "overhead_seconds": 3600.0}))
+    rows = [[text.strip() for text in line.split("|")] for line in dry_run(grid, None).splitlines()]
+    assert rows[2][2] == "done" and rows[3][2] == "waiting" and rows[3][-3:-1] == ["2.00", "1.00"]
+    assert rows[3][5] == f"{6 * 4 * 32:,}"
+
+
+def test_slurm_has_a_task_for_each_missing_cell(tmp_path: Path, small: dict[str, Any]) -> None:
+    grid = [cell(tmp_path, small, method) for method in ("rotary", "coca", "none")]
+    run_cells(grid[:1], MACHINE, 1)
+    command = ["tools/ablate.py", "a file.yml", "--output", "results"]
+    scripts = slurm.write_jobs(grid, tmp_path / "jobs", command, None)
+    for script in scripts:
+        subprocess.run(["bash", "-n", str(script)], check=True)
+    array, collect, submit = (script.read_text() for script in scripts)
+    assert "#SBATCH --array=0-1\n" in array and "#SBATCH --gpus-per-task=1\n" in array
+    stub = "srun() { printf '%s|' \"$@\"; }\n"
+    called = [
+        subprocess.run(
+            ["bash", "-c", stub + array],
+            env={"SLURM_ARRAY_TASK_ID": task, "PATH": os.environ["PATH"]},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for task in "01"
+    ]
+    for each, output in zip(grid[1:], called, strict=True):
+        assert output.endswith(f"|python|-u|tools/ablate.py|a file.yml|--output|results|--only|{each.name}|"), output
+    assert "tools/ablate.py 'a file.yml' --output results --report" in collect
+    assert 'sbatch --dependency="afterany:' in submit and str(scripts[1]) in submit
+    with pytest.raises(EvaluationError, match="all cells are done"):
+        slurm.write_jobs(grid[:1], tmp_path / "jobs", command, None)
+
+
+def test_a_curve_is_a_record() -> None:
+    text = '{"seed": 1, "points": [{"step": 1, "tokens": 2, "train_loss": null, "validation_loss": 3.0}]}'
+    assert Curve.model_validate(json.loads(text)).points[0].validation_loss == 3.0
