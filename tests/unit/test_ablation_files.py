@@ -2,22 +2,17 @@
 
 import re
 from pathlib import Path
-from typing import Any, get_args
+from types import SimpleNamespace
+from typing import get_args
 
 import pytest
+from megatron_coca.ablation import plan
+from megatron_coca.ablation.plan import configured, expand, read_ablation
 
-from megatron_coca.checkpoints.compare import refuse_other_model
 from megatron_coca.config import Config, load_config
 from megatron_coca.config.model import MAP_OPTIONS, SCALING_OPTIONS, PositionMethod
 from megatron_coca.evaluation.cli import build_parser
-from megatron_coca.evaluation.suite import (
-    CheckpointEntry,
-    SuiteFile,
-    changes_in_tokens,
-    option_arguments,
-    plan_commands,
-    read_suite,
-)
+from megatron_coca.evaluation.suite import changes_in_tokens, option_arguments, read_suite
 from megatron_coca.model.build import empty_model
 from megatron_coca.safe_yaml import read_yaml
 
@@ -27,80 +22,63 @@ SCALES = ("tiny", "small", "350M")
 GRID = [pytest.param(file, scale, id=f"{file.stem}-{scale}") for file in FILES for scale in SCALES]
 
 
-def merged(first: Any, second: Any) -> Any:
-    """Mappings key by key; of other values the second."""
-    if not isinstance(first, dict) or not isinstance(second, dict):
-        return second
-    return first | {key: merged(first.get(key), value) for key, value in second.items()}
+def loaded(changes: list[str] | None, base: Config) -> Config:
+    texts = changes_in_tokens(changes or [], base.model.seq_length)
+    return base.override([text for text in texts if "=" in text], [text for text in texts if "=" not in text])
 
 
-def read(file: Path, scale: str) -> dict[str, Any]:
-    content = read_yaml(file)
-    assert isinstance(content, dict)
-    scales = content.pop("scales")
-    assert tuple(scales) == SCALES, "tiny is the default"
-    result: dict[str, Any] = merged(content, scales[scale])
-    return result
-
-
-def entry(given: Any) -> CheckpointEntry:
-    return CheckpointEntry.model_validate({"set": given} if isinstance(given, list) else given)
-
-
-def loaded(changes: list[str], base: Config | None = None) -> Config:
-    files, keys = [text for text in changes if "=" not in text], [text for text in changes if "=" in text]
-    return load_config(files, keys) if base is None else base.override(keys, files)
-
-
-def models(ablation: dict[str, Any]) -> dict[str, tuple[Config, dict[str, Config]]]:
+def models(file: Path, scale: str) -> dict[str, tuple[Config, dict[str, Config]]]:
     """For each model its training configuration and those of its variants."""
-    base = loaded(ablation["base"])
-    length = base.model.seq_length
+    ablation = read_ablation(file, scale)
+    base = load_config(
+        [text for text in ablation.base if "=" not in text], [text for text in ablation.base if "=" in text]
+    )
     found = {}
-    for name, given in ablation["models"].items():
-        trained = loaded(changes_in_tokens(entry(given).set, length), base)
-        variants = entry(given).variants.items()
-        found[name] = (
-            trained,
-            {label: loaded(changes_in_tokens(changes or [], length), trained) for label, changes in variants},
-        )
+    for name, entry in ablation.models.items():
+        trained = configured(base, entry)
+        found[name] = trained, {label: loaded(changes, trained) for label, changes in entry.variants.items()}
     return found
 
 
 @pytest.fixture(autouse=True)
-def _in_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+def _without_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The configurations name prepared corpora, which are not there."""
     monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(plan, "open_corpus", lambda config: SimpleNamespace(config=config, identity={}))
+    monkeypatch.setattr(plan, "find_sources", lambda names: [])
 
 
 @pytest.mark.parametrize(("file", "scale"), GRID)
-def test_every_cell_trains_and_every_variant_fits(file: Path, scale: str) -> None:
-    ablation = read(file, scale)
-    assert ablation["baseline"] in ablation["models"]
-    assert len(set(ablation["seeds"])) == len(ablation["seeds"]) >= (1 if scale == "350M" else 2)
-    for name, (trained, variants) in models(ablation).items():
-        assert trained.schedule.train_iters and trained.optimizer.lr, name
-        assert trained.batch.resolve(trained.launch.num_gpus or 1).total > 0
-        seen: list[Config] = []
-        for label, config in variants.items():
-            refuse_other_model(Path(f"{name} {label}"), trained, config)
-            assert config not in seen, f"{name} {label}: measured twice"
-            seen.append(config)
-            device = "cpu" if scale == "tiny" else "cuda"
-            empty_model(config.override({"num_layers": 1}), device, training=config == trained, memory="meta")
-
-
-@pytest.mark.parametrize(("file", "scale"), GRID)
-def test_every_task_is_a_call_of_evaluate(file: Path, scale: str) -> None:
-    ablation = read(file, scale)
-    length = loaded(ablation["base"]).model.seq_length
-    for name, given in ablation["models"].items():
-        checkpoint = entry(given).model_copy(update={"path": "runs/x", "set": []})
-        suite = SuiteFile(title=ablation["title"], checkpoints={name: checkpoint}, tasks=ablation["tasks"])
-        for command in plan_commands(suite, {name: length}, Path("results"), "cpu", "float32"):
+def test_every_file_is_a_grid_of_cells(file: Path, scale: str) -> None:
+    """`expand` checks models, variants, tasks and their options."""
+    ablation = read_ablation(file, scale)
+    cells = expand(ablation)
+    assert len(cells) == len(ablation.models) * len(ablation.seeds)
+    assert ablation.baseline in ablation.models and len(ablation.seeds) >= (1 if scale == "350M" else 2)
+    for cell in cells:
+        length = cell.config.model.seq_length
+        for command in cell.commands:
             args = build_parser().parse_args(command.arguments)
             lengths = getattr(args, "windows", None) or args.lengths
             assert max(lengths) <= 64 * length and len(set(lengths)) == len(lengths)
-            assert command.checkpoint, "every task measures the models"
+
+
+@pytest.mark.parametrize(("file", "scale"), GRID)
+def test_every_variant_is_a_model(file: Path, scale: str) -> None:
+    device = "cpu" if scale == "tiny" else "cuda"
+    for name, (trained, variants) in models(file, scale).items():
+        seen: list[Config] = []
+        for label, config in variants.items():
+            assert config not in seen, f"{name} {label}: measured twice"
+            seen.append(config)
+            empty_model(config.override({"num_layers": 1}), device, training=config == trained, memory="meta")
+
+
+def test_the_first_scale_is_the_default() -> None:
+    for file in FILES:
+        content = read_yaml(file)
+        assert isinstance(content, dict) and tuple(content["scales"]) == SCALES
+        assert read_ablation(file) == read_ablation(file, "tiny")
 
 
 def test_the_page_counts_models_and_variants_and_cells() -> None:
@@ -111,16 +89,14 @@ def test_the_page_counts_models_and_variants_and_cells() -> None:
     }
     counted = {}
     for file in FILES:
-        variants = [len(entry(given).variants) for given in read(file, "tiny")["models"].values()]
+        variants = [len(entry.variants) for entry in read_ablation(file, "tiny").models.values()]
         counted[file.stem] = (len(variants), sum(variants))
     assert rows == counted
     totals = []
     for scale in SCALES:
-        ablations = [read(file, scale) for file in FILES]
-        assert len({each["runs"] for each in ablations}) == 1 and len({each["results"] for each in ablations}) == len(
-            FILES
-        )
-        cells = {(name, seed) for each in ablations for name in each["models"] for seed in each["seeds"]}
+        ablations = [read_ablation(file, scale) for file in FILES]
+        assert len({each.runs for each in ablations}) == 1 and len({each.results for each in ablations}) == len(FILES)
+        cells = {(name, seed) for each in ablations for name in each.models for seed in each.seeds}
         totals.append(len(cells))
     tiny, small, large = totals
     assert f"`tiny` has {tiny} cells in all, `small` {small} and `350M` {large}." in page
@@ -130,8 +106,8 @@ def test_a_model_of_several_files_is_the_same_model() -> None:
     """Cells are named by model and configuration: only then is it trained once."""
     known: dict[str, list[str]] = {}
     for file in FILES:
-        for name, given in read(file, "tiny")["models"].items():
-            assert known.setdefault(name, entry(given).set) == entry(given).set, f"{file.name}: {name}"
+        for name, entry in read_ablation(file, "tiny").models.items():
+            assert known.setdefault(name, entry.set) == entry.set, f"{file.name}: {name}"
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -141,8 +117,8 @@ def test_comments_count_the_cells(file: Path) -> None:
     counts = re.findall(r"(tiny|small|350M) (\d+) cells", comment)
     assert counts or "not trained again" in comment
     for scale, count in counts:
-        ablation = read(file, scale)
-        assert int(count) == len(ablation["models"]) * len(ablation["seeds"]), scale
+        ablation = read_ablation(file, scale)
+        assert int(count) == len(ablation.models) * len(ablation.seeds), scale
 
 
 def test_scale_350m_is_the_published_recipe() -> None:
@@ -150,7 +126,7 @@ def test_scale_350m_is_the_published_recipe() -> None:
     files = [ROOT / "configs/data/pile_books_wiki_code.yml", ROOT / "configs/cluster/a100x8.yml"]
     published = [load_config([file, *files]) for file in sorted((ROOT / "configs" / "350M").glob("*.yml"))]
     recipes = [each.override({"save": None}) for each in published if not each.model.gpt_j_residual]
-    trained = [config for config, _ in models(read(ROOT / "configs/ablations/methods.yml", "350M")).values()]
+    trained = [config for config, _ in models(ROOT / "configs/ablations/methods.yml", "350M").values()]
     plain = {"save": None, "max_position_embeddings": 512}
     assert {each.position.pos_emb for each in trained} == set(get_args(PositionMethod))
     assert all(each.override(plain) in recipes for each in trained) and len(trained) == len(recipes)
@@ -163,7 +139,7 @@ def test_tiny_is_the_quickstart() -> None:
 
 
 def test_tables_1_and_2_at_350m_are_measured_as_by_the_suite_of_the_paper() -> None:
-    ours = read(ROOT / "configs/ablations/coca_tables_1_2.yml", "350M")["tasks"]
+    ours = read_ablation(ROOT / "configs/ablations/coca_tables_1_2.yml", "350M").tasks
     suite = read_suite(ROOT / "configs/evaluation/paper_350m.yml").tasks
     for task in ours:
         calls = (option_arguments(task, options[task], 512) for options in (ours, suite))
@@ -175,7 +151,7 @@ def test_tables_1_and_2_at_350m_are_measured_as_by_the_suite_of_the_paper() -> N
 
 
 def test_every_extension_and_map_is_measured() -> None:
-    found = models(read(ROOT / "configs/ablations/extensions.yml", "small"))
+    found = models(ROOT / "configs/ablations/extensions.yml", "small")
     positions = [config.position for _, variants in found.values() for config in variants.values()]
     scaled = {each.rope_scaling.rope_type for each in positions if each.rope_scaling}
     assert scaled == SCALING_OPTIONS.keys() - {"default", "longrope"}
