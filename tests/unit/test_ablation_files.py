@@ -6,12 +6,13 @@ from types import SimpleNamespace
 from typing import get_args
 
 import pytest
+
 from megatron_coca.ablation import plan
 from megatron_coca.ablation.plan import configured, expand, read_ablation
-
 from megatron_coca.config import Config, load_config
 from megatron_coca.config.model import MAP_OPTIONS, SCALING_OPTIONS, PositionMethod
 from megatron_coca.evaluation.cli import build_parser
+from megatron_coca.evaluation.options import full_label
 from megatron_coca.evaluation.suite import changes_in_tokens, option_arguments, read_suite
 from megatron_coca.model.build import empty_model
 from megatron_coca.safe_yaml import read_yaml
@@ -55,6 +56,10 @@ def test_every_file_is_a_grid_of_cells(file: Path, scale: str) -> None:
     cells = expand(ablation)
     assert len(cells) == len(ablation.models) * len(ablation.seeds)
     assert ablation.baseline in ablation.models and len(ablation.seeds) >= (1 if scale == "350M" else 2)
+    files = {file.name for cell in cells for command in cell.commands for file in command.files}
+    labels = [full_label(name, label) for name, entry in ablation.models.items() for label in entry.variants]
+    tasks = {task.partition(" ")[0] for task in ablation.tasks}
+    assert len(files) == len(labels) * len(tasks), "a label of its own in the report, also as a file name"
     for cell in cells:
         length = cell.config.model.seq_length
         for command in cell.commands:
