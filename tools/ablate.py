@@ -1,6 +1,6 @@
 """Run an ablation: train every model of a file with every seed, evaluate all of them, and write the report.
 
-    python tools/ablate.py configs/ablations/FILE.yml --jobs 2
+    python tools/ablate.py configs/ablations/NAME.yml --jobs 2
 
 What is done already is kept; the same command resumes after an interruption. Exit status 2 if a cell failed.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # run from a checkout, without installing
 
-from megatron_coca.evaluation.options import add_device_options, positive_int  # noqa: E402
+from megatron_coca.evaluation.options import DTYPES, positive_int  # noqa: E402
 
 # PyTorch takes seconds to import: only `run` does, after the options are read.
 
@@ -54,13 +54,15 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     instead.add_argument("--slurm", type=Path, metavar="DIR", help="write a Slurm job array into DIR, and run nothing")
     peak = "--dry-run: peak of a device, of which 40%% is assumed, where no cell is finished"
     add("--peak-flops", type=float, metavar="FLOPS", help=peak)
-    add_device_options(parser)
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="of training and evaluation")
+    add("--dtype", choices=DTYPES, default=DTYPES[0], help="dtype of the evaluation")
     return parser.parse_args(arguments)
 
 
 def run(options: argparse.Namespace) -> int:
     """Do what the options say. Raises EvaluationError, Stopped, KeyboardInterrupt."""
     from megatron_coca.ablation import estimates, plan, reporting, running, slurm
+    from megatron_coca.evaluation.options import resolve_device
 
     file = plan.read_ablation(options.file, options.scale, options.output, options.runs)
     everything = plan.expand(file, options.device, options.dtype)
@@ -78,6 +80,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
     problems = []
     if not options.report:
+        resolve_device(options.device)
         problems = running.run_cells(cells, running.Machine.here(options.device), options.jobs)
         print(f"\n{running.overview(cells)}")
     if options.report or not options.only:

@@ -30,8 +30,8 @@ EVALUATE = (sys.executable, "-u", str(ROOT / "evaluate.py"))
 LOG, CONFIG = "log.txt", "ablation.yml"
 POLL_SECONDS, REPORT_SECONDS = 0.2, 60.0
 LOG_TAIL = 20_000
-NOTE = re.compile(r"on rank \d+ of \d+, ")
-"""Begins the last line of a traceback in training, after that of the error."""
+ERROR = re.compile(r"[\w.]*(Error|Exception): ")
+"""Begins the line of the error in a traceback; notes and warnings may follow it."""
 
 
 @dataclass(frozen=True)
@@ -186,9 +186,9 @@ class Job:
         with log.open("rb") as file:
             file.seek(max(self._log_start, log.stat().st_size - LOG_TAIL))
             text = file.read().decode(errors="replace")
-        lines = [line.strip() for line in text.splitlines() if line.strip() and not NOTE.match(line)]
-        exit_status = describe_exit(128 - status if status > 128 else status)
-        return f"{lines[-1] if status < 128 and lines else exit_status} ({log})"
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        lines = [line for line in lines if ERROR.match(line)] or lines
+        return f"{lines[-1] if status < 128 and lines else describe_exit(128 - status)} ({log})"
 
     def _keep_curve(self) -> None:
         if (self.cell.results / files.CURVE).is_file() and self._record.status != "started":

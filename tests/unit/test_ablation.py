@@ -1,6 +1,8 @@
 """An ablation's file, the cells that it stands for, their names, and what is refused before anything runs."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from megatron_coca.config import load_config
 from megatron_coca.evaluation import EvaluationError
 from megatron_coca.training.resume import FREE_KEYS
 
+ROOT = Path(__file__).parents[2]
 DATA = {"tokens": [100], "sha256": ["ab"]}
 Write = Callable[..., Path]
 
@@ -181,3 +184,13 @@ def test_only_names_models_cells_and_seeds(write: Write) -> None:
     assert select(cells, [cells[0].name, "NoPE"]) == [cells[0], *cells[2:]]
     with pytest.raises(EvaluationError, match="--only s3: unknown; known: RoFormer, NoPE, s1, s2, roformer-s1-"):
         select(cells, ["s3"])
+
+
+def test_help_loads_no_torch() -> None:
+    code = (
+        "import runpy, sys; sys.argv = ['tools/ablate.py', '--help']\n"
+        "try: runpy.run_path('tools/ablate.py', run_name='__main__')\n"
+        "except SystemExit: print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("False\n")
