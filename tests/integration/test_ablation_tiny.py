@@ -18,12 +18,13 @@ def test_tiny_from_nothing_to_the_report(tmp_path: Path, monkeypatch: pytest.Mon
     file = Path("configs/ablations") / f"{FILE}.yml"
     runs, results = tmp_path / "runs/ablations/tiny", tmp_path / f"results/ablations/{FILE}/tiny"
 
-    def validated_once() -> bool:
-        return any("validation_loss" in path.read_text() for path in runs.glob("*/metrics.jsonl"))
+    def saved_once() -> bool:
+        return any(runs.glob("*/latest"))
 
-    ablation.kill_when(ablation.start(file, tmp_path, "--jobs", "2"), validated_once)
+    ablation.kill_when(ablation.start(file, tmp_path, "--jobs", "2"), saved_once)
     assert not list(results.glob("*/curve.json"))
     output = ablation.finish(file, tmp_path, "--jobs", "2")
+    assert any("resuming at step 100" in log.read_text() for log in runs.glob("*/log.txt"))
 
     cells = [json.loads(path.read_text()) for path in results.glob("*/cell.json")]
     assert [cell["status"] for cell in cells] == ["done"] * CELLS and {cell["seed"] for cell in cells} == {1234, 1235}
