@@ -63,6 +63,7 @@ def run(options: argparse.Namespace) -> int:
     """Do what the options say. Raises EvaluationError, Stopped, KeyboardInterrupt."""
     from megatron_coca.ablation import estimates, plan, reporting, running, slurm
     from megatron_coca.evaluation.options import resolve_device
+    from megatron_coca.evaluation.results import EvaluationError
 
     file = plan.read_ablation(options.file, options.scale, options.output, options.runs)
     everything = plan.expand(file, options.device, options.dtype)
@@ -74,8 +75,7 @@ def run(options: argparse.Namespace) -> int:
         command = ["tools/ablate.py", str(options.file), "--output", str(file.results), "--runs", str(file.runs)]
         command += ["--scale", options.scale] if options.scale else []
         command += ["--device", options.device, "--dtype", options.dtype]
-        gpus = 0 if options.device == "cpu" else None
-        *_, submit = slurm.write_jobs(cells, options.slurm, command, gpus)
+        *_, submit = slurm.write_jobs(cells, options.slurm, command, gpus=options.device != "cpu")
         print(f"submit with: bash {submit}")
         return 0
     problems = []
@@ -84,7 +84,10 @@ def run(options: argparse.Namespace) -> int:
         problems = running.run_cells(cells, running.Machine.here(options.device), options.jobs)
         print(f"\n{running.overview(cells)}")
     if options.report or not options.only:
-        print(f"\n{reporting.write_report(file, everything)}")
+        try:
+            print(f"\n{reporting.write_report(file, everything)}")
+        except EvaluationError as error:  # the failed cells are listed all the same
+            problems.append(f"report: {error}")
     for problem in problems:
         print(f"ablate.py: {problem}", file=sys.stderr)
     return 2 if problems else 0

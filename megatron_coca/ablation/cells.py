@@ -31,7 +31,7 @@ class CellRecord(Record):
         evaluation_seconds: of the measurements, as their cost files have them.
         overhead_seconds: the rest: starting processes, loading data and models, work that was repeated after an
             interruption. Calls that were killed are not counted.
-        evaluated: the digests of the finished tasks, by their entry in `tasks`.
+        evaluated: the digests of the complete result files, by their path in the folder of results.
     """
 
     model: str
@@ -106,12 +106,18 @@ def state_of(cell: Cell) -> State:
 
 def missing_commands(cell: Cell, record: CellRecord) -> list[Command]:
     """Return the evaluations that are not complete, or whose options changed since."""
+    wanted = {command: measured_by(cell, command) for command in cell.commands}
     return [
         command
-        for command in cell.commands
-        if record.evaluated.get(command.task) != cell.measurements[command.task]
-        or not all(file.is_file() for file in command.files)
+        for command, digests in wanted.items()
+        if not digests.items() <= record.evaluated.items() or not all(file.is_file() for file in command.files)
     ]
+
+
+def measured_by(cell: Cell, command: Command) -> dict[str, str]:
+    """Return the digests of the result files of a command, by their path in the folder of results."""
+    paths = [file.relative_to(cell.results) for file in command.files]
+    return {str(path): cell.measurements[path] for path in paths}
 
 
 def is_trained(cell: Cell) -> bool:

@@ -54,6 +54,7 @@ RUN_KEYS = frozenset(
 """Groups and keys that do not name a cell: they say how and where a run is computed. The content of the data, the batch
 size and the dtype do name it.
 """
+RESULTS = Path("results")
 SHARED_PATHS = ("save_copy", "log_dir", "tensorboard_dir")
 """Folders that all cells would write into."""
 
@@ -95,7 +96,8 @@ class Cell:
         ranks: processes that train it.
         batch: samples per step over all ranks.
         commands: the evaluations.
-        measurements: for each entry of `tasks` a digest of all that its numbers depend on besides the weights.
+        measurements: for each result file, by its path in `results`, a digest of all that its numbers depend on besides
+            the weights.
     """
 
     model: str
@@ -107,7 +109,7 @@ class Cell:
     run: Path
     results: Path
     commands: Sequence[Command]
-    measurements: Mapping[str, str]
+    measurements: Mapping[Path, str]
 
     @property
     def steps(self) -> int:
@@ -271,21 +273,23 @@ class _Parser(ArgumentParser):
 
 def _check_tasks(
     file: AblationFile, entry: ModelEntry, config: Config, dtype: str, plan: Plan
-) -> tuple[dict[str, str], list[str]]:
-    """Return the digest of every entry of `tasks` for one model, and a line for each that evaluate.py would refuse."""
+) -> tuple[dict[Path, str], list[str]]:
+    """Return the digest of every result file, in a folder `results`, and a line for each task that evaluate.py would
+    refuse.
+    """
     problems, digests, trained = [], {}, config.flat()
-    variants = {name: _changed(config, changes).flat() for name, changes in entry.variants.items()}
-    changes = {
-        name: {key: value for key, value in flat.items() if value != trained[key]} for name, flat in variants.items()
-    }
+    variants = [_changed(config, changes).flat() for changes in entry.variants.values()]
+    changed = [{key: value for key, value in flat.items() if value != trained[key]} for flat in variants]
     for name, options in file.tasks.items():
         try:
-            (command,) = plan({name: options}, Path("run"), Path("results"))
+            (command,) = plan({name: options}, Path("run"), RESULTS)
             if command.checkpoint is None:
                 raise EvaluationError(f"tasks.{name}: measures no checkpoint; run it with `evaluate.py suite`")
             _check_arguments(command)
-            content = [name, dtype, option_arguments(name, options, config.model.seq_length), changes]
-            digests[name] = sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+            common = [name, dtype, option_arguments(name, options, config.model.seq_length)]
+            for result, changes in zip(command.files, changed, strict=True):
+                text = json.dumps([*common, changes], sort_keys=True)
+                digests[result.relative_to(RESULTS)] = sha256(text.encode()).hexdigest()[:16]
         except (EvaluationError, DataError) as error:
             problems.append(str(error) if str(error).startswith("tasks.") else f"tasks.{name}: {error}")
     return digests, problems
@@ -323,7 +327,7 @@ def _cell(
     seed: int,
     data: Mapping[str, Any],
     plan: Plan,
-    digests: Mapping[str, str],
+    digests: Mapping[Path, str],
 ) -> Cell:
     given = config.checkpoint.load if config.checkpoint.finetune else None
     config = config.override({"seed": seed, "load": given})

@@ -173,7 +173,7 @@ class Job:
                 self.problems.append(f"training: {last}")
             return
         if status == 0 or (status == 2 and files.refused_only(command.files)):
-            done = self._record.evaluated | {command.task: self.cell.measurements[command.task]}
+            done = self._record.evaluated | files.measured_by(self.cell, command)
             self._record = self._record.model_copy(update={"evaluated": done})
             self._write("trained")
         else:
@@ -188,7 +188,8 @@ class Job:
             text = file.read().decode(errors="replace")
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         lines = [line for line in lines if ERROR.match(line)] or lines
-        return f"{lines[-1] if status < 128 and lines else describe_exit(128 - status)} ({log})"
+        reason = lines[-1] if lines and status < 128 else describe_exit(128 - status if status > 128 else status)
+        return f"{reason} ({log})"
 
     def _keep_curve(self) -> None:
         if (self.cell.results / files.CURVE).is_file() and self._record.status != "started":

@@ -26,8 +26,7 @@ ARRAY_TEXT = """\
 #SBATCH --job-name=ablation
 #SBATCH --array=0-{last}
 #SBATCH --ntasks=1
-#SBATCH --gpus-per-task={gpus}
-#SBATCH --cpus-per-task=8
+{gpus}#SBATCH --cpus-per-task=8
 #SBATCH --time=24:00:00
 #SBATCH --signal=USR1@120
 #SBATCH --requeue
@@ -74,18 +73,18 @@ echo "submitted the cells as job ${{job%%;*}}"
 """
 
 
-def write_jobs(cells: Sequence[Cell], folder: Path, command: Sequence[str], gpus: int | None) -> list[Path]:
+def write_jobs(cells: Sequence[Cell], folder: Path, command: Sequence[str], gpus: bool) -> list[Path]:
     """Write the three scripts into `folder`; `command` is the call of tools/ablate.py without `--only`.
 
-    `gpus` of each task; None takes the ranks that train a cell, at most. Raises EvaluationError where all cells are
-    done, or nothing can be written.
+    With `gpus` each task gets as many as a cell trains on. Raises EvaluationError where all cells are done, or nothing
+    can be written.
     """
     missing = [cell for cell in cells if state_of(cell) is not State.DONE]
     if not missing:
         raise EvaluationError("--slurm: all cells are done; there is nothing to submit")
     values = {
         "last": len(missing) - 1,
-        "gpus": max(cell.ranks for cell in missing) if gpus is None else gpus,
+        "gpus": f"#SBATCH --gpus-per-task={max(cell.ranks for cell in missing)}\n" if gpus else "",
         "python": PYTHON,
         "cells": "\n".join(f"    {shlex.quote(cell.name)}" for cell in missing),
         "command": shlex.join(command),

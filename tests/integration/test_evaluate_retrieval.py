@@ -121,11 +121,11 @@ def test_a_fine_tuned_model_has_the_length_that_it_was_fine_tuned_at(
 ) -> None:
     """Position interpolation by 4 from 128 tokens; only the frequencies refer to those 128."""
     scaling = {"rope_type": "linear", "factor": 4.0, "original_max_position_embeddings": 128}
-    run = save_checkpoint(tmp_path / "run", seq_length=512, rope_scaling=scaling)
+    run = save_checkpoint(tmp_path / "run", seq_length=512, rope_scaling=scaling, seed=99)
     assert evaluate("passkey", run, "--lengths", "500", "--output", tmp_path / "passkey.json") == 0
     assert "inside, beyond: the training length of 512;" in capsys.readouterr().out
     result = PasskeyResult.model_validate_json((tmp_path / "passkey.json").read_bytes())
-    assert result.checkpoint.seq_length == 512
+    assert result.checkpoint.seq_length == 512 and result.checkpoint.seed == 99
     trained_with = result.checkpoint.trained_with["rope_scaling"]
     assert isinstance(trained_with, dict) and trained_with["original_max_position_embeddings"] == 128
     (cell,) = result.results

@@ -104,6 +104,18 @@ def test_names_follow_what_the_weights_depend_on(write: Write, tmp_path: Path) -
     assert len({*others, plain}) == 5
 
 
+def test_a_variant_or_an_option_changes_its_own_results_only(write: Write, tmp_path: Path) -> None:
+    plain = cells_of(write())[0].measurements
+    (tmp_path / "more.yml").write_text("rope_scaling: {rope_type: dynamic, factor: 4.0}\n")
+    variants = {"": [], "+ NTK": [str(tmp_path / "more.yml")], "+ PI": ["rope_scaling={rope_type: linear, factor: 2}"]}
+    models = {"RoFormer": {"set": ["pos_emb=rotary"], "variants": variants}}
+    other = cells_of(write(models=models))[0].measurements
+    same = {path for path in plain if plain[path] == other[path]}
+    assert same == {Path("perplexity_roformer.json")} and len(other) == 3
+    tasks = {"perplexity": {"windows": ["1L"], "stride": "1L"}}
+    assert not set(cells_of(write(tasks=tasks))[0].measurements.values()) & set(plain.values())
+
+
 def test_a_name_covers_data_dtype_and_initial_weights_but_no_run_key(small: dict[str, Any]) -> None:
     config = load_config([], small)
     plain = cell_hash(config, 4, DATA)

@@ -76,9 +76,8 @@ def cell(tmp_path: Path, small: dict[str, Any], method: str, tasks: tuple[str, .
     run, results = tmp_path / "runs" / name, tmp_path / "results" / name
     keys = {"pos_emb": method, "rotary_pct": 1.0, "train_iters": 6, "save": str(run)}
     commands = [Command(task, "m", (task, "--output", str(results)), (results / f"{task}_m.json",)) for task in tasks]
-    return Cell(
-        method, 7, name, load_config([], small | keys), 1, 4, run, results, commands, dict.fromkeys(tasks, "digest")
-    )
+    digests = {Path(f"{task}_m.json"): "digest" for task in tasks}
+    return Cell(method, 7, name, load_config([], small | keys), 1, 4, run, results, commands, digests)
 
 
 def test_states_from_files(tmp_path: Path, small: dict[str, Any]) -> None:
@@ -97,11 +96,11 @@ def test_states_from_files(tmp_path: Path, small: dict[str, Any]) -> None:
     assert state_of(one) is State.FAILED
     files.write_curve(one)
     (one.results / "perplexity_m.json").write_text("{}")
-    write_cell(one, read_cell(one).model_copy(update={"evaluated": {"perplexity": "digest"}}))
+    write_cell(one, read_cell(one).model_copy(update={"evaluated": {"perplexity_m.json": "digest"}}))
     assert state_of(one) is State.DONE
     (folder / "manifest.json").unlink()
     assert state_of(one) is State.DONE, "the results are kept without the checkpoint"
-    assert state_of(replace(one, measurements={"perplexity": "other options"})) is State.FAILED
+    assert state_of(replace(one, measurements={Path("perplexity_m.json"): "other options"})) is State.FAILED
     (one.results / "perplexity_m.json").unlink()
     assert state_of(one) is State.FAILED
 
@@ -137,7 +136,7 @@ def test_a_failed_task_leaves_the_others(tmp_path: Path, small: dict[str, Any]) 
     (problem,) = run_cells([one], MACHINE, 1)
     assert f"{one.name}: needle: evaluate.py: m: all: x" in problem
     record = read_cell(one)
-    assert record.status == "failed" and record.evaluated.keys() == {"perplexity"} and record.reason in problem
+    assert record.status == "failed" and record.evaluated.keys() == {"perplexity_m.json"} and record.reason in problem
 
 
 def test_a_signal_ends_the_children_and_a_second_runner_is_refused(tmp_path: Path, small: dict[str, Any]) -> None:
@@ -207,7 +206,7 @@ def test_slurm_has_a_task_for_each_missing_cell(tmp_path: Path, small: dict[str,
     grid = [cell(tmp_path, small, method) for method in ("rotary", "coca", "none")]
     run_cells(grid[:1], MACHINE, 1)
     command = ["tools/ablate.py", "a file.yml", "--output", "results"]
-    scripts = slurm.write_jobs(grid, tmp_path / "jobs", command, None)
+    scripts = slurm.write_jobs(grid, tmp_path / "jobs", command, gpus=True)
     for script in scripts:
         subprocess.run(["bash", "-n", str(script)], check=True)
     array, collect, submit = (script.read_text() for script in scripts)
@@ -228,5 +227,6 @@ def test_slurm_has_a_task_for_each_missing_cell(tmp_path: Path, small: dict[str,
         assert output.endswith(f"|python|-u|tools/ablate.py|a file.yml|--output|results|--only|{each.name}|"), output
     assert "tools/ablate.py 'a file.yml' --output results --report" in collect
     assert 'sbatch --dependency="afterany:' in submit and str(scripts[1]) in submit
+    assert "gpus" not in slurm.write_jobs(grid, tmp_path / "jobs", command, gpus=False)[0].read_text()
     with pytest.raises(EvaluationError, match="all cells are done"):
-        slurm.write_jobs(grid[:1], tmp_path / "jobs", command, None)
+        slurm.write_jobs(grid[:1], tmp_path / "jobs", command, gpus=True)

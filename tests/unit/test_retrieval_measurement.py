@@ -1,6 +1,7 @@
 """From options to result files with models that say what a test wants: scores, batches, interruptions, missing
 cells."""
 
+import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -179,6 +180,11 @@ def test_an_interrupted_measurement_goes_on(tmp_path: Path) -> None:
     assert costs is not None and [cost.at for cost in costs.costs] == ["length 400", "length 700"]
     with pytest.raises(EvaluationError, match=r"another measurement \(different protocol.seed"):
         measured("passkey", says, "--lengths", "400", "--seed", "1", path=path)
+    seeded = whole.read_text().replace('"seed": null', '"seed": 1234')
+    assert seeded != whole.read_text()
+    path.write_text(seeded)
+    measured("passkey", says, "--lengths", "400", path=path)
+    assert json.loads(path.read_text())["results"] == json.loads(whole.read_text())["results"], "the same weights"
 
 
 FAULTS = {

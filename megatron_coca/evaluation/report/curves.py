@@ -1,19 +1,19 @@
-"""Learning curves of training runs, as the report draws them."""
+"""Records of the loss during training, from which a report draws learning curves."""
 
 from megatron_coca.evaluation.results import Record
 
 
 class CurvePoint(Record):
-    """Losses after a step, in nats per token; None where the step has no such figure."""
+    """Losses in nats per token after `step`; None where none was reported."""
 
     step: int
-    tokens: int
+    tokens: int  # trained on until then
     train_loss: float | None
     validation_loss: float | None
 
 
 class Curve(Record):
-    """The learning curve of one training run."""
+    """One training run."""
 
     seed: int
     points: list[CurvePoint]
