@@ -12,9 +12,9 @@ from megatron_coca.config.schema import KEYS
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
 ROFORMER = CONFIGS / "350M" / "roformer.yml"
-OF_OTHER_COMMANDS = {"recipes", "evaluation"}
+OF_OTHER_COMMANDS = {"recipes", "evaluation", "ablations"}
 SHIPPED = sorted(path for path in CONFIGS.rglob("*.yml") if path.parent.name not in OF_OTHER_COMMANDS)
-COMPLETE = {"350M", "quickstart", "finetune", "small"}
+COMPLETE = {"350M", "quickstart", "finetune", "small", "bases"}
 METHODS = {
     "roformer": "rotary",
     "roformer_coca": "coca",
