@@ -105,8 +105,10 @@ def test_shipped_recipes_go_with_their_run_configurations(path: Path, tmp_path: 
             (tmp_path / pattern.replace("*", str(number))).mkdir(parents=True)
     recipe = read_recipe(path, root=tmp_path)
     keys = yaml.safe_load((CONFIGS / path.name).read_text())
-    for split in ("train", "valid", "test"):
-        names = [shard_name(source.spec.name, "", split) for source in recipe.sources]
+    shares = {"train": 1.0, "valid": recipe.rules.valid_fraction, "test": recipe.rules.test_fraction}
+    for split, share in shares.items():
+        sources = [source for source in recipe.sources if source.split == split or (share and not source.split)]
+        names = [shard_name(source.spec.name, "", split) for source in sources]
         assert keys[f"{split}_data_paths"] == [str(recipe.output / name) for name in names]
-        assert keys[f"{split}_data_weights"] == [source.weight for source in recipe.sources]
+        assert keys[f"{split}_data_weights"] == [source.weight for source in sources]
     assert sum(keys["train_data_weights"]) == pytest.approx(1) and keys["train_data_weights"][-1] == 0.25
