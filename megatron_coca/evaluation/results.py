@@ -49,7 +49,7 @@ class CheckpointRecord(Record):
     """The checkpoint: `identity` names the weights, `seq_length` is the length they were last trained at.
 
     `trained_with` has the frequency extension, distance map and logit scaling used in training, and a rotary base
-    other than 10000.
+    other than 10000. `seed` is that of training; it does not identify a measurement, because `identity` does.
     """
 
     path: str
@@ -58,6 +58,7 @@ class CheckpointRecord(Record):
     seq_length: int
     pos_emb: str
     trained_with: dict[str, JsonValue] = {}
+    seed: int | None = None  # None for weights of other projects and files of earlier versions
 
 
 class EnvironmentRecord(Record):
@@ -94,7 +95,7 @@ class Result(Record):
 
     def measurement(self) -> dict[str, Any]:
         """Return the content that identifies a measurement, equal in two files of the same one; without paths."""
-        moved = {"checkpoint": {"path"}, "documents": {"sources"}}
+        moved = {"checkpoint": {"path", "seed"}, "documents": {"sources"}}
         return self.model_dump(mode="json", exclude={"results": True, "missing": True, **moved})
 
 

@@ -118,6 +118,7 @@ class EvaluatedCheckpoint:
             seq_length=trained.model.seq_length,
             pos_emb=config.position.pos_emb,  # overrides may correct what a Hugging Face folder does not record
             trained_with=trained_with(trained),
+            seed=trained.seed if self.opened.step is not None else None,  # a Hugging Face folder does not record it
         )
         environment = environment_record(self.options.dtype, backend, device)
         fingerprint = self.tokenizer.fingerprint if self.tokenizer is not None else None

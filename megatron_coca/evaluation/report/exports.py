@@ -1,0 +1,99 @@
+"""Tables of a report as files of their own: CSV for programs and spreadsheets, LaTeX (booktabs) for papers."""
+
+import csv
+import io
+import re
+from collections.abc import Callable
+
+from megatron_coca.evaluation.report.document import Table, TableCell, TableRow
+
+
+def csv_table(table: Table) -> str:
+    """Numbers with eight digits, texts where there is none; extra columns hold the ends of intervals and the seeds."""
+    ends: dict[str, Callable[[TableCell], float | None]] = {
+        "low": lambda cell: cell.low,
+        "high": lambda cell: cell.high,
+        "seeds": lambda cell: cell.seeds,
+    }
+    header, getters = [table.header[0], "source"], []
+    for column, head in enumerate(table.header[1:]):
+        header.append(head)
+        getters.append((column, _csv_value))
+        for name, end in ends.items():
+            if any(end(row.cells[column]) is not None for row in table.rows):
+                header.append(f"{head} {name}")
+                getters.append((column, lambda cell, end=end: _csv_number(end(cell))))
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(header)
+    for row in table.rows:
+        writer.writerow([row.name, row.published, *(value(row.cells[column]) for column, value in getters)])
+    return text.getvalue()
+
+
+def _csv_value(cell: TableCell) -> str:
+    return cell.text if cell.value is None else _csv_number(cell.value)
+
+
+def _csv_number(value: float | None) -> str:
+    return "" if value is None else f"{value:.8g}"
+
+
+LATEX = {
+    "\\": r"\textbackslash{}",
+    **{character: f"\\{character}" for character in "&%$#_{}"},
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+    '"': r"\textquotedbl{}",
+    "[": "{[}",  # after the end of a row it would begin an option, as the asterisk
+    "*": "{*}",
+    "–": "--",
+    "±": r"$\pm$",
+    "×": r"$\times$",
+    "†": r"\textsuperscript{\dag}",
+    "·": r"$\cdot$",
+}
+_LATEX_SPECIAL = re.compile("|".join(map(re.escape, LATEX)))
+
+
+def latex(text: str) -> str:
+    """Escape plain text for one line of LaTeX."""
+    return _LATEX_SPECIAL.sub(lambda match: LATEX[match[0]], " ".join(text.split()))
+
+
+def latex_table(table: Table) -> str:
+    r"""A table environment for \usepackage{booktabs}, with its notes below."""
+    footnotes = table.footnotes()
+
+    def cell(value: TableCell) -> str:
+        text = latex(value.in_full)
+        text = rf"\textbf{{{text}}}" if value.best else text
+        return rf"{text}\textsuperscript{{{footnotes[value.note]}}}" if value.note else text
+
+    def line(row: TableRow) -> str:
+        return " & ".join([latex(row.name), *map(cell, row.cells)]) + r" \\"
+
+    wide = [any(row.cells[column].wide for row in table.rows) for column in range(len(table.header) - 1)]
+    lines = [
+        r"% needs \usepackage{booktabs}",
+        r"\begin{table}",
+        r"\centering",
+        rf"\caption{{{latex(table.caption)}}}",
+        rf"\label{{tab:{table.name}}}",
+        rf"\begin{{tabular}}{{l{''.join('l' if is_wide else 'r' for is_wide in wide)}}}",
+        r"\toprule",
+        " & ".join(map(latex, table.header)) + r" \\",
+    ]
+    for published, rows in table.bodies():
+        lines.append(r"\midrule")
+        if published:
+            lines.append(rf"\multicolumn{{{len(table.header)}}}{{l}}{{\emph{{{latex(published)}}}}} \\")
+        lines += map(line, rows)
+    lines += [r"\bottomrule", r"\end{tabular}"]
+    notes = [rf"\textsuperscript{{{number}}} {latex(note)}" for note, number in footnotes.items()]
+    notes += map(latex, (*table.notes, *table.sources))
+    lines += [rf"\par\smallskip{{\footnotesize {note}\par}}" for note in notes]
+    return "\n".join([*lines, r"\end{table}"]) + "\n"
