@@ -3,39 +3,25 @@
 import csv
 import io
 import re
-from collections.abc import Callable
 
 from megatron_coca.evaluation.report.document import Table, TableCell, TableRow
 
 
 def csv_table(table: Table) -> str:
     """Numbers with eight digits, texts where there is none; extra columns hold the ends of intervals and the seeds."""
-    ends: dict[str, Callable[[TableCell], float | None]] = {
-        "low": lambda cell: cell.low,
-        "high": lambda cell: cell.high,
-        "seeds": lambda cell: cell.seeds,
-    }
-    header, getters = [table.header[0], "source"], []
-    for column, head in enumerate(table.header[1:]):
-        header.append(head)
-        getters.append((column, _csv_value))
-        for name, end in ends.items():
-            if any(end(row.cells[column]) is not None for row in table.rows):
-                header.append(f"{head} {name}")
-                getters.append((column, lambda cell, end=end: _csv_number(end(cell))))
+    columns = [[table.header[0], *(row.name for row in table.rows)], ["source", *(row.published for row in table.rows)]]
+    for head, *cells in zip(table.header[1:], *(row.cells for row in table.rows), strict=True):
+        columns.append([head, *(cell.text if cell.value is None else _number(cell.value) for cell in cells)])
+        for name in ("low", "high", "seeds"):
+            values = [getattr(cell, name) for cell in cells]
+            if any(value is not None for value in values):
+                columns.append([f"{head} {name}", *map(_number, values)])
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(header)
-    for row in table.rows:
-        writer.writerow([row.name, row.published, *(value(row.cells[column]) for column, value in getters)])
+    csv.writer(text, lineterminator="\n").writerows(zip(*columns, strict=True))
     return text.getvalue()
 
 
-def _csv_value(cell: TableCell) -> str:
-    return cell.text if cell.value is None else _csv_number(cell.value)
-
-
-def _csv_number(value: float | None) -> str:
+def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.8g}"
 
 

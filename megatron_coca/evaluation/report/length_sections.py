@@ -192,7 +192,7 @@ def strict_blocks(loaded: Sequence[LoadedResult], options: ReportOptions) -> lis
             name, trained = f"{metric.replace(' ', '-')}-{index}", group.training_lengths()
             theirs = [table for table in TABLES if table.metric == metric] if options.papers else []
             joined = [table for table in theirs if table.training_length in trained]
-            measured = {length for pair in pairs for series in pair for (length,) in series.keys()}
+            measured = {length for pair in pairs for series in pair for (length,) in series.keys}
             lengths = sorted({*measured, *shared.published_lengths(joined)})
             rows = [row for pair in pairs for row in strict_rows(*pair, lengths, cell)]
             for table in joined:
@@ -221,7 +221,7 @@ def strict_rows(
     slack: Series, strict: Series, lengths: Sequence[int], cell: shared.CellFunction
 ) -> tuple[TableRow, TableRow]:
     first, second = (
-        [cell(series, length) if (length,) in series.keys() else EMPTY for length in lengths]
+        [cell(series, length) if (length,) in series.keys else EMPTY for length in lengths]
         for series in (slack, strict)
     )
     differences = []

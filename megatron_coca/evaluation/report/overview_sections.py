@@ -40,7 +40,7 @@ def summary_blocks(loaded: Sequence[LoadedResult], options: ReportOptions) -> li
     }
     columns = [(group, column) for group in found["perplexity"] for column in perplexity_columns(group, options)]
     columns += [(group, column) for group in found["passkey"] for column in span_columns(group)]
-    if not columns:
+    if len(columns) < 2:
         return []
     for group, (head, cell, low) in columns:
         heads.append(f"{head} ({group.differs})" if group.differs else head)
@@ -63,7 +63,7 @@ def summary_blocks(loaded: Sequence[LoadedResult], options: ReportOptions) -> li
 def perplexity_columns(group: ResultGroup, options: ReportOptions) -> list[Column]:
     """Perplexity at the training length and the measured ratios to it; none where it was not measured."""
     at_length = marked(perplexity_cell, group, options.baseline)
-    measured = {window / series.header.checkpoint.seq_length for series in group.series for (window,) in series.keys()}
+    measured = {window / series.header.checkpoint.seq_length for series in group.series for (window,) in series.keys}
     if 1 not in measured:
         return []
     columns: list[Column] = [
@@ -94,7 +94,7 @@ def span_columns(group: ResultGroup) -> list[Column]:
 
 
 def span_cell(series: Series) -> TableCell:
-    lengths = sorted(length for (length,) in series.keys())
+    lengths = sorted(length for (length,) in series.keys)
     if not lengths:
         return shared.missing_cell(series.replicates[0].why("all"))
     trained = series.header.checkpoint.seq_length

@@ -136,6 +136,7 @@ class Series:
     def header(self) -> Any:
         return self.replicates[0].header
 
+    @property
     def keys(self) -> set[tuple[Any, ...]]:
         return {key for replicate in self.replicates for key in replicate.cells}
 
@@ -163,10 +164,10 @@ class ResultGroup:
 
     @property
     def measured(self) -> list[Series]:
-        return [series for series in self.series if series.keys()]
+        return [series for series in self.series if series.keys]
 
     def cell_keys(self) -> list[Any]:
-        return sorted(set().union(*(series.keys() for series in self.series)))
+        return sorted(set().union(*(series.keys for series in self.series)))
 
     def lengths(self) -> list[int]:
         missing = [_LENGTH.search(at) for series in self.series for at in series.missing()]
@@ -186,6 +187,26 @@ def group_results(loaded: Sequence[LoadedResult], comparable: Comparable) -> lis
     members: dict[str, list[LoadedResult]] = {}
     for item in loaded:
         members.setdefault(repr([value(item.result) for value in values.values()]), []).append(item)
+    firsts = [items[0].result for items in members.values()]
+    differing = [name for name, value in values.items() if len({repr(value(first)) for first in firsts}) > 1]
+    found = []
+    for items in members.values():
+        by_label: dict[str, list[LoadedResult]] = {}
+        for item in items:
+            by_label.setdefault(item.result.label, []).append(item)
+        shown = [(name, _HASH.sub(r"\1", str(values[name](items[0].result)))) for name in differing]
+        differs = ", ".join(f"{name} {text[:MAX_HEADING_VALUE]}" for name, text in shown)
+        found.append(ResultGroup(tuple(_series(label, files) for label, files in by_label.items()), differs))
+    return found
+
+
+def _series(label: str, files: Sequence[LoadedResult]) -> Series:
+    """Raises EvaluationError if the models of the files differ by more than the seed of their training."""
+    by_weights: dict[str, list[LoadedResult]] = {}
+    for item in files:
+        if _model(item.result) != _model(files[0].result):
+            raise _different_models(label, files[0], item)
+        by_weights.setdefault(item.result.checkpoint.identity, []).append(item)
     firsts = [items[0] for items in by_weights.values()]
     seeds = [first.result.checkpoint.seed for first in firsts]
     for index, first in enumerate(firsts[1:], 1):

@@ -55,7 +55,7 @@ def tally_cell(series: Series, key: tuple[Any, ...], at: str, tally: TallyOf = l
         own = found(replicate)
         return {} if own is None else {"detail": f"{own.low:.2f}–{own.high:.2f}", "low": own.low, "high": own.high}
 
-    if key in series.keys() and all(number(replicate) is None for replicate in series.replicates):
+    if key in series.keys and all(number(replicate) is None for replicate in series.replicates):
         return TableCell("–", detail="no case")
     return shared.value_cell(series, at, number, single=wilson)
 
@@ -106,7 +106,7 @@ def passkey_ranges_figure(group: ResultGroup, name: str) -> Figure:
     panel = {"x_label": "length (tokens)", "y_label": "accuracy", "y_range": SHARES}
     quarters = []
     for index, title in enumerate(QUARTERS):
-        drawn, lines = shared.length_lines(group, partial(passkey_cell, tally=quarter_of(index)))
+        _, lines = shared.length_lines(group, partial(passkey_cell, tally=quarter_of(index)))
         quarters.append(Panel(tuple(lines), title=f"{title} quarter", **panel))  # type: ignore[arg-type]
     caption = (
         "Passkey accuracy by the key's distance from the end of the prompt, in quarters of the length (Figure 5 of the "
@@ -167,7 +167,7 @@ def needle_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Repo
         header = ("depth", *shared.length_header(lengths, {trained}))
         caption = f"{series.label}: accuracy by depth and length"
         tables.append(Table(f"{name}-{index}", caption, header, tuple(rows)))
-        if not series.keys():
+        if not series.keys:
             continue
         caption = (
             f"{series.label}: share of needles found, by length and by how deep they are hidden (0% is the beginning). "

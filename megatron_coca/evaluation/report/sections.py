@@ -121,8 +121,8 @@ def speed_figure(result: SpeedResult, name: str, what: str) -> Figure | None:
         return None
     lines = []
     for method, cells in ratios.items():
-        numbers = zip(*((ratio.median, ratio.low, ratio.high) for ratio in cells.values()), strict=True)
-        lines.append(Line(method, tuple(cells), *numbers))
+        median, low, high = zip(*((ratio.median, ratio.low, ratio.high) for ratio in cells.values()), strict=True)
+        lines.append(Line(method, tuple(cells), median, low, high))
     against = next(ratio.against for cells in ratios.values() for ratio in cells.values())
     panel = Panel(tuple(lines), "length (tokens)", f"time against {against}", what, log_y=True, level=1.0)
     caption = (
@@ -219,7 +219,7 @@ def analysis_cell(series: Series, length: int, number: Callable[[LengthAnalysis]
         return number(replicate.cells[length,]) if (length,) in replicate.cells else None
 
     cell = shared.value_cell(series, f"length {length}", value, "{:.3f}".format)
-    return TableCell("–") if cell.absent and (length,) in series.keys() else cell
+    return TableCell("–") if cell.absent and (length,) in series.keys else cell
 
 
 @shared.grouped("analysis", ANALYSIS_COMPARABLE)
@@ -265,8 +265,8 @@ def checkpoint_blocks(loaded: Sequence[LoadedResult], options: ReportOptions) ->
         checkpoint, environment = result.checkpoint, result.environment
         overrides = []
         for key, value in result.overrides.items():
-            options = value.items() if isinstance(value, Mapping) else ()
-            shown = ", ".join(f"{name} {option}" for name, option in options if option is not None)
+            items = value.items() if isinstance(value, Mapping) else ()
+            shown = ", ".join(f"{name} {option}" for name, option in items if option is not None)
             overrides.append(f"{key}: {shown if isinstance(value, Mapping) else value}")
         step = "" if checkpoint.step is None else str(checkpoint.step)
         texts = (

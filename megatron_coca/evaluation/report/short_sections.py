@@ -58,7 +58,8 @@ def harness_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Rep
     lowest = [any(score is not None and score.higher_is_better is False for score in column) for column in scores]
     rows = [TableRow(series.label, tuple(score_cell(series, key) for key in keys)) for series in group.series]
     notes = (
-        "Small print of one seed: standard errors of the harness. A task's version, samples and hashes are in report.json.",
+        "Small print of one seed: standard errors of the harness.",
+        "A task's version, samples and hashes are in report.json.",
     )
     main = Table(
         *(name, "Scores of lm-evaluation-harness", ("label", *heads)), tuple(shared.mark_best(rows, lowest)), notes
@@ -71,7 +72,7 @@ def harness_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Rep
         f"{dynamic_length_text(protocol.dynamic_length)}. {shared.origin_text(group)}"
     )
     paper_tasks = {task for tasks in TASKS_BY_GROUP.values() for task in tasks}
-    if paper_tasks.isdisjoint(task for series in group.series for (task,) in series.keys()):
+    if paper_tasks.isdisjoint(task for series in group.series for (task,) in series.keys):
         others = [shared.published_table(SHORT_CONTEXT, group, name)] if options.papers else []
         return ReportBlock((text,), (), (main, *others))
     by_task = tuple(

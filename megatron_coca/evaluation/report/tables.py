@@ -163,8 +163,8 @@ def value_cell(
 
 
 SEEDS_NOTE = (
-    "Of several seeds: the mean and half of its 95% t interval over seeds (±); for perplexities and their ratios exp of "
-    "the mean over seeds of the logarithm, with the ends of its 95% t interval. n: seeds with a number, where fewer."
+    "Of several seeds: the mean and half of its 95% t interval over seeds (±); for perplexities and their ratios exp "
+    "of the mean of the logarithm over seeds, with the ends of its 95% t interval. n: seeds with a number, where fewer."
 )
 
 
