@@ -22,6 +22,8 @@ DARK = ("#56B4E9", "#F0803C", "#2BC295", "#E39CC4", "#F0B429", "#7C9CF0", "#DDDD
 """The palette of Okabe and Ito (jfly.uni-koeln.de/color) without yellow; brighter for a dark background."""
 MARKERS = "osD^vP*X"
 LEGEND_COLUMNS = 2
+MOST_BEYOND = 3.0
+"""Factor by which a band on a logarithmic axis may exceed the lines: intervals of two seeds span many decades."""
 SIZES: dict[str, Any] = {
     "font.size": 11,
     "axes.titlesize": 12,
@@ -141,8 +143,10 @@ def panels(given: Sequence[Panel], columns: int = 1) -> Callable[[Canvas], None]
             for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
         }
         if handles:
-            shown = min(max(LEGEND_COLUMNS, columns), len(handles))
-            canvas.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=shown)
+            marks = {plot_text(name) for panel in given for name in panel.marks.values()}
+            labels = sorted(handles, key=marks.__contains__)  # marks last
+            shown = min(max(LEGEND_COLUMNS, columns), len(labels))
+            canvas.legend([handles[label] for label in labels], labels, loc="outside lower center", ncols=shown)
 
     return draw
 
@@ -153,8 +157,10 @@ def height(lines: int, plot: float = 3.5, columns: int = LEGEND_COLUMNS) -> floa
 
 
 def _draw_panel(axes: Axes, panel: Panel, most_ticks: int) -> None:
+    finite = [y for line in panel.lines for y in line.y if math.isfinite(y)]
+    bounds = (min(finite) / MOST_BEYOND, max(finite) * MOST_BEYOND) if panel.log_y and finite else (-math.inf, math.inf)
     for index, line in enumerate(panel.lines):
-        _draw_line(axes, line, index if line.style is None else line.style, "" if panel.linear_x else MARKERS)
+        _draw_line(axes, line, index if line.style is None else line.style, bounds, with_markers=not panel.linear_x)
     for x, name in panel.marks.items():
         axes.axvline(x, color="grey", linestyle="--", linewidth=1, label=plot_text(name), zorder=1)
     if panel.level is not None:
@@ -174,18 +180,21 @@ def _draw_panel(axes: Axes, panel: Panel, most_ticks: int) -> None:
     axes.grid(which="major")
 
 
-def _draw_line(axes: Axes, line: Line, index: int, markers: str) -> None:
-    finite, low, high = (
-        [y if math.isfinite(y) else math.nan for y in values] for values in (line.y, line.low, line.high)
-    )
+def _draw_line(axes: Axes, line: Line, index: int, bounds: tuple[float, float], with_markers: bool) -> None:
+    """`bounds` cut off the band."""
+    finite = [y if math.isfinite(y) else math.nan for y in line.y]
     label, colour = plot_text(line.label), f"C{(index if line.like is None else line.like) % 7}"
     if line.like is not None:
         hollow = {"marker": "o", "markerfacecolor": "none", "linestyle": (0, (2, 2)), "linewidth": 1.2, "alpha": 0.75}
         axes.plot(line.x, finite, color=colour, label=label, zorder=2, **hollow)  # type: ignore[arg-type]
         return
-    marker = markers[index % len(markers)] if markers else ""
-    axes.plot(line.x, finite, color=colour, marker=marker, label=label, zorder=3)
-    if low:
+    marked: dict[str, Any] = {"marker": MARKERS[index % len(MARKERS)]} if with_markers else {"linewidth": 1.2}
+    axes.plot(line.x, finite, color=colour, label=label, zorder=3, **marked)
+    if line.low:
+        low, high = (
+            [min(max(y, bounds[0]), bounds[1]) if math.isfinite(y) else math.nan for y in values]
+            for values in (line.low, line.high)
+        )
         axes.fill_between(line.x, low, high, color=colour, alpha=0.15, linewidth=0, zorder=2)
 
 
@@ -212,10 +221,13 @@ def heat_maps(
             title, values = maps[index]
             numbers = [[math.nan if value is None else value for value in line] for line in values]
             image = axes.imshow(numbers, cmap="cividis", vmin=0.0, vmax=1.0, aspect="auto")
-            rotation = 45 if columns > 1 and len(heads) > 4 else 0
-            axes.set_xticks(range(len(heads)), heads, rotation=rotation)
+            lowest = index + columns >= len(maps)
+            axes.set_xticks(
+                range(len(heads)), heads if lowest else [""] * len(heads), rotation=45 if columns > 1 else 0
+            )
             axes.set_yticks(range(len(rows)), list(map(plot_text, rows)))
-            axes.set(xlabel=x_label, ylabel="" if index % columns else y_label, title=plot_text(title))
+            axes.set(xlabel=x_label if lowest else "", ylabel="" if index % columns else y_label)
+            axes.set_title(plot_text(title), fontsize=12 if columns == 1 else 10)
             axes.spines[:].set_visible(False)
             for row, line in enumerate(values):
                 for column, value in enumerate(line):
@@ -223,6 +235,6 @@ def heat_maps(
                     text = "–" if value is None else f"{value:.2f}"
                     size = 9 if columns == 1 else 7
                     axes.text(column, row, text, ha="center", va="center", color=ink, fontsize=size)
-        canvas.colorbar(image, ax=list(grid.flat), label="accuracy", shrink=0.9)
+        canvas.colorbar(image, ax=list(grid.flat), label="accuracy", shrink=0.9, aspect=max(20, 10 * len(grid)))
 
     return draw

@@ -36,6 +36,7 @@ LATEX = {
     '"': r"\textquotedbl{}",
     "[": "{[}",  # after the end of a row it would begin an option, as the asterisk
     "*": "{*}",
+    "--": "-{}-",
     "–": "--",
     "±": r"$\pm$",
     "×": r"$\times$",
@@ -47,7 +48,7 @@ _LATEX_SPECIAL = re.compile("|".join(map(re.escape, LATEX)))
 
 def latex(text: str) -> str:
     """Escape plain text for one line of LaTeX."""
-    return _LATEX_SPECIAL.sub(lambda match: LATEX[match[0]], " ".join(text.split()))
+    return _LATEX_SPECIAL.sub(lambda match: LATEX[match[0]], " ".join(text.splitlines()))
 
 
 def latex_table(table: Table) -> str:
@@ -55,8 +56,8 @@ def latex_table(table: Table) -> str:
     footnotes = table.footnotes()
 
     def cell(value: TableCell) -> str:
-        text = latex(value.in_full)
-        text = rf"\textbf{{{text}}}" if value.best else text
+        text = rf"\textbf{{{latex(value.text)}}}" if value.best else latex(value.text)
+        text += latex(value.in_full.removeprefix(value.text))
         return rf"{text}\textsuperscript{{{footnotes[value.note]}}}" if value.note else text
 
     def line(row: TableRow) -> str:

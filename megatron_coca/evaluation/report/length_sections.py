@@ -128,7 +128,7 @@ def perplexity_blocks(group: ResultGroup, name: str, options: ReportOptions) -> 
         theirs = shared.published_lines(group, drawn, metric)
         caption = (
             f"Perplexity against the window, sliding by {protocol.stride} tokens; an infinite one leaves a gap."
-            f"{'' if len(complete) == len(cells) else ' Interrupted windows are left out.'}{shared.bands_text(drawn)}"
+            f"{'' if len(complete) == len(cells) else ' Interrupted windows are left out.'}{shared.bands_text(drawn, cut_off=True)}"
             f"{shared.DASHED if theirs else ''} {shared.origin_text(group)}"
         )
         panel = {"x_label": "window (tokens)", "y_label": "perplexity", "log_y": True}

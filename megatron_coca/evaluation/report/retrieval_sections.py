@@ -93,8 +93,8 @@ def passkey_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Rep
     )
     panel = {"x_label": "length of the prompt (tokens)", "y_label": "accuracy", "y_range": SHARES}
     by_length = shared.length_figure(name, "Passkey accuracy by length", drawn, [*lines, *theirs], panel, caption)
-    figures = (by_length, passkey_ranges_figure(group, name), *passkey_heat_maps(group, name))
-    return ReportBlock(text, figures, tuple(tables))
+    ranges = [passkey_ranges_figure(group, name)] if len(drawn) <= shared.MOST_LINES else []
+    return ReportBlock(text, (by_length, *ranges, *passkey_heat_maps(group, name)), tuple(tables))
 
 
 def quarter_of(index: int) -> TallyOf:
@@ -147,7 +147,7 @@ def passkey_heat_maps(group: ResultGroup, name: str) -> tuple[Figure, Figure]:
         "farthest quarter is the beginning of the prompt. Means over seeds where there are several.",
         f"Heat maps of passkey accuracy over length and distance for {', '.join(labels)}; report.json has the numbers",
         heat_maps(maps, QUARTERS[::-1], heads, "length (tokens)", "quarter", columns),
-        (9.0 if columns == 3 else 6.5, 0.8 + 1.9 * math.ceil(len(maps) / columns)),
+        (9.0 if columns == 3 else 6.5, 1.2 + 1.5 * math.ceil(len(maps) / columns)),
     )
     return overview, depths
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_coca.evaluation.report.charts import Figure, Line, Panel, height, panels
+from megatron_coca.evaluation.report.charts import MOST_BEYOND, Figure, Line, Panel, height, panels
 from megatron_coca.evaluation.report.curves import Curve
 from megatron_coca.evaluation.report.document import EMPTY, ReportBlock, Table, TableCell, TableRow
 from megatron_coca.evaluation.report.intervals import estimate, geometric_estimate
@@ -242,8 +242,12 @@ def length_lines(group: ResultGroup, cell: CellFunction) -> tuple[list[Series], 
     return drawn, lines
 
 
-def bands_text(drawn: Sequence[Series]) -> str:
-    return " Bands: 95% t intervals over seeds." if any(len(series.replicates) > 1 for series in drawn) else ""
+def bands_text(drawn: Sequence[Series], cut_off: bool = False) -> str:
+    if all(len(series.replicates) == 1 for series in drawn):
+        return ""
+    return (
+        f" Bands: 95% t intervals over seeds{f', cut off {MOST_BEYOND:g} times beyond the lines' if cut_off else ''}."
+    )
 
 
 def length_figure(
