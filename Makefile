@@ -13,15 +13,17 @@ WORKERS ?= 3
 quickstart: .venv/ready
 	$(BIN)/python tools/quickstart.py
 
+SERIAL := $(shell grep -rl --include='test_*.py' mark.serial tests)
+
 # What every change must pass: lint, types and the fast tests, under 5 minutes on 2 cores.
 test: .venv/ready-dev lint
 	$(PYTEST) -n $(WORKERS) --dist loadfile -m "not slow and not gpu and not serial"
-	$(PYTEST) -m "serial and not slow and not gpu"
+	$(PYTEST) -m "serial and not slow and not gpu" $(SERIAL)
 
 # Everything that needs no GPU.
 test-all: .venv/ready-dev lint
 	$(PYTEST) -n $(WORKERS) --dist loadfile -m "not gpu and not serial"
-	$(PYTEST) -m "serial and not gpu"
+	$(PYTEST) -m "serial and not gpu" $(SERIAL)
 
 lint: .venv/ready-dev
 	$(BIN)/ruff check .

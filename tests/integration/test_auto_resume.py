@@ -241,6 +241,7 @@ def test_two_ranks_verify_and_agree(live: Any, stopped: Path) -> None:
     assert "resuming at step 2" in output and (stopped / native.QUARANTINE / "global_step4").is_dir()
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_on_the_first_of_two_ranks(live: Any, tmp_path: Path) -> None:
     """The other one, which gives its weights to the first, must not wait for ever."""
     keys = KEYS | {"save": str(tmp_path), "zero_stage": 1, "train_batch_size": 8}

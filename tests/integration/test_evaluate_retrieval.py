@@ -161,10 +161,8 @@ def test_the_length_that_a_dynamic_extension_sees_is_chosen_and_told(
         ]
         assert {result.protocol.dynamic_length for result in results} == {name}
         answers[name] = [[case.answer for case in result.results[0].cases] for result in results]
-        assert (
-            build_report([folder], tmp_path / f"report {name}", "passkey")
-            and said in (tmp_path / f"report {name}" / "report.md").read_text()
-        )
+    assert build_report([folder], tmp_path / "report", "passkey")
+    assert said in (tmp_path / "report/report.md").read_text()
     plain = [each[0] for each in answers.values()]
     assert plain[0] == plain[1] == plain[2], "nothing else depends on it"
     assert answers["prompt"][1] == plain[0], "at the training length the extension is none"

@@ -137,6 +137,7 @@ def of_another_run(folder: Path, save: Path) -> Path:
     return native.commit(save, step)
 
 
+@pytest.mark.slow
 def test_another_run_is_refused(train: Train, uninterrupted: Path, tmp_path: Path) -> None:
     url, local = "s3://bucket/taken", tmp_path / "own"
     first = native.step_folder(uninterrupted, 2)
@@ -149,6 +150,7 @@ def test_another_run_is_refused(train: Train, uninterrupted: Path, tmp_path: Pat
     assert RemoteFolder(url).steps() == [2]
 
 
+@pytest.mark.slow
 def test_copies_of_a_local_run(train: Train, tmp_path: Path) -> None:
     url, save = "s3://bucket/copies", tmp_path / "run"
     keys = {"save": str(save), "save_copy": url, "keep_last_n_checkpoints": 1, "checkpoint_cache": str(tmp_path)}

@@ -23,6 +23,7 @@ from megatron_coca.model import assemble_model
 from megatron_coca.training import saving
 from megatron_coca.training.engine import build_engine
 from megatron_coca.training.engine import group as dist
+from megatron_coca.training.launch.environment import free_port
 from megatron_coca.training.loss_guard import Limits
 from megatron_coca.training.optimizer import build_optimizer
 from megatron_coca.training.topology import Topology
@@ -167,11 +168,17 @@ def main(out: str, jobs: list[tuple[str, str, dict[str, Any]]]) -> None:
 def launched(folder: Path, world: int, jobs: list[tuple[str, str, dict[str, Any]]]) -> list[dict[str, Any]]:
     """What each rank found."""
     folder.mkdir()
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world))
-    command = [sys.executable, *launcher, __file__, str(folder), json.dumps(jobs)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    finished = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=300)
-    assert finished.returncode == 0, finished.stdout + finished.stderr
+    common = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(world)}
+    common |= {"MASTER_PORT": str(free_port()), "LOCAL_WORLD_SIZE": str(world)}
+    ranks = []
+    for rank in map(str, range(world)):
+        environment = os.environ | common | {"RANK": rank, "LOCAL_RANK": rank}
+        command = [sys.executable, __file__, str(folder), json.dumps(jobs)]
+        with (folder / f"rank_{rank}.log").open("w") as log:
+            ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+    statuses = [process.wait(timeout=300) for process in ranks]
+    logs = "".join((folder / f"rank_{rank}.log").read_text() for rank in range(world))
+    assert statuses == [0] * world, logs
     return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(world)]
 
 

@@ -43,6 +43,8 @@ GROWING: dict[str, dict[str, Any]] = {
     "coca, clex": LLAMA | {"pos_emb": "coca", "rope_scaling": {"rope_type": "clex", "max_factor": 4}},
 }
 ALL = FIXED | GROWING
+FEW = ("coca", "coca, rerope, log n", "rotary, lm_infinite", "alibi", "coca, dynamic", "coca, clex")
+"""One for each kind of cache: kept rotated or not, with segments, with a window, without rotation, per length."""
 
 
 def exported(name: str, tmp_path: Path, **settings: Any) -> Any:
@@ -94,7 +96,14 @@ def test_padding_on_the_left_changes_nothing(name: str, attention: str, tmp_path
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", [name for name in ALL if name not in ("coca, dense", "kerple_log", "none")])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in FEW else pytest.mark.slow)
+        for name in ALL
+        if name not in ("coca, dense", "kerple_log", "none")
+    ],
+)
 def test_steps_with_the_cache_are_ours(name: str, tmp_path: Path) -> None:
     """Each step sees the length so far, as with our cache that is not told a length; then a short input again."""
     checkpoint = random_checkpoint(tmp_path / "run", **ALL[name])

@@ -55,6 +55,7 @@ def test_sizes_and_long_documents(builtin: Path, documents) -> None:
         assert sum(len(ids) >= 2048 for ids in documents[source["name"], "test"]) >= 5
 
 
+@pytest.mark.slow
 def test_a_package_is_wholly_in_train_or_wholly_held_out(builtin: Path, documents) -> None:
     tokenizer = load_tokenizer("SPMTokenizer", builtin.parent / "tokenizer.model")
     keys: dict[str, set[str]] = {split: set() for split in SPLITS}
@@ -76,6 +77,7 @@ def grams(documents: list[list[int]], tokenizer, n: int = 13) -> set[int]:
 OVERLAP = {"text": 0.02, "code": 0.02}
 
 
+@pytest.mark.slow
 def test_train_and_test_share_no_document_and_few_passages(builtin: Path, documents) -> None:
     tokenizer = load_tokenizer("SPMTokenizer", builtin.parent / "tokenizer.model")
     train = [ids for source in SOURCES for ids in documents[source, "train"]]
@@ -86,17 +88,20 @@ def test_train_and_test_share_no_document_and_few_passages(builtin: Path, docume
         assert len(test & known) / len(test) < OVERLAP[source]
 
 
+@pytest.mark.slow
 def test_text_and_code_share_few_passages(builtin: Path, documents) -> None:
     tokenizer = load_tokenizer("SPMTokenizer", builtin.parent / "tokenizer.model")
     text, code = (grams([i for s in SPLITS for i in documents[name, s]], tokenizer) for name in SOURCES)
     assert len(text & code) / len(text) < 0.002
 
 
+@pytest.mark.slow
 def test_the_papers_mixture(builtin: Path) -> None:
     blend = Blend([Shard(builtin / f"{source}_train") for source in SOURCES], WEIGHTS, 64, seed=1234)
     assert [share.fraction for share in blend.mixture(32000)] == pytest.approx(WEIGHTS, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_a_complete_corpus_is_reused_and_another_is_refused(builtin: Path, tmp_path: Path) -> None:
     root = builtin.parent.parent
     before = {p: p.stat().st_mtime_ns for p in root.rglob("*")}

@@ -42,6 +42,14 @@ def plain(x: Tensor, cos: Tensor, sin: Tensor, form: str, is_query: bool) -> Ten
     return torch.cat(rows[form, is_query], dim=-1)
 
 
+SIZES = [(8, 8), (6, 16), (64, 64), (20, 80)]
+GRID = [(form, *size, own) for form in FORMS for size in SIZES for own in (False, True)]
+"""Score form, rotated dimensions, head_dim, and whether every batch row has its own tables."""
+PAIRWISE = [(form, *SIZES[(i + j) % 4], bool((i + j // 2) % 2)) for i, form in enumerate(FORMS) for j in range(4)]
+"""Every form with every size and with both kinds of tables."""
+REST = [pytest.param(*case, marks=pytest.mark.slow) for case in GRID if case not in PAIRWISE]
+
+
 @pytest.fixture
 def dirty_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """New memory is full of NaN."""
@@ -68,9 +76,7 @@ def operands(form: str, rotated: int, head_dim: int, own_tables: bool, dtype: to
 
 
 @pytest.mark.usefixtures("dirty_memory")
-@pytest.mark.parametrize("own_tables", [False, True], ids=["shared", "own"])
-@pytest.mark.parametrize(("rotated", "head_dim"), [(8, 8), (6, 16), (64, 64), (20, 80)])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "rotated", "head_dim", "own_tables"), [*PAIRWISE, *REST])
 def test_operands_and_their_gradients(form: str, rotated: int, head_dim: int, own_tables: bool) -> None:
     """In float32 as near to float64 as PyTorch is, from strided views, with partial rotation and a table per row."""
     arguments = form, rotated, head_dim, own_tables

@@ -431,6 +431,14 @@ def test_planted_links_are_not_followed(tmp_path: Path) -> None:
     assert (save(run, 5).parent / native.LATEST).read_text() == "global_step5"
 
 
+def test_latest_is_replaced_and_not_rewritten(tmp_path: Path) -> None:
+    """A process that dies while it writes leaves the earlier name."""
+    save(tmp_path, 2)
+    (tmp_path / "before").hardlink_to(tmp_path / native.LATEST)
+    save(tmp_path, 3)
+    assert (tmp_path / "before").read_text() == "global_step2" and native.read_latest(tmp_path) == "global_step3"
+
+
 def test_everything_is_flushed_before_the_checkpoint_has_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
