@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from statistics import fmean, stdev
+from statistics import NormalDist, fmean, stdev
 
 import numpy as np
 
@@ -87,9 +87,14 @@ def _drawn(documents: int) -> np.ndarray:
 
 
 def bootstrap_interval(differences: Sequence[float]) -> tuple[float, float]:
-    """The 95% percentile interval of the sum of paired differences, by resampling documents (Efron 1979)."""
-    sums = _drawn(len(differences)) @ np.asarray(differences, dtype=np.float64)
-    low, high = np.quantile(sums, [0.025, 0.975])
+    """The 95% interval of the sum of at least two paired differences, by resampling documents (Efron 1979).
+
+    The percentiles are wider than 2.5% and 97.5%, as of a t interval: the bootstrap's variance is a factor (n - 1) / n
+    too small and a normal tail too short (expanded percentile interval, Hesterberg 2015, section 5.3).
+    """
+    count = len(differences)
+    tail = NormalDist().cdf(-math.sqrt(count / (count - 1)) * t_quantile(count - 1))
+    low, high = np.quantile(_drawn(count) @ np.asarray(differences, dtype=np.float64), [tail, 1 - tail])
     return float(low), float(high)
 
 

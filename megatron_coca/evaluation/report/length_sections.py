@@ -128,8 +128,8 @@ def perplexity_blocks(group: ResultGroup, name: str, options: ReportOptions) -> 
         theirs = shared.published_lines(group, drawn, metric)
         caption = (
             f"Perplexity against the window, sliding by {protocol.stride} tokens; an infinite one leaves a gap."
-            f"{'' if len(complete) == len(cells) else ' Interrupted windows are left out.'}{shared.bands_text(drawn, cut_off=True)}"
-            f"{shared.DASHED if theirs else ''} {shared.origin_text(group)}"
+            f"{'' if len(complete) == len(cells) else ' Interrupted windows are left out.'}"
+            f"{shared.bands_text(drawn, cut_off=True)}{shared.DASHED if theirs else ''} {shared.origin_text(group)}"
         )
         panel = {"x_label": "window (tokens)", "y_label": "perplexity", "log_y": True}
         # The first plot of a report has been report.png since reports had one plot.
