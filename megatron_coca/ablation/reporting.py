@@ -25,5 +25,9 @@ def write_report(file: AblationFile, cells: Sequence[Cell]) -> str:
     if not measured:
         return "no result yet: nothing to report"
     folder = file.results / FOLDER
-    tables = build_report(measured, folder, file.title)
+    models = {
+        cell.model for cell in cells if any(path in measured for command in cell.commands for path in command.files)
+    }
+    baseline = file.baseline if file.baseline in models else None
+    tables = build_report(measured, folder, file.title, curves=curves(cells), baseline=baseline)
     return f"{tables}\n\n{folder / 'report.html'} is written"

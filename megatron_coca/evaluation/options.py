@@ -320,6 +320,7 @@ def add_report_options(parser: ArgumentParser) -> None:
     add("results", nargs="+", type=Path, metavar="RESULTS", help="result files of evaluate.py, or folders of them")
     add("--output", required=True, type=Path, metavar="DIR", help="folder for report.html, .md, .json and the plots")
     add("--title", default="Evaluation", help="title of the report")
+    add("--baseline", metavar="LABEL", help="mark perplexities that differ significantly from this label's")
     papers = "add the published numbers of the CoCA paper and of Su's pages"
     add("--papers", action=BooleanOptionalAction, default=True, help=papers)
 

@@ -51,6 +51,7 @@ def test_perplexity_then_report(
     assert one.results[0].nll == other.results[0].nll, "no extension up to the training length"
     assert one.results[1].nll != other.results[1].nll
     assert (one.checkpoint.step, one.checkpoint.seq_length, one.checkpoint.pos_emb) == (7, 16, "coca")
+    assert one.checkpoint.seed == 1234, "of the training configuration"
     assert one.checkpoint.identity == other.checkpoint.identity and one.documents == other.documents
     assert other.label.endswith("rope_scaling.factor=4") and one.overrides == {}
     scaling = other.overrides["rope_scaling"]
@@ -61,7 +62,8 @@ def test_perplexity_then_report(
     assert main(["report", str(plain), str(extended), "--output", str(tmp_path / "report")]) == 0
     assert "| plain " in capsys.readouterr().out
     assert {path.name for path in (tmp_path / "report").iterdir()} == {
-        f"report.{suffix}" for suffix in ("html", "md", "json", "png")
+        *("figures", "tables"),
+        *(f"report.{suffix}" for suffix in ("html", "md", "json", "png")),
     }
 
 

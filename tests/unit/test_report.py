@@ -13,6 +13,7 @@ import pytest
 from report_cases import FULL, NTK, REFUSED, every_result, lacking, needle, perplexity, window, write, write_costs
 
 from megatron_coca.evaluation import EvaluationError, PerplexityResult, WindowResult, build_report
+from megatron_coca.evaluation.report.curves import Curve, CurvePoint
 from megatron_coca.evaluation.report.document import ReportDocument, console_text
 from megatron_coca.evaluation.report.reading import RESULT_TYPES, read_results
 from megatron_coca.evaluation.report.sections import SECTIONS, build_sections
@@ -43,7 +44,8 @@ def test_table_json_and_plot(tmp_path: Path) -> None:
     assert printed.splitlines()[-3:] == ["* training length (64)", "", "stride 512, 4 documents, 4092 tokens scored"]
     assert "RoFormer" not in printed, "the console shows ours alone"
     report = json.loads((folder / "report.json").read_text())
-    rows = report["tables"][0]["rows"]
+    tables = {table["name"]: table for table in report["tables"]}
+    rows = tables["perplexity-1"]["rows"]
     assert [row["name"] for row in rows] == ["rotary", "rotary coca"]
     assert rows[1]["cells"][2]["value"] == pytest.approx(math.exp(3.0))
     assert report["results"] == {str(file): json.loads(file.read_text()) for file in files}
@@ -231,7 +233,9 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     hostile = perplexity("<b>&\"'|label", {512: 3.0}, documents__sha256="cc33")
     write(folder / "results", {"hostile": hostile})
     assert files
-    build_report([folder / "results"], folder / "out", "<Everything>")
+    points = [CurvePoint(step=1, tokens=512, train_loss=3.0, validation_loss=None)]
+    curves = {"RoFormer": [Curve(seed=1, points=points)]}
+    build_report([folder / "results"], folder / "out", "<Everything>", curves=curves)
     return folder / "out"
 
 
@@ -307,8 +311,10 @@ def test_the_same_results_give_the_same_files(tmp_path: Path) -> None:
     files = write(tmp_path, results)
     for name in ("a", "b"):
         build_report(files, tmp_path / name)
-    for path in (tmp_path / "a").iterdir():
-        assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes(), path.name
+    written = [path.relative_to(tmp_path / "a") for path in (tmp_path / "a").rglob("*.*")]
+    assert {path.suffix for path in written} == {".html", ".md", ".json", ".png", ".svg", ".csv", ".tex"}
+    for path in written:
+        assert (tmp_path / "a" / path).read_bytes() == (tmp_path / "b" / path).read_bytes(), path
 
 
 def test_without_papers_there_is_no_number_of_theirs(tmp_path: Path) -> None:
@@ -329,7 +335,7 @@ def test_without_papers_there_is_no_number_of_theirs(tmp_path: Path) -> None:
 
 def test_the_best_of_ours_is_marked_and_theirs_never(tmp_path: Path) -> None:
     results = {"one": perplexity("A", {512: 2.0, 1024: 3.0}), "two": perplexity("B", {512: 2.5, 1024: 2.5})}
-    (section, *_) = build_sections(read_results(write(tmp_path, results)), papers=True)
+    (_, section, *_) = build_sections(read_results(write(tmp_path, results)), papers=True)
     rows = section.blocks[0].tables[0].rows
     assert [[cell.best for cell in row.cells[:2]] for row in rows[:2]] == [[True, False], [False, True]]
     assert not any(cell.best for row in rows[2:] for cell in row.cells)

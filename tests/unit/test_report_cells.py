@@ -61,7 +61,7 @@ def test_labels_are_no_markup_in_plots(tmp_path: Path, label: str) -> None:
     results["speed"] = result.model_copy(update={"results": cells})
     sections = build_sections(read_results(write(tmp_path, results)), papers=True)
     figures = [figure for section in sections for block in section.blocks for figure in block.figures]
-    assert len(figures) == 1 + 2 + 1 + 1 + 4 + 2
+    assert len(figures) == 1 + 4 + 1 + 1 + 4 + 2
     legends = 0
     for figure in figures:
         if label == r"$\frac$":

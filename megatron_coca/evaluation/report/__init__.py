@@ -1,10 +1,11 @@
 """`evaluate.py report`: result files as tables, plots and one page, with published numbers next to ours."""
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron_coca.evaluation.report.charts import png
+from megatron_coca.evaluation.report.charts import png, svg
+from megatron_coca.evaluation.report.curves import Curve
 from megatron_coca.evaluation.report.document import (
     Report,
     ReportDocument,
@@ -13,25 +14,33 @@ from megatron_coca.evaluation.report.document import (
     markdown,
     table_record,
 )
+from megatron_coca.evaluation.report.exports import csv_table, latex_table
 from megatron_coca.evaluation.report.reading import REPORT_FILE, read_results
 from megatron_coca.evaluation.report.sections import build_sections
 from megatron_coca.evaluation.results import EvaluationError, check_writable, write_atomically, write_record
 
 
 def run(args: Namespace) -> int:
-    print(build_report(args.results, args.output, args.title, args.papers))
-    print(f"\n{args.output / 'report.html'} written, with report.md, report.json and the plots in the same folder.")
+    print(build_report(args.results, args.output, args.title, args.papers, baseline=args.baseline))
+    print(f"\n{args.output / 'report.html'} written, with report.md, report.json, plots and tables in the same folder.")
     return 0
 
 
 def build_report(
-    result_files: Sequence[str | Path], output_dir: str | Path, title: str = "Evaluation", papers: bool = True
+    result_files: Sequence[str | Path],
+    output_dir: str | Path,
+    title: str = "Evaluation",
+    papers: bool = True,
+    curves: Mapping[str, Sequence[Curve]] | None = None,
+    baseline: str | None = None,
 ) -> str:
-    """Write report.html, report.md, report.json and the plots as PNG into `output_dir`.
+    """Write report.html, .md and .json, the plots (NAME.png, figures/NAME.svg) and the tables (tables/NAME.csv, .tex).
 
-    `result_files` are files of `evaluate.py TASK --output`, or folders of them. `papers` adds published numbers.
+    `result_files` are files of `evaluate.py TASK --output`, or folders of them. `papers` adds published numbers,
+    `curves` learning curves by label, one for each seed; `baseline` is the label that perplexities are compared with.
     Returns the tables of our results as Markdown. Raises EvaluationError for files that are not results, for labels
-    that stand for two models, where there is nothing to report, and where nothing can be written.
+    that stand for two models, for a baseline without results, where there is nothing to report, and where nothing can
+    be written.
     """
     folder = Path(output_dir)
     check_writable(folder / REPORT_FILE)
@@ -44,15 +53,20 @@ def build_report(
     files, labelled, sets = (f"{count} {noun}{'' if count == 1 else 's'}" for noun, count in counts.items())
     origin = "Every number is of this project's evaluate.py, unless a paper is named."
     summary = f"{files}: {labelled}, {sets} of weights. {origin}"
-    document = ReportDocument(title, summary, build_sections(loaded, papers))
+    document = ReportDocument(title, summary, build_sections(loaded, papers, baseline, curves))
     report = Report(
         title=title,
         tables=[table_record(table) for table in document.tables()],
         figures=[f"{figure.name}.png" for figure in document.figures()],
+        curves={label: list(of_seeds) for label, of_seeds in (curves or {}).items()},
         results={item.file: item.result for item in loaded},
     )
     for figure in document.figures():
         write_atomically(folder / f"{figure.name}.png", png(figure))
+        write_atomically(folder / "figures" / f"{figure.name}.svg", svg(figure))
+    for table in document.tables():
+        write_atomically(folder / "tables" / f"{table.name}.csv", csv_table(table).encode())
+        write_atomically(folder / "tables" / f"{table.name}.tex", latex_table(table).encode())
     write_record(folder / REPORT_FILE, report)
     write_atomically(folder / "report.md", markdown(document).encode())
     # The page last, so that it exists only if everything else does.

@@ -22,6 +22,8 @@ DARK = ("#56B4E9", "#F0803C", "#2BC295", "#E39CC4", "#F0B429", "#7C9CF0", "#DDDD
 """The palette of Okabe and Ito (jfly.uni-koeln.de/color) without yellow; brighter for a dark background."""
 MARKERS = "osD^vP*X"
 LEGEND_COLUMNS = 2
+MOST_BEYOND = 3.0
+"""Factor by which a band on a logarithmic axis may exceed the lines: intervals of two seeds span many decades."""
 SIZES: dict[str, Any] = {
     "font.size": 11,
     "axes.titlesize": 12,
@@ -75,19 +77,25 @@ def png(figure: Figure) -> bytes:
     return image.getvalue()
 
 
-def svg_data_uri(figure: Figure, style: str) -> str:
-    """The plot in one of `SCREEN_STYLES` on a transparent background; the same bytes every time."""
+def svg(figure: Figure, style: Mapping[str, Any] = PRINT_STYLE) -> bytes:
+    """The plot with text as paths; the same bytes every time."""
     image = io.BytesIO()
-    with matplotlib.rc_context(cast(Any, {**SCREEN_STYLES[style], "svg.hashsalt": figure.name})):
+    with matplotlib.rc_context(cast(Any, {**style, "svg.hashsalt": figure.name})):
         FigureCanvasSVG(_drawn(figure)).print_svg(image, metadata={"Date": None, "Creator": None})
-    return "data:image/svg+xml;base64," + base64.b64encode(image.getvalue()).decode()
+    return image.getvalue()
+
+
+def svg_data_uri(figure: Figure, style: str) -> str:
+    """The plot in one of `SCREEN_STYLES`, on a transparent background."""
+    return "data:image/svg+xml;base64," + base64.b64encode(svg(figure, SCREEN_STYLES[style])).decode()
 
 
 @dataclass(frozen=True)
-class Curve:
+class Line:
     """One line with optional ends of intervals; a value that is not finite leaves a gap.
 
-    `like` is the index of our curve whose colour a published one takes.
+    `like` is the index of our line whose colour a published one takes, `style` the number of the colour and marker,
+    by default the index in its panel.
     """
 
     label: str
@@ -96,19 +104,17 @@ class Curve:
     low: tuple[float, ...] = ()
     high: tuple[float, ...] = ()
     like: int | None = None
-
-
-def interval_curve(label: str, cells: Mapping[int, Any], middle: str = "accuracy") -> Curve:
-    """The numbers `middle` of cells by length, with their intervals `low` .. `high`."""
-    y, low, high = (tuple(getattr(cell, name) for cell in cells.values()) for name in (middle, "low", "high"))
-    return Curve(label, tuple(cells), y, low, high)
+    style: int | None = None
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes with its curves; `marks` are named vertical lines at values of x, `level` a horizontal one."""
+    """One pair of axes with its lines; `marks` are named vertical lines at values of x, `level` a horizontal one.
 
-    curves: tuple[Curve, ...]
+    x is a length, on a logarithmic axis, unless `linear_x`.
+    """
+
+    lines: tuple[Line, ...]
     x_label: str
     y_label: str
     title: str = ""
@@ -116,6 +122,7 @@ class Panel:
     marks: Mapping[float, str] = field(default_factory=dict)
     y_range: tuple[float, float] | None = None
     level: float | None = None
+    linear_x: bool = False
 
 
 def panels(given: Sequence[Panel], columns: int = 1) -> Callable[[Canvas], None]:
@@ -124,8 +131,10 @@ def panels(given: Sequence[Panel], columns: int = 1) -> Callable[[Canvas], None]
     def draw(canvas: Canvas) -> None:
         rows = math.ceil(len(given) / columns)
         all_axes = list(canvas.subplots(rows, columns, squeeze=False, sharey=columns > 1).flat)
-        for axes, panel in zip(all_axes, given, strict=False):
-            _draw_panel(axes, panel)
+        for index, (axes, panel) in enumerate(zip(all_axes, given, strict=False)):
+            _draw_panel(axes, panel, most_ticks=8 if columns == 1 else 4)
+            if index % columns:
+                axes.set_ylabel("")
         for axes in all_axes[len(given) :]:
             axes.set_visible(False)
         handles = {
@@ -134,28 +143,33 @@ def panels(given: Sequence[Panel], columns: int = 1) -> Callable[[Canvas], None]
             for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
         }
         if handles:
-            shown = min(LEGEND_COLUMNS, len(handles))
-            canvas.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=shown)
+            marks = {plot_text(name) for panel in given for name in panel.marks.values()}
+            labels = sorted(handles, key=marks.__contains__)  # marks last
+            shown = min(max(LEGEND_COLUMNS, columns), len(labels))
+            canvas.legend([handles[label] for label in labels], labels, loc="outside lower center", ncols=shown)
 
     return draw
 
 
-def height(curves: int, plot: float = 3.5) -> float:
-    """Inches for a plot with a legend of that many lines below it."""
-    return plot + 0.23 * math.ceil((curves + 1) / LEGEND_COLUMNS)
+def height(lines: int, plot: float = 3.5, columns: int = LEGEND_COLUMNS) -> float:
+    """Inches for a plot with a legend of that many entries below it."""
+    return plot + 0.23 * math.ceil((lines + 1) / columns)
 
 
-def _draw_panel(axes: Axes, panel: Panel) -> None:
-    for index, curve in enumerate(panel.curves):
-        _draw_curve(axes, curve, index)
+def _draw_panel(axes: Axes, panel: Panel, most_ticks: int) -> None:
+    finite = [y for line in panel.lines for y in line.y if math.isfinite(y)]
+    bounds = (min(finite) / MOST_BEYOND, max(finite) * MOST_BEYOND) if panel.log_y and finite else (-math.inf, math.inf)
+    for index, line in enumerate(panel.lines):
+        _draw_line(axes, line, index if line.style is None else line.style, bounds, with_markers=not panel.linear_x)
     for x, name in panel.marks.items():
         axes.axvline(x, color="grey", linestyle="--", linewidth=1, label=plot_text(name), zorder=1)
     if panel.level is not None:
         axes.axhline(panel.level, color="grey", linestyle=":", linewidth=1, zorder=1)
-    ticks = sorted({x for curve in panel.curves for x in curve.x})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, [short_length(tick) for tick in ticks], rotation=45 if len(ticks) > 8 else 0)
-    axes.xaxis.set_minor_locator(NullLocator())
+    if not panel.linear_x:
+        ticks = sorted({x for line in panel.lines for x in line.x})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, [short_length(tick) for tick in ticks], rotation=45 if len(ticks) > most_ticks else 0)
+        axes.xaxis.set_minor_locator(NullLocator())
     if panel.log_y:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:g}")
@@ -166,16 +180,22 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
     axes.grid(which="major")
 
 
-def _draw_curve(axes: Axes, curve: Curve, index: int) -> None:
-    finite, label = [y if math.isfinite(y) else math.nan for y in curve.y], plot_text(curve.label)
-    colour = f"C{(index if curve.like is None else curve.like) % 7}"
-    if curve.like is not None:
+def _draw_line(axes: Axes, line: Line, index: int, bounds: tuple[float, float], with_markers: bool) -> None:
+    """`bounds` cut off the band."""
+    finite = [y if math.isfinite(y) else math.nan for y in line.y]
+    label, colour = plot_text(line.label), f"C{(index if line.like is None else line.like) % 7}"
+    if line.like is not None:
         hollow = {"marker": "o", "markerfacecolor": "none", "linestyle": (0, (2, 2)), "linewidth": 1.2, "alpha": 0.75}
-        axes.plot(curve.x, finite, color=colour, label=label, zorder=2, **hollow)  # type: ignore[arg-type]
+        axes.plot(line.x, finite, color=colour, label=label, zorder=2, **hollow)  # type: ignore[arg-type]
         return
-    axes.plot(curve.x, finite, color=colour, marker=MARKERS[index % len(MARKERS)], label=label, zorder=3)
-    if curve.low:
-        axes.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.15, linewidth=0, zorder=2)
+    marked: dict[str, Any] = {"marker": MARKERS[index % len(MARKERS)]} if with_markers else {"linewidth": 1.2}
+    axes.plot(line.x, finite, color=colour, label=label, zorder=3, **marked)
+    if line.low:
+        low, high = (
+            [min(max(y, bounds[0]), bounds[1]) if math.isfinite(y) else math.nan for y in values]
+            for values in (line.low, line.high)
+        )
+        axes.fill_between(line.x, low, high, color=colour, alpha=0.15, linewidth=0, zorder=2)
 
 
 def short_length(length: float) -> str:
@@ -183,23 +203,38 @@ def short_length(length: float) -> str:
     return f"{whole // 1024}k" if whole >= 8192 and whole % 1024 == 0 else f"{length:g}"
 
 
-def heat_map(
-    rows: Sequence[str], columns: Sequence[str], values: Sequence[Sequence[float | None]], x_label: str, y_label: str
+HeatMap = tuple[str, Sequence[Sequence[float | None]]]
+"""Title and accuracies by row and column; None leaves a cell empty."""
+
+
+def heat_maps(
+    maps: Sequence[HeatMap], rows: Sequence[str], heads: Sequence[str], x_label: str, y_label: str, columns: int = 1
 ) -> Callable[[Canvas], None]:
-    """Return a function that draws accuracies as coloured cells with their numbers; None leaves a cell empty."""
+    """Return a function that draws accuracies as coloured cells with their numbers, in rows of `columns` maps."""
 
     def draw(canvas: Canvas) -> None:
-        axes = canvas.subplots()
-        numbers = [[math.nan if value is None else value for value in line] for line in values]
-        image = axes.imshow(numbers, cmap="cividis", vmin=0.0, vmax=1.0, aspect="auto")
-        axes.set_xticks(range(len(columns)), columns)
-        axes.set_yticks(range(len(rows)), rows)
-        axes.set(xlabel=x_label, ylabel=y_label)
-        axes.spines[:].set_visible(False)
-        for row, line in enumerate(values):
-            for column, value in enumerate(line):
-                text, ink = ("–", "grey") if value is None else (f"{value:.2f}", "white" if value < 0.55 else "black")
-                axes.text(column, row, text, ha="center", va="center", color=ink, fontsize=9)
-        canvas.colorbar(image, ax=axes, label="accuracy", shrink=0.9)
+        grid = canvas.subplots(math.ceil(len(maps) / columns), columns, squeeze=False, sharey=True)
+        for index, axes in enumerate(grid.flat):
+            if index >= len(maps):
+                axes.set_visible(False)
+                continue
+            title, values = maps[index]
+            numbers = [[math.nan if value is None else value for value in line] for line in values]
+            image = axes.imshow(numbers, cmap="cividis", vmin=0.0, vmax=1.0, aspect="auto")
+            lowest = index + columns >= len(maps)
+            axes.set_xticks(
+                range(len(heads)), heads if lowest else [""] * len(heads), rotation=45 if columns > 1 else 0
+            )
+            axes.set_yticks(range(len(rows)), list(map(plot_text, rows)))
+            axes.set(xlabel=x_label if lowest else "", ylabel="" if index % columns else y_label)
+            axes.set_title(plot_text(title), fontsize=12 if columns == 1 else 10)
+            axes.spines[:].set_visible(False)
+            for row, line in enumerate(values):
+                for column, value in enumerate(line):
+                    ink = "grey" if value is None else "white" if value < 0.55 else "black"
+                    text = "–" if value is None else f"{value:.2f}"
+                    size = 9 if columns == 1 else 7
+                    axes.text(column, row, text, ha="center", va="center", color=ink, fontsize=size)
+        canvas.colorbar(image, ax=list(grid.flat), label="accuracy", shrink=0.9, aspect=max(20, 10 * len(grid)))
 
     return draw

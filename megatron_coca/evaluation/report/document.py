@@ -10,6 +10,7 @@ from jinja2 import Environment, FileSystemLoader
 from pydantic import SerializeAsAny
 
 from megatron_coca.evaluation.report.charts import SCREEN_STYLES, Figure, svg_data_uri
+from megatron_coca.evaluation.report.curves import Curve
 from megatron_coca.evaluation.results import Record, Result
 from megatron_coca.tables import escaped, format_table, in_cell
 
@@ -18,18 +19,29 @@ from megatron_coca.tables import escaped, format_table, in_cell
 class TableCell:
     """One cell: `text` as shown, the `value` behind it, and `detail` in small print (an interval).
 
-    `note` becomes a footnote: why there is no number, or what it does not cover. A `partial` number is not compared
-    with the others of its column. `wide` cells are text.
+    `low` and `high` are the ends of the 95% interval if there is one, `seeds` the number of values in a mean over
+    seeds. `note` becomes a footnote: why there is no number, or what it does not cover. A `partial` number is not
+    compared with the others of its column. `wide` cells are text.
     """
 
     text: str
     value: float | None = None
     detail: str = ""
+    low: float | None = None
+    high: float | None = None
+    seeds: int | None = None
     note: str = ""
     absent: bool = False
     best: bool = False
     partial: bool = False
     wide: bool = False
+
+    @property
+    def in_full(self) -> str:
+        """Text and small print on one line."""
+        if not self.detail or self.detail.startswith("±"):
+            return f"{self.text} {self.detail}".rstrip()
+        return f"{self.text} ({self.detail})"
 
 
 EMPTY = TableCell("")
@@ -141,7 +153,7 @@ def markdown_table(table: Table, in_table: Callable[[str], str] = in_cell, below
         name = in_table(row.name)
         line = [f"*{name}* ({in_table(row.published)})" if row.published else name]
         for cell in row.cells:
-            text = in_table(f"{cell.text} ({cell.detail})" if cell.detail else cell.text)
+            text = in_table(cell.in_full)
             line.append(f"{text} [{footnotes[cell.note]}]" if cell.note else text)
         lines.append(line)
     parts = [format_table([in_table(text) for text in table.header], lines)]
@@ -161,17 +173,18 @@ def html_page(document: ReportDocument) -> str:
 
 
 class Report(Record):
-    """The file report.json: tables, file names of the plots, and every result in full by its file."""
+    """The file report.json: tables, file names of the plots, learning curves by label, and results by their files."""
 
     title: str
     tables: list[dict[str, Any]]
     figures: list[str]
+    curves: dict[str, list[Curve]]
     results: dict[str, SerializeAsAny[Result]]
 
 
 def table_record(table: Table) -> dict[str, Any]:
     """A table as it is in report.json: every cell with its text, value, small print and note."""
-    fields = ("text", "value", "detail", "note")
+    fields = ("text", "value", "detail", "low", "high", "seeds", "note")
     cells = [[{name: getattr(cell, name) for name in fields} for cell in row.cells] for row in table.rows]
     heads = [{"name": row.name, "published": row.published} for row in table.rows]
     rows = [{**head, "cells": own} for head, own in zip(heads, cells, strict=True)]

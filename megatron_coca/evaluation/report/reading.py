@@ -31,6 +31,8 @@ RESULT_TYPES: dict[str, type[Result]] = {
 """The type of a result file by its field `task`."""
 
 REPORT_FILE = "report.json"
+KNOWN_FILES = frozenset({REPORT_FILE, "cell.json", "curve.json"})
+"""Files beside results that are left out without a warning: an earlier report, and records of an ablation's runs."""
 REMEDY = "measure it again, or remove the file"
 MAX_NAMED = 5
 """Ignored files that a warning names."""
@@ -56,7 +58,7 @@ def read_results(paths: Sequence[str | Path]) -> list[LoadedResult]:
         ignored = []
         for file in sorted(path.rglob("*.json")) if path.is_dir() else [path]:
             hidden = any(name.startswith(".") for name in file.relative_to(path).parts)
-            if path.is_dir() and (hidden or file.name.endswith(results.SUFFIX) or file.name == REPORT_FILE):
+            if path.is_dir() and (hidden or file.name.endswith(results.SUFFIX) or file.name in KNOWN_FILES):
                 continue
             task = _task(file)
             if task is not None:
@@ -111,10 +113,9 @@ MAX_HEADING_VALUE = 100
 
 
 @dataclass(frozen=True)
-class Series:
-    """All results of one label in a group, from one or several files; `header` is the first file's result."""
+class Replicate:
+    """All results of one label and one seed in a group, from one or several files; `header` is the first's result."""
 
-    label: str
     header: Any
     cells: dict[tuple[Any, ...], Any]
     missing: dict[str, Missing]
@@ -122,6 +123,28 @@ class Series:
     def why(self, at: str) -> Missing:
         unknown = Missing(at=at, kind="not run", reason="")
         return self.missing.get(at) or self.missing.get("all") or unknown
+
+
+@dataclass(frozen=True)
+class Series:
+    """The replicates of one label: models that differ by the seed of their training only, sorted by it."""
+
+    label: str
+    replicates: tuple[Replicate, ...]
+
+    @property
+    def header(self) -> Any:
+        return self.replicates[0].header
+
+    @property
+    def keys(self) -> set[tuple[Any, ...]]:
+        return {key for replicate in self.replicates for key in replicate.cells}
+
+    def cells(self) -> list[Any]:
+        return [cell for replicate in self.replicates for cell in replicate.cells.values()]
+
+    def missing(self) -> set[str]:
+        return {at for replicate in self.replicates for at in replicate.missing}
 
 
 @dataclass(frozen=True)
@@ -141,13 +164,13 @@ class ResultGroup:
 
     @property
     def measured(self) -> list[Series]:
-        return [series for series in self.series if series.cells]
+        return [series for series in self.series if series.keys]
 
     def cell_keys(self) -> list[Any]:
-        return sorted({key for series in self.series for key in series.cells})
+        return sorted(set().union(*(series.keys for series in self.series)))
 
     def lengths(self) -> list[int]:
-        missing = [_LENGTH.search(at) for series in self.series for at in series.missing]
+        missing = [_LENGTH.search(at) for series in self.series for at in series.missing()]
         measured = {next(part for part in key if isinstance(part, int)) for key in self.cell_keys()}
         return sorted(measured | {int(match[1]) for match in missing if match})
 
@@ -173,23 +196,47 @@ def group_results(loaded: Sequence[LoadedResult], comparable: Comparable) -> lis
             by_label.setdefault(item.result.label, []).append(item)
         shown = [(name, _HASH.sub(r"\1", str(values[name](items[0].result)))) for name in differing]
         differs = ", ".join(f"{name} {text[:MAX_HEADING_VALUE]}" for name, text in shown)
-        found.append(ResultGroup(tuple(_merge(label, files) for label, files in by_label.items()), differs))
+        found.append(ResultGroup(tuple(_series(label, files) for label, files in by_label.items()), differs))
     return found
 
 
-def _merge(label: str, files: Sequence[LoadedResult]) -> Series:
+def _series(label: str, files: Sequence[LoadedResult]) -> Series:
+    """Raises EvaluationError if the models of the files differ by more than the seed of their training."""
+    by_weights: dict[str, list[LoadedResult]] = {}
+    for item in files:
+        if _model(item.result) != _model(files[0].result):
+            raise _different_models(label, files[0], item)
+        by_weights.setdefault(item.result.checkpoint.identity, []).append(item)
+    firsts = [items[0] for items in by_weights.values()]
+    seeds = [first.result.checkpoint.seed for first in firsts]
+    for index, first in enumerate(firsts[1:], 1):
+        if None in seeds:
+            raise _different_models(label, firsts[0], first)
+        if (earlier := seeds.index(seeds[index])) < index:
+            raise _different_models(label, firsts[earlier], first)
+    ordered = sorted(by_weights.values(), key=lambda items: items[0].result.checkpoint.seed or 0)
+    return Series(label, tuple(_merge(label, items) for items in ordered))
+
+
+def _model(result: Result) -> tuple[Any, ...]:
+    """The properties in which replicates agree."""
+    checkpoint = result.checkpoint
+    return checkpoint.step, checkpoint.seq_length, checkpoint.pos_emb, checkpoint.trained_with, result.overrides
+
+
+def _different_models(label: str, one: LoadedResult, other: LoadedResult) -> EvaluationError:
+    return EvaluationError(
+        f"label `{label}` is used for different models in {one.file} and {other.file}, not only for different seeds; "
+        "evaluate one of them again with another --label"
+    )
+
+
+def _merge(label: str, files: Sequence[LoadedResult]) -> Replicate:
     cells: dict[tuple[Any, ...], Cell] = {}
     origins: dict[tuple[Any, ...], str] = {}
     missing: dict[str, Missing] = {}
-    first = files[0]
     for item in files:
         result = item.result
-        known, other = ((each.result.checkpoint.identity, each.result.overrides) for each in (first, item))
-        if known != other:
-            raise EvaluationError(
-                f"label `{label}` is used for different models in {first.file} and {item.file}; evaluate one of them "
-                "again with another --label"
-            )
         for cell in result.results:
             if origins.setdefault(cell.key, item.file) != item.file:
                 raise EvaluationError(
@@ -198,4 +245,4 @@ def _merge(label: str, files: Sequence[LoadedResult]) -> Series:
                 )
             cells[cell.key] = cell
         missing |= {entry.at: entry for entry in result.missing}
-    return Series(label, first.result, dict(sorted(cells.items())), missing)
+    return Replicate(files[0].result, dict(sorted(cells.items())), missing)

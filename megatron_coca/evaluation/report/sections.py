@@ -1,7 +1,9 @@
-"""The table of report sections, and the sections on short tasks, speed, costs, analysis and checkpoints."""
+"""The table of report sections, and the sections on speed, costs, analysis and checkpoints."""
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -9,127 +11,27 @@ from typing import Any
 from matplotlib.figure import Figure as Canvas
 
 from megatron_coca.evaluation.analysis.records import FIGURES, LengthAnalysis
-from megatron_coca.evaluation.harness.records import Score
-from megatron_coca.evaluation.options import dynamic_length_text
 from megatron_coca.evaluation.report import length_sections as by_length
+from megatron_coca.evaluation.report import retrieval_sections as retrieval
+from megatron_coca.evaluation.report import short_sections as short
 from megatron_coca.evaluation.report import tables as shared
-from megatron_coca.evaluation.report.charts import Figure, Panel, height, interval_curve, panels
+from megatron_coca.evaluation.report.charts import Figure, Line, Panel, height, panels
+from megatron_coca.evaluation.report.curves import Curve
 from megatron_coca.evaluation.report.document import EMPTY, ReportBlock, Section, Table, TableCell, TableRow
-from megatron_coca.evaluation.report.published import AVERAGED_GROUPS, COST, SHORT_CONTEXT, TABLES, TASKS_BY_GROUP
+from megatron_coca.evaluation.report.overview_sections import curve_blocks, summary_blocks
+from megatron_coca.evaluation.report.published import COST, TABLES
 from megatron_coca.evaluation.report.reading import (
     RESULT_TYPES,
     Comparable,
     LoadedResult,
+    Replicate,
     ResultGroup,
     Series,
 )
-from megatron_coca.evaluation.results import Cost, Missing
+from megatron_coca.evaluation.report.tables import ReportOptions
+from megatron_coca.evaluation.results import Cost, EvaluationError, Missing
 from megatron_coca.evaluation.speed import CONTRACTION, WHATS, WHOLE_SEQUENCES
 from megatron_coca.evaluation.speed.measuring import SpeedCell, SpeedResult
-
-# Short-context tasks
-
-HARNESS_COMPARABLE: Comparable = {
-    "version of lm-eval": "protocol.lm_eval",
-    "examples": "protocol.num_fewshot",
-    "limit": "protocol.limit",
-    "seed": "protocol.seed",
-    "longest context": "protocol.max_length",
-    "dynamic length": "protocol.dynamic_length",
-    "protocol": "protocol.text",
-}
-ScoreKey = tuple[str, str, str]
-"""Task, metric and filter of a score."""
-
-
-def find_score(series: Series, key: ScoreKey) -> Score | None:
-    cell = series.cells.get(key[:1])
-    scores: Sequence[Score] = cell.scores if cell is not None else []
-    return next((score for score in scores if (score.metric, score.filter) == key[1:]), None)
-
-
-def score_cell(series: Series, key: ScoreKey, scale: float = 1.0, digits: int = 3) -> TableCell:
-    score = find_score(series, key)
-    if score is None:
-        return shared.missing_cell(series.why(f"task {key[0]}"))
-    spread = "" if score.stderr is None else f"± {scale * score.stderr:.{digits}f}"
-    return shared.number_cell(scale * score.value, f".{digits}f", detail=spread)
-
-
-@shared.grouped("short", HARNESS_COMPARABLE)
-def harness_blocks(group: ResultGroup, name: str, papers: bool) -> ReportBlock:
-    """All scores, and the tasks of CoCA Table 5 by group with the means of the groups."""
-    keys = score_keys(group)
-    heads = [
-        f"{task} {metric}".strip() if filter_name == "none" else f"{task} {metric} ({filter_name})"
-        for task, metric, filter_name in keys
-    ]
-    scores = [[find_score(series, key) for series in group.series] for key in keys]
-    lowest = [any(score is not None and score.higher_is_better is False for score in column) for column in scores]
-    rows = [TableRow(series.label, tuple(score_cell(series, key) for key in keys)) for series in group.series]
-    notes = ("Small print: standard errors of the harness. A task's version, samples and hashes are in report.json.",)
-    main = Table(
-        *(name, "Scores of lm-evaluation-harness", ("label", *heads)), tuple(shared.mark_best(rows, lowest)), notes
-    )
-    protocol = group.first.protocol
-    shots = "as the tasks say" if protocol.num_fewshot is None else str(protocol.num_fewshot)
-    limit = "" if protocol.limit is None else f", the first {protocol.limit} samples of each task"
-    text = (
-        f"Protocol: {protocol.text}; lm-eval {protocol.lm_eval}, examples: {shots}{limit}, seed {protocol.seed}; "
-        f"{dynamic_length_text(protocol.dynamic_length)}. {shared.origin_text(group)}"
-    )
-    paper_tasks = {task for tasks in TASKS_BY_GROUP.values() for task in tasks}
-    if paper_tasks.isdisjoint(task for series in group.series for (task,) in series.cells):
-        others = [shared.published_table(SHORT_CONTEXT, group, name)] if papers else []
-        return ReportBlock((text,), (), (main, *others))
-    by_task = tuple(
-        TableRow(
-            f"{title}: {task}", tuple(score_cell(series, (task, "acc", "none"), 100, 2) for series in group.series)
-        )
-        for title, tasks in TASKS_BY_GROUP.items()
-        for task in tasks
-    )
-    caption = "Accuracy in percent on the tasks of the CoCA paper's Table 5, by group"
-    header = ("group and task", *(series.label for series in group.series))
-    tables = (main, Table(f"{name}-tasks", caption, header, by_task), group_means_table(group, name, papers))
-    return ReportBlock((text,), (), tables)
-
-
-def score_keys(group: ResultGroup) -> list[ScoreKey]:
-    cells = [cell for series in group.series for cell in series.cells.values()]
-    keys = [(cell.task, score.metric, score.filter) for cell in cells for score in cell.scores]
-    missing = [at.removeprefix("task ") for series in group.series for at in series.missing if at.startswith("task ")]
-    known = {cell.task for cell in cells}
-    return list(dict.fromkeys([*keys, *((task, "", "none") for task in missing if task not in known)]))
-
-
-def group_means_table(group: ResultGroup, name: str, papers: bool) -> Table:
-    """Means of the groups of tasks, with Table 5 below; a mean is a dash where a task has no accuracy."""
-    columns = [str(column) for column in dict.fromkeys([*SHORT_CONTEXT.columns, *TASKS_BY_GROUP])]
-    rows = []
-    for series in group.series:
-        means: dict[str, TableCell] = {}
-        for title, tasks in TASKS_BY_GROUP.items():
-            values = {task: score_cell(series, (task, "acc", "none"), 100, 2).value for task in tasks}
-            without = ", ".join(task for task, value in values.items() if value is None)
-            means[title] = mean_cell(list(values.values()), f"without an accuracy of {without}")
-        averaged = [means[str(title)] for title in AVERAGED_GROUPS]
-        notes = "; ".join(dict.fromkeys(cell.note for cell in averaged if cell.note))
-        means["Average"] = mean_cell([cell.value for cell in averaged], notes)
-        rows.append(TableRow(series.label, tuple(means[column] for column in columns)))
-    rows = shared.mark_best(rows, lowest=False)
-    rows += shared.published_rows(SHORT_CONTEXT, columns, group) if papers else []
-    averaged_groups = ", ".join(map(str, AVERAGED_GROUPS))
-    note = f"Average: mean of {averaged_groups}, as in the paper; each task counts the same in its group."
-    header, caption = ("mean of accuracies, percent", *columns), "Means of the groups of the CoCA paper's Table 5"
-    sources = (shared.source_text(SHORT_CONTEXT),) if papers else ()
-    return Table(f"{name}-groups", caption, header, tuple(rows), (note,), sources)
-
-
-def mean_cell(values: Sequence[float | None], note: str) -> TableCell:
-    known = [value for value in values if value is not None]
-    return shared.number_cell(fmean(known)) if len(known) == len(values) else TableCell("–", note=note, absent=True)
-
 
 # Speed and memory
 
@@ -141,7 +43,7 @@ def bytes_text(count: int) -> str:
     return f"{count} B"
 
 
-def speed_blocks(loaded: Sequence[LoadedResult], papers: bool) -> list[ReportBlock]:
+def speed_blocks(loaded: Sequence[LoadedResult], options: ReportOptions) -> list[ReportBlock]:
     """CoCA Figure 6 and Table 6. Each file is on its own: times of two runs cannot be compared."""
     blocks = []
     for index, item in enumerate(loaded, 1):
@@ -161,7 +63,7 @@ def speed_blocks(loaded: Sequence[LoadedResult], papers: bool) -> list[ReportBlo
         )
         heading = f"{result.label} on {result.environment.device}" if len(loaded) > 1 else ""
         blocks.append(ReportBlock((text,), tuple(figures), tuple(tables), heading))
-    if papers:
+    if options.papers:
         theirs = tuple(shared.published_table(table, None, "speed") for table in TABLES if table.metric == "complexity")
         blocks.append(ReportBlock((COST,), (), theirs, "Published"))
     return blocks
@@ -196,7 +98,8 @@ def speed_cell(cell: SpeedCell) -> TableCell:
     small = [f"×{ratio.median:.2f}" for ratio in (cell.to_rope, cell.to_contraction) if ratio is not None]
     small += [bytes_text(cell.peak_memory_bytes)] if cell.peak_memory_bytes is not None else []
     milliseconds = cell.seconds * 1e3
-    return shared.number_cell(milliseconds, ",.1f" if milliseconds >= 10 else ".3g", detail=" · ".join(small))
+    text = f"{milliseconds:,.1f}" if milliseconds >= 10 else f"{milliseconds:.3g}"
+    return TableCell(text, milliseconds, detail=" · ".join(small))
 
 
 def why_not_timed(result: SpeedResult, what: str, method: str, length: int) -> Missing:
@@ -216,15 +119,18 @@ def speed_figure(result: SpeedResult, name: str, what: str) -> Figure | None:
             ratios.setdefault(cell.method, {})[cell.length] = cell.to_rope
     if not ratios:
         return None
-    curves = [interval_curve(method, cells, "median") for method, cells in ratios.items()]
+    lines = []
+    for method, cells in ratios.items():
+        median, low, high = zip(*((ratio.median, ratio.low, ratio.high) for ratio in cells.values()), strict=True)
+        lines.append(Line(method, tuple(cells), median, low, high))
     against = next(ratio.against for cells in ratios.values() for ratio in cells.values())
-    panel = Panel(tuple(curves), "length (tokens)", f"time against {against}", what, log_y=True, level=1.0)
+    panel = Panel(tuple(lines), "length (tokens)", f"time against {against}", what, log_y=True, level=1.0)
     caption = (
         f"Time of {what} as a ratio to {against} in the same rounds, median and quartiles; below 1 is faster. "
         f"{result.label}: {shared.environment_text(result)}, random weights."
     )
     alt = f"Time of {what} against {against} by length for {', '.join(ratios)}; the table has the numbers"
-    return Figure(name, caption, alt, panels([panel]), (6.0, height(len(curves))))
+    return Figure(name, caption, alt, panels([panel]), (6.0, height(len(lines))))
 
 
 MEMORY_CAPTIONS = {
@@ -237,38 +143,47 @@ SMALLEST_GROWTH = 1024**2
 """Bytes below which the growth of a process on the CPU says nothing: it keeps the memory that it frees."""
 
 
-def rate_cell(cost: Cost, on_cpu: bool) -> TableCell:
-    rate = cost.tokens_per_second
-    return shared.number_cell(rate, ",.0f" if rate >= 10 else ".1f")
+def rate_cell(costs: Sequence[Cost], seeds: int, on_cpu: bool) -> TableCell:
+    rates = [cost.tokens_per_second for cost in costs]
+    return shared.mean_cell(rates, "{:,.0f}".format if fmean(rates) >= 10 else "{:.1f}".format, seeds)
 
 
-def memory_cell(cost: Cost, on_cpu: bool) -> TableCell:
-    if cost.peak_memory_bytes is None:
+def memory_cell(costs: Sequence[Cost], seeds: int, on_cpu: bool) -> TableCell:
+    peaks = [cost.peak_memory_bytes for cost in costs if cost.peak_memory_bytes is not None]
+    if not peaks:
         return TableCell("–", note="the device does not count it")
-    if on_cpu and cost.peak_memory_bytes < SMALLEST_GROWTH:
+    large = [float(peak) for peak in peaks if not on_cpu or peak >= SMALLEST_GROWTH]
+    if not large:
         return TableCell("–", note="the process held what this needed already")
-    return TableCell(bytes_text(cost.peak_memory_bytes), float(cost.peak_memory_bytes))
+    return shared.mean_cell(large, lambda count: bytes_text(round(count)), seeds)
 
 
-def cost_blocks(loaded: Sequence[LoadedResult], papers: bool) -> list[ReportBlock]:
-    """Rates and memory of every task with files of costs, by label and cell."""
+def cost_blocks(loaded: Sequence[LoadedResult], options: ReportOptions) -> list[ReportBlock]:
+    """Rates and memory of every task with files of costs, by label, device and cell."""
     blocks = []
     for task in dict.fromkeys(item.result.task for item in loaded if item.costs):
-        items = [item for item in loaded if item.costs and item.result.task == task]
-        columns = sorted({cost.at for item in items for cost in item.costs}, key=lambda at: (len(at), at))
-        on_cpu = [item.result.environment.device == "cpu" for item in items]
+        by_row: dict[tuple[str, str, int], list[LoadedResult]] = {}
+        files: Counter[tuple[str, int | None]] = Counter()
+        for item in (item for item in loaded if item.costs and item.result.task == task):
+            environment = item.result.environment
+            shown = f"{environment.device}, {environment.dtype}, {environment.backend}"
+            # A row has one file of each seed.
+            of_seed = (item.result.label, item.result.checkpoint.seed)
+            by_row.setdefault((item.result.label, shown, files[of_seed]), []).append(item)
+            files[of_seed] += 1
+        every = [cost for items in by_row.values() for item in items for cost in item.costs]
+        columns = sorted({cost.at for cost in every}, key=lambda at: (len(at), at))
+        on_cpu = [items[0].result.environment.device == "cpu" for items in by_row.values()]
         tables = []
         for kind, caption, cell in (
             ("rate", "Tokens per second", rate_cell),
             ("memory", "; ".join(MEMORY_CAPTIONS[device] for device in sorted(set(on_cpu))), memory_cell),
         ):
             rows = []
-            for item, is_cpu in zip(items, on_cpu, strict=True):
-                costs = {cost.at: cost for cost in item.costs}
-                cells = tuple(cell(costs[at], is_cpu) if at in costs else EMPTY for at in columns)
-                environment = item.result.environment
-                device = f"{environment.device}, {environment.dtype}, {environment.backend}"
-                rows.append(TableRow(item.result.label, cells, detail=device))
+            for ((label, shown, _), items), is_cpu in zip(by_row.items(), on_cpu, strict=True):
+                costs = {at: [cost for item in items for cost in item.costs if cost.at == at] for at in columns}
+                cells = tuple(cell(costs[at], len(items), is_cpu) if costs[at] else EMPTY for at in columns)
+                rows.append(TableRow(label, cells, detail=shown))
             tables.append(Table(f"cost-{task}-{kind}", caption, ("label", *columns), tuple(rows)))
         blocks.append(ReportBlock(tables=tuple(tables), heading=f"evaluate.py {task}"))
     return blocks
@@ -299,18 +214,21 @@ ANALYSIS_COLUMNS: dict[str, Callable[[LengthAnalysis], float | None]] = {
 }
 
 
+def analysis_cell(series: Series, length: int, number: Callable[[LengthAnalysis], float | None]) -> TableCell:
+    def value(replicate: Replicate) -> float | None:
+        return number(replicate.cells[length,]) if (length,) in replicate.cells else None
+
+    cell = shared.value_cell(series, f"length {length}", value, "{:.3f}".format)
+    return TableCell("–") if cell.absent and (length,) in series.keys else cell
+
+
 @shared.grouped("analysis", ANALYSIS_COMPARABLE)
-def analysis_blocks(group: ResultGroup, name: str, papers: bool) -> ReportBlock:
+def analysis_blocks(group: ResultGroup, name: str, options: ReportOptions) -> ReportBlock:
     """Section 2 and Figures 3 and 7 of the CoCA paper: a table, and the plots of each label."""
     rows = []
     for series in group.series:
         for length in group.lengths():
-            cell = series.cells.get((length,))
-            if cell is None:
-                cells = [shared.missing_cell(series.why(f"length {length}"))] * len(ANALYSIS_COLUMNS)
-            else:
-                numbers = [number(cell) for number in ANALYSIS_COLUMNS.values()]
-                cells = [TableCell("–") if number is None else shared.number_cell(number, ".3f") for number in numbers]
+            cells = [analysis_cell(series, length, number) for number in ANALYSIS_COLUMNS.values()]
             rows.append(TableRow(f"{series.label}, {length} tokens", tuple(cells)))
     caption = "Anomalous pairs, falling scores and entropy (shares of pairs of tokens, means)"
     table = Table(name, caption, ("label", *ANALYSIS_COLUMNS), tuple(rows))
@@ -322,9 +240,11 @@ def analysis_blocks(group: ResultGroup, name: str, papers: bool) -> ReportBlock:
 
     figures = []
     for index, series in enumerate(group.series, 1):
-        merged = series.header.model_copy(update={"results": list(series.cells.values())})
-        for kind in FIGURES if series.cells else ():
-            caption = f"{series.label}: {FIGURE_TEXTS[kind]} {shared.series_origin_text(series)}"
+        first, *others = series.replicates
+        merged = series.header.model_copy(update={"results": list(first.cells.values())})
+        seed = f" Seed {first.header.checkpoint.seed} only." if others else ""
+        for kind in FIGURES if first.cells else ():
+            caption = f"{series.label}: {FIGURE_TEXTS[kind]}{seed} {shared.series_origin_text(series)}"
             alt = f"{series.label}: {kind}"
             figures.append(Figure(f"{name}-{index}-{kind}", caption, alt, partial(draw, kind, merged)))
     return ReportBlock((f"Protocol: {group.first.protocol.text}.",), tuple(figures), (table,))
@@ -333,20 +253,20 @@ def analysis_blocks(group: ResultGroup, name: str, papers: bool) -> ReportBlock:
 # Checkpoints
 
 CHECKPOINT_HEADER = (
-    *("label", "task", "checkpoint", "step", "weights", "trained at", "position method", "used with"),
+    *("label", "task", "checkpoint", "step", "seed", "weights", "trained at", "position method", "used with"),
     *("dtype", "backend", "device", "torch", "tokenizer"),
 )
 
 
-def checkpoint_blocks(loaded: Sequence[LoadedResult], papers: bool) -> list[ReportBlock]:
+def checkpoint_blocks(loaded: Sequence[LoadedResult], options: ReportOptions) -> list[ReportBlock]:
     """A row for each distinct combination of weights, overrides and device."""
     rows = []
     for result in (item.result for item in loaded):
         checkpoint, environment = result.checkpoint, result.environment
         overrides = []
         for key, value in result.overrides.items():
-            options = value.items() if isinstance(value, Mapping) else ()
-            shown = ", ".join(f"{name} {option}" for name, option in options if option is not None)
+            items = value.items() if isinstance(value, Mapping) else ()
+            shown = ", ".join(f"{name} {option}" for name, option in items if option is not None)
             overrides.append(f"{key}: {shown if isinstance(value, Mapping) else value}")
         step = "" if checkpoint.step is None else str(checkpoint.step)
         texts = (
@@ -354,6 +274,7 @@ def checkpoint_blocks(loaded: Sequence[LoadedResult], papers: bool) -> list[Repo
                 result.task,
                 checkpoint.path,
                 step,
+                "" if checkpoint.seed is None else str(checkpoint.seed),
                 checkpoint.identity[: shared.HASH_DIGITS],
                 str(checkpoint.seq_length),
             ),
@@ -368,16 +289,18 @@ def checkpoint_blocks(loaded: Sequence[LoadedResult], papers: bool) -> list[Repo
 
 # All sections
 
-NOT_PRINTED = ("models", "costs")
+NOT_PRINTED = ("summary", "training", "models", "costs")
 """Sections that do not appear on the console."""
 SECTIONS: dict[str, tuple[str, tuple[str, ...], shared.Builder]] = {
+    "summary": ("Summary", ("perplexity", "passkey"), summary_blocks),
+    "training": ("Learning curves", tuple(RESULT_TYPES), curve_blocks),
     "perplexity": ("Perplexity beyond the training length", ("perplexity",), by_length.perplexity_blocks),
     "rerope": ("Loss with windowed relative positions", ("perplexity",), by_length.map_blocks),
-    "passkey": ("Passkey retrieval", ("passkey",), by_length.passkey_blocks),
+    "passkey": ("Passkey retrieval", ("passkey",), retrieval.passkey_blocks),
     "strict": ("CoCA-Strict against CoCA-Slack", ("perplexity", "passkey"), by_length.strict_blocks),
-    "needle": ("A needle in a haystack", ("needle",), by_length.needle_blocks),
-    "ruler": ("RULER-style tasks", ("ruler",), by_length.ruler_blocks),
-    "short": ("Short-context tasks", ("lm-eval",), harness_blocks),
+    "needle": ("A needle in a haystack", ("needle",), retrieval.needle_blocks),
+    "ruler": ("RULER-style tasks", ("ruler",), retrieval.ruler_blocks),
+    "short": ("Short-context tasks", ("lm-eval",), short.harness_blocks),
     "speed": ("Speed and memory", ("speed",), speed_blocks),
     "analysis": ("Analysis of attention", ("analyse",), analysis_blocks),
     "models": ("What was measured", tuple(task for task in RESULT_TYPES if task != "speed"), checkpoint_blocks),
@@ -387,11 +310,23 @@ SECTIONS: dict[str, tuple[str, tuple[str, ...], shared.Builder]] = {
 `RESULT_TYPES`."""
 
 
-def build_sections(loaded: Sequence[LoadedResult], papers: bool) -> tuple[Section, ...]:
-    """The sections that have content. Raises EvaluationError for labels that name two models."""
-    sections = []
+def build_sections(
+    loaded: Sequence[LoadedResult],
+    papers: bool = True,
+    baseline: str | None = None,
+    curves: Mapping[str, Sequence[Curve]] | None = None,
+) -> tuple[Section, ...]:
+    """The sections that have content; arguments as of `build_report`.
+
+    Raises EvaluationError for labels that name two models, and for a baseline that no result has.
+    """
+    labels = dict.fromkeys(item.result.label for item in loaded)
+    if baseline is not None and baseline not in labels:
+        raise EvaluationError(f"baseline `{baseline}`: no result has this label; there are {', '.join(labels)}")
+    options, sections = ReportOptions(papers, baseline, curves or {}), []
     for name, (title, tasks, build) in SECTIONS.items():
         chosen = [item for item in loaded if item.result.task in tasks]
-        if chosen and (blocks := build(chosen, papers)):
-            sections.append(Section(name, title, tuple(blocks), name not in NOT_PRINTED))
+        if chosen and (blocks := build(chosen, options)):
+            noted = [replace(block, tables=tuple(map(shared.with_seeds_note, block.tables))) for block in blocks]
+            sections.append(Section(name, title, tuple(noted), name not in NOT_PRINTED))
     return tuple(sections)

@@ -1,0 +1,181 @@
+"""The first sections: one row of results for each label, and learning curves."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from megatron_coca.evaluation.report import tables as shared
+from megatron_coca.evaluation.report.charts import Figure, Line, Panel, height, panels
+from megatron_coca.evaluation.report.curves import Curve, CurvePoint
+from megatron_coca.evaluation.report.document import EMPTY, ReportBlock, Table, TableCell, TableRow
+from megatron_coca.evaluation.report.intervals import estimate
+from megatron_coca.evaluation.report.length_sections import (
+    PERPLEXITY_COMPARABLE,
+    interrupted,
+    marked,
+    perplexity_cell,
+    with_baseline_note,
+)
+from megatron_coca.evaluation.report.reading import LoadedResult, Replicate, ResultGroup, Series, group_results
+from megatron_coca.evaluation.report.retrieval_sections import RETRIEVAL_COMPARABLE, passkey_cell
+from megatron_coca.evaluation.report.tables import ReportOptions
+
+# Summary
+
+MULTIPLES = (2, 4, 16, 64)
+"""Of the training length, at which the ratio to the perplexity at the training length is shown."""
+SOLVED = 0.9
+"""Accuracy from which a length counts as solved."""
+Column = tuple[str, Callable[[Series], TableCell], bool]
+"""Head, cell of a series, and whether the lowest number is the best."""
+
+
+def summary_blocks(loaded: Sequence[LoadedResult], options: ReportOptions) -> list[ReportBlock]:
+    """One row for each label, and columns for each group of comparable results."""
+    rows: dict[str, list[TableCell]] = {item.result.label: [] for item in loaded}
+    heads, lowest = [], []
+    found = {
+        task: group_results([item for item in loaded if item.result.task == task], comparable)
+        for task, comparable in (("perplexity", PERPLEXITY_COMPARABLE), ("passkey", RETRIEVAL_COMPARABLE))
+    }
+    columns = [(group, column) for group in found["perplexity"] for column in perplexity_columns(group, options)]
+    columns += [(group, column) for group in found["passkey"] for column in span_columns(group)]
+    if len(columns) < 2:
+        return []
+    for group, (head, cell, low) in columns:
+        heads.append(f"{head} ({group.differs})" if group.differs else head)
+        lowest.append(low)
+        by_label = {series.label: series for series in group.series}
+        for label, cells in rows.items():
+            cells.append(cell(by_label[label]) if label in by_label else EMPTY)
+    table_rows = shared.mark_best([TableRow(label, tuple(cells)) for label, cells in rows.items()], lowest)
+    note = (
+        "L: the training length. At 2L and so on: the perplexity as a multiple of that at L. Passkey span: the largest "
+        f"length, as a multiple of L, up to which the accuracy is at least {SOLVED} at every length measured; of "
+        "several seeds their mean accuracy counts, and the spans of the seeds follow where they differ."
+    )
+    table = Table("summary", "Results by label", ("label", *heads), tuple(table_rows), (note,))
+    for group in found["perplexity"][:1]:
+        table = with_baseline_note(table, group, options.baseline)
+    return [ReportBlock(tables=(table,))]
+
+
+def perplexity_columns(group: ResultGroup, options: ReportOptions) -> list[Column]:
+    """Perplexity at the training length and the measured ratios to it; none where it was not measured."""
+    at_length = marked(perplexity_cell, group, options.baseline)
+    measured = {window / series.header.checkpoint.seq_length for series in group.series for (window,) in series.keys}
+    if 1 not in measured:
+        return []
+    columns: list[Column] = [
+        ("perplexity at L", lambda series: at_length(series, series.header.checkpoint.seq_length), True)
+    ]
+    columns += [
+        (f"ratio at {multiple}L", partial(ratio_cell, multiple=multiple), True)
+        for multiple in MULTIPLES
+        if multiple in measured
+    ]
+    return columns
+
+
+def ratio_cell(series: Series, multiple: int) -> TableCell:
+    """The perplexity at a multiple of the training length over that at it; of each seed, then averaged."""
+    length = series.header.checkpoint.seq_length
+
+    def logarithm(replicate: Replicate) -> float | None:
+        cells = [replicate.cells.get((window,)) for window in (length, multiple * length)]
+        short, long = (None if cell is None or interrupted(cell, series) else cell.nll for cell in cells)
+        return None if short is None or long is None else long - short
+
+    return shared.value_cell(series, f"window {multiple * length}", logarithm, log=True)
+
+
+def span_columns(group: ResultGroup) -> list[Column]:
+    return [("passkey span", span_cell, False)] if group.measured else []
+
+
+def span_cell(series: Series) -> TableCell:
+    lengths = sorted(length for (length,) in series.keys)
+    if not lengths:
+        return shared.missing_cell(series.replicates[0].why("all"))
+    trained = series.header.checkpoint.seq_length
+    spans = [
+        span({length: cell.accuracy for (length,), cell in replicate.cells.items()}, trained)
+        for replicate in series.replicates
+        if replicate.cells
+    ]
+    means = {length: passkey_cell(series, length).value or 0.0 for length in lengths}
+    value = span(means, trained)
+    detail = f"{min(spans):g}–{max(spans):g}" if min(spans) != max(spans) else ""
+    return TableCell(f"{value:g}", value, detail)
+
+
+def span(accuracies: Mapping[int, float], trained: int) -> float:
+    """The largest length as a multiple of `trained` up to which all accuracies are at least SOLVED, or 0."""
+    longest = 0
+    for length, accuracy in sorted(accuracies.items()):
+        if accuracy < SOLVED:
+            break
+        longest = length
+    return longest / trained
+
+
+# Learning curves
+
+LOSSES: dict[str, Callable[[CurvePoint], float | None]] = {
+    "training loss": lambda point: point.train_loss,
+    "validation loss": lambda point: point.validation_loss,
+}
+SETTLED = 0.05
+"""The share of the training after which losses set the range of the axis: the first fall is steep."""
+
+
+def curve_blocks(loaded: Sequence[LoadedResult], options: ReportOptions) -> list[ReportBlock]:
+    """Training and validation loss against tokens, and the last losses of each label."""
+    found = {
+        name: {label: losses_by_tokens(curves, loss) for label, curves in options.curves.items()}
+        for name, loss in LOSSES.items()
+    }
+    drawn = {name: of_labels for name, of_labels in found.items() if any(of_labels.values())}
+    if not drawn:
+        return []
+    seeds = {label: len(curves) for label, curves in options.curves.items()}
+    rows = []
+    for label in options.curves:
+        cells = [
+            shared.mean_cell(known[max(known)], "{:.4f}".format, seeds[label]) if known else TableCell("–")
+            for known in (of_labels[label] for of_labels in drawn.values())
+        ]
+        tokens = max((point.tokens for curve in options.curves[label] for point in curve.points), default=0)
+        rows.append(TableRow(label, (TableCell(f"{tokens:,}", float(tokens)), *cells)))
+    header = ("label", "tokens", *(f"last {name}" for name in drawn))
+    table = Table("training", "Loss at the end of training, nats per token", header, tuple(rows))
+    figures = [curve_figure(f"training-{name.split()[0]}", name, of_labels) for name, of_labels in drawn.items()]
+    return [ReportBlock(figures=tuple(figures), tables=(table,))]
+
+
+def losses_by_tokens(curves: Sequence[Curve], loss: Callable[[CurvePoint], float | None]) -> dict[int, list[float]]:
+    """The loss of each seed by the tokens trained on, where all seeds have one."""
+    runs = [{point.tokens: loss(point) for point in curve.points if loss(point) is not None} for curve in curves]
+    common = set(runs[0]).intersection(*runs) if runs else set()
+    return {tokens: [value for run in runs if (value := run[tokens]) is not None] for tokens in sorted(common)}
+
+
+def curve_figure(name: str, loss: str, by_label: Mapping[str, Mapping[int, Sequence[float]]]) -> Figure:
+    lines, settled = [], []
+    for label, by_tokens in by_label.items():
+        means = [estimate(values) for values in by_tokens.values()]
+        low, high = (tuple(getattr(mean, end) for mean in means) for end in ("low", "high"))
+        millions = tuple(tokens / 1e6 for tokens in by_tokens)
+        lines.append(Line(label, millions, tuple(mean.mean for mean in means), low, high))
+        start = SETTLED * max(by_tokens, default=0)
+        settled += [mean.mean for tokens, mean in zip(by_tokens, means, strict=True) if tokens >= start]
+    finite = [value for value in settled if math.isfinite(value)] or [0.0, 1.0]
+    margin = 0.04 * (max(finite) - min(finite)) or 0.1
+    y_range = (min(finite) - margin, max(finite) + margin)
+    panel = Panel(tuple(lines), "tokens (millions)", f"{loss} (nats)", y_range=y_range, linear_x=True)
+    caption = (
+        f"{loss.capitalize()} against the tokens trained on: the mean over seeds, with its 95% t interval where there "
+        "are several. The steep beginning is cut off."
+    )
+    alt = f"{loss.capitalize()} against tokens for {', '.join(by_label)}; the table has the last values"
+    return Figure(name, caption, alt, panels([panel]), (6.0, height(len(lines))))

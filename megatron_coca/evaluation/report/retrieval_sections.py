@@ -1,0 +1,232 @@
+"""The sections on retrieval: passkeys, needles in a haystack and RULER-style tasks."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from operator import attrgetter
+from statistics import fmean
+from typing import Any
+
+from megatron_coca.evaluation.options import dynamic_length_text
+from megatron_coca.evaluation.report import tables as shared
+from megatron_coca.evaluation.report.charts import Figure, HeatMap, Panel, heat_maps, height, panels, short_length
+from megatron_coca.evaluation.report.document import ReportBlock, Table, TableCell, TableRow
+from megatron_coca.evaluation.report.reading import Comparable, Replicate, ResultGroup, Series
+from megatron_coca.evaluation.report.tables import ReportOptions
+from megatron_coca.evaluation.retrieval.records import RetrievalProtocol, Tally
+
+RETRIEVAL_COMPARABLE: Comparable = {
+    "cases": "protocol.cases",
+    "seed": "protocol.seed",
+    "new tokens": "protocol.max_new_tokens",
+    "answer stub": "protocol.answer_stub",
+    "haystack (sha256)": "protocol.haystack.sha256",
+    "tokenizer": "tokenizer",  # lengths are counted in its tokens
+    "dynamic length": "protocol.dynamic_length",
+    "protocol": "protocol.text",
+}
+NEEDLE_COMPARABLE: Comparable = {**RETRIEVAL_COMPARABLE, "depths": "protocol.depths"}
+
+SHARES = (-0.03, 1.03)
+"""The range of accuracies on an axis."""
+TallyOf = Callable[[Any], Tally | None]
+"""A tally of a cell."""
+QUARTERS = ("nearest", "second", "third", "farthest")
+"""Of the length of a prompt, by distance from its end."""
+INTERVALS = "Wilson's for one seed, t intervals over seeds for several"
+
+
+def retrieval_text(protocol: RetrievalProtocol, cell: str) -> str:
+    seen = dynamic_length_text(protocol.dynamic_length)
+    return f"Protocol: {protocol.text}; {protocol.cases} cases a {cell}, seed {protocol.seed}; {seen}."
+
+
+def tally_cell(series: Series, key: tuple[Any, ...], at: str, tally: TallyOf = lambda cell: cell) -> TableCell:
+    """An accuracy: of one seed with its Wilson interval, of several with their t interval."""
+
+    def found(replicate: Replicate) -> Tally | None:
+        return tally(replicate.cells[key]) if key in replicate.cells else None
+
+    def number(replicate: Replicate) -> float | None:
+        own = found(replicate)
+        return own.accuracy if own is not None else None
+
+    def wilson(replicate: Replicate) -> dict[str, Any]:
+        own = found(replicate)
+        return {} if own is None else {"detail": f"{own.low:.2f}–{own.high:.2f}", "low": own.low, "high": own.high}
+
+    if key in series.keys and all(number(replicate) is None for replicate in series.replicates):
+        return TableCell("–", detail="no case")
+    return shared.value_cell(series, at, number, single=wilson)
+
+
+def passkey_cell(series: Series, length: int, tally: TallyOf = lambda cell: cell) -> TableCell:
+    return tally_cell(series, (length,), f"length {length}", tally)
+
+
+@shared.grouped("passkey", RETRIEVAL_COMPARABLE)
+def passkey_blocks(group: ResultGroup, name: str, options: ReportOptions) -> ReportBlock:
+    """CoCA Table 2, Figure 4 as a table (keys inside and beyond the training length), and Figure 5 (four ranges)."""
+    metric = "passkey" if options.papers else ""
+    caption = f"Passkey accuracy by length of the prompt, with 95% intervals ({INTERVALS})"
+    tables = shared.length_table(name, caption, "accuracy at length", group, passkey_cell, metric, lowest=False)
+    text = (retrieval_text(group.first.protocol, "length"),)
+    if not group.measured:
+        return ReportBlock(text, (), tuple(tables))
+    lengths = group.lengths()
+    rows: list[TableRow] = []
+    for side in ("inside", "beyond"):
+        counts = attrgetter(side)
+        ours = [
+            TableRow(f"{series.label}, {side}", tuple(passkey_cell(series, at, counts) for at in lengths))
+            for series in group.series
+        ]
+        rows += shared.mark_best(ours, lowest=False)
+    caption = "Passkey accuracy with the key inside and beyond the training length from the end"
+    header = ("accuracy at length", *shared.length_header(lengths, group.training_lengths()))
+    tables.insert(1, Table(f"{name}-split", caption, header, tuple(rows)))
+    drawn, lines = shared.length_lines(group, passkey_cell)
+    theirs = shared.published_lines(group, drawn, metric)
+    caption = (
+        f"Passkey accuracy by length with 95% intervals: {INTERVALS}.{shared.DASHED if theirs else ''} "
+        f"{shared.origin_text(group)}"
+    )
+    panel = {"x_label": "length of the prompt (tokens)", "y_label": "accuracy", "y_range": SHARES}
+    by_length = shared.length_figure(name, "Passkey accuracy by length", drawn, [*lines, *theirs], panel, caption)
+    ranges = [passkey_ranges_figure(group, name)] if len(drawn) <= shared.MOST_LINES else []
+    return ReportBlock(text, (by_length, *ranges, *passkey_heat_maps(group, name)), tuple(tables))
+
+
+def quarter_of(index: int) -> TallyOf:
+    """The tally of a quarter of the distances, the nearest first."""
+    return lambda cell: cell.ranges[index].tally if index < len(cell.ranges) else None
+
+
+def passkey_ranges_figure(group: ResultGroup, name: str) -> Figure:
+    panel = {"x_label": "length (tokens)", "y_label": "accuracy", "y_range": SHARES}
+    quarters = []
+    for index, title in enumerate(QUARTERS):
+        _, lines = shared.length_lines(group, partial(passkey_cell, tally=quarter_of(index)))
+        quarters.append(Panel(tuple(lines), title=f"{title} quarter", **panel))  # type: ignore[arg-type]
+    caption = (
+        "Passkey accuracy by the key's distance from the end of the prompt, in quarters of the length (Figure 5 of the "
+        f"CoCA paper has four ranges too), with 95% intervals: {INTERVALS}. Same checkpoints, data and machine."
+    )
+    alt = "Passkey accuracy by length, a panel for each quarter of the distance; report.json has the numbers"
+    size = (6.0, 2.2 + height(len(group.measured)))
+    return Figure(f"{name}-ranges", caption, alt, panels(quarters, columns=2), size)
+
+
+def passkey_heat_maps(group: ResultGroup, name: str) -> tuple[Figure, Figure]:
+    """Accuracy by label and length, and for each label by length and distance of the key."""
+    lengths, labels = group.lengths(), [series.label for series in group.measured]
+    heads, x_label = [short_length(length) for length in lengths], "length of the prompt (tokens)"
+    by_label = [[passkey_cell(series, length).value for length in lengths] for series in group.measured]
+    draw = heat_maps([("", by_label)], labels, heads, x_label, "")
+    overview = Figure(
+        f"{name}-labels",
+        "Passkey accuracy by length; means over seeds where there are several.",
+        f"Heat map of passkey accuracy over length for {', '.join(labels)}; the table has the numbers",
+        draw,
+        (6.0 + 0.07 * max(map(len, labels)), 1.2 + 0.3 * max(3, len(labels))),
+    )
+    maps: list[HeatMap] = [
+        (
+            series.label,
+            [
+                [passkey_cell(series, length, quarter_of(index)).value for length in lengths]
+                for index in reversed(range(len(QUARTERS)))
+            ],
+        )
+        for series in group.measured
+    ]
+    columns = min(3, len(maps))
+    depths = Figure(
+        f"{name}-depths",
+        "Passkey accuracy by length and by the quarter of the length in which the key is, counted from the end: the "
+        "farthest quarter is the beginning of the prompt. Means over seeds where there are several.",
+        f"Heat maps of passkey accuracy over length and distance for {', '.join(labels)}; report.json has the numbers",
+        heat_maps(maps, QUARTERS[::-1], heads, "length (tokens)", "quarter", columns),
+        (9.0 if columns == 3 else 6.5, 1.2 + 1.5 * math.ceil(len(maps) / columns)),
+    )
+    return overview, depths
+
+
+@shared.grouped("needle", NEEDLE_COMPARABLE)
+def needle_blocks(group: ResultGroup, name: str, options: ReportOptions) -> ReportBlock:
+    """A heat map and a table of accuracy by depth and length for each label."""
+    lengths, depths = group.lengths(), group.first.protocol.depths
+    percents = [f"{depth}%" for depth in depths]
+    figures, tables = [], []
+    for index, series in enumerate(group.series, 1):
+        trained = series.header.checkpoint.seq_length
+        rows = [
+            TableRow(percent, tuple(needle_cell(series, length, depth) for length in lengths))
+            for percent, depth in zip(percents, depths, strict=True)
+        ]
+        header = ("depth", *shared.length_header(lengths, {trained}))
+        caption = f"{series.label}: accuracy by depth and length"
+        tables.append(Table(f"{name}-{index}", caption, header, tuple(rows)))
+        if not series.keys:
+            continue
+        caption = (
+            f"{series.label}: share of needles found, by length and by how deep they are hidden (0% is the beginning). "
+            f"Trained at {trained}. {shared.series_origin_text(series)}"
+        )
+        values = [[cell.value for cell in row.cells] for row in rows]
+        columns = [short_length(length) for length in lengths]
+        draw = heat_maps([("", values)], percents, columns, "length of the prompt (tokens)", "depth of the needle")
+        alt = f"Heat map of needles found by {series.label} over depth and length; the table has the numbers"
+        figures.append(Figure(f"{name}-{index}", caption, alt, draw, (6.0, 1.4 + 0.3 * max(6, len(depths)))))
+    return ReportBlock((retrieval_text(group.first.protocol, "cell"),), tuple(figures), tuple(tables))
+
+
+def needle_cell(series: Series, length: int, depth: int) -> TableCell:
+    at = f"length {length}, depth {depth}%"
+    at = at if at in series.missing() else f"length {length}"
+    return shared.value_cell(series, at, partial(accuracy_at, (length, depth)))
+
+
+def accuracy_at(key: tuple[Any, ...], replicate: Replicate) -> float | None:
+    return replicate.cells[key].accuracy if key in replicate.cells else None
+
+
+@shared.grouped("ruler", RETRIEVAL_COMPARABLE)
+def ruler_blocks(group: ResultGroup, name: str, options: ReportOptions) -> ReportBlock:
+    """A table of all tasks and their mean by length, and a plot of the means."""
+    tasks, lengths = list(dict.fromkeys(task for task, _ in group.cell_keys())), group.lengths()
+
+    def mean_cell(series: Series, length: int) -> TableCell:
+        def mean(replicate: Replicate) -> float | None:
+            values = [accuracy_at((task, length), replicate) for task in tasks]
+            known = [value for value in values if value is not None]
+            return fmean(known) if known and len(known) == len(tasks) else None
+
+        cell = shared.value_cell(series, "", mean)
+        return TableCell("–") if cell.absent else cell
+
+    rows: list[TableRow] = []
+    for task in tasks:
+        ours = [
+            (
+                series.label,
+                tuple(tally_cell(series, (task, length), f"{task}, length {length}") for length in lengths),
+            )
+            for series in group.series
+        ]
+        rows += shared.mark_best([TableRow(f"{task}: {label}", cells) for label, cells in ours], lowest=False)
+    means = {series.label: tuple(mean_cell(series, length) for length in lengths) for series in group.series}
+    rows += shared.mark_best([TableRow(f"mean: {label}", cells) for label, cells in means.items()], lowest=False)
+    header = ("share found at length", *shared.length_header(lengths, group.training_lengths()))
+    note = f"Intervals: {INTERVALS}. A mean is of all tasks of the table, and absent where one is."
+    table = Table(name, "Share of the expected strings in the answers", header, tuple(rows), (note,))
+    figures = []
+    drawn, lines = shared.length_lines(group, mean_cell)
+    if drawn:
+        caption = (
+            f"Mean over {len(tasks)} tasks ({', '.join(tasks)}) by length.{shared.bands_text(drawn)} "
+            f"{shared.origin_text(group)}"
+        )
+        panel = {"x_label": "length of the prompt (tokens)", "y_label": "mean share found", "y_range": SHARES}
+        figures.append(shared.length_figure(name, "Mean share found by length", drawn, lines, panel, caption))
+    return ReportBlock((retrieval_text(group.first.protocol, "cell"),), tuple(figures), (table,))

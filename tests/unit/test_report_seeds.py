@@ -1,0 +1,285 @@
+"""Results of several seeds in a report: one row with intervals, markers against a baseline, curves, exported tables."""
+
+import csv
+import io
+import json
+import math
+import re
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+from matplotlib.figure import Figure as Canvas
+from report_cases import (
+    DOCUMENTS,
+    FULL,
+    NTK,
+    analysis,
+    every_result,
+    harness,
+    lacking,
+    needle,
+    passkey,
+    perplexity,
+    ruler,
+    window,
+    write,
+    write_costs,
+)
+from scipy import stats
+
+from megatron_coca.evaluation import EvaluationError, PerplexityResult, build_report
+from megatron_coca.evaluation.report.curves import Curve, CurvePoint
+from megatron_coca.evaluation.report.document import ReportBlock, Table, TableCell, TableRow
+from megatron_coca.evaluation.report.exports import csv_table, latex, latex_table
+from megatron_coca.evaluation.report.overview_sections import span
+from megatron_coca.evaluation.report.reading import read_results
+from megatron_coca.evaluation.report.sections import build_sections
+from megatron_coca.evaluation.results import Result
+
+SEEDS = (1234, 1235, 1236)
+
+
+def of_seed(result: Result, seed: int | None, **changes: Any) -> Any:
+    """The result of the same label, of weights trained with another seed."""
+    update = {"seed": seed, "identity": f"{result.label}-{seed}", "path": f"runs/{seed}", **changes}
+    return result.model_copy(update={"checkpoint": result.checkpoint.model_copy(update=update)})
+
+
+def seeds(label: str, losses: dict[int, list[float]], **changes: Any) -> dict[str, Result]:
+    """Perplexities of one label by window, a loss for each seed."""
+    made = {
+        seed: of_seed(perplexity(label, {size: nlls[at] for size, nlls in losses.items()}, **changes), seed)
+        for at, seed in enumerate(SEEDS)
+    }
+    return {f"{label}-{seed}": result for seed, result in made.items()}
+
+
+def blocks(folder: Path, name: str, results: dict[str, Result], **options: Any) -> tuple[ReportBlock, ...]:
+    sections = build_sections(read_results(write(folder, results)), papers=False, **options)
+    return next(section.blocks for section in sections if section.name == name)
+
+
+def test_seeds_are_one_row_with_the_t_interval_of_the_loss(tmp_path: Path) -> None:
+    losses = [3.0, 3.02, 3.1]
+    results = seeds("CoCA", {512: losses}) | {"one": perplexity("RoFormer", {512: 3.0})}
+    ((block,), (table,)) = (found := blocks(tmp_path, "perplexity", results)), found[0].tables
+    rows = {row.name: row.cells[0] for row in table.rows}
+    low, high = (math.exp(end) for end in stats.t.interval(0.95, 2, loc=fmean(losses), scale=stats.sem(losses)))
+    cell = rows["CoCA"]
+    assert (cell.value, cell.low, cell.high) == pytest.approx((math.exp(3.04), low, high), rel=1e-12)
+    assert cell.text == f"{math.exp(3.04):.2f}" and cell.detail == f"{low:.2f}–{high:.2f}" and cell.seeds == 3
+    assert rows["RoFormer"] == TableCell("20.09", pytest.approx(math.exp(3.0)), best=True)
+    assert any("t interval over seeds" in note for note in table.notes)
+    assert "and those of 2 more seeds" in block.figures[0].caption
+    canvas = Canvas()
+    block.figures[0].draw(canvas)
+    (band,) = canvas.axes[0].collections
+    ends = band.get_paths()[0].vertices[:, 1]
+    assert (min(ends), max(ends)) == pytest.approx((low, high))
+
+
+def test_a_cell_that_one_seed_lacks_says_so(tmp_path: Path) -> None:
+    results = seeds("CoCA", {512: [3.0, 3.1, 3.2], 1024: [4.0, 4.1, 4.2]})
+    refused = {"results": [window(512, 3.2)], "missing": [lacking("window 1024", "out of memory", FULL)]}
+    results["CoCA-1236"] = of_seed(perplexity("CoCA", {}, **refused), 1236)
+    cell = blocks(tmp_path, "perplexity", results)[0].tables[0].rows[0].cells[1]
+    assert cell.value == pytest.approx(math.exp(4.05)) and cell.seeds == 2
+    assert cell.detail.endswith(", n = 2") and cell.note == f"2 of 3 seeds; seed 1236: out of memory: {FULL}"
+
+
+def test_an_interrupted_seed_is_left_out_of_the_mean(tmp_path: Path) -> None:
+    results = seeds("CoCA", {512: [3.0, 3.1, 9.9]})
+    results["CoCA-1236"] = of_seed(perplexity("CoCA", {}, results=[window(512, 9.9, documents=3)]), 1236)
+    cell = blocks(tmp_path, "perplexity", results)[0].tables[0].rows[0].cells[0]
+    assert cell.value == pytest.approx(math.exp(3.05)) and not cell.partial
+    assert cell.note == "interrupted: the first 3 of 4 documents"
+
+
+def test_an_infinite_perplexity_has_no_finite_mean(tmp_path: Path) -> None:
+    cell = blocks(tmp_path, "perplexity", seeds("A", {512: [3.0, 3.0, 4000.0]}))[0].tables[0].rows[0].cells[0]
+    assert cell.text == "inf" and cell.value == math.inf
+
+
+@pytest.mark.parametrize(
+    ("seed", "changes", "overrides"),
+    [(None, {}, {}), (1234, {}, {}), (9, {"step": 5}, {}), (9, {"seq_length": 64}, {}), (9, {}, NTK)],
+)
+def test_only_the_seed_may_differ(tmp_path: Path, seed: int | None, changes: Any, overrides: Any) -> None:
+    one, two = perplexity("A", {512: 2.0}), perplexity("A", {512: 2.0}, overrides=overrides)
+    results: dict[str, Result] = {"one": of_seed(one, 1234), "two": of_seed(two, seed, identity="other", **changes)}
+    with pytest.raises(EvaluationError, match=r"label `A` is used for different models in .*one.json and .*two.json"):
+        blocks(tmp_path, "perplexity", results)
+
+
+def test_every_table_has_one_row_for_the_seeds(tmp_path: Path) -> None:
+    label = "RoFormer"
+    made = {
+        "passkey": [passkey(label, {512: share}) for share in (0.9, 0.8, 1.0)],
+        "needle": [needle(label, [512, 1024], [0, 100])] * 3,
+        "ruler": [ruler(label, [512, 1024])] * 3,
+        "harness": [harness(label, base) for base in (0.5, 0.6, 0.7)],
+        "analysis": [analysis(label)] * 3,
+    }
+    files = {
+        f"{name}-{seed}": of_seed(result, seed)
+        for name, results in made.items()
+        for seed, result in zip(SEEDS, results, strict=True)
+    }
+    for path in write(tmp_path, files):
+        if path.name.startswith("passkey"):
+            write_costs(path, label)
+    sections = {section.name: section for section in build_sections(read_results([tmp_path]), papers=False)}
+    for name in ("passkey", "needle", "ruler", "short", "analysis", "costs"):
+        for table in (table for block in sections[name].blocks for table in block.tables):
+            names = [row.name for row in table.rows]
+            assert len(names) == len(set(names)), table.name
+            assert any(cell.seeds == 3 for row in table.rows for cell in row.cells), table.name
+    reach = stats.t.ppf(0.975, 2) * 0.1 / math.sqrt(3)
+    accuracy = sections["passkey"].blocks[0].tables[0].rows[0].cells[0]
+    assert (accuracy.text, accuracy.detail) == ("0.90", f"± {reach:.2f}")
+    assert accuracy.high == pytest.approx(0.9 + reach)
+    score = sections["short"].blocks[0].tables[0].rows[0].cells[0]
+    assert score.in_full == f"0.610 ± {reach:.3f}", "the second task is a hundredth better"
+
+
+def by_document(label: str, losses: list[list[float]]) -> dict[str, Result]:
+    """Losses of each document by seed."""
+    files: dict[str, Result] = {}
+    for seed, nlls in zip(SEEDS, losses, strict=False):
+        mean = fmean(nlls) / 1023
+        cell = {**window(512, mean, documents=len(nlls)), "nll_by_document": nlls, "perplexity": math.exp(mean)}
+        documents = DOCUMENTS | {"count": len(nlls)}
+        files[f"{label}-{seed}"] = of_seed(perplexity(label, {}, results=[cell], documents=documents), seed)
+    return files
+
+
+def test_markers_against_the_baseline(tmp_path: Path) -> None:
+    base = [2000.0 + 100 * at for at in range(12)]
+    results = by_document("base", [base, base])
+    results |= by_document("better", [[nll - 1 for nll in base]])
+    results |= by_document("mixed", [[nll + (-1) ** at for at, nll in enumerate(base)]])
+    # Of each seed half of the documents differ by 3 and the others by -1, of their mean all by 1.
+    swaying = [[nll + (3 if at % 2 == seed else -1) for at, nll in enumerate(base)] for seed in (0, 1)]
+    results |= by_document("averaged", swaying)
+    (table,) = blocks(tmp_path, "perplexity", results, baseline="base")[0].tables
+    marked = {row.name: "†" in row.cells[0].text for row in table.rows}
+    assert marked == {"base": False, "better": True, "mixed": False, "averaged": True}
+    assert any("differs from base" in note and "averaged over seeds first" in note for note in table.notes)
+    unmarked = blocks(tmp_path, "perplexity", results)[0].tables[0]
+    assert not any("†" in row.cells[0].text for row in unmarked.rows) and not any(
+        "†" in note for note in unmarked.notes
+    )
+
+
+def test_an_unknown_baseline_is_an_error(tmp_path: Path) -> None:
+    files = write(tmp_path, {"one": perplexity("A", {512: 2.0})})
+    with pytest.raises(EvaluationError, match="baseline `B`: no result has this label; there are A"):
+        build_report(files, tmp_path / "out", baseline="B")
+
+
+def test_summary_has_ratios_and_spans(tmp_path: Path) -> None:
+    results = seeds("A", {512: [2.0, 2.2, 2.4], 1024: [3.0, 3.1, 3.5], 8192: [6.0, 6.2, 6.4]})
+    results["passkey"] = of_seed(passkey("A", {512: 1.0, 1024: 0.9, 2048: 0.5, 4096: 1.0}), 1234)
+    (block,) = blocks(tmp_path, "summary", results)
+    (table,) = block.tables
+    assert table.header == ("label", "perplexity at L", "ratio at 2L", "ratio at 16L", "passkey span")
+    at_length, twice, sixteen, solved = table.rows[0].cells
+    assert at_length.value == pytest.approx(math.exp(2.2)) and twice.value == pytest.approx(math.exp(1.0))
+    low, high = stats.t.interval(0.95, 2, loc=1.0, scale=stats.sem([1.0, 0.9, 1.1]))
+    assert (twice.low, twice.high) == pytest.approx((math.exp(low), math.exp(high)))
+    assert sixteen.value == pytest.approx(math.exp(4.0)) and solved.text == "2"
+    assert span({512: 0.8}, 512) == 0 and span({256: 1.0, 512: 0.95}, 512) == 1
+
+
+def curve(seed: int, shift: float) -> Curve:
+    points = [
+        CurvePoint(step=at, tokens=1000 * at, train_loss=3 + shift, validation_loss=2 + shift if at == 4 else None)
+        for at in range(1, 5 + seed)
+    ]
+    return Curve(seed=seed, points=points)
+
+
+def test_learning_curves(tmp_path: Path) -> None:
+    results: dict[str, Result] = {"one": perplexity("A", {512: 2.0})}
+    (block,) = blocks(tmp_path, "training", results, curves={"A": [curve(0, 0.0), curve(1, 0.2)]})
+    (table,) = block.tables
+    assert [cell.text for cell in table.rows[0].cells] == ["5,000", "3.1000", "2.1000"]
+    assert table.rows[0].cells[2].detail == f"± {stats.t.ppf(0.975, 1) * 0.1:.4f}"
+    training, validation = block.figures
+    canvas = Canvas()
+    training.draw(canvas)
+    (line,) = canvas.axes[0].lines
+    assert list(line.get_xdata()) == pytest.approx([0.001, 0.002, 0.003, 0.004]), "tokens that all seeds have"
+    assert "Validation" in validation.caption
+    assert not [section for section in build_sections(read_results([tmp_path])) if section.name == "training"]
+
+
+def test_many_labels_have_a_panel_for_each_model(tmp_path: Path) -> None:
+    results: dict[str, Result] = {}
+    for model in ("A", "B"):
+        for variant in ("", *(f" + {factor}x" for factor in range(2, 7))):
+            result = perplexity(f"{model}{variant}", {512: 2.0, 1024: 2.5}, checkpoint__identity=model)
+            results[result.label] = result
+    (figure,) = blocks(tmp_path, "perplexity", results)[0].figures
+    canvas = Canvas()
+    figure.draw(canvas)
+    assert [axes.get_title() for axes in canvas.axes if axes.get_visible()] == ["A", "B"]
+    legend = [text.get_text() for text in canvas.legends[0].get_texts()]
+    assert legend == ["plain", *(f"+ {factor}x" for factor in range(2, 7)), "training length 512"]
+
+
+def test_the_seed_does_not_identify_a_measurement() -> None:
+    result = perplexity("A", {512: 2.0})
+    again = of_seed(result, 7, identity=result.checkpoint.identity)
+    assert result.measurement() == again.measurement()
+    earlier = json.loads(result.model_dump_json())
+    del earlier["checkpoint"]["seed"]
+    assert PerplexityResult.model_validate(earlier).checkpoint.seed is None
+
+
+HOSTILE = r"a_b & 50% #1 $x$ {y} ~ ^ \z <i> | -- 2×"
+
+
+def test_latex_escapes_and_counts_columns(tmp_path: Path) -> None:
+    cells = (TableCell("1.00", 1.0, "± 0.50", 0.5, 1.5, 3, best=True), TableCell("OOM", note="50% & more", absent=True))
+    rows = (TableRow(HOSTILE, cells), TableRow("[paper]", (TableCell("2"), TableCell("")), published="A_B"))
+    text = latex_table(Table("a-table", HOSTILE, ("label", "512*", "1024"), rows, ("note_1",)))
+    assert r"a\_b \& 50\% \#1 \$x\$ \{y\} \textasciitilde{} \textasciicircum{} \textbackslash{}z" in text
+    assert r"\textbf{1.00} $\pm$ 0.50" in text and r"OOM\textsuperscript{1}" in text and "\n{[}paper]" in text
+    assert r"-{}- 2$\times$" in text and r"\textsuperscript{1} 50\% \& more" in text and r"note\_1" in text
+    assert not re.search(r"(?<!\\)[&%#_]", latex(HOSTILE))
+    for command in ("toprule", "midrule", "bottomrule", "begin{tabular}{lrr}"):
+        assert f"\\{command}" in text
+
+
+def test_exported_tables_have_the_columns_of_the_report(tmp_path: Path) -> None:
+    files = write(tmp_path, every_result() | seeds("seeds_&_more", {512: [3.0, 3.1, 3.2]}))
+    sections = build_sections(read_results(files), baseline="CoCA")
+    tables = [table for section in sections for block in section.blocks for table in block.tables]
+    assert len({table.name for table in tables}) == len(tables) > 10
+    for table in tables:
+        text = latex_table(table)
+        lines = [line for line in text.splitlines() if line.endswith(r"\\") and "multicolumn" not in line]
+        assert len(lines) == 1 + len(table.rows)
+        assert {len(re.findall(r"(?<!\\)&", line)) for line in lines} == {len(table.header) - 1}, table.name
+        (specification,) = re.findall(r"\\begin\{tabular\}\{([lr]+)\}", text)
+        assert len(specification) == len(table.header)
+        header, *rows = csv.reader(io.StringIO(csv_table(table)))
+        assert {len(row) for row in rows} == {len(header)} and len(rows) == len(table.rows)
+        assert [head for head in header if head in table.header] == list(table.header)
+
+
+def test_what_is_written(tmp_path: Path) -> None:
+    build_report(write(tmp_path / "results", seeds("A", {512: [3.0, 3.1, 3.2]})), tmp_path, papers=False)
+    assert (tmp_path / "figures" / "report.svg").read_text().startswith("<?xml")
+    assert {path.name for path in (tmp_path / "tables").iterdir()} == {
+        f"{name}.{suffix}" for name in ("perplexity-1", "models") for suffix in ("csv", "tex")
+    }
+
+
+def test_csv_holds_the_ends_of_intervals() -> None:
+    cells = (TableCell("1.23†", 1.23456, "1.00–1.50", 1.0, 1.5, 3), TableCell("OOM", note="x"))
+    text = csv_table(Table("t", "c", ("label", "a", "b"), (TableRow("x, y", cells),)))
+    assert text == 'label,source,a,a low,a high,a seeds,b\n"x, y",,1.23456,1,1.5,3,OOM\n'
