@@ -1,6 +1,7 @@
 """The report of an ablation, from the files of its cells."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from megatron_coca.ablation.cells import read_curve
 from megatron_coca.ablation.plan import AblationFile, Cell
@@ -21,13 +22,15 @@ def curves(cells: Sequence[Cell]) -> dict[str, list[Curve]]:
 
 def write_report(file: AblationFile, cells: Sequence[Cell]) -> str:
     """Write the report of all result files that exist, and return its tables as Markdown."""
-    measured = [path for cell in cells for command in cell.commands for path in command.files if path.is_file()]
+    of_model: dict[str, list[Path]] = {}
+    for cell in cells:
+        of_model.setdefault(cell.model, []).extend(
+            path for command in cell.commands for path in command.files if path.is_file()
+        )
+    measured = [path for files in of_model.values() for path in files]
     if not measured:
         return "no result yet: nothing to report"
     folder = file.results / FOLDER
-    models = {
-        cell.model for cell in cells if any(path in measured for command in cell.commands for path in command.files)
-    }
-    baseline = file.baseline if file.baseline in models else None
+    baseline = file.baseline if file.baseline is not None and of_model.get(file.baseline) else None
     tables = build_report(measured, folder, file.title, curves=curves(cells), baseline=baseline)
     return f"{tables}\n\n{folder / 'report.html'} is written"
