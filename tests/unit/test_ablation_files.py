@@ -20,7 +20,9 @@ from megatron_coca.safe_yaml import read_yaml
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "configs" / "ablations").glob("*.yml"))
 SCALES = ("tiny", "small", "350M")
+STUDY = ROOT / "configs" / "study" / "methods.yml"
 GRID = [pytest.param(file, scale, id=f"{file.stem}-{scale}") for file in FILES for scale in SCALES]
+GRID += [pytest.param(STUDY, None, id="study")]
 
 
 def loaded(changes: list[str] | None, base: Config) -> Config:
@@ -28,7 +30,7 @@ def loaded(changes: list[str] | None, base: Config) -> Config:
     return base.override([text for text in texts if "=" in text], [text for text in texts if "=" not in text])
 
 
-def models(file: Path, scale: str) -> dict[str, tuple[Config, dict[str, Config]]]:
+def models(file: Path, scale: str | None) -> dict[str, tuple[Config, dict[str, Config]]]:
     """For each model its training configuration and those of its variants."""
     ablation = read_ablation(file, scale)
     base = load_config(
@@ -50,7 +52,7 @@ def _without_data(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("file", "scale"), GRID)
-def test_every_file_is_a_grid_of_cells(file: Path, scale: str) -> None:
+def test_every_file_is_a_grid_of_cells(file: Path, scale: str | None) -> None:
     """`expand` checks models, variants, tasks and their options."""
     ablation = read_ablation(file, scale)
     cells = expand(ablation)
@@ -69,8 +71,8 @@ def test_every_file_is_a_grid_of_cells(file: Path, scale: str) -> None:
 
 
 @pytest.mark.parametrize(("file", "scale"), GRID)
-def test_every_variant_is_a_model(file: Path, scale: str) -> None:
-    device = "cpu" if scale == "tiny" else "cuda"
+def test_every_variant_is_a_model(file: Path, scale: str | None) -> None:
+    device = "cuda" if scale in ("small", "350M") else "cpu"
     for name, (trained, variants) in models(file, scale).items():
         seen: list[Config] = []
         for label, config in variants.items():
