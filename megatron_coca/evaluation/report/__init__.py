@@ -4,7 +4,7 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron_coca.evaluation.report.charts import png, svg
+from megatron_coca.evaluation.report.charts import SCREEN_STYLES, png, svg
 from megatron_coca.evaluation.report.curves import Curve
 from megatron_coca.evaluation.report.document import (
     Report,
@@ -61,14 +61,15 @@ def build_report(
         curves={label: list(of_seeds) for label, of_seeds in (curves or {}).items()},
         results={item.file: item.result for item in loaded},
     )
+    drawings = {figure.name: {style: svg(figure, style) for style in SCREEN_STYLES} for figure in document.figures()}
     for figure in document.figures():
         write_atomically(folder / f"{figure.name}.png", png(figure))
-        write_atomically(folder / "figures" / f"{figure.name}.svg", svg(figure))
+        write_atomically(folder / "figures" / f"{figure.name}.svg", drawings[figure.name]["light"])
     for table in document.tables():
         write_atomically(folder / "tables" / f"{table.name}.csv", csv_table(table).encode())
         write_atomically(folder / "tables" / f"{table.name}.tex", latex_table(table).encode())
     write_record(folder / REPORT_FILE, report)
     write_atomically(folder / "report.md", markdown(document).encode())
     # The page last, so that it exists only if everything else does.
-    write_atomically(folder / "report.html", html_page(document).encode())
+    write_atomically(folder / "report.html", html_page(document, drawings).encode())
     return console_text(document)

@@ -77,17 +77,17 @@ def png(figure: Figure) -> bytes:
     return image.getvalue()
 
 
-def svg(figure: Figure, style: Mapping[str, Any] = PRINT_STYLE) -> bytes:
-    """The plot with text as paths; the same bytes every time."""
+def svg(figure: Figure, style: str) -> bytes:
+    """The plot in one of `SCREEN_STYLES` on a transparent background, text as paths; the same bytes every time."""
     image = io.BytesIO()
-    with matplotlib.rc_context(cast(Any, {**style, "svg.hashsalt": figure.name})):
+    with matplotlib.rc_context(cast(Any, {**SCREEN_STYLES[style], "svg.hashsalt": figure.name})):
         FigureCanvasSVG(_drawn(figure)).print_svg(image, metadata={"Date": None, "Creator": None})
     return image.getvalue()
 
 
-def svg_data_uri(figure: Figure, style: str) -> str:
-    """The plot in one of `SCREEN_STYLES`, on a transparent background."""
-    return "data:image/svg+xml;base64," + base64.b64encode(svg(figure, SCREEN_STYLES[style])).decode()
+def data_uri(image: bytes) -> str:
+    """An SVG image inside a page."""
+    return "data:image/svg+xml;base64," + base64.b64encode(image).decode()
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The content of a report: tables, figures and sections, and their forms as Markdown, JSON and HTML."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader
 from pydantic import SerializeAsAny
 
-from megatron_coca.evaluation.report.charts import SCREEN_STYLES, Figure, svg_data_uri
+from megatron_coca.evaluation.report.charts import Figure, data_uri
 from megatron_coca.evaluation.report.curves import Curve
 from megatron_coca.evaluation.results import Record, Result
 from megatron_coca.tables import escaped, format_table, in_cell
@@ -161,14 +161,15 @@ def markdown_table(table: Table, in_table: Callable[[str], str] = in_cell, below
     return "\n\n".join([*parts, *map(below, (*table.notes, *table.sources))])
 
 
-def html_page(document: ReportDocument) -> str:
-    """The file report.html: one page with its style and images inside, without scripts."""
+def html_page(document: ReportDocument, drawings: Mapping[str, Mapping[str, bytes]]) -> str:
+    """The file report.html: one page with its style and images inside, without scripts.
+
+    `drawings` has the SVG of every plot by its name and style.
+    """
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    images = {
-        figure.name: {style: svg_data_uri(figure, style) for style in SCREEN_STYLES} for figure in document.figures()
-    }
+    images = {name: {style: data_uri(image) for style, image in each.items()} for name, each in drawings.items()}
     return environment.get_template("report.html.j2").render(document=document, images=images)
 
 
