@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from tests.integration import test_ablation as ablation
+from tests.integration import test_ablation_runs as ablation
 
 FILE, CELLS = "rerope_loss", 4
 

@@ -12,7 +12,7 @@ from megatron_coca.config.schema import KEYS
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
 ROFORMER = CONFIGS / "350M" / "roformer.yml"
-OF_OTHER_COMMANDS = {"recipes", "evaluation", "ablations"}
+OF_OTHER_COMMANDS = {"recipes", "evaluation", "ablations", "study"}
 SHIPPED = sorted(path for path in CONFIGS.rglob("*.yml") if path.parent.name not in OF_OTHER_COMMANDS)
 COMPLETE = {"350M", "quickstart", "finetune", "small", "bases"}
 METHODS = {
