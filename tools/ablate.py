@@ -51,6 +51,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     instead.add_argument("--dry-run", action="store_true", help=dry_run)
     report = "write the report of what is done, and run nothing"
     instead.add_argument("--report", action="store_true", help=report)
+    page = "render a Jinja2 template with the tables and plots of what is done, and run nothing; see docs/ablations.md"
+    instead.add_argument("--page", type=Path, nargs=2, metavar=("TEMPLATE", "PAGE"), help=page)
     instead.add_argument("--slurm", type=Path, metavar="DIR", help="write a Slurm job array into DIR, and run nothing")
     peak = "--dry-run: peak of a device, of which 40%% is assumed, where no cell is finished"
     add("--peak-flops", type=float, metavar="FLOPS", help=peak)
@@ -61,15 +63,20 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
 
 def run(options: argparse.Namespace) -> int:
     """Do what the options say. Raises EvaluationError, Stopped, KeyboardInterrupt."""
-    from megatron_coca.ablation import estimates, plan, reporting, running, slurm
+    from megatron_coca.ablation import cells as files
+    from megatron_coca.ablation import estimates, page, plan, reporting, running, slurm
     from megatron_coca.evaluation.options import resolve_device
     from megatron_coca.evaluation.results import EvaluationError
 
     file = plan.read_ablation(options.file, options.scale, options.output, options.runs)
-    everything = plan.expand(file, options.device, options.dtype)
+    recorded = files.recorded_data(file.results) if options.report or options.page else None
+    everything = plan.expand(file, options.device, options.dtype, recorded)
     cells = plan.select(everything, options.only)
     if options.dry_run:
         print(estimates.dry_run(cells, options.peak_flops))
+        return 0
+    if options.page is not None:
+        page.write_page(file, everything, *options.page)
         return 0
     if options.slurm is not None:
         command = ["tools/ablate.py", str(options.file), "--output", str(file.results), "--runs", str(file.runs)]

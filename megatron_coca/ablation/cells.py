@@ -8,7 +8,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from megatron_coca.ablation.plan import Cell
+from megatron_coca.ablation.plan import Cell, DataRecord
 from megatron_coca.checkpoints import CheckpointError, native
 from megatron_coca.evaluation.report.curves import Curve, CurvePoint
 from megatron_coca.evaluation.results import EvaluationError, Record, read_costs, read_record, write_record
@@ -43,6 +43,7 @@ class CellRecord(Record):
     tokens: int
     parameters: int
     non_embedding_parameters: int
+    data: DataRecord | None = None
     training_seconds: float = 0.0
     evaluation_seconds: float = 0.0
     overhead_seconds: float = 0.0
@@ -86,7 +87,14 @@ def read_cell(cell: Cell) -> CellRecord:
         tokens=cell.tokens,
         parameters=count.total,
         non_embedding_parameters=count.non_embedding,
+        data=cell.data,
     )
+
+
+def recorded_data(results: Path) -> dict[str, DataRecord]:
+    """Return the data of the cells in a folder of results, by what chose them. Raises EvaluationError."""
+    records = [read_record(path, CellRecord, "the record of a cell") for path in sorted(results.glob(f"*/{RECORD}"))]
+    return {record.data.chosen_by: record.data for record in records if record.data is not None}
 
 
 def write_cell(cell: Cell, record: CellRecord) -> None:

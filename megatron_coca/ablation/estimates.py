@@ -53,5 +53,6 @@ def dry_run(cells: Sequence[Cell], peak_flops: float | None) -> str:
     source = f"from {len(measured)} finished cells" if measured else "no cell is finished; run one"
     if not measured and peak_flops is not None:
         source = f"from {peak_flops:.3g} FLOP/s, of which {MFU:.0%} is assumed to be reached"
-    total = f"{'at least ' if unknown else ''}{left:.2f} hours are left, one cell at a time ({source})"
+    amount = f"{'at least ' if unknown else ''}{left:.2f} hours" if left or not unknown else "unknown hours"
+    total = f"{amount} are left, one cell at a time ({source})"
     return f"{format_table(header, rows)}\n\n{len(cells)} cells; {total}"

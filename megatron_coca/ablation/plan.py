@@ -9,7 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pydantic import Field, field_validator
+from pydantic import Field, JsonValue, field_validator
 
 from megatron_coca.checkpoints import CheckpointError, open_checkpoint
 from megatron_coca.checkpoints.compare import refuse_other_model
@@ -66,6 +66,20 @@ class ModelEntry(Record):
     variants: dict[str, list[str] | None] = {"": None}
 
 
+class DataRecord(Record):
+    """The training data of a cell: what in the configuration chose them, and what they were.
+
+    Attributes:
+        chosen_by: as JSON, the group `data` of the configuration with the keys that decide on the samples.
+        vocab_size: of the model, which the tokenizer sets where the configuration does not.
+        identity: of shards and samples, as compared at resume.
+    """
+
+    chosen_by: str
+    vocab_size: int | None
+    identity: dict[str, JsonValue]
+
+
 class AblationFile(Record):
     """An ablation; see docs/ablations.md. `tasks` are those of a suite."""
 
@@ -95,6 +109,7 @@ class Cell:
         config: what train.py gets.
         ranks: processes that train it.
         batch: samples per step over all ranks.
+        data: what it is trained on.
         commands: the evaluations.
         measurements: for each result file, by its path in `results`, a digest of all that its numbers depend on besides
             the weights.
@@ -106,6 +121,7 @@ class Cell:
     config: Config
     ranks: int
     batch: int
+    data: DataRecord
     run: Path
     results: Path
     commands: Sequence[Command]
@@ -152,8 +168,16 @@ def _merged(first: Any, second: Any) -> Any:
     return {**first, **{key: _merged(first.get(key), value) for key, value in second.items()}}
 
 
-def expand(file: AblationFile, device: str = "auto", dtype: str = "float32") -> list[Cell]:
-    """Return all cells, model by model. Raises EvaluationError with every fault of the file, a line each."""
+def expand(
+    file: AblationFile,
+    device: str = "auto",
+    dtype: str = "float32",
+    recorded: Mapping[str, DataRecord] | None = None,
+) -> list[Cell]:
+    """Return all cells, model by model. Raises EvaluationError with every fault of the file, a line each.
+
+    `recorded` has the data of finished cells by what chose them, for a report where the data are no longer there.
+    """
     problems = []
     if file.baseline is not None and file.baseline not in file.models:
         problems.append(f"baseline: {file.baseline}: unknown; models are {', '.join(file.models)}")
@@ -162,15 +186,15 @@ def expand(file: AblationFile, device: str = "auto", dtype: str = "float32") -> 
     except ConfigError as error:
         raise EvaluationError("\n".join([*problems, *(f"base: {line}" for line in error.problems)])) from error
     cells: list[Cell] = []
-    identities: dict[str, tuple[int | None, Any]] = {}
+    known = dict(recorded or {})
     for label, entry in file.models.items():
         try:
             config = configured(base, entry)
             plan = partial(_commands, label, entry, config.model.seq_length, device, dtype)
-            digests, refused = _check_tasks(file, entry, config, dtype, plan)
+            digests, refused = _check_tasks(file, entry, config, dtype, plan, check_data=recorded is None)
             problems += refused
-            vocab_size, data = _data_identity(config, identities)
-            config = config if vocab_size is None else config.override({"vocab_size": vocab_size})
+            data = _data_of(config, known)
+            config = config if data.vocab_size is None else config.override({"vocab_size": data.vocab_size})
             if not refused:
                 cells += [_cell(file, label, config, seed, data, plan, digests) for seed in file.seeds]
         except ConfigError as error:
@@ -252,13 +276,16 @@ def _split(texts: Sequence[str]) -> tuple[list[str], list[str]]:
     return [text for text in texts if "=" not in text], [text for text in texts if "=" in text]
 
 
-def _data_identity(config: Config, known: dict[str, tuple[int | None, Any]]) -> tuple[int | None, Any]:
-    """Return vocabulary size and identity of the training data, as compared at resume; `known` has earlier answers."""
-    key = f"{config.data.model_dump_json()} {config.model.vocab_size} {config.model.seq_length}"
-    if key not in known:
+def _data_of(config: Config, known: dict[str, DataRecord]) -> DataRecord:
+    """Return the training data; `known` has earlier answers by what chose them, and gets this one."""
+    flat = config.flat()
+    keys = {key: flat[key] for key, (group, _) in KEYS.items() if group == "data" and flat[key] is not None}
+    chosen_by = json.dumps(keys | {key: flat[key] for key in ("vocab_size", "seq_length")}, sort_keys=True)
+    if chosen_by not in known:
         corpus = open_corpus(config)
-        known[key] = corpus.config.model.vocab_size, corpus.identity
-    return known[key]
+        vocab_size, identity = corpus.config.model.vocab_size, dict(corpus.identity)
+        known[chosen_by] = DataRecord(chosen_by=chosen_by, vocab_size=vocab_size, identity=identity)
+    return known[chosen_by]
 
 
 def _changed(config: Config, changes: Sequence[str] | None) -> Config:
@@ -272,7 +299,7 @@ class _Parser(ArgumentParser):
 
 
 def _check_tasks(
-    file: AblationFile, entry: ModelEntry, config: Config, dtype: str, plan: Plan
+    file: AblationFile, entry: ModelEntry, config: Config, dtype: str, plan: Plan, check_data: bool
 ) -> tuple[dict[Path, str], list[str]]:
     """Return the digest of every result file, in a folder `results`, and a line for each task that evaluate.py would
     refuse.
@@ -285,7 +312,7 @@ def _check_tasks(
             (command,) = plan({name: options}, Path("run"), RESULTS)
             if command.checkpoint is None:
                 raise EvaluationError(f"tasks.{name}: measures no checkpoint; run it with `evaluate.py suite`")
-            _check_arguments(command)
+            _check_arguments(command, check_data)
             common = [name, dtype, option_arguments(name, options, config.model.seq_length)]
             for result, changes in zip(command.files, changed, strict=True):
                 text = json.dumps([*common, changes], sort_keys=True)
@@ -295,13 +322,13 @@ def _check_tasks(
     return digests, problems
 
 
-def _check_arguments(command: Command) -> None:
+def _check_arguments(command: Command, check_data: bool) -> None:
     """Raise EvaluationError or DataError for what a call of evaluate.py would refuse before it loads a model."""
     parser = _Parser(allow_abbrev=False)
     MEASUREMENTS[command.arguments[0]].add_arguments(parser)
     args: Namespace = parser.parse_args(command.arguments[1:])
     subject_options(args)
-    if data := getattr(args, "data", None):
+    if check_data and (data := getattr(args, "data", None)):
         find_sources(data)
 
 
@@ -325,7 +352,7 @@ def _cell(
     label: str,
     config: Config,
     seed: int,
-    data: Mapping[str, Any],
+    data: DataRecord,
     plan: Plan,
     digests: Mapping[Path, str],
 ) -> Cell:
@@ -334,7 +361,8 @@ def _cell(
     ranks = configured_ranks(config.launch)
     batch = config.batch.resolve(Topology.of(config.parallel, ranks).data).total
     weights = open_checkpoint(given, verify=False).identity if given is not None else None
-    name = f"{slug(label)}-s{seed}-{cell_hash(config, batch, data, weights)}"
+    name = f"{slug(label)}-s{seed}-{cell_hash(config, batch, data.identity, weights)}"
     run, results = file.runs / name, file.results / name
     commands = plan(file.tasks, run, results)
-    return Cell(label, seed, name, config.override({"save": str(run)}), ranks, batch, run, results, commands, digests)
+    config = config.override({"save": str(run)})
+    return Cell(label, seed, name, config, ranks, batch, data, run, results, commands, digests)

@@ -211,6 +211,7 @@ class Job:
                 "status": status,
                 "reason": "; ".join(self.problems) or None,
                 "steps": self.cell.steps,
+                "data": self.cell.data,
                 "training_seconds": trained,
                 "evaluation_seconds": evaluated,
                 "overhead_seconds": self._record.overhead_seconds + max(0.0, wall - own),

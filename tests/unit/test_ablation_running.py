@@ -18,7 +18,7 @@ from megatron_coca.ablation import cells as files
 from megatron_coca.ablation import running, slurm
 from megatron_coca.ablation.cells import CellRecord, State, read_cell, state_of, write_cell
 from megatron_coca.ablation.estimates import dry_run
-from megatron_coca.ablation.plan import Cell
+from megatron_coca.ablation.plan import Cell, DataRecord
 from megatron_coca.ablation.reporting import curves
 from megatron_coca.ablation.running import Machine, divide, run_cells
 from megatron_coca.config import load_config
@@ -28,6 +28,7 @@ from megatron_coca.evaluation.results import read_record
 from megatron_coca.evaluation.suite import Command
 from megatron_coca.training.exit_status import Preempted
 
+DATA = DataRecord(chosen_by="{}", vocab_size=512, identity={"sha256": ["5e"]})
 MACHINE = Machine(2, (), "cpu")
 
 TRAIN = """
@@ -77,7 +78,7 @@ def cell(tmp_path: Path, small: dict[str, Any], method: str, tasks: tuple[str, .
     keys = {"pos_emb": method, "rotary_pct": 1.0, "train_iters": 6, "save": str(run)}
     commands = [Command(task, "m", (task, "--output", str(results)), (results / f"{task}_m.json",)) for task in tasks]
     digests = {Path(f"{task}_m.json"): "digest" for task in tasks}
-    return Cell(method, 7, name, load_config([], small | keys), 1, 4, run, results, commands, digests)
+    return Cell(method, 7, name, load_config([], small | keys), 1, 4, DATA, run, results, commands, digests)
 
 
 def test_states_from_files(tmp_path: Path, small: dict[str, Any]) -> None:
@@ -191,7 +192,7 @@ def test_curves_are_thinned_evenly_and_keep_validations() -> None:
 def test_the_dry_run_invents_nothing(tmp_path: Path, small: dict[str, Any]) -> None:
     grid = [cell(tmp_path, small, method) for method in ("rotary", "coca")]
     shown = dry_run(grid, None)
-    assert shown.count("unknown") == 4 and "at least 0.00 hours" in shown
+    assert shown.count("unknown") == 5 and "; unknown hours are left" in shown
     modelled = dry_run(grid, 1e6)
     assert modelled.count("unknown") == 2 and "40% is assumed" in modelled
     run_cells(grid[:1], MACHINE, 1)

@@ -1,0 +1,75 @@
+"""Pages that are written from the results of an ablation, and the study's."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_coca.ablation import plan
+from megatron_coca.ablation.cells import recorded_data
+from megatron_coca.ablation.page import render, write_page
+from megatron_coca.evaluation.results import EvaluationError
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def report(tmp_path: Path) -> Path:
+    """The folder of a report with one table and one plot."""
+    cells = [{"text": "17.31", "value": 17.3142, "detail": "(16.90–17.73)", "note": "n = 2"}]
+    rows = [
+        {"name": "CoCA | a", "published": "", "cells": cells},
+        {"name": "RoFormer", "published": "", "cells": [{"text": "18", "value": 18.0, "detail": "", "note": ""}]},
+        {"name": "CoCA | a", "published": "the paper", "cells": [{"text": "9", "value": 9, "detail": "", "note": ""}]},
+    ]
+    table = {"name": "summary", "columns": ["64"], "rows": rows, "notes": ["stride 64"]}
+    (tmp_path / "report/figures").mkdir(parents=True)
+    (tmp_path / "report/report.json").write_text(json.dumps({"tables": [table]}))
+    (tmp_path / "report/figures/report.svg").write_bytes(b"<svg/>")
+    return tmp_path / "report"
+
+
+def rendered(text: str, report: Path) -> tuple[str, dict[str, bytes]]:
+    template = report.parent / "page.md.j2"
+    template.write_text(text)
+    return render(template, report, [], [object()], "study")  # type: ignore[list-item]
+
+
+def test_tables_values_and_plots(report: Path) -> None:
+    number = "{{ '%.1f' | format(value('summary', 'CoCA | a', '64')) }}"
+    text, plots = rendered(f"{{{{ table('summary') }}}}\n{number}\n{{{{ plot('report', 'Loss') }}}}", report)
+    lines = text.splitlines()
+    assert lines[2].split() == ["|", "CoCA", "\\|", "a", "|", "17.31", "(16.90–17.73)", "|"]
+    assert lines[3].split() == ["|", "RoFormer", "|", "18", "|"] and "9" not in lines[3]
+    assert lines[4:] == ["", "stride 64", "", "n = 2", "17.3", "![Loss](figures/study/report.svg)"]
+    assert plots == {"report": b"<svg/>"}
+
+
+def test_rows_are_chosen(report: Path) -> None:
+    text, _ = rendered("{{ table('summary', ['RoFormer']) }}", report)
+    assert "RoFormer" in text and "CoCA" not in text and "n = 2" not in text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{{ table('loss') }}", "page.md.j2: table loss: the report has summary"),
+        ("{{ plot('loss', '') }}", "page.md.j2: plot loss: the report has report"),
+        ("{{ value('summary', 'NoPE', '64') }}", "table summary has no number at NoPE, 64"),
+        ("{{ value('summary', 'RoFormer', '128') }}", "table summary has no number at RoFormer, 128"),
+        ("{{ tabel('summary') }}", "page.md.j2: 'tabel' is undefined"),
+        ("{% if %}", "page.md.j2: Expected an expression"),
+    ],
+)
+def test_what_the_results_do_not_have_is_an_error(text: str, message: str, report: Path) -> None:
+    with pytest.raises(EvaluationError, match=message):
+        rendered(text, report)
+
+
+def test_the_page_of_the_study_is_what_its_results_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the corpus, which is not part of the repository."""
+    monkeypatch.chdir(ROOT)
+    file = plan.read_ablation(Path("configs/study/methods.yml"))
+    cells = plan.expand(file, recorded=recorded_data(file.results))
+    write_page(file, cells, Path("configs/study/page.md.j2"), tmp_path / "study.md")
+    assert (tmp_path / "study.md").read_text() == (ROOT / "docs/study.md").read_text()
