@@ -64,7 +64,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
 def run(options: argparse.Namespace) -> int:
     """Do what the options say. Raises EvaluationError, Stopped, KeyboardInterrupt."""
     from megatron_coca.ablation import cells as files
-    from megatron_coca.ablation import estimates, page, plan, reporting, running, slurm
+    from megatron_coca.ablation import estimates, plan, reporting, running, slurm
     from megatron_coca.evaluation.options import resolve_device
     from megatron_coca.evaluation.results import EvaluationError
 
@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
         print(estimates.dry_run(cells, options.peak_flops))
         return 0
     if options.page is not None:
-        page.write_page(file, everything, *options.page)
+        reporting.write_page(file, everything, *options.page)
         return 0
     if options.slurm is not None:
         command = ["tools/ablate.py", str(options.file), "--output", str(file.results), "--runs", str(file.runs)]

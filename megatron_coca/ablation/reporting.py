@@ -1,12 +1,20 @@
-"""The report of an ablation, from the files of its cells."""
+"""What is written from the results of an ablation: its report, and pages by a Jinja2 template."""
 
-from collections.abc import Sequence
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from megatron_coca.ablation.cells import read_curve
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateError
+
+from megatron_coca.ablation.cells import State, read_cell, read_curve, state_of
 from megatron_coca.ablation.plan import AblationFile, Cell
 from megatron_coca.evaluation.report import build_report
 from megatron_coca.evaluation.report.curves import Curve
+from megatron_coca.evaluation.report.reading import REPORT_FILE
+from megatron_coca.evaluation.results import EvaluationError, write_atomically
+from megatron_coca.tables import format_table, in_cell
 
 FOLDER = "report"
 
@@ -34,3 +42,86 @@ def write_report(file: AblationFile, cells: Sequence[Cell]) -> str:
     baseline = file.baseline if file.baseline is not None and of_model.get(file.baseline) else None
     tables = build_report(measured, folder, file.title, curves=curves(cells), baseline=baseline)
     return f"{tables}\n\n{folder / 'report.html'} is written"
+
+
+def write_page(file: AblationFile, cells: Sequence[Cell], template: Path, page: Path) -> None:
+    """Write `page`, and the plots that it shows into `figures/NAME/` beside it, where NAME is the page's stem.
+
+    Raises EvaluationError where the template has a fault or asks for what the results do not have.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        done = [cell for cell in cells if state_of(cell) is State.DONE]
+        if done:
+            write_report(file.model_copy(update={"results": Path(folder)}), done)
+        text, plots = render(template, Path(folder) / FOLDER, cells, done, page.stem)
+        for name, content in plots.items():
+            write_atomically(page.parent / "figures" / page.stem / f"{name}.svg", content)
+    write_atomically(page, text.encode())
+
+
+def render(
+    template: Path, report: Path, cells: Sequence[Cell], done: Sequence[Cell], name: str
+) -> tuple[str, dict[str, bytes]]:
+    """Return the text of a page, and the plots that it shows by their names; `report` is the folder of a report."""
+    content = json.loads((report / REPORT_FILE).read_bytes()) if done else {"tables": []}
+    tables = {table["name"]: table for table in content["tables"]}
+    plots: dict[str, bytes] = {}
+
+    def plot(plot_name: str, alt: str) -> str:
+        try:
+            plots[plot_name] = (report / "figures" / f"{plot_name}.svg").read_bytes()
+        except FileNotFoundError as error:
+            known = ", ".join(sorted(path.stem for path in (report / "figures").glob("*.svg")))
+            raise EvaluationError(f"{template}: plot {plot_name}: the report has {known}") from error
+        return f"![{alt}](figures/{name}/{plot_name}.svg)"
+
+    loader = FileSystemLoader(template.parent)
+    environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.globals |= {
+        "table": lambda table, rows=None: _markdown(_named(tables, table, template), rows),
+        "value": lambda table, row, column: _value(_named(tables, table, template), row, column, template),
+        "plot": plot,
+        "costs": lambda: _costs(done),
+        "cells": cells,
+        "done": done,
+        "missing": [cell.name for cell in cells if cell not in done],
+    }
+    try:
+        return environment.get_template(template.name).render() + "\n", plots
+    except (TemplateError, OSError) as error:
+        raise EvaluationError(f"{template}: {error}") from error
+
+
+def _named(tables: Mapping[str, Any], name: str, template: Path) -> Mapping[str, Any]:
+    if name not in tables:
+        raise EvaluationError(f"{template}: table {name}: the report has {', '.join(tables) or 'none'}")
+    return tables[name]
+
+
+def _markdown(table: Mapping[str, Any], rows: Sequence[str] | None) -> str:
+    """A table of report.json with its notes; `rows` chooses rows by name, in this order."""
+    by_name = {row["name"]: row for row in table["rows"] if not row["published"]}
+    chosen = list(by_name.values()) if rows is None else [by_name[name] for name in rows]
+    lines = [[row["name"], *(f"{cell['text']} {cell['detail']}".strip() for cell in row["cells"])] for row in chosen]
+    text = format_table(["", *table["columns"]], [[in_cell(part) for part in line] for line in lines])
+    notes = dict.fromkeys(cell["note"] for row in chosen for cell in row["cells"] if cell["note"])
+    return "\n\n".join([text, *table["notes"], *notes])
+
+
+def _value(table: Mapping[str, Any], row: str, column: str, template: Path) -> float:
+    try:
+        cells = next(each["cells"] for each in table["rows"] if each["name"] == row and not each["published"])
+        return float(cells[table["columns"].index(column)]["value"])
+    except (StopIteration, ValueError, TypeError) as error:
+        raise EvaluationError(f"{template}: table {table['name']} has no number at {row}, {column}") from error
+
+
+def _costs(done: Sequence[Cell]) -> str:
+    """A row for each finished cell: tokens, hours, and the seconds beyond training and evaluation."""
+    rows = []
+    for cell in done:
+        record = read_cell(cell)
+        hours = (record.training_seconds / 3600, record.evaluation_seconds / 3600)
+        rows.append((cell.model, cell.seed, record.tokens, *(f"{each:.2f}" for each in hours), record.overhead_seconds))
+    header = ("model", "seed", "tokens", "training h", "evaluation h", "overhead s")
+    return format_table(header, [(*row[:-1], f"{row[-1]:.0f}") for row in rows])

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_coca.ablation import plan
 from megatron_coca.ablation.cells import recorded_data
-from megatron_coca.ablation.page import render, write_page
+from megatron_coca.ablation.reporting import render, write_page
 from megatron_coca.evaluation.results import EvaluationError
 
 ROOT = Path(__file__).parents[2]
