@@ -45,14 +45,18 @@ CASES = [
 ]
 
 LENGTHS = (2, 63, 111, 200)
+BANDS = ((None, False, None), (17, False, None), (17, True, None), (17, True, 5), (40, True, 40))
+FORMULAS = (None, "linear", "log", "power")
 MANY = [
-    Case(length, queries, window, far, first, formula, documents)
-    for length in LENGTHS
-    for queries in {1, length // 2, length}
-    for window, far, first in ((None, False, None), (17, False, None), (17, True, None), (17, True, 5), (40, True, 40))
-    for formula in (None, "linear", "log", "power")
-    for documents in (1, 1 + min(3, length - 1))
+    Case(length, queries, *band, formula, documents)
+    for n, length in enumerate(LENGTHS)
+    for q, queries in enumerate(sorted({1, length // 2, length}))
+    for b, band in enumerate(BANDS)
+    for f, formula in enumerate(FORMULAS)
+    for d, documents in enumerate((1, 1 + min(3, length - 1)))
+    if (n + q + b + f + 2 * d) % 4 == 0
 ]
+"""A quarter of all combinations of length, queries, bands, bias and documents, with every pair of two choices."""
 
 
 @pytest.fixture
