@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # run from a checkout, without installing
 
-from megatron_coca.evaluation.options import DTYPES, positive_int  # noqa: E402
+from megatron_coca.evaluation.options import DTYPES, positive_float, positive_int  # noqa: E402
 
 # PyTorch takes seconds to import: only `run` does, after the options are read.
 
@@ -55,10 +55,13 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     instead.add_argument("--page", type=Path, nargs=2, metavar=("TEMPLATE", "PAGE"), help=page)
     instead.add_argument("--slurm", type=Path, metavar="DIR", help="write a Slurm job array into DIR, and run nothing")
     peak = "--dry-run: peak of a device, of which 40%% is assumed, where no cell is finished"
-    add("--peak-flops", type=float, metavar="FLOPS", help=peak)
+    add("--peak-flops", type=positive_float, metavar="FLOPS", help=peak)
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="of training and evaluation")
     add("--dtype", choices=DTYPES, default=DTYPES[0], help="dtype of the evaluation")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.only and (options.report or options.page):
+        parser.error("--report and --page are of all cells; leave --only out")
+    return options
 
 
 def run(options: argparse.Namespace) -> int:
@@ -73,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
     everything = plan.expand(file, options.device, options.dtype, recorded)
     cells = plan.select(everything, options.only)
     if options.dry_run:
-        print(estimates.dry_run(cells, options.peak_flops))
+        print(estimates.dry_run(cells, options.peak_flops, everything))
         return 0
     if options.page is not None:
         reporting.write_page(file, everything, *options.page)

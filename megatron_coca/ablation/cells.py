@@ -122,6 +122,14 @@ def missing_commands(cell: Cell, record: CellRecord) -> list[Command]:
     ]
 
 
+def measured_files(cell: Cell) -> list[Path]:
+    """Return the complete result files of a cell, without those whose options or variant changed since."""
+    evaluated = read_cell(cell).evaluated
+    digests = {path: digest for command in cell.commands for path, digest in measured_by(cell, command).items()}
+    current = [cell.results / path for path, digest in digests.items() if evaluated.get(path) == digest]
+    return [path for path in current if path.is_file()]
+
+
 def measured_by(cell: Cell, command: Command) -> dict[str, str]:
     """Return the digests of the result files of a command, by their path in the folder of results."""
     paths = [file.relative_to(cell.results) for file in command.files]

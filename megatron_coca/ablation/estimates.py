@@ -35,10 +35,14 @@ def hours(cell: Cell, measured: Mapping[Cell, CellRecord], peak_flops: float | N
     return Hours(None if modelled is None else modelled / 3600, None)
 
 
-def dry_run(cells: Sequence[Cell], peak_flops: float | None) -> str:
-    """Return a table of the cells with their state, parameters, tokens and estimated hours."""
+def dry_run(cells: Sequence[Cell], peak_flops: float | None, finished: Sequence[Cell] = ()) -> str:
+    """Return a table of the cells with their state, parameters, tokens and estimated hours.
+
+    Hours follow from the finished ones among `cells` and `finished`.
+    """
     states = {cell.name: state_of(cell) for cell in cells}
-    measured = {cell: read_cell(cell) for cell in cells if states[cell.name] is State.DONE}
+    others = {cell.name: cell for cell in (*cells, *finished)}.values()
+    measured = {cell: read_cell(cell) for cell in others if state_of(cell) is State.DONE}
     measured = {cell: record for cell, record in measured.items() if record.training_seconds > 0}
     rows, left = [], 0.0
     unknown = False

@@ -155,6 +155,8 @@ def read_ablation(
             known = ", ".join(map(str, scales)) or "none"
             raise EvaluationError(f"{path}: --scale {scale}: unknown; the file has {known}")
         chosen = scales[scale or next(iter(scales))] if scales else {}
+        if not isinstance(chosen, Mapping):
+            raise EvaluationError(f"{path}: scales.{scale or next(iter(scales))}: is not a mapping of keys to values")
         folders = {"results": results, "runs": runs}
         content = _merged({key: value for key, value in content.items() if key != "scales"}, chosen)
         content |= {key: folder for key, folder in folders.items() if folder is not None}
@@ -181,6 +183,8 @@ def expand(
     problems = []
     if file.baseline is not None and file.baseline not in file.models:
         problems.append(f"baseline: {file.baseline}: unknown; models are {', '.join(file.models)}")
+    elif file.baseline is not None and "" not in file.models[file.baseline].variants:
+        problems.append(f'baseline: {file.baseline}: has no variant "", which the others are compared with; add it')
     try:
         base = load_config(*_split(file.base))
     except ConfigError as error:
@@ -214,6 +218,10 @@ def configured(base: Config, entry: ModelEntry) -> Config:
     """Return the configuration of a model without its seed and folders. Raises ConfigError, EvaluationError."""
     config = _changed(base, entry.set)
     problems = [f"{key}: all cells would share this folder; remove it" for key in SHARED_PATHS if config.flat()[key]]
+    set_here = {text.partition("=")[0].strip() for text in entry.set if "=" in text}
+    problems += [f"{key}: is set for every cell; remove it" for key in ("seed", "save") if key in set_here]
+    if "load" in set_here and not config.checkpoint.finetune:
+        problems.append("load: only initial weights may be loaded; set finetune=true as well, or remove it")
     needed = {"train_iters": config.schedule.train_iters, "optimizer.params.lr": config.optimizer.lr}
     problems += [f"{key}: not set; training needs it" for key, value in needed.items() if value is None]
     for variant, changes in entry.variants.items():
@@ -229,17 +237,27 @@ def configured(base: Config, entry: ModelEntry) -> Config:
 
 
 def select(cells: Sequence[Cell], only: Sequence[str]) -> list[Cell]:
-    """Return the cells that `--only` names: by model or cell, of these by seed. Raises EvaluationError."""
+    """Return the cells that `--only` names, and of the models that it names those with its seeds.
+
+    Raises EvaluationError for an unknown name.
+    """
+    if not only:
+        return list(cells)
     seeds = {f"s{cell.seed}" for cell in cells}
     names = {cell.name for cell in cells} | {cell.model for cell in cells}
     if unknown := [word for word in only if word not in seeds | names]:
         known = [*dict.fromkeys(cell.model for cell in cells), *sorted(seeds), *(cell.name for cell in cells)]
         raise EvaluationError(f"--only {unknown[0]}: unknown; known: {', '.join(known)}")
-    wanted, of_seeds = names & set(only), seeds & set(only)
+    models, of_seeds = {cell.model for cell in cells} & set(only), seeds & set(only)
     return [
         cell
         for cell in cells
-        if (not wanted or {cell.name, cell.model} & wanted) and (not of_seeds or f"s{cell.seed}" in of_seeds)
+        if cell.name in only
+        or (
+            (models or of_seeds)
+            and (not models or cell.model in models)
+            and (not of_seeds or f"s{cell.seed}" in of_seeds)
+        )
     ]
 
 

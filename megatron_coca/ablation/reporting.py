@@ -4,17 +4,19 @@ import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateError
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateSyntaxError
 
-from megatron_coca.ablation.cells import State, read_cell, read_curve, state_of
+from megatron_coca.ablation.cells import State, measured_files, read_cell, read_curve, state_of
 from megatron_coca.ablation.plan import AblationFile, Cell
 from megatron_coca.evaluation.report import build_report
 from megatron_coca.evaluation.report.curves import Curve
+from megatron_coca.evaluation.report.document import TableCell
 from megatron_coca.evaluation.report.reading import REPORT_FILE
-from megatron_coca.evaluation.results import EvaluationError, write_atomically
-from megatron_coca.tables import format_table, in_cell
+from megatron_coca.evaluation.results import EvaluationError, LabelRecord, read_record, write_atomically
+from megatron_coca.tables import escaped, format_table, in_cell
 
 FOLDER = "report"
 
@@ -28,20 +30,25 @@ def curves(cells: Sequence[Cell]) -> dict[str, list[Curve]]:
     return found
 
 
-def write_report(file: AblationFile, cells: Sequence[Cell]) -> str:
-    """Write the report of all result files that exist, and return its tables as Markdown."""
-    of_model: dict[str, list[Path]] = {}
-    for cell in cells:
-        of_model.setdefault(cell.model, []).extend(
-            path for command in cell.commands for path in command.files if path.is_file()
-        )
-    measured = [path for files in of_model.values() for path in files]
+def write_report(file: AblationFile, cells: Sequence[Cell], results: Path | None = None) -> str:
+    """Write the report of the finished tasks into the folder `results`, and return its tables as Markdown.
+
+    Files of other options or variants than those of `file`, and of tasks that are not complete, are left out.
+    """
+    measured = [path for cell in cells for path in measured_files(cell)]
     if not measured:
         return "no result yet: nothing to report"
-    folder = file.results / FOLDER
-    baseline = file.baseline if file.baseline is not None and of_model.get(file.baseline) else None
-    tables = build_report(measured, folder, file.title, curves=curves(cells), baseline=baseline)
-    return f"{tables}\n\n{folder / 'report.html'} is written"
+    folder = (results or file.results) / FOLDER
+    missing = [cell.name for cell in cells if state_of(cell) is not State.DONE]
+    title = f"{file.title} ({len(cells) - len(missing)} of {len(cells)} cells)" if missing else file.title
+    labels = {read_record(path, LabelRecord, "a result file").label for path in measured}
+    baseline = file.baseline if file.baseline in labels else None
+    lines = [build_report(measured, folder, title, curves=curves(cells), baseline=baseline)]
+    if missing:
+        lines.append(f"not complete: {', '.join(missing)}")
+    if baseline != file.baseline:
+        lines.append(f"nothing is compared with the baseline {file.baseline}, which has no results yet")
+    return "\n\n".join([*lines, f"{folder / 'report.html'} is written"])
 
 
 def write_page(file: AblationFile, cells: Sequence[Cell], template: Path, page: Path) -> None:
@@ -52,7 +59,7 @@ def write_page(file: AblationFile, cells: Sequence[Cell], template: Path, page: 
     with tempfile.TemporaryDirectory() as folder:
         done = [cell for cell in cells if state_of(cell) is State.DONE]
         if done:
-            write_report(file.model_copy(update={"results": Path(folder)}), done)
+            write_report(file, done, Path(folder))
         text, plots = render(template, Path(folder) / FOLDER, cells, done, page.stem)
         for name, content in plots.items():
             write_atomically(page.parent / "figures" / page.stem / f"{name}.svg", content)
@@ -88,8 +95,12 @@ def render(
     }
     try:
         return environment.get_template(template.name).render() + "\n", plots
-    except (TemplateError, OSError) as error:
-        raise EvaluationError(f"{template}: {error}") from error
+    except EvaluationError:
+        raise
+    except Exception as error:  # a template is code: it can raise anything
+        lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == str(template)]
+        line = error.lineno if isinstance(error, TemplateSyntaxError) else lines[-1] if lines else 1
+        raise EvaluationError(f"{template}:{line}: {type(error).__name__}: {error}") from error
 
 
 def _named(tables: Mapping[str, Any], name: str, template: Path) -> Mapping[str, Any]:
@@ -102,10 +113,18 @@ def _markdown(table: Mapping[str, Any], rows: Sequence[str] | None) -> str:
     """A table of report.json with its notes; `rows` chooses rows by name, in this order."""
     by_name = {row["name"]: row for row in table["rows"] if not row["published"]}
     chosen = list(by_name.values()) if rows is None else [by_name[name] for name in rows]
-    lines = [[row["name"], *(f"{cell['text']} {cell['detail']}".strip() for cell in row["cells"])] for row in chosen]
-    text = format_table(["", *table["columns"]], [[in_cell(part) for part in line] for line in lines])
-    notes = dict.fromkeys(cell["note"] for row in chosen for cell in row["cells"] if cell["note"])
-    return "\n\n".join([text, *table["notes"], *notes])
+    notes = {note: number for number, note in enumerate(dict.fromkeys(_notes(chosen)), 1)}
+    lines = []
+    for row in chosen:
+        cells = [(TableCell(cell["text"], detail=cell["detail"]).in_full, cell["note"]) for cell in row["cells"]]
+        lines.append([row["name"], *(f"{text} [{notes[note]}]" if note else text for text, note in cells)])
+    text = format_table(["model", *table["columns"]], [[in_cell(part) for part in line] for line in lines])
+    below = [*map(escaped, table["notes"]), *(f"[{number}] {escaped(note)}" for note, number in notes.items())]
+    return "\n\n".join([text, *below])
+
+
+def _notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [cell["note"] for row in rows for cell in row["cells"] if cell["note"]]
 
 
 def _value(table: Mapping[str, Any], row: str, column: str, template: Path) -> float:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import signal
 import sys
 import time
@@ -160,7 +161,7 @@ class Job:
             arguments = [*EVALUATE, *command.arguments, "--overwrite"]
         log = cell.run / LOG
         with log.open("a") as file:
-            file.write(f"$ {' '.join(arguments)}\n")
+            file.write(f"$ {shlex.join(arguments)}\n")
         self._log_start, self._command = log.stat().st_size, command
         environment = {**os.environ, **self.share.variables(cell.ranks if command is None else 1)}
         self._process = LocalProcess(cell.name, arguments, environment, log=log)
@@ -231,7 +232,7 @@ def locked(cells: Sequence[Cell]) -> Iterator[None]:
         for folder in dict.fromkeys(folder for cell in cells for folder in (cell.results, cell.run)):
             lock = folder.with_name(f".{folder.name}.lock")
             check_writable(lock)
-            busy = f"{folder}: another runner is at work on this cell; wait for it, or name others with --only"
+            busy = f"{folder}: another runner has this cell to do; wait for it, or name others with --only"
             locks.enter_context(exclusive_lock(lock, EvaluationError, busy, temporary=True))
         yield
 
@@ -246,9 +247,11 @@ def run_cells(cells: Sequence[Cell], machine: Machine, jobs: int) -> list[str]:
     shares = divide(machine, jobs)
     needed = max((cell.ranks for cell in cells), default=1)
     if machine.gpus and needed > len(shares[0].gpus):
-        raise EvaluationError(f"--jobs {jobs}: leaves {len(shares[0].gpus)} GPUs to a cell that trains on {needed}")
-    with locked(cells), CaughtSignals(FORWARDED) as signals:
-        waiting = deque(cell for cell in cells if files.state_of(cell) is not State.DONE)
+        left = len(shares[0].gpus)
+        raise EvaluationError(f"--jobs {jobs}: leaves {left} GPUs to a cell that trains on {needed}; name fewer jobs")
+    missing = [cell for cell in cells if files.state_of(cell) is not State.DONE]
+    with locked(missing), CaughtSignals(FORWARDED) as signals:
+        waiting = deque(missing)
         table = LiveTable(len(cells), len(cells) - len(waiting))
         running: dict[int, Job] = {}
         problems: list[str] = []

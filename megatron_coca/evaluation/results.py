@@ -99,6 +99,12 @@ class Result(Record):
         return self.model_dump(mode="json", exclude={"results": True, "missing": True, **moved})
 
 
+class LabelRecord(BaseModel):
+    """The label of any result file."""
+
+    label: str
+
+
 class Cost(Record):
     """Cost of one cell, summed over interruptions."""
 
@@ -133,7 +139,7 @@ class Costs(Record):
     costs: list[Cost]
 
 
-RecordType = TypeVar("RecordType", bound=Record)
+RecordType = TypeVar("RecordType", bound=BaseModel)
 ResultType = TypeVar("ResultType", bound=Result)
 
 

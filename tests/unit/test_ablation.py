@@ -198,6 +198,36 @@ def test_only_names_models_cells_and_seeds(write: Write) -> None:
         select(cells, ["s3"])
 
 
+def test_a_named_cell_is_chosen_whatever_the_seeds(write: Write) -> None:
+    first, second, third, fourth = cells_of(write())
+    assert select([first, second, third, fourth], ["RoFormer", "s1", fourth.name]) == [first, fourth]
+    assert select([first, second, third, fourth], ["s1", second.name]) == [first, second, third]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (["seed=7"], "seed: is set for every cell; remove it"),
+        (["save=elsewhere"], "save: is set for every cell; remove it"),
+        (["load=elsewhere"], "load: only initial weights may be loaded; set finetune=true as well"),
+    ],
+)
+def test_keys_of_the_runner_are_refused(write: Write, keys: list[str], message: str) -> None:
+    with pytest.raises(EvaluationError, match=f"models.One: {message}"):
+        cells_of(write(models={"One": keys}, baseline=None))
+
+
+def test_the_baseline_needs_its_plain_variant(write: Write, tmp_path: Path) -> None:
+    models = {"RoFormer": {"set": ["pos_emb=rotary"], "variants": {"+ NTK": [str(tmp_path / "ntk.yml")]}}}
+    with pytest.raises(EvaluationError, match='baseline: RoFormer: has no variant ""'):
+        cells_of(write(models=models))
+
+
+def test_a_scale_is_a_mapping(write: Write) -> None:
+    with pytest.raises(EvaluationError, match="scales.tiny: is not a mapping"):
+        read_ablation(write(scales={"tiny": None}))
+
+
 def test_help_loads_no_torch() -> None:
     code = (
         "import runpy, sys; sys.argv = ['tools/ablate.py', '--help']\n"

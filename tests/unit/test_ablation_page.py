@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def report(tmp_path: Path) -> Path:
     """The folder of a report with one table and one plot."""
-    cells = [{"text": "17.31", "value": 17.3142, "detail": "(16.90–17.73)", "note": "n = 2"}]
+    cells = [{"text": "17.31", "value": 17.3142, "detail": "16.90–17.73", "note": "n = 2"}]
     rows = [
         {"name": "CoCA | a", "published": "", "cells": cells},
         {"name": "RoFormer", "published": "", "cells": [{"text": "18", "value": 18.0, "detail": "", "note": ""}]},
@@ -39,9 +39,9 @@ def test_tables_values_and_plots(report: Path) -> None:
     number = "{{ '%.1f' | format(value('summary', 'CoCA | a', '64')) }}"
     text, plots = rendered(f"{{{{ table('summary') }}}}\n{number}\n{{{{ plot('report', 'Loss') }}}}", report)
     lines = text.splitlines()
-    assert lines[2].split() == ["|", "CoCA", "\\|", "a", "|", "17.31", "(16.90–17.73)", "|"]
+    assert lines[2].split() == ["|", "CoCA", "\\|", "a", "|", "17.31", "(16.90–17.73)", "[1]", "|"]
     assert lines[3].split() == ["|", "RoFormer", "|", "18", "|"] and "9" not in lines[3]
-    assert lines[4:] == ["", "stride 64", "", "n = 2", "17.3", "![Loss](figures/study/report.svg)"]
+    assert lines[4:] == ["", "stride 64", "", "[1] n = 2", "17.3", "![Loss](figures/study/report.svg)"]
     assert plots == {"report": b"<svg/>"}
 
 
@@ -57,8 +57,10 @@ def test_rows_are_chosen(report: Path) -> None:
         ("{{ plot('loss', '') }}", "page.md.j2: plot loss: the report has report"),
         ("{{ value('summary', 'NoPE', '64') }}", "table summary has no number at NoPE, 64"),
         ("{{ value('summary', 'RoFormer', '128') }}", "table summary has no number at RoFormer, 128"),
-        ("{{ tabel('summary') }}", "page.md.j2: 'tabel' is undefined"),
-        ("{% if %}", "page.md.j2: Expected an expression"),
+        ("{{ tabel('summary') }}", "page.md.j2:1: UndefinedError: 'tabel' is undefined"),
+        ("\n{{ table('summary', ['NoPE']) }}", "page.md.j2:2: KeyError: 'NoPE'"),
+        ("{{ 1 / 0 }}", "page.md.j2:1: ZeroDivisionError"),
+        ("{% if %}", "page.md.j2:1: TemplateSyntaxError: Expected an expression"),
     ],
 )
 def test_what_the_results_do_not_have_is_an_error(text: str, message: str, report: Path) -> None:

@@ -160,7 +160,7 @@ def test_a_signal_ends_the_children_and_a_second_runner_is_refused(tmp_path: Pat
     with pytest.raises(Preempted, match="preempted \\(SIGTERM\\); the same command resumes"):
         run_cells([one], MACHINE, 1)
     other.join()
-    assert time.monotonic() - start < 30 and "another runner is at work on this cell" in refused[0]
+    assert time.monotonic() - start < 30 and "another runner has this cell to do" in refused[0]
     assert read_cell(one).status == "started"
     assert files.progress(one.run) == files.Progress(6, 4.0, None)
 

@@ -54,12 +54,13 @@ def _two_sided(angle: float, degrees: int) -> float:
 def estimate(values: Sequence[float]) -> Estimate:
     """The mean of at least one value, one for each seed, with its t interval.
 
-    An infinite or undefined value makes the mean so, without an interval.
+    An infinite or undefined value makes the mean so, without an interval. Seeds that agree exactly, as with a task that
+    all solve, have none either: it would have no width, whatever their number.
     """
     if not all(map(math.isfinite, values)):
         return Estimate(sum(values), math.nan, math.nan, len(values))
     mean = fmean(values)
-    if len(values) < 2:
+    if len(set(values)) < 2:
         return Estimate(mean, math.nan, math.nan, len(values))
     reach = t_quantile(len(values) - 1) * stdev(values) / math.sqrt(len(values))
     return Estimate(mean, mean - reach, mean + reach, len(values))

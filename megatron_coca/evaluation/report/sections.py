@@ -145,7 +145,8 @@ SMALLEST_GROWTH = 1024**2
 
 def rate_cell(costs: Sequence[Cost], seeds: int, on_cpu: bool) -> TableCell:
     rates = [cost.tokens_per_second for cost in costs]
-    return shared.mean_cell(rates, "{:,.0f}".format if fmean(rates) >= 10 else "{:.1f}".format, seeds)
+    mean = fmean(rates)
+    return TableCell(f"{mean:,.0f}" if mean >= 10 else f"{mean:.1f}", mean, seeds=seeds if seeds > 1 else None)
 
 
 def memory_cell(costs: Sequence[Cost], seeds: int, on_cpu: bool) -> TableCell:
@@ -155,7 +156,7 @@ def memory_cell(costs: Sequence[Cost], seeds: int, on_cpu: bool) -> TableCell:
     large = [float(peak) for peak in peaks if not on_cpu or peak >= SMALLEST_GROWTH]
     if not large:
         return TableCell("–", note="the process held what this needed already")
-    return shared.mean_cell(large, lambda count: bytes_text(round(count)), seeds)
+    return TableCell(bytes_text(round(fmean(large))), fmean(large), seeds=seeds if seeds > 1 else None)
 
 
 def cost_blocks(loaded: Sequence[LoadedResult], options: ReportOptions) -> list[ReportBlock]:
