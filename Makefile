@@ -6,7 +6,7 @@ BIN := .venv/bin
 
 # One thread per test process; three processes on two cores, because many tests wait. Tests that time code or measure
 # memory (marked serial) run alone afterwards. Processes that they start read compiled modules, also where the
-# environment turns these off.
+# environment turns these off. Files run in their order: by default those with few tests, which are long, come last.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 PYTHONHASHSEED=0 $(BIN)/python -m pytest
 WORKERS ?= 3
 
@@ -17,12 +17,12 @@ SERIAL := $(shell grep -rl --include='test_*.py' mark.serial tests)
 
 # What every change must pass: lint, types and the fast tests, under 5 minutes on 2 cores.
 test: .venv/ready-dev lint
-	$(PYTEST) -n $(WORKERS) --dist loadfile -m "not slow and not gpu and not serial"
+	$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow and not gpu and not serial"
 	$(PYTEST) -m "serial and not slow and not gpu" $(SERIAL)
 
 # Everything that needs no GPU.
 test-all: .venv/ready-dev lint
-	$(PYTEST) -n $(WORKERS) --dist loadfile -m "not gpu and not serial"
+	$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not gpu and not serial"
 	$(PYTEST) -m "serial and not gpu" $(SERIAL)
 
 lint: .venv/ready-dev
