@@ -114,19 +114,14 @@ def state_of(cell: Cell) -> State:
 
 def missing_commands(cell: Cell, record: CellRecord) -> list[Command]:
     """Return the evaluations that are not complete, or whose options changed since."""
-    wanted = {command: measured_by(cell, command) for command in cell.commands}
-    return [
-        command
-        for command, digests in wanted.items()
-        if not digests.items() <= record.evaluated.items() or not all(file.is_file() for file in command.files)
-    ]
+    measured = set(measured_files(cell, record))
+    return [command for command in cell.commands if not measured.issuperset(command.files)]
 
 
-def measured_files(cell: Cell) -> list[Path]:
+def measured_files(cell: Cell, record: CellRecord) -> list[Path]:
     """Return the complete result files of a cell, without those whose options or variant changed since."""
-    evaluated = read_cell(cell).evaluated
     digests = {path: digest for command in cell.commands for path, digest in measured_by(cell, command).items()}
-    current = [cell.results / path for path, digest in digests.items() if evaluated.get(path) == digest]
+    current = [cell.results / path for path, digest in digests.items() if record.evaluated.get(path) == digest]
     return [path for path in current if path.is_file()]
 
 

@@ -40,14 +40,13 @@ def dry_run(cells: Sequence[Cell], peak_flops: float | None, finished: Sequence[
 
     Hours follow from the finished ones among `cells` and `finished`.
     """
-    states = {cell.name: state_of(cell) for cell in cells}
-    others = {cell.name: cell for cell in (*cells, *finished)}.values()
-    measured = {cell: read_cell(cell) for cell in others if state_of(cell) is State.DONE}
+    states = {cell: state_of(cell) for cell in dict.fromkeys((*cells, *finished))}
+    measured = {cell: read_cell(cell) for cell, state in states.items() if state is State.DONE}
     measured = {cell: record for cell, record in measured.items() if record.training_seconds > 0}
     rows, left = [], 0.0
     unknown = False
     for cell in cells:
-        count, state = cell.parameters, states[cell.name]
+        count, state = cell.parameters, states[cell]
         expected = Hours(0.0, 0.0) if state is State.DONE else hours(cell, measured, peak_flops)
         unknown = unknown or None in expected
         left += sum(part or 0.0 for part in expected)

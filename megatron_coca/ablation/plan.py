@@ -13,7 +13,7 @@ from pydantic import Field, JsonValue, field_validator
 
 from megatron_coca.checkpoints import CheckpointError, open_checkpoint
 from megatron_coca.checkpoints.compare import refuse_other_model
-from megatron_coca.config import KEYS, Config, ConfigError, load_config
+from megatron_coca.config import COMPUTE_KEYS, KEYS, Config, ConfigError, load_config
 from megatron_coca.config.schema import GROUPS
 from megatron_coca.data import DataError
 from megatron_coca.evaluation.cli import MEASUREMENTS
@@ -39,18 +39,7 @@ Plan = Callable[[Mapping[str, dict[str, Any] | None], Path, Path], list[Command]
 """(tasks, folder of the run, folder of the results) -> the evaluations of a model."""
 
 RUN_GROUPS = frozenset({"data", "batch", "precision", "parallel", "checkpoint", "logging", "launch"})
-RUN_KEYS = frozenset(
-    {
-        "attention_backend",
-        "operand_kernel",
-        "checkpoint_activations",
-        "checkpoint_num_layers",
-        "checkpoint_policy",
-        "loss_chunk_size",
-        "torch_compile",
-        "watchdog_timeout",
-    }
-) | {key for key in KEYS if key.startswith("health_")}
+RUN_KEYS = COMPUTE_KEYS | {"watchdog_timeout"} | {key for key in KEYS if key.startswith("health_")}
 """Groups and keys that do not name a cell: they say how and where a run is computed. The content of the data, the batch
 size and the dtype do name it.
 """
@@ -154,9 +143,10 @@ def read_ablation(
         if not isinstance(scales, Mapping) or (scale is not None and scale not in scales):
             known = ", ".join(map(str, scales)) or "none"
             raise EvaluationError(f"{path}: --scale {scale}: unknown; the file has {known}")
-        chosen = scales[scale or next(iter(scales))] if scales else {}
+        name = scale or next(iter(scales), None)
+        chosen = scales[name] if name is not None else {}
         if not isinstance(chosen, Mapping):
-            raise EvaluationError(f"{path}: scales.{scale or next(iter(scales))}: is not a mapping of keys to values")
+            raise EvaluationError(f"{path}: scales.{name}: is not a mapping of keys to values")
         folders = {"results": results, "runs": runs}
         content = _merged({key: value for key, value in content.items() if key != "scales"}, chosen)
         content |= {key: folder for key, folder in folders.items() if folder is not None}

@@ -11,11 +11,12 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateSynta
 
 from megatron_coca.ablation.cells import State, measured_files, read_cell, read_curve, state_of
 from megatron_coca.ablation.plan import AblationFile, Cell
+from megatron_coca.evaluation.options import slug
 from megatron_coca.evaluation.report import build_report
 from megatron_coca.evaluation.report.curves import Curve
 from megatron_coca.evaluation.report.document import TableCell
 from megatron_coca.evaluation.report.reading import REPORT_FILE
-from megatron_coca.evaluation.results import EvaluationError, LabelRecord, read_record, write_atomically
+from megatron_coca.evaluation.results import EvaluationError, write_atomically
 from megatron_coca.tables import escaped, format_table, in_cell
 
 FOLDER = "report"
@@ -35,14 +36,15 @@ def write_report(file: AblationFile, cells: Sequence[Cell], results: Path | None
 
     Files of other options or variants than those of `file`, and of tasks that are not complete, are left out.
     """
-    measured = [path for cell in cells for path in measured_files(cell)]
+    measured = [path for cell in cells for path in measured_files(cell, read_cell(cell))]
     if not measured:
         return "no result yet: nothing to report"
     folder = (results or file.results) / FOLDER
     missing = [cell.name for cell in cells if state_of(cell) is not State.DONE]
     title = f"{file.title} ({len(cells) - len(missing)} of {len(cells)} cells)" if missing else file.title
-    labels = {read_record(path, LabelRecord, "a result file").label for path in measured}
-    baseline = file.baseline if file.baseline in labels else None
+    # The others are compared with the plain variant of the baseline, whose files are called TASK_MODEL.json.
+    plain = {path.stem.partition("_")[2] for path in measured}
+    baseline = file.baseline if file.baseline is not None and slug(file.baseline) in plain else None
     lines = [build_report(measured, folder, title, curves=curves(cells), baseline=baseline)]
     if missing:
         lines.append(f"not complete: {', '.join(missing)}")

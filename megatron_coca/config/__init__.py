@@ -3,7 +3,7 @@
 from megatron_coca.config.base import ConfigError
 from megatron_coca.config.load import Config, load_config
 from megatron_coca.config.model import ModelConfig, PositionConfig, RopeScaling
-from megatron_coca.config.schema import KEYS
+from megatron_coca.config.schema import COMPUTE_KEYS, KEYS
 from megatron_coca.config.training import (
     BatchSizes,
     CheckpointConfig,
@@ -16,6 +16,7 @@ from megatron_coca.config.training import (
 )
 
 __all__ = [
+    "COMPUTE_KEYS",
     "KEYS",
     "BatchSizes",
     "CheckpointConfig",

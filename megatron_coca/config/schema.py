@@ -67,6 +67,18 @@ KEYS: dict[str, KeyLocation] = {
 }
 """Every key by its dotted path in YAML, for example `num_layers` and `optimizer.params.lr`."""
 
+COMPUTE_KEYS = frozenset(
+    {
+        "attention_backend",
+        "operand_kernel",
+        "checkpoint_activations",
+        "checkpoint_num_layers",
+        "checkpoint_policy",
+        "loss_chunk_size",
+        "torch_compile",
+    }
+)
+"""Keys that say how a model is computed, not which model it is or what it is trained with."""
 SECTIONS = frozenset(key[:end] for key in KEYS for end, letter in enumerate(key) if letter == ".")
 """Mappings of keys that are themselves keys of the schema: `optimizer` and `optimizer.params`."""
 

@@ -99,12 +99,6 @@ class Result(Record):
         return self.model_dump(mode="json", exclude={"results": True, "missing": True, **moved})
 
 
-class LabelRecord(BaseModel):
-    """The label of any result file."""
-
-    label: str
-
-
 class Cost(Record):
     """Cost of one cell, summed over interruptions."""
 
@@ -139,7 +133,7 @@ class Costs(Record):
     costs: list[Cost]
 
 
-RecordType = TypeVar("RecordType", bound=BaseModel)
+RecordType = TypeVar("RecordType", bound=Record)
 ResultType = TypeVar("ResultType", bound=Result)
 
 

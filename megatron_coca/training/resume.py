@@ -23,7 +23,7 @@ from megatron_coca.checkpoints.huggingface import is_huggingface_folder
 from megatron_coca.checkpoints.load import load_weights
 from megatron_coca.checkpoints.neox import find_step
 from megatron_coca.checkpoints.tokenizer import made_of
-from megatron_coca.config import KEYS, CheckpointConfig, Config, load_config
+from megatron_coca.config import COMPUTE_KEYS, KEYS, CheckpointConfig, Config, load_config
 from megatron_coca.data import Tokenizer
 from megatron_coca.data.tokenizers.kinds import first_difference
 from megatron_coca.model import GPT, assemble_model, draw_learned_positions, empty_model
@@ -36,18 +36,7 @@ from megatron_coca.training.optimizer import OPTIMIZERS
 logger = logging.getLogger(__name__)
 
 FREE_GROUPS = frozenset({"schedule", "data", "batch", "parallel", "checkpoint", "logging", "launch", "faults"})
-FREE_KEYS = frozenset(
-    {
-        "attention_backend",
-        "operand_kernel",
-        "checkpoint_activations",
-        "checkpoint_num_layers",
-        "checkpoint_policy",
-        "loss_chunk_size",
-        "torch_compile",
-        "optimizer.params.lr",
-    }
-)
+FREE_KEYS = COMPUTE_KEYS | {"optimizer.params.lr"}
 """Keys that may change when a run is resumed. Data and batch are compared by content instead (meta.json), and the saved
 state does not depend on the parallel layout.
 """

@@ -28,7 +28,7 @@ class FlexBackend:
 
     def supports(self, needs: Needs) -> str | None:
         """None, or the reason why the model is not supported."""
-        if find_spec("torch.nn.attention.flex_attention") is None:  # as GPT-NeoX may have, see the plugin
+        if find_spec("torch.nn.attention.flex_attention") is None:  # before 2.5, which the plugin runs with
             return f"PyTorch {torch.__version__} has no FlexAttention; install 2.5 or newer"
         if needs.device_type != "cuda":
             return "its compiled kernel has no backward pass off CUDA"
