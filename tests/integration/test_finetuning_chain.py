@@ -24,7 +24,7 @@ from megatron_coca.data import CorpusSource, Execution, Rules, SourceSpec, load_
 from megatron_coca.evaluation import sliding_window_perplexity
 from tests.conftest import LAUNCHER_VARIABLES, ROOT, VOCABULARY, command_line
 from tests.plain_perplexity import plain_loop
-from tools.train_stages import plan, run_stages, run_train
+from megatron_coca.commands.train_stages import plan, run_stages, run_train
 
 pytestmark = pytest.mark.slow  # test_chain.py has the stages, test_trained_parts.py what each of them trains
 

@@ -30,7 +30,7 @@ from megatron_coca.data.shards import HEADER, MAGIC, Shard
 from megatron_coca.data.tokenizers import load_tokenizer
 from megatron_coca.data.tokenizers.training import train_sentencepiece
 from megatron_coca.tables import excerpt, format_table, percent
-from tools import inspect_data
+from megatron_coca.commands import inspect as inspect_data
 
 TEXT = load_tokenizer("CharLevelTokenizer")
 

@@ -14,7 +14,7 @@ from megatron_coca.data.errors import DataError
 from megatron_coca.data.inspection import find_shards
 from megatron_coca.data.shards import HEADER, ShardWriter
 from megatron_coca.data.verify import verify_shards
-from tools import inspect_data
+from megatron_coca.commands import inspect as inspect_data
 
 TEXT = load_tokenizer("CharLevelTokenizer")
 
