@@ -1,7 +1,7 @@
 """Copy the configuration files, which name each other as configs/..., into a new folder.
 
-    megatron-coca configs copy configs
-    megatron-coca train configs/350M/roformer_coca.yml configs/cluster/a100x8.yml
+megatron-coca configs copy configs
+megatron-coca train configs/350M/roformer_coca.yml configs/cluster/a100x8.yml
 """
 
 import shutil

@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 # PyTorch takes seconds to import: that is done after the configuration is accepted.
 
 PARTS = ("weights", "gradients", "optimizer", "buffers", "activations", "loss", "context")
-GPU_NAMES = (
-    "A100-80", "A100-40", "H100", "H100-PCIe", "H200", "B200", "V100-32", "V100-16", "L40S", "A6000", "4090"
-)
+GPU_NAMES = ("A100-80", "A100-40", "H100", "H100-PCIe", "H200", "B200", "V100-32", "V100-16", "L40S", "A6000", "4090")
 """Keys of `training.estimate.GPUS`."""
 
 

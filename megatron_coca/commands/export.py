@@ -1,7 +1,7 @@
 """Write a checkpoint in the layout of another project; see docs/checkpoints.md, "Export" and "GPT-NeoX checkpoints".
 
-    megatron-coca export huggingface runs/350M_roformer_coca exported/coca
-    megatron-coca export neox runs/350M_roformer_coca exported/coca_neox --model-parallel-size 2
+megatron-coca export huggingface runs/350M_roformer_coca exported/coca
+megatron-coca export neox runs/350M_roformer_coca exported/coca_neox --model-parallel-size 2
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Import a Hugging Face folder, or any other readable checkpoint; see docs/checkpoints.md, "Import".
 
-    megatron-coca import models/pythia-410m runs/pythia --set pos_emb=coca
+megatron-coca import models/pythia-410m runs/pythia --set pos_emb=coca
 """
 
 import sys

@@ -76,10 +76,15 @@ def parser() -> ArgumentParser:
     )
     subparsers = parser.add_subparsers(dest="task", required=True)
     for name, task in TASKS.items():
-        described = {"help": task.help, "description": task.help, "epilog": example(name)}
-        task.add_arguments(
-            subparsers.add_parser(name, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False, **described)
+        added = subparsers.add_parser(
+            name,
+            help=task.help,
+            description=task.help,
+            epilog=example(name),
+            formatter_class=RawDescriptionHelpFormatter,
+            allow_abbrev=False,
         )
+        task.add_arguments(added)
     return parser
 
 

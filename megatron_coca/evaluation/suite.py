@@ -5,6 +5,7 @@ import re
 import shlex
 import signal
 import subprocess
+import sys
 import threading
 from argparse import Action, ArgumentParser, Namespace
 from collections.abc import Iterable, Mapping, Sequence

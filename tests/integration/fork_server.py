@@ -1,7 +1,7 @@
 """A process that has imported everything and forks training processes: what costs seconds is done once.
 
 Reads one request a line from standard input, {"arguments": [...], "environments": [{...}, ...], "hooks": [...],
-"output": "FILE"}, forks a process of `megatron-coca train` for each environment into a process group of their own, answers
+"output": "FILE"}, forks a process of `train` for each environment into a process group of their own, answers
 with the group's number, and once all have ended with their exit statuses (minus the signal for one that was killed).
 Like a launcher it kills the rest some time after one has failed. Hooks are put in before main (hooks.py).
 """

@@ -10,9 +10,8 @@ ROOT = Path(__file__).parents[2]
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
-    from tests.integration.hooks import Hook, install
-
     from megatron_coca.commands import train
+    from tests.integration.hooks import Hook, install
 
     train.MAIN = __file__  # what a launcher starts
     if "RANK" in os.environ or "--num_gpus" not in sys.argv:

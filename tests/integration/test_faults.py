@@ -1,6 +1,6 @@
 """Input that cannot be used: exit status 2, one message that names it, and nothing lost or overwritten.
 
-Most faults run the main of `train` in this process, which joins a process group of one as any run does, because starting a
+Most faults run `train` in this process, which joins a process group of one as any run does, because starting a
 process takes seconds. What trains, or fails on two ranks, uses processes of its own: DeepSpeed starts once a process.
 """
 

@@ -18,8 +18,8 @@ import pytest
 import zstandard
 from pyarrow import parquet
 
-from megatron_coca.data import Shard, load_saved_tokenizer
 from megatron_coca.commands import prepare
+from megatron_coca.data import Shard, load_saved_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -259,6 +259,8 @@ def test_a_record_that_the_memory_does_not_suffice_for_is_named(tmp_path: Path) 
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"".join(json_lines(40)))
     done = measured(path, tmp_path / "out", 300 << 20)
-    assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith(f"megatron-coca prepare: {path}:2: not enough memory")
+    assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith(
+        f"megatron-coca prepare: {path}:2: not enough memory"
+    )
     assert "max_record_mib" in done.stderr and "Traceback" not in done.stderr
     assert finished(command(path, tmp_path / "out", "--tokenizer-type", "CharLevelTokenizer", "--max-record-mib", 8))

@@ -19,6 +19,8 @@ from megatron_coca.checkpoints import CheckpointError, load_model, open_checkpoi
 from megatron_coca.checkpoints.exports.huggingface import export
 from megatron_coca.checkpoints.exports.neox import export_neox
 from megatron_coca.checkpoints.importing import import_checkpoint
+from megatron_coca.commands import export as export_command
+from megatron_coca.commands import import_checkpoint as import_tool
 from megatron_coca.config import load_config
 from megatron_coca.data import DataError, load_tokenizer, train_sentencepiece
 from megatron_coca.evaluation.options import SubjectOptions, Variant
@@ -26,8 +28,6 @@ from megatron_coca.evaluation.subject import Subject, open_source
 from megatron_coca.model import build_model, generate
 from tests.neox_files import write_neox
 from tests.parity.exported import modules_cache
-from megatron_coca.commands import export as export_command
-from megatron_coca.commands import import_checkpoint as import_tool
 
 pytestmark = pytest.mark.usefixtures("modules_cache")
 __all__ = ["modules_cache"]

@@ -1,8 +1,6 @@
 """An ablation's file, the cells that it stands for, their names, and what is refused before anything runs."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron_coca.checkpoints import CheckpointError, native, open_checkpoint
-from megatron_coca.config import ConfigError, load_config
 from megatron_coca.commands.train_stages import main, plan, run_stages, run_train
+from megatron_coca.config import ConfigError, load_config
 
 ROOT = Path(__file__).parents[2]
 COMMON = "num_layers: 1\nhidden_size: 8\nnum_attention_heads: 1\nseq_length: 8\ntrain_iters: 5\n"

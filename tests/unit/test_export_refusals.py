@@ -10,9 +10,9 @@ import torch
 from megatron_coca.checkpoints import CheckpointError, weight_map
 from megatron_coca.checkpoints.exports import tokenizer as export_tokenizer
 from megatron_coca.checkpoints.exports.huggingface import MODELLING_FILE, export
+from megatron_coca.commands.export import main
 from megatron_coca.data import train_sentencepiece
 from tests.parity.exported import LLAMA, NEOX, random_checkpoint
-from megatron_coca.commands.export import main
 
 WRITTEN: dict[str, tuple[dict[str, Any], str]] = {
     "neox": (NEOX, "gpt_neox"),

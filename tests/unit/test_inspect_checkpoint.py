@@ -15,6 +15,7 @@ from megatron_coca.commands.inspect import main
 from megatron_coca.config import load_config
 from megatron_coca.model import build_model
 
+
 @pytest.fixture(scope="module")
 def inspect() -> Callable[[list[str]], int]:
     return lambda arguments: main(["checkpoint", *arguments])

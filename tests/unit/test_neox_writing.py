@@ -9,11 +9,11 @@ import yaml
 
 from megatron_coca.checkpoints import CheckpointError, open_checkpoint
 from megatron_coca.checkpoints.exports.neox import export_neox
+from megatron_coca.commands.export import main
 from megatron_coca.config import load_config
 from megatron_coca.model import build_model
 from tests.checkpoint_files import write_checkpoint
 from tests.parity.exported import LLAMA, NEOX, SHAPE, random_checkpoint
-from megatron_coca.commands.export import main
 
 TWO_LENGTHS = {"rope_type": "linear", "factor": 4.0, "original_max_position_embeddings": 8}
 REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
