@@ -38,13 +38,18 @@ EPILOG = """for example:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one subcommand; returns its exit status, 2 outside of the environment."""
+    """Run one subcommand; returns its exit status, 2 outside of the environment, 130 after Ctrl-C."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     missing = [name for name in ("torch", "pydantic") if find_spec(name) is None]
     if missing:
         print(outside(missing), file=sys.stderr)
         return 2
-    return int(import_module(f"megatron_coca.{COMMANDS[command(given[:1])][0]}").main(given[1:]))
+    name = command(given[:1])
+    try:
+        return int(import_module(f"megatron_coca.{COMMANDS[name][0]}").main(given[1:]))
+    except KeyboardInterrupt:
+        print(f"megatron-coca {name}: interrupted", file=sys.stderr)
+        return 130
 
 
 def command(arguments: Sequence[str]) -> str:
