@@ -28,7 +28,7 @@ class Contrast:
 
     @property
     def verdict(self) -> str:
-        """"lower" or "higher" where the interval excludes 1; "no interval" where there is none, as of one seed."""
+        """ "lower" or "higher" where the interval excludes 1; "no interval" where there is none, as of one seed."""
         if math.isnan(self.times.low):
             return "no interval"
         return "lower" if self.times.high < 1 else "higher" if self.times.low > 1 else "not distinguishable"

@@ -57,7 +57,8 @@ def write_report(file: AblationFile, cells: Sequence[Cell], results: Path | None
 def figures_of_scale(path: Path, scale: str) -> Figures:
     """Return the figures of the finished cells of another scale of the file `path`. Raises EvaluationError."""
     file = read_ablation(path, scale)
-    cells = expand(file, recorded=recorded_data(file.results))
+    recorded = recorded_data(file.results)
+    cells = expand(file, recorded=recorded) if recorded else []
     return Figures(file, [cell for cell in cells if state_of(cell) is State.DONE])
 
 
@@ -66,7 +67,8 @@ def write_page(
 ) -> None:
     """Write `page`, and the plots that it shows into `figures/NAME/` beside it, where NAME is the page's stem.
 
-    `scale` returns the figures of another scale of the same file, by its name. Raises EvaluationError where the template has a fault or asks for what the results do not have.
+    `scale` returns the figures of another scale of the same file, by its name. Raises EvaluationError where the
+    template has a fault or asks for what the results do not have.
     """
     with tempfile.TemporaryDirectory() as folder:
         done = [cell for cell in cells if state_of(cell) is State.DONE]
@@ -79,9 +81,7 @@ def write_page(
     write_atomically(page, text.encode())
 
 
-def render(
-    template: Path, report: Path, known: Mapping[str, Any], name: str
-) -> tuple[str, dict[str, bytes]]:
+def render(template: Path, report: Path, known: Mapping[str, Any], name: str) -> tuple[str, dict[str, bytes]]:
     """Return the text of a page, and the plots that it shows by their names.
 
     `report` is the folder of a report of the cells `done`, `known` what else the template can use.

@@ -43,6 +43,7 @@ def test_a_killed_run_ends_as_one_never_killed(
     pytestconfig: pytest.Config,
 ) -> None:
     kills = 3 if share is None else pytestconfig.getoption("--kills") // share
+
     def start(changes: Any) -> Any:
         return server.start(KEYS | keys | dict(changes), ranks)
 

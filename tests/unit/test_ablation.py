@@ -127,7 +127,7 @@ def test_a_task_may_measure_some_variants(write: Write) -> None:
         *("perplexity_roformer.json", "perplexity_roformer_ntk.json", "more/perplexity_roformer_ntk.json"),
     ]
     assert [command.task for command in nope.commands] == ["perplexity"], "it has no such variant"
-    with pytest.raises(EvaluationError, match="tasks.perplexity.variants: .*known: \"\", \"\\+ NTK\""):
+    with pytest.raises(EvaluationError, match='tasks.perplexity.variants: .*known: "", "\\+ NTK"'):
         cells_of(write(tasks={"perplexity": {**options, "variants": ["NTK"]}}))
 
 

@@ -44,13 +44,23 @@ def figures(tmp_path: Path) -> Figures:
             config = SimpleNamespace(model=SimpleNamespace(seq_length=512))
             digests = {Path(name): "digest" for name in names.values()}
             cell = SimpleNamespace(
-                **{"model": model, "seed": seed, "name": f"{model}-s{seed}-0", "config": config, "results": folder},
-                **{"commands": [command], "measurements": digests, "steps": 1, "tokens": 1, "data": None},
+                model=model,
+                seed=seed,
+                name=f"{model}-s{seed}-0",
+                config=config,
+                results=folder,
+                commands=[command],
+                measurements=digests,
+                steps=1,
+                tokens=1,
+                data=None,
                 parameters=SimpleNamespace(total=1, non_embedding=1),
             )
             record = read_cell(cell)  # type: ignore[arg-type]
             evaluated = {str(name): "digest" for name in digests}
-            write_record(folder / "cell.json", CellRecord.model_validate(record.model_dump() | {"evaluated": evaluated}))
+            write_record(
+                folder / "cell.json", CellRecord.model_validate(record.model_dump() | {"evaluated": evaluated})
+            )
             cells.append(cell)
     return Figures(SimpleNamespace(models=models), cells)  # type: ignore[arg-type]
 
@@ -87,7 +97,10 @@ def test_orders(figures: Figures) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda figures: figures.estimate("ratio", "NoPE", 2), "ratio of NoPE: .* the labels RoFormer, RoFormer \\+ NTK"),
+        (
+            lambda figures: figures.estimate("ratio", "NoPE", 2),
+            "ratio of NoPE: .* the labels RoFormer, RoFormer \\+ NTK",
+        ),
         (lambda figures: figures.estimate("speed", "CoCA", 2), "the quantities are perplexity, ratio, validation"),
         (lambda figures: figures.estimate("ratio", "CoCA", 4), "ratio of CoCA: was not measured at 4L"),
         (lambda figures: published_order("Table 1", {"NoPE": "NoPE"}, 1), "Table 1: has no row NoPE; it has ALiBi"),

@@ -69,11 +69,14 @@ def test_what_the_results_do_not_have_is_an_error(text: str, message: str, repor
         rendered(text, report)
 
 
-def test_the_page_of_the_study_is_what_its_results_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("scale", "page"), [("1M", "study.md"), ("250k", "study_250k.md")])
+def test_a_page_of_the_study_is_what_its_results_say(
+    scale: str, page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without the corpus, which is not part of the repository."""
     monkeypatch.chdir(ROOT)
     path = Path("configs/study/methods.yml")
-    file = plan.read_ablation(path)
+    file = plan.read_ablation(path, scale)
     cells = plan.expand(file, recorded=recorded_data(file.results))
-    write_page(file, cells, Path("configs/study/page.md.j2"), tmp_path / "study.md", partial(figures_of_scale, path))
-    assert (tmp_path / "study.md").read_text() == (ROOT / "docs/study.md").read_text()
+    write_page(file, cells, Path("configs/study/page.md.j2"), tmp_path / page, partial(figures_of_scale, path))
+    assert (tmp_path / page).read_text() == (ROOT / "docs" / page).read_text()

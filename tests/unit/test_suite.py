@@ -74,7 +74,10 @@ def test_a_task_may_measure_some_variants(tmp_path: Path) -> None:
     (command,) = commands(only, {"RoFormer": 64, "CoCA": 128}, tmp_path)
     assert [file.name for file in command.files] == ["perplexity_coca_ntk.json"], "RoFormer has no such variant"
     check_variants(only.tasks, only.checkpoints.values())
-    for wrong, message in (("[NTK]", '"NTK": must be a list of variants; known: "", "\\+ NTK"'), ("NTK", "must be a list")):
+    for wrong, message in (
+        ("[NTK]", '"NTK": must be a list of variants; known: "", "\\+ NTK"'),
+        ("NTK", "must be a list"),
+    ):
         unknown = suite(tmp_path, SUITE.replace("stride: 1L", f"stride: 1L, variants: {wrong}"))
         with pytest.raises(EvaluationError, match=f"tasks.perplexity.variants: .*{message}"):
             check_variants(unknown.tasks, unknown.checkpoints.values())
