@@ -7,6 +7,7 @@ What is done already is kept; the same command resumes after an interruption. Ex
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -79,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
         print(estimates.dry_run(cells, options.peak_flops, everything))
         return 0
     if options.page is not None:
-        reporting.write_page(file, everything, *options.page)
+        reporting.write_page(file, everything, *options.page, partial(reporting.figures_of_scale, options.file))
         return 0
     if options.slurm is not None:
         command = ["tools/ablate.py", str(options.file), "--output", str(file.results), "--runs", str(file.runs)]
