@@ -22,7 +22,7 @@ test: .venv/ready-dev lint
 
 # Everything that needs no GPU.
 test-all: .venv/ready-dev lint
-	$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not gpu and not serial"
+	$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 30 -m "not gpu and not serial"
 	$(PYTEST) -m "serial and not gpu" $(SERIAL)
 
 lint: .venv/ready-dev

@@ -1,4 +1,4 @@
-"""Running cells: one child process after the other for each, several cells at a time, until all have ended."""
+"""Runs cells, several at a time; each trains and evaluates in one child process after the other."""
 
 import os
 import re
@@ -34,7 +34,7 @@ ERROR = re.compile(r"[\w.]*(Error|Exception): ")
 
 @dataclass(frozen=True)
 class Machine:
-    """CPU cores and GPUs to divide: entries of CUDA_VISIBLE_DEVICES, and the name of a GPU, or cpu."""
+    """The CPU cores and GPUs to divide. `gpus` are entries of CUDA_VISIBLE_DEVICES, `device` a GPU's name or cpu."""
 
     cores: int
     gpus: tuple[str, ...]
@@ -55,7 +55,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Share:
-    """What one of several cells at a time may use."""
+    """The threads and GPUs of one of the cells that run at the same time."""
 
     threads: int
     gpus: tuple[str, ...]
@@ -117,7 +117,7 @@ class Job:
         return False
 
     def doing(self) -> str:
-        """One line on what is going on."""
+        """Return the present activity in one line."""
         if self._command is not None:
             return f"evaluating {self._command.task}"
         report = files.progress(self.cell.run)
@@ -130,7 +130,7 @@ class Job:
 
     @property
     def activity(self) -> str:
-        """What a line is printed for when it changes."""
+        """The present phase; a line is printed when it changes."""
         return "training" if self._command is None else f"evaluating {self._command.task}"
 
     def send(self, number: int) -> None:
@@ -229,7 +229,7 @@ def locked(cells: Sequence[Cell]) -> Iterator[None]:
         for folder in dict.fromkeys(folder for cell in cells for folder in (cell.results, cell.run)):
             lock = folder.with_name(f".{folder.name}.lock")
             check_writable(lock)
-            busy = f"{folder}: another runner has this cell to do; wait for it, or name others with --only"
+            busy = f"{folder}: another runner is working on this cell; wait for it, or name others with --only"
             locks.enter_context(exclusive_lock(lock, EvaluationError, busy, temporary=True))
         yield
 

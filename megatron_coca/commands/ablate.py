@@ -9,6 +9,7 @@ What is done already is kept; the same command resumes after an interruption. Ex
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from megatron_coca.evaluation.options import DTYPES, positive_float, positive_int
@@ -81,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
         print(estimates.dry_run(cells, options.peak_flops, everything))
         return 0
     if options.page is not None:
-        reporting.write_page(file, everything, *options.page)
+        reporting.write_page(file, everything, *options.page, partial(reporting.figures_of_scale, options.file))
         return 0
     if options.slurm is not None:
         command = ["-m", "megatron_coca", "ablate", str(options.file)]

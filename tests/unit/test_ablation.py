@@ -114,6 +114,21 @@ def test_a_variant_or_an_option_changes_its_own_results_only(write: Write, tmp_p
     assert not set(cells_of(write(tasks=tasks))[0].measurements.values()) & set(plain.values())
 
 
+def test_a_task_may_measure_some_variants(write: Write) -> None:
+    plain = cells_of(write())
+    arguments = plain[0].commands[0].arguments
+    options = {"data": [arguments[arguments.index("--data") + 1]], "windows": ["1L"], "stride": "1L"}
+    tasks = {"perplexity": options, "perplexity more": {**options, "variants": ["+ NTK"]}}
+    roformer, *_, nope = cells_of(write(tasks=tasks))
+    assert [len(command.files) for command in roformer.commands] == [2, 1]
+    assert [str(path) for path in roformer.measurements] == [
+        *("perplexity_roformer.json", "perplexity_roformer_ntk.json", "more/perplexity_roformer_ntk.json"),
+    ]
+    assert [command.task for command in nope.commands] == ["perplexity"], "it has no such variant"
+    with pytest.raises(EvaluationError, match='tasks.perplexity.variants: .*known: "", "\\+ NTK"'):
+        cells_of(write(tasks={"perplexity": {**options, "variants": ["NTK"]}}))
+
+
 def test_a_name_covers_data_dtype_and_initial_weights_but_no_run_key(small: dict[str, Any]) -> None:
     config = load_config([], small)
     plain = cell_hash(config, 4, DATA)
@@ -173,7 +188,7 @@ def test_every_fault_is_listed_at_once(write: Write, tmp_path: Path) -> None:
         ({"seeds": [1, 1]}, "roformer-s1-.*: the name of two cells, RoFormer with seed 1 and RoFormer with seed 1"),
         ({"base": ["optimizer.params.lr=1"]}, "base: command line: num_layers"),
         ({"models": {}}, "models: Dictionary should have at least 1 item"),
-        ({"modles": {}}, "modles: Extra inputs are not permitted"),
+        ({"modles": {}}, "modles: unknown key; the keys of an ablation are title, base"),
     ],
 )
 def test_mistakes_are_named(write: Write, changes: dict[str, Any], message: str) -> None:

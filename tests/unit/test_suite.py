@@ -17,6 +17,7 @@ from megatron_coca.evaluation.report.published import TASKS_BY_GROUP
 from megatron_coca.evaluation.suite import (
     Command,
     SuiteFile,
+    check_variants,
     describe_exit,
     note_failure,
     plan_commands,
@@ -68,6 +69,20 @@ def test_a_call_for_each_checkpoint_with_all_its_variants(tmp_path: Path) -> Non
     assert args.output == tmp_path / "results"
 
 
+def test_a_task_may_measure_some_variants(tmp_path: Path) -> None:
+    only = suite(tmp_path, SUITE.replace("stride: 1L", 'stride: 1L, variants: ["+ NTK"]'))
+    (command,) = commands(only, {"RoFormer": 64, "CoCA": 128}, tmp_path)
+    assert [file.name for file in command.files] == ["perplexity_coca_ntk.json"], "RoFormer has no such variant"
+    check_variants(only.tasks, only.checkpoints.values())
+    for wrong, message in (
+        ("[NTK]", '"NTK": must be a list of variants; known: "", "\\+ NTK"'),
+        ("NTK", "must be a list"),
+    ):
+        unknown = suite(tmp_path, SUITE.replace("stride: 1L", f"stride: 1L, variants: {wrong}"))
+        with pytest.raises(EvaluationError, match=f"tasks.perplexity.variants: .*{message}"):
+            check_variants(unknown.tasks, unknown.checkpoints.values())
+
+
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
 def test_shipped_suites_are_commands(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
@@ -99,10 +114,10 @@ def test_the_suite_of_llama_runs_every_task_of_table_5(tmp_path: Path, monkeypat
     [
         ("[]", "is not a suite"),
         ("title: [", r"suite\.yml:1: not valid YAML"),
-        (SUITE.replace("title", "titel"), "titel: Extra inputs"),
+        (SUITE.replace("title", "titel"), "titel: unknown key; the keys of a suite are title, checkpoints"),
         (SUITE.replace("  CoCA:\n    path", "  CoCA:\n    paht"), "checkpoints.CoCA.paht"),
         (SUITE.replace("  perplexity", "  perplexty"), "tasks.perplexty: unknown task; known: analyse"),
-        (SUITE.replace("tasks:", "tasks: {}\nx:"), "x: Extra|tasks"),
+        (SUITE.replace("tasks:", "tasks: {}\nx:"), "x: unknown key|tasks"),
         (SUITE.replace("stride: 1L", "output: x"), "tasks.perplexity.output: is set by the suite"),
         (SUITE.replace("stride: 1L", "help: true"), "tasks.perplexity.help: is set by the suite"),
         (
