@@ -11,7 +11,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 PYTHONHASHSEED=0 $(BIN)/pyt
 WORKERS ?= 3
 
 quickstart: .venv/ready
-	$(BIN)/python tools/quickstart.py
+	$(BIN)/megatron-coca quickstart
 
 SERIAL := $(shell grep -rl --include='test_*.py' mark.serial tests)
 
@@ -34,6 +34,7 @@ lint: .venv/ready-dev
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, not " + sys.version.split()[0] + "; name one: make PYTHON=python3.12")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --disable-pip-version-check -r requirements.txt
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --editable . # the command megatron-coca
 	touch $@
 
 .venv/ready-dev: .venv/ready requirements-dev.txt
@@ -41,4 +42,4 @@ lint: .venv/ready-dev
 	touch $@
 
 clean:
-	rm -rf .venv data runs
+	rm -rf .venv build data dist exported results runs wandb

@@ -4,14 +4,12 @@ import os
 import re
 import shlex
 import signal
-import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import NoReturn
 
 from megatron_coca.ablation import cells as files
@@ -21,13 +19,12 @@ from megatron_coca.atomic_write import exclusive_lock, write_file
 from megatron_coca.checkpoints import native
 from megatron_coca.evaluation.results import EvaluationError, check_writable
 from megatron_coca.evaluation.suite import Command, describe_exit
+from megatron_coca.program import PROGRAM
 from megatron_coca.tables import format_table
 from megatron_coca.training.exit_status import CaughtSignals, Preempted
 from megatron_coca.training.launch.processes import FORWARDED, LocalProcess
 
-ROOT = Path(__file__).resolve().parents[2]
-TRAIN = (sys.executable, "-u", str(ROOT / "train.py"))
-EVALUATE = (sys.executable, "-u", str(ROOT / "evaluate.py"))
+TRAIN, EVALUATE = (*PROGRAM, "train"), (*PROGRAM, "evaluate")
 LOG, CONFIG = "log.txt", "ablation.yml"
 POLL_SECONDS, REPORT_SECONDS = 0.2, 60.0
 LOG_TAIL = 20_000

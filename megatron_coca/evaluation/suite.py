@@ -27,6 +27,7 @@ from megatron_coca.evaluation.results import (
     check_writable,
     write_atomically,
 )
+from megatron_coca.program import PROGRAM
 from megatron_coca.safe_yaml import YamlFault, read_yaml
 
 MULTIPLES = re.compile(r"\d+L(/[1-9]\d*)?(,\d+L(/[1-9]\d*)?)*")
@@ -105,7 +106,7 @@ def run(args: Namespace) -> int:
     if measured:
         print(f"\n{build_report(measured, page.parent, suite.title)}\n\n{page} is written")
     for problem in problems:
-        print(f"evaluate.py: {problem}", file=sys.stderr)
+        print(f"megatron-coca evaluate: {problem}", file=sys.stderr)
     return 2 if problems else 0
 
 
@@ -300,8 +301,8 @@ def run_commands(commands: Iterable[Command]) -> list[str]:
         if command.checkpoint is None and all(file.is_file() for file in command.files):
             print(f"# {command.task}: {command.files[0]} exists already")
             continue
-        print(f"\n$ {shlex.join(['python', 'evaluate.py', *command.arguments])}", flush=True)
-        status = run_to_its_end([sys.executable, "-m", "megatron_coca.evaluation", *command.arguments])
+        print(f"\n$ {shlex.join(['megatron-coca', 'evaluate', *command.arguments])}", flush=True)
+        status = run_to_its_end([*PROGRAM, "evaluate", *command.arguments])
         if status == 2:  # the command said what is missing
             problems.append(f"{command.name}: incomplete, see its messages above")
         elif status != 0:

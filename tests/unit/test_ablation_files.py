@@ -11,7 +11,7 @@ from megatron_coca.ablation import plan
 from megatron_coca.ablation.plan import configured, expand, read_ablation
 from megatron_coca.config import Config, load_config
 from megatron_coca.config.model import MAP_OPTIONS, SCALING_OPTIONS, PositionMethod
-from megatron_coca.evaluation.cli import build_parser
+from megatron_coca.evaluation.cli import parser
 from megatron_coca.evaluation.options import full_label
 from megatron_coca.evaluation.suite import changes_in_tokens, option_arguments, read_suite, task_variants
 from megatron_coca.model.build import empty_model
@@ -71,7 +71,7 @@ def test_every_file_is_a_grid_of_cells(file: Path, scale: str | None) -> None:
     for cell in cells:
         length = cell.config.model.seq_length
         for command in cell.commands:
-            args = build_parser().parse_args(command.arguments)
+            args = parser().parse_args(command.arguments)
             lengths = getattr(args, "windows", None) or args.lengths
             assert max(lengths) <= 64 * length and len(set(lengths)) == len(lengths)
 
@@ -157,7 +157,7 @@ def test_tables_1_and_2_at_350m_are_measured_as_by_the_suite_of_the_paper() -> N
     suite = read_suite(ROOT / "configs/evaluation/paper_350m.yml").tasks
     for task in ours:
         calls = (option_arguments(task, options[task], 512) for options in (ours, suite))
-        given, published = (build_parser().parse_args([task, "--checkpoint", "runs/x", *call]) for call in calls)
+        given, published = (parser().parse_args([task, "--checkpoint", "runs/x", *call]) for call in calls)
         if task == "perplexity":
             assert published.max_length == max(given.windows), "the default"
             given.max_length = published.max_length
