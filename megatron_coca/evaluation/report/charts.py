@@ -26,15 +26,16 @@ MARKERS = "osD^vP*X"
 DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (5, 1.5, 1.2, 1.5)))
 """Line styles: the first seven lines are solid, the next seven have the same colours and dashes, and so on."""
 MOST_BANDS = 4
-"""Lines with intervals above which the intervals are bars: bands would hide each other."""
-BARS = 6
-"""Bars along a line of many points, about."""
+"""Lines with intervals above which the intervals are bars, and none along lines of many points: bands would hide each
+other."""
 FEW_POINTS = 30
-"""Points of a line up to which each has a marker."""
+"""Points of a line up to which each has a marker, and a bar."""
 MOST_BEYOND = 3.0
 """Factor by which an interval on a logarithmic axis may exceed the lines: those of two seeds span many decades."""
-INCH = 12
-"""Characters of a legend in one inch, about."""
+INCH, LABEL = 12, 28
+"""Characters of a legend in one inch, about, and in one line of a label."""
+DODGE = 0.25
+"""Width over which the bars of all lines at one point are spread: octaves, or a share of a tenth of a linear axis."""
 SIZES: dict[str, Any] = {
     "font.size": 11,
     "axes.titlesize": 12,
@@ -157,21 +158,24 @@ def panels(given: Sequence[Panel], columns: int = 1) -> Callable[[Canvas], None]
             label: handle for axes in shown for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
         }
         if handles:
-            marks = {_in_legend(name, canvas) for panel in given for name in panel.marks.values()}
+            marks = {_in_legend(name) for panel in given for name in panel.marks.values()}
             labels = sorted(handles, key=marks.__contains__)  # marks last
             ncols = legend_columns(labels, canvas.get_figwidth())
-            canvas.legend([handles[label] for label in labels], labels, loc="outside lower center", ncols=ncols)
+            canvas.legend(
+                [handles[label] for label in labels], labels, loc="outside lower center", ncols=ncols, handlelength=3.5
+            )
 
     return draw
 
 
-def _in_legend(label: str, canvas: Canvas) -> str:
-    return fill(plot_text(label), int(INCH * canvas.get_figwidth()) - 7, drop_whitespace=False)
+def _in_legend(label: str) -> str:
+    return fill(plot_text(label), LABEL, drop_whitespace=False)
 
 
 def legend_columns(labels: Sequence[str], width: float) -> int:
-    """Columns of a legend that fit into `width` inches, with seven characters beside each label."""
-    return max(1, min(4, len(labels), int(INCH * width / (max(map(len, labels), default=0) + 7))))
+    """Columns of a legend that fit into `width` inches, with eight characters beside each label."""
+    longest = min(LABEL, max(map(len, labels), default=0))
+    return max(1, min(4, len(labels), int(INCH * width / (longest + 8))))
 
 
 def size_with_legend(
@@ -180,7 +184,8 @@ def size_with_legend(
     """Inches for a plot with a legend of `labels` below it; larger for more than seven."""
     many = len(labels) > len(LIGHT)
     width = width or (9.0 if many else 6.0)
-    rows = math.ceil(len(labels) / legend_columns(labels, width))
+    lines = sum(math.ceil(len(label) / LABEL) for label in labels)
+    rows = math.ceil(lines / legend_columns(labels, width))
     return width, (plot or (4.6 if many else 3.5)) + 0.23 * rows
 
 
@@ -188,9 +193,9 @@ def _draw_panel(axes: Axes, panel: Panel, columns: int) -> None:
     finite = [y for line in panel.lines for y in line.y if math.isfinite(y)]
     bounds = (min(finite) / MOST_BEYOND, max(finite) * MOST_BEYOND) if panel.log_y and finite else (-math.inf, math.inf)
     for index, line in enumerate(panel.lines):
-        _draw_line(axes, line, index if line.style is None else line.style, bounds, len(panel.lines))
+        _draw_line(axes, line, index if line.style is None else line.style, bounds, len(panel.lines), panel.linear_x)
     for x, name in panel.marks.items():
-        label = _in_legend(name, cast(Canvas, axes.figure))
+        label = _in_legend(name)
         axes.axvline(x, color="grey", linestyle="--", linewidth=1, label=label, zorder=1)
     if panel.level is not None:
         axes.axhline(panel.level, color="grey", linestyle=":", linewidth=1, zorder=1)
@@ -206,10 +211,10 @@ def _draw_panel(axes: Axes, panel: Panel, columns: int) -> None:
     axes.grid(which="major")
 
 
-def _draw_line(axes: Axes, line: Line, style: int, bounds: tuple[float, float], count: int) -> None:
+def _draw_line(axes: Axes, line: Line, style: int, bounds: tuple[float, float], count: int, linear_x: bool) -> None:
     """One of `count` lines; `bounds` cut off its intervals."""
     finite = [y if math.isfinite(y) else math.nan for y in line.y]
-    label = _in_legend(line.label, cast(Canvas, axes.figure))
+    label = _in_legend(line.label)
     colour = f"C{(style if line.like is None else line.like) % len(LIGHT)}"
     if line.like is not None:
         hollow = {"marker": "o", "markerfacecolor": "none", "linestyle": (0, (2, 2)), "linewidth": 1.2, "alpha": 0.75}
@@ -227,9 +232,11 @@ def _draw_line(axes: Axes, line: Line, style: int, bounds: tuple[float, float], 
     if count <= MOST_BANDS and len(line.x) > 1:
         axes.fill_between(line.x, low, high, color=colour, alpha=0.15, linewidth=0, zorder=2)
         return
-    step = max(1, len(line.x) // BARS)
-    chosen = slice(step * style // count % step, None, step)
-    axes.vlines(line.x[chosen], low[chosen], high[chosen], color=colour, alpha=0.8, linewidth=1.2, zorder=2)
+    if len(line.x) <= FEW_POINTS:
+        offset = DODGE * (style % count / max(1, count - 1) - 0.5)
+        reach = 0.1 * (line.x[-1] - line.x[0])
+        places = [x + offset * reach if linear_x else x * 2**offset for x in line.x]
+        axes.vlines(places, low, high, color=colour, alpha=0.8, linewidth=1.2, zorder=2)
 
 
 def dots(panel: Panel) -> Callable[[Canvas], None]:

@@ -114,8 +114,8 @@ def with_baseline_note(table: Table, baseline: str | None) -> Table:
         return table
     note = (
         f"{MARK} differs from {baseline} on these documents: the 95% interval of the difference of the loss excludes 0 "
-        f"({RESAMPLES:,} paired bootstrap samples of the documents). Losses are averaged over seeds first, so it speaks "
-        "for other documents, not for other seeds; it is not corrected for the number of comparisons."
+        f"({RESAMPLES:,} paired bootstrap samples of the documents). Losses are averaged over seeds first, so it "
+        "speaks for other documents, not for other seeds; it is not corrected for the number of comparisons."
     )
     return replace(table, notes=(*table.notes, note))
 

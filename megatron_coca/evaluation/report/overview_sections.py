@@ -6,7 +6,7 @@ from functools import partial
 
 from megatron_coca.evaluation.axes import widened
 from megatron_coca.evaluation.report import tables as shared
-from megatron_coca.evaluation.report.charts import Figure, Line, Panel, panels, size_with_legend
+from megatron_coca.evaluation.report.charts import FEW_POINTS, MOST_BANDS, Figure, Line, Panel, panels, size_with_legend
 from megatron_coca.evaluation.report.curves import Curve, CurvePoint
 from megatron_coca.evaluation.report.document import EMPTY, ReportBlock, Table, TableCell, TableRow
 from megatron_coca.evaluation.report.intervals import estimate
@@ -174,9 +174,10 @@ def curve_figure(name: str, loss: str, by_label: Mapping[str, Mapping[int, Seque
     panel = Panel(
         tuple(lines), "training tokens (millions)", f"{loss} (nats per token)", y_range=y_range, linear_x=True
     )
+    left_out = len(lines) > MOST_BANDS and any(len(line.x) > FEW_POINTS for line in lines)
+    intervals = "; the table has its interval." if left_out else ", with its 95% t interval if there are several."
     caption = (
-        f"{loss.capitalize()} against the tokens trained on: the mean over seeds, and at several seeds its "
-        "95% t interval. The steep beginning is cut off."
+        f"{loss.capitalize()} against the tokens trained on, mean over seeds{intervals} The steep start is cut off."
     )
     alt = f"{loss.capitalize()} against tokens for {', '.join(by_label)}; the table has the last values"
     return Figure(name, caption, alt, panels([panel]), size_with_legend([line.label for line in lines]))
