@@ -34,8 +34,8 @@ MOST_BEYOND = 3.0
 """Factor by which an interval on a logarithmic axis may exceed the lines: those of two seeds span many decades."""
 INCH, LABEL = 12, 28
 """Characters of a legend in one inch, about, and in one line of a label."""
-DODGE = 0.25
-"""Width over which the bars of all lines at one point are spread: octaves, or a share of a tenth of a linear axis."""
+DODGE = 0.2
+"""Width over which lines with bars are spread: octaves, or a share of a tenth of a linear axis."""
 SIZES: dict[str, Any] = {
     "font.size": 11,
     "axes.titlesize": 12,
@@ -169,7 +169,7 @@ def panels(given: Sequence[Panel], columns: int = 1) -> Callable[[Canvas], None]
 
 
 def _in_legend(label: str) -> str:
-    return fill(plot_text(label), LABEL, drop_whitespace=False)
+    return plot_text(fill(label, LABEL))
 
 
 def legend_columns(labels: Sequence[str], width: float) -> int:
@@ -206,14 +206,14 @@ def _draw_panel(axes: Axes, panel: Panel, columns: int) -> None:
         axes.xaxis.set_minor_locator(NullLocator())
     if panel.y_range is not None:
         axes.set_ylim(*panel.y_range)
-    title = fill(plot_text(panel.title), 60 // columns)
+    title = plot_text(fill(panel.title, 60 // columns))
     axes.set(xlabel=plot_text(panel.x_label), ylabel=plot_text(panel.y_label), title=title)
     axes.grid(which="major")
 
 
 def _draw_line(axes: Axes, line: Line, style: int, bounds: tuple[float, float], count: int, linear_x: bool) -> None:
     """One of `count` lines; `bounds` cut off its intervals."""
-    finite = [y if math.isfinite(y) else math.nan for y in line.y]
+    finite, places = [y if math.isfinite(y) else math.nan for y in line.y], line.x
     label = _in_legend(line.label)
     colour = f"C{(style if line.like is None else line.like) % len(LIGHT)}"
     if line.like is not None:
@@ -222,21 +222,22 @@ def _draw_line(axes: Axes, line: Line, style: int, bounds: tuple[float, float], 
         return
     look: dict[str, Any] = {"linestyle": DASHES[style // len(LIGHT) % len(DASHES)]}
     look |= {"marker": MARKERS[style % len(MARKERS)]} if len(line.x) <= FEW_POINTS else {"linewidth": 1.3}
-    axes.plot(line.x, finite, color=colour, label=label, zorder=3, **look)
+    barred = bool(line.low) and len(line.x) <= FEW_POINTS and (count > MOST_BANDS or len(line.x) == 1)
+    if barred:
+        offset = DODGE * (style % count / max(1, count - 1) - 0.5)
+        reach = 0.1 * (line.x[-1] - line.x[0])
+        places = tuple(x + offset * reach if linear_x else x * 2**offset for x in line.x)
+    axes.plot(places, finite, color=colour, label=label, zorder=3, **look)
     if not line.low:
         return
     low, high = (
         [min(max(y, bounds[0]), bounds[1]) if math.isfinite(y) else math.nan for y in values]
         for values in (line.low, line.high)
     )
-    if count <= MOST_BANDS and len(line.x) > 1:
-        axes.fill_between(line.x, low, high, color=colour, alpha=0.15, linewidth=0, zorder=2)
-        return
-    if len(line.x) <= FEW_POINTS:
-        offset = DODGE * (style % count / max(1, count - 1) - 0.5)
-        reach = 0.1 * (line.x[-1] - line.x[0])
-        places = [x + offset * reach if linear_x else x * 2**offset for x in line.x]
+    if barred:
         axes.vlines(places, low, high, color=colour, alpha=0.8, linewidth=1.2, zorder=2)
+    elif count <= MOST_BANDS:
+        axes.fill_between(line.x, low, high, color=colour, alpha=0.15, linewidth=0, zorder=2)
 
 
 def dots(panel: Panel) -> Callable[[Canvas], None]:
@@ -246,11 +247,11 @@ def dots(panel: Panel) -> Callable[[Canvas], None]:
         axes = canvas.subplots()
         for row, line in enumerate(panel.lines):
             style = row if line.like is None else line.like
-            colour, hollow = f"C{style % len(LIGHT)}", {} if line.like is None else {"markerfacecolor": "none"}
-            axes.plot(line.y[0], row, color=colour, marker=MARKERS[style % len(MARKERS)], zorder=3, **hollow)
+            colour, fill_style = f"C{style % len(LIGHT)}", "full" if line.like is None else "none"
+            axes.plot(line.y[0], row, MARKERS[style % len(MARKERS)], color=colour, fillstyle=fill_style, zorder=3)
             if line.low:
                 axes.hlines(row, line.low[0], line.high[0], color=colour, linewidth=1.5, zorder=2)
-        axes.set_yticks(range(len(panel.lines)), [fill(plot_text(line.label), 40) for line in panel.lines])
+        axes.set_yticks(range(len(panel.lines)), [plot_text(fill(line.label, 40)) for line in panel.lines])
         axes.set_ylim(len(panel.lines) - 0.5, -0.5)
         if panel.log_y:
             label_log_axis(axes.xaxis, axes.dataLim.minposx, axes.dataLim.x1)
@@ -291,7 +292,7 @@ def heat_maps(
             )
             axes.set_yticks(range(len(rows)), list(map(plot_text, rows)))
             axes.set(xlabel=x_label if lowest else "", ylabel="" if index % columns else y_label)
-            heading = fill(": ".join(filter(None, (plot_text(title), _emptiness(values)))), 60 // columns)
+            heading = plot_text(fill(": ".join(filter(None, (title, _emptiness(values)))), 60 // columns))
             axes.set_title(heading, fontsize=12 if columns == 1 else 10)
             axes.spines[:].set_visible(False)
             for row, line in enumerate(values):
