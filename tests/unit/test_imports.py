@@ -19,8 +19,10 @@ LAYERS = (
     {"attention", "data"},
     {"model", "neox_plugin"},
     {"checkpoints"},
+    {"text_generation"},
     {"training", "evaluation"},
     {"ablation"},
+    {"commands"},
     {"__init__"},
     {"train", "evaluate", "tools"},
 )

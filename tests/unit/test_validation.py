@@ -10,7 +10,8 @@ import pytest
 from megatron_coca.config import load_config
 from megatron_coca.data import Batch, Blend, Shard
 from megatron_coca.data.shards import ShardWriter
-from megatron_coca.training.corpus import Corpus, validate
+from megatron_coca.training.corpus import Corpus
+from megatron_coca.training.validation import validate
 
 SHAPE = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "seq_length": 4, "vocab_size": 512}
 LAYOUT = (4, 2, 0, 1)
