@@ -30,9 +30,9 @@ EPILOG = """\
 Without --prompt and --file, standard input is one prompt; on a terminal each line is one, until Ctrl-D.
 
 examples:
-  python tools/generate.py --checkpoint runs/coca --prompt "The sea was calm" --temperature 0.8 --top-p 0.95
-  python tools/generate.py --checkpoint runs/coca configs/extend/dynamic_ntk.yml rope_scaling.factor=8 < book.txt
-  python tools/generate.py --checkpoint runs/coca --file prompts.jsonl --num-samples 4 --temperature 1 --output out.jsonl
+    megatron-coca generate --checkpoint runs/coca --prompt "The sea was calm" --temperature 0.8 --top-p 0.95
+    megatron-coca generate --checkpoint runs/coca configs/extend/dynamic_ntk.yml rope_scaling.factor=8 < book.txt
+    megatron-coca generate --checkpoint runs/coca --file prompts.jsonl --num-samples 4 --temperature 1 --output out.jsonl
 """
 NEOX_KEYS = {
     "temperature": "temperature",
@@ -50,7 +50,7 @@ SHOWN = 60
 def parser() -> ArgumentParser:
     """The options of the command."""
     described = ArgumentParser(
-        prog="generate", description=__doc__, epilog=EPILOG, formatter_class=RawDescriptionHelpFormatter
+        prog="megatron-coca generate", description=__doc__, epilog=EPILOG, formatter_class=RawDescriptionHelpFormatter
     )
     add = described.add_argument
     changes = "config overrides: YAML files such as those in configs/extend, and KEY=VALUE"
@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             check_writable(args.output)
         return run(args, prompts)
     except (ConfigError, DataError, EvaluationError) as error:
-        print(f"generate: {error}", file=sys.stderr)
+        print(f"megatron-coca generate: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(file=sys.stderr)

@@ -176,7 +176,7 @@ def test_what_the_user_can_correct(
     Path("empty.txt").write_text("\n")
     assert generate.main(["--checkpoint", checkpoint, *arguments]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("generate: ") and message in error
+    assert error.startswith("megatron-coca generate: ") and message in error
 
 
 def test_no_checkpoint_and_too_many_positions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
