@@ -13,7 +13,15 @@ from tqdm import tqdm
 from megatron_coca.checkpoints import CheckpointError, open_checkpoint
 from megatron_coca.checkpoints.load import Overrides
 from megatron_coca.data import Tokenizer
-from megatron_coca.model import GPT, GREEDY, Sampling, equal_length_batches, generate_tokens, keep_freed_memory, row_seeds
+from megatron_coca.model import (
+    GPT,
+    GREEDY,
+    Sampling,
+    equal_length_batches,
+    generate_tokens,
+    keep_freed_memory,
+    row_seeds,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ Without --prompt and --file, standard input is one prompt; on a terminal each li
 examples:
     megatron-coca generate --checkpoint runs/coca --prompt "The sea was calm" --temperature 0.8 --top-p 0.95
     megatron-coca generate --checkpoint runs/coca configs/extend/dynamic_ntk.yml rope_scaling.factor=8 < book.txt
-    megatron-coca generate --checkpoint runs/coca --file prompts.jsonl --num-samples 4 --temperature 1 --output out.jsonl
+    megatron-coca generate --checkpoint runs/coca --file prompts.jsonl --num-samples 4 --temperature 1 --output o.jsonl
 """
 NEOX_KEYS = {
     "temperature": "temperature",

@@ -408,8 +408,8 @@ def _sample_prompts(settings: Settings) -> str | None:
     if settings.logging.sample_prompts is None or (keys.pipe_parallel_size <= 1 and keys.sequence_parallel_size == 1):
         return None
     return (
-        "not available with pipeline stages or sequence parallelism, where no rank computes a next token alone; continue"
-        " prompts with saved checkpoints instead (tools/generate.py)"
+        "not available with pipeline stages or sequence parallelism, where no rank computes a next token alone;"
+        " continue prompts with saved checkpoints instead (tools/generate.py)"
     )
 
 

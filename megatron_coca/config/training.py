@@ -349,8 +349,8 @@ class LoggingConfig(ConfigGroup):
     eval_per_source: bool = key(True, "Also validate each validation source separately, if there are several.")
     eval_windows: Annotated[list[int | str], Field(min_length=1)] | None = key(
         None,
-        "Windows for perplexity on the validation data: numbers of tokens, or multiples of seq_length such as 4L. All score"
-        " the same tokens; the longest takes about as long as the validation loss.",
+        "Windows for perplexity on the validation data: numbers of tokens, or multiples of seq_length such as 4L. All"
+        " score the same tokens; the longest takes about as long as the validation loss.",
     )
     sample_prompts: Annotated[list[str], Field(min_length=1)] | None = key(
         None, "Prompts to continue greedily, by up to 64 tokens, at every validation."

@@ -1,7 +1,6 @@
 """The data of a run: its shards and tokenizer, the identity that a resumed run must share, and validation."""
 
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +10,6 @@ from typing import Any
 
 from megatron_coca.config import Config, ConfigError, split_shares
 from megatron_coca.data import (
-    Batch,
     Blend,
     DataError,
     Loader,

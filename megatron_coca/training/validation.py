@@ -124,7 +124,7 @@ def _last_scored(batch: Batch, count: int) -> Batch:
 
 
 def samples(corpus: Corpus, engine: Engine, beat: Callable[[str], None]) -> list[tuple[str, str]]:
-    """Return each of `sample_prompts` with its greedy continuation, up to SAMPLE_TOKENS tokens or the end of a document.
+    """Return each of `sample_prompts` with its greedy continuation: SAMPLE_TOKENS tokens, or to the end of a document.
 
     Every rank must call it: all compute the same tokens, and always as many, because under ZeRO 3 and tensor
     parallelism every forward pass has collectives. `beat` is called before each prompt.

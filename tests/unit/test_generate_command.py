@@ -13,7 +13,7 @@ from megatron_coca.commands import generate
 from megatron_coca.config import load_config
 from megatron_coca.model import Sampling
 from megatron_coca.text_generation import load_generator
-from tests.checkpoint_files import write_checkpoint
+from tests.checkpoint_files import talkative_model, write_checkpoint
 
 ROOT = Path(__file__).parents[2]
 KEYS = {
@@ -22,6 +22,7 @@ KEYS = {
     "num_attention_heads": 2,
     "seq_length": 16,
     "vocab_size": 512,
+    "no_weight_tying": True,
     "tokenizer_type": "CharLevelTokenizer",
     "pos_emb": "coca",
     "max_position_embeddings": 40,
@@ -33,7 +34,8 @@ TEN = ["--max-new-tokens", "10"]
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("checkpoint") / "run"
-    write_checkpoint(folder, load_config([], KEYS))
+    config = load_config([], KEYS)
+    write_checkpoint(folder, config, talkative_model(config).state_dict())
     return str(folder)
 
 
@@ -100,7 +102,15 @@ def test_extensions_as_files_and_keys(checkpoint: str, tmp_path: Path, capsys: p
     overlay = str(ROOT / "configs" / "extend" / "dynamic_ntk.yml")
     shown = []
     for changes in ([], [overlay], [overlay, "rope_scaling.factor=8.0"]):
-        arguments = ["--checkpoint", checkpoint, *changes, "--prompt", LONG * 3, "--output", str(tmp_path / "out.jsonl")]
+        arguments = [
+            "--checkpoint",
+            checkpoint,
+            *changes,
+            "--prompt",
+            LONG * 3,
+            "--output",
+            str(tmp_path / "out.jsonl"),
+        ]
         assert generate.main([*arguments, "--max-new-tokens", "40"]) == 0
         shown.append((tmp_path / "out.jsonl").read_text())
     assert len(set(shown)) == 3

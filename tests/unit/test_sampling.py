@@ -82,7 +82,9 @@ def test_the_ends_of_the_interval_are_tokens_with_a_probability(uniform: float) 
     assert int(draw(scores, torch.tensor([uniform], dtype=torch.float64))) == (1 if uniform == 0 else 2)
 
 
-@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.5, 0, 1.0), (2.0, 3, 1.0), (1.0, 0, 0.8)])
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.5, 0, 1.0), (2.0, 3, 1.0), (1.0, 0, 0.8)]
+)
 def test_samples_have_the_distribution_of_the_logits(temperature: float, top_k: int, top_p: float) -> None:
     """Pearson's test over rows and steps. Closed form: softmax(logits / T) over the tokens kept, renormalised."""
     logits = np.log([0.4, 0.3, 0.2, 0.1])
@@ -199,7 +201,7 @@ def test_the_padding_of_the_vocabulary_is_never_drawn() -> None:
 def test_uniform_numbers() -> None:
     numbers = uniform_draws(row_seeds([[row] for row in range(200)], 0), 50)
     assert numbers.shape == (200, 50) and numbers.dtype == torch.float64
-    assert 0 <= numbers.min() and numbers.max() < 1
+    assert numbers.min() >= 0 and numbers.max() < 1
     assert abs(float(numbers.mean()) - 0.5) < 5 / (12 * 10_000) ** 0.5
     assert abs(float(torch.corrcoef(numbers[:2])[0, 1])) < 0.5, "rows are not copies of one another"
 

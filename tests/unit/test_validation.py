@@ -187,7 +187,11 @@ BYTES = load_tokenizer("CharLevelTokenizer")
 @pytest.mark.parametrize(
     ("tokenizer", "keys", "message"),
     [
-        (BYTES, {"eval_windows": ["1L", 400]}, "text: has 400 tokens to validate on, and eval_windows needs more than 400"),
+        (
+            BYTES,
+            {"eval_windows": ["1L", 400]},
+            "text: has 400 tokens to validate on, and eval_windows needs more than 400",
+        ),
         (BYTES, {"eval_windows": [399], "pos_emb": "xpos", "hidden_size": 16, "precision": "fp16"}, None),
         (None, {"sample_prompts": ["x"]}, "sample_prompts: no tokenizer is saved with the shards"),
         (BYTES, {"sample_prompts": ["x"], "pos_emb": "learned"}, "'x' and 64 new tokens are 65 tokens"),
