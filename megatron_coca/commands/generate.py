@@ -111,7 +111,9 @@ def read_neox_settings(args: Namespace) -> dict[str, Any]:
     if layer is None:
         raise ConfigError(problems)
     values = layer.values
-    settings = {option: str(values[key]) for key, option in NEOX_KEYS.items() if values.get(key) is not None}
+    settings: dict[str, Any] = {
+        option: str(values[key]) for key, option in NEOX_KEYS.items() if values.get(key) is not None
+    }
     # GPT-NeoX's 0 leaves top_p out, and a temperature of 0 is greedy only without both filters.
     settings["top_p"] = str(values.get("top_p") or 1.0)
     if (values.get("top_p") or values.get("top_k")) and not values.get("temperature"):
@@ -119,7 +121,10 @@ def read_neox_settings(args: Namespace) -> dict[str, Any]:
     settings |= {"no_cache": bool(values.get("recompute"))}
     if args.prompt is not None or args.file is not None:
         return settings
-    sources = {"input-file": {"file": values.get("sample_input_file")}, "unconditional": {"prompt": [""]}}
+    sources: dict[Any, dict[str, Any]] = {
+        "input-file": {"file": values.get("sample_input_file")},
+        "unconditional": {"prompt": [""]},
+    }
     return settings | sources.get(values.get("text_gen_type"), {})
 
 

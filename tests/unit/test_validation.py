@@ -16,7 +16,14 @@ from megatron_coca.model import GPT, LanguageModelLoss, build_model
 from megatron_coca.training.corpus import Corpus
 from megatron_coca.training.validation import SAMPLE_TOKENS, check_validation, samples, validate
 
-SHAPE = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "seq_length": 4, "vocab_size": 512}
+SHAPE = {
+    "num_layers": 1,
+    "hidden_size": 8,
+    "num_attention_heads": 1,
+    "seq_length": 4,
+    "vocab_size": 512,
+    "pos_emb": "coca",
+}
 LAYOUT = (4, 2, 0, 1)
 
 
@@ -123,12 +130,10 @@ def random_shard(prefix: Path, tokens: int = 400) -> Shard:
 
 
 def window_figures(shards: list[Shard], layout: tuple[int, int, int, int], **keys: Any) -> dict[str, float]:
-    config = load_config([], SHAPE | {"num_workers": 0, "pos_emb": "coca", "rotary_pct": 0.5} | WINDOWS | keys)
+    config = load_config([], SHAPE | {"num_workers": 0, "rotary_pct": 0.5, "init_method_std": 0.7} | WINDOWS | keys)
     blend = Blend(shards, [1.0] * len(shards), L, seed=0)
     packing = Packing(config.data.reset_attention_mask, config.data.reset_position_ids)
     model = build_model(config).eval()
-    with torch.no_grad():
-        model.embedding.word_embeddings.weight *= 20.0  # else every perplexity is that of guessing
     figures = validate(Corpus(config, blend, blend, None, packing), OfModel(model).mean_loss, layout)
     return {name.removeprefix("validation_perplexity_"): x for name, x in figures.items() if "perplexity" in name}
 
@@ -136,9 +141,8 @@ def window_figures(shards: list[Shard], layout: tuple[int, int, int, int], **key
 @torch.no_grad()
 def by_logits(shard: Shard, packed: bool = False, **keys: Any) -> dict[str, float]:
     """exp of the mean nll of the last two tokens of eight samples of the longest window, from the model's logits."""
-    config = load_config([], SHAPE | {"pos_emb": "coca", "rotary_pct": 0.5} | keys)
+    config = load_config([], SHAPE | {"rotary_pct": 0.5, "init_method_std": 0.7} | keys)
     model = build_model(config).eval()
-    model.embedding.word_embeddings.weight *= 20.0
     blend = Blend([shard], [1.0], 16, seed=0)
     located = blend.by_source(range(8))
     tokens, begins = torch.from_numpy(blend.tokens(located)), torch.from_numpy(blend.document_begins(located))
