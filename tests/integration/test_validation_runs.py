@@ -41,10 +41,9 @@ def test_training_has_the_same_bits_with_and_without(
 
 
 PLAIN: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "train_iters": 6, "train_batch_size": 8}
-PLAIN |= {"init_method_std": 0.2}
+PLAIN |= {"init_method_std": 0.2, "no_weight_tying": False}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ZeRO 3": {"zero_stage": 3},
-    "ZeRO 1": {"zero_stage": 1},
     "tensor": {"model_parallel_size": 2},
     "sequence": {"sequence_parallel_size": 2, "sample_prompts": None, "eval_windows": ["1L", "4L", 50]},
     "pipeline": {"pipe_parallel_size": 2, "sample_prompts": None},
@@ -52,9 +51,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tied", [False, True])
-def test_every_layout_reports_the_same(live: Any, tmp_path: Path, tied: bool) -> None:
-    keys = PLAIN | WATCHED | {"no_weight_tying": not tied}
+def test_every_layout_reports_the_same(live: Any, tmp_path: Path) -> None:
+    keys = PLAIN | WATCHED
     live(keys | {"log_dir": str(tmp_path / "alone")})
     (wanted,) = lines(tmp_path / "alone", "validation_loss")
     (texts,) = lines(tmp_path / "alone", "samples")
