@@ -56,7 +56,7 @@ def on_terminal(
 
 
 def screen(written: str, columns: int) -> list[str]:
-    """Return the lines that are left on the screen; fails where one is wider than it."""
+    """Return the lines that are left on the screen; of a bar that is too wide, which is wrapped, parts stay."""
     lines, row, column = [""], 0, 0
     for token in TOKEN.split(written):
         if token == "\r":
@@ -71,8 +71,10 @@ def screen(written: str, columns: int) -> list[str]:
                 lines[row] = ""
             else:
                 assert token.endswith("m"), f"{token!r} in {written!r}"
-        elif token:
-            lines[row] = lines[row][:column].ljust(column) + token + lines[row][column + len(token) :]
-            column += len(token)
-            assert column <= columns, lines[row]
+        for character in token if token[:1] >= " " else "":
+            if column == columns:
+                row, column = row + 1, 0
+                lines += [""] * (row == len(lines))
+            lines[row] = lines[row][:column].ljust(column) + character + lines[row][column + 1 :]
+            column += 1
     return [line.rstrip() for line in lines]

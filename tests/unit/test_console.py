@@ -29,11 +29,11 @@ with console.Progress(TITLE, 143000, done=1200) as bar:
     bar.remaining(86399)
     for step in range(10):
         bar.advance()
-        time.sleep(0.1)
+        time.sleep(0.03)
         if step == 5:
             log("saved step %d", 1205)
             print("printed by a library")
-            time.sleep(0.6)
+            time.sleep(0.8)
     print("to stderr", file=sys.stderr)
 log("after the bar")
 """
@@ -78,7 +78,9 @@ def test_what_does_not_fit_is_dropped() -> None:
     assert re.fullmatch(r"1210/143000 23:59:5\d left", shown(TRAINING, 30)[1][4])
 
 
-@pytest.mark.parametrize(("columns", "text"), [(80, "RoFormer + CoCA + dynamic NTK with a long l… 12/12"), (40, "…")])
+@pytest.mark.parametrize(
+    ("columns", "text"), [(80, "RoFormer + CoCA + dynamic NTK with a long label, windo… 12/12"), (40, "…")]
+)
 def test_a_title_is_shortened(columns: int, text: str) -> None:
     (line, *rest) = shown(TASK.format(seconds=0), columns)[1][1:]
     assert text in line and "12/12 documents" in line and rest == [""], line
