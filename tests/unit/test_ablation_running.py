@@ -120,7 +120,7 @@ def test_a_failed_cell_stops_no_other(
     assert problem == f"{grid[0].name}: training: ValueError: no such slope ({grid[0].run / 'log.txt'})"
     assert [state_of(each) for each in grid] == [State.FAILED, State.DONE, State.DONE]
     assert "threads 1 pos_emb rotary" in (grid[1].run / "log.txt").read_text()
-    shown = capsys.readouterr().out
+    shown = capsys.readouterr().err
     assert f"{grid[1].name}: evaluating passkey" in shown and f"{grid[0].name}: failed: training: Val" in shown
     record = read_record(grid[1].results / "cell.json", CellRecord, "a record")
     # 3 steps of 2 s, then 3 of 1 s which are half of the time, as validation takes the other half.
