@@ -110,7 +110,7 @@ NOT_RUN = {
     "python train.py configs/350M/roformer_coca.yml configs/data/pile_books_wiki_code.yml": PILE,
     "python tools/prepare_data.py configs/data/recipes/pile_books_wiki_code.yml": PILE,
     "python tools/inspect_data.py lengths data/pile_books_wiki_code": PILE,
-    "python evaluate.py lm-eval": "its documents are on the Hugging Face hub; tests/unit/test_harness_command.py runs others",
+    "python evaluate.py lm-eval": "its data are on the Hugging Face hub; test_harness_command.py has others",
     "python evaluate.py suite configs/evaluation/paper_350m.yml": "needs four trained models and PG-19",
     "python tools/ablate.py configs/ablations": HOURS,
     "python tools/ablate.py configs/study/methods.yml": DONE,
@@ -129,7 +129,7 @@ PRELUDES = {
         "prompt, new = 4, 2\nprompt_ids, next_id = torch.ones(1, 4, dtype=int), torch.ones(1, 1, dtype=int)\n"
     ),
     "docs/checkpoints.md": "import torch\ninput_ids = torch.ones(1, 8, dtype=int)\n",
-    "docs/harness.md": "open('d-dev.json', 'w').write('[[[\"A.\"], [{\"question\": \"Q?\"}], \"1\"]]')\n",
+    "docs/harness.md": 'open(\'d-dev.json\', \'w\').write(\'[[["A."], [{"question": "Q?"}], "1"]]\')\n',
     "docs/retrieval.md": (
         "import torch\nfrom megatron_coca import load_model\nfrom megatron_coca.data import load_tokenizer\n"
         "model = load_model('runs/quickstart/roformer_coca')\nprompts = torch.ones(1, 4, dtype=int)\n"

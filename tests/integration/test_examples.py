@@ -23,9 +23,7 @@ MAY_MISS = {
     "python tools/estimate.py": 1,  # does not fit
 }
 TIME_LIMIT = 300
-SINGLE = sorted(
-    {command for page, command in everywhere() if page not in IN_ORDER and treatment(command)[0] == "run"}
-)
+SINGLE = sorted({command for page, command in everywhere() if page not in IN_ORDER and treatment(command)[0] == "run"})
 PYTHON_PAGES = [page for page in NAMES if "python" in languages(page) and page not in QUICK]
 
 

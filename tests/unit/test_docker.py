@@ -7,6 +7,7 @@ DOCKER = Path(__file__).parents[2] / "docker"
 TEXT = (DOCKER / "Dockerfile").read_text()
 CODE = re.sub(r"\\\n", " ", re.sub(r"^#.*\n", "", TEXT, flags=re.MULTILINE))
 INSTRUCTIONS = [tuple(line.split(maxsplit=1)) for line in CODE.splitlines() if line.strip()]
+OWNER = "${USER_ID}:${GROUP_ID}"
 BASES = [value for name, value in INSTRUCTIONS if name == "FROM"]
 STAGES = {base.split(" AS ")[1] for base in BASES}
 
@@ -15,16 +16,16 @@ def test_base_images_have_a_full_version() -> None:
     outside = [base.split(" AS ")[0] for base in BASES if "$" not in base]
     assert len(outside) == 2
     for base in outside:
-        assert re.fullmatch(r"[\w/]+:\d+\.\d+\.\d+-[\w-]+", base), base
+        assert re.fullmatch(r"[\w/]+:\d+\.\d+\.\d+-[\w.-]+", base), base
     assert {"cuda", "cpu"} < STAGES and "ARG DEVICE=cuda" in TEXT
 
 
 def test_it_does_not_run_as_root() -> None:
     users = [value for name, value in INSTRUCTIONS if name == "USER"]
-    assert users == ["trainer"], "set once, in the last stage"
-    after = INSTRUCTIONS[INSTRUCTIONS.index(("USER", "trainer")) :]
+    assert users == [OWNER] and "ARG USER_ID=1000" in TEXT, "set once, in the last stage"
+    after = INSTRUCTIONS[INSTRUCTIONS.index(("USER", OWNER)) :]
     assert not any("apt-get" in value for _, value in after)
-    assert all("--chown=trainer:trainer" in value for name, value in after if name == "COPY")
+    assert all(f"--chown={OWNER}" in value for name, value in after if name == "COPY")
 
 
 def test_packages_come_from_the_distribution_and_the_requirements() -> None:

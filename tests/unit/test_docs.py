@@ -26,7 +26,13 @@ MARKERS = re.compile(r"[*<>{}]|NAME")
 COMMANDS = list(dict.fromkeys(command for _, command in everywhere()))
 SCRIPT = re.compile(r"(?:[A-Z_]+=\S+ )*(?:nice -n \d+ )?python ((?:train|evaluate|tools/\w+)\.py) ")
 OURS = [command for command in COMMANDS if SCRIPT.match(command)]
-OF_RUNS = ("train.py", "tools/estimate.py", "tools/inspect_data.py", "tools/bench_train.py", "tools/bench_evaluation.py")
+OF_RUNS = (
+    "train.py",
+    "tools/estimate.py",
+    "tools/inspect_data.py",
+    "tools/bench_train.py",
+    "tools/bench_evaluation.py",
+)
 BASE = "configs/quickstart/roformer.yml"
 OTHER_YAML = {"docs/ablations.md": AblationFile.model_validate, "docs/harness.md": dict}
 """Pages whose YAML is not a run's configuration, and what reads it."""
