@@ -32,7 +32,7 @@ lint: .venv/ready-dev
 
 # The documentation as a site in build/docs; without a network once its environment exists.
 docs: .venv-docs/ready
-	.venv-docs/bin/mkdocs build --strict --quiet --config-file docs/site/mkdocs.yml
+	.venv-docs/bin/mkdocs build --strict --config-file docs/site/mkdocs.yml
 
 .venv-docs/ready: docs/requirements.txt
 	$(PYTHON) -m venv .venv-docs

@@ -189,3 +189,10 @@ def test_python_runs(page: str, models: Path, monkeypatch: pytest.MonkeyPatch) -
     names: dict[str, Any] = {}
     for code in (PRELUDES.get(page, ""), *blocks(page, "python")):
         exec(compile(code, page, "exec"), names)
+
+
+def test_every_page_is_in_the_index_and_on_the_site() -> None:
+    index, site = ((ROOT / "docs" / name).read_text() for name in ("index.md", "site/mkdocs.yml"))
+    for page in (ROOT / "docs").glob("*.md"):
+        assert page.name in site
+        assert f"({page.name})" in index or page.name == "index.md"
