@@ -22,6 +22,7 @@ from tests.documents import ROOT
 WINDOWS = "--windows 64,128 --stride 64 --max-length 128 --num-documents 1"
 RETRIEVAL = "--cases 1 --max-new-tokens 4"
 CHECKPOINT_SUITE = "python evaluate.py suite configs/evaluation/checkpoint.yml"
+TWO = "save=runs/new distributed_backend=gloo --num_gpus 2"
 QUICKSTART = "python train.py configs/quickstart"
 TUTORIAL = "data/tutorial/data.yml vocab_size=2048 train_iters=600 save=runs/tutorial"
 
@@ -31,11 +32,9 @@ RUN = {
     "python train.py --help": "",
     "python train.py configs/350M/roformer_coca.yml": "save=runs/new",
     "python train.py configs/350M/alibi.yml": "train_iters=4",
-    "python train.py configs/350M/roformer_coca.yml model_parallel_size=2": "save=runs/new --num_gpus 2",
-    "python train.py configs/350M/roformer_coca.yml pipe_parallel_size=2": "save=runs/new --num_gpus 2",
-    "python train.py configs/350M/roformer_coca.yml seq_length=65536": (
-        "save=runs/new seq_length=128 sequence_parallel_size=2 --num_gpus 2"
-    ),
+    "python train.py configs/350M/roformer_coca.yml model_parallel_size=2": TWO,
+    "python train.py configs/350M/roformer_coca.yml pipe_parallel_size=2": TWO,
+    "python train.py configs/350M/roformer_coca.yml seq_length=65536": f"{TWO} seq_length=128 sequence_parallel_size=2",
     QUICKSTART: "save=runs/new",
     f"{QUICKSTART}/roformer.yml {TUTORIAL}": "train_iters=4",
     f"{QUICKSTART}/roformer_coca.yml {TUTORIAL}": "train_iters=4",
