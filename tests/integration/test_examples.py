@@ -11,8 +11,7 @@ import pytest
 
 from tests.conftest import clean_environment
 from tests.documents import NAMES, blocks, commands, everywhere, languages
-from tests.examples import PRELUDES, make_workspace, treatment
-from tests.unit.test_docs import QUICK
+from tests.examples import PRELUDES, QUICK, make_workspace, treatment
 
 pytestmark = pytest.mark.slow
 

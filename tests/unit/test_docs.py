@@ -18,7 +18,7 @@ from megatron_coca.ablation.plan import AblationFile, read_ablation
 from megatron_coca.config import load_config
 from megatron_coca.evaluation.suite import read_suite
 from tests.documents import FENCED, LANGUAGES, NAMES, ROOT, blocks, commands, everywhere, indented, languages, words
-from tests.examples import NOT_RUN, PRELUDES, RUN, make_configs, treatment, write_model
+from tests.examples import NOT_RUN, PRELUDES, QUICK, RUN, make_configs, treatment, write_model
 
 LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)\s]+)\)")
 NAMED = re.compile(r"(?<![\w/.-])((?:configs|tools|tests|docs|docker|megatron_coca)/[\w./-]*\w)(?![*<{\w])")
@@ -36,8 +36,6 @@ OF_RUNS = (
 BASE = "configs/quickstart/roformer.yml"
 OTHER_YAML = {"docs/ablations.md": AblationFile.model_validate, "docs/harness.md": dict}
 """Pages whose YAML is not a run's configuration, and what reads it."""
-QUICK = ("README.md", "docs/attention.md", "docs/config.md", "docs/proofs.md")
-"""Pages whose Python blocks run here; those of the others run in test_examples.py."""
 
 
 def missing_links(text: str, folder: Path) -> list[str]:
