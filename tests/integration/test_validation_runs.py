@@ -41,7 +41,7 @@ def test_training_has_the_same_bits_with_and_without(
 
 
 PLAIN: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "train_iters": 6, "train_batch_size": 8}
-PLAIN |= {"init_method_std": 0.2, "no_weight_tying": False}
+PLAIN |= {"init_method_std": 0.2, "no_weight_tying": False, "eval_interval": 2}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ZeRO 3": {"zero_stage": 3},
     "tensor": {"model_parallel_size": 2},
@@ -52,16 +52,22 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow
 def test_every_layout_reports_the_same(live: Any, tmp_path: Path) -> None:
+    """Between steps, so that those after a validation are tested too."""
     keys = PLAIN | WATCHED
     live(keys | {"log_dir": str(tmp_path / "alone")})
-    (wanted,) = lines(tmp_path / "alone", "validation_loss")
-    (texts,) = lines(tmp_path / "alone", "samples")
+    wanted, texts = (lines(tmp_path / "alone", name) for name in ("validation_loss", "samples"))
+    assert len(wanted) == 3
     for name, layout in LAYOUTS.items():
         live(keys | layout | {"log_dir": str(tmp_path / name)}, ranks=2)
-        (found,) = lines(tmp_path / name, "validation_loss")
-        assert found == pytest.approx(wanted, rel=1e-4), name
+        found = lines(tmp_path / name, "validation_loss")
+        assert found == [pytest.approx(line, rel=1e-4) for line in wanted], name
         if "sample_prompts" not in layout:
-            assert lines(tmp_path / name, "samples") == [texts], name
+            assert lines(tmp_path / name, "samples") == texts, name
+    for name in ("ZeRO 3", "pipeline"):
+        without = tmp_path / f"{name} without"
+        live(PLAIN | LAYOUTS[name] | {"sample_prompts": None, "log_dir": str(without)}, ranks=2)
+        losses = [[line["loss"] for line in lines(folder, "loss")] for folder in (tmp_path / name, without)]
+        assert losses[0] == losses[1] and len(losses[0]) == 6, name
 
 
 def test_what_cannot_be_reported_is_refused(live: Any) -> None:
