@@ -83,7 +83,8 @@ def run(options: argparse.Namespace) -> int:
         return 0
     if options.page is not None:
         template, page = options.page
-        reporting.write_page(file, everything, template, page, partial(reporting.figures_of_scale, options.file))
+        scale = partial(reporting.figures_of_scale, options.file)
+        reporting.write_page(file, everything, template, page, scale)
         return 0
     if options.slurm is not None:
         command = ["-m", "megatron_coca", "ablate", str(options.file)]
