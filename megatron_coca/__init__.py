@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from megatron_coca.text_generation import load_generator
 
 __all__ = ["Sampling", "build_model", "load_config", "load_generator", "load_model"]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "Sampling": "megatron_coca.model",

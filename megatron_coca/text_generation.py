@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from megatron_coca.checkpoints import CheckpointError, open_checkpoint
 from megatron_coca.checkpoints.load import Overrides
+from megatron_coca.console import Progress
 from megatron_coca.data import Tokenizer
 from megatron_coca.model import (
     GPT,
@@ -113,13 +113,13 @@ class TextGenerator:
         """
         ids = [self._encode(prompt) for prompt in prompts]
         seeds, continuations = row_seeds(ids, sampling.seed), [Continuation(self.tokenizer, row, stops) for row in ids]
-        with tqdm(total=len(ids), unit="prompt", disable=not progress) as bar:
+        with Progress("generating", len(ids), "prompts", show=progress) as bar:
             for batch in equal_length_batches([len(row) for row in ids], max_new_tokens, tokens_per_batch):
                 rows, own_seeds = [ids[index] for index in batch], [seeds[index] for index in batch]
                 steps = self._tokens(rows, max_new_tokens, sampling=sampling, seeds=own_seeds, **options)
                 for _ in texts([continuations[index] for index in batch], steps):
                     pass
-                bar.update(len(batch))
+                bar.advance(len(batch))
         return continuations
 
     def stream(

@@ -1,1 +1,1 @@
-"""The commands of the program, a module for each with `parser` and `main`."""
+"""The subcommands of `megatron-coca`: each module has `parser()` and `main(arguments) -> exit status`."""

@@ -15,6 +15,7 @@ from megatron_coca.checkpoints.errors import UnreadableError
 from megatron_coca.checkpoints.load import find_native
 from megatron_coca.config import BatchSizes, Config, ConfigError
 from megatron_coca.config.training import learning_rate
+from megatron_coca.console import set_up_logging
 from megatron_coca.data import Batch, Loader
 from megatron_coca.model import assemble_model, keep_freed_memory
 from megatron_coca.training import launch, saving
@@ -35,7 +36,7 @@ from megatron_coca.training.health import check_health
 from megatron_coca.training.loss_guard import DataSkips, LossGuard, Verdict
 from megatron_coca.training.optimizer import build_optimizer, train_only_parts, trainable_share
 from megatron_coca.training.remote_checkpoints import RemoteCheckpoints, use_local_folders
-from megatron_coca.training.reporting import Monitor, run_folder, set_up_logging
+from megatron_coca.training.reporting import Monitor, run_folder
 from megatron_coca.training.resume import (
     Choice,
     candidates,

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
+from megatron_coca.console import Progress
 from megatron_coca.data import Tokenizer
 from megatron_coca.evaluation.results import Cost, EvaluationError, Missing, Store, measured
 from megatron_coca.evaluation.retrieval import records, tasks
@@ -142,7 +142,7 @@ def generate_answers(
     """
     answers: dict[int, list[int]] = {}
     lengths = [len(prompt) for prompt in prompts]
-    with tqdm(total=len(prompts), desc=title, unit="case") as bar:
+    with Progress(title, len(prompts), "cases") as progress:
         for batch in equal_length_batches(lengths, args.max_new_tokens, args.tokens_per_batch):
             ids = torch.from_numpy(np.stack([prompts[index] for index in batch])).long()
             generated = generate(
@@ -155,5 +155,5 @@ def generate_answers(
             )
             for index, row in zip(batch, generated.tolist(), strict=True):
                 answers[index] = [token for token in row if token not in (NOT_GENERATED, tokenizer.eod)]
-            bar.update(len(batch))
+            progress.advance(len(batch))
     return [answers[index] for index in range(len(prompts))]
