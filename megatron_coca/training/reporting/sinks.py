@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,9 @@ logger = logging.getLogger(__name__)
 
 Figures = Mapping[str, float | None]
 """Values by name. None is a value that does not exist at this step, such as the norm of a skipped one."""
+
+Samples = Sequence[tuple[str, str]]
+"""Prompts with their continuations."""
 
 UNSAVED = Path("runs/unsaved")
 """The folder for the figures of a run without `log_dir` and `save`."""
@@ -42,6 +45,9 @@ class Sink:
 
     def note(self, step: int, message: str) -> None:
         """Do nothing: the console and Weights & Biases show the log anyway."""
+
+    def samples(self, step: int, pairs: Samples) -> None:
+        """Do nothing: the console shows the log anyway."""
 
     def close(self) -> None:
         raise NotImplementedError
@@ -71,6 +77,8 @@ def open_sinks(config: Config, start: int) -> list[Sink]:
     return [*opened, Console(config, start)]  # last: it displays a bar, above which lines of the others are put
 
 
+PERPLEXITY = "validation_perplexity_"
+"""Prefix of the perplexities of `eval_windows`."""
 COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "loss": ("loss", "{:.4f}".format),
     "validation_loss": ("validation loss", "{:.4f}".format),
@@ -86,7 +94,9 @@ COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
 def shown(figures: Figures) -> dict[str, str]:
     """Label and text of the figures that the console shows."""
     values = {name: figures.get(name) for name in COLUMNS}
-    return {COLUMNS[name][0]: COLUMNS[name][1](value) for name, value in values.items() if value is not None}
+    texts = {COLUMNS[name][0]: COLUMNS[name][1](value) for name, value in values.items() if value is not None}
+    windows = {name: value for name, value in figures.items() if name.startswith(PERPLEXITY) and value is not None}
+    return texts | {f"perplexity {name.removeprefix(PERPLEXITY)}": f"{value:.2f}" for name, value in windows.items()}
 
 
 BAR: dict[str, Callable[[float], str]] = {
@@ -158,6 +168,9 @@ class JsonLines(Sink):
     def note(self, step: int, message: str) -> None:
         self._write({"step": step, "event": message})
 
+    def samples(self, step: int, pairs: Samples) -> None:
+        self._write({"step": step, "samples": [{"prompt": prompt, "text": text} for prompt, text in pairs]})
+
     def close(self) -> None:
         with contextlib.suppress(OSError):  # `report` has raised for a full disk already
             self._file.close()
@@ -225,6 +238,10 @@ class TensorBoard(Sink):
     def note(self, step: int, message: str) -> None:
         self._writer.add_text("event", message, step)
 
+    def samples(self, step: int, pairs: Samples) -> None:
+        for number, (prompt, text) in enumerate(pairs, start=1):
+            self._writer.add_text(f"sample/{number}", f"**{prompt}**{text}", step)
+
     def close(self) -> None:
         self._writer.close()
 
@@ -269,6 +286,13 @@ class WandB(Sink):
             raise CheckpointError(
                 f"{self._path}: cannot be written ({error}); complete checkpoints are intact"
             ) from error
+
+    def samples(self, step: int, pairs: Samples) -> None:
+        import wandb
+
+        if step > self._sent:
+            rows = [list(pair) for pair in pairs]
+            self._run.log({"samples": wandb.Table(columns=["prompt", "text"], data=rows)}, step=step)
 
     def close(self) -> None:
         self._run.finish()
