@@ -102,8 +102,13 @@ def test_states_from_files(tmp_path: Path, small: dict[str, Any]) -> None:
     (folder / "manifest.json").unlink()
     assert state_of(one) is State.DONE, "the results are kept without the checkpoint"
     assert state_of(replace(one, measurements={Path("perplexity_m.json"): "other options"})) is State.FAILED
+    (one.results / "perplexity_m.json").write_text('{"cells": [')
+    assert state_of(one) is State.FAILED, "a truncated file is no result"
     (one.results / "perplexity_m.json").unlink()
     assert state_of(one) is State.FAILED
+    (one.results / "cell.json").write_text('{"model"')
+    with pytest.raises(EvaluationError, match="cell.json: is not the record of a cell .* or remove it"):
+        state_of(one)
 
 
 def test_a_failed_cell_stops_no_other(
@@ -115,7 +120,7 @@ def test_a_failed_cell_stops_no_other(
     assert problem == f"{grid[0].name}: training: ValueError: no such slope ({grid[0].run / 'log.txt'})"
     assert [state_of(each) for each in grid] == [State.FAILED, State.DONE, State.DONE]
     assert "threads 1 pos_emb rotary" in (grid[1].run / "log.txt").read_text()
-    shown = capsys.readouterr().out
+    shown = capsys.readouterr().err
     assert f"{grid[1].name}: evaluating passkey" in shown and f"{grid[0].name}: failed: training: Val" in shown
     record = read_record(grid[1].results / "cell.json", CellRecord, "a record")
     # 3 steps of 2 s, then 3 of 1 s which are half of the time, as validation takes the other half.
@@ -160,7 +165,7 @@ def test_a_signal_ends_the_children_and_a_second_runner_is_refused(tmp_path: Pat
     with pytest.raises(Preempted, match="preempted \\(SIGTERM\\); the same command resumes"):
         run_cells([one], MACHINE, 1)
     other.join()
-    assert time.monotonic() - start < 30 and "another runner has this cell to do" in refused[0]
+    assert time.monotonic() - start < 30 and "another runner is working on this cell" in refused[0]
     assert read_cell(one).status == "started"
     assert files.progress(one.run) == files.Progress(6, 4.0, None)
 
