@@ -1,29 +1,27 @@
-"""A cell's files: its record, its learning curve, and what of it is done."""
+"""The files of a cell: its record, its learning curve, and what is done."""
 
 import json
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from megatron_coca.ablation.plan import Cell, DataRecord
 from megatron_coca.checkpoints import CheckpointError, native
-from megatron_coca.evaluation.report.curves import Curve, CurvePoint
+from megatron_coca.evaluation.report.curves import CURVE, Curve, curve_points, metrics
 from megatron_coca.evaluation.results import EvaluationError, Record, read_costs, read_record, write_record
 from megatron_coca.evaluation.suite import Command
 
 logger = logging.getLogger(__name__)
 
-RECORD, CURVE, METRICS = "cell.json", "curve.json", "metrics.jsonl"
-MAX_POINTS = 200
-"""Points of a curve that is kept with the results."""
+RECORD = "cell.json"
 TAIL_BYTES = 8192
 
 
 class CellRecord(Record):
-    """What a cell is and what it cost; seconds are summed over interruptions.
+    """The identity, state and cost of a cell; seconds are summed over interruptions.
 
     Attributes:
         status: "failed" has a `reason`, and is tried again by the next call.
@@ -55,7 +53,7 @@ class CellRecord(Record):
 
 
 class State(Enum):
-    """How far a cell is, from its files alone."""
+    """The state of a cell, read from its files."""
 
     DONE = "done"
     TRAINED = "trained"
@@ -76,7 +74,7 @@ def read_cell(cell: Cell) -> CellRecord:
     """Return the record of a cell, a new one if there is none. Raises EvaluationError for a damaged file."""
     path = cell.results / RECORD
     if path.is_file():
-        return read_record(path, CellRecord, "the record of a cell")
+        return _read(path)
     count = cell.parameters
     return CellRecord(
         model=cell.model,
@@ -93,8 +91,17 @@ def read_cell(cell: Cell) -> CellRecord:
 
 def recorded_data(results: Path) -> dict[str, DataRecord]:
     """Return the data of the cells in a folder of results, by what chose them. Raises EvaluationError."""
-    records = [read_record(path, CellRecord, "the record of a cell") for path in sorted(results.glob(f"*/{RECORD}"))]
+    records = [_read(path) for path in sorted(results.glob(f"*/{RECORD}"))]
     return {record.data.chosen_by: record.data for record in records if record.data is not None}
+
+
+def _read(path: Path) -> CellRecord:
+    try:
+        return read_record(path, CellRecord, "the record of a cell")
+    except EvaluationError as error:
+        raise EvaluationError(
+            f"{error}; restore it, or remove it: the cell is then evaluated again, not trained"
+        ) from error
 
 
 def write_cell(cell: Cell, record: CellRecord) -> None:
@@ -122,7 +129,17 @@ def measured_files(cell: Cell, record: CellRecord) -> list[Path]:
     """Return the complete result files of a cell, without those whose options or variant changed since."""
     digests = {path: digest for command in cell.commands for path, digest in measured_by(cell, command).items()}
     current = [cell.results / path for path, digest in digests.items() if record.evaluated.get(path) == digest]
-    return [path for path in current if path.is_file()]
+    return [path for path in current if path.is_file() and _is_whole(path)]
+
+
+def _is_whole(path: Path) -> bool:
+    """False with a warning for a damaged file, which is measured again."""
+    try:
+        json.loads(path.read_bytes())
+    except ValueError as error:
+        logger.warning("%s: is damaged (%s) and counts as missing", path, error)
+        return False
+    return True
 
 
 def measured_by(cell: Cell, command: Command) -> dict[str, str]:
@@ -141,23 +158,6 @@ def is_trained(cell: Cell) -> bool:
     except CheckpointError as error:
         logger.warning("%s", error)
         return False
-
-
-def metrics(run: Path, last: int | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the reports of a training run in order; only those in the last `last` bytes, if given."""
-    path = run / METRICS
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
-        if last is not None:
-            file.seek(max(0, path.stat().st_size - last))
-        for line in file.read().split(b"\n"):
-            try:
-                report = json.loads(line)
-            except ValueError:  # the first or the last line may be incomplete
-                continue
-            if isinstance(report, dict) and "event" not in report:
-                yield report
 
 
 def progress(run: Path) -> Progress | None:
@@ -187,43 +187,13 @@ def evaluation_seconds(cell: Cell) -> float:
 
 def write_curve(cell: Cell) -> None:
     """Write the learning curve with the results, from the run's metrics."""
-    points: dict[int, dict[str, Any]] = {}
-    for report in metrics(cell.run):
-        for key, name in (("loss", "train_loss"), ("validation_loss", "validation_loss")):
-            if key in report:
-                points.setdefault(int(report["step"]), {})[name] = report[key]
-    tokens = cell.batch * cell.config.model.seq_length
-    curve = [
-        CurvePoint(
-            step=step,
-            tokens=step * tokens,
-            train_loss=losses.get("train_loss"),
-            validation_loss=losses.get("validation_loss"),
-        )
-        for step, losses in sorted(points.items())
-    ]
-    write_record(cell.results / CURVE, Curve(seed=cell.seed, points=thinned(curve)))
+    points = curve_points(cell.run, cell.batch * cell.config.model.seq_length)
+    write_record(cell.results / CURVE, Curve(seed=cell.seed, points=points))
 
 
 def read_curve(cell: Cell) -> Curve | None:
     path = cell.results / CURVE
     return read_record(path, Curve, "a learning curve") if path.is_file() else None
-
-
-def thinned(points: Sequence[CurvePoint], most: int = MAX_POINTS) -> list[CurvePoint]:
-    """Return at most `most` points, evenly spaced; those with a validation loss go first."""
-    if len(points) <= most:
-        return list(points)
-    validated = _evenly([point for point in points if point.validation_loss is not None], most)
-    others = _evenly([point for point in points if point.validation_loss is None], most - len(validated))
-    return sorted([*validated, *others], key=lambda point: point.step)
-
-
-def _evenly(points: Sequence[CurvePoint], count: int) -> list[CurvePoint]:
-    """Return `count` points with the last one, all if there are fewer."""
-    if len(points) <= count:
-        return list(points)
-    return [points[(number + 1) * len(points) // count - 1] for number in range(count)]
 
 
 def refused_only(files: Sequence[Path]) -> bool:

@@ -1,4 +1,4 @@
-"""The file of an ablation, and the cells that it stands for: one training run with its evaluations each."""
+"""The file of an ablation and its cells: a cell is one training run with its evaluations."""
 
 import json
 from argparse import ArgumentParser, Namespace
@@ -25,9 +25,11 @@ from megatron_coca.evaluation.suite import (
     Command,
     SuiteFile,
     changes_in_tokens,
+    check_variants,
     option_arguments,
     plan_commands,
     read_yaml_file,
+    task_variants,
     validated,
 )
 from megatron_coca.model.cost import ParameterCount, parameter_count
@@ -49,7 +51,7 @@ SHARED_PATHS = ("save_copy", "log_dir", "tensorboard_dir")
 
 
 class ModelEntry(Record):
-    """A training variant: overlays and keys after those of `base`, and the variants that evaluation measures."""
+    """A model of the file: its files and keys after those of `base`, and the variants that are evaluated."""
 
     set: list[str] = []
     variants: dict[str, list[str] | None] = {"": None}
@@ -175,6 +177,10 @@ def expand(
         problems.append(f"baseline: {file.baseline}: unknown; models are {', '.join(file.models)}")
     elif file.baseline is not None and "" not in file.models[file.baseline].variants:
         problems.append(f'baseline: {file.baseline}: has no variant "", which the others are compared with; add it')
+    try:
+        check_variants(file.tasks, file.models.values())
+    except EvaluationError as error:
+        problems.append(str(error))
     try:
         base = load_config(*_split(file.base))
     except ConfigError as error:
@@ -313,16 +319,22 @@ def _check_tasks(
     refuse.
     """
     problems, digests, trained = [], {}, config.flat()
-    variants = [_changed(config, changes).flat() for changes in entry.variants.values()]
-    changed = [{key: value for key, value in flat.items() if value != trained[key]} for flat in variants]
+    variants = {name: _changed(config, changes).flat() for name, changes in entry.variants.items()}
+    changed = {
+        name: {key: value for key, value in flat.items() if value != trained[key]} for name, flat in variants.items()
+    }
     for name, options in file.tasks.items():
         try:
+            only, others = task_variants(options)
+            measured = [changes for variant, changes in changed.items() if only is None or variant in only]
+            if not measured:
+                continue
             (command,) = plan({name: options}, Path("run"), RESULTS)
             if command.checkpoint is None:
                 raise EvaluationError(f"tasks.{name}: measures no checkpoint; run it with `evaluate.py suite`")
             _check_arguments(command, check_data)
-            common = [name, dtype, option_arguments(name, options, config.model.seq_length)]
-            for result, changes in zip(command.files, changed, strict=True):
+            common = [name, dtype, option_arguments(name, others, config.model.seq_length)]
+            for result, changes in zip(command.files, measured, strict=True):
                 text = json.dumps([*common, changes], sort_keys=True)
                 digests[result.relative_to(RESULTS)] = sha256(text.encode()).hexdigest()[:16]
         except (EvaluationError, DataError) as error:

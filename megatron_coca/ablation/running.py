@@ -1,19 +1,18 @@
-"""Running cells: one child process after the other for each, several cells at a time, until all have ended."""
+"""Runs cells, several at a time; each trains and evaluates in one child process after the other."""
 
 import os
 import re
 import shlex
 import signal
-import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, Self
 
+from megatron_coca import console
 from megatron_coca.ablation import cells as files
 from megatron_coca.ablation.cells import CellRecord, State
 from megatron_coca.ablation.plan import Cell
@@ -21,15 +20,14 @@ from megatron_coca.atomic_write import exclusive_lock, write_file
 from megatron_coca.checkpoints import native
 from megatron_coca.evaluation.results import EvaluationError, check_writable
 from megatron_coca.evaluation.suite import Command, describe_exit
+from megatron_coca.program import PROGRAM
 from megatron_coca.tables import format_table
 from megatron_coca.training.exit_status import CaughtSignals, Preempted
 from megatron_coca.training.launch.processes import FORWARDED, LocalProcess
 
-ROOT = Path(__file__).resolve().parents[2]
-TRAIN = (sys.executable, "-u", str(ROOT / "train.py"))
-EVALUATE = (sys.executable, "-u", str(ROOT / "evaluate.py"))
+TRAIN, EVALUATE = (*PROGRAM, "train"), (*PROGRAM, "evaluate")
 LOG, CONFIG = "log.txt", "ablation.yml"
-POLL_SECONDS, REPORT_SECONDS = 0.2, 60.0
+POLL_SECONDS, REDRAW_SECONDS, REPORT_SECONDS = 0.2, 1.0, 60.0
 LOG_TAIL = 20_000
 ERROR = re.compile(r"[\w.]*(Error|Exception): ")
 """Begins the line of the error in a traceback; notes and warnings may follow it."""
@@ -37,7 +35,7 @@ ERROR = re.compile(r"[\w.]*(Error|Exception): ")
 
 @dataclass(frozen=True)
 class Machine:
-    """CPU cores and GPUs to divide: entries of CUDA_VISIBLE_DEVICES, and the name of a GPU, or cpu."""
+    """The CPU cores and GPUs to divide. `gpus` are entries of CUDA_VISIBLE_DEVICES, `device` a GPU's name or cpu."""
 
     cores: int
     gpus: tuple[str, ...]
@@ -58,7 +56,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Share:
-    """What one of several cells at a time may use."""
+    """The threads and GPUs of one of the cells that run at the same time."""
 
     threads: int
     gpus: tuple[str, ...]
@@ -120,7 +118,7 @@ class Job:
         return False
 
     def doing(self) -> str:
-        """One line on what is going on."""
+        """Return the present activity in one line."""
         if self._command is not None:
             return f"evaluating {self._command.task}"
         report = files.progress(self.cell.run)
@@ -133,7 +131,7 @@ class Job:
 
     @property
     def activity(self) -> str:
-        """What a line is printed for when it changes."""
+        """The present phase; a line is printed when it changes."""
         return "training" if self._command is None else f"evaluating {self._command.task}"
 
     def send(self, number: int) -> None:
@@ -232,7 +230,7 @@ def locked(cells: Sequence[Cell]) -> Iterator[None]:
         for folder in dict.fromkeys(folder for cell in cells for folder in (cell.results, cell.run)):
             lock = folder.with_name(f".{folder.name}.lock")
             check_writable(lock)
-            busy = f"{folder}: another runner has this cell to do; wait for it, or name others with --only"
+            busy = f"{folder}: another runner is working on this cell; wait for it, or name others with --only"
             locks.enter_context(exclusive_lock(lock, EvaluationError, busy, temporary=True))
         yield
 
@@ -250,9 +248,8 @@ def run_cells(cells: Sequence[Cell], machine: Machine, jobs: int) -> list[str]:
         left = len(shares[0].gpus)
         raise EvaluationError(f"--jobs {jobs}: leaves {left} GPUs to a cell that trains on {needed}; name fewer jobs")
     missing = [cell for cell in cells if files.state_of(cell) is not State.DONE]
-    with locked(missing), CaughtSignals(FORWARDED) as signals:
-        waiting = deque(missing)
-        table = LiveTable(len(cells), len(cells) - len(waiting))
+    waiting, table = deque(missing), LiveTable(len(cells), len(cells) - len(missing))
+    with locked(missing), CaughtSignals(FORWARDED) as signals, table:
         running: dict[int, Job] = {}
         problems: list[str] = []
         while waiting or running:
@@ -274,7 +271,7 @@ def run_cells(cells: Sequence[Cell], machine: Machine, jobs: int) -> list[str]:
 def _stop(jobs: Sequence[Job], signals: CaughtSignals) -> NoReturn:
     """End the children and wait for them, as long as they save; a second Ctrl-C kills them."""
     name, interrupts = signals.requested, 0
-    print(f"{name}: ending {len(jobs)} running cells; the same command resumes them", flush=True)
+    console.write(f"{name}: ending {len(jobs)} running cells; the same command resumes them")
     for job in jobs:
         job.send(signal.SIGTERM)
     while any(job.running() for job in jobs):
@@ -291,33 +288,45 @@ def _stop(jobs: Sequence[Job], signals: CaughtSignals) -> NoReturn:
 
 
 class LiveTable:
-    """Prints a line when a cell changes what it does, and one for every running cell each minute."""
+    """The running cells: a table on a terminal; elsewhere a line when a cell changes what it does, and one for every
+    running cell each minute.
+    """
 
     def __init__(self, total: int, done: int) -> None:
         self._total, self._done, self._failed = total, done, 0
         self._shown: dict[str, str] = {}
-        self._printed = time.monotonic()
+        self._rows = console.Rows()
+        self._written = time.monotonic()
+
+    def __enter__(self) -> Self:
+        self._live = console.display(self._rows) if console.on_terminal() else None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._rows.rows = ()
+        if self._live is not None:
+            self._live.stop()
 
     def show(self, jobs: Sequence[Job], waiting: int) -> None:
-        now = time.monotonic()
-        due = now - self._printed >= REPORT_SECONDS
-        for job in jobs:
-            if due or self._shown.get(job.cell.name) != job.activity:
-                self._shown[job.cell.name] = job.activity
-                self._print(f"{job.cell.name}: {job.doing()}")
+        due = time.monotonic() - self._written >= (REPORT_SECONDS if self._live is None else REDRAW_SECONDS)
+        self._rows.last = f"{self._done} of {self._total} done, {self._failed} failed, {waiting} waiting"
+        changed = [job for job in jobs if due or self._shown.get(job.cell.name) != job.activity]
+        if not changed:
+            return
+        self._shown = {job.cell.name: job.activity for job in jobs}
+        if self._live is not None:
+            self._rows.rows = [(job.cell.name, job.doing()) for job in jobs]
+        else:
+            lines = [f"{job.cell.name}: {job.doing()}" for job in changed]
+            console.write("\n".join([*lines, self._rows.last] if due else lines))
         if due:
-            counts = f"{self._done} of {self._total} done, {self._failed} failed, {waiting} waiting"
-            self._print(counts)
-            self._printed = now
+            self._written = time.monotonic()
 
     def ended(self, job: Job) -> None:
         self._failed += bool(job.problems)
         self._done += not job.problems
         text = f"failed: {'; '.join(job.problems)}" if job.problems else f"done, {self._done} of {self._total}"
-        self._print(f"{job.cell.name}: {text}")
-
-    def _print(self, text: str) -> None:
-        print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}", flush=True)
+        console.write(f"{job.cell.name}: {text}")
 
 
 def overview(cells: Sequence[Cell]) -> str:

@@ -99,7 +99,7 @@ class EvaluatedCheckpoint:
         """Load one variant; overrides that do not fit the weights give `Refused`, a damaged checkpoint raises."""
         trained = self.opened.trained
         try:
-            loaded = self.opened.load(variant.overrides, variant.files, device, DTYPES[self.options.dtype])
+            loaded = self.opened.load(variant.overrides, variant.files, device, DTYPES[self.options.dtype], show=True)
         except (ConfigError, CheckpointError, BackendError) as error:
             overrides = {"variant": " ".join([*variant.files, *variant.overrides])}
             return Refused(self._header(variant.label, trained, overrides, None, device), str(error))
@@ -196,7 +196,10 @@ class Evaluation:
                 print(table(store.result), flush=True)
             for missing in store.noted:
                 self.status = 2
-                print(f"evaluate.py: {header.label}: {missing.at}: {missing.kind}: {missing.reason}", file=sys.stderr)
+                print(
+                    f"megatron-coca evaluate: {header.label}: {missing.at}: {missing.kind}: {missing.reason}",
+                    file=sys.stderr,
+                )
 
 
 @contextmanager
