@@ -10,7 +10,7 @@ from megatron_coca.training import watchdog
 
 watchdog.install()  # before other imports: a file of the user's may shadow a module that they import
 
-from megatron_coca.config import Config, ConfigError, load_config
+from megatron_coca.config import Config, ConfigError, keys_without_effect, load_config, option_hint, split_inputs
 from megatron_coca.training import launch
 from megatron_coca.training.exit_status import INTERRUPTED, UNUSABLE, Stopped
 
@@ -21,8 +21,9 @@ def main(arguments: list[str]) -> int:
     """Return the exit status: 0 after training, else one of those in docs/faults.md."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("inputs", nargs="+", metavar="CONFIG.yml | key=value", help="merged in order, then the keys")
+    parser.add_argument("-d", "--conf_dir", metavar="DIR", help="folder of the files, whose names need no .yml then")
     parser.add_argument(
-        "--num_gpus", type=int, metavar="N", help="processes on this machine (on the CPU without a GPU)"
+        "--num_gpus", type=int, metavar="N", help="processes on this machine (on the CPU with distributed_backend=gloo)"
     )
     parser.add_argument("--hostfile", metavar="FILE", help="hosts and slots, as DeepSpeed reads them")
     parser.add_argument(
@@ -35,9 +36,11 @@ def main(arguments: list[str]) -> int:
         help="restarts after a crash or a hang, each from the latest checkpoint",
     )
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # from launchers, besides LOCAL_RANK
-    options = parser.parse_intermixed_args(arguments)
+    options, unknown = parser.parse_known_intermixed_args(arguments)
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{option_hint(unknown, arguments)}")
     try:
-        return run(read_config(options), arguments)
+        return run(*read_config(options), arguments)
     except ConfigError as error:
         watchdog.tell(error)
         return UNUSABLE
@@ -49,10 +52,11 @@ def main(arguments: list[str]) -> int:
         return INTERRUPTED
 
 
-def read_config(options: argparse.Namespace) -> Config:
-    """Load the configuration of the command line; launch options win over the files."""
-    files = [text for text in options.inputs if "=" not in text]
-    keys = [text for text in options.inputs if "=" in text]
+def read_config(options: argparse.Namespace) -> tuple[Config, list[str]]:
+    """Load the configuration of the command line, and list the given keys without effect; launch options win."""
+    files, keys = split_inputs(options.inputs, options.conf_dir)
+    if options.hostfile is not None and not os.path.isfile(options.hostfile):
+        raise ConfigError([f"--hostfile: {options.hostfile}: no such file; write one line a host, `name slots=8`"])
     names = ("num_gpus", "hostfile", "max_restarts")
     keys += [f"{name}={getattr(options, name)}" for name in names if getattr(options, name) is not None]
     config = load_config(files, [*keys, "auto_resume=true"] if options.auto_resume else keys)
@@ -60,14 +64,14 @@ def read_config(options: argparse.Namespace) -> Config:
         raise ConfigError(["train_iters: not set; training needs it, for example `train_iters=1000`"])
     if config.optimizer.lr is None:
         raise ConfigError(["optimizer.params.lr: not set; training needs it, for example `optimizer.params.lr=1e-4`"])
-    return config
+    return config, keys_without_effect(files, keys)
 
 
-def run(config: Config, arguments: list[str]) -> int:
+def run(config: Config, without_effect: list[str], arguments: list[str]) -> int:
     """Start the processes that the configuration asks for, or train in this one."""
     latest = partial(latest_step, config) if config.checkpoint.save is not None else None
-    status = launch.start(config.launch, os.environ, os.path.abspath(__file__), arguments, latest)
-    return train(config) if status is None else status
+    status = launch.start(config.launch, os.environ, os.path.abspath(__file__), arguments, latest, config.requires_gpus)
+    return train(config, without_effect) if status is None else status
 
 
 def latest_step(config: Config) -> int:
@@ -82,15 +86,17 @@ def latest_step(config: Config) -> int:
         raise ConfigError([str(error)]) from error
 
 
-def train(config: Config) -> int:
+def train(config: Config, without_effect: list[str]) -> int:
     """Train in this process."""
+    if config.parallel.distributed_backend == "gloo":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before PyTorch looks for GPUs
     from megatron_coca.attention.inputs import BackendError
     from megatron_coca.checkpoints import CheckpointError
     from megatron_coca.data import DataError
     from megatron_coca.training.trainer import fit
 
     try:
-        fit(config)
+        fit(config, without_effect)
     except (DataError, CheckpointError, BackendError) as error:
         watchdog.tell(error)
         return UNUSABLE

@@ -3,6 +3,7 @@
 from megatron_coca.model.build import (
     assemble_model,
     build_model,
+    choose_backend,
     draw_learned_positions,
     empty_model,
     keep_freed_memory,
@@ -19,6 +20,7 @@ __all__ = [
     "LanguageModelLoss",
     "assemble_model",
     "build_model",
+    "choose_backend",
     "draw_learned_positions",
     "empty_model",
     "generate",

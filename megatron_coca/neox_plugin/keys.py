@@ -167,6 +167,8 @@ def translated(values: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str,
     if ignored:
         logger.warning("%s: no effect in GPT-NeoX", ", ".join(ignored))
     translated: dict[str, Any] = {}
+    if values.get("max_position_embeddings") is None and values.get("seq_length") is not None:
+        translated["max_position_embeddings"] = values["seq_length"]  # the default here; GPT-NeoX has none
     if all(values.get(name) is not None for name in BATCH_SIZES):
         # GPT-NeoX's default of 1 contradicts two given sizes; null lets it divide them, as in this package.
         translated["gradient_accumulation_steps"] = None

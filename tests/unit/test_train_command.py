@@ -21,7 +21,18 @@ CASES = {
     "no steps": ([*SHAPE, "optimizer.params.lr=0.1"], 2, "train_iters: not set; training needs it"),
     "no learning rate": ([*SHAPE, "train_iters=1"], 2, "optimizer.params.lr: not set; training needs it"),
     "no hostfile": ([*TRAINABLE, "--hostfile", "/nothing"], 2, "hostfile: /nothing: no such file"),
-    "no folder for restarts": ([*TRAINABLE, "--num_gpus=2", "--max-restarts=1"], 2, "max_restarts: a restart resumes"),
+    "no folder for restarts": (
+        [*TRAINABLE, "distributed_backend=gloo", "--num_gpus=2", "--max-restarts=1"],
+        2,
+        "max_restarts: a restart resumes",
+    ),
+    "a key with dashes": (["a.yml", "--train_iters", "10"], 2, "keys have no dashes: write `train_iters=10`"),
+    "a key of Hugging Face with dashes": (
+        ["a.yml", "--learning_rate=1e-4"],
+        2,
+        "write `optimizer.params.lr=1e-4`",
+    ),
+    "a folder and a name": (["-d", "nowhere", "125M"], 2, "nowhere/125M.yml: no such file"),
 }
 PROGRAM = """
 import contextlib, io, json, resource, runpy, sys
