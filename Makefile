@@ -11,7 +11,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 PYTHONHASHSEED=0 $(BIN)/pyt
 WORKERS ?= 3
 
 quickstart: .venv/ready
-	$(BIN)/python tools/quickstart.py
+	$(BIN)/megatron-coca quickstart
 
 SERIAL := $(shell grep -rl --include='test_*.py' mark.serial tests)
 
@@ -22,7 +22,7 @@ test: .venv/ready-dev lint
 
 # Everything that needs no GPU.
 test-all: .venv/ready-dev lint
-	$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not gpu and not serial"
+	$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 30 -m "not gpu and not serial"
 	$(PYTEST) -m "serial and not gpu" $(SERIAL)
 
 lint: .venv/ready-dev
@@ -34,6 +34,7 @@ lint: .venv/ready-dev
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, not " + sys.version.split()[0] + "; name one: make PYTHON=python3.12")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --disable-pip-version-check -r requirements.txt
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --editable . # the command megatron-coca
 	touch $@
 
 .venv/ready-dev: .venv/ready requirements-dev.txt
@@ -41,4 +42,4 @@ lint: .venv/ready-dev
 	touch $@
 
 clean:
-	rm -rf .venv data runs
+	rm -rf .venv build data dist exported results runs wandb

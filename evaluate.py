@@ -1,8 +1,8 @@
-"""Evaluates checkpoints: `python evaluate.py --help` lists tasks, `python evaluate.py TASK --help` their options."""
+"""`megatron-coca evaluate` of this checkout."""
 
 import sys
 
-from megatron_coca.evaluation.cli import main
+from megatron_coca.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["evaluate", *sys.argv[1:]]))

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from megatron_coca.model import build_model
 
 __all__ = ["build_model", "load_config", "load_model"]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "build_model": "megatron_coca.model",

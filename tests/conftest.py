@@ -25,6 +25,11 @@ ROOT = Path(__file__).parents[1]
 TIME_LIMIT = 300
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "SLURM_", "OMP_")
 
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--kills", type=int, default=25, help="how often the slow tests of random kills kill a run")
+
+
 VOCABULARY = "the sea was calm and a small boat lay near its shore until morning came over hills"
 
 SMALL: dict[str, Any] = {

@@ -1,107 +1,11 @@
-"""Run an ablation: train every model of a file with every seed, evaluate all of them, and write the report.
+"""`megatron-coca ablate` of this checkout."""
 
-    python tools/ablate.py configs/ablations/NAME.yml --jobs 2
-
-What is done already is kept; the same command resumes after an interruption. Exit status 2 if a cell failed.
-"""
-
-import argparse
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # run from a checkout, without installing
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_coca.evaluation.options import DTYPES, positive_float, positive_int  # noqa: E402
-
-# PyTorch takes seconds to import: only `run` does, after the options are read.
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Return 0, 2 if anything failed, 75 after a scheduler's signal, 130 after Ctrl-C."""
-    options = _options(arguments)
-    from megatron_coca.evaluation.results import EvaluationError
-    from megatron_coca.training.exit_status import INTERRUPTED, Stopped
-
-    try:
-        return run(options)
-    except EvaluationError as error:
-        print(f"ablate.py: {options.file}:\n{error}" if "\n" in str(error) else f"ablate.py: {error}", file=sys.stderr)
-        return 2
-    except Stopped as error:
-        print(f"ablate.py: {error}", file=sys.stderr)
-        return error.status
-    except KeyboardInterrupt:
-        print("ablate.py: interrupted; the same command resumes", file=sys.stderr)
-        return INTERRUPTED
-
-
-def _options(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("file", type=Path, metavar="FILE", help="models, seeds and tasks; see docs/ablations.md")
-    add("--scale", metavar="NAME", help="one of the file's `scales`; default: the first")
-    add("--only", nargs="+", default=[], metavar="NAME", help="models, cells, or seeds such as s1234; writes no report")
-    jobs = "cells at a time; cores and GPUs are divided among them"
-    add("--jobs", type=positive_int, default=1, metavar="N", help=jobs)
-    add("--output", type=Path, metavar="DIR", help="folder of the results instead of the file's `results`")
-    add("--runs", type=Path, metavar="DIR", help="folder of the training runs instead of the file's `runs`")
-    instead = parser.add_mutually_exclusive_group()
-    dry_run = "print cells, parameters, tokens and estimated hours, and run nothing"
-    instead.add_argument("--dry-run", action="store_true", help=dry_run)
-    report = "write the report of what is done, and run nothing"
-    instead.add_argument("--report", action="store_true", help=report)
-    page = "render a Jinja2 template with the tables and plots of what is done, and run nothing; see docs/ablations.md"
-    instead.add_argument("--page", type=Path, nargs=2, metavar=("TEMPLATE", "PAGE"), help=page)
-    instead.add_argument("--slurm", type=Path, metavar="DIR", help="write a Slurm job array into DIR, and run nothing")
-    peak = "--dry-run: peak of a device, of which 40%% is assumed, where no cell is finished"
-    add("--peak-flops", type=positive_float, metavar="FLOPS", help=peak)
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="of training and evaluation")
-    add("--dtype", choices=DTYPES, default=DTYPES[0], help="dtype of the evaluation")
-    options = parser.parse_args(arguments)
-    if options.only and (options.report or options.page):
-        parser.error("--report and --page are of all cells; leave --only out")
-    return options
-
-
-def run(options: argparse.Namespace) -> int:
-    """Do what the options say. Raises EvaluationError, Stopped, KeyboardInterrupt."""
-    from megatron_coca.ablation import cells as files
-    from megatron_coca.ablation import estimates, plan, reporting, running, slurm
-    from megatron_coca.evaluation.options import resolve_device
-    from megatron_coca.evaluation.results import EvaluationError
-
-    file = plan.read_ablation(options.file, options.scale, options.output, options.runs)
-    recorded = files.recorded_data(file.results) if options.report or options.page else None
-    everything = plan.expand(file, options.device, options.dtype, recorded)
-    cells = plan.select(everything, options.only)
-    if options.dry_run:
-        print(estimates.dry_run(cells, options.peak_flops, everything))
-        return 0
-    if options.page is not None:
-        reporting.write_page(file, everything, *options.page)
-        return 0
-    if options.slurm is not None:
-        command = ["tools/ablate.py", str(options.file), "--output", str(file.results), "--runs", str(file.runs)]
-        command += ["--scale", options.scale] if options.scale else []
-        command += ["--device", options.device, "--dtype", options.dtype]
-        *_, submit = slurm.write_jobs(cells, options.slurm, command, gpus=options.device != "cpu")
-        print(f"submit with: bash {submit}")
-        return 0
-    problems = []
-    if not options.report:
-        resolve_device(options.device)
-        problems = running.run_cells(cells, running.Machine.here(options.device), options.jobs)
-        print(f"\n{running.overview(cells)}")
-    if options.report or not options.only:
-        try:
-            print(f"\n{reporting.write_report(file, everything)}")
-        except EvaluationError as error:  # the failed cells are listed all the same
-            problems.append(f"report: {error}")
-    for problem in problems:
-        print(f"ablate.py: {problem}", file=sys.stderr)
-    return 2 if problems else 0
-
+from megatron_coca.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["ablate", *sys.argv[1:]]))

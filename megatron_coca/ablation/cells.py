@@ -1,4 +1,4 @@
-"""A cell's files: its record, its learning curve, and what of it is done."""
+"""The files of a cell: its record, its learning curve, and what is done."""
 
 import json
 import logging
@@ -23,7 +23,7 @@ TAIL_BYTES = 8192
 
 
 class CellRecord(Record):
-    """What a cell is and what it cost; seconds are summed over interruptions.
+    """The identity, state and cost of a cell; seconds are summed over interruptions.
 
     Attributes:
         status: "failed" has a `reason`, and is tried again by the next call.
@@ -55,7 +55,7 @@ class CellRecord(Record):
 
 
 class State(Enum):
-    """How far a cell is, from its files alone."""
+    """The state of a cell, read from its files."""
 
     DONE = "done"
     TRAINED = "trained"
@@ -76,7 +76,7 @@ def read_cell(cell: Cell) -> CellRecord:
     """Return the record of a cell, a new one if there is none. Raises EvaluationError for a damaged file."""
     path = cell.results / RECORD
     if path.is_file():
-        return read_record(path, CellRecord, "the record of a cell")
+        return _read(path)
     count = cell.parameters
     return CellRecord(
         model=cell.model,
@@ -93,8 +93,17 @@ def read_cell(cell: Cell) -> CellRecord:
 
 def recorded_data(results: Path) -> dict[str, DataRecord]:
     """Return the data of the cells in a folder of results, by what chose them. Raises EvaluationError."""
-    records = [read_record(path, CellRecord, "the record of a cell") for path in sorted(results.glob(f"*/{RECORD}"))]
+    records = [_read(path) for path in sorted(results.glob(f"*/{RECORD}"))]
     return {record.data.chosen_by: record.data for record in records if record.data is not None}
+
+
+def _read(path: Path) -> CellRecord:
+    try:
+        return read_record(path, CellRecord, "the record of a cell")
+    except EvaluationError as error:
+        raise EvaluationError(
+            f"{error}; restore it, or remove it: the cell is then evaluated again, not trained"
+        ) from error
 
 
 def write_cell(cell: Cell, record: CellRecord) -> None:
@@ -122,7 +131,17 @@ def measured_files(cell: Cell, record: CellRecord) -> list[Path]:
     """Return the complete result files of a cell, without those whose options or variant changed since."""
     digests = {path: digest for command in cell.commands for path, digest in measured_by(cell, command).items()}
     current = [cell.results / path for path, digest in digests.items() if record.evaluated.get(path) == digest]
-    return [path for path in current if path.is_file()]
+    return [path for path in current if path.is_file() and _is_whole(path)]
+
+
+def _is_whole(path: Path) -> bool:
+    """False with a warning for a damaged file, which is measured again."""
+    try:
+        json.loads(path.read_bytes())
+    except ValueError as error:
+        logger.warning("%s: is damaged (%s) and counts as missing", path, error)
+        return False
+    return True
 
 
 def measured_by(cell: Cell, command: Command) -> dict[str, str]:

@@ -10,7 +10,7 @@ from megatron_coca.tables import format_table
 from megatron_coca.training.estimate import estimate
 
 MFU = 0.4
-"""Share of the peak that is assumed, as in tools/estimate.py."""
+"""Share of the peak that is assumed, as by `megatron-coca estimate`."""
 
 
 class Hours(NamedTuple):

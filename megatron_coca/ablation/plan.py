@@ -1,4 +1,4 @@
-"""The file of an ablation, and the cells that it stands for: one training run with its evaluations each."""
+"""The file of an ablation and its cells: a cell is one training run with its evaluations."""
 
 import json
 from argparse import ArgumentParser, Namespace
@@ -13,7 +13,7 @@ from pydantic import Field, JsonValue, field_validator
 
 from megatron_coca.checkpoints import CheckpointError, open_checkpoint
 from megatron_coca.checkpoints.compare import refuse_other_model
-from megatron_coca.config import COMPUTE_KEYS, KEYS, Config, ConfigError, load_config
+from megatron_coca.config import COMPUTE_KEYS, KEYS, Config, ConfigError, load_config, split_inputs
 from megatron_coca.config.schema import GROUPS
 from megatron_coca.data import DataError
 from megatron_coca.evaluation.cli import MEASUREMENTS
@@ -25,9 +25,11 @@ from megatron_coca.evaluation.suite import (
     Command,
     SuiteFile,
     changes_in_tokens,
+    check_variants,
     option_arguments,
     plan_commands,
     read_yaml_file,
+    task_variants,
     validated,
 )
 from megatron_coca.model.cost import ParameterCount, parameter_count
@@ -49,7 +51,7 @@ SHARED_PATHS = ("save_copy", "log_dir", "tensorboard_dir")
 
 
 class ModelEntry(Record):
-    """A training variant: overlays and keys after those of `base`, and the variants that evaluation measures."""
+    """A model of the file: its files and keys after those of `base`, and the variants that are evaluated."""
 
     set: list[str] = []
     variants: dict[str, list[str] | None] = {"": None}
@@ -176,7 +178,11 @@ def expand(
     elif file.baseline is not None and "" not in file.models[file.baseline].variants:
         problems.append(f'baseline: {file.baseline}: has no variant "", which the others are compared with; add it')
     try:
-        base = load_config(*_split(file.base))
+        check_variants(file.tasks, file.models.values())
+    except EvaluationError as error:
+        problems.append(str(error))
+    try:
+        base = load_config(*split_inputs(file.base))
     except ConfigError as error:
         raise EvaluationError("\n".join([*problems, *(f"base: {line}" for line in error.problems)])) from error
     cells: list[Cell] = []
@@ -279,11 +285,6 @@ def _without_none(value: Any) -> Any:
     return value
 
 
-def _split(texts: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Divide into files and `key=value`, as on the command line of train.py."""
-    return [text for text in texts if "=" not in text], [text for text in texts if "=" in text]
-
-
 def _data_of(config: Config, known: dict[str, DataRecord]) -> DataRecord:
     """Return the training data; `known` has earlier answers by what chose them, and gets this one."""
     flat = config.flat()
@@ -297,7 +298,7 @@ def _data_of(config: Config, known: dict[str, DataRecord]) -> DataRecord:
 
 
 def _changed(config: Config, changes: Sequence[str] | None) -> Config:
-    files, keys = _split(changes_in_tokens(changes or [], config.model.seq_length))
+    files, keys = split_inputs(changes_in_tokens(changes or [], config.model.seq_length))
     return config.override(keys, files)
 
 
@@ -313,16 +314,22 @@ def _check_tasks(
     refuse.
     """
     problems, digests, trained = [], {}, config.flat()
-    variants = [_changed(config, changes).flat() for changes in entry.variants.values()]
-    changed = [{key: value for key, value in flat.items() if value != trained[key]} for flat in variants]
+    variants = {name: _changed(config, changes).flat() for name, changes in entry.variants.items()}
+    changed = {
+        name: {key: value for key, value in flat.items() if value != trained[key]} for name, flat in variants.items()
+    }
     for name, options in file.tasks.items():
         try:
+            only, others = task_variants(options)
+            measured = [changes for variant, changes in changed.items() if only is None or variant in only]
+            if not measured:
+                continue
             (command,) = plan({name: options}, Path("run"), RESULTS)
             if command.checkpoint is None:
                 raise EvaluationError(f"tasks.{name}: measures no checkpoint; run it with `evaluate.py suite`")
             _check_arguments(command, check_data)
-            common = [name, dtype, option_arguments(name, options, config.model.seq_length)]
-            for result, changes in zip(command.files, changed, strict=True):
+            common = [name, dtype, option_arguments(name, others, config.model.seq_length)]
+            for result, changes in zip(command.files, measured, strict=True):
                 text = json.dumps([*common, changes], sort_keys=True)
                 digests[result.relative_to(RESULTS)] = sha256(text.encode()).hexdigest()[:16]
         except (EvaluationError, DataError) as error:

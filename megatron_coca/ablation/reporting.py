@@ -2,15 +2,16 @@
 
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateSyntaxError
 
-from megatron_coca.ablation.cells import State, measured_files, read_cell, read_curve, state_of
-from megatron_coca.ablation.plan import AblationFile, Cell
+from megatron_coca.ablation.cells import State, measured_files, read_cell, read_curve, recorded_data, state_of
+from megatron_coca.ablation.contrasts import Figures, published_order
+from megatron_coca.ablation.plan import AblationFile, Cell, expand, read_ablation
 from megatron_coca.evaluation.options import slug
 from megatron_coca.evaluation.report import build_report
 from megatron_coca.evaluation.report.curves import Curve
@@ -53,25 +54,39 @@ def write_report(file: AblationFile, cells: Sequence[Cell], results: Path | None
     return "\n\n".join([*lines, f"{folder / 'report.html'} is written"])
 
 
-def write_page(file: AblationFile, cells: Sequence[Cell], template: Path, page: Path) -> None:
+def figures_of_scale(path: Path, scale: str) -> Figures:
+    """Return the figures of the finished cells of another scale of the file `path`. Raises EvaluationError."""
+    file = read_ablation(path, scale)
+    recorded = recorded_data(file.results)
+    cells = expand(file, recorded=recorded) if recorded else []
+    return Figures(file, [cell for cell in cells if state_of(cell) is State.DONE])
+
+
+def write_page(
+    file: AblationFile, cells: Sequence[Cell], template: Path, page: Path, scale: Callable[[str], Figures]
+) -> None:
     """Write `page`, and the plots that it shows into `figures/NAME/` beside it, where NAME is the page's stem.
 
-    Raises EvaluationError where the template has a fault or asks for what the results do not have.
+    `scale` returns the figures of another scale of the same file, by its name. Raises EvaluationError where the
+    template has a fault or asks for what the results do not have.
     """
     with tempfile.TemporaryDirectory() as folder:
         done = [cell for cell in cells if state_of(cell) is State.DONE]
         if done:
             write_report(file, done, Path(folder))
-        text, plots = render(template, Path(folder) / FOLDER, cells, done, page.stem)
+        known = {"figures": Figures(file, done), "scale": scale, "cells": cells, "done": done}
+        text, plots = render(template, Path(folder) / FOLDER, known, page.stem)
         for name, content in plots.items():
             write_atomically(page.parent / "figures" / page.stem / f"{name}.svg", content)
     write_atomically(page, text.encode())
 
 
-def render(
-    template: Path, report: Path, cells: Sequence[Cell], done: Sequence[Cell], name: str
-) -> tuple[str, dict[str, bytes]]:
-    """Return the text of a page, and the plots that it shows by their names; `report` is the folder of a report."""
+def render(template: Path, report: Path, known: Mapping[str, Any], name: str) -> tuple[str, dict[str, bytes]]:
+    """Return the text of a page, and the plots that it shows by their names.
+
+    `report` is the folder of a report of the cells `done`, `known` what else the template can use.
+    """
+    cells, done = known["cells"], known["done"]
     content = json.loads((report / REPORT_FILE).read_bytes()) if done else {"tables": []}
     tables = {table["name"]: table for table in content["tables"]}
     plots: dict[str, bytes] = {}
@@ -91,8 +106,8 @@ def render(
         "value": lambda table, row, column: _value(_named(tables, table, template), row, column, template),
         "plot": plot,
         "costs": lambda: _costs(done),
-        "cells": cells,
-        "done": done,
+        "published_order": published_order,
+        **known,
         "missing": [cell.name for cell in cells if cell not in done],
     }
     try:

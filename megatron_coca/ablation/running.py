@@ -1,17 +1,15 @@
-"""Running cells: one child process after the other for each, several cells at a time, until all have ended."""
+"""Runs cells, several at a time; each trains and evaluates in one child process after the other."""
 
 import os
 import re
 import shlex
 import signal
-import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import NoReturn
 
 from megatron_coca.ablation import cells as files
@@ -21,13 +19,12 @@ from megatron_coca.atomic_write import exclusive_lock, write_file
 from megatron_coca.checkpoints import native
 from megatron_coca.evaluation.results import EvaluationError, check_writable
 from megatron_coca.evaluation.suite import Command, describe_exit
+from megatron_coca.program import PROGRAM
 from megatron_coca.tables import format_table
 from megatron_coca.training.exit_status import CaughtSignals, Preempted
 from megatron_coca.training.launch.processes import FORWARDED, LocalProcess
 
-ROOT = Path(__file__).resolve().parents[2]
-TRAIN = (sys.executable, "-u", str(ROOT / "train.py"))
-EVALUATE = (sys.executable, "-u", str(ROOT / "evaluate.py"))
+TRAIN, EVALUATE = (*PROGRAM, "train"), (*PROGRAM, "evaluate")
 LOG, CONFIG = "log.txt", "ablation.yml"
 POLL_SECONDS, REPORT_SECONDS = 0.2, 60.0
 LOG_TAIL = 20_000
@@ -37,7 +34,7 @@ ERROR = re.compile(r"[\w.]*(Error|Exception): ")
 
 @dataclass(frozen=True)
 class Machine:
-    """CPU cores and GPUs to divide: entries of CUDA_VISIBLE_DEVICES, and the name of a GPU, or cpu."""
+    """The CPU cores and GPUs to divide. `gpus` are entries of CUDA_VISIBLE_DEVICES, `device` a GPU's name or cpu."""
 
     cores: int
     gpus: tuple[str, ...]
@@ -58,7 +55,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Share:
-    """What one of several cells at a time may use."""
+    """The threads and GPUs of one of the cells that run at the same time."""
 
     threads: int
     gpus: tuple[str, ...]
@@ -120,7 +117,7 @@ class Job:
         return False
 
     def doing(self) -> str:
-        """One line on what is going on."""
+        """Return the present activity in one line."""
         if self._command is not None:
             return f"evaluating {self._command.task}"
         report = files.progress(self.cell.run)
@@ -133,7 +130,7 @@ class Job:
 
     @property
     def activity(self) -> str:
-        """What a line is printed for when it changes."""
+        """The present phase; a line is printed when it changes."""
         return "training" if self._command is None else f"evaluating {self._command.task}"
 
     def send(self, number: int) -> None:
@@ -232,7 +229,7 @@ def locked(cells: Sequence[Cell]) -> Iterator[None]:
         for folder in dict.fromkeys(folder for cell in cells for folder in (cell.results, cell.run)):
             lock = folder.with_name(f".{folder.name}.lock")
             check_writable(lock)
-            busy = f"{folder}: another runner has this cell to do; wait for it, or name others with --only"
+            busy = f"{folder}: another runner is working on this cell; wait for it, or name others with --only"
             locks.enter_context(exclusive_lock(lock, EvaluationError, busy, temporary=True))
         yield
 

@@ -19,7 +19,7 @@ fi
 
 ARRAY_TEXT = """\
 #!/bin/bash
-# One task of the array for each cell, written by tools/ablate.py. Options of sbatch win over those below.
+# One task of the array for each cell, written by `megatron-coca ablate`. Options of sbatch win over those below.
 # PYTHON names the interpreter (default: .venv/bin/python if it exists, else python); RUN is put before it.
 #
 # Two minutes before the time limit, and when Slurm preempts the job, training saves; the task is then requeued.
@@ -52,7 +52,7 @@ exit "$status"
 
 COLLECT_TEXT = """\
 #!/bin/bash
-# The report of all cells that are done, written by tools/ablate.py.
+# The report of all cells that are done, written by `megatron-coca ablate`.
 #SBATCH --job-name=ablation-report
 #SBATCH --ntasks=1
 #SBATCH --time=01:00:00
@@ -74,7 +74,7 @@ echo "submitted the cells as job ${{job%%;*}}"
 
 
 def write_jobs(cells: Sequence[Cell], folder: Path, command: Sequence[str], gpus: bool) -> list[Path]:
-    """Write the three scripts into `folder`; `command` is the call of tools/ablate.py without `--only`.
+    """Write the three scripts into `folder`; `command` is what follows `python` to run `ablate`, without `--only`.
 
     With `gpus` each task gets as many as a cell trains on. Raises EvaluationError where all cells are done, or nothing
     can be written.

@@ -114,7 +114,7 @@ def _records(problems: ReadingProblems, progress: bool) -> Iterator[tuple[str, d
     except ImportError as error:
         raise DataError(
             "This Python has no pydoc_data, part of its standard library. Install the full Python, or prepare a corpus "
-            "of your own with tools/prepare_data.py --input."
+            "of your own with `megatron-coca prepare --input`."
         ) from error
     origin = {"python": platform.python_version()}
     for name, text in sorted(topics.items()):

@@ -75,7 +75,7 @@ def read_header(prefix: str | Path) -> ShardHeader:
                 )
             raise DataError(
                 f"{path}: no such file. A shard is a .bin and an .idx file; give their path without the suffix, "
-                "and prepare the corpus first (python tools/prepare_data.py --help)."
+                "and prepare the corpus first (megatron-coca prepare --help)."
             )
     with idx_path.open("rb") as stream:
         raw = stream.read(HEADER.size)
@@ -148,7 +148,7 @@ class Shard:
     """A ``.bin``/``.idx`` pair, opened for reading and checked.
 
     Opening reads the whole index once, in blocks; after that index and tokens are memory maps. Of the ``.bin`` file
-    only the size is checked: ``tools/inspect_data.py verify`` finds altered tokens.
+    only the size is checked: ``megatron-coca inspect verify`` finds altered tokens.
 
     Args:
         prefix: path of the pair without ``.bin`` and ``.idx``.

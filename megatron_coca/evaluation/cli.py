@@ -1,7 +1,7 @@
 """The command line of evaluation: one subcommand for each task, whose module is imported only when it runs."""
 
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
@@ -46,17 +46,51 @@ TASKS = {
 }
 
 
-def build_parser() -> ArgumentParser:
-    parser = ArgumentParser(prog="evaluate.py", description="Evaluate a checkpoint of a run or of Hugging Face.")
+CHECKPOINT = "--checkpoint runs/350M_roformer_coca"
+EXAMPLES = {
+    "perplexity": f"{CHECKPOINT} --windows 512,1024,2048 --stride 512 --output results",
+    "passkey": f"{CHECKPOINT} --lengths 512,1024,2048 --output results",
+    "needle": f"{CHECKPOINT} --lengths 512,1024,2048 --output results",
+    "ruler": f"{CHECKPOINT} --tasks multi_key,variable_tracking --output results",
+    "lm-eval": f"{CHECKPOINT} --tasks piqa,lambada_openai --output results",
+    "analyse": f"{CHECKPOINT} --lengths 512,2048 --output results",
+    "speed": "--config configs/350M/roformer_coca.yml --lengths 512,2048 --methods rotary,coca",
+    "report": "results --output results/report",
+    "suite": "configs/evaluation/checkpoint.yml --checkpoint CoCA=runs/350M_roformer_coca --output results/coca",
+}
+"""Options of each task, for its help."""
+
+
+def example(*tasks: str) -> str:
+    lines = [f"    megatron-coca evaluate {task} {EXAMPLES[task]}" for task in tasks]
+    return "\n".join(["for example:", *lines])
+
+
+def parser() -> ArgumentParser:
+    """The command line."""
+    parser = ArgumentParser(
+        prog="megatron-coca evaluate",
+        description="Evaluate a checkpoint of a run or of Hugging Face.",
+        epilog=example(*TASKS),
+        formatter_class=RawDescriptionHelpFormatter,
+    )
     subparsers = parser.add_subparsers(dest="task", required=True)
     for name, task in TASKS.items():
-        task.add_arguments(subparsers.add_parser(name, help=task.help, description=task.help, allow_abbrev=False))
+        added = subparsers.add_parser(
+            name,
+            help=task.help,
+            description=task.help,
+            epilog=example(name),
+            formatter_class=RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        task.add_arguments(added)
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one task; the exit status is 2 if the user can correct something, or if a requested result is missing."""
-    args = build_parser().parse_args(arguments)
+    args = parser().parse_args(arguments)
     from megatron_coca.attention.inputs import BackendError
     from megatron_coca.checkpoints import CheckpointError
     from megatron_coca.config import ConfigError
@@ -65,8 +99,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return TASKS[args.task].run(args)
     except (ConfigError, DataError, CheckpointError, BackendError, EvaluationError) as error:
-        print(f"evaluate.py: {error}", file=sys.stderr)
+        print(f"megatron-coca evaluate: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("evaluate.py: interrupted; run the same command again to resume", file=sys.stderr)
+        print("megatron-coca evaluate: interrupted; run the same command again to resume", file=sys.stderr)
         return INTERRUPTED

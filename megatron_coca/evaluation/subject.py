@@ -196,7 +196,10 @@ class Evaluation:
                 print(table(store.result), flush=True)
             for missing in store.noted:
                 self.status = 2
-                print(f"evaluate.py: {header.label}: {missing.at}: {missing.kind}: {missing.reason}", file=sys.stderr)
+                print(
+                    f"megatron-coca evaluate: {header.label}: {missing.at}: {missing.kind}: {missing.reason}",
+                    file=sys.stderr,
+                )
 
 
 @contextmanager

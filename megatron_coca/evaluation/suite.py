@@ -11,7 +11,7 @@ from argparse import Action, ArgumentParser, Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from pydantic import Field, ValidationError, field_validator
 
@@ -27,6 +27,7 @@ from megatron_coca.evaluation.results import (
     check_writable,
     write_atomically,
 )
+from megatron_coca.program import PROGRAM
 from megatron_coca.safe_yaml import YamlFault, read_yaml
 
 MULTIPLES = re.compile(r"\d+L(/[1-9]\d*)?(,\d+L(/[1-9]\d*)?)*")
@@ -50,7 +51,8 @@ class CheckpointEntry(Record):
 class SuiteFile(Record):
     """A suite: `tasks` are subcommands with their options, named as on the command line.
 
-    To repeat a task, add a word after the subcommand: "perplexity", "perplexity repeated".
+    To repeat a task, add a word after the subcommand: "perplexity", "perplexity repeated". The option `variants` limits
+    a task to those of a checkpoint's variants.
     """
 
     title: str
@@ -63,6 +65,11 @@ class SuiteFile(Record):
         if not isinstance(given, Mapping):
             return given
         return {name: {"path": entry} if isinstance(entry, str) else entry or {} for name, entry in given.items()}
+
+
+class HasVariants(Protocol):
+    @property
+    def variants(self) -> Mapping[str, list[str] | None]: ...
 
 
 @dataclass(frozen=True)
@@ -90,6 +97,7 @@ def run(args: Namespace) -> int:
     page = args.output / "report" / "report.html"
     check_writable(page)
     resolve_device(args.device)
+    check_variants(suite.tasks, suite.checkpoints.values())
     lengths, unusable = training_lengths(suite)
     planned = plan_commands(suite, lengths, args.output / "results", args.device, args.dtype)
     problems = [f"{name}: {problem}" for name, problem in unusable.items()]
@@ -98,7 +106,7 @@ def run(args: Namespace) -> int:
     if measured:
         print(f"\n{build_report(measured, page.parent, suite.title)}\n\n{page} is written")
     for problem in problems:
-        print(f"evaluate.py: {problem}", file=sys.stderr)
+        print(f"megatron-coca evaluate: {problem}", file=sys.stderr)
     return 2 if problems else 0
 
 
@@ -124,7 +132,13 @@ def validated(path: Path, content: Any, kind: type[RecordType], what: str) -> Re
     try:
         return kind.model_validate(content)
     except ValidationError as error:
-        lines = [f"{'.'.join(map(str, fault['loc'])) or 'file'}: {fault['msg']}" for fault in error.errors()]
+        known = f"; the keys of {what} are {', '.join(kind.model_fields)}"
+        said = {"extra_forbidden": "unknown key", "missing": "not set, and needed"}
+        lines = [
+            f"{'.'.join(map(str, fault['loc'])) or 'file'}: {said.get(fault['type'], fault['msg'])}"
+            + (known if fault["type"] == "extra_forbidden" and len(fault["loc"]) == 1 else "")
+            for fault in error.errors()
+        ]
         raise EvaluationError(f"{path}: is not {what}: {'; '.join(lines)}") from error
 
 
@@ -173,6 +187,7 @@ def plan_commands(
             if key.replace("_", "-") in reserved:
                 raise EvaluationError(f"tasks.{name}.{key}: is set by the suite; remove it")
         folder = results / slug(word) if word.strip() else results
+        only, options = task_variants(options)
         common = ["--device", device]
         if not MEASUREMENTS[task].of_checkpoint:
             file = folder / f"{task}.json"
@@ -181,13 +196,16 @@ def plan_commands(
             continue
         for label, length in lengths.items():
             entry = suite.checkpoints[label]
+            variants = {name: changes for name, changes in entry.variants.items() if only is None or name in only}
+            if not variants:
+                continue
             arguments = [task, "--checkpoint", str(entry.path), "--label", label]
             arguments += [*common, "--dtype", dtype, "--output", str(folder)]
             arguments += ["--set", *changes_in_tokens(entry.set, length)] if entry.set else []
-            for variant, changes in entry.variants.items():
+            for variant, changes in variants.items():
                 arguments += ["--variant", variant, *changes_in_tokens(changes or [], length)]
             arguments += option_arguments(name, options, length)
-            files = [folder / f"{task}_{slug(full_label(label, variant))}.json" for variant in entry.variants]
+            files = [folder / f"{task}_{slug(full_label(label, variant))}.json" for variant in variants]
             planned.append(Command(name, label, tuple(arguments), tuple(files)))
     owners: dict[Path, str | None] = {}
     for file, checkpoint in ((file, command.checkpoint) for command in planned for file in command.files):
@@ -198,6 +216,23 @@ def plan_commands(
             )
         owners[file] = checkpoint
     return planned
+
+
+def task_variants(options: Mapping[str, Any] | None) -> tuple[list[str] | None, dict[str, Any]]:
+    """Return the variants that a task is limited to, None for all, and its other options."""
+    others = dict(options or {})
+    return others.pop("variants", None), others
+
+
+def check_variants(tasks: Mapping[str, Mapping[str, Any] | None], entries: Iterable[HasVariants]) -> None:
+    """Raise EvaluationError where the option `variants` of a task is not a list of names that an entry has."""
+    known = dict.fromkeys(name for entry in entries for name in entry.variants)
+    for task, options in tasks.items():
+        only, _ = task_variants(options)
+        if not isinstance(only, list | None) or (unknown := [name for name in only or () if name not in known]):
+            names = ", ".join(json.dumps(name) for name in known)
+            wrong = json.dumps(only if not isinstance(only, list) else unknown[0])
+            raise EvaluationError(f"tasks.{task}.variants: {wrong}: must be a list of variants; known: {names}")
 
 
 def option_arguments(task: str, options: Mapping[str, Any] | None, length: int | None) -> list[str]:
@@ -266,8 +301,8 @@ def run_commands(commands: Iterable[Command]) -> list[str]:
         if command.checkpoint is None and all(file.is_file() for file in command.files):
             print(f"# {command.task}: {command.files[0]} exists already")
             continue
-        print(f"\n$ {shlex.join(['python', 'evaluate.py', *command.arguments])}", flush=True)
-        status = run_to_its_end([sys.executable, "-m", "megatron_coca.evaluation", *command.arguments])
+        print(f"\n$ {shlex.join(['megatron-coca', 'evaluate', *command.arguments])}", flush=True)
+        status = run_to_its_end([*PROGRAM, "evaluate", *command.arguments])
         if status == 2:  # the command said what is missing
             problems.append(f"{command.name}: incomplete, see its messages above")
         elif status != 0:

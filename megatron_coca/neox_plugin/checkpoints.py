@@ -40,7 +40,7 @@ POSITIONS = (*FIXED, "rotary_emb_base", *EXTENDING)
 NOTE = "MEGATRON_COCA.md"
 """A file in the step's folder that documents how to use the weights."""
 
-CONVERTER = "python tools/convert_to_huggingface.py CHECKPOINT FOLDER"
+CONVERTER = "megatron-coca export huggingface CHECKPOINT FOLDER"
 """Replacement of GPT-NeoX's tools/ckpts/convert_neox_to_hf.py, in this repository."""
 
 
@@ -150,7 +150,7 @@ weights. To make it fail instead, the weights `attention.{PLAIN}*` are called
 missing. Do not rename them. Use
 
 - for Hugging Face transformers: `{CONVERTER}`
-- for megatron_coca: this folder as `load`, or `python tools/import_checkpoint.py CHECKPOINT FOLDER`
+- for megatron_coca: this folder as `load`, or `megatron-coca import CHECKPOINT FOLDER`
 - for GPT-NeoX: `python -m megatron_coca.neox_plugin deepy.py ...` with the YAML files in `configs`
 
 from the repository of megatron_coca. CHECKPOINT is this folder or its parent, FOLDER is the output.

@@ -75,7 +75,7 @@ class Corpus:
 def open_corpus(config: Config) -> Corpus:
     """Open the shards of the configuration; without any, the built-in corpus, prepared at first use.
 
-    Opening a shard checks the sizes of its files and its index, not its tokens (`tools/inspect_data.py verify` does).
+    Opening a shard checks the sizes of its files and its index, not its tokens (`megatron-coca inspect verify` does).
     Test shards are not read in training, but their headers are checked, so that a wrong path is reported at the start.
 
     Raises:

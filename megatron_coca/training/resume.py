@@ -404,9 +404,9 @@ def _refuse_other_tokenizer(source: OpenedCheckpoint, config: Config, ours: Toke
     if not same:
         raise CheckpointError(
             f"{source.folder}: the weights were trained with another tokenizer than the data of this run: {sides}; "
-            "prepare the data with the tokenizer of the checkpoint (tools/prepare_data.py --tokenizer-type ... "
+            "prepare the data with the tokenizer of the checkpoint (megatron-coca prepare --tokenizer-type ... "
             "--vocab-file ...), or, if they are to learn the new one, import them with it first "
-            "(tools/import_checkpoint.py ... --set tokenizer_type=... vocab_file=...)"
+            "(megatron-coca import ... --set tokenizer_type=... vocab_file=...)"
         )
     if theirs is None and ours is not None:
         message = "cannot verify that the weights of %s were trained with the tokenizer of this run's data (%s)"

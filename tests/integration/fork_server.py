@@ -1,24 +1,21 @@
 """A process that has imported everything and forks training processes: what costs seconds is done once.
 
 Reads one request a line from standard input, {"arguments": [...], "environments": [{...}, ...], "hooks": [...],
-"output": "FILE"}, forks a process of train.py's main for each environment into a process group of their own, answers
+"output": "FILE"}, forks a process of `train` for each environment into a process group of their own, answers
 with the group's number, and once all have ended with their exit statuses (minus the signal for one that was killed).
 Like a launcher it kills the rest some time after one has failed. Hooks are put in before main (hooks.py).
 """
 
 import json
 import os
-import runpy
 import signal
 import sys
 import time
 import traceback
-from pathlib import Path
 from typing import Any
 
 from tests.integration.hooks import Hook, install
 
-ROOT = Path(__file__).parents[2]
 APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 SETTLE = 20.0
 """Seconds that the other ranks have to end by themselves."""
@@ -77,8 +74,8 @@ def ended(ranks: list[int]) -> list[int]:
 
 
 if __name__ == "__main__":
-    train_main = runpy.run_path(str(ROOT / "train.py"))["main"]
     import megatron_coca.training.trainer  # noqa: F401
+    from megatron_coca.commands.train import main as train_main
 
     print("ready", flush=True)
     serve(train_main)

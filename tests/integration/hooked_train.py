@@ -1,9 +1,8 @@
-"""train.py with the hooks of the variable HOOKS in every process that trains, whoever starts it."""
+"""`megatron-coca train` with the hooks of the variable HOOKS in every process that trains, whoever starts it."""
 
 import importlib
 import json
 import os
-import runpy
 import sys
 from pathlib import Path
 
@@ -11,11 +10,11 @@ ROOT = Path(__file__).parents[2]
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
+    from megatron_coca.commands import train
     from tests.integration.hooks import Hook, install
 
-    main = runpy.run_path(str(ROOT / "train.py"))["main"]
-    main.__globals__["__file__"] = __file__  # what a launcher starts
+    train.MAIN = __file__  # what a launcher starts
     if "RANK" in os.environ or "--num_gpus" not in sys.argv:
         importlib.import_module("megatron_coca.training.trainer")
         install([Hook(*hook) for hook in json.loads(os.environ["HOOKS"])], int(os.environ.get("RANK", "0")))
-    sys.exit(main([each for each in sys.argv[1:] if Path(each).name != "train.py"]))
+    sys.exit(train.main([each for each in sys.argv[1:] if Path(each).name not in ("train.py", "train")]))

@@ -24,11 +24,11 @@ def test_tiny_from_nothing_to_the_report(tmp_path: Path, monkeypatch: pytest.Mon
     ablation.kill_when(ablation.start(file, tmp_path, "--jobs", "2"), saved_once)
     assert not list(results.glob("*/curve.json"))
     output = ablation.finish(file, tmp_path, "--jobs", "2")
-    assert any("resuming at step 100" in log.read_text() for log in runs.glob("*/log.txt"))
+    assert any("resuming at step 50" in log.read_text() for log in runs.glob("*/log.txt"))
 
     cells = [json.loads(path.read_text()) for path in results.glob("*/cell.json")]
     assert [cell["status"] for cell in cells] == ["done"] * CELLS and {cell["seed"] for cell in cells} == {1234, 1235}
-    assert {cell["tokens"] for cell in cells} == {300 * 64 * 64}
+    assert {cell["tokens"] for cell in cells} == {150 * 64 * 64}
     measured = [
         json.loads(path.read_text()) for path in results.glob("*/perplexity_*.json") if ".cost" not in path.name
     ]

@@ -1,7 +1,6 @@
 """evaluate.py on a small checkpoint: command line to result file, and every user error as one message."""
 
 import json
-import runpy
 from pathlib import Path
 
 import pytest
@@ -10,12 +9,11 @@ import torch
 from megatron_coca.config import load_config
 from megatron_coca.data import load_tokenizer
 from megatron_coca.evaluation import PerplexityResult, perplexity
+from megatron_coca.evaluation.cli import main
 from megatron_coca.evaluation.perplexity import score_document
 from megatron_coca.evaluation.results import Missing, cost_path, read_costs, write_record
 from megatron_coca.model import GPT
 from tests.checkpoint_files import write_checkpoint
-
-main = runpy.run_path(str(Path(__file__).parents[2] / "evaluate.py"))["main"]
 
 MODEL = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 16, "vocab_size": 512}
 MODEL |= {"no_weight_tying": True, "pos_emb": "coca", "tokenizer_type": "CharLevelTokenizer"}

@@ -1,11 +1,10 @@
 """Input that cannot be used: exit status 2, one message that names it, and nothing lost or overwritten.
 
-Most faults run train.py's main in this process, which joins a process group of one as any run does, because starting a
+Most faults run `train` in this process, which joins a process group of one as any run does, because starting a
 process takes seconds. What trains, or fails on two ranks, uses processes of its own: DeepSpeed starts once a process.
 """
 
 import os
-import runpy
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -18,10 +17,10 @@ import torch
 from filelock import FileLock, Timeout
 
 from megatron_coca.checkpoints import native
+from megatron_coca.commands.train import main
 from megatron_coca.data import DataError
 from megatron_coca.data.shards import ShardWriter
 
-ROOT = Path(__file__).parents[2]
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "SLURM_")
 
 
@@ -77,11 +76,10 @@ Attempt = Callable[..., tuple[int, str]]
 def attempt(
     small: dict[str, Any], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Attempt]:
-    """attempt(changes): status and output of train.py's main on `small` with changed keys, in this process."""
+    """attempt(changes): status and output of the main of `train` on `small` with changed keys, in this process."""
     environment, threads = dict(os.environ), torch.get_num_threads()
     for name in [name for name in os.environ if name.startswith(LAUNCHER_VARIABLES)]:
         monkeypatch.delenv(name)
-    main = runpy.run_path(str(ROOT / "train.py"))["main"]
 
     def run(changes: dict[str, Any]) -> tuple[int, str]:
         capfd.readouterr()

@@ -20,11 +20,11 @@ from megatron_coca import load_model
 from megatron_coca.checkpoints import open_checkpoint
 from megatron_coca.checkpoints.exports.huggingface import export
 from megatron_coca.checkpoints.importing import import_checkpoint
+from megatron_coca.commands.train_stages import plan, run_stages, run_train
 from megatron_coca.data import CorpusSource, Execution, Rules, SourceSpec, load_tokenizer, prepare
 from megatron_coca.evaluation import sliding_window_perplexity
 from tests.conftest import LAUNCHER_VARIABLES, ROOT, VOCABULARY, command_line
 from tests.plain_perplexity import plain_loop
-from tools.train_stages import plan, run_stages, run_train
 
 pytestmark = pytest.mark.slow  # test_chain.py has the stages, test_trained_parts.py what each of them trains
 

@@ -68,7 +68,7 @@ LAYOUTS = [
         for name, keys, moments in (
             ("ZeRO 0 in two processes", {}, SHORTER),
             ("ZeRO 1 in two processes", {"zero_stage": 1}, SHORTER),
-            ("ZeRO 2 in two processes", {"zero_stage": 2}, tuple(MOMENTS)),
+            ("ZeRO 2 in two processes", {"zero_stage": 2}, SHORTER),
             ("ZeRO 3 in two processes", {"zero_stage": 3}, tuple(MOMENTS)),
             ("two pipeline stages", {"pipe_parallel_size": 2}, tuple(MOMENTS)),
             ("two tensor ranks", {"model_parallel_size": 2}, SHORTER),
@@ -101,7 +101,8 @@ def test_an_interrupted_run_ends_as_one_never_stopped(
         killed = live(KEYS | keys | {"save": str(run)}, [hook], ranks, expected=None)
         assert killed.status == -signal.SIGKILL, f"not reached: {name}\n{killed.output[-2000:]}"
     live(KEYS | keys | {"save": str(run)}, ranks=ranks)
-    assert native.steps(run) == [STEPS - 2, STEPS] and not list(run.glob("*.partial"))
+    # A launch that is killed in the removal after its last save leaves an old checkpoint, and nothing to train.
+    assert native.steps(run)[-2:] == [STEPS - 2, STEPS] and not list(run.glob("*.partial"))
     assert_same_end(open_run(run), open_run(whole), assert_same_state)
 
 

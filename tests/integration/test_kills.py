@@ -1,4 +1,7 @@
-"""SIGKILL at random moments, inside saves too: rerunning the command resumes, and ends as a run never killed."""
+"""SIGKILL at random moments, inside saves too: rerunning the command resumes, and ends as a run never killed.
+
+`--kills 100` kills a run of one process 100 times and runs of two processes 20 times each.
+"""
 
 from itertools import count
 from pathlib import Path
@@ -22,17 +25,25 @@ def final_hashes(run: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "keys", "kills"),
+    ("ranks", "keys", "share"),
     [
-        pytest.param(1, {}, 3, id="3"),
-        pytest.param(1, {}, 100, id="100", marks=pytest.mark.slow),
-        pytest.param(2, {"zero_stage": 1}, 20, id="ZeRO 1 in two processes", marks=pytest.mark.slow),
-        pytest.param(2, {"zero_stage": 3}, 20, id="ZeRO 3 in two processes", marks=pytest.mark.slow),
+        pytest.param(1, {}, None, id="3"),
+        pytest.param(1, {}, 1, id="many", marks=pytest.mark.slow),
+        pytest.param(2, {"zero_stage": 1}, 5, id="ZeRO 1 in two processes", marks=pytest.mark.slow),
+        pytest.param(2, {"zero_stage": 3}, 5, id="ZeRO 3 in two processes", marks=pytest.mark.slow),
     ],
 )
 def test_a_killed_run_ends_as_one_never_killed(
-    ranks: int, keys: dict[str, Any], kills: int, server: ForkServer, tmp_path: Path, open_run: Any
+    ranks: int,
+    keys: dict[str, Any],
+    share: int | None,
+    server: ForkServer,
+    tmp_path: Path,
+    open_run: Any,
+    pytestconfig: pytest.Config,
 ) -> None:
+    kills = 3 if share is None else pytestconfig.getoption("--kills") // share
+
     def start(changes: Any) -> Any:
         return server.start(KEYS | keys | dict(changes), ranks)
 

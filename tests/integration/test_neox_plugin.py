@@ -244,7 +244,7 @@ def test_upstreams_converter_refuses_what_the_plugin_trained(
     found = convert(step)
     assert found.status == 1 and "KeyError" in found.output and "attention.query_key_value.weight" in found.output
     found = convert(step, *PLUGIN)
-    assert found.status == 2 and "tools/convert_to_huggingface.py" in found.output.splitlines()[-1]
+    assert found.status == 2 and "megatron-coca export huggingface" in found.output.splitlines()[-1]
     assert not (tmp_path / "out").exists() and (step / "MEGATRON_COCA.md").is_file()
     assert convert(plain).status == 0
     for path in (plain / "configs").iterdir():

@@ -18,8 +18,8 @@ import pytest
 import zstandard
 from pyarrow import parquet
 
+from megatron_coca.commands import prepare
 from megatron_coca.data import Shard, load_saved_tokenizer
-from tools import prepare_data
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -148,7 +148,7 @@ def test_a_recipe_is_prepared_and_its_faults_are_named(tmp_path: Path) -> None:
     done = run_tool(tmp_path / "recipe.yml", "--root", tmp_path, "--output", tmp_path / "out")
     assert done.returncode == 0 and "a train: 3 documents" in done.stdout, done.stderr
     assert "No valid document, so a run reports no validation loss; raise valid_fraction" in done.stdout
-    assert "Train with: python train.py" in done.stdout
+    assert "Train with: megatron-coca train" in done.stdout
     (tmp_path / "recipe.yml").write_text("sources: {a: {path: [a.txt]}}\n")
     done = run_tool(tmp_path / "recipe.yml", "--output", tmp_path / "o")
     assert done.returncode == 2 and "sources.a.path: unknown key; did you mean paths?" in done.stderr
@@ -177,7 +177,7 @@ def test_bad_commands_end_with_status_2(
     arguments: tuple[object, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:
-        status = prepare_data.main([*map(str, arguments)])
+        status = prepare.main([*map(str, arguments)])
     except SystemExit as error:  # of argparse
         status = error.code
     assert status == 2 and message in capsys.readouterr().err
@@ -186,7 +186,7 @@ def test_bad_commands_end_with_status_2(
 MEASURED = """
 import pathlib, resource, sys
 sys.path.insert(0, sys.argv.pop(1))
-from tools.prepare_data import main
+from megatron_coca.commands.prepare import main
 
 def status(name):
     lines = pathlib.Path("/proc/self/status").read_text().splitlines()
@@ -259,6 +259,8 @@ def test_a_record_that_the_memory_does_not_suffice_for_is_named(tmp_path: Path) 
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"".join(json_lines(40)))
     done = measured(path, tmp_path / "out", 300 << 20)
-    assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith(f"error: {path}:2: not enough memory")
+    assert done.returncode == 2 and done.stderr.splitlines()[-1].startswith(
+        f"megatron-coca prepare: {path}:2: not enough memory"
+    )
     assert "max_record_mib" in done.stderr and "Traceback" not in done.stderr
     assert finished(command(path, tmp_path / "out", "--tokenizer-type", "CharLevelTokenizer", "--max-record-mib", 8))

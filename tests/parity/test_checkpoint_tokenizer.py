@@ -19,6 +19,8 @@ from megatron_coca.checkpoints import CheckpointError, load_model, open_checkpoi
 from megatron_coca.checkpoints.exports.huggingface import export
 from megatron_coca.checkpoints.exports.neox import export_neox
 from megatron_coca.checkpoints.importing import import_checkpoint
+from megatron_coca.commands import export as export_command
+from megatron_coca.commands import import_checkpoint as import_tool
 from megatron_coca.config import load_config
 from megatron_coca.data import DataError, load_tokenizer, train_sentencepiece
 from megatron_coca.evaluation.options import SubjectOptions, Variant
@@ -26,8 +28,6 @@ from megatron_coca.evaluation.subject import Subject, open_source
 from megatron_coca.model import build_model, generate
 from tests.neox_files import write_neox
 from tests.parity.exported import modules_cache
-from tools import convert_to_huggingface, convert_to_neox
-from tools import import_checkpoint as import_tool
 
 pytestmark = pytest.mark.usefixtures("modules_cache")
 __all__ = ["modules_cache"]
@@ -99,6 +99,7 @@ PLACES: dict[str, Callable[[Path, Path, dict[str, Any]], tuple[Path, list[str]]]
 }
 ROUTES = ("exported", "imported and exported")
 WAYS = list(zip(PLACES, ROUTES * 2, strict=True))
+TOOLS = [(import_tool, []), (export_command, ["neox"]), (export_command, ["huggingface"])]
 
 
 def exported(folder: Path, said: list[str], route: str, place: Path) -> Path:
@@ -107,7 +108,7 @@ def exported(folder: Path, said: list[str], route: str, place: Path) -> Path:
     if route != "exported":
         assert import_tool.main([str(folder), str(place / "imported"), *setting]) == 0
         folder, setting = place / "imported", []
-    assert convert_to_huggingface.main([str(folder), str(place / "out"), *setting]) == 0
+    assert export_command.main(["huggingface", str(folder), str(place / "out"), *setting]) == 0
     return place / "out"
 
 
@@ -165,8 +166,8 @@ def test_without_its_tokenizer_the_remedy_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = saved(tmp_path / "save", KEYS, tokenizer_type="HFTokenizer", vocab_file="/elsewhere/tokens.json")
-    for tool in (import_tool, convert_to_neox, convert_to_huggingface):
-        assert tool.main([str(folder), str(tmp_path / tool.__name__)]) == 0
+    for number, (tool, layout) in enumerate(TOOLS):
+        assert tool.main([*layout, str(folder), str(tmp_path / f"{number}")]) == 0
         told = capsys.readouterr().err
         assert "records HFTokenizer with vocab_file /elsewhere/tokens.json, which cannot be read here" in told
         assert (
@@ -177,13 +178,13 @@ def test_without_its_tokenizer_the_remedy_is_named(
     assert "which cannot be read here" in caplog.text and f"or put its file into {folder}" in caplog.text
 
 
-@pytest.mark.parametrize("tool", [import_tool, convert_to_neox, convert_to_huggingface])
+@pytest.mark.parametrize(("tool", "layout"), TOOLS)
 def test_a_named_tokenizer_that_cannot_be_opened_ends_a_tool_with_its_message(
-    tool: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tool: ModuleType, layout: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, said = saved(tmp_path / "save", KEYS), ["tokenizer_type=HFTokenizer", "vocab_file=none.json"]
-    assert tool.main([str(folder), str(tmp_path / "out"), "--set", *said]) == 2
-    assert ".py: none.json: cannot read the tokenizer" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert tool.main([*layout, str(folder), str(tmp_path / "out"), "--set", *said]) == 2
+    assert ": none.json: cannot read the tokenizer" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 def test_tokenizers_that_do_not_fit(vocabulary: Path, tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ from megatron_coca.ablation import plan
 from megatron_coca.ablation.plan import configured, expand, read_ablation
 from megatron_coca.config import Config, load_config
 from megatron_coca.config.model import MAP_OPTIONS, SCALING_OPTIONS, PositionMethod
-from megatron_coca.evaluation.cli import build_parser
+from megatron_coca.evaluation.cli import parser
 from megatron_coca.evaluation.options import full_label
-from megatron_coca.evaluation.suite import changes_in_tokens, option_arguments, read_suite
+from megatron_coca.evaluation.suite import changes_in_tokens, option_arguments, read_suite, task_variants
 from megatron_coca.model.build import empty_model
 from megatron_coca.safe_yaml import read_yaml
 
@@ -22,7 +22,7 @@ FILES = sorted((ROOT / "configs" / "ablations").glob("*.yml"))
 SCALES = ("tiny", "small", "350M")
 STUDY = ROOT / "configs" / "study" / "methods.yml"
 GRID = [pytest.param(file, scale, id=f"{file.stem}-{scale}") for file in FILES for scale in SCALES]
-GRID += [pytest.param(STUDY, None, id="study")]
+GRID += [pytest.param(STUDY, scale, id=f"study-{scale}") for scale in ("1M", "250k")]
 
 
 def loaded(changes: list[str] | None, base: Config) -> Config:
@@ -59,13 +59,19 @@ def test_every_file_is_a_grid_of_cells(file: Path, scale: str | None) -> None:
     assert len(cells) == len(ablation.models) * len(ablation.seeds)
     assert ablation.baseline in ablation.models and len(ablation.seeds) >= (1 if scale == "350M" else 2)
     files = {file.name for cell in cells for command in cell.commands for file in command.files}
-    labels = [full_label(name, label) for name, entry in ablation.models.items() for label in entry.variants]
-    tasks = {task.partition(" ")[0] for task in ablation.tasks}
-    assert len(files) == len(labels) * len(tasks), "a label of its own in the report, also as a file name"
+    only = {task.partition(" ")[0]: task_variants(options)[0] for task, options in ablation.tasks.items()}
+    labels = [
+        (task, full_label(name, label))
+        for task, variants in only.items()
+        for name, entry in ablation.models.items()
+        for label in entry.variants
+        if variants is None or label in variants
+    ]
+    assert len(files) == len(labels), "a label of its own in the report, also as a file name"
     for cell in cells:
         length = cell.config.model.seq_length
         for command in cell.commands:
-            args = build_parser().parse_args(command.arguments)
+            args = parser().parse_args(command.arguments)
             lengths = getattr(args, "windows", None) or args.lengths
             assert max(lengths) <= 64 * length and len(set(lengths)) == len(lengths)
 
@@ -142,7 +148,8 @@ def test_scale_350m_is_the_published_recipe() -> None:
 def test_tiny_is_the_quickstart() -> None:
     tiny = load_config(ROOT / "configs/ablations/bases/tiny.yml").flat()
     quickstart = load_config(ROOT / "configs/quickstart/roformer.yml").flat()
-    assert {key for key in tiny if tiny[key] != quickstart[key]} == {"save", "keep_last_n_checkpoints", "eval_interval"}
+    others = {"save", "keep_last_n_checkpoints", "eval_interval", "train_iters", "checkpoint_factor"}
+    assert {key for key in tiny if tiny[key] != quickstart[key]} == others
 
 
 def test_tables_1_and_2_at_350m_are_measured_as_by_the_suite_of_the_paper() -> None:
@@ -150,7 +157,7 @@ def test_tables_1_and_2_at_350m_are_measured_as_by_the_suite_of_the_paper() -> N
     suite = read_suite(ROOT / "configs/evaluation/paper_350m.yml").tasks
     for task in ours:
         calls = (option_arguments(task, options[task], 512) for options in (ours, suite))
-        given, published = (build_parser().parse_args([task, "--checkpoint", "runs/x", *call]) for call in calls)
+        given, published = (parser().parse_args([task, "--checkpoint", "runs/x", *call]) for call in calls)
         if task == "perplexity":
             assert published.max_length == max(given.windows), "the default"
             given.max_length = published.max_length

@@ -1,13 +1,14 @@
 """Pages that are written from the results of an ablation, and the study's."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from megatron_coca.ablation import plan
 from megatron_coca.ablation.cells import recorded_data
-from megatron_coca.ablation.reporting import render, write_page
+from megatron_coca.ablation.reporting import figures_of_scale, render, write_page
 from megatron_coca.evaluation.results import EvaluationError
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +33,7 @@ def report(tmp_path: Path) -> Path:
 def rendered(text: str, report: Path) -> tuple[str, dict[str, bytes]]:
     template = report.parent / "page.md.j2"
     template.write_text(text)
-    return render(template, report, [], [object()], "study")  # type: ignore[list-item]
+    return render(template, report, {"cells": [], "done": [object()]}, "study")
 
 
 def test_tables_values_and_plots(report: Path) -> None:
@@ -68,10 +69,14 @@ def test_what_the_results_do_not_have_is_an_error(text: str, message: str, repor
         rendered(text, report)
 
 
-def test_the_page_of_the_study_is_what_its_results_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("scale", "page"), [("1M", "study.md"), ("250k", "study_250k.md")])
+def test_a_page_of_the_study_is_what_its_results_say(
+    scale: str, page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without the corpus, which is not part of the repository."""
     monkeypatch.chdir(ROOT)
-    file = plan.read_ablation(Path("configs/study/methods.yml"))
+    path = Path("configs/study/methods.yml")
+    file = plan.read_ablation(path, scale)
     cells = plan.expand(file, recorded=recorded_data(file.results))
-    write_page(file, cells, Path("configs/study/page.md.j2"), tmp_path / "study.md")
-    assert (tmp_path / "study.md").read_text() == (ROOT / "docs/study.md").read_text()
+    write_page(file, cells, Path("configs/study/page.md.j2"), tmp_path / page, partial(figures_of_scale, path))
+    assert (tmp_path / page).read_text() == (ROOT / "docs" / page).read_text()

@@ -102,8 +102,13 @@ def test_states_from_files(tmp_path: Path, small: dict[str, Any]) -> None:
     (folder / "manifest.json").unlink()
     assert state_of(one) is State.DONE, "the results are kept without the checkpoint"
     assert state_of(replace(one, measurements={Path("perplexity_m.json"): "other options"})) is State.FAILED
+    (one.results / "perplexity_m.json").write_text('{"cells": [')
+    assert state_of(one) is State.FAILED, "a truncated file is no result"
     (one.results / "perplexity_m.json").unlink()
     assert state_of(one) is State.FAILED
+    (one.results / "cell.json").write_text('{"model"')
+    with pytest.raises(EvaluationError, match="cell.json: is not the record of a cell .* or remove it"):
+        state_of(one)
 
 
 def test_a_failed_cell_stops_no_other(
@@ -160,7 +165,7 @@ def test_a_signal_ends_the_children_and_a_second_runner_is_refused(tmp_path: Pat
     with pytest.raises(Preempted, match="preempted \\(SIGTERM\\); the same command resumes"):
         run_cells([one], MACHINE, 1)
     other.join()
-    assert time.monotonic() - start < 30 and "another runner has this cell to do" in refused[0]
+    assert time.monotonic() - start < 30 and "another runner is working on this cell" in refused[0]
     assert read_cell(one).status == "started"
     assert files.progress(one.run) == files.Progress(6, 4.0, None)
 

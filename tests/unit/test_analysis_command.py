@@ -1,7 +1,6 @@
 """evaluate.py analyse: the same numbers whatever the order, what is sampled, and plots of everything there can be."""
 
 import json
-import runpy
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,11 +24,11 @@ from megatron_coca.evaluation.analysis.measuring import (
     summarise_decay,
 )
 from megatron_coca.evaluation.analysis.records import FIGURES, AnalysisResult
+from megatron_coca.evaluation.cli import main
 from megatron_coca.evaluation.results import read_costs, read_record
 from tests.checkpoint_files import write_checkpoint
 from tests.unit.report_cases import analysis
 
-ROOT = Path(__file__).parents[2]
 MODEL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 16, "vocab_size": 512}
 MODEL |= {"no_weight_tying": True, "tokenizer_type": "CharLevelTokenizer"}
 
@@ -45,7 +44,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture
 def analyse(tmp_path: Path) -> Any:
     """analyse(checkpoint, file name, option, ...): the exit status."""
-    main = runpy.run_path(str(ROOT / "evaluate.py"))["main"]
     text = tmp_path / "text.jsonl"
     sentences = ["It is a truth universally acknowledged. " * 3, "Call me Ishmael, some years ago. " * 3]
     text.write_text("".join(json.dumps({"text": sentence}) + "\n" for sentence in sentences))

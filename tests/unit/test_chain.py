@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from megatron_coca.checkpoints import CheckpointError, native, open_checkpoint
+from megatron_coca.commands.train_stages import main, plan, run_stages, run_train
 from megatron_coca.config import ConfigError, load_config
-from tools.train_stages import ROOT, main, plan, run_stages, run_train
 
+ROOT = Path(__file__).parents[2]
 COMMON = "num_layers: 1\nhidden_size: 8\nnum_attention_heads: 1\nseq_length: 8\ntrain_iters: 5\n"
 
 
@@ -26,7 +27,7 @@ def files(tmp_path: Path) -> list[str]:
 
 
 class Trainings:
-    """Stands for train.py: notes what it is given and leaves checkpoints."""
+    """Stands for `megatron-coca train`: notes what it is given and leaves checkpoints."""
 
     def __init__(self, folder: Path, reached: int = 5, statuses: Sequence[int] = (), keys: Sequence[str] = ()) -> None:
         self.keys = keys
@@ -117,7 +118,7 @@ def test_a_chain_that_does_not_hold_is_refused_before_it_starts(
     files = [write(tmp_path, "stage1", "source", "run1"), write(tmp_path, "stage2", load, save, extra)]
     with pytest.raises(ConfigError, match=message):
         plan(files)
-    assert main(files) == 2 and "train_stages.py:" in capsys.readouterr().err
+    assert main(files) == 2 and "megatron-coca train-stages:" in capsys.readouterr().err
 
 
 def test_the_papers_chain_holds() -> None:
@@ -127,6 +128,6 @@ def test_the_papers_chain_holds() -> None:
     assert [run.config.schedule.train_iters for run in runs] == [15000, 15000, 15000, 6000]
 
 
-def test_a_stage_is_a_process_of_train_py(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_stage_is_a_process(capfd: pytest.CaptureFixture[str]) -> None:
     assert run_train(["--no-such-option"]) == 2
-    assert "train.py: error" in capfd.readouterr().err
+    assert "megatron-coca train: error" in capfd.readouterr().err

@@ -14,13 +14,13 @@ from megatron_coca.checkpoints.exports.huggingface import export
 from megatron_coca.checkpoints.exports.tokenizer import THEIRS
 from megatron_coca.checkpoints.huggingface import behaviour_note
 from megatron_coca.checkpoints.importing import import_checkpoint
+from megatron_coca.commands import export as export_command
+from megatron_coca.commands import import_checkpoint as import_tool
 from megatron_coca.data import load_tokenizer
 from megatron_coca.evaluation.options import SubjectOptions, Variant
 from megatron_coca.evaluation.subject import open_source
 from tests.parity.exported import LLAMA, random_checkpoint
 from tests.parity.original import GENERATION, IDS, LINES, Json, changed, original_folder, trained, write
-from tools import convert_to_huggingface
-from tools import import_checkpoint as import_tool
 
 
 @pytest.fixture(scope="module")
@@ -173,13 +173,10 @@ def test_the_tools(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
         in said
     )
     assert f"export with --tokenizer {source} to keep them" in said
-    asked = [str(tmp_path / "save"), str(tmp_path / "kept"), "--tokenizer", str(source)]
-    assert convert_to_huggingface.main(asked) == 0 and same_files(source, tmp_path / "kept")
-    asked = [str(tmp_path / "save"), str(tmp_path / "other"), "--tokenizer", str(tmp_path)]
-    assert (
-        convert_to_huggingface.main(asked) == 2
-        and "cannot be used as the exported tokenizer" in capsys.readouterr().err
-    )
+    asked = ["huggingface", str(tmp_path / "save"), str(tmp_path / "kept"), "--tokenizer", str(source)]
+    assert export_command.main(asked) == 0 and same_files(source, tmp_path / "kept")
+    asked = ["huggingface", str(tmp_path / "save"), str(tmp_path / "other"), "--tokenizer", str(tmp_path)]
+    assert export_command.main(asked) == 2 and "cannot be used as the exported tokenizer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("method", ["rotary", "coca"])

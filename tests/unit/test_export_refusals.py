@@ -10,9 +10,9 @@ import torch
 from megatron_coca.checkpoints import CheckpointError, weight_map
 from megatron_coca.checkpoints.exports import tokenizer as export_tokenizer
 from megatron_coca.checkpoints.exports.huggingface import MODELLING_FILE, export
+from megatron_coca.commands.export import main
 from megatron_coca.data import train_sentencepiece
 from tests.parity.exported import LLAMA, NEOX, random_checkpoint
-from tools.convert_to_huggingface import main
 
 WRITTEN: dict[str, tuple[dict[str, Any], str]] = {
     "neox": (NEOX, "gpt_neox"),
@@ -108,14 +108,14 @@ def test_a_tokenizer_that_cannot_be_expressed_is_copied_and_told(
 def test_the_tool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = random_checkpoint(tmp_path / "run", tokenizer=None, **LLAMA)
     changes = ["rope_scaling.rope_type=dynamic", "rope_scaling.factor=4"]
-    assert main([str(run), str(tmp_path / "model"), "--dtype", "bfloat16", "--set", *changes]) == 0
+    assert main(["huggingface", str(run), str(tmp_path / "model"), "--dtype", "bfloat16", "--set", *changes]) == 0
     said = capsys.readouterr()
     assert "model: a llama model" in said.out and "carries no tokenizer" in said.err
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     assert "trust_remote_code" not in said.out
     assert config["dtype"] == "bfloat16" and config["rope_parameters"]["rope_type"] == "dynamic"
     assert config["vocab_size"] == 512 and config["intermediate_size"] == 52
-    assert main([str(run), str(tmp_path / "other"), "--set", "logit_scaling=log_n"]) == 0
+    assert main(["huggingface", str(run), str(tmp_path / "other"), "--set", "logit_scaling=log_n"]) == 0
     assert "other: a coca_llama model" in (said := capsys.readouterr().out) and "trust_remote_code=True" in said
-    assert main([str(run), str(tmp_path / "model")]) == 2
+    assert main(["huggingface", str(run), str(tmp_path / "model")]) == 2
     assert "exists already" in capsys.readouterr().err

@@ -17,9 +17,9 @@ from megatron_coca.checkpoints import CheckpointError, load_checkpoint, native, 
 from megatron_coca.checkpoints.importing import import_checkpoint
 from megatron_coca.checkpoints.inspection import checkpoints_in, describe, describe_text
 from megatron_coca.checkpoints.pickles import open_pickles
+from megatron_coca.commands import import_checkpoint as tool
 from megatron_coca.config import load_config
 from tests.checkpoint_files import write_checkpoint
-from tools import import_checkpoint as tool
 
 AUTHORS = Path(__file__).parents[1] / "golden" / "authors"
 LLAMA, NEOX = AUTHORS / "coca_llama", AUTHORS / "coca_gpt_neox"

@@ -14,7 +14,7 @@ PACKAGE = "megatron_coca"
 ENTRY_POINTS = ("train.py", "evaluate.py", "tools")
 
 LAYERS = (
-    {"atomic_write", "safe_yaml", "tables"},
+    {"atomic_write", "program", "safe_yaml", "tables"},
     {"config", "kernels"},
     {"attention", "data"},
     {"model", "neox_plugin"},
@@ -22,6 +22,9 @@ LAYERS = (
     {"training", "evaluation"},
     {"ablation"},
     {"__init__"},
+    {"commands"},
+    {"cli"},
+    {"__main__"},
     {"train", "evaluate", "tools"},
 )
 """A module may import from layers above its own in this table and from its own package, nothing else."""

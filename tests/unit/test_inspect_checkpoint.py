@@ -1,7 +1,6 @@
-"""tools/inspect_checkpoint.py: what a checkpoint is said to be, and whether damage is found."""
+"""`megatron-coca inspect checkpoint`: what a checkpoint is said to be, and whether damage is found."""
 
 import json
-import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,14 @@ from safetensors.torch import save_file
 
 from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.state import WEIGHT, ParameterSlice, StatePiece, file_name, write_pieces
+from megatron_coca.commands.inspect import main
 from megatron_coca.config import load_config
 from megatron_coca.model import build_model
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def inspect() -> Callable[[list[str]], int]:
-    return runpy.run_path(str(ROOT / "tools/inspect_checkpoint.py"))["main"]
+    return lambda arguments: main(["checkpoint", *arguments])
 
 
 @pytest.fixture
@@ -60,8 +58,8 @@ def test_a_sound_run(inspect: Any, run: Path, small: dict[str, Any], capsys: pyt
     text = capsys.readouterr().out
     assert "global_step4: step 4, valid" in text and "global_step8: step 8, valid" in text
     assert text.count(f"parameters: {parameters:,}") == 2 and "pos_emb: coca" in text
-    assert inspect([str(run / "global_step8"), "--json"]) == 0
-    (facts,) = json.loads(capsys.readouterr().out)
+    assert inspect([str(run / "global_step8"), "--json", str(run / "facts.json")]) == 0
+    (facts,) = json.loads((run / "facts.json").read_text())
     assert facts["stored"] == {WEIGHT: parameters, "exp_avg": parameters} and facts["damage"] is None
     assert facts["meta"]["topology"] == {"data": 2} and facts["parameters"] == parameters
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_coca.commands import inspect as inspect_data
 from megatron_coca.config import load_config
 from megatron_coca.data import inspection
 from megatron_coca.data.errors import DataError
@@ -30,7 +31,6 @@ from megatron_coca.data.shards import HEADER, MAGIC, Shard
 from megatron_coca.data.tokenizers import load_tokenizer
 from megatron_coca.data.tokenizers.training import train_sentencepiece
 from megatron_coca.tables import excerpt, format_table, percent
-from tools import inspect_data
 
 TEXT = load_tokenizer("CharLevelTokenizer")
 

@@ -68,7 +68,7 @@ def test_the_note_says_what_converts_it(stub: Upstream, tmp_path: Path) -> None:
     activate()
     saved(stub, tmp_path, **COCA)
     note = (tmp_path / "global_step7" / NOTE).read_text()
-    assert "tools/convert_to_huggingface.py" in note and "tools/ckpts/convert_neox_to_hf.py" in note
+    assert "megatron-coca export huggingface" in note and "tools/ckpts/convert_neox_to_hf.py" in note
     assert "    pos_emb: coca\n" in note
     for tool in ("convert_to_huggingface.py", "import_checkpoint.py"):
         assert (Path(__file__).parents[2] / "tools" / tool).is_file()
@@ -190,7 +190,7 @@ def test_upstreams_converter_is_refused(
     arguments = ["--input_dir", str(step), "--config_file", str(config), "--output_dir", str(tmp_path / "out")]
     assert program.main([str(converter), *arguments]) == 2 and not (tmp_path / "converted").exists()
     said = capsys.readouterr().err
-    assert "was trained with the attention of megatron_coca" in said and "tools/convert_to_huggingface.py" in said
+    assert "was trained with the attention of megatron_coca" in said and "megatron-coca export huggingface" in said
     for path in files.values():
         path.write_text("pos_emb: rotary")
     (step / NOTE).unlink(missing_ok=True)

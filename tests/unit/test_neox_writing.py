@@ -9,11 +9,11 @@ import yaml
 
 from megatron_coca.checkpoints import CheckpointError, open_checkpoint
 from megatron_coca.checkpoints.exports.neox import export_neox
+from megatron_coca.commands.export import main
 from megatron_coca.config import load_config
 from megatron_coca.model import build_model
 from tests.checkpoint_files import write_checkpoint
 from tests.parity.exported import LLAMA, NEOX, SHAPE, random_checkpoint
-from tools.convert_to_neox import main
 
 TWO_LENGTHS = {"rope_type": "linear", "factor": 4.0, "original_max_position_embeddings": 8}
 REFUSED: dict[str, tuple[dict[str, Any], int, str]] = {
@@ -134,11 +134,11 @@ def test_a_failed_write_leaves_nothing(failure: Exception, tmp_path: Path, monke
 def test_the_tool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = random_checkpoint(tmp_path / "run", **NEOX | {"pos_emb": "coca"})
     more = ["--dtype", "bfloat16", "--model-parallel-size", "2", "--pipe-parallel-size", "0"]
-    assert main([str(run), str(tmp_path / "neox"), *more, "--set", "rotary_emb_base=50000"]) == 0
+    assert main(["neox", str(run), str(tmp_path / "neox"), *more, "--set", "rotary_emb_base=50000"]) == 0
     said = capsys.readouterr()
     assert "`finetune: true`" in said.out and "stock GPT-NeoX does not know its pos_emb" in said.err
     opened = open_checkpoint(tmp_path / "neox")
     assert opened.trained.position.rotary_emb_base == 50000.0 and opened.trained.position.pos_emb == "coca"
     assert {entry.dtype for entry in opened.weights().entries.values()} == {torch.bfloat16}
-    assert main([str(run), str(tmp_path / "neox")]) == 2
+    assert main(["neox", str(run), str(tmp_path / "neox")]) == 2
     assert "exists already" in capsys.readouterr().err

@@ -1,6 +1,5 @@
 """evaluate.py speed: that all methods do the same work side by side, and that what does not fit is never tried."""
 
-import runpy
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ import torch
 
 from megatron_coca.attention.inputs import BackendError
 from megatron_coca.config import Config, load_config
+from megatron_coca.evaluation.cli import main
 from megatron_coca.evaluation.options import Variant, add_speed_options
 from megatron_coca.evaluation.results import EvaluationError, Missing, Store, read_record
 from megatron_coca.evaluation.speed import CONTRACTION, WHATS, probing
@@ -252,11 +252,6 @@ def test_memory_is_what_the_allocator_gave() -> None:
         assert given - 2**18 <= found.peak <= given + 3 * 2**20, (found, given)
 
 
-@pytest.fixture
-def main() -> Any:
-    return runpy.run_path(str(ROOT / "evaluate.py"))["main"]
-
-
 def parsed() -> Namespace:
     parser = ArgumentParser()
     add_speed_options(parser)
@@ -270,7 +265,7 @@ def arguments(tmp_path: Path, *more: str) -> list[str]:
     return [*given, *more]
 
 
-def test_the_command_measures_every_cell(main: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_measures_every_cell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "speed.json"
     more = ("--methods", "coca,contraction", "--variant", "rerope", str(ROOT / "configs/extend/rerope.yml"))
     assert main(arguments(tmp_path, *more, "--output", str(output))) == 0
@@ -301,14 +296,14 @@ def test_the_command_measures_every_cell(main: Any, tmp_path: Path, capsys: pyte
     ("option", "text"), [("--methods", "roatry"), ("--budget-seconds", "0"), ("--budget-seconds", "nan")]
 )
 def test_a_wrong_value_is_one_message(
-    option: str, text: str, main: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    option: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
         main(arguments(tmp_path, option, text))
     assert f"{option}: '{text}' is" in capsys.readouterr().err
 
 
-def test_decoding_by_the_contraction_is_refused(main: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_decoding_by_the_contraction_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Who names it learns it by the exit status too."""
     output = tmp_path / "speed.json"
     more = ("--methods", "contraction", "--what", "decode", "--output", str(output))

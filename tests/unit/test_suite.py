@@ -12,11 +12,12 @@ import pytest
 
 from megatron_coca.config import load_config
 from megatron_coca.evaluation import EvaluationError
-from megatron_coca.evaluation.cli import build_parser
+from megatron_coca.evaluation.cli import parser
 from megatron_coca.evaluation.report.published import TASKS_BY_GROUP
 from megatron_coca.evaluation.suite import (
     Command,
     SuiteFile,
+    check_variants,
     describe_exit,
     note_failure,
     plan_commands,
@@ -58,7 +59,7 @@ def commands(suite: SuiteFile, lengths: dict[str, int], tmp_path: Path) -> list[
 def test_a_call_for_each_checkpoint_with_all_its_variants(tmp_path: Path) -> None:
     planned = commands(suite(tmp_path), {"RoFormer": 64, "CoCA": 128}, tmp_path)
     assert [(each.task, each.checkpoint) for each in planned] == [("perplexity", "RoFormer"), ("perplexity", "CoCA")]
-    args = build_parser().parse_args(planned[1].arguments)
+    args = parser().parse_args(planned[1].arguments)
     assert (args.checkpoint, args.label, args.device, args.dtype) == ("runs/coca", "CoCA", "cpu", "bfloat16")
     assert args.overrides == ["attention_backend=sdpa"]
     assert args.variant == [[""], ["+ NTK", "configs/extend/dynamic_ntk.yml", "rope_scaling.factor=2"]]
@@ -66,6 +67,20 @@ def test_a_call_for_each_checkpoint_with_all_its_variants(tmp_path: Path) -> Non
     assert args.overwrite and args.max_length is None
     assert [file.name for file in planned[1].files] == ["perplexity_coca.json", "perplexity_coca_ntk.json"]
     assert args.output == tmp_path / "results"
+
+
+def test_a_task_may_measure_some_variants(tmp_path: Path) -> None:
+    only = suite(tmp_path, SUITE.replace("stride: 1L", 'stride: 1L, variants: ["+ NTK"]'))
+    (command,) = commands(only, {"RoFormer": 64, "CoCA": 128}, tmp_path)
+    assert [file.name for file in command.files] == ["perplexity_coca_ntk.json"], "RoFormer has no such variant"
+    check_variants(only.tasks, only.checkpoints.values())
+    for wrong, message in (
+        ("[NTK]", '"NTK": must be a list of variants; known: "", "\\+ NTK"'),
+        ("NTK", "must be a list"),
+    ):
+        unknown = suite(tmp_path, SUITE.replace("stride: 1L", f"stride: 1L, variants: {wrong}"))
+        with pytest.raises(EvaluationError, match=f"tasks.perplexity.variants: .*{message}"):
+            check_variants(unknown.tasks, unknown.checkpoints.values())
 
 
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
@@ -79,7 +94,7 @@ def test_shipped_suites_are_commands(file: Path, tmp_path: Path, monkeypatch: py
     files = [each for command in planned for each in command.files]
     assert len(set(files)) == len(files), "no result stands in the file of another"
     for each in planned:
-        args = build_parser().parse_args(each.arguments)
+        args = parser().parse_args(each.arguments)
         overlays = [change for variant in args.variant for change in variant[1:] if "=" not in change]
         assert all(Path(overlay).is_file() for overlay in overlays)
 
@@ -88,7 +103,7 @@ def test_the_suite_of_llama_runs_every_task_of_table_5(tmp_path: Path, monkeypat
     monkeypatch.chdir(ROOT)
     read = read_suite(ROOT / "configs/evaluation/paper_llama7b.yml")
     planned = commands(read, {"LLaMA-7B": 2048}, tmp_path)
-    args = build_parser().parse_args(next(each.arguments for each in planned if each.task == "lm-eval"))
+    args = parser().parse_args(next(each.arguments for each in planned if each.task == "lm-eval"))
     tasks = [task for group in TASKS_BY_GROUP.values() for task in group]
     assert args.tasks == tuple(tasks) and len(set(tasks)) == 17
     assert {file.stem for file in OWN_TASKS.glob("[a-z]*.yaml")} <= set(tasks) and args.task_data == Path("data/clue")
@@ -99,10 +114,10 @@ def test_the_suite_of_llama_runs_every_task_of_table_5(tmp_path: Path, monkeypat
     [
         ("[]", "is not a suite"),
         ("title: [", r"suite\.yml:1: not valid YAML"),
-        (SUITE.replace("title", "titel"), "titel: Extra inputs"),
+        (SUITE.replace("title", "titel"), "titel: unknown key; the keys of a suite are title, checkpoints"),
         (SUITE.replace("  CoCA:\n    path", "  CoCA:\n    paht"), "checkpoints.CoCA.paht"),
         (SUITE.replace("  perplexity", "  perplexty"), "tasks.perplexty: unknown task; known: analyse"),
-        (SUITE.replace("tasks:", "tasks: {}\nx:"), "x: Extra|tasks"),
+        (SUITE.replace("tasks:", "tasks: {}\nx:"), "x: unknown key|tasks"),
         (SUITE.replace("stride: 1L", "output: x"), "tasks.perplexity.output: is set by the suite"),
         (SUITE.replace("stride: 1L", "help: true"), "tasks.perplexity.help: is set by the suite"),
         (
@@ -149,7 +164,7 @@ def test_checkpoints_that_cannot_be_used_leave_the_others(tmp_path: Path) -> Non
 def test_multiples_of_the_training_length_in_changes(tmp_path: Path) -> None:
     text = SUITE.replace("attention_backend=sdpa", "max_position_embeddings=4L")
     text = text.replace("rope_scaling.factor=2", "relative_positions.window=3L/4, a=1L/2L, b=L")
-    args = build_parser().parse_args(commands(suite(tmp_path, text), {"CoCA": 128}, tmp_path)[0].arguments)
+    args = parser().parse_args(commands(suite(tmp_path, text), {"CoCA": 128}, tmp_path)[0].arguments)
     assert args.overrides == ["max_position_embeddings=512"]
     assert args.variant[1][2:] == ["relative_positions.window=96", "a=1L/2L", "b=L"], "what is no multiple is unchanged"
     with pytest.raises(EvaluationError, match="3L/4: is not a whole number of tokens for a training length of 2$"):
@@ -166,7 +181,7 @@ def test_a_task_may_be_run_in_several_ways(tmp_path: Path) -> None:
     text = SUITE + "  perplexity repeated: {windows: [100], stride: 1L, repeat: 1L}\n"
     planned = commands(suite(tmp_path, text), {"RoFormer": 64}, tmp_path)
     assert [each.task for each in planned] == ["perplexity", "perplexity repeated"]
-    args = build_parser().parse_args(planned[1].arguments)
+    args = parser().parse_args(planned[1].arguments)
     assert (args.windows, args.repeat, args.output) == ([100], 64, tmp_path / "results" / "repeated")
     assert planned[1].files == (tmp_path / "results" / "repeated" / "perplexity_roformer.json",)
     with pytest.raises(EvaluationError, match="tasks.perplxity repeated: unknown task"):
@@ -180,7 +195,7 @@ def test_a_task_of_no_checkpoint_is_run_once(tmp_path: Path) -> None:
     text = SUITE + "  speed: {config: [x.yml], lengths: [64], variant: [[a, k=1], [b, k=2]]}\n"
     planned = commands(suite(tmp_path, text), {"RoFormer": 64, "CoCA": 64}, tmp_path)
     assert [each.checkpoint for each in planned] == ["RoFormer", "CoCA", None]
-    assert build_parser().parse_args(planned[2].arguments).variant == [["a", "k=1"], ["b", "k=2"]]
+    assert parser().parse_args(planned[2].arguments).variant == [["a", "k=1"], ["b", "k=2"]]
 
 
 def test_how_a_command_ended() -> None:
@@ -225,4 +240,4 @@ def test_multiples_count_the_length_of_the_fine_tuning(tmp_path: Path) -> None:
     lengths, problems = training_lengths(suite(tmp_path, text))
     assert (lengths, problems) == ({"PI": 32}, {})
     (planned,) = commands(suite(tmp_path, text), lengths, tmp_path)
-    assert build_parser().parse_args(planned.arguments).lengths == [64]
+    assert parser().parse_args(planned.arguments).lengths == [64]

@@ -8,10 +8,10 @@ from pydoc_data.topics import topics
 
 import pytest
 
+from megatron_coca.commands import train_tokenizer
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.tokenizers import load_saved_tokenizer, load_tokenizer
 from megatron_coca.data.tokenizers.training import TRAINERS, HeldOut, measure, train_bpe, train_sentencepiece
-from tools import train_tokenizer
 
 TEXTS = [text[:2000] + "\n    naïve 日本" for _, text in sorted(topics.items())][:60]
 KINDS = [(kind, model) for kind, models in TRAINERS.items() for model in models]

@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_coca.commands import inspect as inspect_data
 from megatron_coca.data import Shard, inspection, load_tokenizer
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.inspection import find_shards
 from megatron_coca.data.shards import HEADER, ShardWriter
 from megatron_coca.data.verify import verify_shards
-from tools import inspect_data
 
 TEXT = load_tokenizer("CharLevelTokenizer")
 

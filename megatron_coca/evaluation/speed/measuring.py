@@ -258,7 +258,10 @@ def run(args: Namespace) -> int:
     measure(built, plan, torch.device(device), store, probe_one)
     print(tables(store.result))
     for missing in store.result.missing:
-        print(f"evaluate.py: {store.result.label}: {missing.at}: {missing.kind}: {missing.reason}", file=sys.stderr)
+        print(
+            f"megatron-coca evaluate: {store.result.label}: {missing.at}: {missing.kind}: {missing.reason}",
+            file=sys.stderr,
+        )
     # Without --what, all work that a method can do is meant: decoding by the contraction is selected only by name.
     asked_for = [item for item in store.result.missing if args.what is not None or item.reason != WHOLE_SEQUENCES]
     return 2 if asked_for else 0

@@ -1,0 +1,12 @@
+"""`python -m megatron_coca` is `megatron-coca`. Commands start others through this file's path (program.py)."""
+
+import sys
+from pathlib import Path
+
+if not __package__:  # run by its path: modules of this folder must not replace others of the same name
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from megatron_coca.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

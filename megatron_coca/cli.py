@@ -1,0 +1,79 @@
+"""The command `megatron-coca`. A subcommand's module is imported only when it runs, so that help and errors of the
+command line answer at once.
+"""
+
+import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+from megatron_coca import __version__
+
+COMMANDS = {
+    "train": ("commands.train", "train a model"),
+    "evaluate": ("evaluation.cli", "measure checkpoints, and report"),
+    "generate": ("commands.generate", "continue prompts"),
+    "prepare": ("commands.prepare", "turn text files into training data"),
+    "train-tokenizer": ("commands.train_tokenizer", "train a tokenizer, and measure it"),
+    "inspect": ("commands.inspect", "show and verify prepared data, samples of a run, and checkpoints"),
+    "import": ("commands.import_checkpoint", "read models of Hugging Face and GPT-NeoX"),
+    "export": ("commands.export", "write checkpoints for Hugging Face or GPT-NeoX"),
+    "estimate": ("commands.estimate", "parameters, memory and days of a run"),
+    "ablate": ("commands.ablate", "train and evaluate a grid of models"),
+    "train-stages": ("commands.train_stages", "train runs that start from each other's weights"),
+    "quickstart": ("commands.quickstart", "train, kill, resume and evaluate two small models"),
+    "finetune-small": ("commands.finetune_small", "fine-tune CoCA into a small LLaMA"),
+    "configs": ("commands.configs", "copy the configuration files"),
+}
+"""Module with `main`, and help, of every subcommand."""
+
+EPILOG = """for example:
+    megatron-coca configs copy configs
+    megatron-coca train configs/quickstart/roformer_coca.yml
+    megatron-coca evaluate perplexity --checkpoint runs/quickstart/roformer_coca --windows 64,256 --stride 64
+
+`megatron-coca COMMAND --help` describes a command."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one subcommand; returns its exit status, 2 outside of the environment, 130 after Ctrl-C."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    missing = [name for name in ("torch", "pydantic") if find_spec(name) is None]
+    if missing:
+        print(outside(missing), file=sys.stderr)
+        return 2
+    name = command(given[:1])
+    try:
+        return int(import_module(f"megatron_coca.{COMMANDS[name][0]}").main(given[1:]))
+    except KeyboardInterrupt:
+        print(f"megatron-coca {name}: interrupted", file=sys.stderr)
+        return 130
+
+
+def command(arguments: Sequence[str]) -> str:
+    """Return the name of the subcommand; argparse exits after --help, --version and errors."""
+    parser = ArgumentParser(
+        prog="megatron-coca",
+        description="Training and evaluating position methods for long context.",
+        epilog=EPILOG,
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"megatron-coca {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, (_, text) in COMMANDS.items():
+        commands.add_parser(name, help=text)
+    return str(parser.parse_args(arguments).command)
+
+
+def outside(missing: Sequence[str]) -> str:
+    """Say how to enter the environment that has the missing libraries."""
+    root = Path(__file__).resolve().parents[1]
+    if (root / ".venv/bin/python").exists():
+        remedy = f"run {root}/.venv/bin/python instead of python, or `source {root}/.venv/bin/activate` first"
+    elif (root / "Makefile").exists():
+        remedy = f"`make quickstart` in {root} creates the environment .venv; then run .venv/bin/python"
+    else:
+        remedy = "install megatron-coca with its dependencies: pip install megatron-coca"
+    return f"{', '.join(missing)} not installed for {sys.executable} ({sys.version.split()[0]}): {remedy}"

@@ -1,0 +1,1 @@
+"""The subcommands of `megatron-coca`: each module has `parser()` and `main(arguments) -> exit status`."""

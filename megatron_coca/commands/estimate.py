@@ -1,0 +1,157 @@
+"""Estimate of a run: parameters, FLOPs, memory of a GPU by part, tokens and days.
+
+    megatron-coca estimate configs/350M/roformer_coca.yml configs/cluster/a100x8.yml --gpus 8 --gpu A100-80
+
+Starts nothing and needs no GPU. Exit status 1 if the run does not fit, with config changes that make it fit; 2 if the
+configuration is invalid.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from megatron_coca.config import Config, ConfigError, load_config, split_inputs
+
+if TYPE_CHECKING:
+    from megatron_coca.training.estimate import Change, Estimate
+
+# PyTorch takes seconds to import: that is done after the configuration is accepted.
+
+PARTS = ("weights", "gradients", "optimizer", "buffers", "activations", "loss", "context")
+GPU_NAMES = ("A100-80", "A100-40", "H100", "H100-PCIe", "H200", "B200", "V100-32", "V100-16", "L40S", "A6000", "4090")
+"""Keys of `training.estimate.GPUS`."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the estimate; return exit status 0, 1 or 2 as above."""
+    options = parser().parse_intermixed_args(arguments)
+    if not 0 < options.mfu <= 1:
+        parser().error(f"--mfu {options.mfu}: must be above 0 and at most 1")
+    if options.gpus is not None and options.gpus < 1:
+        parser().error(f"--gpus {options.gpus}: must be at least 1")
+    try:
+        config = load_config(*split_inputs(options.inputs))
+        gpus = options.gpus or _configured_gpus(config)
+        from megatron_coca.model.cost import peak_flops
+        from megatron_coca.training.estimate import GPUS, changes_that_fit, estimate, fits
+
+        gpu = GPUS[options.gpu]
+        result = estimate(config, gpus, peak_flops(gpu.device) or 0.0, options.mfu)
+        fitting = fits(result.memory, gpu.memory)
+        changes = [] if fitting else changes_that_fit(config, gpus, gpu.memory)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if options.json:
+        print(json.dumps(_record(result, options.gpu, options.mfu, fitting, changes)))
+    else:
+        print("\n".join(_lines(config, result, options.gpu, options.mfu)))
+        print("\n".join(_verdict(result, gpu.memory, fitting, changes)))
+    return 0 if fitting else 1
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="megatron-coca estimate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "inputs", nargs="+", metavar="CONFIG.yml | key=value", help="YAML files, merged in order, then key=value pairs"
+    )
+    parser.add_argument(
+        "--gpus", type=int, metavar="N", help="total number of GPUs; default: num_gpus of all hosts, else 1"
+    )
+    parser.add_argument("--gpu", choices=GPU_NAMES, default="A100-80", help="GPU model (default: %(default)s)")
+    parser.add_argument(
+        "--mfu",
+        type=float,
+        default=0.4,
+        metavar="SHARE",
+        help="fraction of the GPU's peak FLOP/s that is reached (default: 0.4)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    return parser
+
+
+def _configured_gpus(config: Config) -> int:
+    from megatron_coca.training.launch.start import configured_ranks
+
+    try:
+        return configured_ranks(config.launch)
+    except ConfigError as error:
+        raise ConfigError([f"{error}; or give --gpus"]) from error
+
+
+def _lines(config: Config, result: "Estimate", gpu: str, mfu: float) -> Iterator[str]:
+    from megatron_coca.model.cost import trained_count
+
+    count, grid, memory, trained = result.parameters, result.topology, result.memory, trained_count(config).total
+    yield f"parameters         {count.total:>18,}   {count.non_embedding:,} without embedding and head"
+    if trained != count.total:
+        yield f"trained            {trained:>18,}   {trained / count.total:.2%}"
+    for part in ("embedding", "attention", "mlp", "norms", "position", "head"):
+        yield f"  {part:<16} {getattr(count, part):>18,}"
+    yield f"FLOPs per token    {result.flops.model:>18.3e}   6N + 12 L h n; {result.flops.executed:.3e} executed"
+    yield ""
+    axes = ", ".join(f"{name} {size}" for name, size in grid.layout().items())
+    yield f"GPUs               {grid.world_size:>18,}   {gpu}: {axes}"
+    sizes = f"micro batch {result.sizes.micro} x accumulation {result.sizes.accumulation} x data {grid.data}"
+    yield f"samples per step   {result.sizes.total:>18,}   {sizes}"
+    yield f"tokens per step    {result.tokens_per_step:>18,}   {result.sizes.total} x {config.model.seq_length}"
+    yield ""
+    yield f"memory of one GPU  {_gib(memory.total):>18}   at the peak of a step"
+    for part in PARTS:
+        yield f"  {part:<16} {_gib(getattr(memory, part)):>18}"
+    if memory.host:
+        yield f"memory of the host {_gib(memory.host * grid.world_size):>18}   offloaded, all processes"
+    yield ""
+    yield f"tokens per second  {result.tokens_per_second:>18,.0f}   at {mfu:.0%} MFU"
+    if result.total_tokens is not None and result.seconds is not None:
+        yield f"steps              {config.schedule.train_iters:>18,}"
+        yield f"tokens             {result.total_tokens:>18,}"
+        yield f"days               {result.seconds / 86400:>18.2f}"
+    if config.precision.dtype == "fp32":
+        yield "precision fp32: the peak is that of bfloat16; expect a fraction of this speed"
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB"
+
+
+def _verdict(result: "Estimate", gib: float, fitting: bool, changes: list["Change"]) -> Iterator[str]:
+    from megatron_coca.training.estimate import RESERVE
+
+    capacity = f"{gib * (1 - RESERVE):.1f} of {gib:.1f} GiB, with {RESERVE:.0%} in reserve"
+    yield f"\n{'fits' if fitting else 'DOES NOT FIT'}: {_gib(result.memory.total)} into {capacity}"
+    for change in changes:
+        yield f"  fits with {change.keys}: {_gib(change.memory.total)}"
+    if not fitting and not changes:
+        yield "  no change of ZeRO stage, micro batch, loss or checkpointing, nor two of them, suffices: try three,"
+        yield "  more GPUs with zero_optimization.stage=3, pipe_parallel_size, model_parallel_size,"
+        yield "  sequence_parallel_size, or a larger GPU (--gpu)"
+
+
+def _record(result: "Estimate", gpu: str, mfu: float, fitting: bool, changes: list["Change"]) -> dict[str, object]:
+    parameters = asdict(result.parameters) | {
+        "total": result.parameters.total,
+        "non_embedding": result.parameters.non_embedding,
+    }
+    return {
+        "parameters": parameters,
+        "flops_per_token": asdict(result.flops),
+        "gpu": gpu,
+        "gpus": result.topology.world_size,
+        "layout": result.topology.layout(),
+        "batch": result.sizes._asdict(),
+        "memory": asdict(result.memory) | {"total": result.memory.total},
+        "fits": fitting,
+        "changes": [change.keys for change in changes],
+        "tokens_per_step": result.tokens_per_step,
+        "tokens": result.total_tokens,
+        "mfu": mfu,
+        "tokens_per_second": result.tokens_per_second,
+        "seconds": result.seconds,
+    }

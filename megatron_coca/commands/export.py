@@ -1,0 +1,92 @@
+"""Write a checkpoint in the layout of another project; see docs/checkpoints.md, "Export" and "GPT-NeoX checkpoints".
+
+megatron-coca export huggingface runs/350M_roformer_coca exported/coca
+megatron-coca export neox runs/350M_roformer_coca exported/coca_neox --model-parallel-size 2
+"""
+
+import sys
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+
+from megatron_coca.evaluation.options import DTYPES
+
+
+def parser() -> ArgumentParser:
+    """The command line."""
+    parser = ArgumentParser(
+        prog="megatron-coca export", description=__doc__, formatter_class=RawDescriptionHelpFormatter
+    )
+    layouts = parser.add_subparsers(metavar="LAYOUT", required=True)
+
+    def layout(name: str, help: str, example: str) -> ArgumentParser:
+        epilog = f"for example:\n    megatron-coca export {name} runs/350M_roformer_coca exported/coca {example}"
+        added = layouts.add_parser(
+            name, help=help, description=help, epilog=epilog, formatter_class=RawDescriptionHelpFormatter
+        )
+        folder = "a run's save folder, one step of it, or a Hugging Face folder"
+        added.add_argument("checkpoint", metavar="CHECKPOINT", help=folder)
+        added.add_argument("folder", metavar="FOLDER", help="folder to write; must not exist")
+        changes = (
+            "overrides of the configuration that is written, e.g. rope_scaling.rope_type=dynamic, or rope_scaling=null"
+        )
+        added.add_argument(
+            "--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", dest="overrides", help=changes
+        )
+        added.add_argument("--dtype", choices=DTYPES, help="dtype of the weights; default: as saved")
+        return added
+
+    huggingface = layout("huggingface", "a folder that Hugging Face transformers loads", "--dtype bfloat16")
+    huggingface.set_defaults(write=write_huggingface)
+    original = "copy tokenizer and generation files of a Hugging Face folder: the model's original"
+    huggingface.add_argument("--tokenizer", metavar="FOLDER", help=original)
+    huggingface.add_argument("--without-padding", action="store_true", help="omit the padding rows of the vocabulary")
+
+    neox = layout("neox", "a save folder that GPT-NeoX loads", "--model-parallel-size 2")
+    neox.set_defaults(write=write_neox)
+    ranks = "number of tensor-parallel ranks; default: 1"
+    neox.add_argument("--model-parallel-size", type=int, default=1, metavar="N", help=ranks)
+    stages = "1 for any number of pipeline stages, 0 for none; default: 1"
+    neox.add_argument("--pipe-parallel-size", type=int, choices=(0, 1), default=1, help=stages)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Return the exit status: 2 for an error that the user can fix."""
+    args = parser().parse_args(arguments)
+    from megatron_coca.checkpoints import CheckpointError
+    from megatron_coca.config import ConfigError
+    from megatron_coca.data import DataError
+
+    try:
+        notes = args.write(args)
+    except (CheckpointError, ConfigError, DataError) as error:
+        print(f"megatron-coca export: {error}", file=sys.stderr)
+        return 2
+    for note in notes:
+        print(f"megatron-coca export: {note}", file=sys.stderr)
+    return 0
+
+
+def write_huggingface(args: Namespace) -> list[str]:
+    """Write a Hugging Face folder and return notes about it."""
+    from megatron_coca.checkpoints.exports.huggingface import export
+
+    changes = args.overrides, args.dtype
+    done = export(
+        args.checkpoint, args.folder, *changes, tokenizer=args.tokenizer, without_padding=args.without_padding
+    )
+    trust = ", loaded with trust_remote_code=True" if done.remote else ""
+    print("\n  set ".join([f"{done.folder}: a {done.model_type} model for transformers{trust}", *done.changes]))
+    return [done.tokenizer_note] if done.tokenizer_note is not None else []
+
+
+def write_neox(args: Namespace) -> list[str]:
+    """Write a save folder of GPT-NeoX and return notes about it."""
+    from megatron_coca.checkpoints.exports.neox import export_neox
+
+    division = args.model_parallel_size, args.pipe_parallel_size
+    done = export_neox(args.checkpoint, args.folder, args.overrides, args.dtype, *division)
+    load = f"{done.folder}: load it with `load: {done.folder}` and `finetune: true`"
+    print("\n  set ".join([load, *done.changes]))
+    foreign = [f"stock GPT-NeoX does not know its {', '.join(done.foreign)}"] if done.foreign else []
+    return [*foreign, done.note] if done.note is not None else foreign

@@ -1,0 +1,254 @@
+"""Inspect prepared data, the samples that a run will read, and checkpoints.
+
+    megatron-coca inspect sample configs/350M/roformer_coca.yml --number 1000 train_batch_size=64
+    megatron-coca inspect document data/mine/books_train 17
+    megatron-coca inspect lengths data/mine --output lengths.png
+    megatron-coca inspect mixture configs/350M/roformer_coca.yml
+    megatron-coca inspect coverage data/mine
+    megatron-coca inspect verify data/mine
+    megatron-coca inspect checkpoint runs/350M_roformer_coca                  # all steps of a run
+    megatron-coca inspect checkpoint runs/350M_roformer_coca/global_step5000 --no-verify
+
+The exit status is 1 where verify finds a fault or a checkpoint is damaged, and 2 after input that cannot be used.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_coca.config import ConfigError, load_config, split_inputs
+from megatron_coca.data import inspection
+from megatron_coca.data.errors import DataError
+from megatron_coca.data.order import Blend
+from megatron_coca.data.shards import Shard
+from megatron_coca.data.tokenizers import TOKENIZERS, load_tokenizer
+from megatron_coca.data.tokenizers.kinds import Tokenizer
+from megatron_coca.data.verify import CHECKS, verify_shards
+from megatron_coca.tables import excerpt, format_table, percent
+from megatron_coca.training.corpus import SPLITS, Corpus, open_corpus, open_split
+
+
+class Result(NamedTuple):
+    """Text to print, numbers for --json, and whether the data are faulty."""
+
+    text: str
+    facts: Any
+    faulty: bool = False
+
+
+def _open_blend(options: argparse.Namespace) -> tuple[Corpus, Blend]:
+    corpus = open_corpus(load_config(*split_inputs(options.inputs)))
+    opened = {"train": corpus.train, "valid": corpus.valid}
+    blend = opened[options.split] if options.split in opened else open_split(corpus.config, options.split)
+    if blend is None:
+        raise DataError(f"The configuration names no data for {options.split}.")
+    return corpus, blend
+
+
+def _named_tokenizer(options: argparse.Namespace) -> Tokenizer | None:
+    if options.tokenizer_type is None:
+        return None
+    return load_tokenizer(options.tokenizer_type, options.vocab_file, options.merge_file, options.eod)
+
+
+def _sample(options: argparse.Namespace) -> Result:
+    corpus, blend = _open_blend(options)
+    view = inspection.view_sample(blend, options.number)
+    tokenizer = inspection.require_tokenizer(corpus.tokenizer)
+    return Result(inspection.sample_text(view, tokenizer, options.tokens), view.facts())
+
+
+def _mixture(options: argparse.Namespace) -> Result:
+    corpus, blend = _open_blend(options)
+    samples = options.samples
+    if samples is None:
+        steps = corpus.config.schedule.train_iters
+        if steps is None:
+            raise DataError("The configuration has no train_iters. Set it, or give --samples.")
+        samples = steps * corpus.config.batch.resolve(options.ranks).total
+    sources = inspection.mixture(blend, samples)
+    header = ("source", "tokens on disk", "weight", "achieved", "samples", "tokens read", "epochs")
+    names = ("tokens_on_disk", "weight", "fraction", "samples", "tokens")
+    total = {"source": "all", "epochs": None} | {name: sum(source[name] for source in sources) for name in names}
+    rows = [
+        [
+            s["source"],
+            s["tokens_on_disk"],
+            percent(s["weight"]),
+            percent(s["fraction"]),
+            s["samples"],
+            s["tokens"],
+            s["epochs"],
+        ]
+        for s in [*sources, total]
+    ]
+    return Result(format_table(header, rows), {"samples": samples, "sources": sources})
+
+
+def _document(options: argparse.Namespace) -> Result:
+    entries = inspection.find_shards([options.prefix])
+    if len(entries) != 1:
+        raise DataError(
+            f"{options.prefix}: does not name a single shard. Give a prefix, the path without .bin or .idx."
+        )
+    tokenizer = inspection.common_tokenizer(entries, _named_tokenizer(options))
+    shard = Shard(entries[0].prefix)
+    text = inspection.document_text(shard, options.number, tokenizer, options.tokens)
+    tokens = len(shard.document(options.number))
+    return Result(text, {"prefix": str(shard.prefix), "number": options.number, "tokens": tokens})
+
+
+def _lengths(options: argparse.Namespace) -> Result:
+    if options.output is not None:
+        inspection.check_picture(options.output)
+    lengths_of = inspection.lengths_by_source(inspection.find_shards(options.shards))
+    if options.output is not None:
+        inspection.plot_lengths(lengths_of, options.output)
+    facts = {source: lengths.facts() for source, lengths in lengths_of.items()}
+    columns = ["documents", "tokens", "min", *inspection.QUANTILES, "max", "mean"]
+    quantiles = [[source, *(values[name] for name in columns)] for source, values in facts.items()]
+    longer = [[source, *map(percent, f["share_of_tokens_in_longer"].values())] for source, f in facts.items()]
+    tables = [
+        format_table(["source", *columns], quantiles),
+        format_table(["tokens in documents longer than", *map(str, inspection.THRESHOLDS)], longer),
+    ]
+    return Result("\n\n".join(tables), facts)
+
+
+def _coverage(options: argparse.Namespace) -> Result:
+    entries = inspection.find_shards(options.shards)
+    tokenizer = inspection.common_tokenizer(entries, _named_tokenizer(options))
+    facts = inspection.measure_coverage(entries, tokenizer, show=True)
+    header = ["source", "documents", "tokens", "bytes per token", "vocabulary used", "never seen"]
+    rows = [
+        [
+            f["source"],
+            f["documents"],
+            f["tokens"],
+            f["bytes_per_token"],
+            percent(f["vocabulary_used"]),
+            f["tokens_never_seen"],
+            percent(f["fallback"]),
+            percent(f["unknown"]),
+        ]
+        for f in facts
+    ]
+    lines = [format_table([*header, "fallback", "unknown"], rows), ""]
+    for f in facts:
+        frequent = "  ".join(f"{excerpt(piece, 20)} {percent(n / f['tokens'])}" for _, piece, n in f["most_frequent"])
+        lines.append(f"{f['source']}, most frequent: {frequent}")
+        if f["bytes_measured_on_documents"] < f["documents"]:
+            lines.append(f"{f['source']}: bytes per token measured on {f['bytes_measured_on_documents']:,} documents")
+    return Result("\n".join(lines), facts)
+
+
+def _verify(options: argparse.Namespace) -> Result:
+    results = verify_shards(inspection.find_shards(options.shards), _named_tokenizer(options), show=True)
+    rows = [
+        [str(r.place), r.tokens, *("yes" if check in r.checked else "-" for check in CHECKS), len(r.faults)]
+        for r in results
+    ]
+    faults = [f"FAULT {fault}" for result in results for fault in result.faults]
+    table = format_table(["shard", "tokens", *CHECKS, "faults"], rows)
+    facts = [asdict(result) | {"place": str(result.place)} for result in results]
+    return Result("\n".join([table, "", *(faults or ["no fault was found"])]), facts, bool(faults))
+
+
+def _checkpoint(options: argparse.Namespace) -> Result:
+    from megatron_coca.checkpoints import CheckpointError
+    from megatron_coca.checkpoints.inspection import checkpoints_in, describe, describe_text
+
+    try:
+        found = [describe(folder, not options.no_verify) for folder in checkpoints_in(options.path)]
+    except CheckpointError as error:
+        raise DataError(str(error)) from error
+    text = "\n\n".join(describe_text(each) for each in found)
+    return Result(text, [each.facts() for each in found], any(each.damage for each in found))
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
+    return value
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    options = argparse.ArgumentParser(
+        prog="megatron-coca inspect", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = options.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: Callable[[argparse.Namespace], Result], text: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=text, description=text)
+        added.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers to this file")
+        added.set_defaults(run=run)
+        return added
+
+    sample = command("sample", _sample, "decode a sample of a run")
+    mixture = command("mixture", _mixture, "show how much a run reads from each source")
+    document = command("document", _document, "decode one document of a shard")
+    lengths = command("lengths", _lengths, "document lengths by source, from the index files alone")
+    coverage = command("coverage", _coverage, "how the vocabulary is used, by source")
+    verify = command("verify", _verify, "compare shards with their manifest, index and vocabulary; reads all tokens")
+    checkpoint = command("checkpoint", _checkpoint, "describe checkpoints, and compare files with their checksums")
+    for added in (sample, mixture):
+        added.add_argument(
+            "inputs",
+            nargs="+",
+            metavar="CONFIG.yml | key=value",
+            help="config files and key=value pairs, as for `megatron-coca train`",
+        )
+        added.add_argument("--split", choices=SPLITS, default="train")
+    sample.add_argument("--number", type=int, required=True, help="sample number in the run's order, from 0")
+    mixture.add_argument("--samples", type=_count, help="default: train_iters times the batch")
+    mixture.add_argument("--ranks", type=_count, default=1, help="number of processes, if train_batch_size is not set")
+    document.add_argument("prefix", type=Path)
+    document.add_argument("number", type=int, help="from 0")
+    for added in (sample, document):
+        added.add_argument("--tokens", action="store_true", help="show id:piece of each token")
+    lengths.add_argument("--output", type=Path, metavar="FILE.png", help="draw the histogram")
+    for added in (lengths, coverage, verify):
+        added.add_argument("shards", nargs="+", metavar="PREFIX | FOLDER", help="shards, or folders of them")
+    for added in (document, coverage, verify):
+        named = added.add_argument_group("tokenizer", "for shards without a saved tokenizer")
+        named.add_argument("--tokenizer-type", choices=list(TOKENIZERS))
+        named.add_argument("--vocab-file", type=Path)
+        named.add_argument("--merge-file", type=Path)
+        named.add_argument("--eod", help="end-of-document symbol, if not the default")
+    checkpoint.add_argument("path", help="a run's save folder or one step's, or its URL on an object store")
+    checkpoint.add_argument("--no-verify", action="store_true", help="compare names and sizes only")
+    return options
+
+
+def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line; key=value may also follow options, which argparse alone does not allow."""
+    options, rest = parser().parse_known_args(arguments)
+    if rest and not (hasattr(options, "inputs") and all("=" in text and not text.startswith("-") for text in rest)):
+        parser().error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        options.inputs += rest
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return 0, 1 for faulty data, or 2 after an input error, printed without a traceback."""
+    options = read_arguments(arguments)
+    try:
+        result = options.run(options)
+        print(result.text)
+        if options.json is not None:
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            options.json.write_text(json.dumps(result.facts, indent=1) + "\n")
+    except (DataError, ConfigError) as error:
+        print(f"megatron-coca inspect: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"megatron-coca inspect: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
+    return int(result.faulty)

@@ -1,0 +1,193 @@
+"""Prepare a corpus for training: from its files on disk to tokenized shards, a manifest and data.yml.
+
+    megatron-coca prepare --builtin
+    megatron-coca prepare configs/data/recipes/pile_books_wiki_code.yml --root /corpora
+    megatron-coca prepare --input books=books.jsonl.zst code=src.jsonl.gz --train-tokenizer 32000 --output data/mine
+
+After a kill or an error, the same command resumes.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatron_coca.data.builtin import VOCAB_SIZE, prepare_builtin
+from megatron_coca.data.errors import DataError
+from megatron_coca.data.preparation.manifest import RUN_CONFIG, empty_splits, read_manifest
+from megatron_coca.data.preparation.plan import SPLITS, CorpusSource, Execution, Rules, training_texts
+from megatron_coca.data.preparation.recipe import (
+    Recipe,
+    TokenizerTraining,
+    check_tokenizer_files,
+    named_paths,
+    read_recipe,
+)
+from megatron_coca.data.preparation.run import prepare
+from megatron_coca.data.readers.source import SourceSpec
+from megatron_coca.data.tokenizers import TOKENIZERS, load_tokenizer
+from megatron_coca.data.tokenizers.kinds import Tokenizer
+from megatron_coca.data.tokenizers.training import TRAINERS
+
+_TOKENIZER_FILES = ("tokenizer_type", "vocab_file", "merge_file")
+_FRACTIONS = ("valid_fraction", "test_fraction")
+_READING = ("documents", "max_record_mib")
+_OF_INPUT = (*_TOKENIZER_FILES, "train_tokenizer", "text_field", *_READING, "duplicates", *_FRACTIONS)
+
+
+def _at_least(lowest: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if (value := int(text)) < lowest:
+            raise argparse.ArgumentTypeError(f"{value} is less than {lowest}")
+        return value
+
+    return number
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="megatron-coca prepare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("recipe", nargs="?", type=Path, help="a YAML file that describes the corpus (docs/data.md)")
+    parser.add_argument("--builtin", action="store_true", help="the corpus inside this Python installation")
+    parser.add_argument("--input", nargs="+", metavar="NAME=PATH", help="files or folders; a name may be repeated")
+    parser.add_argument("--output", type=Path, help="output folder (with --builtin: its parent, default data)")
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument(
+        "--workers", type=_at_least(0), default=cores, help="worker processes; 0 works in the main process"
+    )
+    parser.add_argument(
+        "--save-seconds", type=float, default=10.0, help="seconds between saved positions, the most work lost by a kill"
+    )
+    parser.add_argument("--strict", action="store_true", help="stop at the first unusable record")
+    parser.add_argument("--skip-damaged", action="store_true", help="keep the readable part of a damaged file")
+    parser.add_argument("--root", type=Path, help="with a recipe: replaces its root folder")
+    plain = parser.add_argument_group("with --input; a recipe sets its own")
+    plain.add_argument(
+        "--tokenizer-type", choices=list(TOKENIZERS), help="type of the tokenizer in --vocab-file and --merge-file"
+    )
+    plain.add_argument("--vocab-file")
+    plain.add_argument("--merge-file")
+    plain.add_argument(
+        "--train-tokenizer",
+        type=_at_least(1),
+        metavar="VOCAB_SIZE",
+        help="train a SentencePiece tokenizer on the input",
+    )
+    plain.add_argument("--text-field", help="field of a record that contains its text (text)")
+    plain.add_argument(
+        "--documents", choices=["file", "line", "paragraph"], help="unit of a document in text files (file)"
+    )
+    plain.add_argument("--max-record-mib", type=_at_least(1), metavar="MIB", help="skip and report longer records (64)")
+    plain.add_argument("--duplicates", metavar="{exact,keep}", help="duplicates to remove (exact)")
+    plain.add_argument(
+        "--valid-fraction", type=float, help="held-out fraction of the documents, by a hash of their key (0.01)"
+    )
+    plain.add_argument("--test-fraction", type=float, help="as --valid-fraction, for testing (0.01)")
+    return parser
+
+
+def _given(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+    """The options among ``names`` that were given."""
+    return {name: value for name in names if (value := getattr(arguments, name)) not in (None, False)}
+
+
+def _refuse(arguments: argparse.Namespace, names: Sequence[str], reason: str) -> None:
+    given = ", ".join(f"--{name.replace('_', '-')}" for name in _given(arguments, names))
+    if given:
+        raise DataError(f"{given}: {reason}")
+
+
+def _recipe_from_options(arguments: argparse.Namespace) -> Recipe:
+    """The recipe that ``--input`` and its options describe."""
+    _refuse(arguments, ["root"], "goes with a recipe")
+    if (arguments.tokenizer_type is None) == (arguments.train_tokenizer is None):
+        raise DataError("--input needs either --tokenizer-type or --train-tokenizer.")
+    check_tokenizer_files("--input", arguments.tokenizer_type, arguments.vocab_file, arguments.merge_file)
+    fields = {"text": arguments.text_field} if arguments.text_field else {}
+    reading, treatment = _given(arguments, _READING), _given(arguments, ["duplicates"])
+    sources = [
+        CorpusSource(SourceSpec(name, paths, fields=fields, **reading), **treatment)
+        for name, paths in named_paths(arguments.input).items()
+    ]
+    files = {name: getattr(arguments, name) for name in _TOKENIZER_FILES}
+    training = TokenizerTraining(vocab_size=arguments.train_tokenizer) if arguments.train_tokenizer else None
+    rules = Rules(**_given(arguments, _FRACTIONS))
+    return Recipe(sources, rules, None, files if training is None else None, training)
+
+
+def _run(arguments: argparse.Namespace) -> Path:
+    """Prepare what the command line describes; return the path of the manifest."""
+    if sum(map(bool, (arguments.builtin, arguments.input, arguments.recipe))) != 1:
+        raise DataError("Give one of: a recipe, --input, --builtin. See --help.")
+    if arguments.builtin:
+        others = (*_OF_INPUT, "root", "strict", "skip_damaged")
+        _refuse(arguments, [name for name in others if name != "train_tokenizer"], "does not go with --builtin")
+        return prepare_builtin(arguments.output or Path("data"), arguments.train_tokenizer or VOCAB_SIZE)
+    if arguments.input:
+        recipe = _recipe_from_options(arguments)
+    else:
+        _refuse(arguments, _OF_INPUT, "goes with --input; write it into the recipe")
+        recipe = read_recipe(arguments.recipe, arguments.root)
+    output = arguments.output or recipe.output
+    if output is None:
+        raise DataError("Give the output folder: --output, or `output` in the recipe.")
+    rules = replace(recipe.rules, strict=arguments.strict, skip_damaged=arguments.skip_damaged)
+    execution = Execution(arguments.workers, arguments.save_seconds)
+    training = recipe.training
+    if training is None:
+        assert recipe.tokenizer is not None, "a recipe has one of the two"
+        return prepare(recipe.sources, output, load_tokenizer(**recipe.tokenizer), rules, execution)
+
+    def train(folder: Path) -> Tokenizer:
+        texts = training_texts(recipe.sources, recipe.rules, training.characters)
+        return TRAINERS[training.tokenizer_type][training.model](texts, training.vocab_size, folder / "tokenizer")
+
+    return prepare(recipe.sources, output, train, rules, execution, {"train_tokenizer": training.model_dump()})
+
+
+def _summary(path: Path) -> str:
+    record = read_manifest(path)
+    lines = [f"{path}"]
+    for entry in record["sources"]:
+        lines += [f"  {entry['name']} {split}: {_sizes(entry[split])}" for split in SPLITS]
+    for source in record["inputs"]:
+        name = source["name"]
+        lines += [f"  {name} left out: {count:,} x {reason}" for reason, count in source["left_out"].items()]
+        lines += [f"  {name} files not read: {count:,} x {reason}" for reason, count in source["unread"].items()]
+        lines += [f"  {name} FAULTY: {count:,} x {kind}" for kind, count in source["problems"].items()]
+        lines += [f"    {line}" for line in source["problems_named"][:10]]
+        lines += [f"  {name}: NO DOCUMENT of the set {missing!r}" for missing in source["sets_missing"]]
+    config = path.parent / RUN_CONFIG
+    if config.exists():
+        splits = {split for split in SPLITS for entry in record["sources"] if entry[split]["documents"]}
+        if "train" in splits:
+            lines += empty_splits(record["sources"])
+            lines.append(f"Train with: megatron-coca train configs/350M/roformer_coca.yml {config}")
+        else:
+            lines.append(f"Only {', '.join(sorted(splits))} documents: a run needs training documents.")
+    return "\n".join(lines)
+
+
+def _sizes(facts: dict[str, Any]) -> str:
+    if not facts["documents"]:
+        return "no document"
+    per_token = facts["bytes"] / facts["tokens"]
+    return f"{facts['documents']:,} documents, {facts['tokens']:,} tokens, {per_token:.2f} bytes per token"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return 0, 2 after an input error, printed without a traceback, or 130 after Ctrl-C."""
+    try:
+        print(_summary(_run(parser().parse_args(arguments))))
+    except DataError as error:
+        print(f"megatron-coca prepare: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("megatron-coca prepare: stopped; the same command resumes", file=sys.stderr)
+        return 130
+    return 0

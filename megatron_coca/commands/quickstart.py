@@ -1,0 +1,145 @@
+"""Whole workflow on a laptop: train two position methods from one seed, kill and resume one, evaluate both far beyond
+the training length.
+
+    megatron-coca quickstart
+
+Everything is done by the project's own commands, which are printed as they run. Results in runs/quickstart are reused.
+"""
+
+import argparse
+import json
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_coca.commands.configs import shipped
+from megatron_coca.program import PROGRAM
+
+# PyTorch takes seconds to import: that is done after the options are read.
+
+RUNS = Path("runs/quickstart")
+METHODS = {"roformer": "RoFormer", "roformer_coca": "RoFormer + CoCA"}
+EXTENSIONS = {"plain": (), "dynamic_ntk": ("rope_scaling.rope_type=dynamic", "rope_scaling.factor=4")}
+EXTENSION_LABELS = {"plain": "", "dynamic_ntk": " + dynamic NTK"}
+WINDOWS, STRIDE = "64,128,256,512,1024", "64"
+KILLED, KILL_AFTER = "roformer_coca", 150
+"""The run that is killed, and the step after which it is: halfway between two checkpoints."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    return argparse.ArgumentParser(
+        prog="megatron-coca quickstart", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Return 0, or the exit status of the command that failed."""
+    parser().parse_args(arguments)
+    from megatron_coca.evaluation import EvaluationError, build_report
+
+    start = time.perf_counter()
+    try:
+        for name in METHODS:
+            train(name)
+        results = [evaluate(name, extension) for name in METHODS for extension in EXTENSIONS]
+        table = build_report(results, RUNS, "Quickstart: perplexity beyond the training length of 64")
+    except subprocess.CalledProcessError as error:
+        return error.returncode
+    except EvaluationError as error:
+        print(error, file=sys.stderr)
+        return 2
+    seconds = time.perf_counter() - start
+    print(f"\n{table}\n\nWrote {RUNS}/report.html, report.png, report.md and report.json; {seconds:.0f} s in total.")
+    return 0
+
+
+def train(name: str) -> None:
+    """Train one method to its last step; KILLED is killed midway and resumed from its latest checkpoint."""
+    from megatron_coca.checkpoints import native
+    from megatron_coca.config import load_config
+
+    file = shipped(f"quickstart/{name}.yml")
+    config = load_config([file])
+    save, last = Path(str(config.checkpoint.save)), config.schedule.train_iters
+    if last in native.steps(save):
+        print(f"# {save}: step {last} is already saved")
+        return
+    command = ["train", file, f"load={save}"]
+    if name == KILLED and not native.steps(save):
+        kill_after_step(command, save, KILL_AFTER)
+    run(command)
+
+
+def kill_after_step(command: Sequence[str], save: Path, step: int) -> None:
+    """Start a training run, and send it SIGKILL once it has reported `step`."""
+    from megatron_coca.checkpoints import native
+
+    show(command)
+    process = subprocess.Popen([*PROGRAM, *command])
+    while process.poll() is None and reported_step(save) < step:
+        time.sleep(0.1)
+    if process.poll() not in (None, 0):
+        raise subprocess.CalledProcessError(process.returncode, command)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    latest = native.steps(save)[-1]
+    print(
+        f"\n# killed after step {reported_step(save)}; resuming from the latest checkpoint, step {latest}", flush=True
+    )
+
+
+def reported_step(save: Path) -> int:
+    """Return the last step in the run's metrics, 0 before the first report."""
+    metrics = save / "metrics.jsonl"
+    if not metrics.is_file():
+        return 0
+    lines = [line for line in metrics.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return int(json.loads(lines[-1])["step"]) if lines else 0
+
+
+def evaluate(name: str, extension: str) -> Path:
+    """Return the result file of one method with one extension; measure unless it is complete and of these weights."""
+    from megatron_coca.checkpoints import native
+
+    output, checkpoint = RUNS / f"{name}_{extension}.json", RUNS / name
+    weights = native.read_json(native.locate(checkpoint) / native.MANIFEST)["files"][native.WEIGHTS]["sha256"]
+    if output.is_file() and measured_weights(output) == weights:
+        print(f"# {output}: already measured")
+        return output
+    command = ["evaluate", "perplexity", "--checkpoint", str(checkpoint)]
+    command += ["--windows", WINDOWS, "--stride", STRIDE, "--overwrite"]
+    command += ["--label", METHODS[name] + EXTENSION_LABELS[extension], "--output", str(output)]
+    for key in EXTENSIONS[extension]:
+        command += ["--set", key]
+    run(command)
+    return output
+
+
+def measured_weights(output: Path) -> str:
+    """Return the checksum of the weights that a result file is of; empty if it is unusable or lacks a window."""
+    from megatron_coca.evaluation import EvaluationError, PerplexityResult
+    from megatron_coca.evaluation.results import read_record
+
+    try:
+        result = read_record(output, PerplexityResult, "a result of `evaluate.py perplexity`")
+    except EvaluationError as error:
+        print(f"# {error}: measured again")
+        return ""
+    complete = {cell.window for cell in result.results if cell.documents == result.documents.count}
+    return result.checkpoint.identity if complete == set(map(int, WINDOWS.split(","))) else ""
+
+
+def run(command: Sequence[str]) -> None:
+    """Print and run one command of the project."""
+    show(command)
+    subprocess.run([*PROGRAM, *command], check=True)
+
+
+def show(command: Sequence[str]) -> None:
+    """Print a command as a user would type it."""
+    print(f"\n$ {shlex.join(['megatron-coca', *command])}", flush=True)

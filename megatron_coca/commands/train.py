@@ -1,0 +1,129 @@
+"""Train a model: YAML files are merged in order, then `key=value` overrides apply."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from megatron_coca.program import MAIN
+from megatron_coca.training import watchdog
+
+if TYPE_CHECKING:
+    from megatron_coca.config import Config
+
+# PyTorch and DeepSpeed take seconds to import: only `latest_step` and `train` do, after the configuration is accepted.
+
+EPILOG = """for example:
+    megatron-coca train configs/350M/roformer_coca.yml
+    megatron-coca train configs/350M/alibi.yml configs/cluster/cpu.yml train_iters=20 save=runs/try --num_gpus 2
+
+All keys are in docs/config.md, exit statuses in docs/faults.md."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="megatron-coca train",
+        description=__doc__,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("inputs", nargs="+", metavar="CONFIG.yml | key=value", help="merged in order, then the keys")
+    parser.add_argument("-d", "--conf_dir", metavar="DIR", help="folder of the files, whose names need no .yml")
+    parser.add_argument(
+        "--num_gpus", type=int, metavar="N", help="processes on this machine (on the CPU with distributed_backend=gloo)"
+    )
+    parser.add_argument("--hostfile", metavar="FILE", help="hosts and slots, as DeepSpeed reads them")
+    parser.add_argument(
+        "--auto-resume", action="store_true", help="resume from the latest valid checkpoint in `save`, if there is one"
+    )
+    parser.add_argument(
+        "--max-restarts",
+        type=int,
+        metavar="N",
+        help="restarts after a crash or a hang, each from the latest checkpoint",
+    )
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # from launchers, besides LOCAL_RANK
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Return the exit status: 0 after training, else one of those in docs/faults.md."""
+    watchdog.install()  # before other imports: a file of the user's may shadow a module that they import
+    from megatron_coca.config import ConfigError, option_hint
+    from megatron_coca.training.exit_status import INTERRUPTED, UNUSABLE, Stopped
+
+    given = sys.argv[1:] if arguments is None else arguments
+    options, unknown = parser().parse_known_intermixed_args(given)
+    if unknown:
+        parser().error(f"unrecognized arguments: {' '.join(unknown)}{option_hint(unknown, given)}")
+    try:
+        return run(*read_config(options), given)
+    except ConfigError as error:
+        watchdog.tell(error)
+        return UNUSABLE
+    except Stopped as error:
+        watchdog.tell(error)
+        return error.status
+    except KeyboardInterrupt:
+        watchdog.tell("interrupted; --auto-resume resumes from the latest complete checkpoint")
+        return INTERRUPTED
+
+
+def read_config(options: argparse.Namespace) -> tuple["Config", list[str]]:
+    """Load the configuration of the command line, and list the given keys without effect; launch options win."""
+    from megatron_coca.config import ConfigError, keys_without_effect, load_config, split_inputs
+
+    files, keys = split_inputs(options.inputs, options.conf_dir)
+    if options.hostfile is not None and not os.path.isfile(options.hostfile):
+        raise ConfigError([f"--hostfile: {options.hostfile}: no such file; write one line a host, `name slots=8`"])
+    names = ("num_gpus", "hostfile", "max_restarts")
+    keys += [f"{name}={getattr(options, name)}" for name in names if getattr(options, name) is not None]
+    config = load_config(files, [*keys, "auto_resume=true"] if options.auto_resume else keys)
+    if config.schedule.train_iters is None:
+        raise ConfigError(["train_iters: not set; training needs it, for example `train_iters=1000`"])
+    if config.optimizer.lr is None:
+        raise ConfigError(["optimizer.params.lr: not set; training needs it, for example `optimizer.params.lr=1e-4`"])
+    return config, keys_without_effect(files, keys)
+
+
+def run(config: "Config", without_effect: Sequence[str], arguments: Sequence[str]) -> int:
+    """Start the processes that the configuration asks for, or train in this one."""
+    from megatron_coca.training import launch
+
+    latest = partial(latest_step, config) if config.checkpoint.save is not None else None
+    status = launch.start(config.launch, os.environ, MAIN, ["train", *arguments], latest, config.requires_gpus)
+    return train(config, without_effect) if status is None else status
+
+
+def latest_step(config: "Config") -> int:
+    """Return the step of the latest checkpoint in `save`, 0 if there is none."""
+    from megatron_coca.checkpoints import CheckpointError, native
+    from megatron_coca.checkpoints.object_store import save_folder
+    from megatron_coca.config import ConfigError
+
+    try:
+        folder = save_folder(config.checkpoint)
+        return max(native.steps(folder), default=0) if folder is not None else 0
+    except CheckpointError as error:
+        raise ConfigError([str(error)]) from error
+
+
+def train(config: "Config", without_effect: Sequence[str]) -> int:
+    """Train in this process."""
+    if config.parallel.distributed_backend == "gloo":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before PyTorch looks for GPUs
+    from megatron_coca.attention.inputs import BackendError
+    from megatron_coca.checkpoints import CheckpointError
+    from megatron_coca.data import DataError
+    from megatron_coca.training.exit_status import UNUSABLE
+    from megatron_coca.training.trainer import fit
+
+    try:
+        fit(config, without_effect)
+    except (DataError, CheckpointError, BackendError) as error:
+        watchdog.tell(error)
+        return UNUSABLE
+    return 0

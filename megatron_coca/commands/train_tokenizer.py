@@ -1,0 +1,169 @@
+"""Train a tokenizer on a corpus, and measure it on text held out from the training.
+
+    megatron-coca train-tokenizer recipe.yml --vocab-size 32000 --output data/tokenizer
+    megatron-coca train-tokenizer --input books=books.jsonl.zst code=src/ --type HFTokenizer --vocab-size 50304 \
+        --output data/tokenizer
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from tqdm import tqdm
+
+from megatron_coca.atomic_write import atomic_dir
+from megatron_coca.data.errors import DataError
+from megatron_coca.data.preparation.plan import CorpusSource, Rules, check, training_texts
+from megatron_coca.data.preparation.recipe import named_paths, read_recipe
+from megatron_coca.data.readers.source import SourceSpec
+from megatron_coca.data.tokenizers import TOKENIZERS
+from megatron_coca.data.tokenizers.training import TRAINERS, HeldOut, check_vocabulary, measure
+from megatron_coca.tables import format_table
+
+REPORT = "training.json"
+CLEARLY_FEWER = 0.7
+"""Share of the requested characters of a source below which a warning is printed."""
+HEADER = ("source", "trained on: characters", "held out: documents", "bytes", "tokens", "bytes per token", "exact")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    options = argparse.ArgumentParser(
+        prog="megatron-coca train-tokenizer",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    options.add_argument(
+        "recipe", nargs="?", type=Path, help="recipe, as for `megatron-coca prepare`; its sources and weights are used"
+    )
+    options.add_argument("--input", nargs="+", metavar="NAME=PATH", help="instead of a recipe; a name may be repeated")
+    options.add_argument("--text-field", help="with --input: field of a JSON record that contains its text")
+    options.add_argument("--root", type=Path, help="replaces the recipe's root folder")
+    options.add_argument(
+        "--valid-fraction", type=float, help="with --input: fraction held out, as in `megatron-coca prepare` (0.01)"
+    )
+    options.add_argument("--test-fraction", type=float, help="with --input: the same (0.01)")
+    options.add_argument("--type", choices=list(TRAINERS), default="SPMTokenizer", help="default SPMTokenizer")
+    options.add_argument("--model", choices=["bpe", "unigram"], default="bpe", help="default bpe")
+    options.add_argument(
+        "--vocab-size", type=_count, required=True, help="vocabulary size, including bytes and special tokens"
+    )
+    options.add_argument(
+        "--characters", type=_count, default=50_000_000, help="characters of text to train on (default 50 million)"
+    )
+    options.add_argument(
+        "--equal", action="store_true", help="the same amount of text from each source, regardless of weights"
+    )
+    options.add_argument("--output", type=Path, required=True, help="folder to make")
+    return options
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
+    return value
+
+
+def read_sources(options: argparse.Namespace) -> tuple[list[CorpusSource], Rules]:
+    """The sources and rules of the recipe, or of ``--input``."""
+    if (options.recipe is None) == (options.input is None):
+        raise DataError("Name either a recipe or --input NAME=PATH ...")
+    fractions = {
+        name: value for name in ("valid_fraction", "test_fraction") if (value := getattr(options, name)) is not None
+    }
+    if options.recipe is not None:
+        if options.text_field is not None or fractions:
+            raise DataError("--text-field, --valid-fraction and --test-fraction need --input; a recipe sets its own.")
+        recipe = read_recipe(options.recipe, options.root)
+        return recipe.sources, recipe.rules
+    fields = {"text": options.text_field} if options.text_field else {}
+    sources = [
+        CorpusSource(SourceSpec(name, paths, fields=fields)) for name, paths in named_paths(options.input).items()
+    ]
+    return sources, Rules(**fractions)
+
+
+def shares(sources: Sequence[CorpusSource], characters: int, equal: bool) -> list[int]:
+    """Characters to read from each source: by weight where they have weights, else an equal share."""
+    weights = [1.0 if equal or source.weight is None else source.weight for source in sources]
+    return [int(characters * weight / sum(weights)) for weight in weights]
+
+
+def _training_texts(
+    sources: Sequence[CorpusSource], rules: Rules, wanted: Sequence[int], held_out: dict[str, HeldOut], show: bool
+) -> Iterator[str]:
+    """Yield the texts to train on; held-out texts go to ``held_out``, by source."""
+    with tqdm(total=sum(wanted), unit=" characters", unit_scale=True, disable=not show) as bar:
+        for source, share in zip(sources, wanted, strict=True):
+            bar.set_description(f"read {source.spec.name}")
+            for text in held_out[source.spec.name].rest(training_texts([source], rules, share)):
+                bar.update(len(text))
+                yield text
+        bar.set_description("train")
+
+
+def train(options: argparse.Namespace, show: bool = True) -> str:
+    """Train, measure and write; return the text to print."""
+    sources, rules = read_sources(options)
+    check(sources, rules)
+    check_vocabulary(options.type, options.vocab_size)
+    if options.model not in TRAINERS[options.type]:
+        raise DataError(
+            f"--model {options.model}: {options.type} can only be trained as {', '.join(TRAINERS[options.type])}."
+        )
+    if options.characters < len(sources):
+        raise DataError(f"--characters {options.characters} is less than one for each source.")
+    wanted = shares(sources, options.characters, options.equal)
+    held_out = {source.spec.name: HeldOut() for source in sources}
+    file_name = TOKENIZERS[options.type][1]["vocab_file"]
+    with atomic_dir(options.output, DataError) as folder:
+        texts = _training_texts(sources, rules, wanted, held_out, show)
+        tokenizer = TRAINERS[options.type][options.model](texts, options.vocab_size, folder / file_name)
+        tokenizer.save(folder)
+        measures = {name: measure(tokenizer, held.texts) for name, held in held_out.items()}
+        report = {
+            "settings": {
+                name: getattr(options, name) for name in ("type", "model", "vocab_size", "characters", "equal")
+            },
+            "fingerprint": tokenizer.fingerprint,
+            "sources": {
+                name: {"trained_characters": held_out[name].characters, "held_out": asdict(measured)}
+                for name, measured in measures.items()
+            },
+        }
+        (folder / REPORT).write_text(json.dumps(report, indent=1) + "\n")
+    rows = [
+        (name, held_out[name].characters, m.documents, m.bytes, m.tokens, m.bytes_per_token, m.exact)
+        for name, m in measures.items()
+    ]
+    lines = [format_table(HEADER, rows), ""]
+    unmeasured = [name for name, measured in measures.items() if not measured.documents]
+    if unmeasured:
+        lines += [f"not measured, with fewer than two documents: {', '.join(unmeasured)}", ""]
+    warnings = short_sources(held_out, wanted)
+    lines += [*warnings, ""] if warnings else []
+    return "\n".join([*lines, f"tokenizer_type: {options.type}", f"vocab_file: {options.output / file_name}"])
+
+
+def short_sources(held_out: dict[str, HeldOut], wanted: Sequence[int]) -> list[str]:
+    """A line for every source that gave clearly fewer characters than ``wanted``."""
+    given = {name: held.characters + sum(map(len, held.texts)) for name, held in held_out.items()}
+    return [
+        f"{name}: gave {characters:,} characters of {share:,} requested; its share of the training is smaller"
+        for (name, characters), share in zip(given.items(), wanted, strict=True)
+        if characters < CLEARLY_FEWER * share
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return 0, or 2 after an input error, printed without a traceback."""
+    try:
+        print(train(parser().parse_args(arguments)))
+    except DataError as error:
+        print(f"megatron-coca train-tokenizer: {error}", file=sys.stderr)
+        return 2
+    return 0

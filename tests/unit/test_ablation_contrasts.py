@@ -1,0 +1,112 @@
+"""Figures over seeds and differences paired by seed, against scipy."""
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from megatron_coca.ablation.cells import CellRecord, read_cell
+from megatron_coca.ablation.contrasts import Figures, published_order
+from megatron_coca.evaluation import EvaluationError
+from megatron_coca.evaluation.report.curves import Curve, CurvePoint
+from megatron_coca.evaluation.results import write_record
+from megatron_coca.evaluation.suite import Command
+from tests.unit.report_cases import perplexity
+
+SEEDS = (1, 2, 3)
+NLLS = {
+    ("RoFormer", ""): ((4.0, 5.0), (4.1, 5.4), (3.9, 5.1)),
+    ("RoFormer", "+ NTK"): ((4.0, 4.2), (4.1, 4.4), (3.9, 4.0)),
+    ("CoCA", ""): ((4.2, 4.9), (4.3, 5.0), (4.0, 4.8)),
+}
+"""At L and at 2L, by seed."""
+
+
+@pytest.fixture
+def figures(tmp_path: Path) -> Figures:
+    models = {"RoFormer": SimpleNamespace(variants={"": [], "+ NTK": []}), "CoCA": SimpleNamespace(variants={"": []})}
+    cells: list[Any] = []
+    for model, entry in models.items():
+        for number, seed in enumerate(SEEDS if model == "RoFormer" else SEEDS[:2]):
+            folder = tmp_path / f"{model}-s{seed}"
+            names = {variant: f"perplexity_{model.lower()}{'_ntk' * bool(variant)}.json" for variant in entry.variants}
+            for variant, name in names.items():
+                nlls = NLLS[model, variant][number]
+                write_record(folder / name, perplexity(model, dict(zip((512, 1024), nlls, strict=True))))
+            losses = [CurvePoint(step=1, tokens=8, train_loss=None, validation_loss=loss) for loss in (9.0, nlls[0])]
+            last = CurvePoint(step=2, tokens=16, train_loss=1.0, validation_loss=None)
+            write_record(folder / "curve.json", Curve(seed=seed, points=[*losses, last]))
+            command = Command("perplexity", model, (), tuple(folder / name for name in names.values()))
+            config = SimpleNamespace(model=SimpleNamespace(seq_length=512))
+            digests = {Path(name): "digest" for name in names.values()}
+            cell = SimpleNamespace(
+                model=model,
+                seed=seed,
+                name=f"{model}-s{seed}-0",
+                config=config,
+                results=folder,
+                commands=[command],
+                measurements=digests,
+                steps=1,
+                tokens=1,
+                data=None,
+                parameters=SimpleNamespace(total=1, non_embedding=1),
+            )
+            record = read_cell(cell)  # type: ignore[arg-type]
+            evaluated = {str(name): "digest" for name in digests}
+            write_record(
+                folder / "cell.json", CellRecord.model_validate(record.model_dump() | {"evaluated": evaluated})
+            )
+            cells.append(cell)
+    return Figures(SimpleNamespace(models=models), cells)  # type: ignore[arg-type]
+
+
+def test_a_mean_over_seeds_with_its_t_interval(figures: Figures) -> None:
+    assert figures.labels == ["RoFormer", "RoFormer + NTK", "CoCA"]
+    ratio = figures.estimate("ratio", "RoFormer", 2)
+    logarithms = [1.0, 1.3, 1.2]
+    low, high = stats.t.interval(0.95, 2, np.mean(logarithms), stats.sem(logarithms))
+    assert (ratio.mean, ratio.low, ratio.high) == pytest.approx(tuple(map(math.exp, (np.mean(logarithms), low, high))))
+    assert figures.estimate("perplexity", "CoCA").mean == pytest.approx(math.exp(4.25))
+    assert figures.estimate("validation perplexity", "CoCA").mean == pytest.approx(math.exp(4.25))
+
+
+def test_differences_are_of_the_seeds_that_both_have(figures: Figures) -> None:
+    contrast = figures.contrast("perplexity", "CoCA", "RoFormer", 2)
+    low, high = stats.t.interval(0.95, 1, -0.25, stats.sem([-0.1, -0.4]))
+    found = contrast.times
+    assert (found.mean, found.low, found.high, found.count) == pytest.approx((*map(math.exp, (-0.25, low, high)), 2))
+    assert contrast.verdict == "not distinguishable"
+    assert figures.contrast("perplexity", "RoFormer + NTK", "RoFormer", 2).verdict == "lower"
+    assert figures.contrast("perplexity", "RoFormer", "RoFormer + NTK", 2).verdict == "higher"
+    assert figures.contrast("perplexity", "RoFormer", "RoFormer").verdict == "no interval", "no spread, no interval"
+
+
+def test_orders(figures: Figures) -> None:
+    assert figures.ordered("perplexity", 1, ["CoCA", "RoFormer"]) == ["RoFormer", "CoCA"]
+    assert figures.ordered("perplexity", 2, figures.labels) == ["RoFormer + NTK", "CoCA", "RoFormer"]
+    names = {"RoFormer": "A", "ALiBi": "B", "RoFormer + CoCA": "C"}
+    assert published_order("Table 1", names, 1) == ["B", "A", "C"]
+    assert published_order("Table 1", names, 16) == ["B", "C", "A"]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda figures: figures.estimate("ratio", "NoPE", 2),
+            "ratio of NoPE: .* the labels RoFormer, RoFormer \\+ NTK",
+        ),
+        (lambda figures: figures.estimate("speed", "CoCA", 2), "the quantities are perplexity, ratio, validation"),
+        (lambda figures: figures.estimate("ratio", "CoCA", 4), "ratio of CoCA: was not measured at 4L"),
+        (lambda figures: published_order("Table 1", {"NoPE": "NoPE"}, 1), "Table 1: has no row NoPE; it has ALiBi"),
+        (lambda figures: published_order("Table 1", {}, 3), "Table 1 at 3L: is not among"),
+    ],
+)
+def test_what_was_not_measured_is_an_error(figures: Figures, call: Any, message: str) -> None:
+    with pytest.raises(EvaluationError, match=message):
+        call(figures)
