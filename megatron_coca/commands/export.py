@@ -26,9 +26,7 @@ def parser() -> ArgumentParser:
         folder = "a run's save folder, one step of it, or a Hugging Face folder"
         added.add_argument("checkpoint", metavar="CHECKPOINT", help=folder)
         added.add_argument("folder", metavar="FOLDER", help="folder to write; must not exist")
-        changes = (
-            "overrides of the configuration that is written, e.g. rope_scaling.rope_type=dynamic, or rope_scaling=null"
-        )
+        changes = "overrides of the written configuration, e.g. rope_scaling.rope_type=dynamic, or rope_scaling=null"
         added.add_argument(
             "--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", dest="overrides", help=changes
         )

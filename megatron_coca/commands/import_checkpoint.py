@@ -18,7 +18,7 @@ def parser() -> ArgumentParser:
     add = parser.add_argument
     add("source", metavar="SOURCE", help="a Hugging Face folder, or any other checkpoint that can be evaluated")
     add("folder", metavar="FOLDER", help="folder to write; must not exist")
-    changes = "overrides of the configuration that is written, e.g. pos_emb=coca for GPT-NeoX folders of CoCA's authors"
+    changes = "overrides of the written configuration, e.g. pos_emb=coca for GPT-NeoX folders of CoCA's authors"
     add("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", dest="overrides", help=changes)
     add("--dtype", choices=DTYPES, help="dtype of the weights; default: as in the source")
     return parser
