@@ -346,4 +346,4 @@ def published_lines(group: ResultGroup, drawn: Sequence[Series], metric: str) ->
                 values = tuple(math.nan if value == "OOM" else float(value) for value in row.values)
                 lengths = tuple(map(float, published_lengths([table])))
                 lines.append(Line(f"paper: {row.name}", lengths, values, like=like))
-    return lines if len(drawn) <= MOST_LINES else []
+    return lines if len(drawn) <= MOST_LINES and len(group.lengths()) > 1 else []
