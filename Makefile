@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: quickstart test test-all lint clean
+.PHONY: quickstart test test-all lint docs clean
 
 # One thread per test process; three processes on two cores, because many tests wait. Tests that time code or measure
 # memory (marked serial) run alone afterwards. Processes that they start read compiled modules, also where the
@@ -30,6 +30,15 @@ lint: .venv/ready-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The documentation as a site in build/docs; without a network once its environment exists.
+docs: .venv-docs/ready
+	.venv-docs/bin/mkdocs build --strict --config-file docs/site/mkdocs.yml
+
+.venv-docs/ready: docs/requirements.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --disable-pip-version-check -r docs/requirements.txt
+	touch $@
+
 .venv/ready: requirements.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, not " + sys.version.split()[0] + "; name one: make PYTHON=python3.12")'
 	$(PYTHON) -m venv .venv
@@ -42,4 +51,4 @@ lint: .venv/ready-dev
 	touch $@
 
 clean:
-	rm -rf .venv build data dist exported results runs wandb
+	rm -rf .venv .venv-docs build data dist exported results runs wandb

@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron_coca.checkpoints import load_model
     from megatron_coca.config import load_config
-    from megatron_coca.model import build_model
+    from megatron_coca.model import Sampling, build_model
+    from megatron_coca.text_generation import load_generator
 
-__all__ = ["build_model", "load_config", "load_model"]
+__all__ = ["Sampling", "build_model", "load_config", "load_generator", "load_model"]
 __version__ = "0.2.0"
 
 _HOMES = {
+    "Sampling": "megatron_coca.model",
     "build_model": "megatron_coca.model",
     "load_config": "megatron_coca.config",
+    "load_generator": "megatron_coca.text_generation",
     "load_model": "megatron_coca.checkpoints",
 }
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -14,7 +15,7 @@ from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.state import StateReader
 from megatron_coca.config import Config
 from megatron_coca.data import Tokenizer, load_tokenizer
-from megatron_coca.model import build_model
+from megatron_coca.model import GPT, build_model
 
 BYTES = load_tokenizer("CharLevelTokenizer")
 NEEDED = ("state/rank_00000.safetensors", "rng/rank_0.pt")
@@ -71,3 +72,14 @@ def refuse(monkeypatch: pytest.MonkeyPatch, path: Path, method: str, number: int
         return original(self, *arguments, **keywords)
 
     monkeypatch.setattr(Path, method, guarded)
+
+
+def talkative_model(config: Config) -> GPT:
+    """A model in evaluation mode whose greedy texts depend on the prompt, mostly in ASCII with `BYTES`."""
+    model, generator = build_model(config, training=False).eval(), torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+        assert model.final_linear is not None, "set no_weight_tying: a tied model mostly repeats its last token"
+        model.final_linear.weight[32:127] *= 3.0
+    return model

@@ -3,22 +3,20 @@
 import json
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from megatron_coca.ablation.plan import Cell, DataRecord
 from megatron_coca.checkpoints import CheckpointError, native
-from megatron_coca.evaluation.report.curves import Curve, CurvePoint
+from megatron_coca.evaluation.report.curves import CURVE, Curve, curve_points, metrics
 from megatron_coca.evaluation.results import EvaluationError, Record, read_costs, read_record, write_record
 from megatron_coca.evaluation.suite import Command
 
 logger = logging.getLogger(__name__)
 
-RECORD, CURVE, METRICS = "cell.json", "curve.json", "metrics.jsonl"
-MAX_POINTS = 200
-"""Points of a curve that is kept with the results."""
+RECORD = "cell.json"
 TAIL_BYTES = 8192
 
 
@@ -162,23 +160,6 @@ def is_trained(cell: Cell) -> bool:
         return False
 
 
-def metrics(run: Path, last: int | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the reports of a training run in order; only those in the last `last` bytes, if given."""
-    path = run / METRICS
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
-        if last is not None:
-            file.seek(max(0, path.stat().st_size - last))
-        for line in file.read().split(b"\n"):
-            try:
-                report = json.loads(line)
-            except ValueError:  # the first or the last line may be incomplete
-                continue
-            if isinstance(report, dict) and "event" not in report:
-                yield report
-
-
 def progress(run: Path) -> Progress | None:
     """Return the last report of a loss, None before the first."""
     reports = [report for report in metrics(run, TAIL_BYTES) if "loss" in report]
@@ -206,43 +187,13 @@ def evaluation_seconds(cell: Cell) -> float:
 
 def write_curve(cell: Cell) -> None:
     """Write the learning curve with the results, from the run's metrics."""
-    points: dict[int, dict[str, Any]] = {}
-    for report in metrics(cell.run):
-        for key, name in (("loss", "train_loss"), ("validation_loss", "validation_loss")):
-            if key in report:
-                points.setdefault(int(report["step"]), {})[name] = report[key]
-    tokens = cell.batch * cell.config.model.seq_length
-    curve = [
-        CurvePoint(
-            step=step,
-            tokens=step * tokens,
-            train_loss=losses.get("train_loss"),
-            validation_loss=losses.get("validation_loss"),
-        )
-        for step, losses in sorted(points.items())
-    ]
-    write_record(cell.results / CURVE, Curve(seed=cell.seed, points=thinned(curve)))
+    points = curve_points(cell.run, cell.batch * cell.config.model.seq_length)
+    write_record(cell.results / CURVE, Curve(seed=cell.seed, points=points))
 
 
 def read_curve(cell: Cell) -> Curve | None:
     path = cell.results / CURVE
     return read_record(path, Curve, "a learning curve") if path.is_file() else None
-
-
-def thinned(points: Sequence[CurvePoint], most: int = MAX_POINTS) -> list[CurvePoint]:
-    """Return at most `most` points, evenly spaced; those with a validation loss go first."""
-    if len(points) <= most:
-        return list(points)
-    validated = _evenly([point for point in points if point.validation_loss is not None], most)
-    others = _evenly([point for point in points if point.validation_loss is None], most - len(validated))
-    return sorted([*validated, *others], key=lambda point: point.step)
-
-
-def _evenly(points: Sequence[CurvePoint], count: int) -> list[CurvePoint]:
-    """Return `count` points with the last one, all if there are fewer."""
-    if len(points) <= count:
-        return list(points)
-    return [points[(number + 1) * len(points) // count - 1] for number in range(count)]
 
 
 def refused_only(files: Sequence[Path]) -> bool:

@@ -9,7 +9,7 @@ from megatron_coca.ablation.cells import measured_files, read_cell, read_curve
 from megatron_coca.ablation.plan import AblationFile, Cell
 from megatron_coca.evaluation.options import full_label, slug
 from megatron_coca.evaluation.perplexity import PerplexityResult, WindowResult
-from megatron_coca.evaluation.report.intervals import Estimate, estimate, geometric_estimate
+from megatron_coca.evaluation.report.intervals import Estimate, geometric_estimate
 from megatron_coca.evaluation.report.published import LENGTHS, TABLES
 from megatron_coca.evaluation.results import EvaluationError, read_record
 
@@ -99,8 +99,7 @@ class Figures:
         common = sorted(ours.keys() & theirs.keys())
         if not common:
             raise EvaluationError(f"{quantity} of {label} and {other}: have no seed in common")
-        difference = estimate([ours[seed] - theirs[seed] for seed in common])
-        return Contrast(Estimate(*map(math.exp, (difference.mean, difference.low, difference.high)), len(common)))
+        return Contrast(geometric_estimate([ours[seed] - theirs[seed] for seed in common]))
 
     def ordered(self, quantity: str, multiple: float, labels: Sequence[str]) -> list[str]:
         """Return the labels by their means, the lowest first."""

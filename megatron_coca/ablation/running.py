@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NoReturn
+from typing import NoReturn, Self
 
+from megatron_coca import console
 from megatron_coca.ablation import cells as files
 from megatron_coca.ablation.cells import CellRecord, State
 from megatron_coca.ablation.plan import Cell
@@ -26,7 +27,7 @@ from megatron_coca.training.launch.processes import FORWARDED, LocalProcess
 
 TRAIN, EVALUATE = (*PROGRAM, "train"), (*PROGRAM, "evaluate")
 LOG, CONFIG = "log.txt", "ablation.yml"
-POLL_SECONDS, REPORT_SECONDS = 0.2, 60.0
+POLL_SECONDS, REDRAW_SECONDS, REPORT_SECONDS = 0.2, 1.0, 60.0
 LOG_TAIL = 20_000
 ERROR = re.compile(r"[\w.]*(Error|Exception): ")
 """Begins the line of the error in a traceback; notes and warnings may follow it."""
@@ -247,9 +248,8 @@ def run_cells(cells: Sequence[Cell], machine: Machine, jobs: int) -> list[str]:
         left = len(shares[0].gpus)
         raise EvaluationError(f"--jobs {jobs}: leaves {left} GPUs to a cell that trains on {needed}; name fewer jobs")
     missing = [cell for cell in cells if files.state_of(cell) is not State.DONE]
-    with locked(missing), CaughtSignals(FORWARDED) as signals:
-        waiting = deque(missing)
-        table = LiveTable(len(cells), len(cells) - len(waiting))
+    waiting, table = deque(missing), LiveTable(len(cells), len(cells) - len(missing))
+    with locked(missing), CaughtSignals(FORWARDED) as signals, table:
         running: dict[int, Job] = {}
         problems: list[str] = []
         while waiting or running:
@@ -271,7 +271,7 @@ def run_cells(cells: Sequence[Cell], machine: Machine, jobs: int) -> list[str]:
 def _stop(jobs: Sequence[Job], signals: CaughtSignals) -> NoReturn:
     """End the children and wait for them, as long as they save; a second Ctrl-C kills them."""
     name, interrupts = signals.requested, 0
-    print(f"{name}: ending {len(jobs)} running cells; the same command resumes them", flush=True)
+    console.write(f"{name}: ending {len(jobs)} running cells; the same command resumes them")
     for job in jobs:
         job.send(signal.SIGTERM)
     while any(job.running() for job in jobs):
@@ -288,33 +288,45 @@ def _stop(jobs: Sequence[Job], signals: CaughtSignals) -> NoReturn:
 
 
 class LiveTable:
-    """Prints a line when a cell changes what it does, and one for every running cell each minute."""
+    """The running cells: a table on a terminal; elsewhere a line when a cell changes what it does, and one for every
+    running cell each minute.
+    """
 
     def __init__(self, total: int, done: int) -> None:
         self._total, self._done, self._failed = total, done, 0
         self._shown: dict[str, str] = {}
-        self._printed = time.monotonic()
+        self._rows = console.Rows()
+        self._written = time.monotonic()
+
+    def __enter__(self) -> Self:
+        self._live = console.display(self._rows) if console.on_terminal() else None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._rows.rows = ()
+        if self._live is not None:
+            self._live.stop()
 
     def show(self, jobs: Sequence[Job], waiting: int) -> None:
-        now = time.monotonic()
-        due = now - self._printed >= REPORT_SECONDS
-        for job in jobs:
-            if due or self._shown.get(job.cell.name) != job.activity:
-                self._shown[job.cell.name] = job.activity
-                self._print(f"{job.cell.name}: {job.doing()}")
+        due = time.monotonic() - self._written >= (REPORT_SECONDS if self._live is None else REDRAW_SECONDS)
+        self._rows.last = f"{self._done} of {self._total} done, {self._failed} failed, {waiting} waiting"
+        changed = [job for job in jobs if due or self._shown.get(job.cell.name) != job.activity]
+        if not changed:
+            return
+        self._shown = {job.cell.name: job.activity for job in jobs}
+        if self._live is not None:
+            self._rows.rows = [(job.cell.name, job.doing()) for job in jobs]
+        else:
+            lines = [f"{job.cell.name}: {job.doing()}" for job in changed]
+            console.write("\n".join([*lines, self._rows.last] if due else lines))
         if due:
-            counts = f"{self._done} of {self._total} done, {self._failed} failed, {waiting} waiting"
-            self._print(counts)
-            self._printed = now
+            self._written = time.monotonic()
 
     def ended(self, job: Job) -> None:
         self._failed += bool(job.problems)
         self._done += not job.problems
         text = f"failed: {'; '.join(job.problems)}" if job.problems else f"done, {self._done} of {self._total}"
-        self._print(f"{job.cell.name}: {text}")
-
-    def _print(self, text: str) -> None:
-        print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}", flush=True)
+        console.write(f"{job.cell.name}: {text}")
 
 
 def overview(cells: Sequence[Cell]) -> str:

@@ -74,7 +74,8 @@ def import_checkpoint(
         imported |= {name: keys.get(name) for name in ("model_type", "transformers_version")}
     with atomic_dir(folder, CheckpointError) as partial:
         step = native.begin(partial, 0)
-        write_safetensors(step / native.WEIGHTS, weights if dtype is None else weights.to(DTYPES[dtype]))
+        with weights.shown(f"importing {source}") as shown:
+            write_safetensors(step / native.WEIGHTS, shown if dtype is None else shown.to(DTYPES[dtype]))
         if tokenizer is not None:
             tokenizer.save(step / native.TOKENIZER)
             final = native.step_folder(folder, 0) / native.TOKENIZER

@@ -118,11 +118,13 @@ class OpenedCheckpoint:
         files: Sequence[str | Path] = (),
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
+        show: bool = False,
     ) -> LoadedModel:
-        """The model with config overrides and parameters in `dtype`. Raises as `load_model`."""
+        """The model with config overrides and parameters in `dtype`. `show` shows progress. Raises as `load_model`."""
         config = self.configure(overrides, files)
         model = empty_model(config, device, training=False, dtype=dtype)
-        load_weights(model, self.weights())
+        with self.weights().shown(f"loading {self.folder}", show) as weights:
+            load_weights(model, weights)
         return LoadedModel(model.eval(), config, self.tokenizer_folder, self.step, self.identity)
 
 

@@ -33,6 +33,7 @@ from megatron_coca import atomic_write
 from megatron_coca.atomic_write import flush, remove, write_file
 from megatron_coca.checkpoints.errors import CheckpointError, UnreadableError
 from megatron_coca.checkpoints.files import Comparison, describe, files, read_json, write_json
+from megatron_coca.console import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ REQUIRED = {
 """Files that a manifest must list, by content; for a folder, at least one file in it."""
 _STEP = re.compile(r"global_step(0|[1-9][0-9]{0,17})")
 _LONGEST_NAME = 255  # limit of file systems, in bytes
+QUICK_SECONDS = 1.0  # of a verification that shows no progress
 
 
 def code_versions() -> dict[str, str]:
@@ -282,7 +284,11 @@ def verify(folder: Path, contents: bool = True, links: bool = False) -> dict[str
         _check_file(folder, name, entry.get("size"), links)
     if contents:
         with Comparison(expected_digests(folder, manifest), len(os.sched_getaffinity(0))) as comparison:
-            comparison.wait()
+            if not comparison.wait(QUICK_SECONDS):
+                size = sum(entry["size"] for entry in manifest["files"].values())
+                with Progress(f"verifying {folder}", size, "B") as progress:
+                    while not comparison.wait(QUICK_SECONDS):
+                        progress.advance(comparison.bytes_read - progress.done)
             if comparison.failure is not None:
                 raise comparison.failure
     meta = read_json(folder / META)

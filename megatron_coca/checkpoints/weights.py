@@ -5,6 +5,7 @@ No more than one weight is in memory: a model of 7 billion parameters takes 13 G
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from megatron_coca.checkpoints.errors import CheckpointError, pointer
 from megatron_coca.checkpoints.weight_map import Heads, Row
+from megatron_coca.console import Progress
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """dtypes for saving and computing."""
@@ -64,6 +66,19 @@ class Weights:
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Names and weights, each read when it is reached."""
         return ((name, self.read(name)) for name in self.entries)
+
+    @contextmanager
+    def shown(self, title: str, show: bool = True) -> Iterator["Weights"]:
+        """The same weights, whose progress is shown as they are read."""
+        total = sum(entry.nbytes for entry in self.entries.values())
+        with Progress(title, total, "B", show=show) as progress:
+
+            def read(name: str) -> Tensor:
+                values = self.read(name)
+                progress.advance(self.entries[name].nbytes)
+                return values
+
+            yield replace(self, read=read)
 
     def to(self, dtype: torch.dtype) -> "Weights":
         """The same weights rounded to `dtype`; reading raises CheckpointError if a finite value becomes infinite."""

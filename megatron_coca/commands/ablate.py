@@ -82,7 +82,9 @@ def run(options: argparse.Namespace) -> int:
         print(estimates.dry_run(cells, options.peak_flops, everything))
         return 0
     if options.page is not None:
-        reporting.write_page(file, everything, *options.page, partial(reporting.figures_of_scale, options.file))
+        template, page = options.page
+        scale = partial(reporting.figures_of_scale, options.file)
+        reporting.write_page(file, everything, template, page, scale)
         return 0
     if options.slurm is not None:
         command = ["-m", "megatron_coca", "ablate", str(options.file)]

@@ -12,8 +12,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from tqdm import tqdm
-
 from megatron_coca.atomic_write import atomic_dir
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.preparation.plan import CorpusSource, Rules, check, training_texts
@@ -94,19 +92,14 @@ def shares(sources: Sequence[CorpusSource], characters: int, equal: bool) -> lis
 
 
 def _training_texts(
-    sources: Sequence[CorpusSource], rules: Rules, wanted: Sequence[int], held_out: dict[str, HeldOut], show: bool
+    sources: Sequence[CorpusSource], rules: Rules, wanted: Sequence[int], held_out: dict[str, HeldOut]
 ) -> Iterator[str]:
     """Yield the texts to train on; held-out texts go to ``held_out``, by source."""
-    with tqdm(total=sum(wanted), unit=" characters", unit_scale=True, disable=not show) as bar:
-        for source, share in zip(sources, wanted, strict=True):
-            bar.set_description(f"read {source.spec.name}")
-            for text in held_out[source.spec.name].rest(training_texts([source], rules, share)):
-                bar.update(len(text))
-                yield text
-        bar.set_description("train")
+    for source, share in zip(sources, wanted, strict=True):
+        yield from held_out[source.spec.name].rest(training_texts([source], rules, share))
 
 
-def train(options: argparse.Namespace, show: bool = True) -> str:
+def train(options: argparse.Namespace) -> str:
     """Train, measure and write; return the text to print."""
     sources, rules = read_sources(options)
     check(sources, rules)
@@ -121,7 +114,7 @@ def train(options: argparse.Namespace, show: bool = True) -> str:
     held_out = {source.spec.name: HeldOut() for source in sources}
     file_name = TOKENIZERS[options.type][1]["vocab_file"]
     with atomic_dir(options.output, DataError) as folder:
-        texts = _training_texts(sources, rules, wanted, held_out, show)
+        texts = _training_texts(sources, rules, wanted, held_out)
         tokenizer = TRAINERS[options.type][options.model](texts, options.vocab_size, folder / file_name)
         tokenizer.save(folder)
         measures = {name: measure(tokenizer, held.texts) for name, held in held_out.items()}

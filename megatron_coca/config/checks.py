@@ -8,7 +8,7 @@ from typing import NamedTuple
 from megatron_coca.config.base import ConfigGroup
 from megatron_coca.config.model import MAP_OPTIONS, MAP_REQUIRED, ROTATED_METHODS, SCALING_OPTIONS, SCALING_REQUIRED
 from megatron_coca.config.schema import Settings
-from megatron_coca.config.training import POLICIES, split_shares
+from megatron_coca.config.training import POLICIES, split_shares, window_tokens
 
 BASE_CHANGING = frozenset({"ntk", "dynamic", "dynamic_max"})
 FULL_ATTENTION = frozenset({"global", "flash"})
@@ -400,6 +400,31 @@ def _profiled_steps(settings: Settings) -> str | None:
     return f"{keys.profile_step_stop} is not after profile_step_start {keys.profile_step_start}" if empty else None
 
 
+def _eval_windows(settings: Settings) -> str | None:
+    keys, length, rows = settings.logging, settings.model.seq_length, settings.model.max_position_embeddings
+    ranks = settings.parallel.sequence_parallel_size
+    for window in keys.eval_windows or ():
+        tokens = window_tokens(window, length)
+        if tokens is None or tokens < 2:
+            return f"{window!r} is neither a number of tokens above 1 nor a multiple of seq_length such as 4L"
+        if settings.position.pos_emb == "learned" and tokens > rows:
+            return f"{window}: pos_emb learned has vectors for {rows} positions (max_position_embeddings)"
+        if tokens % ranks:
+            return f"{window}: {tokens} tokens are not a multiple of sequence_parallel_size {ranks}"
+    unused = keys.eval_windows and not keys.eval_iters
+    return "has no effect with eval_iters 0; raise eval_iters or leave it out" if unused else None
+
+
+def _sample_prompts(settings: Settings) -> str | None:
+    keys = settings.parallel
+    if settings.logging.sample_prompts is None or (keys.pipe_parallel_size <= 1 and keys.sequence_parallel_size == 1):
+        return None
+    return (
+        "not available with pipeline stages or sequence parallelism, where no rank computes a next token alone;"
+        " continue prompts with saved checkpoints instead (tools/generate.py)"
+    )
+
+
 # Data
 
 SETS = ("train", "valid", "test")
@@ -491,6 +516,11 @@ CHECKS: tuple[Check, ...] = (
     Check(("save_copy", "save"), _save_copy),
     *(Check((key, "save", "checkpoint_factor", "extra_save_iters"), partial(_rollback, key)) for key in POLICIES),
     Check(("profile_step_stop", "profile_step_start"), _profiled_steps),
+    Check(
+        ("eval_windows", "seq_length", "max_position_embeddings", "pos_emb", "sequence_parallel_size", "eval_iters"),
+        _eval_windows,
+    ),
+    Check(("sample_prompts", "pipe_parallel_size", "sequence_parallel_size"), _sample_prompts),
     Check(("data_path", *_DATA_PATHS), _data_path),
     *(Check((f"{name}_data_paths", *_DATA_PATHS), partial(_paths, name)) for name in SETS),
     *(Check((f"{name}_data_weights", *_DATA_PATHS), partial(_weights, name)) for name in SETS),

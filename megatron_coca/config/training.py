@@ -357,6 +357,14 @@ class LoggingConfig(ConfigGroup):
     eval_interval: Count = key(1000, "Steps between validations.")
     eval_iters: WholeNumber = key(100, "Batches per validation.")
     eval_per_source: bool = key(True, "Also validate each validation source separately, if there are several.")
+    eval_windows: Annotated[list[int | str], Field(min_length=1)] | None = key(
+        None,
+        "Windows for perplexity on the validation data: numbers of tokens, or multiples of seq_length such as 4L. All"
+        " score the same tokens; the longest takes about as long as the validation loss.",
+    )
+    sample_prompts: Annotated[list[str], Field(min_length=1)] | None = key(
+        None, "Prompts to continue greedily, by up to 64 tokens, at every validation."
+    )
     exit_interval: Count | None = key(None, "Save and exit at this step.")
     log_dir: str | None = key(None, "Folder for log files; null means `save`, or runs/unsaved if `save` is not set.")
     tensorboard_dir: str | None = key(None, "Folder for TensorBoard files.")
@@ -375,6 +383,14 @@ class LoggingConfig(ConfigGroup):
     profile_ranks: list[WholeNumber] = key([0], "Ranks to profile.")
     memory_profiling: bool = key(False, "Record GPU memory allocations over the same steps.")
     memory_profiling_path: str | None = key(None, "Folder for the recorded allocations; null means that of the trace.")
+
+
+def window_tokens(window: int | str, seq_length: int) -> int | None:
+    """Return the tokens of an entry of `eval_windows`; None unless it is a number or a multiple such as `4L`."""
+    if isinstance(window, int):
+        return window
+    factor = window.removesuffix("L")
+    return int(factor) * seq_length if window.endswith("L") and factor.isdecimal() else None
 
 
 class LaunchConfig(ConfigGroup):

@@ -17,9 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from megatron_coca.atomic_write import atomic_dir, exclusive_lock
+from megatron_coca.console import Progress
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.preparation.manifest import MANIFEST, RUN_CONFIG, read_manifest
 from megatron_coca.data.preparation.plan import SPLITS, CorpusSource, Execution, Rules, training_texts
@@ -107,7 +106,7 @@ def _read_module(path: Path, problems: ReadingProblems) -> tuple[str, str]:
     return docstrings(tree), without_docstrings(source, tree)
 
 
-def _records(problems: ReadingProblems, progress: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+def _records(problems: ReadingProblems, progress: Progress) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (source, record) of every document: the language reference behind ``help()``, then the standard library."""
     try:
         from pydoc_data.topics import topics
@@ -126,7 +125,9 @@ def _records(problems: ReadingProblems, progress: bool) -> Iterator[tuple[str, d
         if not SKIPPED_FOLDERS & set(path.relative_to(root).parts)
         and not any(path.relative_to(root).match(pattern) for pattern in SKIPPED_FILES)
     ]
-    for path in tqdm(paths, desc="read the standard library", unit="module", disable=not progress):
+    progress.total = len(paths)
+    for path in paths:
+        progress.advance()
         name = ".".join(path.relative_to(root).with_suffix("").parts)
         for source, text in zip(SOURCES, _read_module(path, problems), strict=True):
             yield source, {"text": text, "key": name.partition(".")[0], "meta": origin | {"module": name}}
@@ -137,9 +138,10 @@ def _write_jsonl(folder: Path, progress: bool) -> list[CorpusSource]:
     seen: set[bytes] = set()
     problems = ReadingProblems()
     paths = {source: folder / f"{source}.jsonl" for source in SOURCES}
-    with paths["text"].open("w") as text, paths["code"].open("w") as code:
+    modules = Progress("reading the standard library", unit="modules", show=progress)
+    with paths["text"].open("w") as text, paths["code"].open("w") as code, modules:
         streams = {"text": text, "code": code}
-        for source, record in _records(problems, progress):
+        for source, record in _records(problems, modules):
             digest = hashlib.sha256(record["text"].encode()).digest()
             if len(record["text"]) >= _MIN_CHARACTERS and digest not in seen:
                 seen.add(digest)
@@ -162,7 +164,7 @@ def prepare_builtin(root: Path, vocab_size: int = VOCAB_SIZE, progress: bool = T
         sources = _write_jsonl(folder, progress)
         rules = Rules(valid_fraction=0, test_fraction=TEST_FRACTION, strict=True)
         texts = training_texts(sources, rules, _TOKENIZER_CHARACTERS)
-        tokenizer = train_sentencepiece(texts, vocab_size, folder / "tokenizer.model")
+        tokenizer = train_sentencepiece(texts, vocab_size, folder / "tokenizer.model", show=progress)
         prepare(sources, folder / "shards", tokenizer, rules, Execution(progress=progress))
         (folder / "shards" / RUN_CONFIG).unlink()  # configs/data/builtin.yml replaces it
     return final / "shards" / MANIFEST

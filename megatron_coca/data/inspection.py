@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
+from megatron_coca.console import Progress
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.order import Blend
 from megatron_coca.data.preparation.manifest import MANIFEST, read_manifest
@@ -140,8 +140,7 @@ def token_blocks(entry: ShardEntry, show: bool = False) -> Iterator[tuple[np.nda
     """
     header, path = read_header(entry.prefix), shard_paths(entry.prefix)[0]
     total = path.stat().st_size
-    bar = tqdm(desc=f"read {entry.label}", total=total, unit="B", unit_scale=True, disable=not show)
-    with path.open("rb", buffering=0) as stream, bar:
+    with path.open("rb", buffering=0) as stream, Progress(f"reading {entry.label}", total, "B", show=show) as progress:
         for lengths in document_lengths(entry.prefix):
             ends, begin, read = np.cumsum(lengths), 0, 0
             while begin < len(lengths):
@@ -150,7 +149,7 @@ def token_blocks(entry: ShardEntry, show: bool = False) -> Iterator[tuple[np.nda
                 tokens = np.fromfile(stream, dtype=header.dtype, count=count)
                 if len(tokens) < count:
                     raise DataError(f"{path}: became shorter while it was read. Restore the file.")
-                bar.update(tokens.nbytes)
+                progress.advance(tokens.nbytes)
                 yield tokens, lengths[begin:end]
                 begin, read = end, int(ends[end - 1])
 

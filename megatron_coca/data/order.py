@@ -293,6 +293,7 @@ class Loader:
         vocab_size: ids outside it are refused when they are read; None disables the check.
         packing: treatment of document boundaries; by default they have no effect.
         num_workers: threads, each of which reads one step ahead; with 0 a step is read when it is requested.
+        length: inputs of each sample, its last ones; None for all.
 
     Raises:
         DataError: the global batch is not a multiple of ``micro_batch * world_size``, or the rank does not exist.
@@ -308,6 +309,7 @@ class Loader:
         vocab_size: int | None = None,
         packing: Packing | None = None,
         num_workers: int = 1,
+        length: int | None = None,
     ) -> None:
         if min(global_batch, micro_batch, world_size) < 1 or global_batch % (micro_batch * world_size):
             raise DataError(
@@ -319,6 +321,7 @@ class Loader:
         self._blend, self._global_batch, self._micro_batch = blend, global_batch, micro_batch
         self._rank, self._world_size, self._vocab_size = rank, world_size, vocab_size
         self._packing, self._num_workers = packing or Packing(), num_workers
+        self._first = blend.seq_length - (length or blend.seq_length)
         self._threads = ThreadPoolExecutor(max_workers=max(1, num_workers), thread_name_prefix="loader")
         self._ahead: dict[int, Future[list[Batch]]] = {}
 
@@ -366,7 +369,8 @@ class Loader:
         if self._vocab_size is not None and tokens.view(np.uint64).max() >= self._vocab_size:
             raise self._outside(located, tokens, self._vocab_size)
         begins = self._blend.document_begins(located) if self._packing.needs_documents else None
-        return list(self._packing.batch(tokens, begins).split(self._micro_batch))
+        own_begins = None if begins is None else begins[:, self._first :]
+        return list(self._packing.batch(tokens[:, self._first :], own_begins).split(self._micro_batch))
 
     def _outside(self, located: Sequence[SourceSamples], tokens: np.ndarray, vocab_size: int) -> DataError:
         wrong = (tokens < 0) | (tokens >= vocab_size)

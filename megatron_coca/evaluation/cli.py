@@ -1,5 +1,6 @@
 """The command line of evaluation: one subcommand for each task, whose module is imported only when it runs."""
 
+import os
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
@@ -91,6 +92,7 @@ def parser() -> ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one task; the exit status is 2 if the user can correct something, or if a requested result is missing."""
     args = parser().parse_args(arguments)
+    os.environ.setdefault("TQDM_DISABLE", "1")  # bars of the libraries below, which write carriage returns into logs
     from megatron_coca.attention.inputs import BackendError
     from megatron_coca.checkpoints import CheckpointError
     from megatron_coca.config import ConfigError

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 
 from megatron_coca import data as corpora
 from megatron_coca.config import Config
+from megatron_coca.console import Progress
 from megatron_coca.data import Shard, Tokenizer
 from megatron_coca.data.preparation.manifest import MANIFEST
 from megatron_coca.data.shards import SUFFIXES
@@ -175,24 +175,30 @@ def collect_documents(
     kept: list[np.ndarray] = []
     longest, needed = 0, repeated or max_length
     documents = ((source, tokens) for source in sources for tokens in tokens_of(source, tokenizer))
-    for source, tokens in tqdm(documents, desc="documents read", unit="document", disable=not progress):
-        if len(tokens) and (tokens.max() >= vocab_size or tokens.min() < 0):
-            invalid = int(tokens.max() if tokens.max() >= vocab_size else tokens.min())
-            raise EvaluationError(
-                f"{source.path}: token id {invalid} is outside the model's vocabulary of {vocab_size}; the data was "
-                "made with another tokenizer than the model's, prepare it again with the tokenizer of the checkpoint"
-            )
-        longest = max(longest, len(tokens))
-        if len(tokens) >= needed:
-            kept.append(np.resize(tokens[:needed], max_length))
-        if len(kept) == num_documents:
-            break
+    with Progress("reading documents", unit="documents", show=progress) as reading:
+        for source, tokens in documents:
+            reading.advance()
+            _refuse_foreign_ids(source, tokens, vocab_size)
+            longest = max(longest, len(tokens))
+            if len(tokens) >= needed:
+                kept.append(np.resize(tokens[:needed], max_length))
+            if len(kept) == num_documents:
+                break
     if not kept:
         raise EvaluationError(
             f"{', '.join(names)}: no document has the required {needed} tokens, the longest has {longest}; "
             "use smaller windows, or a corpus with longer documents"
         )
     return Documents(tuple(kept), tuple(names), max_length, repeated)
+
+
+def _refuse_foreign_ids(source: DocumentSource, tokens: np.ndarray, vocab_size: int) -> None:
+    if len(tokens) and (tokens.max() >= vocab_size or tokens.min() < 0):
+        invalid = int(tokens.max() if tokens.max() >= vocab_size else tokens.min())
+        raise EvaluationError(
+            f"{source.path}: token id {invalid} is outside the model's vocabulary of {vocab_size}; the data was "
+            "made with another tokenizer than the model's, prepare it again with the tokenizer of the checkpoint"
+        )
 
 
 def read_subject_documents(args: Namespace, source: EvaluatedCheckpoint, longest: int) -> Documents:

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from pydantic import model_validator
 from torch import Tensor
-from tqdm import tqdm
 
+from megatron_coca.console import track
 from megatron_coca.evaluation.documents import DocumentsRecord, read_subject_documents
 from megatron_coca.evaluation.results import Cell, Cost, EvaluationError, Record, Result, measured
 from megatron_coca.evaluation.subject import Evaluation, Header, noting_missing
@@ -94,7 +94,7 @@ def run(args: Namespace) -> int:
             scores = [] if earlier is None else earlier.scores()
             remaining = documents.arrays[len(scores) :]
             with noting_missing(store, f"window {window}", remedy):
-                for tokens in tqdm(remaining, desc=f"{subject.label}, window {window}", unit="document"):
+                for tokens in track(remaining, f"{subject.label}, window {window}", len(remaining), "documents"):
                     with measured(subject.device) as meter:
                         score = score_document(subject.model, tokens, window, args.stride, args.tokens_per_batch)
                     scores.append(score)
@@ -160,8 +160,8 @@ def sliding_window_perplexity(
     arrays = [np.ascontiguousarray(tokens, dtype=np.int64) for tokens in documents]
     results = []
     for window in windows:
-        bar = tqdm(arrays, desc=f"window {window}", unit="document", disable=not progress)
-        scores = [score_document(model, tokens, window, stride, tokens_per_batch) for tokens in bar]
+        tracked = track(arrays, f"window {window}", len(arrays), "documents", progress)
+        scores = [score_document(model, tokens, window, stride, tokens_per_batch) for tokens in tracked]
         results.append(pooled(window, scores, [len(tokens) for tokens in arrays]))
     return results
 

@@ -99,7 +99,7 @@ class EvaluatedCheckpoint:
         """Load one variant; overrides that do not fit the weights give `Refused`, a damaged checkpoint raises."""
         trained = self.opened.trained
         try:
-            loaded = self.opened.load(variant.overrides, variant.files, device, DTYPES[self.options.dtype])
+            loaded = self.opened.load(variant.overrides, variant.files, device, DTYPES[self.options.dtype], show=True)
         except (ConfigError, CheckpointError, BackendError) as error:
             overrides = {"variant": " ".join([*variant.files, *variant.overrides])}
             return Refused(self._header(variant.label, trained, overrides, None, device), str(error))

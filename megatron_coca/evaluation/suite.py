@@ -17,6 +17,7 @@ from pydantic import Field, ValidationError, field_validator
 
 from megatron_coca.checkpoints import CheckpointError, open_checkpoint
 from megatron_coca.config import ConfigError
+from megatron_coca.console import write
 from megatron_coca.evaluation.cli import MEASUREMENTS
 from megatron_coca.evaluation.options import full_label, resolve_device, slug
 from megatron_coca.evaluation.report import build_report
@@ -101,7 +102,7 @@ def run(args: Namespace) -> int:
     lengths, unusable = training_lengths(suite)
     planned = plan_commands(suite, lengths, args.output / "results", args.device, args.dtype)
     problems = [f"{name}: {problem}" for name, problem in unusable.items()]
-    problems += run_commands(command for command in planned if not args.only or command.task in args.only)
+    problems += run_commands([command for command in planned if not args.only or command.task in args.only])
     measured = [file for command in planned for file in command.files if file.is_file()]
     if measured:
         print(f"\n{build_report(measured, page.parent, suite.title)}\n\n{page} is written")
@@ -294,10 +295,11 @@ def changes_in_tokens(changes: Sequence[str], length: int) -> list[str]:
     ]
 
 
-def run_commands(commands: Iterable[Command]) -> list[str]:
+def run_commands(commands: Sequence[Command]) -> list[str]:
     """Run one command after another; returns one line for each that did not complete."""
     problems = []
-    for command in commands:
+    for number, command in enumerate(commands, 1):
+        write(f"{number} of {len(commands)}: {command.name}")
         if command.checkpoint is None and all(file.is_file() for file in command.files):
             print(f"# {command.task}: {command.files[0]} exists already")
             continue

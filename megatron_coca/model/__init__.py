@@ -8,22 +8,38 @@ from megatron_coca.model.build import (
     empty_model,
     keep_freed_memory,
 )
-from megatron_coca.model.generate import DYNAMIC_LENGTH, DYNAMIC_LENGTHS, NOT_GENERATED, DynamicLength, generate
+from megatron_coca.model.generate import (
+    DYNAMIC_LENGTH,
+    DYNAMIC_LENGTHS,
+    GREEDY,
+    NOT_GENERATED,
+    DynamicLength,
+    Sampling,
+    equal_length_batches,
+    generate,
+    generate_tokens,
+    row_seeds,
+)
 from megatron_coca.model.gpt import GPT, LanguageModelLoss, next_token_loss
 
 __all__ = [
     "DYNAMIC_LENGTH",
     "DYNAMIC_LENGTHS",
     "GPT",
+    "GREEDY",
     "NOT_GENERATED",
     "DynamicLength",
     "LanguageModelLoss",
+    "Sampling",
     "assemble_model",
     "build_model",
     "choose_backend",
     "draw_learned_positions",
     "empty_model",
+    "equal_length_batches",
     "generate",
+    "generate_tokens",
     "keep_freed_memory",
     "next_token_loss",
+    "row_seeds",
 ]

@@ -1,6 +1,9 @@
-"""Greedy generation: at every step the token of the largest logit, for a batch of prompts of one length."""
+"""Generation of token ids for a batch of prompts of one length: the largest logit at every step, or a draw."""
 
-from collections.abc import Callable
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
@@ -31,6 +34,64 @@ Finished = Callable[[list[int]], bool]
 """Called after each token with all generated tokens of a row; True ends the row."""
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """The choice of a token from logits, in the order and with the definitions of transformers' processors.
+
+    Attributes:
+        temperature: divisor of the logits; 0 takes the largest one, and then top_k, top_p and seed have no effect.
+        top_k: keep the k largest logits, and those equal to the last of them; 0 keeps all.
+        top_p: keep the likeliest tokens until their probabilities reach this sum, at least one; 1 keeps all (Holtzman
+            et al. 2020).
+        repetition_penalty: divisor of the positive and factor of the negative logits of the tokens in prompt and
+            continuation (Keskar et al. 2019); 1 changes nothing.
+        seed: at least 0.
+
+    Raises:
+        ValueError: a value outside its range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        valid = {
+            "temperature": 0 <= self.temperature < float("inf"),
+            "top_k": self.top_k >= 0,
+            "top_p": 0 < self.top_p <= 1,
+            "repetition_penalty": 0 < self.repetition_penalty < float("inf"),
+            "seed": self.seed >= 0,
+        }
+        for name in (name for name, holds in valid.items() if not holds):
+            raise ValueError(
+                f"{name} {getattr(self, name)}: temperature, top_k and seed are at least 0, top_p is above 0 and at "
+                "most 1, repetition_penalty is above 0"
+            )
+
+    def filtered(self, logits: Tensor) -> Tensor:
+        """[batch, vocabulary] -> float32 of the same shape: distances to the largest logit, divided by the temperature;
+        -inf for tokens left out.
+        """
+        scores = logits.float()
+        scores = (scores - scores.amax(dim=-1, keepdim=True)) / self.temperature
+        if 0 < self.top_k < scores.shape[-1]:
+            scores = scores.masked_fill(scores < scores.topk(self.top_k).values[:, -1:], -torch.inf)
+        if self.top_p < 1:
+            largest, order = scores.sort(descending=True)
+            probabilities = largest.softmax(dim=-1)
+            before = probabilities.cumsum(dim=-1) - probabilities
+            left_out = before >= self.top_p
+            left_out[:, 0] = False
+            scores = scores.masked_fill(left_out.scatter(1, order, left_out), -torch.inf)
+        return scores
+
+
+GREEDY = Sampling()
+
+
 class Decoder(Protocol):
     """The methods of `GPT` that generation uses."""
 
@@ -51,17 +112,18 @@ class Decoder(Protocol):
 
 
 @torch.inference_mode()
-def generate(
+def generate_tokens(
     model: GPT | Decoder,
     prompts: Tensor,
     max_new_tokens: int,
     *,
+    sampling: Sampling = GREEDY,
+    seeds: Sequence[int] | None = None,
     use_cache: bool = True,
-    finished: Finished | None = None,
     vocab_size: int | None = None,
     dynamic_length: DynamicLength = DYNAMIC_LENGTH,
-) -> Tensor:
-    """Greedy continuations of `prompts`, int64 [batch, max_new_tokens] on their device.
+) -> Iterator[Tensor]:
+    """Yield the next token of every row, int64 [batch] on the device of `prompts`, `max_new_tokens` times.
 
     Prompts have one length and no padding, because not every position method is shift-invariant.
 
@@ -70,12 +132,17 @@ def generate(
     cache keeps hidden states of earlier tokens computed with earlier frequencies and only rotates their keys again;
     without the cache every step computes all tokens with its own frequencies.
 
+    Each row has random numbers of its own, one for each token, which follow from its seed alone. So a sample does not
+    depend on the other rows, except that the last bits of logits depend on the size of the batch: where a draw lies
+    within such a rounding error of the border between two tokens, another token may follow.
+
     Args:
         model: in evaluation mode.
         prompts: int64 [batch, length], both at least 1.
         max_new_tokens: at least 1.
+        sampling: by default the token of the largest logit.
+        seeds: of the rows; by default those of `row_seeds`.
         use_cache: if False, each step runs the complete sequence again.
-        finished: ends a row early; the rest of it is `NOT_GENERATED`. By default no row ends.
         vocab_size: ids from here on are never generated; by default those that pad a GPT's vocabulary.
         dynamic_length: a key of `DYNAMIC_LENGTHS`.
 
@@ -87,22 +154,63 @@ def generate(
     limit = vocab_size or (model._config.vocab_size if isinstance(model, GPT) else None)
     length = DYNAMIC_LENGTHS[dynamic_length](prompts.shape[1], max_new_tokens)
     cache = model.new_cache(length=length, capacity=prompts.shape[1] + max_new_tokens) if use_cache else None
-    answers = prompts.new_full((len(prompts), max_new_tokens), NOT_GENERATED)
-    generated: list[list[int]] = [[] for _ in prompts]
-    active = [True] * len(prompts)
+    uniforms = seen = None
+    if sampling.temperature > 0:
+        uniforms = uniform_draws(seeds or row_seeds(prompts.tolist(), sampling.seed), max_new_tokens).to(prompts.device)
     tokens = new = prompts
     for step in range(max_new_tokens):
         if cache is not None:
             hidden = model.hidden_states(new, cache=cache, last=1)
         else:
             hidden = model.hidden_states(tokens, length=length, last=1)
-        new = _largest(model.logits(hidden[:, -1]), limit)
-        answers[:, step] = torch.where(torch.tensor(active, device=new.device), new[:, 0], NOT_GENERATED)
+        logits = model.logits(hidden[:, -1])
+        _refuse_overflow(logits[:, :limit])
+        if sampling.repetition_penalty != 1:
+            seen = (torch.zeros_like(logits, dtype=torch.bool) if seen is None else seen).scatter(1, new, True)
+            logits = penalized(logits, seen, sampling.repetition_penalty)
+        logits = logits[:, :limit]
+        if uniforms is None:
+            new = logits.argmax(dim=-1, keepdim=True)
+        else:
+            new = draw(sampling.filtered(logits), uniforms[:, step])
         if cache is None:
             tokens = torch.cat((tokens, new), dim=1)
+        yield new[:, 0]
+
+
+@torch.inference_mode()
+def generate(
+    model: GPT | Decoder,
+    prompts: Tensor,
+    max_new_tokens: int,
+    *,
+    sampling: Sampling = GREEDY,
+    use_cache: bool = True,
+    finished: Finished | None = None,
+    vocab_size: int | None = None,
+    dynamic_length: DynamicLength = DYNAMIC_LENGTH,
+) -> Tensor:
+    """Continuations of `prompts`, int64 [batch, max_new_tokens] on their device; see `generate_tokens`.
+
+    `finished` ends a row early; the rest of it is `NOT_GENERATED`. By default no row ends.
+    """
+    steps = generate_tokens(
+        model,
+        prompts,
+        max_new_tokens,
+        sampling=sampling,
+        use_cache=use_cache,
+        vocab_size=vocab_size,
+        dynamic_length=dynamic_length,
+    )
+    answers = prompts.new_full((len(prompts), max(max_new_tokens, 0)), NOT_GENERATED)
+    generated: list[list[int]] = [[] for _ in prompts]
+    active = [True] * len(prompts)
+    for step, new in enumerate(steps):
+        answers[:, step] = torch.where(torch.tensor(active, device=new.device), new, NOT_GENERATED)
         if finished is None:  # no row can end, so nothing is copied from the device
             continue
-        for row, token in enumerate(new[:, 0].tolist()):
+        for row, token in enumerate(new.tolist()):
             if active[row]:
                 generated[row].append(token)
                 active[row] = not finished(generated[row])
@@ -111,15 +219,52 @@ def generate(
     return answers
 
 
-def _largest(logits: Tensor, limit: int | None) -> Tensor:
-    """[batch, padded vocabulary] -> int64 [batch, 1]: argmax of the first `limit` logits (None: of all)."""
-    best, new = logits[:, :limit].max(dim=-1, keepdim=True)
-    if best.isnan().any():
+def row_seeds(prompts: Sequence[Sequence[int]], seed: int) -> list[int]:
+    """A seed for each prompt from `seed`, its tokens, and the number of equal prompts before it."""
+    seeds, copies = [], Counter[tuple[int, ...]]()
+    for prompt in map(tuple, prompts):
+        digest = hashlib.sha256(repr((seed, prompt, copies[prompt])).encode()).digest()
+        seeds.append(int.from_bytes(digest[:8], "little"))
+        copies[prompt] += 1
+    return seeds
+
+
+def uniform_draws(seeds: Sequence[int], count: int) -> Tensor:
+    """float64 [rows, count] in [0, 1): the numbers of a row follow from its seed, and the first of them not from
+    `count`. On the CPU, so that they are the same on every device.
+    """
+    rows = [torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) for seed in seeds]
+    return torch.stack(rows).clamp_(max=1 - 2**-40)  # so that a product with a sum of probabilities stays below it
+
+
+def penalized(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """Logits [batch, vocabulary] in float32, those of the tokens in `seen`, bool of the same shape, made smaller."""
+    scores = logits.float()
+    return torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
+
+
+def draw(scores: Tensor, uniform: Tensor) -> Tensor:
+    """int64 [batch, 1]: the first token whose cumulative probability exceeds `uniform`, float64 [batch], of the
+    softmax of `scores` [batch, vocabulary].
+    """
+    cumulative = scores.double().softmax(dim=-1).cumsum(dim=-1)
+    return torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)
+
+
+def _refuse_overflow(logits: Tensor) -> None:
+    if not (logits.amax(dim=-1) < torch.inf).all():
         raise FloatingPointError(
-            f"the logits of a generated token are NaN: {logits.dtype} overflowed, or the weights are not "
+            f"the logits of a generated token are infinite or NaN: {logits.dtype} overflowed, or the weights are not "
             "finite; use float32 or bfloat16"
         )
-    return new
+
+
+def equal_length_batches(lengths: Sequence[int], max_new_tokens: int, tokens_per_batch: int) -> Iterator[list[int]]:
+    """Yield indices of one length's prompts, at most `tokens_per_batch` tokens with their answers, short ones first."""
+    for length in sorted(set(lengths)):
+        indices = [index for index, other in enumerate(lengths) if other == length]
+        size = max(1, tokens_per_batch // (length + max_new_tokens))
+        yield from (indices[first : first + size] for first in range(0, len(indices), size))
 
 
 def _check(model: GPT | Decoder, prompts: Tensor, max_new_tokens: int, dynamic_length: str) -> None:

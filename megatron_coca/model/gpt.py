@@ -210,6 +210,8 @@ class LanguageModelLoss(ShardedModule):
 
     `documents` and `positions`, integer [batch, length], go to the model; `loss_mask`, bool [batch, length], selects
     inputs whose next token counts.
+    With `next_logits`, samples [batch, length] -> the logits of the token after each, [batch, padded vocabulary], in
+    evaluation mode.
     """
 
     def __init__(self, model: GPT) -> None:
@@ -222,7 +224,10 @@ class LanguageModelLoss(ShardedModule):
         documents: Tensor | None = None,
         positions: Tensor | None = None,
         loss_mask: Tensor | None = None,
+        next_logits: bool = False,
     ) -> Tensor:
+        if next_logits:
+            return self.model.logits(self.model.hidden_states(samples, last=1)[:, -1])
         hidden = self.model.hidden_states(samples[:, :-1], positions=positions, documents=documents)
         labels = self.share.split(samples[:, 1:])
         own_mask = None if loss_mask is None else self.share.split(loss_mask)

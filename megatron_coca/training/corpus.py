@@ -1,7 +1,6 @@
 """The data of a run: its shards and tokenizer, the identity that a resumed run must share, and validation."""
 
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +10,6 @@ from typing import Any
 
 from megatron_coca.config import Config, ConfigError, split_shares
 from megatron_coca.data import (
-    Batch,
     Blend,
     DataError,
     Loader,
@@ -40,7 +38,6 @@ REPEATED = 4
 """Epochs of a source up to which repeating it is worth about as much as new text: Muennighoff et al., "Scaling
 Data-Constrained Language Models" (2023).
 """
-VALIDATION_LOSS = "validation_loss"
 Layout = tuple[int, int, int, int]
 """Global batch, micro-batch, data-parallel rank, and number of data-parallel ranks."""
 
@@ -126,13 +123,14 @@ def open_split(config: Config, split: str) -> Blend | None:
     return _blend(config, split, shards) if shards else None
 
 
-def open_loader(corpus: Corpus, blend: Blend, layout: Layout) -> Loader:
-    """Open a loader of one of the corpus's blends.
+def open_loader(corpus: Corpus, blend: Blend, layout: Layout, length: int | None = None) -> Loader:
+    """Open a loader of one of the corpus's blends; of the last `length` inputs of each sample if given.
 
     It refuses ids in the embedding's padding too: no tokenizer of the configured vocabulary produces them.
     """
     data, vocab_size = corpus.config.data, corpus.config.model.vocab_size
-    return Loader(blend, *layout, vocab_size=vocab_size, packing=corpus.packing, num_workers=data.num_workers)
+    packing, workers = corpus.packing, data.num_workers
+    return Loader(blend, *layout, vocab_size=vocab_size, packing=packing, num_workers=workers, length=length)
 
 
 def _with_paths(config: Config) -> Config:
@@ -281,7 +279,7 @@ def repeated_sources(shares: Sequence[SourceShare]) -> list[str]:
     ]
 
 
-def _source_names(sources: Sequence[str]) -> list[str]:
+def source_names(sources: Sequence[str]) -> list[str]:
     """Names of sources in figures: the shards' file names if these differ, else their whole prefixes."""
     short = [Path(source).name for source in sources]
     return short if len(set(short)) == len(short) else list(sources)
@@ -290,7 +288,7 @@ def _source_names(sources: Sequence[str]) -> list[str]:
 def mixture_figures(shares: Sequence[SourceShare]) -> dict[str, float]:
     """Return share and epochs of every source, as `share/NAME` and `epochs/NAME`."""
     figures: dict[str, float] = {}
-    for name, share in zip(_source_names([share.source for share in shares]), shares, strict=True):
+    for name, share in zip(source_names([share.source for share in shares]), shares, strict=True):
         figures |= {f"share/{name}": share.fraction, f"epochs/{name}": share.epochs}
     return figures
 
@@ -311,27 +309,3 @@ def validation_note(corpus: Corpus) -> str | None:
     if not shared:
         return None
     return f"validation reads test data ({', '.join(shared)}): choices made by it are choices made on the test data"
-
-
-def validate(corpus: Corpus, mean_loss: Callable[[Sequence[Batch]], float], layout: Layout) -> dict[str, float]:
-    """Return mean losses, in nats per token, of the first batches of the validation data: the same every time.
-
-    `validation_loss` is that of `eval_iters` batches of the blend. With several sources and `eval_per_source`,
-    `validation_loss/NAME` is that of each source, over the batches that its weight in the blend gives it, at least one:
-    all sources together cost about as much as the blend. Empty if there is nothing to validate. Every rank must call
-    it; `mean_loss` returns the loss of a batch's micro-batches over all ranks.
-    """
-    valid, keys = corpus.valid, corpus.config.logging
-    if valid is None or keys.eval_iters == 0:
-        return {}
-    blends = {VALIDATION_LOSS: (valid, keys.eval_iters)}
-    if keys.eval_per_source and len(valid.shards) > 1:
-        names, total = _source_names([str(shard.prefix) for shard in valid.shards]), math.fsum(valid.weights)
-        for name, shard, weight in zip(names, valid.shards, valid.weights, strict=True):
-            batches = max(1, round(weight / total * keys.eval_iters))
-            blends[f"{VALIDATION_LOSS}/{name}"] = Blend([shard], [1.0], valid.seq_length, valid.seed), batches
-    losses = {}
-    for name, (blend, batches) in blends.items():
-        with open_loader(corpus, blend, layout) as loader:
-            losses[name] = sum(mean_loss(loader.micro_batches(index)) for index in range(batches)) / batches
-    return losses

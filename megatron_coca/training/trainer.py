@@ -15,6 +15,7 @@ from megatron_coca.checkpoints.errors import UnreadableError
 from megatron_coca.checkpoints.load import find_native
 from megatron_coca.config import BatchSizes, Config, ConfigError
 from megatron_coca.config.training import learning_rate
+from megatron_coca.console import set_up_logging
 from megatron_coca.data import Batch, Loader
 from megatron_coca.model import assemble_model, choose_backend, keep_freed_memory
 from megatron_coca.training import launch, saving
@@ -26,7 +27,6 @@ from megatron_coca.training.corpus import (
     open_corpus,
     open_loader,
     repeated_sources,
-    validate,
     validation_note,
 )
 from megatron_coca.training.engine import Engine, build_engine
@@ -36,7 +36,7 @@ from megatron_coca.training.health import check_health
 from megatron_coca.training.loss_guard import DataSkips, LossGuard, Verdict
 from megatron_coca.training.optimizer import build_optimizer, train_only_parts, trainable_share
 from megatron_coca.training.remote_checkpoints import RemoteCheckpoints, use_local_folders
-from megatron_coca.training.reporting import Monitor, run_folder, set_up_logging
+from megatron_coca.training.reporting import Monitor, run_folder
 from megatron_coca.training.resume import (
     Choice,
     candidates,
@@ -48,6 +48,7 @@ from megatron_coca.training.resume import (
 )
 from megatron_coca.training.saving import Checkpoints, is_due
 from megatron_coca.training.topology import Topology
+from megatron_coca.training.validation import check_validation, samples, validate
 from megatron_coca.training.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
@@ -104,6 +105,7 @@ def _train(config: Config, remotes: RemoteCheckpoints, preemption: CaughtSignals
             logger.warning("no tokenizer saved with %s; cannot verify that it matches this run", names)
         if (note := validation_note(corpus)) is not None:
             logger.log(logging.WARNING if corpus.valid is None else logging.INFO, note)
+        check_validation(corpus)
         chosen = first_valid(folders, watchdog.beat)
         if chosen.folder is not None:
             refuse_other_run(chosen.folder, corpus, required)
@@ -295,14 +297,16 @@ class Trainer:
             try:
                 with monitor.during("validating"):
                     losses = validate(self._corpus, self._mean_loss, self._layout)
+                    continued = samples(self._corpus, self._engine, self._watchdog.beat)
             except _PreemptedDuringValidationError:
                 preempted = True  # the resumed run validates first
             else:
                 self._unvalidated = False
                 if self._finished():
-                    samples = self._skips.position(self.step) * self._sizes.total
-                    monitor.report(self.step, mixture_figures(self._corpus.train.mixture(samples)))
+                    read = self._skips.position(self.step) * self._sizes.total
+                    monitor.report(self.step, mixture_figures(self._corpus.train.mixture(read)))
                 monitor.report(self.step, losses)
+                monitor.samples(self.step, continued)
 
         if preempted or is_due(self.step, self._config.checkpoint):
             with monitor.during("saving"):

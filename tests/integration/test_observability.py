@@ -36,6 +36,7 @@ def test_every_sink_over_a_resume(server: Any, small: dict[str, Any], tmp_path: 
     offline = {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}
     keys = sources(small) | {"save": str(run), "load": str(run), "tensorboard_dir": str(board), "use_wandb": True}
     keys |= {"profile": True, "profile_step_start": 2, "profile_step_stop": 4, "peak_theoretical_tflops": 0.001}
+    keys |= {"sample_prompts": ["the sea"]}
     # The first launch ends beyond its last checkpoint, as one that was killed: steps 4 and 5 are repeated.
     for changes in ({"exit_interval": STOP}, {"iteration": 3}):
         launch = server.start(keys | {"extra_save_iters": [3]} | changes, environment=offline)
@@ -55,6 +56,7 @@ def test_every_sink_over_a_resume(server: Any, small: dict[str, Any], tmp_path: 
     folders = list((tmp_path / "wandb").glob("offline-run-*"))
     assert identity["step"] == STEPS
     assert len(folders) == 2 and all(folder.name.endswith(identity["id"]) for folder in folders)
+    assert all(list(folder.glob("files/media/table/samples_*.table.json")) for folder in folders)
 
 
 def check_tensorboard(folder: Path) -> None:

@@ -1,62 +1,132 @@
-"""The report's page in a browser, where there is one."""
+"""The report's page in a browser, where there is one: sizes are measured in the page itself."""
 
 import io
+import json
 import re
 import shutil
 import subprocess
+from html import unescape
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image, ImageStat
 
 from megatron_coca.evaluation import build_report
-from tests.unit.report_cases import every_result, write
+from tests.unit.report_cases import ablation, every_result, write, write_costs
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
-pytestmark = pytest.mark.skipif(BROWSER is None, reason=f"none of {', '.join(BROWSERS)} is installed")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(BROWSER is None, reason=f"needs a browser in PATH: none of {', '.join(BROWSERS)} is installed"),
+]
 
 DARK = ("--blink-settings=preferredColorScheme=0",)
-DRAWN = ("perplexity_0", "perplexity_1", "passkey_0", "passkey_1", "needle", "harness_0", "speed")
+PAPER = {"portrait": 703, "landscape": 1031}
+"""Printable CSS pixels of A4 with margins of 12 mm, by orientation."""
 MEASURE = """<script>addEventListener("load", () => {
-  const broken = [...document.images].filter(image => !image.complete || image.naturalWidth === 0).length;
-  parent.postMessage(`width ${document.documentElement.scrollWidth} of ${innerWidth}, broken ${broken}`, "*");
+  const all = selector => [...document.querySelectorAll(selector)];
+  const name = element => `${element.tagName} ${element.textContent.trim().slice(0, 40)}`;
+  const inside = element => element.closest(".scroll, .plot");
+  const wide = element => element.scrollWidth > element.clientWidth + 1;
+  const cut = element => wide(element) && getComputedStyle(element).display !== "inline" && !inside(element);
+  const beyond = element => element.getBoundingClientRect().right > innerWidth + 1 && !inside(element);
+  parent.postMessage(JSON.stringify({
+    width: document.documentElement.scrollWidth,
+    broken: all("img").filter(image => !image.complete || image.naturalWidth === 0).length,
+    unnamed: all("img:not([alt]), img[alt=''], th:empty, caption:empty, figcaption:empty, summary:empty").map(name),
+    unlinked: all("a").filter(link => !document.querySelector(link.getAttribute("href"))).map(name),
+    cut: all("h1, h2, h3, p, li, figcaption, summary, nav a").filter(each => cut(each) || beyond(each)).map(name),
+    spilt: all("th, td").filter(wide).map(name),
+    tables: all(".scroll").map(box => ({
+      landscape: box.classList.contains("landscape"),
+      wide: wide(box),
+      table: box.querySelector("table").offsetWidth,
+      bar: box.offsetHeight - box.clientHeight - 2,
+      font: parseFloat(getComputedStyle(box.querySelector("table")).fontSize),
+    })),
+    plots: all(".plot img").map(image => image.clientWidth / image.getAttribute("width")),
+    open: all("details > ul").filter(list => list.checkVisibility()).length,
+    details: all("details").length,
+  }), "*");
 });</script></body>"""
-FRAME = """<!DOCTYPE html><script>addEventListener("message", event => document.title = event.data);</script>
-<iframe src="%s" style="width: %dpx; height: 800px; border: 0"></iframe>"""
+FRAME = """<!DOCTYPE html><pre></pre><script>
+addEventListener("message", event => document.querySelector("pre").textContent = event.data);
+</script><iframe src="%s" style="width: %dpx; height: 800px; border: 0"></iframe>"""
 """A window itself cannot be as narrow as a phone."""
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("page")
-    write(folder / "results", {name: each for name, each in every_result().items() if name in DRAWN})
-    build_report([folder / "results"], folder, "350M parameters, trained at 512")
-    return folder / "report.html"
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A report of every section, and one of twelve models with three seeds."""
+    folder = tmp_path_factory.mktemp("pages")
+    write(folder / "every", every_result())
+    write_costs(folder / "every" / "perplexity_1.json", "RoFormer")
+    build_report([folder / "every"], folder / "sections", "350M parameters, trained at 512")
+    results, curves = ablation()
+    files = write(folder / "many", results)
+    build_report(files, folder / "models", "Twelve models", curves=curves, baseline="Method A")
+    return {name: folder / name / "report.html" for name in ("sections", "models")}
 
 
 def browse(page: Path, width: int, *options: str) -> bytes:
     """What the browser prints."""
     profile = page.parent / f"profile-{width}"
-    fixed = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={profile}"]
+    fixed = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}"]
     command = [str(BROWSER), *fixed, f"--window-size={width},1200", *options, page.as_uri()]
     return subprocess.run(command, capture_output=True, timeout=120, check=True).stdout
 
 
-@pytest.mark.parametrize("width", [390, 1280])
-def test_nothing_is_wider_than_the_window_and_every_image_is_drawn(page: Path, width: int) -> None:
-    measuring = page.with_name(f"measuring-{width}.html")
-    measuring.write_text(page.read_text().replace("</body>", MEASURE))
-    frame = page.with_name(f"frame-{width}.html")
+def measured(page: Path, width: int, name: str, text: str) -> Any:
+    """What MEASURE says of a page with this text in a frame of `width` pixels."""
+    measuring = page.with_name(f"measuring-{name}.html")
+    measuring.write_text(text.replace("</body>", MEASURE))
+    frame = page.with_name(f"frame-{name}.html")
     frame.write_text(FRAME % (measuring.name, width))
-    shown = browse(frame, 1400, "--dump-dom").decode()
-    assert re.search(rf"<title>width {width} of {width}, broken 0</title>", shown), shown[:600]
+    shown = browse(frame, 1600, "--virtual-time-budget=10000", "--dump-dom").decode()
+    found = re.search(r"<pre>(\{.*\})</pre>", shown, re.DOTALL)
+    assert found, shown[:600]
+    return json.loads(unescape(found[1]))
+
+
+@pytest.mark.parametrize("width", [400, 800, 1400])
+@pytest.mark.parametrize("name", ["sections", "models"])
+def test_on_a_screen_no_text_is_cut_and_nothing_lacks_a_name(pages: dict[str, Path], name: str, width: int) -> None:
+    page = pages[name]
+    found = measured(page, width, str(width), page.read_text())
+    assert found["width"] <= width and found["broken"] == 0
+    assert not found["unnamed"] and not found["unlinked"] and not found["cut"] and not found["spilt"]
+    assert all(table["bar"] > 5 for table in found["tables"] if table["wide"]), "a scrollbar that is always there"
+    assert width > 400 or any(table["wide"] for table in found["tables"])
+    assert all(scale > 0.55 for scale in found["plots"]), "letters of 10 points are 7.5 pixels high at least"
+    assert found["details"] > 0 and found["open"] == 0
+
+
+@pytest.mark.parametrize("orientation", PAPER)
+@pytest.mark.parametrize("name", ["sections", "models"])
+def test_on_paper_no_column_is_lost(pages: dict[str, Path], name: str, orientation: str) -> None:
+    """The rules for print as rules for the screen, at the width of a page."""
+    page, width = pages[name], PAPER[orientation]
+    text = page.read_text().replace("@media print", "@media all")
+    found = measured(page, width, orientation, text)
+    chosen = [table for table in found["tables"] if table["landscape"] is (orientation == "landscape")]
+    assert chosen or orientation == "landscape"
+    for table in chosen:
+        assert table["table"] <= width and table["font"] >= 6.6, table
+    assert found["open"] == found["details"]
+
+
+def test_it_prints(pages: dict[str, Path]) -> None:
+    paper = pages["models"].with_name("report.pdf")
+    browse(pages["models"], 1280, "--no-pdf-header-footer", f"--print-to-pdf={paper}")
+    assert paper.read_bytes().startswith(b"%PDF")
 
 
 @pytest.mark.parametrize(("options", "low", "high"), [((), 200, 255), (DARK, 10, 80)])
-def test_light_and_dark(page: Path, options: tuple[str, ...], low: int, high: int) -> None:
-    picture = page.with_name(f"{'dark' if options else 'light'}.png")
-    browse(page, 1280, *options, f"--screenshot={picture}")
+def test_light_and_dark(pages: dict[str, Path], options: tuple[str, ...], low: int, high: int) -> None:
+    picture = pages["sections"].with_name(f"{'dark' if options else 'light'}.png")
+    browse(pages["sections"], 1280, *options, f"--screenshot={picture}")
     grey = Image.open(io.BytesIO(picture.read_bytes())).convert("L")
     statistics = ImageStat.Stat(grey)
     assert low < statistics.mean[0] < high

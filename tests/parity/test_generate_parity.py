@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, PreTr
 from megatron_coca import load_model
 from megatron_coca.attention.positions.forms import SCORE_FORMS
 from megatron_coca.config import load_config
-from megatron_coca.model import DYNAMIC_LENGTHS, GPT, build_model, generate
+from megatron_coca.model import DYNAMIC_LENGTHS, GPT, Sampling, build_model, generate
 
 TRAINED, PROMPT, NEW, VOCABULARY = 16, 30, 12, 90
 SHAPE = {
@@ -174,5 +174,7 @@ def test_transformers_generates_the_same(config: PreTrainedConfig, tmp_path: Pat
     theirs.save_pretrained(tmp_path)
     ids = prompts()
     options = {"attention_mask": torch.ones_like(ids), "eos_token_id": None, "pad_token_id": 0}
-    wanted = theirs.generate(ids, max_new_tokens=NEW, do_sample=False, **options)
-    assert torch.equal(generate(load_model(tmp_path), ids, NEW), wanted[:, PROMPT:])
+    ours = load_model(tmp_path)
+    for penalty in (1.0, 1.3):
+        wanted = theirs.generate(ids, max_new_tokens=NEW, do_sample=False, repetition_penalty=penalty, **options)
+        assert torch.equal(generate(ours, ids, NEW, sampling=Sampling(repetition_penalty=penalty)), wanted[:, PROMPT:])

@@ -9,6 +9,7 @@ from typing import Any
 from megatron_coca.evaluation import PerplexityResult
 from megatron_coca.evaluation.analysis.records import AnalysisResult
 from megatron_coca.evaluation.harness.records import HarnessResult
+from megatron_coca.evaluation.report.curves import Curve, CurvePoint
 from megatron_coca.evaluation.results import Cost, Costs, Result, cost_path, write_record
 from megatron_coca.evaluation.retrieval.records import NeedleResult, PasskeyResult, RulerResult
 from megatron_coca.evaluation.speed import WHATS
@@ -368,3 +369,44 @@ def write_costs(file: Path, label: str) -> None:
         for size in (512, 1024, 2048)
     ]
     write_record(cost_path(file), Costs(label=label, task="perplexity", device="NVIDIA H200", costs=costs))
+
+
+LONG_LABEL = "CoCA-Slack with a label that is longer than those of the others"
+
+
+def ablation(models: int = 12, seeds: int = 3, lengths: int = 5) -> tuple[dict[str, Result], dict[str, list[Curve]]]:
+    """Perplexities, passkeys and learning curves of models that differ little up to the training length; the last model
+    has one seed less than the others.
+    """
+    generator = random.Random(5)
+    results: dict[str, Result] = {}
+    curves: dict[str, list[Curve]] = {}
+    for model in range(models):
+        label = LONG_LABEL if model == 1 else f"Method {chr(65 + model)}"
+        for seed in range(seeds - (model == models - 1 and seeds > 1)):
+            level = 3.0 + 0.005 * model + generator.gauss(0, 0.01)
+            cells = []
+            for at in range(lengths):
+                nll = level + (0.02 + 0.06 * model) * at
+                by_document = [1023 * (nll + 0.1 * document + generator.gauss(0, 0.02)) for document in range(8)]
+                mean = sum(by_document) / len(by_document) / 1023
+                cells.append({**window(512 * 2**at, mean, documents=8), "nll_by_document": by_document})
+            used = {"path": f"runs/{model}-s{seed}", "identity": f"{model}-{seed}-5ad1c0ffee7715", "seed": seed}
+            changes = {f"checkpoint__{name}": value for name, value in used.items()}
+            documents = DOCUMENTS | {"count": 8}
+            results[f"perplexity_{model}_{seed}"] = perplexity(label, {}, results=cells, documents=documents, **changes)
+            shares = {512 * 2**at: max(0.0, 1 - 0.05 * at * generator.random() * model) for at in range(lengths)}
+            found = passkey(label, shares)
+            checkpoint = found.checkpoint.model_copy(update=used)
+            results[f"passkey_{model}_{seed}"] = found.model_copy(update={"checkpoint": checkpoint})
+            points = [
+                CurvePoint(
+                    step=10 * at,
+                    tokens=640_000 * at,
+                    train_loss=level + 4 / at + generator.gauss(0, 0.02),
+                    validation_loss=level + 4 / at if at % 50 == 0 else None,
+                )
+                for at in range(1, 201)
+            ]
+            curves.setdefault(label, []).append(Curve(seed=seed, points=points))
+    return results, curves

@@ -23,7 +23,7 @@ from megatron_coca.ablation.reporting import curves
 from megatron_coca.ablation.running import Machine, divide, run_cells
 from megatron_coca.config import load_config
 from megatron_coca.evaluation import EvaluationError
-from megatron_coca.evaluation.report.curves import CurvePoint
+from megatron_coca.evaluation.report.curves import CurvePoint, thinned
 from megatron_coca.evaluation.results import read_record
 from megatron_coca.evaluation.suite import Command
 from megatron_coca.training.exit_status import Preempted
@@ -120,7 +120,7 @@ def test_a_failed_cell_stops_no_other(
     assert problem == f"{grid[0].name}: training: ValueError: no such slope ({grid[0].run / 'log.txt'})"
     assert [state_of(each) for each in grid] == [State.FAILED, State.DONE, State.DONE]
     assert "threads 1 pos_emb rotary" in (grid[1].run / "log.txt").read_text()
-    shown = capsys.readouterr().out
+    shown = capsys.readouterr().err
     assert f"{grid[1].name}: evaluating passkey" in shown and f"{grid[0].name}: failed: training: Val" in shown
     record = read_record(grid[1].results / "cell.json", CellRecord, "a record")
     # 3 steps of 2 s, then 3 of 1 s which are half of the time, as validation takes the other half.
@@ -188,10 +188,10 @@ def test_more_ranks_than_gpus_are_refused(tmp_path: Path, small: dict[str, Any])
 
 def test_curves_are_thinned_evenly_and_keep_validations() -> None:
     points = [CurvePoint(step=n, tokens=n, train_loss=1.0, validation_loss=None) for n in range(1, 1001)]
-    assert [point.step for point in files.thinned(points, 4)] == [250, 500, 750, 1000]
+    assert [point.step for point in thinned(points, 4)] == [250, 500, 750, 1000]
     points[98] = points[98].model_copy(update={"validation_loss": 2.0})
-    assert [point.step for point in files.thinned(points, 3)] == [99, 500, 1000]
-    assert files.thinned(points[:3], 3) == points[:3]
+    assert [point.step for point in thinned(points, 3)] == [99, 500, 1000]
+    assert thinned(points[:3], 3) == points[:3]
 
 
 def test_the_dry_run_invents_nothing(tmp_path: Path, small: dict[str, Any]) -> None:

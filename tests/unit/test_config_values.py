@@ -36,6 +36,8 @@ OURS = {
     "trainable",
     "data_root",
     "eval_per_source",
+    "eval_windows",
+    "sample_prompts",
     "profile_ranks",
     "sequence_parallel_size",
     "keep_every_n_steps",

@@ -1,17 +1,41 @@
-"""What the pages name exists, and their Python examples compile."""
+"""What the pages name exists, and their examples are read: commands, configurations, Python.
 
+tests/integration/test_examples.py executes them.
+"""
+
+import argparse
 import ast
 import re
+import runpy
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
-ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docker/*.md")])
-FENCED = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
+from megatron_coca.ablation.plan import AblationFile, read_ablation
+from megatron_coca.config import load_config
+from megatron_coca.evaluation.suite import read_suite
+from tests.documents import FENCED, LANGUAGES, NAMES, ROOT, blocks, commands, everywhere, indented, languages, words
+from tests.examples import NOT_RUN, PRELUDES, QUICK, RUN, make_configs, treatment, write_model
+
 LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)\s]+)\)")
 NAMED = re.compile(r"(?<![\w/.-])((?:configs|tools|tests|docs|docker|megatron_coca)/[\w./-]*\w)(?![*<{\w])")
 MARKERS = re.compile(r"[*<>{}]|NAME")
+COMMANDS = list(dict.fromkeys(command for _, command in everywhere()))
+SCRIPT = re.compile(r"(?:[A-Z_]+=\S+ )*(?:nice -n \d+ )?python ((?:train|evaluate|tools/\w+)\.py) ")
+OURS = [command for command in COMMANDS if SCRIPT.match(command)]
+OF_RUNS = (
+    "train.py",
+    "tools/estimate.py",
+    "tools/inspect_data.py",
+    "tools/bench_train.py",
+    "tools/bench_evaluation.py",
+)
+BASE = "configs/quickstart/roformer.yml"
+OTHER_YAML = {"docs/ablations.md": AblationFile.model_validate, "docs/harness.md": dict}
+"""Pages whose YAML is not a run's configuration, and what reads it."""
 
 
 def missing_links(text: str, folder: Path) -> list[str]:
@@ -26,15 +50,10 @@ def missing_paths(text: str) -> list[str]:
     return sorted(word for word in words if not (ROOT / word).exists())
 
 
-def examples(page: str) -> list[str]:
-    """The fenced Python blocks of a page."""
-    return [body for language, body in FENCED.findall((ROOT / page).read_text()) if language == "python"]
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_what_a_page_names_exists(page: Path) -> None:
-    text = page.read_text()
-    assert not missing_links(text, page.parent)
+@pytest.mark.parametrize("page", NAMES)
+def test_what_a_page_names_exists(page: str) -> None:
+    text = (ROOT / page).read_text()
+    assert not missing_links(text, (ROOT / page).parent)
     assert not missing_paths(text)
 
 
@@ -46,11 +65,132 @@ def test_the_checks_find_what_is_missing() -> None:
     assert missing_paths(text) == ["configs/none.yml", "tools/none.py"]
 
 
-@pytest.mark.parametrize("page", ["docs/checkpoints.md", "docs/config.md"])
-def test_python_examples_compile_and_import_what_exists(page: str) -> None:
-    found = examples(page)
-    assert found
-    for example in found:
+@pytest.mark.parametrize("page", NAMES)
+def test_the_language_of_every_example_is_known(page: str) -> None:
+    assert languages(page) <= LANGUAGES
+    assert not indented(page) or page == "docs/config.md", "fence it: ```bash, ```python, ```yaml or ```text"
+
+
+@pytest.mark.parametrize("page", NAMES)
+def test_every_command_is_run_or_has_a_reason(page: str) -> None:
+    for command in commands(page):
+        treatment(command)
+    for block in blocks(page, "text"):
+        assert not re.search(r"^python (?!train.py CONFIG)", block, re.MULTILINE), "a command: fence it as ```bash"
+
+
+def test_a_command_without_a_row_fails_and_every_row_is_used() -> None:
+    with pytest.raises(LookupError, match=r"tests/examples\.py"):
+        treatment("kubectl get pods")
+    unused = [row for row in (*RUN, *NOT_RUN) if not any(command.startswith(row) for command in COMMANDS)]
+    assert not unused and not RUN.keys() & NOT_RUN.keys()
+
+
+class _ParsedError(Exception):
+    """The arguments were accepted."""
+
+
+@pytest.mark.parametrize("command", OURS)
+def test_arguments_are_accepted(command: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    stop_after_parsing(monkeypatch)
+    all_words = words(command)
+    script = all_words[all_words.index("python") + 1 :]
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", list(script))
+    monkeypatch.setattr(sys, "path", [str((ROOT / script[0]).parent), *sys.path])
+    with pytest.raises((_ParsedError, SystemExit)) as ended:
+        runpy.run_path(script[0], run_name="__main__")
+    assert isinstance(ended.value, _ParsedError) or ended.value.code == 0, capsys.readouterr().err
+
+
+def stop_after_parsing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Raise _ParsedError once a command line is accepted, instead of doing what it says."""
+    depth = 0
+
+    def stop(name: str) -> None:
+        original = getattr(argparse.ArgumentParser, name)
+
+        def parse(self: argparse.ArgumentParser, *arguments: Any, **options: Any) -> Any:
+            nonlocal depth
+            depth += 1
+            try:
+                found = original(self, *arguments, **options)
+            finally:
+                depth -= 1
+            if depth:
+                return found
+            unknown = [word for word in found[1] if word.startswith("-")] if isinstance(found, tuple) else []
+            assert not unknown, f"unknown options: {unknown}"
+            raise _ParsedError
+
+        monkeypatch.setattr(argparse.ArgumentParser, name, parse)
+
+    for name in ("parse_args", "parse_known_args", "parse_intermixed_args"):
+        stop(name)
+
+
+@pytest.mark.parametrize("command", OURS)
+def test_configurations_load(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    _, *rest = words(command)[words(command).index("python") :]
+    script, *arguments = rest
+    files = [word for word in arguments if word.endswith(".yml") and Path(word).exists()]
+    keys = [word for word in arguments if re.match(r"[a-z_.]+=", word)]
+    if script in OF_RUNS and files:
+        load_config(files, keys)
+    elif script == "tools/train_stages.py":
+        shared = [file for file in files if "cluster" in file]
+        for file in files[: -len(shared)]:
+            load_config([file, *shared])
+    elif script == "tools/ablate.py":
+        read_ablation(Path(files[0]))
+    elif script == "evaluate.py" and arguments[0] == "suite":
+        read_suite(Path(files[0]))
+    elif script == "evaluate.py":
+        for file in files:
+            load_config([file] if file.startswith("configs/350M") else [BASE, file])
+
+
+@pytest.mark.parametrize("page", [page for page in NAMES if "yaml" in languages(page)])
+def test_configurations_in_a_page_load(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    for block in blocks(page, "yaml"):
+        content = yaml.safe_load(block)
+        if page in OTHER_YAML:
+            OTHER_YAML[page](content)
+        else:
+            load_config([BASE], content)
+
+
+@pytest.mark.parametrize("page", [page for page in NAMES if "python" in languages(page)])
+def test_python_compiles_and_imports_what_exists(page: str) -> None:
+    for example in blocks(page, "python"):
         tree = ast.parse(example)
         imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
         exec(compile(ast.Module(imports, []), page, "exec"), {})
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with small configurations and the checkpoint of the quickstart."""
+    folder = tmp_path_factory.mktemp("models")
+    make_configs(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        write_model("configs/quickstart/roformer_coca.yml", "runs/quickstart/roformer_coca")
+    return folder
+
+
+@pytest.mark.parametrize("page", QUICK)
+def test_python_runs(page: str, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(models)
+    names: dict[str, Any] = {}
+    for code in (PRELUDES.get(page, ""), *blocks(page, "python")):
+        exec(compile(code, page, "exec"), names)
+
+
+def test_every_page_is_in_the_index_and_on_the_site() -> None:
+    index, site = ((ROOT / "docs" / name).read_text() for name in ("index.md", "site/mkdocs.yml"))
+    for page in (ROOT / "docs").glob("*.md"):
+        assert page.name in site
+        assert f"({page.name})" in index or page.name == "index.md"

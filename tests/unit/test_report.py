@@ -10,7 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_cases import FULL, NTK, REFUSED, every_result, lacking, needle, perplexity, window, write, write_costs
+from report_cases import (
+    DOCUMENTS,
+    FULL,
+    NTK,
+    REFUSED,
+    every_result,
+    lacking,
+    needle,
+    perplexity,
+    window,
+    write,
+    write_costs,
+)
 
 from megatron_coca.evaluation import EvaluationError, PerplexityResult, WindowResult, build_report
 from megatron_coca.evaluation.report.curves import Curve, CurvePoint
@@ -334,7 +346,11 @@ def test_without_papers_there_is_no_number_of_theirs(tmp_path: Path) -> None:
 
 
 def test_the_best_of_ours_is_marked_and_theirs_never(tmp_path: Path) -> None:
-    results = {"one": perplexity("A", {512: 2.0, 1024: 3.0}), "two": perplexity("B", {512: 2.5, 1024: 2.5})}
+    def measured(label: str, *nlls: float) -> PerplexityResult:
+        cells = [window(size, nll, documents=8) for size, nll in zip((512, 1024), nlls, strict=True)]
+        return perplexity(label, {}, results=cells, documents=DOCUMENTS | {"count": 8})
+
+    results = {"one": measured("A", 2.0, 3.0), "two": measured("B", 2.5, 2.5)}
     (_, section, *_) = build_sections(read_results(write(tmp_path, results)), papers=True)
     rows = section.blocks[0].tables[0].rows
     assert [[cell.best for cell in row.cells[:2]] for row in rows[:2]] == [[True, False], [False, True]]

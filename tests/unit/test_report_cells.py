@@ -9,6 +9,7 @@ import pytest
 from matplotlib.cbook import is_math_text
 from matplotlib.figure import Figure as Canvas
 from report_cases import (
+    DOCUMENTS,
     FULL,
     REROPE,
     analysis,
@@ -77,11 +78,15 @@ def test_labels_are_no_markup_in_plots(tmp_path: Path, label: str) -> None:
 
 def interrupted_and_whole() -> dict[str, Result]:
     """Of three labels one has a window of which less is scored, with the lowest loss of all."""
-    cells = [window(512, 2.0), window(1024, 1.0, documents=3)]
+    cells = {
+        "partly": [window(512, 2.0, documents=8), window(1024, 1.0, documents=7)],
+        "better": [window(512, 2.5, documents=8), window(1024, 2.6, documents=8)],
+        "worse": [window(512, 2.5, documents=8), window(1024, 2.7, documents=8)],
+    }
+    documents, overrides = DOCUMENTS | {"count": 8}, {"partly": REROPE}
     return {
-        "partly": perplexity("partly", {}, results=cells, overrides=REROPE),
-        "better": perplexity("better", {512: 2.5, 1024: 2.6}),
-        "worse": perplexity("worse", {512: 2.5, 1024: 2.7}),
+        label: perplexity(label, {}, results=own, documents=documents, overrides=overrides.get(label, {}))
+        for label, own in cells.items()
     }
 
 
@@ -93,7 +98,7 @@ def test_an_interrupted_window_is_never_the_best(tmp_path: Path, section: str) -
         [False, True],
         [False, False],
     ]
-    assert table.rows[0].cells[1].note == "interrupted: the first 3 of 4 documents"
+    assert table.rows[0].cells[1].note == "interrupted: the first 7 of 8 documents"
 
 
 def test_a_best_needs_two_complete_numbers(tmp_path: Path) -> None:
@@ -125,8 +130,9 @@ def test_no_difference_is_taken_of_an_interrupted_window(tmp_path: Path) -> None
 
 def test_accuracy_of_the_next_token_by_window(tmp_path: Path) -> None:
     def measured(label: str, right: float, **changes: Any) -> PerplexityResult:
-        cells = [window(512, 2.0) | {"accuracy": 0.25}, window(1024, 2.0) | {"accuracy": right}]
-        return perplexity(label, {}, results=cells, **changes)
+        longer = {"accuracy": right, "correct_by_document": [round(1023 * right)] * 8}
+        cells = [window(512, 2.0, documents=8), window(1024, 2.0, documents=8) | longer]
+        return perplexity(label, {}, results=cells, documents=DOCUMENTS | {"count": 8}, **changes)
 
     missing = [lacking("window 2048", "out of memory", FULL)]
     results = {"plain": measured("plain", 0.125), "rerope": measured("ReRoPE", 0.5, overrides=REROPE, missing=missing)}

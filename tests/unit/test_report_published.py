@@ -261,7 +261,7 @@ def test_means_of_groups_beside_table_5(tmp_path: Path) -> None:
     ours = [entry.text for entry in means.rows[0].cells]
     expected = [52.5, 57.0, 60.5, 64.0]
     assert ours == [*(f"{value:.2f}" for value in (*expected, fmean(expected))), "66.00"]
-    assert [entry.best for entry in means.rows[0].cells] == [True] * 6
+    assert not any(entry.best for entry in means.rows[0].cells), "means of one seed have no interval"
     theirs = named(means.rows, "LLaMA-7B")
     assert [entry.text for entry in theirs.cells] == ["48.25", "47.57", "46.41", "29.63", "42.97", ""]
     assert theirs.detail == "the method of: RoFormer"

@@ -70,13 +70,15 @@ def test_seeds_are_one_row_with_the_t_interval_of_the_loss(tmp_path: Path) -> No
     cell = rows["CoCA"]
     assert (cell.value, cell.low, cell.high) == pytest.approx((math.exp(3.04), low, high), rel=1e-12)
     assert cell.text == f"{math.exp(3.04):.2f}" and cell.detail == f"{low:.2f}–{high:.2f}" and cell.seeds == 3
-    assert rows["RoFormer"] == TableCell("20.09", pytest.approx(math.exp(3.0)), best=True)
+    assert rows["RoFormer"].in_full == "20.09 (n = 1)" and not rows["RoFormer"].best
     assert any("t interval over seeds" in note for note in table.notes)
-    assert "and those of 2 more seeds" in block.figures[0].caption
+    assert [line.split(" (")[0] for line in found[0].provenance[:3]] == [
+        f"runs/{seed}, step 120000, seed {seed}" for seed in SEEDS
+    ]
     canvas = Canvas()
     block.figures[0].draw(canvas)
     (band,) = canvas.axes[0].collections
-    ends = band.get_paths()[0].vertices[:, 1]
+    ends = band.get_paths()[0].vertices[:, 0]  # one window: a row for each label
     assert (min(ends), max(ends)) == pytest.approx((low, high))
 
 

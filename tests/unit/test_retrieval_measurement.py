@@ -17,8 +17,8 @@ from megatron_coca.data import load_tokenizer
 from megatron_coca.evaluation.cli import TASKS
 from megatron_coca.evaluation.results import CheckpointRecord, EnvironmentRecord, EvaluationError, Store, read_costs
 from megatron_coca.evaluation.retrieval import measuring
-from megatron_coca.evaluation.retrieval.measuring import batches
 from megatron_coca.evaluation.subject import EvaluatedCheckpoint, Header, Subject
+from megatron_coca.model.generate import equal_length_batches
 
 SHAPE = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 256}
 CONFIG = load_config([], SHAPE | {"vocab_size": 512})
@@ -132,9 +132,9 @@ def test_an_answer_ends_with_its_document() -> None:
 
 def test_batches_hold_prompts_of_one_length_and_no_more_tokens_than_asked() -> None:
     lengths = [30, 10, 30, 10, 30, 50]
-    found = list(batches(lengths, max_new_tokens=10, tokens_per_batch=80))
+    found = list(equal_length_batches(lengths, max_new_tokens=10, tokens_per_batch=80))
     assert found == [[1, 3], [0, 2], [4], [5]]
-    assert list(batches([100, 100], 10, 1)) == [[0], [1]], "one prompt at least"
+    assert list(equal_length_batches([100, 100], 10, 1)) == [[0], [1]], "one prompt at least"
 
 
 def test_whole_batches_are_generated() -> None:

@@ -1,18 +1,29 @@
-"""Which samples a validation reads, and what its losses are called."""
+"""Which samples a validation reads, what its figures are called, perplexity at longer windows, samples."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from megatron_coca.config import load_config
-from megatron_coca.data import Batch, Blend, Shard
+from megatron_coca.config import ConfigError, load_config
+from megatron_coca.data import Batch, Blend, DataError, Packing, Shard, Tokenizer, load_tokenizer
 from megatron_coca.data.shards import ShardWriter
-from megatron_coca.training.corpus import Corpus, validate
+from megatron_coca.model import GPT, LanguageModelLoss, build_model
+from megatron_coca.training.corpus import Corpus
+from megatron_coca.training.validation import SAMPLE_TOKENS, check_validation, samples, validate
 
-SHAPE = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "seq_length": 4, "vocab_size": 512}
+SHAPE = {
+    "num_layers": 1,
+    "hidden_size": 8,
+    "num_attention_heads": 1,
+    "seq_length": 4,
+    "vocab_size": 512,
+    "pos_emb": "coca",
+}
 LAYOUT = (4, 2, 0, 1)
 
 
@@ -89,3 +100,143 @@ def test_sources_of_one_name_keep_their_prefixes(tmp_path: Path) -> None:
     same = [shard(tmp_path / folder / "text", token) for folder, token in (("a", 1), ("b", 5))]
     losses, _ = losses_of(same, [1.0, 1.0], eval_iters=2)
     assert list(losses)[1:] == [f"validation_loss/{tmp_path}/{folder}/text" for folder in "ab"]
+
+
+L = SHAPE["seq_length"]
+WINDOWS: dict[str, Any] = {"eval_windows": ["1L", 10, "4L"], "eval_iters": 8}
+TOKENS = {"1L": 4, "10": 10, "4L": 16}
+
+
+class OfModel:
+    """Stands for the engine: the loss of a model."""
+
+    def __init__(self, model: GPT) -> None:
+        self._loss = LanguageModelLoss(model)
+
+    @torch.no_grad()
+    def mean_loss(self, micro_batches: Sequence[Batch]) -> float:
+        named = ({name: torch.from_numpy(x) for name, x in vars(b).items() if x is not None} for b in micro_batches)
+        losses = [self._loss(batch.pop("tokens"), **batch) for batch in named]
+        return float(torch.stack(losses).mean())
+
+
+def random_shard(prefix: Path, tokens: int = 400) -> Shard:
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    writer = ShardWriter(prefix, 512)
+    for part in np.array_split(np.random.default_rng(0).integers(1, 512, tokens), 40):
+        writer.add(part)
+    writer.finish()
+    return Shard(prefix)
+
+
+def window_figures(shards: list[Shard], layout: tuple[int, int, int, int], **keys: Any) -> dict[str, float]:
+    config = load_config([], SHAPE | {"num_workers": 0, "rotary_pct": 0.5, "init_method_std": 0.7} | WINDOWS | keys)
+    blend = Blend(shards, [1.0] * len(shards), L, seed=0)
+    packing = Packing(config.data.reset_attention_mask, config.data.reset_position_ids)
+    model = build_model(config).eval()
+    figures = validate(Corpus(config, blend, blend, None, packing), OfModel(model).mean_loss, layout)
+    return {name.removeprefix("validation_perplexity_"): x for name, x in figures.items() if "perplexity" in name}
+
+
+@torch.no_grad()
+def by_logits(shard: Shard, packed: bool = False, **keys: Any) -> dict[str, float]:
+    """exp of the mean nll of the last two tokens of eight samples of the longest window, from the model's logits."""
+    config = load_config([], SHAPE | {"rotary_pct": 0.5, "init_method_std": 0.7} | keys)
+    model = build_model(config).eval()
+    blend = Blend([shard], [1.0], 16, seed=0)
+    located = blend.by_source(range(8))
+    tokens, begins = torch.from_numpy(blend.tokens(located)), torch.from_numpy(blend.document_begins(located))
+    found = {}
+    for name, window in TOKENS.items():
+        inputs, targets = tokens[:, -window - 1 : -1], tokens[:, -2:, None]
+        documents = begins[:, -window:].cumsum(1) if packed else None
+        logs = model(inputs, documents=documents).log_softmax(-1)[:, -2:]
+        found[name] = float(torch.exp(-logs.gather(2, targets).double().mean()))
+    return found
+
+
+def test_perplexity_of_longer_windows(tmp_path: Path) -> None:
+    one = random_shard(tmp_path / "text")
+    wanted = by_logits(one)
+    assert len({round(value, 3) for value in wanted.values()}) == 3, "windows differ"
+    assert window_figures([one], LAYOUT) == pytest.approx(wanted, rel=1e-5)
+    ranks = [window_figures([one], (4, 2, rank, 2)) for rank in range(2)]
+    mean = {name: math.sqrt(ranks[0][name] * ranks[1][name]) for name in TOKENS}
+    assert mean == pytest.approx(wanted, rel=1e-5), "ranks share the same samples"
+
+
+def test_longer_windows_of_packed_documents(tmp_path: Path) -> None:
+    one, keys = random_shard(tmp_path / "text"), {"reset_attention_mask": True, "reset_position_ids": True}
+    wanted = by_logits(one, packed=True)
+    assert window_figures([one], LAYOUT, **keys) == pytest.approx(wanted, rel=1e-5)
+    assert wanted != pytest.approx(by_logits(one), rel=1e-3)
+
+
+def test_the_longest_window_reads_as_much_as_the_validation_loss(two: list[Shard]) -> None:
+    _, engine = losses_of(two, [3.0, 1.0], eval_per_source=False, **WINDOWS)
+    shapes = [tokens.shape for tokens in engine.seen]
+    assert shapes[:8] == [(4, 5)] * 8
+    assert shapes[8:] == [(1, 5)] * 8 + [(1, 11)] * 8 + [(1, 17)] * 8
+    assert sum(rows * (width - 1) for rows, width in shapes[-8:]) == sum(rows * 4 for rows, _ in shapes[:8])
+
+
+def corpus_of(valid: Shard, tokenizer: Tokenizer | None, **keys: Any) -> Corpus:
+    blend = Blend([valid], [1.0], L, seed=0)
+    return Corpus(load_config([], SHAPE | keys), blend, blend, tokenizer)
+
+
+BYTES = load_tokenizer("CharLevelTokenizer")
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "keys", "message"),
+    [
+        (
+            BYTES,
+            {"eval_windows": ["1L", 400]},
+            "text: has 400 tokens to validate on, and eval_windows needs more than 400",
+        ),
+        (BYTES, {"eval_windows": [399], "pos_emb": "xpos", "hidden_size": 16, "precision": "fp16"}, None),
+        (None, {"sample_prompts": ["x"]}, "sample_prompts: no tokenizer is saved with the shards"),
+        (BYTES, {"sample_prompts": ["x"], "pos_emb": "learned"}, "'x' and 64 new tokens are 65 tokens"),
+        (BYTES, {"sample_prompts": ["x"], "pos_emb": "learned", "max_position_embeddings": 65}, None),
+    ],
+)
+def test_what_the_data_must_have(
+    tmp_path: Path, tokenizer: Tokenizer | None, keys: dict[str, Any], message: str | None
+) -> None:
+    corpus = corpus_of(random_shard(tmp_path / "text"), tokenizer, **keys)
+    if message is None:
+        check_validation(corpus)
+        return
+    with pytest.raises((ConfigError, DataError), match=message):
+        check_validation(corpus)
+
+
+def test_windows_that_xpos_cannot_represent(tmp_path: Path) -> None:
+    keys = {"eval_windows": [6000], "pos_emb": "xpos", "hidden_size": 16, "precision": "fp16"}
+    with pytest.raises(ConfigError, match="eval_windows: pos_emb: xpos at 6000 tokens"):
+        check_validation(corpus_of(random_shard(tmp_path / "text", 7000), BYTES, **keys))
+
+
+class Counting:
+    """Stands for the engine: after each byte comes the next one; `end` ends the document."""
+
+    def __init__(self, end: int | None = None) -> None:
+        self.calls, self._end = 0, end
+
+    def next_logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        last = int(tokens[0, -1])
+        logits = torch.zeros(1, 512)
+        logits[0, BYTES.eod if last == self._end else last + 1] = 1.0
+        return logits
+
+
+def test_samples(tmp_path: Path) -> None:
+    corpus, beats = corpus_of(random_shard(tmp_path / "text"), BYTES, sample_prompts=["a", "The A"]), []
+    engine = Counting(end=ord("E"))
+    found = samples(corpus, engine, beats.append)  # type: ignore[arg-type]
+    assert found[1] == ("The A", "BCDE") and found[0][1].startswith("bcdefghijklmnopqrstuvwxyz{|}~")
+    assert engine.calls == 2 * SAMPLE_TOKENS, "as many on every rank, also beyond the end of a document"
+    assert beats == ["sampling"] * 2

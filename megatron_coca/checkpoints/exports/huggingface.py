@@ -336,7 +336,8 @@ def export(
             native.write_json(partial / name, content)
         for name, data in written.items():
             (partial / name).write_bytes(data)
-        _write_weights(partial, weights, shard_bytes)
+        with weights.shown(f"exporting {folder}") as shown:
+            _write_weights(partial, shown, shard_bytes)
     return Exported(folder, kind, note, changes_of(overrides, opened.trained, config))
 
 

@@ -88,7 +88,7 @@ def export_neox(
     weights = weights if dtype is None else weights.to(DTYPES[dtype])
     foreign, number = foreign_keys(config), opened.step or 0
     name = native.step_folder(folder, number).name
-    with atomic_dir(folder, CheckpointError) as partial:
+    with atomic_dir(folder, CheckpointError) as partial, weights.shown(f"exporting {folder}") as weights:
         step = partial / name
         (step / CONFIGS).mkdir(parents=True)
         (step / CONFIGS / MODEL_FILE).write_text(model_yaml(config, ranks, pipe_parallel_size))

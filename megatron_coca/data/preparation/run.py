@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from megatron_coca.atomic_write import complete_folder, exclusive_lock, lock_file, partial_folder, refuse_existing
+from megatron_coca.console import Progress
 from megatron_coca.data.errors import DataError, OutOfMemory
 from megatron_coca.data.preparation import manifest
 from megatron_coca.data.preparation.journal import JOURNAL, Journal, ShardState, State
@@ -298,14 +298,8 @@ class _Preparation:
         pool = Pool(execution.workers, self._sources, self._folder, self._rules)
         by_size = any(unit.size for _, unit in self._units)
         sizes = [unit.size if by_size else 1 for _, unit in self._units]
-        bar = tqdm(
-            total=sum(sizes),
-            initial=sum(sizes[: self._state.unit]),
-            unit="B" if by_size else " units",
-            unit_scale=by_size,
-            smoothing=0.05,
-            disable=not execution.progress,
-        )
+        done, unit = sum(sizes[: self._state.unit]), "B" if by_size else "units"
+        progress = Progress("preparing", sum(sizes), unit, done, execution.progress)
         waiting: deque[tuple[_Step, Callable[[], TokenizedChunk] | None]] = deque()
 
         def finish(step: _Step, result: Callable[[], TokenizedChunk] | None) -> None:
@@ -313,13 +307,13 @@ class _Preparation:
                 self._write(step, result())
             elif step.ends_unit:
                 self._end_unit(step)
-            bar.set_description(f"tokenize {self._names[step.source]}", refresh=False)
-            bar.set_postfix_str(f"{self._outputs.tokens / 1e6:,.1f}M tokens", refresh=False)
-            bar.update(step.read if by_size else int(step.ends_unit))
+            progress.begin(f"tokenizing {self._names[step.source]}")
+            progress.details = (f"{self._outputs.tokens / 1e6:,.1f}M tokens",)
+            progress.advance(step.read if by_size else int(step.ends_unit))
             if time.monotonic() - self._saved >= execution.save_seconds:
                 self._save()
 
-        with pool, bar:
+        with pool, progress:
             for step in self._steps():
                 waiting.append((step, pool.submit(step.source, step.chunk) if step.chunk is not None else None))
                 while len(waiting) > pool.in_flight:

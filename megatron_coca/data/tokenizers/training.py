@@ -8,6 +8,7 @@ from typing import Literal
 
 import sentencepiece
 
+from megatron_coca.console import Progress
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.tokenizers.kinds import FileTokenizer, HFTokenizer, Tokenizer
 from megatron_coca.data.tokenizers.sentencepiece_kind import SentencePieceTokenizer
@@ -33,13 +34,14 @@ def check_vocabulary(tokenizer_type: str, vocab_size: int) -> None:
 
 
 class _Texts:
-    """An iterator of texts that records the error which ended it, and if it gave any text.
+    """An iterator of texts that counts their characters, and records the error which ended it.
 
     SentencePiece replaces every error raised by its iterator, an interrupt included, by a RuntimeError.
     """
 
-    def __init__(self, texts: Iterable[str]) -> None:
+    def __init__(self, texts: Iterable[str], show: bool) -> None:
         self._texts = iter(texts)
+        self.progress = Progress("reading text to train a tokenizer", unit="characters", show=show)
         self.error: BaseException | None = None
         self.empty = True
 
@@ -50,11 +52,13 @@ class _Texts:
         try:
             text = next(self._texts)
         except StopIteration:
+            self.progress.begin("training a tokenizer")
             raise
         except BaseException as error:
             self.error = error
             raise
         self.empty = self.empty and not text.strip()
+        self.progress.advance(len(text))
         return text
 
     def raise_own(self) -> None:
@@ -66,17 +70,22 @@ class _Texts:
 
 
 def train_sentencepiece(
-    texts: Iterable[str], vocab_size: int, path: Path, model: Literal["bpe", "unigram"] = "bpe"
+    texts: Iterable[str],
+    vocab_size: int,
+    path: Path,
+    model: Literal["bpe", "unigram"] = "bpe",
+    show: bool = True,
 ) -> SentencePieceTokenizer:
     """Train a SentencePiece model on ``texts`` that reproduces every text exactly, and write it to ``path``.
 
-    Byte fallback, no normalization, all white space kept, newlines as their byte; ``<eod>`` is a control symbol. Raises
-    ``DataError`` if the texts are too small for ``vocab_size`` pieces, and errors of ``texts`` themselves.
+    Byte fallback, no normalization, all white space kept, newlines as their byte; ``<eod>`` is a control symbol.
+    ``show`` shows progress. Raises ``DataError`` if the texts are too small for ``vocab_size`` pieces, and errors of
+    ``texts`` themselves.
     """
     check_vocabulary("SPMTokenizer", vocab_size)
-    watched = _Texts(texts)
+    watched = _Texts(texts, show)
     try:
-        with path.open("wb") as writer:
+        with watched.progress, path.open("wb") as writer:
             sentencepiece.SentencePieceTrainer.train(
                 sentence_iterator=_lines(watched),
                 model_writer=writer,
@@ -123,7 +132,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> HFTokenizer:
     if the texts are too small for that many tokens.
     """
     check_vocabulary("HFTokenizer", vocab_size)
-    watched = _Texts(texts)
+    watched = _Texts(texts, show=True)
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     model = Tokenizer(models.BPE())
@@ -138,7 +147,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> HFTokenizer:
         show_progress=False,
     )
     # Runs of spaces are tokens already: merges of them would never be used.
-    model.train_from_iterator((part for text in watched for part in re.split(" {2,}", text) if part), trainer)
+    with watched.progress:
+        model.train_from_iterator((part for text in watched for part in re.split(" {2,}", text) if part), trainer)
     watched.raise_own()
     model.add_tokens([AddedToken(run, normalized=True) for run in spaces])
     if model.get_vocab_size() != vocab_size:

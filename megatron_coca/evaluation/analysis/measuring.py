@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_coca.attention.inputs import AttentionInputs
 from megatron_coca.attention.layer import SelfAttention
 from megatron_coca.attention.method import PositionMethod
+from megatron_coca.console import track
 from megatron_coca.evaluation.analysis import distance_sweep, records
 from megatron_coca.evaluation.analysis.distance_sweep import DistanceSweep, SweptScores
 from megatron_coca.evaluation.analysis.records import AnalysisResult, Curve, Decay, Entropy, LengthAnalysis, Share
@@ -183,7 +184,7 @@ def analyse(model: GPT, documents: Sequence[np.ndarray], length: int, sampling: 
             swept.append(sweep.scores(queries, keys, inputs.bias))
 
     with torch.no_grad(), observed(model, visit):
-        for number, tokens in enumerate(documents):
+        for number, tokens in enumerate(track(documents, f"length {length}", len(documents), "documents")):
             m, n = (x.to(device) for x in sampling.document_pairs(length, number, len(documents)))
             model.hidden_states(torch.from_numpy(tokens[None, :length]).to(device))
     layers = len(model.blocks)

@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from megatron_coca.evaluation.axes import label_log_axis
 from megatron_coca.evaluation.documents import DocumentsRecord
 from megatron_coca.evaluation.options import plot_text
 from megatron_coca.evaluation.results import Cell, Record, Result, write_atomically
@@ -142,7 +143,7 @@ def draw_angles(axes: Axes, result: AnalysisResult) -> None:
             axes.stairs(counts / max(1, counts.sum()) / np.diff(edges), edges, label=f"{cell.length} tokens")
     axes.axvline(0, linestyle="--", **REFERENCE)  # type: ignore[arg-type]
     axes.set_xticks(range(-180, 181, 60))
-    _label(axes, result, "initial angle from key to query, degrees", "density", "angles")
+    _label(axes, result, "initial angle from key to query (degrees)", "density (per degree)", "angles")
 
 
 def draw_reach(axes: Axes, result: AnalysisResult) -> None:
@@ -155,10 +156,11 @@ def draw_reach(axes: Axes, result: AnalysisResult) -> None:
                 low, median, high = ([values[at] for values in known.values()] for at in (LOW, MEDIAN, HIGH))
                 (line,) = axes.plot(list(known), median, label=f"{name}, median")
                 axes.fill_between(list(known), low, high, alpha=0.2, color=line.get_color(), linewidth=0)
-        axes.set_yscale("log")
     trained = result.checkpoint.seq_length
     axes.axhline(trained, linestyle="--", label="training length", **REFERENCE)  # type: ignore[arg-type]
-    _label(axes, result, "rotated pair j", "distance, tokens", "rotary borders")
+    if borders is not None:
+        label_log_axis(axes.yaxis, axes.dataLim.minposy, axes.dataLim.y1)
+    _label(axes, result, "rotated pair j", "distance (tokens)", "rotary borders")
 
 
 def draw_decay(axes: Axes, result: AnalysisResult) -> None:
@@ -176,9 +178,9 @@ def draw_decay(axes: Axes, result: AnalysisResult) -> None:
     for name, style, values in curves:
         if values is not None:
             axes.plot(distances, [np.nan if value is None else value for value in values], style, label=name)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    _label(axes, result, "distance, tokens (0 at the left edge)", "mean |score|", "decay")
+    label_log_axis(axes.xaxis, axes.dataLim.minposx, axes.dataLim.x1)
+    label_log_axis(axes.yaxis, axes.dataLim.minposy, axes.dataLim.y1)
+    _label(axes, result, "distance (tokens; 0 at the left edge)", "mean |score|", "decay")
 
 
 def draw_entropy(axes: Axes, result: AnalysisResult) -> None:
@@ -191,8 +193,8 @@ def draw_entropy(axes: Axes, result: AnalysisResult) -> None:
         keys = np.array(result.results[-1].entropy.positions) + 1
         axes.plot(keys, np.log(keys), "--", label="equal weights", **REFERENCE)  # type: ignore[arg-type]
     axes.axvline(result.checkpoint.seq_length, linestyle=":", **REFERENCE)  # type: ignore[arg-type]
-    axes.set_xscale("log")
-    _label(axes, result, "keys that the query sees", "entropy, nats", "attention entropy")
+    label_log_axis(axes.xaxis, axes.dataLim.minposx, axes.dataLim.x1)
+    _label(axes, result, "keys that the query sees", "entropy (nats)", "attention entropy")
 
 
 FIGURES: dict[str, Callable[[Axes, AnalysisResult], None]] = {

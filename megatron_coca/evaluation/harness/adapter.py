@@ -9,6 +9,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from megatron_coca.console import Progress
 from megatron_coca.data import Tokenizer
 from megatron_coca.evaluation.results import EvaluationError
 from megatron_coca.model import DYNAMIC_LENGTH, GPT, NOT_GENERATED, DynamicLength, generate
@@ -105,8 +106,9 @@ class HarnessModel(TemplateLM):
         for scoring in sorted(set(scorings)):
             by_input.setdefault(scoring.inputs, []).append(scoring)
         scores: dict[Scoring, tuple[float, bool]] = {}
-        with torch.inference_mode():
+        with torch.inference_mode(), Progress("scoring", len(by_input), "inputs") as progress:
             for batch in self._batches(by_input):
+                progress.advance(len(batch))
                 padded = [[*row, *[0] * (len(batch[0]) - len(row))] for row in batch]
                 hidden = self.model.hidden_states(torch.tensor(padded, dtype=torch.int64, device=self._model_device()))
                 for row, inputs in enumerate(batch):
@@ -170,11 +172,13 @@ class HarnessModel(TemplateLM):
         for request in sorted(set(generations), key=lambda each: (-len(each.ids), each.ids, each.stops)):
             groups.setdefault((len(request.ids), request.new_tokens, request.stops), []).append(request)
         texts: dict[Generation, str] = {}
-        for (length, new_tokens, _), group in groups.items():
-            size = max(1, self.tokens_per_batch // (length + new_tokens))
-            for first in range(0, len(group), size):
-                batch = group[first : first + size]
-                texts |= zip(batch, self._continue(batch), strict=True)
+        with Progress("generating", len(set(generations)), "texts") as progress:
+            for (length, new_tokens, _), group in groups.items():
+                size = max(1, self.tokens_per_batch // (length + new_tokens))
+                for first in range(0, len(group), size):
+                    batch = group[first : first + size]
+                    texts |= zip(batch, self._continue(batch), strict=True)
+                    progress.advance(len(batch))
         answers = [texts[request] for request in generations]
         self.tokens += sum(len(self.tok_encode(text)) for text in answers)
         return answers

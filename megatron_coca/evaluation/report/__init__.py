@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_coca.evaluation.report.charts import SCREEN_STYLES, png, svg
-from megatron_coca.evaluation.report.curves import Curve
+from megatron_coca.evaluation.report.curves import Curve, find_curves
 from megatron_coca.evaluation.report.document import (
     Report,
     ReportDocument,
@@ -36,8 +36,9 @@ def build_report(
 ) -> str:
     """Write report.html, .md and .json, the plots (NAME.png, figures/NAME.svg) and the tables (tables/NAME.csv, .tex).
 
-    `result_files` are files of `evaluate.py TASK --output`, or folders of them. `papers` adds published numbers,
-    `curves` learning curves by label, one for each seed; `baseline` is the label that perplexities are compared with.
+    `result_files` are files of `evaluate.py TASK --output`, or folders of them. `papers` adds published numbers;
+    `curves` are learning curves by label, one for each seed, by default those that `find_curves` finds; `baseline` is
+    the label that perplexities are compared with.
     Returns the tables of our results as Markdown. Raises EvaluationError for files that are not results, for labels
     that stand for two models, for a baseline without results, where there is nothing to report, and where nothing can
     be written.
@@ -45,6 +46,7 @@ def build_report(
     folder = Path(output_dir)
     check_writable(folder / REPORT_FILE)
     loaded = read_results(result_files)
+    curves = find_curves(loaded) if curves is None else curves
     if not any(item.result.results or item.result.missing for item in loaded):
         raise EvaluationError("no results to report: the files have neither a number nor a reason why there is none")
     labels = {item.result.label for item in loaded}
@@ -58,7 +60,7 @@ def build_report(
         title=title,
         tables=[table_record(table) for table in document.tables()],
         figures=[f"{figure.name}.png" for figure in document.figures()],
-        curves={label: list(of_seeds) for label, of_seeds in (curves or {}).items()},
+        curves={label: list(of_seeds) for label, of_seeds in curves.items()},
         results={item.file: item.result for item in loaded},
     )
     drawings = {figure.name: {style: svg(figure, style) for style in SCREEN_STYLES} for figure in document.figures()}

@@ -1,10 +1,11 @@
-"""Plots of a report: curves against length with their intervals, and heat maps."""
+"""Plots of a report: curves against length with their intervals, single numbers by label, and heat maps."""
 
 import base64
 import io
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from textwrap import fill
 from typing import Any, cast
 
 import matplotlib
@@ -13,17 +14,28 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure as Canvas
-from matplotlib.ticker import LogFormatter, NullLocator
+from matplotlib.ticker import NullLocator
 
+from megatron_coca.evaluation.axes import label_log_axis
 from megatron_coca.evaluation.options import plot_text
 
 LIGHT = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#333333")
 DARK = ("#56B4E9", "#F0803C", "#2BC295", "#E39CC4", "#F0B429", "#7C9CF0", "#DDDDDD")
 """The palette of Okabe and Ito (jfly.uni-koeln.de/color) without yellow; brighter for a dark background."""
 MARKERS = "osD^vP*X"
-LEGEND_COLUMNS = 2
+DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (5, 1.5, 1.2, 1.5)))
+"""Line styles: the first seven lines are solid, the next seven have the same colours and dashes, and so on."""
+MOST_BANDS = 4
+"""Lines with intervals above which the intervals are bars, and none along lines of many points: bands would hide each
+other."""
+FEW_POINTS = 30
+"""Points of a line up to which each has a marker, and a bar."""
 MOST_BEYOND = 3.0
-"""Factor by which a band on a logarithmic axis may exceed the lines: intervals of two seeds span many decades."""
+"""Factor by which an interval on a logarithmic axis may exceed the lines: those of two seeds span many decades."""
+INCH, LABEL = 12, 28
+"""Characters of a legend in one inch, about, and in one line of a label."""
+DODGE = 0.2
+"""Width over which lines with bars are spread: octaves, or a share of a tenth of a linear axis."""
 SIZES: dict[str, Any] = {
     "font.size": 11,
     "axes.titlesize": 12,
@@ -94,8 +106,8 @@ def data_uri(image: bytes) -> str:
 class Line:
     """One line with optional ends of intervals; a value that is not finite leaves a gap.
 
-    `like` is the index of our line whose colour a published one takes, `style` the number of the colour and marker,
-    by default the index in its panel.
+    `like` is the index of our line whose colour a published one takes, `style` the number of the colour, dashes and
+    marker, by default the index in its panel.
     """
 
     label: str
@@ -126,76 +138,129 @@ class Panel:
 
 
 def panels(given: Sequence[Panel], columns: int = 1) -> Callable[[Canvas], None]:
-    """Return a function that draws panels in rows of `columns`, with one legend below."""
+    """Return a function that draws panels of one y axis in rows of `columns`, with one legend below."""
 
     def draw(canvas: Canvas) -> None:
         rows = math.ceil(len(given) / columns)
         all_axes = list(canvas.subplots(rows, columns, squeeze=False, sharey=columns > 1).flat)
-        for index, (axes, panel) in enumerate(zip(all_axes, given, strict=False)):
-            _draw_panel(axes, panel, most_ticks=8 if columns == 1 else 4)
+        shown = all_axes[: len(given)]
+        for index, (axes, panel) in enumerate(zip(shown, given, strict=True)):
+            _draw_panel(axes, panel, columns)
             if index % columns:
                 axes.set_ylabel("")
+        if given[0].log_y:
+            low, high = (min(axes.dataLim.minposy for axes in shown), max(axes.dataLim.y1 for axes in shown))
+            for axes in shown:
+                label_log_axis(axes.yaxis, low, high)
         for axes in all_axes[len(given) :]:
             axes.set_visible(False)
         handles = {
-            label: handle
-            for axes in canvas.axes
-            for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+            label: handle for axes in shown for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
         }
         if handles:
-            marks = {plot_text(name) for panel in given for name in panel.marks.values()}
+            marks = {_in_legend(name) for panel in given for name in panel.marks.values()}
             labels = sorted(handles, key=marks.__contains__)  # marks last
-            shown = min(max(LEGEND_COLUMNS, columns), len(labels))
-            canvas.legend([handles[label] for label in labels], labels, loc="outside lower center", ncols=shown)
+            ncols = legend_columns(labels, canvas.get_figwidth())
+            canvas.legend(
+                [handles[label] for label in labels], labels, loc="outside lower center", ncols=ncols, handlelength=3.5
+            )
 
     return draw
 
 
-def height(lines: int, plot: float = 3.5, columns: int = LEGEND_COLUMNS) -> float:
-    """Inches for a plot with a legend of that many entries below it."""
-    return plot + 0.23 * math.ceil((lines + 1) / columns)
+def _in_legend(label: str) -> str:
+    return plot_text(fill(label, LABEL))
 
 
-def _draw_panel(axes: Axes, panel: Panel, most_ticks: int) -> None:
+def legend_columns(labels: Sequence[str], width: float) -> int:
+    """Columns of a legend that fit into `width` inches, with eight characters beside each label."""
+    longest = min(LABEL, max(map(len, labels), default=0))
+    return max(1, min(4, len(labels), int(INCH * width / (longest + 8))))
+
+
+def size_with_legend(
+    labels: Sequence[str], plot: float | None = None, width: float | None = None
+) -> tuple[float, float]:
+    """Inches for a plot with a legend of `labels` below it; larger for more than seven."""
+    many = len(labels) > len(LIGHT)
+    width = width or (9.0 if many else 6.0)
+    lines = sum(math.ceil(len(label) / LABEL) for label in labels)
+    rows = math.ceil(lines / legend_columns(labels, width))
+    return width, (plot or (4.6 if many else 3.5)) + 0.23 * rows
+
+
+def _draw_panel(axes: Axes, panel: Panel, columns: int) -> None:
     finite = [y for line in panel.lines for y in line.y if math.isfinite(y)]
     bounds = (min(finite) / MOST_BEYOND, max(finite) * MOST_BEYOND) if panel.log_y and finite else (-math.inf, math.inf)
     for index, line in enumerate(panel.lines):
-        _draw_line(axes, line, index if line.style is None else line.style, bounds, with_markers=not panel.linear_x)
+        _draw_line(axes, line, index if line.style is None else line.style, bounds, len(panel.lines), panel.linear_x)
     for x, name in panel.marks.items():
-        axes.axvline(x, color="grey", linestyle="--", linewidth=1, label=plot_text(name), zorder=1)
+        label = _in_legend(name)
+        axes.axvline(x, color="grey", linestyle="--", linewidth=1, label=label, zorder=1)
     if panel.level is not None:
         axes.axhline(panel.level, color="grey", linestyle=":", linewidth=1, zorder=1)
     if not panel.linear_x:
-        ticks = sorted({x for line in panel.lines for x in line.x})
+        ticks, most = sorted({x for line in panel.lines for x in line.x}), 8 if columns == 1 else 4
         axes.set_xscale("log", base=2)
-        axes.set_xticks(ticks, [short_length(tick) for tick in ticks], rotation=45 if len(ticks) > most_ticks else 0)
+        axes.set_xticks(ticks, [short_length(tick) for tick in ticks], rotation=45 if len(ticks) > most else 0)
         axes.xaxis.set_minor_locator(NullLocator())
-    if panel.log_y:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 1)))
     if panel.y_range is not None:
         axes.set_ylim(*panel.y_range)
-    axes.set(xlabel=plot_text(panel.x_label), ylabel=plot_text(panel.y_label), title=plot_text(panel.title))
+    title = plot_text(fill(panel.title, 60 // columns))
+    axes.set(xlabel=plot_text(panel.x_label), ylabel=plot_text(panel.y_label), title=title)
     axes.grid(which="major")
 
 
-def _draw_line(axes: Axes, line: Line, index: int, bounds: tuple[float, float], with_markers: bool) -> None:
-    """`bounds` cut off the band."""
-    finite = [y if math.isfinite(y) else math.nan for y in line.y]
-    label, colour = plot_text(line.label), f"C{(index if line.like is None else line.like) % 7}"
+def _draw_line(axes: Axes, line: Line, style: int, bounds: tuple[float, float], count: int, linear_x: bool) -> None:
+    """One of `count` lines; `bounds` cut off its intervals."""
+    finite, places = [y if math.isfinite(y) else math.nan for y in line.y], line.x
+    label = _in_legend(line.label)
+    colour = f"C{(style if line.like is None else line.like) % len(LIGHT)}"
     if line.like is not None:
         hollow = {"marker": "o", "markerfacecolor": "none", "linestyle": (0, (2, 2)), "linewidth": 1.2, "alpha": 0.75}
         axes.plot(line.x, finite, color=colour, label=label, zorder=2, **hollow)  # type: ignore[arg-type]
         return
-    marked: dict[str, Any] = {"marker": MARKERS[index % len(MARKERS)]} if with_markers else {"linewidth": 1.2}
-    axes.plot(line.x, finite, color=colour, label=label, zorder=3, **marked)
-    if line.low:
-        low, high = (
-            [min(max(y, bounds[0]), bounds[1]) if math.isfinite(y) else math.nan for y in values]
-            for values in (line.low, line.high)
-        )
+    look: dict[str, Any] = {"linestyle": DASHES[style // len(LIGHT) % len(DASHES)]}
+    look |= {"marker": MARKERS[style % len(MARKERS)]} if len(line.x) <= FEW_POINTS else {"linewidth": 1.3}
+    barred = bool(line.low) and len(line.x) <= FEW_POINTS and (count > MOST_BANDS or len(line.x) == 1)
+    if barred:
+        offset = DODGE * (style % count / max(1, count - 1) - 0.5)
+        reach = 0.1 * (line.x[-1] - line.x[0])
+        places = tuple(x + offset * reach if linear_x else x * 2**offset for x in line.x)
+    axes.plot(places, finite, color=colour, label=label, zorder=3, **look)
+    if not line.low:
+        return
+    low, high = (
+        [min(max(y, bounds[0]), bounds[1]) if math.isfinite(y) else math.nan for y in values]
+        for values in (line.low, line.high)
+    )
+    if barred:
+        axes.vlines(places, low, high, color=colour, alpha=0.8, linewidth=1.2, zorder=2)
+    elif count <= MOST_BANDS:
         axes.fill_between(line.x, low, high, color=colour, alpha=0.15, linewidth=0, zorder=2)
+
+
+def dots(panel: Panel) -> Callable[[Canvas], None]:
+    """Return a function that draws the only number of each line, with its interval, in a row of its own."""
+
+    def draw(canvas: Canvas) -> None:
+        axes = canvas.subplots()
+        for row, line in enumerate(panel.lines):
+            style = row if line.like is None else line.like
+            colour, fill_style = f"C{style % len(LIGHT)}", "full" if line.like is None else "none"
+            axes.plot(line.y[0], row, MARKERS[style % len(MARKERS)], color=colour, fillstyle=fill_style, zorder=3)
+            if line.low:
+                axes.hlines(row, line.low[0], line.high[0], color=colour, linewidth=1.5, zorder=2)
+        axes.set_yticks(range(len(panel.lines)), [plot_text(fill(line.label, 40)) for line in panel.lines])
+        axes.set_ylim(len(panel.lines) - 0.5, -0.5)
+        if panel.log_y:
+            label_log_axis(axes.xaxis, axes.dataLim.minposx, axes.dataLim.x1)
+        if panel.y_range is not None:
+            axes.set_xlim(*panel.y_range)
+        axes.set(xlabel=plot_text(panel.y_label), title=plot_text(panel.title))
+        axes.grid(which="major")
+
+    return draw
 
 
 def short_length(length: float) -> str:
@@ -227,7 +292,8 @@ def heat_maps(
             )
             axes.set_yticks(range(len(rows)), list(map(plot_text, rows)))
             axes.set(xlabel=x_label if lowest else "", ylabel="" if index % columns else y_label)
-            axes.set_title(plot_text(title), fontsize=12 if columns == 1 else 10)
+            heading = plot_text(fill(": ".join(filter(None, (title, _emptiness(values)))), 60 // columns))
+            axes.set_title(heading, fontsize=12 if columns == 1 else 10)
             axes.spines[:].set_visible(False)
             for row, line in enumerate(values):
                 for column, value in enumerate(line):
@@ -238,3 +304,9 @@ def heat_maps(
         canvas.colorbar(image, ax=list(grid.flat), label="accuracy", shrink=0.9, aspect=max(20, 10 * len(grid)))
 
     return draw
+
+
+def _emptiness(values: Sequence[Sequence[float | None]]) -> str:
+    """What a map without any number above 0 shows; empty for others."""
+    known = [value for line in values for value in line if value is not None]
+    return "" if any(known) else "all zero" if known else "nothing measured"

@@ -1,6 +1,17 @@
-"""Records of the loss during training, from which a report draws learning curves."""
+"""Learning curves: their records, and where those of a run or of a result come from."""
 
-from megatron_coca.evaluation.results import Record
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_coca.checkpoints import CheckpointError, native
+from megatron_coca.evaluation.report.reading import LoadedResult
+from megatron_coca.evaluation.results import CheckpointRecord, Record, read_record
+
+CURVE, METRICS = "curve.json", "metrics.jsonl"
+MAX_POINTS = 200
+"""Points of a curve that is kept with the results."""
 
 
 class CurvePoint(Record):
@@ -17,3 +28,84 @@ class Curve(Record):
 
     seed: int
     points: list[CurvePoint]
+
+
+def find_curves(loaded: Sequence[LoadedResult]) -> dict[str, list[Curve]]:
+    """Return the curves of results without config overrides by label, one for each seed.
+
+    They are of the file curve.json beside a result, or of the run of its checkpoint if this still has the weights that
+    were measured. Raises EvaluationError for a damaged curve.json.
+    """
+    found: dict[str, dict[str, Curve]] = {}
+    for item in loaded:
+        checkpoint, beside = item.result.checkpoint, Path(item.file).parent / CURVE
+        by_weights = found.setdefault(item.result.label, {})
+        if item.result.overrides or checkpoint.identity in by_weights:
+            continue
+        curve = read_record(beside, Curve, "a learning curve") if beside.is_file() else _of_run(checkpoint)
+        if curve is not None and curve.seed == (checkpoint.seed or 0):
+            by_weights[checkpoint.identity] = curve
+    return {label: sorted(curves.values(), key=lambda curve: curve.seed) for label, curves in found.items() if curves}
+
+
+def _of_run(checkpoint: CheckpointRecord) -> Curve | None:
+    try:
+        folder = native.locate(checkpoint.path, checkpoint.step)
+        weights = native.read_json(folder / native.MANIFEST)["files"][native.WEIGHTS]["sha256"]
+        tokens = native.read_json(folder / native.META)["batch"] * checkpoint.seq_length
+    except (CheckpointError, KeyError, TypeError):  # no checkpoint of a run
+        return None
+    points = curve_points(folder.parent, tokens, checkpoint.step) if weights == checkpoint.identity else []
+    return Curve(seed=checkpoint.seed or 0, points=points) if points else None
+
+
+def curve_points(run: Path, tokens: int, last: int | None = None) -> list[CurvePoint]:
+    """Return the losses in the metrics of a run up to step `last`, thinned; a step has so many `tokens`."""
+    points: dict[int, dict[str, Any]] = {}
+    for report in metrics(run):
+        for key, name in (("loss", "train_loss"), ("validation_loss", "validation_loss")):
+            if key in report and (last is None or report["step"] <= last):
+                points.setdefault(int(report["step"]), {})[name] = report[key]
+    curve = [
+        CurvePoint(
+            step=step,
+            tokens=step * tokens,
+            train_loss=losses.get("train_loss"),
+            validation_loss=losses.get("validation_loss"),
+        )
+        for step, losses in sorted(points.items())
+    ]
+    return thinned(curve)
+
+
+def metrics(run: Path, last: int | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the reports of a training run in order; only those in the last `last` bytes, if given."""
+    path = run / METRICS
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        if last is not None:
+            file.seek(max(0, path.stat().st_size - last))
+        for line in file.read().split(b"\n"):
+            try:
+                report = json.loads(line)
+            except ValueError:  # the first or the last line may be incomplete
+                continue
+            if isinstance(report, dict) and "event" not in report:
+                yield report
+
+
+def thinned(points: Sequence[CurvePoint], most: int = MAX_POINTS) -> list[CurvePoint]:
+    """Return at most `most` points, evenly spaced; those with a validation loss go first."""
+    if len(points) <= most:
+        return list(points)
+    validated = _evenly([point for point in points if point.validation_loss is not None], most)
+    others = _evenly([point for point in points if point.validation_loss is None], most - len(validated))
+    return sorted([*validated, *others], key=lambda point: point.step)
+
+
+def _evenly(points: Sequence[CurvePoint], count: int) -> list[CurvePoint]:
+    """Return `count` points with the last one, all if there are fewer."""
+    if len(points) <= count:
+        return list(points)
+    return [points[(number + 1) * len(points) // count - 1] for number in range(count)]

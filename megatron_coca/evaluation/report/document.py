@@ -19,9 +19,10 @@ from megatron_coca.tables import escaped, format_table, in_cell
 class TableCell:
     """One cell: `text` as shown, the `value` behind it, and `detail` in small print (an interval).
 
-    `low` and `high` are the ends of the 95% interval if there is one, `seeds` the number of values in a mean over
-    seeds. `note` becomes a footnote: why there is no number, or what it does not cover. A `partial` number is not
-    compared with the others of its column. `wide` cells are text.
+    `low` and `high` are the ends of the 95% interval if there is one, `seeds` the number of seeds that `value` is of.
+    `sample` has what was measured of each document, for paired comparisons. `note` becomes a footnote: why there is no
+    number, or what it does not cover. A `partial` number is not compared with the others of its column. `wide` cells
+    are text.
     """
 
     text: str
@@ -30,6 +31,7 @@ class TableCell:
     low: float | None = None
     high: float | None = None
     seeds: int | None = None
+    sample: tuple[float, ...] = ()
     note: str = ""
     absent: bool = False
     best: bool = False
@@ -44,6 +46,8 @@ class TableCell:
         return f"{self.text} ({self.detail})"
 
 
+MOST_WRAPPED = 24
+"""Characters in a line of a text that wraps: names of rows, and `wide` cells."""
 EMPTY = TableCell("")
 """Content of a cell whose column does not apply to the row."""
 
@@ -73,16 +77,31 @@ class Table:
         notes = [cell.note for row in self.rows for cell in row.cells if cell.note]
         return {note: number for number, note in enumerate(dict.fromkeys(notes), 1)}
 
+    @property
+    def characters(self) -> int:
+        """About how wide the table is when texts wrap where they may, with two characters between columns."""
+        total = min(MOST_WRAPPED, max((len(row.name) for row in self.rows), default=0))
+        for column, head in enumerate(self.header[1:]):
+            cells = [row.cells[column] for row in self.rows]
+            texts = [MOST_WRAPPED if cell.wide else max(len(cell.text), len(cell.detail)) for cell in cells]
+            total += 2 + max([*map(len, head.split()), *texts], default=0)
+        return total
+
     def bodies(self) -> list[tuple[str, list[TableRow]]]:
         return [(published, list(rows)) for published, rows in groupby(self.rows, lambda row: row.published)]
 
 
 @dataclass(frozen=True)
 class ReportBlock:
+    """Tables and figures of one group of results. `text` says how they were measured, `provenance` from what: paths,
+    hashes and devices, one line each.
+    """
+
     text: tuple[str, ...] = ()
     figures: tuple[Figure, ...] = ()
     tables: tuple[Table, ...] = ()
     heading: str = ""
+    provenance: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -119,6 +138,8 @@ def markdown(document: ReportDocument) -> str:
                 parts += [f"**{escaped(table.caption)}**", markdown_table(table, escaped, escaped)]
             for figure in block.figures:
                 parts += [f"![{escaped(figure.alt)}]({figure.name}.png)", f"*{escaped(figure.caption)}*"]
+            if block.provenance:
+                parts += ["Provenance:", "\n".join(f"- {escaped(line)}" for line in block.provenance)]
     return "\n\n".join(parts) + "\n"
 
 

@@ -14,7 +14,7 @@ def csv_table(table: Table) -> str:
         columns.append([head, *(cell.text if cell.value is None else _number(cell.value) for cell in cells)])
         for name in ("low", "high", "seeds"):
             values = [getattr(cell, name) for cell in cells]
-            if any(value is not None for value in values):
+            if any(value is not None and (name != "seeds" or value > 1) for value in values):
                 columns.append([f"{head} {name}", *map(_number, values)])
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(zip(*columns, strict=True))

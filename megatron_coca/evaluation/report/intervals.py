@@ -66,6 +66,16 @@ def estimate(values: Sequence[float]) -> Estimate:
     return Estimate(mean, mean - reach, mean + reach, len(values))
 
 
+def difference_interval(one: Estimate, other: Estimate) -> tuple[float, float]:
+    """The 95% interval of one mean less another, from those of two independent estimates: the distances to the ends are
+    added in quadrature (Newcombe 1998, method 10, for proportions; Zou and Donner 2008 for other estimates).
+    """
+    difference = one.mean - other.mean
+    below = math.hypot(one.mean - one.low, other.high - other.mean)
+    above = math.hypot(one.high - one.mean, other.mean - other.low)
+    return difference - below, difference + above
+
+
 def exponential(value: float) -> float:
     """exp(value), infinite where it overflows: a token can cost more than 709 nats."""
     try:
@@ -100,12 +110,15 @@ def bootstrap_interval(differences: Sequence[float]) -> tuple[float, float]:
 
 
 def differ(nlls: Sequence[float], others: Sequence[float]) -> bool:
-    """Whether two models' summed losses of the same documents differ: the interval of the difference excludes 0.
+    """Whether two models' sums over the same documents differ: the interval of the difference excludes 0.
 
-    The number of tokens in a sample divides both sums, so it cannot change the sign of the difference.
+    The number of tokens in a sample divides both sums, so it cannot change the sign of the difference. False for fewer
+    than FEWEST_DOCUMENTS documents.
     """
+    if min(len(nlls), len(others)) < FEWEST_DOCUMENTS:
+        return False
     differences = [one - other for one, other in zip(nlls, others, strict=True)]
-    if len(differences) < FEWEST_DOCUMENTS or not all(map(math.isfinite, differences)):
+    if not all(map(math.isfinite, differences)):
         return False
     low, high = bootstrap_interval(differences)
     return low > 0 or high < 0

@@ -41,9 +41,12 @@ def interrupted(cell: WindowResult, series: Series) -> str:
 
 
 def window_cell(
-    number: Callable[[WindowResult], float], show: shared.Show = shared.TWO_DIGITS, log: bool = False
+    number: Callable[[WindowResult], float],
+    sums: Callable[[WindowResult], Sequence[float]],
+    show: shared.Show = shared.TWO_DIGITS,
+    log: bool = False,
 ) -> shared.CellFunction:
-    """The table cell of a series at a window.
+    """The table cell of a series at a window; `sums` are those of each document.
 
     An interrupted window is left out of a mean over seeds; if all are, the number is marked and not compared.
     """
@@ -59,25 +62,32 @@ def window_cell(
 
         value = shared.value_cell(series, f"window {window}", complete, show, log)
         interruptions = "; ".join(dict.fromkeys(filter(None, notes)))
-        return replace(value, note=interruptions or value.note, partial=partial)
+        sample = document_means(series, (window,), sums)
+        return replace(value, note=interruptions or value.note, partial=partial, sample=sample)
 
     return cell
 
 
-perplexity_cell = window_cell(lambda cell: cell.nll, log=True)
-loss_cell = window_cell(lambda cell: cell.nll, "{:.4f}".format)
-accuracy_cell = window_cell(lambda cell: 100 * cell.accuracy)
+def document_means(
+    series: Series, key: tuple[Any, ...], sums: Callable[[WindowResult], Sequence[float]]
+) -> tuple[float, ...]:
+    """The sums of every document, means over the seeds with all documents; empty without one."""
+    cells = [replicate.cells[key] for replicate in series.replicates if key in replicate.cells]
+    complete = [sums(cell) for cell in cells if cell.documents == series.header.documents.count]
+    return tuple(fmean(values) for values in zip(*complete, strict=True))
+
+
+def losses(cell: WindowResult) -> Sequence[float]:
+    return cell.nll_by_document
+
+
+perplexity_cell = window_cell(lambda cell: cell.nll, losses, log=True)
+loss_cell = window_cell(lambda cell: cell.nll, losses, "{:.4f}".format)
+accuracy_cell = window_cell(lambda cell: 100 * cell.accuracy, lambda cell: cell.correct_by_document)
 
 
 MARK = "†"
 """Not an asterisk, which marks training lengths."""
-
-
-def document_nlls(series: Series, key: tuple[Any, ...]) -> list[float] | None:
-    """The summed losses of every document, means over the seeds with all documents; None without one."""
-    cells = [replicate.cells[key] for replicate in series.replicates if key in replicate.cells]
-    complete = [cell.nll_by_document for cell in cells if cell.documents == series.header.documents.count]
-    return [fmean(nlls) for nlls in zip(*complete, strict=True)] if complete else None
 
 
 def marked(cell: shared.CellFunction, group: ResultGroup, baseline: str | None) -> shared.CellFunction:
@@ -88,22 +98,24 @@ def marked(cell: shared.CellFunction, group: ResultGroup, baseline: str | None) 
 
     def marked_cell(series: Series, window: int) -> TableCell:
         found = cell(series, window)
-        ours, theirs = (document_nlls(each, (window,)) for each in (series, reference))
-        if ours is None or theirs is None or series is reference or not differ(ours, theirs):
+        if series is reference or not differ(found.sample, cell(reference, window).sample):
             return found
         return replace(found, text=found.text + MARK)
 
     return marked_cell
 
 
-def with_baseline_note(table: Table, group: ResultGroup, baseline: str | None) -> Table:
-    if baseline not in {series.label for series in group.series}:
+def with_baseline_note(table: Table, baseline: str | None) -> Table:
+    """A table with numbers that could be marked: with a note on MARK."""
+    reference = next((row for row in table.rows if row.name == baseline and not row.published), None)
+    others = [row for row in table.rows if reference is not None and row is not reference]
+    pairs = [pair for row in others for pair in zip(row.cells, reference.cells, strict=True)] if reference else []
+    if not any(min(len(cell.sample), len(base.sample)) >= FEWEST_DOCUMENTS for cell, base in pairs):
         return table
     note = (
-        f"{MARK} differs from {baseline}: the 95% interval of the difference of the loss excludes 0, by "
-        f"{RESAMPLES:,} paired bootstrap samples of the documents ({FEWEST_DOCUMENTS} documents at least). The losses "
-        "of a document are averaged over seeds first, so it speaks for other documents, not for other seeds; it is not "
-        "corrected for the number of comparisons."
+        f"{MARK} differs from {baseline} on these documents: the 95% interval of the difference of the loss excludes 0 "
+        f"({RESAMPLES:,} paired bootstrap samples of the documents). Losses are averaged over seeds first, so it "
+        "speaks for other documents, not for other seeds; it is not corrected for the number of comparisons."
     )
     return replace(table, notes=(*table.notes, note))
 
@@ -121,7 +133,7 @@ def perplexity_blocks(group: ResultGroup, name: str, options: ReportOptions) -> 
     complete = [cell for series, cell in cells if not interrupted(cell, series)]
     scored = f", {max(cell.tokens_scored for cell in complete)} tokens scored" if complete else ""
     main = replace(main, notes=(*main.notes, f"stride {protocol.stride}, {documents.count} documents{scored}"))
-    main = with_baseline_note(main, group, options.baseline)
+    main = with_baseline_note(main, options.baseline)
     figures: list[Figure] = []
     drawn, lines = shared.length_lines(group, perplexity_cell)
     if drawn:
@@ -129,14 +141,14 @@ def perplexity_blocks(group: ResultGroup, name: str, options: ReportOptions) -> 
         caption = (
             f"Perplexity against the window, sliding by {protocol.stride} tokens; an infinite one leaves a gap."
             f"{'' if len(complete) == len(cells) else ' Interrupted windows are left out.'}"
-            f"{shared.bands_text(drawn, cut_off=True)}{shared.DASHED if theirs else ''} {shared.origin_text(group)}"
+            f"{shared.bands_text(drawn, cut_off=True)}{shared.DASHED if theirs else ''}"
         )
         panel = {"x_label": "window (tokens)", "y_label": "perplexity", "log_y": True}
         # The first plot of a report has been report.png since reports had one plot.
         file = "report" if name.endswith("-1") else name.replace("perplexity-", "report_")
         figures.append(shared.length_figure(file, "Perplexity by window", drawn, [*lines, *theirs], panel, caption))
     text = (f"Protocol: {protocol.text}; stride {protocol.stride}.",)
-    return ReportBlock(text, tuple(figures), (main, *others))
+    return ReportBlock(text, tuple(figures), (main, *others), provenance=shared.provenance(group))
 
 
 REPEATED = (
@@ -159,12 +171,13 @@ def map_blocks(group: ResultGroup, name: str, options: ReportOptions) -> ReportB
         metric="loss" if options.papers else "",
         lowest=True,
     )
-    tables = [with_baseline_note(main, group, options.baseline), *others]
+    tables = [with_baseline_note(main, options.baseline), *others]
     caption, head = "Next-token accuracy in percent by window", "accuracy at window"
     tables += shared.length_table(f"{name}-accuracy", caption, head, group, accuracy_cell, metric="", lowest=False)
     published = [table for table in TABLES if table.metric == "next-token accuracy"] if options.papers else []
     tables += [shared.published_table(table, group, name) for table in published]
-    return ReportBlock((*([REPEATED] if published else []), shared.origin_text(group)), (), tuple(tables))
+    text = (REPEATED,) if published else ()
+    return ReportBlock(text, (), tuple(tables), provenance=shared.provenance(group))
 
 
 # CoCA-Strict against CoCA-Slack
@@ -203,7 +216,7 @@ def strict_blocks(loaded: Sequence[LoadedResult], options: ReportOptions) -> lis
             )
             main = Table(name, caption, ("at length", *header), tuple(rows), (), tuple(map(shared.source_text, joined)))
             others = [shared.published_table(table, None, name) for table in theirs if table not in joined]
-            blocks.append(ReportBlock((shared.origin_text(group),), (), (main, *others), group.heading))
+            blocks.append(ReportBlock((), (), (main, *others), group.heading, shared.provenance(group)))
     return blocks
 
 
@@ -231,5 +244,6 @@ def strict_rows(
         elif before.partial or after.partial:
             differences.append(TableCell("–", note=before.note or after.note))
         else:
-            differences.append(shared.mean_cell([after.value - before.value], "{:+.2f}".format))
+            difference = after.value - before.value
+            differences.append(TableCell(f"{difference:+.2f}", difference))
     return TableRow(slack.label, tuple(first)), TableRow(f"{strict.label}: difference", tuple(differences))

@@ -4,8 +4,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+from megatron_coca.evaluation.axes import widened
 from megatron_coca.evaluation.report import tables as shared
-from megatron_coca.evaluation.report.charts import Figure, Line, Panel, height, panels
+from megatron_coca.evaluation.report.charts import FEW_POINTS, MOST_BANDS, Figure, Line, Panel, panels, size_with_legend
 from megatron_coca.evaluation.report.curves import Curve, CurvePoint
 from megatron_coca.evaluation.report.document import EMPTY, ReportBlock, Table, TableCell, TableRow
 from megatron_coca.evaluation.report.intervals import estimate
@@ -55,9 +56,7 @@ def summary_blocks(loaded: Sequence[LoadedResult], options: ReportOptions) -> li
         "several seeds their mean accuracy counts, and the spans of the seeds follow where they differ."
     )
     table = Table("summary", "Results by label", ("label", *heads), tuple(table_rows), (note,))
-    for group in found["perplexity"][:1]:
-        table = with_baseline_note(table, group, options.baseline)
-    return [ReportBlock(tables=(table,))]
+    return [ReportBlock(tables=(with_baseline_note(table, options.baseline),))]
 
 
 def perplexity_columns(group: ResultGroup, options: ReportOptions) -> list[Column]:
@@ -106,7 +105,7 @@ def span_cell(series: Series) -> TableCell:
     means = {length: passkey_cell(series, length).value or 0.0 for length in lengths}
     value = span(means, trained)
     detail = f"{min(spans):g}–{max(spans):g}" if min(spans) != max(spans) else ""
-    return TableCell(f"{value:g}", value, detail)
+    return TableCell(f"{value:g}", value, detail, seeds=len(spans))
 
 
 def span(accuracies: Mapping[int, float], trained: int) -> float:
@@ -138,11 +137,10 @@ def curve_blocks(loaded: Sequence[LoadedResult], options: ReportOptions) -> list
     drawn = {name: of_labels for name, of_labels in found.items() if any(of_labels.values())}
     if not drawn:
         return []
-    seeds = {label: len(curves) for label, curves in options.curves.items()}
     rows = []
     for label in options.curves:
         cells = [
-            shared.mean_cell(known[max(known)], "{:.4f}".format, seeds[label]) if known else TableCell("–")
+            shared.mean_cell(known[max(known)], "{:.4f}".format) if known else TableCell("–")
             for known in (of_labels[label] for of_labels in drawn.values())
         ]
         tokens = max((point.tokens for curve in options.curves[label] for point in curve.points), default=0)
@@ -162,20 +160,24 @@ def losses_by_tokens(curves: Sequence[Curve], loss: Callable[[CurvePoint], float
 
 def curve_figure(name: str, loss: str, by_label: Mapping[str, Mapping[int, Sequence[float]]]) -> Figure:
     lines, settled = [], []
-    for label, by_tokens in by_label.items():
+    for style, (label, by_tokens) in enumerate(by_label.items()):
         means = [estimate(values) for values in by_tokens.values()]
         low, high = (tuple(getattr(mean, end) for mean in means) for end in ("low", "high"))
         millions = tuple(tokens / 1e6 for tokens in by_tokens)
-        lines.append(Line(label, millions, tuple(mean.mean for mean in means), low, high))
+        lines.append(Line(label, millions, tuple(mean.mean for mean in means), low, high, style=style))
         start = SETTLED * max(by_tokens, default=0)
         settled += [mean.mean for tokens, mean in zip(by_tokens, means, strict=True) if tokens >= start]
     finite = [value for value in settled if math.isfinite(value)] or [0.0, 1.0]
-    margin = 0.04 * (max(finite) - min(finite)) or 0.1
-    y_range = (min(finite) - margin, max(finite) + margin)
-    panel = Panel(tuple(lines), "tokens (millions)", f"{loss} (nats)", y_range=y_range, linear_x=True)
+    margin = 0.04 * (max(finite) - min(finite))
+    y_range = widened(min(finite) - margin, max(finite) + margin)
+    lines = [line for line in lines if line.x]
+    panel = Panel(
+        tuple(lines), "training tokens (millions)", f"{loss} (nats per token)", y_range=y_range, linear_x=True
+    )
+    left_out = len(lines) > MOST_BANDS and any(len(line.x) > FEW_POINTS for line in lines)
+    intervals = "; the table has its interval." if left_out else ", with its 95% t interval if there are several."
     caption = (
-        f"{loss.capitalize()} against the tokens trained on: the mean over seeds, with its 95% t interval where there "
-        "are several. The steep beginning is cut off."
+        f"{loss.capitalize()} against the tokens trained on, mean over seeds{intervals} The steep start is cut off."
     )
     alt = f"{loss.capitalize()} against tokens for {', '.join(by_label)}; the table has the last values"
-    return Figure(name, caption, alt, panels([panel]), (6.0, height(len(lines))))
+    return Figure(name, caption, alt, panels([panel]), size_with_legend([line.label for line in lines]))

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from statistics import fmean
@@ -9,11 +10,19 @@ from typing import Any
 
 from megatron_coca.evaluation.options import dynamic_length_text
 from megatron_coca.evaluation.report import tables as shared
-from megatron_coca.evaluation.report.charts import Figure, HeatMap, Panel, heat_maps, height, panels, short_length
+from megatron_coca.evaluation.report.charts import (
+    Figure,
+    HeatMap,
+    Panel,
+    heat_maps,
+    panels,
+    short_length,
+    size_with_legend,
+)
 from megatron_coca.evaluation.report.document import ReportBlock, Table, TableCell, TableRow
 from megatron_coca.evaluation.report.reading import Comparable, Replicate, ResultGroup, Series
 from megatron_coca.evaluation.report.tables import ReportOptions
-from megatron_coca.evaluation.retrieval.records import RetrievalProtocol, Tally
+from megatron_coca.evaluation.retrieval.records import RetrievalProtocol, Tally, wilson_interval
 
 RETRIEVAL_COMPARABLE: Comparable = {
     "cases": "protocol.cases",
@@ -29,11 +38,12 @@ NEEDLE_COMPARABLE: Comparable = {**RETRIEVAL_COMPARABLE, "depths": "protocol.dep
 
 SHARES = (-0.03, 1.03)
 """The range of accuracies on an axis."""
+ACCURACY = "accuracy (share of cases)"
 TallyOf = Callable[[Any], Tally | None]
 """A tally of a cell."""
 QUARTERS = ("nearest", "second", "third", "farthest")
 """Of the length of a prompt, by distance from its end."""
-INTERVALS = "Wilson's for one seed, t intervals over seeds for several"
+INTERVALS = "Wilson's for one seed, t intervals over seeds for several, Wilson's of all cases where seeds agree"
 
 
 def retrieval_text(protocol: RetrievalProtocol, cell: str) -> str:
@@ -57,7 +67,13 @@ def tally_cell(series: Series, key: tuple[Any, ...], at: str, tally: TallyOf = l
 
     if key in series.keys and all(number(replicate) is None for replicate in series.replicates):
         return TableCell("–", detail="no case")
-    return shared.value_cell(series, at, number, single=wilson)
+    cell = shared.value_cell(series, at, number, single=wilson)
+    if cell.value is None or cell.low is not None:
+        return cell
+    # Seeds that agree exactly have no t interval.
+    tallies = [found(replicate) for replicate in series.replicates]
+    low, high = wilson_interval(cell.value, sum(own.count for own in tallies if own is not None))
+    return replace(cell, detail=f"{low:.2f}–{high:.2f}", low=low, high=high)
 
 
 def passkey_cell(series: Series, length: int, tally: TallyOf = lambda cell: cell) -> TableCell:
@@ -70,9 +86,9 @@ def passkey_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Rep
     metric = "passkey" if options.papers else ""
     caption = f"Passkey accuracy by length of the prompt, with 95% intervals ({INTERVALS})"
     tables = shared.length_table(name, caption, "accuracy at length", group, passkey_cell, metric, lowest=False)
-    text = (retrieval_text(group.first.protocol, "length"),)
+    text, origin = [retrieval_text(group.first.protocol, "length")], shared.provenance(group)
     if not group.measured:
-        return ReportBlock(text, (), tuple(tables))
+        return ReportBlock(tuple(text), (), tuple(tables), provenance=origin)
     lengths = group.lengths()
     rows: list[TableRow] = []
     for side in ("inside", "beyond"):
@@ -86,15 +102,18 @@ def passkey_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Rep
     header = ("accuracy at length", *shared.length_header(lengths, group.training_lengths()))
     tables.insert(1, Table(f"{name}-split", caption, header, tuple(rows)))
     drawn, lines = shared.length_lines(group, passkey_cell)
+    if not any(y > 0 for line in lines for y in line.y):
+        text.insert(0, "All zero: no label finds a key at any length, so there is no plot.")
+        return ReportBlock(tuple(text), (), tuple(tables), provenance=origin)
     theirs = shared.published_lines(group, drawn, metric)
-    caption = (
-        f"Passkey accuracy by length with 95% intervals: {INTERVALS}.{shared.DASHED if theirs else ''} "
-        f"{shared.origin_text(group)}"
-    )
-    panel = {"x_label": "length of the prompt (tokens)", "y_label": "accuracy", "y_range": SHARES}
-    by_length = shared.length_figure(name, "Passkey accuracy by length", drawn, [*lines, *theirs], panel, caption)
-    ranges = [passkey_ranges_figure(group, name)] if len(drawn) <= shared.MOST_LINES else []
-    return ReportBlock(text, (by_length, *ranges, *passkey_heat_maps(group, name)), tuple(tables))
+    caption = f"Passkey accuracy by length with 95% intervals: {INTERVALS}.{shared.DASHED if theirs else ''}"
+    panel = {"x_label": "length of the prompt (tokens)", "y_label": ACCURACY, "y_range": SHARES}
+    figures = [shared.length_figure(name, "Passkey accuracy by length", drawn, [*lines, *theirs], panel, caption)]
+    if len(lengths) > 1:
+        figures += [passkey_ranges_figure(group, name)] if len(drawn) <= shared.MOST_LINES else []
+        figures.append(passkey_labels_figure(group, name))
+    figures.append(passkey_depths_figure(group, name))
+    return ReportBlock(tuple(text), tuple(figures), tuple(tables), provenance=origin)
 
 
 def quarter_of(index: int) -> TallyOf:
@@ -103,53 +122,58 @@ def quarter_of(index: int) -> TallyOf:
 
 
 def passkey_ranges_figure(group: ResultGroup, name: str) -> Figure:
-    panel = {"x_label": "length (tokens)", "y_label": "accuracy", "y_range": SHARES}
+    panel = {"x_label": "length (tokens)", "y_label": ACCURACY, "y_range": SHARES}
     quarters = []
     for index, title in enumerate(QUARTERS):
         _, lines = shared.length_lines(group, partial(passkey_cell, tally=quarter_of(index)))
         quarters.append(Panel(tuple(lines), title=f"{title} quarter", **panel))  # type: ignore[arg-type]
     caption = (
         "Passkey accuracy by the key's distance from the end of the prompt, in quarters of the length (Figure 5 of the "
-        f"CoCA paper has four ranges too), with 95% intervals: {INTERVALS}. Same checkpoints, data and machine."
+        f"CoCA paper has four ranges too), with 95% intervals: {INTERVALS}."
     )
     alt = "Passkey accuracy by length, a panel for each quarter of the distance; report.json has the numbers"
-    size = (6.0, 2.2 + height(len(group.measured)))
+    size = size_with_legend([series.label for series in group.measured], 5.4)
     return Figure(f"{name}-ranges", caption, alt, panels(quarters, columns=2), size)
 
 
-def passkey_heat_maps(group: ResultGroup, name: str) -> tuple[Figure, Figure]:
-    """Accuracy by label and length, and for each label by length and distance of the key."""
+def passkey_labels_figure(group: ResultGroup, name: str) -> Figure:
+    """A heat map of accuracy by label and length."""
     lengths, labels = group.lengths(), [series.label for series in group.measured]
-    heads, x_label = [short_length(length) for length in lengths], "length of the prompt (tokens)"
-    by_label = [[passkey_cell(series, length).value for length in lengths] for series in group.measured]
-    draw = heat_maps([("", by_label)], labels, heads, x_label, "")
-    overview = Figure(
+    values = [[passkey_cell(series, length).value for length in lengths] for series in group.measured]
+    heads = [short_length(length) for length in lengths]
+    return Figure(
         f"{name}-labels",
         "Passkey accuracy by length; means over seeds where there are several.",
         f"Heat map of passkey accuracy over length for {', '.join(labels)}; the table has the numbers",
-        draw,
+        heat_maps([("", values)], labels, heads, "length of the prompt (tokens)", ""),
         (6.0 + 0.07 * max(map(len, labels)), 1.2 + 0.3 * max(3, len(labels))),
     )
-    maps: list[HeatMap] = [
-        (
-            series.label,
-            [
-                [passkey_cell(series, length, quarter_of(index)).value for length in lengths]
-                for index in reversed(range(len(QUARTERS)))
-            ],
-        )
+
+
+def passkey_depths_figure(group: ResultGroup, name: str) -> Figure:
+    """Heat maps of accuracy by length and distance of the key for each label; one by label if there is one length."""
+    lengths, labels = group.lengths(), [series.label for series in group.measured]
+    caption = (
+        "Passkey accuracy by the quarter of the length in which the key is, counted from the end: the farthest quarter "
+        "is the beginning of the prompt. Means over seeds where there are several."
+    )
+    alt = f"Heat maps of passkey accuracy over length and distance for {', '.join(labels)}; report.json has the numbers"
+    quarters = [
+        [[passkey_cell(series, at, quarter_of(index)).value for at in lengths] for index in range(len(QUARTERS))]
         for series in group.measured
     ]
+    if len(lengths) == 1:
+        values = [[value for (value,) in by_quarter] for by_quarter in quarters]
+        draw = heat_maps([("", values)], labels, QUARTERS, f"quarter of {lengths[0]} tokens", "")
+        size = (6.0 + 0.07 * max(map(len, labels)), 1.2 + 0.3 * max(3, len(labels)))
+        return Figure(f"{name}-depths", caption, alt, draw, size)
+    maps: list[HeatMap] = [(label, values[::-1]) for label, values in zip(labels, quarters, strict=True)]
     columns = min(3, len(maps))
-    depths = Figure(
-        f"{name}-depths",
-        "Passkey accuracy by length and by the quarter of the length in which the key is, counted from the end: the "
-        "farthest quarter is the beginning of the prompt. Means over seeds where there are several.",
-        f"Heat maps of passkey accuracy over length and distance for {', '.join(labels)}; report.json has the numbers",
-        heat_maps(maps, QUARTERS[::-1], heads, "length (tokens)", "quarter", columns),
-        (9.0 if columns == 3 else 6.5, 1.2 + 1.5 * math.ceil(len(maps) / columns)),
+    heads = [short_length(length) for length in lengths]
+    draw = heat_maps(maps, QUARTERS[::-1], heads, "length (tokens)", "quarter", columns)
+    return Figure(
+        f"{name}-depths", caption, alt, draw, (9.0 if columns == 3 else 6.5, 1.2 + 1.5 * math.ceil(len(maps) / columns))
     )
-    return overview, depths
 
 
 @shared.grouped("needle", NEEDLE_COMPARABLE)
@@ -171,14 +195,15 @@ def needle_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Repo
             continue
         caption = (
             f"{series.label}: share of needles found, by length and by how deep they are hidden (0% is the beginning). "
-            f"Trained at {trained}. {shared.series_origin_text(series)}"
+            f"Trained at {trained}."
         )
         values = [[cell.value for cell in row.cells] for row in rows]
         columns = [short_length(length) for length in lengths]
         draw = heat_maps([("", values)], percents, columns, "length of the prompt (tokens)", "depth of the needle")
         alt = f"Heat map of needles found by {series.label} over depth and length; the table has the numbers"
         figures.append(Figure(f"{name}-{index}", caption, alt, draw, (6.0, 1.4 + 0.3 * max(6, len(depths)))))
-    return ReportBlock((retrieval_text(group.first.protocol, "cell"),), tuple(figures), tuple(tables))
+    text = (retrieval_text(group.first.protocol, "cell"),)
+    return ReportBlock(text, tuple(figures), tuple(tables), provenance=shared.provenance(group))
 
 
 def needle_cell(series: Series, length: int, depth: int) -> TableCell:
@@ -223,10 +248,12 @@ def ruler_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Repor
     figures = []
     drawn, lines = shared.length_lines(group, mean_cell)
     if drawn:
-        caption = (
-            f"Mean over {len(tasks)} tasks ({', '.join(tasks)}) by length.{shared.bands_text(drawn)} "
-            f"{shared.origin_text(group)}"
-        )
-        panel = {"x_label": "length of the prompt (tokens)", "y_label": "mean share found", "y_range": SHARES}
+        caption = f"Mean over {len(tasks)} tasks ({', '.join(tasks)}) by length.{shared.bands_text(drawn)}"
+        panel = {
+            "x_label": "length of the prompt (tokens)",
+            "y_label": "mean share of strings found",
+            "y_range": SHARES,
+        }
         figures.append(shared.length_figure(name, "Mean share found by length", drawn, lines, panel, caption))
-    return ReportBlock((retrieval_text(group.first.protocol, "cell"),), tuple(figures), (table,))
+    text = (retrieval_text(group.first.protocol, "cell"),)
+    return ReportBlock(text, tuple(figures), (table,), provenance=shared.provenance(group))

@@ -1,4 +1,4 @@
-"""The table of report sections, and the sections on speed, costs, analysis and checkpoints."""
+"""The table of report sections, and the sections on speed, costs, analysis and models."""
 
 import re
 from collections import Counter
@@ -15,7 +15,7 @@ from megatron_coca.evaluation.report import length_sections as by_length
 from megatron_coca.evaluation.report import retrieval_sections as retrieval
 from megatron_coca.evaluation.report import short_sections as short
 from megatron_coca.evaluation.report import tables as shared
-from megatron_coca.evaluation.report.charts import Figure, Line, Panel, height, panels
+from megatron_coca.evaluation.report.charts import Figure, Line, Panel, panels, size_with_legend
 from megatron_coca.evaluation.report.curves import Curve
 from megatron_coca.evaluation.report.document import EMPTY, ReportBlock, Section, Table, TableCell, TableRow
 from megatron_coca.evaluation.report.overview_sections import curve_blocks, summary_blocks
@@ -29,7 +29,7 @@ from megatron_coca.evaluation.report.reading import (
     Series,
 )
 from megatron_coca.evaluation.report.tables import ReportOptions
-from megatron_coca.evaluation.results import Cost, EvaluationError, Missing
+from megatron_coca.evaluation.results import Cost, EvaluationError, Missing, Result
 from megatron_coca.evaluation.speed import CONTRACTION, WHATS, WHOLE_SEQUENCES
 from megatron_coca.evaluation.speed.measuring import SpeedCell, SpeedResult
 
@@ -57,12 +57,11 @@ def speed_blocks(loaded: Sequence[LoadedResult], options: ReportOptions) -> list
         text = (
             f"Protocol: {result.protocol.text}. Shape: {shape.layers} layers, hidden size {shape.hidden_size}, "
             f"{shape.heads} heads ({shape.kv_heads} of keys), {shape.parameters / 1e6:,.1f}M parameters; "
-            f"batch {result.protocol.batch}, {result.protocol.rounds} rounds. Measured with "
-            f"{shared.environment_text(result)}, "
-            f"{machine.processor}, {machine.threads} threads, {versions}."
+            f"batch {result.protocol.batch}, {result.protocol.rounds} rounds."
         )
+        origin = f"{shared.environment_text(result)}, {machine.processor}, {machine.threads} threads, {versions}"
         heading = f"{result.label} on {result.environment.device}" if len(loaded) > 1 else ""
-        blocks.append(ReportBlock((text,), tuple(figures), tuple(tables), heading))
+        blocks.append(ReportBlock((text,), tuple(figures), tuple(tables), heading, (origin,)))
     if options.papers:
         theirs = tuple(shared.published_table(table, None, "speed") for table in TABLES if table.metric == "complexity")
         blocks.append(ReportBlock((COST,), (), theirs, "Published"))
@@ -124,13 +123,15 @@ def speed_figure(result: SpeedResult, name: str, what: str) -> Figure | None:
         median, low, high = zip(*((ratio.median, ratio.low, ratio.high) for ratio in cells.values()), strict=True)
         lines.append(Line(method, tuple(cells), median, low, high))
     against = next(ratio.against for cells in ratios.values() for ratio in cells.values())
-    panel = Panel(tuple(lines), "length (tokens)", f"time against {against}", what, log_y=True, level=1.0)
+    panel = Panel(
+        tuple(lines), "length (tokens)", f"time as a multiple of that of {against}", what, log_y=True, level=1.0
+    )
     caption = (
         f"Time of {what} as a ratio to {against} in the same rounds, median and quartiles; below 1 is faster. "
-        f"{result.label}: {shared.environment_text(result)}, random weights."
+        f"{result.label}, random weights."
     )
     alt = f"Time of {what} against {against} by length for {', '.join(ratios)}; the table has the numbers"
-    return Figure(name, caption, alt, panels([panel]), (6.0, height(len(lines))))
+    return Figure(name, caption, alt, panels([panel]), size_with_legend(list(ratios)))
 
 
 MEMORY_CAPTIONS = {
@@ -146,7 +147,7 @@ SMALLEST_GROWTH = 1024**2
 def rate_cell(costs: Sequence[Cost], seeds: int, on_cpu: bool) -> TableCell:
     rates = [cost.tokens_per_second for cost in costs]
     mean = fmean(rates)
-    return TableCell(f"{mean:,.0f}" if mean >= 10 else f"{mean:.1f}", mean, seeds=seeds if seeds > 1 else None)
+    return TableCell(f"{mean:,.0f}" if mean >= 10 else f"{mean:.1f}", mean, seeds=seeds)
 
 
 def memory_cell(costs: Sequence[Cost], seeds: int, on_cpu: bool) -> TableCell:
@@ -156,7 +157,7 @@ def memory_cell(costs: Sequence[Cost], seeds: int, on_cpu: bool) -> TableCell:
     large = [float(peak) for peak in peaks if not on_cpu or peak >= SMALLEST_GROWTH]
     if not large:
         return TableCell("–", note="the process held what this needed already")
-    return TableCell(bytes_text(round(fmean(large))), fmean(large), seeds=seeds if seeds > 1 else None)
+    return TableCell(bytes_text(round(fmean(large))), fmean(large), seeds=seeds)
 
 
 def cost_blocks(loaded: Sequence[LoadedResult], options: ReportOptions) -> list[ReportBlock]:
@@ -245,47 +246,46 @@ def analysis_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Re
         merged = series.header.model_copy(update={"results": list(first.cells.values())})
         seed = f" Seed {first.header.checkpoint.seed} only." if others else ""
         for kind in FIGURES if first.cells else ():
-            caption = f"{series.label}: {FIGURE_TEXTS[kind]}{seed} {shared.series_origin_text(series)}"
+            caption = f"{series.label}: {FIGURE_TEXTS[kind]}{seed}"
             alt = f"{series.label}: {kind}"
             figures.append(Figure(f"{name}-{index}-{kind}", caption, alt, partial(draw, kind, merged)))
-    return ReportBlock((f"Protocol: {group.first.protocol.text}.",), tuple(figures), (table,))
+    text = (f"Protocol: {group.first.protocol.text}.",)
+    return ReportBlock(text, tuple(figures), (table,), provenance=shared.provenance(group))
 
 
-# Checkpoints
+# Models
 
-CHECKPOINT_HEADER = (
-    *("label", "task", "checkpoint", "step", "seed", "weights", "trained at", "position method", "used with"),
-    *("dtype", "backend", "device", "torch", "tokenizer"),
-)
+MODELS_HEADER = ("label", "position method", "used with", "trained at", "step", "seeds", "tasks")
 
 
-def checkpoint_blocks(loaded: Sequence[LoadedResult], options: ReportOptions) -> list[ReportBlock]:
-    """A row for each distinct combination of weights, overrides and device."""
-    rows = []
+def model_blocks(loaded: Sequence[LoadedResult], options: ReportOptions) -> list[ReportBlock]:
+    """A row for each label: what it is, and what was measured of it."""
+    by_row: dict[tuple[str, ...], list[Result]] = {}
     for result in (item.result for item in loaded):
-        checkpoint, environment = result.checkpoint, result.environment
-        overrides = []
-        for key, value in result.overrides.items():
-            items = value.items() if isinstance(value, Mapping) else ()
-            shown = ", ".join(f"{name} {option}" for name, option in items if option is not None)
-            overrides.append(f"{key}: {shown if isinstance(value, Mapping) else value}")
-        step = "" if checkpoint.step is None else str(checkpoint.step)
-        texts = (
-            *(
-                result.task,
-                checkpoint.path,
-                step,
-                "" if checkpoint.seed is None else str(checkpoint.seed),
-                checkpoint.identity[: shared.HASH_DIGITS],
-                str(checkpoint.seq_length),
-            ),
-            *(checkpoint.pos_emb, "; ".join(overrides) or "as trained", environment.dtype),
-            *(environment.backend or "none", environment.device, environment.torch),
-            (result.tokenizer or "none")[: shared.HASH_DIGITS],
-        )
-        rows.append(TableRow(result.label, tuple(TableCell(text, wide=True) for text in texts)))
-    caption = "Checkpoints, and how they were used"
-    return [ReportBlock(tables=(Table("models", caption, CHECKPOINT_HEADER, tuple(dict.fromkeys(rows))),))]
+        checkpoint = result.checkpoint
+        key = (result.label, checkpoint.pos_emb, overrides_text(result), str(checkpoint.seq_length))
+        by_row.setdefault((*key, "" if checkpoint.step is None else str(checkpoint.step)), []).append(result)
+    rows = []
+    for (label, *texts), results in by_row.items():
+        seeds = sorted({result.checkpoint.seed for result in results if result.checkpoint.seed is not None})
+        texts += [", ".join(map(str, seeds)), ", ".join(dict.fromkeys(result.task for result in results))]
+        rows.append(TableRow(label, tuple(TableCell(text, wide=True) for text in texts)))
+    used = [
+        f"{shared.checkpoint_text(result)}: {shared.environment_text(result)}, torch {result.environment.torch}, "
+        f"tokenizer {(result.tokenizer or 'none')[: shared.HASH_DIGITS]}"
+        for result in (item.result for item in loaded)
+    ]
+    table = Table("models", "Models, and what was measured of them", MODELS_HEADER, tuple(rows))
+    return [ReportBlock(tables=(table,), provenance=tuple(dict.fromkeys(used)))]
+
+
+def overrides_text(result: Result) -> str:
+    overrides = []
+    for key, value in result.overrides.items():
+        options = value.items() if isinstance(value, Mapping) else ()
+        shown = ", ".join(f"{name} {option}" for name, option in options if option is not None)
+        overrides.append(f"{key}: {shown if isinstance(value, Mapping) else value}")
+    return "; ".join(overrides) or "as trained"
 
 
 # All sections
@@ -304,7 +304,7 @@ SECTIONS: dict[str, tuple[str, tuple[str, ...], shared.Builder]] = {
     "short": ("Short-context tasks", ("lm-eval",), short.harness_blocks),
     "speed": ("Speed and memory", ("speed",), speed_blocks),
     "analysis": ("Analysis of attention", ("analyse",), analysis_blocks),
-    "models": ("What was measured", tuple(task for task in RESULT_TYPES if task != "speed"), checkpoint_blocks),
+    "models": ("What was measured", tuple(task for task in RESULT_TYPES if task != "speed"), model_blocks),
     "costs": ("What measuring cost", tuple(RESULT_TYPES), cost_blocks),
 }
 """Title, tasks whose results are read, and builder of each section, in order. A new task adds a row here and one to

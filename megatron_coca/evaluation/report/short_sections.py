@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from statistics import fmean
+from statistics import NormalDist, fmean
+from typing import Any
 
 from megatron_coca.evaluation.harness.records import Score
 from megatron_coca.evaluation.options import dynamic_length_text
@@ -21,6 +22,7 @@ HARNESS_COMPARABLE: Comparable = {
     "dynamic length": "protocol.dynamic_length",
     "protocol": "protocol.text",
 }
+NORMAL_95 = NormalDist().inv_cdf(0.975)
 ScoreKey = tuple[str, str, str]
 """Task, metric and filter of a score."""
 
@@ -38,9 +40,13 @@ def score_cell(series: Series, key: ScoreKey, scale: float = 1.0, digits: int = 
         score = find_score(replicate, key)
         return None if score is None else scale * score.value
 
-    def spread(replicate: Replicate) -> dict[str, str]:
+    def spread(replicate: Replicate) -> dict[str, Any]:
         score = find_score(replicate, key)
-        return {} if score is None or score.stderr is None else {"detail": f"± {scale * score.stderr:.{digits}f}"}
+        if score is None or score.stderr is None:
+            return {}
+        value, stderr = scale * score.value, scale * score.stderr
+        ends = {"low": value - NORMAL_95 * stderr, "high": value + NORMAL_95 * stderr}
+        return {"detail": f"± {stderr:.{digits}f}", **ends}
 
     return shared.value_cell(series, f"task {key[0]}", number, f"{{:.{digits}f}}".format, single=spread)
 
@@ -69,12 +75,12 @@ def harness_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Rep
     limit = "" if protocol.limit is None else f", the first {protocol.limit} samples of each task"
     text = (
         f"Protocol: {protocol.text}; lm-eval {protocol.lm_eval}, examples: {shots}{limit}, seed {protocol.seed}; "
-        f"{dynamic_length_text(protocol.dynamic_length)}. {shared.origin_text(group)}"
+        f"{dynamic_length_text(protocol.dynamic_length)}."
     )
     paper_tasks = {task for tasks in TASKS_BY_GROUP.values() for task in tasks}
     if paper_tasks.isdisjoint(task for series in group.series for (task,) in series.keys):
         others = [shared.published_table(SHORT_CONTEXT, group, name)] if options.papers else []
-        return ReportBlock((text,), (), (main, *others))
+        return ReportBlock((text,), (), (main, *others), provenance=shared.provenance(group))
     by_task = tuple(
         TableRow(
             f"{title}: {task}", tuple(score_cell(series, (task, "acc", "none"), 100, 2) for series in group.series)
@@ -85,7 +91,7 @@ def harness_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Rep
     caption = "Accuracy in percent on the tasks of the CoCA paper's Table 5, by group"
     header = ("group and task", *(series.label for series in group.series))
     tables = (main, Table(f"{name}-tasks", caption, header, by_task), group_means_table(group, name, options.papers))
-    return ReportBlock((text,), (), tables)
+    return ReportBlock((text,), (), tables, provenance=shared.provenance(group))
 
 
 def score_keys(group: ResultGroup) -> list[ScoreKey]:

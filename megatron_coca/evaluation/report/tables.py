@@ -5,10 +5,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_coca.evaluation.report.charts import MOST_BEYOND, Figure, Line, Panel, height, panels
+from megatron_coca.evaluation.report.charts import MOST_BEYOND, Figure, Line, Panel, dots, panels, size_with_legend
 from megatron_coca.evaluation.report.curves import Curve
 from megatron_coca.evaluation.report.document import EMPTY, ReportBlock, Table, TableCell, TableRow
-from megatron_coca.evaluation.report.intervals import estimate, geometric_estimate
+from megatron_coca.evaluation.report.intervals import (
+    Estimate,
+    differ,
+    difference_interval,
+    estimate,
+    geometric_estimate,
+)
 from megatron_coca.evaluation.report.published import TABLES, PublishedTable, method_key
 from megatron_coca.evaluation.report.reading import (
     Comparable,
@@ -22,13 +28,12 @@ from megatron_coca.evaluation.results import Missing, Result
 
 HASH_DIGITS = 12
 """Digits of a hash that are shown; report.json has them all."""
-MAX_LISTED = 4
 DASHED = " Dashed with hollow marks: the CoCA paper's numbers."
 MISSING_TEXT = {"refused": "refused", "out of memory": "OOM", "not run": "not run", "failed": "failed"}
 """Table text for each kind of missing cell."""
 Show = Callable[[float], str]
 TWO_DIGITS: Show = "{:.2f}".format
-MOST_LINES = 8
+MOST_LINES = 7
 """Labels above which a plot by length has one panel for each set of weights."""
 THEIRS = "numbers of another model and other data than ours, for orientation"
 
@@ -66,16 +71,11 @@ def grouped(
     return decorate
 
 
-def listed(texts: Iterable[str]) -> str:
-    known = list(dict.fromkeys(texts))
-    more = f" and {len(known) - MAX_LISTED} more" if len(known) > MAX_LISTED else ""
-    return ", ".join(known[:MAX_LISTED]) + more
-
-
 def checkpoint_text(result: Result) -> str:
     checkpoint = result.checkpoint
-    step = f", step {checkpoint.step}" if checkpoint.step is not None else ""
-    return f"{checkpoint.path}{step} (weights {checkpoint.identity[:HASH_DIGITS]})"
+    numbers = {"step": checkpoint.step, "seed": checkpoint.seed}
+    known = "".join(f", {name} {number}" for name, number in numbers.items() if number is not None)
+    return f"{checkpoint.path}{known} (weights {checkpoint.identity[:HASH_DIGITS]})"
 
 
 def environment_text(result: Result) -> str:
@@ -87,49 +87,38 @@ def data_text(result: Any) -> str:
     """The data with the first digits of its hash; empty for a task without documents or haystack."""
     if (documents := getattr(result, "documents", None)) is not None:
         size = f"{documents.count} documents, {documents.tokens:,} tokens"
-        return f"Data: {listed(documents.sources)} (sha256 {documents.sha256[:HASH_DIGITS]}; {size}). "
+        return f"data: {', '.join(documents.sources)} (sha256 {documents.sha256[:HASH_DIGITS]}; {size})"
     if (haystack := getattr(result.protocol, "haystack", None)) is not None:
-        return f"Data: {haystack.name} (sha256 {haystack.sha256[:HASH_DIGITS]}). "
+        return f"data: {haystack.name} (sha256 {haystack.sha256[:HASH_DIGITS]})"
     return ""
 
 
-def weights_text(series: Series) -> str:
-    others = len(series.replicates) - 1
-    more = f" and those of {others} more seed{'' if others == 1 else 's'}" if others else ""
-    return checkpoint_text(series.header) + more
-
-
-def origin_text(group: ResultGroup) -> str:
-    headers = [series.header for series in group.series]
-    checkpoints = listed(map(weights_text, group.series))
-    computed = listed(environment_text(header) for header in headers if header.environment.backend)
-    return f"Checkpoints: {checkpoints}. {data_text(group.first)}Computed with {computed or 'nothing'}."
-
-
-def series_origin_text(series: Series) -> str:
-    header = series.header
-    return f"Checkpoint: {weights_text(series)}. {data_text(header)}Computed with {environment_text(header)}."
+def provenance(group: ResultGroup) -> tuple[str, ...]:
+    """Checkpoints with the labels that they are measured as, the data, and where it was computed."""
+    labels: dict[str, list[str]] = {}
+    headers = [replicate.header for series in group.series for replicate in series.replicates]
+    for header in headers:
+        labels.setdefault(checkpoint_text(header), []).append(header.label)
+    checkpoints = [f"{checkpoint}: {', '.join(measured)}" for checkpoint, measured in labels.items()]
+    computed = dict.fromkeys(environment_text(header) for header in headers if header.environment.backend)
+    return *checkpoints, *filter(None, [data_text(group.first)]), *(f"computed with {device}" for device in computed)
 
 
 def missing_cell(missing: Missing) -> TableCell:
     return TableCell(MISSING_TEXT[missing.kind], note=missing.reason, absent=True)
 
 
-def mean_cell(values: Sequence[float], show: Show = TWO_DIGITS, seeds: int = 1, log: bool = False) -> TableCell:
-    """The mean of `values`, of which there are at most as many as `seeds`, with its 95% t interval.
+def mean_cell(values: Sequence[float], show: Show = TWO_DIGITS, log: bool = False) -> TableCell:
+    """The mean of `values`, one for each seed, with its 95% t interval.
 
     `log` is for logarithms: their mean and the ends of its interval are shown as exponentials.
     """
     found = (geometric_estimate if log else estimate)(values)
-    cell = TableCell(show(found.mean), found.mean)
-    if seeds == 1:
+    cell = TableCell(show(found.mean), found.mean, seeds=found.count)
+    if math.isnan(found.low):
         return cell
-    detail = [] if math.isnan(found.low) else [f"{show(found.low)}–{show(found.high)}"]
-    if detail and not log:
-        detail = [f"± {show(found.high - found.mean)}"]
-    detail += [f"n = {found.count}"] if found.count < seeds else []
-    low, high = (None, None) if math.isnan(found.low) else (found.low, found.high)
-    return replace(cell, detail=", ".join(detail), low=low, high=high, seeds=found.count)
+    detail = f"{show(found.low)}–{show(found.high)}" if log else f"± {show(found.high - found.mean)}"
+    return replace(cell, detail=detail, low=found.low, high=found.high)
 
 
 def value_cell(
@@ -149,7 +138,7 @@ def value_cell(
     if not known:
         reasons = [replicate.why(at) for replicate in series.replicates]
         return missing_cell(next((missing for missing in reasons if missing.kind != "not run"), reasons[0]))
-    cell = mean_cell(known, show, len(numbers), log)
+    cell = mean_cell(known, show, log)
     if len(numbers) == 1:
         return replace(cell, **single(series.replicates[0]))
     without = [
@@ -163,28 +152,50 @@ def value_cell(
 
 
 SEEDS_NOTE = (
-    "Of several seeds: the mean and half of its 95% t interval over seeds (±); for perplexities and their ratios exp "
-    "of the mean of the logarithm over seeds, with the ends of its 95% t interval. n: seeds with a number, where fewer."
+    "Of several seeds: the mean, and half of its 95% t interval over seeds (±); of perplexities and their ratios the "
+    "exponential of the mean logarithm, and the ends of its interval. n: seeds, where fewer than in other cells."
 )
 
 
 def with_seeds_note(table: Table) -> Table:
-    averaged = any(cell.seeds is not None for row in table.rows for cell in row.cells)
-    return replace(table, notes=(*table.notes, SEEDS_NOTE)) if averaged else table
+    """A table of which some numbers are of several seeds: with a note, and n where a number is of fewer."""
+    most = max((cell.seeds or 0 for row in table.rows for cell in row.cells), default=0)
+    if most < 2:
+        return table
+
+    def counted(cell: TableCell) -> TableCell:
+        if not cell.seeds or cell.seeds == most:
+            return cell
+        return replace(cell, detail=", ".join(filter(None, (cell.detail, f"n = {cell.seeds}"))))
+
+    rows = tuple(replace(row, cells=tuple(map(counted, row.cells))) for row in table.rows)
+    return replace(table, rows=rows, notes=(*table.notes, SEEDS_NOTE))
+
+
+def differ_surely(one: TableCell, other: TableCell) -> bool:
+    """True if two numbers differ by more than their uncertainty: by both intervals, without them by the documents."""
+    ends = [(cell.value, cell.low, cell.high) for cell in (one, other)]
+    if any(end is None for three in ends for end in three):
+        return differ(one.sample, other.sample)
+    estimates = (Estimate(*three, 1) for three in ends)  # type: ignore[arg-type]
+    low, high = difference_interval(*estimates)
+    return low > 0 or high < 0
 
 
 def mark_best(rows: Sequence[TableRow], lowest: bool | Sequence[bool]) -> list[TableRow]:
-    """Marks the best finite value of each column that has at least two different comparable ones.
+    """Marks the best finite value of each column if it surely differs from every other one.
 
     `lowest` says whether the smallest is the best, for all columns or for each.
     """
     columns = []
     for index, cells in enumerate(zip(*(row.cells for row in rows), strict=True)):
-        values = [math.nan if cell.value is None or cell.partial else cell.value for cell in cells]
-        finite = {value for value in values if math.isfinite(value)}
+        found = [(cell.value, cell) for cell in cells if cell.value is not None and not cell.partial]
+        known = [(value, cell) for value, cell in found if math.isfinite(value)]
         smallest = lowest if isinstance(lowest, bool) else lowest[index]
-        best = (min if smallest else max)(finite) if len(finite) > 1 else None
-        columns.append([replace(cell, best=value == best) for cell, value in zip(cells, values, strict=True)])
+        _, best = (min if smallest else max)(known, key=lambda pair: pair[0], default=(0.0, EMPTY))
+        others = [cell for _, cell in known if cell is not best]
+        sure = bool(others) and all(differ_surely(best, cell) for cell in others)
+        columns.append([replace(cell, best=sure and cell is best) for cell in cells])
     by_row = zip(*columns, strict=True) if columns else [()] * len(rows)
     return [replace(row, cells=tuple(cells)) for row, cells in zip(rows, by_row, strict=True)]
 
@@ -245,9 +256,8 @@ def length_lines(group: ResultGroup, cell: CellFunction) -> tuple[list[Series], 
 def bands_text(drawn: Sequence[Series], cut_off: bool = False) -> str:
     if all(len(series.replicates) == 1 for series in drawn):
         return ""
-    return (
-        f" Bands: 95% t intervals over seeds{f', cut off {MOST_BEYOND:g} times beyond the lines' if cut_off else ''}."
-    )
+    beyond = f", cut off {MOST_BEYOND:g} times beyond the lines" if cut_off else ""
+    return f" Bands and bars: 95% t intervals over seeds{beyond}."
 
 
 def length_figure(
@@ -255,15 +265,19 @@ def length_figure(
 ) -> Figure:
     """Lines against length with the training lengths marked; `what` they show, and other fields of the panel.
 
-    The first lines are those of `drawn`. More than MOST_LINES of them are drawn in a panel for each set of weights.
+    The first lines are those of `drawn`. More than MOST_LINES of them are drawn in a panel for each set of weights, if
+    these are fewer than the lines. With a single length there is nothing to draw a line through: a row for each label.
     """
     lengths = sorted({series.header.checkpoint.seq_length for series in drawn})
     trained = {float(length): f"training length {length}" for length in lengths}
     alt = f"{what} for {', '.join(series.label for series in drawn)}; the table has the numbers"
+    if len(measured := {x for line in lines for x in line.x}) == 1:
+        only = Panel(tuple(lines), title=f"{panel['x_label']}: {measured.pop():g}", **panel)
+        return Figure(name, caption, alt, dots(only), (6.0, 1.2 + 0.3 * max(3, len(lines))))
     weights = [tuple(replicate.header.checkpoint.identity for replicate in series.replicates) for series in drawn]
-    if len(drawn) <= MOST_LINES or len(set(weights)) == 1:
+    if len(drawn) <= MOST_LINES or len(set(weights)) in (1, len(drawn)):
         shown = panels([Panel(tuple(lines), marks=trained, **panel)])
-        return Figure(name, caption, alt, shown, (6.0, height(len(lines) + len(trained))))
+        return Figure(name, caption, alt, shown, size_with_legend([*(line.label for line in lines), *trained.values()]))
     by_weights: dict[Any, list[Line]] = {}
     for identities, line in zip(weights, lines, strict=False):
         by_weights.setdefault(identities, []).append(line)
@@ -277,7 +291,7 @@ def length_figure(
         Panel(tuple(replace(line, style=styles[line.label]) for line in own), title=title, marks=trained, **panel)
         for title, own in zip(titles, short, strict=True)
     ]
-    size = (9.0, 2.6 * math.ceil(len(grid) / 3) + height(len(styles) + len(trained), 0.2, 3))
+    size = size_with_legend([*styles, *trained.values()], 2.8 * math.ceil(len(grid) / 3), 9.0)
     return Figure(name, caption, alt, panels(grid, columns=3), size)
 
 

@@ -8,15 +8,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
+from megatron_coca.console import Progress
 from megatron_coca.data import Tokenizer
 from megatron_coca.evaluation.results import Cost, EvaluationError, Missing, Store, measured
 from megatron_coca.evaluation.retrieval import records, tasks
 from megatron_coca.evaluation.retrieval.prompts import FILLER_BLOCKS, Case, Haystack, LengthError, load_haystack
 from megatron_coca.evaluation.retrieval.tasks import RetrievalTask
 from megatron_coca.evaluation.subject import Evaluation, Header, Subject, noting_missing
-from megatron_coca.model import NOT_GENERATED, generate
+from megatron_coca.model import NOT_GENERATED, equal_length_batches, generate
 
 ANSWER_CHARACTERS = 160
 """Characters of an answer in the result file; it is scored in full."""
@@ -141,8 +141,9 @@ def generate_answers(
     from the prompts alone, so the same prompts give the same bits.
     """
     answers: dict[int, list[int]] = {}
-    with tqdm(total=len(prompts), desc=title, unit="case") as bar:
-        for batch in batches([len(prompt) for prompt in prompts], args.max_new_tokens, args.tokens_per_batch):
+    lengths = [len(prompt) for prompt in prompts]
+    with Progress(title, len(prompts), "cases") as progress:
+        for batch in equal_length_batches(lengths, args.max_new_tokens, args.tokens_per_batch):
             ids = torch.from_numpy(np.stack([prompts[index] for index in batch])).long()
             generated = generate(
                 subject.model,
@@ -154,13 +155,5 @@ def generate_answers(
             )
             for index, row in zip(batch, generated.tolist(), strict=True):
                 answers[index] = [token for token in row if token not in (NOT_GENERATED, tokenizer.eod)]
-            bar.update(len(batch))
+            progress.advance(len(batch))
     return [answers[index] for index in range(len(prompts))]
-
-
-def batches(lengths: Sequence[int], max_new_tokens: int, tokens_per_batch: int) -> Iterator[list[int]]:
-    """Yield indices of one length's prompts, at most `tokens_per_batch` tokens with their answers, short ones first."""
-    for length in sorted(set(lengths)):
-        indices = [index for index, other in enumerate(lengths) if other == length]
-        size = max(1, tokens_per_batch // (length + max_new_tokens))
-        yield from (indices[first : first + size] for first in range(0, len(indices), size))

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 import torch
-from tqdm import tqdm
 
 from megatron_coca.attention.layer import bytes_per_token
 from megatron_coca.checkpoints import open_checkpoint
 from megatron_coca.checkpoints.native import code_versions
 from megatron_coca.checkpoints.weights import DTYPES
 from megatron_coca.config import Config, load_config
+from megatron_coca.console import track
 from megatron_coca.evaluation import results
 from megatron_coca.evaluation.options import read_variants, resolve_device
 from megatron_coca.evaluation.results import Cell, Missing, Record, Result, Store
@@ -175,7 +175,7 @@ def measure(
     """Probes every method by `probe_one`, then times all that fit, and puts cells and reasons into `store`."""
     probes = {
         (item.label, found.what, found.length): found
-        for item in tqdm(built, desc="probed", unit="method")
+        for item in track(built, "trying", len(built), "methods")
         for found in probe_one(item)
     }
     for (label, what, length), found in probes.items():
@@ -183,7 +183,7 @@ def measure(
             at = f"{what}, length {length}, {label}"
             store.miss(Missing(at=at, kind=found.kind, reason=found.reason))
     for what in plan.whats:
-        for length in tqdm(sorted(plan.lengths), desc=what, unit="length"):
+        for length in track(sorted(plan.lengths), f"timing {what}", len(plan.lengths), "lengths"):
             peaks = {
                 item.label: made.peak
                 for item in built

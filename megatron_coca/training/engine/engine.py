@@ -228,6 +228,17 @@ class Engine:
         self._engine.train()
         return float(mean_over_ranks(torch.stack(losses).mean()))
 
+    @torch.no_grad()
+    def next_logits(self, tokens: Tensor) -> Tensor:
+        """Return the logits [batch, padded vocabulary] of the token after each row of `tokens`, int64 [batch, length].
+
+        Every rank must call it, with the same tokens; not with sequence parallelism or pipeline stages.
+        """
+        self._engine.eval()
+        logits = self._engine(samples=tokens.to(self.device), next_logits=True)
+        self._engine.train()
+        return logits
+
     def pieces(self) -> list[StatePiece]:
         """Return this rank's weights and optimizer states as views of the memory that the engine works on."""
         pieces = state.pieces(self._engine.optimizer, self._names)

@@ -1,5 +1,6 @@
 """Monitoring a training run: timings of the loop, figures for the sinks, and anomalies worth a line in the log."""
 
+import json
 import logging
 import math
 import time
@@ -241,6 +242,13 @@ class Monitor:
             logger.warning("step %d: %s", step, message)
         for sink in self._sinks:
             sink.note(step, message)
+
+    def samples(self, step: int, pairs: Sequence[tuple[str, str]]) -> None:
+        """Report prompts with their continuations: in the log, and in every sink that takes texts."""
+        for prompt, text in pairs:
+            logger.info("step %d: %s -> %s", step, *(json.dumps(part, ensure_ascii=False) for part in (prompt, text)))
+        for sink in self._sinks if pairs else ():
+            sink.samples(step, pairs)
 
     def close(self) -> None:
         """Flush and close sinks and profilers."""

@@ -6,22 +6,22 @@ import logging
 import math
 import os
 import shutil
-import sys
-from collections.abc import Callable, Mapping
-from datetime import timedelta
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-from tqdm import tqdm
 
 from megatron_coca.atomic_write import write_file
 from megatron_coca.checkpoints import CheckpointError
 from megatron_coca.config import Config, ConfigError
+from megatron_coca.console import Progress, duration, on_terminal, short, write
 
 logger = logging.getLogger(__name__)
 
 Figures = Mapping[str, float | None]
 """Values by name. None is a value that does not exist at this step, such as the norm of a skipped one."""
+
+Samples = Sequence[tuple[str, str]]
+"""Prompts with their continuations."""
 
 UNSAVED = Path("runs/unsaved")
 """The folder for the figures of a run without `log_dir` and `save`."""
@@ -46,6 +46,9 @@ class Sink:
     def note(self, step: int, message: str) -> None:
         """Do nothing: the console and Weights & Biases show the log anyway."""
 
+    def samples(self, step: int, pairs: Samples) -> None:
+        """Do nothing: the console shows the log anyway."""
+
     def close(self) -> None:
         raise NotImplementedError
 
@@ -59,7 +62,7 @@ def open_sinks(config: Config, start: int) -> list[Sink]:
     keys, folder = config.logging, run_folder(config)
     # Lines in the folder shared by runs without `save` are of another run, which this one does not continue.
     known = start if folder != UNSAVED else 0
-    opened: list[Sink] = [Console(config, start)]
+    opened: list[Sink] = []
     for key, wanted, build in (
         ("log_dir", True, lambda: JsonLines(folder, known)),
         ("tensorboard_dir", keys.tensorboard_dir, lambda: TensorBoard(str(keys.tensorboard_dir), start)),
@@ -71,21 +74,17 @@ def open_sinks(config: Config, start: int) -> list[Sink]:
             raise ConfigError([f"{key}: {error}; install the extra: pip install 'megatron-coca[logging]'"]) from error
         except OSError as error:
             raise ConfigError([f"{key}: {error}; a folder that can be written is needed"]) from error
-    return opened
+    return [*opened, Console(config, start)]  # last: it displays a bar, above which lines of the others are put
 
 
-def _short(value: float) -> str:
-    """A rate in three digits: 12.3k."""
-    size, unit = next(((size, unit) for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if value >= size), (1.0, ""))
-    return f"{value / size:.3g}{unit}" if value < 999.5 * size else f"{value / size:.0f}{unit}"
-
-
+PERPLEXITY = "validation_perplexity_"
+"""Prefix of the perplexities of `eval_windows`."""
 COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "loss": ("loss", "{:.4f}".format),
     "validation_loss": ("validation loss", "{:.4f}".format),
     "grad_norm": ("grad norm", "{:.3g}".format),
     "lr": ("lr", "{:.3g}".format),
-    "tokens_per_second": ("tokens/s", _short),
+    "tokens_per_second": ("tokens/s", short),
     "mfu": ("MFU", "{:.1%}".format),
     "peak_memory_gib": ("memory", "{:.2f}GiB".format),
 }
@@ -95,34 +94,41 @@ COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
 def shown(figures: Figures) -> dict[str, str]:
     """Label and text of the figures that the console shows."""
     values = {name: figures.get(name) for name in COLUMNS}
-    return {COLUMNS[name][0]: COLUMNS[name][1](value) for name, value in values.items() if value is not None}
+    texts = {COLUMNS[name][0]: COLUMNS[name][1](value) for name, value in values.items() if value is not None}
+    windows = {name: value for name, value in figures.items() if name.startswith(PERPLEXITY) and value is not None}
+    return texts | {f"perplexity {name.removeprefix(PERPLEXITY)}": f"{value:.2f}" for name, value in windows.items()}
+
+
+BAR: dict[str, Callable[[float], str]] = {
+    "loss": "loss {:.4f}".format,
+    "validation_loss": "val {:.4f}".format,
+    "tokens_per_second": lambda rate: f"{short(rate)} tok/s",
+    "peak_memory_gib": "{:.3g}GiB".format,
+    "lr": "lr {:.3g}".format,
+    "grad_norm": "grad {:.3g}".format,
+}
+"""Figures beside the bar of a terminal: the first ones where there is no room for all."""
 
 
 class Console(Sink):
-    """Progress on standard error: a bar on a terminal; a line per report elsewhere, such as a job's log file."""
+    """Progress on standard error: a bar on a terminal, above it a line per validation; elsewhere a line per report,
+    such as in a job's log file.
+    """
 
     def __init__(self, config: Config, start: int) -> None:
         self._total, self._name = config.schedule.train_iters, config.position.pos_emb
-        self._latest: dict[str, str] = {}
-        self._bar = tqdm(
-            total=self._total,
-            initial=start,
-            desc=self._name,
-            unit="step",
-            mininterval=1.0,
-            dynamic_ncols=True,
-            disable=not sys.stderr.isatty(),
-        )
+        self._latest: dict[str, float] = {}
+        self._terminal = on_terminal()
+        self._bar = Progress("", self._total, done=start, show=self._terminal)
+        self._bar.__enter__()
 
     def advance(self) -> None:
-        self._bar.update()
+        self._bar.advance()
 
     def report(self, step: int, figures: Figures) -> None:
-        if not self._bar.disable:
-            self._latest |= shown(figures)
-            self._bar.set_postfix(self._latest, refresh=False)
-            return
         prefix = "validation_loss/"
+        self._latest |= {name: value for name, value in figures.items() if value is not None}
+        self._bar.details = [text(self._latest[name]) for name, text in BAR.items() if name in self._latest]
         texts = [f"{label} {text}" for label, text in shown(figures).items()]
         texts += [
             f"{name.removeprefix(prefix)} {value:.4f}"
@@ -130,28 +136,13 @@ class Console(Sink):
             if name.startswith(prefix) and value is not None
         ]
         if (remaining := figures.get("eta_seconds")) is not None:
-            texts.append(f"ETA {timedelta(seconds=round(remaining))}")
-        if texts:
-            print(f"{self._name} step {step}/{self._total}: {', '.join(texts)}", file=sys.stderr, flush=True)
+            self._bar.remaining(remaining)
+            texts.append(f"ETA {duration(remaining)}")
+        if texts and (not self._terminal or figures.get("validation_loss") is not None):
+            write(f"{self._name} step {step}/{self._total}: {', '.join(texts)}")
 
     def close(self) -> None:
-        self._bar.close()
-
-
-class ConsoleHandler(logging.Handler):
-    """Writes log lines to standard error, above the progress bar if there is one."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            tqdm.write(self.format(record), file=sys.stderr)
-        except Exception:  # as logging does: a message that cannot be printed must not end the program
-            self.handleError(record)
-
-
-def set_up_logging(active: bool) -> None:
-    """Log this package to standard error: warnings from all ranks, other messages only if `active`."""
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[ConsoleHandler()])
-    logging.getLogger("megatron_coca").setLevel(logging.INFO if active else logging.WARNING)
+        self._bar.__exit__()
 
 
 class JsonLines(Sink):
@@ -176,6 +167,9 @@ class JsonLines(Sink):
 
     def note(self, step: int, message: str) -> None:
         self._write({"step": step, "event": message})
+
+    def samples(self, step: int, pairs: Samples) -> None:
+        self._write({"step": step, "samples": [{"prompt": prompt, "text": text} for prompt, text in pairs]})
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # `report` has raised for a full disk already
@@ -244,6 +238,10 @@ class TensorBoard(Sink):
     def note(self, step: int, message: str) -> None:
         self._writer.add_text("event", message, step)
 
+    def samples(self, step: int, pairs: Samples) -> None:
+        for number, (prompt, text) in enumerate(pairs, start=1):
+            self._writer.add_text(f"sample/{number}", f"**{prompt}**{text}", step)
+
     def close(self) -> None:
         self._writer.close()
 
@@ -288,6 +286,13 @@ class WandB(Sink):
             raise CheckpointError(
                 f"{self._path}: cannot be written ({error}); complete checkpoints are intact"
             ) from error
+
+    def samples(self, step: int, pairs: Samples) -> None:
+        import wandb
+
+        if step > self._sent:
+            rows = [list(pair) for pair in pairs]
+            self._run.log({"samples": wandb.Table(columns=["prompt", "text"], data=rows)}, step=step)
 
     def close(self) -> None:
         self._run.finish()

@@ -1,0 +1,145 @@
+"""Validation during training: losses on held-out data, perplexities at longer windows, samples."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from megatron_coca.attention.positions import PositionRangeError
+from megatron_coca.attention.positions.forms import check_range
+from megatron_coca.config import Config, ConfigError
+from megatron_coca.config.training import window_tokens
+from megatron_coca.data import Batch, Blend, DataError
+from megatron_coca.text_generation import Continuation, texts
+from megatron_coca.training.corpus import Corpus, Layout, open_loader, source_names
+from megatron_coca.training.engine import Engine
+
+VALIDATION_LOSS = "validation_loss"
+VALIDATION_PERPLEXITY = "validation_perplexity"
+SAMPLE_TOKENS = 64
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+MeanLoss = Callable[[Sequence[Batch]], float]
+"""Returns the loss of a batch's micro-batches over all ranks, in nats per token."""
+
+
+def check_validation(corpus: Corpus) -> None:
+    """Check what `eval_windows` and `sample_prompts` need of data and tokenizer.
+
+    Raises:
+        ConfigError, DataError: naming what is missing.
+    """
+    config, windows = corpus.config, _windows(corpus.config)
+    longest = max(windows.values(), default=0)
+    for shard in corpus.valid.shards if corpus.valid is not None else ():
+        if windows and shard.len_tokens <= longest:
+            raise DataError(
+                f"{shard.prefix}: has {shard.len_tokens} tokens to validate on, and eval_windows needs more than "
+                f"{longest}; hold out more documents, or leave out the longest window"
+            )
+    if windows and config.position.pos_emb == "xpos":
+        try:
+            check_range(longest / 2, DTYPES[config.precision.dtype])
+        except PositionRangeError as error:
+            raise ConfigError([f"eval_windows: {error}"]) from error
+    for prompt in config.logging.sample_prompts or ():
+        if corpus.tokenizer is None:
+            raise ConfigError(
+                [
+                    "sample_prompts: no tokenizer is saved with the shards; name theirs with tokenizer_type and "
+                    "vocab_file"
+                ]
+            )
+        size, rows = len(corpus.tokenizer.encode(prompt)) + SAMPLE_TOKENS, config.model.max_position_embeddings
+        if config.position.pos_emb == "learned" and size > rows:
+            raise ConfigError(
+                [
+                    f"sample_prompts: {prompt[:40]!r} and {SAMPLE_TOKENS} new tokens are {size} tokens, and pos_emb "
+                    f"learned has vectors for {rows}; shorten it, or raise max_position_embeddings"
+                ]
+            )
+
+
+def validate(corpus: Corpus, mean_loss: MeanLoss, layout: Layout) -> dict[str, float]:
+    """Return mean losses, in nats per token, of the first batches of the validation data: the same every time.
+
+    `validation_loss` is that of `eval_iters` batches of the blend. With several sources and `eval_per_source`,
+    `validation_loss/NAME` is that of each source, over the batches that its weight in the blend gives it, at least one:
+    all sources together cost about as much as the blend. `eval_windows` adds `window_perplexities`. Empty if there is
+    nothing to validate. Every rank must call it.
+    """
+    valid, keys = corpus.valid, corpus.config.logging
+    if valid is None or keys.eval_iters == 0:
+        return {}
+    blends = {VALIDATION_LOSS: (valid, keys.eval_iters)}
+    if keys.eval_per_source and len(valid.shards) > 1:
+        names, total = source_names([str(shard.prefix) for shard in valid.shards]), math.fsum(valid.weights)
+        for name, shard, weight in zip(names, valid.shards, valid.weights, strict=True):
+            batches = max(1, round(weight / total * keys.eval_iters))
+            blends[f"{VALIDATION_LOSS}/{name}"] = Blend([shard], [1.0], valid.seq_length, valid.seed), batches
+    losses = {}
+    for name, (blend, batches) in blends.items():
+        with open_loader(corpus, blend, layout) as loader:
+            losses[name] = sum(mean_loss(loader.micro_batches(index)) for index in range(batches)) / batches
+    return losses | window_perplexities(corpus, valid, mean_loss, layout)
+
+
+def window_perplexities(corpus: Corpus, valid: Blend, mean_loss: MeanLoss, layout: Layout) -> dict[str, float]:
+    """Return `validation_perplexity_W` for every window W of `eval_windows`.
+
+    Each sample of the longest window ends with S tokens, half of the shortest window, that all windows score: each
+    reads the last W tokens, so every scored token has at least W-S+1 and at most W tokens to read, as in a sliding
+    window of stride S. Windows cross documents as training samples do. The longest window reads about as many tokens as
+    the validation loss.
+    """
+    keys, length, windows = corpus.config.logging, valid.seq_length, _windows(corpus.config)
+    if not windows:
+        return {}
+    longest, scored = max(windows.values()), max(1, min(windows.values()) // 2)
+    samples = Blend(valid.shards, valid.weights, longest, valid.seed)
+    total, micro, rank, ranks = layout
+    rows = max(1, micro * length // longest)
+    batches = max(1, keys.eval_iters * total * length // (longest * rows * ranks))
+    figures = {}
+    for name, window in windows.items():
+        with open_loader(corpus, samples, (rows * ranks, rows, rank, ranks), window) as loader:
+            losses = [mean_loss([_last_scored(loader.micro_batches(index)[0], scored)]) for index in range(batches)]
+        mean = math.fsum(losses) / batches
+        figures[f"{VALIDATION_PERPLEXITY}_{name}"] = math.inf if mean > 700 else math.exp(mean)
+    return figures
+
+
+def _windows(config: Config) -> dict[str, int]:
+    """Tokens of each entry of `eval_windows`, by its name in figures."""
+    given, length = config.logging.eval_windows or (), config.model.seq_length
+    return {str(window): tokens for window in given if (tokens := window_tokens(window, length)) is not None}
+
+
+def _last_scored(batch: Batch, count: int) -> Batch:
+    """The batch with a loss mask of its last `count` inputs only."""
+    mask = np.zeros((len(batch.tokens), batch.tokens.shape[1] - 1), dtype=bool)
+    mask[:, -count:] = True
+    return replace(batch, loss_mask=mask if batch.loss_mask is None else mask & batch.loss_mask)
+
+
+def samples(corpus: Corpus, engine: Engine, beat: Callable[[str], None]) -> list[tuple[str, str]]:
+    """Return each of `sample_prompts` with its greedy continuation: SAMPLE_TOKENS tokens, or to the end of a document.
+
+    Every rank must call it: all compute the same tokens, and always as many, because under ZeRO 3 and tensor
+    parallelism every forward pass has collectives. `beat` is called before each prompt.
+    """
+    pairs = []
+    for prompt in corpus.config.logging.sample_prompts or ():
+        beat("sampling")
+        assert corpus.tokenizer is not None, "check_validation has checked it"
+        ids = corpus.tokenizer.encode(prompt) or [corpus.tokenizer.eod]
+        tokens = torch.tensor([ids])
+        for _ in range(SAMPLE_TOKENS):
+            best = engine.next_logits(tokens)[:, : corpus.tokenizer.vocab_size].argmax(dim=-1, keepdim=True)
+            tokens = torch.cat((tokens, best.cpu()), dim=1)
+        row = Continuation(corpus.tokenizer, ids)
+        for _ in texts([row], iter(tokens[:, len(ids) :].T)):
+            pass
+        pairs.append((prompt, row.text))
+    return pairs

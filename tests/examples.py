@@ -1,0 +1,256 @@
+"""How the documented commands are tested, and a folder in which they run small.
+
+A command is looked up by its beginning; the longest that fits counts. One that is in neither table fails the tests.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_coca.checkpoints.exports.huggingface import export
+from megatron_coca.checkpoints.exports.neox import export_neox
+from megatron_coca.config import load_config
+from megatron_coca.data import CorpusSource, Execution, Rules, SourceSpec, load_tokenizer, prepare
+from megatron_coca.data.builtin import prepare_builtin
+from tests.checkpoint_files import write_checkpoint
+from tests.documents import ROOT
+
+WINDOWS = "--windows 64,128 --stride 64 --max-length 128 --num-documents 1"
+RETRIEVAL = "--cases 1 --max-new-tokens 4"
+CHECKPOINT_SUITE = "python evaluate.py suite configs/evaluation/checkpoint.yml"
+TWO = "save=runs/new distributed_backend=gloo --num_gpus 2"
+QUICKSTART = "python train.py configs/quickstart"
+TUTORIAL = "data/tutorial/data.yml vocab_size=2048 train_iters=600 save=runs/tutorial"
+
+RUN = {
+    "python -m megatron_coca.attention.build > ": "",
+    "python -m megatron_coca.config.reference > ": "",
+    "python train.py --help": "",
+    "python train.py configs/350M/roformer_coca.yml": "save=runs/new",
+    "python train.py configs/350M/alibi.yml": "train_iters=4",
+    "python train.py configs/350M/roformer_coca.yml model_parallel_size=2": TWO,
+    "python train.py configs/350M/roformer_coca.yml pipe_parallel_size=2": TWO,
+    "python train.py configs/350M/roformer_coca.yml seq_length=65536": f"{TWO} seq_length=128 sequence_parallel_size=2",
+    QUICKSTART: "save=runs/new",
+    f"{QUICKSTART}/roformer.yml {TUTORIAL}": "train_iters=4",
+    f"{QUICKSTART}/roformer_coca.yml {TUTORIAL}": "train_iters=4",
+    f"{QUICKSTART}/roformer_coca.yml {TUTORIAL}/coca --auto-resume": "train_iters=6",
+    "python train.py configs/finetune": "save=runs/new",
+    "python tools/train_stages.py configs/finetune": "",
+    "python tools/estimate.py": "",
+    "python tools/prepare_data.py --builtin": "--output data/new",
+    "python tools/prepare_data.py --input books": "--output data/new",
+    "python tools/prepare_data.py --input books=books.jsonl.zst code=": "--train-tokenizer 512 --output data/new",
+    "python tools/prepare_data.py --input books=books.jsonl.zst --train": "--train-tokenizer 512 --output data/new",
+    "python tools/prepare_data.py --input mine": "",
+    "python tools/train_tokenizer.py": "--vocab-size 512 --characters 200000 --output data/new",
+    "python tools/inspect_data.py": "",
+    "python tools/inspect_checkpoint.py": "",
+    "python tools/import_checkpoint.py models/llama-7b": "",
+    "python tools/import_checkpoint.py downloads/llama-7b": "",
+    "python tools/import_checkpoint.py tests/golden/authors": "",
+    "python tools/convert_to_huggingface.py": "",
+    "python tools/convert_to_neox.py": "",
+    "python tools/ablate.py configs/ablations/methods.yml --dry-run": "",
+    "python tools/ablate.py configs/ablations/methods.yml --slurm": "",
+    "python evaluate.py perplexity": WINDOWS,
+    "python evaluate.py perplexity --checkpoint runs/tutorial": "--num-documents 1",
+    "python evaluate.py passkey": f"--lengths 256 {RETRIEVAL}",
+    "python evaluate.py needle": f"--lengths 256 --depths 50 {RETRIEVAL}",
+    "python evaluate.py ruler": f"--lengths 256 {RETRIEVAL}",
+    "python evaluate.py analyse": "--lengths 64,128 --num-documents 1 --pairs 16 --queries 8",
+    "python evaluate.py speed": "--lengths 64 --rounds 1 --no-memory",
+    "python evaluate.py report": "",
+    CHECKPOINT_SUITE: "",
+    "python tools/bench_loader.py loader": "--megabytes 1 --steps 2",
+    "python tools/bench_loader.py open": "--documents 1000",
+    "python tools/bench_evaluation.py": "num_layers=1 hidden_size=64 --windows 64 --stride 64 --length 256 --rounds 1",
+    "python tools/bench_checkpoint.py": "num_layers=1 hidden_size=64 --rounds 1",
+    "python tools/bench_train.py configs/350M/roformer.yml configs/cluster/cpu.yml": (
+        "num_layers=1 hidden_size=64 seq_length=64 --rounds 1 --warmup 1"
+    ),
+}
+"""Commands that are executed in `make_workspace`, and what is appended to make them small."""
+
+SUITE_ITSELF = "a part of the tests, or all of them"
+NEOX = "needs a checkout of GPT-NeoX; tests/integration/test_neox_plugin.py runs it where there is one"
+STORE = "needs an object store; tests/integration/test_object_store_runs.py has one"
+PILE = "needs 700 GB of corpora"
+HOURS = "trains for hours; tests/integration/test_ablation_runs.py trains small ones"
+DONE = "says how published numbers were made"
+PROGRAM = "a program of its own that is not installed here"
+
+NOT_RUN = {
+    "make ": "installs, or runs the tests",
+    "pip ": "changes the environment",
+    "source ": "changes the shell",
+    "mkdir ": "of docker/README.md",
+    "docker ": PROGRAM,
+    "vllm ": PROGRAM,
+    "sbatch ": PROGRAM,
+    "bash jobs/study/submit.sh": PROGRAM,
+    "python -m sglang": PROGRAM,
+    "pre-commit ": "changes the checkout's hooks",
+    "python -m pytest": SUITE_ITSELF,
+    "PYTHONPATH=. python tests/golden": SUITE_ITSELF,
+    "GPT_NEOX_HOME": NEOX,
+    "NEOX_PLUGIN_OLDEST_PYTHON": NEOX,
+    "echo 'pos_emb: coca' > ~/gpt-neox": NEOX,
+    "python -m megatron_coca.neox_plugin": NEOX,
+    'python -c "import megatron_coca.neox_plugin': NEOX,
+    "python deepy.py": NEOX,
+    "python train.py configs/350M/roformer_coca.yml save=s3:": STORE,
+    "python evaluate.py perplexity --checkpoint s3:": STORE,
+    "python train.py configs/350M/roformer_coca.yml configs/cluster/slurm.yml": "needs srun",
+    "python train.py configs/350M/roformer_coca.yml configs/data/pile_books_wiki_code.yml": PILE,
+    "python tools/prepare_data.py configs/data/recipes/pile_books_wiki_code.yml": PILE,
+    "python tools/inspect_data.py lengths data/pile_books_wiki_code": PILE,
+    "python evaluate.py lm-eval": "its data are on the Hugging Face hub; test_harness_command.py has others",
+    "python evaluate.py suite configs/evaluation/paper_350m.yml": "needs four trained models and PG-19",
+    "python tools/ablate.py configs/ablations": HOURS,
+    "python tools/ablate.py configs/study/methods.yml": DONE,
+    "OMP_NUM_THREADS=1 nice -n 15 python train.py configs/study": DONE,
+    "python evaluate.py perplexity --checkpoint runs/pilot": DONE,
+    "python tools/finetune_small.py": "takes ten minutes; tests/integration/test_finetuning_chain.py does the same",
+    "python tools/bench_train.py configs/350M/roformer.yml precision=bfloat16": "needs a GPU",
+    "python tools/bench_prepare.py": "needs half a gigabyte of text",
+    "python tools/bench_import.py": "writes several gigabytes",
+}
+"""Commands that are not executed, and why. Arguments of this project's commands are parsed all the same."""
+
+PRELUDES = {
+    "docs/attention.md": (
+        "import torch\nfrom megatron_coca import load_model\nmodel = load_model('runs/quickstart/roformer_coca')\n"
+        "prompt, new = 4, 2\nprompt_ids, next_id = torch.ones(1, 4, dtype=int), torch.ones(1, 1, dtype=int)\n"
+    ),
+    "docs/checkpoints.md": "import torch\ninput_ids = torch.ones(1, 8, dtype=int)\n",
+    "docs/harness.md": 'open(\'d-dev.json\', \'w\').write(\'[[["A."], [{"question": "Q?"}], "1"]]\')\n',
+    "docs/retrieval.md": (
+        "import torch\nfrom megatron_coca import load_model\nfrom megatron_coca.data import load_tokenizer\n"
+        "model = load_model('runs/quickstart/roformer_coca')\nprompts = torch.ones(1, 4, dtype=int)\n"
+        "tokenizer = load_tokenizer('SPMTokenizer', 'data/builtin/tokenizer.model')\n"
+    ),
+    "docs/serving.md": (
+        "import torch\nfrom transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer\n"
+        "model = AutoModelForCausalLM.from_pretrained('exported/350M_coca', trust_remote_code=True)\n"
+        "batches = [torch.ones(1, 8, dtype=int)]\n"
+    ),
+}
+"""Names that the Python blocks of a page expect, which all run in one namespace, in their order."""
+
+QUICK = ("README.md", "docs/attention.md", "docs/config.md", "docs/proofs.md")
+"""Pages whose Python blocks are run by the fast tests, the others by the slow one."""
+
+SHAPE: dict[str, Any] = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "vocab_size": 1024}
+BATCH: dict[str, Any] = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 4, "precision": "fp32"}
+STEPS: dict[str, Any] = {"train_iters": 4, "checkpoint_factor": 2, "eval_interval": 4, "eval_iters": 1}
+LOCAL: dict[str, Any] = {"distributed_backend": "gloo", "hostfile": None, "launcher": None}
+LLAMA: dict[str, Any] = SHAPE | BATCH | STEPS | {"intermediate_size": 192, "sequence_parallel_size": 1}
+EXTENDED = {"rope_type": "linear", "factor": 2.0, "original_max_position_embeddings": 64}
+SMALLER: dict[str, dict[str, Any]] = {
+    "350M/*.yml": SHAPE | BATCH | STEPS | {"seq_length": 64},
+    "quickstart/*.yml": SHAPE | STEPS | {"train_micro_batch_size_per_gpu": 4},
+    "cluster/a100x8.yml": BATCH | LOCAL | {"num_gpus": 2, "gradient_accumulation_steps": 1},
+    "cluster/a100x32.yml": BATCH | LOCAL | {"num_gpus": None, "gradient_accumulation_steps": 2},
+    "finetune/llama7b_coca_stage*.yml": LLAMA | {"seq_length": 64},
+    "finetune/llama7b_*pi_32k.yml": LLAMA | {"seq_length": 128, "rope_scaling": EXTENDED},
+    "evaluation/checkpoint.yml": {
+        "tasks": {
+            "perplexity": {"windows": ["1L", "2L"], "stride": "1L", "num_documents": 1},
+            "passkey": {"lengths": ["4L"], "cases": 1, "max_new_tokens": 4},
+            "analyse": {"lengths": ["1L"], "num_documents": 1, "pairs": 16, "queries": 8},
+        }
+    },
+}
+"""Keys of configuration files that are smaller in the workspace."""
+
+
+def treatment(command: str) -> tuple[str, str]:
+    """("run", what to append) or ("not run", the reason). Raises LookupError for a command without a row."""
+    fitting = [beginning for beginning in (*RUN, *NOT_RUN) if command.startswith(beginning)]
+    if not fitting:
+        raise LookupError(f"{command}\nAdd its beginning to RUN or NOT_RUN in tests/examples.py.")
+    longest = max(fitting, key=len)
+    return ("run", RUN[longest]) if longest in RUN else ("not run", NOT_RUN[longest])
+
+
+def make_configs(folder: Path) -> None:
+    """Copy `configs/`, smaller, into a folder that is the present one."""
+    shutil.copytree(ROOT / "configs", folder / "configs")
+    for pattern, keys in SMALLER.items():
+        paths = sorted((folder / "configs").glob(pattern))
+        assert paths, pattern
+        for path in paths:
+            path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | keys, sort_keys=False))
+
+
+def write_model(file: str, save: str, keys: Mapping[str, Any] | None = None, vocab_file: str | None = None) -> Path:
+    """A checkpoint of step 500 with fresh weights, in the shape of a file of the workspace."""
+    named = {"tokenizer_type": "SPMTokenizer", "vocab_file": vocab_file} if vocab_file else {}
+    config = load_config([file], named | dict(keys or {}))
+    tokenizer = load_tokenizer("SPMTokenizer", vocab_file) if vocab_file else None
+    return write_checkpoint(Path(save), config, tokenizer=tokenizer, step=500)
+
+
+def make_workspace(folder: Path) -> None:
+    """All that documented commands read, in `folder`, which is the present one: the project, models, data, results."""
+    ignored = shutil.ignore_patterns("__pycache__")
+    for name in ("megatron_coca", "tools", "tests/golden/authors"):
+        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+    for name in ("train.py", "evaluate.py"):
+        shutil.copy(ROOT / name, folder)
+    for name in ("docs", "benchmarks", "data", "models", "results"):
+        (folder / name).mkdir()
+    make_configs(folder)
+    make_data(folder)
+    pieces = "data/builtin/tokenizer.model"
+    for name in ("350M_roformer", "350M_roformer_coca"):
+        write_model(f"configs/350M/{name.removeprefix('350M_')}.yml", f"runs/{name}", vocab_file=pieces)
+    write_model("configs/quickstart/roformer_coca.yml", "runs/quickstart/roformer_coca", vocab_file=pieces)
+    for name in ("llama7b_coca", "llama7b_coca_stage3"):
+        write_model("configs/finetune/llama7b_coca_stage3.yml", f"runs/{name}", vocab_file=pieces)
+    llama = "configs/finetune/llama7b_coca_stage1.yml"
+    write_model(llama, "runs/llama", {"pos_emb": "rotary", "trainable": None}, pieces)
+    for name in ("models/llama-7b", "downloads/llama-7b"):
+        export("runs/llama", name)
+        shutil.copy(pieces, folder / name)
+    shutil.copy("models/llama-7b/tokenizer.json", "20B_tokenizer.json")
+    exports = {
+        "350M_roformer": "350M_roformer",
+        "coca": "350M_roformer_coca",
+        "350M_coca": "350M_roformer_coca",
+        "llama7b_coca": "llama7b_coca",
+    }
+    for name, run in exports.items():
+        export(f"runs/{run}", f"made/{name}")
+    for name in ("neox_run", "runs/theirs"):
+        export_neox("runs/350M_roformer", name)
+    (folder / "results/pilot").mkdir()
+    for path in (ROOT / "benchmarks/study_pilot").glob("*.json"):
+        text = path.read_text().replace("RoFormer RoFormer", "RoFormer")  # the label that documents compare with
+        (folder / "results/pilot" / path.name).write_text(text)
+
+
+def make_data(folder: Path) -> None:
+    """The built-in corpus, the inputs that documents name, and what was prepared from them."""
+    import pyarrow
+    import pyarrow.parquet
+    import zstandard
+
+    prepare_builtin(Path("data"), progress=False)
+    text, code = (folder / f"data/builtin/{name}.jsonl" for name in ("text", "code"))
+    Path("books.jsonl.zst").write_bytes(zstandard.ZstdCompressor().compress(text.read_bytes()))
+    documents = [json.loads(line)["text"] for line in code.read_text().splitlines()[:20]]
+    pyarrow.parquet.write_table(pyarrow.table({"text": documents}), "code.parquet")
+    books = {"books": {"paths": ["../books.jsonl.zst"]}}
+    Path("data/recipe.yml").write_text(yaml.safe_dump({"train_tokenizer": {"vocab_size": 512}, "sources": books}))
+    Path("pg19/test").mkdir(parents=True)
+    Path("pg19/test/1.txt").write_text("The sea was calm and a small boat lay near its shore. " * 100)
+    tokenizer = load_tokenizer("SPMTokenizer", "data/builtin/tokenizer.model")
+    for name in ("mine", "llama"):
+        sources = [CorpusSource(SourceSpec("books", [Path("books.jsonl.zst")]))]
+        prepare(sources, Path("data", name), tokenizer, Rules(), Execution(progress=False))

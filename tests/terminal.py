@@ -1,0 +1,80 @@
+"""Run a command on a pseudo-terminal, and read what a person would see."""
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import termios
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+TOKEN = re.compile(r"(\x1b\[[0-9;?]*[A-Za-z]|\r|\n)")
+HIDDEN_CURSOR = "\x1b[?25l"
+
+
+def on_terminal(
+    command: Sequence[str],
+    columns: int,
+    environment: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    stdout: int | None = None,
+    during: Callable[[subprocess.Popen[bytes], str], None] | None = None,
+    seconds: float = 60,
+) -> tuple[int, str]:
+    """Return the exit status of a command on a terminal of so many columns, and all that it wrote there.
+
+    `stdout` goes elsewhere if given. `during` gets the process and the text so far, whenever there is more.
+    """
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    variables = {name: value for name, value in (environment or os.environ).items() if name not in ("COLUMNS", "LINES")}
+    process = subprocess.Popen(
+        command,
+        stdin=slave,
+        stdout=slave if stdout is None else stdout,
+        stderr=slave,
+        cwd=cwd,
+        env=variables | {"TERM": "xterm-256color"},
+    )
+    os.close(slave)
+    written, end = b"", time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            block = os.read(master, 1 << 16)
+        except OSError:  # all writers have closed it
+            break
+        if not block:
+            break
+        written += block
+        if during is not None:
+            during(process, written.decode(errors="replace"))
+    os.close(master)
+    return process.wait(10), written.decode()
+
+
+def screen(written: str, columns: int) -> list[str]:
+    """Return the lines that are left on the screen; of a bar that is too wide, which is wrapped, parts stay."""
+    lines, row, column = [""], 0, 0
+    for token in TOKEN.split(written):
+        if token == "\r":
+            column = 0
+        elif token == "\n":
+            row += 1
+            lines += [""] * (row == len(lines))
+        elif token.startswith("\x1b"):
+            if token.endswith("A"):
+                row -= int(token[2:-1] or 1)
+            elif token == "\x1b[2K":
+                lines[row] = ""
+            else:
+                assert token.endswith("m"), f"{token!r} in {written!r}"
+        for character in token if token[:1] >= " " else "":
+            if column == columns:
+                row, column = row + 1, 0
+                lines += [""] * (row == len(lines))
+            lines[row] = lines[row][:column].ljust(column) + character + lines[row][column + 1 :]
+            column += 1
+    return [line.rstrip() for line in lines]

@@ -1,0 +1,207 @@
+"""The command `generate`, from options to text on the terminal and in files."""
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_coca.commands import generate
+from megatron_coca.config import load_config
+from megatron_coca.model import Sampling
+from megatron_coca.text_generation import load_generator
+from tests.checkpoint_files import talkative_model, write_checkpoint
+
+ROOT = Path(__file__).parents[2]
+KEYS = {
+    "num_layers": 1,
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "seq_length": 16,
+    "vocab_size": 512,
+    "no_weight_tying": True,
+    "tokenizer_type": "CharLevelTokenizer",
+    "pos_emb": "coca",
+    "max_position_embeddings": 40,
+}
+LONG = "the sea was calm and a small boat"
+TEN = ["--max-new-tokens", "10"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("checkpoint") / "run"
+    config = load_config([], KEYS)
+    write_checkpoint(folder, config, talkative_model(config).state_dict())
+    return str(folder)
+
+
+def expected(checkpoint: str, prompt: str, sampling: Sampling | None = None, **options: Any) -> str:
+    return load_generator(checkpoint).complete([prompt], 10, sampling or Sampling(), **options)[0].text
+
+
+class Typed(io.StringIO):
+    """Standard input on a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_one_prompt_is_streamed(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--temperature", "0.8", "--top-k", "40", "--top-p", "0.9", "--repetition-penalty", "1.1", "--seed", "5"]
+    assert generate.main(["--checkpoint", checkpoint, "--prompt", LONG, *TEN, *options]) == 0
+    wanted = expected(checkpoint, LONG, Sampling(0.8, 40, 0.9, 1.1, 5))
+    assert capsys.readouterr().out == wanted + "\n"
+
+
+def test_prompts_of_a_file_into_a_file(checkpoint: str, tmp_path: Path) -> None:
+    file, output = tmp_path / "prompts.jsonl", tmp_path / "new" / "out.jsonl"
+    file.write_text('{"prompt": "the sea"}\n\n{"text": "a small\\nboat"}\n')
+    options = ["--file", str(file), "--num-samples", "2", "--temperature", "1", "--output", str(output), *TEN]
+    assert generate.main(["--checkpoint", checkpoint, *options]) == 0
+    records = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [record["prompt"] for record in records] == ["the sea"] * 2 + ["a small\nboat"] * 2
+    assert records[0]["text"] == expected(checkpoint, "the sea", Sampling(1.0)) != records[1]["text"]
+    assert all(record["tokens"] <= 10 and record["finish"] in ("eod", "length") for record in records)
+
+
+def test_lines_of_a_file_below_their_headings(
+    checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompts.txt").write_text("the sea\n\na boat\n")
+    assert generate.main(["--checkpoint", checkpoint, "--file", str(tmp_path / "prompts.txt"), *TEN]) == 0
+    shown = capsys.readouterr().out
+    assert shown == "".join(
+        f"[{number}/2] {prompt}\n{expected(checkpoint, prompt)}\n\n"
+        for number, prompt in enumerate(("the sea", "a boat"), start=1)
+    )
+
+
+def test_standard_input_is_one_prompt(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the sea\nwas calm\n"))
+    assert generate.main(["--checkpoint", checkpoint, *TEN]) == 0
+    assert capsys.readouterr().out == expected(checkpoint, "the sea\nwas calm") + "\n"
+
+
+def test_lines_that_a_person_types(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", Typed("the sea\nthe sea\n"))
+    assert generate.main(["--checkpoint", checkpoint, "--temperature", "1", *TEN]) == 0
+    texts = [expected(checkpoint, "the sea", Sampling(1.0, seed=seed)) for seed in (0, 1)]
+    assert texts[0] != texts[1]
+    assert capsys.readouterr().out == f"> {texts[0]}\n> {texts[1]}\n> \n"
+
+
+def test_extensions_as_files_and_keys(checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overlay = str(ROOT / "configs" / "extend" / "dynamic_ntk.yml")
+    shown = []
+    for changes in ([], [overlay], [overlay, "rope_scaling.factor=8.0"]):
+        arguments = [
+            "--checkpoint",
+            checkpoint,
+            *changes,
+            "--prompt",
+            LONG * 3,
+            "--output",
+            str(tmp_path / "out.jsonl"),
+        ]
+        assert generate.main([*arguments, "--max-new-tokens", "40"]) == 0
+        shown.append((tmp_path / "out.jsonl").read_text())
+    assert len(set(shown)) == 3
+    assert generate.main(["--checkpoint", checkpoint, "--prompt", "x", "num_layers=3"]) == 2
+    assert "cannot be evaluated with another num_layers" in capsys.readouterr().err
+
+
+def test_a_stop_string_and_no_cache(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = expected(checkpoint, LONG, Sampling(1.0))
+    arguments = ["--checkpoint", checkpoint, "--prompt", LONG, "--temperature", "1", "--no-cache", *TEN]
+    assert generate.main([*arguments, "--stop", text[4:6]]) == 0
+    assert capsys.readouterr().out == text[: text.index(text[4:6])] + "\n"
+
+
+NEOX = {
+    "text-gen-type": "unconditional",
+    "maximum_tokens": 10,
+    "prompt_end": "\n",
+    "temperature": 1.0,
+    "top_p": 0.0,
+    "top_k": 0,
+    "recompute": False,
+    "num-samples": 3,
+    "sample-input-file": "sample_input.txt",
+    "sample-output-file": "sample_output.txt",
+}
+"""As upstream's text_generation.yml."""
+
+
+def test_settings_of_gpt_neox(checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text_generation.yml").write_text(json.dumps(NEOX))
+    assert generate.main(["--checkpoint", checkpoint, "--config", "text_generation.yml"]) == 0
+    records = [json.loads(line) for line in Path("sample_output.txt").read_text().splitlines()]
+    assert [record["prompt"] for record in records] == ["", "", ""] and len({record["text"] for record in records}) > 1
+    Path("sample_input.txt").write_text("the sea\n")
+    changed = NEOX | {"text-gen-type": "input-file", "temperature": 0.0, "top_k": 5, "recompute": True}
+    Path("text_generation.yml").write_text(json.dumps(changed))
+    options = ["--config", "text_generation.yml", "--num-samples", "1"]
+    assert generate.main(["--checkpoint", checkpoint, *options]) == 0
+    (record,) = map(json.loads, Path("sample_output.txt").read_text().splitlines())
+    assert record["text"] == expected(checkpoint, "the sea", Sampling(1.0, top_k=5)), "a filter alone means sampling"
+    assert generate.main(["--checkpoint", checkpoint, *options, "--prompt", "a boat"]) == 0
+    assert '"a boat"' in Path("sample_output.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt", "x", "--top-p", "0"], "top_p 0.0: temperature"),
+        (["--prompt", "x", "--stop", ""], "--stop: an empty text"),
+        (["--prompt", "x", "rope_scalin.factor=2"], "did you mean `rope_scaling"),
+        (["--prompt", "x", "none.yml"], "none.yml"),
+        (["--file", "none.txt"], "none.txt: cannot be read"),
+        (["--file", "bad.jsonl"], r"bad.jsonl:2: expected an object with the text of a prompt"),
+        (["--file", "empty.txt"], "empty.txt: has no prompt"),
+        (["--prompt", "x", "--config", "none.yml"], "none.yml"),
+        (["--prompt", "x", "--device", "cuda:99"], "device cuda:99: cannot be used here"),
+        (["--prompt", "x", "--output", "."], "is a folder"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_the_user_can_correct(
+    checkpoint: str,
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("bad.jsonl").write_text('{"prompt": "x"}\n["x"]\n')
+    Path("empty.txt").write_text("\n")
+    assert generate.main(["--checkpoint", checkpoint, *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("megatron-coca generate: ") and message in error
+
+
+def test_no_checkpoint_and_too_many_positions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate.main(["--checkpoint", str(tmp_path / "none"), "--prompt", "x"]) == 2
+    write_checkpoint(tmp_path / "learned", load_config([], KEYS | {"pos_emb": "learned"}))
+    assert generate.main(["--checkpoint", str(tmp_path / "learned"), "--prompt", LONG, "--max-new-tokens", "20"]) == 2
+    assert "40 positions" in capsys.readouterr().err
+
+
+def test_help_and_typing_errors_import_no_torch() -> None:
+    code = (
+        "import contextlib, io, sys\nfrom megatron_coca.commands.generate import main\n"
+        "for arguments in (['--help'], ['--tempo', '1']):\n"
+        "    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()), "
+        "contextlib.redirect_stderr(io.StringIO()):\n        main(arguments)\n"
+        "assert not {'torch', 'transformers', 'matplotlib'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
