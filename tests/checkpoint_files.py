@@ -39,6 +39,7 @@ def write_checkpoint(
     for name in NEEDED:
         (folder / name).parent.mkdir()
         (folder / name).touch()
+    save_file({}, folder / NEEDED[0], {"places": "{}"})
     native.commit(save, step)
     return save
 

@@ -77,6 +77,9 @@ RUN = {
 }
 """Commands that are executed in `make_workspace`, and what is appended to make them small."""
 
+ABSENT = {"python tools/train_stages.py": "runs/llama7b_coca_stage3"}
+"""What a command makes, and others read: not in its workspace."""
+
 SUITE_ITSELF = "a part of the tests, or all of them"
 NEOX = "needs a checkout of GPT-NeoX; tests/integration/test_neox_plugin.py runs it where there is one"
 STORE = "needs an object store; tests/integration/test_object_store_runs.py has one"
@@ -247,7 +250,7 @@ def make_data(folder: Path) -> None:
     Path("books.jsonl.zst").write_bytes(zstandard.ZstdCompressor().compress(text.read_bytes()))
     documents = [json.loads(line)["text"] for line in code.read_text().splitlines()[:20]]
     pyarrow.parquet.write_table(pyarrow.table({"text": documents}), "code.parquet")
-    books = {"books": {"paths": ["../books.jsonl.zst"]}}
+    books = {"books": {"paths": ["books.jsonl.zst"]}}
     Path("data/recipe.yml").write_text(yaml.safe_dump({"train_tokenizer": {"vocab_size": 512}, "sources": books}))
     Path("pg19/test").mkdir(parents=True)
     Path("pg19/test/1.txt").write_text("The sea was calm and a small boat lay near its shore. " * 100)
