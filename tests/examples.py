@@ -42,6 +42,7 @@ RUN = {
     "python train.py configs/finetune": "save=runs/new",
     "python tools/train_stages.py configs/finetune": "",
     "python tools/estimate.py": "",
+    "python tools/generate.py": "--max-new-tokens 4",
     "python tools/prepare_data.py --builtin": "--output data/new",
     "python tools/prepare_data.py --input books": "--output data/new",
     "python tools/prepare_data.py --input books=books.jsonl.zst code=": "--train-tokenizer 512 --output data/new",
