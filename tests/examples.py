@@ -57,6 +57,7 @@ RUN = {
     "python tools/convert_to_neox.py": "",
     "python tools/ablate.py configs/ablations/methods.yml --dry-run": "",
     "python tools/ablate.py configs/ablations/methods.yml --slurm": "",
+    "python tools/generate.py": "--max-new-tokens 4",
     "python evaluate.py perplexity": WINDOWS,
     "python evaluate.py perplexity --checkpoint runs/tutorial": "--num-documents 1",
     "python evaluate.py passkey": f"--lengths 256 {RETRIEVAL}",
@@ -251,6 +252,7 @@ def make_data(folder: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"text": documents}), "code.parquet")
     books = {"books": {"paths": ["books.jsonl.zst"]}}
     Path("data/recipe.yml").write_text(yaml.safe_dump({"train_tokenizer": {"vocab_size": 512}, "sources": books}))
+    Path("book.txt").write_text("The sea was calm")
     Path("pg19/test").mkdir(parents=True)
     Path("pg19/test/1.txt").write_text("The sea was calm and a small boat lay near its shore. " * 100)
     tokenizer = load_tokenizer("SPMTokenizer", "data/builtin/tokenizer.model")
