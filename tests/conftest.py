@@ -54,6 +54,7 @@ SMALL: dict[str, Any] = {
     "eval_interval": 6,
     "eval_iters": 1,
     "seed": 7,
+    "distributed_backend": "gloo",
 }
 """A model of 60 thousand parameters with dropout, trained for twelve steps with two micro batches each."""
 

@@ -13,7 +13,7 @@ from pydantic import Field, JsonValue, field_validator
 
 from megatron_coca.checkpoints import CheckpointError, open_checkpoint
 from megatron_coca.checkpoints.compare import refuse_other_model
-from megatron_coca.config import COMPUTE_KEYS, KEYS, Config, ConfigError, load_config
+from megatron_coca.config import COMPUTE_KEYS, KEYS, Config, ConfigError, load_config, split_inputs
 from megatron_coca.config.schema import GROUPS
 from megatron_coca.data import DataError
 from megatron_coca.evaluation.cli import MEASUREMENTS
@@ -182,7 +182,7 @@ def expand(
     except EvaluationError as error:
         problems.append(str(error))
     try:
-        base = load_config(*_split(file.base))
+        base = load_config(*split_inputs(file.base))
     except ConfigError as error:
         raise EvaluationError("\n".join([*problems, *(f"base: {line}" for line in error.problems)])) from error
     cells: list[Cell] = []
@@ -285,11 +285,6 @@ def _without_none(value: Any) -> Any:
     return value
 
 
-def _split(texts: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Divide into files and `key=value`, as on the command line of train.py."""
-    return [text for text in texts if "=" not in text], [text for text in texts if "=" in text]
-
-
 def _data_of(config: Config, known: dict[str, DataRecord]) -> DataRecord:
     """Return the training data; `known` has earlier answers by what chose them, and gets this one."""
     flat = config.flat()
@@ -303,7 +298,7 @@ def _data_of(config: Config, known: dict[str, DataRecord]) -> DataRecord:
 
 
 def _changed(config: Config, changes: Sequence[str] | None) -> Config:
-    files, keys = _split(changes_in_tokens(changes or [], config.model.seq_length))
+    files, keys = split_inputs(changes_in_tokens(changes or [], config.model.seq_length))
     return config.override(keys, files)
 
 

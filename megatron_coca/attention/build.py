@@ -123,8 +123,8 @@ has been measured that would prefer them, `reference` because it needs O(N^2) me
 """
 
 
-def select_backend(name: str, needs: Needs) -> tuple[str, Backend]:
-    """(name, backend) for `attention_backend: name`.
+def find_backend(name: str, needs: Needs) -> tuple[str, dict[str, str]]:
+    """Name of the backend for `attention_backend: name`, and the reasons against those passed over.
 
     Raises:
         BackendError: the named backend cannot serve `needs` (it is never replaced silently), or none of the
@@ -135,8 +135,7 @@ def select_backend(name: str, needs: Needs) -> tuple[str, Backend]:
     for candidate in candidates:
         reason = BACKENDS[candidate].supports(needs)
         if reason is None:
-            logger.info("attention backend %s%s", candidate, _passed_over(reasons))
-            return candidate, BACKENDS[candidate]
+            return candidate, reasons
         reasons[candidate] = reason
     remedy = (
         "; set attention_backend to another one or to auto"
@@ -144,6 +143,13 @@ def select_backend(name: str, needs: Needs) -> tuple[str, Backend]:
         else "; attention_backend: reference runs anything, slowly"
     )
     raise BackendError(f"attention_backend {name} cannot serve this model{_passed_over(reasons)}{remedy}")
+
+
+def select_backend(name: str, needs: Needs) -> tuple[str, Backend]:
+    """(name, backend) for `attention_backend: name`; logs the choice. Raises BackendError as `find_backend`."""
+    chosen, reasons = find_backend(name, needs)
+    logger.info("attention backend %s%s", chosen, _passed_over(reasons))
+    return chosen, BACKENDS[chosen]
 
 
 def _passed_over(reasons: dict[str, str]) -> str:

@@ -5,7 +5,9 @@ from pathlib import Path
 
 from megatron_coca.checkpoints.errors import CheckpointError
 from megatron_coca.config import KEYS, Config
+from megatron_coca.config.load import Overrides
 from megatron_coca.config.model import ROTATED_METHODS
+from megatron_coca.config.source import given_values
 
 EVALUATION_KEYS = frozenset(
     ("rope_scaling", "rotary_emb_base", "relative_positions", "logit_scaling", "attention_backend", "operand_kernel")
@@ -43,6 +45,12 @@ def differing_keys(
         for key, place in KEYS.items()
         if before[key] != after[key] and key not in free_keys and place.group not in free_groups
     ]
+
+
+def changes_of(overrides: Overrides, saved: Config, config: Config) -> tuple[str, ...]:
+    """A line for every key that overrides change from the configuration of a checkpoint."""
+    kept = frozenset(key for key in KEYS if key.partition(".")[0] not in given_values(overrides))
+    return tuple(differing_keys(saved, config, kept))
 
 
 def refuse_other_model(folder: Path, saved: Config, wanted: Config, also_free: frozenset[str] = frozenset()) -> None:

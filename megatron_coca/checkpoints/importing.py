@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megatron_coca.atomic_write import atomic_dir, refuse_existing
 from megatron_coca.checkpoints import native
+from megatron_coca.checkpoints.compare import changes_of
 from megatron_coca.checkpoints.errors import CheckpointError
 from megatron_coca.checkpoints.huggingface import CONFIG, behaviour_note, is_huggingface_folder
 from megatron_coca.checkpoints.load import Overrides, load_weights, open_checkpoint
@@ -28,6 +29,7 @@ class Imported:
         parameters: of the model.
         tokenizer_note: why the tokenizer, or its end of text, could not be used, or None.
         behaviour_note: tokenizer and generation settings of a Hugging Face folder that are not kept, or None.
+        changes: what the overrides changed, one line for each key.
     """
 
     folder: Path
@@ -35,6 +37,7 @@ class Imported:
     parameters: int
     tokenizer_note: str | None
     behaviour_note: str | None
+    changes: tuple[str, ...]
 
 
 def import_checkpoint(
@@ -60,6 +63,7 @@ def import_checkpoint(
         raise CheckpointError(f"dtype {dtype!r} is not known; known: {', '.join(DTYPES)}")
     opened = open_checkpoint(source)
     config, weights = opened.configure(overrides), opened.weights()
+    changes = changes_of(overrides, opened.trained, config)
     check_fit(config, weights)
     tokenizer, tokenizer_note = opened.tokenizer(overrides)
     imported = {"source": opened.folder.resolve().name, "identity": opened.identity, "step": opened.step}
@@ -82,7 +86,7 @@ def import_checkpoint(
         native.write_json(step / native.META, meta)
         native.commit(partial, 0, holds=native.WEIGHTS_ONLY)
     parameters = sum(prod(entry.shape) for entry in weights.entries.values())
-    return Imported(folder, config, parameters, tokenizer_note, note)
+    return Imported(folder, config, parameters, tokenizer_note, note, changes)
 
 
 def check_fit(config: Config, weights: Weights) -> None:

@@ -100,6 +100,7 @@ def model_yaml(config: Config, ranks: int, pipe: int) -> str:
     """
     flat, model, foreign = config.flat(), config.model, foreign_keys(config)
     values = {name: flat[name] for name in NEOX_KEYS}
+    values["max_position_embeddings"] = max(model.max_position_embeddings, model.seq_length)  # GPT-NeoX requires it
     values["intermediate_size"] = (3 if model.activation in GATED_ACTIVATIONS else 1) * model.ffn_hidden_size
     values["rotary_emb_base"] = int(config.position.rotary_emb_base)
     values["make_vocab_size_divisible_by"] = model.padded_vocab_size // ranks

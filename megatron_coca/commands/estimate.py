@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from megatron_coca.config import Config, ConfigError, load_config
+from megatron_coca.config import Config, ConfigError, load_config, split_inputs
 
 if TYPE_CHECKING:
     from megatron_coca.training.estimate import Change, Estimate
@@ -33,8 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.gpus is not None and options.gpus < 1:
         parser().error(f"--gpus {options.gpus}: must be at least 1")
     try:
-        files = [text for text in options.inputs if "=" not in text]
-        config = load_config(files, [text for text in options.inputs if "=" in text])
+        config = load_config(*split_inputs(options.inputs))
         gpus = options.gpus or _configured_gpus(config)
         from megatron_coca.model.cost import peak_flops
         from megatron_coca.training.estimate import GPUS, changes_that_fit, estimate, fits

@@ -26,7 +26,7 @@ def parser() -> ArgumentParser:
         folder = "a run's save folder, one step of it, or a Hugging Face folder"
         added.add_argument("checkpoint", metavar="CHECKPOINT", help=folder)
         added.add_argument("folder", metavar="FOLDER", help="folder to write; must not exist")
-        changes = "config overrides, e.g. rope_scaling.rope_type=dynamic, or rope_scaling=null"
+        changes = "overrides of the written configuration, e.g. rope_scaling.rope_type=dynamic, or rope_scaling=null"
         added.add_argument(
             "--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", dest="overrides", help=changes
         )
@@ -74,7 +74,7 @@ def write_huggingface(args: Namespace) -> list[str]:
         args.checkpoint, args.folder, *changes, tokenizer=args.tokenizer, without_padding=args.without_padding
     )
     trust = ", loaded with trust_remote_code=True" if done.remote else ""
-    print(f"{done.folder}: a {done.model_type} model for transformers{trust}")
+    print("\n  set ".join([f"{done.folder}: a {done.model_type} model for transformers{trust}", *done.changes]))
     return [done.tokenizer_note] if done.tokenizer_note is not None else []
 
 
@@ -84,6 +84,7 @@ def write_neox(args: Namespace) -> list[str]:
 
     division = args.model_parallel_size, args.pipe_parallel_size
     done = export_neox(args.checkpoint, args.folder, args.overrides, args.dtype, *division)
-    print(f"{done.folder}: load it with `load: {done.folder}` and `finetune: true`")
+    load = f"{done.folder}: load it with `load: {done.folder}` and `finetune: true`"
+    print("\n  set ".join([load, *done.changes]))
     foreign = [f"stock GPT-NeoX does not know its {', '.join(done.foreign)}"] if done.foreign else []
     return [*foreign, done.note] if done.note is not None else foreign

@@ -18,7 +18,7 @@ def parser() -> ArgumentParser:
     add = parser.add_argument
     add("source", metavar="SOURCE", help="a Hugging Face folder, or any other checkpoint that can be evaluated")
     add("folder", metavar="FOLDER", help="folder to write; must not exist")
-    changes = "config overrides, e.g. pos_emb=coca for GPT-NeoX folders of CoCA's authors"
+    changes = "overrides of the written configuration, e.g. pos_emb=coca for GPT-NeoX folders of CoCA's authors"
     add("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", dest="overrides", help=changes)
     add("--dtype", choices=DTYPES, help="dtype of the weights; default: as in the source")
     return parser
@@ -37,7 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (CheckpointError, ConfigError, DataError) as error:
         print(f"megatron-coca import: {error}", file=sys.stderr)
         return 2
-    print(f"{done.folder}: {done.parameters:,} parameters, pos_emb {done.config.position.pos_emb}, weights only")
+    written = f"{done.folder}: {done.parameters:,} parameters, pos_emb {done.config.position.pos_emb}, weights only"
+    print("\n  set ".join([written, *done.changes]))
     for note in filter(None, (done.tokenizer_note, done.behaviour_note)):
         print(f"megatron-coca import: {note}", file=sys.stderr)
     return 0

@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_coca.config import ConfigError, load_config
+from megatron_coca.config import ConfigError, load_config, split_inputs
 from megatron_coca.data import inspection
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.order import Blend
@@ -41,8 +41,7 @@ class Result(NamedTuple):
 
 
 def _open_blend(options: argparse.Namespace) -> tuple[Corpus, Blend]:
-    paths = [text for text in options.inputs if "=" not in text]
-    corpus = open_corpus(load_config(paths, [text for text in options.inputs if "=" in text]))
+    corpus = open_corpus(load_config(*split_inputs(options.inputs)))
     opened = {"train": corpus.train, "valid": corpus.valid}
     blend = opened[options.split] if options.split in opened else open_split(corpus.config, options.split)
     if blend is None:

@@ -31,8 +31,9 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("inputs", nargs="+", metavar="CONFIG.yml | key=value", help="merged in order, then the keys")
+    parser.add_argument("-d", "--conf_dir", metavar="DIR", help="folder of the files, whose names need no .yml")
     parser.add_argument(
-        "--num_gpus", type=int, metavar="N", help="processes on this machine (on the CPU without a GPU)"
+        "--num_gpus", type=int, metavar="N", help="processes on this machine (on the CPU with distributed_backend=gloo)"
     )
     parser.add_argument("--hostfile", metavar="FILE", help="hosts and slots, as DeepSpeed reads them")
     parser.add_argument(
@@ -51,12 +52,15 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return the exit status: 0 after training, else one of those in docs/faults.md."""
     watchdog.install()  # before other imports: a file of the user's may shadow a module that they import
-    from megatron_coca.config import ConfigError
+    from megatron_coca.config import ConfigError, option_hint
     from megatron_coca.training.exit_status import INTERRUPTED, UNUSABLE, Stopped
 
-    options = parser().parse_intermixed_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    options, unknown = parser().parse_known_intermixed_args(given)
+    if unknown:
+        parser().error(f"unrecognized arguments: {' '.join(unknown)}{option_hint(unknown, given)}")
     try:
-        return run(read_config(options), sys.argv[1:] if arguments is None else arguments)
+        return run(*read_config(options), given)
     except ConfigError as error:
         watchdog.tell(error)
         return UNUSABLE
@@ -68,12 +72,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def read_config(options: argparse.Namespace) -> "Config":
-    """Load the configuration of the command line; launch options win over the files."""
-    from megatron_coca.config import ConfigError, load_config
+def read_config(options: argparse.Namespace) -> tuple["Config", list[str]]:
+    """Load the configuration of the command line, and list the given keys without effect; launch options win."""
+    from megatron_coca.config import ConfigError, keys_without_effect, load_config, split_inputs
 
-    files = [text for text in options.inputs if "=" not in text]
-    keys = [text for text in options.inputs if "=" in text]
+    files, keys = split_inputs(options.inputs, options.conf_dir)
+    if options.hostfile is not None and not os.path.isfile(options.hostfile):
+        raise ConfigError([f"--hostfile: {options.hostfile}: no such file; write one line a host, `name slots=8`"])
     names = ("num_gpus", "hostfile", "max_restarts")
     keys += [f"{name}={getattr(options, name)}" for name in names if getattr(options, name) is not None]
     config = load_config(files, [*keys, "auto_resume=true"] if options.auto_resume else keys)
@@ -81,16 +86,16 @@ def read_config(options: argparse.Namespace) -> "Config":
         raise ConfigError(["train_iters: not set; training needs it, for example `train_iters=1000`"])
     if config.optimizer.lr is None:
         raise ConfigError(["optimizer.params.lr: not set; training needs it, for example `optimizer.params.lr=1e-4`"])
-    return config
+    return config, keys_without_effect(files, keys)
 
 
-def run(config: "Config", arguments: Sequence[str]) -> int:
+def run(config: "Config", without_effect: Sequence[str], arguments: Sequence[str]) -> int:
     """Start the processes that the configuration asks for, or train in this one."""
     from megatron_coca.training import launch
 
     latest = partial(latest_step, config) if config.checkpoint.save is not None else None
-    status = launch.start(config.launch, os.environ, MAIN, ["train", *arguments], latest)
-    return train(config) if status is None else status
+    status = launch.start(config.launch, os.environ, MAIN, ["train", *arguments], latest, config.requires_gpus)
+    return train(config, without_effect) if status is None else status
 
 
 def latest_step(config: "Config") -> int:
@@ -106,8 +111,10 @@ def latest_step(config: "Config") -> int:
         raise ConfigError([str(error)]) from error
 
 
-def train(config: "Config") -> int:
+def train(config: "Config", without_effect: Sequence[str]) -> int:
     """Train in this process."""
+    if config.parallel.distributed_backend == "gloo":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before PyTorch looks for GPUs
     from megatron_coca.attention.inputs import BackendError
     from megatron_coca.checkpoints import CheckpointError
     from megatron_coca.data import DataError
@@ -115,7 +122,7 @@ def train(config: "Config") -> int:
     from megatron_coca.training.trainer import fit
 
     try:
-        fit(config)
+        fit(config, without_effect)
     except (DataError, CheckpointError, BackendError) as error:
         watchdog.tell(error)
         return UNUSABLE

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_coca.config import Config, ConfigError, load_config
+from megatron_coca.config import Config, ConfigError, load_config, split_inputs
 from megatron_coca.program import PROGRAM
 from megatron_coca.training.exit_status import CaughtSignals
 from megatron_coca.training.launch.processes import FORWARDED, LocalProcess, supervise
@@ -54,7 +54,7 @@ def plan(files: Sequence[str], shared: Sequence[str] = ()) -> list[Stage]:
     """
     stages: list[Stage] = []
     problems: list[str] = []
-    more_files, keys = [text for text in shared if "=" not in text], [text for text in shared if "=" in text]
+    more_files, keys = split_inputs(shared)
     for file in files:
         try:
             config = load_config([file, *more_files], keys)

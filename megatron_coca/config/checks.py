@@ -46,7 +46,9 @@ def _inner_width(settings: Settings) -> str | None:
 
 def _length(settings: Settings) -> str | None:
     length, rows = settings.model.seq_length, settings.model.max_position_embeddings
-    return f"{length} exceeds max_position_embeddings {rows}; raise it or leave it out" if length > rows else None
+    if settings.position.pos_emb != "learned" or length <= rows:
+        return None
+    return f"{length} exceeds max_position_embeddings {rows}; raise it or leave it out"
 
 
 def _attention_types(settings: Settings) -> str | None:
@@ -295,6 +297,16 @@ def _pipeline(settings: Settings) -> str | None:
     return None
 
 
+def _gradient_dtype(settings: Settings) -> str | None:
+    both = settings.parallel.accumulates_in_fp32 and settings.parallel.pipe_parallel_size > 1
+    if not both or settings.precision.dtype != "bf16":
+        return None
+    return (
+        "data_types.grad_accum_dtype fp32 is not supported with pipe_parallel_size in bfloat16: DeepSpeed's pipelines"
+        " sum gradients with an optimizer that checkpoints do not support; leave it out"
+    )
+
+
 def _divides(key: str, settings: Settings) -> str | None:
     model, ranks = settings.model, getattr(settings.parallel, key)
     sizes = {"num_attention_heads": model.num_attention_heads, "num_kv_heads": model.num_kv_heads}
@@ -458,7 +470,7 @@ CHECKS: tuple[Check, ...] = (
     Check(("num_attention_heads", "hidden_size"), _heads),
     Check(("num_kv_heads", "num_attention_heads"), _kv_heads),
     Check(("expansion_factor", "intermediate_size"), _inner_width),
-    Check(("seq_length", "max_position_embeddings"), _length),
+    Check(("seq_length", "max_position_embeddings", "pos_emb"), _length),
     Check((*_ROTATED, "pos_emb"), _rotary_dims),
     Check(("rope_scaling", "pos_emb"), _scaling),
     Check(("rope_scaling", *_ROTATED), _scaling_dims),
@@ -484,6 +496,7 @@ CHECKS: tuple[Check, ...] = (
         ("pipe_parallel_size", "num_layers", "zero_optimization", "model_parallel_size", "sequence_parallel_size"),
         _pipeline,
     ),
+    Check(("deepspeed_extra_args", "pipe_parallel_size", "precision", "fp16", "bf16"), _gradient_dtype),
     Check(
         ("model_parallel_size", *_HEADS, "intermediate_size", "expansion_factor"),
         partial(_divides, "model_parallel_size"),

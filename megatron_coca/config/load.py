@@ -13,6 +13,7 @@ from megatron_coca.config.checks import find_faults
 from megatron_coca.config.neox_keys import (
     ALIAS_VALUES,
     ALIASES,
+    HUGGING_FACE,
     INERT,
     MISPLACED,
     RENAMED_CHOICES,
@@ -21,7 +22,7 @@ from megatron_coca.config.neox_keys import (
     is_inert,
 )
 from megatron_coca.config.schema import CLOSED, GROUPS, KEYS, NESTED, SECTIONS, Settings
-from megatron_coca.config.source import Layer, dump, merge, read_file, read_overrides
+from megatron_coca.config.source import Layer, dump, given_values, merge, read_file, read_overrides, yaml_value
 
 EXPECTED: dict[str, str] = {
     "int_type": "expected an integer",
@@ -34,9 +35,12 @@ EXPECTED: dict[str, str] = {
     "model_type": "expected a mapping",
     "finite_number": "expected a finite number",
 }
+UNQUOTED: dict[str, tuple[type, ...]] = {"int_type": (int,), "float_type": (int, float), "bool_type": (bool,)}
+"""Types that a string would have without its quotes, by pydantic's error."""
 SYNONYMS: dict[str, str] = {"bf16": "bfloat16", "float16": "fp16", "float32": "fp32", "rope": "rotary"}
 KNOWN = (*KEYS, *INERT, *ALIASES, *(f"{key}.{name}" for key, names in NESTED.items() for name in names))
 MISSING = "required, but missing"
+NO_MODEL = "put it after a model's file, for example `configs/350M/roformer_coca.yml`"
 _PLACEHOLDERS = {"num_layers": 1, "hidden_size": 1, "num_attention_heads": 1, "seq_length": 1}
 
 
@@ -67,7 +71,7 @@ class Problems:
         if kind == "missing":
             message = MISSING
         elif kind == "extra_forbidden":
-            message = f"unknown key{nearest(key, KNOWN)}"
+            message = unknown_key(key)
         elif kind == "literal_error":
             names = [str(choice) for choice in _choices_of(key)]
             hint = nearest(SYNONYMS.get(str(value), str(value)), names)
@@ -77,10 +81,16 @@ class Problems:
             hint = ""
             if kind == "int_type" and isinstance(value, float) and value.is_integer():
                 hint = f"; write {int(value)}"
-            elif kind in ("int_type", "float_type", "bool_type") and isinstance(value, str):
+            elif isinstance(value, str) and type(yaml_value(value)) in UNQUOTED.get(kind, ()):
                 hint = "; remove the quotes"
             message = f"{expected}, got {value!r}{hint}"
         self.add(key, message)
+
+
+def unknown_key(key: str) -> str:
+    """Return the error of an unknown key, with the key that is meant or the nearest one."""
+    meant = HUGGING_FACE.get(key)
+    return f"unknown key{f'; did you mean `{meant}`?' if meant else nearest(key, KNOWN)}"
 
 
 def _owner_of(path: str) -> str:
@@ -120,6 +130,10 @@ def validate(source: Layer) -> tuple[dict[str, ConfigGroup], list[str]]:
     _resolve_aliases(flat, problems)
     _translate_fp16(flat, problems)
     known = _known_values(flat, problems)
+    absent = {key: value for key, value in _PLACEHOLDERS.items() if key not in known}
+    if len(absent) > 2:  # an overlay: most checks between keys would compare with a model that is not there
+        problems.lines.append(f"{source.label}: describes no model ({', '.join(absent)} missing); {NO_MODEL}")
+        return {name: _group(name, kind, absent | known, problems) for name, kind in GROUPS.items()}, problems.lines
     groups = {name: _group(name, kind, known, problems) for name, kind in GROUPS.items()}
     unreliable = problems.keys | ({"num_kv_heads"} if "num_attention_heads" in problems.keys else set())
     unreliable |= {"max_position_embeddings"} if "seq_length" in problems.keys else set()
@@ -200,7 +214,7 @@ def _known_values(flat: dict[str, Any], problems: Problems) -> dict[str, Any]:
             if not is_inert(value, default):
                 problems.add(key, f"{feature} is not supported yet; leave the key out")
         elif key not in KEYS and key not in INERT:
-            problems.add(key, f"unknown key{nearest(key, KNOWN)}")
+            problems.add(key, unknown_key(key))
         elif hashable and choice in RENAMED_CHOICES.get(key, {}):
             known[key] = RENAMED_CHOICES[key][choice]
         elif hashable and choice in UNSUPPORTED_CHOICES.get(key, {}):
@@ -232,6 +246,12 @@ Overrides = Mapping[str, Any] | Sequence[str]
 
 class Config(Settings):
     """A resolved configuration: frozen groups of typed values."""
+
+    @property
+    def requires_gpus(self) -> bool:
+        """True if keys ask for GPUs: `num_gpus` or `distributed_backend: nccl`, but not with gloo."""
+        backend = self.parallel.distributed_backend
+        return backend == "nccl" or (backend is None and self.launch.num_gpus is not None)
 
     def override(self, overrides: Overrides, files: Sequence[str | Path] = ()) -> Self:
         """Return a validated copy with some keys changed.
@@ -301,8 +321,13 @@ def load_config(paths: str | Path | Sequence[str | Path], overrides: Overrides =
     layers = [layer for layer in files if layer is not None] + _override_layers(overrides, problems)
     if None in files:  # a key that seems to be missing may be in the unreadable file
         _, errors = validate(merge(layers))
-        raise ConfigError(problems + [line for line in errors if not line.endswith(MISSING)])
+        raise ConfigError(problems + [line for line in errors if not line.endswith((MISSING, NO_MODEL))])
     return Config._from_layers(layers, problems)
+
+
+def keys_without_effect(paths: Sequence[str | Path], overrides: Overrides = ()) -> list[str]:
+    """Return the keys of GPT-NeoX that these files and overrides set and that have no effect here."""
+    return sorted(given_values(overrides, paths).keys() & INERT.keys())
 
 
 def _override_layers(overrides: Overrides, problems: list[str]) -> list[Layer]:

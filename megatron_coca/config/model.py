@@ -53,7 +53,10 @@ class ModelConfig(ConfigGroup):
         "Training length in tokens. Extensions are relative to it, unless"
         " rope_scaling.original_max_position_embeddings is set."
     )
-    max_position_embeddings: Count = follows("seq_length", "Rows of the learned position table; at least seq_length.")
+    max_position_embeddings: Count = follows(
+        "seq_length",
+        "Rows of the learned position table, at least seq_length; other position methods do not read it.",
+    )
     vocab_size: Count | None = key(None, "Rows of the embedding before padding; null uses the tokenizer's size.")
     make_vocab_size_divisible_by: Count = key(128, "Pad the embedding to a multiple of this many rows.")
     no_weight_tying: bool = key(False, "Use a separate output head instead of tying it to the embedding.")

@@ -10,6 +10,7 @@ _RECOMPUTE = "selects how activations are recomputed; results are the same"
 _CONSOLE = "console output only"
 _LAUNCH = "set by the launcher"
 _UNUSED = "has no effect in GPT-NeoX either"
+_GENERATION = "read by GPT-NeoX's generate.py; here generation has its own command"
 
 INERT: dict[str, str] = {
     "scaled_upper_triang_masked_softmax_fusion": _KERNEL,
@@ -52,6 +53,13 @@ INERT: dict[str, str] = {
     "rank": _LAUNCH,
     "local_rank": _LAUNCH,
     "global_num_gpus": _LAUNCH,
+    **dict.fromkeys(
+        (
+            *("text_gen_type", "precompute_model_name", "sample_input_file", "sample_output_file", "num_samples"),
+            *("temperature", "top_p", "top_k", "maximum_tokens", "prompt_end", "return_logits", "recompute"),
+        ),
+        _GENERATION,
+    ),
 }
 """Keys that are accepted and have no effect, with the reason."""
 
@@ -65,11 +73,48 @@ ALIASES: dict[str, str] = {
     "zero_reduce_bucket_size": "zero_optimization.reduce_bucket_size",
     "zero_allgather_bucket_size": "zero_optimization.allgather_bucket_size",
     "fp32_allreduce": "deepspeed_extra_args.communication_data_type",
+    "data_types": "deepspeed_extra_args.data_types",
 }
 """Aliases of keys; both may be set to the same value."""
 
 ALIAS_VALUES: dict[str, dict[Any, Any]] = {"fp32_allreduce": {True: "fp32", False: None}}
 """Values of an alias, translated to those of its key."""
+
+HUGGING_FACE: dict[str, str] = {
+    "learning_rate": "optimizer.params.lr",
+    "max_steps": "train_iters",
+    "num_train_epochs": "train_iters",
+    "per_device_train_batch_size": "train_micro_batch_size_per_gpu",
+    "per_gpu_train_batch_size": "train_micro_batch_size_per_gpu",
+    "adam_beta1": "optimizer.params.betas",
+    "adam_beta2": "optimizer.params.betas",
+    "adam_epsilon": "optimizer.params.eps",
+    "max_grad_norm": "gradient_clipping",
+    "optim": "optimizer.type",
+    "lr_scheduler_type": "lr_decay_style",
+    "warmup_ratio": "warmup",
+    "warmup_steps": "warmup",
+    "gradient_checkpointing": "checkpoint_activations",
+    "output_dir": "save",
+    "resume_from_checkpoint": "load",
+    "save_steps": "checkpoint_factor",
+    "save_total_limit": "keep_last_n_checkpoints",
+    "logging_steps": "log_interval",
+    "eval_steps": "eval_interval",
+    "run_name": "wandb_run_name",
+    "num_hidden_layers": "num_layers",
+    "num_key_value_heads": "num_kv_heads",
+    "hidden_act": "activation",
+    "max_seq_length": "seq_length",
+    "max_length": "seq_length",
+    "block_size": "seq_length",
+    "rope_theta": "rotary_emb_base",
+    "partial_rotary_factor": "rotary_pct",
+    "rms_norm_eps": "rms_norm_epsilon",
+    "layer_norm_eps": "layernorm_epsilon",
+    "tie_word_embeddings": "no_weight_tying",
+}
+"""Hugging Face names of keys (TrainingArguments and model configurations), for the error of an unknown key."""
 
 MISPLACED: dict[str, str] = {
     "optimizer.params.weight_decay": "belongs at the top level: set `weight_decay`",
@@ -81,7 +126,6 @@ MISPLACED: dict[str, str] = {
 """Keys at the wrong level of the file."""
 
 _ALIGNMENT = "preference learning"
-_GENERATION = "text generation from a configuration file"
 _MAMBA = "Mamba"
 _MOE = "mixture of experts"
 _MUP = "maximal update parametrization"
@@ -159,7 +203,7 @@ UNSUPPORTED: dict[str, tuple[Any, str]] = {
     **_names(
         _DEEPSPEED,
         "amp flops_profiler communication_data_type activation_checkpointing data_efficiency tensorboard "
-        "wandb csv_monitor elasticity comms_logger compression_training checkpoint data_types",
+        "wandb csv_monitor elasticity comms_logger compression_training checkpoint",
     ),
     # data and training targets
     "train_epochs": (None, "training by epochs (set train_iters)"),
@@ -205,19 +249,8 @@ UNSUPPORTED: dict[str, tuple[Any, str]] = {
     ),
     **_names(_STATISTICS, "log_gradient_noise_scale gradient_noise_scale_cpu_offload char_level_ppl", False),
     "gradient_noise_scale_n_batches": (5, _STATISTICS),
-    # generation and evaluation
-    **_names(_GENERATION, "text_gen_type precompute_model_name sample_input_file"),
-    "temperature": (0.0, _GENERATION),
-    "top_p": (0.0, _GENERATION),
-    "top_k": (0, _GENERATION),
-    "return_logits": (False, _GENERATION),
-    "recompute": (False, _GENERATION),
-    "maximum_tokens": (64, _GENERATION),
-    "prompt_end": ("\n", _GENERATION),
-    "sample_output_file": ("samples.txt", _GENERATION),
-    "num_samples": (1, _GENERATION),
-    "eval_results_prefix": ("", "evaluation tasks from a configuration file"),
-    "eval_tasks": (None, "evaluation tasks from a configuration file"),
+    "eval_results_prefix": ("", "evaluation tasks during training (use evaluate.py)"),
+    "eval_tasks": (None, "evaluation tasks during training (use evaluate.py)"),
 }
 """Keys of unsupported features: GPT-NeoX's default, which is accepted, and the feature."""
 

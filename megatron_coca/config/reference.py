@@ -19,7 +19,8 @@ _INTRODUCTION = """\
 
 A run is one or several YAML or JSON files, merged left to right, and then `key=value` overrides:
 
-    python train.py configs/350M/roformer_coca.yml configs/cluster/cpu.yml train_iters=1000 rope_scaling.factor=4.0
+    python train.py configs/350M/roformer_coca.yml configs/cluster/cpu.yml train_iters=1000 \\
+        rope_scaling.rope_type=dynamic rope_scaling.factor=4.0
 
 ```python
 from megatron_coca.config import load_config

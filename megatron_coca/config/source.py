@@ -134,6 +134,11 @@ class YamlReader:
                 )
 
 
+def yaml_value(text: str) -> Any:
+    """Return the value that YAML reads from `text`, None if it is not valid."""
+    return YamlReader("", text).read()
+
+
 def _name(node: yaml.Node) -> str:
     if not isinstance(node, yaml.ScalarNode):
         raise yaml.MarkedYAMLError(problem="a key that is not a string", problem_mark=node.start_mark)

@@ -220,12 +220,22 @@ class ParallelConfig(ConfigGroup):
         False, "Megatron's sequence parallelism of norms and dropouts; not supported, see sequence_parallel_size."
     )
     deepspeed_extra_args: dict[str, Any] | None = key(None, "Further DeepSpeed keys, passed through.")
-    distributed_backend: str = key("nccl", "Communication backend on GPUs; gloo is used on CPUs.")
+    distributed_backend: Literal["nccl", "gloo"] | None = key(
+        None,
+        "nccl: train on GPUs, an error without one; gloo: train on the CPU; null: on GPUs if the host has any, else on"
+        " the CPU (with num_gpus, as nccl).",
+    )
 
     @property
     def model_copies(self) -> int:
         """Ranks that together hold the weights of one model."""
         return max(1, self.pipe_parallel_size) * self.model_parallel_size
+
+    @property
+    def accumulates_in_fp32(self) -> bool:
+        """True if `data_types: {grad_accum_dtype: fp32}` asks to sum the gradients of micro-batches in float32."""
+        types = (self.deepspeed_extra_args or {}).get("data_types") or {}
+        return isinstance(types, dict) and types.get("grad_accum_dtype") == "fp32"
 
     @property
     def stage(self) -> int:
@@ -386,11 +396,17 @@ def window_tokens(window: int | str, seq_length: int) -> int | None:
 class LaunchConfig(ConfigGroup):
     """Starting the processes; see docs/launch.md."""
 
-    hostfile: str | None = key(None, "File of host names and slots.")
+    hostfile: str | None = key(
+        None, "File of host names and slots; if it does not exist, the run warns and uses this host, as in GPT-NeoX."
+    )
     include: str | None = key(None, "Hosts and devices to use, in DeepSpeed's notation.")
     exclude: str | None = key(None, "Hosts and devices to exclude, in DeepSpeed's notation.")
     num_nodes: int = Field(default=-1, ge=-1, description="Number of hosts to use; -1 means all of the hostfile.")
-    num_gpus: Count | None = key(None, "Processes per host; null means one, or one per slot with a hostfile.")
+    num_gpus: Count | None = key(
+        None,
+        "Processes per host, one on each GPU (on the CPU with distributed_backend gloo); null means one, or one per"
+        " slot with a hostfile.",
+    )
     master_addr: str | None = key(None, "Address of rank 0.")
     master_port: int = Field(default=29500, ge=1, le=65535, description="Port of rank 0.")
     join_timeout: Positive = key(600.0, "Seconds to wait at start for all processes.")

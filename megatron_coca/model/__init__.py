@@ -3,6 +3,7 @@
 from megatron_coca.model.build import (
     assemble_model,
     build_model,
+    choose_backend,
     draw_learned_positions,
     empty_model,
     keep_freed_memory,
@@ -32,6 +33,7 @@ __all__ = [
     "Sampling",
     "assemble_model",
     "build_model",
+    "choose_backend",
     "draw_learned_positions",
     "empty_model",
     "equal_length_batches",

@@ -8,7 +8,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from megatron_coca.attention.build import LEARNED_MODULES, build_method, select_backend
+from megatron_coca.attention.build import LEARNED_MODULES, build_method, find_backend, select_backend
 from megatron_coca.attention.inputs import BackendError
 from megatron_coca.attention.method import check_operand_kernel
 from megatron_coca.config import Config, ModelConfig
@@ -118,6 +118,17 @@ def draw_learned_positions(module: nn.Module, model: ModelConfig, seed: int) -> 
         for part in parts.values():
             part.reset_parameters()
     return [f"{name}.{weight}" for name, part in (tables | parts).items() for weight, _ in part.named_parameters()]
+
+
+def choose_backend(config: Config, device: str) -> str:
+    """Return the name of the attention backend of a model in training on `device`.
+
+    Raises:
+        BackendError: none serves it.
+    """
+    method = build_method(config.position, config.model)
+    needs = method.needs(device.partition(":")[0], config.model.attention_dropout)
+    return find_backend(config.position.attention_backend, needs)[0]
 
 
 def build_model(config: Config, device: str = "cpu", training: bool = True) -> GPT:

@@ -173,6 +173,8 @@ def translated(values: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str,
     for name, value in values.items():
         if name not in ignored and not _unset(name, value):
             translated[name] = _typed(name, value)
+    if translated.get("max_position_embeddings") is None and "seq_length" in translated:
+        translated["max_position_embeddings"] = translated["seq_length"]  # the default here; GPT-NeoX has none
     return translated
 
 
@@ -273,6 +275,11 @@ def with_overlays(original: Callable[..., Any]) -> Callable[..., Any]:
             # its key would only be called a duplicate.
             known = {name: field.type for name, field in cls.__dataclass_fields__.items()}
             problems = [f"{file.path}: {line}" for file in files for line in problems_of(file.values, known)]
+            problems += [
+                f"{item.earlier.path}: name it after {item.later.path}, so that it replaces {item.key} of that file"
+                for item in duplicates
+                if item.key in REPLACEABLE and selects_plugin(item.earlier.values)
+            ]
             if problems:
                 raise ConfigError(problems)
         if not replaced:

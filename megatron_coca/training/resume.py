@@ -396,7 +396,7 @@ def _refuse_other_tokenizer(source: OpenedCheckpoint, config: Config, ours: Toke
         if tokenizer is None:
             return f"an unknown tokenizer ({rows} rows of the embedding)"
         name = f"{tokenizer.tokenizer_type} {tokenizer.fingerprint[:12]}"
-        return f"{name} with {tokenizer.vocab_size} tokens ({rows} rows of the embedding)"
+        return f"{name} with vocab_size {tokenizer.vocab_size} ({rows} rows of the embedding)"
 
     (theirs, why), rows, wanted = source.tokenizer(), source.trained.model.padded_vocab_size, config.model
     sides = f"it has {describe(theirs, rows)}, and the run {describe(ours, wanted.padded_vocab_size)}"

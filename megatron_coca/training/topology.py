@@ -74,10 +74,12 @@ def effective_stage(config: Config, ranks: int) -> int:
     In half precision the optimizer keeps float32 copies of the weights in any case, and stage 1 divides them among the
     ranks, so stage 0 runs as 1. So it does if several ranks hold one model (pipeline, tensor): DeepSpeed computes norms
     over all of them in its ZeRO optimizers only. On one rank in float32, stages 1 and 2 run as 0, without their buffers
-    and copies, unless they offload.
+    and copies, unless they offload. With bfloat16 and `grad_accum_dtype: fp32`, stage 1 runs as 2.
     """
     stage = config.parallel.stage
     if config.precision.dtype != "fp32" or config.parallel.model_copies > 1:
-        return max(stage, 1)
+        # Stage 1 would sum bfloat16's gradients in float32 with an optimizer that checkpoints do not support.
+        in_float32 = config.parallel.accumulates_in_fp32 and config.precision.dtype == "bf16"
+        return max(stage, 2 if in_float32 else 1)
     offloads = "offload_optimizer" in (config.parallel.zero_optimization or {})
     return 0 if ranks == 1 and stage < 3 and not offloads else stage

@@ -17,7 +17,7 @@ from megatron_coca.config import BatchSizes, Config, ConfigError
 from megatron_coca.config.training import learning_rate
 from megatron_coca.console import set_up_logging
 from megatron_coca.data import Batch, Loader
-from megatron_coca.model import assemble_model, keep_freed_memory
+from megatron_coca.model import assemble_model, choose_backend, keep_freed_memory
 from megatron_coca.training import launch, saving
 from megatron_coca.training.collectives import FolderLocks, from_main, require_writable
 from megatron_coca.training.corpus import (
@@ -54,20 +54,26 @@ from megatron_coca.training.watchdog import Watchdog
 logger = logging.getLogger(__name__)
 
 
-def fit(config: Config) -> None:
+def fit(config: Config, without_effect: Sequence[str] = ()) -> None:
     """Train in the process group of the environment, from step 0 or from a checkpoint, as the configuration says.
+
+    `without_effect` are keys of GPT-NeoX that were set and have none; they are logged.
 
     Raises:
         ConfigError, DataError, CheckpointError, BackendError: an input cannot be used; nothing was overwritten.
         Stopped: the run ended in order before its last step; its `status` gives the reason.
     """
     launch.complete_environment(os.environ)
+    launch.check_devices(config, os.environ)
     if not torch.cuda.is_available():
         keep_freed_memory()
         torch.set_num_threads(min(torch.get_num_threads(), launch.threads_per_process(os.environ)))
     # Signals end the process as usual until there is something to save: other ranks may never join.
     dist.init_distributed(config.faults.collective_timeout, config.launch.join_timeout)
     set_up_logging(dist.is_main())
+    logger.info(launch.describe_devices(config, dist.world_size(), choose_backend(config, dist.local_device())))
+    if without_effect:
+        logger.info("no effect here (docs/config.md): %s", ", ".join(without_effect))
     config, remotes = use_local_folders(config)
     watchdog = Watchdog(config.faults.watchdog_timeout, run_folder(config), dist.rank())
     try:

@@ -119,8 +119,13 @@ def test_bfloat16_learns(train: Any, open_run: Any, tmp_path: Path) -> None:
         "optimizer.params.lr": 0.01,
         "pos_emb": "coca",
         "save": str(tmp_path),
+        "rope_fusion": True,
     }
     finished = train(keys)
-    assert finished.status == 0 and "bf16" in finished.output, finished.output
+    assert finished.status == 0, finished.output
+    assert finished.output.splitlines()[:2] == [
+        "device: CPU, 1 process(es) of 1 thread(s) (gloo), bf16, attention backend sdpa",
+        "no effect here (docs/config.md): rope_fusion",
+    ]
     losses = open_run(tmp_path).losses
     assert sum(losses[-5:]) / 5 < 0.6 * losses[0]

@@ -48,6 +48,7 @@ LAYOUTS = [
     layout("a map", 2, relative_positions={"type": "inv_leaky_rerope", "target_length": 256}, **PLAIN),
     layout("learned frequencies in two processes", 2, **CLEX, **PLAIN),
     layout("bf16", 1, STOPS, precision="bfloat16", zero_stage=1),
+    layout("bf16 summed in fp32", 2, precision="bfloat16", zero_stage=1, data_types={"grad_accum_dtype": "fp32"}),
 ]
 
 

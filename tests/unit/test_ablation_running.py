@@ -2,6 +2,7 @@
 estimates, and the scripts for Slurm.
 """
 
+import io
 import os
 import signal
 import subprocess
@@ -135,6 +136,24 @@ def test_a_failed_cell_stops_no_other(
     assert len(run_cells(grid, MACHINE, 1)) == 1, "a failed cell is tried again"
     assert (grid[1].results / "cell.json").read_bytes() == before
     assert "threads 2 pos_emb alibi" in (grid[0].run / "log.txt").read_text()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_shows_a_table_of_what_is_running(
+    tmp_path: Path, small: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", stream := Terminal())
+    one = cell(tmp_path, small, "rotary")
+    assert not run_cells([one], MACHINE, 1)
+    text = stream.getvalue()
+    assert f"{one.name}  training" in text and f"{one.name}  evaluating perplexity" in text
+    assert "0 of 1 done, 0 failed, 0 waiting" in text and f"{one.name}: done, 1 of 1\n" in text
+    assert text.endswith("1 of 1 done, 0 failed, 0 waiting\n")
 
 
 def test_a_failed_task_leaves_the_others(tmp_path: Path, small: dict[str, Any]) -> None:

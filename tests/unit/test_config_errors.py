@@ -51,6 +51,15 @@ optimizer: {type: adan, params: {lr: 1e-4, beta: 3}}
     assert set(found) == expected
 
 
+def test_an_overlay_alone_is_put_after_a_model(tmp_path: Path) -> None:
+    for text in ("rope_scaling: {rope_type: dynamic, factor: 4}\nrelative_positions: {type: rerope}", "seq_length: 64"):
+        (found,) = problems(tmp_path, text)
+        assert found.startswith("run.yml: describes no model (num_layers, hidden_size, num_attention_heads")
+        assert found.endswith("missing); put it after a model's file, for example `configs/350M/roformer_coca.yml`")
+    found, missing = sorted(problems(tmp_path, "rotary_ptc: 0.5", "pos_emb=coca"))
+    assert "did you mean `rotary_pct`" in missing and "describes no model" in found
+
+
 def test_a_key_given_twice_names_both_lines(tmp_path: Path) -> None:
     found = problems(tmp_path, complete("hidden-size: 100\nrope_scaling: {factor: 1, factor: 2}\nseed: true\n"))
     assert "run.yml:5: hidden_size: given twice, on lines 2 and 5, as `hidden_size` and `hidden-size`" in found[0]
@@ -102,6 +111,24 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
         ("num_kv_heads: 3", "num_kv_heads: 3 key/value heads do not divide num_attention_heads 4"),
         ("intermediate_size: 8\nexpansion_factor: 2", "expansion_factor: contradicts intermediate_size"),
         ("max_position_embeddings: 32", "seq_length: 64 exceeds max_position_embeddings 32"),
+        ("train_iters: ten", "train_iters: expected an integer, got 'ten'"),
+        ("train_iters: '10'", "train_iters: expected an integer, got '10'; remove the quotes"),
+        ("weight_decay: '0.1'", "weight_decay: expected a number, got '0.1'; remove the quotes"),
+        ("finetune: 'maybe'", "finetune: expected true or false, got 'maybe'"),
+        ("learning_rate: 1e-4", "learning_rate: unknown key; did you mean `optimizer.params.lr`?"),
+        ("max_steps: 10", "max_steps: unknown key; did you mean `train_iters`?"),
+        (
+            "per_device_train_batch_size: 4",
+            "per_device_train_batch_size: unknown key; did you mean `train_micro_batch_size_per_gpu`?",
+        ),
+        ("distributed_backend: mpi", "distributed_backend: `mpi` is not one of nccl | gloo"),
+        ("use_qk_layernorm: true", "use_qk_layernorm: normalization of queries and keys is not supported yet"),
+        ("z_loss: 1e-4", "z_loss: z-loss is not supported yet"),
+        ("sliding_window_width: 4096", "sliding_window_width: sliding-window attention is not supported yet"),
+        (
+            "pipe_parallel_size: 2\nbf16: {enabled: true}\ndata_types: {grad_accum_dtype: fp32}",
+            "deepspeed_extra_args: data_types.grad_accum_dtype fp32 is not supported with pipe_parallel_size",
+        ),
         ("pos_emb: coca\nrotary_pct: 0.1", "rotary_pct: 0.1 of 32 features per head"),
         ("norm: te_rmsnorm", "norm: `te_rmsnorm`: "),
         (
@@ -289,5 +316,5 @@ def test_a_fault_in_an_override_is_placed_on_the_command_line(tmp_path: Path) ->
         "command line: rope_scaling.rope_type: `dynamc` is not one of default | linear | ntk | ntk_fixed | ntk_mixed | "
         "dynamic | dynamic_max | yarn | dynamic_yarn | longrope | llama3 | clex;"
         " did you mean `dynamic`?",
-        "command line: optimizer.params.lr: expected a number, got 'x'; remove the quotes",
+        "command line: optimizer.params.lr: expected a number, got 'x'",
     ]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from megatron_coca.config import Config, ConfigError, load_config
+from megatron_coca.config import Config, ConfigError, keys_without_effect, load_config, option_hint, split_inputs
 
 ROOT = Path(__file__).parents[2]
 REQUIRED = "num_layers: 2\nhidden_size: 128\nnum_attention_heads: 4\nseq_length: 64\n"
@@ -95,7 +95,7 @@ def test_override_validates_and_leaves_the_original(base: Path) -> None:
 
 
 def test_a_derived_value_that_was_set_does_not_follow(base: Path) -> None:
-    config = load_config(base, ["max_position_embeddings=64"])
+    config = load_config(base, ["max_position_embeddings=64", "pos_emb=learned"])
     with pytest.raises(ConfigError, match="128 exceeds max_position_embeddings 64"):
         config.override(["seq_length=128"])
 
@@ -115,6 +115,75 @@ def test_dump_loads_to_an_equal_config(base: Path, tmp_path: Path, overrides: tu
     again = load_config(write(tmp_path, config.to_yaml(), "dump.yml"))
     assert again == config
     assert again.to_yaml() == config.to_yaml()
+
+
+def test_only_learned_positions_bind_the_length(base: Path) -> None:
+    keys = {"max_position_embeddings": 64, "seq_length": 128}
+    assert load_config(base, keys | {"pos_emb": "coca"}).model.seq_length == 128
+    with pytest.raises(ConfigError, match="seq_length: 128 exceeds max_position_embeddings 64"):
+        load_config(base, keys | {"pos_emb": "learned"})
+
+
+@pytest.mark.parametrize("length", [1024, 65536])
+@pytest.mark.parametrize("name", ["roformer_coca", "alibi", "learned"])
+def test_350m_takes_another_length(name: str, length: int) -> None:
+    model = load_config([ROOT / f"configs/350M/{name}.yml"], {"seq_length": length}).model
+    assert (model.seq_length, model.max_position_embeddings) == (length, length)
+
+
+def test_data_types_reach_deepspeed(base: Path) -> None:
+    config = load_config(base, ["data_types={grad_accum_dtype: fp32}", "fp32_allreduce=true"])
+    assert config.parallel.deepspeed_extra_args == {
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
+    }
+    assert config.parallel.accumulates_in_fp32
+
+
+@pytest.mark.parametrize(
+    ("keys", "required"),
+    [
+        ({}, False),
+        ({"num_gpus": 2}, True),
+        ({"distributed_backend": "nccl"}, True),
+        ({"num_gpus": 2, "distributed_backend": "gloo"}, False),
+    ],
+)
+def test_keys_that_ask_for_gpus(base: Path, keys: dict[str, object], required: bool) -> None:
+    config = load_config(base, keys)
+    assert config.requires_gpus is required
+    resolved = load_config([], dict(config.flat()))
+    assert resolved.requires_gpus is required, "also where every key is written out"
+
+
+def test_names_of_files_as_in_gpt_neox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert split_inputs(["125M", "local_setup", "a=b.yml", "x.json"], "configs") == (
+        ["configs/125M.yml", "configs/local_setup.yml", "configs/x.json"],
+        ["a=b.yml"],
+    )
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plain").write_text("")
+    (tmp_path / "350M").mkdir()
+    (tmp_path / "350M.yml").write_text("")
+    assert split_inputs(["plain", "350M", "/abs/run.yaml"])[0] == ["plain", "350M.yml", "/abs/run.yaml"]
+
+
+def test_options_that_are_keys() -> None:
+    arguments = ["a.yml", "--train_iters", "10", "--lr=1e-4", "--max-steps", "b.yml", "--nonsense", "--seed"]
+    unknown = ["--train_iters", "--lr=1e-4", "--max-steps", "--nonsense", "--seed"]
+    assert option_hint(unknown, arguments) == (
+        "; keys have no dashes: write `train_iters=10` `lr=1e-4` `train_iters=VALUE` `seed=VALUE`"
+    )
+    assert option_hint(["--nonsense"], arguments) == ""
+
+
+def test_keys_without_effect_are_listed(base: Path, tmp_path: Path) -> None:
+    generation = write(tmp_path, "temperature: 1.0\nmaximum-tokens: 102\nsplit: 1\n", "text_generation.yml")
+    assert keys_without_effect([base, generation], ["rope_fusion=true"]) == [
+        "maximum_tokens",
+        "rope_fusion",
+        "temperature",
+    ]
 
 
 def test_inequality(base: Path) -> None:
@@ -163,4 +232,5 @@ def test_the_resolved_file_of_an_earlier_version_loads() -> None:
     """Checkpoints hold every key, also those with their defaults at that time: `launcher: ssh` was one."""
     (saved,) = (ROOT / "tests/golden/earlier").iterdir()
     assert "launcher: ssh\n" in saved.read_text()
-    assert load_config([saved]).flat() == load_config([ROOT / "configs/350M/roformer_coca.yml"]).flat()
+    now = load_config([ROOT / "configs/350M/roformer_coca.yml"]).flat()
+    assert load_config([saved]).flat() == now | {"distributed_backend": "nccl"}, "the default of that time"

@@ -110,6 +110,9 @@ def test_the_tool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     changes = ["rope_scaling.rope_type=dynamic", "rope_scaling.factor=4"]
     assert main(["huggingface", str(run), str(tmp_path / "model"), "--dtype", "bfloat16", "--set", *changes]) == 0
     said = capsys.readouterr()
+    assert (
+        "model for transformers\n  set rope_scaling (saved None, now {'rope_type': 'dynamic', 'factor': 4.0" in said.out
+    )
     assert "model: a llama model" in said.out and "carries no tokenizer" in said.err
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     assert "trust_remote_code" not in said.out

@@ -152,7 +152,8 @@ def test_the_tool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = str(tmp_path / "save")
     assert tool.main([str(NEOX), target, "--set", "pos_emb=coca", "--dtype", "bfloat16"]) == 0
     told = capsys.readouterr()
-    assert "79,488 parameters, pos_emb coca, weights only" in told.out and "no tokenizer is used" in told.err
+    assert "79,488 parameters, pos_emb coca, weights only\n  set pos_emb (saved 'rotary', now 'coca')\n" in told.out
+    assert "no tokenizer is used" in told.err
     assert tool.main([str(NEOX), target]) == 2
     assert "exists already" in capsys.readouterr().err
 

@@ -186,8 +186,8 @@ def test_weights_of_another_tokenizer_are_refused_by_the_names_of_both(tmp_path:
         with pytest.raises(CheckpointError) as error:
             initial_model(config, "cpu", other)
         told = str(error.value)
-        assert f"it has HFTokenizer {trained.fingerprint[:12]} with 296 tokens (296 rows" in told
-        assert f"and the run HFTokenizer {other.fingerprint[:12]} with 296 tokens" in told
+        assert f"it has HFTokenizer {trained.fingerprint[:12]} with vocab_size 296 (296 rows" in told
+        assert f"and the run HFTokenizer {other.fingerprint[:12]} with vocab_size 296" in told
         assert "prepare the data with the tokenizer of the checkpoint" in told and "import them with it first" in told
     config = configured(load=str(folder), finetune=True, **sizes)
     for same in (trained, None):

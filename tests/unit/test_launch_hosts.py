@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_coca.config import ConfigError, LaunchConfig
-from megatron_coca.training.launch.start import Host, LocalRanks, chosen_hosts, deepspeed_command, srun_command
+from megatron_coca.training.launch.start import Host, LocalRanks, chosen_hosts, deepspeed_command, srun_command, start
 
 SCRIPT = ["/x/train.py", "a.yml", "lr=1"]
 
@@ -48,10 +48,17 @@ def test_this_host(keys: dict[str, Any], slots: list[int]) -> None:
     assert chosen_hosts(configured(**keys)) == [Host("localhost", tuple(slots))]
 
 
+def test_a_missing_hostfile_means_this_host(capsys: pytest.CaptureFixture[str]) -> None:
+    """As in GPT-NeoX, whose 125M.yml has `hostfile: /mock_path`."""
+    assert chosen_hosts(configured(hostfile="/mock_path", num_gpus=2)) == [Host("localhost", (0, 1))]
+    assert "hostfile: /mock_path: no such file; using this host only" in capsys.readouterr().err
+    assert start(configured(hostfile="/mock_path"), {}, "train.py", []) is None, "one process trains where it is"
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"hostfile": "nowhere"}, "hostfile: nowhere: no such file"),
+        ({"hostfile": "nowhere", "num_nodes": 2}, "hostfile: nowhere: no such file"),
         ({"num_nodes": 2}, "num_nodes: 2 hosts need a hostfile"),
         ({"text": "a slots=2\nb\n"}, "hosts:2: 'b' is not of the form"),
         ({"text": "a slots=2\na slots=3\n"}, "hosts:2: a is listed twice"),

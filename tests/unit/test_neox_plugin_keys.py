@@ -36,10 +36,12 @@ def test_keys_of_our_recipe_mean_here_what_they_mean_there(stub: Upstream) -> No
     activate()
     keys = yaml.safe_load((ROOT / "configs/350M/roformer_coca.yml").read_text())
     fields = stub["neox_arguments"].NeoXArgs.__dataclass_fields__
+    keys |= {"max_position_embeddings": None}
     made = stub.arguments(**{name: value for name, value in keys.items() if name in fields})
     assert made.pos_emb == "coca" and made.lr_warmup_init == 1e-7 and made.lr_decay_style == "linear_to_min_lr"
     assert made.optimizer_type == "Adam", "the name that GPT-NeoX has for decoupled weight decay"
     assert made.gradient_accumulation_steps == 256 // 16, "what two sizes leave"
+    assert made.max_position_embeddings == made.seq_length == 512, "GPT-NeoX has no default for it"
 
 
 def test_a_number_that_yaml_takes_for_text_and_null(stub: Upstream) -> None:
@@ -163,7 +165,7 @@ def test_the_copies_in_a_checkpoint_can_be_given_again_in_any_order(stub: Upstre
     ("texts", "message"),
     [
         ((STOCK, "pos_emb: alibi"), "duplicate"),
-        (("pos_emb: coca", STOCK), "duplicate"),
+        (("pos_emb: coca", STOCK), "0.yml: name it after .*1.yml, so that it replaces pos_emb of that file"),
         ((STOCK, "{pos_emb: coca, hidden_size: 64}"), "1.yml: hidden_size is also set in .*0.yml"),
         ((STOCK, "seq_length: 64", "pos_emb: coca"), "1.yml: seq_length is also set in .*0.yml"),
         ((STOCK, "pos_emb: cocaa"), "1.yml: pos_emb: `cocaa` is not one of .* did you mean `coca`"),

@@ -2,8 +2,8 @@
 
 import pytest
 
-from megatron_coca.config import ConfigError, ParallelConfig
-from megatron_coca.training.topology import Topology
+from megatron_coca.config import ConfigError, ParallelConfig, load_config
+from megatron_coca.training.topology import Topology, effective_stage
 
 
 def parallel(pipe: int = 0, tensor: int = 1, sequence: int = 1) -> ParallelConfig:
@@ -43,3 +43,11 @@ def test_ranks_that_share_activations_draw_the_same_numbers() -> None:
 def test_ranks_that_cannot_be_divided() -> None:
     with pytest.raises(ConfigError, match=r"pipe_parallel_size 2 x model_parallel_size 2 .* = 4 does not divide 6"):
         Topology.of(parallel(2, 2), 6)
+
+
+@pytest.mark.parametrize(("precision", "stage"), [("bfloat16", 2), ("fp16", 1), ("fp32", 1)])
+def test_gradients_summed_in_float32(precision: str, stage: int) -> None:
+    """DeepSpeed's stage 1 would take an optimizer for bfloat16 whose state no checkpoint has."""
+    keys = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 16, "precision": precision}
+    config = load_config([], keys | {"zero_stage": 1, "data_types": {"grad_accum_dtype": "fp32"}})
+    assert effective_stage(config, 2) == stage

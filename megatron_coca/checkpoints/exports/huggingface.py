@@ -16,6 +16,7 @@ from megatron_coca.atomic_write import atomic_dir, refuse_existing
 from megatron_coca.attention.positions.bias import alibi_slopes, bucket_starts
 from megatron_coca.attention.positions.clex import Clex
 from megatron_coca.checkpoints import native, weight_map
+from megatron_coca.checkpoints.compare import changes_of
 from megatron_coca.checkpoints.errors import CheckpointError
 from megatron_coca.checkpoints.exports.model_card import CARD, model_card
 from megatron_coca.checkpoints.exports.tokenizer import (
@@ -266,11 +267,14 @@ def _without_none(values: Mapping[str, Any], names: tuple[str, ...]) -> dict[str
 
 @dataclass(frozen=True)
 class Exported:
-    """Result of an export: the folder, its `model_type`, and a note on lost tokenizer behaviour, or None."""
+    """Result of an export: the folder, its `model_type`, a note on lost tokenizer behaviour, or None, and what the
+    overrides changed, one line for each key.
+    """
 
     folder: Path
     model_type: str
     tokenizer_note: str | None
+    changes: tuple[str, ...]
 
     @property
     def remote(self) -> bool:
@@ -334,7 +338,7 @@ def export(
             (partial / name).write_bytes(data)
         with weights.shown(f"exporting {folder}") as shown:
             _write_weights(partial, shown, shard_bytes)
-    return Exported(folder, kind, note)
+    return Exported(folder, kind, note, changes_of(overrides, opened.trained, config))
 
 
 def _select_tokenizer(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_coca.atomic_write import atomic_dir, refuse_existing
 from megatron_coca.checkpoints import native
+from megatron_coca.checkpoints.compare import changes_of
 from megatron_coca.checkpoints.errors import CheckpointError
 from megatron_coca.checkpoints.importing import check_fit
 from megatron_coca.checkpoints.load import Overrides, open_checkpoint
@@ -41,12 +42,14 @@ class ExportedNeox:
         step: the folder of the one step in it.
         foreign: keys of its configuration that stock GPT-NeoX refuses.
         note: a remark on its tokenizer, or None.
+        changes: what the overrides changed, one line for each key.
     """
 
     folder: Path
     step: Path
     foreign: tuple[str, ...]
     note: str | None
+    changes: tuple[str, ...]
 
 
 def export_neox(
@@ -104,7 +107,8 @@ def export_neox(
         if foreign:
             (step / NOTE).write_text(note(record_of(config)))
         (partial / native.LATEST).write_text(name)
-    return ExportedNeox(folder, folder / name, tuple(foreign), tokenizer_note)
+    changes = changes_of(overrides, opened.trained, config)
+    return ExportedNeox(folder, folder / name, tuple(foreign), tokenizer_note, changes)
 
 
 def _layer_states(config: Config, weights: Weights, ranks: int) -> Iterator[tuple[int, list[dict[str, Tensor]]]]:

@@ -206,7 +206,7 @@ def _draw_panel(axes: Axes, panel: Panel, columns: int) -> None:
         axes.xaxis.set_minor_locator(NullLocator())
     if panel.y_range is not None:
         axes.set_ylim(*panel.y_range)
-    title = plot_text(fill(panel.title, 60 // columns))
+    title = plot_text(fill(panel.title, 75 // columns))
     axes.set(xlabel=plot_text(panel.x_label), ylabel=plot_text(panel.y_label), title=title)
     axes.grid(which="major")
 
@@ -292,7 +292,7 @@ def heat_maps(
             )
             axes.set_yticks(range(len(rows)), list(map(plot_text, rows)))
             axes.set(xlabel=x_label if lowest else "", ylabel="" if index % columns else y_label)
-            heading = plot_text(fill(": ".join(filter(None, (title, _emptiness(values)))), 60 // columns))
+            heading = plot_text(fill(": ".join(filter(None, (title, _emptiness(values)))), 75 // columns))
             axes.set_title(heading, fontsize=12 if columns == 1 else 10)
             axes.spines[:].set_visible(False)
             for row, line in enumerate(values):

@@ -83,7 +83,10 @@ class Table:
         total = min(MOST_WRAPPED, max((len(row.name) for row in self.rows), default=0))
         for column, head in enumerate(self.header[1:]):
             cells = [row.cells[column] for row in self.rows]
-            texts = [MOST_WRAPPED if cell.wide else max(len(cell.text), len(cell.detail)) for cell in cells]
+            texts = [
+                min(MOST_WRAPPED, len(cell.text)) if cell.wide else max(len(cell.text), len(cell.detail))
+                for cell in cells
+            ]
             total += 2 + max([*map(len, head.split()), *texts], default=0)
         return total
 

@@ -1,6 +1,14 @@
 """Starting training processes, and reading the rank of a process that another launcher started."""
 
+from megatron_coca.training.launch.devices import check_devices, describe_devices
 from megatron_coca.training.launch.environment import complete_environment, threads_per_process, under_launcher
 from megatron_coca.training.launch.start import start
 
-__all__ = ["complete_environment", "start", "threads_per_process", "under_launcher"]
+__all__ = [
+    "check_devices",
+    "complete_environment",
+    "describe_devices",
+    "start",
+    "threads_per_process",
+    "under_launcher",
+]

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from megatron_coca.config import ConfigError, LaunchConfig
 from megatron_coca.training.exit_status import CaughtSignals
+from megatron_coca.training.launch.devices import no_gpu, signs_of_gpus
 from megatron_coca.training.launch.environment import (
     DEFAULT_PORT,
     RankLocation,
@@ -95,19 +96,21 @@ def start(
     file: str,
     arguments: Sequence[str],
     latest_step: Callable[[], int] | None = None,
+    requires_gpus: bool = False,
 ) -> int | None:
     """Start the processes that the configuration requests and wait for them.
 
-    `latest_step` returns the step of the latest checkpoint, 0 if there is none; it is None if none are saved.
+    `latest_step` returns the step of the latest checkpoint, 0 if there is none; it is None if none are saved. With
+    `requires_gpus` no processes are started on this host if it has no GPU.
 
     Returns:
         The run's exit status, or None if this process is to train: a launcher has started it, or one process is
         requested.
 
     Raises:
-        ConfigError: the hosts or the launcher cannot be used, or restarts are requested without checkpoints.
+        ConfigError: the hosts, launcher or devices cannot be used, or restarts are requested without checkpoints.
     """
-    starter = _choose_starter(launch, environment)
+    starter = _choose_starter(launch, environment, requires_gpus)
     if starter is None:
         return None
     signals = CaughtSignals(FORWARDED)
@@ -134,15 +137,17 @@ def start(
         raise ConfigError([f"launcher: `{error.filename}` is not installed here; see docs/launch.md"]) from error
 
 
-def _choose_starter(launch: LaunchConfig, environment: Mapping[str, str]) -> Starter | None:
+def _choose_starter(launch: LaunchConfig, environment: Mapping[str, str], requires_gpus: bool) -> Starter | None:
     """The way in which processes are started; None where this process trains."""
     location = find_location(environment)
     count = launch.num_gpus or 1
     if location is not None:
         if not location.sole_on_host or count == 1:
             return None
+        _require_gpu(launch, requires_gpus)
         ranks = ranks_of_host(location, count)
         return lambda script, errors: ranks.start(script, environment, errors)
+    launch = without_missing_hostfile(launch)
     if launch.launcher == "slurm" or launch.deepspeed_slurm:
         if is_slurm_task(environment):
             return None
@@ -155,12 +160,31 @@ def _choose_starter(launch: LaunchConfig, environment: Mapping[str, str]) -> Sta
             LocalProcess("DeepSpeed's launcher", deepspeed_command(launch, hosts, script), environment)
         ]
     slots = hosts[0].slots
+    _require_gpu(launch, requires_gpus)
     one = launch.hostfile is None and len(slots) == 1 and not (launch.include or launch.exclude)
     if one and not launch.max_restarts:  # a process that was killed cannot restart itself
         return None
     return lambda script, errors: LocalRanks(slots, 0, len(slots), "127.0.0.1", free_port()).start(
         script, environment, errors
     )
+
+
+def _require_gpu(launch: LaunchConfig, required: bool) -> None:
+    """Raise a ConfigError if this host shows no sign of a required GPU; a broken driver is found by PyTorch."""
+    if required and not signs_of_gpus():
+        raise no_gpu("distributed_backend" if launch.num_gpus is None else "num_gpus")
+
+
+def without_missing_hostfile(launch: LaunchConfig) -> LaunchConfig:
+    """Return the keys without a hostfile that does not exist, with a warning, as GPT-NeoX runs on this host then.
+
+    It is kept, and an error, if other keys select hosts.
+    """
+    path, selecting = launch.hostfile, launch.num_nodes > 1 or launch.include or launch.exclude
+    if path is None or selecting or Path(path).is_file():
+        return launch
+    print(f"hostfile: {path}: no such file; using this host only, on num_gpus devices", file=sys.stderr)
+    return launch.model_copy(update={"hostfile": None})
 
 
 def ranks_of_host(location: RankLocation, count: int) -> LocalRanks:
@@ -190,6 +214,7 @@ def chosen_hosts(launch: LaunchConfig) -> list[Host]:
     """
     if launch.master_addr is not None and not _is_host_name(launch.master_addr):
         raise ConfigError([f"master_addr: {launch.master_addr!r} {NO_NAME}"])
+    launch = without_missing_hostfile(launch)
     if launch.hostfile is not None:
         hosts = read_hostfile(Path(launch.hostfile))
     elif launch.num_nodes > 1:
