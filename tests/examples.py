@@ -107,6 +107,7 @@ NOT_RUN = {
     "python -m megatron_coca.neox_plugin": NEOX,
     'python -c "import megatron_coca.neox_plugin': NEOX,
     "python deepy.py": NEOX,
+    "python train.py -d ~/gpt-neox": "needs a checkout of GPT-NeoX; tests load its files where there is one",
     "python train.py configs/350M/roformer_coca.yml save=s3:": STORE,
     "python evaluate.py perplexity --checkpoint s3:": STORE,
     "python train.py configs/350M/roformer_coca.yml configs/cluster/slurm.yml": "needs srun",
