@@ -42,6 +42,7 @@ RUN = {
     "python train.py configs/finetune": "save=runs/new",
     "python tools/train_stages.py configs/finetune": "",
     "python tools/estimate.py": "",
+    "python tools/generate.py": "--max-new-tokens 4",
     "python tools/prepare_data.py --builtin": "--output data/new",
     "python tools/prepare_data.py --input books": "--output data/new",
     "python tools/prepare_data.py --input books=books.jsonl.zst code=": "--train-tokenizer 512 --output data/new",
@@ -57,6 +58,7 @@ RUN = {
     "python tools/convert_to_neox.py": "",
     "python tools/ablate.py configs/ablations/methods.yml --dry-run": "",
     "python tools/ablate.py configs/ablations/methods.yml --slurm": "",
+    "python tools/generate.py": "--max-new-tokens 4",
     "python evaluate.py perplexity": WINDOWS,
     "python evaluate.py perplexity --checkpoint runs/tutorial": "--num-documents 1",
     "python evaluate.py passkey": f"--lengths 256 {RETRIEVAL}",
@@ -107,6 +109,7 @@ NOT_RUN = {
     "python -m megatron_coca.neox_plugin": NEOX,
     'python -c "import megatron_coca.neox_plugin': NEOX,
     "python deepy.py": NEOX,
+    "python train.py -d ~/gpt-neox": "needs a checkout of GPT-NeoX; tests load its files where there is one",
     "python train.py configs/350M/roformer_coca.yml save=s3:": STORE,
     "python evaluate.py perplexity --checkpoint s3:": STORE,
     "python train.py configs/350M/roformer_coca.yml configs/cluster/slurm.yml": "needs srun",
@@ -252,6 +255,7 @@ def make_data(folder: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"text": documents}), "code.parquet")
     books = {"books": {"paths": ["books.jsonl.zst"]}}
     Path("data/recipe.yml").write_text(yaml.safe_dump({"train_tokenizer": {"vocab_size": 512}, "sources": books}))
+    Path("book.txt").write_text("The sea was calm")
     Path("pg19/test").mkdir(parents=True)
     Path("pg19/test/1.txt").write_text("The sea was calm and a small boat lay near its shore. " * 100)
     tokenizer = load_tokenizer("SPMTokenizer", "data/builtin/tokenizer.model")
