@@ -105,6 +105,7 @@ NOT_RUN = {
     "GPT_NEOX_HOME": NEOX,
     "NEOX_PLUGIN_OLDEST_PYTHON": NEOX,
     "echo 'pos_emb: coca' > ~/gpt-neox": NEOX,
+    "python train.py -d ~/gpt-neox": NEOX,
     "python -m megatron_coca.neox_plugin": NEOX,
     'python -c "import megatron_coca.neox_plugin': NEOX,
     "python deepy.py": NEOX,
