@@ -291,8 +291,9 @@ def length_figure(
         Panel(tuple(replace(line, style=styles[line.label]) for line in own), title=title, marks=trained, **panel)
         for title, own in zip(titles, short, strict=True)
     ]
-    size = size_with_legend([*styles, *trained.values()], 2.8 * math.ceil(len(grid) / 3), 9.0)
-    return Figure(name, caption, alt, panels(grid, columns=3), size)
+    columns = min(3, len(grid))
+    size = size_with_legend([*styles, *trained.values()], 2.8 * math.ceil(len(grid) / columns), 9.0)
+    return Figure(name, caption, alt, panels(grid, columns), size)
 
 
 def matching_tables(group: ResultGroup, metric: str) -> tuple[list[PublishedTable], list[PublishedTable]]:
