@@ -7,9 +7,12 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted(
-    [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docker/*.md"), *ROOT.glob("configs/**/README.md")]
-)
+FOLDERS = ("docs", "docker", "configs/ablations")
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted(page for name in FOLDERS for page in ROOT.glob(f"{name}/*.md")),
+]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 LANGUAGES = {"bash", "python", "text", "yaml"}
 FENCED = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
@@ -49,7 +52,7 @@ def commands(page: str) -> list[str]:
 def words(command: str) -> tuple[str, ...]:
     """The words of a command as bash expands them, file patterns left alone."""
     assert not re.search(r"[$;&|]", command), command
-    script = f"set -f; printf '%s\\0' {command.partition(' > ')[0]}"
+    script = f"set -f; printf '%s\\0' {re.split(' [<>] ', command)[0]}"
     printed = subprocess.run(["bash", "-c", script], check=True, capture_output=True, text=True).stdout
     return tuple(printed.split("\0")[:-1])
 

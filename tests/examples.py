@@ -42,6 +42,7 @@ RUN = {
     "python train.py configs/finetune": "save=runs/new",
     "python tools/train_stages.py configs/finetune": "",
     "python tools/estimate.py": "",
+    "python tools/generate.py": "--max-new-tokens 4",
     "python tools/prepare_data.py --builtin": "--output data/new",
     "python tools/prepare_data.py --input books": "--output data/new",
     "python tools/prepare_data.py --input books=books.jsonl.zst code=": "--train-tokenizer 512 --output data/new",
@@ -68,11 +69,7 @@ RUN = {
     CHECKPOINT_SUITE: "",
     "python tools/bench_loader.py loader": "--megabytes 1 --steps 2",
     "python tools/bench_loader.py open": "--documents 1000",
-    "python tools/bench_evaluation.py": "num_layers=1 hidden_size=64 --windows 64 --stride 64 --length 256 --rounds 1",
     "python tools/bench_checkpoint.py": "num_layers=1 hidden_size=64 --rounds 1",
-    "python tools/bench_train.py configs/350M/roformer.yml configs/cluster/cpu.yml": (
-        "num_layers=1 hidden_size=64 seq_length=64 --rounds 1 --warmup 1"
-    ),
 }
 """Commands that are executed in `make_workspace`, and what is appended to make them small."""
 
@@ -85,6 +82,7 @@ STORE = "needs an object store; tests/integration/test_object_store_runs.py has 
 PILE = "needs 700 GB of corpora"
 HOURS = "trains for hours; tests/integration/test_ablation_runs.py trains small ones"
 DONE = "says how published numbers were made"
+TIMED = "times transformers beside it, for minutes even if small"
 PROGRAM = "a program of its own that is not installed here"
 
 NOT_RUN = {
@@ -106,6 +104,7 @@ NOT_RUN = {
     "python -m megatron_coca.neox_plugin": NEOX,
     'python -c "import megatron_coca.neox_plugin': NEOX,
     "python deepy.py": NEOX,
+    "python train.py -d ~/gpt-neox": "needs a checkout of GPT-NeoX; tests load its files where there is one",
     "python train.py configs/350M/roformer_coca.yml save=s3:": STORE,
     "python evaluate.py perplexity --checkpoint s3:": STORE,
     "python train.py configs/350M/roformer_coca.yml configs/cluster/slurm.yml": "needs srun",
@@ -119,7 +118,8 @@ NOT_RUN = {
     "OMP_NUM_THREADS=1 nice -n 15 python train.py configs/study": DONE,
     "python evaluate.py perplexity --checkpoint runs/pilot": DONE,
     "python tools/finetune_small.py": "takes ten minutes; tests/integration/test_finetuning_chain.py does the same",
-    "python tools/bench_train.py configs/350M/roformer.yml precision=bfloat16": "needs a GPU",
+    "python tools/bench_train.py": TIMED,
+    "python tools/bench_evaluation.py": TIMED,
     "python tools/bench_prepare.py": "needs half a gigabyte of text",
     "python tools/bench_import.py": "writes several gigabytes",
 }
@@ -251,6 +251,7 @@ def make_data(folder: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"text": documents}), "code.parquet")
     books = {"books": {"paths": ["books.jsonl.zst"]}}
     Path("data/recipe.yml").write_text(yaml.safe_dump({"train_tokenizer": {"vocab_size": 512}, "sources": books}))
+    Path("book.txt").write_text("The sea was calm")
     Path("pg19/test").mkdir(parents=True)
     Path("pg19/test/1.txt").write_text("The sea was calm and a small boat lay near its shore. " * 100)
     tokenizer = load_tokenizer("SPMTokenizer", "data/builtin/tokenizer.model")

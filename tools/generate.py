@@ -1,11 +1,11 @@
-"""Continue prompts with a checkpoint: python tools/generate.py --checkpoint runs/coca --prompt "The sea was calm"."""
+"""`megatron-coca generate` of this checkout."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run from a checkout, without installing
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_coca.commands.generate import main
+from megatron_coca.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["generate", *sys.argv[1:]]))

@@ -9,6 +9,7 @@ from megatron_coca.ablation.cells import measured_files, read_cell, read_curve
 from megatron_coca.ablation.plan import AblationFile, Cell
 from megatron_coca.evaluation.options import full_label, slug
 from megatron_coca.evaluation.perplexity import PerplexityResult, WindowResult
+from megatron_coca.evaluation.report.charts import Figure, Line, Panel, panels, size_with_legend
 from megatron_coca.evaluation.report.intervals import Estimate, geometric_estimate
 from megatron_coca.evaluation.report.published import LENGTHS, TABLES
 from megatron_coca.evaluation.results import EvaluationError, read_record
@@ -104,6 +105,17 @@ class Figures:
     def ordered(self, quantity: str, multiple: float, labels: Sequence[str]) -> list[str]:
         """Return the labels by their means, the lowest first."""
         return sorted(labels, key=lambda label: self.estimate(quantity, label, multiple).mean)
+
+    def chart(self, labels: Sequence[str]) -> Figure:
+        """Return a plot of the perplexity of labels against the window, with intervals over seeds."""
+        lines = []
+        for label in labels:
+            multiples = sorted(set.intersection(*(set(windows) for windows in self._windows[label].values())))
+            found = [self.estimate("perplexity", label, multiple) for multiple in multiples]
+            means, low, high = (tuple(getattr(each, end) for each in found) for end in ("mean", "low", "high"))
+            lines.append(Line(label, tuple(multiples), means, low, high))
+        panel = Panel(tuple(lines), "window as a multiple of the training length L", "perplexity", log_y=True)
+        return Figure("perplexity", "", "", panels([panel]), size_with_legend(labels))
 
 
 def published_order(table: str, names: Mapping[str, str], multiple: int) -> list[str]:

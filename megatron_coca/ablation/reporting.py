@@ -14,6 +14,7 @@ from megatron_coca.ablation.contrasts import Figures, published_order
 from megatron_coca.ablation.plan import AblationFile, Cell, expand, read_ablation
 from megatron_coca.evaluation.options import slug
 from megatron_coca.evaluation.report import build_report
+from megatron_coca.evaluation.report.charts import svg
 from megatron_coca.evaluation.report.curves import Curve
 from megatron_coca.evaluation.report.document import TableCell
 from megatron_coca.evaluation.report.reading import REPORT_FILE
@@ -74,7 +75,7 @@ def write_page(
         done = [cell for cell in cells if state_of(cell) is State.DONE]
         if done:
             write_report(file, done, Path(folder))
-        known = {"figures": Figures(file, done), "scale": scale, "cells": cells, "done": done}
+        known = {"file": file, "figures": Figures(file, done), "scale": scale, "cells": cells, "done": done}
         text, plots = render(template, Path(folder) / FOLDER, known, page.stem)
         for name, content in plots.items():
             write_atomically(page.parent / "figures" / page.stem / f"{name}.svg", content)
@@ -99,12 +100,17 @@ def render(template: Path, report: Path, known: Mapping[str, Any], name: str) ->
             raise EvaluationError(f"{template}: plot {plot_name}: the report has {known}") from error
         return f"![{alt}](figures/{name}/{plot_name}.svg)"
 
+    def chart(plot_name: str, labels: Sequence[str], alt: str) -> str:
+        plots[plot_name] = svg(known["figures"].chart(labels), "print")
+        return f"![{alt}](figures/{name}/{plot_name}.svg)"
+
     loader = FileSystemLoader(template.parent)
     environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.globals |= {
         "table": lambda table, rows=None: _markdown(_named(tables, table, template), rows),
         "value": lambda table, row, column: _value(_named(tables, table, template), row, column, template),
         "plot": plot,
+        "chart": chart,
         "costs": lambda: _costs(done),
         "published_order": published_order,
         **known,

@@ -187,7 +187,7 @@ def run(args: Namespace, prompts: list[str] | None) -> int:
             show(generator, prompts[0], sampling, options)
         else:
             asked = [prompt for prompt in prompts for _ in range(args.num_samples)]
-            options |= {"tokens_per_batch": args.tokens_per_batch, "progress": sys.stderr.isatty()}
+            options |= {"tokens_per_batch": args.tokens_per_batch, "progress": True}
             done = generator.complete(asked, sampling=sampling, **options)
             records = [
                 {"prompt": prompt, "text": row.text, "finish": row.finish, "tokens": len(row.tokens)}

@@ -10,7 +10,7 @@ _RECOMPUTE = "selects how activations are recomputed; results are the same"
 _CONSOLE = "console output only"
 _LAUNCH = "set by the launcher"
 _UNUSED = "has no effect in GPT-NeoX either"
-_GENERATION = "read by GPT-NeoX's generate.py; here generation has its own command"
+_GENERATION = "read by GPT-NeoX's generate.py; here use `megatron-coca generate`"
 
 INERT: dict[str, str] = {
     "scaled_upper_triang_masked_softmax_fusion": _KERNEL,

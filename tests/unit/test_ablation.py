@@ -186,7 +186,7 @@ def test_every_fault_is_listed_at_once(write: Write, tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"seeds": [1, 1]}, "roformer-s1-.*: the name of two cells, RoFormer with seed 1 and RoFormer with seed 1"),
-        ({"base": ["optimizer.params.lr=1"]}, "base: command line: num_layers"),
+        ({"base": ["optimizer.params.lr=1"]}, "base: command line: describes no model \\(num_layers"),
         ({"models": {}}, "models: Dictionary should have at least 1 item"),
         ({"modles": {}}, "modles: unknown key; the keys of an ablation are title, base"),
     ],

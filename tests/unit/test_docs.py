@@ -166,7 +166,7 @@ def test_configurations_in_a_page_load(page: str, monkeypatch: pytest.MonkeyPatc
 def test_python_compiles_and_imports_what_exists(page: str) -> None:
     for example in blocks(page, "python"):
         tree = ast.parse(example)
-        imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+        imports = [node for node in tree.body if isinstance(node, ast.ImportFrom) and "coca" in str(node.module)]
         exec(compile(ast.Module(imports, []), page, "exec"), {})
 
 

@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron_coca import load_model
+from megatron_coca import console, load_model
 from megatron_coca.checkpoints import CheckpointError, load_checkpoint, native, open_checkpoint
+from megatron_coca.checkpoints.exports.huggingface import export
 from megatron_coca.checkpoints.importing import import_checkpoint
 from megatron_coca.checkpoints.inspection import checkpoints_in, describe, describe_text
 from megatron_coca.checkpoints.pickles import open_pickles
@@ -67,6 +68,20 @@ def test_weights_are_those_that_are_loaded_from_the_source(imported: Path) -> No
     assert same(load_file(imported / "global_step0" / SINGLE), load_model(LLAMA).state_dict())
     opened = load_checkpoint(imported)
     assert opened.step == 0 and opened.identity == native.describe(imported / "global_step0" / SINGLE)["sha256"]
+
+
+def test_import_and_export_show_how_much_is_read(
+    imported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(console, "SHORT", 0.0)
+    import_checkpoint(LLAMA, tmp_path / "save")
+    export(imported, tmp_path / "export")
+    lines = [line[20:] for line in capsys.readouterr().err.splitlines()]
+    size = console.short(sum(tensor.nbytes for tensor in load_file(imported / "global_step0" / SINGLE).values()))
+    tasks = f"importing {LLAMA}", f"exporting {tmp_path / 'export'}"
+    begun, ended = [line for line in lines if " in " not in line], [line for line in lines if " in 0:00:" in line]
+    assert begun == [f"{task}: 0/{size}B" for task in tasks]
+    assert [line.partition(" in ")[0] for line in ended] == [f"{task}: {size}/{size}B" for task in tasks]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -22,7 +22,6 @@ LAYERS = (
     {"text_generation"},
     {"training", "evaluation"},
     {"ablation"},
-    {"commands"},
     {"__init__"},
     {"commands"},
     {"cli"},

@@ -90,9 +90,12 @@ def png(figure: Figure) -> bytes:
 
 
 def svg(figure: Figure, style: str) -> bytes:
-    """The plot in one of `SCREEN_STYLES` on a transparent background, text as paths; the same bytes every time."""
+    """The plot in one of `SCREEN_STYLES`, on a transparent background, or in that for "print", on a white one.
+
+    Text is drawn as paths. The same figure gives the same bytes.
+    """
     image = io.BytesIO()
-    with matplotlib.rc_context(cast(Any, {**SCREEN_STYLES[style], "svg.hashsalt": figure.name})):
+    with matplotlib.rc_context(cast(Any, {**SCREEN_STYLES.get(style, PRINT_STYLE), "svg.hashsalt": figure.name})):
         FigureCanvasSVG(_drawn(figure)).print_svg(image, metadata={"Date": None, "Creator": None})
     return image.getvalue()
 

@@ -183,7 +183,7 @@ def without_missing_hostfile(launch: LaunchConfig) -> LaunchConfig:
     path, selecting = launch.hostfile, launch.num_nodes > 1 or launch.include or launch.exclude
     if path is None or selecting or Path(path).is_file():
         return launch
-    print(f"hostfile: {path}: no such file; using this host only, on num_gpus devices", file=sys.stderr)
+    print(f"hostfile: {path}: no such file; using this host only (one process, or num_gpus)", file=sys.stderr)
     return launch.model_copy(update={"hostfile": None})
 
 
