@@ -67,6 +67,7 @@ RUN = {
     "python evaluate.py speed": "--lengths 64 --rounds 1 --no-memory",
     "python evaluate.py report": "",
     CHECKPOINT_SUITE: "",
+    f'{CHECKPOINT_SUITE} --checkpoint "RoFormer=runs/tutorial': "--only perplexity",
     "python tools/bench_loader.py loader": "--megabytes 1 --steps 2",
     "python tools/bench_loader.py open": "--documents 1000",
     "python tools/bench_checkpoint.py": "num_layers=1 hidden_size=64 --rounds 1",

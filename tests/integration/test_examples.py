@@ -21,7 +21,7 @@ MAY_MISS = {
     "python evaluate.py passkey": 2,  # prompts shorter than the text around the key
     "python tools/estimate.py": 1,  # does not fit
 }
-TIME_LIMIT = 300
+TIME_LIMIT = 600
 SINGLE = sorted({command for page, command in everywhere() if page not in IN_ORDER and treatment(command)[0] == "run"})
 PYTHON_PAGES = [page for page in NAMES if "python" in languages(page) and page not in QUICK]
 
