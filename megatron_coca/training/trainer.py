@@ -70,13 +70,13 @@ def fit(config: Config, without_effect: Sequence[str] = ()) -> None:
         torch.set_num_threads(min(torch.get_num_threads(), launch.threads_per_process(os.environ)))
     # Signals end the process as usual until there is something to save: other ranks may never join.
     dist.init_distributed(config.faults.collective_timeout, config.launch.join_timeout)
-    set_up_logging(dist.is_main())
-    logger.info(launch.describe_devices(config, dist.world_size(), choose_backend(config, dist.local_device())))
-    if without_effect:
-        logger.info("no effect here (docs/config.md): %s", ", ".join(without_effect))
-    config, remotes = use_local_folders(config)
-    watchdog = Watchdog(config.faults.watchdog_timeout, run_folder(config), dist.rank())
     try:
+        set_up_logging(dist.is_main())
+        logger.info(launch.describe_devices(config, dist.world_size(), choose_backend(config, dist.local_device())))
+        if without_effect:
+            logger.info("no effect here (docs/config.md): %s", ", ".join(without_effect))
+        config, remotes = use_local_folders(config)
+        watchdog = Watchdog(config.faults.watchdog_timeout, run_folder(config), dist.rank())
         with CaughtSignals() as preemption, watchdog:
             _train(config, remotes, preemption, watchdog)
     except Exception as error:
