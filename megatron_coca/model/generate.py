@@ -125,21 +125,16 @@ def generate_tokens(
 ) -> Iterator[Tensor]:
     """Yield the next token of every row, int64 [batch] on the device of `prompts`, `max_new_tokens` times.
 
-    Prompts have one length and no padding, because not every position method is shift-invariant.
+    Prompts have one length and no padding, because not every position method is shift-invariant. For length-dependent position methods, `dynamic_length` selects the length. With "prompt" or "total" the tokens are
+    the same with and without the cache. With "current" the frequencies change at each step, as in transformers: keys in
+    the cache are rotated again, hidden states of earlier tokens stay; without it every step computes all tokens anew.
 
-    For length-dependent position methods, `dynamic_length` selects the length. With "prompt" or "total" the tokens are
-    the same with and without the cache. With "current" the frequencies change at each step, as in transformers: the
-    cache keeps hidden states of earlier tokens computed with earlier frequencies and only rotates their keys again;
-    without the cache every step computes all tokens with its own frequencies.
-
-    Each row has random numbers of its own, one for each token, which follow from its seed alone. So a sample does not
-    depend on the other rows, except that the last bits of logits depend on the size of the batch: where a draw lies
-    within such a rounding error of the border between two tokens, another token may follow.
+    The random numbers of a row follow from its seed alone, so a sample does not depend on the other rows, except that
+    rounding depends on the size of the batch: where a draw lies at the border of two tokens, the other may follow.
 
     Args:
         model: in evaluation mode.
-        prompts: int64 [batch, length], both at least 1.
-        max_new_tokens: at least 1.
+        prompts: int64 [batch, length], both at least 1; so is `max_new_tokens`.
         sampling: by default the token of the largest logit.
         seeds: of the rows; by default those of `row_seeds`.
         use_cache: if False, each step runs the complete sequence again.
@@ -147,7 +142,7 @@ def generate_tokens(
         dynamic_length: a key of `DYNAMIC_LENGTHS`.
 
     Raises:
-        ValueError: invalid prompts, number of tokens or `dynamic_length`, or a model in training mode.
+        ValueError: an invalid argument, or a model in training mode.
         FloatingPointError: logits are NaN: the computation overflowed its dtype.
     """
     _check(model, prompts, max_new_tokens, dynamic_length)
