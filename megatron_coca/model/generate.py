@@ -125,9 +125,10 @@ def generate_tokens(
 ) -> Iterator[Tensor]:
     """Yield the next token of every row, int64 [batch] on the device of `prompts`, `max_new_tokens` times.
 
-    Prompts have one length and no padding, because not every position method is shift-invariant. For length-dependent position methods, `dynamic_length` selects the length. With "prompt" or "total" the tokens are
-    the same with and without the cache. With "current" the frequencies change at each step, as in transformers: keys in
-    the cache are rotated again, hidden states of earlier tokens stay; without it every step computes all tokens anew.
+    Prompts have one length and no padding, because not every position method is shift-invariant. Length-dependent ones
+    take the length that `dynamic_length` selects. With "prompt" or "total" the tokens are the same with and without the
+    cache. With "current" frequencies change at each step, as in transformers: keys in the cache are rotated again,
+    hidden states of earlier tokens stay; without it every step computes all tokens anew.
 
     The random numbers of a row follow from its seed alone, so a sample does not depend on the other rows, except that
     rounding depends on the size of the batch: where a draw lies at the border of two tokens, the other may follow.
