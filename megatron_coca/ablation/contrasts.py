@@ -65,10 +65,10 @@ class Figures:
         """Return the logarithm of a quantity by seed. Raises EvaluationError for an unknown quantity or label.
 
         The quantities: "perplexity" at `multiple` times the training length L; "ratio", that over the perplexity at L;
-        "validation perplexity" at the end of training.
+        "validation perplexity" of a model after `multiple` (at most 1) times its training steps.
         """
         if quantity == "validation perplexity":
-            return self._validation_losses(label)
+            return self._validation_losses(label, multiple)
         functions: dict[str, Callable[[Mapping[float, WindowResult]], float]] = {
             "perplexity": lambda windows: windows[multiple].nll,
             "ratio": lambda windows: windows[multiple].nll - windows[1].nll,
@@ -81,14 +81,15 @@ class Figures:
         except KeyError as error:
             raise EvaluationError(f"{quantity} of {label}: was not measured at {error.args[0]:g}L") from error
 
-    def _validation_losses(self, model: str) -> BySeed:
-        curves = [read_curve(cell) for cell in self._cells if cell.model == model]
-        losses = {
-            curve.seed: [point.validation_loss for point in curve.points if point.validation_loss is not None]
-            for curve in curves
-            if curve is not None
-        }
-        return {seed: values[-1] for seed, values in losses.items() if values}
+    def _validation_losses(self, model: str, share: float) -> BySeed:
+        found = {}
+        for cell in (cell for cell in self._cells if cell.model == model):
+            curve = read_curve(cell)
+            points = curve.points if curve is not None else []
+            until = [each.validation_loss for each in points if each.step <= share * cell.steps]
+            losses = [loss for loss in until if loss is not None]
+            found |= {cell.seed: losses[-1]} if losses else {}
+        return found
 
     def estimate(self, quantity: str, label: str, multiple: float = 1) -> Estimate:
         """Return the geometric mean over seeds with its t interval."""
@@ -121,7 +122,8 @@ class Figures:
 def published_order(table: str, names: Mapping[str, str], multiple: int) -> list[str]:
     """Return our labels in the order of a published table at a multiple of its training length, the lowest first.
 
-    `names` has our labels by the names of the rows. Raises EvaluationError for what the table does not have.
+    `names` has our labels by the names of the rows; rows without a number there are left out. Raises EvaluationError
+    for what the table does not have.
     """
     found = next((each for each in TABLES if each.name == table), None)
     length = found.training_length * multiple if found is not None else 0
@@ -131,11 +133,5 @@ def published_order(table: str, names: Mapping[str, str], multiple: int) -> list
     values = {row.name: row.values[column] for row in found.rows}
     if unknown := sorted(names.keys() - values.keys()):
         raise EvaluationError(f"{table}: has no row {', '.join(unknown)}; it has {', '.join(values)}")
-    return [names[name] for name in sorted(names, key=lambda name: _number(values[name]))]
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text.rstrip("%").replace(",", "").lstrip("> "))
-    except ValueError:  # out of memory, or not measured
-        return math.inf
+    measured = [name for name in names if values[name] != "OOM"]
+    return [names[name] for name in sorted(measured, key=lambda name: float(values[name]))]
