@@ -82,7 +82,7 @@ class Figures:
             raise EvaluationError(f"{quantity} of {label}: was not measured at {error.args[0]:g}L") from error
 
     def _validation_losses(self, model: str, share: float) -> BySeed:
-        found = {}
+        found: dict[int, float] = {}
         for cell in (cell for cell in self._cells if cell.model == model):
             curve = read_curve(cell)
             points = curve.points if curve is not None else []
