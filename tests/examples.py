@@ -40,7 +40,7 @@ RUN = {
     f"{QUICKSTART}/roformer_coca.yml {TUTORIAL}": "train_iters=4",
     f"{QUICKSTART}/roformer_coca.yml {TUTORIAL}/coca --auto-resume": "train_iters=6",
     "python train.py configs/finetune": "save=runs/new",
-    "python tools/train_stages.py configs/finetune": "",
+    "python tools/train_stages.py configs/finetune": "num_nodes=-1",
     "python tools/estimate.py": "",
     "python tools/generate.py": "--max-new-tokens 4",
     "python tools/prepare_data.py --builtin": "--output data/new",

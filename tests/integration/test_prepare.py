@@ -123,7 +123,7 @@ def test_what_was_prepared_trains(tmp_path: Path) -> None:
     tokenizer = load_saved_tokenizer(tmp_path / "out")
     assert tokenizer.vocab_size == 280
     assert set(tokenizer.decode(Shard(tmp_path / "out/c_train").document(0)).split()) <= {"one", "two", "three", "four"}
-    told = done.stdout.splitlines()[-1].removeprefix("Train with: python ").split()
+    told = done.stdout.splitlines()[-1].removeprefix("Train with: megatron-coca ").split()
     small = [
         "num_layers=1",
         "hidden_size=16",
@@ -133,7 +133,7 @@ def test_what_was_prepared_trains(tmp_path: Path) -> None:
         "precision=fp32",
     ]
     small += ["train_micro_batch_size_per_gpu=2", f"save={tmp_path / 'run'}", "eval_iters=1"]
-    line = [sys.executable, *told, *small]
+    line = [sys.executable, "-m", "megatron_coca", *told, *small]
     trained = subprocess.run(line, check=False, capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert trained.returncode == 0, trained.stderr
     assert (tmp_path / "run" / "global_step2").is_dir() and "c_train" in trained.stderr + trained.stdout

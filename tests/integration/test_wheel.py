@@ -78,6 +78,7 @@ def test_several_processes_train_from_the_wheel(installed: Installed, tmp_path: 
     assert installed.run(tmp_path, "--version") == f"megatron-coca {__version__}\n"
     installed.run(tmp_path, "configs", "copy", "configs")
     keys = ["train_iters=2", "train_micro_batch_size_per_gpu=2", "eval_interval=2", "eval_iters=1", "save=run"]
+    keys.append("distributed_backend=gloo")  # on the CPU
     told = installed.run(tmp_path, "train", "configs/quickstart/roformer_coca.yml", "--num_gpus", "2", *keys)
     assert "step 2/2" in told
     told = installed.run(tmp_path, "inspect", "checkpoint", "run")
