@@ -18,6 +18,17 @@ from megatron_coca.data import Tokenizer, load_tokenizer
 from megatron_coca.model import GPT, build_model
 
 BYTES = load_tokenizer("CharLevelTokenizer")
+TINY = {
+    "num_layers": 1,
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "seq_length": 16,
+    "vocab_size": 512,
+    "no_weight_tying": True,
+    "tokenizer_type": "CharLevelTokenizer",
+    "pos_emb": "coca",
+}
+"""A model for tests of generation."""
 NEEDED = ("state/rank_00000.safetensors", "rng/rank_0.pt")
 """What a complete checkpoint has besides, and evaluation does not read."""
 

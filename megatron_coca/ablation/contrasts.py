@@ -130,8 +130,8 @@ def published_order(table: str, names: Mapping[str, str], multiple: int) -> list
     if found is None or length not in found.columns:
         raise EvaluationError(f"{table} at {multiple}L: is not among the published tables of lengths {LENGTHS}")
     column = found.columns.index(length)
-    values = {row.name: row.values[column] for row in found.rows}
+    values = {row.name: row.numbers[column] for row in found.rows}
     if unknown := sorted(names.keys() - values.keys()):
         raise EvaluationError(f"{table}: has no row {', '.join(unknown)}; it has {', '.join(values)}")
-    measured = [name for name in names if values[name] != "OOM"]
-    return [names[name] for name in sorted(measured, key=lambda name: float(values[name]))]
+    measured = [name for name in names if not math.isnan(values[name])]
+    return [names[name] for name in sorted(measured, key=values.__getitem__)]

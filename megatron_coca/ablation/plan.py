@@ -178,7 +178,7 @@ def expand(
     elif file.baseline is not None and "" not in file.models[file.baseline].variants:
         problems.append(f'baseline: {file.baseline}: has no variant "", which the others are compared with; add it')
     try:
-        check_variants(file.tasks, file.models.values())
+        check_variants(file.tasks, (entry.variants for entry in file.models.values()))
     except EvaluationError as error:
         problems.append(str(error))
     try:

@@ -11,7 +11,7 @@ from argparse import Action, ArgumentParser, Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from pydantic import Field, ValidationError, field_validator
 
@@ -68,11 +68,6 @@ class SuiteFile(Record):
         return {name: {"path": entry} if isinstance(entry, str) else entry or {} for name, entry in given.items()}
 
 
-class HasVariants(Protocol):
-    @property
-    def variants(self) -> Mapping[str, list[str] | None]: ...
-
-
 @dataclass(frozen=True)
 class Command:
     """One call of evaluate.py: the entry of `tasks`, the checkpoint's name (None for a task without one), the
@@ -98,7 +93,7 @@ def run(args: Namespace) -> int:
     page = args.output / "report" / "report.html"
     check_writable(page)
     resolve_device(args.device)
-    check_variants(suite.tasks, suite.checkpoints.values())
+    check_variants(suite.tasks, (entry.variants for entry in suite.checkpoints.values()))
     lengths, unusable = training_lengths(suite)
     planned = plan_commands(suite, lengths, args.output / "results", args.device, args.dtype)
     problems = [f"{name}: {problem}" for name, problem in unusable.items()]
@@ -225,9 +220,9 @@ def task_variants(options: Mapping[str, Any] | None) -> tuple[list[str] | None, 
     return others.pop("variants", None), others
 
 
-def check_variants(tasks: Mapping[str, Mapping[str, Any] | None], entries: Iterable[HasVariants]) -> None:
-    """Raise EvaluationError where the option `variants` of a task is not a list of names that an entry has."""
-    known = dict.fromkeys(name for entry in entries for name in entry.variants)
+def check_variants(tasks: Mapping[str, Mapping[str, Any] | None], variants: Iterable[Iterable[str]]) -> None:
+    """Raise EvaluationError where the option `variants` of a task is not a list of these names, given by checkpoint."""
+    known = dict.fromkeys(name for names in variants for name in names)
     for task, options in tasks.items():
         only, _ = task_variants(options)
         if not isinstance(only, list | None) or (unknown := [name for name in only or () if name not in known]):

@@ -15,11 +15,11 @@ from megatron_coca.data import Batch, Blend, DataError
 from megatron_coca.text_generation import Continuation, texts
 from megatron_coca.training.corpus import Corpus, Layout, open_loader, source_names
 from megatron_coca.training.engine import Engine
+from megatron_coca.training.saving import DTYPES
 
 VALIDATION_LOSS = "validation_loss"
 VALIDATION_PERPLEXITY = "validation_perplexity"
 SAMPLE_TOKENS = 64
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MeanLoss = Callable[[Sequence[Batch]], float]
 """Returns the loss of a batch's micro-batches over all ranks, in nats per token."""
 

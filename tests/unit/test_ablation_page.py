@@ -83,8 +83,8 @@ def test_a_page_of_the_study_is_what_its_results_say(
 
 
 def test_the_readme_shows_the_table_of_the_study() -> None:
-    page = (ROOT / "docs/study_250k.md").read_text()
-    table = "".join(line for line in (ROOT / "README.md").read_text().splitlines(True) if " ratio at 64L " in line)
+    page, readme = ((ROOT / name).read_text() for name in ("docs/study_250k.md", "README.md"))
+    table = "".join(line for line in readme.splitlines(True) if " ratio at 64L " in line)
     assert len(table.splitlines()) == 1
-    rows = (ROOT / "README.md").read_text().partition(table)[2].partition("\n\n")[0]
+    rows = readme.partition(table)[2].partition("\n\n")[0]
     assert len(rows.splitlines()) > 4 and table + rows + "\n\n" in page, "run tools/ablate.py --page, and copy it"

@@ -13,20 +13,10 @@ from megatron_coca.commands import generate
 from megatron_coca.config import load_config
 from megatron_coca.model import Sampling
 from megatron_coca.text_generation import load_generator
-from tests.checkpoint_files import talkative_model, write_checkpoint
+from tests.checkpoint_files import TINY, talkative_model, write_checkpoint
 
 ROOT = Path(__file__).parents[2]
-KEYS = {
-    "num_layers": 1,
-    "hidden_size": 32,
-    "num_attention_heads": 2,
-    "seq_length": 16,
-    "vocab_size": 512,
-    "no_weight_tying": True,
-    "tokenizer_type": "CharLevelTokenizer",
-    "pos_emb": "coca",
-    "max_position_embeddings": 40,
-}
+KEYS = TINY | {"max_position_embeddings": 40}
 LONG = "the sea was calm and a small boat"
 TEN = ["--max-new-tokens", "10"]
 

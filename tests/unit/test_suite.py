@@ -73,14 +73,14 @@ def test_a_task_may_measure_some_variants(tmp_path: Path) -> None:
     only = suite(tmp_path, SUITE.replace("stride: 1L", 'stride: 1L, variants: ["+ NTK"]'))
     (command,) = commands(only, {"RoFormer": 64, "CoCA": 128}, tmp_path)
     assert [file.name for file in command.files] == ["perplexity_coca_ntk.json"], "RoFormer has no such variant"
-    check_variants(only.tasks, only.checkpoints.values())
+    check_variants(only.tasks, (entry.variants for entry in only.checkpoints.values()))
     for wrong, message in (
         ("[NTK]", '"NTK": must be a list of variants; known: "", "\\+ NTK"'),
         ("NTK", "must be a list"),
     ):
         unknown = suite(tmp_path, SUITE.replace("stride: 1L", f"stride: 1L, variants: {wrong}"))
         with pytest.raises(EvaluationError, match=f"tasks.perplexity.variants: .*{message}"):
-            check_variants(unknown.tasks, unknown.checkpoints.values())
+            check_variants(unknown.tasks, (entry.variants for entry in unknown.checkpoints.values()))
 
 
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)

@@ -14,7 +14,7 @@ from megatron_coca.data import Tokenizer, load_tokenizer
 from megatron_coca.data.tokenizers.training import train_sentencepiece
 from megatron_coca.model import Sampling
 from megatron_coca.text_generation import Continuation, TextGenerator, load_generator
-from tests.checkpoint_files import BYTES, talkative_model, write_checkpoint
+from tests.checkpoint_files import BYTES, TINY, talkative_model, write_checkpoint
 
 TEXTS = [
     " the boat near the shore",
@@ -150,17 +150,7 @@ def test_an_empty_stop_string_is_refused() -> None:
         Continuation(BYTES, [97], ("",))
 
 
-KEYS = {
-    "num_layers": 1,
-    "hidden_size": 32,
-    "num_attention_heads": 2,
-    "seq_length": 16,
-    "vocab_size": 512,
-    "no_weight_tying": True,
-    "tokenizer_type": "CharLevelTokenizer",
-    "pos_emb": "coca",
-    "seed": 2,
-}
+KEYS = TINY | {"seed": 2}
 WARM = Sampling(0.9, top_k=50, seed=1)
 
 

@@ -1,5 +1,6 @@
 """Numbers that papers report, as printed, matched to our results with the same position method."""
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
@@ -89,6 +90,11 @@ class PublishedRow:
     name: str
     values: tuple[str, ...]
     method: MethodKey | None = None
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """The values of a row of perplexities or accuracies, NaN where the model ran out of memory."""
+        return tuple(math.nan if value == "OOM" else float(value) for value in self.values)
 
     def is_method_of(self, result: Result) -> bool:
         return self.method is not None and self.method == method_key(result)

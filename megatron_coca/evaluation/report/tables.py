@@ -343,7 +343,6 @@ def published_lines(group: ResultGroup, drawn: Sequence[Series], metric: str) ->
         for row in table.rows:
             like = next((at for at, series in enumerate(drawn) if row.is_method_of(series.header)), None)
             if like is not None:
-                values = tuple(math.nan if value == "OOM" else float(value) for value in row.values)
                 lengths = tuple(map(float, published_lengths([table])))
-                lines.append(Line(f"paper: {row.name}", lengths, values, like=like))
+                lines.append(Line(f"paper: {row.name}", lengths, row.numbers, like=like))
     return lines if len(drawn) <= MOST_LINES and len(group.lengths()) > 1 else []
