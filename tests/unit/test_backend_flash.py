@@ -168,6 +168,7 @@ def test_it_computes_attention(
 def test_dropout_goes_to_the_library_that_has_it(install: Install) -> None:
     """In training; the same model is evaluated by the other."""
     install("flash_attn", "flash_attn_interface")
+    torch.manual_seed(0)  # of 8 heads all are kept in one of 256 draws
     tensors = operands(16)
     dropped, whole = (results(FlashBackend().attend, tensors, dropout=p)[0] for p in (0.5, 0.0))
     assert calls == ["two", "three"]
