@@ -1,10 +1,13 @@
 """A run that is stopped and resumed ends in the same bits as one that never stopped."""
 
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.integration.hooks import Hook
 
 STEPS = 12
 STOPS = (1, 5, 7)
@@ -72,14 +75,10 @@ def test_a_killed_run_resumes_with_the_same_command(
     server: Any, live: Any, whole: Any, open_run: Any, assert_same_state: Any, tmp_path: Path
 ) -> None:
     keys = {"save": str(tmp_path), "load": str(tmp_path), "checkpoint_factor": 2}
-    launch, metrics = server.start(keys), tmp_path / "metrics.jsonl"
-    while not (metrics.is_file() and metrics.read_text().count("\n") >= 5):
-        assert launch.wait(0.002) is None, "the run ended before it could be killed"
-    launch.kill()
-    launch.end()
+    assert server.start(keys, hooks=[Hook("step", "kill", (7,))]).end() == [-signal.SIGKILL]
     left = [path.name for path in tmp_path.glob("global_step*")]
     assert left and "global_step12" not in left
-    with metrics.open("a") as file:
+    with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 11, "lo')  # what a kill can leave of a line
     assert "resuming at step" in live(keys).output
     assert_same_run(open_run(tmp_path), whole, assert_same_state)
