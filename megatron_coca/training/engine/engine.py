@@ -12,11 +12,13 @@ import deepspeed
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from deepspeed.runtime.config import DeepSpeedConfigError
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.runtime.utils import partition_balanced
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.sequence.layer import _SeqAllToAll
 from deepspeed.utils import groups
 from pydantic import ValidationError
@@ -32,7 +34,7 @@ from megatron_coca.model.stages import Stage, StageInput, layer_weights
 from megatron_coca.training.engine import state
 from megatron_coca.training.engine.group import everyone_succeeded, local_device, mean_over_ranks, world_size
 from megatron_coca.training.loss_guard import Limits, bad_reason
-from megatron_coca.training.topology import effective_stage
+from megatron_coca.training.topology import zero_section
 
 logger = logging.getLogger(__name__)
 
@@ -69,13 +71,13 @@ def deepspeed_config(config: Config, sizes: BatchSizes) -> dict[str, Any]:
         ConfigError: `deepspeed_extra_args` has a key that a key of ours sets.
     """
     data = sizes.total // (sizes.micro * sizes.accumulation)
-    stage = effective_stage(config, data * config.parallel.sequence_parallel_size)
+    zero = zero_section(config, data * config.parallel.sequence_parallel_size, torch.cuda.is_available())
     section: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": sizes.micro,
         "gradient_accumulation_steps": sizes.accumulation,
         # Without ZeRO the engine clips: it needs the norm anyway, and DeepSpeed would compute it a second time.
-        "gradient_clipping": config.optimizer.gradient_clipping if stage else 0.0,
-        "zero_optimization": {**(config.parallel.zero_optimization or {}), "stage": stage},
+        "gradient_clipping": config.optimizer.gradient_clipping if zero["stage"] else 0.0,
+        "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         # PyTorch's fused AdamW steps offloaded states too; DeepSpeed's own needs a compiler on every host.
         "zero_force_ds_cpu_optimizer": False,
@@ -111,6 +113,24 @@ def _tensor_parallel_section(config: Config) -> dict[str, Any]:
         "autotp_size": config.parallel.model_parallel_size,
         "partition_config": {"use_default_specs": False, "layer_specs": specs},
     }
+
+
+def _order_on_device(optimizer: Any) -> None:
+    """Let the optimizer's stream wait for overlapped reductions (ZeRO 1, 2), where DeepSpeed waits on the host."""
+    overlaps = isinstance(optimizer, DeepSpeedZeroOptimizer) and optimizer.overlap_comm and not optimizer.cpu_offload
+    if not overlaps or optimizer.reduction_stream is None:
+        return
+    epilogue, accelerator = optimizer.independent_gradient_partition_epilogue, get_accelerator()
+
+    def ordered_epilogue() -> None:
+        host_wait = accelerator.synchronize
+        accelerator.synchronize = lambda: accelerator.current_stream().wait_stream(optimizer.reduction_stream)
+        try:
+            epilogue()
+        finally:
+            accelerator.synchronize = host_wait
+
+    optimizer.independent_gradient_partition_epilogue = ordered_epilogue
 
 
 class StepResult(NamedTuple):
@@ -168,6 +188,7 @@ class Engine:
             raise ConfigError(
                 [f"zero_optimization, fp16, bf16 or deepspeed_extra_args: DeepSpeed says: {error}"]
             ) from error
+        _order_on_device(self._engine.optimizer)
         assign_shard(model, _head_shard(config))
         if world_size() == 1 and not self.partitioned:
             # DeepSpeed would flatten all gradients, reduce them over one rank and copy them back.
