@@ -312,3 +312,78 @@ def _kept_products(model: ModelConfig, size: int, tensor: int) -> float:
     """Bytes per token that selective checkpointing keeps: results of matrix products and attention."""
     shared = packed_attention_width(model) + model.hidden_size + packed_mlp_width(model)
     return (shared / tensor + 2 * model.hidden_size) * size
+
+
+class PassCounts(NamedTuple):
+    """Counts of one forward and backward pass on one GPU, without matrix products and collectives.
+
+    Attributes:
+        block_bytes: read and written in device memory by one block.
+        loss_bytes: by the embedding, the final norm and the loss.
+        block_launches: kernels of one block.
+        other_launches: kernels of the rest.
+    """
+
+    block_bytes: float
+    loss_bytes: float
+    block_launches: float
+    other_launches: float
+
+
+OPERAND_WIDTHS: dict[tuple[str, str], float] = {
+    ("torch", "coca"): 90.6,
+    ("torch", "rotated"): 66.1,
+    ("triton", "coca"): 11.9,
+    ("triton", "rotated"): 11.9,
+}
+"""Hidden widths per token that rotating queries and keys reads and writes, by operand kernel."""
+OPERAND_LAUNCHES: dict[tuple[str, str], float] = {
+    ("torch", "coca"): 37,
+    ("torch", "rotated"): 25,
+    ("triton", "coca"): 4,
+    ("triton", "rotated"): 4,
+}
+LOSS_BYTES_PER_LOGIT = {"torch": 49.8, "triton": 11.0}
+"""By loss kernel: scored in chunks by PyTorch's operations, or fused."""
+BLOCK_LAUNCHES = 35
+OTHER_LAUNCHES = 194
+"""Counted on the stand-in device (docs/launch.md) for 350M parameters, micro-batch 16 x 512."""
+
+
+def pass_counts(config: Config, micro: int, tensor: int = 1, sequence: int = 1) -> PassCounts:
+    """Return what `micro` samples need, with `tensor` ranks sharing heads and MLP width and `sequence` ranks tokens.
+
+    Each kernel reads its inputs and writes its outputs once. Other methods than the rotary ones are counted as without
+    positions, and several bands of a distance map as one.
+    """
+    model, size = config.model, BYTES[config.precision.dtype]
+    tokens, triton = micro * model.seq_length / sequence, config.position.operand_kernel != "torch"
+    kernel, method = "triton" if triton else "torch", config.position.pos_emb
+    row = (kernel, "coca" if method in COEFFICIENTS else "rotated")
+    rotated = method in ROTATED_METHODS
+    widths = _block_widths(model, tensor) + rotated * OPERAND_WIDTHS[row] / tensor
+    again = 4 / 3 if recomputes_blocks(model) else 1.0  # a backward pass moves about twice the bytes of a forward pass
+    logits = tokens * model.padded_vocab_size
+    return PassCounts(
+        block_bytes=again * tokens * model.hidden_size * widths * size,
+        loss_bytes=logits * LOSS_BYTES_PER_LOGIT["torch" if _loss_kernel(model) == "torch" else "triton"],
+        block_launches=again * (BLOCK_LAUNCHES + rotated * OPERAND_LAUNCHES[row]),
+        other_launches=OTHER_LAUNCHES,
+    )
+
+
+def _loss_kernel(model: ModelConfig) -> str:
+    return str(getattr(model, "loss_kernel", "torch"))
+
+
+def _block_widths(model: ModelConfig, tensor: int) -> float:
+    """Hidden widths per token that a block reads and writes without rotations, forward and backward."""
+    attention, mlp = packed_attention_width(model) / model.hidden_size, packed_mlp_width(model) / model.hidden_size
+    inner = model.ffn_hidden_size / model.hidden_size
+    whole = 5 * norms_per_block(model) + 12  # x, y; x, dy, dx of a norm; two residual sums and those of their gradients
+    biases = attention * model.use_bias_in_attn_linear + inner * model.use_bias_in_mlp  # sums of gradients
+    outer = model.use_bias_in_attn_linear + model.use_bias_in_mlp
+    kernel = 3 * attention + 3  # q, k, v, o; q, k, v, o, do and the gradients of q, k, v; o is as wide as the model
+    joined = 2 * attention  # the gradients of q, k and v are copied into one tensor
+    activation = 3 * mlp + 2 * inner
+    return whole + outer + (biases + kernel + joined + activation) / tensor
