@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: quickstart test test-all lint docs clean
+.PHONY: quickstart test test-all gpu-report lint docs clean
 
 # One thread per test process; three processes on two cores, because many tests wait. Tests that time code or measure
 # memory (marked serial) run alone afterwards. Processes that they start read compiled modules, also where the
@@ -24,6 +24,10 @@ test: .venv/ready-dev lint
 test-all: .venv/ready-dev lint
 	$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 30 -m "not gpu and not serial"
 	$(PYTEST) -m "serial and not gpu" $(SERIAL)
+
+# On a machine with a GPU: expected against measured, in results/gpu/gpu_report.md (docs/gpu_report.md).
+gpu-report: .venv/ready-dev
+	$(BIN)/python tools/gpu_report.py
 
 lint: .venv/ready-dev
 	$(BIN)/ruff check .

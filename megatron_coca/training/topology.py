@@ -85,12 +85,13 @@ def effective_stage(config: Config, ranks: int) -> int:
     return 0 if ranks == 1 and stage < 3 and not offloads else stage
 
 
-REDUCE_BUCKET = 40_000_000
+REDUCE_BUCKET = 30_000_000
 REDUCE_BUCKET_PER_RANK = 1_000_000
 LARGEST_REDUCE_BUCKET = 200_000_000
-"""Gradients that are reduced at a time: 40M, but 1M for each rank, so that messages do not become latency-bound, as in
-Megatron-Core's DistributedDataParallelConfig; at most 200M, because a buffer has this size. DeepSpeed's default of 500M
-is the whole gradient of most models, which is then reduced after the backward pass.
+"""Gradients that are reduced at a time: 30M, 60 MB in half precision, but 1M for each rank, so that messages do not
+become latency-bound, as in Megatron-Core's DistributedDataParallelConfig (which begins at 40M); at most 200M, because a
+buffer has this size. What is left in the last bucket waits for the end of the backward pass. DeepSpeed's default of
+500M is the whole gradient of most models.
 """
 PREFETCHED_PARAMETERS = 50_000_000
 """Weights that ZeRO 3 gathers before they are used; DeepSpeed's default."""

@@ -78,7 +78,7 @@ def test_gradients_are_reduced_during_the_backward_pass(
     assert zero_section(load_config([], ZERO | keys), ranks, cuda)["overlap_comm"] is overlaps
 
 
-@pytest.mark.parametrize(("ranks", "size"), [(2, 40_000_000), (64, 64_000_000), (4096, 200_000_000)])
+@pytest.mark.parametrize(("ranks", "size"), [(2, 30_000_000), (64, 64_000_000), (4096, 200_000_000)])
 def test_buckets_grow_with_the_ranks(ranks: int, size: int) -> None:
     assert zero_section(load_config([], ZERO | {"zero_stage": 1}), ranks, cuda=True)["reduce_bucket_size"] == size
     given = {"stage": 1, "reduce_bucket_size": 7}
