@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from megatron_coca.config import BatchSizes, Config
 from megatron_coca.model.cost import BYTES, flops_per_token, pass_counts, peak_flops
-from megatron_coca.training.estimate import stage_parameters, stage_trained
+from megatron_coca.training.estimate import LIVE_PARAMETERS, stage_parameters, stage_trained
 from megatron_coca.training.topology import Topology, zero_section
 
 
@@ -91,9 +91,15 @@ def communication(config: Config, topology: Topology, sizes: BatchSizes, numbers
     """Return what a rank communicates whose pipeline stage has `numbers` trained parameters and `blocks` blocks."""
     model, size = config.model, BYTES[config.precision.dtype]
     ranks = topology.data * topology.sequence
-    stage = zero_section(config, ranks, cuda=True)["stage"]
+    section = zero_section(config, ranks, cuda=True)
+    stage = section["stage"]
     reductions = (sizes.accumulation if stage >= 2 else 1) if ranks > 1 else 0
-    gathers = 0 if ranks == 1 or stage == 0 else 2 * sizes.accumulation if stage == 3 else 1
+    gathers = int(ranks > 1 and stage > 0)
+    if gathers and stage == 3:  # again for the backward pass, unless all weights may stay until then
+        kept = min(
+            float(section.get(f"stage3_max_{key}", LIVE_PARAMETERS)) for key in ("live_parameters", "reuse_distance")
+        )
+        gathers = sizes.accumulation * (1 if numbers <= kept else 2)
     hidden = sizes.accumulation * sizes.micro * model.seq_length / topology.sequence * model.hidden_size * size
     heads = (model.num_attention_heads + 2 * model.num_kv_heads) / model.num_attention_heads + 1  # q, k, v, output
     return Communication(

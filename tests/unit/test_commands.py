@@ -40,7 +40,7 @@ FRONTS = {  # in tools/ and the root, and what their command line begins with
     "tools/train_stages.py": "train-stages",
     "tools/train_tokenizer.py": "train-tokenizer",
 }
-NOT_FRONTS = {"records.py", *(path.name for path in ROOT.glob("tools/bench_*.py"))}
+NOT_FRONTS = {"records.py", "gpu_report.py", "gpu_expected.py", *(path.name for path in ROOT.glob("tools/bench_*.py"))}
 REFUSED = {
     "mistyped command": (["trian"], "invalid choice: 'trian'"),
     "no command": ([], "required: COMMAND"),
