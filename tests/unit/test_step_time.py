@@ -1,5 +1,6 @@
 """The predicted step: its counts against counters, what binds it, and published runs."""
 
+import json
 from typing import Any, NamedTuple
 
 import pytest
@@ -40,6 +41,23 @@ def test_bytes_and_launches_are_those_counted(
     assert counts.block_bytes == pytest.approx(gigabytes * 1e9, rel=0.02)
     assert counts.loss_bytes == pytest.approx(20.53e9, rel=0.02)
     assert launches is None or (counts.block_launches, counts.other_launches) == (launches, 194)
+
+
+BUDGETS = ROOT / "benchmarks/pretend/budgets.json"
+
+
+@pytest.mark.parametrize("method", ["none", "rotary", "coca"])
+def test_bytes_and_launches_are_those_of_the_budgets(method: str) -> None:
+    """If they differ, change the rows of OPERAND_WIDTHS, OPERAND_LAUNCHES and BLOCK_LAUNCHES to what was counted."""
+    measured = {}
+    if BUDGETS.is_file():
+        measured = json.loads(BUDGETS.read_text())["scenarios"].get(f"layer: {method}", {}).get("measured", {})
+    if not measured:
+        pytest.skip("benchmarks/pretend/budgets.json has no figures of this method")
+    counts = pass_counts(configured(pos_emb=method), 16)
+    launches, gigabytes = measured["launches per layer"], measured.get("GB per layer outside matrix products")
+    assert counts.block_launches == pytest.approx(launches, rel=0.1)
+    assert gigabytes is None or counts.block_bytes == pytest.approx(1e9 * gigabytes, rel=0.1)
 
 
 @pytest.mark.parametrize(("stage", "reductions", "gathers"), [(1, 1, 1), (2, 2, 1)])
