@@ -7,6 +7,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,14 @@ def expectations() -> dict[str, list[dict[str, Any]]]:
     def by_gpu(value: Callable[[str], float]) -> dict[str, float]:
         return {gpu: float(f"{value(gpu):.4g}") for gpu in DEVICES}
 
-    def mfu(gpu: str, method: str) -> float:
+    def mfu(method: str, gpu: str) -> float:
         return 100 * step_time(config(f"pos_emb={method}"), 1, gpu).mfu
+
+    def layer(method: str, length: int, gpu: str) -> float:
+        return 1e3 * layer_seconds(config(f"pos_emb={method}"), gpu, 8, length)
+
+    def token(method: str, gpu: str) -> float:
+        return 1e3 * token_seconds(config(f"pos_emb={method}"), gpu)
 
     shape = ("seq_length=2048", "max_position_embeddings=2048", "rotary_pct=0.25", "gpt_j_residual=true")
     neox = config("pos_emb=rotary", *shape)
@@ -59,7 +66,7 @@ def expectations() -> dict[str, list[dict[str, Any]]]:
     return {
         "tests": [{"figure": "failed", "sense": "exactly", "values": {"any": 0.0}, "from": "all tests pass"}],
         "step": [
-            *(row(f"{name}, MFU %", "about", PREDICTED, lambda gpu, name=name: mfu(gpu, name)) for name in METHODS),
+            *(row(f"{name}, MFU %", "about", PREDICTED, partial(mfu, name)) for name in METHODS),
             {
                 "figure": "rotary, ratio to transformers",
                 "sense": "at most",
@@ -76,7 +83,7 @@ def expectations() -> dict[str, list[dict[str, Any]]]:
                 f"{name}, {length}, ms",
                 "about",
                 LAYER,
-                lambda gpu, name=name, length=length: 1e3 * layer_seconds(config(f"pos_emb={name}"), gpu, 8, length),
+                partial(layer, name, length),
             )
             for length in lengths["attention"]
             for name in METHODS
@@ -86,7 +93,7 @@ def expectations() -> dict[str, list[dict[str, Any]]]:
                 f"{name}, {length}, ms",
                 "at most",
                 DECODED,
-                lambda gpu, name=name: 1e3 * token_seconds(config(f"pos_emb={name}"), gpu),
+                partial(token, name),
             )
             for length in lengths["decode"]
             for name in METHODS
