@@ -282,11 +282,14 @@ class Engine:
             group["lr"] = learning_rate
 
     def _inputs(self, batch: Batch) -> dict[str, Tensor]:
-        """The arrays of a batch as keyword arguments of the trained module, on its device."""
+        """The arrays of a batch as keyword arguments of the trained module: on its device what all layers read, on the
+        host what the model first looks into, which would wait for the device.
+        """
         tensors = {name: torch.from_numpy(array) for name, array in vars(batch).items() if array is not None}
         tensors["samples"] = tensors.pop("tokens")
         if torch.cuda.is_available():  # only from pinned memory does the copy overlap with computation
-            tensors = {name: x.pin_memory().to(self.device, non_blocking=True) for name, x in tensors.items()}
+            for name in tensors.keys() - {"documents", "positions"}:
+                tensors[name] = tensors[name].pin_memory().to(self.device, non_blocking=True)
         return tensors
 
     def _accepts_step(self) -> bool:
