@@ -63,8 +63,8 @@ OPTIMIZER_BYTES = 52.0
 """Per parameter of a rank: norm (4), clipping (8), AdamW in float32 (28), gradient to and weight from float32 (12)."""
 COPIED_BYTES = 8.0
 """Per parameter: each gradient is copied into a bucket and divided, in half precision."""
-OPTIMIZER_LAUNCHES = (120, 15)
-"""Kernels of a step outside forward and backward passes, and for each layer; counted as in `model.cost`."""
+OPTIMIZER_LAUNCHES = 72
+"""Kernels of a step besides those of `model.cost.pass_counts`; counted at one of 8 simulated ranks."""
 
 
 class Communication(NamedTuple):
@@ -229,8 +229,7 @@ def _stage_time(
     own = numbers / ranks if zero_section(config, ranks, cuda=True)["stage"] else numbers
     moved = passes * (counts.block_bytes * blocks + counts.loss_bytes * parts)
     memory = (moved + OPTIMIZER_BYTES * own + COPIED_BYTES * numbers) / device.memory / assumption("memory")
-    kernels = passes * (counts.block_launches * blocks + counts.other_launches)
-    kernels += OPTIMIZER_LAUNCHES[0] + OPTIMIZER_LAUNCHES[1] * blocks
+    kernels = passes * (counts.block_launches * blocks + counts.other_launches) + OPTIMIZER_LAUNCHES
     exposed, hidden = _network_time(config, topology, sizes, numbers, blocks, network, compute + memory)
     return StepTime(compute, memory, kernels * assumption("launch"), exposed, hidden, 0.0)
 

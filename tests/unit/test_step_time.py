@@ -8,7 +8,7 @@ import pytest
 from megatron_coca.config import Config, load_config
 from megatron_coca.model.cost import pass_counts, peak_flops
 from megatron_coca.training.estimate import GPUS, stage_parameters
-from megatron_coca.training.step_time import DEVICES, Network, communication, scaling, step_time
+from megatron_coca.training.step_time import DEVICES, Network, assumption, communication, scaling, step_time
 from megatron_coca.training.topology import Topology
 from tests.documents import ROOT
 
@@ -70,6 +70,12 @@ def test_bytes_are_those_of_eight_simulated_ranks(stage: int, reductions: int, g
     assert moved.reduced == reductions * 810_668_032
     assert moved.gathered == pytest.approx(gathers * 8 * 101_333_504, rel=1e-3)
     assert moved.summed == moved.exchanged == moved.sent == 0
+
+
+def test_launches_are_those_of_eight_simulated_ranks() -> None:
+    """3,916 kernels in two micro-batches and the optimizer's step, ZeRO 1."""
+    step = step_time(configured(operand_kernel="torch"), 8, "H100")
+    assert step.launches == pytest.approx(3916 * assumption("launch"), rel=0.01)
 
 
 @pytest.mark.parametrize(
