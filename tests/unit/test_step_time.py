@@ -204,7 +204,7 @@ def test_published_runs_are_predicted_within_a_quarter(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if name.startswith("Pythia")])
 def test_an_older_program_is_slower_than_predicted(name: str) -> None:
-    """Pythia's GPT-NeoX of 2022 rotates and scores with PyTorch's operations; its hours include restarts."""
+    """Pythia's hours are those of GPT-NeoX in 2022 and may contain more than steps."""
     assert 1 < predicted(PUBLISHED[name]) / PUBLISHED[name].mfu < 2
 
 
