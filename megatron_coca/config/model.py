@@ -93,8 +93,15 @@ class ModelConfig(ConfigGroup):
     loss_chunk_size: WholeNumber = key(
         1024, "Tokens whose logits are in memory at once during the loss; 0 disables chunking."
     )
-    torch_compile: bool = key(
-        False, "Compile the blocks with torch.compile for training; needs a C++ compiler, on a GPU also Triton."
+    loss_kernel: Literal["auto", "torch", "triton"] = key(
+        "auto",
+        "Losses and gradients of a chunk's logits by PyTorch operations or one Triton kernel in place; auto: triton on a"
+        " GPU, torch on a CPU.",
+    )
+    torch_compile: bool | Literal["auto"] = key(
+        "auto",
+        "Compile the blocks with torch.compile for training; needs a C++ compiler, on a GPU also Triton. auto: on a GPU,"
+        " unless the log gives a reason against it.",
     )
 
     @property
@@ -294,8 +301,10 @@ class PositionConfig(ConfigGroup):
     attention_backend: Literal["auto", "sdpa", "merge", "flash", "flex", "triton", "reference"] = key(
         "auto", "Attention backend."
     )
-    operand_kernel: Literal["torch", "triton"] = key(
-        "torch", "Rotate queries and keys with PyTorch operations or one fused Triton kernel."
+    operand_kernel: Literal["auto", "torch", "triton"] = key(
+        "auto",
+        "Rotate queries and keys with PyTorch operations or one fused Triton kernel; auto: triton on a GPU where it can,"
+        " torch otherwise.",
     )
 
     def original_length(self, seq_length: int) -> int:
