@@ -240,7 +240,9 @@ class PositionEncoding(ShardedModule):
             documents: boundaries of packed documents.
         """
         method, drawing = self.method, self.clex is not None and self.training
-        rotary, positions = self._drawn(positions) if drawing else (self._frequencies(length, positions.device), positions)
+        rotary, positions = (
+            self._drawn(positions) if drawing else (self._frequencies(length, positions.device), positions)
+        )
         keys = _token_positions(positions if key_positions is None or drawing else key_positions, documents)
         queries = keys
         if key_positions is not None:

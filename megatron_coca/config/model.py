@@ -90,18 +90,20 @@ class ModelConfig(ConfigGroup):
         "With checkpoint_activations, full: recompute everything within a group of blocks; selective: recompute"
         " everything except matrix products and attention.",
     )
-    loss_chunk_size: WholeNumber = key(
-        1024, "Tokens whose logits are in memory at once during the loss; 0 disables chunking."
+    loss_chunk_size: WholeNumber | Literal["auto"] = key(
+        "auto",
+        "Tokens whose logits are in memory at once during the loss; 0 disables chunking. auto: 1,024, with loss_kernel"
+        " triton as many as have 1 GiB of logits if these are more.",
     )
     loss_kernel: Literal["auto", "torch", "triton"] = key(
         "auto",
-        "Losses and gradients of a chunk's logits by PyTorch operations or one Triton kernel in place; auto: triton on a"
-        " GPU, torch on a CPU.",
+        "Losses and gradients of a chunk's logits by PyTorch operations or one Triton kernel in place; auto: triton on"
+        " a GPU, torch on a CPU.",
     )
     torch_compile: bool | Literal["auto"] = key(
         "auto",
-        "Compile the blocks with torch.compile for training; needs a C++ compiler, on a GPU also Triton. auto: on a GPU,"
-        " unless the log gives a reason against it.",
+        "Compile the blocks with torch.compile for training; needs a C++ compiler, on a GPU also Triton. auto: on a"
+        " GPU, unless the log gives a reason against it.",
     )
 
     @property
@@ -303,8 +305,8 @@ class PositionConfig(ConfigGroup):
     )
     operand_kernel: Literal["auto", "torch", "triton"] = key(
         "auto",
-        "Rotate queries and keys with PyTorch operations or one fused Triton kernel; auto: triton on a GPU where it can,"
-        " torch otherwise.",
+        "Rotate queries and keys with PyTorch operations or one fused Triton kernel; auto: triton on a GPU where it"
+        " can, torch otherwise.",
     )
 
     def original_length(self, seq_length: int) -> int:

@@ -266,7 +266,7 @@ def loss_bytes(config: Config, micro: int, tensor: int = 1, sequence: int = 1) -
     """Peak memory of the logits of `micro` samples and of the gradients computed with the loss, on one rank."""
     model, size = config.model, BYTES[config.precision.dtype]
     tokens, vocabulary = micro * model.seq_length / sequence, model.padded_vocab_size
-    chunk = model.loss_chunk_size
+    chunk = 1024 if model.loss_chunk_size == "auto" else model.loss_chunk_size
     if chunk == 0:
         # Logits, in half precision their float32 copy, log-probabilities, and the gradient of these.
         return tokens * vocabulary * (size + 8 + (4 if size < 4 else 0))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn as nn
@@ -226,21 +226,30 @@ def next_token_loss(logits: Tensor, labels: Tensor, loss_mask: Tensor | None = N
     return total / loss_mask.sum().clamp(min=1)
 
 
+TOKENS_OF_A_CHUNK = 1024
+LOGIT_BYTES = 1 << 30
+"""Logits of a chunk for the Triton kernel: with fewer chunks the weight and its gradient are read less often."""
+
+
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int | None, kernel: str = "auto"
+    hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int | Literal["auto"] | None, kernel: str = "auto"
 ) -> Tensor:
     """Mean cross-entropy in nats of the logits hidden @ weight^T, computed for `chunk` tokens at a time (None: all).
 
     `hidden` is [tokens, width], `weight` [vocabulary, width] of the same dtype, `labels` int64 [tokens]; labels of
     `IGNORED` do not count, and the loss is 0 if all are. Logits have the dtype of `hidden`; softmax, losses, their sum
     and the sum of the weight's gradient over chunks are in float32 (float64 if `hidden` is). `kernel` is `loss_kernel`.
+    A chunk of "auto" is 1,024 tokens, for the Triton kernel as many as have 1 GiB of logits if these are more.
     """
     count = (labels != IGNORED).sum().clamp(min=1)
+    if kernel == "auto":
+        fused = hidden.is_cuda and hidden.dtype != torch.float64 and missing_compiler("cuda") is None
+        kernel = "triton" if fused else "torch"
+    if chunk == "auto":
+        fitting = LOGIT_BYTES // (len(weight) * weight.element_size())
+        chunk = max(fitting, TOKENS_OF_A_CHUNK) if kernel == "triton" else TOKENS_OF_A_CHUNK
     size = min(chunk or len(labels), len(labels))
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        if kernel == "auto":
-            fused = hidden.is_cuda and hidden.dtype != torch.float64 and missing_compiler("cuda") is None
-            kernel = "triton" if fused else "torch"
         return _SummedLoss.apply(hidden, weight, labels, size, kernel) / count
     chunks = zip(hidden.split(size), labels.split(size), strict=True)
     return sum(_losses(states @ weight.t(), targets)[0].sum() for states, targets in chunks) / count
@@ -278,34 +287,46 @@ class _SummedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, size: int, kernel: str) -> Tensor:
         wide, trained = torch.promote_types(weight.dtype, torch.float32), ctx.needs_input_grad[1]
-        weight_grad = torch.zeros(weight.shape if trained else (0,), dtype=wide, device=weight.device)
-        total, hidden_grads = weight_grad.new_zeros(()), []
-        for states, targets in zip(hidden.split(size), labels.split(size), strict=True):
-            losses, logit_grad = LOSS_KERNELS[kernel](states @ weight.t(), targets)
+        weight_grad = torch.empty(weight.shape if trained else (0,), dtype=wide, device=weight.device)
+        total, hidden_grad = torch.zeros((), dtype=wide, device=weight.device), torch.empty_like(hidden)
+        for start in range(0, len(labels), size):
+            tokens = slice(start, start + size)
+            states = hidden[tokens]
+            losses, logit_grad = LOSS_KERNELS[kernel](states @ weight.t(), labels[tokens])
             total = total + losses.sum()
-            hidden_grads.append(logit_grad @ weight)
-            if not trained:
-                continue
-            if wide == weight.dtype:
-                weight_grad.addmm_(logit_grad.t(), states)
-            elif weight.is_cuda:  # the product adds to float32 itself
-                torch.addmm(weight_grad, logit_grad.t(), states, out_dtype=wide, out=weight_grad)
-            else:
-                weight_grad += logit_grad.t() @ states
+            torch.mm(logit_grad, weight, out=hidden_grad[tokens])
+            if trained:
+                _add_product(weight_grad, logit_grad.t(), states, start == 0)
         ctx.dtype = weight.dtype
-        ctx.save_for_backward(torch.cat(hidden_grads), weight_grad)
+        ctx.save_for_backward(hidden_grad, weight_grad)
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_grads, weight_grad = ctx.saved_tensors
+        hidden_grad, weight_grad = ctx.saved_tensors
         # In float32 first: a factor such as 1 / count would itself be rounded to half precision.
-        scaled = (hidden_grads.to(weight_grad.dtype) * grad).to(ctx.dtype)
+        scaled = (hidden_grad.to(weight_grad.dtype) * grad).to(ctx.dtype)
         if not ctx.needs_input_grad[1]:
             return scaled, None, None, None, None
         rounded = torch.empty_like(weight_grad, dtype=ctx.dtype)
         return scaled, torch.mul(weight_grad, grad, out=rounded), None, None, None
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    """total += a b, or total = a b for the `first` product; `total` may be wider than a and b."""
+    if a.dtype != total.dtype and not a.is_cuda:
+        product = a @ b
+        total.copy_(product) if first else total.add_(product)
+    elif first:
+        torch.mm(a, b, **_result(a, total), out=total)
+    else:
+        torch.addmm(total, a, b, **_result(a, total), out=total)
+
+
+def _result(a: Tensor, total: Tensor) -> dict[str, Any]:
+    """On CUDA a product of half precision is added to float32 by the matrix product itself."""
+    return {"out_dtype": total.dtype} if a.dtype != total.dtype else {}
 
 
 class OutputHead(nn.Linear):
@@ -318,7 +339,11 @@ class OutputHead(nn.Linear):
         super().__init__(width, vocabulary, bias=False)
 
     def forward(
-        self, hidden: Tensor, labels: Tensor | None = None, chunk: int | None = None, kernel: str = "auto"
+        self,
+        hidden: Tensor,
+        labels: Tensor | None = None,
+        chunk: int | Literal["auto"] | None = None,
+        kernel: str = "auto",
     ) -> Tensor:
         """Logits, or with `labels` [tokens] and `hidden` [tokens, width] the loss of `linear_cross_entropy`."""
         if labels is None:
