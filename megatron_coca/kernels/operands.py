@@ -168,7 +168,7 @@ ELEMENTS = 4096
 def fused_operands(
     q: Tensor, k: Tensor, query_cos: Tensor, query_sin: Tensor, key_cos: Tensor, key_sin: Tensor, form: Form
 ) -> tuple[Tensor, Tensor]:
-    """(Q', K') in the shapes and the dtype of q and k, contiguous.
+    """(Q', K') in the shapes and the dtype of q and k, heads adjacent in memory.
 
     Args:
         q: [batch, heads, query_length, head_dim], of any strides but a contiguous last dimension.
@@ -213,18 +213,20 @@ def unsupported(q: Tensor, k: Tensor, tables: tuple[Tensor, ...], form: str) -> 
 def _operands(
     q: Tensor, k: Tensor, query_cos: Tensor, query_sin: Tensor, key_cos: Tensor, key_sin: Tensor, form: str
 ) -> tuple[Tensor, Tensor]:
-    query, key = _contiguous(q), _contiguous(k)
+    query, key = _empty_operand(q), _empty_operand(k)
     _launch(forward_kernel, (q, query), (k, key), (query_cos, query_sin, key_cos, key_sin), form)
     return query, key
 
 
 @_operands.register_fake
 def _(q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return _contiguous(q), _contiguous(k)
+    return _empty_operand(q), _empty_operand(k)
 
 
-def _contiguous(x: Tensor) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+def _empty_operand(x: Tensor) -> Tensor:
+    """Heads adjacent in memory: attention lays its output out as Q', and joining its heads then copies nothing."""
+    batch, heads, length, head_dim = x.shape
+    return torch.empty((batch, length, heads, head_dim), dtype=x.dtype, device=x.device).transpose(1, 2)
 
 
 @torch.library.custom_op("megatron_coca::operand_gradients", mutates_args=())
