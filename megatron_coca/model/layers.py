@@ -305,12 +305,13 @@ class _SummedLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden_grad, weight_grad = ctx.saved_tensors
-        # In float32 first: a factor such as 1 / count would itself be rounded to half precision.
-        scaled = (hidden_grad.to(weight_grad.dtype) * grad).to(ctx.dtype)
+        # A factor of one dimension, so that products are in float32: a scalar would itself be rounded to half precision.
+        factor, rounded = grad.view(1, 1), torch.empty_like(hidden_grad)
+        torch.mul(hidden_grad, factor, out=rounded)
         if not ctx.needs_input_grad[1]:
-            return scaled, None, None, None, None
-        rounded = torch.empty_like(weight_grad, dtype=ctx.dtype)
-        return scaled, torch.mul(weight_grad, grad, out=rounded), None, None, None
+            return rounded, None, None, None, None
+        weight_rounded = torch.empty_like(weight_grad, dtype=ctx.dtype)
+        return rounded, torch.mul(weight_grad, factor, out=weight_rounded), None, None, None
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
