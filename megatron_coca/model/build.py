@@ -54,14 +54,21 @@ def missing_compiler(device_type: str) -> str | None:
     return "Triton cannot be used here (pip install triton)" if device_type == "cuda" and not has_triton() else None
 
 
+UNCOMPILED = {
+    "flash": "its libraries have not been compiled within a block yet",
+    "flex": "its kernel is compiled by itself, and a compiled block would compute its mask anew in every layer",
+}
+"""Attention backends whose blocks are not compiled, with the reason."""
+
+
 def refuses_compilation(config: Config, backend: str, device_type: str) -> str | None:
     """None, or why the blocks of a training run with this attention backend are not compiled.
 
     A block is compiled once, so nothing in it may depend on the data but through tensors of fixed shapes.
     """
-    if backend == "flash":
-        return "flash: the flash-attn libraries have not been compiled yet"
-    if config.data.reset_attention_mask and backend not in ("triton", "flex", "reference"):
+    if backend in UNCOMPILED:
+        return f"attention_backend {backend}: {UNCOMPILED[backend]}"
+    if config.data.reset_attention_mask and backend not in ("triton", "reference"):
         return f"reset_attention_mask: {backend} is called once per document, and their lengths change with every batch"
     reasons = (refuse(config) for refuse in COMPILE_REFUSALS.values())
     return next((reason for reason in reasons if reason is not None), None) or missing_compiler(device_type)

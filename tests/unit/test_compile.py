@@ -79,7 +79,10 @@ def test_one_graph_without_a_break(backend: str, case: dict[str, Any]) -> None:
 
 
 def test_every_backend_is_traced_or_refused() -> None:
-    assert set(CASES) | {"flash", "flex"} == set(BACKENDS), "flex is traced on CUDA alone (tests/gpu)"
+    assert set(CASES) | set(building.UNCOMPILED) == set(BACKENDS)
+    for backend in building.UNCOMPILED:
+        reason = building.refuses_compilation(configured(), backend, "cuda")
+        assert reason is not None and reason.startswith(f"attention_backend {backend}: ")
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

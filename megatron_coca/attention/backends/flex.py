@@ -51,8 +51,7 @@ class FlexBackend:
         (segment,) = inputs.segments
         if self._compiled and segment.query.shape[2] == 1:
             return _attend_one_query(inputs)
-        whole = not self._compiled or torch.compiler.is_compiling()  # a compiled block contains its compiled kernel
-        kernel: Any = _flex_attention() if whole else _compiled
+        kernel: Any = _compiled if self._compiled else _flex_attention()
         return kernel(
             segment.query,
             segment.key,
