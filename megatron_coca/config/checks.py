@@ -206,6 +206,11 @@ def _operand_kernel(settings: Settings) -> str | None:
     return None
 
 
+def _loss_kernel(settings: Settings) -> str | None:
+    unused = settings.model.loss_kernel == "triton" and settings.model.loss_chunk_size == 0
+    return "triton takes a chunk of tokens at a time; set loss_chunk_size to auto" if unused else None
+
+
 def _buckets(settings: Settings) -> str | None:
     furthest, exact = settings.position.rpe_max_distance, settings.position.rpe_num_buckets // 2
     return f"{furthest} must exceed {exact}, the number of buckets of a single distance" if furthest <= exact else None
@@ -501,6 +506,7 @@ CHECKS: tuple[Check, ...] = (
     Check(("relative_positions", "seq_length"), _map_lengths),
     Check(("relative_positions", "rope_scaling"), _map_and_clex),
     Check(("logit_scaling", "seq_length"), _logit_scaling),
+    Check(("loss_kernel", "loss_chunk_size"), _loss_kernel),
     Check(("operand_kernel", "pos_emb", "rope_scaling", "logit_scaling", "rotary_pct"), _operand_kernel),
     Check(("rpe_max_distance", "rpe_num_buckets"), _buckets),
     Check(("attention_config", "num_layers"), _attention_types),

@@ -30,6 +30,11 @@ InitMethod = Literal[
 ]
 GATED_ACTIVATIONS = frozenset({"geglu", "reglu", "swiglu", "bilinear", "glu"})
 
+LOSS_CHUNK_TOKENS, LOSS_CHUNK_BYTES = 1024, 1 << 30
+"""`loss_chunk_size: auto`: tokens, or bytes of logits for the Triton kernel. Fewer chunks read the weight and its gradient
+less often.
+"""
+
 
 class ModelConfig(ConfigGroup):
     """Shape of the network. Lengths are in tokens, widths in features."""

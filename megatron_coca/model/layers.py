@@ -16,6 +16,7 @@ from megatron_coca.attention.layer import LayerCache, SelfAttention
 from megatron_coca.attention.method import PositionMethod
 from megatron_coca.attention.positions import PositionRangeError
 from megatron_coca.config import ModelConfig
+from megatron_coca.config.model import LOSS_CHUNK_BYTES, LOSS_CHUNK_TOKENS
 from megatron_coca.kernels import missing_compiler
 
 
@@ -226,11 +227,6 @@ def next_token_loss(logits: Tensor, labels: Tensor, loss_mask: Tensor | None = N
     return total / loss_mask.sum().clamp(min=1)
 
 
-TOKENS_OF_A_CHUNK = 1024
-LOGIT_BYTES = 1 << 30
-"""Logits of a chunk for the Triton kernel: with fewer chunks the weight and its gradient are read less often."""
-
-
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int | Literal["auto"] | None, kernel: str = "auto"
 ) -> Tensor:
@@ -242,14 +238,15 @@ def linear_cross_entropy(
     A chunk of "auto" is 1,024 tokens, for the Triton kernel as many as have 1 GiB of logits if these are more.
     """
     count = (labels != IGNORED).sum().clamp(min=1)
-    if kernel == "auto":
-        fused = hidden.is_cuda and hidden.dtype != torch.float64 and missing_compiler("cuda") is None
+    trained = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    if kernel == "auto" or not trained:
+        fused = trained and hidden.is_cuda and hidden.dtype != torch.float64 and missing_compiler("cuda") is None
         kernel = "triton" if fused else "torch"
     if chunk == "auto":
-        fitting = LOGIT_BYTES // (len(weight) * weight.element_size())
-        chunk = max(fitting, TOKENS_OF_A_CHUNK) if kernel == "triton" else TOKENS_OF_A_CHUNK
+        fitting = LOSS_CHUNK_BYTES // (len(weight) * weight.element_size())
+        chunk = max(fitting, LOSS_CHUNK_TOKENS) if kernel == "triton" else LOSS_CHUNK_TOKENS
     size = min(chunk or len(labels), len(labels))
-    if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
+    if trained:
         return _SummedLoss.apply(hidden, weight, labels, size, kernel) / count
     chunks = zip(hidden.split(size), labels.split(size), strict=True)
     return sum(_losses(states @ weight.t(), targets)[0].sum() for states, targets in chunks) / count

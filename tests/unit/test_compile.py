@@ -121,3 +121,8 @@ def test_auto_compiles_on_cuda_alone(monkeypatch: pytest.MonkeyPatch, caplog: py
     with caplog.at_level(logging.INFO):
         building._compiled(build_model(packed), packed, "cuda", True)
     assert len(compiled) == 1 and "torch_compile: off: reset_attention_mask" in caplog.text
+
+
+def test_a_loss_without_chunks_has_no_kernel() -> None:
+    with pytest.raises(ConfigError, match="loss_kernel: triton takes a chunk of tokens at a time"):
+        configured(loss_kernel="triton", loss_chunk_size=0)
