@@ -19,14 +19,21 @@ MAPS: dict[str, dict[str, Any]] = {
     kind: {"relative_positions": {"type": kind, "window": 8}} for kind in ("rerope", "lm_infinite", "streaming")
 }
 LEARNED = ("kerple_log", "kerple_power", "rpe")
+PLAIN = ("coca", "rotary", "coca_strict", "xpos", "learned", "sinusoidal", "none", "alibi", *LEARNED)
 CASES: dict[str, list[dict[str, Any]]] = {
-    "sdpa": [{"pos_emb": name} for name in ("coca", "rotary", "coca_strict", "xpos", "learned", "sinusoidal", "none")]
-    + [{"pos_emb": name} for name in ("alibi", *LEARNED)]
-    + [{"pos_emb": "rotary", "rope_scaling": {"rope_type": "clex"}}, {"pos_emb": "coca", "num_kv_heads": 1}]
-    + [{"pos_emb": "coca", "logit_scaling": "log_n_trained"}, {"pos_emb": "coca", "hidden_dropout": 0.1}],
+    "sdpa": [
+        *({"pos_emb": name} for name in PLAIN),
+        {"pos_emb": "rotary", "rope_scaling": {"rope_type": "clex"}},
+        {"pos_emb": "coca", "num_kv_heads": 1},
+        {"pos_emb": "coca", "logit_scaling": "log_n_trained"},
+        {"pos_emb": "coca", "hidden_dropout": 0.1},
+    ],
     "merge": [{"pos_emb": "coca"} | MAPS["rerope"], *({"pos_emb": "rotary"} | keys for keys in MAPS.values())],
-    "triton": [{"pos_emb": "coca", "operand_kernel": "triton"} | MAPS["rerope"], {"pos_emb": "rotary"}]
-    + [{"pos_emb": "alibi"}, {"pos_emb": "kerple_log"}, {"pos_emb": "rotary"} | MAPS["lm_infinite"]],
+    "triton": [
+        {"pos_emb": "coca", "operand_kernel": "triton"} | MAPS["rerope"],
+        {"pos_emb": "rotary"} | MAPS["lm_infinite"],
+        *({"pos_emb": name} for name in ("rotary", "alibi", "kerple_log")),
+    ],
     "reference": [{"pos_emb": "coca"} | MAPS["rerope"], {"pos_emb": "rpe"}],
 }
 FAST = (("sdpa", 0), ("sdpa", 8), ("merge", 0))

@@ -313,7 +313,8 @@ class _Merged(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         out, lse, value, *operands = ctx.saved_tensors
-        return None, None, *merge_gradients(*ctx.options, grad, out, lse, value, operands)
+        scale, bands = ctx.options
+        return None, None, *merge_gradients(scale, bands, grad, out, lse, value, operands)
 
 
 def _fake(scale: float, bands: Sequence[int], value: Tensor, operands: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

@@ -226,8 +226,8 @@ class _Biased(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        learned = ctx.needs_input_grad[3]
-        *grads, along_grad = biased_gradients(grad, *ctx.saved_tensors, ctx.scale, learned)
+        (out, lse, query, key, value, along), learned = ctx.saved_tensors, ctx.needs_input_grad[3]
+        *grads, along_grad = biased_gradients(grad, out, lse, query, key, value, along, ctx.scale, learned)
         return *grads, along_grad if learned else None, None
 
 
