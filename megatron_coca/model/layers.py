@@ -302,7 +302,7 @@ class _SummedLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden_grad, weight_grad = ctx.saved_tensors
-        # A factor of one dimension, so that products are in float32: a scalar would itself be rounded to half precision.
+        # With dimensions, so that products are in float32: a scalar would itself be rounded to half precision.
         factor, rounded = grad.view(1, 1), torch.empty_like(hidden_grad)
         torch.mul(hidden_grad, factor, out=rounded)
         if not ctx.needs_input_grad[1]:
