@@ -31,8 +31,8 @@ InitMethod = Literal[
 GATED_ACTIVATIONS = frozenset({"geglu", "reglu", "swiglu", "bilinear", "glu"})
 
 LOSS_CHUNK_TOKENS, LOSS_CHUNK_BYTES = 1024, 1 << 30
-"""`loss_chunk_size: auto`: tokens, or bytes of logits for the Triton kernel. With fewer chunks the weight and its gradient
-are read less often.
+"""`loss_chunk_size: auto`: tokens, or bytes of logits for the Triton kernel. With fewer chunks the weight and its
+gradient are read less often.
 """
 
 
