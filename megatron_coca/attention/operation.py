@@ -16,6 +16,9 @@ def operation(
 ) -> Callable[..., Any]:
     """`run` as the operation `megatron_coca::name`; `run` itself before PyTorch 2.4, with which the plugin runs too.
 
+    PyTorch's cache of compiled code knows an operation by its name: results of other shapes, dtypes or strides need
+    another name.
+
     Args:
         schema: of the arguments and results, in PyTorch's notation.
         fake: empty results of the same shapes, dtypes and strides.

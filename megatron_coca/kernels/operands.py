@@ -178,7 +178,7 @@ def fused_operands(
         form: a row of the table above.
 
     Gradients flow to q and k, and not to the tables. Nothing but the arguments is kept for the backward pass. To
-    torch.compile it is one operation forward and one backward, `megatron_coca::operands` and `::operand_gradients`.
+    torch.compile it is one operation forward and one backward, `megatron_coca::form_operands` and `::operand_gradients`.
 
     Raises:
         ValueError: `unsupported` gives a reason.
@@ -209,7 +209,8 @@ def unsupported(q: Tensor, k: Tensor, tables: tuple[Tensor, ...], form: str) -> 
     return None
 
 
-@torch.library.custom_op("megatron_coca::operands", mutates_args=())
+# PyTorch's cache of compiled code knows an operation by its name: results of other strides need another name.
+@torch.library.custom_op("megatron_coca::form_operands", mutates_args=())
 def _operands(
     q: Tensor, k: Tensor, query_cos: Tensor, query_sin: Tensor, key_cos: Tensor, key_sin: Tensor, form: str
 ) -> tuple[Tensor, Tensor]:
