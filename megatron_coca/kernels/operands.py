@@ -178,7 +178,7 @@ def fused_operands(
         form: a row of the table above.
 
     Gradients flow to q and k, and not to the tables. Nothing but the arguments is kept for the backward pass. To
-    torch.compile it is one operation forward and one backward, `megatron_coca::form_operands` and `::operand_gradients`.
+    torch.compile it is one operation forward and one backward.
 
     Raises:
         ValueError: `unsupported` gives a reason.
