@@ -55,7 +55,7 @@ def missing_compiler(device_type: str) -> str | None:
 
 
 COMPILE_OPTIONS = {"triton.mix_order_reduction": False}
-"""PyTorch fuses a norm's gradients of input and weights at the price of launches: 41 per layer of CoCA instead of 37."""
+"""PyTorch fuses gradients of norms at the price of launches: 41 per layer of CoCA instead of 37."""
 
 UNCOMPILED = {
     "flash": "its libraries have not been compiled within a block yet",
