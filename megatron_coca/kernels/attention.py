@@ -171,7 +171,7 @@ def flash_attention(
     tensors = [x if x is None else unit_stride(x) for x in (query, key, far_query, far_key, value)]
     table = None if coefficients is None else _two_columns(coefficients)
     documents = None if starts is None else starts.contiguous()
-    numbers = [number for launch in blocks or () for number in launch]
+    numbers = [number or 0 for launch in blocks or () for number in launch]
     return _attention(*tensors, table, documents, scale, window, first_keys, formula or "none", numbers)[0]
 
 
@@ -244,7 +244,7 @@ def _attention(
     formula: str,
     blocks: list[int],
 ) -> tuple[Tensor, Tensor]:
-    """(output, log-sum-exp to the base 2); one operation to torch.compile. `blocks` are the numbers of a `Blocks`."""
+    """(output, log-sum-exp to the base 2), one operation to torch.compile. `blocks`: of a `Blocks`, 0 for None."""
     operands = Operands(query, key, far_query, far_key, value, coefficients, starts)
     return forward(operands, _plan(operands, scale, window, first_keys, formula, blocks))
 
@@ -280,7 +280,8 @@ def _plan(
     operands: Operands, scale: float, window: int | None, first_keys: int | None, formula: str, blocks: list[int]
 ) -> Plan:
     width = len(Launch._fields)
-    launches = [Launch(*blocks[first : first + width]) for first in range(0, len(blocks), width)]
+    fields: list[Any] = [number or None for number in blocks]
+    launches = [Launch(*fields[first : first + width]) for first in range(0, len(blocks), width)]
     segments = 1 if operands.far_query is None else 2
     return Plan(
         scale, window, first_keys, formula, Blocks(*launches) if blocks else blocks_for(operands.query, segments)
