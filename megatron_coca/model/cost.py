@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_coca.config import Config, ModelConfig, PositionConfig
-from megatron_coca.config.model import GATED_ACTIVATIONS, ROTATED_METHODS
+from megatron_coca.config.model import GATED_ACTIVATIONS, LOSS_CHUNK_BYTES, LOSS_CHUNK_TOKENS, ROTATED_METHODS
 from megatron_coca.config.training import TrainablePart
 
 NORM_VECTORS: dict[str, int] = {"layernorm": 2, "rmsnorm": 1, "non_parametric_layernorm": 0}
@@ -266,12 +266,15 @@ def loss_bytes(config: Config, micro: int, tensor: int = 1, sequence: int = 1) -
     """Peak memory of the logits of `micro` samples and of the gradients computed with the loss, on one rank."""
     model, size = config.model, BYTES[config.precision.dtype]
     tokens, vocabulary = micro * model.seq_length / sequence, model.padded_vocab_size
-    chunk = model.loss_chunk_size
+    auto = model.loss_chunk_size == "auto"
+    chunk = LOSS_CHUNK_TOKENS if auto else int(model.loss_chunk_size)
     if chunk == 0:
         # Logits, in half precision their float32 copy, log-probabilities, and the gradient of these.
         return tokens * vocabulary * (size + 8 + (4 if size < 4 else 0))
     head = vocabulary * model.hidden_size
     scored = min(chunk, tokens) * vocabulary * (size + 4 + (size if size < 4 else 0))
+    if auto:  # on a GPU logits that become their gradient in place
+        scored = max(scored, min(LOSS_CHUNK_BYTES, tokens * vocabulary * size))
     return scored + tokens * model.hidden_size * size + head * (8 + size)
 
 

@@ -156,7 +156,7 @@ class GPT(ShardedModule):
         layers = cache.layers if cache is not None else [None] * len(self.blocks)
         wanted = [None] * (len(self.blocks) - 1) + [last]
         for block, layer, tokens in zip(self.blocks, layers, wanted, strict=True):
-            x = block(x, context, layer, tokens)
+            x = block._call_impl(x, context, layer, tokens)  # not compiled: lengths vary, and every one would be anew
         return self.norm(x)
 
     def new_cache(self, length: int | None = None, capacity: int | None = None) -> Cache:
@@ -181,8 +181,9 @@ class GPT(ShardedModule):
         kept = labels if loss_mask is None else labels.masked_fill(~loss_mask, IGNORED)
         states, targets = hidden.flatten(0, -2), kept.flatten()
         if self.final_linear is not None:
-            return self.final_linear(states, targets, chunk)
-        return linear_cross_entropy(states, self.embedding.word_embeddings.weight, targets, chunk)
+            return self.final_linear(states, targets, chunk, self._config.loss_kernel)
+        weight = self.embedding.word_embeddings.weight
+        return linear_cross_entropy(states, weight, targets, chunk, self._config.loss_kernel)
 
 
 def resolve_positions(

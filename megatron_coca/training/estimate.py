@@ -267,7 +267,8 @@ def _single_changes(config: Config, gpus: int) -> list[tuple[str, dict[str, Any]
     changes: list[tuple[str, dict[str, Any]]] = [
         (f"zero_optimization.stage={stage}", {"zero_optimization": {**section, "stage": stage}}) for stage in stages
     ]
-    if (config.model.loss_chunk_size or 10**9) > 1024:
+    chunk = config.model.loss_chunk_size
+    if chunk != "auto" and (chunk or 10**9) > 1024:
         changes.append(("loss_chunk_size=1024", {"loss_chunk_size": 1024}))
     sizes = config.batch.resolve(topology.data)
     for divisor in (2, 4, 8, 16, 32):
