@@ -13,6 +13,7 @@ from megatron_coca.kernels.plan import Operands, Plan, padded
 from megatron_coca.kernels.tiles import (
     OPTIONS,
     bias_derivatives,
+    block_and_head,
     constant_rows,
     dot,
     key_phases,
@@ -37,7 +38,7 @@ def key_gradients(operands: Operands, plan: Plan, results: Operands, saved: tupl
     """
     launch, key = plan.blocks.key_gradients, operands.key
     grad, *rows = saved
-    _key_gradients[(triton.cdiv(key.shape[2], launch.keys), key.shape[0] * key.shape[1])](
+    _key_gradients[(triton.cdiv(key.shape[2], launch.keys) * key.shape[0] * key.shape[1],)](
         operands.tuples,
         operand(grad),
         tuple(map(operand, (results.key, operands.filled(results.far_key), results.value))),
@@ -67,9 +68,8 @@ def _key_gradients(
     key_out, far_key_out, value_out = outputs
     heads, group, query_length, key_length = sizes
     kv_heads = heads // group
-    row = tl.program_id(0) * KIND.keys
-    batch = tl.program_id(1) // kv_heads
-    kv_head = tl.program_id(1) % kv_heads
+    block, _, _, batch, kv_head = block_and_head(key_length, kv_heads, KIND.keys)
+    row = block * KIND.keys
     planes = (plane(key, batch, kv_head), plane(far_key, batch, kv_head))
     held = load_two(planes[0], planes[1], row, key_length, True, KIND.far, KIND.keys, KIND)
     v = load_tile(plane(value, batch, kv_head), row, key_length, KIND.width, KIND.keys, KIND.columns)
@@ -84,7 +84,7 @@ def _key_gradients(
         offset = (batch * heads + head).to(tl.int64) * query_length
         queries = (plane(query, batch, head), plane(far_query, batch, head), query_length, key_length)
         above = (plane(grad, batch, head), lse + offset, delta + offset)
-        scoring = (limits, load_coefficients(coefficients, head, KIND), scale * 1.4426950408889634)
+        scoring = (limits, load_coefficients(coefficients, head, scale, KIND), scale * 1.4426950408889634)
         sums = _tiles(
             sums, begin, diagonal_end, held, v, queries, above, n, documents, scoring, True, False, True, KIND
         )
@@ -129,18 +129,17 @@ def _tiles(
     for tile in range(begin, end):
         rows = tile * KIND.rows + tl.arange(0, KIND.rows)
         m = (key_length - query_length + rows)[None, :]
-        r = m - n
         start = start_of_document(documents[0], documents[1], m, key_length, KIND)
         loaded = load_two(near, far, tile * KIND.rows, query_length, NEAR, FAR, KIND.rows, KIND)
         grad = load_tile(above[0], tile * KIND.rows, query_length, KIND.width, KIND.rows, KIND.columns)
         # A row beyond the last query gets an infinite sum of weights, so that its weights are 0.
         lse = tl.load(above[1] + rows, mask=rows < query_length, other=float("inf"))
         delta = tl.load(above[2] + rows, mask=rows < query_length, other=0.0)
-        scores = logits(held, loaded, r, n, start, limits, bias, scale, NEAR, FAR, MASKED or KIND.documents, KIND)
-        weights = tl.exp2(scores - lse[None, :])
+        scores = logits(held, loaded, m, n, start, limits, bias, NEAR, FAR, MASKED or KIND.documents, KIND)
+        weights = tl.exp2(scores * scale - lse[None, :])
         value_sum += dot(weights.to(grad.dtype), grad)
         slopes = weights * (dot(v, tl.trans(grad)) - delta[None, :])
-        near_slopes, far_slopes = part(slopes, r, limits, NEAR, FAR)
+        near_slopes, far_slopes = part(slopes, m - n, limits, NEAR, FAR)
         if NEAR:
             near_sum += dot(near_slopes.to(grad.dtype), loaded[0])
         if FAR:
@@ -162,7 +161,7 @@ def query_gradients(
     if with_coefficients:
         partial = torch.empty((batch, heads, blocks, 2), dtype=torch.float32, device=operands.query.device)
     grad, *rows = saved
-    _query_gradients[(blocks, batch * heads)](
+    _query_gradients[(blocks * batch * heads,)](
         operands.tuples,
         operand(grad),
         (operand(results.query), operand(operands.filled(results.far_query)), operands.filled(partial)),
@@ -197,25 +196,24 @@ def _query_gradients(
     query, key, far_query, far_key, value = tensors
     query_out, far_query_out, coefficients_out = outputs
     heads, group, query_length, key_length = sizes
-    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    block, blocks, place, batch, head = block_and_head(query_length, heads, KIND.rows)
+    block = blocks - 1 - block
     row = block * KIND.rows
-    batch = tl.program_id(1) // heads
-    head = tl.program_id(1) % heads
     rows = row + tl.arange(0, KIND.rows)
     m = key_length - query_length + rows
     planes = (plane(query, batch, head), plane(far_query, batch, head))
     held = load_two(planes[0], planes[1], row, query_length, True, KIND.far, KIND.rows, KIND)
     kv_head = head // group
     keys = (plane(key, batch, kv_head), plane(far_key, batch, kv_head), plane(value, batch, kv_head), key_length)
-    place = tl.program_id(1).to(tl.int64) * query_length + rows
+    seat = place.to(tl.int64) * query_length + rows
     # A row beyond the last query gets an infinite sum of weights, so that its weights are 0.
     above = (
         load_tile(plane(grad, batch, head), row, query_length, KIND.width, KIND.rows, KIND.columns),
-        tl.load(lse + place, mask=rows < query_length, other=float("inf")),
-        tl.load(delta + place, mask=rows < query_length, other=0.0),
+        tl.load(lse + seat, mask=rows < query_length, other=float("inf")),
+        tl.load(delta + seat, mask=rows < query_length, other=0.0),
     )
     start = start_of_document(starts, batch, m, key_length, KIND)[:, None]
-    scoring = (limits, load_coefficients(coefficients, head, KIND), scale * 1.4426950408889634)
+    scoring = (limits, load_coefficients(coefficients, head, scale, KIND), scale * 1.4426950408889634)
     none = zero_tile(KIND.rows, KIND.columns)
     nothing = constant_rows(0.0, KIND.rows)
     sums = (none, none, nothing, nothing, nothing, nothing, nothing)
@@ -233,10 +231,10 @@ def _query_gradients(
     if KIND.far:
         store_tile(sums[1] * scale, plane(far_query_out, batch, head), row, query_length, KIND.width)
     if BIAS:
-        pair = coefficients_out + (tl.program_id(1).to(tl.int64) * tl.num_programs(0) + block) * 2
+        pair = coefficients_out + (place.to(tl.int64) * blocks + block) * 2
         # A row of dS sums to 0, but for the rounding of D, which would enter once for every query.
         tl.store(pair, tl.sum(sums[3] - sums[2] * sums[5], 0))
-        tl.store(pair + 1, tl.sum(sums[4] - sums[2] * sums[6], 0))
+        tl.store(pair + 1, tl.load(coefficients + 2 * head) * tl.sum(sums[4] - sums[2] * sums[6], 0))
 
 
 @triton.jit
@@ -257,7 +255,7 @@ def _query_tiles(
     KIND: tl.constexpr,
 ):
     """The key tiles `begin` to `end` added to dQ' near and far and, by row, the sums of dS, of dS * db/dc0 and dS *
-    db/dc1, and of P * db/dc0 and P * db/dc1, b being the bias.
+    db/dc1 / c0, and of P * db/dc0 and P * db/dc1 / c0, b being the bias.
     """
     near_sum, far_sum, slope_sum, first_sum, second_sum, first_mean, second_mean = sums
     near, far, values, key_length = keys
@@ -265,20 +263,19 @@ def _query_tiles(
     limits, bias, scale = scoring
     for tile in range(begin, end):
         n = tile * KIND.keys + tl.arange(0, KIND.keys)[None, :]
-        r = m[:, None] - n
         loaded = load_two(near, far, tile * KIND.keys, key_length, NEAR, FAR, KIND.keys, KIND)
         v = load_tile(values, tile * KIND.keys, key_length, KIND.width, KIND.keys, KIND.columns)
-        scores = logits(held, loaded, r, n, start, limits, bias, scale, NEAR, FAR, MASKED or KIND.documents, KIND)
-        weights = tl.exp2(scores - lse[:, None])
+        scores = logits(held, loaded, m[:, None], n, start, limits, bias, NEAR, FAR, MASKED or KIND.documents, KIND)
+        weights = tl.exp2(scores * scale - lse[:, None])
         slopes = weights * (dot(grad, tl.trans(v)) - delta[:, None])
         if BIAS:
-            first, second = bias_derivatives(r, bias, KIND)
+            first, second = bias_derivatives(m[:, None], n, bias[1], KIND)
             slope_sum += tl.sum(slopes, 1)
             first_sum += tl.sum(slopes * first, 1)
             second_sum += tl.sum(slopes * second, 1)
             first_mean += tl.sum(weights * first, 1)
             second_mean += tl.sum(weights * second, 1)
-        near_slopes, far_slopes = part(slopes, r, limits, NEAR, FAR)
+        near_slopes, far_slopes = part(slopes, m[:, None] - n, limits, NEAR, FAR)
         if NEAR:
             near_sum += dot(near_slopes.to(v.dtype), loaded[0])
         if FAR:
@@ -314,7 +311,7 @@ def _output_products(out: Tensor, grad: Tensor) -> Tensor:
     """rowsum(dO * O), float32 [batch, heads, length]."""
     batch, heads, length, head_dim = out.shape
     delta = torch.empty(out.shape[:3], dtype=torch.float32, device=out.device)
-    _delta[(triton.cdiv(length, ROWS), batch * heads)](
+    _delta[(triton.cdiv(length, ROWS) * batch * heads,)](
         operand(out),
         operand(grad),
         delta,
@@ -330,10 +327,9 @@ def _output_products(out: Tensor, grad: Tensor) -> Tensor:
 
 @triton.jit
 def _delta(out, grad, delta, heads, length, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0) * BLOCK
-    batch = tl.program_id(1) // heads
-    head = tl.program_id(1) % heads
+    block, _, place, batch, head = block_and_head(length, heads, BLOCK)
+    row = block * BLOCK
     o = load_tile(plane(out, batch, head), row, length, WIDTH, BLOCK, COLUMNS).to(tl.float32)
     g = load_tile(plane(grad, batch, head), row, length, WIDTH, BLOCK, COLUMNS).to(tl.float32)
     rows = row + tl.arange(0, BLOCK)
-    tl.store(delta + tl.program_id(1).to(tl.int64) * length + rows, tl.sum(o * g, 1), mask=rows < length)
+    tl.store(delta + place.to(tl.int64) * length + rows, tl.sum(o * g, 1), mask=rows < length)

@@ -15,14 +15,15 @@ WIDEST = 256
 
 
 class Launch(NamedTuple):
-    """Launch parameters of one kernel: `rows` queries and `keys` keys in a tile, warps of a program, pipeline
-    stages.
+    """Launch parameters of one kernel: `rows` queries and `keys` keys in a tile, warps of a program, pipeline stages,
+    and the most registers a thread may take (None: as the compiler likes).
     """
 
     rows: int
     keys: int
     num_warps: int
     num_stages: int
+    maxnreg: int | None = None
 
 
 class Blocks(NamedTuple):
@@ -128,7 +129,8 @@ class Plan:
             rows=launch.rows,
             keys=launch.keys,
         )
-        return {"KIND": kind, "num_warps": launch.num_warps, "num_stages": launch.num_stages, **OPTIONS}
+        options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, **OPTIONS}
+        return {"KIND": kind, **options} | ({"maxnreg": launch.maxnreg} if launch.maxnreg else {})
 
 
 @dataclass(frozen=True)
