@@ -118,7 +118,7 @@ BACKENDS: dict[str, Backend] = {
     "reference": ReferenceBackend(),
 }
 AUTOMATIC = {"cuda": ("sdpa", "flex", "triton", "merge"), "cpu": ("sdpa", "merge")}
-"""Device type -> candidates of `auto` in order of preference. `triton` goes before `merge` because it makes 4 launches
+"""Device type -> candidates of `auto` in order of preference. `triton` goes before `merge` because it makes 5 launches
 where that makes 178 (docs/attention.md); on the CPU it is an interpreter. The others are used only by name: `flash`
 because nothing has been measured that would prefer it, `reference` because it needs O(N^2) memory.
 """

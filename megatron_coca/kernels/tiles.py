@@ -180,12 +180,14 @@ def logits(
 
 @triton.jit
 def visible(r, n, start, limits, NEAR: tl.constexpr, FAR: tl.constexpr, KIND: tl.constexpr):
-    """Mask of the visible pairs of a tile: r >= 0, inside the window where nothing serves what lies beyond it, among
+    """Mask of the visible pairs of a tile: r >= 0, on the side of the window that the tile's one segment serves, among
     the first keys where only those are seen from afar, and in one document.
     """
     seen = r >= 0
     if KIND.window and not FAR:
         seen = seen & (r < limits[0])
+    if not NEAR:
+        seen = seen & (r >= limits[0])
     if FAR and KIND.first:
         among_first = n < start + limits[1]
         if NEAR:
