@@ -120,33 +120,23 @@ def _key_gradients(
         sums = (sums[0], load_tile(place, row, key_length, KIND.width, KIND.keys, KIND.columns))
     phases = query_phases(row, starts, stops, batch, query_length, key_length, limits, KIND)
     begin, diagonal_end, full, edge, far_begin, end = phases
-    # With documents every tile is masked, and one loop, the last, needs fewer registers than several.
-    if BEYOND:
-        last_begin = edge if KIND.documents else far_begin
-    else:
-        last_begin = begin if KIND.documents else edge
+    # One loop needs fewer registers than several: with documents every tile is masked, in a window most tiles are.
     for member in range(0, group):
         head = kv_head * group + member
         offset = (batch * heads + head).to(tl.int64) * query_length
         queries = (plane(query, batch, head), query_length, key_length)
         above = (plane(grad, batch, head), lse + offset, delta + offset)
         scoring = (limits, load_coefficients(coefficients, head, scale, KIND), scale * 1.4426950408889634)
-        if BEYOND:
-            if not KIND.documents:
-                sums = _tiles(sums, edge, far_begin, held, v, queries, above, n, document, scoring, BEYOND, True, KIND)
-            sums = _tiles(
-                sums, last_begin, end, held, v, queries, above, n, document, scoring, BEYOND, KIND.first, KIND
-            )
+        if not BEYOND and (KIND.documents or KIND.window):
+            sums = _tiles(sums, begin, far_begin, held, v, queries, above, n, document, scoring, BEYOND, True, KIND)
+        elif not BEYOND:
+            sums = _tiles(sums, begin, diagonal_end, held, v, queries, above, n, document, scoring, BEYOND, True, KIND)
+            sums = _tiles(sums, full, end, held, v, queries, above, n, document, scoring, BEYOND, False, KIND)
+        elif KIND.documents or KIND.first:
+            sums = _tiles(sums, edge, end, held, v, queries, above, n, document, scoring, BEYOND, True, KIND)
         else:
-            if not KIND.documents:
-                sums = _tiles(
-                    sums, begin, diagonal_end, held, v, queries, above, n, document, scoring, BEYOND, True, KIND
-                )
-                sums = _tiles(sums, full, edge, held, v, queries, above, n, document, scoring, BEYOND, False, KIND)
-            if KIND.documents or KIND.window:
-                sums = _tiles(
-                    sums, last_begin, far_begin, held, v, queries, above, n, document, scoring, BEYOND, True, KIND
-                )
+            sums = _tiles(sums, edge, far_begin, held, v, queries, above, n, document, scoring, BEYOND, True, KIND)
+            sums = _tiles(sums, far_begin, end, held, v, queries, above, n, document, scoring, BEYOND, False, KIND)
     store_tile(sums[0] * scale, plane(key_out, batch, kv_head), row, key_length, KIND.width)
     store_tile(sums[1], plane(value_out, batch, kv_head), row, key_length, KIND.width)
 
