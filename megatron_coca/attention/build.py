@@ -147,9 +147,12 @@ def find_backend(name: str, needs: Needs) -> tuple[str, dict[str, str]]:
 
 
 def select_backend(name: str, needs: Needs) -> tuple[str, Backend]:
-    """(name, backend) for `attention_backend: name`; logs the choice. Raises BackendError as `find_backend`."""
+    """(name, backend) for `attention_backend: name`; logs a choice that is not the first one. Raises BackendError as
+    `find_backend`.
+    """
     chosen, reasons = find_backend(name, needs)
-    logger.info("attention backend %s%s", chosen, _passed_over(reasons))
+    if reasons:
+        logger.info("attention backend %s%s", chosen, _passed_over(reasons))
     return chosen, BACKENDS[chosen]
 
 

@@ -286,8 +286,8 @@ def _pipeline(settings: Settings) -> str | None:
         )
     if keys.model_parallel_size > 1:
         return (
-            "DeepSpeed's tensor parallelism (AutoTP) replaces the pipeline's process grid; set model_parallel_size 1 or"
-            " pipe_parallel_size 0"
+            "not available with model_parallel_size: DeepSpeed's tensor parallelism (AutoTP) has no pipeline stages;"
+            " set model_parallel_size 1 or pipe_parallel_size 0"
         )
     if keys.sequence_parallel_size > 1:
         return (

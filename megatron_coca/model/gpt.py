@@ -190,15 +190,17 @@ def resolve_positions(
 ) -> tuple[Tensor, int, PackedDocuments | None]:
     """Positions of the tokens, the largest + 1, and document boundaries from the arguments of `hidden_states`.
 
+    On the host, `positions` and `documents` are read without waiting for the device of `input_ids`.
+
     Raises:
         ValueError: `documents` is not shaped like `input_ids`.
     """
     if documents is not None and documents.shape != input_ids.shape:
         raise ValueError(f"documents {tuple(documents.shape)} must be shaped like input_ids {tuple(input_ids.shape)}")
-    packed = documents_from_ids(documents) if documents is not None else None
+    packed = documents_from_ids(documents, input_ids.device) if documents is not None else None
     if positions is not None:
-        return positions, int(positions.max()) + 1, packed
-    if packed is not None:  # the longest document is known without a device sync
+        return positions.to(input_ids.device, non_blocking=True), int(positions.max()) + 1, packed
+    if packed is not None:
         return positions_within(packed), max(stop - start for row in packed.spans for start, stop in row), packed
     past = len(cache) if cache is not None else 0
     reached = past + input_ids.shape[1]
