@@ -117,9 +117,10 @@ BACKENDS: dict[str, Backend] = {
     "triton": TritonBackend(),
     "reference": ReferenceBackend(),
 }
-AUTOMATIC = ("sdpa", "merge", "flex")
-"""Candidates of `auto` in order of preference; the others are used only by name: `flash` and `triton` because nothing
-has been measured that would prefer them, `reference` because it needs O(N^2) memory.
+AUTOMATIC = {"cuda": ("sdpa", "flex", "triton", "merge"), "cpu": ("sdpa", "merge")}
+"""Device type -> candidates of `auto` in order of preference. `triton` goes before `merge` because it makes 5 launches
+where that makes 178 (docs/attention.md); on the CPU it is an interpreter. The others are used only by name: `flash`
+because nothing has been measured that would prefer it, `reference` because it needs O(N^2) memory.
 """
 
 
@@ -130,7 +131,7 @@ def find_backend(name: str, needs: Needs) -> tuple[str, dict[str, str]]:
         BackendError: the named backend cannot serve `needs` (it is never replaced silently), or none of the
         automatic ones can.
     """
-    candidates = AUTOMATIC if name == "auto" else (name,)
+    candidates = AUTOMATIC.get(needs.device_type, AUTOMATIC["cpu"]) if name == "auto" else (name,)
     reasons: dict[str, str] = {}
     for candidate in candidates:
         reason = BACKENDS[candidate].supports(needs)
@@ -187,9 +188,9 @@ _INTRODUCTION = """\
 
 <!-- Written by `python -m megatron_coca.attention.build > docs/backends.md`; change the code, not this page. -->
 
-`attention_backend` names one of these, or `auto`, which takes the first of {automatic} that serves
-the model. A backend that is named and cannot serve is an error with the reason; nothing is replaced silently. A number
-in a table is the reason below it.
+`attention_backend` names one of these, or `auto`, which takes the first that serves the model:
+{automatic}. A backend that is named and cannot serve is
+an error with the reason; nothing is replaced silently. A number in a table is the reason below it.
 
 | backend | description |
 | --- | --- |
@@ -197,13 +198,13 @@ in a table is the reason below it.
 
 All of them serve grouped queries, packed documents, and queries that are the last tokens of longer keys. `flash`
 computes in float16 or bfloat16 alone. `rope_scaling`, `logit_scaling` and the frequencies change the operands, not
-what a backend must do, so they are in no row. `flash` and `triton` run only by name: nothing has been measured on a
-GPU yet that would prefer them. They must also be installed: `pip install flash-attn`, `pip install triton`.
+what a backend must do, so they are in no row. `flash` runs only by name: nothing has been measured on a GPU yet that
+would prefer it. It and `triton` must also be installed: `pip install flash-attn`, `pip install triton`.
 """
 
 SUMMARIES = {
-    "sdpa": "PyTorch's scaled_dot_product_attention; a bias on the CPU without an N x N tensor",
-    "merge": "plain flash calls whose outputs are merged by log-sum-exp; every visible pair once",
+    "sdpa": "PyTorch's scaled_dot_product_attention, cuDNN's from Hopper on; a bias on the CPU without an N x N tensor",
+    "merge": "cuDNN or flash calls of half precision merged by log-sum-exp; on the CPU of any precision",
     "flash": "the flash-attn libraries, FlashAttention-3 where it can and FlashAttention-2 otherwise",
     "flex": "PyTorch's FlexAttention, compiled",
     "triton": "the kernels of megatron_coca.kernels",
@@ -215,7 +216,9 @@ Reason = Callable[[Needs], str | None]
 
 def page() -> str:
     """The whole page as Markdown."""
-    automatic = ", ".join(f"`{name}`" for name in AUTOMATIC)
+    automatic = "; ".join(
+        f"on {device_type} {', '.join(f'`{name}`' for name in names)}" for device_type, names in AUTOMATIC.items()
+    )
     summaries = "\n".join(f"| `{name}` | {SUMMARIES[name]} |" for name in BACKENDS)
     parts = [
         _INTRODUCTION.format(automatic=automatic, summaries=summaries),
@@ -241,7 +244,8 @@ def _table(device_type: str, columns: tuple[str, ...]) -> str:
         asked = Needs(device_type, needs.head_dim, needs.bias, needs.bands, needs.dropout)
         said = {name: refusal(name)(asked) for name in columns}
         cells = [_cell(name, reason, numbers) for name, reason in said.items()]
-        rows.append((label, _automatic(said), *cells))
+        automatic = next((f"`{name}`" for name in AUTOMATIC[device_type] if said[name] is None), "an error")
+        rows.append((label, automatic, *cells))
     lines = [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join([*lines, "", *_notes(numbers)]) + "\n"
 
@@ -249,10 +253,6 @@ def _table(device_type: str, columns: tuple[str, ...]) -> str:
 def _cell(name: str, reason: str | None, numbers: dict[str, int]) -> str:
     """ "yes", or the number of the reason, new ones at the end."""
     return "yes" if reason is None else str(numbers.setdefault(f"`{name}`: {reason}", len(numbers) + 1))
-
-
-def _automatic(said: dict[str, str | None]) -> str:
-    return next((f"`{name}`" for name in AUTOMATIC if name in said and said[name] is None), "an error")
 
 
 def _notes(numbers: dict[str, int]) -> Iterable[str]:

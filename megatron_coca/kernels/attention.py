@@ -8,8 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_coca.kernels.attention_backward import backward
-from megatron_coca.kernels.plan import LOG2_E, WIDEST, Blocks, Launch, Operands, Plan, blocks_for
+from megatron_coca.kernels.plan import WIDEST, Blocks, Launch, Operands, Plan, blocks_for
 from megatron_coca.kernels.tiles import (
+    block_and_head,
     constant_rows,
     key_phases,
     load_coefficients,
@@ -34,7 +35,7 @@ def forward(operands: Operands, plan: Plan) -> tuple[Tensor, Tensor]:
     query, launch = operands.query, plan.blocks.forward
     batch, heads, query_length, _ = query.shape
     out, lse = empty_results(query)
-    _attend[(triton.cdiv(query_length, launch.rows), batch * heads)](
+    _attend[(triton.cdiv(query_length, launch.rows) * batch * heads,)](
         operands.tuples,
         operand(out),
         lse,
@@ -42,7 +43,7 @@ def forward(operands: Operands, plan: Plan) -> tuple[Tensor, Tensor]:
         operands.filled(operands.starts),
         operands.sizes,
         plan.limits,
-        plan.scale * LOG2_E,
+        plan.scale,
         **plan.options(launch, operands),
     )
     return out, lse
@@ -60,9 +61,8 @@ def _attend(tensors, out, lse, coefficients, starts, sizes, limits, scale, KIND:
     """One program per block of queries and head; the last blocks, which see most, go first."""
     query, key, far_query, far_key, value = tensors
     heads, group, query_length, key_length = sizes
-    row = (tl.num_programs(0) - 1 - tl.program_id(0)) * KIND.rows
-    batch = tl.program_id(1) // heads
-    head = tl.program_id(1) % heads
+    block, blocks, place, batch, head = block_and_head(query_length, heads, KIND.rows)
+    row = (blocks - 1 - block) * KIND.rows
     rows = row + tl.arange(0, KIND.rows)
     m = key_length - query_length + rows
     planes = (plane(query, batch, head), plane(far_query, batch, head))
@@ -70,7 +70,7 @@ def _attend(tensors, out, lse, coefficients, starts, sizes, limits, scale, KIND:
     kv_head = head // group
     keys = (plane(key, batch, kv_head), plane(far_key, batch, kv_head), plane(value, batch, kv_head), key_length)
     start = start_of_document(starts, batch, m, key_length, KIND)[:, None]
-    scoring = (limits, load_coefficients(coefficients, head, KIND), scale)
+    scoring = (limits, load_coefficients(coefficients, head, scale, KIND), scale * 1.4426950408889634)
     # A finite peak to begin with: a tile without a visible key then leaves it, and no -inf is subtracted from -inf.
     state = (zero_tile(KIND.rows, KIND.columns), constant_rows(-1e30, KIND.rows), constant_rows(0.0, KIND.rows))
     phases = key_phases(key_length - query_length + row, starts, batch, key_length, limits, KIND)
@@ -83,8 +83,8 @@ def _attend(tensors, out, lse, coefficients, starts, sizes, limits, scale, KIND:
     state = _tiles(state, diagonal, end, held, keys, m, start, scoring, True, False, True, KIND)
     acc, peak, total = state
     store_tile(acc / total[:, None], plane(out, batch, head), row, query_length, KIND.width)
-    place = lse + tl.program_id(1).to(tl.int64) * query_length + rows
-    tl.store(place, peak + tl.log2(total), mask=rows < query_length)
+    lse += place.to(tl.int64) * query_length
+    tl.store(lse + rows, peak * scoring[2] + tl.log2(total), mask=rows < query_length)
 
 
 @triton.jit
@@ -102,19 +102,18 @@ def _tiles(
     MASKED: tl.constexpr,
     KIND: tl.constexpr,
 ):
-    """The key tiles `begin` to `end` folded into (accumulator, largest score, sum of weights)."""
+    """The key tiles `begin` to `end` folded into (accumulator, largest score before the scale, sum of weights)."""
     acc, peak, total = state
     near, far, values, key_length = keys
     limits, bias, scale = scoring
     for tile in range(begin, end):
         n = tile * KIND.keys + tl.arange(0, KIND.keys)[None, :]
-        r = m[:, None] - n
         loaded = load_two(near, far, tile * KIND.keys, key_length, NEAR, FAR, KIND.keys, KIND)
         v = load_tile(values, tile * KIND.keys, key_length, KIND.width, KIND.keys, KIND.columns)
-        scores = logits(held, loaded, r, n, start, limits, bias, scale, NEAR, FAR, MASKED or KIND.documents, KIND)
+        scores = logits(held, loaded, m[:, None], n, start, limits, bias, NEAR, FAR, MASKED or KIND.documents, KIND)
         higher = tl.maximum(peak, tl.max(scores, 1))
-        weights = tl.exp2(scores - higher[:, None])
-        shrink = tl.exp2(peak - higher)
+        weights = tl.exp2(scores * scale - (higher * scale)[:, None])
+        shrink = tl.exp2((peak - higher) * scale)
         total = total * shrink + tl.sum(weights, 1)
         acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         peak = higher
@@ -168,6 +167,10 @@ def flash_attention(
     _check_operands(query, key, value)
     _check_bands(query, key, far_query, far_key, window, first_keys)
     _check_bias(query.shape[1], formula, coefficients)
+    if scale <= 0:  # the kernels take a row's maximum before the scale
+        sign = -1 if scale < 0 else 0
+        query, far_query = query * sign, None if far_query is None else far_query * sign
+        scale = abs(scale) or 1.0
     tensors = [x if x is None else unit_stride(x) for x in (query, key, far_query, far_key, value)]
     table = None if coefficients is None else _two_columns(coefficients)
     documents = None if starts is None else starts.contiguous()

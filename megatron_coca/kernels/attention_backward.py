@@ -4,6 +4,8 @@ With P the weights and D = rowsum(dO * O), dS = P * (dO V^T - D); each segment's
 Every number is summed by one program in a fixed order, so equal inputs give equal bits.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -12,7 +14,9 @@ from torch import Tensor
 from megatron_coca.kernels.plan import Operands, Plan, padded
 from megatron_coca.kernels.tiles import (
     OPTIONS,
+    add_bias,
     bias_derivatives,
+    block_and_head,
     constant_rows,
     dot,
     key_phases,
@@ -26,6 +30,7 @@ from megatron_coca.kernels.tiles import (
     query_phases,
     start_of_document,
     store_tile,
+    visible,
     zero_tile,
 )
 
@@ -33,14 +38,33 @@ from megatron_coca.kernels.tiles import (
 def key_gradients(operands: Operands, plan: Plan, results: Operands, saved: tuple[Tensor, Tensor, Tensor]) -> None:
     """Fills `results.key`, `results.far_key` and `results.value`.
 
-    `saved` is (gradient of the output, log-sum-exp to the base 2, rowsum(dO * O)).
+    `saved` is (gradient of the output, log-sum-exp to the base 2, rowsum(dO * O)). Each segment has a launch of its
+    own: the sums of three gradients at once exceed the registers. The second adds to the first one's dV, in float32.
     """
+    near = operands.query, operands.key, results.key
+    if operands.far_query is None:
+        _launch(operands, plan, near, (results.value, results.value), saved, beyond=False)
+        return
+    partial = torch.empty(results.value.shape, dtype=torch.float32, device=results.value.device)
+    far = operands.far_query, operands.far_key, results.far_key
+    _launch(operands, plan, near, (partial, partial), saved, beyond=False)
+    _launch(operands, plan, far, (partial, results.value), saved, beyond=True)
+
+
+def _launch(
+    operands: Operands,
+    plan: Plan,
+    segment: tuple[Any, ...],
+    values: tuple[Tensor, Tensor],
+    saved: tuple[Tensor, Tensor, Tensor],
+    beyond: bool,
+) -> None:
+    """dK' and dV of one segment (query, key, dK'); `values` is (dV so far, dV), `beyond` says which pairs are its."""
     launch, key = plan.blocks.key_gradients, operands.key
     grad, *rows = saved
-    _key_gradients[(triton.cdiv(key.shape[2], launch.keys), key.shape[0] * key.shape[1])](
-        operands.tuples,
-        operand(grad),
-        tuple(map(operand, (results.key, operands.filled(results.far_key), results.value))),
+    _key_gradients[(triton.cdiv(key.shape[2], launch.keys) * key.shape[0] * key.shape[1],)](
+        tuple(map(operand, (*segment[:2], operands.value, grad))),
+        tuple(map(operand, (segment[2], *values))),
         *rows,
         operands.filled(operands.coefficients),
         operands.filled(operands.starts),
@@ -48,6 +72,7 @@ def key_gradients(operands: Operands, plan: Plan, results: Operands, saved: tupl
         operands.sizes,
         plan.limits,
         plan.scale,
+        BEYOND=beyond,
         **plan.options(launch, operands),
     )
 
@@ -60,47 +85,60 @@ def _stops(starts: Tensor) -> Tensor:
 
 @triton.jit
 def _key_gradients(
-    tensors, grad, outputs, lse, delta, coefficients, starts, stops, sizes, limits, scale, KIND: tl.constexpr
+    tensors,
+    outputs,
+    lse,
+    delta,
+    coefficients,
+    starts,
+    stops,
+    sizes,
+    limits,
+    scale,
+    BEYOND: tl.constexpr,
+    KIND: tl.constexpr,
 ):
-    """One program per block of keys and key head, over the query heads that share it."""
-    query, key, far_query, far_key, value = tensors
-    key_out, far_key_out, value_out = outputs
+    """One program per block of keys and key head, over the query heads that share it. The pairs are those below the
+    window, or all of them without one; or, BEYOND, those from the window on.
+    """
+    query, key, value, grad = tensors
+    key_out, value_sum, value_out = outputs
     heads, group, query_length, key_length = sizes
-    kv_heads = heads // group
-    row = tl.program_id(0) * KIND.keys
-    batch = tl.program_id(1) // kv_heads
-    kv_head = tl.program_id(1) % kv_heads
-    planes = (plane(key, batch, kv_head), plane(far_key, batch, kv_head))
-    held = load_two(planes[0], planes[1], row, key_length, True, KIND.far, KIND.keys, KIND)
+    block, _, _, batch, kv_head = block_and_head(key_length, heads // group, KIND.keys)
+    row = block * KIND.keys
+    held = load_tile(plane(key, batch, kv_head), row, key_length, KIND.width, KIND.keys, KIND.columns)
     v = load_tile(plane(value, batch, kv_head), row, key_length, KIND.width, KIND.keys, KIND.columns)
     n = row + tl.arange(0, KIND.keys)[:, None]
-    documents = (starts, batch)
-    none = zero_tile(KIND.keys, KIND.columns)
-    sums = (none, none, none)
+    # A query sees the keys of its own document: those whose document has not ended. Neither bound is per query.
+    document = (
+        start_of_document(starts, batch, n, key_length, KIND),
+        start_of_document(stops, batch, n, key_length, KIND),
+    )
+    sums = (zero_tile(KIND.keys, KIND.columns), zero_tile(KIND.keys, KIND.columns))
+    if BEYOND:
+        place = plane(value_sum, batch, kv_head)
+        sums = (sums[0], load_tile(place, row, key_length, KIND.width, KIND.keys, KIND.columns))
     phases = query_phases(row, starts, stops, batch, query_length, key_length, limits, KIND)
     begin, diagonal_end, full, edge, far_begin, end = phases
+    # One loop needs fewer registers than several: with documents every tile is masked, in a window most tiles are.
     for member in range(0, group):
         head = kv_head * group + member
         offset = (batch * heads + head).to(tl.int64) * query_length
-        queries = (plane(query, batch, head), plane(far_query, batch, head), query_length, key_length)
+        queries = (plane(query, batch, head), query_length, key_length)
         above = (plane(grad, batch, head), lse + offset, delta + offset)
-        scoring = (limits, load_coefficients(coefficients, head, KIND), scale * 1.4426950408889634)
-        sums = _tiles(
-            sums, begin, diagonal_end, held, v, queries, above, n, documents, scoring, True, False, True, KIND
-        )
-        sums = _tiles(sums, full, edge, held, v, queries, above, n, documents, scoring, True, False, False, KIND)
-        if KIND.window:
-            sums = _tiles(
-                sums, edge, far_begin, held, v, queries, above, n, documents, scoring, True, KIND.far, True, KIND
-            )
-        if KIND.far:
-            sums = _tiles(
-                sums, far_begin, end, held, v, queries, above, n, documents, scoring, False, True, KIND.first, KIND
-            )
+        scoring = (limits, load_coefficients(coefficients, head, scale, KIND), scale * 1.4426950408889634)
+        if not BEYOND and (KIND.documents or KIND.window):
+            sums = _tiles(sums, begin, far_begin, held, v, queries, above, n, document, scoring, BEYOND, True, KIND)
+        elif not BEYOND:
+            sums = _tiles(sums, begin, diagonal_end, held, v, queries, above, n, document, scoring, BEYOND, True, KIND)
+            sums = _tiles(sums, full, end, held, v, queries, above, n, document, scoring, BEYOND, False, KIND)
+        elif KIND.documents or KIND.first:
+            sums = _tiles(sums, edge, end, held, v, queries, above, n, document, scoring, BEYOND, True, KIND)
+        else:
+            sums = _tiles(sums, edge, far_begin, held, v, queries, above, n, document, scoring, BEYOND, True, KIND)
+            sums = _tiles(sums, far_begin, end, held, v, queries, above, n, document, scoring, BEYOND, False, KIND)
     store_tile(sums[0] * scale, plane(key_out, batch, kv_head), row, key_length, KIND.width)
-    if KIND.far:
-        store_tile(sums[1] * scale, plane(far_key_out, batch, kv_head), row, key_length, KIND.width)
-    store_tile(sums[2], plane(value_out, batch, kv_head), row, key_length, KIND.width)
+    store_tile(sums[1], plane(value_out, batch, kv_head), row, key_length, KIND.width)
 
 
 @triton.jit
@@ -113,39 +151,37 @@ def _tiles(
     queries,
     above,
     n,
-    documents,
+    document,
     scoring,
-    NEAR: tl.constexpr,
-    FAR: tl.constexpr,
+    BEYOND: tl.constexpr,
     MASKED: tl.constexpr,
     KIND: tl.constexpr,
 ):
-    """The query tiles `begin` to `end` added to (dK' near, dK' far, dV). A tile is [keys, queries] here, so that no
-    matrix of weights is transposed.
+    """The query tiles `begin` to `end` added to (dK', dV). A tile is [keys, queries] here, so that no matrix of weights
+    is transposed.
     """
-    near_sum, far_sum, value_sum = sums
-    near, far, query_length, key_length = queries
+    key_sum, value_sum = sums
+    query, query_length, key_length = queries
     limits, bias, scale = scoring
     for tile in range(begin, end):
         rows = tile * KIND.rows + tl.arange(0, KIND.rows)
         m = (key_length - query_length + rows)[None, :]
-        r = m - n
-        start = start_of_document(documents[0], documents[1], m, key_length, KIND)
-        loaded = load_two(near, far, tile * KIND.rows, query_length, NEAR, FAR, KIND.rows, KIND)
+        loaded = load_tile(query, tile * KIND.rows, query_length, KIND.width, KIND.rows, KIND.columns)
         grad = load_tile(above[0], tile * KIND.rows, query_length, KIND.width, KIND.rows, KIND.columns)
         # A row beyond the last query gets an infinite sum of weights, so that its weights are 0.
         lse = tl.load(above[1] + rows, mask=rows < query_length, other=float("inf"))
         delta = tl.load(above[2] + rows, mask=rows < query_length, other=0.0)
-        scores = logits(held, loaded, r, n, start, limits, bias, scale, NEAR, FAR, MASKED or KIND.documents, KIND)
-        weights = tl.exp2(scores - lse[None, :])
+        scores = add_bias(dot(held, tl.trans(loaded)), m, n, bias, KIND)
+        if MASKED or KIND.documents:
+            seen = visible(m - n, n, document[0], limits, not BEYOND, BEYOND, KIND)
+            if KIND.documents:
+                seen = seen & (m < document[1])
+            scores = tl.where(seen, scores, float("-inf"))
+        weights = tl.exp2(scores * scale - lse[None, :])
         value_sum += dot(weights.to(grad.dtype), grad)
         slopes = weights * (dot(v, tl.trans(grad)) - delta[None, :])
-        near_slopes, far_slopes = part(slopes, r, limits, NEAR, FAR)
-        if NEAR:
-            near_sum += dot(near_slopes.to(grad.dtype), loaded[0])
-        if FAR:
-            far_sum += dot(far_slopes.to(grad.dtype), loaded[1])
-    return near_sum, far_sum, value_sum
+        key_sum += dot(slopes.to(grad.dtype), loaded)
+    return key_sum, value_sum
 
 
 def query_gradients(
@@ -162,7 +198,7 @@ def query_gradients(
     if with_coefficients:
         partial = torch.empty((batch, heads, blocks, 2), dtype=torch.float32, device=operands.query.device)
     grad, *rows = saved
-    _query_gradients[(blocks, batch * heads)](
+    _query_gradients[(blocks * batch * heads,)](
         operands.tuples,
         operand(grad),
         (operand(results.query), operand(operands.filled(results.far_query)), operands.filled(partial)),
@@ -197,25 +233,24 @@ def _query_gradients(
     query, key, far_query, far_key, value = tensors
     query_out, far_query_out, coefficients_out = outputs
     heads, group, query_length, key_length = sizes
-    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    block, blocks, place, batch, head = block_and_head(query_length, heads, KIND.rows)
+    block = blocks - 1 - block
     row = block * KIND.rows
-    batch = tl.program_id(1) // heads
-    head = tl.program_id(1) % heads
     rows = row + tl.arange(0, KIND.rows)
     m = key_length - query_length + rows
     planes = (plane(query, batch, head), plane(far_query, batch, head))
     held = load_two(planes[0], planes[1], row, query_length, True, KIND.far, KIND.rows, KIND)
     kv_head = head // group
     keys = (plane(key, batch, kv_head), plane(far_key, batch, kv_head), plane(value, batch, kv_head), key_length)
-    place = tl.program_id(1).to(tl.int64) * query_length + rows
+    seat = place.to(tl.int64) * query_length + rows
     # A row beyond the last query gets an infinite sum of weights, so that its weights are 0.
     above = (
         load_tile(plane(grad, batch, head), row, query_length, KIND.width, KIND.rows, KIND.columns),
-        tl.load(lse + place, mask=rows < query_length, other=float("inf")),
-        tl.load(delta + place, mask=rows < query_length, other=0.0),
+        tl.load(lse + seat, mask=rows < query_length, other=float("inf")),
+        tl.load(delta + seat, mask=rows < query_length, other=0.0),
     )
     start = start_of_document(starts, batch, m, key_length, KIND)[:, None]
-    scoring = (limits, load_coefficients(coefficients, head, KIND), scale * 1.4426950408889634)
+    scoring = (limits, load_coefficients(coefficients, head, scale, KIND), scale * 1.4426950408889634)
     none = zero_tile(KIND.rows, KIND.columns)
     nothing = constant_rows(0.0, KIND.rows)
     sums = (none, none, nothing, nothing, nothing, nothing, nothing)
@@ -233,10 +268,10 @@ def _query_gradients(
     if KIND.far:
         store_tile(sums[1] * scale, plane(far_query_out, batch, head), row, query_length, KIND.width)
     if BIAS:
-        pair = coefficients_out + (tl.program_id(1).to(tl.int64) * tl.num_programs(0) + block) * 2
+        pair = coefficients_out + (place.to(tl.int64) * blocks + block) * 2
         # A row of dS sums to 0, but for the rounding of D, which would enter once for every query.
         tl.store(pair, tl.sum(sums[3] - sums[2] * sums[5], 0))
-        tl.store(pair + 1, tl.sum(sums[4] - sums[2] * sums[6], 0))
+        tl.store(pair + 1, tl.load(coefficients + 2 * head) * tl.sum(sums[4] - sums[2] * sums[6], 0))
 
 
 @triton.jit
@@ -257,7 +292,7 @@ def _query_tiles(
     KIND: tl.constexpr,
 ):
     """The key tiles `begin` to `end` added to dQ' near and far and, by row, the sums of dS, of dS * db/dc0 and dS *
-    db/dc1, and of P * db/dc0 and P * db/dc1, b being the bias.
+    db/dc1 / c0, and of P * db/dc0 and P * db/dc1 / c0, b being the bias.
     """
     near_sum, far_sum, slope_sum, first_sum, second_sum, first_mean, second_mean = sums
     near, far, values, key_length = keys
@@ -265,20 +300,19 @@ def _query_tiles(
     limits, bias, scale = scoring
     for tile in range(begin, end):
         n = tile * KIND.keys + tl.arange(0, KIND.keys)[None, :]
-        r = m[:, None] - n
         loaded = load_two(near, far, tile * KIND.keys, key_length, NEAR, FAR, KIND.keys, KIND)
         v = load_tile(values, tile * KIND.keys, key_length, KIND.width, KIND.keys, KIND.columns)
-        scores = logits(held, loaded, r, n, start, limits, bias, scale, NEAR, FAR, MASKED or KIND.documents, KIND)
-        weights = tl.exp2(scores - lse[:, None])
+        scores = logits(held, loaded, m[:, None], n, start, limits, bias, NEAR, FAR, MASKED or KIND.documents, KIND)
+        weights = tl.exp2(scores * scale - lse[:, None])
         slopes = weights * (dot(grad, tl.trans(v)) - delta[:, None])
         if BIAS:
-            first, second = bias_derivatives(r, bias, KIND)
+            first, second = bias_derivatives(m[:, None], n, bias[1], KIND)
             slope_sum += tl.sum(slopes, 1)
             first_sum += tl.sum(slopes * first, 1)
             second_sum += tl.sum(slopes * second, 1)
             first_mean += tl.sum(weights * first, 1)
             second_mean += tl.sum(weights * second, 1)
-        near_slopes, far_slopes = part(slopes, r, limits, NEAR, FAR)
+        near_slopes, far_slopes = part(slopes, m[:, None] - n, limits, NEAR, FAR)
         if NEAR:
             near_sum += dot(near_slopes.to(v.dtype), loaded[0])
         if FAR:
@@ -314,7 +348,7 @@ def _output_products(out: Tensor, grad: Tensor) -> Tensor:
     """rowsum(dO * O), float32 [batch, heads, length]."""
     batch, heads, length, head_dim = out.shape
     delta = torch.empty(out.shape[:3], dtype=torch.float32, device=out.device)
-    _delta[(triton.cdiv(length, ROWS), batch * heads)](
+    _delta[(triton.cdiv(length, ROWS) * batch * heads,)](
         operand(out),
         operand(grad),
         delta,
@@ -330,10 +364,9 @@ def _output_products(out: Tensor, grad: Tensor) -> Tensor:
 
 @triton.jit
 def _delta(out, grad, delta, heads, length, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0) * BLOCK
-    batch = tl.program_id(1) // heads
-    head = tl.program_id(1) % heads
+    block, _, place, batch, head = block_and_head(length, heads, BLOCK)
+    row = block * BLOCK
     o = load_tile(plane(out, batch, head), row, length, WIDTH, BLOCK, COLUMNS).to(tl.float32)
     g = load_tile(plane(grad, batch, head), row, length, WIDTH, BLOCK, COLUMNS).to(tl.float32)
     rows = row + tl.arange(0, BLOCK)
-    tl.store(delta + tl.program_id(1).to(tl.int64) * length + rows, tl.sum(o * g, 1), mask=rows < length)
+    tl.store(delta + place.to(tl.int64) * length + rows, tl.sum(o * g, 1), mask=rows < length)

@@ -15,14 +15,15 @@ WIDEST = 256
 
 
 class Launch(NamedTuple):
-    """Launch parameters of one kernel: `rows` queries and `keys` keys in a tile, warps of a program, pipeline
-    stages.
+    """Launch parameters of one kernel: `rows` queries and `keys` keys in a tile, warps of a program, pipeline stages,
+    and the most registers a thread may take (None: as the compiler likes).
     """
 
     rows: int
     keys: int
     num_warps: int
     num_stages: int
+    maxnreg: int | None = None
 
 
 class Blocks(NamedTuple):
@@ -36,25 +37,47 @@ class Blocks(NamedTuple):
 SMALL = Blocks(Launch(32, 32, 4, 1), Launch(32, 32, 4, 1), Launch(32, 32, 4, 1))
 """For the interpreter, where a tile costs the same at any size, and tests want several of them."""
 
-_NARROW = Blocks(Launch(128, 64, 8, 3), Launch(32, 64, 4, 2), Launch(128, 32, 8, 2))
-_NARROW_TWO = Blocks(Launch(128, 64, 8, 2), Launch(32, 64, 4, 1), Launch(128, 32, 8, 2))
-CONFIGS: dict[tuple[int, int], Blocks] = {
-    (1, 32): _NARROW,
-    (1, 64): _NARROW,
-    (1, 128): _NARROW,
-    (1, 256): Blocks(Launch(128, 64, 8, 2), Launch(64, 32, 8, 1), Launch(128, 32, 8, 2)),
+_WIDE = {
     (1, 512): Blocks(Launch(64, 32, 8, 1), Launch(32, 32, 8, 1), Launch(32, 32, 8, 1)),
-    (2, 32): _NARROW_TWO,
-    (2, 64): _NARROW_TWO,
-    (2, 128): _NARROW_TWO,
-    (2, 256): Blocks(Launch(64, 64, 8, 2), Launch(64, 32, 8, 1), Launch(64, 32, 8, 1)),
     (2, 512): Blocks(Launch(32, 32, 8, 1), Launch(32, 32, 8, 1), Launch(32, 32, 8, 1)),
 }
-"""(number of segments, bytes of an operand's row as `row_class` counts them) -> block sizes on CUDA.
+_AMPERE_64 = Blocks(Launch(128, 64, 8, 3), Launch(32, 64, 4, 2), Launch(128, 32, 8, 2))
+_HOPPER_64 = Blocks(Launch(128, 64, 8, 3, 128), Launch(32, 64, 4, 2), Launch(128, 32, 8, 2))
+_TWO_64 = Blocks(Launch(128, 64, 8, 2), Launch(32, 64, 4, 2), Launch(128, 32, 8, 2))
+_BLACKWELL_64 = Blocks(Launch(128, 64, 8, 3), Launch(32, 64, 4, 2), Launch(128, 32, 8, 2))
+CONFIGS: dict[int, dict[tuple[int, int], Blocks]] = {
+    80: {
+        **{(1, row): _AMPERE_64 for row in (32, 64, 128)},
+        (1, 256): Blocks(Launch(128, 32, 8, 3), Launch(32, 64, 8, 2), Launch(64, 32, 8, 2)),
+        **{(2, row): _TWO_64 for row in (32, 64, 128)},
+        (2, 256): Blocks(Launch(64, 64, 8, 2), Launch(32, 64, 8, 2), Launch(64, 32, 8, 2)),
+        **_WIDE,
+    },
+    90: {
+        **{(1, row): _HOPPER_64 for row in (32, 64, 128)},
+        (1, 256): Blocks(Launch(128, 64, 8, 2), Launch(16, 128, 8, 2), Launch(128, 32, 8, 2)),
+        **{(2, row): _TWO_64 for row in (32, 64, 128)},
+        (2, 256): Blocks(Launch(64, 64, 8, 2), Launch(16, 128, 8, 2), Launch(64, 32, 8, 2)),
+        **_WIDE,
+    },
+    100: {
+        **{(1, row): _BLACKWELL_64 for row in (32, 64, 128)},
+        (1, 256): Blocks(Launch(128, 64, 8, 2), Launch(32, 64, 8, 2), Launch(128, 32, 8, 2)),
+        **{(2, row): _TWO_64 for row in (32, 64, 128)},
+        (2, 256): Blocks(Launch(64, 64, 8, 2), Launch(32, 64, 8, 2), Launch(128, 32, 8, 2)),
+        **_WIDE,
+    },
+}
+"""Architecture -> (number of segments, bytes of an operand's row as `row_class` counts them) -> block sizes on CUDA.
 
-Not yet timed on a GPU: chosen from the registers and the shared memory that the compiler reports for compute
-capability 9.0. `python -m megatron_coca.kernels.tune` times candidates and prints rows for this table.
+Not yet timed on a GPU: chosen from what the compiler reports, which benchmarks/kernels/budgets.json records, so that
+no register spills and loads are pipelined. `python -m megatron_coca.kernels.tune` times candidates and prints rows.
 """
+
+
+def architecture(capability: tuple[int, int]) -> int:
+    """The table in CONFIGS for a compute capability. The launches of 80 fit the shared memory of every GPU."""
+    return {9: 90, 10: 100}.get(capability[0], 80)
 
 
 def padded(head_dim: int) -> int:
@@ -72,7 +95,9 @@ def row_class(query: Tensor) -> int:
 
 def blocks_for(query: Tensor, segments: int) -> Blocks:
     """The row of CONFIGS for these operands; on the CPU, which is the interpreter, the small blocks."""
-    return SMALL if query.device.type == "cpu" else CONFIGS[segments, row_class(query)]
+    if query.device.type == "cpu":
+        return SMALL
+    return CONFIGS[architecture(torch.cuda.get_device_capability(query.device))][segments, row_class(query)]
 
 
 class Kind(NamedTuple):
@@ -128,7 +153,8 @@ class Plan:
             rows=launch.rows,
             keys=launch.keys,
         )
-        return {"KIND": kind, "num_warps": launch.num_warps, "num_stages": launch.num_stages, **OPTIONS}
+        options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, **OPTIONS}
+        return {"KIND": kind, **options} | ({"maxnreg": launch.maxnreg} if launch.maxnreg else {})
 
 
 @dataclass(frozen=True)

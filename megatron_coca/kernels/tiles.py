@@ -84,46 +84,64 @@ def dot(a, b):
 
 
 @triton.jit
-def load_coefficients(coefficients, head, KIND: tl.constexpr):
-    """(c0, c1) of a head from the float32 table [heads, 2]; zeros without a formula."""
+def block_and_head(length, heads, ROWS: tl.constexpr):
+    """(block of rows, blocks, batch and head in one number, batch, head) of this program.
+
+    One dimension of the grid holds them all, because only the first may exceed 65,535.
+    """
+    blocks = tl.cdiv(length, ROWS)
+    place = tl.program_id(0) // blocks
+    return tl.program_id(0) % blocks, blocks, place, place // heads, place % heads
+
+
+@triton.jit
+def load_coefficients(coefficients, head, scale, KIND: tl.constexpr):
+    """(c0 / scale, c1) of a head from the float32 table [heads, 2]; zeros without a formula."""
     c0 = 0.0
     c1 = 0.0
     if KIND.formula != "none":
-        c0 = tl.load(coefficients + 2 * head)
+        c0 = tl.load(coefficients + 2 * head) / scale
         c1 = tl.load(coefficients + 2 * head + 1)
     return c0, c1
 
 
 @triton.jit
-def power_of_distance(r, exponent):
-    """r^exponent in float32, and 0 at r <= 0, where the logarithm has no value."""
-    return tl.where(r > 0, tl.exp2(exponent * tl.log2(tl.maximum(r, 1).to(tl.float32))), 0.0)
+def distances(m, n):
+    """m - n in float32, exact below 2^24: the tokens are converted, not each pair."""
+    return m.to(tl.float32) - n.to(tl.float32)
 
 
 @triton.jit
-def add_bias(scores, r, bias, KIND: tl.constexpr):
-    """Scores plus the bias of the distances `r`."""
+def power_of_distance(distance, exponent):
+    """distance^exponent, and 0 at distance <= 0, where the logarithm has no value."""
+    return tl.where(distance > 0, tl.exp2(exponent * tl.log2(tl.maximum(distance, 1.0))), 0.0)
+
+
+@triton.jit
+def add_bias(products, m, n, bias, KIND: tl.constexpr):
+    """Products plus the bias of the distances m - n divided by the scale, as `load_coefficients` gives c0."""
     if KIND.formula == "linear":
-        scores = scores - (bias[0] * 1.4426950408889634) * r.to(tl.float32)
+        products = products - bias[0] * distances(m, n)
     if KIND.formula == "log":
-        scores = scores - bias[0] * tl.log2(1.0 + bias[1] * tl.maximum(r, 0).to(tl.float32))
+        logs = tl.log2(1.0 + bias[1] * tl.maximum(distances(m, n), 0.0))
+        products = products - (bias[0] * 0.6931471805599453) * logs
     if KIND.formula == "power":
-        scores = scores - (bias[0] * 1.4426950408889634) * power_of_distance(r, bias[1])
-    return scores
+        products = products - bias[0] * power_of_distance(distances(m, n), bias[1])
+    return products
 
 
 @triton.jit
-def bias_derivatives(r, bias, KIND: tl.constexpr):
-    """d bias / d c0 and d bias / d c1 at the distances `r` in natural units; zeros if there is no c1."""
-    distance = tl.maximum(r, 0).to(tl.float32)
+def bias_derivatives(m, n, c1, KIND: tl.constexpr):
+    """d bias / d c0 and d bias / d c1 / c0 at the distances m - n in natural units; zeros if there is no c1."""
+    distance = tl.maximum(distances(m, n), 0.0)
     first = -distance
     second = tl.zeros_like(distance)
     if KIND.formula == "log":
-        first = -0.6931471805599453 * tl.log2(1.0 + bias[1] * distance)
-        second = -bias[0] * distance / (1.0 + bias[1] * distance)
+        first = -0.6931471805599453 * tl.log2(1.0 + c1 * distance)
+        second = -distance / (1.0 + c1 * distance)
     if KIND.formula == "power":
-        first = -power_of_distance(r, bias[1])
-        second = bias[0] * first * 0.6931471805599453 * tl.log2(tl.maximum(distance, 1.0))
+        first = -power_of_distance(distance, c1)
+        second = first * 0.6931471805599453 * tl.log2(tl.maximum(distance, 1.0))
     return first, second
 
 
@@ -131,27 +149,30 @@ def bias_derivatives(r, bias, KIND: tl.constexpr):
 def logits(
     held,
     loaded,
-    r,
+    m,
     n,
     start,
     limits,
     bias,
-    scale,
     NEAR: tl.constexpr,
     FAR: tl.constexpr,
     MASKED: tl.constexpr,
     KIND: tl.constexpr,
 ):
-    """Scores of a tile, -inf where unseen. `held` and `loaded` are (near, far) tiles, `start` the first token of each
-    query's document, and `scale` contains the log2(e). A tile is one product, or two where a segment ends inside it.
+    """Scores of a tile divided by the scale, -inf where unseen. `held` and `loaded` are (near, far) tiles, `m` and `n`
+    the tokens of the queries and keys, `start` the first token of each query's document. A tile is one product, or two
+    where a segment ends inside it.
+
+    The scale is left to the exponent, exp2(score * scale - peak * scale), which is one instruction more than exp2.
     """
+    r = m - n
     if NEAR and FAR:
         products = tl.where(r < limits[0], dot(held[0], tl.trans(loaded[0])), dot(held[1], tl.trans(loaded[1])))
     elif NEAR:
         products = dot(held[0], tl.trans(loaded[0]))
     else:
         products = dot(held[1], tl.trans(loaded[1]))
-    scores = add_bias(products * scale, r, bias, KIND)
+    scores = add_bias(products, m, n, bias, KIND)
     if MASKED:
         scores = tl.where(visible(r, n, start, limits, NEAR, FAR, KIND), scores, float("-inf"))
     return scores
@@ -159,12 +180,14 @@ def logits(
 
 @triton.jit
 def visible(r, n, start, limits, NEAR: tl.constexpr, FAR: tl.constexpr, KIND: tl.constexpr):
-    """Mask of the visible pairs of a tile: r >= 0, inside the window where nothing serves what lies beyond it, among
+    """Mask of the visible pairs of a tile: r >= 0, on the side of the window that the tile's one segment serves, among
     the first keys where only those are seen from afar, and in one document.
     """
     seen = r >= 0
     if KIND.window and not FAR:
         seen = seen & (r < limits[0])
+    if not NEAR:
+        seen = seen & (r >= limits[0])
     if FAR and KIND.first:
         among_first = n < start + limits[1]
         if NEAR:

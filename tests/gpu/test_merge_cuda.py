@@ -10,7 +10,7 @@ from megatron_coca.attention.backends.sdpa import flash_op
 from megatron_coca.attention.inputs import AttentionInputs, Band, Segment
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 BANDS = {
     "near and far": (Band(0, 64), Band(64)),
     "odd window": (Band(0, 100), Band(100)),
@@ -19,7 +19,7 @@ BANDS = {
     "narrow window": (Band(0, 2), Band(2)),
 }
 FLOOR = 16 * torch.finfo(torch.float32).eps
-"""Errors below it are chance: one row of dense float32 attention may be right to the last digit."""
+"""Errors below it are chance: one row of dense attention may be right to the last digit."""
 BATCH, HEADS, KV_HEADS, HEAD_DIM, SCALE = 2, 4, 2, 64, 0.125
 
 
@@ -59,9 +59,9 @@ def test_values_and_gradients(name: str, length: int, past: int, dtype: torch.dt
 
 @DTYPES
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("length", [1, 31, 32, 33, 250])
+@pytest.mark.parametrize("length", [1, 33, 250, 1024])
 def test_a_kernel_alone(length: int, causal: bool, dtype: torch.dtype) -> None:
-    """Log-sum-exp in natural base, and rows that are no multiple of the padding."""
+    """Log-sum-exp in natural base, of FlashAttention-2 and, from 128 rows on, of cuDNN where it is preferred."""
     torch.manual_seed(0)
     q, k, v = (normal(heads, length, dtype) for heads in (HEADS, KV_HEADS, KV_HEADS))
     out, lse = flash_op(q).forward(q, k, v, causal, SCALE)
@@ -74,6 +74,6 @@ def test_a_kernel_alone(length: int, causal: bool, dtype: torch.dtype) -> None:
     assert error(out.double(), scores.softmax(-1) @ wide_v) < 0.01
 
 
-def test_float64_has_no_kernel() -> None:
-    with pytest.raises(TypeError, match=r"torch.float64 on cuda; set attention_backend: reference"):
-        flash_op(torch.zeros(1, dtype=torch.float64, device="cuda"))
+def test_full_precision_has_no_kernel() -> None:
+    with pytest.raises(TypeError, match=r"torch.float32 on cuda; set attention_backend: triton"):
+        flash_op(torch.zeros(1, device="cuda"))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_coca.attention.backends.merge import MergeBackend, Piece, cover
 from megatron_coca.attention.backends.reference import ReferenceBackend
-from megatron_coca.attention.backends.sdpa import CudaEfficient, CudaFlash, EqualHeads, FlashOp, SdpaBackend, flash_op
+from megatron_coca.attention.backends.sdpa import CudaCudnn, CudaFlash, FlashOp, SdpaBackend, flash_op
 from megatron_coca.attention.inputs import (
     CAUSAL,
     AttentionInputs,
@@ -214,21 +214,43 @@ def test_merge_says_what_it_cannot_do() -> None:
 
 
 def test_no_kernel_for_the_dtype_is_named() -> None:
-    with pytest.raises(TypeError, match=r"torch.int64 on cpu; set attention_backend: reference"):
+    with pytest.raises(TypeError, match=r"torch.int64 on cpu; set attention_backend: triton on CUDA or reference"):
         flash_op(torch.zeros(1, dtype=torch.int64))
 
 
-@pytest.mark.parametrize(("op", "dtype"), [(CudaFlash(), torch.bfloat16), (EqualHeads(CudaEfficient()), torch.float32)])
+class Cudnn(CudaCudnn):
+    """Serves on the meta device."""
+
+    def serves(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("op", [CudaFlash(), Cudnn()])
 @pytest.mark.parametrize(("rows", "columns", "causal"), [(63, 63, True), (63, 33, False)])
-def test_cuda_kernels_are_called_as_their_schemas_say(
-    op: FlashOp, dtype: torch.dtype, rows: int, columns: int, causal: bool
-) -> None:
+def test_cuda_kernels_are_called_as_their_schemas_say(op: FlashOp, rows: int, columns: int, causal: bool) -> None:
     """On the meta device, which checks the arguments and gives the shapes without computing."""
-    q, k = (torch.empty(2, n, h, 64, dtype=dtype, device="meta").transpose(1, 2) for n, h in ((rows, 4), (columns, 2)))
+    q, k = (
+        torch.empty(2, n, h, 64, dtype=torch.bfloat16, device="meta").transpose(1, 2)
+        for n, h in ((rows, 4), (columns, 2))
+    )
     out, lse = op.forward(q, k, k, causal, SCALE)
     assert (out.shape, lse.shape, lse.dtype) == (q.shape, (2, 4, rows), torch.float32)
     grads = op.backward(out, q, k, k, out, lse, causal, SCALE)
     assert [x.shape for x in grads] == [q.shape, k.shape, k.shape]
+
+
+@pytest.mark.parametrize(
+    ("rows", "capability", "offered", "expected"),
+    [(128, (9, 0), True, True), (127, (9, 0), True, False), (128, (8, 0), True, False), (128, (10, 0), False, False)],
+)
+def test_cudnn_is_taken_from_hopper_on_where_pytorch_offers_it(
+    monkeypatch: pytest.MonkeyPatch, rows: int, capability: tuple[int, int], offered: bool, expected: bool
+) -> None:
+    """And not for the few queries of decoding, whose number of keys, and so cuDNN's plan, changes with each token."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.backends.cuda, "can_use_cudnn_attention", lambda parameters: offered)
+    x = torch.empty(1, 2, rows, 64, dtype=torch.bfloat16, device="meta")
+    assert CudaCudnn().serves(x, x, x, True) == expected
 
 
 def test_rows_with_the_same_documents_are_served_together() -> None:

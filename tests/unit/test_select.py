@@ -1,6 +1,7 @@
 """The choice of an attention backend: what is taken, what is passed over and why, and what is refused."""
 
 import logging
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -39,7 +40,7 @@ SHAPE = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "seq_leng
         (Needs("cpu", bands=NEAR_AND_FAR), "merge"),
         (Needs("cpu", bands=(Band(0, 8),)), "merge"),
         (Needs("cuda", dropout=0.1), "sdpa"),
-        (Needs("cuda", bands=NEAR_AND_FAR), "merge"),
+        (Needs("cuda", bands=NEAR_AND_FAR), "triton"),
         (Needs("cuda", bias="log"), "flex"),
     ],
 )
@@ -47,13 +48,19 @@ def test_automatic_choice(needs: Needs, expected: str, caplog: pytest.LogCapture
     with caplog.at_level(logging.INFO, logger="megatron_coca"):
         name, backend = select_backend("auto", needs)
     assert (name, backend) == (expected, BACKENDS[expected])
-    assert (f"attention backend {expected}; not" in caplog.text) == (AUTOMATIC[0] != expected)
-    for candidate in AUTOMATIC[: AUTOMATIC.index(expected)]:
+    before = AUTOMATIC[needs.device_type]
+    assert (f"attention backend {expected}; not" in caplog.text) == (before[0] != expected)
+    for candidate in before[: before.index(expected)]:
         assert f"not {candidate}: {BACKENDS[candidate].supports(needs)}" in caplog.text
 
 
+def test_two_segments_on_cuda_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert select_backend("auto", Needs("cuda", bands=NEAR_AND_FAR))[0] == "merge"
+
+
 def test_what_is_taken_only_by_name() -> None:
-    assert not {"reference", "flash", "triton"} & set(AUTOMATIC)
+    assert not {"reference", "flash"} & {*AUTOMATIC["cuda"], *AUTOMATIC["cpu"]}
     needs = Needs("cuda", bias="linear", dropout=0.1)
     with pytest.raises(BackendError) as caught:
         select_backend("auto", needs)

@@ -82,31 +82,61 @@ class EqualHeads:
         return dq, *(x.unflatten(1, (-1, groups)).sum(2) for x in (dk, dv))
 
 
-class CudaEfficient:
-    """The memory-efficient kernel: float32. It pads the log-sum-exp to 32 rows with +inf, and has no grouped heads."""
+class CudaCudnn:
+    """cuDNN's kernel where PyTorch offers it for these operands, from Hopper on, and FlashAttention-2 elsewhere.
 
-    ROWS = 32
+    cuDNN plans each shape anew, so few queries, as decoding has them with ever more keys, are not for it. Both kernels
+    have the same log-sum-exp, so a backward pass need not know which was used.
+    """
+
+    OLDEST = (9, 0)
+    ROWS = 128
+
+    def __init__(self) -> None:
+        self._flash = CudaFlash()
+
+    def serves(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
+        """cuDNN is preferred, and nothing speaks against it: its library's version, a shape, `enable_cudnn_sdp`."""
+        if q.shape[2] < self.ROWS or torch.cuda.get_device_capability(q.device) < self.OLDEST:
+            return False
+        parameters = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, causal, q.shape[1] != k.shape[1])
+        return torch.backends.cuda.can_use_cudnn_attention(parameters)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)
-        return out, lse[:, :, : q.shape[2]]
+        if not self.serves(q, k, v, causal):
+            return self._flash.forward(q, k, v, causal, scale)
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+        return out, lse.view(q.shape[:3])
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
     ) -> Gradients:
-        padded = torch.nn.functional.pad(lse, (0, -lse.shape[2] % self.ROWS), value=torch.inf).contiguous()
-        seed = torch.zeros((), dtype=torch.int64, device=q.device)
-        dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-            grad, q, k, v, None, out, padded, seed, seed, 0.0, [True, True, True, False], causal, scale=scale
+        if not self.serves(q, k, v, causal):
+            return self._flash.backward(grad, q, k, v, out, lse, causal, scale)
+        lengths, seed = (q.shape[2], k.shape[2]), torch.zeros((), dtype=torch.int64, device=q.device)
+        return aten._scaled_dot_product_cudnn_attention_backward(
+            grad,
+            q,
+            k,
+            v,
+            out,
+            lse.contiguous()[..., None],
+            seed,
+            seed,
+            None,
+            None,
+            None,
+            *lengths,
+            0.0,
+            causal,
+            scale=scale,
         )
-        return dq, dk, dv
 
 
 _HALF: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
 _OPS: dict[tuple[str, torch.dtype], FlashOp] = {
     **{("cpu", dtype): CpuFlash() for dtype in (torch.float64, torch.float32, *_HALF)},
-    **{("cuda", dtype): CudaFlash() for dtype in _HALF},
-    ("cuda", torch.float32): EqualHeads(CudaEfficient()),
+    **{("cuda", dtype): CudaCudnn() for dtype in _HALF},
 }
 
 
@@ -120,9 +150,9 @@ def flash_op(x: Tensor) -> FlashOp:
     if kernel is None:
         raise TypeError(
             f"attention_backend merge has no kernel for {x.dtype} on {x.device.type}; "
-            "set attention_backend: reference, or use another precision"
+            "set attention_backend: triton on CUDA or reference, or use another precision"
         )
-    return kernel if GROUPED or isinstance(kernel, EqualHeads) else EqualHeads(kernel)
+    return kernel if GROUPED else EqualHeads(kernel)
 
 
 QUERY_BLOCK = 512
