@@ -21,7 +21,7 @@ LIBRARY = "libcuda.so.1"
 COMPILER = ["gcc", "-std=gnu17", "-O1", "-fPIC", "-shared", "-Wall", "-Wextra", "-Wno-unused-parameter"]
 
 STOOD_IN = re.compile(r"(__cuda|cuda|cublas|cudnn|cusolver|nccl|cusparse(?!Lt))[A-Z]")
-"""Whose entry points are answered. The rest (NVRTC, which compiles without a device, cuFFT, CUPTI) are the real ones."""
+"""Whose entry points are answered. The others are the real ones: NVRTC, which needs no device, cuFFT, CUPTI."""
 
 KINDS = (
     # (names, body of the entry point); the first that fits counts
@@ -61,7 +61,7 @@ def build() -> Path:
 
 
 def _compile(folder: Path, libraries: list[Path]) -> None:
-    own = [path for path in sorted(NATIVE.glob("*.c"))]
+    own = sorted(NATIVE.glob("*.c"))
     common = [*COMPILER, f"-I{NATIVE}", f"-I{_cuda_headers()}"]
     written = folder / "written.so"
     _run([*common, *map(str, own), "-o", str(written)])

@@ -173,8 +173,9 @@ CUresult cuGetErrorString(CUresult error, const char **text) {
 }
 
 // What is looked up by name and does not exist here: it may be held in a table and never be called.
+static char missing_names[4096];
 static CUresult missing(void) {
-    refuse("a driver entry point that the stand-in device does not have");
+    refuse("one of the driver's entry points that the stand-in device does not have:%s", missing_names);
     return CUDA_ERROR_NOT_SUPPORTED;
 }
 
@@ -185,7 +186,10 @@ static void *entry_point(const char *name) {
         snprintf(versioned, sizeof versioned, "%s_v2", name);
         found = dlsym(RTLD_DEFAULT, versioned);
     }
-    return found ? found : (void *)missing;
+    if (found) return found;
+    if (!strstr(missing_names, name) && strlen(missing_names) + strlen(name) + 2 < sizeof missing_names)
+        strcat(strcat(missing_names, " "), name);
+    return (void *)missing;
 }
 
 cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned version,

@@ -104,6 +104,7 @@ cudaError_t cudaEventRecord(cudaEvent_t handle, cudaStream_t stream) {
 cudaError_t cudaEventQuery(cudaEvent_t handle) { return cudaSuccess; }
 // The amount is the number of launches issued since the event: a wait for what was issued long ago is short.
 cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
+    RECORD(ORDER, "host waits for event", NULL, (uint64_t)handle);
     RECORD_WAIT(WAIT, "cudaEventSynchronize", NULL, launches_so_far() - ((struct pretend_event *)handle)->launches);
     return cudaSuccess;
 }
