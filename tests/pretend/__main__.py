@@ -7,6 +7,7 @@ import argparse
 import json
 import os
 import runpy
+import signal
 import sys
 import time
 import traceback
@@ -14,7 +15,7 @@ from collections.abc import Callable
 
 from tests.pretend import budgets
 from tests.pretend.build import BUILT, build
-from tests.pretend.device import FOLDER, Record, environment
+from tests.pretend.device import FOLDER, environment
 from tests.pretend.scenarios import SCENARIOS, Scenario
 
 POLL_SECONDS = 0.2
@@ -66,7 +67,10 @@ def list_scenarios(options: argparse.Namespace) -> int:
 
 def run_scenarios(options: argparse.Namespace) -> int:
     """Run scenarios one after the other, write the report, and return 1 if a budget is exceeded."""
-    from tests.pretend import measure  # imports torch once for all processes
+    import torch
+
+    torch._C._cuda_getDeviceCount = lambda: 1  # PyTorch's own would forbid CUDA in the processes that are forked below
+    from tests.pretend import measure  # imports all once, for every process
 
     known, measured = budgets.read(), {}
     chosen = {name: row for name, row in SCENARIOS.items() if name.startswith(tuple(options.only))}
@@ -103,14 +107,16 @@ def isolated(name: str, scenario: Scenario, measure: Callable[..., dict[str, flo
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(0)
-    deadline = time.monotonic() + scenario.seconds
-    while os.waitpid(child, os.WNOHANG) == (0, 0):
-        if time.monotonic() > deadline:
-            os.kill(child, 9)
+    deadline, running = time.monotonic() + scenario.seconds, True
+    try:
+        while running and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+            running = os.waitpid(child, os.WNOHANG) == (0, 0)
+    finally:
+        if running:
+            os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
-            log.open("a").write(f"ended after {scenario.seconds} s\n")
-            break
-        time.sleep(POLL_SECONDS)
+            log.open("a").write(f"killed; the limit is {scenario.seconds} s\n")
     return json.loads(result.read_text()) if result.exists() else {budgets.FAILED: 1}
 
 
@@ -122,20 +128,8 @@ def show_step(options: argparse.Namespace) -> int:
     measure.group.init_distributed()
     record, milliseconds = measure.recorded(measure.engine_step(measure.load(options.inputs)))
     print(f"host {milliseconds:.0f} ms")
-    show(record, options.kernels)
+    print(record.text(options.kernels))
     return 0
-
-
-def show(record: Record, kernels: int) -> None:
-    """Print counts, waits with their stacks, and the kernels launched most."""
-    print(f"launches {record.total('launch')}, into CUDA graphs {record.total('captured')}")
-    for kind in ("wait", "pageable", "copy", "collective", "allocation", "order", "refused", "other"):
-        for name, count in record.names(kind).items():
-            print(f"{kind}: {count} {name}")
-    for (kind, name, stack), count in record.stacks.most_common():
-        print(f"{count} {kind} {name}: {stack}")
-    for name, count in list(record.names("launch").items())[:kernels]:
-        print(f"{count:6d} {name[:200]}")
 
 
 def show_layer(options: argparse.Namespace) -> int:

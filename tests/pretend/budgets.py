@@ -111,8 +111,8 @@ def report(budgets: Budgets, measured: Mapping[str, Mapping[str, float]], capabi
     """Return one table in Markdown: measured now, measured when the budgets were written, and allowed."""
     made = ", ".join(f"{name} {version}" for name, version in versions().items())
     lines = [
-        f"Stand-in device of compute capability {capability / 10:g}; {made}; commit {_commit()}. Counted: what the host "
-        "asks a device to do; there are no times of a device.",
+        f"Stand-in device of compute capability {capability / 10:g}; {made}; commit {_commit()}. Counted is what the "
+        "host asks a device to do; there are no times of a device.",
         "",
         "| scenario | counter | measured | before | allowed |",
         "|---|---|---|---|---|",

@@ -76,6 +76,15 @@ class Record:
             merged[name] += n
         return dict(merged.most_common())
 
+    def text(self, kernels: int = 20) -> str:
+        """Return counts, waits with their stacks, and the kernels that were launched most, in lines."""
+        lines = [f"launches {self.total('launch')}, into CUDA graphs {self.total('captured')}"]
+        for kind in ("wait", "pageable", "copy", "collective", "allocation", "order", "refused", "other"):
+            lines += [f"{kind}: {count} {name}" for name, count in self.names(kind).items()]
+        lines += [f"{count} {kind} {name}: {stack}" for (kind, name, stack), count in self.stacks.most_common()]
+        lines += [f"{count:6d} {name[:200]}" for name, count in list(self.names("launch").items())[:kernels]]
+        return "\n".join(lines)
+
 
 class _Entry(ctypes.Structure):
     _fields_ = [("counter", ctypes.c_uint64), ("stream", ctypes.c_uint64), ("amount", ctypes.c_uint64)]

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch._dynamo.utils import clear_compilation_metrics, counters, get_compilation_metrics
 
 from megatron_coca.attention.inputs import BackendError
 from megatron_coca.config import Config, ConfigError, load_config
@@ -23,6 +23,7 @@ from megatron_coca.training.engine import Engine, group, state
 from megatron_coca.training.optimizer import build_optimizer
 from tests.pretend import order
 from tests.pretend.device import Record, recording
+from tests.pretend.scenarios import COMPILED_BACKENDS
 from tests.pretend.traffic import MATRIX_PRODUCTS, measured_bytes
 
 Counters = dict[str, float]
@@ -99,6 +100,7 @@ def step(inputs: Sequence[str]) -> Counters:
     group.init_distributed()
     one, _ = recorded(engine_step(load(inputs, f"train_batch_size={MICRO}")))
     two, milliseconds = recorded(engine_step(load(inputs, f"train_batch_size={2 * MICRO}")))
+    print(two.text())
     counts: Counters = {}
     first, both = ({"launches": record.total("launch"), **waits(record)} for record in (one, two))
     for name in first:
@@ -193,6 +195,7 @@ def loop(inputs: Sequence[str]) -> Counters:
     Engine.train_step = train_step  # type: ignore[method-assign]
     with contextlib.suppress(_Measured):
         trainer.fit(load(inputs, f"train_iters={2 * REPORTED}", f"log_interval={REPORTED}", "save=build/pretend/loop"))
+    print(records[0].text())
     return {f"{name} in {REPORTED} steps": value for name, value in waits(records[0]).items()}
 
 
@@ -217,14 +220,12 @@ def train(inputs: Sequence[str]) -> Counters:
     save = Path("build/pretend/saved", str(os.getpid()))
     with recording() as record:
         trainer.fit(load(inputs, f"save={save}"))
-    saved = len(list(save.glob("global_step*")))
-    return {"checkpoints": saved, "refused": record.total("refused")}
+    print(record.text())
+    return {"missing checkpoints": 1 - len(list(save.glob("global_step*"))), "refused": record.total("refused")}
 
 
 def compiled(inputs: Sequence[str]) -> Counters:
-    """Graph breaks and recompilations of the compiled blocks in two steps of two layers; the compiler is left out."""
-    from torch._dynamo.utils import counters, get_compilation_metrics
-
+    """Graph breaks and recompilations of the compiled blocks with every backend; the code generator is left out."""
     prepare()
     original = torch.compile
 
@@ -233,17 +234,32 @@ def compiled(inputs: Sequence[str]) -> Counters:
         return original(model, backend="aot_eager", **kept)
 
     torch.compile = traced  # type: ignore[assignment]
+    return {
+        f"{counter}, {backend}": value
+        for backend in COMPILED_BACKENDS
+        for counter, value in _compiled_steps(load(inputs, f"attention_backend={backend}")).items()
+    }
+
+
+def _compiled_steps(config: Config) -> Counters:
+    """Compile two layers and train them for two steps."""
+    torch._dynamo.reset()
+    counters.clear()
+    clear_compilation_metrics()
     try:
-        config = load(inputs, "torch_compile=true", "num_layers=2")
         model = LanguageModelLoss(build_model(config, "cuda")).to(torch.bfloat16).train()
     except (BackendError, ConfigError) as error:
         print(error)
-        return {"refused with the reason": 1}
-    samples: Tensor = torch.randint(config.model.vocab_size, (2, config.model.seq_length + 1)).cuda()
+        return {"graph breaks": 0, "recompilations": 0, "refused with the reason": 1}
+    samples = torch.randint(config.model.vocab_size, (2, config.model.seq_length + 1)).cuda()
     for _ in range(2):
         model(samples).backward()
-    attempts = [str(metrics.compile_id) for metrics in get_compilation_metrics()]
-    again = {text for text in attempts if text.rsplit("/", 1)[-1].split("_")[0] not in ("0", "-")}
     for reason, count in counters["graph_break"].items():
-        print(f"{count} graph breaks: {reason}")
-    return {"graph breaks": sum(counters["graph_break"].values()), "recompilations": len(again)}
+        print(f"{config.position.attention_backend}: {count} graph breaks: {reason}")
+    frames = {str(metrics.compile_id).split("_")[0] for metrics in get_compilation_metrics()}  # FRAME/COMPILATION
+    again = [frame for frame in frames if frame.rsplit("/", 1)[-1].isdigit() and not frame.endswith("/0")]
+    return {
+        "graph breaks": sum(counters["graph_break"].values()),
+        "recompilations": len(again),
+        "refused with the reason": 0,
+    }

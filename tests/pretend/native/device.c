@@ -172,6 +172,12 @@ CUresult cuGetErrorString(CUresult error, const char **text) {
     return *text = cudaGetErrorString((cudaError_t)error), CUDA_SUCCESS;
 }
 
+// Messages of the driver, of which there are none.
+CUresult cuLogsRegisterCallback(CUlogsCallback function, void *data, CUlogsCallbackHandle *handle) {
+    return *handle = NULL, CUDA_SUCCESS;
+}
+CUresult cuLogsUnregisterCallback(CUlogsCallbackHandle handle) { return CUDA_SUCCESS; }
+
 // What is looked up by name and does not exist here: it may be held in a table and never be called.
 static char missing_names[4096];
 static CUresult missing(void) {

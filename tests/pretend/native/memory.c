@@ -1,6 +1,7 @@
 // Memory and copies. Device memory is host memory that is only committed when written: copies are real, so tensors that
 // were copied have their values, but more than LARGE bytes at once are not written to the device (a model would fill the
-// host's memory, and what kernels write is missing anyway). Untouched device memory reads as zeros.
+// host's memory, and what kernels write is missing anyway). Untouched device memory reads as zeros, and so does a scalar
+// that a kernel may have written: the host then takes the same branches in every run.
 #include "pretend.h"
 
 #include <pthread.h>
@@ -10,6 +11,8 @@
 #include <sys/mman.h>
 
 #define LARGE (4u << 20)
+#define SCALAR 16 // bytes
+#define WRITES 256
 #define ALLOCATIONS (1 << 16)
 #define PAGE 4096ull
 
@@ -136,8 +139,37 @@ cudaError_t cudaMemPoolSetAccess(cudaMemPool_t pool, const struct cudaMemAccessD
 }
 cudaError_t cudaMemPoolTrimTo(cudaMemPool_t pool, size_t bytes) { return cudaSuccess; }
 
+// The latest copies to the device, and how many kernels had been launched then.
+static struct {
+    const char *start;
+    size_t bytes;
+    uint64_t launches;
+} writes[WRITES];
+static _Atomic size_t write_count;
+
+static void remember_write(const void *to, size_t count) {
+    size_t index = write_count++ % WRITES;
+    writes[index].start = to, writes[index].bytes = count, writes[index].launches = launches_so_far();
+}
+
+// Return true if no kernel was launched since the value at `from` was copied there.
+static bool value_is_known(const char *from, size_t count) {
+    uint64_t launches = launches_so_far();
+    for (size_t index = 0; index < WRITES; index++) {
+        if (writes[index].launches != launches || from < writes[index].start) continue;
+        if (from + count <= writes[index].start + writes[index].bytes) return true;
+    }
+    return false;
+}
+
 void copy_bytes(void *to, const void *from, size_t count) {
-    if (count <= LARGE || place_of(to) != ON_DEVICE) memcpy(to, from, count);
+    bool to_device = place_of(to) == ON_DEVICE;
+    if (count <= SCALAR && !to_device && place_of(from) == ON_DEVICE && !value_is_known(from, count)) {
+        memset(to, 0, count);
+    } else if (count <= LARGE || !to_device) {
+        memcpy(to, from, count);
+    }
+    if (to_device) remember_write(to, count);
 }
 
 static void record_copy(void *to, const void *from, size_t count, const void *stream) {
