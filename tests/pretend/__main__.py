@@ -82,7 +82,7 @@ def run_scenarios(options: argparse.Namespace) -> int:
         BUILT.joinpath("report.json").write_text(json.dumps(measured, indent=1) + "\n")
         BUILT.joinpath("report.md").write_text(budgets.report(known, measured, options.cap))
     if options.update:
-        budgets.write(budgets.updated(known, measured, options.cap))
+        budgets.write(budgets.updated(budgets.read(), measured, options.cap))  # another run may have written
     problems = budgets.violations(known, measured)
     print("\n".join(problems) or f"all {len(measured)} scenarios are within their budgets")
     return 1 if problems else 0
@@ -136,7 +136,7 @@ def show_layer(options: argparse.Namespace) -> int:
     """Print launches and bytes of a layer, forward and backward of a micro-batch."""
     from tests.pretend import measure
 
-    for name, value in measure.layers(options.inputs, show=True).items():
+    for name, value in measure.layers(options.inputs).items():
         print(f"{name}: {value:g}")
     return 0
 

@@ -6,7 +6,7 @@ Every measurement joins a process group and changes global state, so each has a 
 import contextlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,15 +114,13 @@ def step(inputs: Sequence[str]) -> Counters:
     }
 
 
-def layers(inputs: Sequence[str], show: bool = False) -> Counters:
-    """The model alone, forward and backward of a micro-batch: counts per layer. `show` prints bytes by operation."""
+def layers(inputs: Sequence[str]) -> Counters:
+    """The model alone, forward and backward of a micro-batch: counts per layer."""
     prepare()
     few, many = _model_pass(inputs, 1), _model_pass(inputs, 3)
     per_layer = {name: (many[name] - few[name]) / 2 for name in many if name in few}
     traffic = {name.removeprefix(BYTES): value for name, value in per_layer.items() if name.startswith(BYTES)}
-    if show:
-        for name, value in sorted(traffic.items(), key=lambda item: -item[1]):
-            print(f"{value / GB:8.3f} GB {name}")
+    _print_traffic(traffic)
     outside = sum(value for name, value in traffic.items() if name not in MATRIX_PRODUCTS)
     return {
         "launches per layer": per_layer["launches"],
@@ -130,6 +128,11 @@ def layers(inputs: Sequence[str], show: bool = False) -> Counters:
         "launches outside layers": few["launches"] - per_layer["launches"],
         "host ms per layer": round(per_layer["milliseconds"], 2),
     }
+
+
+def _print_traffic(traffic: Mapping[str, float]) -> None:
+    for name, value in sorted(traffic.items(), key=lambda item: -item[1]):
+        print(f"{value / GB:8.3f} GB {name}")
 
 
 def _model_pass(inputs: Sequence[str], count: int) -> Counters:
@@ -162,10 +165,11 @@ def loss_head(inputs: Sequence[str]) -> Counters:
             parameter.grad = None
 
     record, milliseconds = recorded(call)
-    counted = sum(measured_bytes(call).values())
+    traffic = measured_bytes(call)
+    _print_traffic(traffic)
     return {
         "launches": record.total("launch"),
-        "GB per 8,192 tokens": round(counted / GB, 2),
+        "GB per 8,192 tokens": round(sum(traffic.values()) / GB, 2),
         "host ms": round(milliseconds, 1),
     }
 
