@@ -9,6 +9,7 @@ SMALL = (
     "hidden_size=256",
     "num_attention_heads=4",
     "vocab_size=null",
+    "data_root=build/pretend/data",
     "train_batch_size=8",
     "train_micro_batch_size_per_gpu=4",
 )

@@ -167,8 +167,9 @@ CUresult cuFuncGetAttribute(int *value, CUfunction_attribute number, CUfunction 
     return CUDA_SUCCESS;
 }
 CUresult cuFuncSetAttribute(CUfunction function, CUfunction_attribute number, int value) {
-    return number == CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES ? (CUresult)allow_shared(function, value)
-                                                                     : CUDA_SUCCESS;
+    if (number == CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES) return (CUresult)allow_shared(function, value);
+    // Later attributes came after CUDA 13.0. Triton then uses the one above for shared memory.
+    return number > CU_FUNC_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
 }
 CUresult cuFuncSetCacheConfig(CUfunction function, CUfunc_cache config) { return CUDA_SUCCESS; }
 CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
