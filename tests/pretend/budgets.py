@@ -87,7 +87,9 @@ def updated(budgets: Budgets, measured: Mapping[str, Mapping[str, float]], capab
 def write(budgets: Budgets, path: Path = FILE) -> None:
     """Write the budgets, one counter in a line."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(budgets.model_dump(), indent=1) + "\n")
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(budgets.model_dump(), indent=1) + "\n")
+    unfinished.rename(path)
 
 
 def versions() -> dict[str, str]:

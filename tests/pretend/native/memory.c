@@ -139,7 +139,7 @@ cudaError_t cudaMemPoolSetAccess(cudaMemPool_t pool, const struct cudaMemAccessD
 }
 cudaError_t cudaMemPoolTrimTo(cudaMemPool_t pool, size_t bytes) { return cudaSuccess; }
 
-// The latest copies from the host to the device, and how many kernels had been launched then.
+// The latest copies to the device of values that came from the host, and how many kernels had been launched then.
 static struct {
     const char *start;
     size_t bytes;
@@ -164,12 +164,13 @@ static bool value_is_known(const char *from, size_t count) {
 
 void copy_bytes(void *to, const void *from, size_t count) {
     bool to_device = place_of(to) == ON_DEVICE, from_device = place_of(from) == ON_DEVICE;
-    if (count <= SCALAR && from_device && !to_device && !value_is_known(from, count)) {
+    bool known = !from_device || value_is_known(from, count);
+    if (count <= SCALAR && !to_device && !known) {
         memset(to, 0, count);
     } else if (count <= LARGE || !to_device) {
         memcpy(to, from, count);
     }
-    if (to_device && !from_device) remember_write(to, count);
+    if (to_device && known) remember_write(to, count);
 }
 
 static void record_copy(void *to, const void *from, size_t count, const void *stream) {
