@@ -91,11 +91,15 @@ def _torch_libraries() -> list[Path]:
     return libraries
 
 
-def _cuda_headers() -> Path:
+def triton_headers() -> Path:
     """The folder of cuda.h, which Triton brings whole; NVIDIA's wheels lack a part of it."""
     found = find_spec("triton")
     folders = found.submodule_search_locations if found else None
-    headers = Path(folders[0], "backends/nvidia/include") if folders else Path()
+    return Path(folders[0], "backends/nvidia/include") if folders else Path("triton is not installed")
+
+
+def _cuda_headers() -> Path:
+    headers = triton_headers()
     if not (headers / "cuda_runtime_api.h").exists():
         sys.exit(f"{sys.executable}: no CUDA headers in {headers}; install triton in this environment")
     return headers

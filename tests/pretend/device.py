@@ -97,7 +97,10 @@ def _library() -> ctypes.CDLL:
     folder = os.environ.get(FOLDER)
     if folder is None:
         raise RuntimeError("this process has no stand-in device; start it by `python -m tests.pretend`")
-    library = ctypes.CDLL(str(Path(folder, LIBRARY)))  # loaded already: returns that one
+    return _declare(ctypes.CDLL(str(Path(folder, LIBRARY))))  # loaded already: returns that one
+
+
+def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     library.pretend_next_counter.restype = ctypes.c_size_t
     library.pretend_next_counter.argtypes = [ctypes.c_size_t]
     library.pretend_counter.restype = ctypes.c_long
