@@ -5,6 +5,7 @@ Every measurement joins a process group and changes global state, so each has a 
 
 import contextlib
 import os
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from megatron_coca.training import launch, trainer
 from megatron_coca.training.engine import Engine, group, state
 from megatron_coca.training.optimizer import build_optimizer
 from tests.pretend import order
+from tests.pretend.build import BUILT
 from tests.pretend.device import Record, recording
 from tests.pretend.scenarios import COMPILED_BACKENDS
 from tests.pretend.traffic import MATRIX_PRODUCTS, measured_bytes
@@ -197,8 +199,9 @@ def loop(inputs: Sequence[str]) -> Counters:
         return taken(engine, *arguments)
 
     Engine.train_step = train_step  # type: ignore[method-assign]
-    with contextlib.suppress(_Measured):
-        trainer.fit(load(inputs, f"train_iters={2 * REPORTED}", f"log_interval={REPORTED}", "save=build/pretend/loop"))
+    with contextlib.suppress(_Measured), tempfile.TemporaryDirectory(dir=BUILT) as save:
+        keys = (f"train_iters={2 * REPORTED}", f"log_interval={REPORTED}", f"save={save}/run")
+        trainer.fit(load(inputs, *keys))
     print(records[0].text())
     return {f"{name} in {REPORTED} steps": value for name, value in waits(records[0]).items()}
 
@@ -221,11 +224,12 @@ def overlap(inputs: Sequence[str], ranks: int = 8) -> Counters:
 def train(inputs: Sequence[str]) -> Counters:
     """Train two steps of a small model and save it, as `train.py` does."""
     prepare()
-    save = Path("build/pretend/saved", str(os.getpid()))
-    with recording() as record:
-        trainer.fit(load(inputs, f"save={save}"))
+    with tempfile.TemporaryDirectory(dir=BUILT) as folder:
+        with recording() as record:
+            trainer.fit(load(inputs, f"save={folder}/run"))
+        saved = len(list(Path(folder, "run").glob("global_step*")))
     print(record.text())
-    return {"missing checkpoints": 1 - len(list(save.glob("global_step*"))), "refused": record.total("refused")}
+    return {"missing checkpoints": 1 - saved, "refused": record.total("refused")}
 
 
 def compiled(inputs: Sequence[str]) -> Counters:

@@ -20,6 +20,9 @@ ALLOCATES = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new
 READS_WHAT_IT_RETURNS = frozenset({"embedding", "index", "index_select", "gather", "nll_loss_forward"})
 """Operations that read as much of their first input as they return; the rest of it is not touched."""
 
+SCATTERS = frozenset({"scatter_", "scatter_add_"})
+"""Operations that read their indices and values and write as many elements."""
+
 
 def touched(tensor: Tensor) -> int:
     """Bytes of the elements that a tensor shows; expanded dimensions count once."""
@@ -35,6 +38,8 @@ class Traffic(TorchDispatchMode):
     Attributes:
         bytes: by name of the operation.
     """
+
+    supports_higher_order_operators = True  # FlexAttention is one
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,8 +59,14 @@ class Traffic(TorchDispatchMode):
         return result
 
     def _count(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        if not hasattr(func, "_schema"):  # a higher-order operator: inputs and outputs once
+            self.bytes[str(func)] += sum(map(touched, _tensors((args, kwargs, result))))
+            return
         name = func._schema.name.removeprefix("aten::")
         if name in ALLOCATES:
+            return
+        if name in SCATTERS:
+            self.bytes[name] += 3 * touched(args[2])
             return
         given = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | dict(kwargs)
         written = [
