@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: quickstart test test-all test-cuda lint docs clean
+.PHONY: quickstart test test-all test-cuda gpu-report lint docs clean
 
 # One thread per test process; three processes on two cores, because many tests wait. Tests that time code or measure
 # memory (marked serial) run alone afterwards. Processes that they start read compiled modules, also where the
@@ -41,6 +41,10 @@ test-cuda: $(filter .venv-cuda/ready,$(CUDA_PYTHON:bin/python=ready))
 	.venv-cuda/bin/python -m pip install --disable-pip-version-check -r .venv-cuda/requirements.txt
 	.venv-cuda/bin/python -c 'import sys, torch; sys.exit(not torch.version.cuda and "PyTorch " + torch.__version__ + " is not a CUDA build: name one, make test-cuda CUDA_TORCH=... (or PIP_INDEX_URL=...)")'
 	touch $@
+
+# On a machine with a GPU: expected against measured, in results/gpu/gpu_report.md (docs/gpu_report.md).
+gpu-report: .venv/ready-dev
+	$(BIN)/python tools/gpu_report.py
 
 lint: .venv/ready-dev
 	$(BIN)/ruff check .

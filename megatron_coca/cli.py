@@ -5,6 +5,7 @@ command line answer at once.
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +21,7 @@ COMMANDS = {
     "inspect": ("commands.inspect", "show and verify prepared data, samples of a run, and checkpoints"),
     "import": ("commands.import_checkpoint", "read models of Hugging Face and GPT-NeoX"),
     "export": ("commands.export", "write checkpoints for Hugging Face or GPT-NeoX"),
-    "estimate": ("commands.estimate", "parameters, memory and days of a run"),
+    "estimate": ("commands.estimate", "parameters, memory, step time and days of a run"),
     "ablate": ("commands.ablate", "train and evaluate a grid of models"),
     "train-stages": ("commands.train_stages", "train runs that start from each other's weights"),
     "quickstart": ("commands.quickstart", "train, kill, resume and evaluate two small models"),
@@ -64,6 +65,10 @@ def command(arguments: Sequence[str]) -> str:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (_, text) in COMMANDS.items():
         commands.add_parser(name, help=text)
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
+        near = get_close_matches(arguments[0], COMMANDS, n=1)
+        hint = f"did you mean `{near[0]}`?" if near else f"known are {', '.join(COMMANDS)}"
+        parser.error(f"{arguments[0]!r} is not a command; {hint}")
     return str(parser.parse_args(arguments).command)
 
 

@@ -42,6 +42,8 @@ RUN = {
     "python train.py configs/finetune": "save=runs/new",
     "python tools/train_stages.py configs/finetune": "num_nodes=-1",
     "python tools/estimate.py": "",
+    "python tools/gpu_report.py --dry-run": "",
+    "python tools/gpu_expected.py > ": "",
     "python tools/generate.py": "--max-new-tokens 4",
     "python tools/prepare_data.py --builtin": "--output data/new",
     "python tools/prepare_data.py --input books": "--output data/new",

@@ -100,7 +100,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def contestants(options: argparse.Namespace) -> list[Contestant]:
     """Return the peer, if requested, and the position methods."""
-    compiled = ["torch_compile=true"] if options.compile else []
+    compiled = [f"torch_compile={str(options.compile).lower()}"]
     methods = []
     for name in options.methods:
         config = load_inputs(options.inputs, *compiled, f"pos_emb={name}")

@@ -10,7 +10,7 @@ from megatron_coca.attention.backends.reference import ReferenceBackend
 from megatron_coca.attention.backends.sdpa import SdpaBackend
 from megatron_coca.attention.backends.triton import TritonBackend
 from megatron_coca.attention.inputs import Backend, BackendError, Needs
-from megatron_coca.attention.method import OPERAND_MAKERS, BiasSource, PositionMethod
+from megatron_coca.attention.method import BiasSource, PositionMethod, operand_maker
 from megatron_coca.attention.positions.bias import (
     AlibiBias,
     LearnedBuckets,
@@ -75,7 +75,7 @@ def build_method(position: PositionConfig, model: ModelConfig) -> PositionMethod
         trained_bands=bands,
         logit_scaling=LOGIT_SCALINGS[position.logit_scaling],
         decay=position.pos_emb == "xpos",
-        operands=OPERAND_MAKERS[position.operand_kernel],
+        operands=operand_maker(position.operand_kernel),
     )
 
 
@@ -146,9 +146,12 @@ def find_backend(name: str, needs: Needs) -> tuple[str, dict[str, str]]:
 
 
 def select_backend(name: str, needs: Needs) -> tuple[str, Backend]:
-    """(name, backend) for `attention_backend: name`; logs the choice. Raises BackendError as `find_backend`."""
+    """(name, backend) for `attention_backend: name`; logs a choice that is not the first one. Raises BackendError as
+    `find_backend`.
+    """
     chosen, reasons = find_backend(name, needs)
-    logger.info("attention backend %s%s", chosen, _passed_over(reasons))
+    if reasons:
+        logger.info("attention backend %s%s", chosen, _passed_over(reasons))
     return chosen, BACKENDS[chosen]
 
 

@@ -146,17 +146,18 @@ class BackendError(ValueError):
     """The model is not supported by the named implementation, or by any."""
 
 
-def documents_from_ids(ids: Tensor) -> PackedDocuments:
+def documents_from_ids(ids: Tensor, device: torch.device | None = None) -> PackedDocuments:
     """The documents of `ids` [batch, length] integer: neighbouring tokens with one id are one document.
 
-    Takes one copy to the host, so it is made once for a forward pass.
+    `starts` is on `device`, by default that of `ids`. Ids on a GPU take a copy to the host.
     """
     length = ids.shape[1]
     begins = torch.ones_like(ids, dtype=torch.bool)
     begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
     index = torch.arange(length, device=ids.device)
     starts = torch.where(begins, index, torch.zeros_like(index)).cummax(dim=1).values
-    return PackedDocuments(starts, tuple(_spans(row, length) for row in begins.cpu()))
+    spans = tuple(_spans(row, length) for row in begins.cpu())
+    return PackedDocuments(starts.to(device or ids.device, non_blocking=True), spans)
 
 
 def positions_within(documents: PackedDocuments) -> Tensor:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -67,18 +68,38 @@ def with_triton(
     return fused_operands(q, k, *tables.query, *tables.key, form.kernel)
 
 
-OPERAND_MAKERS: dict[str, OperandMaker] = {"torch": with_torch, "triton": with_triton}
+def automatic(
+    form: ScoreForm, q: Tensor, k: Tensor, tables: SegmentTables, factor: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The fused kernel for rotary forms on CUDA, PyTorch's operations for whatever it does not serve."""
+    query, key = tables.query, tables.key
+    if query is None or key is None or form.kernel is None or not q.is_cuda:
+        return with_torch(form, q, k, tables, factor)
+    learned = query.cos.requires_grad  # clex
+    partly_scaled = factor is not None and 2 * query.cos.shape[-1] < q.shape[-1]
+    served = q.dtype != torch.float64 and not learned and not partly_scaled
+    return (with_triton if served else with_torch)(form, q, k, tables, factor)
 
 
-def check_operand_kernel(name: str, device_type: str) -> None:
-    """Check that `operand_kernel: name` runs on a device.
+OPERAND_MAKERS: dict[str, OperandMaker] = {"auto": automatic, "torch": with_torch, "triton": with_triton}
+"""By `operand_kernel`."""
+
+
+def operand_maker(name: str) -> OperandMaker:
+    """The one place that decides where queries and keys are rotated: backends get operands."""
+    unusable = name == "auto" and (not torch.cuda.is_available() or missing_compiler("cuda") is not None)
+    return with_torch if unusable else OPERAND_MAKERS[name]
+
+
+def check_kernel(key: str, name: str, device_type: str) -> None:
+    """Check that `operand_kernel: name` or `loss_kernel: name` runs on a device.
 
     Raises:
         BackendError: it does not.
     """
     reason = missing_compiler(device_type) if name == "triton" else None
     if reason is not None:
-        raise BackendError(f"operand_kernel triton cannot serve this model: {reason}; set operand_kernel to torch")
+        raise BackendError(f"{key} triton cannot serve this model: {reason}; set {key} to torch")
 
 
 @dataclass(frozen=True)
@@ -219,7 +240,9 @@ class PositionEncoding(ShardedModule):
             documents: boundaries of packed documents.
         """
         method, drawing = self.method, self.clex is not None and self.training
-        rotary, positions = self._drawn(positions) if drawing else (self._frequencies(length), positions)
+        rotary, positions = (
+            self._drawn(positions) if drawing else (self._frequencies(length, positions.device), positions)
+        )
         keys = _token_positions(positions if key_positions is None or drawing else key_positions, documents)
         queries = keys
         if key_positions is not None:
@@ -239,13 +262,14 @@ class PositionEncoding(ShardedModule):
             documents,
         )
 
-    def _frequencies(self, length: int) -> RotaryFrequencies | None:
+    def _frequencies(self, length: int, device: torch.device) -> RotaryFrequencies | None:
         rotary, decay = self.method.rotary, self.method.decay
         if rotary is None:
             return None
         if self.clex is not None:
             return RotaryFrequencies(self.clex.inverse_frequencies(self.clex.factor_for(length)), 1.0, decay)
-        return RotaryFrequencies(rotary.inverse_frequencies(length), rotary.multiplier(length), decay)
+        measured = length if rotary.depends_on_length else rotary.original_length
+        return RotaryFrequencies(_on_device(rotary, measured, device), rotary.multiplier(length), decay)
 
     def _drawn(self, positions: Tensor) -> tuple[RotaryFrequencies, Tensor]:
         """CLEX in training: a random extension, and random positions in the extended length, the same for all rows."""
@@ -253,6 +277,12 @@ class PositionEncoding(ShardedModule):
         factor, drawn = self.share.agreed(self.clex.training_draw(positions.shape[-1]), positions.device)
         rotary = RotaryFrequencies(self.clex.inverse_frequencies(factor), 1.0, self.method.decay)
         return rotary, drawn.to(positions.device)
+
+
+@lru_cache(maxsize=8)
+def _on_device(rotary: Rotary, length: int, device: torch.device) -> Tensor:
+    """The frequencies, copied to the device once: the host would wait for a copy in every forward pass."""
+    return rotary.inverse_frequencies(length).to(device)
 
 
 def _token_positions(positions: Tensor, documents: PackedDocuments | None) -> TokenPositions:

@@ -1,15 +1,15 @@
-"""Estimate of a run: parameters, FLOPs, memory of a GPU by part, tokens and days.
+"""Estimate of a run: parameters, FLOPs, memory of a GPU by part, predicted time of a step and what bounds it, days.
 
     megatron-coca estimate configs/350M/roformer_coca.yml configs/cluster/a100x8.yml --gpus 8 --gpu A100-80
 
-Starts nothing and needs no GPU. Exit status 1 if the run does not fit, with config changes that make it fit; 2 if the
-configuration is invalid.
+Starts nothing and needs no GPU. Times are predictions from counts and printed assumptions, not measurements. Exit
+status 1 if the run does not fit, with config changes that make it fit; 2 if the configuration is invalid.
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -17,38 +17,50 @@ from megatron_coca.config import Config, ConfigError, load_config, split_inputs
 
 if TYPE_CHECKING:
     from megatron_coca.training.estimate import Change, Estimate
+    from megatron_coca.training.step_time import StepTime
 
 # PyTorch takes seconds to import: that is done after the configuration is accepted.
 
 PARTS = ("weights", "gradients", "optimizer", "buffers", "activations", "loss", "context")
 GPU_NAMES = ("A100-80", "A100-40", "H100", "H100-PCIe", "H200", "B200", "V100-32", "V100-16", "L40S", "A6000", "4090")
 """Keys of `training.estimate.GPUS`."""
+DEFAULT_MFU = 0.4
+"""On GPUs for which no step is predicted."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the estimate; return exit status 0, 1 or 2 as above."""
     options = parser().parse_intermixed_args(arguments)
-    if not 0 < options.mfu <= 1:
+    if options.mfu is not None and not 0 < options.mfu <= 1:
         parser().error(f"--mfu {options.mfu}: must be above 0 and at most 1")
     if options.gpus is not None and options.gpus < 1:
         parser().error(f"--gpus {options.gpus}: must be at least 1")
+    if options.links < 1:
+        parser().error(f"--links {options.links}: must be at least 1")
     try:
         config = load_config(*split_inputs(options.inputs))
         gpus = options.gpus or _configured_gpus(config)
         from megatron_coca.model.cost import peak_flops
         from megatron_coca.training.estimate import GPUS, changes_that_fit, estimate, fits
+        from megatron_coca.training.step_time import DEVICES, scaling, step_time
 
+        if options.scaling:
+            print("\n".join(_scaling_lines(scaling(config, gpus, options.links))))
+            return 0
         gpu = GPUS[options.gpu]
-        result = estimate(config, gpus, peak_flops(gpu.device) or 0.0, options.mfu)
+        step = step_time(config, gpus, options.gpu, options.links) if options.gpu in DEVICES else None
+        mfu = options.mfu or (step.mfu if step else DEFAULT_MFU)
+        result = estimate(config, gpus, peak_flops(gpu.device) or 0.0, mfu)
         fitting = fits(result.memory, gpu.memory)
         changes = [] if fitting else changes_that_fit(config, gpus, gpu.memory)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
     if options.json:
-        print(json.dumps(_record(result, options.gpu, options.mfu, fitting, changes)))
+        print(json.dumps(_record(result, options.gpu, mfu, step, fitting, changes)))
     else:
-        print("\n".join(_lines(config, result, options.gpu, options.mfu)))
+        print("\n".join(_lines(config, result, options.gpu)))
+        print("\n".join([*_step_lines(step), *_time_lines(config, result, mfu, options.mfu is not None)]))
         print("\n".join(_verdict(result, gpu.memory, fitting, changes)))
     return 0 if fitting else 1
 
@@ -68,9 +80,21 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--mfu",
         type=float,
-        default=0.4,
         metavar="SHARE",
-        help="fraction of the GPU's peak FLOP/s that is reached (default: 0.4)",
+        help="fraction of the GPU's peak FLOP/s that is reached (default: predicted on A100-80, H100, H200 and B200,"
+        f" else {DEFAULT_MFU})",
+    )
+    parser.add_argument(
+        "--links",
+        type=int,
+        default=8,
+        metavar="N",
+        help="400 Gb/s InfiniBand links of a host with 8 GPUs (default: %(default)s, one for each GPU)",
+    )
+    parser.add_argument(
+        "--scaling",
+        action="store_true",
+        help="print the predicted step on 8 to 4,096 GPUs of each kind instead; the batch grows with their number",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     return parser
@@ -85,7 +109,7 @@ def _configured_gpus(config: Config) -> int:
         raise ConfigError([f"{error}; or give --gpus"]) from error
 
 
-def _lines(config: Config, result: "Estimate", gpu: str, mfu: float) -> Iterator[str]:
+def _lines(config: Config, result: "Estimate", gpu: str) -> Iterator[str]:
     from megatron_coca.model.cost import trained_count
 
     count, grid, memory, trained = result.parameters, result.topology, result.memory, trained_count(config).total
@@ -108,7 +132,46 @@ def _lines(config: Config, result: "Estimate", gpu: str, mfu: float) -> Iterator
     if memory.host:
         yield f"memory of the host {_gib(memory.host * grid.world_size):>18}   offloaded, all processes"
     yield ""
-    yield f"tokens per second  {result.tokens_per_second:>18,.0f}   at {mfu:.0%} MFU"
+
+
+def _step_lines(step: "StepTime | None") -> Iterator[str]:
+    """The predicted step by part, and every assumption."""
+    from megatron_coca.training.step_time import ASSUMPTIONS, DEVICES
+
+    if step is None:
+        yield f"step               {'not predicted':>18}   only for {', '.join(DEVICES)}"
+        return
+    parts = {
+        "compute": "matrix products and attention",
+        "memory": "all other kernels",
+        "launches": "the host, beside compute and memory",
+        "network": "communication that nothing runs beside",
+    }
+    yield f"step               {1e3 * step.total:>15.1f} ms   predicted; bound by {step.bound}"
+    for part, text in parts.items():
+        yield f"  {part:<16} {1e3 * getattr(step, part):>15.1f} ms   {text}"
+    yield f"  {'overlapped':<16} {1e3 * step.hidden:>15.1f} ms   communication beside the backward pass"
+    yield "  assumed of the peak FLOP/s, in matrix products and in attention:"
+    rows = (f"{gpu} {device.products:.0%} and {device.attention:.0%}" for gpu, device in DEVICES.items())
+    yield f"    {', '.join(rows)}"
+    for name, (value, text) in ASSUMPTIONS.items():
+        yield f"    {name:<14} {value:>8g}   {text}"
+    yield ""
+
+
+def _scaling_lines(rows: "Iterable[tuple[int, dict[str, StepTime]]]") -> Iterator[str]:
+    """A table of predicted steps: milliseconds, MFU and what binds."""
+    yield "predicted milliseconds of a step, MFU, and what it is bound by"
+    for number, (gpus, steps) in enumerate(rows):
+        if number == 0:
+            yield f"{'GPUs':>6}" + "".join(f"{gpu:>28}" for gpu in steps)
+        cells = (f"{1e3 * step.total:,.1f}  {step.mfu:.0%}  {step.bound}" for step in steps.values())
+        yield f"{gpus:>6,}" + "".join(f"{cell:>28}" for cell in cells)
+
+
+def _time_lines(config: Config, result: "Estimate", mfu: float, given: bool) -> Iterator[str]:
+    source = "given" if given else "predicted"
+    yield f"tokens per second  {result.tokens_per_second:>18,.0f}   at {mfu:.1%} MFU, {source}"
     if result.total_tokens is not None and result.seconds is not None:
         yield f"steps              {config.schedule.train_iters:>18,}"
         yield f"tokens             {result.total_tokens:>18,}"
@@ -134,7 +197,9 @@ def _verdict(result: "Estimate", gib: float, fitting: bool, changes: list["Chang
         yield "  sequence_parallel_size, or a larger GPU (--gpu)"
 
 
-def _record(result: "Estimate", gpu: str, mfu: float, fitting: bool, changes: list["Change"]) -> dict[str, object]:
+def _record(
+    result: "Estimate", gpu: str, mfu: float, step: "StepTime | None", fitting: bool, changes: list["Change"]
+) -> dict[str, object]:
     parameters = asdict(result.parameters) | {
         "total": result.parameters.total,
         "non_embedding": result.parameters.non_embedding,
@@ -152,6 +217,7 @@ def _record(result: "Estimate", gpu: str, mfu: float, fitting: bool, changes: li
         "tokens_per_step": result.tokens_per_step,
         "tokens": result.total_tokens,
         "mfu": mfu,
+        "step": asdict(step) | {"total": step.total, "bound": step.bound} if step else None,
         "tokens_per_second": result.tokens_per_second,
         "seconds": result.seconds,
     }

@@ -92,6 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.config is not None:
             described.set_defaults(**read_neox_settings(args))
             args = described.parse_intermixed_args(arguments)
+        refuse_missing(args)
         prompts = read_prompts(args)
         if args.output is not None:
             check_writable(args.output)
@@ -102,6 +103,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
+
+
+def refuse_missing(args: Namespace) -> None:
+    """Raise an error for files that are not there, before PyTorch is imported, which takes seconds."""
+    problems: list[str] = []
+    for change in args.changes:
+        if "=" not in change:
+            read_file(change, problems)
+    if problems:
+        raise ConfigError(problems)
+    if not Path(args.checkpoint).exists():
+        raise EvaluationError(f"--checkpoint: {args.checkpoint}: no such folder; give a run's save folder")
 
 
 def read_neox_settings(args: Namespace) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 the training length.
 
     megatron-coca quickstart
+    megatron-coca quickstart train_iters=1000 # any key of the configuration, for both methods
 
 Everything is done by the project's own commands, which are printed as they run. Results in runs/quickstart are reused.
 """
@@ -26,31 +27,34 @@ METHODS = {"roformer": "RoFormer", "roformer_coca": "RoFormer + CoCA"}
 EXTENSIONS = {"plain": (), "dynamic_ntk": ("rope_scaling.rope_type=dynamic", "rope_scaling.factor=4")}
 EXTENSION_LABELS = {"plain": "", "dynamic_ntk": " + dynamic NTK"}
 WINDOWS, STRIDE = "64,128,256,512,1024", "64"
-KILLED, KILL_AFTER = "roformer_coca", 150
-"""The run that is killed, and the step after which it is: halfway between two checkpoints."""
+KILLED = "roformer_coca"
+"""The run that is killed, halfway."""
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    return argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="megatron-coca quickstart", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("keys", nargs="*", metavar="KEY=VALUE", help="changes of both configurations")
+    return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return 0, or the exit status of the command that failed."""
-    parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
+    from megatron_coca.config import ConfigError
     from megatron_coca.evaluation import EvaluationError, build_report
 
     start = time.perf_counter()
     try:
         for name in METHODS:
-            train(name)
+            train(name, options.keys)
         results = [evaluate(name, extension) for name in METHODS for extension in EXTENSIONS]
         table = build_report(results, RUNS, "Quickstart: perplexity beyond the training length of 64")
     except subprocess.CalledProcessError as error:
         return error.returncode
-    except EvaluationError as error:
+    except (ConfigError, EvaluationError) as error:
         print(error, file=sys.stderr)
         return 2
     seconds = time.perf_counter() - start
@@ -58,20 +62,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def train(name: str) -> None:
+def train(name: str, keys: Sequence[str]) -> None:
     """Train one method to its last step; KILLED is killed midway and resumed from its latest checkpoint."""
     from megatron_coca.checkpoints import native
     from megatron_coca.config import load_config
 
     file = shipped(f"quickstart/{name}.yml")
-    config = load_config([file])
+    config = load_config([file], keys)
     save, last = Path(str(config.checkpoint.save)), config.schedule.train_iters
+    assert last is not None
     if last in native.steps(save):
         print(f"# {save}: step {last} is already saved")
         return
-    command = ["train", file, f"load={save}"]
+    command = ["train", file, *keys, f"load={save}"]
     if name == KILLED and not native.steps(save):
-        kill_after_step(command, save, KILL_AFTER)
+        kill_after_step(command, save, last // 2)
     run(command)
 
 
@@ -87,7 +92,7 @@ def kill_after_step(command: Sequence[str], save: Path, step: int) -> None:
         raise subprocess.CalledProcessError(process.returncode, command)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    latest = native.steps(save)[-1]
+    latest = max(native.steps(save), default=0)
     print(
         f"\n# killed after step {reported_step(save)}; resuming from the latest checkpoint, step {latest}", flush=True
     )

@@ -94,7 +94,7 @@ def run(config: "Config", without_effect: Sequence[str], arguments: Sequence[str
     from megatron_coca.training import launch
 
     latest = partial(latest_step, config) if config.checkpoint.save is not None else None
-    status = launch.start(config.launch, os.environ, MAIN, ["train", *arguments], latest, config.requires_gpus)
+    status = launch.start(config.launch, os.environ, MAIN, ["train", *arguments], latest, config.gpu_keys)
     return train(config, without_effect) if status is None else status
 
 

@@ -1,4 +1,4 @@
-"""Train a tokenizer on a corpus, and measure it on text held out from the training.
+r"""Train a tokenizer on a corpus, and measure it on text held out from the training.
 
     megatron-coca train-tokenizer recipe.yml --vocab-size 32000 --output data/tokenizer
     megatron-coca train-tokenizer --input books=books.jsonl.zst code=src/ --type HFTokenizer --vocab-size 50304 \

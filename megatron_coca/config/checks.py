@@ -195,7 +195,7 @@ def _logit_scaling(settings: Settings) -> str | None:
 
 def _operand_kernel(settings: Settings) -> str | None:
     position = settings.position
-    if position.operand_kernel == "torch":
+    if position.operand_kernel != "triton":
         return None
     if position.pos_emb not in ROTATED_METHODS:
         return f"triton needs rotary positions, and pos_emb is {position.pos_emb}; set torch"
@@ -204,6 +204,11 @@ def _operand_kernel(settings: Settings) -> str | None:
     if position.logit_scaling != "none" and position.rotary_pct < 1.0:
         return "triton does not support logit_scaling with partial rotation (rotary_pct below 1); set torch"
     return None
+
+
+def _loss_kernel(settings: Settings) -> str | None:
+    unused = settings.model.loss_kernel == "triton" and settings.model.loss_chunk_size == 0
+    return "triton takes a chunk of tokens at a time; set loss_chunk_size to auto" if unused else None
 
 
 def _buckets(settings: Settings) -> str | None:
@@ -286,8 +291,8 @@ def _pipeline(settings: Settings) -> str | None:
         )
     if keys.model_parallel_size > 1:
         return (
-            "DeepSpeed's tensor parallelism (AutoTP) replaces the pipeline's process grid; set model_parallel_size 1 or"
-            " pipe_parallel_size 0"
+            "not available with model_parallel_size: DeepSpeed's tensor parallelism (AutoTP) has no pipeline stages;"
+            " set model_parallel_size 1 or pipe_parallel_size 0"
         )
     if keys.sequence_parallel_size > 1:
         return (
@@ -328,12 +333,30 @@ def _tensor_and_sequence(settings: Settings) -> str | None:
 
 
 def _compiled(key: str, settings: Settings) -> str | None:
-    if getattr(settings.parallel, key) == 1 or not settings.model.torch_compile:
-        return None
-    return (
-        "not available with torch_compile: DeepSpeed's collectives within the blocks cannot be compiled; set"
-        " torch_compile=false"
-    )
+    reason = COMPILE_REFUSALS[key](settings) if settings.model.torch_compile is True else None
+    return None if reason is None else f"not available with torch_compile: {reason}; set torch_compile=false"
+
+
+_COLLECTIVES = "DeepSpeed's collectives within the blocks cannot be compiled"
+
+
+def _gathered(settings: Settings) -> str | None:
+    return "ZeRO 3 gathers weights within the blocks" if settings.parallel.stage == 3 else None
+
+
+def _selected(settings: Settings) -> str | None:
+    model = settings.model
+    selective = model.checkpoint_activations and model.checkpoint_policy == "selective"
+    return "selective chooses among operations, which compiled blocks do not show" if selective else None
+
+
+COMPILE_REFUSALS: dict[str, Callable[[Settings], str | None]] = {
+    "model_parallel_size": lambda settings: _COLLECTIVES if settings.parallel.model_parallel_size > 1 else None,
+    "sequence_parallel_size": lambda settings: _COLLECTIVES if settings.parallel.sequence_parallel_size > 1 else None,
+    "zero_optimization": _gathered,
+    "checkpoint_policy": _selected,
+}
+"""By key, the reason why the blocks of a run cannot be compiled, or None."""
 
 
 def _selective(settings: Settings) -> str | None:
@@ -483,6 +506,7 @@ CHECKS: tuple[Check, ...] = (
     Check(("relative_positions", "seq_length"), _map_lengths),
     Check(("relative_positions", "rope_scaling"), _map_and_clex),
     Check(("logit_scaling", "seq_length"), _logit_scaling),
+    Check(("loss_kernel", "loss_chunk_size"), _loss_kernel),
     Check(("operand_kernel", "pos_emb", "rope_scaling", "logit_scaling", "rotary_pct"), _operand_kernel),
     Check(("rpe_max_distance", "rpe_num_buckets"), _buckets),
     Check(("attention_config", "num_layers"), _attention_types),
@@ -504,10 +528,7 @@ CHECKS: tuple[Check, ...] = (
     Check(("sequence_parallel_size", *_HEADS, "seq_length"), partial(_divides, "sequence_parallel_size")),
     Check(("model_parallel_size", "sequence_parallel_size"), _tensor_and_sequence),
     Check(("zero_optimization", "sequence_parallel_size"), _zero_reduce_scatter),
-    *(
-        Check((key, "torch_compile"), partial(_compiled, key))
-        for key in ("model_parallel_size", "sequence_parallel_size")
-    ),
+    *(Check((key, "torch_compile", "checkpoint_activations"), partial(_compiled, key)) for key in COMPILE_REFUSALS),
     Check(("checkpoint_policy", "checkpoint_activations", "zero_optimization", "model_parallel_size"), _selective),
     Check(("checkpoint_factor", "checkpoint_scale"), _checkpoint_factor),
     *(Check((key,), partial(_empty_path, key)) for key in ("save", "save_copy", "load")),

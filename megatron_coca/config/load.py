@@ -83,6 +83,8 @@ class Problems:
                 hint = f"; write {int(value)}"
             elif isinstance(value, str) and type(yaml_value(value)) in UNQUOTED.get(kind, ()):
                 hint = "; remove the quotes"
+            elif key in ("fp16", "bf16"):
+                hint = f"; for the dtype alone, set precision={key}"
             message = f"{expected}, got {value!r}{hint}"
         self.add(key, message)
 
@@ -248,10 +250,13 @@ class Config(Settings):
     """A resolved configuration: frozen groups of typed values."""
 
     @property
-    def requires_gpus(self) -> bool:
-        """True if keys ask for GPUs: `num_gpus` or `distributed_backend: nccl`, but not with gloo."""
-        backend = self.parallel.distributed_backend
-        return backend == "nccl" or (backend is None and self.launch.num_gpus is not None)
+    def gpu_keys(self) -> tuple[str, ...]:
+        """The keys that need GPUs: `num_gpus` or `distributed_backend: nccl`, but not with gloo, and fp16."""
+        backend, counted = self.parallel.distributed_backend, self.launch.num_gpus is not None
+        devices = ["num_gpus" if counted else "distributed_backend"] * (
+            backend == "nccl" or (backend is None and counted)
+        )
+        return (*devices, *["precision"] * (self.precision.dtype == "fp16"))
 
     def override(self, overrides: Overrides, files: Sequence[str | Path] = ()) -> Self:
         """Return a validated copy with some keys changed.

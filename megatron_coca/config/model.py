@@ -30,6 +30,11 @@ InitMethod = Literal[
 ]
 GATED_ACTIVATIONS = frozenset({"geglu", "reglu", "swiglu", "bilinear", "glu"})
 
+LOSS_CHUNK_TOKENS, LOSS_CHUNK_BYTES = 1024, 1 << 30
+"""`loss_chunk_size: auto`: tokens, or bytes of logits for the Triton kernel. With fewer chunks the weight and its
+gradient are read less often.
+"""
+
 
 class ModelConfig(ConfigGroup):
     """Shape of the network. Lengths are in tokens, widths in features."""
@@ -90,11 +95,20 @@ class ModelConfig(ConfigGroup):
         "With checkpoint_activations, full: recompute everything within a group of blocks; selective: recompute"
         " everything except matrix products and attention.",
     )
-    loss_chunk_size: WholeNumber = key(
-        1024, "Tokens whose logits are in memory at once during the loss; 0 disables chunking."
+    loss_chunk_size: WholeNumber | Literal["auto"] = key(
+        "auto",
+        "Tokens whose logits are in memory at once during the loss; 0 disables chunking. auto: 1,024, with loss_kernel"
+        " triton as many as have 1 GiB of logits if these are more.",
     )
-    torch_compile: bool = key(
-        False, "Compile the blocks with torch.compile for training; needs a C++ compiler, on a GPU also Triton."
+    loss_kernel: Literal["auto", "torch", "triton"] = key(
+        "auto",
+        "Losses and gradients of a chunk's logits by PyTorch operations or one Triton kernel in place; auto: triton on"
+        " a GPU, torch on a CPU.",
+    )
+    torch_compile: bool | Literal["auto"] = key(
+        "auto",
+        "Compile the blocks with torch.compile for training; needs a C++ compiler, on a GPU also Triton. auto: on a"
+        " GPU, unless the log gives a reason against it.",
     )
 
     @property
@@ -294,8 +308,10 @@ class PositionConfig(ConfigGroup):
     attention_backend: Literal["auto", "sdpa", "merge", "flash", "flex", "triton", "reference"] = key(
         "auto", "Attention backend."
     )
-    operand_kernel: Literal["torch", "triton"] = key(
-        "torch", "Rotate queries and keys with PyTorch operations or one fused Triton kernel."
+    operand_kernel: Literal["auto", "torch", "triton"] = key(
+        "auto",
+        "Rotate queries and keys with PyTorch operations or one fused Triton kernel; auto: triton on a GPU where it"
+        " can, torch otherwise.",
     )
 
     def original_length(self, seq_length: int) -> int:

@@ -84,6 +84,7 @@ HUGGING_FACE: dict[str, str] = {
     "learning_rate": "optimizer.params.lr",
     "max_steps": "train_iters",
     "num_train_epochs": "train_iters",
+    "epochs": "train_iters",
     "per_device_train_batch_size": "train_micro_batch_size_per_gpu",
     "per_gpu_train_batch_size": "train_micro_batch_size_per_gpu",
     "adam_beta1": "optimizer.params.betas",
@@ -93,7 +94,6 @@ HUGGING_FACE: dict[str, str] = {
     "optim": "optimizer.type",
     "lr_scheduler_type": "lr_decay_style",
     "warmup_ratio": "warmup",
-    "warmup_steps": "warmup",
     "gradient_checkpointing": "checkpoint_activations",
     "output_dir": "save",
     "resume_from_checkpoint": "load",
@@ -109,6 +109,8 @@ HUGGING_FACE: dict[str, str] = {
     "max_length": "seq_length",
     "block_size": "seq_length",
     "rope_theta": "rotary_emb_base",
+    "attn_implementation": "attention_backend",
+    "use_flash_attention": "attention_backend",
     "partial_rotary_factor": "rotary_pct",
     "rms_norm_eps": "rms_norm_epsilon",
     "layer_norm_eps": "layernorm_epsilon",
@@ -117,13 +119,15 @@ HUGGING_FACE: dict[str, str] = {
 """Hugging Face names of keys (TrainingArguments and model configurations), for the error of an unknown key."""
 
 MISPLACED: dict[str, str] = {
+    "num_experts": "is not supported: there is no mixture of experts",
+    "warmup_steps": "is a number of steps; set `warmup` to their share of train_iters",
     "optimizer.params.weight_decay": "belongs at the top level: set `weight_decay`",
     "optimizer.weight_decay": "belongs at the top level: set `weight_decay`",
     "optimizer.lr": "belongs one level down: set `optimizer.params.lr`",
     "optimizer.betas": "belongs one level down: set `optimizer.params.betas`",
     "optimizer.eps": "belongs one level down: set `optimizer.params.eps`",
 }
-"""Keys at the wrong level of the file."""
+"""Keys at the wrong level of the file, of another unit, or without a counterpart."""
 
 _ALIGNMENT = "preference learning"
 _MAMBA = "Mamba"

@@ -75,6 +75,7 @@ COMPUTE_KEYS = frozenset(
         "checkpoint_num_layers",
         "checkpoint_policy",
         "loss_chunk_size",
+        "loss_kernel",
         "torch_compile",
     }
 )

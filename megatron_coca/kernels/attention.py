@@ -6,10 +6,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_coca.kernels.attention_backward import backward
-from megatron_coca.kernels.plan import LOG2_E, WIDEST, Blocks, Operands, Plan, blocks_for
+from megatron_coca.kernels.plan import LOG2_E, WIDEST, Blocks, Launch, Operands, Plan, blocks_for
 from megatron_coca.kernels.tiles import (
     constant_rows,
     key_phases,
@@ -33,9 +32,8 @@ def forward(operands: Operands, plan: Plan) -> tuple[Tensor, Tensor]:
     nothing. The log-sum-exp is float32 [batch, heads, query_length], to the base 2.
     """
     query, launch = operands.query, plan.blocks.forward
-    batch, heads, query_length, head_dim = query.shape
-    out = torch.empty((batch, query_length, heads, head_dim), dtype=query.dtype, device=query.device).transpose(1, 2)
-    lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+    batch, heads, query_length, _ = query.shape
+    out, lse = empty_results(query)
     _attend[(triton.cdiv(query_length, launch.rows), batch * heads)](
         operands.tuples,
         operand(out),
@@ -48,6 +46,13 @@ def forward(operands: Operands, plan: Plan) -> tuple[Tensor, Tensor]:
         **plan.options(launch, operands),
     )
     return out, lse
+
+
+def empty_results(query: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for what `forward` returns."""
+    batch, heads, length, head_dim = query.shape
+    out = torch.empty((batch, length, heads, head_dim), dtype=query.dtype, device=query.device).transpose(1, 2)
+    return out, torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
 
 
 @triton.jit
@@ -163,11 +168,11 @@ def flash_attention(
     _check_operands(query, key, value)
     _check_bands(query, key, far_query, far_key, window, first_keys)
     _check_bias(query.shape[1], formula, coefficients)
-    segments = 1 if far_query is None else 2
-    plan = Plan(scale, window, first_keys, formula or "none", blocks or blocks_for(query, segments))
     tensors = [x if x is None else unit_stride(x) for x in (query, key, far_query, far_key, value)]
     table = None if coefficients is None else _two_columns(coefficients)
-    return _FlashAttention.apply(plan, *tensors, table, None if starts is None else starts.contiguous())
+    documents = None if starts is None else starts.contiguous()
+    numbers = [number or 0 for launch in blocks or () for number in launch]
+    return _attention(*tensors, table, documents, scale, window, first_keys, formula or "none", numbers)[0]
 
 
 def _check_operands(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -224,18 +229,89 @@ def _two_columns(coefficients: Tensor) -> Tensor:
     return torch.nn.functional.pad(table, (0, 2 - table.shape[1])).contiguous()
 
 
-class _FlashAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, plan: Plan, *tensors: Any) -> Tensor:
-        out, lse = forward(Operands(*tensors), plan)
-        ctx.plan = plan
-        ctx.save_for_backward(*tensors, out, lse)
-        return out
+@torch.library.custom_op("megatron_coca::flash_attention", mutates_args=())
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    far_query: Tensor | None,
+    far_key: Tensor | None,
+    value: Tensor,
+    coefficients: Tensor | None,
+    starts: Tensor | None,
+    scale: float,
+    window: int | None,
+    first_keys: int | None,
+    formula: str,
+    blocks: list[int],
+) -> tuple[Tensor, Tensor]:
+    """(output, log-sum-exp to the base 2), one operation to torch.compile. `blocks`: of a `Blocks`, 0 for None."""
+    operands = Operands(query, key, far_query, far_key, value, coefficients, starts)
+    return forward(operands, _plan(operands, scale, window, first_keys, formula, blocks))
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *tensors, out, lse = ctx.saved_tensors
-        learned = ctx.needs_input_grad[6]
-        grads, table = backward(Operands(*tensors), ctx.plan, out, lse, unit_stride(grad), learned)
-        return None, grads.query, grads.key, grads.far_query, grads.far_key, grads.value, table, None
+
+@torch.library.custom_op("megatron_coca::flash_attention_gradients", mutates_args=())
+def _attention_gradients(
+    grad: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    learned: bool,
+    query: Tensor,
+    key: Tensor,
+    far_query: Tensor | None,
+    far_key: Tensor | None,
+    value: Tensor,
+    coefficients: Tensor | None,
+    starts: Tensor | None,
+    scale: float,
+    window: int | None,
+    first_keys: int | None,
+    formula: str,
+    blocks: list[int],
+) -> list[Tensor]:
+    """The gradients of query, key, value, far query and far key, and of the coefficients if they are `learned`."""
+    operands = Operands(query, key, far_query, far_key, value, coefficients, starts)
+    plan = _plan(operands, scale, window, first_keys, formula, blocks)
+    grads, table = backward(operands, plan, out, lse, unit_stride(grad), learned)
+    found = (grads.query, grads.key, grads.value, grads.far_query, grads.far_key, table)
+    return [x for x in found if x is not None]
+
+
+def _plan(
+    operands: Operands, scale: float, window: int | None, first_keys: int | None, formula: str, blocks: list[int]
+) -> Plan:
+    width = len(Launch._fields)
+    fields: list[Any] = [number or None for number in blocks]
+    launches = [Launch(*fields[first : first + width]) for first in range(0, len(blocks), width)]
+    segments = 1 if operands.far_query is None else 2
+    return Plan(
+        scale, window, first_keys, formula, Blocks(*launches) if blocks else blocks_for(operands.query, segments)
+    )
+
+
+@_attention.register_fake
+def _(query: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return empty_results(query)
+
+
+@_attention_gradients.register_fake
+def _(grad: Tensor, out: Tensor, lse: Tensor, learned: bool, *inputs: Any) -> list[Tensor]:
+    query, key, far_query, far_key, value, coefficients = inputs[:6]
+    found = (query, key, value, far_query, far_key, coefficients if learned else None)
+    return [torch.empty_like(x) for x in found if x is not None]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*output, *inputs[:7])
+    ctx.options = inputs[7:]
+
+
+def _backward(ctx: Any, grad: Tensor, lse_grad: None) -> tuple[Tensor | None, ...]:
+    out, lse, *inputs = ctx.saved_tensors
+    learned = ctx.needs_input_grad[5]
+    query, key, value, *rest = _attention_gradients(grad, out, lse, learned, *inputs, *ctx.options)
+    far_query, far_key = rest[:2] if inputs[2] is not None else (None, None)
+    table = rest[-1] if learned else None
+    return query, key, far_query, far_key, value, table, None, *(None for _ in ctx.options)
+
+
+_attention.register_autograd(_backward, setup_context=_keep)

@@ -16,7 +16,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_coca.kernels.tiles import OPTIONS, load_tile, operand, plane, store_tile, unit_stride
 
@@ -169,7 +168,7 @@ ELEMENTS = 4096
 def fused_operands(
     q: Tensor, k: Tensor, query_cos: Tensor, query_sin: Tensor, key_cos: Tensor, key_sin: Tensor, form: Form
 ) -> tuple[Tensor, Tensor]:
-    """(Q', K') in the shapes and the dtype of q and k, contiguous.
+    """(Q', K') in the shapes and the dtype of q and k, heads adjacent in memory.
 
     Args:
         q: [batch, heads, query_length, head_dim], of any strides but a contiguous last dimension.
@@ -178,7 +177,8 @@ def fused_operands(
         key_cos, key_sin: float32, the same for the keys.
         form: a row of the table above.
 
-    Gradients flow to q and k, and not to the tables. Nothing but the arguments is kept for the backward pass.
+    Gradients flow to q and k, and not to the tables. Nothing but the arguments is kept for the backward pass. To
+    torch.compile it is one operation forward and one backward.
 
     Raises:
         ValueError: `unsupported` gives a reason.
@@ -187,7 +187,8 @@ def fused_operands(
     reason = unsupported(q, k, tables, form)
     if reason is not None:
         raise ValueError(f"fused_operands: {reason}")
-    return _Operands.apply(q, k, *tables, form)
+    query, key = _operands(q, k, *tables, form)
+    return query, key
 
 
 def unsupported(q: Tensor, k: Tensor, tables: tuple[Tensor, ...], form: str) -> str | None:
@@ -208,28 +209,61 @@ def unsupported(q: Tensor, k: Tensor, tables: tuple[Tensor, ...], form: str) -> 
     return None
 
 
-class _Operands(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        *tables, ctx.form = rest
-        ctx.save_for_backward(q, k, *tables)
-        query, key = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
-        _launch(forward_kernel, (q, query), (k, key), tables, ctx.form)
-        return query, key
+# PyTorch's cache of compiled code knows an operation by its name: results of other strides need another name.
+@torch.library.custom_op("megatron_coca::form_operands", mutates_args=())
+def _operands(
+    q: Tensor, k: Tensor, query_cos: Tensor, query_sin: Tensor, key_cos: Tensor, key_sin: Tensor, form: str
+) -> tuple[Tensor, Tensor]:
+    query, key = _empty_operand(q), _empty_operand(k)
+    _launch(forward_kernel, (q, query), (k, key), (query_cos, query_sin, key_cos, key_sin), form)
+    return query, key
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, query_grad: Tensor, key_grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, *tables = ctx.saved_tensors
-        grads = torch.empty_like(q), torch.empty_like(k)
-        _launch(
-            backward_kernel,
-            (q, unit_stride(query_grad), grads[0]),
-            (k, unit_stride(key_grad), grads[1]),
-            tables,
-            ctx.form,
-        )
-        return (*grads, None, None, None, None, None)
+
+@_operands.register_fake
+def _(q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return _empty_operand(q), _empty_operand(k)
+
+
+def _empty_operand(x: Tensor) -> Tensor:
+    """Heads adjacent in memory: attention lays its output out as Q', and joining its heads then copies nothing."""
+    batch, heads, length, head_dim = x.shape
+    return torch.empty((batch, length, heads, head_dim), dtype=x.dtype, device=x.device).transpose(1, 2)
+
+
+@torch.library.custom_op("megatron_coca::operand_gradients", mutates_args=())
+def _operand_gradients(
+    query_grad: Tensor,
+    key_grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    query_cos: Tensor,
+    query_sin: Tensor,
+    key_cos: Tensor,
+    key_sin: Tensor,
+    form: str,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of q and k from those of Q' and K'."""
+    grads = torch.empty_like(q), torch.empty_like(k)
+    sides = (q, unit_stride(query_grad), grads[0]), (k, unit_stride(key_grad), grads[1])
+    _launch(backward_kernel, *sides, (query_cos, query_sin, key_cos, key_sin), form)
+    return grads
+
+
+@_operand_gradients.register_fake
+def _(query_grad: Tensor, key_grad: Tensor, q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.form = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, query_grad: Tensor, key_grad: Tensor) -> tuple[Tensor | None, ...]:
+    return *_operand_gradients(query_grad, key_grad, *ctx.saved_tensors, ctx.form), None, None, None, None, None
+
+
+_operands.register_autograd(_backward, setup_context=_keep)
 
 
 def _launch(kernel: Any, query: tuple[Tensor, ...], key: tuple[Tensor, ...], tables: Any, form: str) -> None:

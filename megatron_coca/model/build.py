@@ -1,8 +1,11 @@
 """Building a model from its configuration: layers, initial weights, compilation."""
 
 import ctypes
+import logging
 import math
+import time
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 import torch.nn as nn
@@ -10,10 +13,13 @@ from torch import Tensor
 
 from megatron_coca.attention.build import LEARNED_MODULES, build_method, find_backend, select_backend
 from megatron_coca.attention.inputs import BackendError
-from megatron_coca.attention.method import check_operand_kernel
+from megatron_coca.attention.method import check_kernel
 from megatron_coca.config import Config, ModelConfig
+from megatron_coca.config.checks import COMPILE_REFUSALS
 from megatron_coca.model.gpt import GPT
 from megatron_coca.model.layers import LearnedPositions
+
+logger = logging.getLogger(__name__)
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 LARGEST_THRESHOLD = 32 << 20
@@ -48,17 +54,53 @@ def missing_compiler(device_type: str) -> str | None:
     return "Triton cannot be used here (pip install triton)" if device_type == "cuda" and not has_triton() else None
 
 
-def compile_blocks(blocks: nn.ModuleList, device_type: str) -> None:
-    """Compile every block in place, keeping parameter names; all blocks share the code compiled for the first.
+COMPILE_OPTIONS = {"triton.mix_order_reduction": False}
+"""PyTorch fuses gradients of norms at the price of launches: 41 per layer of CoCA instead of 37."""
 
-    Raises:
-        BackendError: there is no compiler.
+UNCOMPILED = {
+    "flash": "its libraries have not been compiled within a block yet",
+    "reference": "it is the measure of the others, one operation after the other",
+    "flex": "its kernel is compiled by itself, and a compiled block would compute its mask anew in every layer",
+}
+"""Attention backends whose blocks are not compiled, with the reason."""
+
+
+def refuses_compilation(config: Config, backend: str, device_type: str) -> str | None:
+    """None, or why the blocks of a training run with this attention backend are not compiled.
+
+    A block is compiled once, so nothing in it may depend on the data but through tensors of fixed shapes.
     """
-    reason = missing_compiler(device_type)
-    if reason is not None:
-        raise BackendError(f"torch_compile: {reason}; or set torch_compile=false")
+    if backend in UNCOMPILED:
+        return f"attention_backend {backend}: {UNCOMPILED[backend]}"
+    if config.data.reset_attention_mask and backend != "triton":
+        return f"reset_attention_mask: {backend} is called once per document, and their lengths change with every batch"
+    reasons = (refuse(config) for refuse in COMPILE_REFUSALS.values())
+    return next((reason for reason in reasons if reason is not None), None) or missing_compiler(device_type)
+
+
+def compile_blocks(blocks: nn.ModuleList) -> None:
+    """Compile every block in place for training, keeping parameter names; all share the code compiled for the first."""
+    _report_compilation()
     for block in blocks:
-        block.compile()
+        block.compile(options=COMPILE_OPTIONS)
+
+
+@lru_cache(maxsize=1)
+def _report_compilation() -> None:
+    """Log the seconds of every compilation from now on, and the folder in which PyTorch keeps its results."""
+    from torch._dynamo.callback import on_compile_end, on_compile_start
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    begun = [0.0]
+    logger.info("torch_compile: results are kept in %s (TORCHINDUCTOR_CACHE_DIR) for the next run", cache_dir())
+
+    @on_compile_start
+    def start(_: object) -> None:
+        begun[0] = time.perf_counter()
+
+    @on_compile_end
+    def end(_: object) -> None:
+        logger.info("torch_compile: compiled for %.1f s", time.perf_counter() - begun[0])
 
 
 Initializer = Callable[[Tensor], Tensor]
@@ -169,13 +211,22 @@ def _compose(config: Config, device: str, training: bool) -> GPT:
     with torch.device("cpu"):
         method = build_method(config.position, config.model)
     device_type = device.partition(":")[0]
-    check_operand_kernel(config.position.operand_kernel, device_type)
+    check_kernel("operand_kernel", config.position.operand_kernel, device_type)
+    check_kernel("loss_kernel", config.model.loss_kernel, device_type)
     needs = method.needs(device_type, config.model.attention_dropout, training)
     _, backend = select_backend(config.position.attention_backend, needs)
     return GPT(config.model, method, backend)
 
 
 def _compiled(model: GPT, config: Config, device: str, training: bool) -> GPT:
-    if config.model.torch_compile and training:
-        compile_blocks(model.blocks, device.partition(":")[0])
+    wanted, device_type = config.model.torch_compile, device.partition(":")[0]
+    if not training or not wanted or (wanted == "auto" and device_type != "cuda"):
+        return model
+    reason = refuses_compilation(config, choose_backend(config, device), device_type)
+    if reason is None:
+        compile_blocks(model.blocks)
+    elif wanted == "auto":
+        logger.info("torch_compile: off: %s", reason)
+    else:
+        raise BackendError(f"torch_compile: {reason}; or set torch_compile=false")
     return model

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_coca.config import Config, ModelConfig, PositionConfig
-from megatron_coca.config.model import GATED_ACTIVATIONS, ROTATED_METHODS
+from megatron_coca.config.model import GATED_ACTIVATIONS, LOSS_CHUNK_BYTES, LOSS_CHUNK_TOKENS, ROTATED_METHODS
 from megatron_coca.config.training import TrainablePart
 
 NORM_VECTORS: dict[str, int] = {"layernorm": 2, "rmsnorm": 1, "non_parametric_layernorm": 0}
@@ -266,12 +266,15 @@ def loss_bytes(config: Config, micro: int, tensor: int = 1, sequence: int = 1) -
     """Peak memory of the logits of `micro` samples and of the gradients computed with the loss, on one rank."""
     model, size = config.model, BYTES[config.precision.dtype]
     tokens, vocabulary = micro * model.seq_length / sequence, model.padded_vocab_size
-    chunk = model.loss_chunk_size
+    auto = model.loss_chunk_size == "auto"
+    chunk = LOSS_CHUNK_TOKENS if auto else int(model.loss_chunk_size)
     if chunk == 0:
         # Logits, in half precision their float32 copy, log-probabilities, and the gradient of these.
         return tokens * vocabulary * (size + 8 + (4 if size < 4 else 0))
     head = vocabulary * model.hidden_size
     scored = min(chunk, tokens) * vocabulary * (size + 4 + (size if size < 4 else 0))
+    if auto:  # on a GPU logits that become their gradient in place
+        scored = max(scored, min(LOSS_CHUNK_BYTES, tokens * vocabulary * size))
     return scored + tokens * model.hidden_size * size + head * (8 + size)
 
 
@@ -312,3 +315,78 @@ def _kept_products(model: ModelConfig, size: int, tensor: int) -> float:
     """Bytes per token that selective checkpointing keeps: results of matrix products and attention."""
     shared = packed_attention_width(model) + model.hidden_size + packed_mlp_width(model)
     return (shared / tensor + 2 * model.hidden_size) * size
+
+
+class PassCounts(NamedTuple):
+    """Counts of one forward and backward pass on one GPU, without matrix products and collectives.
+
+    Attributes:
+        block_bytes: read and written in device memory by one block.
+        loss_bytes: by the embedding, the final norm and the loss.
+        block_launches: kernels of one block.
+        other_launches: kernels of the rest.
+    """
+
+    block_bytes: float
+    loss_bytes: float
+    block_launches: float
+    other_launches: float
+
+
+OPERAND_WIDTHS: dict[tuple[str, str], float] = {
+    ("torch", "coca"): 90.6,
+    ("torch", "rotated"): 66.1,
+    ("triton", "coca"): 11.9,
+    ("triton", "rotated"): 11.9,
+}
+"""Hidden widths per token that rotating queries and keys reads and writes, by operand kernel."""
+OPERAND_LAUNCHES: dict[tuple[str, str], float] = {
+    ("torch", "coca"): 37,
+    ("torch", "rotated"): 25,
+    ("triton", "coca"): 4,
+    ("triton", "rotated"): 4,
+}
+LOSS_BYTES_PER_LOGIT = {"torch": 49.8, "triton": 11.0}
+"""By loss kernel: scored in chunks by PyTorch's operations, or fused."""
+BLOCK_LAUNCHES = 35
+OTHER_LAUNCHES = 194
+"""Counted on the stand-in device (docs/launch.md) for 350M parameters, micro-batch 16 x 512."""
+
+
+def pass_counts(config: Config, micro: int, tensor: int = 1, sequence: int = 1) -> PassCounts:
+    """Return what `micro` samples need, with `tensor` ranks sharing heads and MLP width and `sequence` ranks tokens.
+
+    Each kernel reads its inputs and writes its outputs once. Other methods than the rotary ones are counted as without
+    positions, and several bands of a distance map as one.
+    """
+    model, size = config.model, BYTES[config.precision.dtype]
+    tokens, triton = micro * model.seq_length / sequence, config.position.operand_kernel != "torch"
+    kernel, method = "triton" if triton else "torch", config.position.pos_emb
+    row = (kernel, "coca" if method in COEFFICIENTS else "rotated")
+    rotated = method in ROTATED_METHODS
+    widths = _block_widths(model, tensor) + rotated * OPERAND_WIDTHS[row] / tensor
+    again = 4 / 3 if recomputes_blocks(model) else 1.0  # a backward pass moves about twice the bytes of a forward pass
+    logits = tokens * model.padded_vocab_size
+    return PassCounts(
+        block_bytes=again * tokens * model.hidden_size * widths * size,
+        loss_bytes=logits * LOSS_BYTES_PER_LOGIT["torch" if _loss_kernel(model) == "torch" else "triton"],
+        block_launches=again * (BLOCK_LAUNCHES + rotated * OPERAND_LAUNCHES[row]),
+        other_launches=OTHER_LAUNCHES,
+    )
+
+
+def _loss_kernel(model: ModelConfig) -> str:
+    return str(getattr(model, "loss_kernel", "torch"))
+
+
+def _block_widths(model: ModelConfig, tensor: int) -> float:
+    """Hidden widths per token that a block reads and writes without rotations, forward and backward."""
+    attention, mlp = packed_attention_width(model) / model.hidden_size, packed_mlp_width(model) / model.hidden_size
+    inner = model.ffn_hidden_size / model.hidden_size
+    whole = 5 * norms_per_block(model) + 12  # x, y; x, dy, dx of a norm; two residual sums and those of their gradients
+    biases = attention * model.use_bias_in_attn_linear + inner * model.use_bias_in_mlp  # sums of gradients
+    outer = model.use_bias_in_attn_linear + model.use_bias_in_mlp
+    kernel = 3 * attention + 3  # q, k, v, o; q, k, v, o, do and the gradients of q, k, v; o is as wide as the model
+    joined = 2 * attention  # the gradients of q, k and v are copied into one tensor
+    activation = 3 * mlp + 2 * inner
+    return whole + outer + (biases + kernel + joined + activation) / tensor

@@ -123,7 +123,8 @@ def generate_tokens(
     vocab_size: int | None = None,
     dynamic_length: DynamicLength = DYNAMIC_LENGTH,
 ) -> Iterator[Tensor]:
-    """Yield the next token of every row, int64 [batch] on the device of `prompts`, `max_new_tokens` times.
+    """Yield the next token of every row, int64 [batch] on the host, `max_new_tokens` times. Each is one copy from the
+    device, the only wait for it.
 
     Prompts have one length and no padding, because not every position method is shift-invariant. Length-dependent ones
     take the length that `dynamic_length` selects. With "prompt" or "total" the tokens are the same with and without the
@@ -160,7 +161,7 @@ def generate_tokens(
         else:
             hidden = model.hidden_states(tokens, length=length, last=1)
         logits = model.logits(hidden[:, -1])
-        _refuse_overflow(logits[:, :limit])
+        finite = logits[:, :limit].amax(dim=-1, keepdim=True) < torch.inf  # False for NaN
         if sampling.repetition_penalty != 1:
             seen = (torch.zeros_like(logits, dtype=torch.bool) if seen is None else seen).scatter(1, new, True)
             logits = penalized(logits, seen, sampling.repetition_penalty)
@@ -171,7 +172,13 @@ def generate_tokens(
             new = draw(sampling.filtered(logits), uniforms[:, step])
         if cache is None:
             tokens = torch.cat((tokens, new), dim=1)
-        yield new[:, 0]
+        host, whole = torch.cat((new, finite.to(new.dtype)), dim=1).to("cpu").unbind(1)
+        if not whole.all():
+            raise FloatingPointError(
+                f"the logits of a generated token are infinite or NaN: {logits.dtype} overflowed, or the weights are "
+                "not finite; use float32 or bfloat16"
+            )
+        yield host
 
 
 @torch.inference_mode()
@@ -199,20 +206,18 @@ def generate(
         vocab_size=vocab_size,
         dynamic_length=dynamic_length,
     )
-    answers = prompts.new_full((len(prompts), max(max_new_tokens, 0)), NOT_GENERATED)
+    answers = torch.full((len(prompts), max(max_new_tokens, 0)), NOT_GENERATED)
     generated: list[list[int]] = [[] for _ in prompts]
     active = [True] * len(prompts)
     for step, new in enumerate(steps):
-        answers[:, step] = torch.where(torch.tensor(active, device=new.device), new, NOT_GENERATED)
-        if finished is None:  # no row can end, so nothing is copied from the device
-            continue
+        answers[:, step] = torch.where(torch.tensor(active), new, NOT_GENERATED)
         for row, token in enumerate(new.tolist()):
-            if active[row]:
+            if finished is not None and active[row]:
                 generated[row].append(token)
                 active[row] = not finished(generated[row])
         if not any(active):
             break
-    return answers
+    return answers.to(prompts.device)
 
 
 def row_seeds(prompts: Sequence[Sequence[int]], seed: int) -> list[int]:
@@ -245,14 +250,6 @@ def draw(scores: Tensor, uniform: Tensor) -> Tensor:
     """
     cumulative = scores.double().softmax(dim=-1).cumsum(dim=-1)
     return torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True)
-
-
-def _refuse_overflow(logits: Tensor) -> None:
-    if not (logits.amax(dim=-1) < torch.inf).all():
-        raise FloatingPointError(
-            f"the logits of a generated token are infinite or NaN: {logits.dtype} overflowed, or the weights are not "
-            "finite; use float32 or bfloat16"
-        )
 
 
 def equal_length_batches(lengths: Sequence[int], max_new_tokens: int, tokens_per_batch: int) -> Iterator[list[int]]:

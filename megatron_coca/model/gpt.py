@@ -156,7 +156,7 @@ class GPT(ShardedModule):
         layers = cache.layers if cache is not None else [None] * len(self.blocks)
         wanted = [None] * (len(self.blocks) - 1) + [last]
         for block, layer, tokens in zip(self.blocks, layers, wanted, strict=True):
-            x = block(x, context, layer, tokens)
+            x = block._call_impl(x, context, layer, tokens)  # not compiled: lengths vary, and every one would be anew
         return self.norm(x)
 
     def new_cache(self, length: int | None = None, capacity: int | None = None) -> Cache:
@@ -181,8 +181,9 @@ class GPT(ShardedModule):
         kept = labels if loss_mask is None else labels.masked_fill(~loss_mask, IGNORED)
         states, targets = hidden.flatten(0, -2), kept.flatten()
         if self.final_linear is not None:
-            return self.final_linear(states, targets, chunk)
-        return linear_cross_entropy(states, self.embedding.word_embeddings.weight, targets, chunk)
+            return self.final_linear(states, targets, chunk, self._config.loss_kernel)
+        weight = self.embedding.word_embeddings.weight
+        return linear_cross_entropy(states, weight, targets, chunk, self._config.loss_kernel)
 
 
 def resolve_positions(
@@ -190,15 +191,17 @@ def resolve_positions(
 ) -> tuple[Tensor, int, PackedDocuments | None]:
     """Positions of the tokens, the largest + 1, and document boundaries from the arguments of `hidden_states`.
 
+    On the host, `positions` and `documents` are read without waiting for the device of `input_ids`.
+
     Raises:
         ValueError: `documents` is not shaped like `input_ids`.
     """
     if documents is not None and documents.shape != input_ids.shape:
         raise ValueError(f"documents {tuple(documents.shape)} must be shaped like input_ids {tuple(input_ids.shape)}")
-    packed = documents_from_ids(documents) if documents is not None else None
+    packed = documents_from_ids(documents, input_ids.device) if documents is not None else None
     if positions is not None:
-        return positions, int(positions.max()) + 1, packed
-    if packed is not None:  # the longest document is known without a device sync
+        return positions.to(input_ids.device, non_blocking=True), int(positions.max()) + 1, packed
+    if packed is not None:
         return positions_within(packed), max(stop - start for row in packed.spans for start, stop in row), packed
     past = len(cache) if cache is not None else 0
     reached = past + input_ids.shape[1]

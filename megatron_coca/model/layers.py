@@ -1,8 +1,8 @@
 """Embedding, norms, MLP, transformer block and output head of GPT-NeoX and LLaMA."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn as nn
@@ -16,6 +16,8 @@ from megatron_coca.attention.layer import LayerCache, SelfAttention
 from megatron_coca.attention.method import PositionMethod
 from megatron_coca.attention.positions import PositionRangeError
 from megatron_coca.config import ModelConfig
+from megatron_coca.config.model import LOSS_CHUNK_BYTES, LOSS_CHUNK_TOKENS
+from megatron_coca.kernels import missing_compiler
 
 
 class LearnedPositions(nn.Embedding):
@@ -225,66 +227,104 @@ def next_token_loss(logits: Tensor, labels: Tensor, loss_mask: Tensor | None = N
     return total / loss_mask.sum().clamp(min=1)
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int | None) -> Tensor:
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int | Literal["auto"] | None, kernel: str = "auto"
+) -> Tensor:
     """Mean cross-entropy in nats of the logits hidden @ weight^T, computed for `chunk` tokens at a time (None: all).
 
     `hidden` is [tokens, width], `weight` [vocabulary, width] of the same dtype, `labels` int64 [tokens]; labels of
     `IGNORED` do not count, and the loss is 0 if all are. Logits have the dtype of `hidden`; softmax, losses, their sum
-    and the sum of the weight's gradient over chunks are in float32 (float64 if `hidden` is).
+    and the sum of the weight's gradient over chunks are in float32 (float64 if `hidden` is). `kernel` is `loss_kernel`.
+    A chunk of "auto" is 1,024 tokens, for the Triton kernel as many as have 1 GiB of logits if these are more.
     """
     count = (labels != IGNORED).sum().clamp(min=1)
+    trained = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    if kernel == "auto" or not trained:
+        fused = trained and hidden.is_cuda and hidden.dtype != torch.float64 and missing_compiler("cuda") is None
+        kernel = "triton" if fused else "torch"
+    if chunk == "auto":
+        fitting = LOSS_CHUNK_BYTES // (len(weight) * weight.element_size())
+        chunk = max(fitting, LOSS_CHUNK_TOKENS) if kernel == "triton" else LOSS_CHUNK_TOKENS
     size = min(chunk or len(labels), len(labels))
-    if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        return _SummedLoss.apply(hidden, weight, labels, size) / count
-    return sum(losses.sum() for losses, _ in _chunks(hidden, weight, labels, size)) / count
+    if trained:
+        return _SummedLoss.apply(hidden, weight, labels, size, kernel) / count
+    chunks = zip(hidden.split(size), labels.split(size), strict=True)
+    return sum(_losses(states @ weight.t(), targets)[0].sum() for states, targets in chunks) / count
 
 
-def _chunks(hidden: Tensor, weight: Tensor, labels: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Losses [size], 0 for ignored tokens, and log-probabilities [size, vocabulary] of every `size` tokens."""
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    for states, targets in zip(hidden.split(size), labels.split(size), strict=True):
-        logs = F.log_softmax(states @ weight.t(), dim=-1, dtype=wide)
-        yield F.nll_loss(logs, targets, ignore_index=IGNORED, reduction="none"), logs
+def _losses(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Losses [tokens], 0 for ignored tokens, and log-probabilities, in float32 or better."""
+    logs = F.log_softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    return F.nll_loss(logs, targets, ignore_index=IGNORED, reduction="none"), logs
+
+
+def _gradient_with_torch(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    losses, logs = _losses(logits, targets)
+    kept = (targets != IGNORED)[:, None]
+    index = targets[:, None].clamp(min=0)
+    target_grad = logs.gather(1, index).expm1()
+    return losses, logs.exp_().scatter_(1, index, target_grad).mul_(kept).to(logits.dtype)
+
+
+def _gradient_with_triton(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    from megatron_coca.kernels.cross_entropy import cross_entropy_in_place  # triton exists on some platforms only
+
+    return cross_entropy_in_place(logits, targets, IGNORED), logits
+
+
+LOSS_KERNELS = {"torch": _gradient_with_torch, "triton": _gradient_with_triton}
+"""By `loss_kernel`: logits [tokens, vocabulary] and targets -> losses [tokens], and d loss / d logits = softmax -
+onehot, 0 for ignored tokens, in the logits' dtype.
+"""
 
 
 class _SummedLoss(torch.autograd.Function):
     """The sum of the losses; the forward pass computes both gradients up to a factor."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, size: int) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, size: int, kernel: str) -> Tensor:
         wide, trained = torch.promote_types(weight.dtype, torch.float32), ctx.needs_input_grad[1]
-        weight_grad = torch.zeros(weight.shape if trained else (0,), dtype=wide, device=weight.device)
-        total, hidden_grads = weight_grad.new_zeros(()), []
-        parts = zip(_chunks(hidden, weight, labels, size), hidden.split(size), labels.split(size), strict=True)
-        for (losses, logs), states, targets in parts:
+        weight_grad = torch.empty(weight.shape if trained else (0,), dtype=wide, device=weight.device)
+        total, hidden_grad = torch.zeros((), dtype=wide, device=weight.device), torch.empty_like(hidden)
+        for start in range(0, len(labels), size):
+            tokens = slice(start, start + size)
+            states = hidden[tokens]
+            losses, logit_grad = LOSS_KERNELS[kernel](states @ weight.t(), labels[tokens])
             total = total + losses.sum()
-            logit_grad = _gradient(logs, targets).to(hidden.dtype)
-            hidden_grads.append(logit_grad @ weight)
-            if not trained:
-                continue
-            if wide == weight.dtype:
-                weight_grad.addmm_(logit_grad.t(), states)
-            else:
-                weight_grad += logit_grad.t() @ states
+            torch.mm(logit_grad, weight, out=hidden_grad[tokens])
+            if trained:
+                _add_product(weight_grad, logit_grad.t(), states, start == 0)
         ctx.dtype = weight.dtype
-        ctx.save_for_backward(torch.cat(hidden_grads), weight_grad)
+        ctx.save_for_backward(hidden_grad, weight_grad)
         return total
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        hidden_grads, weight_grad = ctx.saved_tensors
-        # In float32 first: a factor such as 1 / count would itself be rounded to half precision.
-        scaled = (hidden_grads.to(weight_grad.dtype) * grad).to(ctx.dtype)
-        return scaled, (weight_grad * grad).to(ctx.dtype) if ctx.needs_input_grad[1] else None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_grad, weight_grad = ctx.saved_tensors
+        # With dimensions, so that products are in float32: a scalar would itself be rounded to half precision.
+        factor, rounded = grad.view(1, 1), torch.empty_like(hidden_grad)
+        torch.mul(hidden_grad, factor, out=rounded)
+        if not ctx.needs_input_grad[1]:
+            return rounded, None, None, None, None
+        weight_rounded = torch.empty_like(weight_grad, dtype=ctx.dtype)
+        return rounded, torch.mul(weight_grad, factor, out=weight_rounded), None, None, None
 
 
-def _gradient(logs: Tensor, targets: Tensor) -> Tensor:
-    """d loss / d logits = softmax - onehot, in place of the log-probabilities; 0 for ignored tokens."""
-    kept = (targets != IGNORED)[:, None]
-    index = targets[:, None].clamp(min=0)
-    target_grad = logs.gather(1, index).expm1()
-    return logs.exp_().scatter_(1, index, target_grad).mul_(kept)
+def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    """total += a b, or total = a b for the `first` product; `total` may be wider than a and b."""
+    if a.dtype != total.dtype and not a.is_cuda:
+        product = a @ b
+        total.copy_(product) if first else total.add_(product)
+    elif first:
+        torch.mm(a, b, **_result(a, total), out=total)
+    else:
+        torch.addmm(total, a, b, **_result(a, total), out=total)
+
+
+def _result(a: Tensor, total: Tensor) -> dict[str, Any]:
+    """On CUDA a product of half precision is added to float32 by the matrix product itself."""
+    return {"out_dtype": total.dtype} if a.dtype != total.dtype else {}
 
 
 class OutputHead(nn.Linear):
@@ -296,8 +336,14 @@ class OutputHead(nn.Linear):
     def __init__(self, width: int, vocabulary: int) -> None:
         super().__init__(width, vocabulary, bias=False)
 
-    def forward(self, hidden: Tensor, labels: Tensor | None = None, chunk: int | None = None) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        labels: Tensor | None = None,
+        chunk: int | Literal["auto"] | None = None,
+        kernel: str = "auto",
+    ) -> Tensor:
         """Logits, or with `labels` [tokens] and `hidden` [tokens, width] the loss of `linear_cross_entropy`."""
         if labels is None:
             return super().forward(hidden)
-        return linear_cross_entropy(hidden, self.weight, labels, chunk)
+        return linear_cross_entropy(hidden, self.weight, labels, chunk, kernel)

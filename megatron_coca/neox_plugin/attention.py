@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_coca.attention.build import build_method, select_backend
 from megatron_coca.attention.context import PositionContext
-from megatron_coca.attention.method import PositionEncoding, check_operand_kernel
+from megatron_coca.attention.method import PositionEncoding, check_kernel
 from megatron_coca.config import Config, load_config
 from megatron_coca.neox_plugin.checkpoints import refuse_in_checkpoints, rename_in_checkpoints
 from megatron_coca.neox_plugin.keys import resolve, uses_plugin
@@ -28,7 +28,7 @@ class PluginAttention:
 
     def __init__(self, config: Config, device_type: str) -> None:
         """Raises BackendError if the configured backend is not available."""
-        check_operand_kernel(config.position.operand_kernel, device_type)
+        check_kernel("operand_kernel", config.position.operand_kernel, device_type)
         self._method = build_method(config.position, config.model)
         needs = self._method.needs(device_type, config.model.attention_dropout)
         _, self._backend = select_backend(config.position.attention_backend, needs)

@@ -39,7 +39,7 @@ POSITION = ("pos_emb", "rotary_pct", "rotary_emb_base", *EXTENDING, "attention_b
 """Keys of the position method; with the plugin all of them are fields of NeoXArgs."""
 
 GROUPS_WITHOUT_EFFECT = frozenset({"faults", "checkpoint", "logging", "launch"})
-KEYS_WITHOUT_EFFECT = frozenset({"loss_chunk_size", "torch_compile", "num_workers", "data_root"})
+KEYS_WITHOUT_EFFECT = frozenset({"loss_chunk_size", "loss_kernel", "torch_compile", "num_workers", "data_root"})
 """Keys of this package that change no result: GPT-NeoX runs without them."""
 
 BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
@@ -76,7 +76,7 @@ FIELDS: dict[str, NewField] = {
     "relative_positions": NewField("NeoXArgsModel", dict, None),
     "logit_scaling": NewField("NeoXArgsModel", _choices("logit_scaling"), "none"),
     "attention_backend": NewField("NeoXArgsModel", _choices("attention_backend"), "auto"),
-    "operand_kernel": NewField("NeoXArgsModel", _choices("operand_kernel"), "torch"),
+    "operand_kernel": NewField("NeoXArgsModel", _choices("operand_kernel"), "auto"),
     "lr_warmup_init": NewField("NeoXArgsLRScheduler", float, 0.0),
     "vocab_size": NewField("NeoXArgsTokenizer", int, None),
 }

@@ -17,14 +17,13 @@ from megatron_coca.model.cost import (
     parameter_count,
     trained_count,
 )
-from megatron_coca.training.topology import Topology, effective_stage
+from megatron_coca.training.topology import Topology, effective_stage, zero_section
 
 STATES = {"Adam": 2, "AdamW": 2, "cpu_adam": 2, "sgd": 0}
 """Float32 moments that an optimizer keeps per parameter."""
 
-BUCKET = 5e8
 LIVE_PARAMETERS = 1e9
-"""DeepSpeed's defaults: elements of a gradient bucket, and parameters that ZeRO 3 gathers at a time."""
+"""DeepSpeed's default: parameters that ZeRO 3 gathers at a time."""
 
 GIB = 2.0**30
 RESERVE = 0.06
@@ -94,12 +93,8 @@ def states_bytes(config: Config, topology: Topology, numbers: int, trained: int 
     """
     trained = numbers if trained is None else trained
     ranks = topology.data * topology.sequence
-    stage, size = effective_stage(config, ranks), BYTES[config.precision.dtype]
-    section = config.parallel.zero_optimization or {}
-
-    def number(key: str, default: float) -> float:
-        value = section.get(key, default)
-        return float(value) if isinstance(value, int | float) else default
+    section, size = zero_section(config, ranks, cuda=True), BYTES[config.precision.dtype]
+    stage = section["stage"]
 
     def is_offloaded(key: str) -> bool:
         offload = section.get(key)
@@ -110,8 +105,8 @@ def states_bytes(config: Config, topology: Topology, numbers: int, trained: int 
     optimizer = (master_bytes + 4 * STATES[config.optimizer.type]) * (trained / ranks if stage else trained)
     gradients = size * (trained / ranks if stage >= 2 else trained)
     step = 4 * trained / ranks if stage else 0.0
-    bucket = number("reduce_bucket_size", BUCKET) if stage and section.get("contiguous_gradients", True) else 0
-    buckets = 2 if section.get("overlap_comm", stage == 3) and stage in (1, 2) else 1
+    bucket = float(section["reduce_bucket_size"]) if stage and section.get("contiguous_gradients", True) else 0
+    buckets = 2 if section["overlap_comm"] and stage in (1, 2) else 1
     weights, host = own_weights, 0.0
     offloads_weights = stage == 3 and is_offloaded("offload_param")
     if offloads_weights:
@@ -121,7 +116,7 @@ def states_bytes(config: Config, topology: Topology, numbers: int, trained: int 
         optimizer = step = 0.0
     gathered = 0.0
     if stage == 3 and (ranks > 1 or offloads_weights):
-        gathered = size * min(numbers, number("stage3_max_live_parameters", LIVE_PARAMETERS))
+        gathered = size * min(numbers, float(section.get("stage3_max_live_parameters", LIVE_PARAMETERS)))
     return Memory(
         weights=weights + gathered,
         gradients=gradients,
@@ -272,7 +267,8 @@ def _single_changes(config: Config, gpus: int) -> list[tuple[str, dict[str, Any]
     changes: list[tuple[str, dict[str, Any]]] = [
         (f"zero_optimization.stage={stage}", {"zero_optimization": {**section, "stage": stage}}) for stage in stages
     ]
-    if (config.model.loss_chunk_size or 10**9) > 1024:
+    chunk = config.model.loss_chunk_size
+    if chunk != "auto" and (chunk or 10**9) > 1024:
         changes.append(("loss_chunk_size=1024", {"loss_chunk_size": 1024}))
     sizes = config.batch.resolve(topology.data)
     for divisor in (2, 4, 8, 16, 32):

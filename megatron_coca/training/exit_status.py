@@ -87,8 +87,10 @@ class CaughtSignals:
         requested: the name of the first signal received, for example "SIGTERM", or None.
     """
 
-    def __init__(self, signals: Sequence[signal.Signals] = SIGNALS) -> None:
+    def __init__(self, signals: Sequence[signal.Signals] = SIGNALS, answer: str | None = None) -> None:
+        """`answer` is written to standard error at once when the first signal comes."""
         self.requested: str | None = None
+        self._answer = answer
         self._signals, self._pending = signals, list[int]()
         self._before: dict[signal.Signals, Any] = {}
         self._process = os.getpid()
@@ -118,4 +120,7 @@ class CaughtSignals:
             os.kill(os.getpid(), number)
             return
         self._pending.append(number)
-        self.requested = self.requested or signal.Signals(number).name
+        if self.requested is None:
+            self.requested = signal.Signals(number).name
+            if self._answer is not None:  # not `print`, which a signal may have interrupted
+                os.write(2, f"\n{self.requested}: {self._answer}\n".encode())

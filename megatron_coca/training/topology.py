@@ -1,7 +1,7 @@
 """The grid of ranks: pipeline stages, data-parallel copies, tensor-parallel and sequence-parallel ranks."""
 
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_coca.config import Config, ConfigError, ParallelConfig
 
@@ -83,3 +83,34 @@ def effective_stage(config: Config, ranks: int) -> int:
         return max(stage, 2 if in_float32 else 1)
     offloads = "offload_optimizer" in (config.parallel.zero_optimization or {})
     return 0 if ranks == 1 and stage < 3 and not offloads else stage
+
+
+REDUCE_BUCKET = 30_000_000
+REDUCE_BUCKET_PER_RANK = 1_000_000
+LARGEST_REDUCE_BUCKET = 200_000_000
+"""Gradients that are reduced at a time: 30M, 60 MB in half precision, but 1M for each rank, so that messages do not
+become latency-bound, as in Megatron-Core's DistributedDataParallelConfig (which begins at 40M); at most 200M, because a
+buffer has this size. What is left in the last bucket waits for the end of the backward pass. DeepSpeed's default of
+500M is the whole gradient of most models.
+"""
+PREFETCHED_PARAMETERS = 50_000_000
+"""Weights that ZeRO 3 gathers before they are used; DeepSpeed's default."""
+
+
+def zero_section(config: Config, ranks: int, cuda: bool) -> dict[str, Any]:
+    """Return DeepSpeed's `zero_optimization` for `ranks` (data times sequence) ranks: the configured keys, and a value
+    for each that decides how communication runs beside computation.
+
+    On CUDA, ZeRO 1 and 2 reduce gradients on a stream of their own during the backward pass, in two alternating
+    buffers. Not on the CPU, which has no streams, and not where DeepSpeed does not support it (pipeline stages) or
+    copies gradients to the host between the reductions (offload). ZeRO 3 always gathers and reduces in streams.
+    """
+    given, stage = config.parallel.zero_optimization or {}, effective_stage(config, ranks)
+    overlaps = cuda and ranks > 1 and config.parallel.pipe_parallel_size <= 1 and "offload_optimizer" not in given
+    bucket = max(REDUCE_BUCKET, REDUCE_BUCKET_PER_RANK * ranks)
+    defaults = {
+        "overlap_comm": stage == 3 or overlaps,
+        "reduce_bucket_size": min(bucket, LARGEST_REDUCE_BUCKET),
+        "stage3_prefetch_bucket_size": PREFETCHED_PARAMETERS,
+    }
+    return defaults | given | {"stage": stage}

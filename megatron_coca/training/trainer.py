@@ -13,7 +13,7 @@ import torch
 from megatron_coca.checkpoints import CheckpointError, native
 from megatron_coca.checkpoints.errors import UnreadableError
 from megatron_coca.checkpoints.load import find_native
-from megatron_coca.config import BatchSizes, Config, ConfigError
+from megatron_coca.config import BatchSizes, Config
 from megatron_coca.config.training import learning_rate
 from megatron_coca.console import set_up_logging
 from megatron_coca.data import Batch, Loader
@@ -77,7 +77,8 @@ def fit(config: Config, without_effect: Sequence[str] = ()) -> None:
             logger.info("no effect here (docs/config.md): %s", ", ".join(without_effect))
         config, remotes = use_local_folders(config)
         watchdog = Watchdog(config.faults.watchdog_timeout, run_folder(config), dist.rank())
-        with CaughtSignals() as preemption, watchdog:
+        answer = "stopping after this step, with a checkpoint if `save` is set; SIGKILL ends the run at once"
+        with CaughtSignals(answer=answer if dist.is_main() else None) as preemption, watchdog:
             _train(config, remotes, preemption, watchdog)
     except Exception as error:
         error.add_note(f"on rank {dist.rank()} of {dist.world_size()}, {socket.gethostname()}")
@@ -88,8 +89,6 @@ def fit(config: Config, without_effect: Sequence[str] = ()) -> None:
 
 def _train(config: Config, remotes: RemoteCheckpoints, preemption: CaughtSignals, watchdog: Watchdog) -> None:
     """Open the data, choose the checkpoint to resume from, build the engine and train."""
-    if config.precision.dtype == "fp16" and not torch.cuda.is_available():
-        raise ConfigError(["precision: fp16 needs a GPU; use precision=bfloat16 or precision=fp32 here"])
     topology = Topology.of(config.parallel, dist.world_size())
     sizes = config.batch.resolve(topology.data)
     keys, required = config.checkpoint, {"batch": sizes.total, "dtype": config.precision.dtype}

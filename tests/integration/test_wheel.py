@@ -86,6 +86,7 @@ def test_several_processes_train_from_the_wheel(installed: Installed, tmp_path: 
 
 
 def test_the_quickstart_runs_from_the_wheel(installed: Installed, tmp_path: Path) -> None:
-    told = installed.run(tmp_path, "quickstart")
+    keys = ("train_iters=60", "checkpoint_factor=20", "eval_interval=30", "train_micro_batch_size_per_gpu=8")
+    told = installed.run(tmp_path, "quickstart", *keys)
     assert "# killed after step" in told and "RoFormer + CoCA + dynamic NTK" in told
     assert (tmp_path / "runs/quickstart/report.html").is_file() and {*os.listdir(tmp_path)} == {"data", "runs"}

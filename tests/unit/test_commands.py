@@ -40,9 +40,9 @@ FRONTS = {  # in tools/ and the root, and what their command line begins with
     "tools/train_stages.py": "train-stages",
     "tools/train_tokenizer.py": "train-tokenizer",
 }
-NOT_FRONTS = {"records.py", *(path.name for path in ROOT.glob("tools/bench_*.py"))}
+NOT_FRONTS = {"records.py", "gpu_report.py", "gpu_expected.py", *(path.name for path in ROOT.glob("tools/bench_*.py"))}
 REFUSED = {
-    "mistyped command": (["trian"], "invalid choice: 'trian'"),
+    "mistyped command": (["trian"], "'trian' is not a command; did you mean `train`?"),
     "no command": ([], "required: COMMAND"),
     "mistyped option": (["train", "--num_gpu", "2", *TRAINABLE, "--nothing"], "unrecognized arguments: --nothing"),
     "mistyped key": (["train", *TRAINABLE, "num_layer=3"], "num_layer: unknown key; did you mean `num_layers`?"),
@@ -53,6 +53,9 @@ REFUSED = {
         ["train", *TRAINABLE, "distributed_backend=gloo", "--num_gpus=2", "--max-restarts=1"],
         "max_restarts: a restart resumes",
     ),
+    "no checkpoint": (["generate", "--checkpoint", "nope", "--prompt", "x"], "--checkpoint: nope: no such folder"),
+    "no overlay": (["generate", "--checkpoint", "nope", "none.yml"], "none.yml: no such file"),
+    "fp16 without a GPU": (["train", *TRAINABLE, "precision=fp16"], "precision: fp16 needs a GPU, but this host has"),
     "a key with dashes": (["train", "a.yml", "--train_iters", "10"], "keys have no dashes: write `train_iters=10`"),
     "a key of Hugging Face": (["train", "a.yml", "--learning_rate=1e-4"], "write `optimizer.params.lr=1e-4`"),
     "a folder and a name": (["train", "-d", "nowhere", "125M"], "nowhere/125M.yml: no such file"),

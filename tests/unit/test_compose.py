@@ -24,6 +24,7 @@ from megatron_coca.config.model import (
     RopeScaling,
     RopeType,
 )
+from megatron_coca.model.gpt import resolve_positions
 
 TRAINED = 64
 
@@ -116,6 +117,16 @@ def test_documents_from_ids() -> None:
     assert documents.spans == (((0, 3), (3, 5), (5, 6)), ((0, 6),))
     assert documents.starts.tolist() == [[0, 0, 0, 3, 3, 5], [0] * 6]
     assert positions_within(documents).tolist() == [[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]]
+
+
+def test_positions_and_documents_on_the_host_are_read_without_the_device() -> None:
+    tokens = torch.empty(2, 6, dtype=torch.int64, device="meta")  # nothing can be read from it
+    ids = torch.tensor([[5, 5, 5, 7, 7, 5], [1, 1, 1, 1, 1, 1]])
+    positions, reached, packed = resolve_positions(tokens, None, ids)
+    assert packed is not None and packed.starts.device == positions.device == tokens.device
+    assert (reached, packed.spans) == (6, (((0, 3), (3, 5), (5, 6)), ((0, 6),)))
+    positions, reached, _ = resolve_positions(tokens, 10 * ids, None)
+    assert (positions.device, reached) == (tokens.device, 71)
 
 
 @pytest.mark.parametrize(("dtype", "reach"), [(torch.float16, 5000), (torch.float32, 60000)])

@@ -116,6 +116,9 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
         ("weight_decay: '0.1'", "weight_decay: expected a number, got '0.1'; remove the quotes"),
         ("finetune: 'maybe'", "finetune: expected true or false, got 'maybe'"),
         ("learning_rate: 1e-4", "learning_rate: unknown key; did you mean `optimizer.params.lr`?"),
+        ("warmup_steps: 10", "warmup_steps: is a number of steps; set `warmup` to their share of train_iters"),
+        ("num_experts: 4", "num_experts: is not supported: there is no mixture of experts"),
+        ("bf16: true", "bf16: expected a mapping, got True; for the dtype alone, set precision=bf16"),
         ("max_steps: 10", "max_steps: unknown key; did you mean `train_iters`?"),
         (
             "per_device_train_batch_size: 4",
@@ -210,7 +213,7 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
         ),
         (
             "pipe_parallel_size: 2\nmodel_parallel_size: 2",
-            "pipe_parallel_size: DeepSpeed's tensor parallelism (AutoTP) replaces the pipeline's",
+            "pipe_parallel_size: not available with model_parallel_size",
         ),
         (
             "pipe_parallel_size: 2\nsequence_parallel_size: 2",

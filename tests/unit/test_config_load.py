@@ -143,17 +143,18 @@ def test_data_types_reach_deepspeed(base: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "required"),
     [
-        ({}, False),
-        ({"num_gpus": 2}, True),
-        ({"distributed_backend": "nccl"}, True),
-        ({"num_gpus": 2, "distributed_backend": "gloo"}, False),
+        ({}, ()),
+        ({"num_gpus": 2}, ("num_gpus",)),
+        ({"distributed_backend": "nccl"}, ("distributed_backend",)),
+        ({"num_gpus": 2, "distributed_backend": "gloo"}, ()),
+        ({"num_gpus": 2, "fp16": {"enabled": True}}, ("num_gpus", "precision")),
     ],
 )
-def test_keys_that_ask_for_gpus(base: Path, keys: dict[str, object], required: bool) -> None:
+def test_keys_that_ask_for_gpus(base: Path, keys: dict[str, object], required: tuple[str, ...]) -> None:
     config = load_config(base, keys)
-    assert config.requires_gpus is required
+    assert config.gpu_keys == required
     resolved = load_config([], dict(config.flat()))
-    assert resolved.requires_gpus is required, "also where every key is written out"
+    assert resolved.gpu_keys == required, "also where every key is written out"
 
 
 def test_names_of_files_as_in_gpt_neox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ OURS = {
     "operand_kernel",
     "checkpoint_policy",
     "loss_chunk_size",
+    "loss_kernel",
     "torch_compile",
     "lr_warmup_init",
     "trainable",

@@ -45,7 +45,7 @@ def broken_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_process_is_started_for_gpus_that_are_not_there(no_gpu: None, keys: dict[str, Any], key: str) -> None:
     expected = f"^{key}: asks for GPUs, but this host has no GPU; to train on the CPU, set distributed_backend=gloo"
     with pytest.raises(ConfigError, match=expected):
-        start(LaunchConfig.model_validate(keys), {}, "train.py", [], lambda: 0, requires_gpus=True)
+        start(LaunchConfig.model_validate(keys), {}, "train.py", [], lambda: 0, gpu_keys=(key,))
     assert start(LaunchConfig(num_gpus=1), {}, "train.py", []) is None
 
 
@@ -53,6 +53,16 @@ def test_a_process_of_another_launcher_is_refused_too(no_gpu: None) -> None:
     for keys in ({"num_gpus": 2}, {"distributed_backend": "nccl"}):
         with pytest.raises(ConfigError, match=f"^{next(iter(keys))}: asks for GPUs, but this host has no GPU; to"):
             check_devices(configured(**keys), RANK)
+
+
+def test_fp16_is_refused_together_with_the_devices(no_gpu: None) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_devices(configured(num_gpus=2, precision="fp16"), RANK)
+    devices_line, dtype_line = str(refused.value).splitlines()[-2:]
+    assert "num_gpus: asks for GPUs" in devices_line
+    assert "precision: fp16 needs a GPU, but this host has no GPU; set fp16=null precision=bfloat16" in dtype_line
+    with pytest.raises(ConfigError, match="precision: fp16 needs a GPU"):
+        check_devices(configured(distributed_backend="gloo", precision="fp16"), RANK)
 
 
 def test_the_cpu_that_is_asked_for_is_used(no_gpu: None, broken_driver: None, caplog: pytest.LogCaptureFixture) -> None:

@@ -176,3 +176,17 @@ def test_accumulated_gradients_add_up() -> None:
         (LanguageModelLoss(twice)(samples) / 2).backward()
     for one, other in zip(model.parameters(), twice.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad)
+
+
+@pytest.mark.parametrize("chunk", [16, 70, 1000])
+@pytest.mark.parametrize("factor", [1.0, 1024.0])
+def test_the_fused_kernel_errs_no_more_than_all_logits_at_once(chunk: int, factor: float) -> None:
+    """As `test_chunks_err_no_more_than_all_logits_at_once`, in float32, which Triton's interpreter computes exactly."""
+    pytest.importorskip("triton")
+    given = operands(torch.float32)
+    exact = results(plain, given[0].double(), given[1].double(), given[2], factor)
+    whole = results(plain, *given, factor)
+    fused = results(lambda *each: linear_cross_entropy(*each, chunk, "triton"), *given, factor)
+    for name, truth, there, here in zip(("loss", "hidden", "weight"), exact, whole, fused, strict=True):
+        allowed = 2 * (there - truth).norm() + 8 * torch.finfo(torch.float32).eps * truth.norm()
+        assert (here - truth).norm() <= allowed, name

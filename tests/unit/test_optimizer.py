@@ -1,13 +1,17 @@
 """Which parameters decay, and that the configured numbers reach the optimizer."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
 from megatron_coca.config import Config, load_config
 from megatron_coca.model import build_model
+from megatron_coca.training.engine.engine import _order_on_device
 from megatron_coca.training.optimizer import OPTIMIZERS, build_optimizer, parameter_groups
 
 SHAPE = {
@@ -64,3 +68,21 @@ def test_weight_decay_is_decoupled() -> None:
     optimizer.step()
     torch.testing.assert_close(layer.weight.detach(), before[0] * (1 - 0.01 * 0.5))
     assert torch.equal(layer.bias.detach(), before[1])
+
+
+def test_overlapped_reductions_are_awaited_by_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed's epilogue of ZeRO 1 and 2 would make the host wait for the device."""
+    accelerator, optimizer = get_accelerator(), object.__new__(DeepSpeedZeroOptimizer)
+    waited: list[object] = []
+    monkeypatch.setattr(accelerator, "synchronize", lambda: waited.append("host"))
+    monkeypatch.setattr(accelerator, "current_stream", lambda: SimpleNamespace(wait_stream=waited.append))
+    optimizer.overlap_comm, optimizer.cpu_offload, optimizer.reduction_stream = True, True, "reductions"
+    epilogue = optimizer.independent_gradient_partition_epilogue = lambda: accelerator.synchronize()
+    _order_on_device(optimizer)
+    assert optimizer.independent_gradient_partition_epilogue is epilogue, "the host reads offloaded gradients"
+    optimizer.cpu_offload = False
+    _order_on_device(optimizer)
+    optimizer.independent_gradient_partition_epilogue()
+    assert waited == ["reductions"]
+    accelerator.synchronize()
+    assert waited == ["reductions", "host"]

@@ -1,9 +1,11 @@
 """The grid of ranks."""
 
+from typing import Any
+
 import pytest
 
 from megatron_coca.config import ConfigError, ParallelConfig, load_config
-from megatron_coca.training.topology import Topology, effective_stage
+from megatron_coca.training.topology import Topology, effective_stage, zero_section
 
 
 def parallel(pipe: int = 0, tensor: int = 1, sequence: int = 1) -> ParallelConfig:
@@ -51,3 +53,33 @@ def test_gradients_summed_in_float32(precision: str, stage: int) -> None:
     keys = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 16, "precision": precision}
     config = load_config([], keys | {"zero_stage": 1, "data_types": {"grad_accum_dtype": "fp32"}})
     assert effective_stage(config, 2) == stage
+
+
+ZERO = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 16, "precision": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "ranks", "cuda", "overlaps"),
+    [
+        ({"zero_stage": 1}, 8, True, True),
+        ({"zero_stage": 2}, 8, True, True),
+        ({"zero_stage": 1}, 8, False, False),
+        ({"zero_stage": 1}, 1, True, False),
+        ({"zero_stage": 3}, 8, False, True),
+        ({"zero_stage": 1, "pipe_parallel_size": 2}, 8, True, False),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, 8, True, False),
+        ({"zero_optimization": {"stage": 1, "overlap_comm": False}}, 8, True, False),
+    ],
+)
+def test_gradients_are_reduced_during_the_backward_pass(
+    keys: dict[str, Any], ranks: int, cuda: bool, overlaps: bool
+) -> None:
+    """Where there are streams and other ranks, DeepSpeed supports it, and the configuration does not decide."""
+    assert zero_section(load_config([], ZERO | keys), ranks, cuda)["overlap_comm"] is overlaps
+
+
+@pytest.mark.parametrize(("ranks", "size"), [(2, 30_000_000), (64, 64_000_000), (4096, 200_000_000)])
+def test_buckets_grow_with_the_ranks(ranks: int, size: int) -> None:
+    assert zero_section(load_config([], ZERO | {"zero_stage": 1}), ranks, cuda=True)["reduce_bucket_size"] == size
+    given = {"stage": 1, "reduce_bucket_size": 7}
+    assert zero_section(load_config([], ZERO | {"zero_optimization": given}), ranks, True)["reduce_bucket_size"] == 7

@@ -15,7 +15,7 @@ BEFORE = {"llama/train_config.yml": ("llama/7B.yml", "local_setup.yml")}
 """Files that one without a model is given after; by default 125M.yml."""
 
 REFUSED: dict[str, str] = {
-    "20B.yml": "pipe_parallel_size: DeepSpeed's tensor parallelism (AutoTP) replaces the pipeline's process grid",
+    "20B.yml": "pipe_parallel_size: not available with model_parallel_size",
     "125M-dmoe.yml": "moe_num_experts: mixture of experts is not supported yet",
     "1-3B-transformer-engine.yml": "te_mha: Transformer Engine is not supported yet",
     "bnb_125M.yml": "use_bnb_optimizer: the bitsandbytes optimizer is not supported yet",

@@ -6,7 +6,7 @@ the merged output and log-sum-exp, so softmax weights and row sums are those of 
 exact.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_coca.attention.backends.sdpa import flash_op
 from megatron_coca.attention.inputs import AttentionInputs, Band, Needs, attend_by_document
+from megatron_coca.attention.operation import operation
 
 Shape = Literal["full", "lower", "upper"]
 
@@ -149,7 +150,9 @@ class MergeBackend:
 
 def _attend_row(inputs: AttentionInputs) -> Tensor:
     operands = [x for segment in inputs.segments for x in (segment.query, segment.key)]
-    bands = tuple(segment.band for segment in inputs.segments)
+    bands = _numbers([segment.band for segment in inputs.segments])
+    if torch.compiler.is_compiling():
+        return _operation(inputs.scale, bands, inputs.value, operands)[0]
     return _Merged.apply(inputs.scale, bands, inputs.value, *operands)
 
 
@@ -219,58 +222,131 @@ class _Accumulator:
             low = end
 
 
+def merge(scale: float, bands: Sequence[int], value: Tensor, operands: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """(output in the query's dtype, log-sum-exp [batch, heads, query_length] in float32 or better).
+
+    `operands` are query and key of each segment; `bands` three numbers of each, as `_numbers` gives them.
+    """
+    op, query = flash_op(value), operands[0]
+    out, lse = (_Accumulator(x) for x in _results(value, query))
+    for index, piece in _pieces(bands, query, value):
+        q, k = operands[2 * index : 2 * index + 2]
+        results = op.forward(_queries(q, piece), _keys(k, piece), _keys(value, piece), piece.shape != "full", scale)
+        piece_out, piece_lse = (_restore(x, piece) for x in results)
+        rows, totals = (_view(x.tensor, piece, piece.query, piece.rows) for x in (out, lse))
+        first = out.first(piece, piece.query, piece.rows)
+        lse.first(piece, piece.query, piece.rows, -torch.inf)
+        if first:
+            rows.copy_(piece_out)
+            totals.copy_(piece_lse)
+        else:
+            # The piece's share exp(piece_lse) / (exp(lse) + exp(piece_lse)): 1 for a row without keys so far, and
+            # never NaN, because every row of a piece has a key.
+            rows.lerp_(piece_out.to(rows.dtype), torch.sigmoid(piece_lse - totals)[..., None])
+            totals.copy_(torch.logaddexp(totals, piece_lse))
+    return out.tensor.to(value.dtype), lse.tensor
+
+
+def merge_gradients(
+    scale: float,
+    bands: Sequence[int],
+    grad: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    value: Tensor,
+    operands: Sequence[Tensor],
+) -> list[Tensor]:
+    """The gradients of `value` and of every operand."""
+    value_sum, *sums = (_Accumulator(torch.empty_like(x, dtype=lse.dtype)) for x in (value, *operands))
+    grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+    op = flash_op(value)
+    for index, piece in _pieces(bands, operands[0], value):
+        q, k = operands[2 * index : 2 * index + 2]
+        dq, dk, dv = op.backward(
+            _queries(grad, piece),
+            _queries(q, piece),
+            _keys(k, piece),
+            _keys(value, piece),
+            _queries(out, piece),
+            _queries(lse, piece),
+            piece.shape != "full",
+            scale,
+        )
+        sums[2 * index].add(dq, piece, piece.query, piece.rows)
+        sums[2 * index + 1].add(dk, piece, piece.key, piece.columns)
+        value_sum.add(dv, piece, piece.key, piece.columns)
+    return [x.finished().to(value.dtype) for x in (value_sum, *sums)]
+
+
+def _results(value: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for the output and the log-sum-exp. Heads are adjacent, so that joining them later copies nothing."""
+    batch, heads, length, head_dim = query.shape
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    out = torch.empty(batch, length, heads, head_dim, dtype=dtype, device=query.device).transpose(1, 2)
+    return out, torch.empty(batch, heads, length, dtype=dtype, device=query.device)
+
+
+def _pieces(bands: Sequence[int], query: Tensor, value: Tensor) -> Iterator[tuple[int, Piece]]:
+    length = value.shape[2]
+    for index, start in enumerate(range(0, len(bands), 3)):
+        low, *ends = bands[start : start + 3]
+        high, first_keys = (None if end < 0 else end for end in ends)
+        for piece in cover(Band(low, high, first_keys), length - query.shape[2], length):
+            yield index, piece
+
+
+def _numbers(bands: Sequence[Band]) -> list[int]:
+    """low, high and first_keys of each band, -1 for None."""
+    numbers = [number for band in bands for number in (band.low, band.high, band.first_keys)]
+    return [-1 if number is None else number for number in numbers]
+
+
 class _Merged(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, scale: float, bands: tuple[Band, ...], value: Tensor, *operands: Tensor) -> Tensor:
-        op, query = flash_op(value), operands[0]
-        batch, heads, length, head_dim = query.shape
-        past, dtype = value.shape[2] - length, torch.promote_types(query.dtype, torch.float32)
-        ctx.pieces = [(index, piece) for index, band in enumerate(bands) for piece in cover(band, past, value.shape[2])]
-        # Heads adjacent in memory, so that joining them later copies nothing.
-        out = _Accumulator(
-            torch.empty(batch, length, heads, head_dim, dtype=dtype, device=query.device).transpose(1, 2)
-        )
-        lse = _Accumulator(torch.empty(batch, heads, length, dtype=dtype, device=query.device))
-        for index, piece in ctx.pieces:
-            q, k = operands[2 * index : 2 * index + 2]
-            results = op.forward(_queries(q, piece), _keys(k, piece), _keys(value, piece), piece.shape != "full", scale)
-            piece_out, piece_lse = (_restore(x, piece) for x in results)
-            rows, totals = (_view(x.tensor, piece, piece.query, piece.rows) for x in (out, lse))
-            first = out.first(piece, piece.query, piece.rows)
-            lse.first(piece, piece.query, piece.rows, -torch.inf)
-            if first:
-                rows.copy_(piece_out)
-                totals.copy_(piece_lse)
-            else:
-                # The piece's share exp(piece_lse) / (exp(lse) + exp(piece_lse)): 1 for a row without keys so far, and
-                # never NaN, because every row of a piece has a key.
-                rows.lerp_(piece_out.to(rows.dtype), torch.sigmoid(piece_lse - totals)[..., None])
-                totals.copy_(torch.logaddexp(totals, piece_lse))
-        merged = out.tensor.to(value.dtype)
-        ctx.save_for_backward(value, merged, lse.tensor, *operands)
-        ctx.scale = scale
-        return merged
+    def forward(ctx: Any, scale: float, bands: list[int], value: Tensor, *operands: Tensor) -> Tensor:
+        out, lse = merge(scale, bands, value, operands)
+        ctx.save_for_backward(out, lse, value, *operands)
+        ctx.options = scale, bands
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        value, out, lse, *operands = ctx.saved_tensors
-        value_sum, *sums = (_Accumulator(torch.empty_like(x, dtype=lse.dtype)) for x in (value, *operands))
-        grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-        op = flash_op(value)
-        for index, piece in ctx.pieces:
-            q, k = operands[2 * index : 2 * index + 2]
-            dq, dk, dv = op.backward(
-                _queries(grad, piece),
-                _queries(q, piece),
-                _keys(k, piece),
-                _keys(value, piece),
-                _queries(out, piece),
-                _queries(lse, piece),
-                piece.shape != "full",
-                ctx.scale,
-            )
-            sums[2 * index].add(dq, piece, piece.query, piece.rows)
-            sums[2 * index + 1].add(dk, piece, piece.key, piece.columns)
-            value_sum.add(dv, piece, piece.key, piece.columns)
-        return None, None, *(x.finished().to(value.dtype) for x in (value_sum, *sums))
+        out, lse, value, *operands = ctx.saved_tensors
+        scale, bands = ctx.options
+        return None, None, *merge_gradients(scale, bands, grad, out, lse, value, operands)
+
+
+def _fake(scale: float, bands: Sequence[int], value: Tensor, operands: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    out, lse = _results(value, operands[0])
+    return out.to(value.dtype), lse
+
+
+def _fake_gradients(
+    scale: float, bands: Sequence[int], grad: Tensor, out: Tensor, lse: Tensor, value: Tensor, operands: list[Tensor]
+) -> list[Tensor]:
+    return [torch.empty_like(x) for x in (value, *operands)]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    scale, bands, value, operands = inputs
+    ctx.save_for_backward(*output, value, *operands)
+    ctx.options = scale, bands
+
+
+def _backward(ctx: Any, grad: Tensor, lse_grad: None) -> tuple[Any, ...]:
+    out, lse, value, *operands = ctx.saved_tensors
+    value_grad, *grads = _gradient_operation(*ctx.options, grad, out, lse, value, operands)
+    return None, None, value_grad, grads
+
+
+_GIVEN = "float scale, int[] bands"
+_gradient_operation = operation(
+    "merge_gradients",
+    f"({_GIVEN}, Tensor grad, Tensor out, Tensor lse, Tensor value, Tensor[] operands) -> Tensor[]",
+    merge_gradients,
+    _fake_gradients,
+)
+_operation = operation(
+    "merge", f"({_GIVEN}, Tensor value, Tensor[] operands) -> (Tensor, Tensor)", merge, _fake, _keep, _backward
+)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_coca.attention.inputs import CAUSAL, AttentionInputs, DistanceBias, Needs, attend_by_document
+from megatron_coca.attention.operation import operation
 
 aten = torch.ops.aten
 GROUPED = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 5)
@@ -136,7 +137,10 @@ def biased_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, bi
     The operands are those of `AttentionInputs`, on the CPU. Gradients flow to them and to the bias's coefficients.
     """
     rows = min(QUERY_BLOCK, query.shape[2])
-    return _Biased.apply(query, key, value, diagonals(bias, key.shape[2], rows, query), scale)
+    along = diagonals(bias, key.shape[2], rows, query).contiguous()
+    if torch.compiler.is_compiling():
+        return _operation(query, key, value, along, scale)[0]
+    return _Biased.apply(query, key, value, along, scale)
 
 
 def diagonals(bias: DistanceBias, key_length: int, rows: int, query: Tensor) -> Tensor:
@@ -169,42 +173,92 @@ class _Tile(NamedTuple):
     skewed: Tensor
 
 
+def attend_biased(query: Tensor, key: Tensor, value: Tensor, along: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """(output, log-sum-exp [batch, heads, query_length]) with the bias `along` the diagonals."""
+    out, lse = torch.empty_like(query), torch.empty(query.shape[:3], dtype=along.dtype)
+    for start, stop, visible in _blocks(query.shape[2], key.shape[2]):
+        mask = reversed_mask(along, stop - start, visible, key.shape[2])
+        block, keys, values = query[:, :, start:stop].flip(2), key[:, :, :visible], value[:, :, :visible]
+        part, part_lse = aten._scaled_dot_product_flash_attention_for_cpu(
+            block, keys, values, 0.0, False, attn_mask=mask, scale=scale
+        )
+        out[:, :, start:stop], lse[:, :, start:stop] = part.flip(2), part_lse.flip(2)
+    return out, lse
+
+
+def biased_gradients(
+    grad: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    along: Tensor,
+    scale: float,
+    learned: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of query, key, value and, where it is `learned`, `along`."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    query_grad = torch.empty_like(query)
+    key_grad, value_grad = (torch.zeros(x.shape, dtype=wide) for x in (key, value))
+    along_grad = torch.zeros_like(along)
+    for start, stop, visible in _blocks(query.shape[2], key.shape[2]):
+        rows = _Rows(*(x[:, :, start:stop].flip(2) for x in (grad, query, out, lse)))
+        keys, values = key[:, :, :visible], value[:, :, :visible]
+        mask = reversed_mask(along, stop - start, visible, key.shape[2])
+        sums = key_grad[:, :, :visible], value_grad[:, :, :visible]
+        if learned:
+            diagonal_sums = along_grad[:, key.shape[2] - visible :]
+            dq = _tiled_backward(rows, keys, values, mask, scale, sums, diagonal_sums)
+        else:
+            dq = _flash_backward(rows, keys, values, mask, scale, sums)
+        query_grad[:, :, start:stop] = dq.flip(2)
+    return query_grad, key_grad.to(key.dtype), value_grad.to(value.dtype), along_grad
+
+
 class _Biased(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, along: Tensor, scale: float) -> Tensor:
-        along = along.contiguous()
-        out, lse = torch.empty_like(query), torch.empty(query.shape[:3], dtype=along.dtype)
-        for start, stop, visible in _blocks(query.shape[2], key.shape[2]):
-            mask = reversed_mask(along, stop - start, visible, key.shape[2])
-            block, keys, values = query[:, :, start:stop].flip(2), key[:, :, :visible], value[:, :, :visible]
-            part, part_lse = aten._scaled_dot_product_flash_attention_for_cpu(
-                block, keys, values, 0.0, False, attn_mask=mask, scale=scale
-            )
-            out[:, :, start:stop], lse[:, :, start:stop] = part.flip(2), part_lse.flip(2)
-        ctx.save_for_backward(query, key, value, along, out, lse)
-        ctx.scale = scale
-        return out
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        results = attend_biased(*inputs)
+        _keep(ctx, inputs, results)
+        return results[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, along, out, lse = ctx.saved_tensors
-        wide = torch.promote_types(query.dtype, torch.float32)
-        query_grad = torch.empty_like(query)
-        key_grad, value_grad = (torch.zeros(x.shape, dtype=wide) for x in (key, value))
-        along_grad = torch.zeros_like(along) if ctx.needs_input_grad[3] else None
-        for start, stop, visible in _blocks(query.shape[2], key.shape[2]):
-            rows = _Rows(*(x[:, :, start:stop].flip(2) for x in (grad, query, out, lse)))
-            keys, values = key[:, :, :visible], value[:, :, :visible]
-            mask = reversed_mask(along, stop - start, visible, key.shape[2])
-            sums = key_grad[:, :, :visible], value_grad[:, :, :visible]
-            if along_grad is None:
-                dq = _flash_backward(rows, keys, values, mask, ctx.scale, sums)
-            else:
-                diagonal_sums = along_grad[:, key.shape[2] - visible :]
-                dq = _tiled_backward(rows, keys, values, mask, ctx.scale, sums, diagonal_sums)
-            query_grad[:, :, start:stop] = dq.flip(2)
-        return query_grad, key_grad.to(key.dtype), value_grad.to(value.dtype), along_grad, None
+        (out, lse, query, key, value, along), learned = ctx.saved_tensors, ctx.needs_input_grad[3]
+        *grads, along_grad = biased_gradients(grad, out, lse, query, key, value, along, ctx.scale, learned)
+        return *grads, along_grad if learned else None, None
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*output, *tensors)
+
+
+def _fake(query: Tensor, key: Tensor, value: Tensor, along: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(query), torch.empty(query.shape[:3], dtype=along.dtype)
+
+
+def _fake_gradients(grad: Tensor, out: Tensor, lse: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    query, key, value, along = rest[:4]
+    return torch.empty_like(query), key.new_empty(key.shape), value.new_empty(value.shape), torch.empty_like(along)
+
+
+def _backward(ctx: Any, grad: Tensor, lse_grad: None) -> tuple[Any, ...]:
+    learned = ctx.needs_input_grad[3]
+    *grads, along_grad = _gradient_operation(grad, *ctx.saved_tensors, ctx.scale, learned)
+    return *grads, along_grad if learned else None, None
+
+
+_GIVEN = "Tensor query, Tensor key, Tensor value, Tensor along, float scale"
+_gradient_operation = operation(
+    "biased_gradients",
+    f"(Tensor grad, Tensor out, Tensor lse, {_GIVEN}, bool learned) -> (Tensor, Tensor, Tensor, Tensor)",
+    biased_gradients,
+    _fake_gradients,
+)
+_operation = operation("attend_biased", f"({_GIVEN}) -> (Tensor, Tensor)", attend_biased, _fake, _keep, _backward)
 
 
 def _blocks(query_length: int, key_length: int) -> list[tuple[int, int, int]]:

@@ -12,11 +12,13 @@ import deepspeed
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 from deepspeed.runtime.config import DeepSpeedConfigError
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.runtime.utils import partition_balanced
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.sequence.layer import _SeqAllToAll
 from deepspeed.utils import groups
 from pydantic import ValidationError
@@ -31,8 +33,9 @@ from megatron_coca.model import GPT, LanguageModelLoss
 from megatron_coca.model.stages import Stage, StageInput, layer_weights
 from megatron_coca.training.engine import state
 from megatron_coca.training.engine.group import everyone_succeeded, local_device, mean_over_ranks, world_size
+from megatron_coca.training.engine.norms import clip_gradients, keep_norms_on_device
 from megatron_coca.training.loss_guard import Limits, bad_reason
-from megatron_coca.training.topology import effective_stage
+from megatron_coca.training.topology import zero_section
 
 logger = logging.getLogger(__name__)
 
@@ -69,22 +72,25 @@ def deepspeed_config(config: Config, sizes: BatchSizes) -> dict[str, Any]:
         ConfigError: `deepspeed_extra_args` has a key that a key of ours sets.
     """
     data = sizes.total // (sizes.micro * sizes.accumulation)
-    stage = effective_stage(config, data * config.parallel.sequence_parallel_size)
+    zero = zero_section(config, data * config.parallel.sequence_parallel_size, torch.cuda.is_available())
     section: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": sizes.micro,
         "gradient_accumulation_steps": sizes.accumulation,
         # Without ZeRO the engine clips: it needs the norm anyway, and DeepSpeed would compute it a second time.
-        "gradient_clipping": config.optimizer.gradient_clipping if stage else 0.0,
-        "zero_optimization": {**(config.parallel.zero_optimization or {}), "stage": stage},
+        "gradient_clipping": config.optimizer.gradient_clipping if zero["stage"] else 0.0,
+        "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         # PyTorch's fused AdamW steps offloaded states too; DeepSpeed's own needs a compiler on every host.
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 2**62,
+        # It waits for the device twice in every micro-batch; `Monitor` measures the speed of whole intervals.
+        "timers": {"throughput": {"enabled": False}},
     }
     if config.parallel.model_parallel_size > 1:
         section["tensor_parallel"] = _tensor_parallel_section(config)
     if config.precision.dtype == "bf16":
-        section["bf16"] = {**(config.precision.bf16 or {}), "enabled": True}
+        # The engine refuses a step whose norm is not finite; DeepSpeed would scan every gradient for the same reason.
+        section["bf16"] = {"check_grad_overflow": False, **(config.precision.bf16 or {}), "enabled": True}
     if config.precision.dtype == "fp16":
         section["fp16"] = {**(config.precision.fp16 or {}), "enabled": True}
     extra = config.parallel.deepspeed_extra_args or {}
@@ -111,6 +117,24 @@ def _tensor_parallel_section(config: Config) -> dict[str, Any]:
         "autotp_size": config.parallel.model_parallel_size,
         "partition_config": {"use_default_specs": False, "layer_specs": specs},
     }
+
+
+def _order_on_device(optimizer: Any) -> None:
+    """Let the optimizer's stream wait for overlapped reductions (ZeRO 1, 2), where DeepSpeed waits on the host."""
+    overlaps = isinstance(optimizer, DeepSpeedZeroOptimizer) and optimizer.overlap_comm and not optimizer.cpu_offload
+    if not overlaps or optimizer.reduction_stream is None:
+        return
+    epilogue, accelerator = optimizer.independent_gradient_partition_epilogue, get_accelerator()
+
+    def ordered_epilogue() -> None:
+        host_wait = accelerator.synchronize
+        accelerator.synchronize = lambda: accelerator.current_stream().wait_stream(optimizer.reduction_stream)
+        try:
+            epilogue()
+        finally:
+            accelerator.synchronize = host_wait
+
+    optimizer.independent_gradient_partition_epilogue = ordered_epilogue
 
 
 class StepResult(NamedTuple):
@@ -147,7 +171,9 @@ class Engine:
             ConfigError: DeepSpeed does not support what is configured.
         """
         self._clipping, self._config = config.optimizer.gradient_clipping, config
-        # Of the current step: loss and gradient norm once they are known, and if the optimizer changed weights.
+        # Of the current step: the mean of the losses on the device, once all micro-batches are done; loss and gradient
+        # norm, once they are read; and if the optimizer changed weights.
+        self._mean: Tensor | None = None
         self._loss: float | None = None
         self._norm: float | None = None
         self._limits, self._applied = Limits(), False
@@ -168,10 +194,12 @@ class Engine:
             raise ConfigError(
                 [f"zero_optimization, fp16, bf16 or deepspeed_extra_args: DeepSpeed says: {error}"]
             ) from error
+        _order_on_device(self._engine.optimizer)
         assign_shard(model, _head_shard(config))
         if world_size() == 1 and not self.partitioned:
             # DeepSpeed would flatten all gradients, reduce them over one rank and copy them back.
             self._engine.enable_backward_allreduce = False
+        keep_norms_on_device(self._engine.optimizer)
         if not everyone_succeeded(state.in_known_order(self._engine.optimizer)):
             raise ConfigError(
                 [
@@ -214,9 +242,9 @@ class Engine:
             total += loss.detach()
             self._engine.backward(loss)
             if index == len(micro_batches) - 1:
-                self._loss = float(mean_over_ranks(total / len(micro_batches)))
+                self._mean = mean_over_ranks(total / len(micro_batches))
                 if not self.partitioned:
-                    self._clip_gradients()
+                    self._read_step(clip_gradients(self._engine.module.parameters(), self._clipping))
             self._engine.step()
         return self._step_result()
 
@@ -269,44 +297,51 @@ class Engine:
         return next((cut.shard(rank, size) for cut in layer_shards(self._config.model) if cut.holds(name)), None)
 
     def _begin_step(self, learning_rate: float, limits: Limits | None) -> None:
-        self._loss, self._norm, self._limits, self._applied = None, None, limits or Limits(), False
+        self._mean = self._loss = self._norm = None
+        self._limits, self._applied = limits or Limits(), False
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate
 
     def _inputs(self, batch: Batch) -> dict[str, Tensor]:
-        """The arrays of a batch as keyword arguments of the trained module, on its device."""
+        """The arrays of a batch as keyword arguments of the trained module: on its device what all layers read, on the
+        host what the model first looks into, which would wait for the device.
+        """
         tensors = {name: torch.from_numpy(array) for name, array in vars(batch).items() if array is not None}
         tensors["samples"] = tensors.pop("tokens")
         if torch.cuda.is_available():  # only from pinned memory does the copy overlap with computation
-            tensors = {name: x.pin_memory().to(self.device, non_blocking=True) for name, x in tensors.items()}
+            for name in tensors.keys() - {"documents", "positions"}:
+                tensors[name] = tensors[name].pin_memory().to(self.device, non_blocking=True)
         return tensors
-
-    def _clip_gradients(self) -> None:
-        """Clip the reduced gradients, which without ZeRO are in the parameters and have no norm from DeepSpeed."""
-        parameters = [p for p in self._engine.module.parameters() if p.grad is not None]
-        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        if self._clipping > 0:
-            nn.utils.clip_grads_with_norm_(parameters, self._clipping, norm)
-        self._norm = float(norm)
 
     def _accepts_step(self) -> bool:
         """Decide if the optimizer may change weights; called once for each of ZeRO's parameter groups."""
         if self._norm is None:
-            reported = float(self._engine.optimizer._global_grad_norm)
-            self._norm = reported if reported >= 0 else math.nan  # DeepSpeed reports -1 for a norm that is not finite
+            self._read_step(self._engine.optimizer._global_grad_norm)
         self._applied = bad_reason(self._step_loss(), self._norm, self._limits) is None
         return self._applied
 
+    def _read_step(self, norm: Tensor) -> None:
+        """Read loss and gradient norm from the device: the only wait for it in a step."""
+        both = torch.stack((self._mean_loss().to(self.device), torch.as_tensor(norm, device=self.device).double()))
+        self._loss, reported = both.tolist()
+        self._norm = reported if reported >= 0 else math.nan  # DeepSpeed has -1 for a norm that is not finite
+
+    def _mean_loss(self) -> Tensor:
+        """The mean loss of the current step over all ranks, a float64 scalar on the device."""
+        assert self._mean is not None
+        return self._mean
+
     def _step_loss(self) -> float:
-        """The loss of the current step, over all ranks."""
-        assert self._loss is not None
+        """The loss of the current step, over all ranks; after an overflow in fp16 it was not read with the norm."""
+        if self._loss is None:
+            self._loss = float(self._mean_loss())
         return self._loss
 
     def _step_result(self) -> StepResult:
-        norm = self._norm
+        loss, norm = self._step_loss(), self._norm
         if norm is None and self.loss_scale is None:
             norm = math.nan  # DeepSpeed skips overflowing steps in every dtype; only in fp16 are they no fault
-        return StepResult(self._step_loss(), norm, not self._applied)
+        return StepResult(loss, norm, not self._applied)
 
 
 @dataclass(frozen=True)
@@ -400,7 +435,7 @@ class PipelineEngine(Engine):
         batches, count = self._feed(micro_batches), len(micro_batches)
         self._engine.eval_batch(batches, reduce_output=None, bcast_loss=False, num_micro_batches=count)
         self._engine.module.train()
-        return self._shared_loss()
+        return float(self._shared_loss())
 
     def _feed(self, micro_batches: Sequence[Batch]) -> Iterator[tuple[Tensor, None]]:
         """Give the stage its micro-batches; returns what DeepSpeed's first stage takes for its input."""
@@ -412,16 +447,14 @@ class PipelineEngine(Engine):
         self._stage.feed(inputs)
         return iter([(batch.samples, None) for batch in inputs])
 
-    def _step_loss(self) -> float:
-        if self._loss is None:
-            self._loss = self._shared_loss()
-        return self._loss
+    def _mean_loss(self) -> Tensor:
+        return self._shared_loss()
 
-    def _shared_loss(self) -> float:
+    def _shared_loss(self) -> Tensor:
         """The mean loss of the last micro-batches, on every rank."""
         losses: list[Tensor] = self._engine.fwd_outputs
         mean = torch.stack(losses).double().mean() if losses else torch.zeros((), dtype=torch.float64)
-        return float(mean_over_ranks(mean.to(self.device)) * len(self._stage.spans))
+        return mean_over_ranks(mean.to(self.device)) * len(self._stage.spans)
 
 
 def cut(model: GPT, config: Config, index: int) -> Stage:

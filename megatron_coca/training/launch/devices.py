@@ -2,7 +2,7 @@
 
 import logging
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from glob import glob
 
 from megatron_coca.config import Config, ConfigError
@@ -11,10 +11,16 @@ logger = logging.getLogger(__name__)
 
 DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")
 """Device files of NVIDIA's and AMD's drivers, and of the Windows Subsystem for Linux."""
-REMEDY = (
+ON_THE_CPU = (
     "to train on the CPU, set distributed_backend=gloo, or give configs/cluster/cpu.yml after the model's file (without"
     " num_gpus that is one process)"
 )
+NEEDS = {
+    "num_gpus": ("asks for GPUs", ON_THE_CPU),
+    "distributed_backend": ("asks for GPUs", ON_THE_CPU),
+    "precision": ("fp16 needs a GPU", "set fp16=null precision=bfloat16 (or fp32)"),
+}
+"""What a key of `Config.gpu_keys` needs, and what to do without it."""
 
 
 def signs_of_gpus() -> list[str]:
@@ -24,9 +30,9 @@ def signs_of_gpus() -> list[str]:
     ]
 
 
-def no_gpu(key: str, problem: str = "this host has no GPU") -> ConfigError:
-    """Return the error for a run whose `key` asks for GPUs."""
-    return ConfigError([f"{key}: asks for GPUs, but {problem}; {REMEDY}"])
+def no_gpu(keys: Sequence[str], problem: str = "this host has no GPU") -> ConfigError:
+    """Return the error for a run with `keys` of `Config.gpu_keys`."""
+    return ConfigError([f"{key}: {NEEDS[key][0]}, but {problem}; {NEEDS[key][1]}" for key in keys])
 
 
 def check_devices(config: Config, environment: Mapping[str, str]) -> None:
@@ -44,8 +50,8 @@ def check_devices(config: Config, environment: Mapping[str, str]) -> None:
             raise ConfigError([f"num_gpus: {problem}; start fewer processes on this host"])
         return
     problem = _problem(environment.get("CUDA_VISIBLE_DEVICES"))
-    if config.requires_gpus:
-        raise no_gpu("distributed_backend" if config.launch.num_gpus is None else "num_gpus", problem)
+    if config.gpu_keys:
+        raise no_gpu(config.gpu_keys, problem)
     if signs_of_gpus() and config.parallel.distributed_backend is None:
         logger.warning("training on the CPU: %s", problem)
 

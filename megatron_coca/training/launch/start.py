@@ -96,12 +96,12 @@ def start(
     file: str,
     arguments: Sequence[str],
     latest_step: Callable[[], int] | None = None,
-    requires_gpus: bool = False,
+    gpu_keys: Sequence[str] = (),
 ) -> int | None:
     """Start the processes that the configuration requests and wait for them.
 
     `latest_step` returns the step of the latest checkpoint, 0 if there is none; it is None if none are saved. With
-    `requires_gpus` no processes are started on this host if it has no GPU.
+    `gpu_keys`, the keys that need GPUs, no processes are started on this host if it has none.
 
     Returns:
         The run's exit status, or None if this process is to train: a launcher has started it, or one process is
@@ -110,7 +110,7 @@ def start(
     Raises:
         ConfigError: the hosts, launcher or devices cannot be used, or restarts are requested without checkpoints.
     """
-    starter = _choose_starter(launch, environment, requires_gpus)
+    starter = _choose_starter(launch, environment, gpu_keys)
     if starter is None:
         return None
     signals = CaughtSignals(FORWARDED)
@@ -137,14 +137,14 @@ def start(
         raise ConfigError([f"launcher: `{error.filename}` is not installed here; see docs/launch.md"]) from error
 
 
-def _choose_starter(launch: LaunchConfig, environment: Mapping[str, str], requires_gpus: bool) -> Starter | None:
+def _choose_starter(launch: LaunchConfig, environment: Mapping[str, str], gpu_keys: Sequence[str]) -> Starter | None:
     """The way in which processes are started; None where this process trains."""
     location = find_location(environment)
     count = launch.num_gpus or 1
     if location is not None:
         if not location.sole_on_host or count == 1:
             return None
-        _require_gpu(launch, requires_gpus)
+        _require_gpu(gpu_keys)
         ranks = ranks_of_host(location, count)
         return lambda script, errors: ranks.start(script, environment, errors)
     launch = without_missing_hostfile(launch)
@@ -160,7 +160,7 @@ def _choose_starter(launch: LaunchConfig, environment: Mapping[str, str], requir
             LocalProcess("DeepSpeed's launcher", deepspeed_command(launch, hosts, script), environment)
         ]
     slots = hosts[0].slots
-    _require_gpu(launch, requires_gpus)
+    _require_gpu(gpu_keys)
     one = launch.hostfile is None and len(slots) == 1 and not (launch.include or launch.exclude)
     if one and not launch.max_restarts:  # a process that was killed cannot restart itself
         return None
@@ -169,10 +169,10 @@ def _choose_starter(launch: LaunchConfig, environment: Mapping[str, str], requir
     )
 
 
-def _require_gpu(launch: LaunchConfig, required: bool) -> None:
-    """Raise a ConfigError if this host shows no sign of a required GPU; a broken driver is found by PyTorch."""
-    if required and not signs_of_gpus():
-        raise no_gpu("distributed_backend" if launch.num_gpus is None else "num_gpus")
+def _require_gpu(keys: Sequence[str]) -> None:
+    """Raise a ConfigError if `keys` need a GPU and this host shows no sign of one; PyTorch finds a broken driver."""
+    if keys and not signs_of_gpus():
+        raise no_gpu(keys)
 
 
 def without_missing_hostfile(launch: LaunchConfig) -> LaunchConfig:

@@ -1,0 +1,66 @@
+"""Losses and score gradients of a chunk of logits in one kernel launch, the gradients in place of the logits.
+
+The kernel reads the logits twice and writes them once: the largest logit and the sum of exponentials in one pass
+(Milakov and Gimelshein 2018), softmax - onehot in the other. The arithmetic is in float32 and rounded once.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_coca.kernels.tiles import OPTIONS
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+COLUMNS = 4096
+"""Logits that a program holds at once."""
+WARPS = 8
+
+
+def cross_entropy_in_place(logits: Tensor, labels: Tensor, ignored: int) -> Tensor:
+    """Losses in nats, float32 [tokens]; `logits` becomes their gradient, softmax - onehot.
+
+    Args:
+        logits: contiguous [tokens, vocabulary].
+        labels: int64 [tokens]; losses and gradients of tokens with the label `ignored` are 0.
+
+    Raises:
+        ValueError: the logits are not contiguous, or not of one of `DTYPES`.
+    """
+    if logits.dtype not in DTYPES or not logits.is_contiguous():
+        raise ValueError(f"cross_entropy_in_place: logits must be contiguous and one of {DTYPES}, not {logits.dtype}")
+    losses = torch.empty(len(labels), dtype=torch.float32, device=logits.device)
+    columns = min(COLUMNS, triton.next_power_of_2(logits.shape[1]))
+    _cross_entropy[(len(labels),)](
+        logits, labels, losses, logits.shape[1], ignored, COLUMNS=columns, num_warps=WARPS, **OPTIONS
+    )
+    return losses
+
+
+@triton.jit
+def _cross_entropy(logits, labels, losses, vocabulary, ignored, COLUMNS: tl.constexpr):
+    """One program per token."""
+    token = tl.program_id(0).to(tl.int64)
+    row = logits + token * vocabulary
+    label = tl.load(labels + token)
+    kept = label != ignored
+    target = tl.load(row + label, mask=kept, other=0.0).to(tl.float32)
+    columns = tl.arange(0, COLUMNS)
+    # Every lane has its own peak, so that a tile needs no reduction; finite, because -inf - -inf would be NaN.
+    peak = tl.full([COLUMNS], -1e30, tl.float32)
+    total = tl.zeros([COLUMNS], tl.float32)
+    for start in range(0, vocabulary, COLUMNS):
+        inside = start + columns < vocabulary
+        x = tl.load(row + start + columns, mask=inside, other=float("-inf")).to(tl.float32) * 1.4426950408889634
+        higher = tl.maximum(peak, x)
+        total = total * tl.exp2(peak - higher) + tl.exp2(x - higher)
+        peak = higher
+    highest = tl.max(peak, 0)
+    log_sum = highest + tl.log2(tl.sum(total * tl.exp2(peak - highest), 0))
+    tl.store(losses + token, tl.where(kept, log_sum * 0.6931471805599453 - target, 0.0))
+    tl.debug_barrier()  # the label's logit is read before it is overwritten
+    for start in range(0, vocabulary, COLUMNS):
+        inside = start + columns < vocabulary
+        x = tl.load(row + start + columns, mask=inside, other=float("-inf")).to(tl.float32) * 1.4426950408889634
+        slope = tl.exp2(x - log_sum) - tl.where(start + columns == label, 1.0, 0.0)
+        tl.store(row + start + columns, tl.where(kept, slope, 0.0).to(logits.dtype.element_ty), mask=inside)

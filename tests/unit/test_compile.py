@@ -1,0 +1,134 @@
+"""torch.compile: one graph without a break for every method and backend, the same gradients, and what is refused."""
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from megatron_coca.attention.build import BACKENDS
+from megatron_coca.attention.inputs import BackendError
+from megatron_coca.config import Config, ConfigError, load_config
+from megatron_coca.model import LanguageModelLoss, build_model
+from megatron_coca.model import build as building
+
+KEYS = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 24, "vocab_size": 48}
+MAPS: dict[str, dict[str, Any]] = {
+    kind: {"relative_positions": {"type": kind, "window": 8}} for kind in ("rerope", "lm_infinite", "streaming")
+}
+LEARNED = ("kerple_log", "kerple_power", "rpe")
+PLAIN = ("coca", "rotary", "coca_strict", "xpos", "learned", "sinusoidal", "none", "alibi", *LEARNED)
+CASES: dict[str, list[dict[str, Any]]] = {
+    "sdpa": [
+        *({"pos_emb": name} for name in PLAIN),
+        {"pos_emb": "rotary", "rope_scaling": {"rope_type": "clex"}},
+        {"pos_emb": "coca", "num_kv_heads": 1},
+        {"pos_emb": "coca", "logit_scaling": "log_n_trained"},
+        {"pos_emb": "coca", "hidden_dropout": 0.1},
+    ],
+    "merge": [{"pos_emb": "coca"} | MAPS["rerope"], *({"pos_emb": "rotary"} | keys for keys in MAPS.values())],
+    "triton": [
+        {"pos_emb": "coca", "operand_kernel": "triton"} | MAPS["rerope"],
+        {"pos_emb": "rotary"} | MAPS["lm_infinite"],
+        *({"pos_emb": name} for name in ("rotary", "alibi", "kerple_log")),
+    ],
+}
+FAST = (("sdpa", 0), ("sdpa", 8), ("merge", 0))
+GRID = [
+    pytest.param(backend, case, id=f"{backend}-{number}", marks=() if (backend, number) in FAST else pytest.mark.slow)
+    for backend, cases in CASES.items()
+    for number, case in enumerate(cases)
+]
+
+
+def configured(**keys: Any) -> Config:
+    return load_config([], KEYS | {"make_vocab_size_divisible_by": 16, "pos_emb": "coca"} | keys)
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are traced forward and backward, and run by PyTorch's operations."""
+    original = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda block, options: original(block, backend="aot_eager"))
+    monkeypatch.setattr(building, "missing_compiler", lambda device_type: None)
+    torch._dynamo.reset()
+    counters.clear()
+
+
+def steps(config: Config) -> dict[str, Tensor]:
+    """The loss and all gradients of two steps, then an evaluation of another length."""
+    model = LanguageModelLoss(build_model(config))
+    generator = torch.Generator().manual_seed(0)
+    torch.manual_seed(3)
+    losses = [model(torch.randint(48, (2, 25), generator=generator)) for _ in range(2)]
+    sum(losses).backward()  # type: ignore[union-attr]
+    model.eval()
+    with torch.no_grad():
+        value = model(torch.randint(48, (1, 18), generator=generator))
+    gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    return {"loss": torch.stack(losses).detach(), "evaluated": value} | gradients
+
+
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize(("backend", "case"), GRID)
+def test_one_graph_without_a_break(backend: str, case: dict[str, Any]) -> None:
+    config = configured(attention_backend=backend, torch_compile=True, **case)
+    compiled = steps(config)
+    assert dict(counters["graph_break"]) == {}
+    assert counters["stats"]["unique_graphs"] == 1, "compiled once for all blocks and steps, not in evaluation"
+    plain = steps(config.override({"torch_compile": False}))
+    assert plain.keys() == compiled.keys()
+    for name, value in plain.items():
+        torch.testing.assert_close(compiled[name], value, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_every_backend_is_traced_or_refused() -> None:
+    assert set(CASES) | set(building.UNCOMPILED) == set(BACKENDS)
+    for backend in building.UNCOMPILED:
+        reason = building.refuses_compilation(configured(), backend, "cuda")
+        assert reason is not None and reason.startswith(f"attention_backend {backend}: ")
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "ZeRO 3": ({"zero_optimization": {"stage": 3}}, "zero_optimization: not available with torch_compile"),
+    "selective": (
+        {"checkpoint_activations": True, "checkpoint_policy": "selective"},
+        "checkpoint_policy: not available with torch_compile",
+    ),
+    "tensor parallelism": ({"model_parallel_size": 2}, "model_parallel_size: not available with torch_compile"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_compile_is_refused_and_left_out_by_auto(name: str) -> None:
+    keys, message = REFUSED[name]
+    with pytest.raises(ConfigError, match=message):
+        configured(torch_compile=True, **keys)
+    assert building.refuses_compilation(configured(**keys), "sdpa", "cuda") is not None
+
+
+def test_packed_documents_are_compiled_where_their_lengths_are_not_read() -> None:
+    config = configured(reset_attention_mask=True)
+    with pytest.raises(BackendError, match="torch_compile: reset_attention_mask: sdpa is called once per document"):
+        build_model(configured(reset_attention_mask=True, torch_compile=True))
+    assert "once per document" in (building.refuses_compilation(config, "merge", "cuda") or "")
+
+
+@pytest.mark.usefixtures("traced")
+def test_auto_compiles_on_cuda_alone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    compiled: list[str] = []
+    monkeypatch.setattr(building, "compile_blocks", lambda blocks: compiled.append("compiled"))
+    for device in ("cpu", "cuda"):
+        building._compiled(build_model(configured()), configured(), device, True)
+        assert len(compiled) == (device == "cuda")
+    packed = configured(reset_attention_mask=True)
+    with caplog.at_level(logging.INFO):
+        building._compiled(build_model(packed), packed, "cuda", True)
+    assert len(compiled) == 1 and "torch_compile: off: reset_attention_mask" in caplog.text
+
+
+def test_a_loss_without_chunks_has_no_kernel() -> None:
+    with pytest.raises(ConfigError, match="loss_kernel: triton takes a chunk of tokens at a time"):
+        configured(loss_kernel="triton", loss_chunk_size=0)

@@ -1,0 +1,77 @@
+"""Norms and clipping of ZeRO 1 and 2: the bits of DeepSpeed's own functions, for gradients finite and not."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from deepspeed.runtime.zero import stage_1_and_2
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import Tensor
+
+from megatron_coca.training.engine import norms
+
+SHAPES = ((1,), (7, 33), (64, 1021), (5,))
+
+
+class Optimizer(DeepSpeedZeroOptimizer):
+    """One rank's optimizer with what norms and clipping read of it."""
+
+    loss_scale = 1.0
+
+    def __init__(self, dtype: torch.dtype, limit: float, model_parallel_rank: int = 0) -> None:
+        self.cpu_offload, self.dtype, self.clip_grad, self.device = False, dtype, limit, torch.device("cpu")
+        self.dp_process_group = self.model_parallel_group = None
+        self.model_parallel_rank = model_parallel_rank
+
+
+@pytest.fixture(autouse=True)
+def _one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (norms.dist, stage_1_and_2.dist):
+        monkeypatch.setattr(module, "all_reduce", lambda *_, **__: None)
+
+
+def gradients(dtype: torch.dtype, value: float = 1.0) -> tuple[list[Tensor], list[nn.Parameter]]:
+    torch.manual_seed(3)
+    own = [torch.randn(shape).to(dtype) for shape in SHAPES]
+    own[1][2, 3] = value
+    parameters: list[Any] = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+    parameters[0].ds_pipe_replicated = True
+    parameters[2].model_parallel = True
+    return own, parameters
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("model_parallel_rank", [0, 1])
+@pytest.mark.parametrize("value", [1.0, math.inf, math.nan])
+def test_norms_have_deepspeeds_bits(dtype: torch.dtype, model_parallel_rank: int, value: float) -> None:
+    optimizer = Optimizer(dtype, 1.0, model_parallel_rank)
+    own, parameters = gradients(dtype, value)
+    expected = optimizer.get_grad_norm_direct(own, parameters)
+    norms.keep_norms_on_device(optimizer)
+    got = optimizer.get_grad_norm_direct(own, parameters)
+    assert got.dtype == expected.dtype and got.shape == expected.shape and torch.equal(got, expected)
+    assert (float(got) == -1.0) == (not math.isfinite(value) and model_parallel_rank == 0)
+    assert float(optimizer.get_grad_norm_direct([], [])) == 0.0
+
+
+@pytest.mark.parametrize("limit", [0.0, 0.5, 1e6])
+def test_clipping_has_deepspeeds_bits(limit: float) -> None:
+    optimizer, norm = Optimizer(torch.bfloat16, limit), torch.tensor(3.7)
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients(torch.float32)[0]])
+    expected, got = flat.clone(), flat.clone()
+    optimizer.unscale_and_clip_grads([expected], norm)
+    norms.keep_norms_on_device(optimizer)
+    optimizer.unscale_and_clip_grads([got], norm)
+    assert torch.equal(got, expected) and torch.equal(got, flat) == (limit != 0.5)
+
+
+def test_fp16_keeps_deepspeeds_clipping_and_others_everything() -> None:
+    half, offloaded = Optimizer(torch.float16, 1.0), Optimizer(torch.float32, 1.0)
+    offloaded.cpu_offload = True
+    norms.keep_norms_on_device(half)
+    assert "get_grad_norm_direct" in vars(half) and "unscale_and_clip_grads" not in vars(half)
+    for other in (offloaded, torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)):
+        norms.keep_norms_on_device(other)
+        assert not {"get_grad_norm_direct", "unscale_and_clip_grads"} & vars(other).keys()

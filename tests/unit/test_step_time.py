@@ -1,0 +1,213 @@
+"""The predicted step: its counts against counters, what binds it, and published runs."""
+
+import json
+from typing import Any, NamedTuple
+
+import pytest
+
+from megatron_coca.config import Config, load_config
+from megatron_coca.model.cost import pass_counts, peak_flops
+from megatron_coca.training.estimate import GPUS, stage_parameters
+from megatron_coca.training.step_time import DEVICES, Network, assumption, communication, scaling, step_time
+from megatron_coca.training.topology import Topology
+from tests.documents import ROOT
+
+MODEL = ROOT / "configs/350M/roformer_coca.yml"
+HOST = ROOT / "configs/cluster/a100x8.yml"
+
+
+ONCE = {"gradient_accumulation_steps": 1}
+
+
+def configured(**changes: Any) -> Config:
+    return load_config([MODEL, HOST], changes)
+
+
+@pytest.mark.parametrize(
+    ("method", "kernel", "gigabytes", "launches"),
+    [
+        ("none", "torch", 1.159, 35),
+        ("rotary", "torch", 2.267, 60),
+        ("coca", "torch", 2.679, 72),
+        ("coca", "triton", 1.36, None),
+        ("rotary", "triton", 1.36, None),
+    ],
+)
+def test_bytes_and_launches_are_those_counted(
+    method: str, kernel: str, gigabytes: float, launches: float | None
+) -> None:
+    """Per block, forward and backward, 16 x 512 tokens, as the stand-in device counted them outside matrix products."""
+    counts = pass_counts(configured(pos_emb=method, operand_kernel=kernel), 16)
+    assert counts.block_bytes == pytest.approx(gigabytes * 1e9, rel=0.02)
+    assert counts.loss_bytes == pytest.approx(20.53e9, rel=0.02)
+    assert launches is None or (counts.block_launches, counts.other_launches) == (launches, 194)
+
+
+BUDGETS = ROOT / "benchmarks/pretend/budgets.json"
+
+
+@pytest.mark.parametrize("method", ["none", "rotary", "coca"])
+def test_bytes_and_launches_are_those_of_the_budgets(method: str) -> None:
+    """If they differ, change the rows of OPERAND_WIDTHS, OPERAND_LAUNCHES and BLOCK_LAUNCHES to what was counted."""
+    measured = {}
+    if BUDGETS.is_file():
+        measured = json.loads(BUDGETS.read_text())["scenarios"].get(f"layer: {method}", {}).get("measured", {})
+    if not measured:
+        pytest.skip("benchmarks/pretend/budgets.json has no figures of this method")
+    counts = pass_counts(configured(pos_emb=method), 16)
+    launches, gigabytes = measured["launches per layer"], measured.get("GB per layer outside matrix products")
+    assert counts.block_launches == pytest.approx(launches, rel=0.1)
+    assert gigabytes is None or counts.block_bytes == pytest.approx(1e9 * gigabytes, rel=0.1)
+
+
+@pytest.mark.parametrize(("stage", "reductions", "gathers"), [(1, 1, 1), (2, 2, 1)])
+def test_bytes_are_those_of_eight_simulated_ranks(stage: int, reductions: int, gathers: int) -> None:
+    """NCCL was called for 810,668,032 bytes of gradients, and parts of 101,333,504 bytes of weights."""
+    config = configured(zero_optimization={"stage": stage})
+    topology = Topology.of(config.parallel, 8)
+    ((numbers, blocks),) = stage_parameters(config, topology)
+    moved = communication(config, topology, config.batch.resolve(8), numbers, blocks)
+    assert moved.reduced == reductions * 810_668_032
+    assert moved.gathered == pytest.approx(gathers * 8 * 101_333_504, rel=1e-3)
+    assert moved.summed == moved.exchanged == moved.sent == 0
+
+
+def test_launches_are_those_of_eight_simulated_ranks() -> None:
+    """3,916 kernels in two micro-batches and the optimizer's step, ZeRO 1."""
+    step = step_time(configured(operand_kernel="torch"), 8, "H100")
+    assert step.launches == pytest.approx(3916 * assumption("launch"), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("changes", "gpus", "gpu", "links", "bound"),
+    [
+        ({}, 8, "A100-80", 8, "compute"),
+        (
+            {"hidden_size": 256, "num_attention_heads": 4, "train_micro_batch_size_per_gpu": 32, **ONCE},
+            8,
+            "H100",
+            8,
+            "memory",
+        ),
+        ({"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 32}, 8, "H100", 8, "launches"),
+        ({"train_batch_size": None, "gradient_accumulation_steps": 1}, 4096, "B200", 1, "network"),
+    ],
+)
+def test_each_of_four_may_bind(changes: dict[str, Any], gpus: int, gpu: str, links: int, bound: str) -> None:
+    assert step_time(configured(**changes), gpus, gpu, links).bound == bound
+
+
+def test_parts_of_a_step_add_up() -> None:
+    step = step_time(configured(), 8, "A100-80")
+    assert step.total == pytest.approx(step.compute + step.memory + step.network)
+    flops = 2.272e9 * 256 * 512
+    assert step.mfu == pytest.approx(flops / step.total / 8 / 312e12, rel=1e-3)
+
+
+def test_reductions_overlap_unless_they_are_told_not_to() -> None:
+    beside = step_time(configured(), 8, "A100-80")
+    after = step_time(configured(zero_optimization={"stage": 1, "overlap_comm": False}), 8, "A100-80")
+    assert after.hidden == pytest.approx(0, abs=1e-12) and beside.hidden > 1e-3
+    assert after.network == pytest.approx(beside.network + beside.hidden)
+
+
+def test_collectives_take_the_slower_of_both_networks() -> None:
+    inside, across = Network(DEVICES["H100"], 8), Network(DEVICES["H100"], 1)
+    assert inside.seconds(1e9, 8, 1, 2) == across.seconds(1e9, 8, 1, 2), "one host"
+    assert across.seconds(1e9, 64, 1, 1) > 7 * inside.seconds(1e9, 64, 1, 1)
+    assert inside.seconds(1e9, 64, 1, 2) == pytest.approx(2 * inside.seconds(1e9, 64, 1, 1))
+    assert inside.seconds(1e9, 1, 1, 2) == 0
+
+
+def test_recomputing_and_other_parallelism_cost_time() -> None:
+    plain = step_time(configured(), 8, "H100")
+    again = step_time(configured(checkpoint_activations=True), 8, "H100")
+    assert again.total > plain.total and again.mfu < plain.mfu
+    keys = {"train_batch_size": None, "gradient_accumulation_steps": 4}
+    for split in ("model_parallel_size", "sequence_parallel_size", "pipe_parallel_size"):
+        parts = step_time(configured(**keys, **{split: 2}), 8, "H100")
+        assert parts.mfu < step_time(configured(**keys), 8, "H100").mfu, split
+
+
+def test_scaling_keeps_the_work_of_a_gpu() -> None:
+    rows = dict(scaling(configured(), 8))
+    assert list(rows) == [8 * 2**doublings for doublings in range(10)] and rows[8].keys() == DEVICES.keys()
+    for gpu in DEVICES:
+        steps = [row[gpu] for row in rows.values()]
+        assert len({step.compute for step in steps}) == 1
+        assert steps[-1].total > steps[0].total and steps[-1].mfu < steps[0].mfu
+    assert next(scaling(configured(model_parallel_size=16, train_batch_size=32), 16))[0] == 16
+
+
+def test_devices_are_known() -> None:
+    assert DEVICES.keys() <= GPUS.keys() and all(peak_flops(device.name) for device in DEVICES.values())
+
+
+class Published(NamedTuple):
+    """A published run: layers, width, heads, length, micro-batch, GPUs, their kind, MFU in percent, keys."""
+
+    layers: int
+    width: int
+    heads: int
+    length: int
+    micro: int
+    gpus: int
+    gpu: str
+    mfu: float
+    keys: dict[str, Any]
+
+
+MPT = {
+    "pos_emb": "alibi",
+    "vocab_size": 50368,
+    "no_weight_tying": False,
+    "use_bias_in_attn_linear": False,
+    "use_bias_in_mlp": False,
+    "zero_optimization": {"stage": 3},
+}
+PYTHIA = {"pos_emb": "rotary", "rotary_pct": 0.25, "gpt_j_residual": True, "zero_optimization": {"stage": 1}}
+PUBLISHED: dict[str, Published] = {
+    "MPT 350m, 512, A100": Published(24, 1024, 16, 512, 128, 8, "A100-80", 50.61, MPT),
+    "MPT 350m, 2048, A100": Published(24, 1024, 16, 2048, 32, 8, "A100-80", 51.62, MPT),
+    "MPT 1b, 2048, A100": Published(24, 2048, 16, 2048, 14, 8, "A100-80", 59.86, MPT),
+    "MPT 1b, 2048, H100": Published(24, 2048, 16, 2048, 14, 8, "H100", 41.82, MPT),
+    "MPT 1b, 2048, 64 H100": Published(24, 2048, 16, 2048, 20, 64, "H100", 40.85, MPT),
+    "MPT 7b, 2048, A100": Published(32, 4096, 32, 2048, 6, 8, "A100-80", 64.23, MPT),
+    "MPT 7b, 2048, H100": Published(32, 4096, 32, 2048, 6, 8, "H100", 46.44, MPT),
+    "Pythia 410M, 32 A100": Published(24, 1024, 16, 2048, 32, 32, "A100-80", 28.6, PYTHIA),
+    "Pythia 1.4B, 64 A100": Published(24, 2048, 16, 2048, 16, 64, "A100-80", 34.0, PYTHIA),
+}
+"""MPT: scripts/train/benchmarking/README.md of mosaicml/llm-foundry. Pythia, trained with GPT-NeoX on A100s of 40 GB:
+2,540 and 7,120 GPU hours for 299.9B tokens (Biderman et al. 2023, appendix), by 6N + 12 L h n.
+"""
+
+
+def predicted(run: Published) -> float:
+    """The predicted MFU of a published run, in percent."""
+    keys = {
+        "num_layers": run.layers,
+        "hidden_size": run.width,
+        "num_attention_heads": run.heads,
+        "seq_length": run.length,
+        "max_position_embeddings": run.length,
+        "train_batch_size": None,
+        "train_micro_batch_size_per_gpu": run.micro,
+        "gradient_accumulation_steps": 1,
+    }
+    return 100 * step_time(configured(**keys, **run.keys), run.gpus, run.gpu).mfu
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if name.startswith("MPT")])
+def test_published_runs_are_predicted_within_a_quarter(name: str) -> None:
+    assert predicted(PUBLISHED[name]) == pytest.approx(PUBLISHED[name].mfu, rel=0.25)
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if name.startswith("Pythia")])
+def test_an_older_program_is_slower_than_predicted(name: str) -> None:
+    """Pythia's hours are those of GPT-NeoX in 2022 and may contain more than steps."""
+    assert 1 < predicted(PUBLISHED[name]) / PUBLISHED[name].mfu < 2
+
+
+if __name__ == "__main__":
+    for name, run in PUBLISHED.items():
+        print(f"{name:24} published {run.mfu:5.1f}  predicted {predicted(run):5.1f}")
