@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: quickstart test test-all gpu-report lint docs clean
+.PHONY: quickstart test test-all test-cuda gpu-report lint docs clean
 
 # One thread per test process; three processes on two cores, because many tests wait. Tests that time code or measure
 # memory (marked serial) run alone afterwards. Processes that they start read compiled modules, also where the
@@ -24,6 +24,23 @@ test: .venv/ready-dev lint
 test-all: .venv/ready-dev lint
 	$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 30 -m "not gpu and not serial"
 	$(PYTEST) -m "serial and not gpu" $(SERIAL)
+
+# The CUDA path on a stand-in device, without a GPU (docs/pretend.md). Its environment has PyTorch's CUDA wheels, 5 GB.
+# Where the package index prefers a CPU build, name a version or an index that has a CUDA build:
+#   make test-cuda CUDA_TORCH="torch==2.14.1"       PIP_INDEX_URL=https://... make test-cuda
+# CUDA_PYTHON uses an existing environment instead; UPDATE=1 writes what was measured into the budgets.
+CUDA_TORCH ?= torch==2.14.1
+CUDA_PYTHON ?= .venv-cuda/bin/python
+
+test-cuda: $(filter .venv-cuda/ready,$(CUDA_PYTHON:bin/python=ready))
+	$(CUDA_PYTHON) -m tests.pretend check $(if $(UPDATE),--update)
+
+.venv-cuda/ready: requirements.txt
+	$(PYTHON) -m venv .venv-cuda
+	sed 's/^torch==.*/$(CUDA_TORCH)/' requirements.txt > .venv-cuda/requirements.txt
+	.venv-cuda/bin/python -m pip install --disable-pip-version-check -r .venv-cuda/requirements.txt
+	.venv-cuda/bin/python -c 'import sys, torch; sys.exit(not torch.version.cuda and "PyTorch " + torch.__version__ + " is not a CUDA build: name one, make test-cuda CUDA_TORCH=... (or PIP_INDEX_URL=...)")'
+	touch $@
 
 # On a machine with a GPU: expected against measured, in results/gpu/gpu_report.md (docs/gpu_report.md).
 gpu-report: .venv/ready-dev
@@ -55,4 +72,4 @@ docs: .venv-docs/ready
 	touch $@
 
 clean:
-	rm -rf .venv .venv-docs build data dist exported results runs wandb
+	rm -rf .venv .venv-docs .venv-cuda build data dist exported results runs wandb

@@ -87,6 +87,7 @@ HOURS = "trains for hours; tests/integration/test_ablation_runs.py trains small 
 DONE = "says how published numbers were made"
 TIMED = "times transformers beside it, for minutes even if small"
 PROGRAM = "a program of its own that is not installed here"
+CUDA_WHEELS = "needs PyTorch's CUDA build, 5 GB; `make test-cuda` makes an environment that has it"
 
 NOT_RUN = {
     "make ": "installs, or runs the tests",
@@ -100,6 +101,7 @@ NOT_RUN = {
     "python -m sglang": PROGRAM,
     "pre-commit ": "changes the checkout's hooks",
     "python -m pytest": SUITE_ITSELF,
+    "python -m tests.pretend": CUDA_WHEELS,
     "PYTHONPATH=. python tests/golden": SUITE_ITSELF,
     "GPT_NEOX_HOME": NEOX,
     "NEOX_PLUGIN_OLDEST_PYTHON": NEOX,

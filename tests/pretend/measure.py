@@ -1,0 +1,277 @@
+"""Measurements on the stand-in device, each a function from a configuration to counters.
+
+Every measurement joins a process group and changes global state, so each has a process of its own (`isolated`).
+"""
+
+import contextlib
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch._dynamo.utils import clear_compilation_metrics, counters, get_compilation_metrics
+
+from megatron_coca.attention.inputs import BackendError
+from megatron_coca.config import Config, ConfigError, load_config
+from megatron_coca.data import Batch
+from megatron_coca.model import LanguageModelLoss, build_model
+from megatron_coca.training import launch, trainer
+from megatron_coca.training.engine import Engine, group, state
+from megatron_coca.training.optimizer import build_optimizer
+from tests.pretend import order
+from tests.pretend.build import BUILT
+from tests.pretend.device import Record, recording
+from tests.pretend.scenarios import COMPILED_BACKENDS
+from tests.pretend.traffic import MATRIX_PRODUCTS, measured_bytes
+
+Counters = dict[str, float]
+
+MICRO, LENGTH = 16, 512
+"""The micro-batch of the scenarios: 8,192 tokens."""
+WARMUP = 2
+"""Uncounted steps: the first ones allocate memory and build tables."""
+REPORTED = 10
+"""Steps of the training loop that are counted together: one of them reports, as `log_interval` is 10."""
+RATE = 1e-4
+GB = 1e9
+BYTES = "bytes of "
+
+
+def prepare(ranks: int = 1) -> None:
+    """Join a process group as rank 0 of `ranks`, the others being imitated, and leave out what cannot work here.
+
+    `in_known_order` compares values that kernels would have computed: the only check of the training path that fails on
+    the stand-in device, because the copies of the weights in other dtypes were never filled.
+    """
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    state.in_known_order = lambda optimizer: True
+    if ranks > 1:  # no other process answers: nothing to join, no barrier over the store
+        group.join = lambda *arguments: torch.distributed.HashStore()  # type: ignore[assignment]
+        torch.distributed.distributed_c10d._store_based_barrier = lambda *arguments, **options: None
+    launch.complete_environment(os.environ)
+
+
+def load(inputs: Sequence[str], *keys: str) -> Config:
+    """Load YAML files and `key=value` pairs, in any order, then `keys`."""
+    pairs = [text for text in inputs if "=" in text]
+    return load_config([text for text in inputs if "=" not in text], [*pairs, *keys])
+
+
+def engine_step(config: Config, ranks: int = 1) -> Callable[[], object]:
+    """Return one optimizer step of the engine that `train.py` uses, on random tokens."""
+    model = build_model(config, group.local_device()).train()
+    optimizer = build_optimizer(model, config.optimizer)
+    sizes = config.batch.resolve(ranks)
+    engine = Engine(LanguageModelLoss(model), optimizer, config, sizes)
+    tokens = np.random.default_rng(0).integers(config.model.vocab_size, size=(sizes.micro, config.model.seq_length + 1))
+    return lambda: engine.train_step([Batch(tokens) for _ in range(sizes.accumulation)], RATE)
+
+
+def recorded(call: Callable[[], object], log: bool = False) -> tuple[Record, float]:
+    """Record a call after warm-up; also returns the milliseconds that the host worked."""
+    for _ in range(WARMUP):
+        call()
+    torch.cuda.synchronize()
+    with recording(log) as record:
+        start = time.process_time()
+        call()
+        seconds = time.process_time() - start
+    return record, 1e3 * seconds
+
+
+def waits(record: Record) -> Counters:
+    """Waits of the host by what it waits for; one for an event that was recorded a step ago is short."""
+    return {
+        "device waits": record.total("wait", "cudaDeviceSynchronize"),
+        "stream waits": record.total("wait", "cudaStreamSynchronize", "cudaMemcpy"),
+        "event waits": record.total("wait", "cudaEventSynchronize"),
+        "pageable copies": record.total("pageable"),
+    }
+
+
+def step(inputs: Sequence[str]) -> Counters:
+    """One step of the engine: counts per micro-batch, and of the rest of the step, which is the optimizer phase.
+
+    A micro-batch is the difference between steps of two and of one.
+    """
+    prepare()
+    group.init_distributed()
+    one, _ = recorded(engine_step(load(inputs, f"train_batch_size={MICRO}")))
+    two, milliseconds = recorded(engine_step(load(inputs, f"train_batch_size={2 * MICRO}")))
+    print(two.text())
+    counts: Counters = {}
+    first, both = ({"launches": record.total("launch"), **waits(record)} for record in (one, two))
+    for name in first:
+        each = both[name] - first[name]
+        counts |= {f"{name} per micro-batch": each, f"{name} per step": first[name] - each}
+    return counts | {
+        "launches into CUDA graphs": two.total("captured"),
+        "allocations": two.total("allocation"),
+        "refused": two.total("refused"),
+        "host ms of two micro-batches and a step": round(milliseconds, 1),
+    }
+
+
+def layers(inputs: Sequence[str]) -> Counters:
+    """The model alone, forward and backward of a micro-batch: counts per layer."""
+    prepare()
+    few, many = _model_pass(inputs, 1), _model_pass(inputs, 3)
+    per_layer = {name: (many[name] - few[name]) / 2 for name in many if name in few}
+    traffic = {name.removeprefix(BYTES): value for name, value in per_layer.items() if name.startswith(BYTES)}
+    _print_traffic(traffic)
+    outside = sum(value for name, value in traffic.items() if name not in MATRIX_PRODUCTS)
+    counted = {"GB per layer outside matrix products": round(outside / GB, 3)} if traffic else {}
+    return counted | {
+        "launches per layer": per_layer["launches"],
+        "launches outside layers": few["launches"] - per_layer["launches"],
+        "host ms per layer": round(per_layer["milliseconds"], 2),
+    }
+
+
+def _print_traffic(traffic: Mapping[str, float]) -> None:
+    for name, value in sorted(traffic.items(), key=lambda item: -item[1]):
+        print(f"{value / GB:8.3f} GB {name}")
+
+
+def _model_pass(inputs: Sequence[str], count: int) -> Counters:
+    config = load(inputs, f"num_layers={count}")
+    model = LanguageModelLoss(build_model(config, "cuda")).to(torch.bfloat16).train()
+    samples = torch.randint(config.model.vocab_size, (MICRO, LENGTH + 1)).cuda()
+
+    def call() -> None:
+        model(samples).backward()
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    record, milliseconds = recorded(call)
+    try:
+        traffic = {f"{BYTES}{name}": float(count) for name, count in measured_bytes(call).items()}
+    except torch._dynamo.exc.Unsupported as error:  # FlexAttention compiles itself, which no mode can watch
+        print(f"bytes are not counted: {error}")
+        traffic = {}
+    return {"launches": record.total("launch"), "milliseconds": milliseconds} | traffic
+
+
+def loss_head(inputs: Sequence[str]) -> Counters:
+    """The output layer and the loss, forward and backward, of 8,192 tokens, matrix products included."""
+    prepare()
+    config = load(inputs, "num_layers=1")
+    model = build_model(config, "cuda").to(torch.bfloat16).train()
+    hidden = torch.zeros(MICRO, LENGTH, config.model.hidden_size, device="cuda", dtype=torch.bfloat16)
+    labels = torch.zeros(MICRO, LENGTH, dtype=torch.int64, device="cuda")
+
+    def call() -> None:
+        model.loss(hidden.requires_grad_(), labels).backward()
+        hidden.grad = None
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    record, milliseconds = recorded(call)
+    traffic = measured_bytes(call)
+    _print_traffic(traffic)
+    return {
+        "launches": record.total("launch"),
+        "GB per 8,192 tokens": round(sum(traffic.values()) / GB, 2),
+        "host ms": round(milliseconds, 1),
+    }
+
+
+class _Measured(Exception):
+    """Ends a training run that has been counted."""
+
+
+def loop(inputs: Sequence[str]) -> Counters:
+    """The training loop of `train.py` with loading, guard and reports, counted over ten steps."""
+    prepare()
+    taken, before = Engine.train_step, 0
+    contexts: list[Any] = []
+    records: list[Record] = []
+
+    def train_step(engine: Engine, *arguments: Any) -> Any:
+        nonlocal before
+        before += 1
+        if before == WARMUP + 1:
+            contexts.append(recording())
+            records.append(contexts[0].__enter__())
+        if before == WARMUP + 1 + REPORTED:
+            contexts[0].__exit__(None, None, None)
+            raise _Measured
+        return taken(engine, *arguments)
+
+    Engine.train_step = train_step  # type: ignore[method-assign]
+    with contextlib.suppress(_Measured), tempfile.TemporaryDirectory(dir=BUILT) as save:
+        keys = (f"train_iters={2 * REPORTED}", f"log_interval={REPORTED}", f"save={save}/run")
+        trainer.fit(load(inputs, *keys))
+    print(records[0].text())
+    return {f"{name} in {REPORTED} steps": value for name, value in waits(records[0]).items()}
+
+
+def overlap(inputs: Sequence[str], ranks: int = 8) -> Counters:
+    """Shares of the bytes of gradients and weights that may be communicated beside matrix products, on 8 ranks."""
+    prepare(ranks)
+    group.init_distributed()
+    taken = engine_step(load(inputs, f"train_batch_size={2 * ranks * MICRO}"), ranks)
+    record, _ = recorded(lambda: (taken(), taken()), log=True)
+    found = order.collectives(record.events)
+    return {
+        "share of gradient bytes reduced beside products": round(order.overlapped(found, order.REDUCTIONS), 3),
+        "share of weight bytes gathered beside products": round(order.overlapped(found, order.GATHERS), 3),
+        "collectives per step": record.total("collective") / 2,
+        "GB of collectives per step": round(sum(collective.amount for collective in found) / 2 / GB, 3),
+    }
+
+
+def train(inputs: Sequence[str]) -> Counters:
+    """Train two steps of a small model and save it, as `train.py` does."""
+    prepare()
+    with tempfile.TemporaryDirectory(dir=BUILT) as folder:
+        with recording() as record:
+            trainer.fit(load(inputs, f"save={folder}/run"))
+        saved = len(list(Path(folder, "run").glob("global_step*")))
+    print(record.text())
+    return {"missing checkpoints": 1 - saved, "refused": record.total("refused")}
+
+
+def compiled(inputs: Sequence[str]) -> Counters:
+    """Graph breaks and recompilations of the compiled blocks with every backend; the code generator is left out."""
+    prepare()
+    original = torch.compile
+
+    def traced(model: Any = None, **options: Any) -> Any:
+        kept = {name: value for name, value in options.items() if name not in ("mode", "options", "backend")}
+        return original(model, backend="aot_eager", **kept)
+
+    torch.compile = traced  # type: ignore[assignment]
+    return {
+        f"{counter}, {backend}": value
+        for backend in COMPILED_BACKENDS
+        for counter, value in _compiled_steps(load(inputs, f"attention_backend={backend}")).items()
+    }
+
+
+def _compiled_steps(config: Config) -> Counters:
+    """Compile two layers and train them for two steps."""
+    torch._dynamo.reset()
+    counters.clear()
+    clear_compilation_metrics()
+    try:
+        model = LanguageModelLoss(build_model(config, "cuda")).to(torch.bfloat16).train()
+    except (BackendError, ConfigError) as error:
+        print(error)
+        return {"graph breaks": 0, "recompilations": 0, "refused with the reason": 1}
+    samples = torch.randint(config.model.vocab_size, (2, config.model.seq_length + 1)).cuda()
+    for _ in range(2):
+        model(samples).backward()
+    for reason, count in counters["graph_break"].items():
+        print(f"{config.position.attention_backend}: {count} graph breaks: {reason}")
+    frames = {str(metrics.compile_id).split("_")[0] for metrics in get_compilation_metrics()}  # FRAME/COMPILATION
+    again = [frame for frame in frames if frame.rsplit("/", 1)[-1].isdigit() and not frame.endswith("/0")]
+    return {
+        "graph breaks": sum(counters["graph_break"].values()),
+        "recompilations": len(again),
+        "refused with the reason": 0,
+    }

@@ -1,0 +1,88 @@
+"""What is measured on the stand-in device: a literal table of scenarios. Imports no torch."""
+
+from typing import NamedTuple
+
+MODEL = ("configs/350M/roformer_coca.yml", "configs/cluster/gpu1.yml")
+SMALL = (
+    *MODEL,
+    "num_layers=2",
+    "hidden_size=256",
+    "num_attention_heads=4",
+    "vocab_size=null",
+    "data_root=build/pretend/data",
+    "train_batch_size=8",
+    "train_micro_batch_size_per_gpu=4",
+)
+"""A small model on the built-in corpus."""
+SHORT = (*SMALL, "train_iters=2", "eval_interval=100", "eval_iters=1", "log_interval=1", "checkpoint_factor=100")
+
+METHODS = {
+    "none": ("pos_emb=none",),
+    "rotary": ("pos_emb=rotary",),
+    "coca": (),
+    "coca + rerope": ("relative_positions={type: rerope, window: 256}",),
+    "alibi": ("pos_emb=alibi",),
+}
+
+TRAINED = {
+    "zero 2": ("zero_optimization={stage: 2}",),
+    "zero 3": ("zero_optimization={stage: 3}",),
+    "fp16": ("precision=fp16",),
+    "fp32": ("precision=fp32",),
+    "compile": ("torch_compile=true",),
+    "triton": ("attention_backend=triton", "operand_kernel=triton"),
+    "rerope": ("relative_positions={type: rerope, window: 128}",),
+    "lm_infinite": ("relative_positions={type: lm_infinite, window: 128}",),
+    "alibi": ("pos_emb=alibi",),
+    "rpe": ("pos_emb=rpe",),
+    "kerple": ("pos_emb=kerple_power",),
+    "dropout": ("attention_dropout=0.1", "hidden_dropout=0.1", "pos_emb=rotary"),
+    "selective": ("checkpoint_activations=true", "checkpoint_policy=selective"),
+    "selective, compiled": ("checkpoint_activations=true", "checkpoint_policy=selective", "torch_compile=true"),
+    "full, compiled": ("checkpoint_activations=true", "torch_compile=true"),
+    "offload": ("zero_optimization={stage: 2, offload_optimizer: {device: cpu}}",),
+    "overlap": ("zero_optimization={stage: 2, overlap_comm: true}",),
+    "packed": ("reset_attention_mask=true", "reset_position_ids=true"),
+    "grouped queries": ("num_kv_heads=2",),
+    "clex": ("pos_emb=rotary", "rope_scaling={rope_type: clex, max_factor: 4}"),
+}
+"""Training configurations that must run to the end and save."""
+
+POSITIONS = {
+    "none": ("pos_emb=none",),
+    "rotary": ("pos_emb=rotary",),
+    "coca": ("pos_emb=coca",),
+    "coca_strict": ("pos_emb=coca_strict",),
+    "xpos": ("pos_emb=xpos",),
+    "learned": ("pos_emb=learned",),
+    "sinusoidal": ("pos_emb=sinusoidal",),
+    "alibi": ("pos_emb=alibi",),
+    "kerple_log": ("pos_emb=kerple_log",),
+    "kerple_power": ("pos_emb=kerple_power",),
+    "rpe": ("pos_emb=rpe",),
+    "rerope": ("pos_emb=rotary", "relative_positions={type: rerope, window: 64}"),
+    "lm_infinite": ("pos_emb=rotary", "relative_positions={type: lm_infinite, window: 64}"),
+}
+COMPILED_BACKENDS = ("sdpa", "merge", "flex", "triton")
+
+
+class Scenario(NamedTuple):
+    """A function of measure.py, and the configuration it measures."""
+
+    function: str
+    inputs: tuple[str, ...]
+    seconds: int = 900
+
+
+SCENARIOS: dict[str, Scenario] = {
+    **{f"step: {name}": Scenario("step", (*MODEL, *keys)) for name, keys in METHODS.items() if name != "none"},
+    **{f"layer: {name}": Scenario("layers", (*MODEL, *keys)) for name, keys in METHODS.items()},
+    "loss head": Scenario("loss_head", MODEL),
+    "training loop": Scenario("loop", SMALL),
+    "overlap: 8 ranks": Scenario("overlap", MODEL),
+    **{f"train: {name}": Scenario("train", (*SHORT, *keys)) for name, keys in TRAINED.items()},
+    **{
+        f"compile: {name}": Scenario("compiled", (*SMALL, "vocab_size=512", "torch_compile=true", *keys))
+        for name, keys in POSITIONS.items()
+    },
+}
