@@ -336,21 +336,21 @@ class PassCounts(NamedTuple):
 OPERAND_WIDTHS: dict[tuple[str, str], float] = {
     ("torch", "coca"): 90.6,
     ("torch", "rotated"): 66.1,
-    ("triton", "coca"): 11.9,
-    ("triton", "rotated"): 11.9,
+    ("triton", "coca"): 10.0,
+    ("triton", "rotated"): 10.0,
 }
 """Hidden widths per token that rotating queries and keys reads and writes, by operand kernel."""
 OPERAND_LAUNCHES: dict[tuple[str, str], float] = {
     ("torch", "coca"): 37,
     ("torch", "rotated"): 25,
-    ("triton", "coca"): 4,
-    ("triton", "rotated"): 4,
+    ("triton", "coca"): 2,
+    ("triton", "rotated"): 2,
 }
-LOSS_BYTES_PER_LOGIT = {"torch": 49.8, "triton": 11.0}
+LOSS_BYTES_PER_LOGIT = {"torch": 49.8, "triton": 6.83}
 """By loss kernel: scored in chunks by PyTorch's operations, or fused."""
 BLOCK_LAUNCHES = 35
-OTHER_LAUNCHES = 194
-"""Counted on the stand-in device (docs/launch.md) for 350M parameters, micro-batch 16 x 512."""
+OTHER_LAUNCHES = {"torch": 194, "triton": 51}
+"""By loss kernel, outside of the blocks. Counted on the stand-in device (docs/pretend.md) for 350M parameters, micro-batch 16 x 512."""
 
 
 def pass_counts(config: Config, micro: int, tensor: int = 1, sequence: int = 1) -> PassCounts:
@@ -366,17 +366,13 @@ def pass_counts(config: Config, micro: int, tensor: int = 1, sequence: int = 1) 
     rotated = method in ROTATED_METHODS
     widths = _block_widths(model, tensor) + rotated * OPERAND_WIDTHS[row] / tensor
     again = 4 / 3 if recomputes_blocks(model) else 1.0  # a backward pass moves about twice the bytes of a forward pass
-    logits = tokens * model.padded_vocab_size
+    logits, loss = tokens * model.padded_vocab_size, "torch" if model.loss_kernel == "torch" else "triton"
     return PassCounts(
         block_bytes=again * tokens * model.hidden_size * widths * size,
-        loss_bytes=logits * LOSS_BYTES_PER_LOGIT["torch" if _loss_kernel(model) == "torch" else "triton"],
+        loss_bytes=logits * LOSS_BYTES_PER_LOGIT[loss],
         block_launches=again * (BLOCK_LAUNCHES + rotated * OPERAND_LAUNCHES[row]),
-        other_launches=OTHER_LAUNCHES,
+        other_launches=OTHER_LAUNCHES[loss],
     )
-
-
-def _loss_kernel(model: ModelConfig) -> str:
-    return str(getattr(model, "loss_kernel", "torch"))
 
 
 def _block_widths(model: ModelConfig, tensor: int) -> float:

@@ -234,4 +234,10 @@ def test_the_resolved_file_of_an_earlier_version_loads() -> None:
     (saved,) = (ROOT / "tests/golden/earlier").iterdir()
     assert "launcher: ssh\n" in saved.read_text()
     now = load_config([ROOT / "configs/350M/roformer_coca.yml"]).flat()
-    assert load_config([saved]).flat() == now | {"distributed_backend": "nccl"}, "the default of that time"
+    earlier = {
+        "distributed_backend": "nccl",
+        "torch_compile": False,
+        "operand_kernel": "torch",
+        "loss_chunk_size": 1024,
+    }
+    assert load_config([saved]).flat() == now | earlier, "the defaults of that time"

@@ -80,9 +80,15 @@ def fail_in(file):
 
 def test_the_first_error_is_shown_whole_and_the_others_in_a_line(launch: Launch) -> None:
     body = """
+    cause = Path(__file__).with_name("cause")
     if rank == 1:
+        cause.with_suffix(".begun").write_text(str(os.getpid()))
+        cause.with_suffix(".begun").rename(cause)
         raise ValueError("the cause")
-    time.sleep(0.5)
+    while not cause.exists():
+        time.sleep(0.01)
+    while Path("/proc", cause.read_text()).exists():  # until the launcher has taken note of its end
+        time.sleep(0.01)
     raise RuntimeError(f"closed by peer\\nat length")
     """
     status, output, _ = finish(launch(REPORTING + textwrap.dedent(body), "num_gpus=4"))

@@ -78,9 +78,11 @@ IN_TORCH_2_3 = {
 
 OPTIONAL = {
     *(f"nn.attention.flex_attention.{name}" for name in ("BlockMask", "BlockMask.from_kv_blocks", "flex_attention")),
-    *("_dynamo.config.patch", "compile"),
+    *("_dynamo.config.patch", "compile", "library.custom_op"),
+    *("backends.cuda.SDPAParams", "backends.cuda.can_use_cudnn_attention"),
+    *("ops.aten._scaled_dot_product_cudnn_attention", "ops.aten._scaled_dot_product_cudnn_attention_backward"),
 }
-"""Names behind a check that PyTorch has FlexAttention."""
+"""Names behind a check that PyTorch has them, FlexAttention or attention by cuDNN."""
 
 
 def run(python: str, cases: dict[str, Any], folder: Path, *denied: str) -> dict[str, dict[str, list[float]]]:

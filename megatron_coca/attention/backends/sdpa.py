@@ -99,6 +99,8 @@ class CudaCudnn:
         """cuDNN is preferred, and nothing speaks against it: its library's version, a shape, `enable_cudnn_sdp`."""
         if q.shape[2] < self.ROWS or torch.cuda.get_device_capability(q.device) < self.OLDEST:
             return False
+        if not hasattr(torch.backends.cuda, "can_use_cudnn_attention"):  # PyTorch 2.3, with which the plugin runs too
+            return False
         parameters = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, causal, q.shape[1] != k.shape[1])
         return torch.backends.cuda.can_use_cudnn_attention(parameters)
 
