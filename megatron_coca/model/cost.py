@@ -350,7 +350,9 @@ LOSS_BYTES_PER_LOGIT = {"torch": 49.8, "triton": 6.83}
 """By loss kernel: scored in chunks by PyTorch's operations, or fused."""
 BLOCK_LAUNCHES = 35
 OTHER_LAUNCHES = {"torch": 194, "triton": 51}
-"""By loss kernel, outside of the blocks. Counted on the stand-in device (docs/pretend.md) for 350M parameters, micro-batch 16 x 512."""
+"""By loss kernel, outside of the blocks. All of these are counted on the stand-in device (docs/pretend.md) for 350M
+parameters and micro-batches of 16 x 512 tokens.
+"""
 
 
 def pass_counts(config: Config, micro: int, tensor: int = 1, sequence: int = 1) -> PassCounts:

@@ -15,7 +15,7 @@ from tools.gpu_report import PARTS, SENSES, main, read_speed, read_step, read_te
 RESULTS = {
     "tests": "-c 'print(\"7 passed, 2 skipped in 1.00s\")'",
     "step": "-c 'import sys, pathlib; pathlib.Path(sys.argv[1]).write_text(sys.argv[2])' FILE '"
-    + json.dumps({"method": "coca", "tokens_per_second": 9.0, "ratio": 0.9, "ratio_to": "transformers", "mfu": 0.41})
+    + json.dumps({"method": "coca", "tokens_per_second": 9.0, "ratio": 0.9, "ratio_to": "transformers", "mfu": 0.51})
     + "'",
     "neox": "-c 'raise SystemExit(\"no memory left\")'",
     "attention": "-c 'print(\"no file\")'",
@@ -38,7 +38,7 @@ def test_parts_are_resumed_and_a_failed_one_stops_no_other(tmp_path: Path, monke
     assert records["neox"]["reason"] == "exit status 1" and records["neox"]["output"] == ["no memory left"]
     assert records["attention"]["reason"].startswith("its result cannot be read: FileNotFoundError")
     page = (tmp_path / "gpu_report.md").read_text()
-    assert "| coca, MFU % | about | 40.45 | 41 | yes |" in page and "neox | failed: exit status 1" in page
+    assert "| coca, MFU % | about | 50.33 | 51 | yes |" in page and "neox | failed: exit status 1" in page
     assert "| failed | exactly | 0 | 0 | yes | all tests pass |" in page and "no memory left" in page
     assert "| coca, ratio to transformers |  | - | 0.9 | - |  |" in page, "what was not expected is shown too"
 
