@@ -6,7 +6,8 @@ BIN := .venv/bin
 
 # One thread per test process; three processes on two cores, because many tests wait. Tests that time code or measure
 # memory (marked serial) run alone afterwards. Processes that they start read compiled modules, also where the
-# environment turns these off. Files run in their order: by default those with few tests, which are long, come last.
+# environment turns these off. Files run in their order, the longest first (tests/conftest.py): by default those with few
+# tests, which are long, come last.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 PYTHONHASHSEED=0 $(BIN)/python -m pytest
 WORKERS ?= 3
 

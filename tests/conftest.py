@@ -30,6 +30,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kills", type=int, default=25, help="how often the slow tests of random kills kill a run")
 
 
+LONGEST = (
+    "test_ablation_tiny.py",
+    "test_backend_flex.py",
+    "test_interruptions.py",
+    "test_resume.py",
+    "test_kernel_budgets.py",
+)
+"""Files that take minutes with their slow tests: they begin first, so that none runs alone at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(LONGEST)))
+
+
 VOCABULARY = "the sea was calm and a small boat lay near its shore until morning came over hills"
 
 SMALL: dict[str, Any] = {
