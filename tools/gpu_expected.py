@@ -32,91 +32,73 @@ def main() -> None:
 
 def expectations() -> dict[str, list[dict[str, Any]]]:
     """Return for every part of the report its rows: figure, sense, value by kind of GPU, and where it is from."""
-    from megatron_coca.config import Config, load_config
-    from megatron_coca.model.cost import peak_flops
-    from megatron_coca.training.step_time import DEVICES, step_time
-
-    def config(*keys: str) -> Config:
-        files = [ROOT / "configs/350M/roformer_coca.yml", ROOT / "configs/cluster/gpu1.yml"]
-        return load_config(files, ["train_batch_size=null", "gradient_accumulation_steps=1", *keys])
-
-    def row(figure: str, sense: str, source: str, value: Callable[[str], float]) -> dict[str, Any]:
-        return {"figure": figure, "sense": sense, "values": by_gpu(value), "from": source}
-
-    def by_gpu(value: Callable[[str], float]) -> dict[str, float]:
-        return {gpu: float(f"{value(gpu):.4g}") for gpu in DEVICES}
-
-    def mfu(method: str, gpu: str) -> float:
-        return 100 * step_time(config(f"pos_emb={method}"), 1, gpu).mfu
-
-    def layer(method: str, length: int, gpu: str) -> float:
-        return 1e3 * layer_seconds(config(f"pos_emb={method}"), gpu, 8, length)
-
-    def token(method: str, gpu: str) -> float:
-        return 1e3 * token_seconds(config(f"pos_emb={method}"), gpu)
-
-    shape = ("seq_length=2048", "max_position_embeddings=2048", "rotary_pct=0.25", "gpt_j_residual=true")
-    neox = config("pos_emb=rotary", *shape)
-
-    def neox_speed(gpu: str) -> float:
-        return 16 * 2048 / step_time(neox, 1, gpu).total
-
-    lengths = {"attention": (512, 2048, 8192), "decode": (512, 4096)}
-    assert all(peak_flops(device.name) for device in DEVICES.values())
+    methods = {name: configured(f"pos_emb={name}") for name in METHODS}
+    neox = configured("pos_emb=rotary", *PYTHIA_SHAPE)
+    transformers = row("rotary, ratio to transformers", "at most", "0.88 on two CPU cores (docs/speed.md)", 1.0)
     return {
-        "tests": [{"figure": "failed", "sense": "exactly", "values": {"any": 0.0}, "from": "all tests pass"}],
+        "tests": [row("failed", "exactly", "all tests pass", 0.0)],
         "step": [
-            *(row(f"{name}, MFU %", "about", PREDICTED, partial(mfu, name)) for name in METHODS),
-            {
-                "figure": "rotary, ratio to transformers",
-                "sense": "at most",
-                "values": {"any": 1.0},
-                "from": "0.88 on two CPU cores (docs/speed.md)",
-            },
+            *(row(f"{name}, MFU %", "about", PREDICTED, partial(mfu, model)) for name, model in methods.items()),
+            transformers,
         ],
         "neox": [
-            row("rotary, tokens/s", "about", PREDICTED, neox_speed),
-            {"figure": "rotary, tokens/s", "sense": "at least", "values": {"any": 32_800.0}, "from": PYTHIA},
+            row("rotary, tokens/s", "about", PREDICTED, partial(tokens_per_second, neox)),
+            row("rotary, tokens/s", "at least", PYTHIA, 32_800.0),
         ],
         "attention": [
-            row(
-                f"{name}, {length}, ms",
-                "about",
-                LAYER,
-                partial(layer, name, length),
-            )
-            for length in lengths["attention"]
-            for name in METHODS
+            row(f"{name}, {length}, ms", "about", LAYER, partial(layer_milliseconds, model, 8, length))
+            for length in (512, 2048, 8192)
+            for name, model in methods.items()
         ],
         "decode": [
-            row(
-                f"{name}, {length}, ms",
-                "at most",
-                DECODED,
-                partial(token, name),
-            )
-            for length in lengths["decode"]
-            for name in METHODS
+            row(f"{name}, {length}, ms", "at most", DECODED, partial(token_milliseconds, model))
+            for length in (512, 4096)
+            for name, model in methods.items()
         ],
-        "tuner": [
-            {"figure": "rows", "sense": "exactly", "values": {"any": 2.0}, "from": "compare with kernels/plan.py"}
-        ],
+        "tuner": [row("rows", "exactly", "compare with kernels/plan.py", 2.0)],
         "memory": [
-            {
-                "figure": f"{name}, 32768, GB",
-                "sense": "about",
-                "values": {"any": float(f"{held_bytes(config(f'pos_emb={name}', *LONG)) / 1e9:.4g}")},
-                "from": HELD,
-            }
+            row(f"{name}, 32768, GB", "about", HELD, held_bytes(configured(f"pos_emb={name}", *LONG)) / 1e9)
             for name in ("rotary", "coca")
         ],
     }
 
 
+def row(figure: str, sense: str, source: str, value: float | Callable[[str], float]) -> dict[str, Any]:
+    """Return a row with one value for any GPU, or with that of every kind."""
+    from megatron_coca.training.step_time import DEVICES
+
+    values = {gpu: value(gpu) for gpu in DEVICES} if callable(value) else {"any": value}
+    rounded = {gpu: float(f"{number:.4g}") for gpu, number in values.items()}
+    return {"figure": figure, "sense": sense, "values": rounded, "from": source}
+
+
+def configured(*keys: str) -> Any:
+    """Return the configuration of the 350M models on one GPU, one micro-batch a step, with changes."""
+    from megatron_coca.config import load_config
+
+    files = [ROOT / "configs/350M/roformer_coca.yml", ROOT / "configs/cluster/gpu1.yml"]
+    return load_config(files, ["train_batch_size=null", "gradient_accumulation_steps=1", *keys])
+
+
+def mfu(config: Any, gpu: str) -> float:
+    """Return the predicted MFU in percent."""
+    from megatron_coca.training.step_time import step_time
+
+    return 100 * step_time(config, 1, gpu).mfu
+
+
+def tokens_per_second(config: Any, gpu: str) -> float:
+    """Return the predicted speed."""
+    from megatron_coca.training.step_time import step_time
+
+    return config.batch.resolve(1).total * config.model.seq_length / step_time(config, 1, gpu).total
+
+
+PYTHIA_SHAPE = ("seq_length=2048", "max_position_embeddings=2048", "rotary_pct=0.25", "gpt_j_residual=true")
 LONG = ("seq_length=32768", "max_position_embeddings=32768")
 
 
-def layer_seconds(config: Any, gpu: str, samples: int, length: int) -> float:
+def layer_milliseconds(config: Any, samples: int, length: int, gpu: str) -> float:
     """Forward and backward of one attention layer with its projections, on `samples` rows."""
     from megatron_coca.model.cost import BLOCK_LAUNCHES, pass_counts, peak_flops
     from megatron_coca.training.step_time import DEVICES, assumption
@@ -128,10 +110,10 @@ def layer_seconds(config: Any, gpu: str, samples: int, length: int) -> float:
     moved = counts.block_bytes - 47 * h * tokens * 2
     kernels = counts.block_launches - 2 / 3 * BLOCK_LAUNCHES
     computing = tokens * products / (peak_flops(device.name) or 1.0) + moved / device.memory / assumption("memory")
-    return float(max(computing, kernels * assumption("launch")))
+    return 1e3 * float(max(computing, kernels * assumption("launch")))
 
 
-def token_seconds(config: Any, gpu: str) -> float:
+def token_milliseconds(config: Any, gpu: str) -> float:
     """One decoded token of one row."""
     from megatron_coca.model.cost import parameter_count, pass_counts
     from megatron_coca.training.step_time import DEVICES, assumption
@@ -139,7 +121,7 @@ def token_seconds(config: Any, gpu: str) -> float:
     counts, blocks = pass_counts(config, 1), config.model.num_layers
     kernels = FORWARD * (counts.block_launches * blocks + counts.other_launches)
     read = 2 * parameter_count(config).total / DEVICES[gpu].memory / assumption("memory")
-    return float(max(read, kernels * assumption("launch")))
+    return 1e3 * float(max(read, kernels * assumption("launch")))
 
 
 def held_bytes(config: Any) -> float:

@@ -172,13 +172,18 @@ def generate_tokens(
             new = draw(sampling.filtered(logits), uniforms[:, step])
         if cache is None:
             tokens = torch.cat((tokens, new), dim=1)
-        host, whole = torch.cat((new, finite.to(new.dtype)), dim=1).to("cpu").unbind(1)
-        if not whole.all():
-            raise FloatingPointError(
-                f"the logits of a generated token are infinite or NaN: {logits.dtype} overflowed, or the weights are "
-                "not finite; use float32 or bfloat16"
-            )
-        yield host
+        yield _on_host(new, finite, logits.dtype)
+
+
+def _on_host(new: Tensor, finite: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tokens `new`, int64 [batch, 1], as [batch] on the host. Raises FloatingPointError unless all are `finite`."""
+    host, whole = torch.cat((new, finite.to(new.dtype)), dim=1).to("cpu").unbind(1)
+    if not whole.all():
+        raise FloatingPointError(
+            f"the logits of a generated token are infinite or NaN: {dtype} overflowed, or the weights are not finite; "
+            "use float32 or bfloat16"
+        )
+    return host
 
 
 @torch.inference_mode()
