@@ -213,6 +213,7 @@ def make_workspace(folder: Path) -> None:
         shutil.copy(ROOT / name, folder)
     for name in ("docs", "benchmarks", "data", "models", "results"):
         (folder / name).mkdir()
+    shutil.copy(ROOT / "benchmarks/gpu_expected.json", folder / "benchmarks")
     make_configs(folder)
     make_data(folder)
     pieces = "data/builtin/tokenizer.model"

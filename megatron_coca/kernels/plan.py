@@ -44,6 +44,7 @@ _WIDE = {
 _AMPERE_64 = Blocks(Launch(128, 64, 8, 3), Launch(32, 64, 4, 2), Launch(128, 32, 8, 2))
 _HOPPER_64 = Blocks(Launch(128, 64, 8, 3, 128), Launch(32, 64, 4, 2), Launch(128, 32, 8, 2))
 _TWO_64 = Blocks(Launch(128, 64, 8, 2), Launch(32, 64, 4, 2), Launch(128, 32, 8, 2))
+_TWO_BLACKWELL_64 = Blocks(Launch(128, 64, 8, 2), Launch(32, 64, 4, 2), Launch(64, 32, 8, 2))
 _BLACKWELL_64 = Blocks(Launch(128, 64, 8, 3), Launch(32, 64, 4, 2), Launch(128, 32, 8, 2))
 CONFIGS: dict[int, dict[tuple[int, int], Blocks]] = {
     80: {
@@ -62,9 +63,9 @@ CONFIGS: dict[int, dict[tuple[int, int], Blocks]] = {
     },
     100: {
         **{(1, row): _BLACKWELL_64 for row in (32, 64, 128)},
-        (1, 256): Blocks(Launch(128, 64, 8, 2), Launch(32, 64, 8, 2), Launch(128, 32, 8, 2)),
-        **{(2, row): _TWO_64 for row in (32, 64, 128)},
-        (2, 256): Blocks(Launch(64, 64, 8, 2), Launch(32, 64, 8, 2), Launch(128, 32, 8, 2)),
+        (1, 256): Blocks(Launch(128, 64, 8, 2), Launch(32, 32, 8, 2), Launch(128, 32, 8, 2)),
+        **{(2, row): _TWO_BLACKWELL_64 for row in (32, 64, 128)},
+        (2, 256): Blocks(Launch(64, 64, 8, 2), Launch(32, 32, 8, 2), Launch(128, 32, 8, 2)),
         **_WIDE,
     },
 }
