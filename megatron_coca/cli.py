@@ -5,7 +5,6 @@ command line answer at once.
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
-from difflib import get_close_matches
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -66,9 +65,10 @@ def command(arguments: Sequence[str]) -> str:
     for name, (_, text) in COMMANDS.items():
         commands.add_parser(name, help=text)
     if arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
-        near = get_close_matches(arguments[0], COMMANDS, n=1)
-        hint = f"did you mean `{near[0]}`?" if near else f"known are {', '.join(COMMANDS)}"
-        parser.error(f"{arguments[0]!r} is not a command; {hint}")
+        from megatron_coca.config.base import nearest
+
+        hint = nearest(arguments[0], COMMANDS) or f"; known are {', '.join(COMMANDS)}"
+        parser.error(f"{arguments[0]!r} is not a command{hint}")
     return str(parser.parse_args(arguments).command)
 
 

@@ -123,8 +123,7 @@ def generate_tokens(
     vocab_size: int | None = None,
     dynamic_length: DynamicLength = DYNAMIC_LENGTH,
 ) -> Iterator[Tensor]:
-    """Yield the next token of every row, int64 [batch] on the host, `max_new_tokens` times. Each is one copy from the
-    device, the only wait for it.
+    """Yield the next token of every row, int64 [batch] on the host, `max_new_tokens` times; each waits once.
 
     Prompts have one length and no padding, because not every position method is shift-invariant. Length-dependent ones
     take the length that `dynamic_length` selects. With "prompt" or "total" the tokens are the same with and without the

@@ -435,7 +435,7 @@ class PipelineEngine(Engine):
         batches, count = self._feed(micro_batches), len(micro_batches)
         self._engine.eval_batch(batches, reduce_output=None, bcast_loss=False, num_micro_batches=count)
         self._engine.module.train()
-        return float(self._shared_loss())
+        return float(self._mean_loss())
 
     def _feed(self, micro_batches: Sequence[Batch]) -> Iterator[tuple[Tensor, None]]:
         """Give the stage its micro-batches; returns what DeepSpeed's first stage takes for its input."""
@@ -448,9 +448,6 @@ class PipelineEngine(Engine):
         return iter([(batch.samples, None) for batch in inputs])
 
     def _mean_loss(self) -> Tensor:
-        return self._shared_loss()
-
-    def _shared_loss(self) -> Tensor:
         """The mean loss of the last micro-batches, on every rank."""
         losses: list[Tensor] = self._engine.fwd_outputs
         mean = torch.stack(losses).double().mean() if losses else torch.zeros((), dtype=torch.float64)
