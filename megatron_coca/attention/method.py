@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -231,6 +231,7 @@ class PositionEncoding(ShardedModule):
         dtype: torch.dtype,
         key_positions: Tensor | None = None,
         documents: PackedDocuments | None = None,
+        reached: int | None = None,
     ) -> PositionContext:
         """The context of tokens at `positions` ([length] or [batch, length], integer) for operands of `dtype`.
 
@@ -238,12 +239,14 @@ class PositionEncoding(ShardedModule):
             length: of the whole sequence; length-dependent extensions use it.
             key_positions: of all cached and new tokens, if `positions` are those of the new ones only.
             documents: boundaries of packed documents.
+            reached: the largest position + 1, cached tokens included; without it xPos waits for the device.
         """
         method, drawing = self.method, self.clex is not None and self.training
         rotary, positions = (
             self._drawn(positions) if drawing else (self._frequencies(length, positions.device), positions)
         )
-        keys = _token_positions(positions if key_positions is None or drawing else key_positions, documents)
+        own = positions if key_positions is None or drawing else key_positions
+        keys = _token_positions(own, documents, None if drawing else reached)
         queries = keys
         if key_positions is not None:
             first = keys.first if keys.first.shape[-1] == 1 else keys.first[..., -positions.shape[-1] :]
@@ -279,14 +282,17 @@ class PositionEncoding(ShardedModule):
         return rotary, drawn.to(positions.device)
 
 
-@lru_cache(maxsize=8)
+@cache
 def _on_device(rotary: Rotary, length: int, device: torch.device) -> Tensor:
-    """The frequencies, copied to the device once: the host would wait for a copy in every forward pass."""
+    """The frequencies, copied to the device once: the host would wait for a copy in every forward pass. They stay there
+    for CUDA graphs, which read them at the same address.
+    """
     return rotary.inverse_frequencies(length).to(device)
 
 
-def _token_positions(positions: Tensor, documents: PackedDocuments | None) -> TokenPositions:
+def _token_positions(positions: Tensor, documents: PackedDocuments | None, reached: int | None) -> TokenPositions:
     positions = positions.to(torch.float64)
     if documents is None:
-        return TokenPositions(positions, positions[..., :1])
-    return TokenPositions(positions, positions.expand(documents.starts.shape).gather(-1, documents.starts))
+        return TokenPositions(positions, positions[..., :1], reached)
+    first = positions.expand(documents.starts.shape).gather(-1, documents.starts)
+    return TokenPositions(positions, first, reached)
