@@ -1,4 +1,4 @@
-"""Steps of captured micro-batches through DeepSpeed: the bits of ordinary steps, with a capture that only runs again."""
+"""Steps of captured micro-batches through DeepSpeed: the bits of ordinary steps. The capture here only runs again."""
 
 import json
 import subprocess
@@ -50,10 +50,12 @@ def results(config):
 differing = []
 for case in json.loads(sys.argv[1]):
     keys = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16, "vocab_size": 64,
-            "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3, "gradient_clipping": 0.5, "optimizer.params.lr": 1e-3}
+            "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3, "gradient_clipping": 0.5,
+            "optimizer.params.lr": 1e-3}
     config = load_config([], keys | case)
-    (steps, pieces), (captured_steps, captured_pieces) = results(config), results(config.override({"cuda_graphs": True}))
-    same = steps == captured_steps and pieces.keys() == captured_pieces.keys()
+    steps, pieces = results(config)
+    captured, captured_pieces = results(config.override({"cuda_graphs": True}))
+    same = steps == captured and pieces.keys() == captured_pieces.keys()
     differing += [] if same and all(torch.equal(pieces[key], captured_pieces[key]) for key in pieces) else [case]
 print(json.dumps(differing), flush=True)
 dist.shut_down()

@@ -45,7 +45,7 @@ TRAINED = {
     "grouped queries": ("num_kv_heads=2",),
     "clex": ("pos_emb=rotary", "rope_scaling={rope_type: clex, max_factor: 4}"),
     "graphs": ("cuda_graphs=true",),
-    "graphs, uncompiled": ("cuda_graphs=true", "torch_compile=false", "attention_backend=sdpa", "pos_emb=xpos"),
+    "graphs, uncompiled": ("cuda_graphs=true", "torch_compile=false", "pos_emb=xpos"),
     "graphs, triton": ("cuda_graphs=true", "attention_backend=triton", "pos_emb=kerple_log"),
     "graphs, rerope": ("cuda_graphs=true", "relative_positions={type: rerope, window: 128}"),
     "graphs, merge": ("cuda_graphs=true", "attention_backend=merge", "relative_positions={type: rerope, window: 128}"),

@@ -320,8 +320,8 @@ class Engine:
         return tensors
 
     def _replayed(self, inputs: dict[str, Tensor], first: bool, last: bool) -> Tensor:
-        """The loss of a micro-batch, forward and backward being replayed as a CUDA graph. After the `last` one of a step
-        DeepSpeed reduces the gradients, as its own backward pass would.
+        """The loss of a micro-batch whose forward and backward pass are replayed. After the `last` one of a step
+        DeepSpeed reduces the gradients, as at the end of its own backward pass.
         """
         if self._captured is None:
             self._captured = CapturedMicroBatch(self._engine.module, inputs)

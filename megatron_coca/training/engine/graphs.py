@@ -22,9 +22,12 @@ class CapturedMicroBatch:
         """Capture `module` with `inputs`, which are on its device. Weights and random states stay as they are."""
         self._module, self._inputs = _Unhooked(module), {name: tensor.clone() for name, tensor in inputs.items()}
         self._weights = {name: weight for name, weight in self._module.named_parameters() if weight.requires_grad}
-        self._leaves = {name: nn.Parameter(weight.detach()) for name, weight in self._weights.items()}
-        for leaf in self._leaves.values():
-            leaf.grad = torch.zeros_like(leaf)
+        self._leaves: dict[str, Tensor] = {
+            name: nn.Parameter(weight.detach()) for name, weight in self._weights.items()
+        }
+        self._sums = {name: torch.zeros_like(leaf) for name, leaf in self._leaves.items()}
+        for name, leaf in self._leaves.items():
+            leaf.grad = self._sums[name]
         self._factor = torch.ones((), device=leaf.device)
         self._loss = torch.zeros_like(self._factor)
         self._replay = capture(self._run)
@@ -38,7 +41,7 @@ class CapturedMicroBatch:
         for name, leaf in self._leaves.items():
             if leaf.data_ptr() != self._weights[name].data_ptr():
                 raise RuntimeError(f"cuda_graphs: {name} has moved since the capture; set cuda_graphs=false")
-        torch._foreach_zero_([leaf.grad for leaf in self._leaves.values()])
+        torch._foreach_zero_(list(self._sums.values()))
         self._factor.fill_(factor)
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -57,9 +60,8 @@ class CapturedMicroBatch:
 
     def set_gradients(self) -> None:
         """Give every weight its summed gradient, as a view that may be given other memory."""
-        for name, leaf in self._leaves.items():
-            assert leaf.grad is not None
-            self._weights[name].grad = leaf.grad.detach()
+        for name, total in self._sums.items():
+            self._weights[name].grad = total.detach()
 
     def _run(self) -> None:
         loss = functional_call(self._module, self._leaves, kwargs=self._inputs)
