@@ -153,9 +153,10 @@ def segment_tables(
     query_scale: Tensor | float = rotary.multiplier**2 * (1.0 if factor is None else factor[..., None])
     key_scale: Tensor | float = 1.0
     if rotary.decay:
-        # Maps keep the order of positions. Without `reached` the host waits for the device.
-        last = keys.positions.max() if keys.reached is None else torch.tensor(keys.reached - 1, dtype=torch.float64)
-        centre = float(band.key_positions(last, torch.zeros_like(last))) / 2
+        # Read from the device the host would wait for it; maps keep the order of positions.
+        last = float(keys.positions.max()) if keys.reached is None else keys.reached - 1
+        furthest = torch.tensor(last, dtype=torch.float64)
+        centre = band.key_positions(furthest, torch.zeros_like(furthest)).tolist() / 2
         check_range(centre, dtype)
         query_scale = query_scale * growth(at_query, rotary.dim, centre)
         key_scale = 1.0 / growth(at_key, rotary.dim, centre)
