@@ -91,6 +91,19 @@ SCENARIOS: dict[str, Scenario] = {
     "overlap: 8 ranks": Scenario("overlap", MODEL),
     "overlap: 8 ranks, graphs": Scenario("overlap", (*MODEL, "cuda_graphs=true")),
     **{f"train: {name}": Scenario("train", (*SHORT, *keys)) for name, keys in TRAINED.items()},
+    "graphs beside evaluation": Scenario(
+        "kept",
+        (
+            *SHORT,
+            *(
+                "cuda_graphs=true",
+                "torch_compile=false",
+                "pos_emb=rotary",
+                "rope_scaling={rope_type: dynamic, factor: 2}",
+            ),
+            *("eval_interval=1", "eval_windows=[64, 128]", "sample_prompts=[a]"),
+        ),
+    ),
     **{
         f"compile: {name}": Scenario("compiled", (*SMALL, "vocab_size=512", "torch_compile=true", *keys))
         for name, keys in POSITIONS.items()
