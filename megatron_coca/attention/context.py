@@ -155,8 +155,8 @@ def segment_tables(
     if rotary.decay:
         # Read from the device the host would wait for it; maps keep the order of positions.
         last = float(keys.positions.max()) if keys.reached is None else keys.reached - 1
-        furthest = torch.tensor(last, dtype=torch.float64)
-        centre = band.key_positions(furthest, torch.zeros_like(furthest)).tolist() / 2
+        furthest = torch.tensor([last], dtype=torch.float64)
+        centre = band.key_positions(furthest, torch.zeros_like(furthest)).tolist()[0] / 2
         check_range(centre, dtype)
         query_scale = query_scale * growth(at_query, rotary.dim, centre)
         key_scale = 1.0 / growth(at_key, rotary.dim, centre)
