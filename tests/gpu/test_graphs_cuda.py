@@ -26,6 +26,7 @@ KEYS = {
     "train_micro_batch_size_per_gpu": 4,
     "gradient_accumulation_steps": 3,
     "gradient_clipping": 1.0,
+    "optimizer.params.lr": 1e-3,
     "precision": "bfloat16",
 }
 CASES: dict[str, dict[str, Any]] = {
