@@ -15,7 +15,7 @@ from megatron_coca.data.order import Blend
 from megatron_coca.data.preparation.manifest import MANIFEST, read_manifest
 from megatron_coca.data.shards import HEADER, SUFFIXES, Shard, check_index, read_header, shard_paths
 from megatron_coca.data.tokenizers import load_saved_tokenizer
-from megatron_coca.data.tokenizers.kinds import DESCRIPTION, FileTokenizer, Tokenizer, agree
+from megatron_coca.data.tokenizers.kinds import DESCRIPTION, Tokenizer, agree
 
 BLOCK_DOCUMENTS = 1 << 18
 BLOCK_TOKENS = 1 << 20
@@ -337,12 +337,9 @@ def measure_coverage(entries: Sequence[ShardEntry], tokenizer: Tokenizer, show: 
     the share of byte tokens other than line feeds; ``most_frequent`` lists (id, piece, occurrences).
     Raises ``DataError`` for a damaged shard and for ids that the tokenizer does not have.
     """
-    fallback: list[int] = []
-    unknown: list[int] = []
-    if isinstance(tokenizer, FileTokenizer):
-        # SentencePiece models usually spell a line feed as its byte; it is not missing from the vocabulary.
-        fallback = sorted(i for i in tokenizer.fallback_ids if tokenizer.piece(i) != "<0x0A>")
-        unknown = [] if tokenizer.unknown_id is None else [tokenizer.unknown_id]
+    # SentencePiece models usually spell a line feed as its byte; it is not missing from the vocabulary.
+    fallback = sorted(i for i in tokenizer.fallback_ids if tokenizer.piece(i) != "<0x0A>")
+    unknown = [] if tokenizer.unknown_id is None else [tokenizer.unknown_id]
     result = []
     for source in dict.fromkeys(entry.source for entry in entries):
         counts = np.zeros(tokenizer.vocab_size, dtype=np.int64)

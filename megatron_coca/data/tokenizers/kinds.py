@@ -1,4 +1,4 @@
-"""The tokenizer interface, and the types for bytes and for Hugging Face files.
+"""The base class of tokenizers, and the types for bytes and for Hugging Face files.
 
 Every tokenizer keeps the bytes of its files, so that a checkpoint can include it. The characters of the end-of-document
 symbol inside a text never encode to that symbol: only the preparation of a corpus writes it. A tokenizer uses one
@@ -11,7 +11,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from megatron_coca.data.errors import DataError
 
@@ -30,32 +30,7 @@ def fingerprint_of(tokenizer_type: str, files: Files, eod: str | None = None) ->
     return hashlib.sha256(content + (b"\0" + eod.encode() if eod else b"")).hexdigest()
 
 
-@runtime_checkable
-class Tokenizer(Protocol):
-    """The interface of all tokenizers. ``eod`` is the id that ends each document of a prepared corpus."""
-
-    tokenizer_type: str
-    vocab_size: int
-    eod: int
-    fingerprint: str
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of ``text``, without start or end symbols. ``DataError`` for a lone surrogate in it."""
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """``encode`` of each text."""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids; ``eod`` is left out. ``DataError`` for an id outside the vocabulary."""
-
-    def piece(self, token: int) -> str:
-        """The vocabulary's spelling of a token, for display."""
-
-    def save(self, folder: Path) -> None:
-        """Write the tokenizer's files and a description that ``load_saved_tokenizer`` reads."""
-
-
-class FileTokenizer(ABC):
+class Tokenizer(ABC):
     """Base class of the tokenizers.
 
     Args:
@@ -63,6 +38,9 @@ class FileTokenizer(ABC):
         eod: the symbol that ends documents, instead of the first of ``EOD_SYMBOLS`` in the vocabulary.
 
     Attributes:
+        vocab_size: largest id plus one.
+        eod: the id that ends each document of a prepared corpus.
+        fingerprint: as ``fingerprint_of``.
         fallback_ids: tokens for single bytes of characters outside the vocabulary.
         unknown_id: the token for text that cannot be encoded, or None.
     """
@@ -92,9 +70,11 @@ class FileTokenizer(ABC):
     def _decode(self, ids: list[int]) -> str: ...
 
     @abstractmethod
-    def piece(self, token: int) -> str: ...
+    def piece(self, token: int) -> str:
+        """The vocabulary's spelling of a token, for display."""
 
     def encode(self, text: str) -> list[int]:
+        """Token ids of ``text``, without start or end symbols. ``DataError`` for a lone surrogate in it."""
         try:
             return self._encode(text)
         except Exception as error:  # each library has its own error for text that UTF-8 cannot represent
@@ -106,10 +86,8 @@ class FileTokenizer(ABC):
                 "is not a character: it was decoded incorrectly. Correct the text, or leave it out."
             ) from error
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
-
     def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids; ``eod`` is left out. ``DataError`` for an id outside the vocabulary."""
         listed = [int(i) for i in ids]
         for i in (min(listed), max(listed)) if listed else ():
             if not 0 <= i < self.vocab_size:
@@ -117,6 +95,7 @@ class FileTokenizer(ABC):
         return self._decode([i for i in listed if i != self.eod])
 
     def save(self, folder: Path) -> None:
+        """Write the tokenizer's files and a description that ``load_saved_tokenizer`` reads."""
         folder.mkdir(parents=True, exist_ok=True)
         for name, data in self._files.values():
             (folder / name).write_bytes(data)
@@ -136,7 +115,7 @@ class FileTokenizer(ABC):
         return eod
 
 
-class CharLevelTokenizer(FileTokenizer):
+class CharLevelTokenizer(Tokenizer):
     """UTF-8 bytes, as in GPT-NeoX: 512 ids, 0 ends a document, 1 is padding. A NUL in a text is 256 instead of 0."""
 
     tokenizer_type = "CharLevelTokenizer"
@@ -201,7 +180,7 @@ def agree(one: Tokenizer, other: Tokenizer) -> bool:
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
-class HFTokenizer(FileTokenizer):
+class HFTokenizer(Tokenizer):
     """A Hugging Face ``tokenizer.json``.
 
     Truncation, padding and dropout set in the file are disabled. ``decode`` reproduces the text exactly for byte-level
