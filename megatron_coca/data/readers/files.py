@@ -13,7 +13,6 @@ from megatron_coca.data.readers.compression import COMPRESSIONS, WINDOW, decompr
 from megatron_coca.data.readers.fields import Fields
 from megatron_coca.data.readers.folders import (
     ARCHIVE,
-    ENDINGS,
     FORMATS,
     TEXT_SUFFIXES,
     FileKind,
@@ -24,7 +23,7 @@ from megatron_coca.data.readers.folders import (
     unread_reason,
 )
 from megatron_coca.data.readers.source import Chunk, Document, ReadingProblems, ReadUnit, SourceSpec, check_keys
-from megatron_coca.data.readers.streams import BLOCK, TEXT_FORMATS, StreamFormat, TooLong, cut_of, pieces, raw_blocks
+from megatron_coca.data.readers.streams import BLOCK, TEXT_FORMATS, StreamFormat, TooLong, pieces, raw_blocks
 from megatron_coca.data.readers.tables import TABLE_FORMATS, packed, table_rows
 from megatron_coca.data.readers.wikipedia import settled
 
@@ -186,7 +185,7 @@ class FileReader:
 
     def _records(self, place: str, form: str, blocks: Iterator[bytes]) -> Iterator[TypedChunk]:
         form, blocks = settled(form, blocks)
-        cut = cut_of(self._formats[form])
+        cut, _, ending = self._formats[form]
         number, last = 1 if cut.ends else 0, b""
         try:
             for records in pieces(place, blocks, cut, self._block, self.spec.max_record):
@@ -198,7 +197,6 @@ class FileReader:
                 number += counted if cut.ends else 0
         except MemoryError as error:
             raise OutOfMemory(f"{place}:{number}" if number else place) from error
-        ending = ENDINGS.get(form, b"")
         if ending and not last.rstrip().endswith(ending):
             raise DataError(
                 f"{place}: cannot be read to its end (there is no {ending.decode()}). Is the file complete?"
