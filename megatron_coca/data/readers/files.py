@@ -3,7 +3,7 @@
 import os
 import stat
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -54,7 +54,7 @@ class FileReader:
         check_keys(spec, "files")
         if spec.documents not in TEXT_FORMATS:
             raise DataError(f"{spec.name}: documents must be one of {', '.join(TEXT_FORMATS)}, not {spec.documents!r}.")
-        self.spec, self._block, self._fields = spec, block, Fields(spec)
+        self.spec, self._block, self.fields = spec, block, Fields(spec)
         text_format = TEXT_FORMATS[spec.documents]
         self._formats: dict[str, StreamFormat] = {**FORMATS, **dict.fromkeys(TEXT_SUFFIXES, text_format)}
 
@@ -93,17 +93,13 @@ class FileReader:
             else:
                 rows = table_rows if form in TABLE_FORMATS else self._formats[form].rows
                 try:
-                    yield from self._fields.documents(rows(records, problems), problems)
+                    yield from self.fields.documents(rows(records, problems), problems)
                 except MemoryError as error:
                     raise OutOfMemory(place_of(records)) from error
 
     def unread(self) -> Counter[str]:
         """Count the skipped files in the folders of the source by reason."""
         return unread_files([Path(path) for path in self.spec.paths])
-
-    def columns(self, names: Sequence[str], place: str) -> list[str]:
-        """The needed ones of a table's columns. ``DataError`` if none holds the text."""
-        return self._fields.columns(names, place)
 
     def typed_chunk(self, form: str, path: str, number: int, records: bytes | str | TooLong) -> TypedChunk:
         """Records of a file, of which the first is ``number`` (0: the file is one record), or one that is too long."""
@@ -116,7 +112,7 @@ class FileReader:
     def _table_payloads(self, path: Path, form: str) -> Iterator[tuple[tuple[TypedChunk, ...], int]]:
         """(payload, bytes of the file read so far)."""
         number, size = 1, file_unit(path).size
-        choose = partial(self.columns, place=str(path))
+        choose = partial(self.fields.columns, place=str(path))
         try:
             for batch, position in TABLE_FORMATS[form](path, choose, self._block):
                 for rows, data in packed(batch, 2 * self._block, self.spec.max_record):

@@ -112,7 +112,7 @@ class HuggingFaceReader:
             source = {"path": str(path)} if path.is_dir() else {"path": str(path.parent), "data_files": path.name}
         stream = datasets.load_dataset(**source, name=self.spec.options.get("name"), split=self._split, streaming=True)
         names = stream.column_names
-        return stream.select_columns(self._files.columns(names, unit.path)) if names else stream
+        return stream.select_columns(self._files.fields.columns(names, unit.path)) if names else stream
 
 
 @contextlib.contextmanager

@@ -17,8 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron_coca.data.errors import DataError, OutOfMemory
-from megatron_coca.data.readers.fields import Facts, admit, admit_facts, size_reason
-from megatron_coca.data.readers.languages import LANGUAGES, language_of_path, language_of_script
+from megatron_coca.data.readers.fields import (
+    LANGUAGES,
+    Facts,
+    admit,
+    admit_facts,
+    language_of_path,
+    language_of_script,
+    size_reason,
+)
 from megatron_coca.data.readers.source import (
     Chunk,
     Document,
