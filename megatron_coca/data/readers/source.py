@@ -5,7 +5,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self
+from typing import Annotated, Any, ClassVar, Literal, Protocol, Self
+
+from pydantic import ConfigDict, Field
 
 from megatron_coca.data.errors import DataError
 
@@ -104,6 +106,8 @@ Row = Mapping[str, Any]
 class Filters:
     """Filters of records. A record that lacks a field needed by a filter is left out and counted.
 
+    Recipes are checked against it (preparation/recipe.py).
+
     Attributes:
         min_stars: minimum stars of the repository.
         licences: keep only these (SPDX names, case-insensitive); empty keeps all.
@@ -112,11 +116,13 @@ class Filters:
         generated, minified: True keeps generated and minified files.
     """
 
-    min_stars: int = 0
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
+
+    min_stars: Annotated[int, Field(ge=0)] = 0
     licences: tuple[str, ...] = ()
     languages: tuple[str, ...] = ()
-    min_bytes: int = 0
-    max_bytes: int | None = None
+    min_bytes: Annotated[int, Field(ge=0)] = 0
+    max_bytes: Annotated[int, Field(gt=0)] | None = None
     generated: bool = True
     minified: bool = True
 
