@@ -1,4 +1,4 @@
-"""The files of checkpoints: JSON, listing, and checksums, which are compared in several threads.
+"""The files of checkpoints: errors about them, JSON, listing, and checksums, which are compared in several threads.
 
 The checksum is sha256 (1.8 GB/s on one core with SHA instructions; hashlib releases the GIL). That of the weights file
 also identifies a checkpoint in evaluation results.
@@ -14,10 +14,38 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from megatron_coca.checkpoints.errors import CheckpointError, UnreadableError
-
 BLOCK = 1 << 20
 """Bytes per read."""
+
+
+class CheckpointError(Exception):
+    """A checkpoint is missing, damaged, in an unknown format or of another architecture; the message names the file
+    and the remedy.
+    """
+
+
+class UnreadableError(CheckpointError):
+    """A file cannot be read (I/O error, permission). The checkpoint may be valid; never move or delete it."""
+
+    @classmethod
+    def of(cls, path: Path, error: OSError) -> "UnreadableError":
+        """The error for `path`, with the reason that the file system gave."""
+        reason = error.strerror or str(error)
+        return cls(f"{path}: cannot be read ({reason}); check the disk and the permissions. It is left unchanged")
+
+
+_LFS_HEADER = b"version https://git-lfs"
+"""First bytes of a git-lfs pointer (git-lfs, docs/spec.md)."""
+
+
+def pointer(path: Path) -> str | None:
+    """The problem with a file that is a git-lfs pointer instead of its content, None if it is not one."""
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        if file.read(len(_LFS_HEADER)) != _LFS_HEADER:
+            return None
+    return "is a git-lfs pointer without its content; run `git lfs pull` in the folder"
 
 
 def describe(path: Path) -> dict[str, Any]:

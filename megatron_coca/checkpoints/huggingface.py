@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 
 from megatron_coca.checkpoints import weight_map
-from megatron_coca.checkpoints.errors import CheckpointError
+from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.checkpoints.native import read_json
 from megatron_coca.checkpoints.pickles import names_in_pickle, open_pickles
 from megatron_coca.checkpoints.weights import Weights, joined, names_in, open_safetensors

@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron_coca.atomic_write import atomic_dir, refuse_existing
 from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.compare import changes_of
-from megatron_coca.checkpoints.errors import CheckpointError
+from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.checkpoints.huggingface import CONFIG, behaviour_note, is_huggingface_folder
 from megatron_coca.checkpoints.load import Overrides, load_weights, open_checkpoint
 from megatron_coca.checkpoints.weights import DTYPES, Weights, write_safetensors

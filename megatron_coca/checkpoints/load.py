@@ -12,7 +12,7 @@ import torch.nn as nn
 
 from megatron_coca.checkpoints import native, neox
 from megatron_coca.checkpoints.compare import refuse_other_model
-from megatron_coca.checkpoints.errors import CheckpointError
+from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.checkpoints.huggingface import CONFIG, is_huggingface_folder, may_be_coca, open_weights, read_config
 from megatron_coca.checkpoints.object_store import fetch, is_url
 from megatron_coca.checkpoints.tokenizer import Found, find_tokenizer, largest_named_id

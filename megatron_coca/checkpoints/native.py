@@ -31,8 +31,15 @@ from typing import Any
 
 from megatron_coca import atomic_write
 from megatron_coca.atomic_write import flush, remove, write_file
-from megatron_coca.checkpoints.errors import CheckpointError, UnreadableError
-from megatron_coca.checkpoints.files import Comparison, describe, files, read_json, write_json
+from megatron_coca.checkpoints.files import (
+    CheckpointError,
+    Comparison,
+    UnreadableError,
+    describe,
+    files,
+    read_json,
+    write_json,
+)
 from megatron_coca.console import Progress
 
 logger = logging.getLogger(__name__)

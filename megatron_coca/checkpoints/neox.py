@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_coca.checkpoints import native
-from megatron_coca.checkpoints.errors import CheckpointError
+from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.checkpoints.neox_layout import (
     CONFIGS,
     EMBEDDING,

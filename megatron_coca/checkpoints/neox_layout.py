@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_coca.attention.positions.bias import alibi_slopes
-from megatron_coca.checkpoints.errors import CheckpointError
+from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.checkpoints.state import layer_shards
 from megatron_coca.config import KEYS, Config, ConfigError, ModelConfig, load_config
 from megatron_coca.config.model import GATED_ACTIVATIONS, ROTATED_METHODS

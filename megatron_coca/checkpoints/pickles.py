@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_coca.checkpoints.errors import CheckpointError, pointer
+from megatron_coca.checkpoints.files import CheckpointError, pointer
 from megatron_coca.checkpoints.weights import DTYPES, WeightEntry, Weights
 
 ZIP_MAGIC = b"PK\x03\x04"

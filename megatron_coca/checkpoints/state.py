@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_coca.checkpoints.errors import CheckpointError, UnreadableError
+from megatron_coca.checkpoints.files import CheckpointError, UnreadableError
 from megatron_coca.checkpoints.weights import WeightEntry, Weights
 from megatron_coca.config.model import GATED_ACTIVATIONS, ModelConfig
 

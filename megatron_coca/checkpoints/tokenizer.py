@@ -16,8 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_coca.checkpoints.errors import CheckpointError
-from megatron_coca.checkpoints.files import read_json
+from megatron_coca.checkpoints.files import CheckpointError, read_json
 from megatron_coca.config import Config
 from megatron_coca.data import DataError, Tokenizer, load_saved_tokenizer, load_tokenizer
 from megatron_coca.data.tokenizers import needs_files

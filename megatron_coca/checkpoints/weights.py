@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_coca.checkpoints.errors import CheckpointError, pointer
+from megatron_coca.checkpoints.files import CheckpointError, pointer
 from megatron_coca.checkpoints.weight_map import Heads, Row
 from megatron_coca.console import Progress
 

@@ -17,7 +17,6 @@ from megatron_coca.attention.positions.bias import alibi_slopes, bucket_starts
 from megatron_coca.attention.positions.clex import Clex
 from megatron_coca.checkpoints import native, weight_map
 from megatron_coca.checkpoints.compare import changes_of
-from megatron_coca.checkpoints.errors import CheckpointError
 from megatron_coca.checkpoints.exports.model_card import CARD, model_card
 from megatron_coca.checkpoints.exports.tokenizer import (
     TokenIds,
@@ -27,6 +26,7 @@ from megatron_coca.checkpoints.exports.tokenizer import (
     suppress_tokens,
     tokenizer_files,
 )
+from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.checkpoints.huggingface import (
     BY_MAXIMUM,
     CONFIG,

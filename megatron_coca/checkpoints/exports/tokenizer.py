@@ -6,7 +6,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from megatron_coca.checkpoints.errors import CheckpointError
+from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.checkpoints.huggingface import CONFIG, GENERATION
 from megatron_coca.checkpoints.native import read_json
 from megatron_coca.checkpoints.tokenizer import largest_named_id, read_tokenizer
