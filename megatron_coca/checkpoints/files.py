@@ -78,6 +78,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return parse_json(content, path)
 
 
+def read_json_if_present(path: Path) -> dict[str, Any]:
+    """As `read_json`; empty without such a file."""
+    return read_json(path) if path.is_file() else {}
+
+
 def parse_json(content: bytes, source: str | Path) -> dict[str, Any]:
     """The JSON mapping in `content`. Raises CheckpointError, naming `source`."""
     try:

@@ -1,4 +1,4 @@
-"""Read Hugging Face folders: config.json as our configuration keys, the weights, and tokenizer behaviour.
+"""Read Hugging Face folders: config.json as our configuration keys, and the weights.
 
 Each architecture is a row of FAMILIES. Those whose `model_type` begins with `coca_` are written by our export with a
 modelling file (exports/modeling_coca.py).
@@ -15,8 +15,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 
 from megatron_coca.checkpoints import weight_map
-from megatron_coca.checkpoints.files import CheckpointError
-from megatron_coca.checkpoints.native import read_json
+from megatron_coca.checkpoints.files import CheckpointError, read_json, read_json_if_present
 from megatron_coca.checkpoints.pickles import names_in_pickle, open_pickles
 from megatron_coca.checkpoints.weights import Weights, joined, names_in, open_safetensors
 from megatron_coca.config import Config, ConfigError, load_config
@@ -97,9 +96,9 @@ def read_config(folder: Path) -> Config:
 
 
 def _common_keys(config: Json, folder: Path) -> dict[str, Any]:
-    rows, generation = config["vocab_size"], folder / GENERATION
+    rows = config["vocab_size"]
     # Padding of the vocabulary is the rows at its end that generation never chooses, as our export writes it.
-    listed = read_json(generation).get("suppress_tokens") if generation.is_file() else None
+    listed = read_json_if_present(folder / GENERATION).get("suppress_tokens")
     suppressed = {token for token in listed if isinstance(token, int)} if isinstance(listed, list) else set()
     first = min(suppressed, default=rows)
     padded = 0 < first < rows and suppressed == set(range(first, rows))
@@ -217,7 +216,7 @@ def open_weights(folder: Path, num_layers: int, num_heads: int, tied: bool) -> W
 
 # Rotary settings ------------------------------------------------------------------------------------------------------
 
-KNOWN = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+STOCK_ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 """Values of rope_type that transformers and we have under one name."""
 MEASURED = frozenset({"yarn", "longrope", "llama3"})
 """Types for which transformers reads ORIGINAL; it measures the others by max_position_embeddings."""
@@ -246,8 +245,8 @@ def rope_keys(config: Json, source: Path, base_name: str) -> dict[str, Any]:
     base = {"rotary_emb_base": float(section.get("rope_theta") or config.get(base_name) or 10000)}
     kind = section.get("rope_type") or section.get("type") or "default"
     options = {name: value for name, value in section.items() if name not in NO_OPTIONS and value is not None}
-    if kind not in KNOWN:
-        raise CheckpointError(f"{source}: rope_type {kind!r} is not supported; known: {', '.join(KNOWN)}")
+    if kind not in STOCK_ROPE_TYPES:
+        raise CheckpointError(f"{source}: rope_type {kind!r} is not supported; known: {', '.join(STOCK_ROPE_TYPES)}")
     unread = sorted(options.keys() - set(SCALING_OPTIONS[kind]))
     if unread:
         raise CheckpointError(
@@ -454,57 +453,3 @@ def find_family(config: Json, source: Path) -> Family:
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise CheckpointError(f"{source}: model_type {kind!r} is not supported; known: {', '.join(sorted(FAMILIES))}")
     return FAMILIES[kind]
-
-
-# Behaviour of tokenizer and generation --------------------------------------------------------------------------------
-
-ADDING_PROCESSORS = frozenset({"BertProcessing", "RobertaProcessing"})
-"""Post-processors of a tokenizer.json that always add special tokens; TemplateProcessing does where it names some."""
-
-KEPT_DEFAULTS = frozenset(
-    {"do_sample", "bos_token_id", "eos_token_id", "pad_token_id", "suppress_tokens", "transformers_version"}
-)
-"""Keys of generation_config.json that an export itself writes; a name that begins with `_` is not a setting."""
-
-
-def behaviour_note(folder: Path, end: int | None) -> str | None:
-    """Describe what a Hugging Face folder's tokenizer and generation files do besides giving ids; None for nothing.
-
-    `end` is the token that ends texts after an import, None where no tokenizer is taken.
-
-    Raises:
-        CheckpointError: one of its files is no JSON mapping.
-    """
-    paths = (folder / f"{name}.json" for name in ("tokenizer", "tokenizer_config", "generation_config"))
-    vocabulary, settings, generation = (read_json(path) if path.is_file() else {} for path in paths)
-    special = {token.get("id") for token in vocabulary.get("added_tokens") or [] if token.get("special")}
-    declared = settings.get("added_tokens_decoder") or {}
-    special |= {int(number) for number, token in declared.items() if token.get("special")}
-    eos = generation.get("eos_token_id")
-    sampling = generation.get("do_sample") or (isinstance(eos, list) and len(eos) > 1)
-    others = {name for name in generation if not name.startswith("_")} - KEPT_DEFAULTS
-    behaviours = {
-        "a chat template": (folder / "chat_template.jinja").is_file() or settings.get("chat_template"),
-        "special tokens that it adds around texts": _adds_tokens(folder, vocabulary, settings),
-        "special tokens within texts": special - {end} or settings.get("extra_special_tokens"),
-        "generation defaults": sampling or others,
-    }
-    listed = ", ".join(name for name, present in behaviours.items() if present)
-    return f"{folder}: also has {listed}; export with --tokenizer {folder} to keep them" if listed else None
-
-
-def _adds_tokens(folder: Path, vocabulary: Json, settings: Json) -> bool:
-    if settings.get("add_bos_token") or settings.get("add_eos_token"):
-        return True
-    if not vocabulary and (folder / "tokenizer.model").is_file():
-        # transformers' class for LLaMA begins every text with BOS unless this is disabled.
-        return str(settings.get("tokenizer_class")).startswith("Llama") and settings.get("add_bos_token") is None
-    return _processor_adds(vocabulary.get("post_processor") or {})
-
-
-def _processor_adds(processor: Json) -> bool:
-    return (
-        processor.get("type") in ADDING_PROCESSORS
-        or any("SpecialToken" in step for step in processor.get("single") or [])
-        or any(map(_processor_adds, processor.get("processors") or []))
-    )

@@ -41,6 +41,7 @@ from megatron_coca.checkpoints.huggingface import (
     POSITION_KEYS,
     REMOTE_TYPES,
     SINGLE,
+    STOCK_ROPE_TYPES,
     TRAINING_LENGTH,
     dense_rows,
     is_huggingface_folder,
@@ -61,7 +62,6 @@ SHARD_BYTES = 5_000_000_000
 
 # Architectures --------------------------------------------------------------------------------------------------------
 
-STOCK_SCALINGS = frozenset({"default", "linear", "dynamic", "yarn", "longrope", "llama3"})
 NEOX_ACTIVATIONS = {"gelu": "gelu", "relu": "relu", "silu": "silu", "swish": "silu"}
 """Ours to theirs; only those that are read back as well."""
 CLASS_PREFIXES = {"coca_gpt_neox": "CocaGPTNeoX", "coca_llama": "CocaLlama", "coca_dense": "CocaDense"}
@@ -79,7 +79,7 @@ def _stock_positions(config: Config) -> bool:
         position.pos_emb == "rotary"
         and position.relative_positions is None
         and position.logit_scaling == "none"
-        and _scaling(config) in STOCK_SCALINGS
+        and _scaling(config) in STOCK_ROPE_TYPES
         and (_scaling(config) != "yarn" or getattr(position.rope_scaling, "ramp", None) == "dimension")
     )
 

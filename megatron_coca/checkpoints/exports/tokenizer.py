@@ -6,9 +6,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from megatron_coca.checkpoints.files import CheckpointError
+from megatron_coca.checkpoints.files import CheckpointError, read_json_if_present
 from megatron_coca.checkpoints.huggingface import CONFIG, GENERATION
-from megatron_coca.checkpoints.native import read_json
 from megatron_coca.checkpoints.tokenizer import largest_named_id, read_tokenizer
 from megatron_coca.data import Tokenizer
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION, PROBES, first_difference
@@ -43,7 +42,7 @@ class TokenizerFiles(NamedTuple):
 def own_files(folder: Path) -> TokenizerFiles:
     """Return the files of a Hugging Face folder, for an export of this folder itself."""
     files = {name: (folder / name).read_bytes() for name in THEIRS if (folder / name).is_file()}
-    config = _json(folder / CONFIG)
+    config = read_json_if_present(folder / CONFIG)
     ids = TokenIds(*(config.get(f"{name}_token_id") for name in TokenIds._fields))
     note = None if any("token" in name for name in files) else f"{folder}: has no tokenizer, so the export has none"
     return TokenizerFiles(files, ids, note)
@@ -79,7 +78,7 @@ def original_files(folder: Path, tokenizer: Tokenizer | None, known: int) -> Tok
             f"{differing!r}; name the folder of the model that training started from"
         )
     end = tokenizer.eod
-    ends = {theirs.eod, *_ids(own.ids.eos), *_ids(_json(folder / GENERATION).get("eos_token_id"))}
+    ends = {theirs.eod, *_ids(own.ids.eos), *_ids(read_json_if_present(folder / GENERATION).get("eos_token_id"))}
     if end not in ends:
         raise CheckpointError(
             f"{folder}: its end-of-text tokens are {sorted(ends)}, but {end} ({tokenizer.piece(end)!r}) in the "
@@ -101,10 +100,6 @@ def suppress_tokens(data: bytes, unused: list[int]) -> bytes:
 def _ids(value: Any) -> list[int]:
     values = value if isinstance(value, list) else [value]
     return [token for token in values if isinstance(token, int)]
-
-
-def _json(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.is_file() else {}
 
 
 # tokenizer.json -------------------------------------------------------------------------------------------------------
