@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_coca.attention.positions.bias import alibi_slopes
 from megatron_coca.checkpoints.files import CheckpointError
-from megatron_coca.checkpoints.state import layer_shards
+from megatron_coca.checkpoints.state import TensorShard, layer_shards
 from megatron_coca.config import KEYS, Config, ConfigError, ModelConfig, load_config
 from megatron_coca.config.model import GATED_ACTIVATIONS, ROTATED_METHODS
 from megatron_coca.config.neox_keys import ALIASES, INERT, UNSUPPORTED
@@ -220,7 +220,7 @@ class NeoxSharding:
         divided = all(block % ranks == 0 for block in self.blocks)
         if not divided or len(part) <= self.dim or part[self.dim] * ranks != sum(self.blocks):
             return None
-        return (*part[: self.dim], part[self.dim] * ranks, *part[self.dim + 1 :])
+        return self._shard(0, ranks).full_shape(part)
 
     def merge(self, parts: Sequence[Tensor], name: str) -> Tensor:
         """Join the parts of all ranks; `name` is for messages.
@@ -230,9 +230,10 @@ class NeoxSharding:
         if len(parts) == 1 or (self.kind == "copy" and all(torch.equal(part, parts[0]) for part in parts[1:])):
             return parts[0]
         if self.kind == "cut":
-            sizes = [block // len(parts) for block in self.blocks]
-            split = [part.split(sizes, self.dim) for part in parts]
-            return torch.cat([blocks[index] for index in range(len(sizes)) for blocks in split], self.dim)
+            whole = parts[0].new_empty(self._shard(0, len(parts)).full_shape(parts[0].shape))
+            for rank, part in enumerate(parts):
+                self._shard(rank, len(parts)).place(part, whole)
+            return whole
         stacked = torch.stack([part.float() for part in parts])
         if self.kind == "sum":
             return stacked.sum(0).to(parts[0].dtype)
@@ -245,8 +246,10 @@ class NeoxSharding:
             return [whole] * ranks
         if self.kind == "sum":
             return [whole, *(torch.zeros_like(whole) for _ in range(ranks - 1))]
-        blocks = [block.chunk(ranks, self.dim) for block in whole.split(self.blocks, self.dim)]
-        return [torch.cat([block[rank] for block in blocks], self.dim) for rank in range(ranks)]
+        return [self._shard(rank, ranks).cut(whole) for rank in range(ranks)]
+
+    def _shard(self, rank: int, ranks: int) -> TensorShard:
+        return TensorShard(self.dim, rank, ranks, self.blocks)
 
 
 COPY = NeoxSharding()
