@@ -38,6 +38,7 @@ class Tokenizer(ABC):
         eod: the symbol that ends documents, instead of the first of ``EOD_SYMBOLS`` in the vocabulary.
 
     Attributes:
+        files: as given.
         vocab_size: largest id plus one.
         eod: the id that ends each document of a prepared corpus.
         fingerprint: as ``fingerprint_of``.
@@ -50,7 +51,7 @@ class Tokenizer(ABC):
     unknown_id: int | None = None
 
     def __init__(self, files: Files, eod: str | None = None) -> None:
-        self._files, self._eod_symbol = files, eod
+        self.files, self._eod_symbol = files, eod
         self.fingerprint = fingerprint_of(self.tokenizer_type, files, eod)
         self.vocab_size = self._open({argument: data for argument, (_, data) in files.items()})
         self.eod = self._find_eod(eod)
@@ -97,10 +98,10 @@ class Tokenizer(ABC):
     def save(self, folder: Path) -> None:
         """Write the tokenizer's files and a description that ``load_saved_tokenizer`` reads."""
         folder.mkdir(parents=True, exist_ok=True)
-        for name, data in self._files.values():
+        for name, data in self.files.values():
             (folder / name).write_bytes(data)
         description = {"tokenizer_type": self.tokenizer_type, "vocab_size": self.vocab_size, "eod": self.eod}
-        description |= {argument: name for argument, (name, _) in self._files.items()}
+        description |= {argument: name for argument, (name, _) in self.files.items()}
         description |= {"eod_symbol": self._eod_symbol} if self._eod_symbol else {}
         description["fingerprint"] = self.fingerprint
         (folder / DESCRIPTION).write_text(json.dumps(description, indent=1) + "\n")
@@ -190,7 +191,7 @@ class HFTokenizer(Tokenizer):
     tokenizer_type = "HFTokenizer"
 
     def _open(self, data: dict[str, bytes]) -> int:
-        self._model = self._build(data)
+        self._model = self.build(data)
         self._model.encode_special_tokens = True  # special tokens in a text are ordinary characters
         self._model.no_truncation()
         self._model.no_padding()
@@ -201,7 +202,8 @@ class HFTokenizer(Tokenizer):
         self.unknown_id = vocabulary.get(getattr(self._model.model, "unk_token", None))
         return max(vocabulary.values(), default=-1) + 1  # ids may have gaps
 
-    def _build(self, data: dict[str, bytes]) -> Any:
+    def build(self, data: dict[str, bytes]) -> Any:
+        """Make the library's ``tokenizers.Tokenizer`` from the contents of the files."""
         import tokenizers
 
         return tokenizers.Tokenizer.from_str(data["vocab_file"].decode("utf-8"))
@@ -234,7 +236,7 @@ class GPT2BPETokenizer(HFTokenizer):
 
     tokenizer_type = "GPT2BPETokenizer"
 
-    def _build(self, data: dict[str, bytes]) -> Any:
+    def build(self, data: dict[str, bytes]) -> Any:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
         lines = data["merge_file"].decode("utf-8").split("\n")
@@ -251,7 +253,7 @@ class HFGPT2Tokenizer(GPT2BPETokenizer):
 
     tokenizer_type = "HFGPT2Tokenizer"
 
-    def _build(self, data: dict[str, bytes]) -> Any:
-        model = super()._build(data)
+    def build(self, data: dict[str, bytes]) -> Any:
+        model = super().build(data)
         model.add_special_tokens(["<|padding|>"])
         return model
