@@ -16,8 +16,7 @@ import torch
 
 from megatron_coca.checkpoints import weight_map
 from megatron_coca.checkpoints.files import CheckpointError, read_json, read_json_if_present
-from megatron_coca.checkpoints.pickles import names_in_pickle, open_pickles
-from megatron_coca.checkpoints.weights import Weights, joined, names_in, open_safetensors
+from megatron_coca.checkpoints.weights import Weights, names_in, names_in_pickle, open_pickles, open_safetensors
 from megatron_coca.config import Config, ConfigError, load_config
 from megatron_coca.config.model import GATED_ACTIVATIONS, SCALING_OPTIONS, SCALING_REQUIRED, Activation
 from megatron_coca.config.source import OVERRIDES
@@ -201,7 +200,7 @@ def open_weights(folder: Path, num_layers: int, num_heads: int, tied: bool) -> W
                 )
     order = {path: number for number, path in enumerate(dict.fromkeys(files.values()))}
     wanted.sort(key=lambda row: min((order[files[name]] for name in row.theirs if name in files), default=0))
-    weights = joined(open_files(name for row in wanted for name in row.theirs), wanted, heads)
+    weights = weight_map.joined(open_files(name for row in wanted for name in row.theirs), wanted, heads)
     read = {name for row in rows for name in row.theirs}
     unread = sorted(name for name in files if name not in read and not family.unneeded.fullmatch(name))
     if unread:

@@ -25,8 +25,7 @@ from megatron_coca.checkpoints.neox_layout import (
     read_config,
     table,
 )
-from megatron_coca.checkpoints.pickles import RANDOM_STATE, load, tensors
-from megatron_coca.checkpoints.weights import WeightEntry, Weights
+from megatron_coca.checkpoints.weights import RANDOM_STATE, WeightEntry, Weights, load_pickle, tensors
 from megatron_coca.config import Config
 from megatron_coca.neox_plugin.checkpoints import plain_name
 
@@ -129,7 +128,7 @@ class NeoxFiles:
         if not self._by_layer:
             return self._rank(rank).get(layer, {})
         path = self._present(layer, rank)
-        saved = tensors(load(path), path)
+        saved = tensors(load_pickle(path), path)
         self.from_plugin = self.from_plugin or any(name != plain_name(name) for name in saved)
         return {plain_name(name): tensor for name, tensor in saved.items()}
 
@@ -144,7 +143,7 @@ class NeoxFiles:
         if rank in self._opened:
             return self._opened[rank]
         path = self._present(EMBEDDING, rank)
-        module = load(path, RANDOM_STATE).get("module")
+        module = load_pickle(path, RANDOM_STATE).get("module")
         if not isinstance(module, dict):
             raise CheckpointError(f"{path}: holds no weights, and there are no layer_<N> files in its folder")
         states: dict[int, dict[str, Tensor]] = {}

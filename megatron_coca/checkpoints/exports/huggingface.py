@@ -49,7 +49,7 @@ from megatron_coca.checkpoints.huggingface import (
 )
 from megatron_coca.checkpoints.load import OpenedCheckpoint, Overrides, open_checkpoint
 from megatron_coca.checkpoints.tokenizer import KEYS as TOKENIZER_KEYS
-from megatron_coca.checkpoints.weights import DTYPES, Weights, to_foreign_weights, write_safetensors
+from megatron_coca.checkpoints.weights import DTYPES, Weights, write_safetensors
 from megatron_coca.config import Config
 from megatron_coca.config.model import MAP_OPTIONS, SCALING_OPTIONS
 from megatron_coca.config.source import given_values
@@ -322,7 +322,7 @@ def export(
         ours = ours.first_rows(VOCABULARY_ROWS, known)
     heads = weight_map.Heads(config.model.num_attention_heads, config.model.num_kv_heads)
     rows = weight_map.expand(EXPORTERS[kind].rows(config), config.model.num_layers)
-    weights = to_foreign_weights(ours, rows, heads)
+    weights = weight_map.to_foreign_weights(ours, rows, heads)
     contents = describe(config, kind, ids, ours)
     written = dict(files)
     unused = contents[GENERATION].get("suppress_tokens", [])

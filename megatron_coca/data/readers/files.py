@@ -215,7 +215,7 @@ def file_unit(file: Path) -> ReadUnit:
     return ReadUnit(str(file), status.st_size, f"{status.st_size}-{status.st_mtime_ns}")
 
 
-def read_documents(path: Path, text_field: str = "text", problems: ReadingProblems | None = None) -> Iterator[Document]:
+def read_documents(path: Path, problems: ReadingProblems | None = None) -> Iterator[Document]:
     """Stream the documents of a file or folder in this process; memory holds one chunk, or one record if larger.
 
     Args:
@@ -226,7 +226,7 @@ def read_documents(path: Path, text_field: str = "text", problems: ReadingProble
     """
     problems = ReadingProblems(strict=True) if problems is None else problems
     # One document may be a whole book collection: what is evaluated on is chosen, not collected.
-    reader = FileReader(SourceSpec(str(path), [path], fields={"text": text_field}, max_record_mib=1024))
+    reader = FileReader(SourceSpec(str(path), [path], max_record_mib=1024))
     for unit in reader.units():
         for chunk in reader.chunks(unit):
             yield from reader.documents(chunk, problems)
