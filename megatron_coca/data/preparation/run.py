@@ -27,6 +27,7 @@ from megatron_coca.data.preparation.plan import (
     check,
     find_inputs,
     no_usable_document,
+    shard_label,
     shard_name,
 )
 from megatron_coca.data.preparation.workers import Pool, TokenizedChunk
@@ -228,10 +229,7 @@ class Outputs:
         name, key = self._name(state), (state.source, state.part, state.split)
         for other in self._writers:
             if self._name(ShardState(*other)) == name:
-                labels = [
-                    f"{self._names[source]}, set {part!r}," if part else self._names[source]
-                    for source, part, _ in (other, key)
-                ]
+                labels = [shard_label(self._names[source], part) for source, part, _ in (other, key)]
                 raise DataError(
                     f"{labels[0]} and {labels[1]} would both be written to {name}. "
                     "Leave a set out with `sets`, or rename a source."

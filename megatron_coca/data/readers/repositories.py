@@ -156,10 +156,10 @@ class RepositoryReader:
             problems.leave_out(reason, count)
         for folder, error in files.unreadable:
             problems.add(_printable(folder), "unreadable", error)
-        stars, licences = self._metadata.get(files.repository.lower(), (None, None))
+        known = self._metadata.get(files.repository.lower(), Facts())
         for name in files.names:
             path = os.path.join(chunk.path, name)
-            facts = Facts(stars, licences, language_of_path(name), _printable(name))
+            facts = replace(known, language=language_of_path(name), path=_printable(name))
             try:
                 text = _read(path, facts, self._spec)
             except RejectedRecord as fault:
@@ -186,15 +186,15 @@ class RepositoryReader:
         return frozenset(os.path.normpath(path) for path in self._spec.paths)
 
     @functools.cached_property
-    def _metadata(self) -> dict[str, tuple[int | None, tuple[str, ...] | None]]:
+    def _metadata(self) -> dict[str, Facts]:
         return {} if self._spec.metadata is None else _load_metadata(Path(self._spec.metadata))
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_spec": self._spec}  # each process reads the metadata itself: it may be large
 
 
-def _load_metadata(path: Path) -> dict[str, tuple[int | None, tuple[str, ...] | None]]:
-    """(stars, licences) by repository in lower case; None for what a line does not give."""
+def _load_metadata(path: Path) -> dict[str, Facts]:
+    """Stars and licences by repository in lower case."""
     metadata = {}
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -205,7 +205,7 @@ def _load_metadata(path: Path) -> dict[str, tuple[int | None, tuple[str, ...] | 
                 stars, licences = record.get("stars"), record.get("licence", record.get("license"))
                 if licences is not None:
                     licences = (licences,) if isinstance(licences, str) else tuple(map(str, licences))
-                metadata[record["repository"].lower()] = None if stars is None else int(stars), licences
+                metadata[record["repository"].lower()] = Facts(None if stars is None else int(stars), licences)
             except (ValueError, TypeError, KeyError, AttributeError) as error:
                 raise DataError(
                     f'{path}:{number}: needs {{"repository": "owner/name", "stars": 3, "licence": "MIT"}} ({error!r}).'
