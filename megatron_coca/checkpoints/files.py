@@ -11,7 +11,6 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 BLOCK = 1 << 20
@@ -121,9 +120,7 @@ class Comparison:
         self._futures = [self._pool.submit(self._compare, path, digest) for path, digest in self._expected.items()]
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._pool.shutdown(cancel_futures=True)
 
