@@ -98,10 +98,6 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 
-class _Stopped(Exception):
-    """The comparison was stopped early."""
-
-
 class Comparison:
     """Compares files with their sha256 in threads, which stop when this context manager exits.
 
@@ -137,7 +133,7 @@ class Comparison:
             error = future.exception() if future.done() and not future.cancelled() else None
             if isinstance(error, CheckpointError):
                 return error
-            if error is not None and not isinstance(error, _Stopped):
+            if error is not None:
                 raise error
         return None
 
@@ -150,7 +146,7 @@ class Comparison:
                     with self._lock:
                         self.bytes_read += count
                     if self._stop.is_set():
-                        raise _Stopped
+                        return
         except OSError as error:
             raise UnreadableError.of(path, error) from error
         if digest.hexdigest() != expected:
