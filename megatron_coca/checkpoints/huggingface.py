@@ -66,10 +66,8 @@ def read_config(folder: Path) -> Config:
     """Read the configuration of the model in `folder`.
 
     CoCA is recognised in LLaMA folders by their T projection, and in exported folders by config.json. The authors'
-    GPT-NeoX folders look like plain ones: override with pos_emb=coca.
-
-    Raises:
-        CheckpointError: config.json or the weights' files are invalid, or describe an unsupported model.
+    GPT-NeoX folders look like plain ones: override with pos_emb=coca. Raises CheckpointError if config.json or the
+    weights' files are invalid, or describe an unsupported model.
     """
     source = folder / CONFIG
     config = read_json(source)
@@ -142,8 +140,7 @@ NAMED = 5
 def find_weights(folder: Path) -> tuple[WeightFormat, dict[str, Path]]:
     """Find the weights: their format, and the file of each by name, also of those that an index does not list.
 
-    Raises:
-        CheckpointError: there are none, a file is missing or damaged, or holds more than tensors.
+    Raises CheckpointError if there are none, or a file is missing, damaged or holds more than tensors.
     """
     for kind in FORMATS:
         if (folder / kind.single_file).is_file():
@@ -173,8 +170,7 @@ def _indexed(folder: Path, kind: WeightFormat) -> dict[str, Path]:
 def open_weights(folder: Path, num_layers: int, num_heads: int, tied: bool) -> Weights:
     """Open the weights by our names, in the dtype on disk and in the order of the files.
 
-    Raises:
-        CheckpointError: a weight is missing, or one would be ignored, which would change the model.
+    Raises CheckpointError if a weight is missing, or one would be ignored, which would change the model.
     """
     config, (kind, files) = read_json(folder / CONFIG), find_weights(folder)
     family = find_family(config, folder / CONFIG)
@@ -235,10 +231,8 @@ def _rope_section(config: Json) -> Json:
 def rope_keys(config: Json, source: Path, base_name: str) -> dict[str, Any]:
     """Return our keys of the rotary base and the extension.
 
-    `base_name` is the architecture's top-level key of the base; transformers ignores the other architecture's.
-
-    Raises:
-        CheckpointError: a type or an option is not supported.
+    `base_name` is the architecture's top-level key of the base; transformers ignores the other architecture's. Raises
+    CheckpointError if a type or an option is not supported.
     """
     section = _rope_section(config)
     base = {"rotary_emb_base": float(section.get("rope_theta") or config.get(base_name) or 10000)}

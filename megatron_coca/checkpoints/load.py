@@ -52,9 +52,8 @@ def load_model(path: str | Path, overrides: Overrides = (), device: str = "cpu")
     `overrides` may change the frequency extension, the rotary base or the attention backend, as a mapping or as
     "key=value" strings: {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}.
 
-    Raises:
-        CheckpointError: no usable checkpoint at `path`, or an override that does not fit the weights.
-        ConfigError: an invalid override.
+    Raises CheckpointError without a usable checkpoint at `path` or for an override that does not fit the weights, and
+    ConfigError for an invalid one.
     """
     return load_checkpoint(path, overrides, device).model
 

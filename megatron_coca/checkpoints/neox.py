@@ -89,12 +89,10 @@ class NeoxFiles:
     Attributes:
         paths: all of them, by name.
         from_plugin: whether a block opened so far was saved by the GPT-NeoX plugin, under its names.
-
-    Raises:
-        CheckpointError: the step was saved under ZeRO 3.
     """
 
     def __init__(self, folder: Path) -> None:
+        """Raises CheckpointError if the step was saved under ZeRO 3."""
         self._folder = folder
         by_layer, by_rank = _matching(folder, LAYER_FILE), _matching(folder, RANK_FILE)
         if not by_layer and not by_rank:
@@ -122,8 +120,7 @@ class NeoxFiles:
     def state(self, layer: int, rank: int) -> Mapping[str, Tensor]:
         """Return the weights of a layer by GPT-NeoX's names, also where the plugin saved them under others.
 
-        Raises:
-            CheckpointError: the file is missing or damaged.
+        Raises CheckpointError if the file is missing or damaged.
         """
         if not self._by_layer:
             return self._rank(rank).get(layer, {})
@@ -173,9 +170,8 @@ def identity(files: NeoxFiles) -> str:
 def configure(folder: Path, files: NeoxFiles) -> tuple[Config, int]:
     """Return the model's configuration and its number of tensor ranks.
 
-    Raises:
-        CheckpointError: the configuration is absent, describes a network that this package does not have, or other
-            files than are present.
+    Raises CheckpointError if the configuration is absent, or describes a network that this package does not have, or
+    other files than are present.
     """
     ranks = max(files.ranks()) + 1
     states = [files.state(EMBEDDING, rank) for rank in range(ranks)]
@@ -208,8 +204,7 @@ def configure(folder: Path, files: NeoxFiles) -> tuple[Config, int]:
 def open_weights(folder: Path, files: NeoxFiles, config: Config, ranks: int) -> Weights:
     """Open the weights by our names, in the dtype on disk.
 
-    Raises:
-        CheckpointError: a file is missing or damaged, a name is unknown, or ranks do not fit together.
+    Raises CheckpointError if a file is missing or damaged, a name is unknown, or ranks do not fit together.
     """
     known = table(config)
     locations: dict[str, list[NeoxLocation]] = {}

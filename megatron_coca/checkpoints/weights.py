@@ -251,9 +251,8 @@ def is_archive(path: Path) -> bool:
 def load_pickle(path: Path, allowed: Sequence[Any] = (), device: str = "cpu") -> dict[Any, Any]:
     """Load the mapping in a pickled file, with its tensors on `device`.
 
-    Raises:
-        CheckpointError: the file is damaged, holds no mapping, or names code other than PyTorch's tensors and what is
-            `allowed`; none of it has run then.
+    Raises CheckpointError if the file is damaged, holds no mapping, or names code other than PyTorch's tensors and what
+    is `allowed`; none of it has run then.
     """
     mapped = device == "cpu" and is_archive(path)
     try:
@@ -290,9 +289,8 @@ def names_in_pickle(path: Path) -> list[str]:
 def open_pickles(files: Mapping[str, Path], source: Path) -> Weights:
     """Open the weights in `.bin` files, given the file of each; the counterpart of `open_safetensors`.
 
-    Raises:
-        CheckpointError: a file is damaged or holds more than tensors, a weight is not in its file, or is no
-            floating-point tensor.
+    Raises CheckpointError if a file is damaged or holds more than tensors, or a weight is not in its file or no
+    floating-point tensor.
     """
     entries: dict[str, WeightEntry] = {}
     for path in dict.fromkeys(files.values()):

@@ -150,11 +150,8 @@ class Shard:
     Opening reads the whole index once, in blocks; after that index and tokens are memory maps. Of the ``.bin`` file
     only the size is checked: ``megatron-coca inspect verify`` finds altered tokens.
 
-    Args:
-        prefix: path of the pair without ``.bin`` and ``.idx``.
-
-    Raises:
-        DataError: a file is missing, truncated, of another format, or the two do not belong together.
+    ``prefix`` is the path of the pair without ``.bin`` and ``.idx``. Raises ``DataError`` if a file is missing,
+    truncated, of another format, or the two do not belong together.
     """
 
     def __init__(self, prefix: str | Path) -> None:

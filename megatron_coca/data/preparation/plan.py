@@ -181,11 +181,8 @@ def training_texts(sources: Sequence[CorpusSource], rules: Rules, characters: in
     """Yield about ``characters`` characters of training text, an equal share per source, or all text if it is less.
 
     The texts are spread evenly over all units of a source, by size on disk. Problems of records are not reported: the
-    preparation reads the same files.
-
-    Raises:
-        DataError: a source without one usable document; everything is held out; a damaged file, unless the rules
-            skip it.
+    preparation reads the same files. Raises ``DataError`` for a source without one usable document, where everything is
+    held out, and for a damaged file, unless the rules skip it.
     """
     held_out = True
     for source in sources:

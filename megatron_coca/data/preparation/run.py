@@ -65,12 +65,9 @@ def prepare(
         execution: settings without effect on the result.
         notes: further settings that must be the same on resuming, such as those of the tokenizer's training.
 
-    Returns:
-        Path of ``manifest.json``.
-
-    Raises:
-        DataError: a path is missing, a source has no usable document, a file is damaged, ``output`` exists or cannot
-            be written, another process is preparing it, or the partial folder was started with other settings.
+    Returns the path of ``manifest.json``. Raises ``DataError`` if a path is missing, a source has no usable document, a
+    file is damaged, ``output`` exists or cannot be written, another process is preparing it, or the partial folder was
+    started with other settings.
     """
     rules, execution = rules or Rules(), execution or Execution()
     check(sources, rules)

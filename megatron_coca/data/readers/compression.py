@@ -90,11 +90,8 @@ def decompressed(
 
     Memory holds one such block (16 MiB for zstd) and the ``window`` of earlier bytes, however far the data expands.
     Frames may follow one another, as ``pzstd``, ``pigz``, ``pbzip2`` and ``cat`` write them; zeros between and after
-    them are padding.
-
-    Raises:
-        DataError: damaged data, a frame that needs a larger window, or an end inside a frame; after everything before
-            it was yielded.
+    them are padding. Raises ``DataError`` for damaged data, a frame that needs a larger window, or an end inside a
+    frame, after everything before it was yielded.
     """
     decoder, frames = None, 0
     for data in (block[start : start + kind.feed] for block in blocks for start in range(0, len(block), kind.feed)):
@@ -217,11 +214,8 @@ class MemberContent:
 def members(place: str, blocks: Iterator[bytes]) -> Iterator[tuple[str, MemberContent | None]]:
     """Yield (name, content) of all members of a tar archive except folders; content is None for links and devices.
 
-    Content that is not read before the next member is requested is skipped. Concatenated archives are read as
-    one.
-
-    Raises:
-        DataError: a damaged header, or an archive without its end.
+    Content that is not read before the next member is requested is skipped. Concatenated archives are read as one.
+    Raises ``DataError`` for a damaged header, or an archive without its end.
     """
     stream = _ForwardFile(blocks)
     try:

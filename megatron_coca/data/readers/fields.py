@@ -249,11 +249,7 @@ _ABSENT = object()
 
 
 class Fields:
-    """Turns the records of a source into documents.
-
-    Raises:
-        DataError: ``spec.fields`` names an unknown field.
-    """
+    """Turns the records of a source into documents. Raises ``DataError`` if ``spec.fields`` names an unknown field."""
 
     def __init__(self, spec: SourceSpec) -> None:
         if unknown := sorted(set(spec.fields) - set(DEFAULTS)):

@@ -41,13 +41,9 @@ class TypedChunk(NamedTuple):
 class FileReader:
     """Reads the files and folders in ``spec.paths``.
 
-    A chunk's payload is a tuple of ``TypedChunk``: one from a large file, or many from the small files of an archive.
-
-    Args:
-        block: approximate bytes of records in a chunk.
-
-    Raises:
-        DataError: ``spec`` has unknown fields or documents, or keys that this reader does not use.
+    A chunk's payload is a tuple of ``TypedChunk``: one from a large file, or many from the small files of an archive,
+    about ``block`` bytes of records. Raises ``DataError`` if ``spec`` has unknown fields or documents, or keys that
+    this reader does not use.
     """
 
     def __init__(self, spec: SourceSpec, block: int = BLOCK) -> None:
@@ -218,11 +214,8 @@ def file_unit(file: Path) -> ReadUnit:
 def read_documents(path: Path, problems: ReadingProblems | None = None) -> Iterator[Document]:
     """Stream the documents of a file or folder in this process; memory holds one chunk, or one record if larger.
 
-    Args:
-        problems: gets the unusable records; without it the first one raises.
-
-    Raises:
-        DataError: a missing, unreadable, damaged or unknown file; after the documents before the damage.
+    ``problems`` gets the unusable records; without it the first one raises. Raises ``DataError`` for a missing,
+    unreadable, damaged or unknown file, after the documents before the damage.
     """
     problems = ReadingProblems(strict=True) if problems is None else problems
     # One document may be a whole book collection: what is evaluated on is chosen, not collected.

@@ -108,11 +108,8 @@ def corpus_files(paths: Sequence[Path]) -> list[Path]:
     """Resolve ``paths`` to files: a folder to its readable files in sorted order.
 
     Links to folders are followed, hidden files and folders skipped. A folder saved by ``datasets`` resolves to the
-    files in its ``state.json``.
-
-    Raises:
-        DataError: a missing path, a file of an unknown type, a folder that cannot be read, holds no readable file, or
-            was saved with several splits.
+    files in its ``state.json``. Raises ``DataError`` for a missing path, a file of an unknown type, and a folder that
+    cannot be read, holds no readable file, or was saved with several splits.
     """
     return [file for path in paths for file in _listing(Path(path))[0]]
 

@@ -29,10 +29,8 @@ class HuggingFaceReader:
 
     ``spec.paths`` are folders written by ``save_to_disk`` (their Arrow files are read directly), other folders or files
     of data, or names on the Hub; the last two are streamed, without a copy in the library's cache. ``spec.options``:
-    ``name`` of the configuration, ``split`` (train), ``revision`` on the Hub.
-
-    Raises:
-        DataError: an unknown option, a key that this reader does not use, and as ``FileReader``.
+    ``name`` of the configuration, ``split`` (train), ``revision`` on the Hub. Raises ``DataError`` for an unknown
+    option, a key that this reader does not use, and as ``FileReader``.
     """
 
     def __init__(self, spec: SourceSpec, block: int = BLOCK) -> None:
@@ -46,8 +44,7 @@ class HuggingFaceReader:
     def units(self) -> list[ReadUnit]:
         """List the Arrow files of saved data sets, and every other path as one unit of size 0.
 
-        Raises:
-            DataError: a folder without this split, a name that is neither on disk nor on the Hub, no network.
+        ``DataError`` for a folder without this split, a name that is neither on disk nor on the Hub, and no network.
         """
         units = []
         for name in map(str, self.spec.paths):

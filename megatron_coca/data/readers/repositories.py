@@ -65,11 +65,9 @@ class RepositoryReader:
     """Reads folders of repositories.
 
     The key of a document is its repository, so that no repository is on both sides of a split. Stars and licences come
-    from ``spec.metadata``, looked up by the repository's name, case-insensitively.
-
-    Raises:
-        DataError: a filter needs stars or licences and there is no metadata, a language of the filters is unknown, or
-            ``spec`` has keys that this reader does not use.
+    from ``spec.metadata``, looked up by the repository's name, case-insensitively. Raises ``DataError`` if a filter
+    needs stars or licences and there is no metadata, a language of the filters is unknown, or ``spec`` has keys that
+    this reader does not use.
     """
 
     def __init__(self, spec: SourceSpec) -> None:

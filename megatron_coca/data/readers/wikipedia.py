@@ -179,8 +179,7 @@ _REMAINS: tuple[tuple[re.Pattern[str], str], ...] = (
 def plain_text(wikitext: str) -> str:
     """Plain prose of one page; empty if it has none. Time is about linear in the length for any markup.
 
-    Raises:
-        RejectedRecord: "wikitext too long" for more than ``MAX_WIKITEXT`` characters.
+    Raises ``RejectedRecord``, "wikitext too long", for more than ``MAX_WIKITEXT`` characters.
     """
     if len(wikitext) > MAX_WIKITEXT:
         raise RejectedRecord("wikitext too long", f"{len(wikitext):,} characters; at most {MAX_WIKITEXT:,} are read")
