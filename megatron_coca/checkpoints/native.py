@@ -277,9 +277,7 @@ def copy(folder: Path, target: Path) -> Path:
 def verify(folder: Path, contents: bool = True, links: bool = False) -> dict[str, Any]:
     """Compare every file of a checkpoint with its manifest and return the manifest.
 
-    Args:
-        contents: compare checksums; otherwise existence and sizes only.
-        links: allow symbolic links, as download caches have them.
+    Without `contents` only existence and sizes are compared. `links` allows symbolic links, which download caches have.
 
     Raises:
         UnreadableError: the file system cannot read a file; the checkpoint may be valid.

@@ -22,7 +22,7 @@ from megatron_coca.data.readers.folders import (
     unread_files,
     unread_reason,
 )
-from megatron_coca.data.readers.source import Chunk, Document, ReadingProblems, ReadUnit, SourceSpec, check_keys
+from megatron_coca.data.readers.source import Chunk, Document, Reader, ReadingProblems, ReadUnit, SourceSpec, check_keys
 from megatron_coca.data.readers.streams import BLOCK, TEXT_FORMATS, StreamFormat, TooLong, pieces, raw_blocks
 from megatron_coca.data.readers.tables import TABLE_FORMATS, packed, table_rows
 from megatron_coca.data.readers.wikipedia import settled
@@ -38,7 +38,7 @@ class TypedChunk(NamedTuple):
     chunk: Chunk
 
 
-class FileReader:
+class FileReader(Reader):
     """Reads the files and folders in ``spec.paths``.
 
     A chunk's payload is a tuple of ``TypedChunk``: one from a large file, or many from the small files of an archive,
@@ -80,7 +80,6 @@ class FileReader:
                 sent = position
 
     def documents(self, chunk: Chunk, problems: ReadingProblems) -> Iterator[Document]:
-        """Yield the documents of a chunk; unusable records go to ``problems``."""
         for form, records in chunk.payload:
             if form == _UNREAD:
                 problems.leave_out(records.payload)
@@ -94,7 +93,7 @@ class FileReader:
                     raise OutOfMemory(place_of(records)) from error
 
     def unread(self) -> Counter[str]:
-        """Count the skipped files in the folders of the source by reason."""
+        """Count the skipped files in the folders of the source by reason; lists the folders again."""
         return unread_files([Path(path) for path in self.spec.paths])
 
     def typed_chunk(self, form: str, path: str, number: int, records: bytes | str | TooLong) -> TypedChunk:

@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from megatron_coca.data.errors import DataError
 from megatron_coca.data.readers.compression import COMPRESSIONS
 from megatron_coca.data.readers.files import FileReader, file_unit
 from megatron_coca.data.readers.folders import corpus_files, is_saved_dataset, kind_of, saved_splits
-from megatron_coca.data.readers.source import Chunk, Document, ReadingProblems, ReadUnit, SourceSpec, check_keys
+from megatron_coca.data.readers.source import Chunk, Document, Reader, ReadingProblems, ReadUnit, SourceSpec, check_keys
 from megatron_coca.data.readers.streams import BLOCK
 from megatron_coca.data.readers.tables import packed
 
@@ -24,7 +23,7 @@ _FORM = ".arrow"
 _FILE_SUFFIXES = frozenset((*COMPRESSIONS, ".csv", ".tsv", ".zip", ".7z", ".rar", ".html", ".py"))
 
 
-class HuggingFaceReader:
+class HuggingFaceReader(Reader):
     """Reads one split of a data set with the ``datasets`` library.
 
     ``spec.paths`` are folders written by ``save_to_disk`` (their Arrow files are read directly), other folders or files
@@ -85,12 +84,7 @@ class HuggingFaceReader:
                         number += rows
 
     def documents(self, chunk: Chunk, problems: ReadingProblems) -> Iterator[Document]:
-        """Yield the documents of a chunk; unusable records go to ``problems``."""
         return self._files.documents(chunk, problems)
-
-    def unread(self) -> Counter[str]:
-        """Empty: ``datasets`` decides which files of a folder belong to a data set."""
-        return Counter()
 
     def _saved_split(self, folder: Path) -> Path:
         if is_saved_dataset(folder):

@@ -31,6 +31,7 @@ from megatron_coca.data.readers.source import (
     Document,
     Filters,
     LeftOut,
+    Reader,
     ReadingProblems,
     ReadUnit,
     RejectedRecord,
@@ -61,7 +62,7 @@ class RepositoryFiles:
     unreadable: tuple[tuple[str, str], ...]
 
 
-class RepositoryReader:
+class RepositoryReader(Reader):
     """Reads folders of repositories.
 
     The key of a document is its repository, so that no repository is on both sides of a split. Stars and licences come
@@ -114,10 +115,6 @@ class RepositoryReader:
                 size, stamp = _fingerprint(path) if is_repository else (0, repr(sorted(_outside(path).items())))
                 units.append(ReadUnit(path, size, hashlib.sha256(f"{stamp} {metadata}".encode()).hexdigest()[:32]))
         return units
-
-    def unread(self) -> Counter[str]:
-        """Empty: files that are skipped are counted with the chunks of their repository."""
-        return Counter()
 
     def chunks(self, unit: ReadUnit) -> Iterator[Chunk]:
         """Names of about a megabyte of files each, with the counts of skipped entries."""

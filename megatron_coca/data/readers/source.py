@@ -1,11 +1,12 @@
 """Types shared by all readers: sources, units, chunks, documents and the count of problems."""
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Protocol, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field
 
@@ -221,20 +222,24 @@ class Chunk:
     read: int
 
 
-class Reader(Protocol):
+class Reader(ABC):
     """Reads the units of a ``SourceSpec``; can be pickled."""
 
+    @abstractmethod
     def units(self) -> list[ReadUnit]:
         """List the units in reading order. ``DataError`` for a missing or unreadable path."""
 
+    @abstractmethod
     def chunks(self, unit: ReadUnit) -> Iterator[Chunk]:
         """Cut a unit, deterministically; memory holds one chunk, or one record if larger.
 
         Raises ``DataError`` where the unit is damaged, after everything before that was yielded.
         """
 
+    @abstractmethod
     def documents(self, chunk: Chunk, problems: ReadingProblems) -> Iterator[Document]:
         """Yield the documents of a chunk in order; unusable records go to ``problems``."""
 
     def unread(self) -> Counter[str]:
-        """Count the files in the folders that belong to no unit, by reason. Lists the folders again."""
+        """Count the files in the folders that belong to no unit, by reason; none by default."""
+        return Counter()
