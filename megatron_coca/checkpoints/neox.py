@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from megatron_coca.checkpoints.neox_layout import (
     read_config,
     table,
 )
-from megatron_coca.checkpoints.weights import RANDOM_STATE, WeightEntry, Weights, load_pickle, tensors
+from megatron_coca.checkpoints.weights import RANDOM_STATE, WeightEntry, Weights, load_pickle
 from megatron_coca.config import Config
 from megatron_coca.neox_plugin.checkpoints import plain_name
 
@@ -125,7 +126,7 @@ class NeoxFiles:
         if not self._by_layer:
             return self._rank(rank).get(layer, {})
         path = self._present(layer, rank)
-        saved = tensors(load_pickle(path), path)
+        saved = _tensors(load_pickle(path), path)
         self.from_plugin = self.from_plugin or any(name != plain_name(name) for name in saved)
         return {plain_name(name): tensor for name, tensor in saved.items()}
 
@@ -144,7 +145,7 @@ class NeoxFiles:
         if not isinstance(module, dict):
             raise CheckpointError(f"{path}: holds no weights, and there are no layer_<N> files in its folder")
         states: dict[int, dict[str, Tensor]] = {}
-        for name, tensor in tensors(module, path).items():
+        for name, tensor in _tensors(module, path).items():
             match = SEQUENTIAL.fullmatch(name)
             if match is None:
                 raise CheckpointError(f"{path}: {name} belongs to no layer (names begin with sequential.<N>)")
@@ -152,6 +153,14 @@ class NeoxFiles:
             states.setdefault(int(match.group(1)), {})[plain_name(match.group(2))] = tensor
         self._opened[rank] = states
         return states
+
+
+def _tensors(content: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
+    """Return the weights in a mapping. Raises a CheckpointError that names a value that is no weight."""
+    wrong = [name for name, value in content.items() if not isinstance(value, Tensor) or not value.is_floating_point()]
+    if wrong:
+        raise CheckpointError(f"{path}: {wrong[0]} is not a floating-point tensor")
+    return dict(content)
 
 
 def identity(files: NeoxFiles) -> str:

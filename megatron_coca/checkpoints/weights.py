@@ -273,14 +273,6 @@ def load_pickle(path: Path, allowed: Sequence[Any] = (), device: str = "cpu") ->
     return content
 
 
-def tensors(content: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
-    """Return the weights in a mapping. Raises a CheckpointError that names a value that is no weight."""
-    wrong = [name for name, value in content.items() if not isinstance(value, Tensor) or not value.is_floating_point()]
-    if wrong:
-        raise CheckpointError(f"{path}: {wrong[0]} is not a floating-point tensor")
-    return dict(content)
-
-
 def names_in_pickle(path: Path) -> list[str]:
     """Return the names of the weights in one file. Raises CheckpointError."""
     return list(_header(path))
