@@ -131,6 +131,7 @@ FORMATS = (
 """In the order of preference of transformers; a single file goes before several."""
 
 HEAD, EMBEDDING = "final_linear.weight", "embedding.word_embeddings.weight"
+"""Our weights that have a row for each token; a tied head is the embedding."""
 OPTIONAL = re.compile(r".*\.bias|.*position.*")
 """Our weights that only some models of an architecture have."""
 NAMED = 5
@@ -282,13 +283,13 @@ class Family(NamedTuple):
     unneeded: re.Pattern[str]
 
 
+TANH_GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 ACTIVATIONS = {
     "gelu": "gelu",
     "relu": "relu",
     "silu": "silu",
-    **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "gelu"),
+    **dict.fromkeys(TANH_GELU, "gelu"),
 }
-TANH_GELU = frozenset({"gelu_new", "gelu_fast", "gelu_pytorch_tanh"})
 LLAMA_ACTIVATIONS = ("silu", "swish")  # two names of one function
 NEOX_POSITIONS = ("rotary", "coca")
 """Values of `pos_emb` in the config.json of a stock GPT-NeoX folder; our exports write `rotary`, others nothing."""

@@ -16,10 +16,12 @@ from torch import Tensor
 from megatron_coca.attention.positions.bias import alibi_slopes
 from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.checkpoints.state import TensorShard, layer_shards
+from megatron_coca.checkpoints.tokenizer import KEYS as TOKENIZER_KEYS
 from megatron_coca.config import KEYS, Config, ConfigError, ModelConfig, load_config
 from megatron_coca.config.model import GATED_ACTIVATIONS, ROTATED_METHODS
 from megatron_coca.config.neox_keys import ALIASES, INERT, UNSUPPORTED
 from megatron_coca.config.source import OVERRIDES, dump, merge, read_file
+from megatron_coca.neox_plugin.keys import EXTENDING, LEARNING
 
 logger = logging.getLogger(__name__)
 
@@ -44,10 +46,6 @@ RUN_KEYS = frozenset(
     | (UNSUPPORTED.keys() - NETWORK_FEATURES)
 )
 """Keys, and sections of keys, that do not change the network."""
-TOKENIZER_KEYS = frozenset({"tokenizer_type", "vocab_file", "merge_file"})
-"""Keys of the run that say which tokens the rows of the embedding are."""
-OUR_KEYS = ("rope_scaling", "relative_positions", "logit_scaling")
-"""Keys that change what the network computes and that GPT-NeoX lacks."""
 NEOX_KEYS = (
     *("num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "intermediate_size", "seq_length"),
     *("max_position_embeddings", "no_weight_tying", "activation", "bias_gelu_fusion", "use_bias_in_attn_linear"),
@@ -108,7 +106,7 @@ def model_yaml(config: Config, ranks: int, pipe: int) -> str:
 def foreign_keys(config: Config) -> dict[str, Any]:
     """Return the keys of a configuration, with their values, that stock GPT-NeoX refuses."""
     flat, keys = config.flat(), {}
-    for name in OUR_KEYS:
+    for name in EXTENDING:
         value = flat[name]
         if value not in (None, "none"):
             options = isinstance(value, dict)
@@ -153,7 +151,7 @@ def cannot_hold(config: Config, ranks: int) -> list[str]:
             model.norm == "layernorm" and not model.use_bias_in_norms,
             "its layernorm always has a bias (use_bias_in_norms is false)",
         ),
-        (position.pos_emb in ("kerple_log", "kerple_power"), "it cannot store the learned parameters of KERPLE"),
+        (position.pos_emb in LEARNING, "it cannot store the learned parameters of KERPLE"),
         (scaling is not None and scaling.rope_type == "clex", "it cannot store the learned parameters of CLEX"),
         (
             position.pos_emb in ROTATED_METHODS and position.rotary_emb_base % 1 != 0,

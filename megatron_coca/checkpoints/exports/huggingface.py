@@ -30,7 +30,9 @@ from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.checkpoints.huggingface import (
     BY_MAXIMUM,
     CONFIG,
+    EMBEDDING,
     GENERATION,
+    HEAD,
     INDEX,
     LEARNED_ROWS,
     MEASURED,
@@ -55,8 +57,6 @@ from megatron_coca.config.model import MAP_OPTIONS, SCALING_OPTIONS
 from megatron_coca.config.source import given_values
 
 MODELLING_FILE = Path(__file__).with_name("modeling_coca.py")
-VOCABULARY_ROWS = ("embedding.word_embeddings.weight", "final_linear.weight")
-"""Our weights that have a row for each token; a tied head is the embedding."""
 SHARD_BYTES = 5_000_000_000
 """Largest size of one weights file, unless a single weight is larger; transformers' own limit."""
 
@@ -319,7 +319,7 @@ def export(
     if without_padding:
         known = config.model.vocab_size or config.model.padded_vocab_size
         config = config.override({"make_vocab_size_divisible_by": 1, "model_parallel_size": 1})
-        ours = ours.first_rows(VOCABULARY_ROWS, known)
+        ours = ours.first_rows((EMBEDDING, HEAD), known)
     heads = weight_map.Heads(config.model.num_attention_heads, config.model.num_kv_heads)
     rows = weight_map.expand(EXPORTERS[kind].rows(config), config.model.num_layers)
     weights = weight_map.to_foreign_weights(ours, rows, heads)
