@@ -18,9 +18,10 @@ from megatron_coca.data.readers.source import (
 )
 from megatron_coca.data.readers.streams import decode
 
-# Languages of source files, with the names of GitHub's Linguist, from file names and first lines. An ending of several
-# languages stands for the most common one. Notebooks are not included: they are JSON, and most of their bytes are
-# pictures.
+# Languages ------------------------------------------------------------------------------------------------------------
+
+# With the names of GitHub's Linguist, from file names and first lines. An ending of several languages stands for the
+# most common one. Notebooks are not included: they are JSON, and most of their bytes are pictures.
 
 
 def _table(text: str) -> dict[str, str]:
@@ -81,6 +82,8 @@ def language_of_script(text: str) -> str | None:
         programs = programs[1:]
     return _BY_INTERPRETER.get(programs[0].lower().rstrip("0123456789.")) if programs else None
 
+
+# Filters --------------------------------------------------------------------------------------------------------------
 
 _PERMISSIVE_WORDS = (
     "0bsd afl-3.0 apache-1.1 apache-2.0 artistic-2.0 blueoak-1.0.0 bsd-1-clause bsd-2-clause bsd-2-clause-patent "
@@ -232,6 +235,8 @@ def _is_chosen(expression: str, chosen: frozenset[str]) -> bool:
     enough = any if "or" in words and "and" not in words else all
     return bool(names) and enough(name in chosen for name in names)
 
+
+# Records --------------------------------------------------------------------------------------------------------------
 
 DEFAULTS: dict[str, tuple[str, ...]] = {
     "text": ("text",),
