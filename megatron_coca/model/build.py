@@ -65,6 +65,13 @@ UNCOMPILED = {
 """Attention backends whose blocks are not compiled, with the reason."""
 
 
+UNCAPTURED = {
+    "flash": "its libraries have not been captured yet",
+    "reference": "it copies constants from the host in every layer",
+}
+"""Attention backends with which a micro-batch is not captured as a CUDA graph, with the reason."""
+
+
 def check_graphs(backend: str, device_type: str) -> None:
     """Check that a micro-batch can be captured as a CUDA graph with this attention backend.
 
@@ -73,10 +80,10 @@ def check_graphs(backend: str, device_type: str) -> None:
     """
     if device_type != "cuda":
         raise BackendError("cuda_graphs: needs a GPU; set cuda_graphs=false")
-    if backend == "flash":
+    if backend in UNCAPTURED:
         raise BackendError(
-            "cuda_graphs: attention_backend flash: its libraries have not been captured yet; set cuda_graphs=false or "
-            "another attention_backend"
+            f"cuda_graphs: attention_backend {backend}: {UNCAPTURED[backend]}; set cuda_graphs=false or another "
+            "attention_backend"
         )
 
 

@@ -11,7 +11,7 @@ from megatron_coca.attention.inputs import BackendError
 from megatron_coca.config import Config, ConfigError, load_config
 from megatron_coca.config.checks import GRAPH_REFUSALS
 from megatron_coca.model import build_model
-from megatron_coca.model.build import check_graphs
+from megatron_coca.model.build import UNCAPTURED, check_graphs
 from megatron_coca.training.engine import graphs
 from megatron_coca.training.topology import zero_section
 
@@ -55,8 +55,9 @@ def test_a_cpu_and_what_was_not_captured_are_refused() -> None:
     with pytest.raises(BackendError, match="cuda_graphs: needs a GPU; set cuda_graphs=false"):
         build_model(configured())
     build_model(configured(), training=False)
-    with pytest.raises(BackendError, match="cuda_graphs: attention_backend flash: .*; set cuda_graphs=false"):
-        check_graphs("flash", "cuda")
+    for backend in UNCAPTURED:
+        with pytest.raises(BackendError, match=f"cuda_graphs: attention_backend {backend}: .*; set cuda_graphs=false"):
+            check_graphs(backend, "cuda")
     check_graphs("sdpa", "cuda")
 
 
