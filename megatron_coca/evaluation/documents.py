@@ -18,7 +18,7 @@ from megatron_coca.data.preparation.manifest import MANIFEST
 from megatron_coca.data.shards import SUFFIXES
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION, agree
 from megatron_coca.evaluation.results import EvaluationError, Record
-from megatron_coca.evaluation.subject import EvaluatedCheckpoint
+from megatron_coca.evaluation.subject import Evaluation
 
 logger = logging.getLogger(__name__)
 
@@ -201,17 +201,17 @@ def _refuse_foreign_ids(source: DocumentSource, tokens: np.ndarray, vocab_size: 
         )
 
 
-def read_subject_documents(args: Namespace, source: EvaluatedCheckpoint, longest: int) -> Documents:
+def read_subject_documents(args: Namespace, evaluation: Evaluation, longest: int) -> Documents:
     """Read the documents of `add_document_options`, at least `longest` tokens each.
 
     Raises EvaluationError and DataError.
     """
     if args.max_length is not None and args.max_length < longest:
         raise EvaluationError(f"--max-length {args.max_length} is shorter than the window {longest}")
-    trained = source.opened.trained
+    trained = evaluation.opened.trained
     return collect_documents(
         args.data or default_data(trained),
-        source.tokenizer,
+        evaluation.tokenizer,
         trained.model.vocab_size or trained.model.padded_vocab_size,
         args.max_length or longest,
         args.num_documents,

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from megatron_coca.console import track
 from megatron_coca.evaluation.documents import DocumentsRecord, read_subject_documents
+from megatron_coca.evaluation.options import subject_options
 from megatron_coca.evaluation.results import Cell, Cost, EvaluationError, Record, Result, measured
-from megatron_coca.evaluation.subject import Evaluation, Header, noting_missing
+from megatron_coca.evaluation.subject import Evaluation, noting_missing
 from megatron_coca.tables import format_table
 
 PROTOCOL = (
@@ -79,16 +80,12 @@ class PerplexityResult(Result):
 
 def run(args: Namespace) -> int:
     check_windows(args.windows, args.stride)
-    evaluation = Evaluation(args, "perplexity")
-    documents = read_subject_documents(args, evaluation.source, max(args.windows))
+    evaluation = Evaluation(subject_options(args), "perplexity")
+    documents = read_subject_documents(args, evaluation, max(args.windows))
     protocol = PerplexityProtocol(text=PROTOCOL, stride=args.stride, tokens_per_batch=args.tokens_per_batch)
-    record = documents.record()
     remedy = f"lower --tokens-per-batch (it is {args.tokens_per_batch}, one window at least) or use --dtype bfloat16"
-
-    def empty(header: Header) -> PerplexityResult:
-        return PerplexityResult(**vars(header), protocol=protocol, documents=record, results=[], missing=[])
-
-    for subject, store in evaluation.variants(empty, console_table):
+    fields = {"protocol": protocol, "documents": documents.record()}
+    for subject, store in evaluation.variants(PerplexityResult, console_table, **fields):
         for window in sorted(args.windows):
             earlier = store.get((window,))
             scores = [] if earlier is None else earlier.scores()

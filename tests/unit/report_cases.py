@@ -8,10 +8,10 @@ from typing import Any
 
 from megatron_coca.evaluation import PerplexityResult
 from megatron_coca.evaluation.analysis.records import AnalysisResult
-from megatron_coca.evaluation.harness.records import HarnessResult
+from megatron_coca.evaluation.harness.measuring import HarnessResult
 from megatron_coca.evaluation.report.curves import Curve, CurvePoint
 from megatron_coca.evaluation.results import Cost, Costs, Result, cost_path, write_record
-from megatron_coca.evaluation.retrieval.records import NeedleResult, PasskeyResult, RulerResult
+from megatron_coca.evaluation.retrieval.measuring import NeedleResult, PasskeyResult, RulerResult
 from megatron_coca.evaluation.speed import WHATS
 from megatron_coca.evaluation.speed.measuring import SpeedResult
 

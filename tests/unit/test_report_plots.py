@@ -22,7 +22,7 @@ from megatron_coca.evaluation.report.reading import read_results
 from megatron_coca.evaluation.report.sections import build_sections
 from megatron_coca.evaluation.report.tables import mark_best
 from megatron_coca.evaluation.results import Result
-from megatron_coca.evaluation.retrieval.records import wilson_interval
+from megatron_coca.evaluation.retrieval.measuring import wilson_interval
 
 
 def sections(folder: Path, results: dict[str, Result], **options: Any) -> dict[str, Section]:

@@ -21,8 +21,9 @@ from megatron_coca.evaluation.analysis import distance_sweep, records
 from megatron_coca.evaluation.analysis.distance_sweep import DistanceSweep, SweptScores
 from megatron_coca.evaluation.analysis.records import AnalysisResult, Curve, Decay, Entropy, LengthAnalysis, Share
 from megatron_coca.evaluation.documents import read_subject_documents
+from megatron_coca.evaluation.options import subject_options
 from megatron_coca.evaluation.results import Cost, EvaluationError, measured
-from megatron_coca.evaluation.subject import Evaluation, Header, noting_missing
+from megatron_coca.evaluation.subject import Evaluation, noting_missing
 from megatron_coca.model import GPT
 from megatron_coca.tables import format_table
 
@@ -270,16 +271,12 @@ REMEDY = "leave the length out, lower --pairs or use --dtype bfloat16"
 def run(args: Namespace) -> int:
     if len(set(args.lengths)) != len(args.lengths) or min(args.lengths) < 2:
         raise EvaluationError(f"--lengths {','.join(map(str, args.lengths))}: give distinct lengths of at least 2")
-    evaluation = Evaluation(args, "analyse")
-    documents = read_subject_documents(args, evaluation.source, max(args.lengths))
+    evaluation = Evaluation(subject_options(args), "analyse")
+    documents = read_subject_documents(args, evaluation, max(args.lengths))
     sampling = Sampling(args.pairs, args.queries, args.seed)
     protocol = records.AnalysisProtocol(text=PROTOCOL, quantiles=list(distance_sweep.QUANTILES), **vars(sampling))
-    record = documents.record()
-
-    def empty(header: Header) -> AnalysisResult:
-        return AnalysisResult(**vars(header), protocol=protocol, documents=record, results=[], missing=[])
-
-    for subject, store in evaluation.variants(empty, console_table):
+    fields = {"protocol": protocol, "documents": documents.record()}
+    for subject, store in evaluation.variants(AnalysisResult, console_table, **fields):
         for length in sorted(args.lengths):
             at = f"length {length}"
             if store.get((length,)) is not None:

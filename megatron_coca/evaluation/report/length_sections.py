@@ -23,7 +23,7 @@ from megatron_coca.evaluation.report.reading import (
 from megatron_coca.evaluation.report.retrieval_sections import RETRIEVAL_COMPARABLE, accuracy_at
 from megatron_coca.evaluation.report.tables import ReportOptions
 from megatron_coca.evaluation.results import Result
-from megatron_coca.evaluation.retrieval.records import PasskeyResult
+from megatron_coca.evaluation.retrieval.measuring import PasskeyResult
 
 PERPLEXITY_COMPARABLE: Comparable = {
     "documents (sha256)": "documents.sha256",

@@ -11,10 +11,10 @@ from typing import Any
 
 from megatron_coca.evaluation import results
 from megatron_coca.evaluation.analysis.records import AnalysisResult
-from megatron_coca.evaluation.harness.records import HarnessResult
+from megatron_coca.evaluation.harness.measuring import HarnessResult
 from megatron_coca.evaluation.perplexity import PerplexityResult
 from megatron_coca.evaluation.results import Cell, Cost, EvaluationError, Missing, Result
-from megatron_coca.evaluation.retrieval.records import NeedleResult, PasskeyResult, RulerResult
+from megatron_coca.evaluation.retrieval.measuring import NeedleResult, PasskeyResult, RulerResult
 from megatron_coca.evaluation.speed.measuring import SpeedResult
 
 logger = logging.getLogger(__name__)

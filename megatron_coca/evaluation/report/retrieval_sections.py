@@ -22,7 +22,7 @@ from megatron_coca.evaluation.report.charts import (
 from megatron_coca.evaluation.report.document import ReportBlock, Table, TableCell, TableRow
 from megatron_coca.evaluation.report.reading import Comparable, Replicate, ResultGroup, Series
 from megatron_coca.evaluation.report.tables import ReportOptions
-from megatron_coca.evaluation.retrieval.records import RetrievalProtocol, Tally, wilson_interval
+from megatron_coca.evaluation.retrieval.measuring import RetrievalProtocol, Tally, wilson_interval
 
 RETRIEVAL_COMPARABLE: Comparable = {
     "cases": "protocol.cases",

@@ -5,7 +5,7 @@ from dataclasses import replace
 from statistics import NormalDist, fmean
 from typing import Any
 
-from megatron_coca.evaluation.harness.records import Score
+from megatron_coca.evaluation.harness.measuring import Score
 from megatron_coca.evaluation.options import dynamic_length_text
 from megatron_coca.evaluation.report import tables as shared
 from megatron_coca.evaluation.report.document import ReportBlock, Table, TableCell, TableRow
