@@ -31,8 +31,15 @@ from scipy import stats
 
 from megatron_coca.evaluation import EvaluationError, PerplexityResult, build_report
 from megatron_coca.evaluation.report.curves import Curve, CurvePoint
-from megatron_coca.evaluation.report.document import ReportBlock, Table, TableCell, TableRow
-from megatron_coca.evaluation.report.exports import csv_table, latex, latex_table
+from megatron_coca.evaluation.report.document import (
+    ReportBlock,
+    Table,
+    TableCell,
+    TableRow,
+    csv_table,
+    latex,
+    latex_table,
+)
 from megatron_coca.evaluation.report.overview_sections import span
 from megatron_coca.evaluation.report.reading import read_results
 from megatron_coca.evaluation.report.sections import build_sections
