@@ -21,7 +21,6 @@ from megatron_coca.checkpoints import native
 from megatron_coca.evaluation.results import EvaluationError, check_writable
 from megatron_coca.evaluation.suite import Command, describe_exit
 from megatron_coca.program import PROGRAM
-from megatron_coca.tables import format_table
 from megatron_coca.training.exit_status import CaughtSignals, Preempted
 from megatron_coca.training.launch.processes import FORWARDED, LocalProcess
 
@@ -327,13 +326,3 @@ class LiveTable:
         self._done += not job.problems
         text = f"failed: {'; '.join(job.problems)}" if job.problems else f"done, {self._done} of {self._total}"
         console.write(f"{job.cell.name}: {text}")
-
-
-def overview(cells: Sequence[Cell]) -> str:
-    """Return a table of the cells with their states, from their files alone."""
-    rows = []
-    for cell in cells:
-        record, state = files.read_cell(cell), files.state_of(cell)
-        seconds = (record.training_seconds, record.evaluation_seconds, record.overhead_seconds)
-        rows.append((cell.name, state.value, *(f"{value:,.0f}" for value in seconds), record.reason or ""))
-    return format_table(("cell", "state", "training s", "evaluation s", "overhead s", "reason"), rows)
