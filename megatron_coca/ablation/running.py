@@ -119,7 +119,7 @@ class Job:
     def doing(self) -> str:
         """Return the present activity in one line."""
         if self._command is not None:
-            return f"evaluating {self._command.task}"
+            return self.activity
         report = files.progress(self.cell.run)
         if report is None:
             return "training"

@@ -264,13 +264,9 @@ def pooled(window: int, scores: Sequence[DocumentScore], lengths: Sequence[int])
         residuals = [total - nll * (length - 1) for total, length in zip(nlls, lengths, strict=True)]
         squares = math.fsum(residual * residual for residual in residuals)
         stderr = math.sqrt(squares / (number * (number - 1))) / (count / number)
-    try:
-        perplexity = math.exp(nll)
-    except OverflowError:  # beyond the training length a token can cost more than 709 nats
-        perplexity = math.inf
     return WindowResult(
         window=window,
-        perplexity=perplexity,
+        perplexity=exponential(nll),
         nll=nll,
         nll_stderr=stderr,
         accuracy=sum(score.correct for score in scores) / count,
@@ -279,3 +275,11 @@ def pooled(window: int, scores: Sequence[DocumentScore], lengths: Sequence[int])
         nll_by_document=nlls,
         correct_by_document=[score.correct for score in scores],
     )
+
+
+def exponential(value: float) -> float:
+    """exp(value), infinite where it overflows: beyond the training length a token can cost more than 709 nats."""
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf

@@ -11,7 +11,7 @@ from megatron_coca.evaluation.analysis.records import AnalysisResult
 from megatron_coca.evaluation.harness.measuring import HarnessResult
 from megatron_coca.evaluation.report.curves import Curve, CurvePoint
 from megatron_coca.evaluation.results import Cost, Costs, Result, cost_path, write_record
-from megatron_coca.evaluation.retrieval.measuring import NeedleResult, PasskeyResult, RulerResult
+from megatron_coca.evaluation.retrieval.measuring import NeedleResult, PasskeyResult, RulerResult, wilson_interval
 from megatron_coca.evaluation.speed import WHATS
 from megatron_coca.evaluation.speed.measuring import SpeedResult
 
@@ -97,8 +97,7 @@ def lacking(at: str, kind: str, reason: str) -> dict[str, str]:
 
 def tally(correct: int, count: int) -> dict[str, Any]:
     share = correct / count
-    spread = 1.96 * math.sqrt(share * (1 - share) / count + 1 / count**2)
-    low, high = max(0.0, share - spread), min(1.0, share + spread)
+    low, high = wilson_interval(share, count)
     return {"accuracy": share, "correct": correct, "count": count, "low": low, "high": high}
 
 

@@ -99,15 +99,13 @@ def scores_at(inputs: AttentionInputs, queries: Tensor, distance: int) -> Tensor
     """Scores of the queries at token indices `queries` [n] with the keys `distance` tokens before, [heads, visible],
     scaled and with the bias; queries whose key is hidden or before the first token are left out. Batch size 1.
     """
+    queries = queries.to(inputs.value.device)
     keys = queries - distance
     for segment in inputs.segments:
-        band = segment.band
-        if distance < band.low or (band.high is not None and distance >= band.high):
+        kept = distance_sweep.in_band(segment.band, queries - keys, keys) & (keys >= 0)
+        if not kept.any():
             continue
-        kept = keys >= 0
-        kept = kept if band.first_keys is None else kept & (keys < band.first_keys)
-        queries, keys = queries[kept].to(inputs.value.device), keys[kept].to(inputs.value.device)
-        query, key = segment.query[0][:, queries], segment.key[0][:, keys]
+        query, key = segment.query[0][:, queries[kept]], segment.key[0][:, keys[kept]]
         wide = torch.promote_types(query.dtype, torch.float32)
         key = key.repeat_interleave(query.shape[0] // key.shape[0], dim=0)
         scores = (query.to(wide) * key.to(wide)).sum(-1) * inputs.scale

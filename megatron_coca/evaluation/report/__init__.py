@@ -4,7 +4,7 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron_coca.evaluation.report.charts import SCREEN_STYLES, png, svg
+from megatron_coca.evaluation.report.charts import png, svg
 from megatron_coca.evaluation.report.curves import Curve, find_curves
 from megatron_coca.evaluation.report.document import (
     Report,
@@ -56,7 +56,9 @@ def build_report(
         curves={label: list(of_seeds) for label, of_seeds in curves.items()},
         results={item.file: item.result for item in loaded},
     )
-    drawings = {figure.name: {style: svg(figure, style) for style in SCREEN_STYLES} for figure in document.figures()}
+    drawings = {
+        figure.name: {style: svg(figure, style) for style in ("light", "dark")} for figure in document.figures()
+    }
     for figure in document.figures():
         write_atomically(folder / f"{figure.name}.png", png(figure))
         write_atomically(folder / "figures" / f"{figure.name}.svg", drawings[figure.name]["light"])

@@ -3,6 +3,7 @@
 import csv
 import io
 import re
+from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -12,7 +13,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader
 from pydantic import SerializeAsAny
 
-from megatron_coca.evaluation.report.charts import Figure, data_uri
+from megatron_coca.evaluation.report.charts import Figure
 from megatron_coca.evaluation.report.curves import Curve
 from megatron_coca.evaluation.results import Record, Result
 from megatron_coca.tables import escaped, format_table, in_cell
@@ -275,7 +276,10 @@ def html_page(document: ReportDocument, drawings: Mapping[str, Mapping[str, byte
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    images = {name: {style: data_uri(image) for style, image in each.items()} for name, each in drawings.items()}
+    images = {
+        name: {style: f"data:image/svg+xml;base64,{b64encode(image).decode()}" for style, image in each.items()}
+        for name, each in drawings.items()
+    }
     return environment.get_template("report.html.j2").render(document=document, images=images)
 
 
@@ -292,8 +296,9 @@ class Report(Record):
 def table_record(table: Table) -> dict[str, Any]:
     """A table as it is in report.json: every cell with its text, value, small print and note."""
     fields = ("text", "value", "detail", "low", "high", "seeds", "note")
-    cells = [[{name: getattr(cell, name) for name in fields} for cell in row.cells] for row in table.rows]
-    heads = [{"name": row.name, "published": row.published} for row in table.rows]
-    rows = [{**head, "cells": own} for head, own in zip(heads, cells, strict=True)]
+    rows = []
+    for row in table.rows:
+        cells = [{name: getattr(cell, name) for name in fields} for cell in row.cells]
+        rows.append({"name": row.name, "published": row.published, "cells": cells})
     columns = table.header[1:]
     return {"name": table.name, "caption": table.caption, "columns": columns, "rows": rows, "notes": table.notes}

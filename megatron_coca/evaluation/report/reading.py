@@ -120,6 +120,10 @@ class Replicate:
     cells: dict[tuple[Any, ...], Any]
     missing: dict[str, Missing]
 
+    def number(self, key: tuple[Any, ...], of: Callable[[Any], float | None]) -> float | None:
+        """`of` the cell with that key, None without one."""
+        return of(self.cells[key]) if key in self.cells else None
+
     def why(self, at: str) -> Missing:
         unknown = Missing(at=at, kind="not run", reason="")
         return self.missing.get(at) or self.missing.get("all") or unknown

@@ -24,7 +24,6 @@ from megatron_coca.evaluation.report.reading import (
     RESULT_TYPES,
     Comparable,
     LoadedResult,
-    Replicate,
     ResultGroup,
     Series,
 )
@@ -217,10 +216,9 @@ ANALYSIS_COLUMNS: dict[str, Callable[[LengthAnalysis], float | None]] = {
 
 
 def analysis_cell(series: Series, length: int, number: Callable[[LengthAnalysis], float | None]) -> TableCell:
-    def value(replicate: Replicate) -> float | None:
-        return number(replicate.cells[length,]) if (length,) in replicate.cells else None
-
-    cell = shared.value_cell(series, f"length {length}", value, "{:.3f}".format)
+    cell = shared.value_cell(
+        series, f"length {length}", lambda replicate: replicate.number((length,), number), "{:.3f}".format
+    )
     return TableCell("–") if cell.absent and (length,) in series.keys else cell
 
 
@@ -250,7 +248,7 @@ def analysis_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Re
             alt = f"{series.label}: {kind}"
             figures.append(Figure(f"{name}-{index}-{kind}", caption, alt, partial(draw, kind, merged)))
     text = (f"Protocol: {group.first.protocol.text}.",)
-    return ReportBlock(text, tuple(figures), (table,), provenance=shared.provenance(group))
+    return ReportBlock(text, tuple(figures), (table,))
 
 
 # Models
