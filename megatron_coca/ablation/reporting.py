@@ -12,11 +12,13 @@ from megatron_coca.ablation.cells import State, measured_files, read_cell, read_
 from megatron_coca.ablation.contrasts import Figures, published_order
 from megatron_coca.ablation.plan import AblationFile, Cell, expand, read_ablation
 from megatron_coca.evaluation.options import slug
-from megatron_coca.evaluation.report import build_report, report_document
+from megatron_coca.evaluation.report import build_report
 from megatron_coca.evaluation.report.charts import svg
 from megatron_coca.evaluation.report.curves import Curve
 from megatron_coca.evaluation.report.document import ReportDocument, Table, markdown_table
 from megatron_coca.evaluation.report.reading import read_results
+from megatron_coca.evaluation.report.sections import report_document
+from megatron_coca.evaluation.report.tables import ReportOptions
 from megatron_coca.evaluation.results import EvaluationError, write_atomically
 from megatron_coca.tables import escaped, format_table
 
@@ -77,7 +79,8 @@ def write_page(
     measured, baseline = _measured(file, done)
     document = ReportDocument(file.title, "")
     if measured:
-        document = report_document(read_results(measured), file.title, curves=curves(done), baseline=baseline)
+        options = ReportOptions(baseline=baseline, curves=curves(done))
+        document = report_document(read_results(measured), file.title, options)
     known = {"file": file, "figures": Figures(file, done), "scale": scale, "cells": cells, "done": done}
     text, plots = render(template, document, known, page.stem)
     for name, content in plots.items():

@@ -10,6 +10,10 @@ from megatron_coca.evaluation import PerplexityResult
 from megatron_coca.evaluation.analysis.records import AnalysisResult
 from megatron_coca.evaluation.harness.measuring import HarnessResult
 from megatron_coca.evaluation.report.curves import Curve, CurvePoint
+from megatron_coca.evaluation.report.document import Section
+from megatron_coca.evaluation.report.reading import read_results
+from megatron_coca.evaluation.report.sections import report_document
+from megatron_coca.evaluation.report.tables import ReportOptions
 from megatron_coca.evaluation.results import Cost, Costs, Result, cost_path, write_record
 from megatron_coca.evaluation.retrieval.measuring import NeedleResult, PasskeyResult, RulerResult, wilson_interval
 from megatron_coca.evaluation.speed import WHATS
@@ -345,6 +349,11 @@ def every_result() -> dict[str, Result]:
         )
     files["needle"], files["analysis"] = needle("CoCA + dynamic NTK", lengths[:6]), analysis("RoFormer")
     return files
+
+
+def sections_of(paths: Sequence[str | Path], **options: Any) -> tuple[Section, ...]:
+    """The sections of the report of these files."""
+    return report_document(read_results(paths), "", ReportOptions(**options)).sections
 
 
 def write(folder: Path, results: dict[str, Result]) -> list[Path]:

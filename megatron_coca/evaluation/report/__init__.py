@@ -8,7 +8,6 @@ from megatron_coca.evaluation.report.charts import png, svg
 from megatron_coca.evaluation.report.curves import Curve, find_curves
 from megatron_coca.evaluation.report.document import (
     Report,
-    ReportDocument,
     console_text,
     csv_table,
     html_page,
@@ -16,9 +15,10 @@ from megatron_coca.evaluation.report.document import (
     markdown,
     table_record,
 )
-from megatron_coca.evaluation.report.reading import REPORT_FILE, LoadedResult, read_results
-from megatron_coca.evaluation.report.sections import build_sections
-from megatron_coca.evaluation.results import EvaluationError, check_writable, write_atomically, write_record
+from megatron_coca.evaluation.report.reading import REPORT_FILE, read_results
+from megatron_coca.evaluation.report.sections import report_document
+from megatron_coca.evaluation.report.tables import ReportOptions
+from megatron_coca.evaluation.results import check_writable, write_atomically, write_record
 
 
 def run(args: Namespace) -> int:
@@ -48,7 +48,7 @@ def build_report(
     check_writable(folder / REPORT_FILE)
     loaded = read_results(result_files)
     curves = find_curves(loaded) if curves is None else curves
-    document = report_document(loaded, title, papers, curves, baseline)
+    document = report_document(loaded, title, ReportOptions(papers, baseline, curves))
     report = Report(
         title=title,
         tables=[table_record(table) for table in document.tables()],
@@ -70,22 +70,3 @@ def build_report(
     # The page last, so that it exists only if everything else does.
     write_atomically(folder / "report.html", html_page(document, drawings).encode())
     return console_text(document)
-
-
-def report_document(
-    loaded: Sequence[LoadedResult],
-    title: str,
-    papers: bool = True,
-    curves: Mapping[str, Sequence[Curve]] | None = None,
-    baseline: str | None = None,
-) -> ReportDocument:
-    """Return the content of a report; arguments and errors as of `build_report`."""
-    if not any(item.result.results or item.result.missing for item in loaded):
-        raise EvaluationError("no results to report: the files have neither a number nor a reason why there is none")
-    labels = {item.result.label for item in loaded}
-    weights = {item.result.checkpoint.identity for item in loaded if item.result.task != "speed"}
-    counts = {"result file": len(loaded), "label": len(labels), "set": len(weights)}
-    files, labelled, sets = (f"{count} {noun}{'' if count == 1 else 's'}" for noun, count in counts.items())
-    origin = "Every number is of this project's evaluate.py, unless a paper is named."
-    summary = f"{files}: {labelled}, {sets} of weights. {origin}"
-    return ReportDocument(title, summary, build_sections(loaded, papers, baseline, curves))
