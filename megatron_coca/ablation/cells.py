@@ -132,8 +132,8 @@ def missing_commands(cell: Cell, record: CellRecord) -> list[Command]:
 
 def measured_files(cell: Cell, record: CellRecord) -> list[Path]:
     """Return the complete result files of a cell, without those whose options or variant changed since."""
-    digests = {path: digest for command in cell.commands for path, digest in measured_by(cell, command).items()}
-    current = [cell.results / path for path, digest in digests.items() if record.evaluated.get(path) == digest]
+    digests, known = cell.measurements, record.evaluated
+    current = [cell.results / path for path, digest in digests.items() if known.get(str(path)) == digest]
     return [path for path in current if path.is_file() and _is_whole(path)]
 
 
@@ -145,12 +145,6 @@ def _is_whole(path: Path) -> bool:
         logger.warning("%s: is damaged (%s) and counts as missing", path, error)
         return False
     return True
-
-
-def measured_by(cell: Cell, command: Command) -> dict[str, str]:
-    """Return the digests of the result files of a command, by their path in the folder of results."""
-    paths = [file.relative_to(cell.results) for file in command.files]
-    return {str(path): cell.measurements[path] for path in paths}
 
 
 def is_trained(cell: Cell) -> bool:

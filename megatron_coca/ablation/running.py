@@ -171,8 +171,9 @@ class Job:
                 self.problems.append(f"training: {last}")
             return
         if status == 0 or (status == 2 and files.refused_only(command.files)):
-            done = self._record.evaluated | files.measured_by(self.cell, command)
-            self._record = self._record.model_copy(update={"evaluated": done})
+            measured = [file.relative_to(self.cell.results) for file in command.files]
+            digests = {str(path): self.cell.measurements[path] for path in measured}
+            self._record = self._record.model_copy(update={"evaluated": self._record.evaluated | digests})
             self._write("trained")
         else:
             self._failed.add(command.task)

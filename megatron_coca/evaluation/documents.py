@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class DocumentsRecord(Record):
-    """The documents of a result file: `sha256` of lengths and token ids, `tokens` in total."""
+    """The documents of a result file: `sha256` of lengths and token ids (little-endian int64), `tokens` in total."""
 
     sha256: str
     count: int
@@ -43,18 +43,14 @@ class Documents:
     max_length: int
     repeated: int | None = None
 
-    @property
-    def sha256(self) -> str:
-        """Hash of the lengths and the token ids as little-endian int64, independent of the stored dtype."""
+    def record(self) -> DocumentsRecord:
+        """Return what a result file says; the hash is independent of the stored dtype."""
         digest = hashlib.sha256()
         for tokens in self.arrays:
             digest.update(len(tokens).to_bytes(8, "little"))
             digest.update(tokens.astype("<i8").tobytes())
-        return digest.hexdigest()
-
-    def record(self) -> DocumentsRecord:
         return DocumentsRecord(
-            sha256=self.sha256,
+            sha256=digest.hexdigest(),
             count=len(self.arrays),
             tokens=sum(len(tokens) for tokens in self.arrays),
             max_length=self.max_length,
@@ -106,15 +102,13 @@ def check_tokenizers(sources: Iterable[DocumentSource], tokenizer: Tokenizer | N
     """
     unverified = []
     for path in (source.path for source in sources if source.is_shard):
-        folder = Path(path).parent
-        if tokenizer is None:
-            unverified.append(path)
-        elif (folder / MANIFEST).is_file():
-            file, fingerprint = MANIFEST, corpora.read_manifest(folder / MANIFEST)["tokenizer"]["fingerprint"]
-            _refuse_other_tokenizer(path, folder / file, fingerprint, tokenizer)
-        elif (folder / DESCRIPTION).is_file():
-            fingerprint = corpora.load_saved_tokenizer(folder).fingerprint
-            _refuse_other_tokenizer(path, folder / DESCRIPTION, fingerprint, tokenizer)
+        manifest, description = (Path(path).parent / name for name in (MANIFEST, DESCRIPTION))
+        if tokenizer is not None and manifest.is_file():
+            fingerprint = corpora.read_manifest(manifest)["tokenizer"]["fingerprint"]
+            _refuse_other_tokenizer(path, manifest, fingerprint, tokenizer)
+        elif tokenizer is not None and description.is_file():
+            fingerprint = corpora.load_saved_tokenizer(description.parent).fingerprint
+            _refuse_other_tokenizer(path, description, fingerprint, tokenizer)
         else:
             unverified.append(path)
     if unverified:
