@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal
 
 from megatron_coca.ablation.plan import Cell, DataRecord
 from megatron_coca.checkpoints import CheckpointError, native
@@ -65,14 +65,6 @@ class State(Enum):
     STARTED = "started"
     FAILED = "failed"
     WAITING = "waiting"
-
-
-class Progress(NamedTuple):
-    """The last report of a training run."""
-
-    step: int
-    loss: float | None
-    remaining_seconds: float | None
 
 
 def read_cell(cell: Cell) -> CellRecord:
@@ -159,12 +151,10 @@ def is_trained(cell: Cell) -> bool:
         return False
 
 
-def progress(run: Path) -> Progress | None:
+def last_report(run: Path) -> dict[str, Any] | None:
     """Return the last report of a loss, None before the first."""
     reports = [report for report in metrics(run, TAIL_BYTES) if "loss" in report]
-    if not reports:
-        return None
-    return Progress(int(reports[-1]["step"]), reports[-1]["loss"], reports[-1].get("eta_seconds"))
+    return reports[-1] if reports else None
 
 
 def training_seconds(run: Path, until: int | None = None) -> float:

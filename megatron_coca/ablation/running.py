@@ -120,13 +120,13 @@ class Job:
         """Return the present activity in one line."""
         if self._command is not None:
             return self.activity
-        report = files.progress(self.cell.run)
+        report = files.last_report(self.cell.run)
         if report is None:
             return "training"
-        loss = "" if report.loss is None else f", loss {report.loss:.4f}"
-        left = report.remaining_seconds
+        loss = "" if report["loss"] is None else f", loss {report['loss']:.4f}"
+        left = report.get("eta_seconds")
         remaining = "" if left is None else f", {timedelta(seconds=round(left))} left"
-        return f"training step {report.step}/{self.cell.steps}{loss}{remaining}"
+        return f"training step {int(report['step'])}/{self.cell.steps}{loss}{remaining}"
 
     @property
     def activity(self) -> str:

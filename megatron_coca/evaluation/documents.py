@@ -153,7 +153,6 @@ def collect_documents(
     vocab_size: int,
     max_length: int,
     num_documents: int | None = None,
-    progress: bool = True,
     repeated: int | None = None,
 ) -> Documents:
     """Return the first `num_documents` (None: all) documents of at least `max_length` tokens, truncated to it.
@@ -169,7 +168,7 @@ def collect_documents(
     kept: list[np.ndarray] = []
     longest, needed = 0, repeated or max_length
     documents = ((source, tokens) for source in sources for tokens in tokens_of(source, tokenizer))
-    with Progress("reading documents", unit="documents", show=progress) as reading:
+    with Progress("reading documents", unit="documents") as reading:
         for source, tokens in documents:
             reading.advance()
             _refuse_foreign_ids(source, tokens, vocab_size)
@@ -209,7 +208,7 @@ def read_subject_documents(args: Namespace, evaluation: Evaluation, longest: int
         trained.model.vocab_size or trained.model.padded_vocab_size,
         args.max_length or longest,
         args.num_documents,
-        repeated=args.repeat,
+        args.repeat,
     )
 
 

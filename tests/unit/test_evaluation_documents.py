@@ -47,7 +47,7 @@ def shard(tmp_path: Path, corpus: Path) -> str:
 
 
 def collect(*names: str | Path, **changes: object):
-    arguments = {"tokenizer": TOKENIZER, "vocab_size": VOCABULARY, "max_length": 16, "progress": False, **changes}
+    arguments = {"tokenizer": TOKENIZER, "vocab_size": VOCABULARY, "max_length": 16, **changes}
     return collect_documents([str(name) for name in names], **arguments)
 
 

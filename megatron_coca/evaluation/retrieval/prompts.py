@@ -49,8 +49,7 @@ class Case:
     """One prompt and its answer."""
 
     number: int  # index among the cases of its task, length and seed
-    length: int  # requested tokens
-    prompt: np.ndarray  # token ids, int32 [at most length]
+    prompt: np.ndarray  # token ids, int32 [at most the requested length]
     expected: tuple[str, ...]  # strings that a right answer contains
     facts: tuple[FactRecord, ...]  # in the order of the text; none if the answer is a property of the whole text
 
