@@ -4,7 +4,6 @@ import math
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +18,15 @@ from megatron_coca.attention.method import PositionMethod
 from megatron_coca.console import track
 from megatron_coca.evaluation.analysis import distance_sweep, records
 from megatron_coca.evaluation.analysis.distance_sweep import DistanceSweep, SweptScores
-from megatron_coca.evaluation.analysis.records import AnalysisResult, Curve, Decay, Entropy, LengthAnalysis, Share
+from megatron_coca.evaluation.analysis.records import (
+    AnalysisProtocol,
+    AnalysisResult,
+    Curve,
+    Decay,
+    Entropy,
+    LengthAnalysis,
+    Share,
+)
 from megatron_coca.evaluation.documents import read_subject_documents
 from megatron_coca.evaluation.options import subject_options
 from megatron_coca.evaluation.results import Cost, EvaluationError, measured
@@ -138,28 +145,15 @@ def row_entropies(inputs: AttentionInputs, queries: Tensor) -> Tensor:
     return torch.cat(entropies, dim=1)
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """The numbers of samples, and the seed of the drawn pairs."""
-
-    pairs: int  # pairs of tokens for angles, over all documents
-    queries: int  # of one document: positions for entropy, for scores at each distance, and pairs of the sweep
-    seed: int
-
-    def document_pairs(self, length: int, document: int, documents: int) -> tuple[Tensor, Tensor]:
-        count = max(1, len(range(document, self.pairs, documents)))
-        return draw_pairs(length, count, self.seed + document)
-
-
-def analyse(model: GPT, documents: Sequence[np.ndarray], length: int, sampling: Sampling) -> LengthAnalysis:
+def analyse(model: GPT, documents: Sequence[np.ndarray], length: int, protocol: AnalysisProtocol) -> LengthAnalysis:
     """Analyses `model`, in evaluation mode, on the first `length` tokens of `documents` (int64, at least that long).
 
-    Memory grows with `length`, not with its square, and with `sampling.pairs` times layers, heads and rotated pairs.
+    Memory grows with `length`, not with its square, and with `protocol.pairs` times layers, heads and rotated pairs.
     """
     device = next(model.parameters()).device
     distances = log_distances(length)
     sweep = DistanceSweep(model.positions, distances, length, device)
-    positions = spread(0, length - 1, sampling.queries)
+    positions = spread(0, length - 1, protocol.queries)
     # Samples of all layers of one document after another.
     angles: list[np.ndarray] = []  # each [heads, pairs, d/2] float32
     entropies: list[np.ndarray] = []  # each [heads, positions] float64
@@ -170,21 +164,22 @@ def analyse(model: GPT, documents: Sequence[np.ndarray], length: int, sampling: 
         entropies.append(row_entropies(inputs, positions).double().cpu().numpy())
         by_distance = []
         for distance in distances:
-            sampled = scores_at(inputs, spread(distance, length - 1, sampling.queries), distance)
+            sampled = scores_at(inputs, spread(distance, length - 1, protocol.queries), distance)
             by_distance.append(sampled.float().cpu().numpy().ravel())
         scores.append(by_distance)
         q, k = q[0][:, m], k[0][:, n]
         k = k.repeat_interleave(q.shape[0] // k.shape[0], dim=0)
         if model.method.name in distance_sweep.ROTATED_FORMS:
             angles.append(distance_sweep.initial_angles(model.method, q, k).float().cpu().numpy())
-        q, k = (x[:, : sampling.queries].transpose(0, 1) for x in (q, k))
+        q, k = (x[:, : protocol.queries].transpose(0, 1) for x in (q, k))
         chunk = max(1, SWEPT_AT_ONCE // (q.shape[1] * q.shape[2] * len(distances)))
         for queries, keys in zip(q.split(chunk), k.split(chunk), strict=True):
             swept.append(sweep.scores(queries, keys, inputs.bias))
 
     with torch.no_grad(), observed(model, visit):
         for number, tokens in enumerate(track(documents, f"length {length}", len(documents), "documents")):
-            m, n = (x.to(device) for x in sampling.document_pairs(length, number, len(documents)))
+            pairs = max(1, len(range(number, protocol.pairs, len(documents))))
+            m, n = (x.to(device) for x in draw_pairs(length, pairs, protocol.seed + number))
             model.hidden_states(torch.from_numpy(tokens[None, :length]).to(device))
     layers = len(model.blocks)
     summary, borders = None, None
@@ -271,8 +266,8 @@ def run(args: Namespace) -> int:
         raise EvaluationError(f"--lengths {','.join(map(str, args.lengths))}: give distinct lengths of at least 2")
     evaluation = Evaluation(subject_options(args), "analyse")
     documents = read_subject_documents(args, evaluation, max(args.lengths))
-    sampling = Sampling(args.pairs, args.queries, args.seed)
-    protocol = records.AnalysisProtocol(text=PROTOCOL, quantiles=list(distance_sweep.QUANTILES), **vars(sampling))
+    samples = {"pairs": args.pairs, "queries": args.queries, "seed": args.seed}
+    protocol = AnalysisProtocol(text=PROTOCOL, quantiles=list(distance_sweep.QUANTILES), **samples)
     fields = {"protocol": protocol, "documents": documents.record()}
     for subject, store in evaluation.variants(AnalysisResult, console_table, **fields):
         for length in sorted(args.lengths):
@@ -281,7 +276,7 @@ def run(args: Namespace) -> int:
                 continue
             with noting_missing(store, at, REMEDY):
                 with measured(subject.device) as meter:
-                    cell = analyse(subject.model, documents.arrays, length, sampling)
+                    cell = analyse(subject.model, documents.arrays, length, protocol)
                 store.put(cell, Cost.of(at, meter, length * len(documents.arrays)))
         if store.path is not None and store.result.results:
             records.draw_files(store.result, store.path)
