@@ -202,7 +202,7 @@ def passkey(args: Namespace) -> int:
     ]
     evaluation = Evaluation(subject_options(args), "passkey")
     protocol = RetrievalProtocol(**protocol_fields(args, tasks.PASSKEY_PROTOCOL, FILLER_BLOCKS))
-    return measure(evaluation, args, units, protocol, PasskeyResult)
+    return measure(evaluation, units, protocol, PasskeyResult)
 
 
 def needle(args: Namespace) -> int:
@@ -214,7 +214,7 @@ def needle(args: Namespace) -> int:
         Unit(f"length {length}", length, {(length, depth): task for depth, task in by_depth.items()})
         for length in sorted(set(args.lengths))
     ]
-    return measure(evaluation, args, units, protocol, NeedleResult)
+    return measure(evaluation, units, protocol, NeedleResult)
 
 
 def ruler(args: Namespace) -> int:
@@ -227,7 +227,7 @@ def ruler(args: Namespace) -> int:
         for length in sorted(set(args.lengths))
         for name, task in by_name.items()
     ]
-    return measure(evaluation, args, units, protocol, RulerResult)
+    return measure(evaluation, units, protocol, RulerResult)
 
 
 def protocol_fields(args: Namespace, text: str, haystack: Haystack) -> dict[str, Any]:
@@ -236,16 +236,14 @@ def protocol_fields(args: Namespace, text: str, haystack: Haystack) -> dict[str,
 
 
 def measure(
-    evaluation: Evaluation,
-    args: Namespace,
-    units: Sequence[Unit],
-    protocol: Any,
-    kind: type[RetrievalResult],
+    evaluation: Evaluation, units: Sequence[Unit], protocol: RetrievalProtocol, kind: type[RetrievalResult]
 ) -> int:
     """For each variant and unit: make the cases, generate the answers, score and store; returns the exit status."""
     tokenizer = evaluation.needed_tokenizer()
     cases: dict[str, list[tuple[RetrievalTask, Case]]] = {}  # by unit, the same for every variant
-    remedy = f"lower --tokens-per-batch (it is {args.tokens_per_batch}, one prompt at least) or use --dtype bfloat16"
+    remedy = (
+        f"lower --tokens-per-batch (it is {protocol.tokens_per_batch}, one prompt at least) or use --dtype bfloat16"
+    )
     for subject, store in evaluation.variants(kind, console_table, protocol=protocol):
         for unit in units:
             if all(store.get(key) is not None for key in unit.tasks):
@@ -255,11 +253,11 @@ def measure(
                     cases[unit.at] = [
                         (task, case)
                         for task in unit.tasks.values()
-                        for case in task.make_cases(tokenizer, unit.length, args.cases, args.seed)
+                        for case in task.make_cases(tokenizer, unit.length, protocol.cases, protocol.seed)
                     ]
                 prompts = [case.prompt for _, case in cases[unit.at]]
                 with measured(subject.device) as meter:
-                    answers = generate_answers(subject, tokenizer, prompts, args, f"{subject.label}, {unit.at}")
+                    answers = generate_answers(subject, tokenizer, prompts, protocol, f"{subject.label}, {unit.at}")
                 answered = []
                 for (task, case), ids in zip(cases[unit.at], answers, strict=True):
                     answer = tokenizer.decode(ids)
@@ -274,7 +272,7 @@ def measure(
                     answered.append(record)
                 cost = Cost.of(unit.at, meter, sum(map(len, answers)))
                 for number, key in enumerate(unit.tasks):
-                    own = answered[number * args.cases :][: args.cases]
+                    own = answered[number * protocol.cases :][: protocol.cases]
                     cell = make_cell(store.result.task, key, own, subject.training_length)
                     store.put(cell, cost if number == len(unit.tasks) - 1 else None)
     return evaluation.status
@@ -294,7 +292,7 @@ def noting_refusals(store: Store[Any], at: str) -> Iterator[None]:
 
 
 def generate_answers(
-    subject: Subject, tokenizer: Tokenizer, prompts: Sequence[np.ndarray], args: Namespace, title: str
+    subject: Subject, tokenizer: Tokenizer, prompts: Sequence[np.ndarray], protocol: RetrievalProtocol, title: str
 ) -> list[list[int]]:
     """Return the token ids of each answer without its end-of-document token, in the order of `prompts` (int32 [n]).
 
@@ -304,15 +302,15 @@ def generate_answers(
     answers: dict[int, list[int]] = {}
     lengths = [len(prompt) for prompt in prompts]
     with Progress(title, len(prompts), "cases") as progress:
-        for batch in equal_length_batches(lengths, args.max_new_tokens, args.tokens_per_batch):
+        for batch in equal_length_batches(lengths, protocol.max_new_tokens, protocol.tokens_per_batch):
             ids = torch.from_numpy(np.stack([prompts[index] for index in batch])).long()
             generated = generate(
                 subject.model,
                 ids.to(subject.device),
-                args.max_new_tokens,
+                protocol.max_new_tokens,
                 finished=lambda answer: answer[-1] == tokenizer.eod,
                 vocab_size=min(subject.vocab_size, tokenizer.vocab_size),
-                dynamic_length=args.dynamic_length,
+                dynamic_length=protocol.dynamic_length,
             )
             for index, row in zip(batch, generated.tolist(), strict=True):
                 answers[index] = [token for token in row if token not in (NOT_GENERATED, tokenizer.eod)]
