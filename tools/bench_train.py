@@ -220,7 +220,7 @@ def peer_keys(config: Config) -> dict[str, Any]:
     flat = config.flat()
     other = [f"{key}={flat[key]}" for key, value in plain.items() if flat[key] != value]
     if other:
-        raise ConfigError([f"{', '.join(other)}: transformers' GPT-NeoX has no such model; leave out --peer"])
+        raise ConfigError(f"{', '.join(other)}: transformers' GPT-NeoX has no such model; leave out --peer")
     return {
         "vocab_size": model.padded_vocab_size,
         "hidden_size": model.hidden_size,

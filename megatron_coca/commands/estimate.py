@@ -106,7 +106,7 @@ def _configured_gpus(config: Config) -> int:
     try:
         return configured_ranks(config.launch)
     except ConfigError as error:
-        raise ConfigError([f"{error}; or give --gpus"]) from error
+        raise ConfigError(f"{error}; or give --gpus") from error
 
 
 def _lines(config: Config, result: "Estimate", gpu: str) -> Iterator[str]:

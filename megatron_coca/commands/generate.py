@@ -112,7 +112,7 @@ def refuse_missing(args: Namespace) -> None:
         if "=" not in change:
             read_file(change, problems)
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
     if not Path(args.checkpoint).exists():
         raise EvaluationError(f"--checkpoint: {args.checkpoint}: no such folder; give a run's save folder")
 
@@ -122,7 +122,7 @@ def read_neox_settings(args: Namespace) -> dict[str, Any]:
     problems: list[str] = []
     layer = read_file(args.config, problems)
     if layer is None:
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
     values = layer.values
     settings: dict[str, Any] = {
         option: str(values[key]) for key, option in NEOX_KEYS.items() if values.get(key) is not None

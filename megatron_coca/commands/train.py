@@ -78,14 +78,14 @@ def read_config(options: argparse.Namespace) -> tuple["Config", list[str]]:
 
     files, keys = split_inputs(options.inputs, options.conf_dir)
     if options.hostfile is not None and not os.path.isfile(options.hostfile):
-        raise ConfigError([f"--hostfile: {options.hostfile}: no such file; write one line a host, `name slots=8`"])
+        raise ConfigError(f"--hostfile: {options.hostfile}: no such file; write one line a host, `name slots=8`")
     names = ("num_gpus", "hostfile", "max_restarts")
     keys += [f"{name}={getattr(options, name)}" for name in names if getattr(options, name) is not None]
     config = load_config(files, [*keys, "auto_resume=true"] if options.auto_resume else keys)
     if config.schedule.train_iters is None:
-        raise ConfigError(["train_iters: not set; training needs it, for example `train_iters=1000`"])
+        raise ConfigError("train_iters: not set; training needs it, for example `train_iters=1000`")
     if config.optimizer.lr is None:
-        raise ConfigError(["optimizer.params.lr: not set; training needs it, for example `optimizer.params.lr=1e-4`"])
+        raise ConfigError("optimizer.params.lr: not set; training needs it, for example `optimizer.params.lr=1e-4`")
     return config, keys_without_effect(files, keys)
 
 
@@ -108,7 +108,7 @@ def latest_step(config: "Config") -> int:
         folder = save_folder(config.checkpoint)
         return max(native.steps(folder), default=0) if folder is not None else 0
     except CheckpointError as error:
-        raise ConfigError([str(error)]) from error
+        raise ConfigError(str(error)) from error
 
 
 def train(config: "Config", without_effect: Sequence[str]) -> int:

@@ -77,7 +77,7 @@ def plan(files: Sequence[str], shared: Sequence[str] = ()) -> list[Stage]:
             lines.append(f"load: {own.load} is not the save folder of an earlier stage ({', '.join(map(str, saves))})")
         problems += [f"{stage.name}: {line}" for line in lines]
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
     return stages
 
 

@@ -1,7 +1,7 @@
 """Base of all groups of keys: the error class, value ranges, and the declaration of keys."""
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -14,9 +14,9 @@ class ConfigError(ValueError):
         problems: lines `<file or command line>: <key>: <message>`.
     """
 
-    def __init__(self, problems: Sequence[str]) -> None:
+    def __init__(self, *problems: str) -> None:
         self.problems = list(problems)
-        super().__init__(self.problems)
+        super().__init__(*problems)
 
     def __str__(self) -> str:
         return "\n".join(self.problems)

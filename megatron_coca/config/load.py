@@ -304,7 +304,7 @@ class Config(Settings):
     def _from_layers(cls, layers: Sequence[Layer], problems: list[str]) -> Self:
         groups, errors = validate(merge(layers))
         if problems or errors:
-            raise ConfigError(problems + errors)
+            raise ConfigError(*problems, *errors)
         return cls.model_validate(groups)
 
 
@@ -326,7 +326,7 @@ def load_config(paths: str | Path | Sequence[str | Path], overrides: Overrides =
     layers = [layer for layer in files if layer is not None] + _override_layers(overrides, problems)
     if None in files:  # a key that seems to be missing may be in the unreadable file
         _, errors = validate(merge(layers))
-        raise ConfigError(problems + [line for line in errors if not line.endswith((MISSING, NO_MODEL))])
+        raise ConfigError(*problems, *(line for line in errors if not line.endswith((MISSING, NO_MODEL))))
     return Config._from_layers(layers, problems)
 
 

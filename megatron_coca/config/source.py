@@ -186,7 +186,7 @@ def _read_text(path: Path) -> str:
         reason = f"{path}: not UTF-8 text (byte {error.start}); save it as UTF-8"
     except OSError as error:
         reason = f"{path}: cannot be read: {error.strerror}"
-    raise ConfigError([reason])
+    raise ConfigError(reason)
 
 
 def read_overrides(overrides: Mapping[str, Any] | Sequence[str]) -> Iterator[Layer | ConfigError]:
@@ -200,9 +200,9 @@ def read_overrides(overrides: Mapping[str, Any] | Sequence[str]) -> Iterator[Lay
         reader = YamlReader(f"{COMMAND_LINE}: {path.strip()}", text, numbered=False)
         value = reader.read()
         if not equals or not path.strip():
-            yield ConfigError([f"{COMMAND_LINE}: {item}: expected `key=value`"])
+            yield ConfigError(f"{COMMAND_LINE}: {item}: expected `key=value`")
         elif reader.problems:
-            yield ConfigError(reader.problems)
+            yield ConfigError(*reader.problems)
         else:
             yield _override(COMMAND_LINE, path.strip(), value)
 

@@ -32,7 +32,7 @@ def signs_of_gpus() -> list[str]:
 
 def no_gpu(keys: Sequence[str], problem: str = "this host has no GPU") -> ConfigError:
     """Return the error for a run with `keys` of `Config.gpu_keys`."""
-    return ConfigError([f"{key}: {NEEDS[key][0]}, but {problem}; {NEEDS[key][1]}" for key in keys])
+    return ConfigError(*(f"{key}: {NEEDS[key][0]}, but {problem}; {NEEDS[key][1]}" for key in keys))
 
 
 def check_devices(config: Config, environment: Mapping[str, str]) -> None:
@@ -47,7 +47,7 @@ def check_devices(config: Config, environment: Mapping[str, str]) -> None:
         count, local_rank = torch.cuda.device_count(), int(environment["LOCAL_RANK"])
         if local_rank >= count:
             problem = f"the process with local rank {local_rank} sees {count} GPU(s): one is needed for each process"
-            raise ConfigError([f"num_gpus: {problem}; start fewer processes on this host"])
+            raise ConfigError(f"num_gpus: {problem}; start fewer processes on this host")
         return
     problem = _problem(environment.get("CUDA_VISIBLE_DEVICES"))
     if config.gpu_keys:

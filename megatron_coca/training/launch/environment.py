@@ -117,7 +117,7 @@ def find_location(environment: Variables) -> RankLocation | None:
         given = [name for name in signs if name in environment]
         missing = [name for name in needed if name not in environment]
         if given and missing:
-            raise ConfigError([f"{' and '.join(missing)}: not set, but {' and '.join(given)} found; {remedy}"])
+            raise ConfigError(f"{' and '.join(missing)}: not set, but {' and '.join(given)} found; {remedy}")
     return None
 
 
@@ -175,7 +175,7 @@ def first_host(nodelist: str) -> str:
     entry = re.match(r"(?:\[[^\]]*\]|[^\[,])*", nodelist)
     host = re.sub(r"\[(\d+)[^\]]*\]", r"\1", entry.group()) if entry else ""
     if not re.search(r"[^\W\d]", host) and not re.fullmatch(r"[\d.]{7,}", host):
-        raise ConfigError([f"SLURM_STEP_NODELIST: cannot find a host in {nodelist!r}; set MASTER_ADDR"])
+        raise ConfigError(f"SLURM_STEP_NODELIST: cannot find a host in {nodelist!r}; set MASTER_ADDR")
     return host
 
 
@@ -185,7 +185,7 @@ def tasks_on_node(tasks: str, node: int) -> int:
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks):
         counts += [int(count)] * int(times or 1)
     if not counts:
-        raise ConfigError([f"SLURM_STEP_TASKS_PER_NODE: cannot read {tasks!r}; set LOCAL_WORLD_SIZE"])
+        raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE: cannot read {tasks!r}; set LOCAL_WORLD_SIZE")
     return counts[min(node, len(counts) - 1)]
 
 
@@ -194,10 +194,10 @@ def _number(environment: Variables, *names: str, default: int | None = None) -> 
     for name in names:
         if name in environment:
             if not re.fullmatch(r"\s*\d+\s*", environment[name]):
-                raise ConfigError([f"{name}: {environment[name]!r} is not a whole number"])
+                raise ConfigError(f"{name}: {environment[name]!r} is not a whole number")
             return int(environment[name])
     if default is None:
-        raise ConfigError([f"{names[0]}: not set in the environment; the launcher must set it for every process"])
+        raise ConfigError(f"{names[0]}: not set in the environment; the launcher must set it for every process")
     return default
 
 
@@ -207,18 +207,16 @@ def _port(environment: Variables) -> int | None:
 
 def _check(location: RankLocation, name: str, environment: Variables) -> None:
     if not 0 <= location.rank < location.world_size:
-        raise ConfigError([f"{name}: rank {location.rank} is not below the world size {location.world_size}"])
+        raise ConfigError(f"{name}: rank {location.rank} is not below the world size {location.world_size}")
     if not 0 <= location.local_rank < location.local_world_size:
         raise ConfigError(
-            [f"{name}: local rank {location.local_rank} is not below the local world size {location.local_world_size}"]
+            f"{name}: local rank {location.local_rank} is not below the local world size {location.local_world_size}"
         )
     given = _number(environment, "WORLD_SIZE", default=location.world_size)
     if given != location.world_size:
-        raise ConfigError(
-            [f"WORLD_SIZE: {given}, but {name} started {location.world_size} processes; unset WORLD_SIZE"]
-        )
+        raise ConfigError(f"WORLD_SIZE: {given}, but {name} started {location.world_size} processes; unset WORLD_SIZE")
     if location.master is None and location.world_size > location.local_world_size:
-        raise ConfigError([f"MASTER_ADDR: not set; {name} started processes on several hosts: set it to the first one"])
+        raise ConfigError(f"MASTER_ADDR: not set; {name} started processes on several hosts: set it to the first one")
 
 
 def _by_rank(environment: Variables) -> RankLocation:
@@ -228,7 +226,7 @@ def _by_rank(environment: Variables) -> RankLocation:
     local = _number(environment, "LOCAL_RANK", default=0)
     master = environment.get("MASTER_ADDR")
     if master is None and world > 1:
-        raise ConfigError([f"MASTER_ADDR: not set although WORLD_SIZE is {world}; set it to the host of rank 0"])
+        raise ConfigError(f"MASTER_ADDR: not set although WORLD_SIZE is {world}; set it to the host of rank 0")
     return RankLocation(_number(environment, "RANK"), world, local, local_world, master, _port(environment), sole)
 
 
