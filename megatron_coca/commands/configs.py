@@ -6,9 +6,11 @@ megatron-coca train configs/350M/roformer_coca.yml configs/cluster/a100x8.yml
 
 import shutil
 import sys
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
+
+from megatron_coca.commands import command_parser
 
 CONFIGS = Path(__file__).resolve().parents[1].joinpath("configs").resolve()
 """In a checkout a link to its folder `configs`, whose files the wheel contains."""
@@ -22,9 +24,7 @@ def shipped(name: str) -> str:
 
 def parser() -> ArgumentParser:
     """The command line."""
-    parser = ArgumentParser(
-        prog="megatron-coca configs", description=__doc__, formatter_class=RawDescriptionHelpFormatter
-    )
+    parser = command_parser("configs", __doc__)
     parser.add_argument("copy", choices=["copy"], metavar="copy")
     parser.add_argument("folder", metavar="DIR", type=Path, help="folder to make; call it configs")
     return parser

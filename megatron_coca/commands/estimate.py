@@ -6,13 +6,14 @@ Starts nothing and needs no GPU. Times are predictions from counts and printed a
 status 1 if the run does not fit, with config changes that make it fit; 2 if the configuration is invalid.
 """
 
-import argparse
 import json
 import sys
+from argparse import ArgumentParser
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from megatron_coca.commands import command_parser
 from megatron_coca.config import Config, ConfigError, load_config, split_inputs
 
 if TYPE_CHECKING:
@@ -65,11 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if fitting else 1
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="megatron-coca estimate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("estimate", __doc__)
     parser.add_argument(
         "inputs", nargs="+", metavar="CONFIG.yml | key=value", help="YAML files, merged in order, then key=value pairs"
     )

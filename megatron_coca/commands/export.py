@@ -8,14 +8,13 @@ import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 
+from megatron_coca.commands import command_parser
 from megatron_coca.evaluation.options import DTYPES
 
 
 def parser() -> ArgumentParser:
     """The command line."""
-    parser = ArgumentParser(
-        prog="megatron-coca export", description=__doc__, formatter_class=RawDescriptionHelpFormatter
-    )
+    parser = command_parser("export", __doc__)
     layouts = parser.add_subparsers(metavar="LAYOUT", required=True)
 
     def layout(name: str, help: str, example: str) -> ArgumentParser:

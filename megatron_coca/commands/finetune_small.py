@@ -8,13 +8,14 @@ of this project, printed as they run; existing results are reused, so remove run
     megatron-coca finetune-small train_iters=20
 """
 
-import argparse
 import json
 import subprocess
 import sys
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_coca.commands import command_parser
 from megatron_coca.commands.configs import shipped
 from megatron_coca.commands.quickstart import run
 from megatron_coca.config import ConfigError, load_config
@@ -33,11 +34,9 @@ MODELS = {
 """Labels of the measured models, and their folders."""
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="megatron-coca finetune-small", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("finetune-small", __doc__)
     parser.add_argument("keys", nargs="*", metavar="key=value", help="config overrides of every training run")
     return parser
 

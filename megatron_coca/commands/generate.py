@@ -2,13 +2,14 @@
 
 import json
 import sys
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_coca.commands import command_parser
 from megatron_coca.config import ConfigError
 from megatron_coca.config.source import read_file
 from megatron_coca.data.errors import DataError
@@ -49,9 +50,7 @@ SHOWN = 60
 
 def parser() -> ArgumentParser:
     """The options of the command."""
-    described = ArgumentParser(
-        prog="megatron-coca generate", description=__doc__, epilog=EPILOG, formatter_class=RawDescriptionHelpFormatter
-    )
+    described = command_parser("generate", __doc__, EPILOG)
     add = described.add_argument
     changes = "config overrides: YAML files such as those in configs/extend, and KEY=VALUE"
     add("changes", nargs="*", metavar="CHANGE", help=changes)

@@ -4,17 +4,16 @@ megatron-coca import models/pythia-410m runs/pythia --set pos_emb=coca
 """
 
 import sys
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser
 from collections.abc import Sequence
 
+from megatron_coca.commands import command_parser
 from megatron_coca.evaluation.options import DTYPES
 
 
 def parser() -> ArgumentParser:
     """The command line."""
-    parser = ArgumentParser(
-        prog="megatron-coca import", description=__doc__, formatter_class=RawDescriptionHelpFormatter
-    )
+    parser = command_parser("import", __doc__)
     add = parser.add_argument
     add("source", metavar="SOURCE", help="a Hugging Face folder, or any other checkpoint that can be evaluated")
     add("folder", metavar="FOLDER", help="folder to write; must not exist")

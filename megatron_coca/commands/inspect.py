@@ -20,6 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron_coca.commands import command_parser, count
 from megatron_coca.config import ConfigError, load_config, split_inputs
 from megatron_coca.data import inspection
 from megatron_coca.data.errors import DataError
@@ -170,18 +171,9 @@ def _checkpoint(options: argparse.Namespace) -> Result:
     return Result(text, [each.facts() for each in found], any(each.damage for each in found))
 
 
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
-    return value
-
-
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    options = argparse.ArgumentParser(
-        prog="megatron-coca inspect", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    options = command_parser("inspect", __doc__)
     commands = options.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, run: Callable[[argparse.Namespace], Result], text: str) -> argparse.ArgumentParser:
@@ -206,8 +198,8 @@ def parser() -> argparse.ArgumentParser:
         )
         added.add_argument("--split", choices=SPLITS, default="train")
     sample.add_argument("--number", type=int, required=True, help="sample number in the run's order, from 0")
-    mixture.add_argument("--samples", type=_count, help="default: train_iters times the batch")
-    mixture.add_argument("--ranks", type=_count, default=1, help="number of processes, if train_batch_size is not set")
+    mixture.add_argument("--samples", type=count, help="default: train_iters times the batch")
+    mixture.add_argument("--ranks", type=count, default=1, help="number of processes, if train_batch_size is not set")
     document.add_argument("prefix", type=Path)
     document.add_argument("number", type=int, help="from 0")
     for added in (sample, document):

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron_coca.commands import command_parser
 from megatron_coca.data.builtin import VOCAB_SIZE, prepare_builtin
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.preparation.manifest import RUN_CONFIG, empty_splits, read_manifest
@@ -49,9 +50,7 @@ def _at_least(lowest: int) -> Callable[[str], int]:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="megatron-coca prepare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("prepare", __doc__)
     parser.add_argument("recipe", nargs="?", type=Path, help="a YAML file that describes the corpus (docs/data.md)")
     parser.add_argument("--builtin", action="store_true", help="the corpus inside this Python installation")
     parser.add_argument("--input", nargs="+", metavar="NAME=PATH", help="files or folders; a name may be repeated")

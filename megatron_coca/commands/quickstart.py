@@ -7,16 +7,17 @@ the training length.
 Everything is done by the project's own commands, which are printed as they run. Results in runs/quickstart are reused.
 """
 
-import argparse
 import json
 import shlex
 import signal
 import subprocess
 import sys
 import time
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_coca.commands import command_parser
 from megatron_coca.commands.configs import shipped
 from megatron_coca.program import PROGRAM
 
@@ -31,11 +32,9 @@ KILLED = "roformer_coca"
 """The run that is killed, halfway."""
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="megatron-coca quickstart", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("quickstart", __doc__)
     parser.add_argument("keys", nargs="*", metavar="KEY=VALUE", help="changes of both configurations")
     return parser
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from megatron_coca.commands import command_parser
 from megatron_coca.program import MAIN
 from megatron_coca.training import watchdog
 
@@ -24,12 +25,7 @@ All keys are in docs/config.md, exit statuses in docs/faults.md."""
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="megatron-coca train",
-        description=__doc__,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("train", __doc__, EPILOG)
     parser.add_argument("inputs", nargs="+", metavar="CONFIG.yml | key=value", help="merged in order, then the keys")
     parser.add_argument("-d", "--conf_dir", metavar="DIR", help="folder of the files, whose names need no .yml")
     parser.add_argument(

@@ -8,11 +8,12 @@ Rerunning the same command continues where it was interrupted. The exit status i
 
 import os
 import sys
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron_coca.commands import command_parser
 from megatron_coca.config import Config, ConfigError, load_config, split_inputs
 from megatron_coca.program import PROGRAM
 from megatron_coca.training.exit_status import CaughtSignals
@@ -141,9 +142,7 @@ def run_train(arguments: Sequence[str]) -> int:
 
 def parser() -> ArgumentParser:
     """The command line."""
-    parser = ArgumentParser(
-        prog="megatron-coca train-stages", description=__doc__, formatter_class=RawDescriptionHelpFormatter
-    )
+    parser = command_parser("train-stages", __doc__)
     parser.add_argument("stages", nargs="+", metavar="STAGE.yml", help="one file per run, in order")
     parser.add_argument(
         "--with",
