@@ -121,11 +121,6 @@ def find_location(environment: Variables) -> RankLocation | None:
     return None
 
 
-def under_launcher(environment: Variables) -> bool:
-    """Return whether a launcher or a scheduler started this process."""
-    return find_location(environment) is not None
-
-
 def complete_environment(environment: MutableMapping[str, str]) -> None:
     """Set the variables that torch.distributed reads: from the launcher's, or for a single process.
 
