@@ -104,7 +104,8 @@ def test_what_ends_a_run_in_good_order_knows_its_status(kind: type[Stopped], sta
 
 def test_every_exit_status_is_documented() -> None:
     section = (ROOT / "docs" / "faults.md").read_text().partition("## Exit statuses")[2].partition("##")[0]
-    assert tuple(int(number) for number in re.findall(r"^\| (\d+) \| \S.* \| \S.* \|$", section, re.M)) == EXIT_STATUSES
+    statuses = re.findall(r"^\| (\d+) \| \S.* \| \S.* \|$", section, re.MULTILINE)
+    assert tuple(map(int, statuses)) == EXIT_STATUSES
 
 
 @pytest.mark.parametrize("module", ["exit_status", "watchdog", "launch"])

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from torch.utils.hooks import RemovableHandle
 
 from megatron_coca.config import Config, ConfigError
-from megatron_coca.training.reporting.sinks import run_folder
+from megatron_coca.training.sinks import run_folder
 
 logger = logging.getLogger(__name__)
 
