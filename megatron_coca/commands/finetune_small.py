@@ -19,6 +19,7 @@ from megatron_coca.commands import command_parser
 from megatron_coca.commands.configs import shipped
 from megatron_coca.commands.quickstart import run
 from megatron_coca.config import ConfigError, load_config
+from megatron_coca.evaluation.options import slug
 from megatron_coca.tables import format_table
 
 RUNS = Path("runs/finetune")
@@ -85,8 +86,7 @@ def train_coca(keys: Sequence[str]) -> None:
 
 def perplexities(label: str, folder: Path, keys: Sequence[str] = ()) -> list[str]:
     """One row of the table: `label`, and the perplexity in every window."""
-    slug = "_".join("".join(letter if letter.isalnum() else " " for letter in label.lower()).split())
-    output = RUNS / f"{slug}.json"
+    output = RUNS / f"{slug(label)}.json"
     options = ["--windows", ",".join(map(str, WINDOWS)), "--stride", STRIDE, "--label", label, "--output", output]
     # Continues a result file that exists, and refuses one of other weights.
     command("evaluate", "perplexity", "--checkpoint", folder, *options, *(("--set", *keys) if keys else ()))

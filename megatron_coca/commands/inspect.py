@@ -75,19 +75,13 @@ def _mixture(options: argparse.Namespace) -> Result:
     header = ("source", "tokens on disk", "weight", "achieved", "samples", "tokens read", "epochs")
     names = ("tokens_on_disk", "weight", "fraction", "samples", "tokens")
     total = {"source": "all", "epochs": None} | {name: sum(source[name] for source in sources) for name in names}
-    rows = [
-        [
-            s["source"],
-            s["tokens_on_disk"],
-            percent(s["weight"]),
-            percent(s["fraction"]),
-            s["samples"],
-            s["tokens"],
-            s["epochs"],
-        ]
-        for s in [*sources, total]
-    ]
+    rows = _rows([*sources, total], ("source", *names, "epochs"), shares=("weight", "fraction"))
     return Result(format_table(header, rows), {"samples": samples, "sources": sources})
+
+
+def _rows(facts: Sequence[dict[str, Any]], names: Sequence[str], shares: Sequence[str]) -> list[list[Any]]:
+    """Table rows of the named facts; those in `shares` are percentages."""
+    return [[percent(row[name]) if name in shares else row[name] for name in names] for row in facts]
 
 
 def _document(options: argparse.Namespace) -> Result:
@@ -124,20 +118,9 @@ def _coverage(options: argparse.Namespace) -> Result:
     entries = inspection.find_shards(options.shards)
     tokenizer = inspection.common_tokenizer(entries, _named_tokenizer(options))
     facts = inspection.measure_coverage(entries, tokenizer, show=True)
+    names = ["source", "documents", "tokens", "bytes_per_token", "vocabulary_used", "tokens_never_seen"]
+    rows = _rows(facts, [*names, "fallback", "unknown"], shares=("vocabulary_used", "fallback", "unknown"))
     header = ["source", "documents", "tokens", "bytes per token", "vocabulary used", "never seen"]
-    rows = [
-        [
-            f["source"],
-            f["documents"],
-            f["tokens"],
-            f["bytes_per_token"],
-            percent(f["vocabulary_used"]),
-            f["tokens_never_seen"],
-            percent(f["fallback"]),
-            percent(f["unknown"]),
-        ]
-        for f in facts
-    ]
     lines = [format_table([*header, "fallback", "unknown"], rows), ""]
     for f in facts:
         frequent = "  ".join(f"{excerpt(piece, 20)} {percent(n / f['tokens'])}" for _, piece, n in f["most_frequent"])
