@@ -38,12 +38,12 @@ from megatron_coca.model.cost import flops_per_token, parameter_count, peak_flop
 from megatron_coca.training import launch  # noqa: E402
 from megatron_coca.training.engine import Engine, group  # noqa: E402
 from megatron_coca.training.optimizer import build_optimizer  # noqa: E402
+from megatron_coca.training.saving import DTYPES  # noqa: E402
 from tools.records import ChildProcess, append_records, benchmark_parser, load_inputs, quartiles  # noqa: E402
 
 SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size", "no_weight_tying")
 RATE = 1e-4
 MEMORY_EVENT = "[memory]"
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass

@@ -23,7 +23,6 @@ def shipped(name: str) -> str:
 
 
 def parser() -> ArgumentParser:
-    """The command line."""
     parser = command_parser("configs", __doc__)
     parser.add_argument("copy", choices=["copy"], metavar="copy")
     parser.add_argument("folder", metavar="DIR", type=Path, help="folder to make; call it configs")

@@ -11,7 +11,7 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_coca.commands import command_parser
 from megatron_coca.config import Config, ConfigError, load_config, split_inputs
@@ -23,10 +23,30 @@ if TYPE_CHECKING:
 # PyTorch takes seconds to import: that is done after the configuration is accepted.
 
 PARTS = ("weights", "gradients", "optimizer", "buffers", "activations", "loss", "context")
-GPU_NAMES = ("A100-80", "A100-40", "H100", "H100-PCIe", "H200", "B200", "V100-32", "V100-16", "L40S", "A6000", "4090")
-"""Keys of `training.estimate.GPUS`."""
 DEFAULT_MFU = 0.4
 """On GPUs for which no step is predicted."""
+
+
+class Gpu(NamedTuple):
+    """A GPU: PyTorch's device name, and the memory available to programs in GiB."""
+
+    device: str
+    memory: float
+
+
+GPUS: dict[str, Gpu] = {
+    "A100-80": Gpu("NVIDIA A100-SXM4-80GB", 79.2),
+    "A100-40": Gpu("NVIDIA A100-SXM4-40GB", 39.4),
+    "H100": Gpu("NVIDIA H100 80GB HBM3", 79.2),
+    "H100-PCIe": Gpu("NVIDIA H100 PCIe", 79.2),
+    "H200": Gpu("NVIDIA H200", 139.8),
+    "B200": Gpu("NVIDIA B200", 178.4),
+    "V100-32": Gpu("Tesla V100-SXM2-32GB", 31.7),
+    "V100-16": Gpu("Tesla V100-SXM2-16GB", 15.8),
+    "L40S": Gpu("NVIDIA L40S", 44.4),
+    "A6000": Gpu("NVIDIA RTX A6000", 47.5),
+    "4090": Gpu("NVIDIA GeForce RTX 4090", 23.5),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = load_config(*split_inputs(options.inputs))
         gpus = options.gpus or _configured_gpus(config)
         from megatron_coca.model.cost import peak_flops
-        from megatron_coca.training.estimate import GPUS, changes_that_fit, estimate, fits
+        from megatron_coca.training.estimate import changes_that_fit, estimate, fits
         from megatron_coca.training.step_time import DEVICES, scaling, step_time
 
         if options.scaling:
@@ -67,7 +87,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> ArgumentParser:
-    """The command line."""
     parser = command_parser("estimate", __doc__)
     parser.add_argument(
         "inputs", nargs="+", metavar="CONFIG.yml | key=value", help="YAML files, merged in order, then key=value pairs"
@@ -75,7 +94,7 @@ def parser() -> ArgumentParser:
     parser.add_argument(
         "--gpus", type=int, metavar="N", help="total number of GPUs; default: num_gpus of all hosts, else 1"
     )
-    parser.add_argument("--gpu", choices=GPU_NAMES, default="A100-80", help="GPU model (default: %(default)s)")
+    parser.add_argument("--gpu", choices=GPUS, default="A100-80", help="GPU model (default: %(default)s)")
     parser.add_argument(
         "--mfu",
         type=float,

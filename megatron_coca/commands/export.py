@@ -13,7 +13,6 @@ from megatron_coca.evaluation.options import DTYPES
 
 
 def parser() -> ArgumentParser:
-    """The command line."""
     parser = command_parser("export", __doc__)
     layouts = parser.add_subparsers(metavar="LAYOUT", required=True)
 

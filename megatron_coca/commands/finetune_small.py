@@ -36,7 +36,6 @@ MODELS = {
 
 
 def parser() -> ArgumentParser:
-    """The command line."""
     parser = command_parser("finetune-small", __doc__)
     parser.add_argument("keys", nargs="*", metavar="key=value", help="config overrides of every training run")
     return parser

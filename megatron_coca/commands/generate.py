@@ -49,7 +49,6 @@ SHOWN = 60
 
 
 def parser() -> ArgumentParser:
-    """The options of the command."""
     described = command_parser("generate", __doc__, EPILOG)
     add = described.add_argument
     changes = "config overrides: YAML files such as those in configs/extend, and KEY=VALUE"

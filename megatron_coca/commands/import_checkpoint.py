@@ -12,7 +12,6 @@ from megatron_coca.evaluation.options import DTYPES
 
 
 def parser() -> ArgumentParser:
-    """The command line."""
     parser = command_parser("import", __doc__)
     add = parser.add_argument
     add("source", metavar="SOURCE", help="a Hugging Face folder, or any other checkpoint that can be evaluated")

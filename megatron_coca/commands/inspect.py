@@ -155,7 +155,6 @@ def _checkpoint(options: argparse.Namespace) -> Result:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     options = command_parser("inspect", __doc__)
     commands = options.add_subparsers(required=True, metavar="COMMAND")
 

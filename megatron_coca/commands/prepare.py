@@ -49,7 +49,6 @@ def _at_least(lowest: int) -> Callable[[str], int]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     parser = command_parser("prepare", __doc__)
     parser.add_argument("recipe", nargs="?", type=Path, help="a YAML file that describes the corpus (docs/data.md)")
     parser.add_argument("--builtin", action="store_true", help="the corpus inside this Python installation")

@@ -33,7 +33,6 @@ KILLED = "roformer_coca"
 
 
 def parser() -> ArgumentParser:
-    """The command line."""
     parser = command_parser("quickstart", __doc__)
     parser.add_argument("keys", nargs="*", metavar="KEY=VALUE", help="changes of both configurations")
     return parser

@@ -24,7 +24,6 @@ All keys are in docs/config.md, exit statuses in docs/faults.md."""
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     parser = command_parser("train", __doc__, EPILOG)
     parser.add_argument("inputs", nargs="+", metavar="CONFIG.yml | key=value", help="merged in order, then the keys")
     parser.add_argument("-d", "--conf_dir", metavar="DIR", help="folder of the files, whose names need no .yml")

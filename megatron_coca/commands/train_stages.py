@@ -141,7 +141,6 @@ def run_train(arguments: Sequence[str]) -> int:
 
 
 def parser() -> ArgumentParser:
-    """The command line."""
     parser = command_parser("train-stages", __doc__)
     parser.add_argument("stages", nargs="+", metavar="STAGE.yml", help="one file per run, in order")
     parser.add_argument(

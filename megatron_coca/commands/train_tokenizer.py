@@ -29,7 +29,6 @@ HEADER = ("source", "trained on: characters", "held out: documents", "bytes", "t
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     options = command_parser("train-tokenizer", __doc__)
     options.add_argument(
         "recipe", nargs="?", type=Path, help="recipe, as for `megatron-coca prepare`; its sources and weights are used"
