@@ -30,11 +30,11 @@ from torch.profiler import ProfilerActivity, profile
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron_coca.attention.inputs import BackendError  # noqa: E402
 from megatron_coca.config import Config, ConfigError  # noqa: E402
 from megatron_coca.data import Batch  # noqa: E402
 from megatron_coca.model import LanguageModelLoss, build_model, keep_freed_memory  # noqa: E402
 from megatron_coca.model.cost import flops_per_token, parameter_count, peak_flops  # noqa: E402
+from megatron_coca.program import InputError  # noqa: E402
 from megatron_coca.training import launch  # noqa: E402
 from megatron_coca.training.engine import Engine, group  # noqa: E402
 from megatron_coca.training.optimizer import build_optimizer  # noqa: E402
@@ -77,7 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
         entrants = contestants(options)
         race(entrants, options)
         append_records(options.output, [record(entrant, entrants[0], options) for entrant in entrants])
-    except (ConfigError, BackendError) as error:
+    except InputError as error:
         print(error, file=sys.stderr)
         return 2
     finally:

@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
+from megatron_coca.program import InputError
 
-class CheckpointError(Exception):
+
+class CheckpointError(InputError):
     """A checkpoint is missing, damaged, in an unknown format or of another architecture; the message names the file
     and the remedy.
     """

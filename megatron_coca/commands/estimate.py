@@ -7,7 +7,6 @@ status 1 if the run does not fit, with config changes that make it fit; 2 if the
 """
 
 import json
-import sys
 from argparse import ArgumentParser
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
@@ -50,7 +49,7 @@ GPUS: dict[str, Gpu] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the estimate; return exit status 0, 1 or 2 as above."""
+    """Print the estimate; return exit status 0 or 1 as above. Raises ConfigError."""
     options = parser().parse_intermixed_args(arguments)
     if options.mfu is not None and not 0 < options.mfu <= 1:
         parser().error(f"--mfu {options.mfu}: must be above 0 and at most 1")
@@ -58,25 +57,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser().error(f"--gpus {options.gpus}: must be at least 1")
     if options.links < 1:
         parser().error(f"--links {options.links}: must be at least 1")
-    try:
-        config = load_config(*split_inputs(options.inputs))
-        gpus = options.gpus or _configured_gpus(config)
-        from megatron_coca.model.cost import peak_flops
-        from megatron_coca.training.estimate import changes_that_fit, estimate, fits
-        from megatron_coca.training.step_time import DEVICES, scaling, step_time
+    config = load_config(*split_inputs(options.inputs))
+    gpus = options.gpus or _configured_gpus(config)
+    from megatron_coca.model.cost import peak_flops
+    from megatron_coca.training.estimate import changes_that_fit, estimate, fits
+    from megatron_coca.training.step_time import DEVICES, scaling, step_time
 
-        if options.scaling:
-            print("\n".join(_scaling_lines(scaling(config, gpus, options.links))))
-            return 0
-        gpu = GPUS[options.gpu]
-        step = step_time(config, gpus, options.gpu, options.links) if options.gpu in DEVICES else None
-        mfu = options.mfu or (step.mfu if step else DEFAULT_MFU)
-        result = estimate(config, gpus, peak_flops(gpu.device) or 0.0, mfu)
-        fitting = fits(result.memory, gpu.memory)
-        changes = [] if fitting else changes_that_fit(config, gpus, gpu.memory)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
+    if options.scaling:
+        print("\n".join(_scaling_lines(scaling(config, gpus, options.links))))
+        return 0
+    gpu = GPUS[options.gpu]
+    step = step_time(config, gpus, options.gpu, options.links) if options.gpu in DEVICES else None
+    mfu = options.mfu or (step.mfu if step else DEFAULT_MFU)
+    result = estimate(config, gpus, peak_flops(gpu.device) or 0.0, mfu)
+    fitting = fits(result.memory, gpu.memory)
+    changes = [] if fitting else changes_that_fit(config, gpus, gpu.memory)
     if options.json:
         print(json.dumps(_record(result, options.gpu, mfu, step, fitting, changes)))
     else:

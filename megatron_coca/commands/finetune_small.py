@@ -10,7 +10,6 @@ of this project, printed as they run; existing results are reused, so remove run
 
 import json
 import subprocess
-import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from pathlib import Path
 from megatron_coca.commands import command_parser
 from megatron_coca.commands.configs import shipped
 from megatron_coca.commands.quickstart import run
-from megatron_coca.config import ConfigError, load_config
+from megatron_coca.config import load_config
 from megatron_coca.evaluation.options import slug
 from megatron_coca.tables import format_table
 
@@ -42,7 +41,7 @@ def parser() -> ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return 0, the exit status of the command that failed, or 2 for keys that are refused."""
+    """Return 0, or the exit status of the command that failed. Raises ConfigError."""
     keys = parser().parse_args(arguments).keys
     try:
         train_llama(keys)
@@ -53,9 +52,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rows.append(perplexities(f"{label} + dynamic NTK", RUNS / name, DYNAMIC_NTK))
     except subprocess.CalledProcessError as error:
         return error.returncode
-    except ConfigError as error:
-        print(f"megatron-coca finetune-small: {error}", file=sys.stderr)
-        return 2
     print("\n" + format_table(("perplexity at", *map(str, WINDOWS)), rows))
     return 0
 

@@ -83,7 +83,7 @@ def parser() -> ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return the exit status: 2 for an error that the user can fix, 130 after Ctrl-C."""
+    """Return 0, or 130 after Ctrl-C. Raises ConfigError, DataError, CheckpointError, BackendError, EvaluationError."""
     described = parser()
     args = described.parse_intermixed_args(arguments)
     try:
@@ -95,9 +95,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.output is not None:
             check_writable(args.output)
         return run(args, prompts)
-    except (ConfigError, DataError, EvaluationError) as error:
-        print(f"megatron-coca generate: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
@@ -172,9 +169,7 @@ def _prompt_of(line: str, place: str) -> str:
 
 def run(args: Namespace, prompts: list[str] | None) -> int:
     """Load the checkpoint, continue `prompts` and show or write the texts. Raises EvaluationError and others."""
-    from megatron_coca.attention.inputs import BackendError
     from megatron_coca.attention.positions import PositionRangeError
-    from megatron_coca.checkpoints import CheckpointError
     from megatron_coca.checkpoints.weights import DTYPES
     from megatron_coca.model import Sampling
     from megatron_coca.text_generation import load_generator
@@ -205,7 +200,7 @@ def run(args: Namespace, prompts: list[str] | None) -> int:
                 for prompt, row in zip(asked, done, strict=True)
             ]
             write(records, args.output)
-    except (BackendError, CheckpointError, PositionRangeError, FloatingPointError) as error:
+    except (PositionRangeError, FloatingPointError) as error:
         raise EvaluationError(str(error)) from error
     return 0
 

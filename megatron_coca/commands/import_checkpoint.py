@@ -23,18 +23,11 @@ def parser() -> ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return the exit status: 2 for an error that the user can fix."""
+    """Return 0. Raises CheckpointError, ConfigError, DataError."""
     args = parser().parse_args(arguments)
-    from megatron_coca.checkpoints import CheckpointError
     from megatron_coca.checkpoints.importing import import_checkpoint
-    from megatron_coca.config import ConfigError
-    from megatron_coca.data import DataError
 
-    try:
-        done = import_checkpoint(args.source, args.folder, args.overrides, args.dtype)
-    except (CheckpointError, ConfigError, DataError) as error:
-        print(f"megatron-coca import: {error}", file=sys.stderr)
-        return 2
+    done = import_checkpoint(args.source, args.folder, args.overrides, args.dtype)
     written = f"{done.folder}: {done.parameters:,} parameters, pos_emb {done.config.position.pos_emb}, weights only"
     print("\n  set ".join([written, *done.changes]))
     for note in filter(None, (done.tokenizer_note, done.behaviour_note)):

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_coca.commands import command_parser, count
-from megatron_coca.config import ConfigError, load_config, split_inputs
+from megatron_coca.config import load_config, split_inputs
 from megatron_coca.data import inspection
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.order import Blend
@@ -143,13 +143,9 @@ def _verify(options: argparse.Namespace) -> Result:
 
 
 def _checkpoint(options: argparse.Namespace) -> Result:
-    from megatron_coca.checkpoints import CheckpointError
     from megatron_coca.checkpoints.inspection import checkpoints_in, describe, describe_text
 
-    try:
-        found = [describe(folder, not options.no_verify) for folder in checkpoints_in(options.path)]
-    except CheckpointError as error:
-        raise DataError(str(error)) from error
+    found = [describe(folder, not options.no_verify) for folder in checkpoints_in(options.path)]
     text = "\n\n".join(describe_text(each) for each in found)
     return Result(text, [each.facts() for each in found], any(each.damage for each in found))
 
@@ -211,7 +207,7 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return 0, 1 for faulty data, or 2 after an input error, printed without a traceback."""
+    """Return 0, 1 for faulty data, or 2 for an OSError. Raises DataError, ConfigError, CheckpointError."""
     options = read_arguments(arguments)
     try:
         result = options.run(options)
@@ -219,9 +215,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.json is not None:
             options.json.parent.mkdir(parents=True, exist_ok=True)
             options.json.write_text(json.dumps(result.facts, indent=1) + "\n")
-    except (DataError, ConfigError) as error:
-        print(f"megatron-coca inspect: {error}", file=sys.stderr)
-        return 2
     except OSError as error:
         print(f"megatron-coca inspect: {error.filename}: {error.strerror}", file=sys.stderr)
         return 2

@@ -179,12 +179,9 @@ def _sizes(facts: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return 0, 2 after an input error, printed without a traceback, or 130 after Ctrl-C."""
+    """Return 0, or 130 after Ctrl-C. Raises DataError."""
     try:
         print(_summary(_run(parser().parse_args(arguments))))
-    except DataError as error:
-        print(f"megatron-coca prepare: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         print("megatron-coca prepare: stopped; the same command resumes", file=sys.stderr)
         return 130

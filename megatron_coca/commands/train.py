@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from megatron_coca.commands import command_parser
-from megatron_coca.program import MAIN
+from megatron_coca.program import MAIN, InputError
 from megatron_coca.training import watchdog
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return the exit status: 0 after training, else one of those in docs/faults.md."""
     watchdog.install()  # before other imports: a file of the user's may shadow a module that they import
-    from megatron_coca.config import ConfigError, option_hint
+    from megatron_coca.config import option_hint
     from megatron_coca.training.exit_status import INTERRUPTED, UNUSABLE, Stopped
 
     given = sys.argv[1:] if arguments is None else arguments
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser().error(f"unrecognized arguments: {' '.join(unknown)}{option_hint(unknown, given)}")
     try:
         return run(*read_config(options), given)
-    except ConfigError as error:
+    except InputError as error:
         watchdog.tell(error)
         return UNUSABLE
     except Stopped as error:
@@ -90,35 +90,20 @@ def run(config: "Config", without_effect: Sequence[str], arguments: Sequence[str
 
     latest = partial(latest_step, config) if config.checkpoint.save is not None else None
     status = launch.start(config.launch, os.environ, MAIN, ["train", *arguments], latest, config.gpu_keys)
-    return train(config, without_effect) if status is None else status
+    if status is not None:
+        return status
+    if config.parallel.distributed_backend == "gloo":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before PyTorch looks for GPUs
+    from megatron_coca.training.trainer import fit
+
+    fit(config, without_effect)
+    return 0
 
 
 def latest_step(config: "Config") -> int:
     """Return the step of the latest checkpoint in `save`, 0 if there is none."""
-    from megatron_coca.checkpoints import CheckpointError, native
+    from megatron_coca.checkpoints import native
     from megatron_coca.checkpoints.object_store import save_folder
-    from megatron_coca.config import ConfigError
 
-    try:
-        folder = save_folder(config.checkpoint)
-        return max(native.steps(folder), default=0) if folder is not None else 0
-    except CheckpointError as error:
-        raise ConfigError(str(error)) from error
-
-
-def train(config: "Config", without_effect: Sequence[str]) -> int:
-    """Train in this process."""
-    if config.parallel.distributed_backend == "gloo":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before PyTorch looks for GPUs
-    from megatron_coca.attention.inputs import BackendError
-    from megatron_coca.checkpoints import CheckpointError
-    from megatron_coca.data import DataError
-    from megatron_coca.training.exit_status import UNUSABLE
-    from megatron_coca.training.trainer import fit
-
-    try:
-        fit(config, without_effect)
-    except (DataError, CheckpointError, BackendError) as error:
-        watchdog.tell(error)
-        return UNUSABLE
-    return 0
+    folder = save_folder(config.checkpoint)
+    return max(native.steps(folder), default=0) if folder is not None else 0

@@ -7,7 +7,6 @@ Rerunning the same command continues where it was interrupted. The exit status i
 """
 
 import os
-import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -155,17 +154,6 @@ def parser() -> ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return the exit status: 2 if the input or a checkpoint is refused."""
+    """Return the exit status of the runs. Raises ConfigError, CheckpointError."""
     args = parser().parse_args(arguments)
-    try:
-        stages = plan(args.stages, args.shared)
-    except ConfigError as error:
-        print(f"megatron-coca train-stages: {error}", file=sys.stderr)
-        return 2
-    from megatron_coca.checkpoints import CheckpointError
-
-    try:
-        return run_stages(stages, run_train)
-    except (CheckpointError, ConfigError) as error:
-        print(f"megatron-coca train-stages: {error}", file=sys.stderr)
-        return 2
+    return run_stages(plan(args.stages, args.shared), run_train)

@@ -6,8 +6,10 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from megatron_coca.program import InputError
 
-class ConfigError(ValueError):
+
+class ConfigError(InputError, ValueError):
     """All errors of a configuration, one line each.
 
     Attributes:

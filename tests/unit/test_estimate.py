@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from megatron_coca import cli
 from megatron_coca.commands.estimate import GPUS, main
 from megatron_coca.config import Config, ConfigError, load_config
 from megatron_coca.model import build_model
@@ -138,6 +139,6 @@ def test_the_tool_prints_tables_and_objects(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_the_tool_needs_hosts_or_a_number(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(MODEL), str(ROOT / "configs/cluster/a100x32.yml")]) == 2
+    assert cli.main(["estimate", str(MODEL), str(ROOT / "configs/cluster/a100x32.yml")]) == 2
     error = capsys.readouterr().err
     assert "hostfile" in error and "--gpus" in error
