@@ -1,4 +1,4 @@
-"""The subcommands of `megatron-coca`: each module has `parser()` and `main(arguments) -> exit status`.
+"""The subcommands of `megatron-coca`: each module has `main(arguments) -> exit status`.
 
 `cli` reports the InputError that a command raises.
 """

@@ -6,7 +6,6 @@ megatron-coca train configs/350M/roformer_coca.yml configs/cluster/a100x8.yml
 
 import shutil
 import sys
-from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,16 +21,12 @@ def shipped(name: str) -> str:
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
-def parser() -> ArgumentParser:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Return 0, or 2 if the files cannot be written."""
     parser = command_parser("configs", __doc__)
     parser.add_argument("copy", choices=["copy"], metavar="copy")
     parser.add_argument("folder", metavar="DIR", type=Path, help="folder to make; call it configs")
-    return parser
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Return 0, or 2 if the files cannot be written."""
-    folder = parser().parse_args(arguments).folder
+    folder = parser.parse_args(arguments).folder
     try:
         shutil.copytree(CONFIGS, folder)
     except OSError as error:

@@ -10,7 +10,6 @@ of this project, printed as they run; existing results are reused, so remove run
 
 import json
 import subprocess
-from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,15 +33,11 @@ MODELS = {
 """Labels of the measured models, and their folders."""
 
 
-def parser() -> ArgumentParser:
-    parser = command_parser("finetune-small", __doc__)
-    parser.add_argument("keys", nargs="*", metavar="key=value", help="config overrides of every training run")
-    return parser
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return 0, or the exit status of the command that failed. Raises ConfigError."""
-    keys = parser().parse_args(arguments).keys
+    parser = command_parser("finetune-small", __doc__)
+    parser.add_argument("keys", nargs="*", metavar="key=value", help="config overrides of every training run")
+    keys = parser.parse_args(arguments).keys
     try:
         train_llama(keys)
         train_coca(keys)

@@ -4,14 +4,14 @@ megatron-coca import models/pythia-410m runs/pythia --set pos_emb=coca
 """
 
 import sys
-from argparse import ArgumentParser
 from collections.abc import Sequence
 
 from megatron_coca.commands import command_parser
 from megatron_coca.evaluation.options import DTYPES
 
 
-def parser() -> ArgumentParser:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Return 0. Raises CheckpointError, ConfigError, DataError."""
     parser = command_parser("import", __doc__)
     add = parser.add_argument
     add("source", metavar="SOURCE", help="a Hugging Face folder, or any other checkpoint that can be evaluated")
@@ -19,12 +19,7 @@ def parser() -> ArgumentParser:
     changes = "overrides of the written configuration, e.g. pos_emb=coca for GPT-NeoX folders of CoCA's authors"
     add("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", dest="overrides", help=changes)
     add("--dtype", choices=DTYPES, help="dtype of the weights; default: as in the source")
-    return parser
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Return 0. Raises CheckpointError, ConfigError, DataError."""
-    args = parser().parse_args(arguments)
+    args = parser.parse_args(arguments)
     from megatron_coca.checkpoints.importing import import_checkpoint
 
     done = import_checkpoint(args.source, args.folder, args.overrides, args.dtype)

@@ -12,7 +12,6 @@ import shlex
 import signal
 import subprocess
 import time
-from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -31,21 +30,17 @@ KILLED = "roformer_coca"
 """The run that is killed, halfway."""
 
 
-def parser() -> ArgumentParser:
-    parser = command_parser("quickstart", __doc__)
-    parser.add_argument("keys", nargs="*", metavar="KEY=VALUE", help="changes of both configurations")
-    return parser
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return 0, or the exit status of the command that failed. Raises ConfigError, EvaluationError."""
-    options = parser().parse_args(arguments)
+    parser = command_parser("quickstart", __doc__)
+    parser.add_argument("keys", nargs="*", metavar="KEY=VALUE", help="changes of both configurations")
+    keys = parser.parse_args(arguments).keys
     from megatron_coca.evaluation import build_report
 
     start = time.perf_counter()
     try:
         for name in METHODS:
-            train(name, options.keys)
+            train(name, keys)
         results = [evaluate(name, extension) for name in METHODS for extension in EXTENSIONS]
         table = build_report(results, RUNS, "Quickstart: perplexity beyond the training length of 64")
     except subprocess.CalledProcessError as error:

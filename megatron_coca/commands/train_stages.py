@@ -7,7 +7,6 @@ Rerunning the same command continues where it was interrupted. The exit status i
 """
 
 import os
-from argparse import ArgumentParser
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -139,7 +138,8 @@ def run_train(arguments: Sequence[str]) -> int:
         return supervise([LocalProcess("train", [*PROGRAM, "train", *arguments], os.environ)], signals)
 
 
-def parser() -> ArgumentParser:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Return the exit status of the runs. Raises ConfigError, CheckpointError."""
     parser = command_parser("train-stages", __doc__)
     parser.add_argument("stages", nargs="+", metavar="STAGE.yml", help="one file per run, in order")
     parser.add_argument(
@@ -150,10 +150,5 @@ def parser() -> ArgumentParser:
         metavar="MORE.yml | key=value",
         help="given to every run after its own file, for example num_gpus=8",
     )
-    return parser
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Return the exit status of the runs. Raises ConfigError, CheckpointError."""
-    args = parser().parse_args(arguments)
+    args = parser.parse_args(arguments)
     return run_stages(plan(args.stages, args.shared), run_train)

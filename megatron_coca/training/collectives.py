@@ -6,8 +6,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from megatron_coca.atomic_write import exclusive_lock
 from megatron_coca.checkpoints import CheckpointError, native
@@ -93,24 +92,16 @@ def require_writable(config: Config) -> None:
         ) from failure
 
 
-class FolderLocks:
+class FolderLocks(ExitStack):
     """Locks of this run on the folders of `save` and `save_copy` (None: not set), in which every rank must take part.
 
-    The locks end with the process, even if it is killed. A context manager.
+    The locks end with the `with` block, and with the process, even if it is killed.
     """
 
     def __init__(self, *folders: str | None) -> None:
+        super().__init__()
         self._unlocked = [folder for folder in folders if folder is not None]
-        self._locks = ExitStack()
         self._is_first_call = True
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._locks.close()
 
     def take(self) -> None:
         """Lock the folders that exist. Call it before reading anything in them, so that no other run changes it
@@ -126,7 +117,7 @@ class FolderLocks:
     def _take(self) -> None:
         for folder in [folder for folder in self._unlocked if os.path.isdir(folder)]:
             busy = f"{folder}: another run is training into this folder; wait for it, or choose another"
-            self._locks.enter_context(exclusive_lock(Path(folder) / native.LOCK, CheckpointError, busy))
+            self.enter_context(exclusive_lock(Path(folder) / native.LOCK, CheckpointError, busy))
             self._unlocked.remove(folder)
             if not self._is_first_call and native.begun_steps(Path(folder)):
                 raise CheckpointError(
