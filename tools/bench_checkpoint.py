@@ -20,16 +20,16 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron_coca.config import Config  # noqa: E402
-from megatron_coca.model import assemble_model, keep_freed_memory  # noqa: E402
-from megatron_coca.training import launch  # noqa: E402
-from megatron_coca.training.corpus import Corpus, open_corpus, open_loader  # noqa: E402
-from megatron_coca.training.engine import build_engine  # noqa: E402
-from megatron_coca.training.engine import group as dist  # noqa: E402
-from megatron_coca.training.optimizer import build_optimizer  # noqa: E402
-from megatron_coca.training.saving import Checkpoints  # noqa: E402
-from megatron_coca.training.topology import Topology  # noqa: E402
-from tools.records import append_records, benchmark_parser, load_inputs  # noqa: E402
+from megatron_coca.config import Config
+from megatron_coca.model import assemble_model, keep_freed_memory
+from megatron_coca.training import launch
+from megatron_coca.training.corpus import Corpus, open_corpus, open_loader
+from megatron_coca.training.engine import build_engine
+from megatron_coca.training.engine import group as dist
+from megatron_coca.training.optimizer import build_optimizer
+from megatron_coca.training.saving import Checkpoints
+from megatron_coca.training.topology import Topology
+from tools.records import append_records, benchmark_parser, load_inputs
 
 WAYS = {"in the background": True, "waiting": False}
 """Values of `async_save`."""

@@ -30,16 +30,16 @@ from torch.profiler import ProfilerActivity, profile
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron_coca.config import Config, ConfigError  # noqa: E402
-from megatron_coca.data import Batch  # noqa: E402
-from megatron_coca.model import LanguageModelLoss, build_model, keep_freed_memory  # noqa: E402
-from megatron_coca.model.cost import flops_per_token, parameter_count, peak_flops  # noqa: E402
-from megatron_coca.program import InputError  # noqa: E402
-from megatron_coca.training import launch  # noqa: E402
-from megatron_coca.training.engine import Engine, group  # noqa: E402
-from megatron_coca.training.optimizer import build_optimizer  # noqa: E402
-from megatron_coca.training.saving import DTYPES  # noqa: E402
-from tools.records import ChildProcess, append_records, benchmark_parser, load_inputs, quartiles  # noqa: E402
+from megatron_coca.config import Config, ConfigError
+from megatron_coca.data import Batch
+from megatron_coca.model import LanguageModelLoss, build_model, keep_freed_memory
+from megatron_coca.model.cost import flops_per_token, parameter_count, peak_flops
+from megatron_coca.program import InputError
+from megatron_coca.training import launch
+from megatron_coca.training.engine import Engine, group
+from megatron_coca.training.optimizer import build_optimizer
+from megatron_coca.training.saving import DTYPES
+from tools.records import ChildProcess, append_records, benchmark_parser, load_inputs, quartiles
 
 SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size", "no_weight_tying")
 RATE = 1e-4
