@@ -18,13 +18,11 @@ Errors = type[Exception] | tuple[type[Exception], ...]
 """Exceptions that count as a failure of an action; others end the process."""
 
 
-def attempt(
-    action: Callable[[], Any], errors: Errors, main_only: bool = False, group: Any = None
-) -> tuple[bool, Exception | None]:
-    """Run `action` on every rank, or on rank 0; return whether it succeeded on all, and else the error.
+def attempt(action: Callable[[], Any], errors: Errors, main_only: bool = False, group: Any = None) -> Exception | None:
+    """Run `action` on every rank, or on rank 0; return None if it succeeded on all.
 
-    The error is that of this rank, or a CheckpointError with the text of another rank's. `group` is the process group
-    for the agreement, by default that of the run.
+    Else return the error of this rank, or a CheckpointError with the text of another rank's. `group` is the process
+    group for the agreement, by default that of the run.
     """
     failure: Exception | None = None
     try:
@@ -33,9 +31,9 @@ def attempt(
     except errors as error:
         failure = error
     if dist.everyone_succeeded(failure is None, group):
-        return True, None
+        return None
     texts = dist.gather_texts("" if failure is None else str(failure) or type(failure).__name__, group)
-    return False, failure or CheckpointError(next(filter(None, texts)))
+    return failure or CheckpointError(next(filter(None, texts)))
 
 
 def from_main(action: Callable[[], Any]) -> Any:
@@ -85,8 +83,8 @@ def require_writable(config: Config) -> None:
             with tempfile.TemporaryFile(dir=folder) as probe:
                 probe.write(b"x")
 
-    succeeded, failure = attempt(probe_folders, OSError, main_only=True)
-    if not succeeded:
+    failure = attempt(probe_folders, OSError, main_only=True)
+    if failure is not None:
         raise CheckpointError(
             f"{' or '.join(folders)}: cannot be written ({failure}); choose another folder"
         ) from failure

@@ -312,8 +312,8 @@ def quarantine_newer(keys: CheckpointConfig, chosen: Choice) -> None:
                 if (step > resumed or (step == resumed and same_step)) and path.resolve() not in unreadable:
                     logger.warning("%s: moved to %s", path, native.set_aside(path))
 
-    done, failure = attempt(move, OSError, main_only=True)
-    if not done:
+    failure = attempt(move, OSError, main_only=True)
+    if failure is not None:
         raise CheckpointError(
             f"{keys.save}: checkpoints newer than the one to resume from cannot be moved or removed "
             f"({failure}); fix the permissions, or move them manually"
