@@ -110,8 +110,8 @@ class BenchmarkRun:
         size = sum(piece.tensor.numel() * piece.tensor.element_size() for piece in self._engine.pieces())
         print(
             f"{way:18} {size / 1e6:,.0f} MB of state: {lost:.3f} s lost, {blocked:.3f} s of them the loop waited; "
-            f"{lost / interval:.3%} of a run that saves every {interval:.0f} s (a step takes {self._step_seconds:.3f} "
-            "s)"
+            f"{lost / interval:.3%} of a run that saves every {interval:.0f} s "
+            f"(a step takes {self._step_seconds:.3f} s)"
         )
         return {
             "benchmark": "checkpoint",

@@ -97,8 +97,8 @@ def _named_by_load(config: CheckpointConfig) -> list[Path]:
         )
     if find_step(load) is not None:
         raise CheckpointError(
-            f"{load}: the optimizer state of a GPT-NeoX checkpoint cannot be read; set finetune=true to start from its "
-            "weights"
+            f"{load}: the optimizer state of a GPT-NeoX checkpoint cannot be read; set finetune=true to start from"
+            " its weights"
         )
     if config.save is not None and load.resolve() == Path(config.save).resolve() and not native.begun_steps(load):
         return []
@@ -131,8 +131,7 @@ def _refuse_copies_of_another_run(copies: Path, folders: Sequence[Path]) -> None
     if None in copied or len(copied) > 1 or not copied <= own:
         raise CheckpointError(
             f"{copies}: holds copies of a different run from the one to resume ({folders[0].parent}), or of one that "
-            "its "
-            f"meta.json does not name; {remedy}"
+            f"its meta.json does not name; {remedy}"
         )
 
 
