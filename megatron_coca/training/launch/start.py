@@ -14,13 +14,14 @@ from typing import NamedTuple
 
 from megatron_coca.config import ConfigError, LaunchConfig
 from megatron_coca.training.exit_status import CaughtSignals
-from megatron_coca.training.launch.devices import no_gpu, signs_of_gpus
 from megatron_coca.training.launch.environment import (
     DEFAULT_PORT,
     RankLocation,
     find_location,
     free_port,
     is_slurm_task,
+    no_gpu,
+    signs_of_gpus,
 )
 from megatron_coca.training.launch.processes import FORWARDED, LocalProcess, run_with_restarts, supervise
 
