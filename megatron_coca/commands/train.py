@@ -89,7 +89,7 @@ def run(config: "Config", without_effect: Sequence[str], arguments: Sequence[str
     from megatron_coca.training import launch
 
     latest = partial(latest_step, config) if config.checkpoint.save is not None else None
-    status = launch.start(config.launch, os.environ, MAIN, ["train", *arguments], latest, config.gpu_keys)
+    status = launch.start(config.launch, os.environ, [MAIN, "train", *arguments], latest, config.gpu_keys)
     if status is not None:
         return status
     if config.parallel.distributed_backend == "gloo":

@@ -45,8 +45,8 @@ def broken_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_process_is_started_for_gpus_that_are_not_there(no_gpu: None, keys: dict[str, Any], key: str) -> None:
     expected = f"^{key}: asks for GPUs, but this host has no GPU; to train on the CPU, set distributed_backend=gloo"
     with pytest.raises(ConfigError, match=expected):
-        start(LaunchConfig.model_validate(keys), {}, "train.py", [], lambda: 0, gpu_keys=(key,))
-    assert start(LaunchConfig(num_gpus=1), {}, "train.py", []) is None
+        start(LaunchConfig.model_validate(keys), {}, ["train.py"], lambda: 0, gpu_keys=(key,))
+    assert start(LaunchConfig(num_gpus=1), {}, ["train.py"]) is None
 
 
 def test_a_process_of_another_launcher_is_refused_too(no_gpu: None) -> None:

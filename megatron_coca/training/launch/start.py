@@ -94,8 +94,7 @@ Starter = Callable[[Script, Path], list[LocalProcess]]
 def start(
     launch: LaunchConfig,
     environment: Mapping[str, str],
-    file: str,
-    arguments: Sequence[str],
+    script: Script,
     latest_step: Callable[[], int] | None = None,
     gpu_keys: Sequence[str] = (),
 ) -> int | None:
@@ -117,9 +116,9 @@ def start(
     signals = CaughtSignals(FORWARDED)
 
     def run(restarted: bool = False) -> int:
-        script = [file, *arguments, "--auto-resume"] if restarted else [file, *arguments]
         with TemporaryDirectory(prefix="errors-") as errors:
-            return supervise(starter(script, Path(errors)), signals)
+            resuming = ["--auto-resume"] if restarted else []
+            return supervise(starter([*script, *resuming], Path(errors)), signals)
 
     try:
         with signals:  # before the first process exists, so that none is left running
