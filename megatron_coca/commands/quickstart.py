@@ -11,6 +11,7 @@ import json
 import shlex
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,28 +24,26 @@ from megatron_coca.program import PROGRAM
 
 RUNS = Path("runs/quickstart")
 METHODS = {"roformer": "RoFormer", "roformer_coca": "RoFormer + CoCA"}
-EXTENSIONS = {"plain": (), "dynamic_ntk": ("rope_scaling.rope_type=dynamic", "rope_scaling.factor=4")}
-EXTENSION_LABELS = {"plain": "", "dynamic_ntk": " + dynamic NTK"}
+DYNAMIC_NTK = ("rope_scaling.rope_type=dynamic", "rope_scaling.factor=4")
+EXTENSIONS: dict[str, tuple[str, Sequence[str]]] = {"plain": ("", ()), "dynamic_ntk": (" + dynamic NTK", DYNAMIC_NTK)}
+"""By the end of the result file's name: the end of the label, and keys."""
 WINDOWS, STRIDE = "64,128,256,512,1024", "64"
 KILLED = "roformer_coca"
 """The run that is killed, halfway."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return 0, or the exit status of the command that failed. Raises ConfigError, EvaluationError."""
+    """Return 0. Raises ConfigError, EvaluationError, and SystemExit where a command fails."""
     parser = command_parser("quickstart", __doc__)
     parser.add_argument("keys", nargs="*", metavar="KEY=VALUE", help="changes of both configurations")
     keys = parser.parse_args(arguments).keys
     from megatron_coca.evaluation import build_report
 
     start = time.perf_counter()
-    try:
-        for name in METHODS:
-            train(name, keys)
-        results = [evaluate(name, extension) for name in METHODS for extension in EXTENSIONS]
-        table = build_report(results, RUNS, "Quickstart: perplexity beyond the training length of 64")
-    except subprocess.CalledProcessError as error:
-        return error.returncode
+    for name in METHODS:
+        train(name, keys)
+    results = [evaluate(name, extension) for name in METHODS for extension in EXTENSIONS]
+    table = build_report(results, RUNS, "Quickstart: perplexity beyond the training length of 64")
     seconds = time.perf_counter() - start
     print(f"\n{table}\n\nWrote {RUNS}/report.html, report.png, report.md and report.json; {seconds:.0f} s in total.")
     return 0
@@ -77,7 +76,7 @@ def kill_after_step(command: Sequence[str], save: Path, step: int) -> None:
     while process.poll() is None and reported_step(save) < step:
         time.sleep(0.1)
     if process.poll() not in (None, 0):
-        raise subprocess.CalledProcessError(process.returncode, command)
+        sys.exit(process.returncode)
     process.send_signal(signal.SIGKILL)
     process.wait()
     latest = max(native.steps(save), default=0)
@@ -106,9 +105,8 @@ def evaluate(name: str, extension: str) -> Path:
         return output
     command = ["evaluate", "perplexity", "--checkpoint", str(checkpoint)]
     command += ["--windows", WINDOWS, "--stride", STRIDE, "--overwrite"]
-    command += ["--label", METHODS[name] + EXTENSION_LABELS[extension], "--output", str(output)]
-    for key in EXTENSIONS[extension]:
-        command += ["--set", key]
+    label, keys = EXTENSIONS[extension]
+    command += ["--label", METHODS[name] + label, "--output", str(output), *(("--set", *keys) if keys else ())]
     run(command)
     return output
 
@@ -128,9 +126,10 @@ def measured_weights(output: Path) -> str:
 
 
 def run(command: Sequence[str]) -> None:
-    """Print and run one command of the project."""
+    """Print and run one command of the project; end with its exit status if it fails."""
     show(command)
-    subprocess.run([*PROGRAM, *command], check=True)
+    if status := subprocess.run([*PROGRAM, *command], check=False).returncode:
+        sys.exit(status)
 
 
 def show(command: Sequence[str]) -> None:
