@@ -31,11 +31,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 LONGEST = (
+    "test_kernel_budgets.py",
+    "test_interruptions.py",
+    "test_examples.py",
     "test_ablation_tiny.py",
     "test_backend_flex.py",
-    "test_interruptions.py",
+    "test_model_parallel.py",
     "test_resume.py",
-    "test_kernel_budgets.py",
+    "test_wheel.py",
+    "test_ablation_runs.py",
 )
 """Files that take minutes with their slow tests: they begin first, so that none runs alone at the end."""
 

@@ -86,7 +86,8 @@ def test_several_processes_train_from_the_wheel(installed: Installed, tmp_path: 
 
 
 def test_the_quickstart_runs_from_the_wheel(installed: Installed, tmp_path: Path) -> None:
-    keys = ("train_iters=60", "checkpoint_factor=20", "eval_interval=30", "train_micro_batch_size_per_gpu=8")
+    keys = ["train_iters=60", "checkpoint_factor=20", "eval_interval=30", "train_micro_batch_size_per_gpu=8"]
+    keys += ["num_layers=2", "hidden_size=32", "num_attention_heads=2"]
     told = installed.run(tmp_path, "quickstart", *keys)
     assert "# killed after step" in told and "RoFormer + CoCA + dynamic NTK" in told
     assert (tmp_path / "runs/quickstart/report.html").is_file() and {*os.listdir(tmp_path)} == {"data", "runs"}
