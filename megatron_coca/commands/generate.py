@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_coca.commands import command_parser
-from megatron_coca.config import ConfigError
+from megatron_coca.config import ConfigError, split_inputs
 from megatron_coca.config.source import read_file
 from megatron_coca.data.errors import DataError
 from megatron_coca.evaluation.options import (
@@ -103,9 +103,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def refuse_missing(args: Namespace) -> None:
     """Raise an error for files that are not there, before PyTorch is imported, which takes seconds."""
     problems: list[str] = []
-    for change in args.changes:
-        if "=" not in change:
-            read_file(change, problems)
+    for file in split_inputs(args.changes)[0]:
+        read_file(file, problems)
     if problems:
         raise ConfigError(*problems)
     if not Path(args.checkpoint).exists():
@@ -180,8 +179,7 @@ def run(args: Namespace, prompts: list[str] | None) -> int:
             raise ValueError("--stop: an empty text would end every continuation at once; leave it out")
     except ValueError as error:
         raise EvaluationError(str(error)) from error
-    files = [change for change in args.changes if "=" not in change]
-    overrides = [change for change in args.changes if "=" in change]
+    files, overrides = split_inputs(args.changes)
     options = {"max_new_tokens": args.max_new_tokens, "stops": args.stop, "dynamic_length": args.dynamic_length}
     options["use_cache"] = not args.no_cache
     device = resolve_device(args.device)
