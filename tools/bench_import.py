@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_coca.checkpoints import weight_map
 from megatron_coca.checkpoints.importing import import_checkpoint
-from megatron_coca.checkpoints.weights import DTYPES, WeightEntry, Weights, to_foreign_weights, write_safetensors
+from megatron_coca.checkpoints.weights import DTYPES, WeightEntry, Weights, write_safetensors
 from megatron_coca.config import Config, load_config
 from megatron_coca.model import empty_model
 from tools.records import append_records, benchmark_parser, last_json
@@ -153,7 +153,7 @@ def random_weights(config: Config, dtype: torch.dtype) -> Weights:
     )
     heads = weight_map.Heads(config.model.num_attention_heads, config.model.num_kv_heads)
     mapping = weight_map.expand(weight_map.llama("k_proj"), config.model.num_layers)
-    theirs = to_foreign_weights(drawn, mapping, heads)
+    theirs = weight_map.to_foreign_weights(drawn, mapping, heads)
     return theirs.only(sorted(theirs.entries, key=block))
 
 

@@ -1,6 +1,6 @@
 """Checkpoints: our own layout, Hugging Face folders, and loading either for evaluation."""
 
-from megatron_coca.checkpoints.errors import CheckpointError
+from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.checkpoints.load import LoadedModel, OpenedCheckpoint, load_checkpoint, load_model, open_checkpoint
 
 __all__ = ["CheckpointError", "LoadedModel", "OpenedCheckpoint", "load_checkpoint", "load_model", "open_checkpoint"]

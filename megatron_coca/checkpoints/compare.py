@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from megatron_coca.checkpoints.errors import CheckpointError
+from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.config import KEYS, Config
 from megatron_coca.config.load import Overrides
 from megatron_coca.config.model import ROTATED_METHODS

@@ -1,4 +1,4 @@
-"""The files of checkpoints: JSON, listing, and checksums, which are compared in several threads.
+"""The files of checkpoints: errors about them, JSON, listing, and checksums, which are compared in several threads.
 
 The checksum is sha256 (1.8 GB/s on one core with SHA instructions; hashlib releases the GIL). That of the weights file
 also identifies a checkpoint in evaluation results.
@@ -11,13 +11,42 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
-from megatron_coca.checkpoints.errors import CheckpointError, UnreadableError
+from megatron_coca.program import InputError
 
 BLOCK = 1 << 20
 """Bytes per read."""
+
+
+class CheckpointError(InputError):
+    """A checkpoint is missing, damaged, in an unknown format or of another architecture; the message names the file
+    and the remedy.
+    """
+
+
+class UnreadableError(CheckpointError):
+    """A file cannot be read (I/O error, permission). The checkpoint may be valid; never move or delete it."""
+
+    @classmethod
+    def of(cls, path: Path, error: OSError) -> "UnreadableError":
+        """The error for `path`, with the reason that the file system gave."""
+        reason = error.strerror or str(error)
+        return cls(f"{path}: cannot be read ({reason}); check the disk and the permissions. It is left unchanged")
+
+
+_LFS_HEADER = b"version https://git-lfs"
+"""First bytes of a git-lfs pointer (git-lfs, docs/spec.md)."""
+
+
+def pointer(path: Path) -> str | None:
+    """The problem with a file that is a git-lfs pointer instead of its content, None if it is not one."""
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        if file.read(len(_LFS_HEADER)) != _LFS_HEADER:
+            return None
+    return "is a git-lfs pointer without its content; run `git lfs pull` in the folder"
 
 
 def describe(path: Path) -> dict[str, Any]:
@@ -50,6 +79,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return parse_json(content, path)
 
 
+def read_json_if_present(path: Path) -> dict[str, Any]:
+    """As `read_json`; empty without such a file."""
+    return read_json(path) if path.is_file() else {}
+
+
 def parse_json(content: bytes, source: str | Path) -> dict[str, Any]:
     """The JSON mapping in `content`. Raises CheckpointError, naming `source`."""
     try:
@@ -64,10 +98,6 @@ def parse_json(content: bytes, source: str | Path) -> dict[str, Any]:
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a mapping as indented JSON."""
     path.write_text(json.dumps(content, indent=1) + "\n")
-
-
-class _Stopped(Exception):
-    """The comparison was stopped early."""
 
 
 class Comparison:
@@ -88,9 +118,7 @@ class Comparison:
         self._futures = [self._pool.submit(self._compare, path, digest) for path, digest in self._expected.items()]
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._pool.shutdown(cancel_futures=True)
 
@@ -107,7 +135,7 @@ class Comparison:
             error = future.exception() if future.done() and not future.cancelled() else None
             if isinstance(error, CheckpointError):
                 return error
-            if error is not None and not isinstance(error, _Stopped):
+            if error is not None:
                 raise error
         return None
 
@@ -120,7 +148,7 @@ class Comparison:
                     with self._lock:
                         self.bytes_read += count
                     if self._stop.is_set():
-                        raise _Stopped
+                        return
         except OSError as error:
             raise UnreadableError.of(path, error) from error
         if digest.hexdigest() != expected:

@@ -1,4 +1,4 @@
-"""Read Hugging Face folders: config.json as our configuration keys, the weights, and tokenizer behaviour.
+"""Read Hugging Face folders: config.json as our configuration keys, and the weights.
 
 Each architecture is a row of FAMILIES. Those whose `model_type` begins with `coca_` are written by our export with a
 modelling file (exports/modeling_coca.py).
@@ -15,10 +15,8 @@ from typing import Any, NamedTuple, get_args
 import torch
 
 from megatron_coca.checkpoints import weight_map
-from megatron_coca.checkpoints.errors import CheckpointError
-from megatron_coca.checkpoints.native import read_json
-from megatron_coca.checkpoints.pickles import names_in_pickle, open_pickles
-from megatron_coca.checkpoints.weights import Weights, joined, names_in, open_safetensors
+from megatron_coca.checkpoints.files import CheckpointError, read_json, read_json_if_present
+from megatron_coca.checkpoints.weights import Weights, names_in, names_in_pickle, open_pickles, open_safetensors
 from megatron_coca.config import Config, ConfigError, load_config
 from megatron_coca.config.model import GATED_ACTIVATIONS, SCALING_OPTIONS, SCALING_REQUIRED, Activation
 from megatron_coca.config.source import OVERRIDES
@@ -68,10 +66,8 @@ def read_config(folder: Path) -> Config:
     """Read the configuration of the model in `folder`.
 
     CoCA is recognised in LLaMA folders by their T projection, and in exported folders by config.json. The authors'
-    GPT-NeoX folders look like plain ones: override with pos_emb=coca.
-
-    Raises:
-        CheckpointError: config.json or the weights' files are invalid, or describe an unsupported model.
+    GPT-NeoX folders look like plain ones: override with pos_emb=coca. Raises CheckpointError if config.json or the
+    weights' files are invalid, or describe an unsupported model.
     """
     source = folder / CONFIG
     config = read_json(source)
@@ -97,9 +93,9 @@ def read_config(folder: Path) -> Config:
 
 
 def _common_keys(config: Json, folder: Path) -> dict[str, Any]:
-    rows, generation = config["vocab_size"], folder / GENERATION
+    rows = config["vocab_size"]
     # Padding of the vocabulary is the rows at its end that generation never chooses, as our export writes it.
-    listed = read_json(generation).get("suppress_tokens") if generation.is_file() else None
+    listed = read_json_if_present(folder / GENERATION).get("suppress_tokens")
     suppressed = {token for token in listed if isinstance(token, int)} if isinstance(listed, list) else set()
     first = min(suppressed, default=rows)
     padded = 0 < first < rows and suppressed == set(range(first, rows))
@@ -135,6 +131,7 @@ FORMATS = (
 """In the order of preference of transformers; a single file goes before several."""
 
 HEAD, EMBEDDING = "final_linear.weight", "embedding.word_embeddings.weight"
+"""Our weights that have a row for each token; a tied head is the embedding."""
 OPTIONAL = re.compile(r".*\.bias|.*position.*")
 """Our weights that only some models of an architecture have."""
 NAMED = 5
@@ -144,8 +141,7 @@ NAMED = 5
 def find_weights(folder: Path) -> tuple[WeightFormat, dict[str, Path]]:
     """Find the weights: their format, and the file of each by name, also of those that an index does not list.
 
-    Raises:
-        CheckpointError: there are none, a file is missing or damaged, or holds more than tensors.
+    Raises CheckpointError if there are none, or a file is missing, damaged or holds more than tensors.
     """
     for kind in FORMATS:
         if (folder / kind.single_file).is_file():
@@ -175,8 +171,7 @@ def _indexed(folder: Path, kind: WeightFormat) -> dict[str, Path]:
 def open_weights(folder: Path, num_layers: int, num_heads: int, tied: bool) -> Weights:
     """Open the weights by our names, in the dtype on disk and in the order of the files.
 
-    Raises:
-        CheckpointError: a weight is missing, or one would be ignored, which would change the model.
+    Raises CheckpointError if a weight is missing, or one would be ignored, which would change the model.
     """
     config, (kind, files) = read_json(folder / CONFIG), find_weights(folder)
     family = find_family(config, folder / CONFIG)
@@ -202,7 +197,7 @@ def open_weights(folder: Path, num_layers: int, num_heads: int, tied: bool) -> W
                 )
     order = {path: number for number, path in enumerate(dict.fromkeys(files.values()))}
     wanted.sort(key=lambda row: min((order[files[name]] for name in row.theirs if name in files), default=0))
-    weights = joined(open_files(name for row in wanted for name in row.theirs), wanted, heads)
+    weights = weight_map.joined(open_files(name for row in wanted for name in row.theirs), wanted, heads)
     read = {name for row in rows for name in row.theirs}
     unread = sorted(name for name in files if name not in read and not family.unneeded.fullmatch(name))
     if unread:
@@ -217,7 +212,7 @@ def open_weights(folder: Path, num_layers: int, num_heads: int, tied: bool) -> W
 
 # Rotary settings ------------------------------------------------------------------------------------------------------
 
-KNOWN = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+STOCK_ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 """Values of rope_type that transformers and we have under one name."""
 MEASURED = frozenset({"yarn", "longrope", "llama3"})
 """Types for which transformers reads ORIGINAL; it measures the others by max_position_embeddings."""
@@ -237,17 +232,15 @@ def _rope_section(config: Json) -> Json:
 def rope_keys(config: Json, source: Path, base_name: str) -> dict[str, Any]:
     """Return our keys of the rotary base and the extension.
 
-    `base_name` is the architecture's top-level key of the base; transformers ignores the other architecture's.
-
-    Raises:
-        CheckpointError: a type or an option is not supported.
+    `base_name` is the architecture's top-level key of the base; transformers ignores the other architecture's. Raises
+    CheckpointError if a type or an option is not supported.
     """
     section = _rope_section(config)
     base = {"rotary_emb_base": float(section.get("rope_theta") or config.get(base_name) or 10000)}
     kind = section.get("rope_type") or section.get("type") or "default"
     options = {name: value for name, value in section.items() if name not in NO_OPTIONS and value is not None}
-    if kind not in KNOWN:
-        raise CheckpointError(f"{source}: rope_type {kind!r} is not supported; known: {', '.join(KNOWN)}")
+    if kind not in STOCK_ROPE_TYPES:
+        raise CheckpointError(f"{source}: rope_type {kind!r} is not supported; known: {', '.join(STOCK_ROPE_TYPES)}")
     unread = sorted(options.keys() - set(SCALING_OPTIONS[kind]))
     if unread:
         raise CheckpointError(
@@ -290,13 +283,13 @@ class Family(NamedTuple):
     unneeded: re.Pattern[str]
 
 
+TANH_GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 ACTIVATIONS = {
     "gelu": "gelu",
     "relu": "relu",
     "silu": "silu",
-    **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "gelu"),
+    **dict.fromkeys(TANH_GELU, "gelu"),
 }
-TANH_GELU = frozenset({"gelu_new", "gelu_fast", "gelu_pytorch_tanh"})
 LLAMA_ACTIVATIONS = ("silu", "swish")  # two names of one function
 NEOX_POSITIONS = ("rotary", "coca")
 """Values of `pos_emb` in the config.json of a stock GPT-NeoX folder; our exports write `rotary`, others nothing."""
@@ -454,57 +447,3 @@ def find_family(config: Json, source: Path) -> Family:
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise CheckpointError(f"{source}: model_type {kind!r} is not supported; known: {', '.join(sorted(FAMILIES))}")
     return FAMILIES[kind]
-
-
-# Behaviour of tokenizer and generation --------------------------------------------------------------------------------
-
-ADDING_PROCESSORS = frozenset({"BertProcessing", "RobertaProcessing"})
-"""Post-processors of a tokenizer.json that always add special tokens; TemplateProcessing does where it names some."""
-
-KEPT_DEFAULTS = frozenset(
-    {"do_sample", "bos_token_id", "eos_token_id", "pad_token_id", "suppress_tokens", "transformers_version"}
-)
-"""Keys of generation_config.json that an export itself writes; a name that begins with `_` is not a setting."""
-
-
-def behaviour_note(folder: Path, end: int | None) -> str | None:
-    """Describe what a Hugging Face folder's tokenizer and generation files do besides giving ids; None for nothing.
-
-    `end` is the token that ends texts after an import, None where no tokenizer is taken.
-
-    Raises:
-        CheckpointError: one of its files is no JSON mapping.
-    """
-    paths = (folder / f"{name}.json" for name in ("tokenizer", "tokenizer_config", "generation_config"))
-    vocabulary, settings, generation = (read_json(path) if path.is_file() else {} for path in paths)
-    special = {token.get("id") for token in vocabulary.get("added_tokens") or [] if token.get("special")}
-    declared = settings.get("added_tokens_decoder") or {}
-    special |= {int(number) for number, token in declared.items() if token.get("special")}
-    eos = generation.get("eos_token_id")
-    sampling = generation.get("do_sample") or (isinstance(eos, list) and len(eos) > 1)
-    others = {name for name in generation if not name.startswith("_")} - KEPT_DEFAULTS
-    behaviours = {
-        "a chat template": (folder / "chat_template.jinja").is_file() or settings.get("chat_template"),
-        "special tokens that it adds around texts": _adds_tokens(folder, vocabulary, settings),
-        "special tokens within texts": special - {end} or settings.get("extra_special_tokens"),
-        "generation defaults": sampling or others,
-    }
-    listed = ", ".join(name for name, present in behaviours.items() if present)
-    return f"{folder}: also has {listed}; export with --tokenizer {folder} to keep them" if listed else None
-
-
-def _adds_tokens(folder: Path, vocabulary: Json, settings: Json) -> bool:
-    if settings.get("add_bos_token") or settings.get("add_eos_token"):
-        return True
-    if not vocabulary and (folder / "tokenizer.model").is_file():
-        # transformers' class for LLaMA begins every text with BOS unless this is disabled.
-        return str(settings.get("tokenizer_class")).startswith("Llama") and settings.get("add_bos_token") is None
-    return _processor_adds(vocabulary.get("post_processor") or {})
-
-
-def _processor_adds(processor: Json) -> bool:
-    return (
-        processor.get("type") in ADDING_PROCESSORS
-        or any("SpecialToken" in step for step in processor.get("single") or [])
-        or any(map(_processor_adds, processor.get("processors") or []))
-    )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_coca.checkpoints import native
-from megatron_coca.checkpoints.errors import CheckpointError
+from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.checkpoints.object_store import fetch, is_url
 from megatron_coca.checkpoints.state import StateReader
 from megatron_coca.checkpoints.weights import open_safetensors_file

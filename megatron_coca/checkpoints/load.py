@@ -12,7 +12,7 @@ import torch.nn as nn
 
 from megatron_coca.checkpoints import native, neox
 from megatron_coca.checkpoints.compare import refuse_other_model
-from megatron_coca.checkpoints.errors import CheckpointError
+from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.checkpoints.huggingface import CONFIG, is_huggingface_folder, may_be_coca, open_weights, read_config
 from megatron_coca.checkpoints.object_store import fetch, is_url
 from megatron_coca.checkpoints.tokenizer import Found, find_tokenizer, largest_named_id
@@ -52,9 +52,8 @@ def load_model(path: str | Path, overrides: Overrides = (), device: str = "cpu")
     `overrides` may change the frequency extension, the rotary base or the attention backend, as a mapping or as
     "key=value" strings: {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}.
 
-    Raises:
-        CheckpointError: no usable checkpoint at `path`, or an override that does not fit the weights.
-        ConfigError: an invalid override.
+    Raises CheckpointError without a usable checkpoint at `path` or for an override that does not fit the weights, and
+    ConfigError for an invalid one.
     """
     return load_checkpoint(path, overrides, device).model
 
@@ -137,13 +136,11 @@ def open_checkpoint(path: str | Path, verify: bool = True, step: int | None = No
 
     Raises CheckpointError.
     """
-    if is_url(path):
-        path, step = fetch(str(path), step), None
-    path = _step_path(Path(path), step)
-    if is_huggingface_folder(path):
-        return _open_huggingface(path)
-    neox_folder = neox.find_step(path)
-    return _open_native(path, verify) if neox_folder is None else _open_neox(neox_folder)
+    folder = _local_folder(path, step)
+    if is_huggingface_folder(folder):
+        return _open_huggingface(folder)
+    neox_folder = neox.find_step(folder)
+    return _open_native(folder, verify) if neox_folder is None else _open_neox(neox_folder)
 
 
 def find_native(path: str | Path, step: int | None = None) -> Path | None:
@@ -151,13 +148,15 @@ def find_native(path: str | Path, step: int | None = None) -> Path | None:
 
     Raises CheckpointError.
     """
+    folder = _local_folder(path, step)
+    return None if is_huggingface_folder(folder) or neox.find_step(folder) is not None else native.locate(folder)
+
+
+def _local_folder(path: str | Path, step: int | None) -> Path:
+    """The folder of a checkpoint, or of a run; one behind a URL is downloaded."""
     if is_url(path):
-        path, step = fetch(str(path), step), None
-    path = _step_path(Path(path), step)
-    return None if is_huggingface_folder(path) or neox.find_step(path) is not None else native.locate(path)
-
-
-def _step_path(path: Path, step: int | None) -> Path:
+        return fetch(str(path), step)
+    path = Path(path)
     if step is None:
         return path
     folder = native.step_folder(path, step)

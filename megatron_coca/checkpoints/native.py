@@ -31,8 +31,15 @@ from typing import Any
 
 from megatron_coca import atomic_write
 from megatron_coca.atomic_write import flush, remove, write_file
-from megatron_coca.checkpoints.errors import CheckpointError, UnreadableError
-from megatron_coca.checkpoints.files import Comparison, describe, files, read_json, write_json
+from megatron_coca.checkpoints.files import (
+    CheckpointError,
+    Comparison,
+    UnreadableError,
+    describe,
+    files,
+    read_json,
+    write_json,
+)
 from megatron_coca.console import Progress
 
 logger = logging.getLogger(__name__)
@@ -270,9 +277,7 @@ def copy(folder: Path, target: Path) -> Path:
 def verify(folder: Path, contents: bool = True, links: bool = False) -> dict[str, Any]:
     """Compare every file of a checkpoint with its manifest and return the manifest.
 
-    Args:
-        contents: compare checksums; otherwise existence and sizes only.
-        links: allow symbolic links, as download caches have them.
+    Without `contents` only existence and sizes are compared. `links` allows symbolic links, which download caches have.
 
     Raises:
         UnreadableError: the file system cannot read a file; the checkpoint may be valid.

@@ -6,12 +6,13 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_coca.checkpoints import native
-from megatron_coca.checkpoints.errors import CheckpointError
+from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.checkpoints.neox_layout import (
     CONFIGS,
     EMBEDDING,
@@ -25,8 +26,7 @@ from megatron_coca.checkpoints.neox_layout import (
     read_config,
     table,
 )
-from megatron_coca.checkpoints.pickles import RANDOM_STATE, load, tensors
-from megatron_coca.checkpoints.weights import WeightEntry, Weights
+from megatron_coca.checkpoints.weights import RANDOM_STATE, WeightEntry, Weights, load_pickle
 from megatron_coca.config import Config
 from megatron_coca.neox_plugin.checkpoints import plain_name
 
@@ -90,12 +90,10 @@ class NeoxFiles:
     Attributes:
         paths: all of them, by name.
         from_plugin: whether a block opened so far was saved by the GPT-NeoX plugin, under its names.
-
-    Raises:
-        CheckpointError: the step was saved under ZeRO 3.
     """
 
     def __init__(self, folder: Path) -> None:
+        """Raises CheckpointError if the step was saved under ZeRO 3."""
         self._folder = folder
         by_layer, by_rank = _matching(folder, LAYER_FILE), _matching(folder, RANK_FILE)
         if not by_layer and not by_rank:
@@ -123,13 +121,12 @@ class NeoxFiles:
     def state(self, layer: int, rank: int) -> Mapping[str, Tensor]:
         """Return the weights of a layer by GPT-NeoX's names, also where the plugin saved them under others.
 
-        Raises:
-            CheckpointError: the file is missing or damaged.
+        Raises CheckpointError if the file is missing or damaged.
         """
         if not self._by_layer:
             return self._rank(rank).get(layer, {})
         path = self._present(layer, rank)
-        saved = tensors(load(path), path)
+        saved = _tensors(load_pickle(path), path)
         self.from_plugin = self.from_plugin or any(name != plain_name(name) for name in saved)
         return {plain_name(name): tensor for name, tensor in saved.items()}
 
@@ -144,11 +141,11 @@ class NeoxFiles:
         if rank in self._opened:
             return self._opened[rank]
         path = self._present(EMBEDDING, rank)
-        module = load(path, RANDOM_STATE).get("module")
+        module = load_pickle(path, RANDOM_STATE).get("module")
         if not isinstance(module, dict):
             raise CheckpointError(f"{path}: holds no weights, and there are no layer_<N> files in its folder")
         states: dict[int, dict[str, Tensor]] = {}
-        for name, tensor in tensors(module, path).items():
+        for name, tensor in _tensors(module, path).items():
             match = SEQUENTIAL.fullmatch(name)
             if match is None:
                 raise CheckpointError(f"{path}: {name} belongs to no layer (names begin with sequential.<N>)")
@@ -156,6 +153,14 @@ class NeoxFiles:
             states.setdefault(int(match.group(1)), {})[plain_name(match.group(2))] = tensor
         self._opened[rank] = states
         return states
+
+
+def _tensors(content: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
+    """Return the weights in a mapping. Raises a CheckpointError that names a value that is no weight."""
+    wrong = [name for name, value in content.items() if not isinstance(value, Tensor) or not value.is_floating_point()]
+    if wrong:
+        raise CheckpointError(f"{path}: {wrong[0]} is not a floating-point tensor")
+    return dict(content)
 
 
 def identity(files: NeoxFiles) -> str:
@@ -174,9 +179,8 @@ def identity(files: NeoxFiles) -> str:
 def configure(folder: Path, files: NeoxFiles) -> tuple[Config, int]:
     """Return the model's configuration and its number of tensor ranks.
 
-    Raises:
-        CheckpointError: the configuration is absent, describes a network that this package does not have, or other
-            files than are present.
+    Raises CheckpointError if the configuration is absent, or describes a network that this package does not have, or
+    other files than are present.
     """
     ranks = max(files.ranks()) + 1
     states = [files.state(EMBEDDING, rank) for rank in range(ranks)]
@@ -209,8 +213,7 @@ def configure(folder: Path, files: NeoxFiles) -> tuple[Config, int]:
 def open_weights(folder: Path, files: NeoxFiles, config: Config, ranks: int) -> Weights:
     """Open the weights by our names, in the dtype on disk.
 
-    Raises:
-        CheckpointError: a file is missing or damaged, a name is unknown, or ranks do not fit together.
+    Raises CheckpointError if a file is missing or damaged, a name is unknown, or ranks do not fit together.
     """
     known = table(config)
     locations: dict[str, list[NeoxLocation]] = {}

@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from megatron_coca.attention.positions.bias import alibi_slopes
-from megatron_coca.checkpoints.errors import CheckpointError
-from megatron_coca.checkpoints.state import layer_shards
+from megatron_coca.checkpoints.files import CheckpointError
+from megatron_coca.checkpoints.state import TensorShard, layer_shards
+from megatron_coca.checkpoints.tokenizer import KEYS as TOKENIZER_KEYS
 from megatron_coca.config import KEYS, Config, ConfigError, ModelConfig, load_config
 from megatron_coca.config.model import GATED_ACTIVATIONS, ROTATED_METHODS
 from megatron_coca.config.neox_keys import ALIASES, INERT, UNSUPPORTED
 from megatron_coca.config.source import OVERRIDES, dump, merge, read_file
+from megatron_coca.neox_plugin.keys import EXTENDING, LEARNING
 
 logger = logging.getLogger(__name__)
 
@@ -44,10 +46,6 @@ RUN_KEYS = frozenset(
     | (UNSUPPORTED.keys() - NETWORK_FEATURES)
 )
 """Keys, and sections of keys, that do not change the network."""
-TOKENIZER_KEYS = frozenset({"tokenizer_type", "vocab_file", "merge_file"})
-"""Keys of the run that say which tokens the rows of the embedding are."""
-OUR_KEYS = ("rope_scaling", "relative_positions", "logit_scaling")
-"""Keys that change what the network computes and that GPT-NeoX lacks."""
 NEOX_KEYS = (
     *("num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "intermediate_size", "seq_length"),
     *("max_position_embeddings", "no_weight_tying", "activation", "bias_gelu_fusion", "use_bias_in_attn_linear"),
@@ -62,14 +60,9 @@ NEOX_POSITIONS = frozenset({"learned", "rotary", "sinusoidal", "rpe", "alibi", "
 def read_config(folder: Path, vocab_size: int) -> tuple[Config, int]:
     """Read the model's configuration from the YAML files in a step's folder, and its number of tensor ranks.
 
-    Keys of the run that trained it are ignored, except for those that name its tokenizer.
-
-    Args:
-        folder: one step's folder.
-        vocab_size: rows of the embedding, padding included.
-
-    Raises:
-        CheckpointError: no such files, or they describe a network that this package does not have.
+    Keys of the run that trained it are ignored, except for those that name its tokenizer. `vocab_size` are the rows of
+    the embedding, padding included. Raises CheckpointError if there are no such files, or they describe a network that
+    this package does not have.
     """
     configs = folder / CONFIGS
     files = sorted(path for path in configs.iterdir() if path.suffix in SUFFIXES) if configs.is_dir() else []
@@ -113,7 +106,7 @@ def model_yaml(config: Config, ranks: int, pipe: int) -> str:
 def foreign_keys(config: Config) -> dict[str, Any]:
     """Return the keys of a configuration, with their values, that stock GPT-NeoX refuses."""
     flat, keys = config.flat(), {}
-    for name in OUR_KEYS:
+    for name in EXTENDING:
         value = flat[name]
         if value not in (None, "none"):
             options = isinstance(value, dict)
@@ -158,7 +151,7 @@ def cannot_hold(config: Config, ranks: int) -> list[str]:
             model.norm == "layernorm" and not model.use_bias_in_norms,
             "its layernorm always has a bias (use_bias_in_norms is false)",
         ),
-        (position.pos_emb in ("kerple_log", "kerple_power"), "it cannot store the learned parameters of KERPLE"),
+        (position.pos_emb in LEARNING, "it cannot store the learned parameters of KERPLE"),
         (scaling is not None and scaling.rope_type == "clex", "it cannot store the learned parameters of CLEX"),
         (
             position.pos_emb in ROTATED_METHODS and position.rotary_emb_base % 1 != 0,
@@ -220,7 +213,7 @@ class NeoxSharding:
         divided = all(block % ranks == 0 for block in self.blocks)
         if not divided or len(part) <= self.dim or part[self.dim] * ranks != sum(self.blocks):
             return None
-        return (*part[: self.dim], part[self.dim] * ranks, *part[self.dim + 1 :])
+        return self._shard(0, ranks).full_shape(part)
 
     def merge(self, parts: Sequence[Tensor], name: str) -> Tensor:
         """Join the parts of all ranks; `name` is for messages.
@@ -230,9 +223,10 @@ class NeoxSharding:
         if len(parts) == 1 or (self.kind == "copy" and all(torch.equal(part, parts[0]) for part in parts[1:])):
             return parts[0]
         if self.kind == "cut":
-            sizes = [block // len(parts) for block in self.blocks]
-            split = [part.split(sizes, self.dim) for part in parts]
-            return torch.cat([blocks[index] for index in range(len(sizes)) for blocks in split], self.dim)
+            whole = parts[0].new_empty(self._shard(0, len(parts)).full_shape(parts[0].shape))
+            for rank, part in enumerate(parts):
+                self._shard(rank, len(parts)).place(part, whole)
+            return whole
         stacked = torch.stack([part.float() for part in parts])
         if self.kind == "sum":
             return stacked.sum(0).to(parts[0].dtype)
@@ -245,8 +239,10 @@ class NeoxSharding:
             return [whole] * ranks
         if self.kind == "sum":
             return [whole, *(torch.zeros_like(whole) for _ in range(ranks - 1))]
-        blocks = [block.chunk(ranks, self.dim) for block in whole.split(self.blocks, self.dim)]
-        return [torch.cat([block[rank] for block in blocks], self.dim) for rank in range(ranks)]
+        return [self._shard(rank, ranks).cut(whole) for rank in range(ranks)]
+
+    def _shard(self, rank: int, ranks: int) -> TensorShard:
+        return TensorShard(self.dim, rank, ranks, self.blocks)
 
 
 COPY = NeoxSharding()

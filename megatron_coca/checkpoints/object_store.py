@@ -21,8 +21,7 @@ import fsspec
 
 from megatron_coca.atomic_write import exclusive_lock, flush
 from megatron_coca.checkpoints import native
-from megatron_coca.checkpoints.errors import CheckpointError
-from megatron_coca.checkpoints.files import describe, parse_json, read_json
+from megatron_coca.checkpoints.files import CheckpointError, describe, parse_json, read_json
 from megatron_coca.config import CheckpointConfig
 
 logger = logging.getLogger(__name__)

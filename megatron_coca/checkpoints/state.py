@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_coca.checkpoints.errors import CheckpointError, UnreadableError
+from megatron_coca.checkpoints.files import CheckpointError, UnreadableError
 from megatron_coca.checkpoints.weights import WeightEntry, Weights
 from megatron_coca.config.model import GATED_ACTIVATIONS, ModelConfig
 
@@ -259,9 +258,7 @@ class StateReader(PieceReader):
     def __enter__(self) -> "StateReader":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._files.close()
 
     def _open(self, path: Path) -> None:

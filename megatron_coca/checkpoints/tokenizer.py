@@ -16,8 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_coca.checkpoints.errors import CheckpointError
-from megatron_coca.checkpoints.files import read_json
+from megatron_coca.checkpoints.files import CheckpointError, read_json_if_present
 from megatron_coca.config import Config
 from megatron_coca.data import DataError, Tokenizer, load_saved_tokenizer, load_tokenizer
 from megatron_coca.data.tokenizers import needs_files
@@ -165,7 +164,7 @@ def _load_with_end(
 def _end_symbols(folder: Path) -> Iterator[int | str]:
     """Ids or tokens that the folder's files name as the end of text; the first of several."""
     for name in CONFIGS:
-        content = _json(folder / name)
+        content = read_json_if_present(folder / name)
         for key in ("eos_token_id", "eos_token"):
             value = content.get(key)
             if isinstance(value, Mapping):
@@ -178,18 +177,15 @@ def _end_symbols(folder: Path) -> Iterator[int | str]:
 
 def largest_named_id(folder: Path) -> int:
     """Largest token id in the JSON files of a Hugging Face folder other than the vocabulary; -1 if there is none."""
-    ids: list[Any] = list(_json(folder / "added_tokens.json").values())
-    ids += map(int, filter(str.isdecimal, _json(folder / "tokenizer_config.json").get("added_tokens_decoder") or {}))
+    ids: list[Any] = list(read_json_if_present(folder / "added_tokens.json").values())
+    declared = read_json_if_present(folder / "tokenizer_config.json").get("added_tokens_decoder") or {}
+    ids += map(int, filter(str.isdecimal, declared))
     for name in CONFIGS:
-        content = _json(folder / name)
+        content = read_json_if_present(folder / name)
         for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
             value = content.get(key)
             ids += value if isinstance(value, list) else [value]
     return max((token for token in ids if isinstance(token, int)), default=-1)
-
-
-def _json(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.is_file() else {}
 
 
 def made_of(tokenizer: Tokenizer, folder: Path) -> bool:

@@ -1,13 +1,17 @@
-"""Names of weights here and in Hugging Face folders: one table per architecture, used in both directions.
+"""Names of weights here and in Hugging Face folders: one table per architecture, applied in both directions.
 
 `{i}` is the block; a row with several names on their side packs them into one weight of ours.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+from megatron_coca.checkpoints.files import CheckpointError
+from megatron_coca.checkpoints.weights import WeightEntry, Weights
 
 Shape = tuple[int, ...]
 
@@ -169,3 +173,61 @@ def expand(rows: Sequence[Row], num_layers: int) -> list[Row]:
             theirs = tuple(name.replace("{i}", str(i)) for name in row.theirs)
             expanded.append(Row(row.ours.replace("{i}", str(i)), theirs, row.packing))
     return expanded
+
+
+def joined(theirs: Weights, rows: Sequence[Row], heads: Heads) -> Weights:
+    """Weights under our names from those of another layout, by the rows of its table.
+
+    Raises CheckpointError if a weight is missing, or the shapes of those that are packed into one do not fit.
+    """
+    by_name = {row.ours: row for row in rows}
+    missing = [name for row in rows for name in row.theirs if name not in theirs.entries]
+    if missing:
+        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        raise CheckpointError(f"{theirs.source}: has no weight {missing[0]}{more}")
+
+    def read(name: str) -> Tensor:
+        row = by_name[name]
+        return row.packing.join([theirs.read(part) for part in row.theirs], heads)
+
+    entries = {}
+    for row in rows:
+        parts = [theirs.entries[name] for name in row.theirs]
+        shapes = [part.shape for part in parts]
+        for name, shape, wanted in zip(row.theirs, shapes, row.packing.wanted(shapes, heads), strict=True):
+            if shape != wanted:
+                listed = ", ".join(f"{name} {list(shape)}" for name, shape in zip(row.theirs, shapes, strict=True))
+                raise CheckpointError(
+                    f"{theirs.source}: the shapes of {listed} do not match: {name} must be {list(wanted)}"
+                )
+        whole = row.packing.join([part.stand_in() for part in parts], heads)
+        entries[row.ours] = WeightEntry(whole.dtype, tuple(whole.shape))
+    return Weights(entries, read, theirs.source, {row.ours: " with ".join(row.theirs) for row in rows})
+
+
+def to_foreign_weights(ours: Weights, rows: Sequence[Row], heads: Heads) -> Weights:
+    """Our weights under the names of another layout: the inverse of `joined`. Raises CheckpointError if a weight is in
+    no row.
+    """
+    present = {row.ours: row for row in rows if row.ours in ours.entries}
+    lacking = ours.entries.keys() - present.keys()
+    if lacking:
+        raise CheckpointError(f"{ours.source}: the other layout has no name for {', '.join(sorted(lacking))}")
+    origins = {name: (row.ours, number) for row in present.values() for number, name in enumerate(row.theirs)}
+
+    @lru_cache(maxsize=1)  # the parts of one weight are read in succession
+    def parts(name: str) -> list[Tensor]:
+        row = present[name]
+        return [part.contiguous() for part in row.packing.split(ours.read(name), heads, len(row.theirs))]
+
+    def read(name: str) -> Tensor:
+        whole, number = origins[name]
+        return parts(whole)[number]
+
+    entries: dict[str, WeightEntry] = {}
+    for row in present.values():
+        split = row.packing.split(ours.entries[row.ours].stand_in(), heads, len(row.theirs))
+        entries |= {
+            name: WeightEntry(part.dtype, tuple(part.shape)) for name, part in zip(row.theirs, split, strict=True)
+        }
+    return Weights(entries, read, ours.source)

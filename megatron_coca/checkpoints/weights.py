@@ -1,23 +1,24 @@
-"""Weights by name, read one at a time: the common form of every layout on disk.
+"""Weights by name, read one at a time: the common form of every layout on disk, and its two file formats.
 
 No more than one weight is in memory: a model of 7 billion parameters takes 13 GB in half precision.
 """
 
 import json
+import pickle
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_coca.checkpoints.errors import CheckpointError, pointer
-from megatron_coca.checkpoints.weight_map import Heads, Row
+from megatron_coca.checkpoints.files import CheckpointError, pointer
 from megatron_coca.console import Progress
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -215,59 +216,113 @@ def write_safetensors(
             write(values.contiguous().flatten().view(torch.uint8).numpy())
 
 
-def joined(theirs: Weights, rows: Sequence[Row], heads: Heads) -> Weights:
-    """Weights under our names from those of another layout, by the rows of its table (weight_map.py).
+# Pickled files --------------------------------------------------------------------------------------------------------
 
-    Raises CheckpointError if a weight is missing, or the shapes of those that are packed into one do not fit.
+# They are read without running anything in them. A file of PyTorch 1.6 or newer is a zip archive, which is mapped into
+# memory: only what is used is read. Older files have to be read whole.
+
+ZIP_MAGIC = b"PK\x03\x04"
+
+_REFUSED = re.compile(r"GLOBAL (\S+)")
+_ONLY_TENSORS = (
+    "Only tensors are read, and nothing in it was run; where you trust its author, have it saved as safetensors"
+)
+
+_ARRAY, _NUMBER = np.zeros(1).__reduce__()[0], np.float64(0).__reduce__()[0]
+RANDOM_STATE: tuple[Any, ...] = (
+    # NumPy 2 has other names for the two functions that make an array and a number from bytes.
+    *((_ARRAY, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
+    *((_NUMBER, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")),
+    *(np.ndarray, np.dtype),
+    *(type(np.dtype(name)) for name in ("uint32", "int64", "float32", "float64")),
+)
+"""Types in GPT-NeoX's rank files besides tensors and plain containers: NumPy's random state, and scheduler numbers."""
+
+
+def is_archive(path: Path) -> bool:
+    """Return whether one weight can be read from the file without the others. Raises CheckpointError."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(ZIP_MAGIC)) == ZIP_MAGIC
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def load_pickle(path: Path, allowed: Sequence[Any] = (), device: str = "cpu") -> dict[Any, Any]:
+    """Load the mapping in a pickled file, with its tensors on `device`.
+
+    Raises CheckpointError if the file is damaged, holds no mapping, or names code other than PyTorch's tensors and what
+    is `allowed`; none of it has run then.
     """
-    by_name = {row.ours: row for row in rows}
-    missing = [name for row in rows for name in row.theirs if name not in theirs.entries]
-    if missing:
-        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-        raise CheckpointError(f"{theirs.source}: has no weight {missing[0]}{more}")
-
-    def read(name: str) -> Tensor:
-        row = by_name[name]
-        return row.packing.join([theirs.read(part) for part in row.theirs], heads)
-
-    entries = {}
-    for row in rows:
-        parts = [theirs.entries[name] for name in row.theirs]
-        shapes = [part.shape for part in parts]
-        for name, shape, wanted in zip(row.theirs, shapes, row.packing.wanted(shapes, heads), strict=True):
-            if shape != wanted:
-                listed = ", ".join(f"{name} {list(shape)}" for name, shape in zip(row.theirs, shapes, strict=True))
-                raise CheckpointError(
-                    f"{theirs.source}: the shapes of {listed} do not match: {name} must be {list(wanted)}"
-                )
-        whole = row.packing.join([part.stand_in() for part in parts], heads)
-        entries[row.ours] = WeightEntry(whole.dtype, tuple(whole.shape))
-    return Weights(entries, read, theirs.source, {row.ours: " with ".join(row.theirs) for row in rows})
+    mapped = device == "cpu" and is_archive(path)
+    try:
+        with torch.serialization.safe_globals(list(allowed)):
+            content = torch.load(path, map_location=device, weights_only=True, mmap=mapped)
+    except Exception as error:  # the library raises errors of many types for a damaged file
+        if reason := pointer(path):
+            raise CheckpointError(f"{path}: {reason}") from error
+        if not isinstance(error, pickle.UnpicklingError):
+            raise CheckpointError(
+                f"{path}: is damaged or not a weights file ({type(error).__name__} {error}); fetch it again"
+            ) from error
+        refused = _REFUSED.search(str(error))
+        reason = f"holds more than tensors ({refused[1]})" if refused else "is a pickle of something else than weights"
+        raise CheckpointError(f"{path}: {reason}. {_ONLY_TENSORS}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: holds a {type(content).__name__}, not a mapping of names to tensors")
+    return content
 
 
-def to_foreign_weights(ours: Weights, rows: Sequence[Row], heads: Heads) -> Weights:
-    """Our weights under the names of another layout: the inverse of `joined`. Raises CheckpointError if a weight is in
-    no row.
+def names_in_pickle(path: Path) -> list[str]:
+    """Return the names of the weights in one file. Raises CheckpointError."""
+    return list(_header(path))
+
+
+def open_pickles(files: Mapping[str, Path], source: Path) -> Weights:
+    """Open the weights in `.bin` files, given the file of each; the counterpart of `open_safetensors`.
+
+    Raises CheckpointError if a file is damaged or holds more than tensors, or a weight is not in its file or no
+    floating-point tensor.
     """
-    present = {row.ours: row for row in rows if row.ours in ours.entries}
-    lacking = ours.entries.keys() - present.keys()
-    if lacking:
-        raise CheckpointError(f"{ours.source}: the other layout has no name for {', '.join(sorted(lacking))}")
-    origins = {name: (row.ours, number) for row in present.values() for number, name in enumerate(row.theirs)}
-
-    @lru_cache(maxsize=1)  # the parts of one weight are read in succession
-    def parts(name: str) -> list[Tensor]:
-        row = present[name]
-        return [part.contiguous() for part in row.packing.split(ours.read(name), heads, len(row.theirs))]
-
-    def read(name: str) -> Tensor:
-        whole, number = origins[name]
-        return parts(whole)[number]
-
     entries: dict[str, WeightEntry] = {}
-    for row in present.values():
-        split = row.packing.split(ours.entries[row.ours].stand_in(), heads, len(row.theirs))
-        entries |= {
-            name: WeightEntry(part.dtype, tuple(part.shape)) for name, part in zip(row.theirs, split, strict=True)
-        }
-    return Weights(entries, read, ours.source)
+    for path in dict.fromkeys(files.values()):
+        header = _header(path)
+        for name in (name for name, file in files.items() if file == path):
+            if name not in header:
+                raise CheckpointError(f"{path}: has no weight {name}, although the index of {source} lists it there")
+            tensor = header[name]
+            if tensor.dtype not in _CODES or tensor.layout is not torch.strided:
+                raise CheckpointError(
+                    f"{path}: {name} is stored as {tensor.layout} of {tensor.dtype}; supported are dense tensors of "
+                    f"{', '.join(sorted(map(str, _CODES)))}"
+                )
+            entries[name] = WeightEntry(tensor.dtype, tuple(tensor.shape))
+    whole: dict[Path, dict[str, Tensor]] = {}  # the one old-format file in memory
+
+    def read(name: str) -> Tensor:
+        path = files[name]
+        if is_archive(path):
+            return _load(path)[name].detach()
+        if path not in whole:
+            whole.clear()  # before the next file is read, so that no two are in memory
+            whole[path] = _load(path)
+        return whole[path][name].detach()
+
+    return Weights({name: entries[name] for name in files}, read, source)
+
+
+def _header(path: Path) -> dict[str, Tensor]:
+    """Load the weights of a file for their dtypes and shapes alone."""
+    return _load(path, "cpu" if is_archive(path) else "meta")
+
+
+def _load(path: Path, device: str = "cpu") -> dict[str, Tensor]:
+    content = load_pickle(path, device=device)
+    for name, value in content.items():
+        if not isinstance(name, str) or not isinstance(value, Tensor):
+            raise CheckpointError(f"{path}: {name!r} is a {type(value).__name__}; only tensors by name are supported")
+        if value.is_meta and device != "meta":
+            raise CheckpointError(
+                f"{path}: {name} has no values: it was saved on the device meta; save the model again"
+            )
+    return content

@@ -170,7 +170,7 @@ def prepare_builtin(root: Path, vocab_size: int = VOCAB_SIZE, progress: bool = T
     return final / "shards" / MANIFEST
 
 
-def ensure_builtin(root: Path, vocab_size: int = VOCAB_SIZE, progress: bool = True) -> Path:
+def ensure_builtin(root: Path, vocab_size: int = VOCAB_SIZE) -> Path:
     """The manifest of the built-in corpus under ``root``; of several processes, the first one prepares it.
 
     Raises ``DataError`` where an existing one has another vocabulary size or is damaged.
@@ -181,7 +181,7 @@ def ensure_builtin(root: Path, vocab_size: int = VOCAB_SIZE, progress: bool = Tr
             Path(root).mkdir(parents=True, exist_ok=True)
             with exclusive_lock(Path(root) / f".{FOLDER}.wait.lock", DataError, busy=None, temporary=True):
                 if not folder.exists():
-                    return prepare_builtin(root, vocab_size, progress)
+                    return prepare_builtin(root, vocab_size)
         except OSError as error:
             raise DataError(f"{root}: cannot be written ({error}). Choose another data_root.") from error
     path = folder / "shards" / MANIFEST

@@ -13,9 +13,9 @@ from megatron_coca.console import Progress
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.order import Blend
 from megatron_coca.data.preparation.manifest import MANIFEST, read_manifest
-from megatron_coca.data.shards import HEADER, SUFFIXES, Shard, check_index, read_header, shard_paths
+from megatron_coca.data.shards import SUFFIXES, Shard, shard_paths
 from megatron_coca.data.tokenizers import load_saved_tokenizer
-from megatron_coca.data.tokenizers.kinds import DESCRIPTION, FileTokenizer, Tokenizer, agree
+from megatron_coca.data.tokenizers.kinds import DESCRIPTION, Tokenizer, agree
 
 BLOCK_DOCUMENTS = 1 << 18
 BLOCK_TOKENS = 1 << 20
@@ -111,42 +111,26 @@ def require_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
     return tokenizer
 
 
-def document_lengths(prefix: Path) -> Iterator[np.ndarray]:
-    """Yield the token counts of successive documents, separators included: int64 [up to BLOCK_DOCUMENTS].
-
-    Raises ``DataError`` for a shard that is missing, damaged or of another format.
-    """
-    header = read_header(prefix)
-    one_sequence_each = check_index(prefix, header)
-    path, documents = shard_paths(prefix)[1], header.entries - 1
-    sequences = np.memmap(path, dtype="<i4", mode="r", offset=HEADER.size, shape=(header.sequences,))
-    boundaries = np.memmap(path, dtype="<i8", mode="r", offset=header.boundaries_at, shape=(header.entries,))
-    for begin in range(0, documents, BLOCK_DOCUMENTS):
-        end = min(begin + BLOCK_DOCUMENTS, documents)
-        if one_sequence_each:
-            yield sequences[begin:end].astype(np.int64)
-        else:
-            edges = np.array(boundaries[begin : end + 1])
-            # A document of no sequence has no token, which np.add.reduceat cannot express.
-            sums = np.concatenate(([0], np.cumsum(sequences[edges[0] : edges[-1]], dtype=np.int64)))
-            yield np.diff(sums[edges - edges[0]])
+def document_lengths(shard: Shard) -> Iterator[np.ndarray]:
+    """Yield the token counts of successive documents, separators included: int64 [up to BLOCK_DOCUMENTS]."""
+    for begin in range(0, shard.documents, BLOCK_DOCUMENTS):
+        yield shard.document_lengths(begin, min(begin + BLOCK_DOCUMENTS, shard.documents))
 
 
-def token_blocks(entry: ShardEntry, show: bool = False) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def token_blocks(shard: Shard, label: str = "", show: bool = False) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield blocks of whole documents: (tokens in the shard's dtype, length of each document).
 
     A block has up to BLOCK_TOKENS tokens, or one longer document. The file is read, not mapped: mapped pages would
-    count as memory of the process.
+    count as memory of the process. ``show`` shows progress with the shard's ``label``.
     """
-    header, path = read_header(entry.prefix), shard_paths(entry.prefix)[0]
-    total = path.stat().st_size
-    with path.open("rb", buffering=0) as stream, Progress(f"reading {entry.label}", total, "B", show=show) as progress:
-        for lengths in document_lengths(entry.prefix):
+    path, total = shard_paths(shard.prefix)[0], shard.len_tokens * shard.dtype.itemsize
+    with path.open("rb", buffering=0) as stream, Progress(f"reading {label}", total, "B", show=show) as progress:
+        for lengths in document_lengths(shard):
             ends, begin, read = np.cumsum(lengths), 0, 0
             while begin < len(lengths):
                 end = max(begin + 1, int(np.searchsorted(ends, read + BLOCK_TOKENS, side="right")))
                 count = int(ends[end - 1]) - read
-                tokens = np.fromfile(stream, dtype=header.dtype, count=count)
+                tokens = np.fromfile(stream, dtype=shard.dtype, count=count)
                 if len(tokens) < count:
                     raise DataError(f"{path}: became shorter while it was read. Restore the file.")
                 progress.advance(tokens.nbytes)
@@ -294,7 +278,7 @@ def lengths_by_source(entries: Sequence[ShardEntry]) -> dict[str, Lengths]:
     """Document lengths of each source, all its splits together. ``DataError`` for a damaged shard."""
     return {
         source: count_lengths(
-            block for entry in entries if entry.source == source for block in document_lengths(entry.prefix)
+            block for entry in entries if entry.source == source for block in document_lengths(Shard(entry.prefix))
         )
         for source in dict.fromkeys(entry.source for entry in entries)
     }
@@ -337,20 +321,17 @@ def measure_coverage(entries: Sequence[ShardEntry], tokenizer: Tokenizer, show: 
     the share of byte tokens other than line feeds; ``most_frequent`` lists (id, piece, occurrences).
     Raises ``DataError`` for a damaged shard and for ids that the tokenizer does not have.
     """
-    fallback: list[int] = []
-    unknown: list[int] = []
-    if isinstance(tokenizer, FileTokenizer):
-        # SentencePiece models usually spell a line feed as its byte; it is not missing from the vocabulary.
-        fallback = sorted(i for i in tokenizer.fallback_ids if tokenizer.piece(i) != "<0x0A>")
-        unknown = [] if tokenizer.unknown_id is None else [tokenizer.unknown_id]
+    # SentencePiece models usually spell a line feed as its byte; it is not missing from the vocabulary.
+    fallback = sorted(i for i in tokenizer.fallback_ids if tokenizer.piece(i) != "<0x0A>")
+    unknown = [] if tokenizer.unknown_id is None else [tokenizer.unknown_id]
     result = []
     for source in dict.fromkeys(entry.source for entry in entries):
         counts = np.zeros(tokenizer.vocab_size, dtype=np.int64)
         documents = size = tokens = measured = 0
         for entry in (entry for entry in entries if entry.source == source):
-            own = _token_counts(entry, tokenizer.vocab_size, show)
-            counts += own
             shard = Shard(entry.prefix)
+            own = _token_counts(shard, entry.label, tokenizer.vocab_size, show)
+            counts += own
             documents += shard.documents
             if entry.bytes is None:
                 chosen = np.linspace(0, shard.documents - 1, min(_SAMPLED_DOCUMENTS, shard.documents))
@@ -383,13 +364,13 @@ def measure_coverage(entries: Sequence[ShardEntry], tokenizer: Tokenizer, show: 
     return result
 
 
-def _token_counts(entry: ShardEntry, vocab_size: int, show: bool) -> np.ndarray:
+def _token_counts(shard: Shard, label: str, vocab_size: int, show: bool) -> np.ndarray:
     """Occurrences of each token in a shard: int64 [vocab_size]."""
     counts = np.zeros(vocab_size, dtype=np.int64)
-    for tokens, _ in token_blocks(entry, show):
+    for tokens, _ in token_blocks(shard, label, show):
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < vocab_size:
             raise DataError(
-                f"{entry.prefix}: contains token {tokens.max()}, outside the tokenizer's {vocab_size}. "
+                f"{shard.prefix}: contains token {tokens.max()}, outside the tokenizer's {vocab_size}. "
                 "Name the tokenizer that the shard was made with."
             )
         counts += np.bincount(tokens, minlength=vocab_size)

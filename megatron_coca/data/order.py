@@ -131,9 +131,8 @@ class Blend:
         seq_length: tokens of a model's input; a sample has one more, the last target.
         seed: selects the order.
 
-    Raises:
-        DataError: a shard too short for one sample; weights that are not positive, not as many as the shards, or too
-            small to get one of the ``PATTERN_SLOTS`` slots.
+    Raises ``DataError`` for a shard too short for one sample, and weights that are not positive, not as many as the
+    shards, or too small to get one of the ``PATTERN_SLOTS`` slots.
     """
 
     def __init__(self, shards: Sequence[Shard], weights: Sequence[float], seq_length: int, seed: int) -> None:
@@ -295,8 +294,8 @@ class Loader:
         num_workers: threads, each of which reads one step ahead; with 0 a step is read when it is requested.
         length: inputs of each sample, its last ones; None for all.
 
-    Raises:
-        DataError: the global batch is not a multiple of ``micro_batch * world_size``, or the rank does not exist.
+    Raises ``DataError`` if the global batch is not a multiple of ``micro_batch * world_size``, or the rank not among
+    them.
     """
 
     def __init__(

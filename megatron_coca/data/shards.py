@@ -96,7 +96,7 @@ def read_header(prefix: str | Path) -> ShardHeader:
     return header
 
 
-def check_index(prefix: str | Path, header: ShardHeader) -> bool:
+def _check_index(prefix: str | Path, header: ShardHeader) -> bool:
     """Check that the documents fill the ``.bin`` file without gaps; return True if each of them is one sequence.
 
     Raises ``DataError`` if they do not, or if the file differs in size from what the index records.
@@ -150,17 +150,14 @@ class Shard:
     Opening reads the whole index once, in blocks; after that index and tokens are memory maps. Of the ``.bin`` file
     only the size is checked: ``megatron-coca inspect verify`` finds altered tokens.
 
-    Args:
-        prefix: path of the pair without ``.bin`` and ``.idx``.
-
-    Raises:
-        DataError: a file is missing, truncated, of another format, or the two do not belong together.
+    ``prefix`` is the path of the pair without ``.bin`` and ``.idx``. Raises ``DataError`` if a file is missing,
+    truncated, of another format, or the two do not belong together.
     """
 
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = Path(prefix)
         header = read_header(prefix)
-        self._one_sequence_each = check_index(prefix, header)
+        self._one_sequence_each = _check_index(prefix, header)
         self.dtype = header.dtype
         bin_path, idx_path = shard_paths(prefix)
         self._index_map = _mapped(idx_path)
@@ -197,6 +194,11 @@ class Shard:
         begin, end = self._document_offset(index), self._document_offset(index + 1)
         return self.tokens(begin, end - begin)
 
+    def document_lengths(self, first: int, last: int) -> np.ndarray:
+        """Tokens of documents ``first`` to ``last``, exclusive, each with its separator: int64 [last - first]."""
+        self._check_size()
+        return np.diff(self._document_starts(self._first_document + np.arange(first, last + 1)))
+
     def tokens(self, offset: int, count: int) -> np.ndarray:
         """``count`` tokens from ``offset`` on, across documents: int64 [count], a copy."""
         if count < 0:
@@ -213,9 +215,7 @@ class Shard:
         return sliding_window_view(self._tokens, count)[starts]
 
     def _fetch(self, starts: np.ndarray, count: int) -> None:
-        """Ask the kernel for the pages of several windows at once: page faults would wait for the disk one by one, each
-        with a wide read-ahead.
-        """
+        """Ask the kernel for the pages of several windows at once: page faults would wait for the disk one by one."""
         if len(starts) < 2:
             return
         begins = starts * self.dtype.itemsize // mmap.PAGESIZE * mmap.PAGESIZE

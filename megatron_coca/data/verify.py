@@ -87,7 +87,7 @@ def _verify_shard(entry: ShardEntry, vocab_size: int | None, eod: int | None, re
         if expected is not None and expected != actual:
             result.faults.append(f"{entry.prefix}: {actual:,} {name}, where {MANIFEST} records {expected:,}.")
     digest, outside, first_outside, unended = hashlib.sha256(), 0, 0, 0
-    for tokens, lengths in token_blocks(entry, show):
+    for tokens, lengths in token_blocks(shard, entry.label, show):
         digest.update(tokens.view(np.uint8).data)
         if vocab_size is not None:
             wrong = (tokens < 0) | (tokens >= vocab_size)

@@ -27,10 +27,8 @@ ACTIVE = "megatron_coca_neox_plugin"
 def activate() -> None:
     """Add the plugin's keys and attention to GPT-NeoX, which must be importable as `megatron`. Idempotent.
 
-    Configurations that use none of the plugin's keys run as before.
-
-    Raises:
-        IncompatibleError: GPT-NeoX is not importable, or lacks a function that the plugin relies on.
+    Configurations that use none of the plugin's keys run as before. Raises IncompatibleError if GPT-NeoX is not
+    importable, or lacks a function that the plugin relies on.
     """
     if hasattr(getattr(sys.modules.get("megatron.neox_arguments"), "NeoXArgs", None), ACTIVE):
         return

@@ -156,10 +156,8 @@ from the repository of megatron_coca. CHECKPOINT is this folder or its parent, F
 
 
 def refuse_conversion(script: str, arguments: Sequence[str]) -> None:
-    """Reject GPT-NeoX's converter to Hugging Face for weights of the plugin's attention: it writes a rotary model.
-
-    Raises:
-        ConfigError: `script` is the converter, and the checkpoint was trained with the plugin.
+    """Raise ConfigError if `script` is GPT-NeoX's converter to Hugging Face, which writes a rotary model, and the
+    checkpoint was trained with the plugin's attention.
     """
     if Path(script).name != "convert_neox_to_hf.py":
         return
@@ -185,9 +183,8 @@ def checked_args(original: Function) -> Function:
     """Wrap GPT-NeoX's `check_checkpoint_args` to compare positions too. With the plugin's attention,
     `max_position_embeddings` may differ from the checkpoint's.
 
-    Raises:
-        ConfigError: the weights were trained with other positions; or the run is longer than the checkpoint's, and the
-            position method depends on a training length that is not set.
+    The result raises ConfigError if the weights were trained with other positions, or if the run is longer than the
+    checkpoint's and the position method depends on a training length that is not set.
     """
 
     def check_checkpoint_args(neox_args: Any, checkpoint_args: dict[str, Any]) -> None:

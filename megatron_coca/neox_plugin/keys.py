@@ -124,8 +124,7 @@ def uses_plugin(neox_args: Any) -> bool:
 def resolve(neox_args: Any) -> Config:
     """Return this package's configuration of the plugin's attention.
 
-    Raises:
-        ConfigError: the keys are not valid, or the plugin's attention does not support them.
+    Raises ConfigError if the keys are not valid, or the plugin's attention does not support them.
     """
     problems = [
         f"{name}: {reason}"
@@ -157,8 +156,7 @@ def resolve(neox_args: Any) -> Config:
 def translated(values: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
     """Translate a YAML file's values to keyword arguments of NeoXArgs; `known` are its fields with their types.
 
-    Raises:
-        ConfigError: a key is unknown, a key of this package has no counterpart in GPT-NeoX, or a value is not valid.
+    Raises ConfigError if a key is unknown or has no counterpart in GPT-NeoX, or a value is not valid.
     """
     problems = problems_of(values, known)
     if problems:

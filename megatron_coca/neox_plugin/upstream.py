@@ -94,8 +94,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
 def import_upstream() -> Mapping[str, ModuleType]:
     """Import GPT-NeoX's modules and check REQUIREMENTS; return the modules by name.
 
-    Raises:
-        IncompatibleError: a requirement is missing or has other parameters.
+    Raises IncompatibleError if a requirement is missing or has other parameters.
     """
     modules: dict[str, ModuleType] = {}
     for name in {requirement.module: None for requirement in REQUIREMENTS}:

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_coca.atomic_write import exclusive_lock
 from megatron_coca.checkpoints import CheckpointError, native
-from megatron_coca.checkpoints.errors import UnreadableError
+from megatron_coca.checkpoints.files import UnreadableError
 from megatron_coca.config import Config
 from megatron_coca.training.engine import group as dist
 

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 
 from megatron_coca.checkpoints import CheckpointError, OpenedCheckpoint, native, open_checkpoint
 from megatron_coca.checkpoints.compare import POSITION_WEIGHTS, differing_keys, refuse_other_architecture
-from megatron_coca.checkpoints.errors import UnreadableError
-from megatron_coca.checkpoints.files import Comparison
+from megatron_coca.checkpoints.files import Comparison, UnreadableError
 from megatron_coca.checkpoints.huggingface import is_huggingface_folder
 from megatron_coca.checkpoints.load import load_weights
 from megatron_coca.checkpoints.neox import find_step

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from megatron_coca.checkpoints import CheckpointError, native
-from megatron_coca.checkpoints.errors import UnreadableError
+from megatron_coca.checkpoints.files import UnreadableError
 from megatron_coca.checkpoints.native import code_versions
 from megatron_coca.checkpoints.state import (
     WEIGHT,

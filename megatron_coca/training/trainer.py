@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron_coca.checkpoints import CheckpointError, native
-from megatron_coca.checkpoints.errors import UnreadableError
+from megatron_coca.checkpoints.files import UnreadableError
 from megatron_coca.checkpoints.load import find_native
 from megatron_coca.config import BatchSizes, Config
 from megatron_coca.config.training import learning_rate

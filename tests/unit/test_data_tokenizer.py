@@ -120,11 +120,6 @@ def test_gpt2_pair_agrees_with_the_library(folder: Path) -> None:
     )
 
 
-def test_a_batch_is_one_by_one(tokenizer: Tokenizer) -> None:
-    assert tokenizer.encode_batch(AWKWARD) == [tokenizer.encode(text) for text in AWKWARD]
-    assert tokenizer.encode_batch([]) == []
-
-
 def test_a_piece_is_readable(tokenizer: Tokenizer) -> None:
     assert "the" in "".join(tokenizer.piece(i) for i in tokenizer.encode("of the argument"))
 
@@ -271,9 +266,8 @@ def test_a_damaged_file_is_told_as_changed(folder: Path, tmp_path: Path, name: s
 @pytest.mark.parametrize("text", ["a\ud800b", "the value " * 900 + "\udfff", "\udc80\u2581"])
 def test_half_a_character_is_an_error(tokenizer: Tokenizer, text: str) -> None:
     place = next(number for number, letter in enumerate(text) if 0xD800 <= ord(letter) < 0xE000)
-    for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch(["fine", text])):
-        with pytest.raises(DataError, match=rf"lone surrogate, U\+D[8CF][0-9A-F]+ at character {place},"):
-            encode(text)
+    with pytest.raises(DataError, match=rf"lone surrogate, U\+D[8CF][0-9A-F]+ at character {place},"):
+        tokenizer.encode(text)
 
 
 def test_training_on_too_little_text_is_an_error(tmp_path: Path) -> None:

@@ -13,8 +13,7 @@ from megatron_coca import cli
 from megatron_coca.checkpoints import CheckpointError, open_checkpoint
 from megatron_coca.checkpoints.exports.huggingface import export
 from megatron_coca.checkpoints.exports.tokenizer import THEIRS
-from megatron_coca.checkpoints.huggingface import behaviour_note
-from megatron_coca.checkpoints.importing import import_checkpoint
+from megatron_coca.checkpoints.importing import behaviour_note, import_checkpoint
 from megatron_coca.commands import export as export_command
 from megatron_coca.commands import import_checkpoint as import_tool
 from megatron_coca.data import load_tokenizer

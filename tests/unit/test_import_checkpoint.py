@@ -17,7 +17,7 @@ from megatron_coca.checkpoints import CheckpointError, load_checkpoint, native, 
 from megatron_coca.checkpoints.exports.huggingface import export
 from megatron_coca.checkpoints.importing import import_checkpoint
 from megatron_coca.checkpoints.inspection import checkpoints_in, describe, describe_text
-from megatron_coca.checkpoints.pickles import open_pickles
+from megatron_coca.checkpoints.weights import open_pickles
 from megatron_coca.commands import import_checkpoint as tool
 from megatron_coca.config import load_config
 from tests.checkpoint_files import write_checkpoint

@@ -109,7 +109,7 @@ def test_nothing_to_find_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="No shard is named"):
         find_shards([])
     with pytest.raises(DataError, match="no such file"):
-        list(document_lengths(tmp_path / "absent"))
+        lengths_by_source(find_shards([tmp_path / "absent"]))
 
 
 def test_tokenizers_must_agree(folder: Path, tmp_path: Path) -> None:
@@ -132,11 +132,11 @@ def test_documents_in_blocks_are_those_of_the_shard(
     monkeypatch.setattr(inspection, "BLOCK_DOCUMENTS", 3)
     texts = [*BOOKS, "", "end"]
     prefix = write(tmp_path / "s", texts, sequences)
-    blocks = list(token_blocks(ShardEntry("s", "", prefix)))
+    blocks = list(token_blocks(Shard(prefix)))
     documents = [part for tokens, lengths in blocks for part in np.split(tokens, np.cumsum(lengths)[:-1])]
     assert [TEXT.decode(tokens) for tokens in documents] == texts
     assert all(len(tokens) <= at_once or len(lengths) == 1 for tokens, lengths in blocks)
-    lengths = np.concatenate(list(document_lengths(prefix)))
+    lengths = np.concatenate(list(document_lengths(Shard(prefix))))
     assert lengths.tolist() == [len(TEXT.encode(text)) + 1 for text in texts]
 
 

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from megatron_coca.checkpoints import CheckpointError, native
-from megatron_coca.checkpoints.errors import UnreadableError
-from megatron_coca.checkpoints.files import BLOCK, Comparison
+from megatron_coca.checkpoints.files import BLOCK, Comparison, UnreadableError
 from megatron_coca.checkpoints.neox import find_step
 from megatron_coca.checkpoints.weights import WeightEntry, Weights, write_safetensors
 from tests.checkpoint_files import refuse

@@ -289,7 +289,7 @@ def test_a_tokenizer_is_made_once_and_again_where_it_was_not_saved(
         raise Killed
 
     place = {
-        "save": "megatron_coca.data.tokenizers.kinds.FileTokenizer.save",
+        "save": "megatron_coca.data.tokenizers.kinds.Tokenizer.save",
         "journal": "megatron_coca.data.preparation.journal.Journal._put",
         "load": "megatron_coca.data.preparation.journal.Journal.load",
     }[where]

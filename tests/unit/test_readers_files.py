@@ -38,11 +38,11 @@ def texts(spec: SourceSpec) -> list[str]:
     "suffix", [".jsonl", ".json", ".ndjson", ".JSONL", ".jsonl.gz", ".zst", ".00.jsonl.zst", ".json.bz2"]
 )
 def test_json_lines_are_read_in_order_whatever_the_name(tmp_path: Path, suffix: str) -> None:
-    lines = "\ufeff" + "".join(json.dumps({"body": f"text {i}"}) + "\r\n\n" for i in range(50))
+    lines = "\ufeff" + "".join(json.dumps({"text": f"text {i}"}) + "\r\n\n" for i in range(50))
     compress = {".gz": gzip.compress, ".zst": zstandard.ZstdCompressor().compress, ".bz2": bz2.compress}
     path = tmp_path / f"corpus{suffix}"
     path.write_bytes(compress.get(path.suffix, bytes)(lines.encode()))
-    assert [d.text for d in read_documents(path, "body")] == [f"text {i}" for i in range(50)]
+    assert [d.text for d in read_documents(path)] == [f"text {i}" for i in range(50)]
 
 
 def test_every_unusable_record_is_counted_and_named(tmp_path: Path) -> None:

@@ -6,8 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from megatron_coca.data.readers.fields import PERMISSIVE, Facts, admit, admit_facts, is_generated, is_minified
-from megatron_coca.data.readers.languages import LANGUAGES, PROSE, language_of_path, language_of_script
+from megatron_coca.data.readers.fields import (
+    LANGUAGES,
+    PERMISSIVE,
+    PROSE,
+    Facts,
+    admit,
+    admit_facts,
+    is_generated,
+    is_minified,
+    language_of_path,
+    language_of_script,
+)
 from megatron_coca.data.readers.source import Filters
 
 KNOWN = Facts(stars=3, licences=("MIT",), language="Python", path="src/a.py")

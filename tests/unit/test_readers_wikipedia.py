@@ -13,7 +13,7 @@ from megatron_coca.data.errors import DataError
 from megatron_coca.data.readers import open_reader, read_documents, wikipedia
 from megatron_coca.data.readers.files import FileReader
 from megatron_coca.data.readers.source import Chunk, ReadingProblems, SourceSpec
-from megatron_coca.data.readers.wikipedia import WikipediaPages, plain_text
+from megatron_coca.data.readers.wikipedia import page_rows, plain_text
 
 HEAD = (
     '<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.11/" version="0.11" xml:lang="en">\n<siteinfo>\n'
@@ -47,7 +47,7 @@ PAGES = [
 def rows(payload: str | bytes, first: int = 1) -> tuple[list[tuple[str, dict]], ReadingProblems]:
     problems = ReadingProblems()
     raw = payload.encode() if isinstance(payload, str) else payload
-    return list(WikipediaPages().rows(Chunk("w.xml", first, raw, len(raw)), problems)), problems
+    return list(page_rows(Chunk("w.xml", first, raw, len(raw)), problems)), problems
 
 
 def test_articles_are_kept_and_the_rest_is_counted_or_named() -> None:
@@ -108,7 +108,7 @@ def test_the_last_revision_counts_and_strictness_is_the_callers() -> None:
     found, _ = rows(PAGES[9].replace("<revision>", older))
     assert found[0][1]["text"] == "Last\n\nZürich, 世界."
     with pytest.raises(DataError, match="w.xml:1: invalid XML"):
-        list(WikipediaPages().rows(Chunk("w.xml", 1, PAGES[7].encode(), 0), ReadingProblems(strict=True)))
+        list(page_rows(Chunk("w.xml", 1, PAGES[7].encode(), 0), ReadingProblems(strict=True)))
 
 
 @pytest.mark.parametrize("compress", [bytes, bz2.compress])

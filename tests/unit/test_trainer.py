@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from megatron_coca.checkpoints import CheckpointError, native
-from megatron_coca.checkpoints.errors import UnreadableError
+from megatron_coca.checkpoints.files import UnreadableError
 from megatron_coca.checkpoints.state import WEIGHT, ParameterSlice, StatePiece
 from megatron_coca.config import load_config
 from megatron_coca.data import Batch

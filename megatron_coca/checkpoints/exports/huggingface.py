@@ -17,7 +17,6 @@ from megatron_coca.attention.positions.bias import alibi_slopes, bucket_starts
 from megatron_coca.attention.positions.clex import Clex
 from megatron_coca.checkpoints import native, weight_map
 from megatron_coca.checkpoints.compare import changes_of
-from megatron_coca.checkpoints.errors import CheckpointError
 from megatron_coca.checkpoints.exports.model_card import CARD, model_card
 from megatron_coca.checkpoints.exports.tokenizer import (
     TokenIds,
@@ -27,10 +26,13 @@ from megatron_coca.checkpoints.exports.tokenizer import (
     suppress_tokens,
     tokenizer_files,
 )
+from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.checkpoints.huggingface import (
     BY_MAXIMUM,
     CONFIG,
+    EMBEDDING,
     GENERATION,
+    HEAD,
     INDEX,
     LEARNED_ROWS,
     MEASURED,
@@ -41,6 +43,7 @@ from megatron_coca.checkpoints.huggingface import (
     POSITION_KEYS,
     REMOTE_TYPES,
     SINGLE,
+    STOCK_ROPE_TYPES,
     TRAINING_LENGTH,
     dense_rows,
     is_huggingface_folder,
@@ -48,20 +51,17 @@ from megatron_coca.checkpoints.huggingface import (
 )
 from megatron_coca.checkpoints.load import OpenedCheckpoint, Overrides, open_checkpoint
 from megatron_coca.checkpoints.tokenizer import KEYS as TOKENIZER_KEYS
-from megatron_coca.checkpoints.weights import DTYPES, Weights, to_foreign_weights, write_safetensors
+from megatron_coca.checkpoints.weights import DTYPES, Weights, write_safetensors
 from megatron_coca.config import Config
 from megatron_coca.config.model import MAP_OPTIONS, SCALING_OPTIONS
 from megatron_coca.config.source import given_values
 
 MODELLING_FILE = Path(__file__).with_name("modeling_coca.py")
-VOCABULARY_ROWS = ("embedding.word_embeddings.weight", "final_linear.weight")
-"""Our weights that have a row for each token; a tied head is the embedding."""
 SHARD_BYTES = 5_000_000_000
 """Largest size of one weights file, unless a single weight is larger; transformers' own limit."""
 
 # Architectures --------------------------------------------------------------------------------------------------------
 
-STOCK_SCALINGS = frozenset({"default", "linear", "dynamic", "yarn", "longrope", "llama3"})
 NEOX_ACTIVATIONS = {"gelu": "gelu", "relu": "relu", "silu": "silu", "swish": "silu"}
 """Ours to theirs; only those that are read back as well."""
 CLASS_PREFIXES = {"coca_gpt_neox": "CocaGPTNeoX", "coca_llama": "CocaLlama", "coca_dense": "CocaDense"}
@@ -79,7 +79,7 @@ def _stock_positions(config: Config) -> bool:
         position.pos_emb == "rotary"
         and position.relative_positions is None
         and position.logit_scaling == "none"
-        and _scaling(config) in STOCK_SCALINGS
+        and _scaling(config) in STOCK_ROPE_TYPES
         and (_scaling(config) != "yarn" or getattr(position.rope_scaling, "ramp", None) == "dimension")
     )
 
@@ -319,10 +319,10 @@ def export(
     if without_padding:
         known = config.model.vocab_size or config.model.padded_vocab_size
         config = config.override({"make_vocab_size_divisible_by": 1, "model_parallel_size": 1})
-        ours = ours.first_rows(VOCABULARY_ROWS, known)
+        ours = ours.first_rows((EMBEDDING, HEAD), known)
     heads = weight_map.Heads(config.model.num_attention_heads, config.model.num_kv_heads)
     rows = weight_map.expand(EXPORTERS[kind].rows(config), config.model.num_layers)
-    weights = to_foreign_weights(ours, rows, heads)
+    weights = weight_map.to_foreign_weights(ours, rows, heads)
     contents = describe(config, kind, ids, ours)
     written = dict(files)
     unused = contents[GENERATION].get("suppress_tokens", [])

@@ -43,8 +43,8 @@ def model_card(opened: OpenedCheckpoint, config: Config, kind: str, weights: Wei
     """
     position, length = config.position, config.model.seq_length
     remote, coca = kind in REMOTE_TYPES, position.pos_emb.startswith("coca")
-    scaling = position.rope_scaling.rope_type if position.rope_scaling is not None else None
-    distance_map = position.relative_positions.type if position.relative_positions is not None else None
+    facts = _facts(opened, config, kind, weights)
+    scaling, distance_map = facts["extension"], facts["relative positions"]
     tags = [kind, position.pos_emb.replace("_", "-"), *["custom_code"] * remote, *["coca"] * coca]
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -56,7 +56,7 @@ def model_card(opened: OpenedCheckpoint, config: Config, kind: str, weights: Wei
     return environment.get_template("model_card.md.j2").render(
         tags=list(dict.fromkeys(tags)),
         name=name,
-        facts=_facts(opened, config, kind, weights),
+        facts=facts,
         trust=", trust_remote_code=True" if remote else "",
         by_the_longest=not remote and scaling in BY_THE_LONGEST,
         scaling=scaling,

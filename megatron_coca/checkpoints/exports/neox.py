@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_coca.atomic_write import atomic_dir, refuse_existing
 from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.compare import changes_of
-from megatron_coca.checkpoints.errors import CheckpointError
+from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.checkpoints.importing import check_fit
 from megatron_coca.checkpoints.load import Overrides, open_checkpoint
 from megatron_coca.checkpoints.neox_layout import (

@@ -3,15 +3,13 @@
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from megatron_coca.checkpoints.errors import CheckpointError
+from megatron_coca.checkpoints.files import CheckpointError, read_json_if_present
 from megatron_coca.checkpoints.huggingface import CONFIG, GENERATION
-from megatron_coca.checkpoints.native import read_json
 from megatron_coca.checkpoints.tokenizer import largest_named_id, read_tokenizer
 from megatron_coca.data import Tokenizer
-from megatron_coca.data.tokenizers.kinds import DESCRIPTION, PROBES, first_difference
+from megatron_coca.data.tokenizers.kinds import PROBES, GPT2BPETokenizer, first_difference
 from megatron_coca.data.tokenizers.sentencepiece_kind import ModelSettings
 
 THEIRS = (
@@ -20,8 +18,6 @@ THEIRS = (
     *("chat_template.jinja", "tokenizer.model", "vocab.json", "merges.txt"),
 )
 """Files of a Hugging Face folder that are copied unchanged: the tokenizer, and generation defaults."""
-
-Files = dict[str, bytes]
 
 
 class TokenIds(NamedTuple):
@@ -43,7 +39,7 @@ class TokenizerFiles(NamedTuple):
 def own_files(folder: Path) -> TokenizerFiles:
     """Return the files of a Hugging Face folder, for an export of this folder itself."""
     files = {name: (folder / name).read_bytes() for name in THEIRS if (folder / name).is_file()}
-    config = _json(folder / CONFIG)
+    config = read_json_if_present(folder / CONFIG)
     ids = TokenIds(*(config.get(f"{name}_token_id") for name in TokenIds._fields))
     note = None if any("token" in name for name in files) else f"{folder}: has no tokenizer, so the export has none"
     return TokenizerFiles(files, ids, note)
@@ -79,7 +75,7 @@ def original_files(folder: Path, tokenizer: Tokenizer | None, known: int) -> Tok
             f"{differing!r}; name the folder of the model that training started from"
         )
     end = tokenizer.eod
-    ends = {theirs.eod, *_ids(own.ids.eos), *_ids(_json(folder / GENERATION).get("eos_token_id"))}
+    ends = {theirs.eod, *_ids(own.ids.eos), *_ids(read_json_if_present(folder / GENERATION).get("eos_token_id"))}
     if end not in ends:
         raise CheckpointError(
             f"{folder}: its end-of-text tokens are {sorted(ends)}, but {end} ({tokenizer.piece(end)!r}) in the "
@@ -103,10 +99,6 @@ def _ids(value: Any) -> list[int]:
     return [token for token in values if isinstance(token, int)]
 
 
-def _json(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.is_file() else {}
-
-
 # tokenizer.json -------------------------------------------------------------------------------------------------------
 
 BYTES = 256
@@ -115,15 +107,10 @@ ADDING_PROCESSORS = frozenset({"TemplateProcessing", "BertProcessing", "RobertaP
 """Post-processors that add special tokens around a text; the model has seen none there in training."""
 
 
-def tokenizer_files(tokenizer: Tokenizer) -> tuple[Files, str | None]:
+def tokenizer_files(tokenizer: Tokenizer) -> tuple[dict[str, bytes], str | None]:
     """Return the files to save with a model, and a note on what they do not express, or None."""
-    with TemporaryDirectory() as saved:
-        folder = Path(saved)
-        tokenizer.save(folder)
-        description = json.loads((folder / DESCRIPTION).read_text())
-        names = [description[key] for key in ("vocab_file", "merge_file") if description.get(key)]
-        own = {name: (folder / name).read_bytes() for name in names}
-        model = BUILDERS[tokenizer.tokenizer_type](folder, own, tokenizer)
+    own = dict(tokenizer.files.values())
+    model = BUILDERS[tokenizer.tokenizer_type](tokenizer)
     # The characters of a special token in a text are ordinary characters; `split_special_tokens` says it in files.
     model.encode_special_tokens = True
     differing = next((text for text in PROBES if model.encode(text).ids != tokenizer.encode(text)), None)
@@ -144,11 +131,15 @@ def tokenizer_files(tokenizer: Tokenizer) -> tuple[Files, str | None]:
     }, None
 
 
-def _from_json(folder: Path, own: Files, tokenizer: Tokenizer) -> Any:
+def _vocabulary(tokenizer: Tokenizer) -> bytes:
+    return tokenizer.files["vocab_file"][1]
+
+
+def _from_json(tokenizer: Tokenizer) -> Any:
     """Load the file itself, without any behaviour besides encoding."""
     import tokenizers
 
-    content = json.loads(next(iter(own.values())))
+    content = json.loads(_vocabulary(tokenizer))
     content |= {"truncation": None, "padding": None, "post_processor": _not_adding(content.get("post_processor"))}
     if content["model"].get("dropout"):
         content["model"]["dropout"] = None
@@ -164,18 +155,13 @@ def _not_adding(processor: dict[str, Any] | None) -> dict[str, Any] | None:
     return processor | {"processors": [step for step in steps if step is not None]}
 
 
-def _from_gpt2(folder: Path, own: Files, tokenizer: Tokenizer) -> Any:
-    from tokenizers import Tokenizer as Model
-    from tokenizers import decoders, models, pre_tokenizers
-
-    model = Model(models.BPE.from_file(*(str(folder / name) for name in own)))
-    model.pre_tokenizer, model.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    if tokenizer.tokenizer_type == "HFGPT2Tokenizer":
-        model.add_special_tokens(["<|padding|>"])
+def _from_gpt2(tokenizer: Tokenizer) -> Any:
+    assert isinstance(tokenizer, GPT2BPETokenizer)
+    model = tokenizer.build({argument: data for argument, (_, data) in tokenizer.files.items()})
     return _with_end(model, tokenizer)
 
 
-def _from_bytes(folder: Path, own: Files, tokenizer: Tokenizer) -> Any:
+def _from_bytes(tokenizer: Tokenizer) -> Any:
     """Build one token for each byte; NUL is 256, as 0 ends documents.
 
     Byte-level tokenizers write a byte as itself where it is printable Latin-1, else as a character from U+0100 on, in
@@ -194,13 +180,13 @@ def _from_bytes(folder: Path, own: Files, tokenizer: Tokenizer) -> Any:
     return _with_end(model, tokenizer)
 
 
-def _from_sentencepiece(folder: Path, own: Files, tokenizer: Tokenizer) -> Any:
+def _from_sentencepiece(tokenizer: Tokenizer) -> Any:
     """Build a model from pieces and scores; the probes tell whether it agrees."""
     import sentencepiece
     from tokenizers import Tokenizer as Model
     from tokenizers import decoders, models, pre_tokenizers
 
-    data = next(iter(own.values()))
+    data = _vocabulary(tokenizer)
     pieces, settings = sentencepiece.SentencePieceProcessor(model_proto=data), ModelSettings.read(data)
     if settings.is_bpe:
         model = Model(_bpe(pieces))
@@ -236,11 +222,11 @@ def _with_end(model: Any, tokenizer: Tokenizer) -> Any:
     return model
 
 
-BUILDERS: dict[str, Callable[[Path, Files, Tokenizer], Any]] = {
+BUILDERS: dict[str, Callable[[Tokenizer], Any]] = {
     "HFTokenizer": _from_json,
     "GPT2BPETokenizer": _from_gpt2,
     "HFGPT2Tokenizer": _from_gpt2,
     "CharLevelTokenizer": _from_bytes,
     "SPMTokenizer": _from_sentencepiece,
 }
-"""By `tokenizer_type`: make a `tokenizers.Tokenizer` from what `Tokenizer.save` wrote into a folder."""
+"""By `tokenizer_type`: make a `tokenizers.Tokenizer`."""

@@ -98,6 +98,11 @@ def shard_name(source: str, part: str, split: str) -> str:
     return "_".join(filter(None, (source, slug, split)))
 
 
+def shard_label(source: str, part: str) -> str:
+    """A source, or one of its sets, in messages about shards."""
+    return f"{source}, set {part!r}," if part else source
+
+
 def check(sources: Sequence[CorpusSource], rules: Rules) -> None:
     """Raise ``DataError`` for sources and rules that cannot be prepared."""
     names = [source.spec.name for source in sources]
@@ -110,7 +115,7 @@ def check(sources: Sequence[CorpusSource], rules: Rules) -> None:
     for source in sources:
         for part in source.spec.sets if source.spec.divide else ("",):
             name = shard_name(source.spec.name, part, "")
-            label = f"{source.spec.name}, set {part!r}," if part else source.spec.name
+            label = shard_label(source.spec.name, part)
             if name in owners:
                 raise DataError(f"{owners[name]} and {label} would both be written to {name}_train. Rename a source.")
             owners[name] = label
@@ -176,11 +181,8 @@ def training_texts(sources: Sequence[CorpusSource], rules: Rules, characters: in
     """Yield about ``characters`` characters of training text, an equal share per source, or all text if it is less.
 
     The texts are spread evenly over all units of a source, by size on disk. Problems of records are not reported: the
-    preparation reads the same files.
-
-    Raises:
-        DataError: a source without one usable document; everything is held out; a damaged file, unless the rules
-            skip it.
+    preparation reads the same files. Raises ``DataError`` for a source without one usable document, where everything is
+    held out, and for a damaged file, unless the rules skip it.
     """
     held_out = True
     for source in sources:

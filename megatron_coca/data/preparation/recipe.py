@@ -12,7 +12,7 @@ sources:
 
 import difflib
 import glob
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -34,23 +34,13 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class _Filters(_Strict):
-    min_stars: int = Field(default=0, ge=0)
-    licences: tuple[str, ...] = ()
-    languages: tuple[str, ...] = ()
-    min_bytes: int = Field(default=0, ge=0)
-    max_bytes: int | None = Field(default=None, gt=0)
-    generated: bool = True
-    minified: bool = True
-
-
 class _Source(_Strict):
     paths: list[str] = Field(min_length=1)
     reader: str = "files"
     fields: dict[str, str] = {}
     documents: Literal["file", "line", "paragraph"] = "file"
     sets: list[str] | dict[str, Positive] = []
-    filters: _Filters = _Filters()
+    filters: Filters = Filters()
     metadata: str | None = None
     options: dict[str, str] = {}
     weight: Positive | None = None
@@ -80,7 +70,7 @@ class _Source(_Strict):
             documents=self.documents,
             sets=tuple(self.sets),
             divide=isinstance(self.sets, dict),
-            filters=Filters(**self.filters.model_dump()),
+            filters=self.filters,
             metadata=None if self.metadata is None else root / self.metadata,
             options=self.options,
             max_record_mib=self.max_record_mib,
@@ -165,12 +155,17 @@ def _message(fault: Any) -> str:
     place = ".".join(keys)
     if keys[-1:] == ["duplicates"] and fault["input"] == "near":
         return f"{place}: {NEAR_DUPLICATES}"
-    if fault["type"] in ("model_type", "model_attributes_type"):
+    if fault["type"] in ("model_type", "model_attributes_type", "dataclass_type"):
         return f"{place or 'the file'}: expected a mapping of keys to values, not {fault['input']!r:.80}"
-    if fault["type"] != "extra_forbidden":
+    if fault["type"] not in ("extra_forbidden", "unexpected_keyword_argument"):
         return f"{place or 'the file'}: {fault['msg']}"
-    models: dict[int, type[BaseModel]] = {1: _Recipe, 3: _Source}
-    known = (_Filters if "filters" in keys[:-1] else models.get(len(keys), TokenizerTraining)).model_fields
+    by_depth: tuple[Mapping[str, Any], ...] = (
+        _Recipe.model_fields,
+        TokenizerTraining.model_fields,
+        _Source.model_fields,
+        Filters.__dataclass_fields__,
+    )
+    known = by_depth[len(keys) - 1]
     near = difflib.get_close_matches(keys[-1], known, n=1)
     hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}."
     return f"{place}: unknown key; {hint}"

@@ -27,6 +27,7 @@ from megatron_coca.data.preparation.plan import (
     check,
     find_inputs,
     no_usable_document,
+    shard_label,
     shard_name,
 )
 from megatron_coca.data.preparation.workers import Pool, TokenizedChunk
@@ -64,12 +65,9 @@ def prepare(
         execution: settings without effect on the result.
         notes: further settings that must be the same on resuming, such as those of the tokenizer's training.
 
-    Returns:
-        Path of ``manifest.json``.
-
-    Raises:
-        DataError: a path is missing, a source has no usable document, a file is damaged, ``output`` exists or cannot
-            be written, another process is preparing it, or the partial folder was started with other settings.
+    Returns the path of ``manifest.json``. Raises ``DataError`` if a path is missing, a source has no usable document, a
+    file is damaged, ``output`` exists or cannot be written, another process is preparing it, or the partial folder was
+    started with other settings.
     """
     rules, execution = rules or Rules(), execution or Execution()
     check(sources, rules)
@@ -228,10 +226,7 @@ class Outputs:
         name, key = self._name(state), (state.source, state.part, state.split)
         for other in self._writers:
             if self._name(ShardState(*other)) == name:
-                labels = [
-                    f"{self._names[source]}, set {part!r}," if part else self._names[source]
-                    for source, part, _ in (other, key)
-                ]
+                labels = [shard_label(self._names[source], part) for source, part, _ in (other, key)]
                 raise DataError(
                     f"{labels[0]} and {labels[1]} would both be written to {name}. "
                     "Leave a set out with `sets`, or rename a source."

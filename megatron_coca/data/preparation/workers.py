@@ -77,8 +77,8 @@ class ChunkTokenizer:
                 problems.leave_out("not in the fraction")
         texts = [document.text for document in documents]
         encoded = [text.encode() for text in texts]
-        ids = self._tokenizer.encode_batch(texts)
-        tokens = [np.array([*each, self._tokenizer.eod], dtype=self._dtype) for each in ids]
+        tokenizer = self._tokenizer
+        tokens = [np.array([*tokenizer.encode(text), tokenizer.eod], dtype=self._dtype) for text in texts]
         targets: dict[tuple[str, str], int] = {}
         target = []
         for document in documents:

@@ -1,6 +1,6 @@
 """Readers of corpora as distributed, each a stream of documents."""
 
-from typing import Any
+from collections.abc import Callable
 
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.readers.files import FileReader, read_documents
@@ -9,7 +9,7 @@ from megatron_coca.data.readers.huggingface import HuggingFaceReader
 from megatron_coca.data.readers.repositories import RepositoryReader
 from megatron_coca.data.readers.source import Reader, SourceSpec
 
-READERS: dict[str, type[Reader]] = {
+READERS: dict[str, Callable[[SourceSpec], Reader]] = {
     "files": FileReader,
     "repositories": RepositoryReader,
     "huggingface": HuggingFaceReader,
@@ -23,5 +23,4 @@ def open_reader(spec: SourceSpec) -> Reader:
     """The reader of a source. ``DataError`` if it is unknown, or does not use a key of ``spec``."""
     if spec.reader not in READERS:
         raise DataError(f"{spec.name}: unknown reader {spec.reader!r}. Known are {', '.join(READERS)}.")
-    make: Any = READERS[spec.reader]  # the protocol has no constructor
-    return make(spec)
+    return READERS[spec.reader](spec)

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Self
 
+import zstandard
+
 from megatron_coca.data.errors import DataError
 
 FEED = 1 << 14  # compressed bytes per call of a decoder
@@ -35,7 +37,7 @@ class Compression:
 
     name: str
     decoder: Callable[[int], Any]
-    errors: Callable[[], tuple[type[Exception], ...]]
+    errors: tuple[type[Exception], ...]
     parts: Callable[[Any, bytes, int], Iterator[bytes]]
     feed: int = FEED
 
@@ -61,28 +63,20 @@ def _zstd_parts(decoder: Any, data: bytes, size: int) -> Iterator[bytes]:
     return (plain[start : start + size] for start in range(0, len(plain), size))
 
 
-def _zstandard() -> Any:
-    try:
-        import zstandard
-    except ImportError as error:
-        raise DataError("Reading .zst needs the zstandard package: pip install zstandard") from error
-    return zstandard
-
-
 COMPRESSIONS: dict[str, Compression] = {
-    ".gz": Compression("gzip", lambda window: zlib.decompressobj(wbits=31), lambda: (zlib.error,), _zlib_parts),
+    ".gz": Compression("gzip", lambda window: zlib.decompressobj(wbits=31), (zlib.error,), _zlib_parts),
     ".zst": Compression(
         "zstd",
-        lambda window: _zstandard().ZstdDecompressor(max_window_size=window).decompressobj(),
-        lambda: (_zstandard().ZstdError,),
+        lambda window: zstandard.ZstdDecompressor(max_window_size=window).decompressobj(),
+        (zstandard.ZstdError,),
         _zstd_parts,
         _ZSTD_FEED,
     ),
-    ".bz2": Compression("bzip2", lambda window: bz2.BZ2Decompressor(), lambda: (OSError, ValueError), _bounded_parts),
+    ".bz2": Compression("bzip2", lambda window: bz2.BZ2Decompressor(), (OSError, ValueError), _bounded_parts),
     ".xz": Compression(
         "xz",
         lambda window: lzma.LZMADecompressor(format=lzma.FORMAT_XZ, memlimit=window + (1 << 24)),
-        lambda: (lzma.LZMAError,),
+        (lzma.LZMAError,),
         _bounded_parts,
     ),
 }
@@ -96,13 +90,10 @@ def decompressed(
 
     Memory holds one such block (16 MiB for zstd) and the ``window`` of earlier bytes, however far the data expands.
     Frames may follow one another, as ``pzstd``, ``pigz``, ``pbzip2`` and ``cat`` write them; zeros between and after
-    them are padding.
-
-    Raises:
-        DataError: damaged data, a frame that needs a larger window, or an end inside a frame; after everything before
-            it was yielded.
+    them are padding. Raises ``DataError`` for damaged data, a frame that needs a larger window, or an end inside a
+    frame, after everything before it was yielded.
     """
-    decoder, errors, frames = None, kind.errors(), 0
+    decoder, frames = None, 0
     for data in (block[start : start + kind.feed] for block in blocks for start in range(0, len(block), kind.feed)):
         while data:
             data = data if decoder else data.lstrip(b"\0")
@@ -111,7 +102,7 @@ def decompressed(
             decoder = decoder or kind.decoder(window)
             try:
                 yield from filter(None, kind.parts(decoder, data, size))
-            except errors as error:
+            except kind.errors as error:
                 if any(sign in str(error) for sign in _TOO_MUCH_MEMORY):
                     raise DataError(
                         f"{place}: the {kind.name} data needs more than {window >> 20} MiB to decompress ({error}). "
@@ -223,11 +214,8 @@ class MemberContent:
 def members(place: str, blocks: Iterator[bytes]) -> Iterator[tuple[str, MemberContent | None]]:
     """Yield (name, content) of all members of a tar archive except folders; content is None for links and devices.
 
-    Content that is not read before the next member is requested is skipped. Concatenated archives are read as
-    one.
-
-    Raises:
-        DataError: a damaged header, or an archive without its end.
+    Content that is not read before the next member is requested is skipped. Concatenated archives are read as one.
+    Raises ``DataError`` for a damaged header, or an archive without its end.
     """
     stream = _ForwardFile(blocks)
     try:

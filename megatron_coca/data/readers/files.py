@@ -3,7 +3,7 @@
 import os
 import stat
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -13,7 +13,6 @@ from megatron_coca.data.readers.compression import COMPRESSIONS, WINDOW, decompr
 from megatron_coca.data.readers.fields import Fields
 from megatron_coca.data.readers.folders import (
     ARCHIVE,
-    ENDINGS,
     FORMATS,
     TEXT_SUFFIXES,
     FileKind,
@@ -23,8 +22,8 @@ from megatron_coca.data.readers.folders import (
     unread_files,
     unread_reason,
 )
-from megatron_coca.data.readers.source import Chunk, Document, ReadingProblems, ReadUnit, SourceSpec, check_keys
-from megatron_coca.data.readers.streams import BLOCK, TEXT_FORMATS, StreamFormat, TooLong, cut_of, pieces, raw_blocks
+from megatron_coca.data.readers.source import Chunk, Document, Reader, ReadingProblems, ReadUnit, SourceSpec, check_keys
+from megatron_coca.data.readers.streams import BLOCK, TEXT_FORMATS, StreamFormat, TooLong, pieces, raw_blocks
 from megatron_coca.data.readers.tables import TABLE_FORMATS, packed, table_rows
 from megatron_coca.data.readers.wikipedia import settled
 
@@ -39,23 +38,19 @@ class TypedChunk(NamedTuple):
     chunk: Chunk
 
 
-class FileReader:
+class FileReader(Reader):
     """Reads the files and folders in ``spec.paths``.
 
-    A chunk's payload is a tuple of ``TypedChunk``: one from a large file, or many from the small files of an archive.
-
-    Args:
-        block: approximate bytes of records in a chunk.
-
-    Raises:
-        DataError: ``spec`` has unknown fields or documents, or keys that this reader does not use.
+    A chunk's payload is a tuple of ``TypedChunk``: one from a large file, or many from the small files of an archive,
+    about ``block`` bytes of records. Raises ``DataError`` if ``spec`` has unknown fields or documents, or keys that
+    this reader does not use.
     """
 
     def __init__(self, spec: SourceSpec, block: int = BLOCK) -> None:
         check_keys(spec, "files")
         if spec.documents not in TEXT_FORMATS:
             raise DataError(f"{spec.name}: documents must be one of {', '.join(TEXT_FORMATS)}, not {spec.documents!r}.")
-        self.spec, self._block, self._fields = spec, block, Fields(spec)
+        self.spec, self._block, self.fields = spec, block, Fields(spec)
         text_format = TEXT_FORMATS[spec.documents]
         self._formats: dict[str, StreamFormat] = {**FORMATS, **dict.fromkeys(TEXT_SUFFIXES, text_format)}
 
@@ -85,7 +80,6 @@ class FileReader:
                 sent = position
 
     def documents(self, chunk: Chunk, problems: ReadingProblems) -> Iterator[Document]:
-        """Yield the documents of a chunk; unusable records go to ``problems``."""
         for form, records in chunk.payload:
             if form == _UNREAD:
                 problems.leave_out(records.payload)
@@ -94,17 +88,13 @@ class FileReader:
             else:
                 rows = table_rows if form in TABLE_FORMATS else self._formats[form].rows
                 try:
-                    yield from self._fields.documents(rows(records, problems), problems)
+                    yield from self.fields.documents(rows(records, problems), problems)
                 except MemoryError as error:
                     raise OutOfMemory(place_of(records)) from error
 
     def unread(self) -> Counter[str]:
-        """Count the skipped files in the folders of the source by reason."""
+        """Count the skipped files in the folders of the source by reason; lists the folders again."""
         return unread_files([Path(path) for path in self.spec.paths])
-
-    def columns(self, names: Sequence[str], place: str) -> list[str]:
-        """The needed ones of a table's columns. ``DataError`` if none holds the text."""
-        return self._fields.columns(names, place)
 
     def typed_chunk(self, form: str, path: str, number: int, records: bytes | str | TooLong) -> TypedChunk:
         """Records of a file, of which the first is ``number`` (0: the file is one record), or one that is too long."""
@@ -117,7 +107,7 @@ class FileReader:
     def _table_payloads(self, path: Path, form: str) -> Iterator[tuple[tuple[TypedChunk, ...], int]]:
         """(payload, bytes of the file read so far)."""
         number, size = 1, file_unit(path).size
-        choose = partial(self.columns, place=str(path))
+        choose = partial(self.fields.columns, place=str(path))
         try:
             for batch, position in TABLE_FORMATS[form](path, choose, self._block):
                 for rows, data in packed(batch, 2 * self._block, self.spec.max_record):
@@ -186,7 +176,7 @@ class FileReader:
 
     def _records(self, place: str, form: str, blocks: Iterator[bytes]) -> Iterator[TypedChunk]:
         form, blocks = settled(form, blocks)
-        cut = cut_of(self._formats[form])
+        cut, _, ending = self._formats[form]
         number, last = 1 if cut.ends else 0, b""
         try:
             for records in pieces(place, blocks, cut, self._block, self.spec.max_record):
@@ -198,7 +188,6 @@ class FileReader:
                 number += counted if cut.ends else 0
         except MemoryError as error:
             raise OutOfMemory(f"{place}:{number}" if number else place) from error
-        ending = ENDINGS.get(form, b"")
         if ending and not last.rstrip().endswith(ending):
             raise DataError(
                 f"{place}: cannot be read to its end (there is no {ending.decode()}). Is the file complete?"
@@ -221,18 +210,15 @@ def file_unit(file: Path) -> ReadUnit:
     return ReadUnit(str(file), status.st_size, f"{status.st_size}-{status.st_mtime_ns}")
 
 
-def read_documents(path: Path, text_field: str = "text", problems: ReadingProblems | None = None) -> Iterator[Document]:
+def read_documents(path: Path, problems: ReadingProblems | None = None) -> Iterator[Document]:
     """Stream the documents of a file or folder in this process; memory holds one chunk, or one record if larger.
 
-    Args:
-        problems: gets the unusable records; without it the first one raises.
-
-    Raises:
-        DataError: a missing, unreadable, damaged or unknown file; after the documents before the damage.
+    ``problems`` gets the unusable records; without it the first one raises. Raises ``DataError`` for a missing,
+    unreadable, damaged or unknown file, after the documents before the damage.
     """
     problems = ReadingProblems(strict=True) if problems is None else problems
     # One document may be a whole book collection: what is evaluated on is chosen, not collected.
-    reader = FileReader(SourceSpec(str(path), [path], fields={"text": text_field}, max_record_mib=1024))
+    reader = FileReader(SourceSpec(str(path), [path], max_record_mib=1024))
     for unit in reader.units():
         for chunk in reader.chunks(unit):
             yield from reader.documents(chunk, problems)

@@ -12,20 +12,18 @@ from typing import NoReturn
 
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.readers.compression import COMPRESSIONS
-from megatron_coca.data.readers.streams import JsonLines, StreamFormat
+from megatron_coca.data.readers.streams import JSON_LINES, StreamFormat
 from megatron_coca.data.readers.tables import TABLE_FORMATS
-from megatron_coca.data.readers.wikipedia import EXTRACT, EXTRACT_NAME, WikiExtract, WikipediaPages
+from megatron_coca.data.readers.wikipedia import EXTRACT, EXTRACT_NAME, WIKI_EXTRACT, WIKIPEDIA
 
 TEXT_SUFFIXES = (".txt", ".text", ".md")
 # A name with no suffix but the compression's ("wiki.zst") is taken for JSON lines, the usual content of such files.
 _BARE = ""
 FORMATS: dict[str, StreamFormat] = {
-    **dict.fromkeys((".jsonl", ".json", ".ndjson", _BARE), JsonLines()),
-    ".xml": WikipediaPages(),
-    EXTRACT: WikiExtract(),
+    **dict.fromkeys((".jsonl", ".json", ".ndjson", _BARE), JSON_LINES),
+    ".xml": WIKIPEDIA,
+    EXTRACT: WIKI_EXTRACT,
 }
-ENDINGS: dict[str, bytes] = {".xml": b"</mediawiki>"}
-"""Required end of a stream, by format: without it a file cut off between two records would pass for complete."""
 ARCHIVE = ".tar"
 READABLE = (
     ".jsonl, .json, .ndjson, .txt, .text, .md, .xml (Wikipedia), wiki_00 (WikiExtractor) or .tar, each plain or with "
@@ -110,11 +108,8 @@ def corpus_files(paths: Sequence[Path]) -> list[Path]:
     """Resolve ``paths`` to files: a folder to its readable files in sorted order.
 
     Links to folders are followed, hidden files and folders skipped. A folder saved by ``datasets`` resolves to the
-    files in its ``state.json``.
-
-    Raises:
-        DataError: a missing path, a file of an unknown type, a folder that cannot be read, holds no readable file, or
-            was saved with several splits.
+    files in its ``state.json``. Raises ``DataError`` for a missing path, a file of an unknown type, and a folder that
+    cannot be read, holds no readable file, or was saved with several splits.
     """
     return [file for path in paths for file in _listing(Path(path))[0]]
 

@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from megatron_coca.data.errors import DataError
 from megatron_coca.data.readers.compression import COMPRESSIONS
 from megatron_coca.data.readers.files import FileReader, file_unit
 from megatron_coca.data.readers.folders import corpus_files, is_saved_dataset, kind_of, saved_splits
-from megatron_coca.data.readers.source import Chunk, Document, ReadingProblems, ReadUnit, SourceSpec, check_keys
+from megatron_coca.data.readers.source import Chunk, Document, Reader, ReadingProblems, ReadUnit, SourceSpec, check_keys
 from megatron_coca.data.readers.streams import BLOCK
 from megatron_coca.data.readers.tables import packed
 
@@ -24,15 +23,13 @@ _FORM = ".arrow"
 _FILE_SUFFIXES = frozenset((*COMPRESSIONS, ".csv", ".tsv", ".zip", ".7z", ".rar", ".html", ".py"))
 
 
-class HuggingFaceReader:
+class HuggingFaceReader(Reader):
     """Reads one split of a data set with the ``datasets`` library.
 
     ``spec.paths`` are folders written by ``save_to_disk`` (their Arrow files are read directly), other folders or files
     of data, or names on the Hub; the last two are streamed, without a copy in the library's cache. ``spec.options``:
-    ``name`` of the configuration, ``split`` (train), ``revision`` on the Hub.
-
-    Raises:
-        DataError: an unknown option, a key that this reader does not use, and as ``FileReader``.
+    ``name`` of the configuration, ``split`` (train), ``revision`` on the Hub. Raises ``DataError`` for an unknown
+    option, a key that this reader does not use, and as ``FileReader``.
     """
 
     def __init__(self, spec: SourceSpec, block: int = BLOCK) -> None:
@@ -46,8 +43,7 @@ class HuggingFaceReader:
     def units(self) -> list[ReadUnit]:
         """List the Arrow files of saved data sets, and every other path as one unit of size 0.
 
-        Raises:
-            DataError: a folder without this split, a name that is neither on disk nor on the Hub, no network.
+        ``DataError`` for a folder without this split, a name that is neither on disk nor on the Hub, and no network.
         """
         units = []
         for name in map(str, self.spec.paths):
@@ -88,12 +84,7 @@ class HuggingFaceReader:
                         number += rows
 
     def documents(self, chunk: Chunk, problems: ReadingProblems) -> Iterator[Document]:
-        """Yield the documents of a chunk; unusable records go to ``problems``."""
         return self._files.documents(chunk, problems)
-
-    def unread(self) -> Counter[str]:
-        """Empty: ``datasets`` decides which files of a folder belong to a data set."""
-        return Counter()
 
     def _saved_split(self, folder: Path) -> Path:
         if is_saved_dataset(folder):
@@ -112,7 +103,7 @@ class HuggingFaceReader:
             source = {"path": str(path)} if path.is_dir() else {"path": str(path.parent), "data_files": path.name}
         stream = datasets.load_dataset(**source, name=self.spec.options.get("name"), split=self._split, streaming=True)
         names = stream.column_names
-        return stream.select_columns(self._files.columns(names, unit.path)) if names else stream
+        return stream.select_columns(self._files.fields.columns(names, unit.path)) if names else stream
 
 
 @contextlib.contextmanager

@@ -17,13 +17,21 @@ from pathlib import Path
 from typing import Any
 
 from megatron_coca.data.errors import DataError, OutOfMemory
-from megatron_coca.data.readers.fields import Facts, admit, admit_facts, size_reason
-from megatron_coca.data.readers.languages import LANGUAGES, language_of_path, language_of_script
+from megatron_coca.data.readers.fields import (
+    LANGUAGES,
+    Facts,
+    admit,
+    admit_facts,
+    language_of_path,
+    language_of_script,
+    size_reason,
+)
 from megatron_coca.data.readers.source import (
     Chunk,
     Document,
     Filters,
     LeftOut,
+    Reader,
     ReadingProblems,
     ReadUnit,
     RejectedRecord,
@@ -54,15 +62,13 @@ class RepositoryFiles:
     unreadable: tuple[tuple[str, str], ...]
 
 
-class RepositoryReader:
+class RepositoryReader(Reader):
     """Reads folders of repositories.
 
     The key of a document is its repository, so that no repository is on both sides of a split. Stars and licences come
-    from ``spec.metadata``, looked up by the repository's name, case-insensitively.
-
-    Raises:
-        DataError: a filter needs stars or licences and there is no metadata, a language of the filters is unknown, or
-            ``spec`` has keys that this reader does not use.
+    from ``spec.metadata``, looked up by the repository's name, case-insensitively. Raises ``DataError`` if a filter
+    needs stars or licences and there is no metadata, a language of the filters is unknown, or ``spec`` has keys that
+    this reader does not use.
     """
 
     def __init__(self, spec: SourceSpec) -> None:
@@ -110,10 +116,6 @@ class RepositoryReader:
                 units.append(ReadUnit(path, size, hashlib.sha256(f"{stamp} {metadata}".encode()).hexdigest()[:32]))
         return units
 
-    def unread(self) -> Counter[str]:
-        """Empty: files that are skipped are counted with the chunks of their repository."""
-        return Counter()
-
     def chunks(self, unit: ReadUnit) -> Iterator[Chunk]:
         """Names of about a megabyte of files each, with the counts of skipped entries."""
         repository = self._name(unit.path)
@@ -149,10 +151,10 @@ class RepositoryReader:
             problems.leave_out(reason, count)
         for folder, error in files.unreadable:
             problems.add(_printable(folder), "unreadable", error)
-        stars, licences = self._metadata.get(files.repository.lower(), (None, None))
+        known = self._metadata.get(files.repository.lower(), Facts())
         for name in files.names:
             path = os.path.join(chunk.path, name)
-            facts = Facts(stars, licences, language_of_path(name), _printable(name))
+            facts = replace(known, language=language_of_path(name), path=_printable(name))
             try:
                 text = _read(path, facts, self._spec)
             except RejectedRecord as fault:
@@ -179,15 +181,15 @@ class RepositoryReader:
         return frozenset(os.path.normpath(path) for path in self._spec.paths)
 
     @functools.cached_property
-    def _metadata(self) -> dict[str, tuple[int | None, tuple[str, ...] | None]]:
+    def _metadata(self) -> dict[str, Facts]:
         return {} if self._spec.metadata is None else _load_metadata(Path(self._spec.metadata))
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_spec": self._spec}  # each process reads the metadata itself: it may be large
 
 
-def _load_metadata(path: Path) -> dict[str, tuple[int | None, tuple[str, ...] | None]]:
-    """(stars, licences) by repository in lower case; None for what a line does not give."""
+def _load_metadata(path: Path) -> dict[str, Facts]:
+    """Stars and licences by repository in lower case."""
     metadata = {}
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -198,7 +200,7 @@ def _load_metadata(path: Path) -> dict[str, tuple[int | None, tuple[str, ...] | 
                 stars, licences = record.get("stars"), record.get("licence", record.get("license"))
                 if licences is not None:
                     licences = (licences,) if isinstance(licences, str) else tuple(map(str, licences))
-                metadata[record["repository"].lower()] = None if stars is None else int(stars), licences
+                metadata[record["repository"].lower()] = Facts(None if stars is None else int(stars), licences)
             except (ValueError, TypeError, KeyError, AttributeError) as error:
                 raise DataError(
                     f'{path}:{number}: needs {{"repository": "owner/name", "stars": 3, "licence": "MIT"}} ({error!r}).'

@@ -1,11 +1,14 @@
 """Types shared by all readers: sources, units, chunks, documents and the count of problems."""
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import ConfigDict, Field
 
 from megatron_coca.data.errors import DataError
 
@@ -104,6 +107,8 @@ Row = Mapping[str, Any]
 class Filters:
     """Filters of records. A record that lacks a field needed by a filter is left out and counted.
 
+    Recipes are checked against it (preparation/recipe.py).
+
     Attributes:
         min_stars: minimum stars of the repository.
         licences: keep only these (SPDX names, case-insensitive); empty keeps all.
@@ -112,11 +117,13 @@ class Filters:
         generated, minified: True keeps generated and minified files.
     """
 
-    min_stars: int = 0
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
+
+    min_stars: Annotated[int, Field(ge=0)] = 0
     licences: tuple[str, ...] = ()
     languages: tuple[str, ...] = ()
-    min_bytes: int = 0
-    max_bytes: int | None = None
+    min_bytes: Annotated[int, Field(ge=0)] = 0
+    max_bytes: Annotated[int, Field(gt=0)] | None = None
     generated: bool = True
     minified: bool = True
 
@@ -215,20 +222,24 @@ class Chunk:
     read: int
 
 
-class Reader(Protocol):
+class Reader(ABC):
     """Reads the units of a ``SourceSpec``; can be pickled."""
 
+    @abstractmethod
     def units(self) -> list[ReadUnit]:
         """List the units in reading order. ``DataError`` for a missing or unreadable path."""
 
+    @abstractmethod
     def chunks(self, unit: ReadUnit) -> Iterator[Chunk]:
         """Cut a unit, deterministically; memory holds one chunk, or one record if larger.
 
         Raises ``DataError`` where the unit is damaged, after everything before that was yielded.
         """
 
+    @abstractmethod
     def documents(self, chunk: Chunk, problems: ReadingProblems) -> Iterator[Document]:
         """Yield the documents of a chunk in order; unusable records go to ``problems``."""
 
     def unread(self) -> Counter[str]:
-        """Count the files in the folders that belong to no unit, by reason. Lists the folders again."""
+        """Count the files in the folders that belong to no unit, by reason; none by default."""
+        return Counter()

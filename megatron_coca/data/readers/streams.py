@@ -2,10 +2,9 @@
 
 import json
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
-from typing import IO, NamedTuple, Protocol
+from typing import IO, NamedTuple
 
 from megatron_coca.data.errors import DataError, OutOfMemory
 from megatron_coca.data.readers.source import Chunk, ReadingProblems, RejectedRecord, Row
@@ -14,8 +13,7 @@ BLOCK = 1 << 20  # bytes; a chunk has about one block, unless the stream is shor
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
-@dataclass(frozen=True)
-class Cut:
+class Cut(NamedTuple):
     """Positions at which a stream may be cut.
 
     Attributes:
@@ -122,96 +120,84 @@ def _head(buffer: bytearray, end: int) -> bytes:
         return bytes(view[:end])
 
 
-class StreamFormat(Protocol):
-    """A format of records one after another, so that a file can be cut between any two of them."""
+class StreamFormat(NamedTuple):
+    """A format of records one after another, so that a file can be cut between any two of them.
 
-    @property
-    def delimiter(self) -> bytes | None:
-        """Ends a record; None if the stream is one record."""
-        ...
+    Attributes:
+        cut: where.
+        rows: gives ("path:number", record) of the records in a chunk's payload (bytes), numbered from ``chunk.first``.
+            Invalid records go to the problems.
+        ending: without it a file cut off between two records would pass for complete.
+    """
 
-    def rows(self, chunk: Chunk, problems: ReadingProblems) -> Iterator[tuple[str, Row]]:
-        """Yield ("path:number", record) of the records in ``chunk.payload`` (bytes), numbered from ``chunk.first``.
-
-        Invalid records go to ``problems``.
-        """
-        ...
-
-
-class JsonLines:
-    """One JSON object per line; blank lines are skipped."""
-
-    delimiter = b"\n"
-
-    def rows(self, chunk: Chunk, problems: ReadingProblems) -> Iterator[tuple[str, Row]]:
-        """Yield the objects, numbered by line."""
-        for number, line in _lines(chunk):
-            place = f"{chunk.path}:{number}"
-            try:
-                if number == 1:
-                    start = line.strip()
-                    if start in (b"[", b"{") or (start[:1] == b"[" and start[1:].lstrip()[:1] == b"{"):
-                        hint = "it seems to be one JSON value; write one object per line, as jq -c '.[]' does"
-                        raise RejectedRecord("not JSON lines", hint)
-                record = json.loads(decode(line))
-                if not isinstance(record, dict):
-                    raise RejectedRecord("not a JSON object", type(record).__name__)
-                yield place, record
-            except (ValueError, RecursionError) as error:  # ValueError: also a number with too many digits for Python
-                problems.add(place, "invalid JSON", str(error))
-            except RejectedRecord as rejected:
-                problems.add(place, rejected.kind, rejected.detail)
-            except MemoryError as error:
-                raise OutOfMemory(place) from error
+    cut: Cut
+    rows: Callable[[Chunk, ReadingProblems], Iterator[tuple[str, Row]]]
+    ending: bytes = b""
 
 
-@dataclass(frozen=True)
-class TextDocuments:
-    """Text in which a document is the file, a line (blank ones are skipped) or a paragraph between blank lines."""
+def _json_rows(chunk: Chunk, problems: ReadingProblems) -> Iterator[tuple[str, Row]]:
+    for number, line in _lines(chunk):
+        place = f"{chunk.path}:{number}"
+        try:
+            if number == 1:
+                start = line.strip()
+                if start in (b"[", b"{") or (start[:1] == b"[" and start[1:].lstrip()[:1] == b"{"):
+                    hint = "it seems to be one JSON value; write one object per line, as jq -c '.[]' does"
+                    raise RejectedRecord("not JSON lines", hint)
+            record = json.loads(decode(line))
+            if not isinstance(record, dict):
+                raise RejectedRecord("not a JSON object", type(record).__name__)
+            yield place, record
+        except (ValueError, RecursionError) as error:  # ValueError: also a number with too many digits for Python
+            problems.add(place, "invalid JSON", str(error))
+        except RejectedRecord as rejected:
+            problems.add(place, rejected.kind, rejected.detail)
+        except MemoryError as error:
+            raise OutOfMemory(place) from error
 
-    delimiter: bytes | None
 
-    def rows(self, chunk: Chunk, problems: ReadingProblems) -> Iterator[tuple[str, Row]]:
-        """Yield rows with ``text``, without the last line ending, numbered by their first line; files have none."""
-        records: Iterable[tuple[str, bytes]]
-        if self.delimiter is None:
-            records = [(chunk.path, chunk.payload.removeprefix(BYTE_ORDER_MARK))]
-        elif self.delimiter == b"\n":
-            records = ((f"{chunk.path}:{number}", line.removesuffix(b"\r")) for number, line in _lines(chunk))
+JSON_LINES = StreamFormat(Cut((b"\n",), b"\n"), _json_rows)
+"""One JSON object per line; blank lines are skipped."""
+
+
+def _file_rows(chunk: Chunk, problems: ReadingProblems) -> Iterator[tuple[str, Row]]:
+    return _text_rows([(chunk.path, chunk.payload.removeprefix(BYTE_ORDER_MARK))], problems)
+
+
+def _line_rows(chunk: Chunk, problems: ReadingProblems) -> Iterator[tuple[str, Row]]:
+    lines = ((f"{chunk.path}:{number}", line.removesuffix(b"\r")) for number, line in _lines(chunk))
+    return _text_rows(lines, problems)
+
+
+def _paragraph_rows(chunk: Chunk, problems: ReadingProblems) -> Iterator[tuple[str, Row]]:
+    lines = enumerate(_without_mark(chunk).split(b"\n"), chunk.first)
+    paragraphs = (list(group) for blank, group in groupby(lines, lambda line: not line[1].strip()) if not blank)
+    records = (
+        (f"{chunk.path}:{paragraph[0][0]}", b"\n".join(line for _, line in paragraph).removesuffix(b"\r"))
+        for paragraph in paragraphs
+    )
+    return _text_rows(records, problems)
+
+
+def _text_rows(records: Iterable[tuple[str, bytes]], problems: ReadingProblems) -> Iterator[tuple[str, Row]]:
+    for place, raw in records:
+        try:
+            row = {"text": decode(raw)}
+        except RejectedRecord as rejected:
+            problems.add(place, rejected.kind, rejected.detail)
         else:
-            lines = enumerate(_without_mark(chunk).split(b"\n"), chunk.first)
-            paragraphs = (list(group) for blank, group in groupby(lines, lambda line: not line[1].strip()) if not blank)
-            records = (
-                (f"{chunk.path}:{paragraph[0][0]}", b"\n".join(line for _, line in paragraph).removesuffix(b"\r"))
-                for paragraph in paragraphs
-            )
-        for place, raw in records:
-            try:
-                row = {"text": decode(raw)}
-            except RejectedRecord as rejected:
-                problems.add(place, rejected.kind, rejected.detail)
-            else:
-                yield place, row
+            yield place, row
 
 
-_PARAGRAPH_END = b"\n\n"
 TEXT_FORMATS: dict[str, StreamFormat] = {
-    "file": TextDocuments(None),
-    "line": TextDocuments(b"\n"),
-    "paragraph": TextDocuments(_PARAGRAPH_END),
+    "file": StreamFormat(Cut((), b"\n"), _file_rows),
+    "line": StreamFormat(Cut((b"\n",), b"\n"), _line_rows),
+    # Several blank lines count as one or several ends, depending on the cut; so paragraphs are numbered by line.
+    "paragraph": StreamFormat(Cut((b"\n\n", b"\n\r\n"), b"\n"), _paragraph_rows),
 }
-"""By ``SourceSpec.documents``."""
-
-
-def cut_of(stream_format: StreamFormat) -> Cut:
-    """The cut that belongs to a format's delimiter."""
-    end = stream_format.delimiter
-    if end is None:
-        return Cut((), counted=b"\n")
-    if end == _PARAGRAPH_END:
-        # Several blank lines count as one or several ends, depending on the cut; so paragraphs are numbered by line.
-        return Cut((b"\n\n", b"\n\r\n"), counted=b"\n")
-    return Cut((end,), counted=end)
+"""By ``SourceSpec.documents``. A document is the file, a line (blank ones are skipped) or a paragraph between blank
+lines, without its last line ending.
+"""
 
 
 def decode(raw: bytes) -> str:

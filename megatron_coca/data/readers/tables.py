@@ -1,7 +1,9 @@
-"""Read the needed columns of parquet and Arrow files, as record batches that can be sent to a worker."""
+"""Read the needed columns of parquet and Arrow files, as record batches that can be sent to a worker.
+
+pyarrow takes long to import, so the functions that need it import it.
+"""
 
 import contextlib
-import importlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,8 @@ def parquet_batches(path: Path, choose: Choose, size: int) -> Batches:
     """Read a parquet file, about ``size`` bytes at a time, regardless of its row groups. ``DataError`` if it is
     damaged.
     """
-    parquet = _pyarrow("pyarrow.parquet")
+    from pyarrow import parquet
+
     # Verify checksums if the file has them: zeroed pages are otherwise rows of empty text.
     options = {"buffer_size": _READ_AHEAD, "pre_buffer": False, "page_checksum_verification": True}
     with _damage(path), parquet.ParquetFile(path, **options) as file:
@@ -51,7 +54,8 @@ def parquet_batches(path: Path, choose: Choose, size: int) -> Batches:
 
 def arrow_batches(path: Path, choose: Choose, size: int) -> Batches:
     """Read the record batches of an Arrow file or stream (as of ``datasets``). ``DataError`` if it is damaged."""
-    arrow = _pyarrow("pyarrow")
+    import pyarrow as arrow
+
     # Not memory-mapped: mapped pages count as memory of this process.
     with _damage(path), arrow.OSFile(str(path)) as source:
         is_file = source.read(len(_FILE_MAGIC)) == _FILE_MAGIC
@@ -81,7 +85,8 @@ def packed(batch: Any, size: int, limit: int) -> Iterator[tuple[int, bytes | Too
 
     A row of more than ``limit`` bytes is given as its length alone.
     """
-    arrow = _pyarrow("pyarrow")
+    import pyarrow as arrow
+
     lengths = np.zeros(batch.num_rows, dtype=np.int64)  # of each row: of texts exactly, of other columns on average
     for column in batch.columns:
         texts = _text_lengths(column)
@@ -109,7 +114,9 @@ def packed(batch: Any, size: int, limit: int) -> Iterator[tuple[int, bytes | Too
 
 def _text_lengths(column: Any) -> np.ndarray | None:
     """Bytes of each text of a column, int64 [rows]; None for a column of another type."""
-    types, kind = _pyarrow("pyarrow").types, column.type
+    from pyarrow import compute, types
+
+    kind = column.type
     if types.is_dictionary(kind):
         lengths = _text_lengths(column.dictionary)
         rows = column.indices.fill_null(0).to_numpy(zero_copy_only=False)
@@ -118,14 +125,16 @@ def _text_lengths(column: Any) -> np.ndarray | None:
         views = np.frombuffer(column.buffers()[1], dtype="<i4").reshape(-1, 4)  # the first of four words is the length
         return views[column.offset : column.offset + len(column), 0].astype(np.int64)
     if types.is_string(kind) or types.is_large_string(kind) or types.is_binary(kind) or types.is_large_binary(kind):
-        lengths = _pyarrow("pyarrow.compute").binary_length(column)
+        lengths = compute.binary_length(column)
         return lengths.fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
     return None
 
 
 def table_rows(chunk: Chunk, problems: ReadingProblems) -> Iterator[tuple[str, Row]]:
     """Yield ("path:number", row) of a packed batch, numbered from ``chunk.first``."""
-    table = _pyarrow("pyarrow").ipc.open_stream(chunk.payload).read_all()
+    from pyarrow import ipc
+
+    table = ipc.open_stream(chunk.payload).read_all()
     names = table.schema.names
     try:
         columns = [column.to_pylist() for column in table.columns]
@@ -145,17 +154,11 @@ def table_rows(chunk: Chunk, problems: ReadingProblems) -> Iterator[tuple[str, R
 
 @contextlib.contextmanager
 def _damage(path: Path) -> Iterator[None]:
-    arrow = _pyarrow("pyarrow")
+    import pyarrow as arrow
+
     try:
         yield
     except MemoryError:
         raise  # also an ArrowException, but the file may be sound
     except (arrow.ArrowException, OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read to its end ({error}). Is the file complete, and readable?") from error
-
-
-def _pyarrow(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise DataError("Reading .parquet and .arrow needs the pyarrow package: pip install pyarrow") from error

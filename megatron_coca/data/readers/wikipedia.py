@@ -11,11 +11,10 @@ import html
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import ClassVar
 from xml.etree import ElementTree
 
 from megatron_coca.data.readers.source import Chunk, ReadingProblems, RejectedRecord, Row
-from megatron_coca.data.readers.streams import decode
+from megatron_coca.data.readers.streams import Cut, StreamFormat, decode
 
 MAX_WIKITEXT = 1 << 21
 """Characters of a page. MediaWiki by default stores pages of at most 2 MiB (``$wgMaxArticleSize``)."""
@@ -180,8 +179,7 @@ _REMAINS: tuple[tuple[re.Pattern[str], str], ...] = (
 def plain_text(wikitext: str) -> str:
     """Plain prose of one page; empty if it has none. Time is about linear in the length for any markup.
 
-    Raises:
-        RejectedRecord: "wikitext too long" for more than ``MAX_WIKITEXT`` characters.
+    Raises ``RejectedRecord``, "wikitext too long", for more than ``MAX_WIKITEXT`` characters.
     """
     if len(wikitext) > MAX_WIKITEXT:
         raise RejectedRecord("wikitext too long", f"{len(wikitext):,} characters; at most {MAX_WIKITEXT:,} are read")
@@ -331,36 +329,34 @@ def _titled(sections: list[tuple[int, str, str]]) -> Iterator[str]:
 _OPENING, _CLOSING = b"<page>", b"</page>"
 
 
-class WikipediaPages:
-    """Stream format: pages of a MediaWiki export. A record ends with ``</page>``."""
+def page_rows(chunk: Chunk, problems: ReadingProblems) -> Iterator[tuple[str, Row]]:
+    """(place, row) of every article of an export in a chunk, whose payload is bytes that begin between two pages.
 
-    delimiter: ClassVar[bytes] = _CLOSING
+    Faults: "invalid XML" (a page that does not parse, or does not end), "missing field", "wikitext too long".
+    """
+    *records, rest = chunk.payload.split(_CLOSING)
+    for number, record in enumerate(records, start=max(1, chunk.first)):
+        place = f"{chunk.path}:{number}"
+        _, *pages = record.split(_OPENING)
+        for _ in pages[:-1]:
+            problems.add(place, "invalid XML", "the page does not end")
+        try:
+            row = _page_row(pages, problems)
+        except RejectedRecord as fault:
+            problems.add(place, fault.kind, fault.detail)
+            continue
+        if row is not None:
+            yield place, row
+    fault_of_rest = None if records or chunk.first > 1 else "no page in it"
+    if _OPENING in rest:
+        fault_of_rest = "the page does not end"
+    elif rest.strip() and b"<mediawiki" not in rest and b"</mediawiki>" not in rest:
+        fault_of_rest = "neither a page nor the head or foot of a MediaWiki export in UTF-8"
+    if fault_of_rest is not None:
+        problems.add(f"{chunk.path}:{max(1, chunk.first) + len(records)}", "invalid XML", fault_of_rest)
 
-    def rows(self, chunk: Chunk, problems: ReadingProblems) -> Iterator[tuple[str, Row]]:
-        """(place, row) of every article in a chunk, whose payload is bytes that begin between two pages.
 
-        Faults: "invalid XML" (a page that does not parse, or does not end), "missing field", "wikitext too long".
-        """
-        *records, rest = chunk.payload.split(_CLOSING)
-        for number, record in enumerate(records, start=max(1, chunk.first)):
-            place = f"{chunk.path}:{number}"
-            _, *pages = record.split(_OPENING)
-            for _ in pages[:-1]:
-                problems.add(place, "invalid XML", "the page does not end")
-            try:
-                row = _page_row(pages, problems)
-            except RejectedRecord as fault:
-                problems.add(place, fault.kind, fault.detail)
-                continue
-            if row is not None:
-                yield place, row
-        fault_of_rest = None if records or chunk.first > 1 else "no page in it"
-        if _OPENING in rest:
-            fault_of_rest = "the page does not end"
-        elif rest.strip() and b"<mediawiki" not in rest and b"</mediawiki>" not in rest:
-            fault_of_rest = "neither a page nor the head or foot of a MediaWiki export in UTF-8"
-        if fault_of_rest is not None:
-            problems.add(f"{chunk.path}:{max(1, chunk.first) + len(records)}", "invalid XML", fault_of_rest)
+WIKIPEDIA = StreamFormat(Cut((_CLOSING,), _CLOSING), page_rows, ending=b"</mediawiki>")
 
 
 def _page_row(pages: list[bytes], problems: ReadingProblems) -> Row | None:
@@ -395,6 +391,7 @@ def _page_row(pages: list[bytes], problems: ReadingProblems) -> Row | None:
 
 EXTRACT = "wiki_"
 EXTRACT_NAME = re.compile(r"wiki_\d\d+")
+_DOC_END = b"</doc>"
 _DOC = re.compile(r"(?m)^<doc\b(.*)>[ \t\r]*$")
 _BEFORE_DATA = b"\xef\xbb\xbf \t\r\n"
 
@@ -412,31 +409,30 @@ def settled(form: str, blocks: Iterator[bytes]) -> tuple[str, Iterator[bytes]]:
     return form, chain(read, blocks)
 
 
-class WikiExtract:
-    """Stream format: articles in ``<doc>`` tags, as WikiExtractor writes them. A record ends with ``</doc>``."""
+def extract_rows(chunk: Chunk, problems: ReadingProblems) -> Iterator[tuple[str, Row]]:
+    """(place, row) of every article in ``<doc>`` tags, as WikiExtractor writes them: its ``text``, the attributes of
+    its tag, and its title as ``key``.
 
-    delimiter: ClassVar[bytes] = b"</doc>"
+    Faults: "invalid <doc>", "missing field", "invalid UTF-8". Articles without prose are filtered.
+    """
+    *records, rest = chunk.payload.split(_DOC_END)
+    first = max(1, chunk.first)
+    for number, record in enumerate(records, start=first):
+        place = f"{chunk.path}:{number}"
+        try:
+            row = _doc_row(record, place, problems)
+        except RejectedRecord as fault:
+            problems.add(place, fault.kind, fault.detail)
+            continue
+        if row["text"] in ("", row["title"]):
+            problems.leave_out("no prose")
+        else:
+            yield place, row
+    if rest.strip():
+        problems.add(f"{chunk.path}:{first + len(records)}", "invalid <doc>", "it does not end")
 
-    def rows(self, chunk: Chunk, problems: ReadingProblems) -> Iterator[tuple[str, Row]]:
-        """(place, row) of every article: its ``text``, the attributes of its tag, and its title as ``key``.
 
-        Faults: "invalid <doc>", "missing field", "invalid UTF-8". Articles without prose are filtered.
-        """
-        *records, rest = chunk.payload.split(self.delimiter)
-        first = max(1, chunk.first)
-        for number, record in enumerate(records, start=first):
-            place = f"{chunk.path}:{number}"
-            try:
-                row = _doc_row(record, place, problems)
-            except RejectedRecord as fault:
-                problems.add(place, fault.kind, fault.detail)
-                continue
-            if row["text"] in ("", row["title"]):
-                problems.leave_out("no prose")
-            else:
-                yield place, row
-        if rest.strip():
-            problems.add(f"{chunk.path}:{first + len(records)}", "invalid <doc>", "it does not end")
+WIKI_EXTRACT = StreamFormat(Cut((_DOC_END,), _DOC_END), extract_rows)
 
 
 def _doc_row(record: bytes, place: str, problems: ReadingProblems) -> Row:

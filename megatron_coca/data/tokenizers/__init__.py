@@ -9,7 +9,6 @@ from megatron_coca.data.tokenizers.kinds import (
     DESCRIPTION,
     CharLevelTokenizer,
     Files,
-    FileTokenizer,
     GPT2BPETokenizer,
     HFGPT2Tokenizer,
     HFTokenizer,
@@ -23,7 +22,7 @@ __all__ = ["TOKENIZERS", "load_saved_tokenizer", "load_tokenizer", "needs_files"
 
 _GPT2_FILES = {"vocab_file": "vocab.json", "merge_file": "merges.txt"}
 # By GPT-NeoX's names: the class, and the names under which its files are saved.
-TOKENIZERS: dict[str, tuple[type[FileTokenizer], dict[str, str]]] = {
+TOKENIZERS: dict[str, tuple[type[Tokenizer], dict[str, str]]] = {
     "SPMTokenizer": (SentencePieceTokenizer, {"vocab_file": "tokenizer.model"}),
     "HFTokenizer": (HFTokenizer, {"vocab_file": "tokenizer.json"}),
     "HFGPT2Tokenizer": (HFGPT2Tokenizer, _GPT2_FILES),

@@ -1,4 +1,4 @@
-"""The tokenizer interface, and the types for bytes and for Hugging Face files.
+"""The base class of tokenizers, and the types for bytes and for Hugging Face files.
 
 Every tokenizer keeps the bytes of its files, so that a checkpoint can include it. The characters of the end-of-document
 symbol inside a text never encode to that symbol: only the preparation of a corpus writes it. A tokenizer uses one
@@ -11,7 +11,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from megatron_coca.data.errors import DataError
 
@@ -30,32 +30,7 @@ def fingerprint_of(tokenizer_type: str, files: Files, eod: str | None = None) ->
     return hashlib.sha256(content + (b"\0" + eod.encode() if eod else b"")).hexdigest()
 
 
-@runtime_checkable
-class Tokenizer(Protocol):
-    """The interface of all tokenizers. ``eod`` is the id that ends each document of a prepared corpus."""
-
-    tokenizer_type: str
-    vocab_size: int
-    eod: int
-    fingerprint: str
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of ``text``, without start or end symbols. ``DataError`` for a lone surrogate in it."""
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """``encode`` of each text."""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids; ``eod`` is left out. ``DataError`` for an id outside the vocabulary."""
-
-    def piece(self, token: int) -> str:
-        """The vocabulary's spelling of a token, for display."""
-
-    def save(self, folder: Path) -> None:
-        """Write the tokenizer's files and a description that ``load_saved_tokenizer`` reads."""
-
-
-class FileTokenizer(ABC):
+class Tokenizer(ABC):
     """Base class of the tokenizers.
 
     Args:
@@ -63,6 +38,10 @@ class FileTokenizer(ABC):
         eod: the symbol that ends documents, instead of the first of ``EOD_SYMBOLS`` in the vocabulary.
 
     Attributes:
+        files: as given.
+        vocab_size: largest id plus one.
+        eod: the id that ends each document of a prepared corpus.
+        fingerprint: as ``fingerprint_of``.
         fallback_ids: tokens for single bytes of characters outside the vocabulary.
         unknown_id: the token for text that cannot be encoded, or None.
     """
@@ -72,7 +51,7 @@ class FileTokenizer(ABC):
     unknown_id: int | None = None
 
     def __init__(self, files: Files, eod: str | None = None) -> None:
-        self._files, self._eod_symbol = files, eod
+        self.files, self._eod_symbol = files, eod
         self.fingerprint = fingerprint_of(self.tokenizer_type, files, eod)
         self.vocab_size = self._open({argument: data for argument, (_, data) in files.items()})
         self.eod = self._find_eod(eod)
@@ -92,9 +71,11 @@ class FileTokenizer(ABC):
     def _decode(self, ids: list[int]) -> str: ...
 
     @abstractmethod
-    def piece(self, token: int) -> str: ...
+    def piece(self, token: int) -> str:
+        """The vocabulary's spelling of a token, for display."""
 
     def encode(self, text: str) -> list[int]:
+        """Token ids of ``text``, without start or end symbols. ``DataError`` for a lone surrogate in it."""
         try:
             return self._encode(text)
         except Exception as error:  # each library has its own error for text that UTF-8 cannot represent
@@ -106,10 +87,8 @@ class FileTokenizer(ABC):
                 "is not a character: it was decoded incorrectly. Correct the text, or leave it out."
             ) from error
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
-
     def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids; ``eod`` is left out. ``DataError`` for an id outside the vocabulary."""
         listed = [int(i) for i in ids]
         for i in (min(listed), max(listed)) if listed else ():
             if not 0 <= i < self.vocab_size:
@@ -117,11 +96,12 @@ class FileTokenizer(ABC):
         return self._decode([i for i in listed if i != self.eod])
 
     def save(self, folder: Path) -> None:
+        """Write the tokenizer's files and a description that ``load_saved_tokenizer`` reads."""
         folder.mkdir(parents=True, exist_ok=True)
-        for name, data in self._files.values():
+        for name, data in self.files.values():
             (folder / name).write_bytes(data)
         description = {"tokenizer_type": self.tokenizer_type, "vocab_size": self.vocab_size, "eod": self.eod}
-        description |= {argument: name for argument, (name, _) in self._files.items()}
+        description |= {argument: name for argument, (name, _) in self.files.items()}
         description |= {"eod_symbol": self._eod_symbol} if self._eod_symbol else {}
         description["fingerprint"] = self.fingerprint
         (folder / DESCRIPTION).write_text(json.dumps(description, indent=1) + "\n")
@@ -136,7 +116,7 @@ class FileTokenizer(ABC):
         return eod
 
 
-class CharLevelTokenizer(FileTokenizer):
+class CharLevelTokenizer(Tokenizer):
     """UTF-8 bytes, as in GPT-NeoX: 512 ids, 0 ends a document, 1 is padding. A NUL in a text is 256 instead of 0."""
 
     tokenizer_type = "CharLevelTokenizer"
@@ -201,7 +181,7 @@ def agree(one: Tokenizer, other: Tokenizer) -> bool:
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
-class HFTokenizer(FileTokenizer):
+class HFTokenizer(Tokenizer):
     """A Hugging Face ``tokenizer.json``.
 
     Truncation, padding and dropout set in the file are disabled. ``decode`` reproduces the text exactly for byte-level
@@ -211,7 +191,7 @@ class HFTokenizer(FileTokenizer):
     tokenizer_type = "HFTokenizer"
 
     def _open(self, data: dict[str, bytes]) -> int:
-        self._model = self._build(data)
+        self._model = self.build(data)
         self._model.encode_special_tokens = True  # special tokens in a text are ordinary characters
         self._model.no_truncation()
         self._model.no_padding()
@@ -222,7 +202,8 @@ class HFTokenizer(FileTokenizer):
         self.unknown_id = vocabulary.get(getattr(self._model.model, "unk_token", None))
         return max(vocabulary.values(), default=-1) + 1  # ids may have gaps
 
-    def _build(self, data: dict[str, bytes]) -> Any:
+    def build(self, data: dict[str, bytes]) -> Any:
+        """Make the library's ``tokenizers.Tokenizer`` from the contents of the files."""
         import tokenizers
 
         return tokenizers.Tokenizer.from_str(data["vocab_file"].decode("utf-8"))
@@ -255,7 +236,7 @@ class GPT2BPETokenizer(HFTokenizer):
 
     tokenizer_type = "GPT2BPETokenizer"
 
-    def _build(self, data: dict[str, bytes]) -> Any:
+    def build(self, data: dict[str, bytes]) -> Any:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
         lines = data["merge_file"].decode("utf-8").split("\n")
@@ -272,7 +253,7 @@ class HFGPT2Tokenizer(GPT2BPETokenizer):
 
     tokenizer_type = "HFGPT2Tokenizer"
 
-    def _build(self, data: dict[str, bytes]) -> Any:
-        model = super()._build(data)
+    def build(self, data: dict[str, bytes]) -> Any:
+        model = super().build(data)
         model.add_special_tokens(["<|padding|>"])
         return model

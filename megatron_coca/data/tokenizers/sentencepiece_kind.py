@@ -8,7 +8,7 @@ from typing import Self
 
 import sentencepiece
 
-from megatron_coca.data.tokenizers.kinds import FileTokenizer
+from megatron_coca.data.tokenizers.kinds import Tokenizer
 
 # Fields of sentencepiece_model.proto: of the model, of its trainer_spec, of its normalizer_spec.
 _TRAINER, _NORMALIZER = 2, 3
@@ -86,7 +86,7 @@ def _varint(message: bytes, position: int) -> tuple[int, int]:
 _PIECE = 2000  # characters; the library's time per character doubles by a million, and shorter calls cost more
 
 
-class SentencePieceTokenizer(FileTokenizer):
+class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece model. ``decode(encode(x)) == x`` for models without normalization and with byte fallback, such
     as LLaMA's and those of ``train_sentencepiece``.
     """

@@ -10,7 +10,7 @@ import sentencepiece
 
 from megatron_coca.console import Progress
 from megatron_coca.data.errors import DataError
-from megatron_coca.data.tokenizers.kinds import FileTokenizer, HFTokenizer, Tokenizer
+from megatron_coca.data.tokenizers.kinds import HFTokenizer, Tokenizer
 from megatron_coca.data.tokenizers.sentencepiece_kind import SentencePieceTokenizer
 
 _LINE_BYTES = 1 << 20  # SentencePiece's trainer leaves out longer lines
@@ -160,7 +160,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> HFTokenizer:
     return HFTokenizer({"vocab_file": ("tokenizer.json", path.read_bytes())})
 
 
-TRAINERS: dict[str, dict[str, Callable[[Iterable[str], int, Path], FileTokenizer]]] = {
+TRAINERS: dict[str, dict[str, Callable[[Iterable[str], int, Path], Tokenizer]]] = {
     "SPMTokenizer": {
         "bpe": train_sentencepiece,
         "unigram": lambda texts, vocab_size, path: train_sentencepiece(texts, vocab_size, path, "unigram"),
