@@ -73,6 +73,11 @@ class Refused(Exception):
     """The mutants cannot be tried; the message says why."""
 
 
+def listed() -> list[Mutant]:
+    """Return the mutants of `mutants.json`."""
+    return [Mutant(**each | {"tests": tuple(each["tests"])}) for each in json.loads(MUTANTS.read_text())]
+
+
 def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, tuple[int, int]]]:
     """Yield the qualified name and the first and last line of each function and method of a module.
 
@@ -166,7 +171,7 @@ def main() -> None:
     parser.add_argument("--baseline", action="store_true", help="first check that the tests pass without any mutant")
     parser.add_argument("--check", action="store_true", help="only check that the line of every mutant is found")
     given = parser.parse_args()
-    mutants = [Mutant(**each | {"tests": tuple(each["tests"])}) for each in json.loads(MUTANTS.read_text())]
+    mutants = listed()
     if unknown := set(given.only or ()) - {mutant.id for mutant in mutants}:
         raise Refused(f"no mutant is called {', '.join(sorted(unknown))}")
     found = find_lines(mutants)

@@ -1,23 +1,28 @@
-"""The files of a cell: its record, its learning curve, and what is done."""
+"""The files of a cell: its record, its learning curve, and what is done; and tables of cells."""
 
 import json
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal
 
 from megatron_coca.ablation.plan import Cell, DataRecord
 from megatron_coca.checkpoints import CheckpointError, native
 from megatron_coca.evaluation.report.curves import CURVE, Curve, curve_points, metrics
 from megatron_coca.evaluation.results import EvaluationError, Record, read_costs, read_record, write_record
 from megatron_coca.evaluation.suite import Command
+from megatron_coca.model.cost import flops_per_token
+from megatron_coca.tables import format_table
+from megatron_coca.training.estimate import estimate
 
 logger = logging.getLogger(__name__)
 
 RECORD = "cell.json"
 TAIL_BYTES = 8192
+MFU = 0.4
+"""Share of the peak that is assumed, as by `megatron-coca estimate`."""
 
 
 class CellRecord(Record):
@@ -60,14 +65,6 @@ class State(Enum):
     STARTED = "started"
     FAILED = "failed"
     WAITING = "waiting"
-
-
-class Progress(NamedTuple):
-    """The last report of a training run."""
-
-    step: int
-    loss: float | None
-    remaining_seconds: float | None
 
 
 def read_cell(cell: Cell) -> CellRecord:
@@ -127,8 +124,8 @@ def missing_commands(cell: Cell, record: CellRecord) -> list[Command]:
 
 def measured_files(cell: Cell, record: CellRecord) -> list[Path]:
     """Return the complete result files of a cell, without those whose options or variant changed since."""
-    digests = {path: digest for command in cell.commands for path, digest in measured_by(cell, command).items()}
-    current = [cell.results / path for path, digest in digests.items() if record.evaluated.get(path) == digest]
+    digests, known = cell.measurements, record.evaluated
+    current = [cell.results / path for path, digest in digests.items() if known.get(str(path)) == digest]
     return [path for path in current if path.is_file() and _is_whole(path)]
 
 
@@ -140,12 +137,6 @@ def _is_whole(path: Path) -> bool:
         logger.warning("%s: is damaged (%s) and counts as missing", path, error)
         return False
     return True
-
-
-def measured_by(cell: Cell, command: Command) -> dict[str, str]:
-    """Return the digests of the result files of a command, by their path in the folder of results."""
-    paths = [file.relative_to(cell.results) for file in command.files]
-    return {str(path): cell.measurements[path] for path in paths}
 
 
 def is_trained(cell: Cell) -> bool:
@@ -160,12 +151,10 @@ def is_trained(cell: Cell) -> bool:
         return False
 
 
-def progress(run: Path) -> Progress | None:
+def last_report(run: Path) -> dict[str, Any] | None:
     """Return the last report of a loss, None before the first."""
     reports = [report for report in metrics(run, TAIL_BYTES) if "loss" in report]
-    if not reports:
-        return None
-    return Progress(int(reports[-1]["step"]), reports[-1]["loss"], reports[-1].get("eta_seconds"))
+    return reports[-1] if reports else None
 
 
 def training_seconds(run: Path, until: int | None = None) -> float:
@@ -208,3 +197,59 @@ def refused_only(files: Sequence[Path]) -> bool:
     except (ValueError, KeyError, TypeError) as error:
         raise EvaluationError(f"{files[0].parent}: has a file that is not a result ({error}); remove it") from error
     return all(kind == "refused" for kind in missing)
+
+
+def overview(cells: Sequence[Cell]) -> str:
+    """Return a table of the cells with their states, from their files alone."""
+    rows = []
+    for cell in cells:
+        record, state = read_cell(cell), state_of(cell)
+        seconds = (record.training_seconds, record.evaluation_seconds, record.overhead_seconds)
+        rows.append((cell.name, state.value, *(f"{value:,.0f}" for value in seconds), record.reason or ""))
+    return format_table(("cell", "state", "training s", "evaluation s", "overhead s", "reason"), rows)
+
+
+def hours(
+    cell: Cell, measured: Mapping[Cell, CellRecord], peak_flops: float | None
+) -> tuple[float | None, float | None]:
+    """Estimate the hours of training, and of evaluation with overhead; None where nothing tells.
+
+    They follow from finished cells: those of its model if there are any, else all, scaled by FLOPs.
+    """
+    same = {other: record for other, record in measured.items() if other.model == cell.model} or measured
+    if same:
+        work = sum(other.tokens * flops_per_token(other.config).executed for other in same)
+        seconds = sum(record.training_seconds for record in same.values())
+        training = cell.tokens * flops_per_token(cell.config).executed * seconds / work
+        rest = sum(record.evaluation_seconds + record.overhead_seconds for record in same.values()) / len(same)
+        return training / 3600, rest / 3600
+    if peak_flops is None:
+        return None, None
+    modelled = estimate(cell.config, cell.ranks, peak_flops, MFU).seconds
+    return None if modelled is None else modelled / 3600, None
+
+
+def dry_run(cells: Sequence[Cell], peak_flops: float | None, finished: Sequence[Cell] = ()) -> str:
+    """Return a table of the cells with their state, parameters, tokens and estimated hours.
+
+    Hours follow from the finished ones among `cells` and `finished`.
+    """
+    states = {cell: state_of(cell) for cell in dict.fromkeys((*cells, *finished))}
+    measured = {cell: read_cell(cell) for cell, state in states.items() if state is State.DONE}
+    measured = {cell: record for cell, record in measured.items() if record.training_seconds > 0}
+    rows, left = [], 0.0
+    unknown = False
+    for cell in cells:
+        count, state = cell.parameters, states[cell]
+        expected = (0.0, 0.0) if state is State.DONE else hours(cell, measured, peak_flops)
+        unknown = unknown or None in expected
+        left += sum(part or 0.0 for part in expected)
+        shown = ["unknown" if part is None else f"{part:.2f}" for part in expected]
+        rows.append((cell.name, state.value, count.total, count.non_embedding, cell.tokens, *shown))
+    header = ("cell", "state", "parameters", "non-embedding", "tokens", "training h", "evaluation h")
+    source = f"from {len(measured)} finished cells" if measured else "no cell is finished; run one"
+    if not measured and peak_flops is not None:
+        source = f"from {peak_flops:.3g} FLOP/s, of which {MFU:.0%} is assumed to be reached"
+    amount = f"{'at least ' if unknown else ''}{left:.2f} hours" if left or not unknown else "unknown hours"
+    total = f"{amount} are left, one cell at a time ({source})"
+    return f"{format_table(header, rows)}\n\n{len(cells)} cells; {total}"

@@ -1,8 +1,7 @@
 """What is written from the results of an ablation: its report, and pages by a Jinja2 template."""
 
-import json
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any
@@ -16,12 +15,12 @@ from megatron_coca.evaluation.options import slug
 from megatron_coca.evaluation.report import build_report
 from megatron_coca.evaluation.report.charts import svg
 from megatron_coca.evaluation.report.curves import Curve
-from megatron_coca.evaluation.report.document import TableCell
-from megatron_coca.evaluation.report.reading import REPORT_FILE
+from megatron_coca.evaluation.report.document import ReportDocument, Table, markdown_table
+from megatron_coca.evaluation.report.reading import read_results
+from megatron_coca.evaluation.report.sections import report_document
+from megatron_coca.evaluation.report.tables import ReportOptions
 from megatron_coca.evaluation.results import EvaluationError, write_atomically
-from megatron_coca.tables import escaped, format_table, in_cell
-
-FOLDER = "report"
+from megatron_coca.tables import escaped, format_table
 
 
 def curves(cells: Sequence[Cell]) -> dict[str, list[Curve]]:
@@ -33,26 +32,31 @@ def curves(cells: Sequence[Cell]) -> dict[str, list[Curve]]:
     return found
 
 
-def write_report(file: AblationFile, cells: Sequence[Cell], results: Path | None = None) -> str:
-    """Write the report of the finished tasks into the folder `results`, and return its tables as Markdown.
+def write_report(file: AblationFile, cells: Sequence[Cell]) -> str:
+    """Write the report of the finished tasks into the folder of results, and return its tables as Markdown.
 
     Files of other options or variants than those of `file`, and of tasks that are not complete, are left out.
     """
-    measured = [path for cell in cells for path in measured_files(cell, read_cell(cell))]
+    measured, baseline = _measured(file, cells)
     if not measured:
         return "no result yet: nothing to report"
-    folder = (results or file.results) / FOLDER
+    folder = file.results / "report"
     missing = [cell.name for cell in cells if state_of(cell) is not State.DONE]
     title = f"{file.title} ({len(cells) - len(missing)} of {len(cells)} cells)" if missing else file.title
-    # The others are compared with the plain variant of the baseline, whose files are called TASK_MODEL.json.
-    plain = {path.stem.partition("_")[2] for path in measured}
-    baseline = file.baseline if file.baseline is not None and slug(file.baseline) in plain else None
     lines = [build_report(measured, folder, title, curves=curves(cells), baseline=baseline)]
     if missing:
         lines.append(f"not complete: {', '.join(missing)}")
     if baseline != file.baseline:
         lines.append(f"nothing is compared with the baseline {file.baseline}, which has no results yet")
     return "\n\n".join([*lines, f"{folder / 'report.html'} is written"])
+
+
+def _measured(file: AblationFile, cells: Sequence[Cell]) -> tuple[list[Path], str | None]:
+    """Return the complete result files, and the baseline if it is among them."""
+    measured = [path for cell in cells for path in measured_files(cell, read_cell(cell))]
+    # The others are compared with the plain variant of the baseline, whose files are called TASK_MODEL.json.
+    plain = {path.stem.partition("_")[2] for path in measured}
+    return measured, file.baseline if file.baseline is not None and slug(file.baseline) in plain else None
 
 
 def figures_of_scale(path: Path, scale: str) -> Figures:
@@ -71,34 +75,41 @@ def write_page(
     `scale` returns the figures of another scale of the same file, by its name. Raises EvaluationError where the
     template has a fault or asks for what the results do not have.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        done = [cell for cell in cells if state_of(cell) is State.DONE]
-        if done:
-            write_report(file, done, Path(folder))
-        known = {"file": file, "figures": Figures(file, done), "scale": scale, "cells": cells, "done": done}
-        text, plots = render(template, Path(folder) / FOLDER, known, page.stem)
-        for name, content in plots.items():
-            write_atomically(page.parent / "figures" / page.stem / f"{name}.svg", content)
+    done = [cell for cell in cells if state_of(cell) is State.DONE]
+    measured, baseline = _measured(file, done)
+    document = ReportDocument(file.title, "")
+    if measured:
+        options = ReportOptions(baseline=baseline, curves=curves(done))
+        document = report_document(read_results(measured), file.title, options)
+    known = {"file": file, "figures": Figures(file, done), "scale": scale, "cells": cells, "done": done}
+    text, plots = render(template, document, known, page.stem)
+    for name, content in plots.items():
+        write_atomically(page.parent / "figures" / page.stem / f"{name}.svg", content)
     write_atomically(page, text.encode())
 
 
-def render(template: Path, report: Path, known: Mapping[str, Any], name: str) -> tuple[str, dict[str, bytes]]:
+def render(
+    template: Path, document: ReportDocument, known: Mapping[str, Any], name: str
+) -> tuple[str, dict[str, bytes]]:
     """Return the text of a page, and the plots that it shows by their names.
 
-    `report` is the folder of a report of the cells `done`, `known` what else the template can use.
+    `document` is the report of the cells `done`, `known` what else the template can use.
     """
     cells, done = known["cells"], known["done"]
-    content = json.loads((report / REPORT_FILE).read_bytes()) if done else {"tables": []}
-    tables = {table["name"]: table for table in content["tables"]}
+    tables = {table.name: table for table in document.tables()}
+    figures = {figure.name: figure for figure in document.figures()}
     plots: dict[str, bytes] = {}
 
     def plot(plot_name: str, alt: str) -> str:
-        try:
-            plots[plot_name] = (report / "figures" / f"{plot_name}.svg").read_bytes()
-        except FileNotFoundError as error:
-            known = ", ".join(sorted(path.stem for path in (report / "figures").glob("*.svg")))
-            raise EvaluationError(f"{template}: plot {plot_name}: the report has {known}") from error
+        if plot_name not in figures:
+            raise EvaluationError(f"{template}: plot {plot_name}: the report has {', '.join(sorted(figures))}")
+        plots[plot_name] = svg(figures[plot_name], "light")
         return f"![{alt}](figures/{name}/{plot_name}.svg)"
+
+    def named(table_name: str) -> Table:
+        if table_name not in tables:
+            raise EvaluationError(f"{template}: table {table_name}: the report has {', '.join(tables) or 'none'}")
+        return tables[table_name]
 
     def chart(plot_name: str, labels: Sequence[str], alt: str) -> str:
         plots[plot_name] = svg(known["figures"].chart(labels), "print")
@@ -107,8 +118,8 @@ def render(template: Path, report: Path, known: Mapping[str, Any], name: str) ->
     loader = FileSystemLoader(template.parent)
     environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.globals |= {
-        "table": lambda table, rows=None: _markdown(_named(tables, table, template), rows),
-        "value": lambda table, row, column: _value(_named(tables, table, template), row, column, template),
+        "table": lambda table, rows=None: _markdown(named(table), rows),
+        "value": lambda table, row, column: _value(named(table), row, column, template),
         "plot": plot,
         "chart": chart,
         "costs": lambda: _costs(done),
@@ -126,36 +137,19 @@ def render(template: Path, report: Path, known: Mapping[str, Any], name: str) ->
         raise EvaluationError(f"{template}:{line}: {type(error).__name__}: {error}") from error
 
 
-def _named(tables: Mapping[str, Any], name: str, template: Path) -> Mapping[str, Any]:
-    if name not in tables:
-        raise EvaluationError(f"{template}: table {name}: the report has {', '.join(tables) or 'none'}")
-    return tables[name]
+def _markdown(table: Table, names: Sequence[str] | None) -> str:
+    """A table without published rows; `names` chooses rows, in this order."""
+    rows = {row.name: row for row in table.rows if not row.published}
+    chosen = tuple(rows.values() if names is None else (rows[name] for name in names))
+    return markdown_table(replace(table, header=("model", *table.header[1:]), rows=chosen, sources=()), below=escaped)
 
 
-def _markdown(table: Mapping[str, Any], rows: Sequence[str] | None) -> str:
-    """A table of report.json with its notes; `rows` chooses rows by name, in this order."""
-    by_name = {row["name"]: row for row in table["rows"] if not row["published"]}
-    chosen = list(by_name.values()) if rows is None else [by_name[name] for name in rows]
-    notes = {note: number for number, note in enumerate(dict.fromkeys(_notes(chosen)), 1)}
-    lines = []
-    for row in chosen:
-        cells = [(TableCell(cell["text"], detail=cell["detail"]).in_full, cell["note"]) for cell in row["cells"]]
-        lines.append([row["name"], *(f"{text} [{notes[note]}]" if note else text for text, note in cells)])
-    text = format_table(["model", *table["columns"]], [[in_cell(part) for part in line] for line in lines])
-    below = [*map(escaped, table["notes"]), *(f"[{number}] {escaped(note)}" for note, number in notes.items())]
-    return "\n\n".join([text, *below])
-
-
-def _notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    return [cell["note"] for row in rows for cell in row["cells"] if cell["note"]]
-
-
-def _value(table: Mapping[str, Any], row: str, column: str, template: Path) -> float:
+def _value(table: Table, name: str, column: str, template: Path) -> float:
     try:
-        cells = next(each["cells"] for each in table["rows"] if each["name"] == row and not each["published"])
-        return float(cells[table["columns"].index(column)]["value"])
+        row = next(row for row in table.rows if row.name == name and not row.published)
+        return float(row.cells[table.header[1:].index(column)].value)  # type: ignore[arg-type]
     except (StopIteration, ValueError, TypeError) as error:
-        raise EvaluationError(f"{template}: table {table['name']} has no number at {row}, {column}") from error
+        raise EvaluationError(f"{template}: table {table.name} has no number at {name}, {column}") from error
 
 
 def _costs(done: Sequence[Cell]) -> str:

@@ -21,7 +21,6 @@ from megatron_coca.checkpoints import native
 from megatron_coca.evaluation.results import EvaluationError, check_writable
 from megatron_coca.evaluation.suite import Command, describe_exit
 from megatron_coca.program import PROGRAM
-from megatron_coca.tables import format_table
 from megatron_coca.training.exit_status import CaughtSignals, Preempted
 from megatron_coca.training.launch.processes import FORWARDED, LocalProcess
 
@@ -120,14 +119,14 @@ class Job:
     def doing(self) -> str:
         """Return the present activity in one line."""
         if self._command is not None:
-            return f"evaluating {self._command.task}"
-        report = files.progress(self.cell.run)
+            return self.activity
+        report = files.last_report(self.cell.run)
         if report is None:
             return "training"
-        loss = "" if report.loss is None else f", loss {report.loss:.4f}"
-        left = report.remaining_seconds
+        loss = "" if report["loss"] is None else f", loss {report['loss']:.4f}"
+        left = report.get("eta_seconds")
         remaining = "" if left is None else f", {timedelta(seconds=round(left))} left"
-        return f"training step {report.step}/{self.cell.steps}{loss}{remaining}"
+        return f"training step {int(report['step'])}/{self.cell.steps}{loss}{remaining}"
 
     @property
     def activity(self) -> str:
@@ -172,8 +171,9 @@ class Job:
                 self.problems.append(f"training: {last}")
             return
         if status == 0 or (status == 2 and files.refused_only(command.files)):
-            done = self._record.evaluated | files.measured_by(self.cell, command)
-            self._record = self._record.model_copy(update={"evaluated": done})
+            measured = [file.relative_to(self.cell.results) for file in command.files]
+            digests = {str(path): self.cell.measurements[path] for path in measured}
+            self._record = self._record.model_copy(update={"evaluated": self._record.evaluated | digests})
             self._write("trained")
         else:
             self._failed.add(command.task)
@@ -327,13 +327,3 @@ class LiveTable:
         self._done += not job.problems
         text = f"failed: {'; '.join(job.problems)}" if job.problems else f"done, {self._done} of {self._total}"
         console.write(f"{job.cell.name}: {text}")
-
-
-def overview(cells: Sequence[Cell]) -> str:
-    """Return a table of the cells with their states, from their files alone."""
-    rows = []
-    for cell in cells:
-        record, state = files.read_cell(cell), files.state_of(cell)
-        seconds = (record.training_seconds, record.evaluation_seconds, record.overhead_seconds)
-        rows.append((cell.name, state.value, *(f"{value:,.0f}" for value in seconds), record.reason or ""))
-    return format_table(("cell", "state", "training s", "evaluation s", "overhead s", "reason"), rows)

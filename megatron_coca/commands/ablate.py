@@ -70,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
 def run(options: argparse.Namespace) -> int:
     """Do what the options say. Raises EvaluationError, Stopped, KeyboardInterrupt."""
     from megatron_coca.ablation import cells as files
-    from megatron_coca.ablation import estimates, plan, reporting, running, slurm
+    from megatron_coca.ablation import plan, reporting, running, slurm
     from megatron_coca.evaluation.options import resolve_device
     from megatron_coca.evaluation.results import EvaluationError
 
@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
     everything = plan.expand(file, options.device, options.dtype, recorded)
     cells = plan.select(everything, options.only)
     if options.dry_run:
-        print(estimates.dry_run(cells, options.peak_flops, everything))
+        print(files.dry_run(cells, options.peak_flops, everything))
         return 0
     if options.page is not None:
         template, page = options.page
@@ -98,7 +98,7 @@ def run(options: argparse.Namespace) -> int:
     if not options.report:
         resolve_device(options.device)
         problems = running.run_cells(cells, running.Machine.here(options.device), options.jobs)
-        print(f"\n{running.overview(cells)}")
+        print(f"\n{files.overview(cells)}")
     if options.report or not options.only:
         try:
             print(f"\n{reporting.write_report(file, everything)}")

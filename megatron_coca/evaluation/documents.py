@@ -18,13 +18,13 @@ from megatron_coca.data.preparation.manifest import MANIFEST
 from megatron_coca.data.shards import SUFFIXES
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION, agree
 from megatron_coca.evaluation.results import EvaluationError, Record
-from megatron_coca.evaluation.subject import EvaluatedCheckpoint
+from megatron_coca.evaluation.subject import Evaluation
 
 logger = logging.getLogger(__name__)
 
 
 class DocumentsRecord(Record):
-    """The documents of a result file: `sha256` of lengths and token ids, `tokens` in total."""
+    """The documents of a result file: `sha256` of lengths and token ids (little-endian int64), `tokens` in total."""
 
     sha256: str
     count: int
@@ -43,18 +43,14 @@ class Documents:
     max_length: int
     repeated: int | None = None
 
-    @property
-    def sha256(self) -> str:
-        """Hash of the lengths and the token ids as little-endian int64, independent of the stored dtype."""
+    def record(self) -> DocumentsRecord:
+        """Return what a result file says; the hash is independent of the stored dtype."""
         digest = hashlib.sha256()
         for tokens in self.arrays:
             digest.update(len(tokens).to_bytes(8, "little"))
             digest.update(tokens.astype("<i8").tobytes())
-        return digest.hexdigest()
-
-    def record(self) -> DocumentsRecord:
         return DocumentsRecord(
-            sha256=self.sha256,
+            sha256=digest.hexdigest(),
             count=len(self.arrays),
             tokens=sum(len(tokens) for tokens in self.arrays),
             max_length=self.max_length,
@@ -106,15 +102,13 @@ def check_tokenizers(sources: Iterable[DocumentSource], tokenizer: Tokenizer | N
     """
     unverified = []
     for path in (source.path for source in sources if source.is_shard):
-        folder = Path(path).parent
-        if tokenizer is None:
-            unverified.append(path)
-        elif (folder / MANIFEST).is_file():
-            file, fingerprint = MANIFEST, corpora.read_manifest(folder / MANIFEST)["tokenizer"]["fingerprint"]
-            _refuse_other_tokenizer(path, folder / file, fingerprint, tokenizer)
-        elif (folder / DESCRIPTION).is_file():
-            fingerprint = corpora.load_saved_tokenizer(folder).fingerprint
-            _refuse_other_tokenizer(path, folder / DESCRIPTION, fingerprint, tokenizer)
+        manifest, description = (Path(path).parent / name for name in (MANIFEST, DESCRIPTION))
+        if tokenizer is not None and manifest.is_file():
+            fingerprint = corpora.read_manifest(manifest)["tokenizer"]["fingerprint"]
+            _refuse_other_tokenizer(path, manifest, fingerprint, tokenizer)
+        elif tokenizer is not None and description.is_file():
+            fingerprint = corpora.load_saved_tokenizer(description.parent).fingerprint
+            _refuse_other_tokenizer(path, description, fingerprint, tokenizer)
         else:
             unverified.append(path)
     if unverified:
@@ -159,7 +153,6 @@ def collect_documents(
     vocab_size: int,
     max_length: int,
     num_documents: int | None = None,
-    progress: bool = True,
     repeated: int | None = None,
 ) -> Documents:
     """Return the first `num_documents` (None: all) documents of at least `max_length` tokens, truncated to it.
@@ -175,7 +168,7 @@ def collect_documents(
     kept: list[np.ndarray] = []
     longest, needed = 0, repeated or max_length
     documents = ((source, tokens) for source in sources for tokens in tokens_of(source, tokenizer))
-    with Progress("reading documents", unit="documents", show=progress) as reading:
+    with Progress("reading documents", unit="documents") as reading:
         for source, tokens in documents:
             reading.advance()
             _refuse_foreign_ids(source, tokens, vocab_size)
@@ -201,21 +194,21 @@ def _refuse_foreign_ids(source: DocumentSource, tokens: np.ndarray, vocab_size: 
         )
 
 
-def read_subject_documents(args: Namespace, source: EvaluatedCheckpoint, longest: int) -> Documents:
+def read_subject_documents(args: Namespace, evaluation: Evaluation, longest: int) -> Documents:
     """Read the documents of `add_document_options`, at least `longest` tokens each.
 
     Raises EvaluationError and DataError.
     """
     if args.max_length is not None and args.max_length < longest:
         raise EvaluationError(f"--max-length {args.max_length} is shorter than the window {longest}")
-    trained = source.opened.trained
+    trained = evaluation.opened.trained
     return collect_documents(
         args.data or default_data(trained),
-        source.tokenizer,
+        evaluation.tokenizer,
         trained.model.vocab_size or trained.model.padded_vocab_size,
         args.max_length or longest,
         args.num_documents,
-        repeated=args.repeat,
+        args.repeat,
     )
 
 

@@ -257,13 +257,8 @@ def add_lm_eval_options(parser: ArgumentParser) -> None:
 def add_suite_options(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("suite", type=Path, metavar="SUITE.yml", help="checkpoints and tasks; see configs/evaluation/")
-    add(
-        "--output",
-        required=True,
-        type=Path,
-        metavar="DIR",
-        help="output folder for results/ and report/; rerunning resumes",
-    )
+    output = "output folder for results/ and report/; rerunning resumes"
+    add("--output", required=True, type=Path, metavar="DIR", help=output)
     checkpoint = "a checkpoint of the suite, or another name if the suite accepts any; repeat it for each"
     add("--checkpoint", type=label_and_path, action="append", default=[], metavar="LABEL=DIR", help=checkpoint)
     add("--only", nargs="+", metavar="TASK", help="run only these entries of the suite's tasks")
@@ -290,15 +285,8 @@ def add_speed_options(parser: ArgumentParser) -> None:
     shape.add_argument("--config", nargs="+", type=Path, metavar="FILE", help="the model's shape: a run's YAML files")
     checkpoint = "the model's shape: a checkpoint, whose weights are not read"
     shape.add_argument("--checkpoint", metavar="DIR", help=checkpoint)
-    add(
-        "--set",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="KEY=VALUE",
-        dest="overrides",
-        help="config overrides for all methods",
-    )
+    overrides = "config overrides for all methods"
+    add("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", dest="overrides", help=overrides)
     add("--lengths", required=True, type=int_list, metavar="N,N,...", help="tokens of a row")
     add("--methods", type=names_of(METHODS), default=["rotary", "coca", CONTRACTION], help=", ".join(METHODS))
     variants = "one more method: its name, then YAML overlays and KEY=VALUE; may be repeated"

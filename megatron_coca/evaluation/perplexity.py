@@ -12,8 +12,9 @@ from torch import Tensor
 
 from megatron_coca.console import track
 from megatron_coca.evaluation.documents import DocumentsRecord, read_subject_documents
+from megatron_coca.evaluation.options import subject_options
 from megatron_coca.evaluation.results import Cell, Cost, EvaluationError, Record, Result, measured
-from megatron_coca.evaluation.subject import Evaluation, Header, noting_missing
+from megatron_coca.evaluation.subject import Evaluation, noting_missing
 from megatron_coca.tables import format_table
 
 PROTOCOL = (
@@ -79,16 +80,12 @@ class PerplexityResult(Result):
 
 def run(args: Namespace) -> int:
     check_windows(args.windows, args.stride)
-    evaluation = Evaluation(args, "perplexity")
-    documents = read_subject_documents(args, evaluation.source, max(args.windows))
+    evaluation = Evaluation(subject_options(args), "perplexity")
+    documents = read_subject_documents(args, evaluation, max(args.windows))
     protocol = PerplexityProtocol(text=PROTOCOL, stride=args.stride, tokens_per_batch=args.tokens_per_batch)
-    record = documents.record()
     remedy = f"lower --tokens-per-batch (it is {args.tokens_per_batch}, one window at least) or use --dtype bfloat16"
-
-    def empty(header: Header) -> PerplexityResult:
-        return PerplexityResult(**vars(header), protocol=protocol, documents=record, results=[], missing=[])
-
-    for subject, store in evaluation.variants(empty, console_table):
+    fields = {"protocol": protocol, "documents": documents.record()}
+    for subject, store in evaluation.variants(PerplexityResult, console_table, **fields):
         for window in sorted(args.windows):
             earlier = store.get((window,))
             scores = [] if earlier is None else earlier.scores()
@@ -267,13 +264,9 @@ def pooled(window: int, scores: Sequence[DocumentScore], lengths: Sequence[int])
         residuals = [total - nll * (length - 1) for total, length in zip(nlls, lengths, strict=True)]
         squares = math.fsum(residual * residual for residual in residuals)
         stderr = math.sqrt(squares / (number * (number - 1))) / (count / number)
-    try:
-        perplexity = math.exp(nll)
-    except OverflowError:  # beyond the training length a token can cost more than 709 nats
-        perplexity = math.inf
     return WindowResult(
         window=window,
-        perplexity=perplexity,
+        perplexity=exponential(nll),
         nll=nll,
         nll_stderr=stderr,
         accuracy=sum(score.correct for score in scores) / count,
@@ -282,3 +275,11 @@ def pooled(window: int, scores: Sequence[DocumentScore], lengths: Sequence[int])
         nll_by_document=nlls,
         correct_by_document=[score.correct for score in scores],
     )
+
+
+def exponential(value: float) -> float:
+    """exp(value), infinite where it overflows: beyond the training length a token can cost more than 709 nats."""
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf

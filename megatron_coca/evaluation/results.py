@@ -10,6 +10,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
@@ -116,15 +117,9 @@ class Cost(Record):
         return cls(at=at, seconds=meter.seconds, tokens=tokens, tokens_per_second=speed, peak_memory_bytes=peak)
 
     def plus(self, other: "Cost") -> "Cost":
-        seconds, tokens = self.seconds + other.seconds, self.tokens + other.tokens
         peaks = [cost.peak_memory_bytes for cost in (self, other) if cost.peak_memory_bytes is not None]
-        return Cost(
-            at=self.at,
-            seconds=seconds,
-            tokens=tokens,
-            tokens_per_second=tokens / max(seconds, 1e-9),
-            peak_memory_bytes=max(peaks, default=None),
-        )
+        both = Meter(self.seconds + other.seconds, max(peaks, default=None))
+        return Cost.of(self.at, both, self.tokens + other.tokens)
 
 
 class Costs(Record):
@@ -190,8 +185,9 @@ def read_costs(path: Path) -> Costs | None:
         return None
 
 
+@dataclass
 class Meter:
-    """`seconds` and `peak_memory_bytes` of a `measured` block, set when it ends."""
+    """Set when a `measured` block ends."""
 
     seconds: float = 0.0
     peak_memory_bytes: int | None = None
@@ -300,12 +296,10 @@ class Store(Generic[ResultType]):
             return
         write_record(self.path, self.result)
         if self.costs:
-            ordered = sorted(self.costs.values(), key=lambda cost: (len(cost.at), cost.at))
             result = self.result
-            device = result.environment.device
-            write_record(
-                cost_path(self.path), Costs(label=result.label, task=result.task, device=device, costs=ordered)
-            )
+            costs = sorted(self.costs.values(), key=lambda cost: (len(cost.at), cost.at))
+            record = Costs(label=result.label, task=result.task, device=result.environment.device, costs=costs)
+            write_record(cost_path(self.path), record)
 
 
 def _same_measurement(path: Path, empty: ResultType, overwrite: bool) -> ResultType | None:

@@ -2,7 +2,6 @@
 
 import logging
 import sys
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,14 +13,14 @@ from megatron_coca.attention.build import BACKENDS
 from megatron_coca.attention.inputs import BackendError
 from megatron_coca.attention.layer import SelfAttention
 from megatron_coca.attention.positions import PositionRangeError
-from megatron_coca.checkpoints import CheckpointError, OpenedCheckpoint, open_checkpoint
+from megatron_coca.checkpoints import CheckpointError, open_checkpoint
 from megatron_coca.checkpoints.compare import EVALUATION_KEYS, TRAINED_CHOICES
 from megatron_coca.checkpoints.weights import DTYPES
 from megatron_coca.config import Config, ConfigError, PositionConfig
 from megatron_coca.config.model import ROTATED_METHODS
 from megatron_coca.data import Tokenizer
 from megatron_coca.evaluation import results
-from megatron_coca.evaluation.options import SubjectOptions, Variant, resolve_device, subject_options
+from megatron_coca.evaluation.options import SubjectOptions, resolve_device
 from megatron_coca.evaluation.results import CheckpointRecord, EvaluationError, Missing, ResultType, Store
 from megatron_coca.model import GPT, keep_freed_memory
 
@@ -73,11 +72,25 @@ class Subject:
         return self.config.model.vocab_size or self.config.model.padded_vocab_size
 
 
-@dataclass(frozen=True)
-class EvaluatedCheckpoint:
-    opened: OpenedCheckpoint
-    options: SubjectOptions
-    tokenizer: Tokenizer | None
+class Evaluation:
+    """One call of a task on all variants of a checkpoint; a missing tokenizer is a warning.
+
+    Raises EvaluationError, CheckpointError or DataError for what can be checked before a model is loaded. `status` is
+    the exit status: 2 if anything that was requested is missing.
+    """
+
+    def __init__(self, options: SubjectOptions, task: str) -> None:
+        self.task, self.options, self.status = task, options, 0
+        resolve_device(options.device)
+        for variant in options.variants:
+            if (output := options.output_of(task, variant.label)) is not None:
+                results.check_writable(output)
+        self.opened = open_checkpoint(options.checkpoint)
+        first = options.variants[0]  # overrides of the tokenizer are the same for all variants
+        found = self.opened.tokenizer(first.overrides, first.files)
+        if found.note is not None:
+            logger.warning("%s", found.note)
+        self.tokenizer = found.tokenizer
 
     def needed_tokenizer(self) -> Tokenizer:
         """Return the tokenizer. Raises EvaluationError if the checkpoint has none."""
@@ -89,23 +102,21 @@ class EvaluatedCheckpoint:
         return self.tokenizer
 
     def subjects(self) -> Iterator[Subject | Refused]:
+        """Load one variant after the other; overrides that do not fit the weights give `Refused`."""
         device = resolve_device(self.options.device)
         if device == "cpu":
             keep_freed_memory()
+        trained, dtype = self.opened.trained, DTYPES[self.options.dtype]
         for variant in self.options.variants:
-            yield self.subject(variant, device)
-
-    def subject(self, variant: Variant, device: str) -> Subject | Refused:
-        """Load one variant; overrides that do not fit the weights give `Refused`, a damaged checkpoint raises."""
-        trained = self.opened.trained
-        try:
-            loaded = self.opened.load(variant.overrides, variant.files, device, DTYPES[self.options.dtype], show=True)
-        except (ConfigError, CheckpointError, BackendError) as error:
-            overrides = {"variant": " ".join([*variant.files, *variant.overrides])}
-            return Refused(self._header(variant.label, trained, overrides, None, device), str(error))
-        overrides = changed_keys(trained, loaded.config)
-        header = self._header(variant.label, loaded.config, overrides, backend_name(loaded.model), device)
-        return Subject(header, loaded.model, loaded.config, self.tokenizer)
+            try:
+                loaded = self.opened.load(variant.overrides, variant.files, device, dtype, show=True)
+            except (ConfigError, CheckpointError, BackendError) as error:
+                overrides = {"variant": " ".join([*variant.files, *variant.overrides])}
+                yield Refused(self._header(variant.label, trained, overrides, None, device), str(error))
+                continue
+            overrides = changed_keys(trained, loaded.config)
+            header = self._header(variant.label, loaded.config, overrides, backend_name(loaded.model), device)
+            yield Subject(header, loaded.model, loaded.config, self.tokenizer)
 
     def _header(
         self, label: str, config: Config, overrides: dict[str, Any], backend: str | None, device: str
@@ -123,6 +134,30 @@ class EvaluatedCheckpoint:
         environment = environment_record(self.options.dtype, backend, device)
         fingerprint = self.tokenizer.fingerprint if self.tokenizer is not None else None
         return Header(label, checkpoint, overrides, fingerprint, environment)
+
+    def variants(
+        self, kind: type[ResultType], table: Callable[[ResultType], str], **fields: Any
+    ) -> Iterator[tuple[Subject, Store[ResultType]]]:
+        """Yield each usable variant with the store to fill; then print its `table`, and what is missing to stderr.
+
+        `fields` are those of a result file of this `kind` that are the same for all variants.
+        """
+        for subject in self.subjects():
+            header = subject.header
+            empty = kind(**vars(header), **fields, results=[], missing=[])
+            store = Store(self.options.output_of(self.task, header.label), empty, self.options.overwrite)
+            if isinstance(subject, Refused):
+                store.miss(Missing(at="all", kind="refused", reason=subject.reason))
+            else:
+                yield subject, store
+            if store.result.results:
+                print(table(store.result), flush=True)
+            for missing in store.noted:
+                self.status = 2
+                print(
+                    f"megatron-coca evaluate: {header.label}: {missing.at}: {missing.kind}: {missing.reason}",
+                    file=sys.stderr,
+                )
 
 
 def environment_record(dtype: str, backend: str | None, device: str) -> results.EnvironmentRecord:
@@ -148,58 +183,6 @@ def changed_keys(trained: Config, used: Config) -> dict[str, Any]:
 def backend_name(model: GPT) -> str:
     backend = next(module.backend for module in model.modules() if isinstance(module, SelfAttention))
     return next(name for name, known in BACKENDS.items() if known is backend)
-
-
-def open_source(options: SubjectOptions) -> EvaluatedCheckpoint:
-    """Open the checkpoint and its tokenizer; a missing tokenizer is a warning.
-
-    Raises CheckpointError for a damaged checkpoint, DataError for a damaged tokenizer.
-    """
-    opened = open_checkpoint(options.checkpoint)
-    first = options.variants[0]  # overrides of the tokenizer are the same for all variants
-    found = opened.tokenizer(first.overrides, first.files)
-    if found.note is not None:
-        logger.warning("%s", found.note)
-    return EvaluatedCheckpoint(opened, options, found.tokenizer)
-
-
-class Evaluation:
-    """One call of a task on all variants of a checkpoint.
-
-    Raises EvaluationError or CheckpointError for what can be checked before a model is loaded. `status` is the exit
-    status: 2 if anything that was requested is missing.
-    """
-
-    def __init__(self, args: Namespace, task: str) -> None:
-        self.task, self.options, self.status = task, subject_options(args), 0
-        resolve_device(self.options.device)
-        for variant in self.options.variants:
-            if (output := self.options.output_of(task, variant.label)) is not None:
-                results.check_writable(output)
-        self.source = open_source(self.options)
-
-    def variants(
-        self, empty: Callable[[Header], ResultType], table: Callable[[ResultType], str]
-    ) -> Iterator[tuple[Subject, Store[ResultType]]]:
-        """Yield each usable variant with the store to fill; then print its `table`, and what is missing to stderr.
-
-        `empty` makes the result file before anything is measured.
-        """
-        for subject in self.source.subjects():
-            header = subject.header
-            store = Store(self.options.output_of(self.task, header.label), empty(header), self.options.overwrite)
-            if isinstance(subject, Refused):
-                store.miss(Missing(at="all", kind="refused", reason=subject.reason))
-            else:
-                yield subject, store
-            if store.result.results:
-                print(table(store.result), flush=True)
-            for missing in store.noted:
-                self.status = 2
-                print(
-                    f"megatron-coca evaluate: {header.label}: {missing.at}: {missing.kind}: {missing.reason}",
-                    file=sys.stderr,
-                )
 
 
 @contextmanager

@@ -11,15 +11,15 @@ from torch import Tensor
 
 from megatron_coca.config import load_config
 from megatron_coca.evaluation.analysis import measuring
-from megatron_coca.evaluation.analysis.measuring import Sampling, analyse, observed
-from megatron_coca.evaluation.analysis.records import LengthAnalysis
+from megatron_coca.evaluation.analysis.measuring import analyse, draw_pairs, observed
+from megatron_coca.evaluation.analysis.records import AnalysisProtocol, LengthAnalysis
 from megatron_coca.model import GPT, build_model
 from tests.reference import dense
 from tests.reference.frequencies import frequencies
 
 LAYERS, HEADS, WIDTH, TRAINED, LENGTH = 2, 2, 32, 12, 20
 HEAD = WIDTH // HEADS
-EVERYTHING = Sampling(pairs=10**6, queries=10**6, seed=1)
+EVERYTHING = AnalysisProtocol(text="", quantiles=[], pairs=10**6, queries=10**6, seed=1)
 DYNAMIC = {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}
 YARN = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
 REROPE = {"relative_positions": {"type": "rerope", "window": 6}}
@@ -263,12 +263,12 @@ def turned_by_hand(
     ids=str,
 )
 def test_pairs_put_apart_and_their_bounds(pos_emb: str, keys: dict[str, Any], factor: float, furthest: int) -> None:
-    model, sampling = build(pos_emb, **keys), Sampling(pairs=6, queries=3, seed=9)
-    decay = analyse(model, documents(), LENGTH, sampling).decay
+    model = build(pos_emb, **keys)
+    protocol = AnalysisProtocol(text="", quantiles=[], pairs=6, queries=3, seed=9)
+    decay = analyse(model, documents(), LENGTH, protocol).decay
     speeds, samples = theta(pos_emb, keys), []
     for number, tokens in enumerate(documents()):
-        pairs = sampling.document_pairs(LENGTH, number, 2)
-        assert len(pairs[0]) == 3
+        pairs = draw_pairs(LENGTH, 3, 9 + number)
         for q, k in projections(model, tokens):
             for head in range(HEADS):
                 for m, n in zip(*pairs, strict=True):

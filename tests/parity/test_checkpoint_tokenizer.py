@@ -22,7 +22,7 @@ from megatron_coca.checkpoints.importing import import_checkpoint
 from megatron_coca.config import load_config
 from megatron_coca.data import DataError, load_tokenizer, train_sentencepiece
 from megatron_coca.evaluation.options import SubjectOptions, Variant
-from megatron_coca.evaluation.subject import Subject, open_source
+from megatron_coca.evaluation.subject import Evaluation, Subject
 from megatron_coca.model import build_model, generate
 from tests.neox_files import write_neox
 from tests.parity.exported import modules_cache
@@ -137,7 +137,7 @@ def test_our_own_generation_and_evaluation_agree(
     prompt = torch.arange(2, 12)[None]
     assert generate(load_model(folder, said), prompt, 3).tolist() == [[END] * 3]
     options = SubjectOptions(str(folder), (Variant("it", (), tuple(said)),), "cpu", "float32", None, False)
-    (subject,) = open_source(options).subjects()
+    (subject,) = Evaluation(options, "perplexity").subjects()
     assert isinstance(subject, Subject) and subject.tokenizer is not None
     assert (subject.tokenizer.eod, subject.tokenizer.vocab_size, subject.vocab_size) == (END, IDS, IDS)
 
@@ -172,7 +172,8 @@ def test_without_its_tokenizer_the_remedy_is_named(
             f"--set tokenizer_type=HFTokenizer vocab_file=PATH (or another type), or put its file into {folder}" in told
         )
     assert "nothing in it ends a text: generate() runs to its limit" in told
-    assert open_source(SubjectOptions(str(folder), (Variant("it"),), "cpu", "float32", None, False)).tokenizer is None
+    options = SubjectOptions(str(folder), (Variant("it"),), "cpu", "float32", None, False)
+    assert Evaluation(options, "perplexity").tokenizer is None
     assert "which cannot be read here" in caplog.text and f"or put its file into {folder}" in caplog.text
 
 

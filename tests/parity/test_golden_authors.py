@@ -22,7 +22,7 @@ from megatron_coca.attention.positions.forms import RotaryTables
 from megatron_coca.checkpoints import CheckpointError, load_checkpoint, open_checkpoint
 from megatron_coca.checkpoints.exports.huggingface import export
 from megatron_coca.evaluation.options import SubjectOptions, Variant
-from megatron_coca.evaluation.subject import Subject, open_source
+from megatron_coca.evaluation.subject import Evaluation, Subject
 from tests.parity.exported import NEOX, random_checkpoint
 
 AUTHORS = Path(__file__).parents[1] / "golden" / "authors"
@@ -163,5 +163,5 @@ def test_other_folders_are_not_doubted(tmp_path: Path, caplog: pytest.LogCapture
 def test_results_record_the_method_that_was_used() -> None:
     variants = (Variant("coca", (), ("pos_emb=coca",)), Variant("rotary", (), ("pos_emb=rotary",)))
     options = SubjectOptions(str(AUTHORS / "coca_gpt_neox"), variants, "cpu", "float32", None, False)
-    subjects = [each for each in open_source(options).subjects() if isinstance(each, Subject)]
+    subjects = [each for each in Evaluation(options, "perplexity").subjects() if isinstance(each, Subject)]
     assert [subject.header.checkpoint.pos_emb for subject in subjects] == ["coca", "rotary"]

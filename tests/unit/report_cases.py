@@ -8,10 +8,14 @@ from typing import Any
 
 from megatron_coca.evaluation import PerplexityResult
 from megatron_coca.evaluation.analysis.records import AnalysisResult
-from megatron_coca.evaluation.harness.records import HarnessResult
+from megatron_coca.evaluation.harness.measuring import HarnessResult
 from megatron_coca.evaluation.report.curves import Curve, CurvePoint
+from megatron_coca.evaluation.report.document import Section
+from megatron_coca.evaluation.report.reading import read_results
+from megatron_coca.evaluation.report.sections import report_document
+from megatron_coca.evaluation.report.tables import ReportOptions
 from megatron_coca.evaluation.results import Cost, Costs, Result, cost_path, write_record
-from megatron_coca.evaluation.retrieval.records import NeedleResult, PasskeyResult, RulerResult
+from megatron_coca.evaluation.retrieval.measuring import NeedleResult, PasskeyResult, RulerResult, wilson_interval
 from megatron_coca.evaluation.speed import WHATS
 from megatron_coca.evaluation.speed.measuring import SpeedResult
 
@@ -97,8 +101,7 @@ def lacking(at: str, kind: str, reason: str) -> dict[str, str]:
 
 def tally(correct: int, count: int) -> dict[str, Any]:
     share = correct / count
-    spread = 1.96 * math.sqrt(share * (1 - share) / count + 1 / count**2)
-    low, high = max(0.0, share - spread), min(1.0, share + spread)
+    low, high = wilson_interval(share, count)
     return {"accuracy": share, "correct": correct, "count": count, "low": low, "high": high}
 
 
@@ -346,6 +349,11 @@ def every_result() -> dict[str, Result]:
         )
     files["needle"], files["analysis"] = needle("CoCA + dynamic NTK", lengths[:6]), analysis("RoFormer")
     return files
+
+
+def sections_of(paths: Sequence[str | Path], **options: Any) -> tuple[Section, ...]:
+    """The sections of the report of these files."""
+    return report_document(read_results(paths), "", ReportOptions(**options)).sections
 
 
 def write(folder: Path, results: dict[str, Result]) -> list[Path]:

@@ -1,6 +1,5 @@
 """Pages that are written from the results of an ablation, and the study's."""
 
-import json
 from functools import partial
 from pathlib import Path
 
@@ -9,45 +8,44 @@ import pytest
 from megatron_coca.ablation import plan
 from megatron_coca.ablation.cells import recorded_data
 from megatron_coca.ablation.reporting import figures_of_scale, render, write_page
+from megatron_coca.evaluation.report.charts import Figure
+from megatron_coca.evaluation.report.document import ReportBlock, ReportDocument, Section, Table, TableCell, TableRow
 from megatron_coca.evaluation.results import EvaluationError
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def report(tmp_path: Path) -> Path:
-    """The folder of a report with one table and one plot."""
-    cells = [{"text": "17.31", "value": 17.3142, "detail": "16.90–17.73", "note": "n = 2"}]
-    rows = [
-        {"name": "CoCA | a", "published": "", "cells": cells},
-        {"name": "RoFormer", "published": "", "cells": [{"text": "18", "value": 18.0, "detail": "", "note": ""}]},
-        {"name": "CoCA | a", "published": "the paper", "cells": [{"text": "9", "value": 9, "detail": "", "note": ""}]},
-    ]
-    table = {"name": "summary", "columns": ["64"], "rows": rows, "notes": ["stride 64"]}
-    (tmp_path / "report/figures").mkdir(parents=True)
-    (tmp_path / "report/report.json").write_text(json.dumps({"tables": [table]}))
-    (tmp_path / "report/figures/report.svg").write_bytes(b"<svg/>")
-    return tmp_path / "report"
+def report() -> ReportDocument:
+    """A report with one table and one plot."""
+    rows = (
+        TableRow("CoCA | a", (TableCell("17.31", 17.3142, detail="16.90–17.73", note="n = 2"),)),
+        TableRow("RoFormer", (TableCell("18", 18.0),)),
+        TableRow("CoCA | a", (TableCell("9", 9.0),), published="the paper"),
+    )
+    table = Table("summary", "", ("label", "64"), rows, ("stride 64",), ("the paper: of another model",))
+    figure = Figure("report", "", "", lambda canvas: None)
+    return ReportDocument("", "", (Section("summary", "", (ReportBlock(figures=(figure,), tables=(table,)),)),))
 
 
-def rendered(text: str, report: Path) -> tuple[str, dict[str, bytes]]:
-    template = report.parent / "page.md.j2"
+def rendered(text: str, report: ReportDocument, folder: Path) -> tuple[str, dict[str, bytes]]:
+    template = folder / "page.md.j2"
     template.write_text(text)
     return render(template, report, {"cells": [], "done": [object()]}, "study")
 
 
-def test_tables_values_and_plots(report: Path) -> None:
+def test_tables_values_and_plots(report: ReportDocument, tmp_path: Path) -> None:
     number = "{{ '%.1f' | format(value('summary', 'CoCA | a', '64')) }}"
-    text, plots = rendered(f"{{{{ table('summary') }}}}\n{number}\n{{{{ plot('report', 'Loss') }}}}", report)
+    text, plots = rendered(f"{{{{ table('summary') }}}}\n{number}\n{{{{ plot('report', 'Loss') }}}}", report, tmp_path)
     lines = text.splitlines()
     assert lines[2].split() == ["|", "CoCA", "\\|", "a", "|", "17.31", "(16.90–17.73)", "[1]", "|"]
     assert lines[3].split() == ["|", "RoFormer", "|", "18", "|"] and "9" not in lines[3]
-    assert lines[4:] == ["", "stride 64", "", "[1] n = 2", "17.3", "![Loss](figures/study/report.svg)"]
-    assert plots == {"report": b"<svg/>"}
+    assert lines[4:] == ["", "[1] n = 2", "", "stride 64", "17.3", "![Loss](figures/study/report.svg)"]
+    assert plots.keys() == {"report"} and b"<svg" in plots["report"]
 
 
-def test_rows_are_chosen(report: Path) -> None:
-    text, _ = rendered("{{ table('summary', ['RoFormer']) }}", report)
+def test_rows_are_chosen(report: ReportDocument, tmp_path: Path) -> None:
+    text, _ = rendered("{{ table('summary', ['RoFormer']) }}", report, tmp_path)
     assert "RoFormer" in text and "CoCA" not in text and "n = 2" not in text
 
 
@@ -64,9 +62,11 @@ def test_rows_are_chosen(report: Path) -> None:
         ("{% if %}", "page.md.j2:1: TemplateSyntaxError: Expected an expression"),
     ],
 )
-def test_what_the_results_do_not_have_is_an_error(text: str, message: str, report: Path) -> None:
+def test_what_the_results_do_not_have_is_an_error(
+    text: str, message: str, report: ReportDocument, tmp_path: Path
+) -> None:
     with pytest.raises(EvaluationError, match=message):
-        rendered(text, report)
+        rendered(text, report, tmp_path)
 
 
 @pytest.mark.parametrize(("scale", "page"), [("1M", "study.md"), ("250k", "study_250k.md")])

@@ -16,14 +16,13 @@ from megatron_coca.config import load_config
 from megatron_coca.evaluation.analysis import measuring
 from megatron_coca.evaluation.analysis.distance_sweep import BINS, SweptScores, summarise_angles
 from megatron_coca.evaluation.analysis.measuring import (
-    Sampling,
     draw_pairs,
     log_distances,
     row_entropies,
     spread,
     summarise_decay,
 )
-from megatron_coca.evaluation.analysis.records import FIGURES, AnalysisResult
+from megatron_coca.evaluation.analysis.records import FIGURES, AnalysisProtocol, AnalysisResult
 from megatron_coca.evaluation.cli import main
 from megatron_coca.evaluation.results import read_costs, read_record
 from tests.checkpoint_files import write_checkpoint
@@ -107,7 +106,8 @@ def test_a_seed_that_is_none_is_one_message(
 def test_every_figure_has_what_its_result_has(tmp_path: Path, checkpoints: dict[str, Path]) -> None:
     model = load_model(checkpoints["coca"])
     documents = [np.arange(32) * 7 % 512]
-    cells = [measuring.analyse(model, documents, length, Sampling(40, 9, 1234)) for length in (16, 32)]
+    protocol = AnalysisProtocol(text="", quantiles=[], pairs=40, queries=9, seed=1234)
+    cells = [measuring.analyse(model, documents, length, protocol) for length in (16, 32)]
     result = analysis("CoCA").model_copy(update={"results": cells})
     for name, expected in {"angles": 3, "reach": 3, "decay": 4, "entropy": 4}.items():
         axes = Figure().subplots()

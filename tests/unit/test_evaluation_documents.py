@@ -47,7 +47,7 @@ def shard(tmp_path: Path, corpus: Path) -> str:
 
 
 def collect(*names: str | Path, **changes: object):
-    arguments = {"tokenizer": TOKENIZER, "vocab_size": VOCABULARY, "max_length": 16, "progress": False, **changes}
+    arguments = {"tokenizer": TOKENIZER, "vocab_size": VOCABULARY, "max_length": 16, **changes}
     return collect_documents([str(name) for name in names], **arguments)
 
 
@@ -73,7 +73,7 @@ def test_end_of_document_counts_as_in_shards(corpus: Path) -> None:
 
 @pytest.mark.parametrize("suffix", ["", ".bin", ".idx"])
 def test_text_and_shard_are_the_same_documents(corpus: Path, shard: str, suffix: str) -> None:
-    assert collect(shard + suffix).sha256 == collect(corpus).sha256
+    assert collect(shard + suffix).record().sha256 == collect(corpus).record().sha256
 
 
 def test_folder_of_texts(tmp_path: Path, corpus: Path) -> None:
@@ -81,12 +81,12 @@ def test_folder_of_texts(tmp_path: Path, corpus: Path) -> None:
     folder.mkdir()
     for number, text in enumerate(TEXTS):
         (folder / f"{number}.txt").write_text(text)
-    assert collect(folder).sha256 == collect(corpus).sha256
+    assert collect(folder).record().sha256 == collect(corpus).record().sha256
 
 
 def test_hash_depends_on_the_boundaries() -> None:
     tokens = np.arange(8)
-    hashes = {Documents(tuple(np.split(tokens, [cut])), (), 8).sha256 for cut in (2, 3, 4)}
+    hashes = {Documents(tuple(np.split(tokens, [cut])), (), 8).record().sha256 for cut in (2, 3, 4)}
     assert len(hashes) == 3
 
 

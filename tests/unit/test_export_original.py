@@ -18,7 +18,7 @@ from megatron_coca.commands import export as export_command
 from megatron_coca.commands import import_checkpoint as import_tool
 from megatron_coca.data import load_tokenizer
 from megatron_coca.evaluation.options import SubjectOptions, Variant
-from megatron_coca.evaluation.subject import open_source
+from megatron_coca.evaluation.subject import Evaluation
 from tests.parity.exported import LLAMA, random_checkpoint
 from tests.parity.original import GENERATION, IDS, LINES, Json, changed, original_folder, trained, write
 
@@ -221,5 +221,5 @@ def test_a_stock_model_keeps_the_length_that_it_reaches(kind: str, source: Path,
     assert (after.model.seq_length, after.position.original_length(after.model.seq_length)) == (128, 32)
     for place in (folder, again):
         options = SubjectOptions(str(place), (Variant("as trained"),), "cpu", "float32", None, False)
-        (subject,) = open_source(options).subjects()
+        (subject,) = Evaluation(options, "perplexity").subjects()
         assert subject.header.checkpoint.seq_length == 128, "what evaluation reports, truncates at and splits by"

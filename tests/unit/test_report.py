@@ -19,6 +19,7 @@ from report_cases import (
     lacking,
     needle,
     perplexity,
+    sections_of,
     window,
     write,
     write_costs,
@@ -28,7 +29,7 @@ from megatron_coca.evaluation import EvaluationError, PerplexityResult, WindowRe
 from megatron_coca.evaluation.report.curves import Curve, CurvePoint
 from megatron_coca.evaluation.report.document import ReportDocument, console_text
 from megatron_coca.evaluation.report.reading import RESULT_TYPES, read_results
-from megatron_coca.evaluation.report.sections import SECTIONS, build_sections
+from megatron_coca.evaluation.report.sections import SECTIONS
 from megatron_coca.evaluation.results import read_record, write_atomically
 from megatron_coca.tables import escaped
 
@@ -67,7 +68,7 @@ def test_table_json_and_plot(tmp_path: Path) -> None:
 
 def printed_of(*files: Path) -> str:
     """What the console shows of ours, without drawing anything."""
-    return console_text(ReportDocument("", "", build_sections(read_results(files), papers=False)))
+    return console_text(ReportDocument("", "", sections_of(files, papers=False)))
 
 
 def test_infinite_perplexity_survives_strict_json(tmp_path: Path) -> None:
@@ -331,10 +332,10 @@ def test_the_same_results_give_the_same_files(tmp_path: Path) -> None:
 
 def test_without_papers_there_is_no_number_of_theirs(tmp_path: Path) -> None:
     write(tmp_path, every_result())
-    sections = build_sections(read_results([tmp_path]), papers=False)
+    sections = sections_of([tmp_path], papers=False)
     tables = [table for section in sections for block in section.blocks for table in block.tables]
     assert tables and not [row for table in tables for row in table.rows if row.published]
-    with_papers = build_sections(read_results([tmp_path]), papers=True)
+    with_papers = sections_of([tmp_path], papers=True)
     assert [
         row
         for section in with_papers
@@ -351,7 +352,7 @@ def test_the_best_of_ours_is_marked_and_theirs_never(tmp_path: Path) -> None:
         return perplexity(label, {}, results=cells, documents=DOCUMENTS | {"count": 8})
 
     results = {"one": measured("A", 2.0, 3.0), "two": measured("B", 2.5, 2.5)}
-    (_, section, *_) = build_sections(read_results(write(tmp_path, results)), papers=True)
+    (_, section, *_) = sections_of(write(tmp_path, results), papers=True)
     rows = section.blocks[0].tables[0].rows
     assert [[cell.best for cell in row.cells[:2]] for row in rows[:2]] == [[True, False], [False, True]]
     assert not any(cell.best for row in rows[2:] for cell in row.cells)

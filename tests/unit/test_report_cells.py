@@ -18,6 +18,7 @@ from report_cases import (
     passkey,
     perplexity,
     ruler,
+    sections_of,
     speed,
     window,
     write,
@@ -26,14 +27,12 @@ from report_cases import (
 from megatron_coca.evaluation import PerplexityResult
 from megatron_coca.evaluation.report.charts import Figure, png
 from megatron_coca.evaluation.report.document import ReportBlock, Table
-from megatron_coca.evaluation.report.reading import read_results
-from megatron_coca.evaluation.report.sections import build_sections
 from megatron_coca.evaluation.results import Cost, Costs, Result, cost_path, write_record
 
 
 def only_section(folder: Path, name: str, results: Mapping[str, Result]) -> tuple[ReportBlock, ...]:
     """The blocks of one section of a report on ours alone."""
-    sections = build_sections(read_results(write(folder, dict(results))), papers=False)
+    sections = sections_of(write(folder, dict(results)), papers=False)
     return next(section.blocks for section in sections if section.name == name)
 
 
@@ -60,7 +59,7 @@ def test_labels_are_no_markup_in_plots(tmp_path: Path, label: str) -> None:
         cell.model_copy(update={"method": label if cell.method == "coca" else cell.method}) for cell in result.results
     ]
     results["speed"] = result.model_copy(update={"results": cells})
-    sections = build_sections(read_results(write(tmp_path, results)), papers=True)
+    sections = sections_of(write(tmp_path, results), papers=True)
     figures = [figure for section in sections for block in section.blocks for figure in block.figures]
     assert len(figures) == 1 + 4 + 1 + 1 + 4 + 2
     legends = 0
@@ -159,7 +158,7 @@ def peaks(folder: Path, device: str, *found: int | None) -> Table:
         for at, peak in enumerate(found)
     ]
     write_record(cost_path(file), Costs(label="one", task="perplexity", device=device, costs=costs))
-    section = next(section for section in build_sections(read_results([file]), papers=False) if section.name == "costs")
+    section = next(section for section in sections_of([file], papers=False) if section.name == "costs")
     return section.blocks[0].tables[1]
 
 

@@ -10,7 +10,19 @@ from typing import Any
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Canvas
-from report_cases import DOCUMENTS, ablation, analysis, every_result, needle, passkey, perplexity, speed, window, write
+from report_cases import (
+    DOCUMENTS,
+    ablation,
+    analysis,
+    every_result,
+    needle,
+    passkey,
+    perplexity,
+    sections_of,
+    speed,
+    window,
+    write,
+)
 
 from megatron_coca.evaluation import build_report
 from megatron_coca.evaluation.axes import LEAST_RATIO, log_ticks, tick_text, widened
@@ -19,14 +31,13 @@ from megatron_coca.evaluation.report.curves import find_curves
 from megatron_coca.evaluation.report.document import ReportBlock, Section, TableCell, TableRow
 from megatron_coca.evaluation.report.intervals import Estimate, difference_interval
 from megatron_coca.evaluation.report.reading import read_results
-from megatron_coca.evaluation.report.sections import build_sections
 from megatron_coca.evaluation.report.tables import mark_best
 from megatron_coca.evaluation.results import Result
-from megatron_coca.evaluation.retrieval.records import wilson_interval
+from megatron_coca.evaluation.retrieval.measuring import wilson_interval
 
 
 def sections(folder: Path, results: dict[str, Result], **options: Any) -> dict[str, Section]:
-    built = build_sections(read_results(write(folder, results)), papers=False, **options)
+    built = sections_of(write(folder, results), papers=False, **options)
     return {section.name: section for section in built}
 
 

@@ -6,15 +6,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from report_cases import NTK, REROPE, harness, lacking, passkey, perplexity, write
+from report_cases import NTK, REROPE, harness, lacking, passkey, perplexity, sections_of, write
 
 from megatron_coca.config import Config, load_config
 from megatron_coca.evaluation import EvaluationError, PerplexityResult
 from megatron_coca.evaluation.report import published
 from megatron_coca.evaluation.report.document import Table, TableRow
 from megatron_coca.evaluation.report.published import TABLES, MethodKey, PublishedTable, method_key
-from megatron_coca.evaluation.report.reading import read_results
-from megatron_coca.evaluation.report.sections import build_sections
 from megatron_coca.evaluation.subject import changed_keys, trained_with
 from megatron_coca.evaluation.suite import read_suite
 
@@ -245,7 +243,7 @@ def test_table_5_averages_its_four_groups() -> None:
 
 def short_context_tables(folder: Path, *tasks: str) -> list[Table]:
     results = {"one": harness("RoFormer", 0.5, tasks), "two": harness("CoCA", 0.4, tasks)}
-    sections = build_sections(read_results(write(folder, results)), papers=True)
+    sections = sections_of(write(folder, results), papers=True)
     (block,) = next(section for section in sections if section.name == "short").blocks
     return list(block.tables)
 
@@ -279,7 +277,7 @@ def test_a_mean_needs_all_tasks_of_its_group(tmp_path: Path) -> None:
 
 def perplexity_tables(folder: Path, **changes: Any) -> list[Table]:
     files = write(folder, {"one": perplexity("ours", {512: 2.0}, **changes)})
-    (section, *_) = build_sections(read_results(files), papers=True)
+    (section, *_) = sections_of(files, papers=True)
     return list(section.blocks[0].tables)
 
 
@@ -313,18 +311,21 @@ def test_other_training_lengths_stand_alone(
     assert [table.caption.rpartition(": ")[2] for table in others] == apart
 
 
-REFUSED = {"environment__backend": None, "overrides": {"variant": "rope_scaling.rope_type=dynamic"}}
+REFUSED: dict[str, Any] = {
+    "environment__backend": None,
+    "overrides": {"variant": "rope_scaling.rope_type=dynamic"},
+    "missing": [lacking("all", "refused", "it means nothing")],
+}
 
 
 def refused(label: str, pos_emb: str = "rotary") -> PerplexityResult:
-    missing = [lacking("all", "refused", "it means nothing")]
-    return perplexity(label, {}, missing=missing, checkpoint__pos_emb=pos_emb, **REFUSED)
+    return perplexity(label, {}, checkpoint__pos_emb=pos_emb, **REFUSED)
 
 
 def test_a_refused_use_is_of_no_method(tmp_path: Path) -> None:
     results = {"one": perplexity("RoFormer", {512: 2.0}), "two": refused("RoFormer, refused")}
     assert method_key(results["two"]) is None
-    sections = build_sections(read_results(write(tmp_path, results)), papers=True)
+    sections = sections_of(write(tmp_path, results), papers=True)
     lines = sections[0].blocks[0].tables[0].rows
     assert [line.name for line in lines if not line.published] == ["RoFormer", "RoFormer, refused"]
     assert {line.detail for line in lines if line.published} == {"", "the method of: RoFormer"}
@@ -341,7 +342,7 @@ def test_a_refused_use_asks_for_no_table_of_its_own(tmp_path: Path) -> None:
 def test_a_refused_strict_is_no_pair(tmp_path: Path) -> None:
     slack = perplexity("Slack", {512: 3.0}, checkpoint__pos_emb="coca")
     results = {"slack": slack, "strict": refused("Strict", "coca_strict")}
-    sections = build_sections(read_results(write(tmp_path, results)), papers=True)
+    sections = sections_of(write(tmp_path, results), papers=True)
     assert "strict" not in [section.name for section in sections]
 
 
@@ -352,7 +353,7 @@ def test_strict_less_slack(tmp_path: Path) -> None:
         "unlike": perplexity("Unlike", {512: 9.0}, checkpoint__pos_emb="coca_strict"),
         "passkey": passkey("CoCA", {512: 1.0}),
     }
-    sections = build_sections(read_results(write(tmp_path, results)), papers=True)
+    sections = sections_of(write(tmp_path, results), papers=True)
     (block,) = next(section for section in sections if section.name == "strict").blocks
     (table,) = block.tables
     assert [line.name for line in table.rows[:2]] == ["Slack", "Strict: difference"]

@@ -23,6 +23,7 @@ from report_cases import (
     passkey,
     perplexity,
     ruler,
+    sections_of,
     window,
     write,
     write_costs,
@@ -31,11 +32,16 @@ from scipy import stats
 
 from megatron_coca.evaluation import EvaluationError, PerplexityResult, build_report
 from megatron_coca.evaluation.report.curves import Curve, CurvePoint
-from megatron_coca.evaluation.report.document import ReportBlock, Table, TableCell, TableRow
-from megatron_coca.evaluation.report.exports import csv_table, latex, latex_table
+from megatron_coca.evaluation.report.document import (
+    ReportBlock,
+    Table,
+    TableCell,
+    TableRow,
+    csv_table,
+    latex,
+    latex_table,
+)
 from megatron_coca.evaluation.report.overview_sections import span
-from megatron_coca.evaluation.report.reading import read_results
-from megatron_coca.evaluation.report.sections import build_sections
 from megatron_coca.evaluation.results import Result
 
 SEEDS = (1234, 1235, 1236)
@@ -57,7 +63,7 @@ def seeds(label: str, losses: dict[int, list[float]], **changes: Any) -> dict[st
 
 
 def blocks(folder: Path, name: str, results: dict[str, Result], **options: Any) -> tuple[ReportBlock, ...]:
-    sections = build_sections(read_results(write(folder, results)), papers=False, **options)
+    sections = sections_of(write(folder, results), papers=False, **options)
     return next(section.blocks for section in sections if section.name == name)
 
 
@@ -132,7 +138,7 @@ def test_every_table_has_one_row_for_the_seeds(tmp_path: Path) -> None:
     for path in write(tmp_path, files):
         if path.name.startswith("passkey"):
             write_costs(path, label)
-    sections = {section.name: section for section in build_sections(read_results([tmp_path]), papers=False)}
+    sections = {section.name: section for section in sections_of([tmp_path], papers=False)}
     for name in ("passkey", "needle", "ruler", "short", "analysis", "costs"):
         for table in (table for block in sections[name].blocks for table in block.tables):
             names = [row.name for row in table.rows]
@@ -215,7 +221,7 @@ def test_learning_curves(tmp_path: Path) -> None:
     (line,) = canvas.axes[0].lines
     assert list(line.get_xdata()) == pytest.approx([0.001, 0.002, 0.003, 0.004]), "tokens that all seeds have"
     assert "Validation" in validation.caption
-    assert not [section for section in build_sections(read_results([tmp_path])) if section.name == "training"]
+    assert not [section for section in sections_of([tmp_path]) if section.name == "training"]
 
 
 def test_many_labels_have_a_panel_for_each_model(tmp_path: Path) -> None:
@@ -258,7 +264,7 @@ def test_latex_escapes_and_counts_columns(tmp_path: Path) -> None:
 
 def test_exported_tables_have_the_columns_of_the_report(tmp_path: Path) -> None:
     files = write(tmp_path, every_result() | seeds("seeds_&_more", {512: [3.0, 3.1, 3.2]}))
-    sections = build_sections(read_results(files), baseline="CoCA")
+    sections = sections_of(files, baseline="CoCA")
     tables = [table for section in sections for block in section.blocks for table in block.tables]
     assert len({table.name for table in tables}) == len(tables) > 10
     for table in tables:

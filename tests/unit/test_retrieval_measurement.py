@@ -2,7 +2,7 @@
 cells."""
 
 import json
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +15,10 @@ from torch import Tensor
 from megatron_coca.config import load_config
 from megatron_coca.data import load_tokenizer
 from megatron_coca.evaluation.cli import TASKS
+from megatron_coca.evaluation.options import SubjectOptions
 from megatron_coca.evaluation.results import CheckpointRecord, EnvironmentRecord, EvaluationError, Store, read_costs
 from megatron_coca.evaluation.retrieval import measuring
-from megatron_coca.evaluation.subject import EvaluatedCheckpoint, Header, Subject
+from megatron_coca.evaluation.subject import Evaluation, Header, Subject
 from megatron_coca.model.generate import equal_length_batches
 
 SHAPE = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 256}
@@ -68,13 +69,13 @@ def run(task: str, model: Subject, *options: object, path: Path | None = None, t
     args = parser.parse_args(["--checkpoint", "run", "--cases", "4", *map(str, options)])
     stores: list[Store[Any]] = []
 
-    class OneSubject:
-        def __init__(self, args: Namespace, task: str) -> None:
-            self.source = EvaluatedCheckpoint(SimpleNamespace(trained=CONFIG), args, tokenizer)
-            self.status = 0
+    class OneSubject(Evaluation):
+        def __init__(self, options: SubjectOptions, task: str) -> None:
+            self.opened: Any = SimpleNamespace(trained=CONFIG)
+            self.options, self.tokenizer, self.status = options, tokenizer, 0
 
-        def variants(self, empty: Any, table: Any) -> Iterator[tuple[Subject, Store[Any]]]:
-            stores.append(Store(path, empty(model.header)))
+        def variants(self, kind: Any, table: Any, **fields: Any) -> Iterator[tuple[Subject, Store[Any]]]:
+            stores.append(Store(path, kind(**vars(model.header), **fields, results=[], missing=[])))
             yield model, stores[0]
             assert table(stores[0].result).startswith("a model: ")
 

@@ -4,7 +4,6 @@ import math
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,10 +18,19 @@ from megatron_coca.attention.method import PositionMethod
 from megatron_coca.console import track
 from megatron_coca.evaluation.analysis import distance_sweep, records
 from megatron_coca.evaluation.analysis.distance_sweep import DistanceSweep, SweptScores
-from megatron_coca.evaluation.analysis.records import AnalysisResult, Curve, Decay, Entropy, LengthAnalysis, Share
+from megatron_coca.evaluation.analysis.records import (
+    AnalysisProtocol,
+    AnalysisResult,
+    Curve,
+    Decay,
+    Entropy,
+    LengthAnalysis,
+    Share,
+)
 from megatron_coca.evaluation.documents import read_subject_documents
+from megatron_coca.evaluation.options import subject_options
 from megatron_coca.evaluation.results import Cost, EvaluationError, measured
-from megatron_coca.evaluation.subject import Evaluation, Header, noting_missing
+from megatron_coca.evaluation.subject import Evaluation, noting_missing
 from megatron_coca.model import GPT
 from megatron_coca.tables import format_table
 
@@ -98,15 +106,13 @@ def scores_at(inputs: AttentionInputs, queries: Tensor, distance: int) -> Tensor
     """Scores of the queries at token indices `queries` [n] with the keys `distance` tokens before, [heads, visible],
     scaled and with the bias; queries whose key is hidden or before the first token are left out. Batch size 1.
     """
+    queries = queries.to(inputs.value.device)
     keys = queries - distance
     for segment in inputs.segments:
-        band = segment.band
-        if distance < band.low or (band.high is not None and distance >= band.high):
+        kept = distance_sweep.in_band(segment.band, queries - keys, keys) & (keys >= 0)
+        if not kept.any():
             continue
-        kept = keys >= 0
-        kept = kept if band.first_keys is None else kept & (keys < band.first_keys)
-        queries, keys = queries[kept].to(inputs.value.device), keys[kept].to(inputs.value.device)
-        query, key = segment.query[0][:, queries], segment.key[0][:, keys]
+        query, key = segment.query[0][:, queries[kept]], segment.key[0][:, keys[kept]]
         wide = torch.promote_types(query.dtype, torch.float32)
         key = key.repeat_interleave(query.shape[0] // key.shape[0], dim=0)
         scores = (query.to(wide) * key.to(wide)).sum(-1) * inputs.scale
@@ -139,28 +145,15 @@ def row_entropies(inputs: AttentionInputs, queries: Tensor) -> Tensor:
     return torch.cat(entropies, dim=1)
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """The numbers of samples, and the seed of the drawn pairs."""
-
-    pairs: int  # pairs of tokens for angles, over all documents
-    queries: int  # of one document: positions for entropy, for scores at each distance, and pairs of the sweep
-    seed: int
-
-    def document_pairs(self, length: int, document: int, documents: int) -> tuple[Tensor, Tensor]:
-        count = max(1, len(range(document, self.pairs, documents)))
-        return draw_pairs(length, count, self.seed + document)
-
-
-def analyse(model: GPT, documents: Sequence[np.ndarray], length: int, sampling: Sampling) -> LengthAnalysis:
+def analyse(model: GPT, documents: Sequence[np.ndarray], length: int, protocol: AnalysisProtocol) -> LengthAnalysis:
     """Analyses `model`, in evaluation mode, on the first `length` tokens of `documents` (int64, at least that long).
 
-    Memory grows with `length`, not with its square, and with `sampling.pairs` times layers, heads and rotated pairs.
+    Memory grows with `length`, not with its square, and with `protocol.pairs` times layers, heads and rotated pairs.
     """
     device = next(model.parameters()).device
     distances = log_distances(length)
     sweep = DistanceSweep(model.positions, distances, length, device)
-    positions = spread(0, length - 1, sampling.queries)
+    positions = spread(0, length - 1, protocol.queries)
     # Samples of all layers of one document after another.
     angles: list[np.ndarray] = []  # each [heads, pairs, d/2] float32
     entropies: list[np.ndarray] = []  # each [heads, positions] float64
@@ -171,21 +164,22 @@ def analyse(model: GPT, documents: Sequence[np.ndarray], length: int, sampling: 
         entropies.append(row_entropies(inputs, positions).double().cpu().numpy())
         by_distance = []
         for distance in distances:
-            sampled = scores_at(inputs, spread(distance, length - 1, sampling.queries), distance)
+            sampled = scores_at(inputs, spread(distance, length - 1, protocol.queries), distance)
             by_distance.append(sampled.float().cpu().numpy().ravel())
         scores.append(by_distance)
         q, k = q[0][:, m], k[0][:, n]
         k = k.repeat_interleave(q.shape[0] // k.shape[0], dim=0)
         if model.method.name in distance_sweep.ROTATED_FORMS:
             angles.append(distance_sweep.initial_angles(model.method, q, k).float().cpu().numpy())
-        q, k = (x[:, : sampling.queries].transpose(0, 1) for x in (q, k))
+        q, k = (x[:, : protocol.queries].transpose(0, 1) for x in (q, k))
         chunk = max(1, SWEPT_AT_ONCE // (q.shape[1] * q.shape[2] * len(distances)))
         for queries, keys in zip(q.split(chunk), k.split(chunk), strict=True):
             swept.append(sweep.scores(queries, keys, inputs.bias))
 
     with torch.no_grad(), observed(model, visit):
         for number, tokens in enumerate(track(documents, f"length {length}", len(documents), "documents")):
-            m, n = (x.to(device) for x in sampling.document_pairs(length, number, len(documents)))
+            pairs = max(1, len(range(number, protocol.pairs, len(documents))))
+            m, n = (x.to(device) for x in draw_pairs(length, pairs, protocol.seed + number))
             model.hidden_states(torch.from_numpy(tokens[None, :length]).to(device))
     layers = len(model.blocks)
     summary, borders = None, None
@@ -270,23 +264,19 @@ REMEDY = "leave the length out, lower --pairs or use --dtype bfloat16"
 def run(args: Namespace) -> int:
     if len(set(args.lengths)) != len(args.lengths) or min(args.lengths) < 2:
         raise EvaluationError(f"--lengths {','.join(map(str, args.lengths))}: give distinct lengths of at least 2")
-    evaluation = Evaluation(args, "analyse")
-    documents = read_subject_documents(args, evaluation.source, max(args.lengths))
-    sampling = Sampling(args.pairs, args.queries, args.seed)
-    protocol = records.AnalysisProtocol(text=PROTOCOL, quantiles=list(distance_sweep.QUANTILES), **vars(sampling))
-    record = documents.record()
-
-    def empty(header: Header) -> AnalysisResult:
-        return AnalysisResult(**vars(header), protocol=protocol, documents=record, results=[], missing=[])
-
-    for subject, store in evaluation.variants(empty, console_table):
+    evaluation = Evaluation(subject_options(args), "analyse")
+    documents = read_subject_documents(args, evaluation, max(args.lengths))
+    samples = {"pairs": args.pairs, "queries": args.queries, "seed": args.seed}
+    protocol = AnalysisProtocol(text=PROTOCOL, quantiles=list(distance_sweep.QUANTILES), **samples)
+    fields = {"protocol": protocol, "documents": documents.record()}
+    for subject, store in evaluation.variants(AnalysisResult, console_table, **fields):
         for length in sorted(args.lengths):
             at = f"length {length}"
             if store.get((length,)) is not None:
                 continue
             with noting_missing(store, at, REMEDY):
                 with measured(subject.device) as meter:
-                    cell = analyse(subject.model, documents.arrays, length, sampling)
+                    cell = analyse(subject.model, documents.arrays, length, protocol)
                 store.put(cell, Cost.of(at, meter, length * len(documents.arrays)))
         if store.path is not None and store.result.results:
             records.draw_files(store.result, store.path)

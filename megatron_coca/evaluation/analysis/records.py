@@ -111,8 +111,8 @@ class LengthAnalysis(Cell):
 class AnalysisProtocol(Record):
     text: str
     pairs: int  # pairs of tokens for angles, over all documents
-    queries: int  # positions for entropy and, at each distance, for scores; of one document
-    seed: int
+    queries: int  # of one document: positions for entropy, for scores at each distance, and pairs of the sweep
+    seed: int  # of the drawn pairs
     quantiles: list[float]
 
 

@@ -73,6 +73,7 @@ class HarnessModel(TemplateLM):
         self.model, self.document_tokenizer, self.max_length = model, tokenizer, max_length
         self.tokens_per_batch, self.vocab_size = tokens_per_batch, vocab_size
         self.dynamic_length = dynamic_length
+        self.model_device = next(model.parameters()).device
         self.tokens = 0
 
     @property
@@ -96,8 +97,7 @@ class HarnessModel(TemplateLM):
                 raise EvaluationError(
                     f"the continuation {'of a window' if texts is None else repr(texts[1][:60])} has "
                     f"{len(continuation)} tokens without its context; 1 to {self.max_length} can be scored; correct "
-                    "the "
-                    "task, or raise --max-length"
+                    "the task, or raise --max-length"
                 )
             tokens = (context or [self.prefix_token_id]) + continuation
             self.tokens += len(continuation)
@@ -110,15 +110,12 @@ class HarnessModel(TemplateLM):
             for batch in self._batches(by_input):
                 progress.advance(len(batch))
                 padded = [[*row, *[0] * (len(batch[0]) - len(row))] for row in batch]
-                hidden = self.model.hidden_states(torch.tensor(padded, dtype=torch.int64, device=self._model_device()))
+                hidden = self.model.hidden_states(torch.tensor(padded, dtype=torch.int64, device=self.model_device))
                 for row, inputs in enumerate(batch):
                     for scoring in by_input[inputs]:
                         states = hidden[row, len(inputs) - scoring.scored : len(inputs)]
                         scores[scoring] = self._score(states, scoring.tokens[-scoring.scored :])
         return [scores[scoring] for scoring in scorings]
-
-    def _model_device(self) -> torch.device:
-        return next(self.model.parameters()).device
 
     def _batches(self, inputs: Mapping[tuple[int, ...], object]) -> Iterator[list[tuple[int, ...]]]:
         """Yield the inputs longest first, so that exhausted memory shows at once; at most `tokens_per_batch` tokens
@@ -205,7 +202,7 @@ class HarnessModel(TemplateLM):
 
         answers = generate(
             self.model,
-            torch.tensor([request.ids for request in batch], dtype=torch.int64, device=self._model_device()),
+            torch.tensor([request.ids for request in batch], dtype=torch.int64, device=self.model_device),
             batch[0].new_tokens,
             finished=finished,
             vocab_size=self.vocab_size,

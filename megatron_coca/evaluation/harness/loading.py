@@ -8,7 +8,6 @@ import logging
 import random
 import re
 import sys
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +22,6 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 from lm_eval.utils import handle_non_serializable, hash_string
 
-from megatron_coca.evaluation.harness.records import Fingerprint
 from megatron_coca.evaluation.results import EvaluationError
 
 logger = logging.getLogger(__name__)
@@ -61,7 +59,7 @@ class HarnessTask:
         return frozenset({self.name, *self.loaded.get("tasks", ()), *self.loaded.get("groups", ())})
 
     @cached_property
-    def expected(self) -> dict[str, Fingerprint]:
+    def expected(self) -> dict[str, dict[str, str]]:
         """Fingerprints of the tasks that `run` would measure, by name; builds every prompt. Raises EvaluationError."""
         self._prepare()
         for task in self.loaded["tasks"].values():
@@ -220,13 +218,14 @@ def reason(error: BaseException) -> str:
     return ADDRESS.sub("", "; caused by ".join(texts))
 
 
-def fingerprints(loaded: dict[str, Any]) -> dict[str, Fingerprint]:
+def fingerprints(loaded: dict[str, Any]) -> dict[str, dict[str, str]]:
+    """Return the hashes of what every task and group measures, by the names of the fields in the result file."""
     tasks = {name: _task_fingerprint(task) for name, task in loaded["tasks"].items()}
     groups = {name: _group_fingerprint(group, tasks) for name, group in loaded.get("groups", {}).items()}
     return tasks | groups
 
 
-def _task_fingerprint(task: Any) -> Fingerprint:
+def _task_fingerprint(task: Any) -> dict[str, str]:
     """Hash the configuration without paths, the documents that the requests are of, and their first prompts."""
     first: dict[int, Any] = {}
     for instance in sorted(task.instances, key=lambda instance: (instance.doc_id, instance.idx)):
@@ -244,37 +243,28 @@ def _task_fingerprint(task: Any) -> Fingerprint:
     metadata = configured.get("metadata") or {}
     paths = ("config_source", "task_data")
     config["metadata"] = {name: value for name, value in metadata.items() if name not in paths}
-    return Fingerprint(
-        config=_hash(config),
-        documents=_hash([hash_string(document) for document in documents]),
-        prompts=_hash([hash_string(instance.args[0]) for instance in first.values()]),
-    )
+    return {
+        "config_sha256": _hash(config),
+        "documents_sha256": _hash([hash_string(document) for document in documents]),
+        "prompts_sha256": _hash([hash_string(instance.args[0]) for instance in first.values()]),
+    }
 
 
-def _group_fingerprint(group: Any, tasks: dict[str, Fingerprint]) -> Fingerprint:
-    members = sorted((task.task_name, tasks[task.task_name]) for task in group.get_all_tasks())
+def _group_fingerprint(group: Any, tasks: dict[str, dict[str, str]]) -> dict[str, str]:
+    """Hash the means of a group and the hashes of its tasks."""
+    names = sorted(task.task_name for task in group.get_all_tasks())
     means = [vars(metric) for metric in group.aggregate_metric_list or ()]
-    return Fingerprint(
-        config=_hash([means, [(name, member.config) for name, member in members]]),
-        documents=_hash([(name, member.documents) for name, member in members]),
-        prompts=_hash([(name, member.prompts) for name, member in members]),
-    )
+
+    def of_tasks(field: str) -> list[tuple[str, str]]:
+        return [(name, tasks[name][field]) for name in names]
+
+    return {
+        "config_sha256": _hash([means, of_tasks("config_sha256")]),
+        "documents_sha256": _hash(of_tasks("documents_sha256")),
+        "prompts_sha256": _hash(of_tasks("prompts_sha256")),
+    }
 
 
 def _hash(content: Any) -> str:
     text = json.dumps(content, sort_keys=True, ensure_ascii=False, default=str)
     return hashlib.sha256(ADDRESS.sub("", text).encode()).hexdigest()
-
-
-def differences(expected: dict[str, Fingerprint], stored: Iterable[tuple[str, Fingerprint]]) -> list[str]:
-    texts = []
-    for name, other in stored:
-        fields: Sequence[str] = [
-            word
-            for word, one, two in zip(("configuration", "documents", "prompts"), expected[name], other, strict=True)
-            if one != two
-        ]
-        if fields:
-            ending = "is another" if fields == ["configuration"] else "are others"
-            texts.append(f"task {name}: its {' and '.join(fields)} {ending}")
-    return texts

@@ -4,20 +4,21 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron_coca.evaluation.report.charts import SCREEN_STYLES, png, svg
+from megatron_coca.evaluation.report.charts import png, svg
 from megatron_coca.evaluation.report.curves import Curve, find_curves
 from megatron_coca.evaluation.report.document import (
     Report,
-    ReportDocument,
     console_text,
+    csv_table,
     html_page,
+    latex_table,
     markdown,
     table_record,
 )
-from megatron_coca.evaluation.report.exports import csv_table, latex_table
 from megatron_coca.evaluation.report.reading import REPORT_FILE, read_results
-from megatron_coca.evaluation.report.sections import build_sections
-from megatron_coca.evaluation.results import EvaluationError, check_writable, write_atomically, write_record
+from megatron_coca.evaluation.report.sections import report_document
+from megatron_coca.evaluation.report.tables import ReportOptions
+from megatron_coca.evaluation.results import check_writable, write_atomically, write_record
 
 
 def run(args: Namespace) -> int:
@@ -47,15 +48,7 @@ def build_report(
     check_writable(folder / REPORT_FILE)
     loaded = read_results(result_files)
     curves = find_curves(loaded) if curves is None else curves
-    if not any(item.result.results or item.result.missing for item in loaded):
-        raise EvaluationError("no results to report: the files have neither a number nor a reason why there is none")
-    labels = {item.result.label for item in loaded}
-    weights = {item.result.checkpoint.identity for item in loaded if item.result.task != "speed"}
-    counts = {"result file": len(loaded), "label": len(labels), "set": len(weights)}
-    files, labelled, sets = (f"{count} {noun}{'' if count == 1 else 's'}" for noun, count in counts.items())
-    origin = "Every number is of this project's evaluate.py, unless a paper is named."
-    summary = f"{files}: {labelled}, {sets} of weights. {origin}"
-    document = ReportDocument(title, summary, build_sections(loaded, papers, baseline, curves))
+    document = report_document(loaded, title, ReportOptions(papers, baseline, curves))
     report = Report(
         title=title,
         tables=[table_record(table) for table in document.tables()],
@@ -63,7 +56,9 @@ def build_report(
         curves={label: list(of_seeds) for label, of_seeds in curves.items()},
         results={item.file: item.result for item in loaded},
     )
-    drawings = {figure.name: {style: svg(figure, style) for style in SCREEN_STYLES} for figure in document.figures()}
+    drawings = {
+        figure.name: {style: svg(figure, style) for style in ("light", "dark")} for figure in document.figures()
+    }
     for figure in document.figures():
         write_atomically(folder / f"{figure.name}.png", png(figure))
         write_atomically(folder / "figures" / f"{figure.name}.svg", drawings[figure.name]["light"])

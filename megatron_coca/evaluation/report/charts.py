@@ -1,6 +1,5 @@
 """Plots of a report: curves against length with their intervals, single numbers by label, and heat maps."""
 
-import base64
 import io
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -61,8 +60,12 @@ def _style(foreground: str, background: str, palette: tuple[str, ...]) -> dict[s
     return SIZES | colours | grid | {"axes.prop_cycle": cycler(color=palette)}
 
 
-PRINT_STYLE = _style("#1b1f24", "white", LIGHT)
-SCREEN_STYLES = {"light": _style("#1b1f24", "none", LIGHT), "dark": _style("#e4e7ec", "none", DARK)}
+STYLES = {
+    "print": _style("#1b1f24", "white", LIGHT),
+    "light": _style("#1b1f24", "none", LIGHT),
+    "dark": _style("#e4e7ec", "none", DARK),
+}
+"""On a white background, and transparent for a light and a dark screen."""
 
 
 @dataclass(frozen=True)
@@ -84,25 +87,17 @@ def _drawn(figure: Figure) -> Canvas:
 
 def png(figure: Figure) -> bytes:
     image = io.BytesIO()
-    with matplotlib.rc_context(cast(Any, PRINT_STYLE)):
+    with matplotlib.rc_context(cast(Any, STYLES["print"])):
         FigureCanvasAgg(_drawn(figure)).print_png(image, metadata={"Software": None})
     return image.getvalue()
 
 
 def svg(figure: Figure, style: str) -> bytes:
-    """The plot in one of `SCREEN_STYLES`, on a transparent background, or in that for "print", on a white one.
-
-    Text is drawn as paths. The same figure gives the same bytes.
-    """
+    """The plot in one of `STYLES`, text as paths. The same figure gives the same bytes."""
     image = io.BytesIO()
-    with matplotlib.rc_context(cast(Any, {**SCREEN_STYLES.get(style, PRINT_STYLE), "svg.hashsalt": figure.name})):
+    with matplotlib.rc_context(cast(Any, {**STYLES[style], "svg.hashsalt": figure.name})):
         FigureCanvasSVG(_drawn(figure)).print_svg(image, metadata={"Date": None, "Creator": None})
     return image.getvalue()
-
-
-def data_uri(image: bytes) -> str:
-    """An SVG image inside a page."""
-    return "data:image/svg+xml;base64," + base64.b64encode(image).decode()
 
 
 @dataclass(frozen=True)

@@ -65,17 +65,10 @@ def curve_points(run: Path, tokens: int, last: int | None = None) -> list[CurveP
     for report in metrics(run):
         for key, name in (("loss", "train_loss"), ("validation_loss", "validation_loss")):
             if key in report and (last is None or report["step"] <= last):
-                points.setdefault(int(report["step"]), {})[name] = report[key]
-    curve = [
-        CurvePoint(
-            step=step,
-            tokens=step * tokens,
-            train_loss=losses.get("train_loss"),
-            validation_loss=losses.get("validation_loss"),
-        )
-        for step, losses in sorted(points.items())
-    ]
-    return thinned(curve)
+                points.setdefault(int(report["step"]), {"train_loss": None, "validation_loss": None})[name] = report[
+                    key
+                ]
+    return thinned([CurvePoint(step=step, tokens=step * tokens, **losses) for step, losses in sorted(points.items())])
 
 
 def metrics(run: Path, last: int | None = None) -> Iterator[dict[str, Any]]:

@@ -1,5 +1,9 @@
-"""The content of a report: tables, figures and sections, and their forms as Markdown, JSON and HTML."""
+"""The content of a report: tables, figures and sections, and their forms as Markdown, JSON, HTML, CSV and LaTeX."""
 
+import csv
+import io
+import re
+from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -9,7 +13,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader
 from pydantic import SerializeAsAny
 
-from megatron_coca.evaluation.report.charts import Figure, data_uri
+from megatron_coca.evaluation.report.charts import Figure
 from megatron_coca.evaluation.report.curves import Curve
 from megatron_coca.evaluation.results import Record, Result
 from megatron_coca.tables import escaped, format_table, in_cell
@@ -185,6 +189,85 @@ def markdown_table(table: Table, in_table: Callable[[str], str] = in_cell, below
     return "\n\n".join([*parts, *map(below, (*table.notes, *table.sources))])
 
 
+def csv_table(table: Table) -> str:
+    """Numbers with eight digits, texts where there is none; extra columns hold the ends of intervals and the seeds."""
+    columns = [[table.header[0], *(row.name for row in table.rows)], ["source", *(row.published for row in table.rows)]]
+    for head, *cells in zip(table.header[1:], *(row.cells for row in table.rows), strict=True):
+        columns.append([head, *(cell.text if cell.value is None else _number(cell.value) for cell in cells)])
+        for name in ("low", "high", "seeds"):
+            values = [getattr(cell, name) for cell in cells]
+            if any(value is not None and (name != "seeds" or value > 1) for value in values):
+                columns.append([f"{head} {name}", *map(_number, values)])
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(zip(*columns, strict=True))
+    return text.getvalue()
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.8g}"
+
+
+LATEX = {
+    "\\": r"\textbackslash{}",
+    **{character: f"\\{character}" for character in "&%$#_{}"},
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+    '"': r"\textquotedbl{}",
+    "[": "{[}",  # after the end of a row it would begin an option, as the asterisk
+    "*": "{*}",
+    "--": "-{}-",
+    "–": "--",
+    "±": r"$\pm$",
+    "×": r"$\times$",
+    "†": r"\textsuperscript{\dag}",
+    "·": r"$\cdot$",
+}
+_LATEX_SPECIAL = re.compile("|".join(map(re.escape, LATEX)))
+
+
+def latex(text: str) -> str:
+    """Escape plain text for one line of LaTeX."""
+    return _LATEX_SPECIAL.sub(lambda match: LATEX[match[0]], " ".join(text.splitlines()))
+
+
+def latex_table(table: Table) -> str:
+    r"""A table environment for \usepackage{booktabs}, with its notes below."""
+    footnotes = table.footnotes()
+
+    def cell(value: TableCell) -> str:
+        text = rf"\textbf{{{latex(value.text)}}}" if value.best else latex(value.text)
+        text += latex(value.in_full.removeprefix(value.text))
+        return rf"{text}\textsuperscript{{{footnotes[value.note]}}}" if value.note else text
+
+    def line(row: TableRow) -> str:
+        return " & ".join([latex(row.name), *map(cell, row.cells)]) + r" \\"
+
+    wide = [any(row.cells[column].wide for row in table.rows) for column in range(len(table.header) - 1)]
+    lines = [
+        r"% needs \usepackage{booktabs}",
+        r"\begin{table}",
+        r"\centering",
+        rf"\caption{{{latex(table.caption)}}}",
+        rf"\label{{tab:{table.name}}}",
+        rf"\begin{{tabular}}{{l{''.join('l' if is_wide else 'r' for is_wide in wide)}}}",
+        r"\toprule",
+        " & ".join(map(latex, table.header)) + r" \\",
+    ]
+    for published, rows in table.bodies():
+        lines.append(r"\midrule")
+        if published:
+            lines.append(rf"\multicolumn{{{len(table.header)}}}{{l}}{{\emph{{{latex(published)}}}}} \\")
+        lines += map(line, rows)
+    lines += [r"\bottomrule", r"\end{tabular}"]
+    notes = [rf"\textsuperscript{{{number}}} {latex(note)}" for note, number in footnotes.items()]
+    notes += map(latex, (*table.notes, *table.sources))
+    lines += [rf"\par\smallskip{{\footnotesize {note}\par}}" for note in notes]
+    return "\n".join([*lines, r"\end{table}"]) + "\n"
+
+
 def html_page(document: ReportDocument, drawings: Mapping[str, Mapping[str, bytes]]) -> str:
     """The file report.html: one page with its style and images inside, without scripts.
 
@@ -193,7 +276,10 @@ def html_page(document: ReportDocument, drawings: Mapping[str, Mapping[str, byte
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    images = {name: {style: data_uri(image) for style, image in each.items()} for name, each in drawings.items()}
+    images = {
+        name: {style: f"data:image/svg+xml;base64,{b64encode(image).decode()}" for style, image in each.items()}
+        for name, each in drawings.items()
+    }
     return environment.get_template("report.html.j2").render(document=document, images=images)
 
 
@@ -210,8 +296,9 @@ class Report(Record):
 def table_record(table: Table) -> dict[str, Any]:
     """A table as it is in report.json: every cell with its text, value, small print and note."""
     fields = ("text", "value", "detail", "low", "high", "seeds", "note")
-    cells = [[{name: getattr(cell, name) for name in fields} for cell in row.cells] for row in table.rows]
-    heads = [{"name": row.name, "published": row.published} for row in table.rows]
-    rows = [{**head, "cells": own} for head, own in zip(heads, cells, strict=True)]
+    rows = []
+    for row in table.rows:
+        cells = [{name: getattr(cell, name) for name in fields} for cell in row.cells]
+        rows.append({"name": row.name, "published": row.published, "cells": cells})
     columns = table.header[1:]
     return {"name": table.name, "caption": table.caption, "columns": columns, "rows": rows, "notes": table.notes}

@@ -8,6 +8,8 @@ from statistics import NormalDist, fmean, stdev
 
 import numpy as np
 
+from megatron_coca.evaluation.perplexity import exponential
+
 RESAMPLES = 10_000
 """Bootstrap samples of the documents. They come from a fixed seed and are the same for every comparison."""
 FEWEST_DOCUMENTS = 6
@@ -74,14 +76,6 @@ def difference_interval(one: Estimate, other: Estimate) -> tuple[float, float]:
     below = math.hypot(one.mean - one.low, other.high - other.mean)
     above = math.hypot(one.high - one.mean, other.mean - other.low)
     return difference - below, difference + above
-
-
-def exponential(value: float) -> float:
-    """exp(value), infinite where it overflows: a token can cost more than 709 nats."""
-    try:
-        return math.exp(value)
-    except OverflowError:
-        return math.inf
 
 
 def geometric_estimate(logarithms: Sequence[float]) -> Estimate:

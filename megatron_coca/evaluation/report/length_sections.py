@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from statistics import fmean
 from typing import Any
 
@@ -23,7 +24,7 @@ from megatron_coca.evaluation.report.reading import (
 from megatron_coca.evaluation.report.retrieval_sections import RETRIEVAL_COMPARABLE, accuracy_at
 from megatron_coca.evaluation.report.tables import ReportOptions
 from megatron_coca.evaluation.results import Result
-from megatron_coca.evaluation.retrieval.records import PasskeyResult
+from megatron_coca.evaluation.retrieval.measuring import PasskeyResult
 
 PERPLEXITY_COMPARABLE: Comparable = {
     "documents (sha256)": "documents.sha256",
@@ -77,13 +78,10 @@ def document_means(
     return tuple(fmean(values) for values in zip(*complete, strict=True))
 
 
-def losses(cell: WindowResult) -> Sequence[float]:
-    return cell.nll_by_document
-
-
-perplexity_cell = window_cell(lambda cell: cell.nll, losses, log=True)
-loss_cell = window_cell(lambda cell: cell.nll, losses, "{:.4f}".format)
-accuracy_cell = window_cell(lambda cell: 100 * cell.accuracy, lambda cell: cell.correct_by_document)
+nll, losses = attrgetter("nll"), attrgetter("nll_by_document")
+perplexity_cell = window_cell(nll, losses, log=True)
+loss_cell = window_cell(nll, losses, "{:.4f}".format)
+accuracy_cell = window_cell(lambda cell: 100 * cell.accuracy, attrgetter("correct_by_document"))
 
 
 MARK = "†"
@@ -148,7 +146,7 @@ def perplexity_blocks(group: ResultGroup, name: str, options: ReportOptions) -> 
         file = "report" if name.endswith("-1") else name.replace("perplexity-", "report_")
         figures.append(shared.length_figure(file, "Perplexity by window", drawn, [*lines, *theirs], panel, caption))
     text = (f"Protocol: {protocol.text}; stride {protocol.stride}.",)
-    return ReportBlock(text, tuple(figures), (main, *others), provenance=shared.provenance(group))
+    return ReportBlock(text, tuple(figures), (main, *others))
 
 
 REPEATED = (
@@ -177,7 +175,7 @@ def map_blocks(group: ResultGroup, name: str, options: ReportOptions) -> ReportB
     published = [table for table in TABLES if table.metric == "next-token accuracy"] if options.papers else []
     tables += [shared.published_table(table, group, name) for table in published]
     text = (REPEATED,) if published else ()
-    return ReportBlock(text, (), tuple(tables), provenance=shared.provenance(group))
+    return ReportBlock(text, (), tuple(tables))
 
 
 # CoCA-Strict against CoCA-Slack

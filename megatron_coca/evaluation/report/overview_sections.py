@@ -40,7 +40,7 @@ def summary_blocks(loaded: Sequence[LoadedResult], options: ReportOptions) -> li
         for task, comparable in (("perplexity", PERPLEXITY_COMPARABLE), ("passkey", RETRIEVAL_COMPARABLE))
     }
     columns = [(group, column) for group in found["perplexity"] for column in perplexity_columns(group, options)]
-    columns += [(group, column) for group in found["passkey"] for column in span_columns(group)]
+    columns += [(group, ("passkey span", span_cell, False)) for group in found["passkey"] if group.measured]
     if len(columns) < 2:
         return []
     for group, (head, cell, low) in columns:
@@ -86,10 +86,6 @@ def ratio_cell(series: Series, multiple: int) -> TableCell:
         return None if short is None or long is None else long - short
 
     return shared.value_cell(series, f"window {multiple * length}", logarithm, log=True)
-
-
-def span_columns(group: ResultGroup) -> list[Column]:
-    return [("passkey span", span_cell, False)] if group.measured else []
 
 
 def span_cell(series: Series) -> TableCell:

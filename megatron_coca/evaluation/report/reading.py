@@ -11,10 +11,10 @@ from typing import Any
 
 from megatron_coca.evaluation import results
 from megatron_coca.evaluation.analysis.records import AnalysisResult
-from megatron_coca.evaluation.harness.records import HarnessResult
+from megatron_coca.evaluation.harness.measuring import HarnessResult
 from megatron_coca.evaluation.perplexity import PerplexityResult
 from megatron_coca.evaluation.results import Cell, Cost, EvaluationError, Missing, Result
-from megatron_coca.evaluation.retrieval.records import NeedleResult, PasskeyResult, RulerResult
+from megatron_coca.evaluation.retrieval.measuring import NeedleResult, PasskeyResult, RulerResult
 from megatron_coca.evaluation.speed.measuring import SpeedResult
 
 logger = logging.getLogger(__name__)
@@ -119,6 +119,10 @@ class Replicate:
     header: Any
     cells: dict[tuple[Any, ...], Any]
     missing: dict[str, Missing]
+
+    def number(self, key: tuple[Any, ...], of: Callable[[Any], float | None]) -> float | None:
+        """`of` the cell with that key, None without one."""
+        return of(self.cells[key]) if key in self.cells else None
 
     def why(self, at: str) -> Missing:
         unknown = Missing(at=at, kind="not run", reason="")

@@ -22,7 +22,7 @@ from megatron_coca.evaluation.report.charts import (
 from megatron_coca.evaluation.report.document import ReportBlock, Table, TableCell, TableRow
 from megatron_coca.evaluation.report.reading import Comparable, Replicate, ResultGroup, Series
 from megatron_coca.evaluation.report.tables import ReportOptions
-from megatron_coca.evaluation.retrieval.records import RetrievalProtocol, Tally, wilson_interval
+from megatron_coca.evaluation.retrieval.measuring import RetrievalProtocol, Tally, wilson_interval
 
 RETRIEVAL_COMPARABLE: Comparable = {
     "cases": "protocol.cases",
@@ -54,25 +54,20 @@ def retrieval_text(protocol: RetrievalProtocol, cell: str) -> str:
 def tally_cell(series: Series, key: tuple[Any, ...], at: str, tally: TallyOf = lambda cell: cell) -> TableCell:
     """An accuracy: of one seed with its Wilson interval, of several with their t interval."""
 
-    def found(replicate: Replicate) -> Tally | None:
-        return tally(replicate.cells[key]) if key in replicate.cells else None
+    cells = [replicate.cells[key] for replicate in series.replicates if key in replicate.cells]
+    tallies = [own for own in map(tally, cells) if own is not None]
+    if cells and not tallies:
+        return TableCell("–", detail="no case")
 
-    def number(replicate: Replicate) -> float | None:
-        own = found(replicate)
+    def accuracy(cell: Any) -> float | None:
+        own = tally(cell)
         return own.accuracy if own is not None else None
 
-    def wilson(replicate: Replicate) -> dict[str, Any]:
-        own = found(replicate)
-        return {} if own is None else {"detail": f"{own.low:.2f}–{own.high:.2f}", "low": own.low, "high": own.high}
-
-    if key in series.keys and all(number(replicate) is None for replicate in series.replicates):
-        return TableCell("–", detail="no case")
-    cell = shared.value_cell(series, at, number, single=wilson)
+    cell = shared.value_cell(series, at, lambda replicate: replicate.number(key, accuracy))
     if cell.value is None or cell.low is not None:
         return cell
-    # Seeds that agree exactly have no t interval.
-    tallies = [found(replicate) for replicate in series.replicates]
-    low, high = wilson_interval(cell.value, sum(own.count for own in tallies if own is not None))
+    # Of one seed, and of seeds that agree exactly, which have no t interval.
+    low, high = wilson_interval(cell.value, sum(own.count for own in tallies))
     return replace(cell, detail=f"{low:.2f}–{high:.2f}", low=low, high=high)
 
 
@@ -86,9 +81,9 @@ def passkey_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Rep
     metric = "passkey" if options.papers else ""
     caption = f"Passkey accuracy by length of the prompt, with 95% intervals ({INTERVALS})"
     tables = shared.length_table(name, caption, "accuracy at length", group, passkey_cell, metric, lowest=False)
-    text, origin = [retrieval_text(group.first.protocol, "length")], shared.provenance(group)
+    text = [retrieval_text(group.first.protocol, "length")]
     if not group.measured:
-        return ReportBlock(tuple(text), (), tuple(tables), provenance=origin)
+        return ReportBlock(tuple(text), (), tuple(tables))
     lengths = group.lengths()
     rows: list[TableRow] = []
     for side in ("inside", "beyond"):
@@ -104,7 +99,7 @@ def passkey_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Rep
     drawn, lines = shared.length_lines(group, passkey_cell)
     if not any(y > 0 for line in lines for y in line.y):
         text.insert(0, "All zero: no label finds a key at any length, so there is no plot.")
-        return ReportBlock(tuple(text), (), tuple(tables), provenance=origin)
+        return ReportBlock(tuple(text), (), tuple(tables))
     theirs = shared.published_lines(group, drawn, metric)
     caption = f"Passkey accuracy by length with 95% intervals: {INTERVALS}.{shared.DASHED if theirs else ''}"
     panel = {"x_label": "length of the prompt (tokens)", "y_label": ACCURACY, "y_range": SHARES}
@@ -113,7 +108,7 @@ def passkey_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Rep
         figures += [passkey_ranges_figure(group, name)] if len(drawn) <= shared.MOST_LINES else []
         figures.append(passkey_labels_figure(group, name))
     figures.append(passkey_depths_figure(group, name))
-    return ReportBlock(tuple(text), tuple(figures), tuple(tables), provenance=origin)
+    return ReportBlock(tuple(text), tuple(figures), tuple(tables))
 
 
 def quarter_of(index: int) -> TallyOf:
@@ -203,7 +198,7 @@ def needle_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Repo
         alt = f"Heat map of needles found by {series.label} over depth and length; the table has the numbers"
         figures.append(Figure(f"{name}-{index}", caption, alt, draw, (6.0, 1.4 + 0.3 * max(6, len(depths)))))
     text = (retrieval_text(group.first.protocol, "cell"),)
-    return ReportBlock(text, tuple(figures), tuple(tables), provenance=shared.provenance(group))
+    return ReportBlock(text, tuple(figures), tuple(tables))
 
 
 def needle_cell(series: Series, length: int, depth: int) -> TableCell:
@@ -213,7 +208,7 @@ def needle_cell(series: Series, length: int, depth: int) -> TableCell:
 
 
 def accuracy_at(key: tuple[Any, ...], replicate: Replicate) -> float | None:
-    return replicate.cells[key].accuracy if key in replicate.cells else None
+    return replicate.number(key, attrgetter("accuracy"))
 
 
 @shared.grouped("ruler", RETRIEVAL_COMPARABLE)
@@ -256,4 +251,4 @@ def ruler_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Repor
         }
         figures.append(shared.length_figure(name, "Mean share found by length", drawn, lines, panel, caption))
     text = (retrieval_text(group.first.protocol, "cell"),)
-    return ReportBlock(text, tuple(figures), (table,), provenance=shared.provenance(group))
+    return ReportBlock(text, tuple(figures), (table,))

@@ -16,15 +16,21 @@ from megatron_coca.evaluation.report import retrieval_sections as retrieval
 from megatron_coca.evaluation.report import short_sections as short
 from megatron_coca.evaluation.report import tables as shared
 from megatron_coca.evaluation.report.charts import Figure, Line, Panel, panels, size_with_legend
-from megatron_coca.evaluation.report.curves import Curve
-from megatron_coca.evaluation.report.document import EMPTY, ReportBlock, Section, Table, TableCell, TableRow
+from megatron_coca.evaluation.report.document import (
+    EMPTY,
+    ReportBlock,
+    ReportDocument,
+    Section,
+    Table,
+    TableCell,
+    TableRow,
+)
 from megatron_coca.evaluation.report.overview_sections import curve_blocks, summary_blocks
 from megatron_coca.evaluation.report.published import COST, TABLES
 from megatron_coca.evaluation.report.reading import (
     RESULT_TYPES,
     Comparable,
     LoadedResult,
-    Replicate,
     ResultGroup,
     Series,
 )
@@ -217,10 +223,9 @@ ANALYSIS_COLUMNS: dict[str, Callable[[LengthAnalysis], float | None]] = {
 
 
 def analysis_cell(series: Series, length: int, number: Callable[[LengthAnalysis], float | None]) -> TableCell:
-    def value(replicate: Replicate) -> float | None:
-        return number(replicate.cells[length,]) if (length,) in replicate.cells else None
-
-    cell = shared.value_cell(series, f"length {length}", value, "{:.3f}".format)
+    cell = shared.value_cell(
+        series, f"length {length}", lambda replicate: replicate.number((length,), number), "{:.3f}".format
+    )
     return TableCell("–") if cell.absent and (length,) in series.keys else cell
 
 
@@ -250,7 +255,7 @@ def analysis_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Re
             alt = f"{series.label}: {kind}"
             figures.append(Figure(f"{name}-{index}-{kind}", caption, alt, partial(draw, kind, merged)))
     text = (f"Protocol: {group.first.protocol.text}.",)
-    return ReportBlock(text, tuple(figures), (table,), provenance=shared.provenance(group))
+    return ReportBlock(text, tuple(figures), (table,))
 
 
 # Models
@@ -311,23 +316,25 @@ SECTIONS: dict[str, tuple[str, tuple[str, ...], shared.Builder]] = {
 `RESULT_TYPES`."""
 
 
-def build_sections(
-    loaded: Sequence[LoadedResult],
-    papers: bool = True,
-    baseline: str | None = None,
-    curves: Mapping[str, Sequence[Curve]] | None = None,
-) -> tuple[Section, ...]:
-    """The sections that have content; arguments as of `build_report`.
+def report_document(loaded: Sequence[LoadedResult], title: str, options: ReportOptions) -> ReportDocument:
+    """The content of a report: all sections that have any.
 
-    Raises EvaluationError for labels that name two models, and for a baseline that no result has.
+    Raises EvaluationError where there is nothing to report, for labels that name two models, and for a baseline that no
+    result has.
     """
+    if not any(item.result.results or item.result.missing for item in loaded):
+        raise EvaluationError("no results to report: the files have neither a number nor a reason why there is none")
     labels = dict.fromkeys(item.result.label for item in loaded)
-    if baseline is not None and baseline not in labels:
-        raise EvaluationError(f"baseline `{baseline}`: no result has this label; there are {', '.join(labels)}")
-    options, sections = ReportOptions(papers, baseline, curves or {}), []
-    for name, (title, tasks, build) in SECTIONS.items():
+    if options.baseline is not None and options.baseline not in labels:
+        raise EvaluationError(f"baseline `{options.baseline}`: no result has this label; there are {', '.join(labels)}")
+    weights = {item.result.checkpoint.identity for item in loaded if item.result.task != "speed"}
+    counts = {"result file": len(loaded), "label": len(labels), "set": len(weights)}
+    files, labelled, sets = (f"{count} {noun}{'' if count == 1 else 's'}" for noun, count in counts.items())
+    origin = "Every number is of this project's evaluate.py, unless a paper is named."
+    sections = []
+    for name, (heading, tasks, build) in SECTIONS.items():
         chosen = [item for item in loaded if item.result.task in tasks]
         if chosen and (blocks := build(chosen, options)):
             noted = [replace(block, tables=tuple(map(shared.with_seeds_note, block.tables))) for block in blocks]
-            sections.append(Section(name, title, tuple(noted), name not in NOT_PRINTED))
-    return tuple(sections)
+            sections.append(Section(name, heading, tuple(noted), name not in NOT_PRINTED))
+    return ReportDocument(title, f"{files}: {labelled}, {sets} of weights. {origin}", tuple(sections))

@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import NormalDist, fmean
-from typing import Any
 
-from megatron_coca.evaluation.harness.records import Score
+from megatron_coca.evaluation.harness.measuring import Score
 from megatron_coca.evaluation.options import dynamic_length_text
 from megatron_coca.evaluation.report import tables as shared
 from megatron_coca.evaluation.report.document import ReportBlock, Table, TableCell, TableRow
@@ -40,15 +39,13 @@ def score_cell(series: Series, key: ScoreKey, scale: float = 1.0, digits: int = 
         score = find_score(replicate, key)
         return None if score is None else scale * score.value
 
-    def spread(replicate: Replicate) -> dict[str, Any]:
-        score = find_score(replicate, key)
-        if score is None or score.stderr is None:
-            return {}
-        value, stderr = scale * score.value, scale * score.stderr
-        ends = {"low": value - NORMAL_95 * stderr, "high": value + NORMAL_95 * stderr}
-        return {"detail": f"± {stderr:.{digits}f}", **ends}
-
-    return shared.value_cell(series, f"task {key[0]}", number, f"{{:.{digits}f}}".format, single=spread)
+    cell = shared.value_cell(series, f"task {key[0]}", number, f"{{:.{digits}f}}".format)
+    score = find_score(series.replicates[0], key)
+    if len(series.replicates) > 1 or score is None or score.stderr is None:
+        return cell
+    value, stderr = scale * score.value, scale * score.stderr
+    reach = NORMAL_95 * stderr
+    return replace(cell, detail=f"± {stderr:.{digits}f}", low=value - reach, high=value + reach)
 
 
 @shared.grouped("short", HARNESS_COMPARABLE)
@@ -80,7 +77,7 @@ def harness_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Rep
     paper_tasks = {task for tasks in TASKS_BY_GROUP.values() for task in tasks}
     if paper_tasks.isdisjoint(task for series in group.series for (task,) in series.keys):
         others = [shared.published_table(SHORT_CONTEXT, group, name)] if options.papers else []
-        return ReportBlock((text,), (), (main, *others), provenance=shared.provenance(group))
+        return ReportBlock((text,), (), (main, *others))
     by_task = tuple(
         TableRow(
             f"{title}: {task}", tuple(score_cell(series, (task, "acc", "none"), 100, 2) for series in group.series)
@@ -91,7 +88,7 @@ def harness_blocks(group: ResultGroup, name: str, options: ReportOptions) -> Rep
     caption = "Accuracy in percent on the tasks of the CoCA paper's Table 5, by group"
     header = ("group and task", *(series.label for series in group.series))
     tables = (main, Table(f"{name}-tasks", caption, header, by_task), group_means_table(group, name, options.papers))
-    return ReportBlock((text,), (), tables, provenance=shared.provenance(group))
+    return ReportBlock((text,), (), tables)
 
 
 def score_keys(group: ResultGroup) -> list[ScoreKey]:

@@ -56,13 +56,13 @@ BlockFunction = Callable[[ResultGroup, str, ReportOptions], ReportBlock]
 def grouped(
     name: str, comparable: Comparable, applies: Callable[[ResultGroup], bool] = lambda group: True
 ) -> Callable[[BlockFunction], Builder]:
-    """Decorate a function of one group: called with each group of comparable results, named `name`-1 and so on."""
+    """Decorate a function that makes the block of one group of comparable results, named `name`-1 and so on."""
 
     def decorate(block: BlockFunction) -> Builder:
         def build(loaded: Sequence[LoadedResult], options: ReportOptions) -> list[ReportBlock]:
             groups = filter(applies, group_results(loaded, comparable))
             return [
-                replace(block(group, f"{name}-{index}", options), heading=group.heading)
+                replace(block(group, f"{name}-{index}", options), heading=group.heading, provenance=provenance(group))
                 for index, group in enumerate(groups, 1)
             ]
 
@@ -127,9 +127,8 @@ def value_cell(
     number: Callable[[Replicate], float | None],
     show: Show = TWO_DIGITS,
     log: bool = False,
-    single: Callable[[Replicate], Mapping[str, Any]] = lambda replicate: {},
 ) -> TableCell:
-    """The `mean_cell` over the replicates of a series; of one replicate the number, with the fields by `single`.
+    """The `mean_cell` over the replicates of a series.
 
     `number` is None where a replicate has none; `at` is the name of the cell among those that are missing.
     """
@@ -138,9 +137,6 @@ def value_cell(
     if not known:
         reasons = [replicate.why(at) for replicate in series.replicates]
         return missing_cell(next((missing for missing in reasons if missing.kind != "not run"), reasons[0]))
-    cell = mean_cell(known, show, log)
-    if len(numbers) == 1:
-        return replace(cell, **single(series.replicates[0]))
     without = [
         (replicate.header.checkpoint.seed, replicate.why(at))
         for replicate, value in zip(series.replicates, numbers, strict=True)
@@ -148,7 +144,7 @@ def value_cell(
     ]
     reasons_by_seed = [f"seed {seed}: {': '.join(filter(None, (why.kind, why.reason)))}" for seed, why in without]
     note = f"{len(known)} of {len(numbers)} seeds; {'; '.join(reasons_by_seed)}" if without else ""
-    return replace(cell, note=note)
+    return replace(mean_cell(known, show, log), note=note)
 
 
 SEEDS_NOTE = (
@@ -231,16 +227,6 @@ def length_table(
     return [main, *(published_table(table, group, name) for table in apart)]
 
 
-def cell_line(label: str, cells: Mapping[int, TableCell]) -> Line:
-    """The numbers of table cells by length, with their intervals."""
-    y, low, high = (
-        tuple(math.nan if value is None else value for value in values)
-        for values in zip(*((cell.value, cell.low, cell.high) for cell in cells.values()), strict=True)
-    )
-    banded = any(map(math.isfinite, low))
-    return Line(label, tuple(cells), y, low if banded else (), high if banded else ())
-
-
 def length_lines(group: ResultGroup, cell: CellFunction) -> tuple[list[Series], list[Line]]:
     """The series with complete numbers, and a line with the numbers and intervals of the table for each."""
     drawn, lines = [], []
@@ -249,7 +235,12 @@ def length_lines(group: ResultGroup, cell: CellFunction) -> tuple[list[Series], 
         known = {length: found for length, found in cells.items() if found.value is not None and not found.partial}
         if known:
             drawn.append(series)
-            lines.append(cell_line(series.label, known))
+            y, low, high = (
+                tuple(math.nan if (value := getattr(found, end)) is None else value for found in known.values())
+                for end in ("value", "low", "high")
+            )
+            banded = any(map(math.isfinite, low))
+            lines.append(Line(series.label, tuple(known), y, low if banded else (), high if banded else ()))
     return drawn, lines
 
 

@@ -13,8 +13,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from megatron_coca.data import Tokenizer, corpus_files, ensure_builtin, read_documents
-from megatron_coca.evaluation.results import EvaluationError
-from megatron_coca.evaluation.retrieval.records import HaystackRecord
+from megatron_coca.evaluation.results import EvaluationError, Record
 
 FILLER = (
     "The grass is green.",
@@ -38,13 +37,11 @@ class LengthError(EvaluationError):
     """A task cannot make a prompt of this length."""
 
 
-class Fact(NamedTuple):
-    """Position of requested information: the fraction of filler units before it, and the tokens from its first mention
-    to the end of the prompt, both included.
-    """
+class FactRecord(Record):
+    """Position of requested information in a prompt."""
 
-    depth: float
-    distance: int
+    depth: float  # fraction of the filler units before it, 0 .. 1
+    distance: int  # tokens from its first mention to the end of the prompt, both included
 
 
 @dataclass(frozen=True)
@@ -52,10 +49,15 @@ class Case:
     """One prompt and its answer."""
 
     number: int  # index among the cases of its task, length and seed
-    length: int  # requested tokens
-    prompt: np.ndarray  # token ids, int32 [at most length]
+    prompt: np.ndarray  # token ids, int32 [at most the requested length]
     expected: tuple[str, ...]  # strings that a right answer contains
-    facts: tuple[Fact, ...]  # in the order of the text; none if the answer is a property of the whole text
+    facts: tuple[FactRecord, ...]  # in the order of the text; none if the answer is a property of the whole text
+
+
+class HaystackRecord(Record):
+    name: str
+    sentences: int  # 1 for the passkey's filler: its five sentences are one unit
+    sha256: str  # of the sentences, each with a line feed
 
 
 @dataclass(frozen=True)
@@ -281,9 +283,10 @@ def _most_units(draft: Draft, tokens: int, low: int, above: int | None) -> int:
     return low
 
 
-def facts_of(fitted: Fitted, tokenizer: Tokenizer) -> tuple[Fact, ...]:
+def facts_of(fitted: Fitted, tokenizer: Tokenizer) -> tuple[FactRecord, ...]:
     """Locate the facts of a prompt in tokens, by tokenizing the text before each."""
     text, count = fitted.text.text, len(fitted.ids)
     return tuple(
-        Fact(depth, count - len(tokenizer.encode(text[:offset].rstrip()))) for depth, offset in fitted.text.facts
+        FactRecord(depth=depth, distance=count - len(tokenizer.encode(text[:offset].rstrip())))
+        for depth, offset in fitted.text.facts
     )

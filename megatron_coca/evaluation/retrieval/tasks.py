@@ -137,7 +137,7 @@ class RetrievalTask:
             draft, expected = self.compose(random, length, costs)
             fitted = prompts.fit(draft, tokenizer, length)
             ids = np.array(fitted.ids, dtype=np.int32)
-            cases.append(Case(number, length, ids, expected, prompts.facts_of(fitted, tokenizer)))
+            cases.append(Case(number, ids, expected, prompts.facts_of(fitted, tokenizer)))
         return cases
 
 

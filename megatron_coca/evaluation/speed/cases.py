@@ -84,8 +84,7 @@ class Case:
     @property
     def is_plain_rope(self) -> bool:
         position = self.config.position
-        plain = position.rope_scaling is None and position.relative_positions is None
-        return position.pos_emb == "rotary" and plain and position.logit_scaling == "none"
+        return position.pos_emb == "rotary" and all(getattr(position, key) == value for key, value in PLAIN.items())
 
 
 @dataclass(frozen=True)
