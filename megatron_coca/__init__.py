@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["Sampling", "build_model", "load_config", "load_generator", "load_model"]
 __version__ = "0.2.0"
 
-_HOMES = {
+_MODULES = {
     "Sampling": "megatron_coca.model",
     "build_model": "megatron_coca.model",
     "load_config": "megatron_coca.config",
@@ -24,11 +24,11 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    # PEP 562: the data floor and the configuration need no PyTorch, and importing it takes seconds.
-    if name not in _HOMES:
+    # PEP 562: data and configuration need no PyTorch, whose import takes seconds.
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*globals(), *_MODULES})

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_coca import __version__
+from megatron_coca.program import InputError
 
 COMMANDS = {
     "train": ("commands.train", "train a model"),
@@ -38,7 +39,7 @@ EPILOG = """for example:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one subcommand; returns its exit status, 2 outside of the environment, 130 after Ctrl-C."""
+    """Run one subcommand; returns its exit status, 2 for wrong input or a missing library, 130 after Ctrl-C."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     missing = [name for name in ("torch", "pydantic") if find_spec(name) is None]
     if missing:
@@ -47,6 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name = command(given[:1])
     try:
         return int(import_module(f"megatron_coca.{COMMANDS[name][0]}").main(given[1:]))
+    except InputError as error:
+        print(f"megatron-coca {name}: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print(f"megatron-coca {name}: interrupted", file=sys.stderr)
         return 130

@@ -1,4 +1,4 @@
-"""How one command of the project starts another."""
+"""What all commands share: the errors that end one, and how it starts another."""
 
 import sys
 from pathlib import Path
@@ -6,3 +6,7 @@ from pathlib import Path
 MAIN = str(Path(__file__).with_name("__main__.py"))
 """`python MAIN train ...` is `megatron-coca train ...`, installed or in a checkout, from any working folder."""
 PROGRAM = (sys.executable, "-u", MAIN)
+
+
+class InputError(Exception):
+    """Wrong input: a command prints the message, which names the thing, the place and the remedy, and exits with 2."""

@@ -20,16 +20,16 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron_coca.config import Config  # noqa: E402
-from megatron_coca.model import assemble_model, keep_freed_memory  # noqa: E402
-from megatron_coca.training import launch  # noqa: E402
-from megatron_coca.training.corpus import Corpus, open_corpus, open_loader  # noqa: E402
-from megatron_coca.training.engine import build_engine  # noqa: E402
-from megatron_coca.training.engine import group as dist  # noqa: E402
-from megatron_coca.training.optimizer import build_optimizer  # noqa: E402
-from megatron_coca.training.saving import Checkpoints  # noqa: E402
-from megatron_coca.training.topology import Topology  # noqa: E402
-from tools.records import append_records, benchmark_parser, load_inputs  # noqa: E402
+from megatron_coca.config import Config
+from megatron_coca.model import assemble_model, keep_freed_memory
+from megatron_coca.training import launch
+from megatron_coca.training.corpus import Corpus, open_corpus, open_loader
+from megatron_coca.training.engine import build_engine
+from megatron_coca.training.engine import group as dist
+from megatron_coca.training.optimizer import build_optimizer
+from megatron_coca.training.saving import Checkpoints
+from megatron_coca.training.topology import Topology
+from tools.records import append_records, benchmark_parser, load_inputs
 
 WAYS = {"in the background": True, "waiting": False}
 """Values of `async_save`."""
@@ -110,8 +110,8 @@ class BenchmarkRun:
         size = sum(piece.tensor.numel() * piece.tensor.element_size() for piece in self._engine.pieces())
         print(
             f"{way:18} {size / 1e6:,.0f} MB of state: {lost:.3f} s lost, {blocked:.3f} s of them the loop waited; "
-            f"{lost / interval:.3%} of a run that saves every {interval:.0f} s (a step takes {self._step_seconds:.3f} "
-            "s)"
+            f"{lost / interval:.3%} of a run that saves every {interval:.0f} s "
+            f"(a step takes {self._step_seconds:.3f} s)"
         )
         return {
             "benchmark": "checkpoint",

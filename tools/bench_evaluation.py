@@ -25,13 +25,13 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron_coca import load_model  # noqa: E402
-from megatron_coca.config import Config, ConfigError  # noqa: E402
-from megatron_coca.evaluation.perplexity import plan_windows, score_document  # noqa: E402
-from megatron_coca.evaluation.results import measured, resident_memory  # noqa: E402
-from megatron_coca.model import keep_freed_memory  # noqa: E402
-from tools.bench_train import peer_keys  # noqa: E402
-from tools.records import ChildProcess, append_records, benchmark_parser, load_inputs, quartiles  # noqa: E402
+from megatron_coca import load_model
+from megatron_coca.config import Config, ConfigError
+from megatron_coca.evaluation.perplexity import plan_windows, score_document
+from megatron_coca.evaluation.results import measured, resident_memory
+from megatron_coca.model import keep_freed_memory
+from tools.bench_train import peer_keys
+from tools.records import ChildProcess, append_records, benchmark_parser, load_inputs, quartiles
 
 AGREEMENT = 1e-4
 """Largest difference between two implementations, in nats per token."""

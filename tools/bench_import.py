@@ -27,12 +27,12 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron_coca.checkpoints import weight_map  # noqa: E402
-from megatron_coca.checkpoints.importing import import_checkpoint  # noqa: E402
-from megatron_coca.checkpoints.weights import DTYPES, WeightEntry, Weights, write_safetensors  # noqa: E402
-from megatron_coca.config import Config, load_config  # noqa: E402
-from megatron_coca.model import empty_model  # noqa: E402
-from tools.records import append_records, benchmark_parser, last_json  # noqa: E402
+from megatron_coca.checkpoints import weight_map
+from megatron_coca.checkpoints.importing import import_checkpoint
+from megatron_coca.checkpoints.weights import DTYPES, WeightEntry, Weights, write_safetensors
+from megatron_coca.config import Config, load_config
+from megatron_coca.model import empty_model
+from tools.records import append_records, benchmark_parser, last_json
 
 HIDDEN, HEADS, INTERMEDIATE, VOCABULARY, LENGTH = 2048, 16, 5504, 32000, 2048
 TARGET = 1.3

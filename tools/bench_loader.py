@@ -24,9 +24,9 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron_coca.data import Blend, Loader, Packing, Shard  # noqa: E402
-from megatron_coca.data.shards import HEADER, MAGIC, dtype_code, shard_paths  # noqa: E402
-from tools.records import append_records, benchmark_parser, last_json  # noqa: E402
+from megatron_coca.data import Blend, Loader, Packing, Shard
+from megatron_coca.data.shards import HEADER, MAGIC, dtype_code, shard_paths
+from tools.records import append_records, benchmark_parser, last_json
 
 _CHUNK = 1 << 20
 _TOKEN = np.dtype("<u2")

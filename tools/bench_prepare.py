@@ -27,9 +27,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron_coca.data import read_documents  # noqa: E402
-from megatron_coca.data.tokenizers.training import train_bpe  # noqa: E402
-from tools.records import append_records, benchmark_parser  # noqa: E402
+from megatron_coca.data import read_documents
+from megatron_coca.data.tokenizers.training import train_bpe
+from tools.records import append_records, benchmark_parser
 
 VOCAB_SIZE = 32_000
 TOKENIZER_BYTES = 10_000_000

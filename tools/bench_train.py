@@ -30,20 +30,20 @@ from torch.profiler import ProfilerActivity, profile
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron_coca.attention.inputs import BackendError  # noqa: E402
-from megatron_coca.config import Config, ConfigError  # noqa: E402
-from megatron_coca.data import Batch  # noqa: E402
-from megatron_coca.model import LanguageModelLoss, build_model, keep_freed_memory  # noqa: E402
-from megatron_coca.model.cost import flops_per_token, parameter_count, peak_flops  # noqa: E402
-from megatron_coca.training import launch  # noqa: E402
-from megatron_coca.training.engine import Engine, group  # noqa: E402
-from megatron_coca.training.optimizer import build_optimizer  # noqa: E402
-from tools.records import ChildProcess, append_records, benchmark_parser, load_inputs, quartiles  # noqa: E402
+from megatron_coca.config import Config, ConfigError
+from megatron_coca.data import Batch
+from megatron_coca.model import LanguageModelLoss, build_model, keep_freed_memory
+from megatron_coca.model.cost import flops_per_token, parameter_count, peak_flops
+from megatron_coca.program import InputError
+from megatron_coca.training import launch
+from megatron_coca.training.engine import Engine, group
+from megatron_coca.training.optimizer import build_optimizer
+from megatron_coca.training.saving import DTYPES
+from tools.records import ChildProcess, append_records, benchmark_parser, load_inputs, quartiles
 
 SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size", "no_weight_tying")
 RATE = 1e-4
 MEMORY_EVENT = "[memory]"
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass
@@ -77,7 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
         entrants = contestants(options)
         race(entrants, options)
         append_records(options.output, [record(entrant, entrants[0], options) for entrant in entrants])
-    except (ConfigError, BackendError) as error:
+    except InputError as error:
         print(error, file=sys.stderr)
         return 2
     finally:
@@ -220,7 +220,7 @@ def peer_keys(config: Config) -> dict[str, Any]:
     flat = config.flat()
     other = [f"{key}={flat[key]}" for key, value in plain.items() if flat[key] != value]
     if other:
-        raise ConfigError([f"{', '.join(other)}: transformers' GPT-NeoX has no such model; leave out --peer"])
+        raise ConfigError(f"{', '.join(other)}: transformers' GPT-NeoX has no such model; leave out --peer")
     return {
         "vocab_size": model.padded_vocab_size,
         "hidden_size": model.hidden_size,

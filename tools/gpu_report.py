@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron_coca.atomic_write import write_file  # noqa: E402
+from megatron_coca.atomic_write import write_file
 
 EXPECTED = ROOT / "benchmarks/gpu_expected.json"
 TEMPLATE = Path(__file__).with_suffix(".md.j2")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megatron_coca.checkpoints.native import code_versions
-from megatron_coca.config import Config, load_config
+from megatron_coca.config import Config, load_config, split_inputs
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -34,7 +34,8 @@ def benchmark_parser(
 
 def load_inputs(inputs: Sequence[str], *keys: str) -> Config:
     """Load the config of command line arguments: YAML files, then `key=value` pairs, then `keys`."""
-    return load_config([text for text in inputs if "=" not in text], [text for text in inputs if "=" in text] + [*keys])
+    files, given = split_inputs(inputs)
+    return load_config(files, [*given, *keys])
 
 
 class ChildProcess:

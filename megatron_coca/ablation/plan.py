@@ -228,7 +228,7 @@ def configured(base: Config, entry: ModelEntry) -> Config:
         except CheckpointError as error:
             problems.append(f"variants.{variant}: {error}")
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
     return config
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_coca.attention.positions.distance_maps import CAUSAL as CAUSAL
 from megatron_coca.attention.positions.distance_maps import Band as Band
+from megatron_coca.program import InputError
 
 Formula = Literal["linear", "log", "power", "buckets"]
 
@@ -142,7 +143,7 @@ class Backend(Protocol):
         ...
 
 
-class BackendError(ValueError):
+class BackendError(InputError, ValueError):
     """The model is not supported by the named implementation, or by any."""
 
 

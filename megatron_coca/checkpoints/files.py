@@ -13,11 +13,13 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Self
 
+from megatron_coca.program import InputError
+
 BLOCK = 1 << 20
 """Bytes per read."""
 
 
-class CheckpointError(Exception):
+class CheckpointError(InputError):
     """A checkpoint is missing, damaged, in an unknown format or of another architecture; the message names the file
     and the remedy.
     """

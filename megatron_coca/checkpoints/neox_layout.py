@@ -77,7 +77,7 @@ def read_config(folder: Path, vocab_size: int) -> tuple[Config, int]:
         kept["use_bias_in_norms"] = True  # the key has no effect there: PyTorch's layer norm has a bias
     try:
         if problems:
-            raise ConfigError(problems)
+            raise ConfigError(*problems)
         config = load_config([], kept | {"vocab_size": vocab_size, "make_vocab_size_divisible_by": 1})
     except ConfigError as error:
         listed = "; ".join(line.removeprefix(f"{OVERRIDES}: ") for line in error.problems)

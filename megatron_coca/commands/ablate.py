@@ -6,12 +6,13 @@
 What is done already is kept; the same command resumes after an interruption. Exit status 2 if a cell failed.
 """
 
-import argparse
 import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from megatron_coca.commands import command_parser
 from megatron_coca.evaluation.options import DTYPES, positive_float, positive_int
 
 # PyTorch takes seconds to import: only `run` does, after the options are read.
@@ -39,11 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="megatron-coca ablate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parser() -> ArgumentParser:
+    parser = command_parser("ablate", __doc__)
     add = parser.add_argument
     add("file", type=Path, metavar="FILE", help="models, seeds and tasks; see docs/ablations.md")
     add("--scale", metavar="NAME", help="one of the file's `scales`; default: the first")
@@ -67,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: Namespace) -> int:
     """Do what the options say. Raises EvaluationError, Stopped, KeyboardInterrupt."""
     from megatron_coca.ablation import cells as files
     from megatron_coca.ablation import plan, reporting, running, slurm

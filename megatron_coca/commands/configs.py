@@ -6,9 +6,10 @@ megatron-coca train configs/350M/roformer_coca.yml configs/cluster/a100x8.yml
 
 import shutil
 import sys
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
+
+from megatron_coca.commands import command_parser
 
 CONFIGS = Path(__file__).resolve().parents[1].joinpath("configs").resolve()
 """In a checkout a link to its folder `configs`, whose files the wheel contains."""
@@ -20,19 +21,12 @@ def shipped(name: str) -> str:
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
-def parser() -> ArgumentParser:
-    """The command line."""
-    parser = ArgumentParser(
-        prog="megatron-coca configs", description=__doc__, formatter_class=RawDescriptionHelpFormatter
-    )
-    parser.add_argument("copy", choices=["copy"], metavar="copy")
-    parser.add_argument("folder", metavar="DIR", type=Path, help="folder to make; call it configs")
-    return parser
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return 0, or 2 if the files cannot be written."""
-    folder = parser().parse_args(arguments).folder
+    parser = command_parser("configs", __doc__)
+    parser.add_argument("copy", choices=["copy"], metavar="copy")
+    parser.add_argument("folder", metavar="DIR", type=Path, help="folder to make; call it configs")
+    folder = parser.parse_args(arguments).folder
     try:
         shutil.copytree(CONFIGS, folder)
     except OSError as error:

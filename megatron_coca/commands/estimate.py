@@ -6,13 +6,13 @@ Starts nothing and needs no GPU. Times are predictions from counts and printed a
 status 1 if the run does not fit, with config changes that make it fit; 2 if the configuration is invalid.
 """
 
-import argparse
 import json
-import sys
+from argparse import ArgumentParser
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from megatron_coca.commands import command_parser
 from megatron_coca.config import Config, ConfigError, load_config, split_inputs
 
 if TYPE_CHECKING:
@@ -22,14 +22,34 @@ if TYPE_CHECKING:
 # PyTorch takes seconds to import: that is done after the configuration is accepted.
 
 PARTS = ("weights", "gradients", "optimizer", "buffers", "activations", "loss", "context")
-GPU_NAMES = ("A100-80", "A100-40", "H100", "H100-PCIe", "H200", "B200", "V100-32", "V100-16", "L40S", "A6000", "4090")
-"""Keys of `training.estimate.GPUS`."""
 DEFAULT_MFU = 0.4
 """On GPUs for which no step is predicted."""
 
 
+class Gpu(NamedTuple):
+    """A GPU: PyTorch's device name, and the memory available to programs in GiB."""
+
+    device: str
+    memory: float
+
+
+GPUS: dict[str, Gpu] = {
+    "A100-80": Gpu("NVIDIA A100-SXM4-80GB", 79.2),
+    "A100-40": Gpu("NVIDIA A100-SXM4-40GB", 39.4),
+    "H100": Gpu("NVIDIA H100 80GB HBM3", 79.2),
+    "H100-PCIe": Gpu("NVIDIA H100 PCIe", 79.2),
+    "H200": Gpu("NVIDIA H200", 139.8),
+    "B200": Gpu("NVIDIA B200", 178.4),
+    "V100-32": Gpu("Tesla V100-SXM2-32GB", 31.7),
+    "V100-16": Gpu("Tesla V100-SXM2-16GB", 15.8),
+    "L40S": Gpu("NVIDIA L40S", 44.4),
+    "A6000": Gpu("NVIDIA RTX A6000", 47.5),
+    "4090": Gpu("NVIDIA GeForce RTX 4090", 23.5),
+}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the estimate; return exit status 0, 1 or 2 as above."""
+    """Print the estimate; return exit status 0 or 1 as above. Raises ConfigError."""
     options = parser().parse_intermixed_args(arguments)
     if options.mfu is not None and not 0 < options.mfu <= 1:
         parser().error(f"--mfu {options.mfu}: must be above 0 and at most 1")
@@ -37,25 +57,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser().error(f"--gpus {options.gpus}: must be at least 1")
     if options.links < 1:
         parser().error(f"--links {options.links}: must be at least 1")
-    try:
-        config = load_config(*split_inputs(options.inputs))
-        gpus = options.gpus or _configured_gpus(config)
-        from megatron_coca.model.cost import peak_flops
-        from megatron_coca.training.estimate import GPUS, changes_that_fit, estimate, fits
-        from megatron_coca.training.step_time import DEVICES, scaling, step_time
+    config = load_config(*split_inputs(options.inputs))
+    gpus = options.gpus or _configured_gpus(config)
+    from megatron_coca.model.cost import peak_flops
+    from megatron_coca.training.estimate import changes_that_fit, estimate, fits
+    from megatron_coca.training.step_time import DEVICES, scaling, step_time
 
-        if options.scaling:
-            print("\n".join(_scaling_lines(scaling(config, gpus, options.links))))
-            return 0
-        gpu = GPUS[options.gpu]
-        step = step_time(config, gpus, options.gpu, options.links) if options.gpu in DEVICES else None
-        mfu = options.mfu or (step.mfu if step else DEFAULT_MFU)
-        result = estimate(config, gpus, peak_flops(gpu.device) or 0.0, mfu)
-        fitting = fits(result.memory, gpu.memory)
-        changes = [] if fitting else changes_that_fit(config, gpus, gpu.memory)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
+    if options.scaling:
+        print("\n".join(_scaling_lines(scaling(config, gpus, options.links))))
+        return 0
+    gpu = GPUS[options.gpu]
+    step = step_time(config, gpus, options.gpu, options.links) if options.gpu in DEVICES else None
+    mfu = options.mfu or (step.mfu if step else DEFAULT_MFU)
+    result = estimate(config, gpus, peak_flops(gpu.device) or 0.0, mfu)
+    fitting = fits(result.memory, gpu.memory)
+    changes = [] if fitting else changes_that_fit(config, gpus, gpu.memory)
     if options.json:
         print(json.dumps(_record(result, options.gpu, mfu, step, fitting, changes)))
     else:
@@ -65,18 +81,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if fitting else 1
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="megatron-coca estimate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parser() -> ArgumentParser:
+    parser = command_parser("estimate", __doc__)
     parser.add_argument(
         "inputs", nargs="+", metavar="CONFIG.yml | key=value", help="YAML files, merged in order, then key=value pairs"
     )
     parser.add_argument(
         "--gpus", type=int, metavar="N", help="total number of GPUs; default: num_gpus of all hosts, else 1"
     )
-    parser.add_argument("--gpu", choices=GPU_NAMES, default="A100-80", help="GPU model (default: %(default)s)")
+    parser.add_argument("--gpu", choices=GPUS, default="A100-80", help="GPU model (default: %(default)s)")
     parser.add_argument(
         "--mfu",
         type=float,
@@ -106,7 +119,7 @@ def _configured_gpus(config: Config) -> int:
     try:
         return configured_ranks(config.launch)
     except ConfigError as error:
-        raise ConfigError([f"{error}; or give --gpus"]) from error
+        raise ConfigError(f"{error}; or give --gpus") from error
 
 
 def _lines(config: Config, result: "Estimate", gpu: str) -> Iterator[str]:

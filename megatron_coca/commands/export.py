@@ -8,14 +8,12 @@ import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 
+from megatron_coca.commands import command_parser
 from megatron_coca.evaluation.options import DTYPES
 
 
 def parser() -> ArgumentParser:
-    """The command line."""
-    parser = ArgumentParser(
-        prog="megatron-coca export", description=__doc__, formatter_class=RawDescriptionHelpFormatter
-    )
+    parser = command_parser("export", __doc__)
     layouts = parser.add_subparsers(metavar="LAYOUT", required=True)
 
     def layout(name: str, help: str, example: str) -> ArgumentParser:
@@ -49,18 +47,9 @@ def parser() -> ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return the exit status: 2 for an error that the user can fix."""
+    """Return 0. Raises CheckpointError, ConfigError, DataError."""
     args = parser().parse_args(arguments)
-    from megatron_coca.checkpoints import CheckpointError
-    from megatron_coca.config import ConfigError
-    from megatron_coca.data import DataError
-
-    try:
-        notes = args.write(args)
-    except (CheckpointError, ConfigError, DataError) as error:
-        print(f"megatron-coca export: {error}", file=sys.stderr)
-        return 2
-    for note in notes:
+    for note in args.write(args):
         print(f"megatron-coca export: {note}", file=sys.stderr)
     return 0
 

@@ -8,21 +8,19 @@ of this project, printed as they run; existing results are reused, so remove run
     megatron-coca finetune-small train_iters=20
 """
 
-import argparse
 import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_coca.commands import command_parser
 from megatron_coca.commands.configs import shipped
-from megatron_coca.commands.quickstart import run
-from megatron_coca.config import ConfigError, load_config
+from megatron_coca.commands.quickstart import DYNAMIC_NTK, run
+from megatron_coca.config import load_config
+from megatron_coca.evaluation.options import slug
 from megatron_coca.tables import format_table
 
 RUNS = Path("runs/finetune")
 WINDOWS, STRIDE = (64, 128, 256, 512), 64
-DYNAMIC_NTK = ("rope_scaling.rope_type=dynamic", "rope_scaling.factor=4")
 MODELS = {
     "LLaMA": "llama",
     "+ CoCA, before any training": "imported_coca",
@@ -33,30 +31,17 @@ MODELS = {
 """Labels of the measured models, and their folders."""
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="megatron-coca finetune-small", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("keys", nargs="*", metavar="key=value", help="config overrides of every training run")
-    return parser
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return 0, the exit status of the command that failed, or 2 for keys that are refused."""
-    keys = parser().parse_args(arguments).keys
-    try:
-        train_llama(keys)
-        train_coca(keys)
-        rows = []
-        for label, name in MODELS.items():
-            rows.append(perplexities(label, RUNS / name))
-            rows.append(perplexities(f"{label} + dynamic NTK", RUNS / name, DYNAMIC_NTK))
-    except subprocess.CalledProcessError as error:
-        return error.returncode
-    except ConfigError as error:
-        print(f"megatron-coca finetune-small: {error}", file=sys.stderr)
-        return 2
+    """Return 0. Raises ConfigError, and SystemExit where a command fails."""
+    parser = command_parser("finetune-small", __doc__)
+    parser.add_argument("keys", nargs="*", metavar="key=value", help="config overrides of every training run")
+    keys = parser.parse_args(arguments).keys
+    train_llama(keys)
+    train_coca(keys)
+    rows = []
+    for label, name in MODELS.items():
+        rows.append(perplexities(label, RUNS / name))
+        rows.append(perplexities(f"{label} + dynamic NTK", RUNS / name, DYNAMIC_NTK))
     print("\n" + format_table(("perplexity at", *map(str, WINDOWS)), rows))
     return 0
 
@@ -86,8 +71,7 @@ def train_coca(keys: Sequence[str]) -> None:
 
 def perplexities(label: str, folder: Path, keys: Sequence[str] = ()) -> list[str]:
     """One row of the table: `label`, and the perplexity in every window."""
-    slug = "_".join("".join(letter if letter.isalnum() else " " for letter in label.lower()).split())
-    output = RUNS / f"{slug}.json"
+    output = RUNS / f"{slug(label)}.json"
     options = ["--windows", ",".join(map(str, WINDOWS)), "--stride", STRIDE, "--label", label, "--output", output]
     # Continues a result file that exists, and refuses one of other weights.
     command("evaluate", "perplexity", "--checkpoint", folder, *options, *(("--set", *keys) if keys else ()))

@@ -2,14 +2,15 @@
 
 import json
 import sys
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_coca.config import ConfigError
+from megatron_coca.commands import command_parser
+from megatron_coca.config import ConfigError, split_inputs
 from megatron_coca.config.source import read_file
 from megatron_coca.data.errors import DataError
 from megatron_coca.evaluation.options import (
@@ -48,10 +49,7 @@ SHOWN = 60
 
 
 def parser() -> ArgumentParser:
-    """The options of the command."""
-    described = ArgumentParser(
-        prog="megatron-coca generate", description=__doc__, epilog=EPILOG, formatter_class=RawDescriptionHelpFormatter
-    )
+    described = command_parser("generate", __doc__, EPILOG)
     add = described.add_argument
     changes = "config overrides: YAML files such as those in configs/extend, and KEY=VALUE"
     add("changes", nargs="*", metavar="CHANGE", help=changes)
@@ -85,7 +83,7 @@ def parser() -> ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return the exit status: 2 for an error that the user can fix, 130 after Ctrl-C."""
+    """Return 0, or 130 after Ctrl-C. Raises ConfigError, DataError, CheckpointError, BackendError, EvaluationError."""
     described = parser()
     args = described.parse_intermixed_args(arguments)
     try:
@@ -97,9 +95,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.output is not None:
             check_writable(args.output)
         return run(args, prompts)
-    except (ConfigError, DataError, EvaluationError) as error:
-        print(f"megatron-coca generate: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
@@ -108,11 +103,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def refuse_missing(args: Namespace) -> None:
     """Raise an error for files that are not there, before PyTorch is imported, which takes seconds."""
     problems: list[str] = []
-    for change in args.changes:
-        if "=" not in change:
-            read_file(change, problems)
+    for file in split_inputs(args.changes)[0]:
+        read_file(file, problems)
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
     if not Path(args.checkpoint).exists():
         raise EvaluationError(f"--checkpoint: {args.checkpoint}: no such folder; give a run's save folder")
 
@@ -122,7 +116,7 @@ def read_neox_settings(args: Namespace) -> dict[str, Any]:
     problems: list[str] = []
     layer = read_file(args.config, problems)
     if layer is None:
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
     values = layer.values
     settings: dict[str, Any] = {
         option: str(values[key]) for key, option in NEOX_KEYS.items() if values.get(key) is not None
@@ -174,9 +168,7 @@ def _prompt_of(line: str, place: str) -> str:
 
 def run(args: Namespace, prompts: list[str] | None) -> int:
     """Load the checkpoint, continue `prompts` and show or write the texts. Raises EvaluationError and others."""
-    from megatron_coca.attention.inputs import BackendError
     from megatron_coca.attention.positions import PositionRangeError
-    from megatron_coca.checkpoints import CheckpointError
     from megatron_coca.checkpoints.weights import DTYPES
     from megatron_coca.model import Sampling
     from megatron_coca.text_generation import load_generator
@@ -187,8 +179,7 @@ def run(args: Namespace, prompts: list[str] | None) -> int:
             raise ValueError("--stop: an empty text would end every continuation at once; leave it out")
     except ValueError as error:
         raise EvaluationError(str(error)) from error
-    files = [change for change in args.changes if "=" not in change]
-    overrides = [change for change in args.changes if "=" in change]
+    files, overrides = split_inputs(args.changes)
     options = {"max_new_tokens": args.max_new_tokens, "stops": args.stop, "dynamic_length": args.dynamic_length}
     options["use_cache"] = not args.no_cache
     device = resolve_device(args.device)
@@ -207,7 +198,7 @@ def run(args: Namespace, prompts: list[str] | None) -> int:
                 for prompt, row in zip(asked, done, strict=True)
             ]
             write(records, args.output)
-    except (BackendError, CheckpointError, PositionRangeError, FloatingPointError) as error:
+    except (PositionRangeError, FloatingPointError) as error:
         raise EvaluationError(str(error)) from error
     return 0
 

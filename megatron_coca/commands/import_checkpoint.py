@@ -4,39 +4,25 @@ megatron-coca import models/pythia-410m runs/pythia --set pos_emb=coca
 """
 
 import sys
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 
+from megatron_coca.commands import command_parser
 from megatron_coca.evaluation.options import DTYPES
 
 
-def parser() -> ArgumentParser:
-    """The command line."""
-    parser = ArgumentParser(
-        prog="megatron-coca import", description=__doc__, formatter_class=RawDescriptionHelpFormatter
-    )
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Return 0. Raises CheckpointError, ConfigError, DataError."""
+    parser = command_parser("import", __doc__)
     add = parser.add_argument
     add("source", metavar="SOURCE", help="a Hugging Face folder, or any other checkpoint that can be evaluated")
     add("folder", metavar="FOLDER", help="folder to write; must not exist")
     changes = "overrides of the written configuration, e.g. pos_emb=coca for GPT-NeoX folders of CoCA's authors"
     add("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", dest="overrides", help=changes)
     add("--dtype", choices=DTYPES, help="dtype of the weights; default: as in the source")
-    return parser
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Return the exit status: 2 for an error that the user can fix."""
-    args = parser().parse_args(arguments)
-    from megatron_coca.checkpoints import CheckpointError
+    args = parser.parse_args(arguments)
     from megatron_coca.checkpoints.importing import import_checkpoint
-    from megatron_coca.config import ConfigError
-    from megatron_coca.data import DataError
 
-    try:
-        done = import_checkpoint(args.source, args.folder, args.overrides, args.dtype)
-    except (CheckpointError, ConfigError, DataError) as error:
-        print(f"megatron-coca import: {error}", file=sys.stderr)
-        return 2
+    done = import_checkpoint(args.source, args.folder, args.overrides, args.dtype)
     written = f"{done.folder}: {done.parameters:,} parameters, pos_emb {done.config.position.pos_emb}, weights only"
     print("\n  set ".join([written, *done.changes]))
     for note in filter(None, (done.tokenizer_note, done.behaviour_note)):

@@ -20,7 +20,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_coca.config import ConfigError, load_config, split_inputs
+from megatron_coca.commands import command_parser, count
+from megatron_coca.config import load_config, split_inputs
 from megatron_coca.data import inspection
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.order import Blend
@@ -74,19 +75,13 @@ def _mixture(options: argparse.Namespace) -> Result:
     header = ("source", "tokens on disk", "weight", "achieved", "samples", "tokens read", "epochs")
     names = ("tokens_on_disk", "weight", "fraction", "samples", "tokens")
     total = {"source": "all", "epochs": None} | {name: sum(source[name] for source in sources) for name in names}
-    rows = [
-        [
-            s["source"],
-            s["tokens_on_disk"],
-            percent(s["weight"]),
-            percent(s["fraction"]),
-            s["samples"],
-            s["tokens"],
-            s["epochs"],
-        ]
-        for s in [*sources, total]
-    ]
+    rows = _rows([*sources, total], ("source", *names, "epochs"), shares=("weight", "fraction"))
     return Result(format_table(header, rows), {"samples": samples, "sources": sources})
+
+
+def _rows(facts: Sequence[dict[str, Any]], names: Sequence[str], shares: Sequence[str]) -> list[list[Any]]:
+    """Table rows of the named facts; those in `shares` are percentages."""
+    return [[percent(row[name]) if name in shares else row[name] for name in names] for row in facts]
 
 
 def _document(options: argparse.Namespace) -> Result:
@@ -123,20 +118,9 @@ def _coverage(options: argparse.Namespace) -> Result:
     entries = inspection.find_shards(options.shards)
     tokenizer = inspection.common_tokenizer(entries, _named_tokenizer(options))
     facts = inspection.measure_coverage(entries, tokenizer, show=True)
+    names = ["source", "documents", "tokens", "bytes_per_token", "vocabulary_used", "tokens_never_seen"]
+    rows = _rows(facts, [*names, "fallback", "unknown"], shares=("vocabulary_used", "fallback", "unknown"))
     header = ["source", "documents", "tokens", "bytes per token", "vocabulary used", "never seen"]
-    rows = [
-        [
-            f["source"],
-            f["documents"],
-            f["tokens"],
-            f["bytes_per_token"],
-            percent(f["vocabulary_used"]),
-            f["tokens_never_seen"],
-            percent(f["fallback"]),
-            percent(f["unknown"]),
-        ]
-        for f in facts
-    ]
     lines = [format_table([*header, "fallback", "unknown"], rows), ""]
     for f in facts:
         frequent = "  ".join(f"{excerpt(piece, 20)} {percent(n / f['tokens'])}" for _, piece, n in f["most_frequent"])
@@ -159,29 +143,15 @@ def _verify(options: argparse.Namespace) -> Result:
 
 
 def _checkpoint(options: argparse.Namespace) -> Result:
-    from megatron_coca.checkpoints import CheckpointError
     from megatron_coca.checkpoints.inspection import checkpoints_in, describe, describe_text
 
-    try:
-        found = [describe(folder, not options.no_verify) for folder in checkpoints_in(options.path)]
-    except CheckpointError as error:
-        raise DataError(str(error)) from error
+    found = [describe(folder, not options.no_verify) for folder in checkpoints_in(options.path)]
     text = "\n\n".join(describe_text(each) for each in found)
     return Result(text, [each.facts() for each in found], any(each.damage for each in found))
 
 
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
-    return value
-
-
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    options = argparse.ArgumentParser(
-        prog="megatron-coca inspect", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    options = command_parser("inspect", __doc__)
     commands = options.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, run: Callable[[argparse.Namespace], Result], text: str) -> argparse.ArgumentParser:
@@ -206,8 +176,8 @@ def parser() -> argparse.ArgumentParser:
         )
         added.add_argument("--split", choices=SPLITS, default="train")
     sample.add_argument("--number", type=int, required=True, help="sample number in the run's order, from 0")
-    mixture.add_argument("--samples", type=_count, help="default: train_iters times the batch")
-    mixture.add_argument("--ranks", type=_count, default=1, help="number of processes, if train_batch_size is not set")
+    mixture.add_argument("--samples", type=count, help="default: train_iters times the batch")
+    mixture.add_argument("--ranks", type=count, default=1, help="number of processes, if train_batch_size is not set")
     document.add_argument("prefix", type=Path)
     document.add_argument("number", type=int, help="from 0")
     for added in (sample, document):
@@ -237,7 +207,7 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return 0, 1 for faulty data, or 2 after an input error, printed without a traceback."""
+    """Return 0, 1 for faulty data, or 2 for an OSError. Raises DataError, ConfigError, CheckpointError."""
     options = read_arguments(arguments)
     try:
         result = options.run(options)
@@ -245,9 +215,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.json is not None:
             options.json.parent.mkdir(parents=True, exist_ok=True)
             options.json.write_text(json.dumps(result.facts, indent=1) + "\n")
-    except (DataError, ConfigError) as error:
-        print(f"megatron-coca inspect: {error}", file=sys.stderr)
-        return 2
     except OSError as error:
         print(f"megatron-coca inspect: {error.filename}: {error.strerror}", file=sys.stderr)
         return 2

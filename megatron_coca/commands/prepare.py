@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron_coca.commands import command_parser
 from megatron_coca.data.builtin import VOCAB_SIZE, prepare_builtin
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.preparation.manifest import RUN_CONFIG, empty_splits, read_manifest
@@ -48,10 +49,7 @@ def _at_least(lowest: int) -> Callable[[str], int]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="megatron-coca prepare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("prepare", __doc__)
     parser.add_argument("recipe", nargs="?", type=Path, help="a YAML file that describes the corpus (docs/data.md)")
     parser.add_argument("--builtin", action="store_true", help="the corpus inside this Python installation")
     parser.add_argument("--input", nargs="+", metavar="NAME=PATH", help="files or folders; a name may be repeated")
@@ -181,12 +179,9 @@ def _sizes(facts: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return 0, 2 after an input error, printed without a traceback, or 130 after Ctrl-C."""
+    """Return 0, or 130 after Ctrl-C. Raises DataError."""
     try:
         print(_summary(_run(parser().parse_args(arguments))))
-    except DataError as error:
-        print(f"megatron-coca prepare: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         print("megatron-coca prepare: stopped; the same command resumes", file=sys.stderr)
         return 130

@@ -7,7 +7,6 @@ the training length.
 Everything is done by the project's own commands, which are printed as they run. Results in runs/quickstart are reused.
 """
 
-import argparse
 import json
 import shlex
 import signal
@@ -17,6 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_coca.commands import command_parser
 from megatron_coca.commands.configs import shipped
 from megatron_coca.program import PROGRAM
 
@@ -24,39 +24,26 @@ from megatron_coca.program import PROGRAM
 
 RUNS = Path("runs/quickstart")
 METHODS = {"roformer": "RoFormer", "roformer_coca": "RoFormer + CoCA"}
-EXTENSIONS = {"plain": (), "dynamic_ntk": ("rope_scaling.rope_type=dynamic", "rope_scaling.factor=4")}
-EXTENSION_LABELS = {"plain": "", "dynamic_ntk": " + dynamic NTK"}
+DYNAMIC_NTK = ("rope_scaling.rope_type=dynamic", "rope_scaling.factor=4")
+EXTENSIONS: dict[str, tuple[str, Sequence[str]]] = {"plain": ("", ()), "dynamic_ntk": (" + dynamic NTK", DYNAMIC_NTK)}
+"""By the end of the result file's name: the end of the label, and keys."""
 WINDOWS, STRIDE = "64,128,256,512,1024", "64"
 KILLED = "roformer_coca"
 """The run that is killed, halfway."""
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="megatron-coca quickstart", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("keys", nargs="*", metavar="KEY=VALUE", help="changes of both configurations")
-    return parser
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return 0, or the exit status of the command that failed."""
-    options = parser().parse_args(arguments)
-    from megatron_coca.config import ConfigError
-    from megatron_coca.evaluation import EvaluationError, build_report
+    """Return 0. Raises ConfigError, EvaluationError, and SystemExit where a command fails."""
+    parser = command_parser("quickstart", __doc__)
+    parser.add_argument("keys", nargs="*", metavar="KEY=VALUE", help="changes of both configurations")
+    keys = parser.parse_args(arguments).keys
+    from megatron_coca.evaluation import build_report
 
     start = time.perf_counter()
-    try:
-        for name in METHODS:
-            train(name, options.keys)
-        results = [evaluate(name, extension) for name in METHODS for extension in EXTENSIONS]
-        table = build_report(results, RUNS, "Quickstart: perplexity beyond the training length of 64")
-    except subprocess.CalledProcessError as error:
-        return error.returncode
-    except (ConfigError, EvaluationError) as error:
-        print(error, file=sys.stderr)
-        return 2
+    for name in METHODS:
+        train(name, keys)
+    results = [evaluate(name, extension) for name in METHODS for extension in EXTENSIONS]
+    table = build_report(results, RUNS, "Quickstart: perplexity beyond the training length of 64")
     seconds = time.perf_counter() - start
     print(f"\n{table}\n\nWrote {RUNS}/report.html, report.png, report.md and report.json; {seconds:.0f} s in total.")
     return 0
@@ -89,7 +76,7 @@ def kill_after_step(command: Sequence[str], save: Path, step: int) -> None:
     while process.poll() is None and reported_step(save) < step:
         time.sleep(0.1)
     if process.poll() not in (None, 0):
-        raise subprocess.CalledProcessError(process.returncode, command)
+        sys.exit(process.returncode)
     process.send_signal(signal.SIGKILL)
     process.wait()
     latest = max(native.steps(save), default=0)
@@ -118,9 +105,8 @@ def evaluate(name: str, extension: str) -> Path:
         return output
     command = ["evaluate", "perplexity", "--checkpoint", str(checkpoint)]
     command += ["--windows", WINDOWS, "--stride", STRIDE, "--overwrite"]
-    command += ["--label", METHODS[name] + EXTENSION_LABELS[extension], "--output", str(output)]
-    for key in EXTENSIONS[extension]:
-        command += ["--set", key]
+    label, keys = EXTENSIONS[extension]
+    command += ["--label", METHODS[name] + label, "--output", str(output), *(("--set", *keys) if keys else ())]
     run(command)
     return output
 
@@ -140,9 +126,10 @@ def measured_weights(output: Path) -> str:
 
 
 def run(command: Sequence[str]) -> None:
-    """Print and run one command of the project."""
+    """Print and run one command of the project; end with its exit status if it fails."""
     show(command)
-    subprocess.run([*PROGRAM, *command], check=True)
+    if status := subprocess.run([*PROGRAM, *command], check=False).returncode:
+        sys.exit(status)
 
 
 def show(command: Sequence[str]) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from megatron_coca.program import MAIN
+from megatron_coca.commands import command_parser
+from megatron_coca.program import MAIN, InputError
 from megatron_coca.training import watchdog
 
 if TYPE_CHECKING:
@@ -23,13 +24,7 @@ All keys are in docs/config.md, exit statuses in docs/faults.md."""
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="megatron-coca train",
-        description=__doc__,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("train", __doc__, EPILOG)
     parser.add_argument("inputs", nargs="+", metavar="CONFIG.yml | key=value", help="merged in order, then the keys")
     parser.add_argument("-d", "--conf_dir", metavar="DIR", help="folder of the files, whose names need no .yml")
     parser.add_argument(
@@ -52,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return the exit status: 0 after training, else one of those in docs/faults.md."""
     watchdog.install()  # before other imports: a file of the user's may shadow a module that they import
-    from megatron_coca.config import ConfigError, option_hint
+    from megatron_coca.config import option_hint
     from megatron_coca.training.exit_status import INTERRUPTED, UNUSABLE, Stopped
 
     given = sys.argv[1:] if arguments is None else arguments
@@ -61,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser().error(f"unrecognized arguments: {' '.join(unknown)}{option_hint(unknown, given)}")
     try:
         return run(*read_config(options), given)
-    except ConfigError as error:
+    except InputError as error:
         watchdog.tell(error)
         return UNUSABLE
     except Stopped as error:
@@ -78,14 +73,14 @@ def read_config(options: argparse.Namespace) -> tuple["Config", list[str]]:
 
     files, keys = split_inputs(options.inputs, options.conf_dir)
     if options.hostfile is not None and not os.path.isfile(options.hostfile):
-        raise ConfigError([f"--hostfile: {options.hostfile}: no such file; write one line a host, `name slots=8`"])
+        raise ConfigError(f"--hostfile: {options.hostfile}: no such file; write one line a host, `name slots=8`")
     names = ("num_gpus", "hostfile", "max_restarts")
     keys += [f"{name}={getattr(options, name)}" for name in names if getattr(options, name) is not None]
     config = load_config(files, [*keys, "auto_resume=true"] if options.auto_resume else keys)
     if config.schedule.train_iters is None:
-        raise ConfigError(["train_iters: not set; training needs it, for example `train_iters=1000`"])
+        raise ConfigError("train_iters: not set; training needs it, for example `train_iters=1000`")
     if config.optimizer.lr is None:
-        raise ConfigError(["optimizer.params.lr: not set; training needs it, for example `optimizer.params.lr=1e-4`"])
+        raise ConfigError("optimizer.params.lr: not set; training needs it, for example `optimizer.params.lr=1e-4`")
     return config, keys_without_effect(files, keys)
 
 
@@ -94,36 +89,21 @@ def run(config: "Config", without_effect: Sequence[str], arguments: Sequence[str
     from megatron_coca.training import launch
 
     latest = partial(latest_step, config) if config.checkpoint.save is not None else None
-    status = launch.start(config.launch, os.environ, MAIN, ["train", *arguments], latest, config.gpu_keys)
-    return train(config, without_effect) if status is None else status
+    status = launch.start(config.launch, os.environ, [MAIN, "train", *arguments], latest, config.gpu_keys)
+    if status is not None:
+        return status
+    if config.parallel.distributed_backend == "gloo":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before PyTorch looks for GPUs
+    from megatron_coca.training.trainer import fit
+
+    fit(config, without_effect)
+    return 0
 
 
 def latest_step(config: "Config") -> int:
     """Return the step of the latest checkpoint in `save`, 0 if there is none."""
-    from megatron_coca.checkpoints import CheckpointError, native
+    from megatron_coca.checkpoints import native
     from megatron_coca.checkpoints.object_store import save_folder
-    from megatron_coca.config import ConfigError
 
-    try:
-        folder = save_folder(config.checkpoint)
-        return max(native.steps(folder), default=0) if folder is not None else 0
-    except CheckpointError as error:
-        raise ConfigError([str(error)]) from error
-
-
-def train(config: "Config", without_effect: Sequence[str]) -> int:
-    """Train in this process."""
-    if config.parallel.distributed_backend == "gloo":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before PyTorch looks for GPUs
-    from megatron_coca.attention.inputs import BackendError
-    from megatron_coca.checkpoints import CheckpointError
-    from megatron_coca.data import DataError
-    from megatron_coca.training.exit_status import UNUSABLE
-    from megatron_coca.training.trainer import fit
-
-    try:
-        fit(config, without_effect)
-    except (DataError, CheckpointError, BackendError) as error:
-        watchdog.tell(error)
-        return UNUSABLE
-    return 0
+    folder = save_folder(config.checkpoint)
+    return max(native.steps(folder), default=0) if folder is not None else 0

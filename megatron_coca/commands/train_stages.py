@@ -7,12 +7,11 @@ Rerunning the same command continues where it was interrupted. The exit status i
 """
 
 import os
-import sys
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron_coca.commands import command_parser
 from megatron_coca.config import Config, ConfigError, load_config, split_inputs
 from megatron_coca.program import PROGRAM
 from megatron_coca.training.exit_status import CaughtSignals
@@ -77,7 +76,7 @@ def plan(files: Sequence[str], shared: Sequence[str] = ()) -> list[Stage]:
             lines.append(f"load: {own.load} is not the save folder of an earlier stage ({', '.join(map(str, saves))})")
         problems += [f"{stage.name}: {line}" for line in lines]
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
     return stages
 
 
@@ -139,11 +138,9 @@ def run_train(arguments: Sequence[str]) -> int:
         return supervise([LocalProcess("train", [*PROGRAM, "train", *arguments], os.environ)], signals)
 
 
-def parser() -> ArgumentParser:
-    """The command line."""
-    parser = ArgumentParser(
-        prog="megatron-coca train-stages", description=__doc__, formatter_class=RawDescriptionHelpFormatter
-    )
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Return the exit status of the runs. Raises ConfigError, CheckpointError."""
+    parser = command_parser("train-stages", __doc__)
     parser.add_argument("stages", nargs="+", metavar="STAGE.yml", help="one file per run, in order")
     parser.add_argument(
         "--with",
@@ -153,21 +150,5 @@ def parser() -> ArgumentParser:
         metavar="MORE.yml | key=value",
         help="given to every run after its own file, for example num_gpus=8",
     )
-    return parser
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Return the exit status: 2 if the input or a checkpoint is refused."""
-    args = parser().parse_args(arguments)
-    try:
-        stages = plan(args.stages, args.shared)
-    except ConfigError as error:
-        print(f"megatron-coca train-stages: {error}", file=sys.stderr)
-        return 2
-    from megatron_coca.checkpoints import CheckpointError
-
-    try:
-        return run_stages(stages, run_train)
-    except (CheckpointError, ConfigError) as error:
-        print(f"megatron-coca train-stages: {error}", file=sys.stderr)
-        return 2
+    args = parser.parse_args(arguments)
+    return run_stages(plan(args.stages, args.shared), run_train)

@@ -7,12 +7,12 @@ r"""Train a tokenizer on a corpus, and measure it on text held out from the trai
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from megatron_coca.atomic_write import atomic_dir
+from megatron_coca.commands import command_parser, count
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.preparation.plan import CorpusSource, Rules, check, training_texts
 from megatron_coca.data.preparation.recipe import named_paths, read_recipe
@@ -28,12 +28,7 @@ HEADER = ("source", "trained on: characters", "held out: documents", "bytes", "t
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    options = argparse.ArgumentParser(
-        prog="megatron-coca train-tokenizer",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    options = command_parser("train-tokenizer", __doc__)
     options.add_argument(
         "recipe", nargs="?", type=Path, help="recipe, as for `megatron-coca prepare`; its sources and weights are used"
     )
@@ -47,23 +42,16 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--type", choices=list(TRAINERS), default="SPMTokenizer", help="default SPMTokenizer")
     options.add_argument("--model", choices=["bpe", "unigram"], default="bpe", help="default bpe")
     options.add_argument(
-        "--vocab-size", type=_count, required=True, help="vocabulary size, including bytes and special tokens"
+        "--vocab-size", type=count, required=True, help="vocabulary size, including bytes and special tokens"
     )
     options.add_argument(
-        "--characters", type=_count, default=50_000_000, help="characters of text to train on (default 50 million)"
+        "--characters", type=count, default=50_000_000, help="characters of text to train on (default 50 million)"
     )
     options.add_argument(
         "--equal", action="store_true", help="the same amount of text from each source, regardless of weights"
     )
     options.add_argument("--output", type=Path, required=True, help="folder to make")
     return options
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
-    return value
 
 
 def read_sources(options: argparse.Namespace) -> tuple[list[CorpusSource], Rules]:
@@ -153,10 +141,6 @@ def short_sources(held_out: dict[str, HeldOut], wanted: Sequence[int]) -> list[s
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return 0, or 2 after an input error, printed without a traceback."""
-    try:
-        print(train(parser().parse_args(arguments)))
-    except DataError as error:
-        print(f"megatron-coca train-tokenizer: {error}", file=sys.stderr)
-        return 2
+    """Return 0. Raises DataError."""
+    print(train(parser().parse_args(arguments)))
     return 0

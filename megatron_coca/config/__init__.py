@@ -1,9 +1,8 @@
 """Configuration: GPT-NeoX's YAML keys, typed, validated and frozen. Imports no torch."""
 
 from megatron_coca.config.base import ConfigError
-from megatron_coca.config.command_line import option_hint, split_inputs
-from megatron_coca.config.load import Config, keys_without_effect, load_config
-from megatron_coca.config.model import ModelConfig, PositionConfig, RopeScaling
+from megatron_coca.config.load import Config, keys_without_effect, load_config, option_hint, split_inputs
+from megatron_coca.config.model import ModelConfig, PositionConfig
 from megatron_coca.config.schema import COMPUTE_KEYS, KEYS
 from megatron_coca.config.training import (
     BatchSizes,
@@ -29,7 +28,6 @@ __all__ = [
     "OptimizerConfig",
     "ParallelConfig",
     "PositionConfig",
-    "RopeScaling",
     "ScheduleConfig",
     "keys_without_effect",
     "load_config",

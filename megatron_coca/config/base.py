@@ -1,22 +1,24 @@
 """Base of all groups of keys: the error class, value ranges, and the declaration of keys."""
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from megatron_coca.program import InputError
 
-class ConfigError(ValueError):
+
+class ConfigError(InputError, ValueError):
     """All errors of a configuration, one line each.
 
     Attributes:
         problems: lines `<file or command line>: <key>: <message>`.
     """
 
-    def __init__(self, problems: Sequence[str]) -> None:
+    def __init__(self, *problems: str) -> None:
         self.problems = list(problems)
-        super().__init__(self.problems)
+        super().__init__(*problems)
 
     def __str__(self) -> str:
         return "\n".join(self.problems)

@@ -1,5 +1,6 @@
-"""`load_config`: merge files and overrides into one frozen, validated Config."""
+"""`load_config`: merge files and overrides into one frozen, validated Config; and the inputs of a command line."""
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -22,7 +23,17 @@ from megatron_coca.config.neox_keys import (
     is_inert,
 )
 from megatron_coca.config.schema import CLOSED, GROUPS, KEYS, NESTED, SECTIONS, Settings
-from megatron_coca.config.source import Layer, dump, given_values, merge, read_file, read_overrides, yaml_value
+from megatron_coca.config.source import (
+    Layer,
+    Overrides,
+    dump,
+    given_values,
+    merge,
+    normalise,
+    read_file,
+    read_overrides,
+    yaml_value,
+)
 
 EXPECTED: dict[str, str] = {
     "int_type": "expected an integer",
@@ -38,6 +49,7 @@ EXPECTED: dict[str, str] = {
 UNQUOTED: dict[str, tuple[type, ...]] = {"int_type": (int,), "float_type": (int, float), "bool_type": (bool,)}
 """Types that a string would have without its quotes, by pydantic's error."""
 SYNONYMS: dict[str, str] = {"bf16": "bfloat16", "float16": "fp16", "float32": "fp32", "rope": "rotary"}
+SUFFIXES = (".yml", ".yaml", ".json")
 KNOWN = (*KEYS, *INERT, *ALIASES, *(f"{key}.{name}" for key, names in NESTED.items() for name in names))
 MISSING = "required, but missing"
 NO_MODEL = "put it after a model's file, for example `configs/350M/roformer_coca.yml`"
@@ -243,9 +255,6 @@ def _group(name: str, kind: type[ConfigGroup], known: dict[str, Any], problems: 
     return kind.model_validate(placeholders | valid)
 
 
-Overrides = Mapping[str, Any] | Sequence[str]
-
-
 class Config(Settings):
     """A resolved configuration: frozen groups of typed values."""
 
@@ -262,7 +271,7 @@ class Config(Settings):
         """Return a validated copy with some keys changed.
 
         Args:
-            overrides: a mapping of dotted keys to values, or strings `key=value`.
+            overrides: as for `load_config`.
             files: YAML files that are merged before the overrides.
 
         Raises:
@@ -273,7 +282,7 @@ class Config(Settings):
         problems: list[str] = []
         own = Layer("configuration", self._nested(only_set=True), {})
         layers = [layer for file in files if (layer := read_file(file, problems)) is not None]
-        return self._from_layers([own, *layers, *_override_layers(overrides, problems)], problems)
+        return self._from_layers([own, *layers, *read_overrides(overrides, problems)], problems)
 
     def to_yaml(self) -> str:
         """Return every key with its resolved value as YAML; load_config reads it back as an equal Config."""
@@ -304,7 +313,7 @@ class Config(Settings):
     def _from_layers(cls, layers: Sequence[Layer], problems: list[str]) -> Self:
         groups, errors = validate(merge(layers))
         if problems or errors:
-            raise ConfigError(problems + errors)
+            raise ConfigError(*problems, *errors)
         return cls.model_validate(groups)
 
 
@@ -323,10 +332,10 @@ def load_config(paths: str | Path | Sequence[str | Path], overrides: Overrides =
     """
     problems: list[str] = []
     files = [read_file(path, problems) for path in ([paths] if isinstance(paths, str | Path) else paths)]
-    layers = [layer for layer in files if layer is not None] + _override_layers(overrides, problems)
+    layers = [layer for layer in files if layer is not None] + read_overrides(overrides, problems)
     if None in files:  # a key that seems to be missing may be in the unreadable file
         _, errors = validate(merge(layers))
-        raise ConfigError(problems + [line for line in errors if not line.endswith((MISSING, NO_MODEL))])
+        raise ConfigError(*problems, *(line for line in errors if not line.endswith((MISSING, NO_MODEL))))
     return Config._from_layers(layers, problems)
 
 
@@ -335,11 +344,28 @@ def keys_without_effect(paths: Sequence[str | Path], overrides: Overrides = ()) 
     return sorted(given_values(overrides, paths).keys() & INERT.keys())
 
 
-def _override_layers(overrides: Overrides, problems: list[str]) -> list[Layer]:
-    layers: list[Layer] = []
-    for item in read_overrides(overrides):
-        if isinstance(item, ConfigError):
-            problems += item.problems
-        else:
-            layers.append(item)
-    return layers
+def split_inputs(inputs: Sequence[str], folder: str | None = None) -> tuple[list[str], list[str]]:
+    """Divide the inputs of a command line into configuration files and `key=value` overrides.
+
+    As in GPT-NeoX, file names are relative to `folder`, if it is given, and need no `.yml`: `125M`.
+    """
+    names = [os.path.join(folder or "", text) for text in inputs if "=" not in text]
+    return [_with_suffix(name) for name in names], [text for text in inputs if "=" in text]
+
+
+def _with_suffix(name: str) -> str:
+    named = f"{name}.yml"
+    return name if name.endswith(SUFFIXES) or (os.path.exists(name) and not os.path.exists(named)) else named
+
+
+def option_hint(unknown: Sequence[str], arguments: Sequence[str]) -> str:
+    """Return how to write those unknown options that are keys (`--train_iters 10`), or an empty string."""
+    hints = []
+    for option in unknown:
+        name, _, value = option.lstrip("-").partition("=")
+        key = normalise(name) if normalise(name) in KNOWN else HUGGING_FACE.get(normalise(name))
+        following = arguments[arguments.index(option) + 1 :][:1]
+        if not value and following and not following[0].startswith("-") and not following[0].endswith(SUFFIXES):
+            value = following[0].partition("=")[0]
+        hints += [f"`{key}={value or 'VALUE'}`"] if key is not None else []
+    return f"; keys have no dashes: write {' '.join(hints)}" if hints else ""

@@ -130,7 +130,7 @@ class ModelConfig(ConfigGroup):
         """
         if self.vocab_size is None:
             raise ConfigError(
-                ["vocab_size: not set, and no tokenizer has been read; set it, for example `vocab_size=50304`"]
+                "vocab_size: not set, and no tokenizer has been read; set it, for example `vocab_size=50304`"
             )
         return _round_up(self.vocab_size, self.make_vocab_size_divisible_by)
 

@@ -3,15 +3,17 @@
 import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
-from megatron_coca.config.base import ConfigError
 from megatron_coca.config.schema import CLOSED
 from megatron_coca.safe_yaml import MAX_DEPTH, LimitedLoader, YamlFault, fault, read_text
 
+Overrides = Mapping[str, Any] | Sequence[str]
+"""A mapping of dotted keys to values, or strings `key=value`."""
 COMMAND_LINE = "command line"
 OVERRIDES = "overrides"
 MAX_PATHS = 1 << 24
@@ -156,9 +158,9 @@ class Layer(NamedTuple):
 def read_file(path: str | Path, problems: list[str]) -> Layer | None:
     """Return the values of a YAML or JSON file, or None if it cannot be read; errors are added to `problems`."""
     try:
-        text = _read_text(Path(path))
-    except ConfigError as error:
-        problems += error.problems
+        text = read_text(Path(path))
+    except (YamlFault, OSError, UnicodeDecodeError) as error:
+        problems.append(_unreadable(Path(path), error))
         return None
     reader = YamlReader(str(path), text.replace("\t", " ") if str(path).endswith(".json") else text)
     values = reader.read()
@@ -171,47 +173,42 @@ def read_file(path: str | Path, problems: list[str]) -> Layer | None:
     return None
 
 
-def _read_text(path: Path) -> str:
-    try:
-        return read_text(path)
-    except YamlFault as error:
-        reason = error.at(str(path))
-    except FileNotFoundError:
-        names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-        match = difflib.get_close_matches(path.name, names, n=1, cutoff=0.75)
-        reason = f"{path}: no such file" + (f"; did you mean `{path.parent / match[0]}`?" if match else "")
-    except IsADirectoryError:
-        reason = f"{path}: is a folder; name a YAML file in it"
-    except UnicodeDecodeError as error:
-        reason = f"{path}: not UTF-8 text (byte {error.start}); save it as UTF-8"
-    except OSError as error:
-        reason = f"{path}: cannot be read: {error.strerror}"
-    raise ConfigError([reason])
+def _unreadable(path: Path, error: YamlFault | OSError | UnicodeDecodeError) -> str:
+    if isinstance(error, YamlFault):
+        return error.at(str(path))
+    if isinstance(error, UnicodeDecodeError):
+        return f"{path}: not UTF-8 text (byte {error.start}); save it as UTF-8"
+    if isinstance(error, IsADirectoryError):
+        return f"{path}: is a folder; name a YAML file in it"
+    if not isinstance(error, FileNotFoundError):
+        return f"{path}: cannot be read: {error.strerror}"
+    names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    match = difflib.get_close_matches(path.name, names, n=1, cutoff=0.75)
+    return f"{path}: no such file" + (f"; did you mean `{path.parent / match[0]}`?" if match else "")
 
 
-def read_overrides(overrides: Mapping[str, Any] | Sequence[str]) -> Iterator[Layer | ConfigError]:
-    """Yield a Layer or an error for each override, in order."""
+def read_overrides(overrides: Overrides, problems: list[str]) -> list[Layer]:
+    """Return a layer for each override; errors are added to `problems`."""
     if isinstance(overrides, Mapping):
-        for path, value in overrides.items():
-            yield _override(OVERRIDES, str(path), _plain(value))
-        return
+        return [_override(OVERRIDES, str(path), _plain(value)) for path, value in overrides.items()]
+    layers = []
     for item in [overrides] if isinstance(overrides, str) else overrides:
         path, equals, text = item.partition("=")
         reader = YamlReader(f"{COMMAND_LINE}: {path.strip()}", text, numbered=False)
         value = reader.read()
         if not equals or not path.strip():
-            yield ConfigError([f"{COMMAND_LINE}: {item}: expected `key=value`"])
+            problems.append(f"{COMMAND_LINE}: {item}: expected `key=value`")
         elif reader.problems:
-            yield ConfigError(reader.problems)
+            problems += reader.problems
         else:
-            yield _override(COMMAND_LINE, path.strip(), value)
+            layers.append(_override(COMMAND_LINE, path.strip(), value))
+    return layers
 
 
-def given_values(overrides: Mapping[str, Any] | Sequence[str], files: Sequence[str | Path] = ()) -> dict[str, Any]:
-    """Return the top-level keys that files and overrides set, unvalidated; files that cannot be read are skipped."""
-    layers: list[Layer | ConfigError | None] = [read_file(path, []) for path in files]
-    layers += read_overrides(overrides)
-    return merge([layer for layer in layers if isinstance(layer, Layer)]).values
+def given_values(overrides: Overrides, files: Sequence[str | Path] = ()) -> dict[str, Any]:
+    """Return the top-level keys that files and overrides set, unvalidated; what cannot be read is skipped."""
+    layers = [layer for path in files if (layer := read_file(path, [])) is not None]
+    return merge(layers + read_overrides(overrides, [])).values
 
 
 def _plain(value: Any) -> Any:
@@ -287,8 +284,4 @@ def _merge_into(values: dict[str, Any], later: Mapping[str, Any]) -> None:
         if isinstance(value, Mapping) and isinstance(values.get(name), dict):
             _merge_into(values[name], value)
         else:
-            values[name] = _copy(value)
-
-
-def _copy(value: Any) -> Any:
-    return {name: _copy(inner) for name, inner in value.items()} if isinstance(value, Mapping) else value
+            values[name] = deepcopy(value)

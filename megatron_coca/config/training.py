@@ -81,7 +81,7 @@ class ScheduleConfig(ConfigGroup):
         if self.lr_decay_iters is not None:
             return self.lr_decay_iters
         if self.train_iters is None:
-            raise ConfigError(["train_iters: not set; training needs it, for example `train_iters=1000`"])
+            raise ConfigError("train_iters: not set; training needs it, for example `train_iters=1000`")
         return int(self.train_iters * (1.0 if self.lr_decay_fraction is None else self.lr_decay_fraction))
 
 
@@ -137,7 +137,7 @@ class BatchConfig(ConfigGroup):
         micro, total = self.train_micro_batch_size_per_gpu, self.train_batch_size
         steps = self.gradient_accumulation_steps
         if micro is None and total is None:
-            raise ConfigError(["train_micro_batch_size_per_gpu: not set; set it, or train_batch_size"])
+            raise ConfigError("train_micro_batch_size_per_gpu: not set; set it, or train_batch_size")
         if steps is None:
             derived = micro is not None and total is not None
             steps = max(1, total // (micro * data_parallel_size)) if derived else 1  # type: ignore[operator]
@@ -146,11 +146,9 @@ class BatchConfig(ConfigGroup):
         product = micro * steps * data_parallel_size
         if total is not None and total != product:
             raise ConfigError(
-                [
-                    f"train_batch_size {total} is not micro {micro} x accumulation {steps} x {data_parallel_size} ranks"
-                    f" (= {product}); change train_batch_size, train_micro_batch_size_per_gpu,"
-                    " gradient_accumulation_steps or the number of ranks"
-                ]
+                f"train_batch_size {total} is not micro {micro} x accumulation {steps} x {data_parallel_size} ranks"
+                f" (= {product}); change train_batch_size, train_micro_batch_size_per_gpu,"
+                " gradient_accumulation_steps or the number of ranks"
             )
         return BatchSizes(micro, steps, product)
 

@@ -1,7 +1,9 @@
 """Errors of the data package."""
 
+from megatron_coca.program import InputError
 
-class DataError(Exception):
+
+class DataError(InputError):
     """A corpus, tokenizer or shard cannot be used. The message names the file and the remedy."""
 
 

@@ -8,7 +8,7 @@ from importlib import import_module
 
 from megatron_coca.evaluation import options
 from megatron_coca.evaluation.options import Task
-from megatron_coca.evaluation.results import EvaluationError
+from megatron_coca.program import InputError
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as in shells."""
@@ -93,14 +93,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one task; the exit status is 2 if the user can correct something, or if a requested result is missing."""
     args = parser().parse_args(arguments)
     os.environ.setdefault("TQDM_DISABLE", "1")  # bars of the libraries below, which write carriage returns into logs
-    from megatron_coca.attention.inputs import BackendError
-    from megatron_coca.checkpoints import CheckpointError
-    from megatron_coca.config import ConfigError
-    from megatron_coca.data import DataError
-
     try:
         return TASKS[args.task].run(args)
-    except (ConfigError, DataError, CheckpointError, BackendError, EvaluationError) as error:
+    except InputError as error:
         print(f"megatron-coca evaluate: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
 from megatron_coca.atomic_write import write_file
+from megatron_coca.program import InputError
 
 if TYPE_CHECKING:
     import torch  # imported where it is used: the command line declares its options without PyTorch
@@ -27,7 +28,7 @@ SUFFIX = ".cost.json"
 """Ends the name of the cost file of a result file."""
 
 
-class EvaluationError(ValueError):
+class EvaluationError(InputError, ValueError):
     """An evaluation that cannot run as requested; the message names the thing, the place and the remedy."""
 
 

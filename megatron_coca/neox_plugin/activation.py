@@ -87,7 +87,7 @@ def _with_position_checks(original: Function) -> Function:
             try:
                 resolve(self)
             except ConfigError as error:
-                raise ConfigError([line.removeprefix(f"{OVERRIDES}: ") for line in error.problems]) from error
+                raise ConfigError(*(line.removeprefix(f"{OVERRIDES}: ") for line in error.problems)) from error
         return valid
 
     return validate_values
@@ -104,10 +104,8 @@ def _with_vocabulary(original: Function) -> Function:
         size = self.tokenizer.vocab_size
         if size > self.vocab_size:
             raise ConfigError(
-                [
-                    f"vocab_size: {self.vocab_size}, but the tokenizer has {size} tokens; set vocab_size: {size} or"
-                    " larger, or leave it out"
-                ]
+                f"vocab_size: {self.vocab_size}, but the tokenizer has {size} tokens; set vocab_size: {size} or"
+                " larger, or leave it out"
             )
         multiple = lcm(self.make_vocab_size_divisible_by, self.model_parallel_size)
         self.padded_vocab_size = -(-self.vocab_size // multiple) * multiple

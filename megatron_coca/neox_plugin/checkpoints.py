@@ -80,10 +80,8 @@ def refuse_in_checkpoints(layer: Any, neox_args: Any) -> None:
             return
         if not _fine_tunes(neox_args):
             raise ConfigError(
-                [
-                    f"pos_emb: {neox_args.pos_emb}, but the checkpoint {neox_args.load} was trained with the attention "
-                    "of megatron_coca; set pos_emb and the other position keys as in its configs/*.yml"
-                ]
+                f"pos_emb: {neox_args.pos_emb}, but the checkpoint {neox_args.load} was trained with the attention "
+                "of megatron_coca; set pos_emb and the other position keys as in its configs/*.yml"
             )
         _rename_prefix(state, prefix + PROJECTION, prefix + PLAIN)
 
@@ -176,10 +174,8 @@ def refuse_conversion(script: str, arguments: Sequence[str]) -> None:
     if has_note or configs:
         evidence = f" ({configs[0]})" if configs else ""
         raise ConfigError(
-            [
-                f"{options.input_dir}: was trained with the attention of megatron_coca{evidence}, and {script} writes "
-                f"only rotary models; run `{CONVERTER}` in the repository of megatron_coca"
-            ]
+            f"{options.input_dir}: was trained with the attention of megatron_coca{evidence}, and {script} writes "
+            f"only rotary models; run `{CONVERTER}` in the repository of megatron_coca"
         )
 
 
@@ -220,7 +216,7 @@ def _check_positions(neox_args: Any, saved: Mapping[str, Any] | None) -> None:
     }
     errors = [f"{differences[name]}; set it as in its configs/*.yml" for name in FIXED if name in differences]
     if errors and not _fine_tunes(neox_args):
-        raise ConfigError(errors)
+        raise ConfigError(*errors)
     for line in differences.values():
         logger.warning("%s", line)
 
@@ -242,9 +238,7 @@ def _check_training_length(neox_args: Any, saved: int | None) -> None:
     else:
         return
     raise ConfigError(
-        [
-            f"{key}: depends on the training length. seq_length is {neox_args.seq_length}, the checkpoint has"
-            f" {SAVED_LENGTH}: {saved}; set the training length as `original_max_position_embeddings` in rope_scaling"
-            " (with rope_type default if there is no extension)"
-        ]
+        f"{key}: depends on the training length. seq_length is {neox_args.seq_length}, the checkpoint has"
+        f" {SAVED_LENGTH}: {saved}; set the training length as `original_max_position_embeddings` in rope_scaling"
+        " (with rope_type default if there is no extension)"
     )

@@ -146,7 +146,7 @@ def resolve(neox_args: Any) -> Config:
             f" {', '.join(EXTENDING)}"
         )
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
     values = {name: getattr(neox_args, name) for name in (*SHAPE, *POSITION)}
     values |= {"pos_emb": neox_args.pos_emb.lower(), "make_vocab_size_divisible_by": 1}
     # GPT-NeoX's seq_length is the longest input of a run, which in generation exceeds the training length. Only
@@ -162,7 +162,7 @@ def translated(values: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str,
     """
     problems = problems_of(values, known)
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
     ignored = [name for name in values if name not in known and _without_effect(name)]
     if ignored:
         logger.warning("%s: no effect in GPT-NeoX", ", ".join(ignored))
@@ -217,7 +217,7 @@ def _typed(name: str, value: Any) -> Any:
         with suppress(ValueError):
             value = float(value)
     if isinstance(value, bool) or not isinstance(value, int | float if kind is float else kind):
-        raise ConfigError([f"{name}: expected {expected}, got {value!r}"])
+        raise ConfigError(f"{name}: expected {expected}, got {value!r}")
     return value
 
 
@@ -281,7 +281,7 @@ def with_overlays(original: Callable[..., Any]) -> Callable[..., Any]:
                 if item.key in REPLACEABLE and selects_plugin(item.earlier.values)
             ]
             if problems:
-                raise ConfigError(problems)
+                raise ConfigError(*problems)
         if not replaced:
             return original(cls, paths_to_yml_files, overwrite_values)
         _check_overlays(files, duplicates)
@@ -307,7 +307,7 @@ def _check_overlays(files: Sequence[File], duplicates: Sequence[Replacement]) ->
         for name in sorted({name for name in names if names.count(name) > 1})
     ]
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
 
 
 def _copy(file: File, replaced: Sequence[Replacement]) -> str:

@@ -6,8 +6,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from megatron_coca.atomic_write import exclusive_lock
 from megatron_coca.checkpoints import CheckpointError, native
@@ -19,13 +18,11 @@ Errors = type[Exception] | tuple[type[Exception], ...]
 """Exceptions that count as a failure of an action; others end the process."""
 
 
-def attempt(
-    action: Callable[[], Any], errors: Errors, main_only: bool = False, group: Any = None
-) -> tuple[bool, Exception | None]:
-    """Run `action` on every rank, or on rank 0; return whether it succeeded on all, and else the error.
+def attempt(action: Callable[[], Any], errors: Errors, main_only: bool = False, group: Any = None) -> Exception | None:
+    """Run `action` on every rank, or on rank 0; return None if it succeeded on all.
 
-    The error is that of this rank, or a CheckpointError with the text of another rank's. `group` is the process group
-    for the agreement, by default that of the run.
+    Else return the error of this rank, or a CheckpointError with the text of another rank's. `group` is the process
+    group for the agreement, by default that of the run.
     """
     failure: Exception | None = None
     try:
@@ -34,9 +31,9 @@ def attempt(
     except errors as error:
         failure = error
     if dist.everyone_succeeded(failure is None, group):
-        return True, None
+        return None
     texts = dist.gather_texts("" if failure is None else str(failure) or type(failure).__name__, group)
-    return False, failure or CheckpointError(next(filter(None, texts)))
+    return failure or CheckpointError(next(filter(None, texts)))
 
 
 def from_main(action: Callable[[], Any]) -> Any:
@@ -86,31 +83,23 @@ def require_writable(config: Config) -> None:
             with tempfile.TemporaryFile(dir=folder) as probe:
                 probe.write(b"x")
 
-    succeeded, failure = attempt(probe_folders, OSError, main_only=True)
-    if not succeeded:
+    failure = attempt(probe_folders, OSError, main_only=True)
+    if failure is not None:
         raise CheckpointError(
             f"{' or '.join(folders)}: cannot be written ({failure}); choose another folder"
         ) from failure
 
 
-class FolderLocks:
+class FolderLocks(ExitStack):
     """Locks of this run on the folders of `save` and `save_copy` (None: not set), in which every rank must take part.
 
-    The locks end with the process, even if it is killed. A context manager.
+    The locks end with the `with` block, and with the process, even if it is killed.
     """
 
     def __init__(self, *folders: str | None) -> None:
+        super().__init__()
         self._unlocked = [folder for folder in folders if folder is not None]
-        self._locks = ExitStack()
         self._is_first_call = True
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._locks.close()
 
     def take(self) -> None:
         """Lock the folders that exist. Call it before reading anything in them, so that no other run changes it
@@ -126,7 +115,7 @@ class FolderLocks:
     def _take(self) -> None:
         for folder in [folder for folder in self._unlocked if os.path.isdir(folder)]:
             busy = f"{folder}: another run is training into this folder; wait for it, or choose another"
-            self._locks.enter_context(exclusive_lock(Path(folder) / native.LOCK, CheckpointError, busy))
+            self.enter_context(exclusive_lock(Path(folder) / native.LOCK, CheckpointError, busy))
             self._unlocked.remove(folder)
             if not self._is_first_call and native.begun_steps(Path(folder)):
                 raise CheckpointError(

@@ -88,18 +88,14 @@ def open_corpus(config: Config) -> Corpus:
         config = config.override({"vocab_size": tokenizer.vocab_size})
     elif tokenizer is not None and vocab_size is not None and tokenizer.vocab_size > vocab_size:
         raise ConfigError(
-            [
-                f"vocab_size: {vocab_size}, but the tokenizer of the data has {tokenizer.vocab_size} tokens; "
-                f"set vocab_size={tokenizer.vocab_size} or larger, or leave it out"
-            ]
+            f"vocab_size: {vocab_size}, but the tokenizer of the data has {tokenizer.vocab_size} tokens; "
+            f"set vocab_size={tokenizer.vocab_size} or larger, or leave it out"
         )
     data = config.data
     if data.eod_mask_loss and tokenizer is None:
         raise ConfigError(
-            [
-                "eod_mask_loss: the token that ends a document is not known, because no tokenizer is saved with the "
-                "shards; name theirs with tokenizer_type and vocab_file"
-            ]
+            "eod_mask_loss: the token that ends a document is not known, because no tokenizer is saved with the "
+            "shards; name theirs with tokenizer_type and vocab_file"
         )
     masked = tokenizer.eod if data.eod_mask_loss and tokenizer is not None else None
     return Corpus(

@@ -32,28 +32,6 @@ CONTEXT = 1.5 * GIB
 """CUDA's context with PyTorch's kernels, and NCCL's buffers."""
 
 
-class Gpu(NamedTuple):
-    """A GPU: PyTorch's device name, and the memory available to programs in GiB."""
-
-    device: str
-    memory: float
-
-
-GPUS: dict[str, Gpu] = {
-    "A100-80": Gpu("NVIDIA A100-SXM4-80GB", 79.2),
-    "A100-40": Gpu("NVIDIA A100-SXM4-40GB", 39.4),
-    "H100": Gpu("NVIDIA H100 80GB HBM3", 79.2),
-    "H100-PCIe": Gpu("NVIDIA H100 PCIe", 79.2),
-    "H200": Gpu("NVIDIA H200", 139.8),
-    "B200": Gpu("NVIDIA B200", 178.4),
-    "V100-32": Gpu("Tesla V100-SXM2-32GB", 31.7),
-    "V100-16": Gpu("Tesla V100-SXM2-16GB", 15.8),
-    "L40S": Gpu("NVIDIA L40S", 44.4),
-    "A6000": Gpu("NVIDIA RTX A6000", 47.5),
-    "4090": Gpu("NVIDIA GeForce RTX 4090", 23.5),
-}
-
-
 @dataclass(frozen=True)
 class Memory:
     """Bytes at the peak of a step on the rank that holds most, and on its host for what is offloaded.

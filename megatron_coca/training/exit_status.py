@@ -5,40 +5,19 @@ import signal
 import threading
 from collections.abc import Sequence
 from types import FrameType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
-DONE = 0
-FAILED = 1
-UNUSABLE = 2
-PREEMPTED = 75
-HUNG = 76
-DIVERGED = 77
-UNSAVED = 78
-UNJOINED = 79
-INTERRUPTED = 130
-
-
-class ExitStatus(NamedTuple):
-    """The meaning of a status and what to do."""
-
-    meaning: str
-    remedy: str
-
-
-EXIT_STATUSES: dict[int, ExitStatus] = {
-    DONE: ExitStatus("the last step is done and saved", "nothing"),
-    FAILED: ExitStatus("an error of the program or of the machine, with a traceback", "read it; resume"),
-    UNUSABLE: ExitStatus("input that cannot be used, or files that cannot be written", "follow the message"),
-    PREEMPTED: ExitStatus("preempted by a signal, after saving", "requeue with `--auto-resume`"),
-    HUNG: ExitStatus("no progress for `watchdog_timeout` seconds", "read the stacks; resume"),
-    DIVERGED: ExitStatus("too many bad steps, by the configured policies", "look at data and learning rate"),
-    UNSAVED: ExitStatus("preempted by a signal, nothing saved", "set `save`; rerunning starts from step 0"),
-    UNJOINED: ExitStatus(
-        "some processes did not join within `join_timeout`", "check the hosts that the message names; run again"
-    ),
-    INTERRUPTED: ExitStatus("Ctrl-C", "resume from the latest checkpoint"),
-}
-"""Every exit status of a training process. 75 is EX_TEMPFAIL of sysexits.h: try again later."""
+DONE = 0  # the last step is done and saved
+FAILED = 1  # an error of the program or of the machine, with a traceback
+UNUSABLE = 2  # input that cannot be used, or files that cannot be written
+PREEMPTED = 75  # preempted by a signal, after saving; EX_TEMPFAIL of sysexits.h: try again later
+HUNG = 76  # no progress for `watchdog_timeout` seconds
+DIVERGED = 77  # too many bad steps, by the configured policies
+UNSAVED = 78  # preempted by a signal, nothing saved
+UNJOINED = 79  # some processes did not join within `join_timeout`
+INTERRUPTED = 130  # Ctrl-C
+EXIT_STATUSES = (DONE, FAILED, UNUSABLE, PREEMPTED, HUNG, DIVERGED, UNSAVED, UNJOINED, INTERRUPTED)
+"""Every exit status of a training process; docs/faults.md says what to do after each."""
 
 
 class Stopped(Exception):

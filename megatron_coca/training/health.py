@@ -107,10 +107,8 @@ class Health(NamedTuple):
             if disk.free < needed:
                 lines.append(
                     f"{disk.folder}: {_size(disk.free)} free, but this run will write {disk.added} checkpoints of "
-                    "about "
-                    f"{_size(disk.checkpoint)} ({_size(needed)}), of which {disk.free // disk.checkpoint} fit; free "
-                    "some space, "
-                    "set keep_last_n_checkpoints, or save less often"
+                    f"about {_size(disk.checkpoint)} ({_size(needed)}), of which {disk.free // disk.checkpoint} fit; "
+                    "free some space, set keep_last_n_checkpoints, or save less often"
                 )
         writing, reducing = self.writing, self.reducing
         if writing and writing.measured >= MIN_JUDGED_BYTES and writing.rate < limits.health_min_disk_speed * 1e6:

@@ -93,9 +93,9 @@ class RemoteCheckpoints:
         mark = Path(self.local.save) / ".seen-by-all-ranks"
         self.make_local_folder()
         self._on_rank_0(lambda: mark.write_text(""))
-        seen, _ = attempt(mark.stat, OSError)
+        unseen = attempt(mark.stat, OSError)
         attempt(lambda: mark.unlink(missing_ok=True), OSError, main_only=True)
-        if not seen:
+        if unseen is not None:
             raise CheckpointError(
                 f"checkpoint_cache: {self.local.checkpoint_cache} is not the same folder on all hosts, but checkpoints "
                 "are assembled there before they are uploaded; name a folder on a shared file system"

@@ -96,8 +96,8 @@ def _named_by_load(config: CheckpointConfig) -> list[Path]:
         )
     if find_step(load) is not None:
         raise CheckpointError(
-            f"{load}: the optimizer state of a GPT-NeoX checkpoint cannot be read; set finetune=true to start from its "
-            "weights"
+            f"{load}: the optimizer state of a GPT-NeoX checkpoint cannot be read; set finetune=true to start from"
+            " its weights"
         )
     if config.save is not None and load.resolve() == Path(config.save).resolve() and not native.begun_steps(load):
         return []
@@ -130,8 +130,7 @@ def _refuse_copies_of_another_run(copies: Path, folders: Sequence[Path]) -> None
     if None in copied or len(copied) > 1 or not copied <= own:
         raise CheckpointError(
             f"{copies}: holds copies of a different run from the one to resume ({folders[0].parent}), or of one that "
-            "its "
-            f"meta.json does not name; {remedy}"
+            f"its meta.json does not name; {remedy}"
         )
 
 
@@ -287,36 +286,36 @@ def differing_run(saved: Config, wanted: Config) -> list[str]:
 
 
 def quarantine_newer(keys: CheckpointConfig, chosen: Choice) -> None:
-    """Call `quarantine_newer_in` on rank 0. Every rank must call it, under the lock. Raises CheckpointError."""
-    done, failure = attempt(lambda: quarantine_newer_in(keys.save, chosen, keys.save_copy), OSError, main_only=True)
-    if not done:
+    """Move checkpoints that a later start would prefer to `chosen` out of the way, in `save` and its copy.
+
+    They are damaged, or of a branch that the run leaves. Unreadable ones stay, because they may be valid: the next
+    start tries them again. Leftovers of interrupted saves are removed. Every rank must call it, under the lock.
+
+    Raises:
+        CheckpointError: a folder cannot be changed.
+    """
+
+    def move() -> None:
+        for name in filter(None, (keys.save, keys.save_copy)):
+            folder = Path(name)
+            native.sweep(folder)
+            if chosen.folder is None:
+                continue
+            resumed = int(native.read_json(chosen.folder / native.META)["step"])
+            unreadable = {path.resolve() for path in chosen.unreadable}
+            # At the same step a start prefers `save` to `save_copy`.
+            same_step = name == keys.save and chosen.folder.resolve().parent != folder.resolve()
+            for step in native.begun_steps(folder):
+                path = native.step_folder(folder, step)
+                if (step > resumed or (step == resumed and same_step)) and path.resolve() not in unreadable:
+                    logger.warning("%s: moved to %s", path, native.set_aside(path))
+
+    failure = attempt(move, OSError, main_only=True)
+    if failure is not None:
         raise CheckpointError(
             f"{keys.save}: checkpoints newer than the one to resume from cannot be moved or removed "
             f"({failure}); fix the permissions, or move them manually"
         ) from failure
-
-
-def quarantine_newer_in(save: str | None, chosen: Choice, save_copy: str | None = None) -> None:
-    """Move checkpoints that a later start would prefer to `chosen` out of the way, in `save` and its copy.
-
-    They are damaged, or of a branch that the run leaves. Unreadable ones stay, because they may be valid: the next
-    start tries them again. Leftovers of interrupted saves are removed.
-    """
-    for name in (save, save_copy):
-        if name is None:
-            continue
-        folder = Path(name)
-        native.sweep(folder)
-        if chosen.folder is None:
-            continue
-        resumed = int(native.read_json(chosen.folder / native.META)["step"])
-        unreadable = {path.resolve() for path in chosen.unreadable}
-        # At the same step a start prefers `save` to `save_copy`.
-        same_step = name == save and chosen.folder.resolve().parent != folder.resolve()
-        for step in native.begun_steps(folder):
-            path = native.step_folder(folder, step)
-            if (step > resumed or (step == resumed and same_step)) and path.resolve() not in unreadable:
-                logger.warning("%s: moved to %s", path, native.set_aside(path))
 
 
 class InitialModel(NamedTuple):

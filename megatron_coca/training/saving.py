@@ -301,8 +301,8 @@ class Checkpoints:
                 self._on_all_ranks(transfer.send, root, step)
             if self._remotes:
                 self._enter(f"step {step}: uploading", watched=False)
-                uploaded, failure = attempt(lambda: self._remotes.upload(step), CheckpointError, True, self._group)
-                if not uploaded:
+                failure = attempt(lambda: self._remotes.upload(step), CheckpointError, True, self._group)
+                if failure is not None:
                     raise CheckpointError(
                         f"{native.step_folder(root, step)}: is complete, but could not be uploaded ({failure}); "
                         "the same command with auto_resume=true resumes from it"
@@ -320,8 +320,8 @@ class Checkpoints:
     def _on_all_ranks(self, action: Callable[[], Any], root: Path, step: int, main_only: bool = False) -> None:
         """Run `action` on every rank (or rank 0), and fail on all of them if it fails on one."""
         errors = (OSError, RuntimeError, SafetensorError, CheckpointError)
-        succeeded, failure = attempt(action, errors, main_only, self._group)
-        if not succeeded:
+        failure = attempt(action, errors, main_only, self._group)
+        if failure is not None:
             if dist.is_main():
                 native.abandon(root, step)
             newest = native.steps(root)[-1:] or "none"

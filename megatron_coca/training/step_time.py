@@ -208,12 +208,7 @@ def scaling(config: Config, gpus: int, links: int = GPUS_PER_HOST) -> Iterator[t
 
 
 def _stage_time(
-    config: Config,
-    topology: Topology,
-    sizes: BatchSizes,
-    numbers: int,
-    blocks: int,
-    network: Network,
+    config: Config, topology: Topology, sizes: BatchSizes, numbers: int, blocks: int, network: Network
 ) -> StepTime:
     """The time of one pipeline stage, without waiting for others and without its MFU."""
     model, passes = config.model, sizes.accumulation
@@ -241,13 +236,7 @@ def _attention_flops(config: Config) -> float:
 
 
 def _network_time(
-    config: Config,
-    topology: Topology,
-    sizes: BatchSizes,
-    numbers: int,
-    blocks: int,
-    network: Network,
-    computing: float,
+    config: Config, topology: Topology, sizes: BatchSizes, numbers: int, blocks: int, network: Network, computing: float
 ) -> tuple[float, float]:
     """Seconds of communication that nothing runs beside, and that run beside `computing` seconds of computation.
 

@@ -38,11 +38,9 @@ class Topology:
         ranks = pipe * tensor * sequence
         if world_size % ranks:
             raise ConfigError(
-                [
-                    f"pipe_parallel_size {pipe} x model_parallel_size {tensor} x sequence_parallel_size {sequence} = "
-                    f"{ranks} does not divide {world_size} processes; start a multiple of {ranks} (num_gpus), or lower "
-                    "one of them"
-                ]
+                f"pipe_parallel_size {pipe} x model_parallel_size {tensor} x sequence_parallel_size {sequence} = "
+                f"{ranks} does not divide {world_size} processes; start a multiple of {ranks} (num_gpus), or lower one"
+                " of them"
             )
         return cls(pipe, world_size // ranks, tensor, sequence)
 

@@ -34,9 +34,9 @@ from megatron_coca.training.engine import group as dist
 from megatron_coca.training.exit_status import CaughtSignals, Diverged, Preempted, Unsaved
 from megatron_coca.training.health import check_health
 from megatron_coca.training.loss_guard import DataSkips, LossGuard, Verdict
+from megatron_coca.training.monitor import Monitor
 from megatron_coca.training.optimizer import build_optimizer, train_only_parts, trainable_share
 from megatron_coca.training.remote_checkpoints import RemoteCheckpoints, use_local_folders
-from megatron_coca.training.reporting import Monitor, run_folder
 from megatron_coca.training.resume import (
     Choice,
     candidates,
@@ -47,6 +47,7 @@ from megatron_coca.training.resume import (
     verify_distributed,
 )
 from megatron_coca.training.saving import Checkpoints, is_due
+from megatron_coca.training.sinks import run_folder
 from megatron_coca.training.topology import Topology
 from megatron_coca.training.validation import check_validation, samples, validate
 from megatron_coca.training.watchdog import Watchdog

@@ -42,22 +42,17 @@ def check_validation(corpus: Corpus) -> None:
         try:
             check_range(longest / 2, DTYPES[config.precision.dtype])
         except PositionRangeError as error:
-            raise ConfigError([f"eval_windows: {error}"]) from error
+            raise ConfigError(f"eval_windows: {error}") from error
     for prompt in config.logging.sample_prompts or ():
         if corpus.tokenizer is None:
             raise ConfigError(
-                [
-                    "sample_prompts: no tokenizer is saved with the shards; name theirs with tokenizer_type and "
-                    "vocab_file"
-                ]
+                "sample_prompts: no tokenizer is saved with the shards; name theirs with tokenizer_type and vocab_file"
             )
         size, rows = len(corpus.tokenizer.encode(prompt)) + SAMPLE_TOKENS, config.model.max_position_embeddings
         if config.position.pos_emb == "learned" and size > rows:
             raise ConfigError(
-                [
-                    f"sample_prompts: {prompt[:40]!r} and {SAMPLE_TOKENS} new tokens are {size} tokens, and pos_emb "
-                    f"learned has vectors for {rows}; shorten it, or raise max_position_embeddings"
-                ]
+                f"sample_prompts: {prompt[:40]!r} and {SAMPLE_TOKENS} new tokens are {size} tokens, and pos_emb "
+                f"learned has vectors for {rows}; shorten it, or raise max_position_embeddings"
             )
 
 

@@ -18,7 +18,7 @@ import pytest
 import zstandard
 from pyarrow import parquet
 
-from megatron_coca.commands import prepare
+from megatron_coca import cli
 from megatron_coca.data import Shard, load_saved_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -177,7 +177,7 @@ def test_bad_commands_end_with_status_2(
     arguments: tuple[object, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:
-        status = prepare.main([*map(str, arguments)])
+        status = cli.main(["prepare", *map(str, arguments)])
     except SystemExit as error:  # of argparse
         status = error.code
     assert status == 2 and message in capsys.readouterr().err
@@ -186,7 +186,8 @@ def test_bad_commands_end_with_status_2(
 MEASURED = """
 import pathlib, resource, sys
 sys.path.insert(0, sys.argv.pop(1))
-from megatron_coca.commands.prepare import main
+from megatron_coca import cli
+from megatron_coca.commands import prepare
 
 def status(name):
     lines = pathlib.Path("/proc/self/status").read_text().splitlines()
@@ -194,7 +195,7 @@ def status(name):
 
 if allowed := int(sys.argv.pop(1)):
     resource.setrlimit(resource.RLIMIT_AS, (status("VmSize") + allowed,) * 2)
-result = main(sys.argv[1:])
+result = cli.main(["prepare", *sys.argv[1:]])
 print("peak", status("VmHWM"))
 sys.exit(result)
 """

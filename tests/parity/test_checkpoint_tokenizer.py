@@ -6,7 +6,6 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,12 +14,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megatron_coca import cli
 from megatron_coca.checkpoints import CheckpointError, load_model, open_checkpoint
 from megatron_coca.checkpoints.exports.huggingface import export
 from megatron_coca.checkpoints.exports.neox import export_neox
 from megatron_coca.checkpoints.importing import import_checkpoint
-from megatron_coca.commands import export as export_command
-from megatron_coca.commands import import_checkpoint as import_tool
 from megatron_coca.config import load_config
 from megatron_coca.data import DataError, load_tokenizer, train_sentencepiece
 from megatron_coca.evaluation.options import SubjectOptions, Variant
@@ -99,16 +97,16 @@ PLACES: dict[str, Callable[[Path, Path, dict[str, Any]], tuple[Path, list[str]]]
 }
 ROUTES = ("exported", "imported and exported")
 WAYS = list(zip(PLACES, ROUTES * 2, strict=True))
-TOOLS = [(import_tool, []), (export_command, ["neox"]), (export_command, ["huggingface"])]
+TOOLS = [["import"], ["export", "neox"], ["export", "huggingface"]]
 
 
 def exported(folder: Path, said: list[str], route: str, place: Path) -> Path:
     """By the tools, as users do it."""
     setting = ["--set", *said] if said else []
     if route != "exported":
-        assert import_tool.main([str(folder), str(place / "imported"), *setting]) == 0
+        assert cli.main(["import", str(folder), str(place / "imported"), *setting]) == 0
         folder, setting = place / "imported", []
-    assert export_command.main(["huggingface", str(folder), str(place / "out"), *setting]) == 0
+    assert cli.main(["export", "huggingface", str(folder), str(place / "out"), *setting]) == 0
     return place / "out"
 
 
@@ -166,8 +164,8 @@ def test_without_its_tokenizer_the_remedy_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = saved(tmp_path / "save", KEYS, tokenizer_type="HFTokenizer", vocab_file="/elsewhere/tokens.json")
-    for number, (tool, layout) in enumerate(TOOLS):
-        assert tool.main([*layout, str(folder), str(tmp_path / f"{number}")]) == 0
+    for number, tool in enumerate(TOOLS):
+        assert cli.main([*tool, str(folder), str(tmp_path / f"{number}")]) == 0
         told = capsys.readouterr().err
         assert "records HFTokenizer with vocab_file /elsewhere/tokens.json, which cannot be read here" in told
         assert (
@@ -179,12 +177,12 @@ def test_without_its_tokenizer_the_remedy_is_named(
     assert "which cannot be read here" in caplog.text and f"or put its file into {folder}" in caplog.text
 
 
-@pytest.mark.parametrize(("tool", "layout"), TOOLS)
+@pytest.mark.parametrize("tool", TOOLS)
 def test_a_named_tokenizer_that_cannot_be_opened_ends_a_tool_with_its_message(
-    tool: ModuleType, layout: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tool: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, said = saved(tmp_path / "save", KEYS), ["tokenizer_type=HFTokenizer", "vocab_file=none.json"]
-    assert tool.main([*layout, str(folder), str(tmp_path / "out"), "--set", *said]) == 2
+    assert cli.main([*tool, str(folder), str(tmp_path / "out"), "--set", *said]) == 2
     assert ": none.json: cannot read the tokenizer" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 

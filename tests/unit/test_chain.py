@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_coca import cli
 from megatron_coca.checkpoints import CheckpointError, native, open_checkpoint
-from megatron_coca.commands.train_stages import main, plan, run_stages, run_train
+from megatron_coca.commands.train_stages import plan, run_stages, run_train
 from megatron_coca.config import ConfigError, load_config
 
 ROOT = Path(__file__).parents[2]
@@ -76,7 +77,7 @@ def test_a_finished_run_of_other_keys_is_refused(tmp_path: Path, files: list[str
         with pytest.raises(CheckpointError, match=message):
             run_stages(plan(files, ["seed=7", changed]), trainings)
     assert len(trainings.given) == 3, "nothing was trained"
-    assert main([*files, "--with", "seed=8"]) == 2
+    assert cli.main(["train-stages", *files, "--with", "seed=8"]) == 2
 
 
 def test_a_stage_of_other_weights_is_refused(tmp_path: Path, files: list[str]) -> None:
@@ -118,7 +119,7 @@ def test_a_chain_that_does_not_hold_is_refused_before_it_starts(
     files = [write(tmp_path, "stage1", "source", "run1"), write(tmp_path, "stage2", load, save, extra)]
     with pytest.raises(ConfigError, match=message):
         plan(files)
-    assert main(files) == 2 and "megatron-coca train-stages:" in capsys.readouterr().err
+    assert cli.main(["train-stages", *files]) == 2 and "megatron-coca train-stages:" in capsys.readouterr().err
 
 
 def test_the_papers_chain_holds() -> None:

@@ -25,7 +25,7 @@ from megatron_coca.training.resume import (
     candidates,
     divide,
     first_valid,
-    quarantine_newer_in,
+    quarantine_newer,
     refuse_other_run,
     verify_distributed,
 )
@@ -200,19 +200,20 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, caplog
         first_valid(folders[:1])
 
 
+@pytest.mark.usefixtures("alone")
 def test_what_lies_beyond_the_resumed_checkpoint_is_set_aside(tmp_path: Path) -> None:
     folders = {step: checkpoint(tmp_path / "run", step) for step in (2, 4, 6)}
-    quarantine_newer_in(None, Choice(folders[4]))
-    quarantine_newer_in(str(tmp_path / "run"), Choice(None))
+    quarantine_newer(keys(), Choice(folders[4]))
+    quarantine_newer(keys(save=str(tmp_path / "run")), Choice(None))
     assert native.steps(tmp_path / "run") == [2, 4, 6]
-    quarantine_newer_in(str(tmp_path / "run"), Choice(folders[4]))
+    quarantine_newer(keys(save=str(tmp_path / "run")), Choice(folders[4]))
     assert native.steps(tmp_path / "run") == [2, 4] and native.locate(tmp_path / "run") == folders[4]
     assert (tmp_path / "run/quarantine/global_step6" / native.MANIFEST).is_file(), "nothing is lost"
     checkpoint(tmp_path / "run", 6)
-    quarantine_newer_in(str(tmp_path / "run"), Choice(folders[4]))
+    quarantine_newer(keys(save=str(tmp_path / "run")), Choice(folders[4]))
     assert (tmp_path / "run/quarantine/global_step6.1" / native.MANIFEST).is_file()
     elsewhere = checkpoint(tmp_path / "copy", 4)
-    quarantine_newer_in(str(tmp_path / "run"), Choice(elsewhere))
+    quarantine_newer(keys(save=str(tmp_path / "run")), Choice(elsewhere))
     assert native.steps(tmp_path / "run") == [2], "its own of that step was damaged, or a copy would not be taken"
 
 
@@ -455,7 +456,7 @@ def test_an_unreadable_checkpoint_is_left_alone(
     (folders[1] / native.WEIGHTS).write_text("damaged")
     chosen = first_valid(folders)
     assert chosen == Choice(folders[2], (folders[0],))
-    quarantine_newer_in(str(tmp_path), chosen)
+    quarantine_newer(keys(save=str(tmp_path)), chosen)
     assert (folders[0] / name).exists() and [path.name for path in (tmp_path / native.QUARANTINE).iterdir()] == [
         "global_step4"
     ]

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from megatron_coca.commands.estimate import GPU_NAMES, main
+from megatron_coca import cli
+from megatron_coca.commands.estimate import GPUS, main
 from megatron_coca.config import Config, ConfigError, load_config
 from megatron_coca.model import build_model
 from megatron_coca.model.cost import parameter_count, peak_flops
-from megatron_coca.training.estimate import GIB, GPUS, changes_that_fit, estimate, fits, stage_parameters, states_bytes
+from megatron_coca.training.estimate import GIB, changes_that_fit, estimate, fits, stage_parameters, states_bytes
 from megatron_coca.training.topology import Topology
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +33,7 @@ def test_time_follows_from_operations() -> None:
 
 
 def test_every_kind_of_gpu_has_a_peak() -> None:
-    assert all(peak_flops(gpu.device) for gpu in GPUS.values()) and tuple(GPUS) == GPU_NAMES
+    assert all(peak_flops(gpu.device) for gpu in GPUS.values())
 
 
 @pytest.mark.parametrize(
@@ -138,6 +139,6 @@ def test_the_tool_prints_tables_and_objects(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_the_tool_needs_hosts_or_a_number(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(MODEL), str(ROOT / "configs/cluster/a100x32.yml")]) == 2
+    assert cli.main(["estimate", str(MODEL), str(ROOT / "configs/cluster/a100x32.yml")]) == 2
     error = capsys.readouterr().err
     assert "hostfile" in error and "--gpus" in error

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import tokenizers
 
+from megatron_coca import cli
 from megatron_coca.checkpoints import CheckpointError, open_checkpoint
 from megatron_coca.checkpoints.exports.huggingface import export
 from megatron_coca.checkpoints.exports.tokenizer import THEIRS
@@ -175,7 +176,7 @@ def test_the_tools(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     asked = ["huggingface", str(tmp_path / "save"), str(tmp_path / "kept"), "--tokenizer", str(source)]
     assert export_command.main(asked) == 0 and same_files(source, tmp_path / "kept")
     asked = ["huggingface", str(tmp_path / "save"), str(tmp_path / "other"), "--tokenizer", str(tmp_path)]
-    assert export_command.main(asked) == 2 and "cannot be used as the exported tokenizer" in capsys.readouterr().err
+    assert cli.main(["export", *asked]) == 2 and "cannot be used as the exported tokenizer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("method", ["rotary", "coca"])

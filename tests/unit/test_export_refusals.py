@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_coca import cli
 from megatron_coca.checkpoints import CheckpointError, weight_map
 from megatron_coca.checkpoints.exports import tokenizer as export_tokenizer
 from megatron_coca.checkpoints.exports.huggingface import MODELLING_FILE, export
@@ -120,5 +121,5 @@ def test_the_tool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert config["vocab_size"] == 512 and config["intermediate_size"] == 52
     assert main(["huggingface", str(run), str(tmp_path / "other"), "--set", "logit_scaling=log_n"]) == 0
     assert "other: a coca_llama model" in (said := capsys.readouterr().out) and "trust_remote_code=True" in said
-    assert main(["huggingface", str(run), str(tmp_path / "model")]) == 2
+    assert cli.main(["export", "huggingface", str(run), str(tmp_path / "model")]) == 2
     assert "exists already" in capsys.readouterr().err

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megatron_coca import cli
 from megatron_coca.commands import generate
 from megatron_coca.config import load_config
 from megatron_coca.model import Sampling
@@ -104,7 +105,7 @@ def test_extensions_as_files_and_keys(checkpoint: str, tmp_path: Path, capsys: p
         assert generate.main([*arguments, "--max-new-tokens", "40"]) == 0
         shown.append((tmp_path / "out.jsonl").read_text())
     assert len(set(shown)) == 3
-    assert generate.main(["--checkpoint", checkpoint, "--prompt", "x", "num_layers=3"]) == 2
+    assert cli.main(["generate", "--checkpoint", checkpoint, "--prompt", "x", "num_layers=3"]) == 2
     assert "cannot be evaluated with another num_layers" in capsys.readouterr().err
 
 
@@ -174,15 +175,18 @@ def test_what_the_user_can_correct(
     monkeypatch.chdir(tmp_path)
     Path("bad.jsonl").write_text('{"prompt": "x"}\n["x"]\n')
     Path("empty.txt").write_text("\n")
-    assert generate.main(["--checkpoint", checkpoint, *arguments]) == 2
+    assert cli.main(["generate", "--checkpoint", checkpoint, *arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith("megatron-coca generate: ") and message in error
 
 
 def test_no_checkpoint_and_too_many_positions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert generate.main(["--checkpoint", str(tmp_path / "none"), "--prompt", "x"]) == 2
+    assert cli.main(["generate", "--checkpoint", str(tmp_path / "none"), "--prompt", "x"]) == 2
     write_checkpoint(tmp_path / "learned", load_config([], KEYS | {"pos_emb": "learned"}))
-    assert generate.main(["--checkpoint", str(tmp_path / "learned"), "--prompt", LONG, "--max-new-tokens", "20"]) == 2
+    assert (
+        cli.main(["generate", "--checkpoint", str(tmp_path / "learned"), "--prompt", LONG, "--max-new-tokens", "20"])
+        == 2
+    )
     assert "40 positions" in capsys.readouterr().err
 
 

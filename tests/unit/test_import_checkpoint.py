@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron_coca import console, load_model
+from megatron_coca import cli, console, load_model
 from megatron_coca.checkpoints import CheckpointError, load_checkpoint, native, open_checkpoint
 from megatron_coca.checkpoints.exports.huggingface import export
 from megatron_coca.checkpoints.importing import import_checkpoint
@@ -169,7 +169,7 @@ def test_the_tool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = capsys.readouterr()
     assert "79,488 parameters, pos_emb coca, weights only\n  set pos_emb (saved 'rotary', now 'coca')\n" in told.out
     assert "no tokenizer is used" in told.err
-    assert tool.main([str(NEOX), target]) == 2
+    assert cli.main(["import", str(NEOX), target]) == 2
     assert "exists already" in capsys.readouterr().err
 
 

@@ -9,16 +9,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from megatron_coca import cli
 from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.state import WEIGHT, ParameterSlice, StatePiece, file_name, write_pieces
-from megatron_coca.commands.inspect import main
 from megatron_coca.config import load_config
 from megatron_coca.model import build_model
 
 
 @pytest.fixture(scope="module")
 def inspect() -> Callable[[list[str]], int]:
-    return lambda arguments: main(["checkpoint", *arguments])
+    return lambda arguments: cli.main(["inspect", "checkpoint", *arguments])
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_coca import cli
 from megatron_coca.commands import inspect as inspect_data
 from megatron_coca.config import load_config
 from megatron_coca.data import inspection
@@ -284,7 +285,7 @@ def test_the_test_part_of_one_shard(folder: Path, capsys: pytest.CaptureFixture[
     assert inspect_data.main(arguments) == 0
     heading, _, text = capsys.readouterr().out.partition("\n\n")
     assert "of 1 document(s)" in heading and text.strip() and text.strip() in BOOKS[-1]
-    assert inspect_data.main([*arguments[:-1], "split=5,1,0"]) == 2
+    assert cli.main(["inspect", *arguments[:-1], "split=5,1,0"]) == 2
     assert "names no data for test" in capsys.readouterr().err
 
 
@@ -301,15 +302,15 @@ def test_the_test_part_of_one_shard(folder: Path, capsys: pytest.CaptureFixture[
 def test_what_a_library_would_trip_over(
     folder: Path, config: str, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
-    assert inspect_data.main([text.format(config=config, folder=folder) for text in arguments]) == 2
+    assert cli.main(["inspect", *(text.format(config=config, folder=folder) for text in arguments)]) == 2
     captured = capsys.readouterr()
     assert message in captured.err and not captured.out
 
 
 def test_errors_end_with_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "s", ["a"])
-    assert inspect_data.main(["coverage", str(tmp_path)]) == 2
+    assert cli.main(["inspect", "coverage", str(tmp_path)]) == 2
     assert "--tokenizer-type" in capsys.readouterr().err
     assert inspect_data.main(["coverage", str(tmp_path), "--tokenizer-type", "CharLevelTokenizer"]) == 0
-    assert inspect_data.main(["document", str(tmp_path / "s"), "9", "--tokenizer-type", "CharLevelTokenizer"]) == 2
+    assert cli.main(["inspect", "document", str(tmp_path / "s"), "9", "--tokenizer-type", "CharLevelTokenizer"]) == 2
     assert "no document 9" in capsys.readouterr().err

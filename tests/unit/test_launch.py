@@ -5,7 +5,7 @@ import pytest
 from megatron_coca.config import ConfigError
 from megatron_coca.training import launch
 from megatron_coca.training.launch import environment as variables
-from megatron_coca.training.launch.environment import interface_towards
+from megatron_coca.training.launch.environment import find_location, interface_towards
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_rank_location(
     numbers = [int(completed[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
     assert (*numbers, completed["MASTER_ADDR"]) == (rank, world, local, local_world, master)
     assert 1024 < int(completed["MASTER_PORT"]) <= 65535 or completed["MASTER_PORT"] == environment["MASTER_PORT"]
-    assert launch.under_launcher(environment) is (world > 1)
+    assert (find_location(environment) is not None) is (world > 1)
 
 
 @pytest.mark.parametrize(
@@ -137,10 +137,10 @@ def test_rank_location(
 )
 def test_incomplete_environment_names_the_missing_variables(environment: dict[str, str], message: str | None) -> None:
     if message is None:
-        assert not launch.under_launcher(environment)
+        assert find_location(environment) is None
         return
     with pytest.raises(ConfigError, match=message):
-        launch.under_launcher(environment)
+        find_location(environment)
 
 
 def test_gloo_uses_the_interface_towards_the_first_host() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_coca.config import Config, ConfigError, LaunchConfig, load_config
-from megatron_coca.training.launch import check_devices, describe_devices, devices, start
+from megatron_coca.training.launch import check_devices, describe_devices, environment, start
 
 SHAPE = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 16, "vocab_size": 64}
 RANK = {"LOCAL_RANK": "0"}
@@ -20,8 +20,8 @@ def configured(**keys: Any) -> Config:
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host without device files and nvidia-smi."""
-    monkeypatch.setattr(devices, "DEVICE_FILES", ())
-    monkeypatch.setattr(devices.shutil, "which", lambda name: None)
+    monkeypatch.setattr(environment, "DEVICE_FILES", ())
+    monkeypatch.setattr(environment.shutil, "which", lambda name: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
@@ -32,8 +32,8 @@ def broken_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nPlease update it")
 
-    monkeypatch.setattr(devices, "DEVICE_FILES", ())
-    monkeypatch.setattr(devices.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(environment, "DEVICE_FILES", ())
+    monkeypatch.setattr(environment.shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "init", fail)
 
@@ -45,8 +45,8 @@ def broken_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_process_is_started_for_gpus_that_are_not_there(no_gpu: None, keys: dict[str, Any], key: str) -> None:
     expected = f"^{key}: asks for GPUs, but this host has no GPU; to train on the CPU, set distributed_backend=gloo"
     with pytest.raises(ConfigError, match=expected):
-        start(LaunchConfig.model_validate(keys), {}, "train.py", [], lambda: 0, gpu_keys=(key,))
-    assert start(LaunchConfig(num_gpus=1), {}, "train.py", []) is None
+        start(LaunchConfig.model_validate(keys), {}, ["train.py"], lambda: 0, gpu_keys=(key,))
+    assert start(LaunchConfig(num_gpus=1), {}, ["train.py"]) is None
 
 
 def test_a_process_of_another_launcher_is_refused_too(no_gpu: None) -> None:

@@ -52,7 +52,7 @@ def test_a_missing_hostfile_means_this_host(capsys: pytest.CaptureFixture[str]) 
     """As in GPT-NeoX, whose 125M.yml has `hostfile: /mock_path`."""
     assert chosen_hosts(configured(hostfile="/mock_path", num_gpus=2)) == [Host("localhost", (0, 1))]
     assert "hostfile: /mock_path: no such file; using this host only" in capsys.readouterr().err
-    assert start(configured(hostfile="/mock_path"), {}, "train.py", []) is None, "one process trains where it is"
+    assert start(configured(hostfile="/mock_path"), {}, ["train.py"]) is None, "one process trains where it is"
 
 
 @pytest.mark.parametrize(

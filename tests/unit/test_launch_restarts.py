@@ -87,7 +87,7 @@ def test_what_fails_after_a_request_to_stop_is_not_restarted(launch: Launch, tmp
 
 def test_restarts_need_checkpoints_to_resume_from() -> None:
     with pytest.raises(ConfigError, match="max_restarts: a restart resumes from a checkpoint, and none is saved"):
-        start(LaunchConfig.model_validate({"max_restarts": 1}), {}, "train.py", [])
+        start(LaunchConfig.model_validate({"max_restarts": 1}), {}, ["train.py"])
 
 
 def test_one_host_of_several_is_not_restarted_by_itself(launch: Launch, tmp_path: Path) -> None:

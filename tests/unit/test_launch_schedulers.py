@@ -78,4 +78,4 @@ def test_the_pods_of_the_manifest_find_each_other(job: dict[str, Any]) -> None:
 def test_the_manifest_knows_the_exit_statuses(job: dict[str, Any]) -> None:
     rules = {rule["action"]: rule for rule in job["podFailurePolicy"]["rules"] if "onExitCodes" in rule}
     assert rules["Ignore"]["onExitCodes"]["values"] == [PREEMPTED]
-    assert set(rules["FailJob"]["onExitCodes"]["values"]) < EXIT_STATUSES.keys()
+    assert set(rules["FailJob"]["onExitCodes"]["values"]) < set(EXIT_STATUSES)

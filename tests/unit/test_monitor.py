@@ -13,10 +13,10 @@ import torch.nn as nn
 
 from megatron_coca.config import Config, ConfigError, load_config
 from megatron_coca.model.cost import flops_per_token
-from megatron_coca.training.reporting import METRICS, Monitor
-from megatron_coca.training.reporting import monitor as rules
-from megatron_coca.training.reporting.monitor import RULES, TIMED_RULES, Anomalies, Interval, RankTimes
-from megatron_coca.training.reporting.profiling import ForwardTimer
+from megatron_coca.training import monitor as rules
+from megatron_coca.training.monitor import RULES, TIMED_RULES, Anomalies, Interval, Monitor, RankTimes
+from megatron_coca.training.profiling import ForwardTimer
+from megatron_coca.training.sinks import METRICS
 from tests.figures import TIMINGS
 
 SHAPE = {

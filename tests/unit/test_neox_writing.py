@@ -7,6 +7,7 @@ import pytest
 import torch
 import yaml
 
+from megatron_coca import cli
 from megatron_coca.checkpoints import CheckpointError, open_checkpoint
 from megatron_coca.checkpoints.exports.neox import export_neox
 from megatron_coca.commands.export import main
@@ -141,5 +142,5 @@ def test_the_tool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     opened = open_checkpoint(tmp_path / "neox")
     assert opened.trained.position.rotary_emb_base == 50000.0 and opened.trained.position.pos_emb == "coca"
     assert {entry.dtype for entry in opened.weights().entries.values()} == {torch.bfloat16}
-    assert main(["neox", str(run), str(tmp_path / "neox")]) == 2
+    assert cli.main(["export", "neox", str(run), str(tmp_path / "neox")]) == 2
     assert "exists already" in capsys.readouterr().err

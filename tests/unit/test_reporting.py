@@ -14,9 +14,10 @@ import pytest
 from megatron_coca.checkpoints import CheckpointError
 from megatron_coca.config import Config, ConfigError, load_config
 from megatron_coca.console import Handler, set_up_logging
-from megatron_coca.training.reporting import METRICS, sinks
-from megatron_coca.training.reporting.sinks import (
+from megatron_coca.training import sinks
+from megatron_coca.training.sinks import (
     COLUMNS,
+    METRICS,
     UNSAVED,
     Console,
     JsonLines,

@@ -5,9 +5,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from megatron_coca.commands.estimate import GPUS
 from megatron_coca.config import Config, load_config
 from megatron_coca.model.cost import pass_counts, peak_flops
-from megatron_coca.training.estimate import GPUS, stage_parameters
+from megatron_coca.training.estimate import stage_parameters
 from megatron_coca.training.step_time import DEVICES, Network, assumption, communication, scaling, step_time
 from megatron_coca.training.topology import Topology
 from tests.documents import ROOT

@@ -8,6 +8,7 @@ from pydoc_data.topics import topics
 
 import pytest
 
+from megatron_coca import cli
 from megatron_coca.commands import train_tokenizer
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.tokenizers import load_saved_tokenizer, load_tokenizer
@@ -115,7 +116,7 @@ def test_the_tool_makes_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert report["fingerprint"] == tokenizer.fingerprint == load_tokenizer(kind, out).fingerprint
     for found in report["sources"].values():
         assert found["held_out"]["exact"] == found["held_out"]["documents"] > 0 < found["trained_characters"]
-    assert train_tokenizer.main(arguments) == 2
+    assert cli.main(["train-tokenizer", *arguments]) == 2
     assert "exists already" in capsys.readouterr().err
 
 
@@ -150,7 +151,7 @@ def test_wrong_input_leaves_nothing(
 ) -> None:
     out = tmp_path / "out"
     arguments = [*corpus(tmp_path), "--vocab-size", "500", "--output", str(out), *change]
-    assert train_tokenizer.main(arguments) == 2
+    assert cli.main(["train-tokenizer", *arguments]) == 2
     assert message in capsys.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {"text.jsonl", "code.jsonl"}
 

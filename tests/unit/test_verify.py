@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_coca import cli
 from megatron_coca.commands import inspect as inspect_data
 from megatron_coca.data import Shard, inspection, load_tokenizer
 from megatron_coca.data.errors import DataError
@@ -135,7 +136,7 @@ def test_a_damaged_manifest_is_an_error_of_the_input(shards: Path, capsys: pytes
     (shards / "manifest.json").write_text("{")
     with pytest.raises(DataError, match="cannot read the manifest"):
         find_shards([shards])
-    assert inspect_data.main(["verify", str(shards)]) == 2
+    assert cli.main(["inspect", "verify", str(shards)]) == 2
 
 
 def test_what_the_manifest_does_not_vouch_for_is_told(shards: Path) -> None:

@@ -96,9 +96,7 @@ def deepspeed_config(config: Config, sizes: BatchSizes) -> dict[str, Any]:
         section["fp16"] = {**(config.precision.fp16 or {}), "enabled": True}
     extra = config.parallel.deepspeed_extra_args or {}
     if taken := sorted((section.keys() | RESERVED) & extra.keys()):
-        raise ConfigError(
-            [f"deepspeed_extra_args: {', '.join(taken)}: have their own keys; use those (docs/config.md)"]
-        )
+        raise ConfigError(f"deepspeed_extra_args: {', '.join(taken)}: have their own keys; use those (docs/config.md)")
     return section | extra
 
 
@@ -194,7 +192,7 @@ class Engine:
             self._engine: Any = deepspeed.initialize(model=model, optimizer=optimizer, config=section, mpu=grid)[0]
         except DEEPSPEED_ERRORS as error:
             raise ConfigError(
-                [f"zero_optimization, fp16, bf16 or deepspeed_extra_args: DeepSpeed says: {error}"]
+                f"zero_optimization, fp16, bf16 or deepspeed_extra_args: DeepSpeed says: {error}"
             ) from error
         _order_on_device(self._engine.optimizer)
         assign_shard(model, _head_shard(config))
@@ -204,10 +202,8 @@ class Engine:
         keep_norms_on_device(self._engine.optimizer)
         if not everyone_succeeded(state.in_known_order(self._engine.optimizer)):
             raise ConfigError(
-                [
-                    "zero_optimization: DeepSpeed keeps optimizer states in an order that checkpoints do not support; "
-                    "remove what reorders them (round_robin_gradients)"
-                ]
+                "zero_optimization: DeepSpeed keeps optimizer states in an order that checkpoints do not support; "
+                "remove what reorders them (round_robin_gradients)"
             )
         self.device = self._engine.device
         if names is None:  # in LanguageModelLoss the model is called `model`
@@ -536,10 +532,8 @@ def build_engine(
     own = cut(model, config, stage).to(local_device())
     if not everyone_succeeded(any(parameter.requires_grad for parameter in own.parameters())):
         raise ConfigError(
-            [
-                f"trainable: a stage of pipe_parallel_size {config.parallel.pipe_parallel_size} has nothing to train "
-                f"with {', '.join(config.optimizer.trainable or ())}; use fewer stages, another pipe_partition_method, "
-                "or tensor, sequence or data parallelism"
-            ]
+            f"trainable: a stage of pipe_parallel_size {config.parallel.pipe_parallel_size} has nothing to train "
+            f"with {', '.join(config.optimizer.trainable or ())}; use fewer stages, another pipe_partition_method, "
+            "or tensor, sequence or data parallelism"
         )
     return PipelineEngine(own, optimizer(own), config, sizes)

@@ -103,7 +103,7 @@ def _serve(rendezvous: Rendezvous, timeout: float) -> dist.TCPStore:
         if getattr(error, "errno", None) != errno.EADDRINUSE and "EADDRINUSE" not in str(error):
             raise
         raise ConfigError(
-            [f"MASTER_PORT: port {port} of this host is in use; set another (`master_port` in a configuration)"]
+            f"MASTER_PORT: port {port} of this host is in use; set another (`master_port` in a configuration)"
         ) from error
 
 

@@ -1,7 +1,11 @@
 """Starting training processes, and reading the rank of a process that another launcher started."""
 
-from megatron_coca.training.launch.devices import check_devices, describe_devices
-from megatron_coca.training.launch.environment import complete_environment, threads_per_process, under_launcher
+from megatron_coca.training.launch.environment import (
+    check_devices,
+    complete_environment,
+    describe_devices,
+    threads_per_process,
+)
 from megatron_coca.training.launch.start import start
 
 __all__ = [
@@ -10,5 +14,4 @@ __all__ = [
     "describe_devices",
     "start",
     "threads_per_process",
-    "under_launcher",
 ]

@@ -1,17 +1,22 @@
-"""The rank of this process, read from the variables that launchers and schedulers set."""
+"""The rank of this process by the variables of launchers and schedulers, and the devices that it can use."""
 
 import contextlib
 import fcntl
+import logging
 import os
 import random
 import re
+import shutil
 import socket
 import struct
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial
+from glob import glob
 from typing import NamedTuple
 
-from megatron_coca.config import ConfigError
+from megatron_coca.config import Config, ConfigError
+
+logger = logging.getLogger(__name__)
 
 Variables = Mapping[str, str]
 DEFAULT_PORT = 29500
@@ -117,13 +122,8 @@ def find_location(environment: Variables) -> RankLocation | None:
         given = [name for name in signs if name in environment]
         missing = [name for name in needed if name not in environment]
         if given and missing:
-            raise ConfigError([f"{' and '.join(missing)}: not set, but {' and '.join(given)} found; {remedy}"])
+            raise ConfigError(f"{' and '.join(missing)}: not set, but {' and '.join(given)} found; {remedy}")
     return None
-
-
-def under_launcher(environment: Variables) -> bool:
-    """Return whether a launcher or a scheduler started this process."""
-    return find_location(environment) is not None
 
 
 def complete_environment(environment: MutableMapping[str, str]) -> None:
@@ -175,7 +175,7 @@ def first_host(nodelist: str) -> str:
     entry = re.match(r"(?:\[[^\]]*\]|[^\[,])*", nodelist)
     host = re.sub(r"\[(\d+)[^\]]*\]", r"\1", entry.group()) if entry else ""
     if not re.search(r"[^\W\d]", host) and not re.fullmatch(r"[\d.]{7,}", host):
-        raise ConfigError([f"SLURM_STEP_NODELIST: cannot find a host in {nodelist!r}; set MASTER_ADDR"])
+        raise ConfigError(f"SLURM_STEP_NODELIST: cannot find a host in {nodelist!r}; set MASTER_ADDR")
     return host
 
 
@@ -185,7 +185,7 @@ def tasks_on_node(tasks: str, node: int) -> int:
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks):
         counts += [int(count)] * int(times or 1)
     if not counts:
-        raise ConfigError([f"SLURM_STEP_TASKS_PER_NODE: cannot read {tasks!r}; set LOCAL_WORLD_SIZE"])
+        raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE: cannot read {tasks!r}; set LOCAL_WORLD_SIZE")
     return counts[min(node, len(counts) - 1)]
 
 
@@ -194,10 +194,10 @@ def _number(environment: Variables, *names: str, default: int | None = None) -> 
     for name in names:
         if name in environment:
             if not re.fullmatch(r"\s*\d+\s*", environment[name]):
-                raise ConfigError([f"{name}: {environment[name]!r} is not a whole number"])
+                raise ConfigError(f"{name}: {environment[name]!r} is not a whole number")
             return int(environment[name])
     if default is None:
-        raise ConfigError([f"{names[0]}: not set in the environment; the launcher must set it for every process"])
+        raise ConfigError(f"{names[0]}: not set in the environment; the launcher must set it for every process")
     return default
 
 
@@ -207,18 +207,16 @@ def _port(environment: Variables) -> int | None:
 
 def _check(location: RankLocation, name: str, environment: Variables) -> None:
     if not 0 <= location.rank < location.world_size:
-        raise ConfigError([f"{name}: rank {location.rank} is not below the world size {location.world_size}"])
+        raise ConfigError(f"{name}: rank {location.rank} is not below the world size {location.world_size}")
     if not 0 <= location.local_rank < location.local_world_size:
         raise ConfigError(
-            [f"{name}: local rank {location.local_rank} is not below the local world size {location.local_world_size}"]
+            f"{name}: local rank {location.local_rank} is not below the local world size {location.local_world_size}"
         )
     given = _number(environment, "WORLD_SIZE", default=location.world_size)
     if given != location.world_size:
-        raise ConfigError(
-            [f"WORLD_SIZE: {given}, but {name} started {location.world_size} processes; unset WORLD_SIZE"]
-        )
+        raise ConfigError(f"WORLD_SIZE: {given}, but {name} started {location.world_size} processes; unset WORLD_SIZE")
     if location.master is None and location.world_size > location.local_world_size:
-        raise ConfigError([f"MASTER_ADDR: not set; {name} started processes on several hosts: set it to the first one"])
+        raise ConfigError(f"MASTER_ADDR: not set; {name} started processes on several hosts: set it to the first one")
 
 
 def _by_rank(environment: Variables) -> RankLocation:
@@ -228,7 +226,7 @@ def _by_rank(environment: Variables) -> RankLocation:
     local = _number(environment, "LOCAL_RANK", default=0)
     master = environment.get("MASTER_ADDR")
     if master is None and world > 1:
-        raise ConfigError([f"MASTER_ADDR: not set although WORLD_SIZE is {world}; set it to the host of rank 0"])
+        raise ConfigError(f"MASTER_ADDR: not set although WORLD_SIZE is {world}; set it to the host of rank 0")
     return RankLocation(_number(environment, "RANK"), world, local, local_world, master, _port(environment), sole)
 
 
@@ -296,3 +294,81 @@ LAUNCHERS: tuple[Launcher, ...] = (
 """In order of precedence. Within a Slurm job mpirun starts its daemons through srun, so the variables of MPI go first;
 srun sets PMI_RANK for its tasks, so those of MPICH come after Slurm's.
 """
+
+DEVICE_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")
+"""Device files of NVIDIA's and AMD's drivers, and of the Windows Subsystem for Linux."""
+ON_THE_CPU = (
+    "to train on the CPU, set distributed_backend=gloo, or give configs/cluster/cpu.yml after the model's file (without"
+    " num_gpus that is one process)"
+)
+NEEDS = {
+    "num_gpus": ("asks for GPUs", ON_THE_CPU),
+    "distributed_backend": ("asks for GPUs", ON_THE_CPU),
+    "precision": ("fp16 needs a GPU", "set fp16=null precision=bfloat16 (or fp32)"),
+}
+"""What a key of `Config.gpu_keys` needs, and what to do without it."""
+
+
+def signs_of_gpus() -> list[str]:
+    """Return what shows that this host has a GPU, whether or not its driver works: device files, nvidia-smi."""
+    return sorted(path for pattern in DEVICE_FILES for path in glob(pattern)) or [
+        program for program in [shutil.which("nvidia-smi")] if program
+    ]
+
+
+def no_gpu(keys: Sequence[str], problem: str = "this host has no GPU") -> ConfigError:
+    """Return the error for a run with `keys` of `Config.gpu_keys`."""
+    return ConfigError(*(f"{key}: {NEEDS[key][0]}, but {problem}; {NEEDS[key][1]}" for key in keys))
+
+
+def check_devices(config: Config, environment: Variables) -> None:
+    """Check that this process can use the GPU that the configuration asks for; warn if a GPU cannot be used.
+
+    Raises:
+        ConfigError: it cannot, or the host has fewer GPUs than processes.
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        count, local_rank = torch.cuda.device_count(), int(environment["LOCAL_RANK"])
+        if local_rank >= count:
+            problem = f"the process with local rank {local_rank} sees {count} GPU(s): one is needed for each process"
+            raise ConfigError(f"num_gpus: {problem}; start fewer processes on this host")
+        return
+    problem = _problem(environment.get("CUDA_VISIBLE_DEVICES"))
+    if config.gpu_keys:
+        raise no_gpu(config.gpu_keys, problem)
+    if signs_of_gpus() and config.parallel.distributed_backend is None:
+        logger.warning("training on the CPU: %s", problem)
+
+
+def _problem(visible: str | None) -> str:
+    """Why PyTorch can use no GPU here; `visible` is CUDA_VISIBLE_DEVICES."""
+    import torch
+
+    signs = signs_of_gpus()
+    if not signs:
+        return "this host has no GPU"
+    if visible in ("", "-1"):
+        return f"CUDA_VISIBLE_DEVICES={visible!r} hides those of this host"
+    try:
+        torch.cuda.init()
+        reason = "it finds no device"
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+    return (
+        f"PyTorch cannot use the one that is present ({', '.join(signs)}): {reason}; check that `nvidia-smi` works and"
+        f" that the driver supports CUDA {torch.version.cuda} of PyTorch {torch.__version__}"
+    )
+
+
+def describe_devices(config: Config, world_size: int, attention_backend: str) -> str:
+    """Return the first line of a run: devices, their number, communication and attention backend, dtype."""
+    import torch
+
+    devices = (
+        f"{world_size} x {torch.cuda.get_device_name()} (nccl)"
+        if torch.cuda.is_available()
+        else (f"CPU, {world_size} process(es) of {torch.get_num_threads()} thread(s) (gloo)")
+    )
+    return f"device: {devices}, {config.precision.dtype}, attention backend {attention_backend}"

@@ -14,13 +14,14 @@ from typing import NamedTuple
 
 from megatron_coca.config import ConfigError, LaunchConfig
 from megatron_coca.training.exit_status import CaughtSignals
-from megatron_coca.training.launch.devices import no_gpu, signs_of_gpus
 from megatron_coca.training.launch.environment import (
     DEFAULT_PORT,
     RankLocation,
     find_location,
     free_port,
     is_slurm_task,
+    no_gpu,
+    signs_of_gpus,
 )
 from megatron_coca.training.launch.processes import FORWARDED, LocalProcess, run_with_restarts, supervise
 
@@ -93,8 +94,7 @@ Starter = Callable[[Script, Path], list[LocalProcess]]
 def start(
     launch: LaunchConfig,
     environment: Mapping[str, str],
-    file: str,
-    arguments: Sequence[str],
+    script: Script,
     latest_step: Callable[[], int] | None = None,
     gpu_keys: Sequence[str] = (),
 ) -> int | None:
@@ -116,9 +116,9 @@ def start(
     signals = CaughtSignals(FORWARDED)
 
     def run(restarted: bool = False) -> int:
-        script = [file, *arguments, "--auto-resume"] if restarted else [file, *arguments]
         with TemporaryDirectory(prefix="errors-") as errors:
-            return supervise(starter(script, Path(errors)), signals)
+            resuming = ["--auto-resume"] if restarted else []
+            return supervise(starter([*script, *resuming], Path(errors)), signals)
 
     try:
         with signals:  # before the first process exists, so that none is left running
@@ -131,10 +131,10 @@ def start(
                 return run()
             if latest_step is None:
                 message = "a restart resumes from a checkpoint, and none is saved; set save=FOLDER, or leave it out"
-                raise ConfigError([f"max_restarts: {message}"])
+                raise ConfigError(f"max_restarts: {message}")
             return run_with_restarts(launch, latest_step, run, signals)
     except FileNotFoundError as error:
-        raise ConfigError([f"launcher: `{error.filename}` is not installed here; see docs/launch.md"]) from error
+        raise ConfigError(f"launcher: `{error.filename}` is not installed here; see docs/launch.md") from error
 
 
 def _choose_starter(launch: LaunchConfig, environment: Mapping[str, str], gpu_keys: Sequence[str]) -> Starter | None:
@@ -213,32 +213,30 @@ def chosen_hosts(launch: LaunchConfig) -> list[Host]:
             is no host name.
     """
     if launch.master_addr is not None and not _is_host_name(launch.master_addr):
-        raise ConfigError([f"master_addr: {launch.master_addr!r} {NO_NAME}"])
+        raise ConfigError(f"master_addr: {launch.master_addr!r} {NO_NAME}")
     launch = without_missing_hostfile(launch)
     if launch.hostfile is not None:
         hosts = read_hostfile(Path(launch.hostfile))
     elif launch.num_nodes > 1:
-        raise ConfigError(
-            [f"num_nodes: {launch.num_nodes} hosts need a hostfile; write one line a host, `name slots=8`"]
-        )
+        raise ConfigError(f"num_nodes: {launch.num_nodes} hosts need a hostfile; write one line a host, `name slots=8`")
     else:
         # Without a hostfile the number of devices is what num_gpus, include and exclude name.
         named = [slot for text in (launch.include, launch.exclude) for _, slots in _selections(text) for slot in slots]
         hosts = [Host("localhost", tuple(range(max(launch.num_gpus or 1, *(slot + 1 for slot in named), 1))))]
     hosts = _selected(hosts, launch)
     if launch.num_nodes > len(hosts):
-        raise ConfigError([f"num_nodes: {launch.num_nodes}, but there are {len(hosts)} hosts in {launch.hostfile}"])
+        raise ConfigError(f"num_nodes: {launch.num_nodes}, but there are {len(hosts)} hosts in {launch.hostfile}")
     hosts = hosts[: launch.num_nodes] if launch.num_nodes > 0 else hosts
     for host in hosts:
         if launch.num_gpus is not None and launch.num_gpus > len(host.slots):
-            raise ConfigError([f"num_gpus: {launch.num_gpus}, but {host.name} has {len(host.slots)} slots to use"])
+            raise ConfigError(f"num_gpus: {launch.num_gpus}, but {host.name} has {len(host.slots)} slots to use")
     return [Host(host.name, host.slots[: launch.num_gpus]) for host in hosts]
 
 
 def read_hostfile(path: Path) -> list[Host]:
     """The hosts of a file with lines `name slots=8`; # begins a comment."""
     if not path.is_file():
-        raise ConfigError([f"hostfile: {path}: no such file; write one line a host, `name slots=8`"])
+        raise ConfigError(f"hostfile: {path}: no such file; write one line a host, `name slots=8`")
     hosts: dict[str, Host] = {}
     for number, line in enumerate(path.read_text().splitlines(), 1):
         text = line.partition("#")[0].strip()
@@ -246,15 +244,15 @@ def read_hostfile(path: Path) -> list[Host]:
             continue
         match = re.fullmatch(r"(\S+)\s+slots\s*=\s*([1-9]\d*)", text)
         if match is None:
-            raise ConfigError([f"hostfile: {path}:{number}: {text!r} is not of the form `name slots=8`"])
+            raise ConfigError(f"hostfile: {path}:{number}: {text!r} is not of the form `name slots=8`")
         name = match[1]
         if not _is_host_name(name):
-            raise ConfigError([f"hostfile: {path}:{number}: {name!r} {NO_NAME}"])
+            raise ConfigError(f"hostfile: {path}:{number}: {name!r} {NO_NAME}")
         if name in hosts:
-            raise ConfigError([f"hostfile: {path}:{number}: {name} is listed twice; give each host one line"])
+            raise ConfigError(f"hostfile: {path}:{number}: {name} is listed twice; give each host one line")
         hosts[name] = Host(name, tuple(range(int(match[2]))))
     if not hosts:
-        raise ConfigError([f"hostfile: {path}: names no host; write one line a host, `name slots=8`"])
+        raise ConfigError(f"hostfile: {path}: names no host; write one line a host, `name slots=8`")
     return list(hosts.values())
 
 
@@ -268,7 +266,7 @@ def _selections(text: str | None) -> list[tuple[str, tuple[int, ...]]]:
     for selection in text.split("@") if text else ():
         match = re.fullmatch(r"([^:]+)(?::(\d+(?:,\d+)*))?", selection.strip())
         if match is None:
-            raise ConfigError([f"include or exclude: {selection!r} is not of the form `host:0,1`; join several with @"])
+            raise ConfigError(f"include or exclude: {selection!r} is not of the form `host:0,1`; join several with @")
         slots = tuple(sorted({int(slot) for slot in match[2].split(",")})) if match[2] else ()
         selections.append((match[1], slots))
     return selections
@@ -277,7 +275,7 @@ def _selections(text: str | None) -> list[tuple[str, tuple[int, ...]]]:
 def _selected(hosts: list[Host], launch: LaunchConfig) -> list[Host]:
     """Apply `include` or `exclude`."""
     if launch.include and launch.exclude:
-        raise ConfigError(["include: contradicts exclude; set one of the two"])
+        raise ConfigError("include: contradicts exclude; set one of the two")
     if not launch.include and not launch.exclude:
         return hosts
     key = "include" if launch.include else "exclude"
@@ -285,17 +283,17 @@ def _selected(hosts: list[Host], launch: LaunchConfig) -> list[Host]:
     named: dict[str, set[int]] = {}
     for name, slots in _selections(launch.include or launch.exclude):
         if name not in known:
-            raise ConfigError([f"{key}: no host {name} ({', '.join(known)})"])
+            raise ConfigError(f"{key}: no host {name} ({', '.join(known)})")
         absent = sorted(set(slots) - set(known[name].slots))
         if absent:
-            raise ConfigError([f"{key}: {name} has no slot {absent[0]}; it has {len(known[name].slots)}"])
+            raise ConfigError(f"{key}: {name} has no slot {absent[0]}; it has {len(known[name].slots)}")
         named.setdefault(name, set()).update(slots or known[name].slots)
     kept = [
         Host(host.name, tuple(slot for slot in host.slots if (slot in named.get(host.name, ())) == (key == "include")))
         for host in hosts
     ]
     if not any(host.slots for host in kept):
-        raise ConfigError([f"{key}: leaves no slot on any host"])
+        raise ConfigError(f"{key}: leaves no slot on any host")
     return [host for host in kept if host.slots]
 
 
@@ -316,7 +314,7 @@ def srun_command(launch: LaunchConfig, environment: Mapping[str, str], script: S
     counts = {len(host.slots) for host in hosts} or {launch.num_gpus or 1}
     if len(counts) > 1 or any(host.slots != tuple(range(len(host.slots))) for host in hosts):
         raise ConfigError(
-            ["launcher: slurm starts the same number of tasks on every host and chooses the devices itself"]
+            "launcher: slurm starts the same number of tasks on every host and chooses the devices itself"
         )
     tasks = counts.pop()
     options = {
@@ -349,24 +347,20 @@ def deepspeed_command(launch: LaunchConfig, hosts: Sequence[Host], script: Scrip
     kind = launch.launcher
     if shutil.which(DEEPSPEED_PROGRAMS[kind]) is None:
         raise ConfigError(
-            [
-                f"launcher: {kind} is not installed here (no `{DEEPSPEED_PROGRAMS[kind]}`);"
-                " install it, start train.py on every host with torchrun, or use `launcher: slurm`"
-            ]
+            f"launcher: {kind} is not installed here (no `{DEEPSPEED_PROGRAMS[kind]}`);"
+            " install it, start train.py on every host with torchrun, or use `launcher: slurm`"
         )
     selects = kind == "pdsh"
     if not selects and hosts != read_hostfile(Path(launch.hostfile or "")):
         raise ConfigError(
-            [f"launcher: {kind} uses every slot of the hostfile; remove include, exclude, num_nodes and num_gpus"]
+            f"launcher: {kind} uses every slot of the hostfile; remove include, exclude, num_nodes and num_gpus"
         )
     # DeepSpeed joins what pdsh receives to one line and quotes only arguments with spaces.
     for text in (os.getcwd(), sys.executable, *script) if selects else ():
         if re.search(r"[$`;&|<>()\\\n]", text):
             raise ConfigError(
-                [
-                    f"launcher: pdsh passes {text!r} to a shell on every host, which would execute a part of it; "
-                    "put such a value into a YAML file, or use `launcher: slurm`"
-                ]
+                f"launcher: pdsh passes {text!r} to a shell on every host, which would execute a part of it; "
+                "put such a value into a YAML file, or use `launcher: slurm`"
             )
     master, port = launch.master_addr or hosts[0].name.rpartition("@")[2], launch.master_port
     export = MPI_EXPORT.get(kind)

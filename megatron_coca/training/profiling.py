@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from torch.utils.hooks import RemovableHandle
 
 from megatron_coca.config import Config, ConfigError
-from megatron_coca.training.reporting.sinks import run_folder
+from megatron_coca.training.sinks import run_folder
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ class MemoryHistory:
 
     def __init__(self, folder: Path, first: int, last: int, file: Callable[[int], str]) -> None:
         if not torch.cuda.is_available():
-            raise ConfigError(["memory_profiling: there is no GPU here; remove the key"])
+            raise ConfigError("memory_profiling: there is no GPU here; remove the key")
         self._folder, self._first, self._last, self._file, self._done = folder, first, last, file, -1
         self._recording = False
         self.step()
@@ -166,6 +166,6 @@ def open_profilers(config: Config, start: int, rank: int) -> list[Trace | Memory
             try:
                 path.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                raise ConfigError([f"{key}: {error}; a folder that can be written is needed"]) from error
+                raise ConfigError(f"{key}: {error}; a folder that can be written is needed") from error
             profilers.append(build(path, first, last, file))
     return profilers

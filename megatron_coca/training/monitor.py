@@ -15,8 +15,8 @@ import torch.nn as nn
 
 from megatron_coca.config import Config
 from megatron_coca.model.cost import flops_per_token, peak_flops
-from megatron_coca.training.reporting.profiling import ForwardTimer, open_profilers, peak_memory
-from megatron_coca.training.reporting.sinks import open_sinks
+from megatron_coca.training.profiling import ForwardTimer, open_profilers, peak_memory
+from megatron_coca.training.sinks import open_sinks
 
 logger = logging.getLogger(__name__)
 

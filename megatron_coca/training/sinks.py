@@ -71,9 +71,9 @@ def open_sinks(config: Config, start: int) -> list[Sink]:
         try:
             opened += [build()] if wanted else []
         except ImportError as error:
-            raise ConfigError([f"{key}: {error}; install the extra: pip install 'megatron-coca[logging]'"]) from error
+            raise ConfigError(f"{key}: {error}; install the extra: pip install 'megatron-coca[logging]'") from error
         except OSError as error:
-            raise ConfigError([f"{key}: {error}; a folder that can be written is needed"]) from error
+            raise ConfigError(f"{key}: {error}; a folder that can be written is needed") from error
     return [*opened, Console(config, start)]  # last: it displays a bar, above which lines of the others are put
 
 
@@ -273,7 +273,7 @@ class WandB(Sink):
             )
         except wandb.errors.Error as error:
             other = f", or delete {self._path} to start another run" if run_id else ""
-            raise ConfigError([f"use_wandb: {error}; log in, or set WANDB_MODE=offline{other}"]) from error
+            raise ConfigError(f"use_wandb: {error}; log in, or set WANDB_MODE=offline{other}") from error
 
     def report(self, step: int, figures: Figures) -> None:
         if step <= self._sent:
@@ -303,5 +303,5 @@ class WandB(Sink):
             return str(content["id"]), int(content["step"])
         except (ValueError, TypeError, KeyError) as error:
             raise ConfigError(
-                [f"use_wandb: {self._path} does not name a run ({error}); delete it to start another one"]
+                f"use_wandb: {self._path} does not name a run ({error}); delete it to start another one"
             ) from error
