@@ -73,12 +73,13 @@ def assign_shard(module: nn.Module, share: HeadShard) -> None:
 
 @dataclass(frozen=True)
 class TokenPositions:
-    """float64 positions [length] or [batch, length], and the position of the first token of each token's document
-    (broadcastable to them).
+    """float64 positions [length] or [batch, length], the position of the first token of each token's document
+    (broadcastable to them), and the largest position + 1, if the host knows it.
     """
 
     positions: Tensor
     first: Tensor
+    reached: int | None = None
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,10 @@ def segment_tables(
     query_scale: Tensor | float = rotary.multiplier**2 * (1.0 if factor is None else factor[..., None])
     key_scale: Tensor | float = 1.0
     if rotary.decay:
-        centre = float(at_key.max()) / 2
+        # Read from the device the host would wait for it; maps keep the order of positions.
+        last = float(keys.positions.max()) if keys.reached is None else keys.reached - 1
+        furthest = torch.tensor([last], dtype=torch.float64)
+        centre = band.key_positions(furthest, torch.zeros_like(furthest)).tolist()[0] / 2
         check_range(centre, dtype)
         query_scale = query_scale * growth(at_query, rotary.dim, centre)
         key_scale = 1.0 / growth(at_key, rotary.dim, centre)

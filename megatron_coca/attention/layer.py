@@ -122,6 +122,7 @@ class Cache:
         length: for length-dependent extensions, or None for the current number of tokens. With a length, cached
             decoding equals the full forward pass with that length; without one, keys are rotated by the frequencies of
             each step, but hidden states of earlier tokens keep the frequencies of theirs.
+        reached: the largest cached position + 1.
     """
 
     def __init__(self, num_layers: int, length: int | None = None, capacity: int | None = None) -> None:
@@ -130,22 +131,25 @@ class Cache:
             raise ValueError(f"the generation length must be at least 1, not {length}")
         self.layers = [LayerCache(capacity or length or 0) for _ in range(num_layers)]
         self.positions: Tensor | None = None
-        self.length = length
+        self.length, self.reached = length, 0
 
     def __len__(self) -> int:
         return self.positions.shape[-1] if self.positions is not None else 0
 
     @contextmanager
-    def advanced(self, positions: Tensor) -> Iterator[Tensor]:
-        """Positions of all tokens including the new ones; on an exception the cache is restored."""
-        past, before = len(self), self.positions
+    def advanced(self, positions: Tensor, reached: int) -> Iterator[Tensor]:
+        """Positions of all tokens including the new ones, the largest of which is `reached` - 1; on an exception the
+        cache is restored.
+        """
+        past, before, reached_before = len(self), self.positions, self.reached
         if before is not None and before.dim() != positions.dim():
             raise ValueError("positions must keep one shape, [length] or [batch, length], within one cache")
         self.positions = positions if before is None else torch.cat((before, positions), dim=-1)
+        self.reached = max(reached_before, reached)
         try:
             yield self.positions
         except BaseException:
-            self.positions = before
+            self.positions, self.reached = before, reached_before
             for layer in self.layers:
                 layer.cut(past)
             raise

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -34,25 +34,26 @@ from megatron_coca.attention.positions.forms import LogitScaling, ScoreForm
 from megatron_coca.attention.positions.frequencies import Rotary
 from megatron_coca.kernels import missing_compiler
 
+Tables = tuple[SegmentTables, ...]
+
 
 class OperandMaker(Protocol):
-    """q [batch, heads, length, head_dim], k [batch, kv_heads, length, head_dim] -> (Q', K') in the same shapes."""
+    """q [batch, heads, length, head_dim], k [batch, kv_heads, length, head_dim] -> Q' and K' of every segment, in the
+    same shapes.
+    """
 
     def __call__(
-        self, form: ScoreForm, q: Tensor, k: Tensor, tables: SegmentTables, factor: Tensor | None
-    ) -> tuple[Tensor, Tensor]: ...
+        self, form: ScoreForm, q: Tensor, k: Tensor, segments: Tables, factor: Tensor | None
+    ) -> list[Tensor]: ...
 
 
-def with_torch(
-    form: ScoreForm, q: Tensor, k: Tensor, tables: SegmentTables, factor: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def with_torch(form: ScoreForm, q: Tensor, k: Tensor, segments: Tables, factor: Tensor | None) -> list[Tensor]:
     """The formulas of `positions.forms`."""
-    return form.query_operand(q, tables.query, factor), form.key_operand(k, tables.key)
+    made = ((form.query_operand(q, tables.query, factor), form.key_operand(k, tables.key)) for tables in segments)
+    return [operand for pair in made for operand in pair]
 
 
-def with_triton(
-    form: ScoreForm, q: Tensor, k: Tensor, tables: SegmentTables, factor: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def with_triton(form: ScoreForm, q: Tensor, k: Tensor, segments: Tables, factor: Tensor | None) -> list[Tensor]:
     """One fused kernel: float32 inside, one rounding; the backward pass keeps q, k and the tables only.
 
     Raises:
@@ -61,24 +62,23 @@ def with_triton(
     # Not at the top: triton exists on some platforms only, and everything else must work without it.
     from megatron_coca.kernels.operands import fused_operands
 
-    if tables.query is None or tables.key is None or form.kernel is None:
+    pairs = [pair for tables in segments for pair in (tables.query, tables.key) if pair is not None]
+    if not pairs or form.kernel is None:
         raise ValueError("operand_kernel: triton needs rotary operands, and this method is non-rotary")
-    if factor is not None and 2 * tables.query.cos.shape[-1] < q.shape[-1]:
+    if factor is not None and 2 * pairs[0].cos.shape[-1] < q.shape[-1]:
         raise ValueError("operand_kernel: triton has no logit scaling on features that are not rotated")
-    return fused_operands(q, k, *tables.query, *tables.key, form.kernel)
+    return fused_operands(q, k, [table for pair in pairs for table in pair], form.kernel)
 
 
-def automatic(
-    form: ScoreForm, q: Tensor, k: Tensor, tables: SegmentTables, factor: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def automatic(form: ScoreForm, q: Tensor, k: Tensor, segments: Tables, factor: Tensor | None) -> list[Tensor]:
     """The fused kernel for rotary forms on CUDA, PyTorch's operations for whatever it does not serve."""
-    query, key = tables.query, tables.key
-    if query is None or key is None or form.kernel is None or not q.is_cuda:
-        return with_torch(form, q, k, tables, factor)
+    query = segments[0].query
+    if query is None or form.kernel is None or not q.is_cuda:
+        return with_torch(form, q, k, segments, factor)
     learned = query.cos.requires_grad  # clex
     partly_scaled = factor is not None and 2 * query.cos.shape[-1] < q.shape[-1]
     served = q.dtype != torch.float64 and not learned and not partly_scaled
-    return (with_triton if served else with_torch)(form, q, k, tables, factor)
+    return (with_triton if served else with_torch)(form, q, k, segments, factor)
 
 
 OPERAND_MAKERS: dict[str, OperandMaker] = {"auto": automatic, "torch": with_torch, "triton": with_triton}
@@ -131,7 +131,7 @@ class PositionMethod:
         bands, trained_bands: the relative-position map in evaluation and in training.
         logit_scaling: factor on a row's logits by its position, or None.
         decay: xPos's exponential factors on queries and keys.
-        operands: computes Q' and K' of one segment.
+        operands: computes Q' and K' of every segment.
     """
 
     name: str
@@ -185,10 +185,8 @@ class PositionMethod:
 
         `bias` is the layer's own, if it has one.
         """
-        segments = tuple(
-            Segment(*self.operands(self.form, q, k, tables, context.query_factor), tables.band)
-            for tables in context.segments
-        )
+        made = iter(self.operands(self.form, q, k, context.segments, context.query_factor))
+        segments = tuple(Segment(next(made), next(made), tables.band) for tables in context.segments)
         return AttentionInputs(
             segments, v, self.scale, context.bias if bias is None else bias, dropout, context.documents
         )
@@ -231,6 +229,7 @@ class PositionEncoding(ShardedModule):
         dtype: torch.dtype,
         key_positions: Tensor | None = None,
         documents: PackedDocuments | None = None,
+        reached: int | None = None,
     ) -> PositionContext:
         """The context of tokens at `positions` ([length] or [batch, length], integer) for operands of `dtype`.
 
@@ -238,12 +237,14 @@ class PositionEncoding(ShardedModule):
             length: of the whole sequence; length-dependent extensions use it.
             key_positions: of all cached and new tokens, if `positions` are those of the new ones only.
             documents: boundaries of packed documents.
+            reached: the largest position + 1, cached tokens included; without it xPos waits for the device.
         """
         method, drawing = self.method, self.clex is not None and self.training
         rotary, positions = (
             self._drawn(positions) if drawing else (self._frequencies(length, positions.device), positions)
         )
-        keys = _token_positions(positions if key_positions is None or drawing else key_positions, documents)
+        own = positions if key_positions is None or drawing else key_positions
+        keys = _token_positions(own, documents, None if drawing else reached)
         queries = keys
         if key_positions is not None:
             first = keys.first if keys.first.shape[-1] == 1 else keys.first[..., -positions.shape[-1] :]
@@ -279,14 +280,17 @@ class PositionEncoding(ShardedModule):
         return rotary, drawn.to(positions.device)
 
 
-@lru_cache(maxsize=8)
+@cache
 def _on_device(rotary: Rotary, length: int, device: torch.device) -> Tensor:
-    """The frequencies, copied to the device once: the host would wait for a copy in every forward pass."""
+    """The frequencies, copied to the device once: the host would wait for a copy in every forward pass. They stay there
+    for CUDA graphs, which read them at the same address.
+    """
     return rotary.inverse_frequencies(length).to(device)
 
 
-def _token_positions(positions: Tensor, documents: PackedDocuments | None) -> TokenPositions:
+def _token_positions(positions: Tensor, documents: PackedDocuments | None, reached: int | None) -> TokenPositions:
     positions = positions.to(torch.float64)
     if documents is None:
-        return TokenPositions(positions, positions[..., :1])
-    return TokenPositions(positions, positions.expand(documents.starts.shape).gather(-1, documents.starts))
+        return TokenPositions(positions, positions[..., :1], reached)
+    first = positions.expand(documents.starts.shape).gather(-1, documents.starts)
+    return TokenPositions(positions, first, reached)

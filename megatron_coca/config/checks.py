@@ -26,6 +26,9 @@ class Check(NamedTuple):
     find: Callable[[Settings], str | None]
 
 
+Refusals = dict[str, Callable[[Settings], str | None]]
+"""By key, a function that returns why something is not available with its value, or None."""
+
 # Shape
 
 
@@ -332,9 +335,9 @@ def _tensor_and_sequence(settings: Settings) -> str | None:
     )
 
 
-def _compiled(key: str, settings: Settings) -> str | None:
-    reason = COMPILE_REFUSALS[key](settings) if settings.model.torch_compile is True else None
-    return None if reason is None else f"not available with torch_compile: {reason}; set torch_compile=false"
+def _unavailable(wanted: str, refusals: Refusals, key: str, settings: Settings) -> str | None:
+    reason = refusals[key](settings) if getattr(settings.model, wanted) is True else None
+    return None if reason is None else f"not available with {wanted}: {reason}; set {wanted}=false"
 
 
 _COLLECTIVES = "DeepSpeed's collectives within the blocks cannot be compiled"
@@ -350,13 +353,60 @@ def _selected(settings: Settings) -> str | None:
     return "selective chooses among operations, which compiled blocks do not show" if selective else None
 
 
-COMPILE_REFUSALS: dict[str, Callable[[Settings], str | None]] = {
+COMPILE_REFUSALS: Refusals = {
     "model_parallel_size": lambda settings: _COLLECTIVES if settings.parallel.model_parallel_size > 1 else None,
     "sequence_parallel_size": lambda settings: _COLLECTIVES if settings.parallel.sequence_parallel_size > 1 else None,
     "zero_optimization": _gathered,
     "checkpoint_policy": _selected,
 }
 """By key, the reason why the blocks of a run cannot be compiled, or None."""
+
+
+def _gradients_between(settings: Settings) -> str | None:
+    """Gradients of captured micro-batches are summed in the graph, and reduced once after the last one."""
+    zero, stage = settings.parallel.zero_optimization or {}, settings.parallel.stage
+    if stage >= 2:
+        work = "gathers weights within the blocks" if stage == 3 else "reduces gradients after every micro-batch"
+        return f"ZeRO {stage} {work}, outside of the graph"
+    if "offload_optimizer" in zero:
+        return "offload_optimizer copies gradients to the host after every micro-batch"
+    return "overlap_comm reduces gradients during the backward pass" if zero.get("overlap_comm") else None
+
+
+_GRAPH_COLLECTIVES = "DeepSpeed's collectives within the blocks cannot be captured"
+_BOUNDARIES = "the host reads the boundaries of documents in every batch, and they decide what is launched"
+
+
+def _recomputed_dropout(settings: Settings) -> str | None:
+    model = settings.model
+    drops = model.checkpoint_activations and (model.hidden_dropout or model.attention_dropout)
+    return "with dropout, recomputation reads the random state on the host" if drops else None
+
+
+def _drawn_positions(settings: Settings) -> str | None:
+    scaling = settings.position.rope_scaling
+    drawn = scaling is not None and scaling.rope_type == "clex"
+    return "clex draws a factor and positions on the host in every forward pass" if drawn else None
+
+
+GRAPH_REFUSALS: Refusals = {
+    "zero_optimization": _gradients_between,
+    "deepspeed_extra_args": lambda settings: (
+        "grad_accum_dtype fp32 sums gradients outside of the graph" if settings.parallel.accumulates_in_fp32 else None
+    ),
+    "pipe_parallel_size": lambda settings: (
+        "stages send hidden states between micro-batches" if settings.parallel.pipe_parallel_size > 1 else None
+    ),
+    "model_parallel_size": lambda settings: _GRAPH_COLLECTIVES if settings.parallel.model_parallel_size > 1 else None,
+    "sequence_parallel_size": lambda settings: (
+        _GRAPH_COLLECTIVES if settings.parallel.sequence_parallel_size > 1 else None
+    ),
+    "reset_attention_mask": lambda settings: _BOUNDARIES if settings.data.reset_attention_mask else None,
+    "reset_position_ids": lambda settings: _BOUNDARIES if settings.data.reset_position_ids else None,
+    "checkpoint_activations": _recomputed_dropout,
+    "rope_scaling": _drawn_positions,
+}
+"""By key, the reason why a micro-batch cannot be captured as a CUDA graph, or None."""
 
 
 def _selective(settings: Settings) -> str | None:
@@ -487,6 +537,7 @@ def _positions(settings: Settings) -> str | None:
 
 _HEADS = ("num_attention_heads", "num_kv_heads", "hidden_size")
 _ROTATED = ("rotary_pct", "hidden_size", "num_attention_heads")
+_RECOMPUTED = ("checkpoint_activations", "hidden_dropout", "attention_dropout")
 _DATA_PATHS = tuple(f"{name}_data_paths" for name in SETS)
 
 CHECKS: tuple[Check, ...] = (
@@ -528,7 +579,11 @@ CHECKS: tuple[Check, ...] = (
     Check(("sequence_parallel_size", *_HEADS, "seq_length"), partial(_divides, "sequence_parallel_size")),
     Check(("model_parallel_size", "sequence_parallel_size"), _tensor_and_sequence),
     Check(("zero_optimization", "sequence_parallel_size"), _zero_reduce_scatter),
-    *(Check((key, "torch_compile", "checkpoint_activations"), partial(_compiled, key)) for key in COMPILE_REFUSALS),
+    *(
+        Check((key, wanted, *_RECOMPUTED), partial(_unavailable, wanted, refusals, key))
+        for wanted, refusals in (("torch_compile", COMPILE_REFUSALS), ("cuda_graphs", GRAPH_REFUSALS))
+        for key in refusals
+    ),
     Check(("checkpoint_policy", "checkpoint_activations", "zero_optimization", "model_parallel_size"), _selective),
     Check(("checkpoint_factor", "checkpoint_scale"), _checkpoint_factor),
     *(Check((key,), partial(_empty_path, key)) for key in ("save", "save_copy", "load")),

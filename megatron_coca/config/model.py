@@ -110,6 +110,11 @@ class ModelConfig(ConfigGroup):
         "Compile the blocks with torch.compile for training; needs a C++ compiler, on a GPU also Triton. auto: on a"
         " GPU, unless the log gives a reason against it.",
     )
+    cuda_graphs: bool = key(
+        False,
+        "Capture forward and backward of a micro-batch as one CUDA graph and replay it (Megatron's cuda_graph_impl"
+        " full_iteration, without the optimizer); refused with the reason where this cannot work.",
+    )
 
     @property
     def head_dim(self) -> int:

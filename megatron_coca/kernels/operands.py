@@ -1,4 +1,4 @@
-"""Q' and K' of the rotated score forms in one kernel launch over q and k, and the backward pass.
+"""Q' and K' of the rotated score forms, for all segments in one kernel launch over q and k, and the backward pass.
 
 With x1, x2 the halves of the rotary block, c and s the tables and u = relu((t1 + t2) / 2):
 
@@ -10,6 +10,7 @@ The features after the rotary block are copied (rotary), or become q^2 and relu(
 those of Su et al. 2021 and Zhu et al. 2024. The arithmetic is in float32 and rounded once.
 """
 
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -21,11 +22,12 @@ from megatron_coca.kernels.tiles import OPTIONS, load_tile, operand, plane, stor
 
 
 class Layout(NamedTuple):
-    """What a kernel is compiled for: the form; features in a half of the rotary block and after it; rows of a block;
-    and both numbers of features padded to powers of two.
+    """What a kernel is compiled for: the form; segments; features in a half of the rotary block and after it; rows of a
+    block; and both numbers of features padded to powers of two.
     """
 
     form: str
+    segments: int
     half: int
     tail: int
     rows: int
@@ -34,54 +36,62 @@ class Layout(NamedTuple):
 
 
 @triton.jit
-def forward_kernel(query, key, query_table, key_table, heads, query_length, key_length, LAYOUT: tl.constexpr):
-    """Each side is (x, y) as operands, each table (cos, sin, stride of the batch, stride of a row)."""
+def forward_kernel(query, key, query_tables, key_tables, heads, query_length, key_length, LAYOUT: tl.constexpr):
+    """Each side is (x, y of each segment) as operands; a table is (cos, sin, stride of the batch, stride of a row)."""
     head = tl.program_id(0)
     if head < heads:
-        _forward_head(query, query_table, head, query_length, True, LAYOUT)
+        _forward_head(query, query_tables, head, query_length, True, LAYOUT)
     else:
-        _forward_head(key, key_table, head - heads, key_length, False, LAYOUT)
+        _forward_head(key, key_tables, head - heads, key_length, False, LAYOUT)
 
 
 @triton.jit
-def backward_kernel(query, key, query_table, key_table, heads, query_length, key_length, LAYOUT: tl.constexpr):
-    """Each side is (x, gradient of y, gradient of x) as operands, the tables as in the forward pass."""
+def backward_kernel(query, key, query_tables, key_tables, heads, query_length, key_length, LAYOUT: tl.constexpr):
+    """Each side is (x, gradient of x, gradients of y) as operands, the tables as in the forward pass."""
     head = tl.program_id(0)
     if head < heads:
-        _backward_head(query, query_table, head, query_length, True, LAYOUT)
+        _backward_head(query, query_tables, head, query_length, True, LAYOUT)
     else:
-        _backward_head(key, key_table, head - heads, key_length, False, LAYOUT)
+        _backward_head(key, key_tables, head - heads, key_length, False, LAYOUT)
 
 
 @triton.jit
-def _forward_head(side, table, head, length, IS_QUERY: tl.constexpr, LAYOUT: tl.constexpr):
+def _forward_head(side, tables, head, length, IS_QUERY: tl.constexpr, LAYOUT: tl.constexpr):
     start = tl.program_id(1) * LAYOUT.rows
     x = plane(side[0], tl.program_id(2), head)
-    y = plane(side[1], tl.program_id(2), head)
-    cos, sin = _load_table(table, start, length, LAYOUT)
     x1, x2 = _load_halves(x, start, length, LAYOUT)
-    y1, y2 = _form(x1, x2, cos, sin, IS_QUERY, LAYOUT)
-    _store_halves(y1, y2, y, start, length, LAYOUT)
-    if LAYOUT.tail > 0:
-        rest = _load_tail(x, start, length, LAYOUT)
-        if LAYOUT.form != "rotary":
-            rest = rest * rest if IS_QUERY else _relu(rest)
-        store_tile(rest, (y[0] + 2 * LAYOUT.half, y[1]), start, length, LAYOUT.tail)
+    for segment in tl.static_range(LAYOUT.segments):
+        y = plane(side[1 + segment], tl.program_id(2), head)
+        cos, sin = _load_table(tables[segment], start, length, LAYOUT)
+        y1, y2 = _form(x1, x2, cos, sin, IS_QUERY, LAYOUT)
+        _store_halves(y1, y2, y, start, length, LAYOUT)
+        if LAYOUT.tail > 0:
+            rest = _load_tail(x, start, length, LAYOUT)
+            if LAYOUT.form != "rotary":
+                rest = rest * rest if IS_QUERY else _relu(rest)
+            store_tile(rest, (y[0] + 2 * LAYOUT.half, y[1]), start, length, LAYOUT.tail)
 
 
 @triton.jit
-def _backward_head(side, table, head, length, IS_QUERY: tl.constexpr, LAYOUT: tl.constexpr):
+def _backward_head(side, tables, head, length, IS_QUERY: tl.constexpr, LAYOUT: tl.constexpr):
     start = tl.program_id(1) * LAYOUT.rows
     x = plane(side[0], tl.program_id(2), head)
-    grad = plane(side[1], tl.program_id(2), head)
-    out = plane(side[2], tl.program_id(2), head)
-    cos, sin = _load_table(table, start, length, LAYOUT)
+    out = plane(side[1], tl.program_id(2), head)
     x1, x2 = _load_halves(x, start, length, LAYOUT)
-    g1, g2 = _load_halves(grad, start, length, LAYOUT)
-    d1, d2 = _form_gradients(x1, x2, g1, g2, cos, sin, IS_QUERY, LAYOUT)
+    d1 = tl.zeros_like(x1)
+    d2 = tl.zeros_like(x2)
+    for segment in tl.static_range(LAYOUT.segments):
+        grad = plane(side[2 + segment], tl.program_id(2), head)
+        cos, sin = _load_table(tables[segment], start, length, LAYOUT)
+        g1, g2 = _load_halves(grad, start, length, LAYOUT)
+        s1, s2 = _form_gradients(x1, x2, g1, g2, cos, sin, IS_QUERY, LAYOUT)
+        d1 += s1
+        d2 += s2
     _store_halves(d1, d2, out, start, length, LAYOUT)
     if LAYOUT.tail > 0:
-        rest = _load_tail(grad, start, length, LAYOUT)
+        rest = _load_tail(plane(side[2], tl.program_id(2), head), start, length, LAYOUT)
+        for segment in tl.static_range(1, LAYOUT.segments):
+            rest += _load_tail(plane(side[2 + segment], tl.program_id(2), head), start, length, LAYOUT)
         if LAYOUT.form != "rotary":
             value = _load_tail(x, start, length, LAYOUT)
             rest = 2 * value * rest if IS_QUERY else tl.where(value > 0, rest, 0.0)
@@ -165,16 +175,15 @@ ELEMENTS = 4096
 """Numbers of one operand that a program holds; with the head's width it gives the rows."""
 
 
-def fused_operands(
-    q: Tensor, k: Tensor, query_cos: Tensor, query_sin: Tensor, key_cos: Tensor, key_sin: Tensor, form: Form
-) -> tuple[Tensor, Tensor]:
-    """(Q', K') in the shapes and the dtype of q and k, heads adjacent in memory.
+def fused_operands(q: Tensor, k: Tensor, tables: Sequence[Tensor], form: Form) -> list[Tensor]:
+    """Q' and K' of the first segment, then of the next ones, in the shapes and the dtype of q and k, heads adjacent in
+    memory.
 
     Args:
         q: [batch, heads, query_length, head_dim], of any strides but a contiguous last dimension.
         k: [batch, kv_heads, key_length, head_dim], the same; the t of CoCA.
-        query_cos, query_sin: float32 [query_length, rotated / 2] or [batch or 1, 1, query_length, rotated / 2].
-        key_cos, key_sin: float32, the same for the keys.
+        tables: for each segment cos and sin of the queries, float32 [query_length, rotated / 2] or [batch or 1, 1,
+            query_length, rotated / 2], and cos and sin of the keys, the same.
         form: a row of the table above.
 
     Gradients flow to q and k, and not to the tables. Nothing but the arguments is kept for the backward pass. To
@@ -183,15 +192,13 @@ def fused_operands(
     Raises:
         ValueError: `unsupported` gives a reason.
     """
-    tables = (query_cos, query_sin, key_cos, key_sin)
     reason = unsupported(q, k, tables, form)
     if reason is not None:
         raise ValueError(f"fused_operands: {reason}")
-    query, key = _operands(q, k, *tables, form)
-    return query, key
+    return _operands(q, k, list(tables), form)
 
 
-def unsupported(q: Tensor, k: Tensor, tables: tuple[Tensor, ...], form: str) -> str | None:
+def unsupported(q: Tensor, k: Tensor, tables: Sequence[Tensor], form: str) -> str | None:
     """None, or why `fused_operands` cannot serve."""
     if form not in FORMS:
         return f"form {form!r} is none of {', '.join(FORMS)}"
@@ -203,25 +210,27 @@ def unsupported(q: Tensor, k: Tensor, tables: tuple[Tensor, ...], form: str) -> 
         return "the tables must be float32"
     if any(table.requires_grad for table in tables):
         return "the tables are learned, and the kernel gives them no gradient"
-    rows = (q.shape[2], q.shape[2], k.shape[2], k.shape[2])
+    rows = (q.shape[2], q.shape[2], k.shape[2], k.shape[2]) * (len(tables) // 4)
     if any(table.shape[-2] != length for table, length in zip(tables, rows, strict=True)):
         return f"the tables must have a row per token: {rows}, not {tuple(table.shape[-2] for table in tables)}"
     return None
 
 
 # PyTorch's cache of compiled code knows an operation by its name: results of other strides need another name.
-@torch.library.custom_op("megatron_coca::form_operands", mutates_args=())
-def _operands(
-    q: Tensor, k: Tensor, query_cos: Tensor, query_sin: Tensor, key_cos: Tensor, key_sin: Tensor, form: str
-) -> tuple[Tensor, Tensor]:
-    query, key = _empty_operand(q), _empty_operand(k)
-    _launch(forward_kernel, (q, query), (k, key), (query_cos, query_sin, key_cos, key_sin), form)
-    return query, key
+@torch.library.custom_op("megatron_coca::segment_operands", mutates_args=())
+def _operands(q: Tensor, k: Tensor, tables: list[Tensor], form: str) -> list[Tensor]:
+    made = _empty_operands(q, k, tables)
+    _launch(forward_kernel, (q, *made[::2]), (k, *made[1::2]), tables, form)
+    return made
 
 
 @_operands.register_fake
-def _(q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return _empty_operand(q), _empty_operand(k)
+def _(q: Tensor, k: Tensor, tables: list[Tensor], form: str) -> list[Tensor]:
+    return _empty_operands(q, k, tables)
+
+
+def _empty_operands(q: Tensor, k: Tensor, tables: list[Tensor]) -> list[Tensor]:
+    return [_empty_operand(x) for _ in range(len(tables) // 4) for x in (q, k)]
 
 
 def _empty_operand(x: Tensor) -> Tensor:
@@ -230,54 +239,51 @@ def _empty_operand(x: Tensor) -> Tensor:
     return torch.empty((batch, length, heads, head_dim), dtype=x.dtype, device=x.device).transpose(1, 2)
 
 
-@torch.library.custom_op("megatron_coca::operand_gradients", mutates_args=())
+@torch.library.custom_op("megatron_coca::segment_operand_gradients", mutates_args=())
 def _operand_gradients(
-    query_grad: Tensor,
-    key_grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    query_cos: Tensor,
-    query_sin: Tensor,
-    key_cos: Tensor,
-    key_sin: Tensor,
-    form: str,
+    made: list[Tensor], q: Tensor, k: Tensor, tables: list[Tensor], form: str
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of q and k from those of Q' and K'."""
+    """The gradients of q and k from those of the operands `made`."""
     grads = torch.empty_like(q), torch.empty_like(k)
-    sides = (q, unit_stride(query_grad), grads[0]), (k, unit_stride(key_grad), grads[1])
-    _launch(backward_kernel, *sides, (query_cos, query_sin, key_cos, key_sin), form)
+    of_queries, of_keys = ([unit_stride(grad) for grad in made[first::2]] for first in (0, 1))
+    _launch(backward_kernel, (q, grads[0], *of_queries), (k, grads[1], *of_keys), tables, form)
     return grads
 
 
 @_operand_gradients.register_fake
-def _(query_grad: Tensor, key_grad: Tensor, q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _(made: list[Tensor], q: Tensor, k: Tensor, tables: list[Tensor], form: str) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.form = inputs
-    ctx.save_for_backward(*tensors)
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, list[Tensor], str], output: list[Tensor]) -> None:
+    q, k, tables, ctx.form = inputs
+    ctx.save_for_backward(q, k, *tables)
 
 
-def _backward(ctx: Any, query_grad: Tensor, key_grad: Tensor) -> tuple[Tensor | None, ...]:
-    return *_operand_gradients(query_grad, key_grad, *ctx.saved_tensors, ctx.form), None, None, None, None, None
+def _backward(ctx: Any, made: list[Tensor]) -> tuple[Tensor, Tensor, list[None], None]:
+    q, k, *tables = ctx.saved_tensors
+    return *_operand_gradients(made, q, k, tables, ctx.form), [None for _ in tables], None
 
 
 _operands.register_autograd(_backward, setup_context=_keep)
 
 
-def _launch(kernel: Any, query: tuple[Tensor, ...], key: tuple[Tensor, ...], tables: Any, form: str) -> None:
+def _launch(
+    kernel: Any, query: tuple[Tensor, ...], key: tuple[Tensor, ...], tables: Sequence[Tensor], form: str
+) -> None:
     """One program for each head of q or of k, block of rows and row of the batch. Heads go fastest: those of one block
     of rows share its tables in the cache.
     """
     (batch, heads, query_length, head_dim), (_, kv_heads, key_length, _) = query[0].shape, key[0].shape
     half, longest = tables[0].shape[-1], max(query_length, key_length)
-    layout = _layout(form, head_dim, half, longest)
+    layout = _layout(form, len(tables) // 4, head_dim, half, longest)
+    # The tables of all segments: cos and sin of queries and of keys in turn.
+    pairs = [_table(*pair, batch) for pair in zip(tables[::2], tables[1::2], strict=True)]
     kernel[(heads + kv_heads, triton.cdiv(longest, layout.rows), batch)](
         tuple(operand(x) for x in query),
         tuple(operand(x) for x in key),
-        _table(tables[0], tables[1], batch),
-        _table(tables[2], tables[3], batch),
+        tuple(pairs[::2]),
+        tuple(pairs[1::2]),
         heads,
         query_length,
         key_length,
@@ -286,14 +292,14 @@ def _launch(kernel: Any, query: tuple[Tensor, ...], key: tuple[Tensor, ...], tab
     )
 
 
-def _layout(form: str, head_dim: int, half: int, longest: int) -> Layout:
+def _layout(form: str, segments: int, head_dim: int, half: int, longest: int) -> Layout:
     """Blocks of about ELEMENTS numbers, and of no more rows than there are."""
     tail = head_dim - 2 * half
     half_block = triton.next_power_of_2(half)
     tail_block = triton.next_power_of_2(tail) if tail else 0
     fitting = 1 << ((ELEMENTS // (2 * half_block + tail_block)).bit_length() - 1)
     rows = min(fitting, triton.next_power_of_2(longest))
-    return Layout(form, half, tail, rows, half_block, tail_block)
+    return Layout(form, segments, half, tail, rows, half_block, tail_block)
 
 
 def _table(cos: Tensor, sin: Tensor, batch: int) -> tuple[Tensor, Tensor, int, int]:

@@ -65,6 +65,28 @@ UNCOMPILED = {
 """Attention backends whose blocks are not compiled, with the reason."""
 
 
+UNCAPTURED = {
+    "flash": "its libraries have not been captured yet",
+    "reference": "it copies constants from the host in every layer",
+}
+"""Attention backends with which a micro-batch is not captured as a CUDA graph, with the reason."""
+
+
+def check_graphs(backend: str, device_type: str) -> None:
+    """Check that a micro-batch can be captured as a CUDA graph with this attention backend.
+
+    Raises:
+        BackendError: it cannot.
+    """
+    if device_type != "cuda":
+        raise BackendError("cuda_graphs: needs a GPU; set cuda_graphs=false")
+    if backend in UNCAPTURED:
+        raise BackendError(
+            f"cuda_graphs: attention_backend {backend}: {UNCAPTURED[backend]}; set cuda_graphs=false or another "
+            "attention_backend"
+        )
+
+
 def refuses_compilation(config: Config, backend: str, device_type: str) -> str | None:
     """None, or why the blocks of a training run with this attention backend are not compiled.
 
@@ -214,7 +236,9 @@ def _compose(config: Config, device: str, training: bool) -> GPT:
     check_kernel("operand_kernel", config.position.operand_kernel, device_type)
     check_kernel("loss_kernel", config.model.loss_kernel, device_type)
     needs = method.needs(device_type, config.model.attention_dropout, training)
-    _, backend = select_backend(config.position.attention_backend, needs)
+    name, backend = select_backend(config.position.attention_backend, needs)
+    if training and config.model.cuda_graphs:
+        check_graphs(name, device_type)
     return GPT(config.model, method, backend)
 
 

@@ -65,9 +65,11 @@ def trained_steps(blocks: nn.ModuleList, model: ModelConfig) -> Iterator[Step]:
         yield from blocks
         return
     contexts, size = CONTEXTS[model.checkpoint_policy], model.checkpoint_num_layers
+    random = bool(model.hidden_dropout or model.attention_dropout)  # else no state is read, which no capture allows
     for first in range(0, len(blocks), size):
         group = list(blocks)[first : first + size]
-        yield partial(checkpoint, partial(_through, group), use_reentrant=False, context_fn=contexts)
+        through = partial(_through, group)
+        yield partial(checkpoint, through, use_reentrant=False, context_fn=contexts, preserve_rng_state=random)
 
 
 def _through(group: Sequence[nn.Module], x: Tensor, context: PositionContext) -> Tensor:
@@ -131,9 +133,11 @@ class GPT(ShardedModule):
             self._check_cache(cache, documents)
         positions, reached, packed = resolve_positions(input_ids, positions, documents, cache)
         length = length or (cache.length if cache is not None else None) or reached
-        with nullcontext() if cache is None else cache.advanced(positions) as seen:
+        with nullcontext() if cache is None else cache.advanced(positions, reached) as seen:
             x = self.embedding(self.share.split(input_ids), self.share.split(positions), reached)
-            return self.through_blocks(x, self.positions(positions, length, x.dtype, seen, packed), cache, last)
+            furthest = reached if cache is None else cache.reached
+            context = self.positions(positions, length, x.dtype, seen, packed, furthest)
+            return self.through_blocks(x, context, cache, last)
 
     def _check_cache(self, cache: Cache, documents: Tensor | None) -> None:
         if documents is not None:

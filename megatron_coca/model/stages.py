@@ -147,7 +147,7 @@ class Stage(nn.Module):
     ) -> PositionContext:
         drawing = self.training and self.model.method.clex is not None
         with _draws_of(samples) if drawing else nullcontext():
-            return self.model.positions(positions, length, dtype, documents=documents)
+            return self.model.positions(positions, length, dtype, documents=documents, reached=length)
 
     def _loss(self, x: Tensor, batch: StageInput) -> Tensor:
         hidden = x if self.span.blocks else self.model.norm(x)

@@ -52,7 +52,8 @@ class PluginAttention:
             positions = torch.arange(keys, device=like.device)
             with torch.no_grad():
                 encoding = self._encoding.train(training)
-                self._contexts = {cache_key: encoding(positions[keys - queries :], keys, like.dtype, positions)}
+                context = encoding(positions[keys - queries :], keys, like.dtype, positions, reached=keys)
+                self._contexts = {cache_key: context}
         return self._contexts[cache_key]
 
 

@@ -185,7 +185,7 @@ def _operands(rotated: int, head_dim: int, form: Any) -> None:
     packed = torch.zeros(2, LENGTH, 4, 3 * head_dim, dtype=torch.bfloat16, requires_grad=True)
     q, k, _ = packed.transpose(1, 2).chunk(3, dim=-1)
     tables = [torch.zeros(LENGTH, rotated // 2)] * 4
-    sum(x.sum() for x in operands.fused_operands(q, k, *tables, form)).backward()  # type: ignore[union-attr]
+    sum(x.sum() for x in operands.fused_operands(q, k, tables, form)).backward()  # type: ignore[union-attr]
 
 
 def broken_rules(figures: Figures, capability: int, ruled: bool) -> list[str]:

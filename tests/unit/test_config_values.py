@@ -33,6 +33,7 @@ OURS = {
     "loss_chunk_size",
     "loss_kernel",
     "torch_compile",
+    "cuda_graphs",
     "lr_warmup_init",
     "trainable",
     "data_root",

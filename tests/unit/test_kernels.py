@@ -64,7 +64,7 @@ def operands(form: str, rotated: int, head_dim: int, own_tables: bool, dtype: to
     q, k, _ = packed.transpose(1, 2).chunk(3, dim=-1)
     k = k[:, :2]
     if fused:
-        out = fused_operands(q, k, *tables, form)
+        out = fused_operands(q, k, tables, form)
     else:
         exact = [x.to(dtype) for x in tables]
         out = (plain(q, *exact[:2], form, True), plain(k, *exact[2:], form, False))
@@ -83,6 +83,22 @@ def test_operands_and_their_gradients(form: str, rotated: int, head_dim: int, ow
         assert (mine - true).abs().max() <= 2 * (other - true).abs().max()
 
 
+@pytest.mark.usefixtures("dirty_memory")
+@pytest.mark.parametrize("form", FORMS)
+def test_segments_share_one_launch(form: str) -> None:
+    """The operands of each segment alone; gradients are the sum over segments."""
+    generator = torch.Generator().manual_seed(4)
+    q, k = (torch.randn(2, heads, 19, 12, generator=generator).to(DEVICE).requires_grad_() for heads in (4, 2))
+    tables = [torch.randn(19, 4, generator=generator).to(DEVICE) for _ in range(8)]
+    together = fused_operands(q, k, tables, form)
+    alone = [*fused_operands(q, k, tables[:4], form), *fused_operands(q, k, tables[4:], form)]
+    assert all(torch.equal(one, other) for one, other in zip(together, alone, strict=True))
+    cotangents = [torch.randn(x.shape, generator=generator).to(DEVICE) for x in alone]
+    sums = (torch.autograd.grad(made, (q, k), cotangents) for made in (together, alone))
+    for one, other in zip(*sums, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_operands_round_once(form: str) -> None:
     """Each number is the float64 one rounded: off by at most half a unit in the last place, and a trace. In float16,
@@ -98,7 +114,7 @@ def test_operands_keep_a_nan() -> None:
     q = torch.full((1, 1, 3, 8), torch.nan, device=DEVICE)
     table = torch.ones(3, 2, device=DEVICE)
     for form in FORMS:
-        for out in fused_operands(q, q, table, table, table, table, form):
+        for out in fused_operands(q, q, [table] * 4, form):
             assert out.isnan().all(), form
 
 
@@ -112,7 +128,7 @@ def test_operands_refuse_with_the_reason() -> None:
     assert "row per token" in (unsupported(q, q, (torch.zeros(4, 4), *tables[1:]), "coca") or "")
     assert "contiguous" in (unsupported(q.mT.contiguous().mT, q, tables, "coca") or "")
     with pytest.raises(ValueError, match="form 'alibi' is none of rotary, coca, coca_strict"):
-        fused_operands(q, q, *tables, "alibi")  # type: ignore[arg-type]
+        fused_operands(q, q, tables, "alibi")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

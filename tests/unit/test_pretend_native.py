@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(
     reason="needs gcc, and the CUDA headers that Triton brings",
 )
 KERNEL = 0x1000
-INVALID_CONFIGURATION, CAPTURE_UNSUPPORTED = 9, 900
+INVALID_CONFIGURATION, CAPTURE_UNSUPPORTED, CAPTURE_ISOLATION = 9, 900, 905
 
 
 class Dim3(ctypes.Structure):
@@ -96,10 +96,12 @@ def test_waits_are_reported(cuda: ctypes.CDLL) -> None:
 
 def test_a_graph_is_captured_over_joined_streams_and_replayed_as_one_launch(cuda: ctypes.CDLL) -> None:
     streams = [ctypes.c_void_p() for _ in range(2)]
-    event, graph, executable = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+    event, before, graph, executable = (ctypes.c_void_p() for _ in range(4))
     for stream in streams:
         cuda.cudaStreamCreate(ctypes.byref(stream))
     cuda.cudaEventCreate(ctypes.byref(event))
+    cuda.cudaEventCreate(ctypes.byref(before))
+    cuda.cudaEventRecord(before, streams[1])
     cuda.pretend_reset(False)
     assert cuda.cudaStreamBeginCapture(streams[0], 0) == 0
     assert launch(cuda, stream=streams[0].value) == 0
@@ -107,6 +109,9 @@ def test_a_graph_is_captured_over_joined_streams_and_replayed_as_one_launch(cuda
     cuda.cudaStreamWaitEvent(streams[1], event, 0)
     assert launch(cuda, stream=streams[1].value) == 0
     assert cuda.cudaStreamSynchronize(streams[0]) == CAPTURE_UNSUPPORTED
+    assert cuda.cudaStreamWaitEvent(streams[0], before, 0) == CAPTURE_ISOLATION
+    assert launch(cuda) == 0
+    assert sum(count for (kind, _), count in counts(cuda).items() if kind == "refused") == 3
     assert cuda.cudaStreamEndCapture(streams[0], ctypes.byref(graph)) == 0
     assert cuda.cudaGraphInstantiateWithFlags(ctypes.byref(executable), graph, ctypes.c_ulonglong(0)) == 0
     assert cuda.cudaGraphLaunch(executable, streams[0]) == 0
@@ -114,7 +119,7 @@ def test_a_graph_is_captured_over_joined_streams_and_replayed_as_one_launch(cuda
     counted = counts(cuda)
     assert counted["captured", "scale"] == 2
     assert counted["launch", "CUDA graph"] == 1
-    assert counted["launch", "scale"] == 1
+    assert counted["launch", "scale"] == 2
 
 
 def test_an_unknown_device_is_refused(cuda: ctypes.CDLL) -> None:

@@ -33,7 +33,7 @@ CHOICES: dict[str, dict[str, Any]] = {
         "checkpoint_num_layers": 9,
     },
 }
-ORDINARY = ("rotary", "coca", "coca_strict", "alibi", "rpe", "learned", "sinusoidal", "none")
+ORDINARY = ("rotary", "coca", "coca_strict", "xpos", "alibi", "rpe", "learned", "sinusoidal", "none")
 
 
 def samples() -> Tensor:

@@ -59,7 +59,7 @@ def layer_work(model: GPT, length: int, batch: int, backward: bool) -> Workload:
     generator = torch.Generator().manual_seed(length)
     hidden = torch.randn(batch, length, weight.shape[0], generator=generator).to(weight).requires_grad_(backward)
     with torch.no_grad():
-        frame = model.positions(torch.arange(length, device=weight.device), length, weight.dtype)
+        frame = model.positions(torch.arange(length, device=weight.device), length, weight.dtype, reached=length)
     gradient = torch.ones_like(hidden) if backward else None
 
     def call() -> object:

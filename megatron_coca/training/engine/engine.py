@@ -32,6 +32,7 @@ from megatron_coca.data import Batch
 from megatron_coca.model import GPT, LanguageModelLoss
 from megatron_coca.model.stages import Stage, StageInput, layer_weights
 from megatron_coca.training.engine import state
+from megatron_coca.training.engine.graphs import CapturedMicroBatch
 from megatron_coca.training.engine.group import everyone_succeeded, local_device, mean_over_ranks, world_size
 from megatron_coca.training.engine.norms import clip_gradients, keep_norms_on_device
 from megatron_coca.training.loss_guard import Limits, bad_reason
@@ -175,6 +176,7 @@ class Engine:
         self._loss: float | None = None
         self._norm: float | None = None
         self._limits, self._applied = Limits(), False
+        self._captured: CapturedMicroBatch | None = None
         section = deepspeed_config(config, sizes)
         apply = optimizer.step
 
@@ -234,10 +236,14 @@ class Engine:
         self._begin_step(learning_rate, limits)
         total = torch.zeros((), device=self.device, dtype=torch.float64)
         for index, batch in enumerate(micro_batches):
-            loss = self._engine(**self._inputs(batch))
-            total += loss.detach()
-            self._engine.backward(loss)
-            if index == len(micro_batches) - 1:
+            inputs, last = self._inputs(batch), index == len(micro_batches) - 1
+            if self._config.model.cuda_graphs:
+                total += self._replayed(inputs, index == 0, last)
+            else:
+                loss = self._engine(**inputs)
+                total += loss.detach()
+                self._engine.backward(loss)
+            if last:
                 self._mean = mean_over_ranks(total / len(micro_batches))
                 if not self.partitioned:
                     self._read_step(clip_gradients(self._engine.module.parameters(), self._clipping))
@@ -308,6 +314,23 @@ class Engine:
             for name in tensors.keys() - {"documents", "positions"}:
                 tensors[name] = tensors[name].pin_memory().to(self.device, non_blocking=True)
         return tensors
+
+    def _replayed(self, inputs: dict[str, Tensor], first: bool, last: bool) -> Tensor:
+        """The loss of a micro-batch whose forward and backward pass are replayed. After the `last` one of a step
+        DeepSpeed reduces the gradients, as at the end of its own backward pass.
+        """
+        if self._captured is None:
+            self._captured = CapturedMicroBatch(self._engine.module, inputs)
+        if first:
+            self._captured.begin((self.loss_scale or 1.0) / self._engine.gradient_accumulation_steps())
+        loss = self._captured(inputs)
+        if last:
+            self._captured.set_gradients()
+            if self.partitioned:
+                self._engine.optimizer.setup_buckets()
+            if self._engine.enable_backward_allreduce:
+                self._engine.allreduce_gradients()
+        return loss
 
     def _accepts_step(self) -> bool:
         """Decide if the optimizer may change weights; called once for each of ZeRO's parameter groups."""

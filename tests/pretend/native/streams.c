@@ -18,6 +18,7 @@ struct stream {
 struct pretend_event {
     uint64_t launches;   // that were issued before the event was recorded
     struct graph *graph; // that was being captured then
+    bool recorded;
 };
 
 // The streams that have numbers for names: the legacy stream (NULL or 1) and the stream of the thread (2).
@@ -38,6 +39,7 @@ bool captured(const void *stream) { return captures && stream_at(stream)->graph;
 void record_launch(struct counter *launch, struct counter *in_graph, const void *stream) {
     struct graph *graph = captures ? stream_at(stream)->graph : NULL;
     if (graph) graph->launches++;
+    else if (captures) refuse("a launch that a capture in progress does not contain: %s", launch->name); // a replay lacks it
     record(graph ? in_graph : launch, stream, 0);
 }
 
@@ -94,7 +96,7 @@ cudaError_t cudaEventCreate(cudaEvent_t *handle) { return cudaEventCreateWithFla
 cudaError_t cudaEventDestroy(cudaEvent_t handle) { return free(handle), cudaSuccess; }
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t stream, unsigned flags) {
     struct pretend_event *event = (struct pretend_event *)handle;
-    event->launches = launches_so_far(), event->graph = stream_at(stream)->graph;
+    event->launches = launches_so_far(), event->graph = stream_at(stream)->graph, event->recorded = true;
     RECORD(ORDER, "event recorded", stream, (uint64_t)handle);
     return cudaSuccess;
 }
@@ -112,7 +114,12 @@ cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t from, cudaEven
     return *milliseconds = 1.0f, cudaSuccess;
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t awaited, unsigned flags) {
-    struct graph *graph = ((struct pretend_event *)awaited)->graph;
+    const struct pretend_event *event = (struct pretend_event *)awaited;
+    struct graph *graph = event->graph, *own = captures ? stream_at(handle)->graph : NULL;
+    if (own && event->recorded && graph != own) {
+        refuse("a wait of a captured stream for work outside of the capture");
+        return cudaErrorStreamCaptureIsolation;
+    }
     if (captures && graph) stream_at(handle)->graph = graph; // the stream joins the capture
     RECORD(ORDER, "stream waits for event", handle, (uint64_t)awaited);
     return cudaSuccess;
