@@ -120,6 +120,8 @@ RULED = [
 """What the rules hold for. With one segment and with two, the plainest kernels and those that need the most registers:
 no configuration has two segments and a bias.
 """
+OPERANDS = (("coca", 64, 64, 1), ("coca", 64, 64, 2), ("coca_strict", 32, 128, 1), ("rotary", 64, 64, 1))
+"""Forms of operands, rotated features of the head's, and segments."""
 OTHERS = [Case(256), Case(256, two=True), Case(64, dtype="float32"), Case(80, formula="log")]
 
 
@@ -130,7 +132,8 @@ class AbsentGpu:
         self._target = GPUTarget("cuda", capability, 32)
 
     def get_current_device(self) -> int:
-        return 0
+        """One number for each GPU: Triton keeps what it has compiled by it."""
+        return self._target.arch
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -173,18 +176,18 @@ def compile_all(capability: int) -> Iterator[tuple[str, Figures, bool]]:
         for kernel, figures in compiled:
             yield f"{kernel} {case}", figures, case in RULED and kernel != "delta"
         compiled.clear()
-    for form, (rotated, head_dim) in (("coca", (64, 64)), ("coca_strict", (32, 128)), ("rotary", (64, 64))):
-        _operands(rotated, head_dim, form)
+    for form, rotated, head_dim, segments in OPERANDS:
+        _operands(form, rotated, head_dim, segments)
         for kernel, figures in compiled:
-            yield f"{kernel} {form} {rotated} of {head_dim}", figures, False
+            yield f"{kernel} {form} {rotated} of {head_dim}{' two segments' * (segments - 1)}", figures, False
         compiled.clear()
 
 
-def _operands(rotated: int, head_dim: int, form: Any) -> None:
+def _operands(form: Any, rotated: int, head_dim: int, segments: int) -> None:
     """Both kernels on views into a packed projection."""
     packed = torch.zeros(2, LENGTH, 4, 3 * head_dim, dtype=torch.bfloat16, requires_grad=True)
     q, k, _ = packed.transpose(1, 2).chunk(3, dim=-1)
-    tables = [torch.zeros(LENGTH, rotated // 2)] * 4
+    tables = [torch.zeros(LENGTH, rotated // 2)] * (4 * segments)
     sum(x.sum() for x in operands.fused_operands(q, k, tables, form)).backward()  # type: ignore[union-attr]
 
 
