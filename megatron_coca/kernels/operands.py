@@ -57,10 +57,11 @@ def backward_kernel(query, key, query_tables, key_tables, heads, query_length, k
 
 @triton.jit
 def _forward_head(side, tables, head, length, IS_QUERY: tl.constexpr, LAYOUT: tl.constexpr):
+    SEGMENTS: tl.constexpr = LAYOUT.segments  # Triton 3.6 has no static range to a field
     start = tl.program_id(1) * LAYOUT.rows
     x = plane(side[0], tl.program_id(2), head)
     x1, x2 = _load_halves(x, start, length, LAYOUT)
-    for segment in tl.static_range(LAYOUT.segments):
+    for segment in tl.static_range(SEGMENTS):
         y = plane(side[1 + segment], tl.program_id(2), head)
         cos, sin = _load_table(tables[segment], start, length, LAYOUT)
         y1, y2 = _form(x1, x2, cos, sin, IS_QUERY, LAYOUT)
@@ -74,13 +75,14 @@ def _forward_head(side, tables, head, length, IS_QUERY: tl.constexpr, LAYOUT: tl
 
 @triton.jit
 def _backward_head(side, tables, head, length, IS_QUERY: tl.constexpr, LAYOUT: tl.constexpr):
+    SEGMENTS: tl.constexpr = LAYOUT.segments
     start = tl.program_id(1) * LAYOUT.rows
     x = plane(side[0], tl.program_id(2), head)
     out = plane(side[1], tl.program_id(2), head)
     x1, x2 = _load_halves(x, start, length, LAYOUT)
     d1 = tl.zeros_like(x1)
     d2 = tl.zeros_like(x2)
-    for segment in tl.static_range(LAYOUT.segments):
+    for segment in tl.static_range(SEGMENTS):
         grad = plane(side[2 + segment], tl.program_id(2), head)
         cos, sin = _load_table(tables[segment], start, length, LAYOUT)
         g1, g2 = _load_halves(grad, start, length, LAYOUT)
@@ -90,7 +92,7 @@ def _backward_head(side, tables, head, length, IS_QUERY: tl.constexpr, LAYOUT: t
     _store_halves(d1, d2, out, start, length, LAYOUT)
     if LAYOUT.tail > 0:
         rest = _load_tail(plane(side[2], tl.program_id(2), head), start, length, LAYOUT)
-        for segment in tl.static_range(1, LAYOUT.segments):
+        for segment in tl.static_range(1, SEGMENTS):
             rest += _load_tail(plane(side[2 + segment], tl.program_id(2), head), start, length, LAYOUT)
         if LAYOUT.form != "rotary":
             value = _load_tail(x, start, length, LAYOUT)
