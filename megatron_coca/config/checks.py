@@ -389,11 +389,20 @@ def _drawn_positions(settings: Settings) -> str | None:
     return "clex draws a factor and positions on the host in every forward pass" if drawn else None
 
 
+def _outside_of_graph(settings: Settings) -> str | None:
+    """What DeepSpeed does in its own passes, which a replay does not run."""
+    given = settings.parallel.deepspeed_extra_args or {}
+    types, profiler = given.get("data_types"), given.get("flops_profiler")
+    if isinstance(types, dict) and types.get("grad_accum_dtype") is not None:
+        return "grad_accum_dtype sums gradients outside of the graph"
+    if given.get("wall_clock_breakdown") or (isinstance(profiler, dict) and profiler.get("enabled")):
+        return "timers of DeepSpeed's own passes measure nothing, because a replay does not run these"
+    return None
+
+
 GRAPH_REFUSALS: Refusals = {
     "zero_optimization": _gradients_between,
-    "deepspeed_extra_args": lambda settings: (
-        "grad_accum_dtype fp32 sums gradients outside of the graph" if settings.parallel.accumulates_in_fp32 else None
-    ),
+    "deepspeed_extra_args": _outside_of_graph,
     "pipe_parallel_size": lambda settings: (
         "stages send hidden states between micro-batches" if settings.parallel.pipe_parallel_size > 1 else None
     ),

@@ -188,11 +188,13 @@ def choose_backend(config: Config, device: str) -> str:
     """Return the name of the attention backend of a model in training on `device`.
 
     Raises:
-        BackendError: none serves it.
+        BackendError: none serves it, or its micro-batches cannot be captured and `cuda_graphs` asks for that.
     """
-    method = build_method(config.position, config.model)
-    needs = method.needs(device.partition(":")[0], config.model.attention_dropout)
-    return find_backend(config.position.attention_backend, needs)[0]
+    method, device_type = build_method(config.position, config.model), device.partition(":")[0]
+    name, _ = find_backend(config.position.attention_backend, method.needs(device_type, config.model.attention_dropout))
+    if config.model.cuda_graphs:
+        check_graphs(name, device_type)
+    return name
 
 
 def build_model(config: Config, device: str = "cpu", training: bool = True) -> GPT:

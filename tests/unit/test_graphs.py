@@ -1,6 +1,7 @@
 """CUDA graphs of micro-batches: what is refused, and what the host does around a graph (a graph itself: tests/gpu)."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from megatron_coca.attention.inputs import BackendError
 from megatron_coca.config import Config, ConfigError, load_config
 from megatron_coca.config.checks import GRAPH_REFUSALS
 from megatron_coca.model import build_model
-from megatron_coca.model.build import UNCAPTURED, check_graphs
+from megatron_coca.model.build import UNCAPTURED, check_graphs, choose_backend
 from megatron_coca.training.engine import graphs
 from megatron_coca.training.topology import zero_section
 
@@ -29,7 +30,15 @@ REFUSED: dict[str, list[dict[str, Any]]] = {
         {"zero_optimization": {"stage": 1, "overlap_comm": True}},
         {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
     ],
-    "deepspeed_extra_args": [{"deepspeed_extra_args": {"data_types": {"grad_accum_dtype": "fp32"}}}],
+    "deepspeed_extra_args": [
+        {"deepspeed_extra_args": given}
+        for given in (
+            {"data_types": {"grad_accum_dtype": "fp32"}},
+            {"data_types": {"grad_accum_dtype": "fp16"}},
+            {"flops_profiler": {"enabled": True}},
+            {"wall_clock_breakdown": True},
+        )
+    ],
     "pipe_parallel_size": [{"pipe_parallel_size": 2}],
     "model_parallel_size": [{"model_parallel_size": 2}],
     "sequence_parallel_size": [{"sequence_parallel_size": 2}],
@@ -52,8 +61,9 @@ def test_every_refusal_is_tested() -> None:
 
 
 def test_a_cpu_and_what_was_not_captured_are_refused() -> None:
-    with pytest.raises(BackendError, match="cuda_graphs: needs a GPU; set cuda_graphs=false"):
-        build_model(configured())
+    for refused in (build_model, partial(choose_backend, device="cpu")):
+        with pytest.raises(BackendError, match="cuda_graphs: needs a GPU; set cuda_graphs=false"):
+            refused(configured())
     build_model(configured(), training=False)
     for backend in UNCAPTURED:
         with pytest.raises(BackendError, match=f"cuda_graphs: attention_backend {backend}: .*; set cuda_graphs=false"):

@@ -8,7 +8,7 @@ weights may have any floating dtype.
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 from typing import ClassVar, Literal
 
 import torch
@@ -58,7 +58,7 @@ class AlibiBias:
         return replace(self, slopes=self.slopes[index * heads : (index + 1) * heads])
 
 
-@lru_cache(maxsize=64)
+@cache  # a CUDA graph reads it at the same address
 def _column(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     with torch.inference_mode(False):  # the cached tensor may be saved for a later backward
         return torch.tensor(values, dtype=dtype, device=device)[:, None]
@@ -117,7 +117,7 @@ class BucketBias(_OfCoefficients):
         return values.view(len(values), *distance.shape)
 
 
-@lru_cache(maxsize=64)
+@cache
 def bucket_starts(buckets: int, max_distance: int) -> tuple[int, ...]:
     """The smallest distance of each bucket, ascending; a bucket without an integer has that of the next one.
 

@@ -320,6 +320,8 @@ class Engine:
         DeepSpeed reduces the gradients, as at the end of its own backward pass.
         """
         if self._captured is None:
+            if getattr(self._engine.optimizer, "use_grad_accum_attribute", False):
+                raise ConfigError("cuda_graphs: DeepSpeed sums gradients in another dtype; set cuda_graphs=false")
             self._captured = CapturedMicroBatch(self._engine.module, inputs)
         if first:
             self._captured.begin((self.loss_scale or 1.0) / self._engine.gradient_accumulation_steps())
