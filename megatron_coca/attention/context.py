@@ -28,7 +28,7 @@ class HeadShard:
     count: int = 1
 
     def bias(self, bias: Bias) -> Bias:
-        """The bias of this rank's heads from that of all heads."""
+        """Select this rank's heads from the bias of all heads."""
         if bias is None or self.count == 1:
             return bias
         return bias.part(self.index, self.count)  # type: ignore[return-value]

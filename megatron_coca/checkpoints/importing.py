@@ -124,7 +124,7 @@ def behaviour_note(folder: Path, end: int | None) -> str | None:
     """What a Hugging Face folder's tokenizer and generation files do besides giving ids; None for nothing.
 
     `end` is the token that ends texts after an import, None where no tokenizer is taken. Raises CheckpointError if one
-    of its files is no JSON mapping.
+    of its files is not a JSON mapping.
     """
     names = ("tokenizer.json", "tokenizer_config.json", GENERATION)
     vocabulary, settings, generation = (read_json_if_present(folder / name) for name in names)

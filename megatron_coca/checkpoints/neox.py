@@ -199,7 +199,7 @@ def configure(folder: Path, files: NeoxFiles) -> tuple[Config, int]:
     for layer in sorted(needed - present):
         raise CheckpointError(f"{folder}: has no layer {layer:02} ({files.path(layer, 0).name}), {size}")
     for layer in sorted(present - set(layers(config.model))):
-        raise CheckpointError(f"{folder}: has a layer {layer:02} that the model does not have, {size}")
+        raise CheckpointError(f"{folder}: contains layer {layer:02}, which the model does not have, {size}")
     files.state(FIRST_BLOCK, 0)  # sets from_plugin
     if files.from_plugin and not foreign_keys(config):
         raise CheckpointError(

@@ -60,9 +60,9 @@ NEOX_POSITIONS = frozenset({"learned", "rotary", "sinusoidal", "rpe", "alibi", "
 def read_config(folder: Path, vocab_size: int) -> tuple[Config, int]:
     """Read the model's configuration from the YAML files in a step's folder, and its number of tensor ranks.
 
-    Keys of the run that trained it are ignored, except for those that name its tokenizer. `vocab_size` are the rows of
-    the embedding, padding included. Raises CheckpointError if there are no such files, or they describe a network that
-    this package does not have.
+    Keys of the run that trained it are ignored, except for those that name its tokenizer. `vocab_size` is the number
+    of rows of the embedding, padding included. Raises CheckpointError if there are no such files, or they describe a
+    network that this package does not have.
     """
     configs = folder / CONFIGS
     files = sorted(path for path in configs.iterdir() if path.suffix in SUFFIXES) if configs.is_dir() else []

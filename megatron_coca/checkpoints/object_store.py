@@ -113,9 +113,10 @@ class RemoteFolder:
         options = {"auto_mkdir": True} if self.url.partition("://")[0] in ("file", "local") else {}
         try:
             self._fs, self._root = fsspec.core.url_to_fs(self.url, use_listings_cache=False, **options)
-        except (ImportError, ValueError) as error:
+        except (ImportError, ValueError, OSError) as error:
             raise CheckpointError(
-                f"{url}: cannot be opened ({error}); s3:// needs the package s3fs, gs:// needs gcsfs"
+                f"{url}: cannot be opened ({error}); check the address and the network; s3:// needs the package s3fs, "
+                "gs:// needs gcsfs"
             ) from error
 
     def steps(self) -> list[int]:

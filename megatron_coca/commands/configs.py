@@ -29,6 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = parser.parse_args(arguments).folder
     try:
         shutil.copytree(CONFIGS, folder)
+    except FileExistsError:
+        print(f"megatron-coca configs: {folder}: exists already; name a new folder", file=sys.stderr)
+        return 2
     except OSError as error:
         print(f"megatron-coca configs: {error}; name a new folder that can be written", file=sys.stderr)
         return 2

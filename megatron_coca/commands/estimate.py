@@ -49,7 +49,7 @@ GPUS: dict[str, Gpu] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the estimate; return exit status 0 or 1 as above. Raises ConfigError."""
+    """Print the estimate; return 0, or 1 if the run does not fit. Raises ConfigError."""
     options = parser().parse_intermixed_args(arguments)
     if options.mfu is not None and not 0 < options.mfu <= 1:
         parser().error(f"--mfu {options.mfu}: must be above 0 and at most 1")

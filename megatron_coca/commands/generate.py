@@ -83,7 +83,7 @@ def parser() -> ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return 0, or 130 after Ctrl-C. Raises ConfigError, DataError, CheckpointError, BackendError, EvaluationError."""
+    """Return 0, or 130 after Ctrl-C. Raises InputError."""
     described = parser()
     args = described.parse_intermixed_args(arguments)
     try:

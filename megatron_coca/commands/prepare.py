@@ -129,7 +129,7 @@ def _run(arguments: argparse.Namespace) -> Path:
     if arguments.input:
         recipe = _recipe_from_options(arguments)
     else:
-        _refuse(arguments, _OF_INPUT, "goes with --input; write it into the recipe")
+        _refuse(arguments, _OF_INPUT, "is for --input only; set it in the recipe")
         recipe = read_recipe(arguments.recipe, arguments.root)
     output = arguments.output or recipe.output
     if output is None:

@@ -72,7 +72,7 @@ def plan(files: Sequence[str], shared: Sequence[str] = ()) -> list[Stage]:
         lines += [] if own.finetune else ["finetune: a stage starts from weights; set finetune=true"]
         if any(same(own.save, save) for save in saves):
             lines.append(f"save: {own.save} is the folder of an earlier stage; each needs its own")
-        if saves and not any(same(own.load, save) for save in saves):
+        if saves and own.load is not None and not any(same(own.load, save) for save in saves):
             lines.append(f"load: {own.load} is not the save folder of an earlier stage ({', '.join(map(str, saves))})")
         problems += [f"{stage.name}: {line}" for line in lines]
     if problems:
@@ -93,7 +93,7 @@ def refuse_other_run(stage: Stage) -> None:
     folder = native.step_folder(stage.save, stage.reached)
     problems = differing_run(load_config([folder / native.CONFIG]), stage.config)
     if stage.reached > last:
-        problems.append(f"train_iters (reached {stage.reached}, now {last})")
+        problems.append(f"train_iters (step {stage.reached} is done, now {last})")
     if problems:
         raise CheckpointError(
             f"{folder}: belongs to a different run from {stage.name}: {', '.join(problems)}; restore these, or move "

@@ -147,7 +147,7 @@ def _write_jsonl(folder: Path, progress: bool) -> list[CorpusSource]:
                 seen.add(digest)
                 streams[source].write(json.dumps(record) + "\n")
     for line in problems.named:
-        _LOGGER.warning("left out of the built-in corpus: %s", line)
+        _LOGGER.warning("left out of the built-in corpus, which does not need it: %s", line)
     return [
         CorpusSource(SourceSpec(name, [paths[name]]), weight) for name, weight in zip(SOURCES, WEIGHTS, strict=True)
     ]

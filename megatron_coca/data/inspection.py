@@ -249,7 +249,7 @@ class Lengths:
         return int((self.values * self.counts)[longer].sum()) / max(1, self.tokens)
 
     def facts(self) -> dict[str, Any]:
-        """Size, quantiles and shares, for JSON."""
+        """Return the size, quantiles and shares as a mapping for JSON."""
         return {
             "documents": self.documents,
             "tokens": self.tokens,

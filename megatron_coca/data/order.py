@@ -294,8 +294,8 @@ class Loader:
         num_workers: threads, each of which reads one step ahead; with 0 a step is read when it is requested.
         length: inputs of each sample, its last ones; None for all.
 
-    Raises ``DataError`` if the global batch is not a multiple of ``micro_batch * world_size``, or the rank not among
-    them.
+    Raises ``DataError`` if the global batch is not a multiple of ``micro_batch * world_size``, or if the rank
+    is not below ``world_size``.
     """
 
     def __init__(
@@ -333,7 +333,7 @@ class Loader:
     def indices(self, step: int) -> np.ndarray:
         """Global sample numbers of this rank at ``step``: int64 [accumulation, micro_batch]."""
         if step < 0:
-            raise DataError(f"Steps start at 0, not {step}.")
+            raise DataError(f"Step {step} must be at least 0.")
         samples = np.arange(self._global_batch, dtype=np.int64) + step * self._global_batch
         return samples.reshape(-1, self._world_size, self._micro_batch)[:, self._rank]
 

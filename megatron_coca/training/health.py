@@ -198,7 +198,7 @@ def _disk_bandwidth(save: str, checkpoint: int, hosts: list[str]) -> Bandwidth |
 
 
 def _write(folder: str, size: int) -> tuple[int, float]:
-    """Return the bytes that reached the disk, and the seconds that this took."""
+    """Write `size` bytes to a file that is removed; return the bytes that reached the disk and the seconds taken."""
     block = os.urandom(min(CHUNK_BYTES, max(1, size)))  # random, in case the disk compresses
     written, start = 0, time.monotonic()
     try:

@@ -258,7 +258,7 @@ def _compare(folder: Path, own: Mapping[Path, str], total: int, beat: Callable[[
 def refuse_other_run(folder: Path, corpus: Corpus, layout: Mapping[str, Any]) -> None:
     """Raise a CheckpointError naming all differences between the run of `folder` and the configured one.
 
-    `layout` is compared with meta.json: samples per step, dtype. Free keys that changed are logged.
+    `layout` is compared with meta.json: size of the batch, dtype. Free keys that changed are logged.
     """
     saved, meta = load_config([folder / native.CONFIG]), native.read_json(folder / native.META)
     problems = differing_run(saved, corpus.config)

@@ -135,7 +135,7 @@ class Checkpoints:
         """Every rank must call it.
 
         Args:
-            layout: further properties that a resumed run must share: samples per step, dtype.
+            layout: properties besides the configuration that a resumed run must share: size of the batch, dtype.
             origin: identity of the checkpoint whose weights the run started with.
         """
         self._corpus, self._engine, self._layout = corpus, engine, dict(layout)

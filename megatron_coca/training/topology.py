@@ -17,8 +17,8 @@ class Coordinates(NamedTuple):
 
 @dataclass(frozen=True)
 class Topology:
-    """Sizes of the axes. Ranks count along the sequence axis first, then tensor, data and pipeline stages, as in
-    DeepSpeed's grids.
+    """Sizes of the parallel axes. Consecutive ranks differ first in their place in the sequence, then in that of the
+    tensor, data and pipeline axes, as in DeepSpeed's grids.
     """
 
     pipe: int

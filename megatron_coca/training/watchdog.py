@@ -91,7 +91,7 @@ class Watchdog:
         self._beat = Heartbeat(self._beat.number + 1, what, time.monotonic())
 
     def follow(self, what: str | None) -> None:
-        """Record the progress `what` of a background job; None: it has ended."""
+        """Record what a background job is doing; None when it has ended."""
         number = self._job.number + 1 if self._job is not None else 1
         self._job = None if what is None else Heartbeat(number, what, time.monotonic())
 

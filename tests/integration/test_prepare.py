@@ -162,7 +162,10 @@ def test_a_recipe_is_prepared_and_its_faults_are_named(tmp_path: Path) -> None:
         (("--input", "none.jsonl", "--output", "o", "--train-tokenizer", 300), "give each input as NAME=PATH"),
         (("--input", "c=x.jsonl", "--output", "o"), "either --tokenizer-type or --train-tokenizer"),
         (("--output", "o"), "Give one of: a recipe, --input, --builtin"),
-        (("r.yml", "--test-fraction", 0.5, "--duplicates", "keep"), "--duplicates, --test-fraction: goes with --input"),
+        (
+            ("r.yml", "--test-fraction", 0.5, "--duplicates", "keep"),
+            "--duplicates, --test-fraction: is for --input only",
+        ),
         (("--input", "c=x", "--root", "y", "--train-tokenizer", 300), "--root: goes with a recipe"),
         (("--builtin", "--documents", "line"), "--documents: does not go with --builtin"),
         (

@@ -72,7 +72,7 @@ def test_a_finished_run_of_other_keys_is_refused(tmp_path: Path, files: list[str
     for changed, message in (
         ("seed=8", r"run1.global_step5: belongs to a different run from stage1: seed \(saved 7, now 8\)"),
         ("trainable=[mlp]", "trainable"),
-        ("train_iters=4", r"train_iters \(reached 5, now 4\)"),
+        ("train_iters=4", r"train_iters \(step 5 is done, now 4\)"),
     ):
         with pytest.raises(CheckpointError, match=message):
             run_stages(plan(files, ["seed=7", changed]), trainings)

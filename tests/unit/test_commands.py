@@ -177,7 +177,9 @@ def test_configs_are_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     copied = {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     kept = {path.relative_to(ROOT): path.read_bytes() for path in (ROOT / "configs").rglob("*") if path.is_file()}
     assert copied == kept and f"{len(kept)} files" in capsys.readouterr().out
-    assert configs.main(["copy", str(tmp_path / "configs")]) == 2 and "File exists" in capsys.readouterr().err
+    assert (
+        configs.main(["copy", str(tmp_path / "configs")]) == 2 and "configs: exists already" in capsys.readouterr().err
+    )
 
 
 def test_choices_are_those_of_the_libraries() -> None:

@@ -105,13 +105,13 @@ def test_missing_files_of_a_rank(tmp_path: Path) -> None:
 def test_layers_that_the_configuration_does_not_know(run: Path) -> None:
     for rank in range(2):
         shutil.copy(layer(run, 3, rank), layer(run, 7, rank))
-    refused(run, "has a layer 07 that the model does not have, where its configuration says 2 blocks")
+    refused(run, "contains layer 07, which the model does not have, where its configuration says 2 blocks")
 
 
 def test_tied_by_its_configuration_with_a_head_in_its_files(tmp_path: Path) -> None:
     folder = written(tmp_path / "run", KEYS)
     (folder / "configs" / "z.yml").write_text("no-weight-tying: false\n")
-    refused(folder, "has a layer 06 that the model does not have, .* output head that is tied")
+    refused(folder, "contains layer 06, which the model does not have, .* output head that is tied")
 
 
 @pytest.mark.parametrize(

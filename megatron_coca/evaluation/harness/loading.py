@@ -128,7 +128,8 @@ def load_tasks(selection: Selection) -> list[HarnessTask]:
             hint = f"; near it are {', '.join(near)}" if near else ""
             files = "".join(f"; {problem}" for problem in unreadable)
             raise EvaluationError(
-                f"--tasks {name}: no such task, group or tag{hint}; pass your own task files with --include-path{files}"
+                f"--tasks {name}: no such task, group or tag{hint}; name a folder of your own tasks with "
+                f"--include-path{files}"
             )
         names += sorted(entry.tags) if entry.kind.name == "TAG" else [name]
     for problem in unreadable:

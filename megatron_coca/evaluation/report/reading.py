@@ -70,7 +70,7 @@ def read_results(paths: Sequence[str | Path]) -> list[LoadedResult]:
                 raise EvaluationError(f"{file}: is not a result of `evaluate.py` (its task is none of {tasks})")
         if ignored:
             more = f" and {len(ignored) - MAX_NAMED} more" if len(ignored) > MAX_NAMED else ""
-            logger.warning("ignored, not result files: %s%s", ", ".join(ignored[:MAX_NAMED]), more)
+            logger.warning("ignored files that are not results: %s%s", ", ".join(ignored[:MAX_NAMED]), more)
     if not loaded:
         raise EvaluationError("no results to report: name files of `evaluate.py TASK --output`, or folders of them")
     return list(loaded.values())

@@ -228,7 +228,7 @@ def length_table(
 
 
 def length_lines(group: ResultGroup, cell: CellFunction) -> tuple[list[Series], list[Line]]:
-    """The series with complete numbers, and a line with the numbers and intervals of the table for each."""
+    """Return the series that have complete numbers, and for each a line with the numbers and intervals of the table."""
     drawn, lines = [], []
     for series in group.series:
         cells = {length: cell(series, length) for length in group.lengths()}
