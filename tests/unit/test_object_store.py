@@ -1,6 +1,7 @@
 """Checkpoints on an object store: what is complete, what a failed transfer leaves, and what a run does with them."""
 
 import json
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -277,3 +278,14 @@ def test_a_checkpoint_of_the_same_step_that_was_passed_over_is_kept_aside(
     assert RemoteFolder(URL).read_json(10, native.MANIFEST)["format"] == native.FORMAT
     kept = json.loads(empty_store.cat_file("/bucket/run/quarantine/global_step10/manifest.json"))
     assert kept["format"] == 99
+
+
+def test_an_address_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unresolved(url: str, **options: object) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr("fsspec.core.url_to_fs", unresolved)
+    with pytest.raises(
+        CheckpointError, match="ftp://nowhere/run: cannot be opened .*check the address and the network"
+    ):
+        RemoteFolder("ftp://nowhere/run")
