@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import subprocess
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -97,7 +98,9 @@ def versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in PACKAGES}
 
 
+@cache
 def _commit() -> str:
+    """The commit of the checkout before the first figures of this run were written into it."""
     described = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
     )
