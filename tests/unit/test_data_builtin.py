@@ -20,7 +20,7 @@ def builtin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of the shards, made by several processes that ask at once."""
     root = tmp_path_factory.mktemp("data")
     with multiprocessing.get_context("spawn").Pool(2) as pool:
-        manifests = pool.starmap(ensure_builtin, [(root, 1024, False)] * 2)
+        manifests = pool.starmap(ensure_builtin, [(root, 1024)] * 2)
     assert manifests == [root / "builtin/shards/manifest.json"] * 2
     assert sorted(p.name for p in root.iterdir()) == ["builtin"]
     return manifests[0].parent
