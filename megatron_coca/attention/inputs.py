@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 from itertools import pairwise
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from megatron_coca.attention.positions.distance_maps import Band as Band
 from megatron_coca.program import InputError
 
 Formula = Literal["linear", "log", "power", "buckets"]
+Made = TypeVar("Made")
 
 
 class DistanceBias(Protocol):
@@ -225,3 +227,13 @@ def _check_cover(spans: tuple[tuple[int, int], ...], past: int, length: int, row
         raise ValueError(
             f"row {row}: the documents {spans} do not cover its tokens {past} to {length} one after another"
         )
+
+
+def made_once(function: Callable[..., Made], evaluated: int) -> Callable[..., Made]:
+    """`function` of hashable arguments, which makes tensors on a device, with a cache.
+
+    Results of training stay, because a CUDA graph reads them at the same address, and its lengths are few. Of those of
+    evaluation, whose lengths are many, the last `evaluated` stay.
+    """
+    training, evaluation = cache(function), lru_cache(evaluated)(function)
+    return lambda *arguments: (training if torch.is_grad_enabled() else evaluation)(*arguments)

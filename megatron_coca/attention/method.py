@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Protocol
 
 import torch
@@ -26,6 +25,7 @@ from megatron_coca.attention.inputs import (
     Needs,
     PackedDocuments,
     Segment,
+    made_once,
 )
 from megatron_coca.attention.positions.bias import AlibiBias, LearnedBias
 from megatron_coca.attention.positions.clex import Clex
@@ -270,7 +270,7 @@ class PositionEncoding(ShardedModule):
         if self.clex is not None:
             return RotaryFrequencies(self.clex.inverse_frequencies(self.clex.factor_for(length)), 1.0, decay)
         measured = length if rotary.depends_on_length else rotary.original_length
-        return RotaryFrequencies(_on_device(rotary, measured, device), rotary.multiplier(length), decay)
+        return RotaryFrequencies(_frequencies_on(rotary, measured, device), rotary.multiplier(length), decay)
 
     def _drawn(self, positions: Tensor) -> tuple[RotaryFrequencies, Tensor]:
         """CLEX in training: a random extension, and random positions in the extended length, the same for all rows."""
@@ -280,12 +280,12 @@ class PositionEncoding(ShardedModule):
         return rotary, drawn.to(positions.device)
 
 
-@cache
 def _on_device(rotary: Rotary, length: int, device: torch.device) -> Tensor:
-    """The frequencies, copied to the device once: the host would wait for a copy in every forward pass. They stay there
-    for CUDA graphs, which read them at the same address.
-    """
     return rotary.inverse_frequencies(length).to(device)
+
+
+_frequencies_on = made_once(_on_device, evaluated=8)
+"""Copied to the device once: the host would wait for a copy in every forward pass."""
 
 
 def _token_positions(positions: Tensor, documents: PackedDocuments | None, reached: int | None) -> TokenPositions:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_coca.attention.inputs import BackendError
+from megatron_coca.attention.inputs import BackendError, made_once
 from megatron_coca.config import Config, ConfigError, load_config
 from megatron_coca.config.checks import GRAPH_REFUSALS
 from megatron_coca.model import build_model
@@ -120,3 +120,16 @@ def test_other_shapes_and_moved_weights_are_errors() -> None:
     module.weight.data = torch.ones(1)
     with pytest.raises(RuntimeError, match="weight has moved since the capture"):
         captured.begin(1.0)
+
+
+def test_tensors_of_training_stay_and_those_of_evaluation_make_room() -> None:
+    """A graph reads the first at their address; generation asks for another length with every token."""
+    made = made_once(torch.ones, evaluated=2)
+    trained = made(3)
+    with torch.no_grad():
+        first = made(3)
+        assert first is not trained and made(3) is first
+        for length in range(4, 7):
+            made(length)
+        assert made(3) is not first
+    assert made(3) is trained

@@ -1,7 +1,7 @@
 """PyTorch's FlexAttention: bands, documents and biases inside a compiled CUDA kernel, computed in float32."""
 
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import lru_cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_coca.attention.backends.reference import ReferenceBackend, missing_einsum
-from megatron_coca.attention.inputs import AttentionInputs, Band, DistanceBias, Needs, Segment
+from megatron_coca.attention.inputs import AttentionInputs, Band, DistanceBias, Needs, Segment, made_once
 
 if TYPE_CHECKING:  # imported where it is used: it imports TorchDynamo, which takes 2 seconds
     from torch.nn.attention.flex_attention import BlockMask
@@ -115,18 +115,8 @@ def _score_mod(bias: DistanceBias, inputs: AttentionInputs) -> Callable[..., Ten
 def _block_mask(inputs: AttentionInputs, band: Band) -> "BlockMask":
     query_length, key_length = inputs.query.shape[2], inputs.value.shape[2]
     if inputs.documents is None:
-        band_mask = _training_mask if torch.is_grad_enabled() else _evaluation_mask
-        return band_mask(query_length, key_length, band, inputs.value.device)
+        return _band_mask(query_length, key_length, band, None, inputs.value.device)
     return _mask(query_length, key_length, band, inputs.documents.starts, inputs.value.device)
-
-
-def _band_mask(query_length: int, key_length: int, band: Band, device: torch.device) -> "BlockMask":
-    return _mask(query_length, key_length, band, None, device)
-
-
-_training_mask = cache(_band_mask)
-"""Kept for CUDA graphs, which read it at the same address; the lengths of training are few."""
-_evaluation_mask = lru_cache(maxsize=16)(_band_mask)
 
 
 def _mask(query_length: int, key_length: int, band: Band, starts: Tensor | None, device: torch.device) -> "BlockMask":
@@ -143,6 +133,9 @@ def _mask(query_length: int, key_length: int, band: Band, starts: Tensor | None,
         mask_mod=rule,
         seq_lengths=(query_length, key_length),
     )
+
+
+_band_mask = made_once(_mask, evaluated=16)
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
