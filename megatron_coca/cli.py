@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_coca import __version__
-from megatron_coca.program import InputError
+from megatron_coca.program import InputError, report
 
 COMMANDS = {
     "train": ("commands.train", "train a model"),
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(import_module(f"megatron_coca.{COMMANDS[name][0]}").main(given[1:]))
     except InputError as error:
-        print(f"megatron-coca {name}:{chr(10) if chr(10) in str(error) else ' '}{error}", file=sys.stderr)
+        report(name, error)
         return 2
     except KeyboardInterrupt:
         print(f"megatron-coca {name}: interrupted", file=sys.stderr)

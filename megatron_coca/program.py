@@ -10,3 +10,9 @@ PROGRAM = (sys.executable, "-u", MAIN)
 
 class InputError(Exception):
     """Wrong input: a command prints the message, which names the thing, the place and the remedy, and exits with 2."""
+
+
+def report(name: str, error: InputError) -> None:
+    """Print why the command `name` ends; of several problems each begins a line."""
+    text = str(error)
+    print(f"megatron-coca {name}:", text, sep="\n" if "\n" in text else " ", file=sys.stderr)

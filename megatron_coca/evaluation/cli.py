@@ -8,7 +8,7 @@ from importlib import import_module
 
 from megatron_coca.evaluation import options
 from megatron_coca.evaluation.options import Task
-from megatron_coca.program import InputError
+from megatron_coca.program import InputError, report
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as in shells."""
@@ -96,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return TASKS[args.task].run(args)
     except InputError as error:
-        print(f"megatron-coca evaluate: {error}", file=sys.stderr)
+        report("evaluate", error)
         return 2
     except KeyboardInterrupt:
         print("megatron-coca evaluate: interrupted; run the same command again to resume", file=sys.stderr)
