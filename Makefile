@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: quickstart test test-all test-cuda gpu-report lint docs clean
+.PHONY: quickstart test test-all test-cuda soak gpu-report lint docs clean
 
 # One thread per test process; three processes on two cores, because many tests wait. Tests that time code or measure
 # memory (marked serial) run alone afterwards. Processes that they start read compiled modules, also where the
@@ -25,6 +25,13 @@ test: .venv/ready-dev lint
 test-all: .venv/ready-dev lint
 	$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 30 -m "not gpu and not serial"
 	$(PYTEST) -m "serial and not gpu" $(SERIAL)
+
+# Kills, signals, I/O errors, outages and clock jumps against two training runs, which must end in the same bits as
+# undisturbed ones (docs/faults.md). EVENTS=kill,term chooses, EVENTS=-outage leaves out.
+MINUTES ?= 60
+
+soak: .venv/ready-dev
+	PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(if $(EVENTS),--events=$(EVENTS))
 
 # The CUDA path on a stand-in device, without a GPU (docs/pretend.md). Its environment has PyTorch's CUDA wheels, 5 GB.
 # Where the package index prefers a CPU build, name a version or an index that has a CUDA build:

@@ -39,7 +39,9 @@ EPILOG = """for example:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one subcommand; returns its exit status, 2 for wrong input or a missing library, 130 after Ctrl-C."""
+    """Run one subcommand; returns its exit status: 2 for wrong input or a missing library, 69 if an object store does
+    not answer, 130 after Ctrl-C.
+    """
     given = sys.argv[1:] if arguments is None else list(arguments)
     missing = [name for name in ("torch", "pydantic") if find_spec(name) is None]
     if missing:
@@ -50,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(import_module(f"megatron_coca.{COMMANDS[name][0]}").main(given[1:]))
     except InputError as error:
         report(name, error)
-        return 2
+        return error.status
     except KeyboardInterrupt:
         print(f"megatron-coca {name}: interrupted", file=sys.stderr)
         return 130

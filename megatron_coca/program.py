@@ -6,10 +6,16 @@ from pathlib import Path
 MAIN = str(Path(__file__).with_name("__main__.py"))
 """`python MAIN train ...` is `megatron-coca train ...`, installed or in a checkout, from any working folder."""
 PROGRAM = (sys.executable, "-u", MAIN)
+UNUSABLE = 2  # exit status: input that cannot be used, or files that cannot be written
+UNAVAILABLE = 69  # a service is away, and nothing is wrong with the input; EX_UNAVAILABLE of sysexits.h
 
 
 class InputError(Exception):
-    """Wrong input: a command prints the message, which names the thing, the place and the remedy, and exits with 2."""
+    """Wrong input: a command prints the message, which names the thing, the place and the remedy, and exits with
+    `status`.
+    """
+
+    status = UNUSABLE
 
 
 def report(name: str, error: InputError) -> None:

@@ -4,6 +4,7 @@ PyYAML's safe loader runs no code, but a few hundred bytes of aliases to aliases
 memory, and nested brackets overflow its stack. All YAML of the package is read here, except by the GPT-NeoX plugin.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ MAX_BYTES = 1 << 20  # of a file
 MAX_NODES = 100_000  # values, keys included, with every alias expanded
 MAX_DEPTH = 64  # nested mappings and sequences, also through aliases; a level takes six frames of Python's stack
 MAX_NUMBER = 1000  # characters of a number, which take quadratic time to read
+
+NOT_IN_TEXT = re.compile("[\0\ud800-\udfff]")
+"""NUL, which ends names in the operating system, and surrogates, which UTF-8 cannot encode; escapes can spell both."""
 
 _TEXT = "tag:yaml.org,2002:str"
 _TOO_LARGE = f"larger than {MAX_BYTES >> 20} MiB; is it the right file?"
@@ -83,7 +87,7 @@ class LimitedLoader(yaml.SafeLoader):
 
 
 class _UniqueKeys(LimitedLoader):
-    """Refuses a key that occurs twice in a mapping; PyYAML would keep the last."""
+    """Refuses a key that occurs twice in a mapping, of which PyYAML would keep the last, and `NOT_IN_TEXT`."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[tuple[str, Any], Any] = {}
@@ -91,6 +95,13 @@ class _UniqueKeys(LimitedLoader):
             if isinstance(key, yaml.ScalarNode) and seen.setdefault((key.tag, key.value), key) is not key:
                 raise _error(f"the key {key.value!r:.80} is given twice", key.start_mark)
         return super().construct_mapping(node, deep)
+
+    def construct_scalar(self, node: Any) -> Any:
+        value = super().construct_scalar(node)
+        refused = NOT_IN_TEXT.search(value)
+        if refused is not None:
+            raise _error(f"the character U+{ord(refused[0]):04X} is not allowed", node.start_mark)
+        return value
 
 
 def read_text(path: Path) -> str:

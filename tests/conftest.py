@@ -162,10 +162,8 @@ def assert_same_state() -> Callable[[dict[str, Any], dict[str, Any]], None]:
     return _assert_same_state
 
 
-@pytest.fixture(scope="session")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A prepared corpus of 60 documents in a byte tokenizer: its folder, with shards `words_train` and `words_test`."""
-    folder = tmp_path_factory.mktemp("corpus")
+def make_corpus(folder: Path) -> Path:
+    """Prepare 60 documents in a byte tokenizer below `folder`; returns the folder of the shards."""
     generator = random.Random(0)
     texts = (" ".join(generator.choices(VOCABULARY.split(), k=40)) for _ in range(60))
     (folder / "words.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -175,11 +173,22 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "shards"
 
 
+def small_keys(corpus: Path) -> dict[str, Any]:
+    """Keys of a small run on the shards of `make_corpus`, without `save`."""
+    shards = {"train": "words_train", "valid": "words_test", "test": "words_test"}
+    return SMALL | {f"{split}_data_paths": [str(corpus / name)] for split, name in shards.items()}
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A prepared corpus of 60 documents in a byte tokenizer: its folder, with shards `words_train` and `words_test`."""
+    return make_corpus(tmp_path_factory.mktemp("corpus"))
+
+
 @pytest.fixture(scope="session")
 def small(corpus: Path) -> dict[str, Any]:
     """Keys of a small run on `corpus`, without `save`."""
-    shards = {"train": "words_train", "valid": "words_test", "test": "words_test"}
-    return SMALL | {f"{split}_data_paths": [str(corpus / name)] for split, name in shards.items()}
+    return small_keys(corpus)
 
 
 def command_line(keys: Mapping[str, Any]) -> list[str]:

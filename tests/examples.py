@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from megatron_coca.checkpoints.exports.huggingface import export
+from megatron_coca.checkpoints.exports.huggingface_export import export
 from megatron_coca.checkpoints.exports.neox import export_neox
 from megatron_coca.config import load_config
 from megatron_coca.data import CorpusSource, Execution, Rules, SourceSpec, load_tokenizer, prepare
@@ -23,16 +23,17 @@ WINDOWS = "--windows 64,128 --stride 64 --max-length 128 --num-documents 1"
 RETRIEVAL = "--cases 1 --max-new-tokens 4"
 CHECKPOINT_SUITE = "python evaluate.py suite configs/evaluation/checkpoint.yml"
 TWO = "save=runs/new distributed_backend=gloo --num_gpus 2"
+RECALL = "python train.py configs/recall/model.yml pos_emb=coca"
 QUICKSTART = "python train.py configs/quickstart"
 TUTORIAL = "data/tutorial/data.yml vocab_size=2048 train_iters=600 save=runs/tutorial"
 
 RUN = {
-    "python -m megatron_coca.attention.build > ": "",
-    "python -m megatron_coca.config.reference > ": "",
+    "python docs/generate.py": "--check",
     "python train.py --help": "",
     "python train.py configs/350M/roformer_coca.yml": "save=runs/new",
     "python train.py configs/350M/alibi.yml": "train_iters=4",
     "python train.py configs/350M/roformer_coca.yml model_parallel_size=2": TWO,
+    RECALL: "train_iters=4 checkpoint_factor=2 eval_interval=4 save=runs/recall/coca",
     "python train.py configs/350M/roformer_coca.yml pipe_parallel_size=2": TWO,
     "python train.py configs/350M/roformer_coca.yml seq_length=65536": f"{TWO} seq_length=128 sequence_parallel_size=2",
     QUICKSTART: "save=runs/new",
@@ -63,6 +64,8 @@ RUN = {
     "python evaluate.py perplexity": WINDOWS,
     "python evaluate.py perplexity --checkpoint runs/tutorial": "--num-documents 1",
     "python evaluate.py passkey": f"--lengths 256 {RETRIEVAL}",
+    "python evaluate.py recall": "--cases 4 --diagnosed 2",
+    "python evaluate.py report runs/recall": "",
     "python evaluate.py needle": f"--lengths 256 --depths 50 {RETRIEVAL}",
     "python evaluate.py ruler": f"--lengths 256 {RETRIEVAL}",
     "python evaluate.py analyse": "--lengths 64,128 --num-documents 1 --pairs 16 --queries 8",
@@ -102,6 +105,7 @@ NOT_RUN = {
     "pre-commit ": "changes the checkout's hooks",
     "python -m pytest": SUITE_ITSELF,
     "python -m tests.pretend": CUDA_WHEELS,
+    "python -m tests.soak": "repeats a failure; tests/integration/test_soak.py runs a short soak",
     "PYTHONPATH=. python tests/golden": SUITE_ITSELF,
     "GPT_NEOX_HOME": NEOX,
     "NEOX_PLUGIN_OLDEST_PYTHON": NEOX,
@@ -120,6 +124,9 @@ NOT_RUN = {
     "python evaluate.py suite configs/evaluation/paper_350m.yml": "needs four trained models and PG-19",
     "python tools/ablate.py configs/ablations": HOURS,
     "python tools/ablate.py configs/study/methods.yml": DONE,
+    "python tools/ablate.py configs/recall/grid.yml": HOURS,
+    "python train.py configs/recall/model.yml configs/recall/text.yml": "needs the corpus of the command before it",
+    "python tools/prepare_data.py --input text=data/builtin": "tests/integration/test_prepare.py prepares others",
     "OMP_NUM_THREADS=1 nice -n 15 python train.py configs/study": DONE,
     "python evaluate.py perplexity --checkpoint runs/pilot": DONE,
     "python tools/finetune_small.py": "takes ten minutes; tests/integration/test_finetuning_chain.py does the same",
@@ -209,10 +216,12 @@ def make_workspace(folder: Path) -> None:
     ignored = shutil.ignore_patterns("__pycache__")
     for name in ("megatron_coca", "tools", "tests/golden/authors"):
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
-    for name in ("train.py", "evaluate.py"):
+    for name in ("train.py", "evaluate.py", "README.md"):
         shutil.copy(ROOT / name, folder)
     for name in ("docs", "benchmarks", "data", "models", "results"):
         (folder / name).mkdir()
+    for path in (*(ROOT / "docs").glob("*.md"), ROOT / "docs/generate.py"):
+        shutil.copy(path, folder / "docs")
     shutil.copy(ROOT / "benchmarks/gpu_expected.json", folder / "benchmarks")
     make_configs(folder)
     make_data(folder)

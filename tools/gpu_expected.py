@@ -41,6 +41,10 @@ def expectations() -> dict[str, list[dict[str, Any]]]:
             *(row(f"{name}, MFU %", "about", PREDICTED, partial(mfu, model)) for name, model in methods.items()),
             transformers,
         ],
+        "graphs": [
+            row(f"{name}, MFU %", "about", PREDICTED, partial(mfu, model.override({"cuda_graphs": True})))
+            for name, model in methods.items()
+        ],
         "neox": [
             row("rotary, tokens/s", "about", PREDICTED, partial(tokens_per_second, neox)),
             row("rotary, tokens/s", "at least", PYTHIA, 32_800.0),
@@ -55,7 +59,7 @@ def expectations() -> dict[str, list[dict[str, Any]]]:
             for length in (512, 4096)
             for name, model in methods.items()
         ],
-        "tuner": [row("rows", "exactly", "compare with kernels/plan.py", 2.0)],
+        "tuner": [row("rows", "exactly", "compare with kernels/launch_constants.py", 2.0)],
         "memory": [
             row(f"{name}, 32768, GB", "about", HELD, held_bytes(configured(f"pos_emb={name}", *LONG)) / 1e9)
             for name in ("rotary", "coca")

@@ -3,19 +3,25 @@
     python tools/gpu_report.py --output results/gpu            # or: make gpu-report
     python tools/gpu_report.py --dry-run                       # parts, commands and expectations; needs no GPU
 
-Runs the gpu tests, the training step beside transformers and GPT-NeoX's published speed, attention by method and
-length, decoding, the tuner of the Triton kernels, and a pass over 32,768 tokens. The same command continues after an
-interruption: finished parts are not repeated, failed ones are, and none stops the others. Expectations are
-predictions, written before anyone ran it (benchmarks/gpu_expected.json). Exit status 1 if a part failed, 2 without a
-GPU.
+Checks driver, compiler and one kernel first, then runs the gpu tests, the training step as train.py takes it by
+default and with CUDA graphs, beside transformers and GPT-NeoX's published speed, attention by method and length,
+decoding, the tuner of the Triton kernels, and a pass over 32,768 tokens. Every part has a time limit. The same command
+continues after an interruption: parts that were finished on this GPU with this code are not repeated, failed ones are,
+and none stops the others. Expectations are predictions (benchmarks/gpu_expected.json). Exit status 1 if a part failed,
+2 if the machine lacks something.
 """
 
 import argparse
 import json
+import os
 import shlex
+import shutil
+import signal
 import subprocess
 import sys
+import sysconfig
 import time
+import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,20 +50,38 @@ NEOX = "seq_length=2048 max_position_embeddings=2048 rotary_pct=0.25 gpt_j_resid
 
 
 class Part(NamedTuple):
-    """A measurement: arguments of Python, in which FILE is the file of results, and the reader of its figures, which
-    gets that file and the output.
+    """A measurement.
+
+    Attributes:
+        command: arguments of Python, in which FILE is the file of results.
+        read: the reader of its figures, which gets that file and the output.
+        minutes: its time limit.
+        gib: memory that it needs on the GPU.
     """
 
     title: str
     command: str
     read: Callable[[Path, str], Figures]
+    minutes: float
+    gib: float = 8.0
 
 
 def read_tests(file: Path, output: str) -> Figures:
-    """The numbers of passed and failed tests on pytest's last line."""
-    words = output.strip().splitlines()[-1].replace(",", " ").split()
-    counts = {word: float(words[at - 1]) for at, word in enumerate(words) if at and words[at - 1].isdigit()}
-    return {"passed": counts.get("passed", 0.0), "failed": counts.get("failed", 0.0) + counts.get("errors", 0.0)}
+    """The numbers of passed and failed tests in pytest's report.
+
+    Raises:
+        ValueError: none passed.
+    """
+    root = ElementTree.parse(file).getroot()
+    suites = root.iter("testsuite")
+    total = failed = skipped = 0
+    for suite in suites:
+        total += int(suite.get("tests", 0))
+        failed += int(suite.get("failures", 0)) + int(suite.get("errors", 0))
+        skipped += int(suite.get("skipped", 0))
+    if total - failed - skipped == 0:
+        raise ValueError(f"no test passed ({failed} failed, {skipped} skipped)")
+    return {"passed": float(total - failed - skipped), "failed": float(failed), "skipped": float(skipped)}
 
 
 def read_step(file: Path, output: str) -> Figures:
@@ -83,36 +107,54 @@ def read_speed(file: Path, output: str) -> Figures:
 
 
 def read_tuner(file: Path, output: str) -> Figures:
-    """The number of rows for `CONFIGS` in megatron_coca/kernels/plan.py."""
+    """The number of rows for `CONFIGS` in megatron_coca/kernels/launch_constants.py."""
     return {"rows": float(sum(line.startswith("(") for line in output.splitlines()))}
 
 
 PARTS: dict[str, Part] = {
-    "tests": Part("The gpu tests", "-m pytest -q -m gpu tests/gpu", read_tests),
+    "tests": Part("The gpu tests", "-m pytest -m gpu tests/gpu --junitxml FILE", read_tests, 20),
     "step": Part(
-        "A training step, 350M, 16 x 512 tokens, beside transformers",
-        f"{STEP} --methods rotary coca alibi --peer transformers --rounds 30 --output FILE",
+        "A training step as train.py takes it, 350M, 16 x 512 tokens, beside transformers compiled",
+        f"{STEP} --compile --methods rotary coca alibi none --peer transformers --rounds 30 --output FILE",
         read_step,
+        15,
+        70,
+    ),
+    "graphs": Part(
+        "The same with CUDA graphs",
+        f"{STEP} cuda_graphs=true --compile --methods rotary coca alibi none --rounds 30 --output FILE",
+        read_step,
+        15,
+        50,
     ),
     "neox": Part(
         "A training step of the shape of Pythia 410M, beside GPT-NeoX's published speed",
-        f"{STEP} {NEOX} train_micro_batch_size_per_gpu=16 --methods rotary --rounds 20 --output FILE",
+        f"{STEP} {NEOX} train_micro_batch_size_per_gpu=16 --compile --methods rotary --rounds 20 --output FILE",
         read_step,
+        10,
+        40,
     ),
     "attention": Part(
         "Attention by method and length, one layer, 8 rows, forward and backward",
         f"{SPEED} FILE --what 'layer forward+backward' --lengths 512,2048,8192 --methods rotary,coca,alibi"
         " --batch-size 8",
         read_speed,
+        10,
+        20,
     ),
     "decode": Part(
-        "Decoding one token", f"{SPEED} FILE --what decode --lengths 512,4096 --methods rotary,coca,alibi", read_speed
+        "Decoding one token",
+        f"{SPEED} FILE --what decode --lengths 512,4096 --methods rotary,coca,alibi",
+        read_speed,
+        10,
     ),
-    "tuner": Part("Block sizes of the Triton kernels", "-m megatron_coca.kernels.tune --head-dim 64", read_tuner),
+    "tuner": Part("Block sizes of the Triton kernels", "-m megatron_coca.kernels.tune --head-dim 64", read_tuner, 40),
     "memory": Part(
         "One row of 32,768 tokens, the whole model, forward and backward",
         f"{SPEED} FILE --what 'model forward+backward' --lengths 32768 --methods rotary,coca --rounds 1",
         read_speed,
+        10,
+        45,
     ),
 }
 """In the order in which they run."""
@@ -125,26 +167,93 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.dry_run:
         print("\n".join(plan(expected, options.output)))
         return 0
-    gpu = gpu_name()
-    if gpu is None:
-        print(
-            "gpu_report: PyTorch finds no GPU; run it where nvidia-smi lists one, with a CUDA build of PyTorch"
-            " (torch.version.cuda is not None); --dry-run prints what would run",
-            file=sys.stderr,
-        )
+    problems = preflight()
+    if problems:
+        print("\n".join(f"gpu_report: {problem}" for problem in problems), file=sys.stderr)
         return 2
     options.output.mkdir(parents=True, exist_ok=True)
-    for name, part in PARTS.items():
-        if read_record(options.output, name).get("status") != "done":
-            print(f"{name}: {part.title}", file=sys.stderr)
-            record = measure(part, result_file(options.output, name))
-            write_file(options.output / f"{name}.json", json.dumps(record, indent=1))
-            print(f"{name}: {record['status']} after {record['seconds']:.0f} s", file=sys.stderr)
+    here, memory = gpu()
+    missing = [name for name in PARTS if not reusable(read_record(options.output, name), here)]
+    limit = sum(PARTS[name].minutes for name in missing)
+    print(f"{here['gpu']}: {len(missing)} of {len(PARTS)} parts to run, {limit:.0f} minutes at most", file=sys.stderr)
+    for name in missing:
+        part = PARTS[name]
+        print(f"{name}: {part.title}, {part.minutes:g} minutes at most", file=sys.stderr)
+        record = measure(part, result_file(options.output, name), memory) | {"machine": here}
+        write_file(options.output / f"{name}.json", json.dumps(record, indent=1))
+        print(f"{name}: {record['status']} after {record['seconds']:.0f} s", file=sys.stderr)
     records = {name: read_record(options.output, name) for name in PARTS}
     page = options.output / "gpu_report.md"
-    write_file(page, render(gpu, records, expected))
+    write_file(page, render(here, records, expected))
     print(page)
-    return int(any(record["status"] != "done" for record in records.values()))
+    return int(any(record["status"] == "failed" for record in records.values()))
+
+
+def reusable(record: dict[str, Any], here: dict[str, Any]) -> bool:
+    """True if a part was finished on this GPU, with this driver, code and versions of libraries."""
+
+    def identity(machine: dict[str, Any]) -> tuple[Any, ...]:
+        boards = [(board.get("uuid"), board.get("driver_version")) for board in machine.get("nvidia-smi", [])]
+        return machine.get("gpu"), machine.get("versions"), boards
+
+    return record.get("status") == "done" and identity(record.get("machine", {})) == identity(here)
+
+
+KERNEL = """
+import torch
+from megatron_coca.kernels.cross_entropy import cross_entropy_in_place
+logits, labels = torch.randn(4, 100, device="cuda"), torch.tensor([1, 2, 3, 4], device="cuda")
+expected = torch.nn.functional.cross_entropy(logits.double(), labels, reduction="none")
+torch.testing.assert_close(cross_entropy_in_place(logits, labels, -1).double(), expected, rtol=1e-5, atol=1e-5)
+"""
+"""Compiles and runs one Triton kernel and compares its result."""
+
+
+def preflight() -> list[str]:
+    """What the machine lacks, each with its remedy; no part is started then."""
+    import torch
+
+    if torch.version.cuda is None:
+        return [
+            f"PyTorch {torch.__version__} is not a CUDA build; install one (pip install torch, without a CPU index)"
+        ]
+    if not torch.cuda.is_available():
+        return [
+            f"PyTorch {torch.__version__} for CUDA {torch.version.cuda} finds no usable GPU: run it where nvidia-smi "
+            f"lists one; if it does here, its driver is older than CUDA {torch.version.cuda} needs (the header of "
+            "nvidia-smi names the newest CUDA that it serves): update it, or install a PyTorch for an older CUDA"
+        ]
+    problems = []
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        problems.append(
+            f"Triton needs {sysconfig.get_path('include')}/Python.h; install it (python3-dev, python3-devel)"
+        )
+    if not any(map(shutil.which, filter(None, (os.environ.get("CC"), "gcc", "clang", "cc")))):
+        problems.append("Triton needs a C compiler; install gcc, or set CC")
+    if problems:
+        return problems
+    status, output = run_limited([sys.executable, "-c", KERNEL], 300)
+    return [f"a Triton kernel does not run here:\n{output[-2000:]}"] if status else []
+
+
+def run_limited(command: Sequence[str], seconds: float) -> tuple[int | None, str]:
+    """Exit status and output of a command, None if it was ended with all its processes at the time limit."""
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return None, process.communicate()[0]
+    return process.returncode, output
 
 
 def parser() -> argparse.ArgumentParser:
@@ -161,11 +270,13 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def gpu_name() -> str | None:
-    """PyTorch's name of the GPU; None if it finds none."""
+def gpu() -> tuple[dict[str, Any], float]:
+    """The machine as records describe it, and the memory of its GPU in GiB."""
     import torch
 
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    from tools.records import machine
+
+    return machine(), torch.cuda.get_device_properties(0).total_memory / 2**30
 
 
 def result_file(folder: Path, name: str) -> Path:
@@ -178,19 +289,21 @@ def command_of(part: Part, file: Path) -> list[str]:
     return [sys.executable, *(str(file) if word == "FILE" else word for word in shlex.split(part.command))]
 
 
-def measure(part: Part, file: Path) -> dict[str, Any]:
-    """Run a part; returns its record: status, figures, seconds, and the end of its output."""
+def measure(part: Part, file: Path, memory: float) -> dict[str, Any]:
+    """Run a part on a GPU of `memory` GiB; returns its record: status, figures, seconds, and the end of its output."""
+    if part.gib > memory:
+        reason = f"needs {part.gib:g} GiB, the GPU has {memory:.0f}"
+        return {"status": "skipped", "reason": reason, "seconds": 0.0, "figures": {}, "output": []}
     file.unlink(missing_ok=True)
-    log, start = file.with_suffix(".log"), time.monotonic()
-    with log.open("w") as stream:
-        status = subprocess.run(
-            command_of(part, file.resolve()), cwd=ROOT, stdout=stream, stderr=subprocess.STDOUT, check=False
-        ).returncode
-    output, figures = log.read_text(errors="replace"), {}
+    start, figures = time.monotonic(), {}
+    status, output = run_limited(command_of(part, file.resolve()), 60 * part.minutes)
+    file.with_suffix(".log").write_text(output)
     reason = f"exit status {status}" if status else ""
+    if status is None:
+        reason = f"ended at its limit of {part.minutes:g} minutes"
     try:
         figures = part.read(file, output)
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, ElementTree.ParseError) as error:
         reason = reason or f"its result cannot be read: {type(error).__name__}: {error}"
     return {
         "status": "failed" if reason else "done",
@@ -213,7 +326,10 @@ def plan(expected: dict[str, Any], folder: Path) -> list[str]:
     """Lines with the command and the expectations of every part."""
     lines = []
     for name, part in PARTS.items():
-        lines += [f"{name}: {part.title}", f"  {shlex.join(command_of(part, result_file(folder, name)))}"]
+        lines += [
+            f"{name}: {part.title} ({part.minutes:g} minutes and {part.gib:g} GiB at most)",
+            f"  {shlex.join(command_of(part, result_file(folder, name)))}",
+        ]
         for row in expected[name]:
             values = ", ".join(f"{gpu} {value:,g}" for gpu, value in row["values"].items())
             lines.append(f"  {row['figure']}: {row['sense']} {values} ({row['from']})")
@@ -233,12 +349,13 @@ def rows(name: str, kind: str, figures: Figures, expected: dict[str, Any]) -> li
     return lines + [{"figure": figure, "measured": measured} for figure, measured in left.items()]
 
 
-def render(gpu: str, records: dict[str, dict[str, Any]], expected: dict[str, Any]) -> str:
+def render(machine: dict[str, Any], records: dict[str, dict[str, Any]], expected: dict[str, Any]) -> str:
     """The page, in Markdown."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     from megatron_coca.training.step_time import DEVICES
 
+    gpu = machine["gpu"]
     kind = next((kind for kind, device in DEVICES.items() if device.name == gpu), "other")
     loader = FileSystemLoader(TEMPLATE.parent)
     environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
@@ -248,7 +365,9 @@ def render(gpu: str, records: dict[str, dict[str, Any]], expected: dict[str, Any
         | {"rows": rows(name, kind, records[name]["figures"], expected)}
         for name, part in PARTS.items()
     ]
-    return environment.get_template(TEMPLATE.name).render(gpu=gpu, kind=kind, parts=parts, tolerance=TOLERANCE)
+    return environment.get_template(TEMPLATE.name).render(
+        gpu=gpu, machine=machine, kind=kind, parts=parts, tolerance=TOLERANCE
+    )
 
 
 if __name__ == "__main__":

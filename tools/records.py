@@ -1,10 +1,13 @@
 """Shared parts of the benchmarks: command line, child processes, and result files of one JSON object per line."""
 
 import argparse
+import contextlib
+import importlib.metadata
 import json
 import os
 import platform
 import statistics
+import subprocess
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -79,6 +82,22 @@ def quartiles(values: list[float]) -> list[float] | None:
     return statistics.quantiles(values, n=4) if len(values) > 1 else None
 
 
+GPU_FIELDS = ("name", "uuid", "driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit")
+
+
+def machine() -> dict[str, Any]:
+    """Return what a measurement depends on: GPU, driver, clocks and power limit by nvidia-smi, versions, commit."""
+    described: dict[str, Any] = {"versions": code_versions()}
+    if torch.cuda.is_available():
+        described["versions"] |= {"triton": importlib.metadata.version("triton"), "cuda": torch.version.cuda}
+        described["gpu"] = torch.cuda.get_device_name()
+        command = ["nvidia-smi", f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader"]
+        with contextlib.suppress(OSError):
+            said = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
+            described["nvidia-smi"] = [dict(zip(GPU_FIELDS, line.split(", "), strict=False)) for line in said]
+    return described
+
+
 def append_records(path: Path, records: Iterable[dict[str, Any]]) -> None:
     """Append one JSON line per record, with this process's device, threads, versions; create the folder if missing."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
@@ -86,8 +105,7 @@ def append_records(path: Path, records: Iterable[dict[str, Any]]) -> None:
         "device": gpu or f"{platform.machine()} CPU, {os.cpu_count()} cores",
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
-        "versions": code_versions(),
-    }
+    } | machine()
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.writelines(json.dumps(record | environment) + "\n" for record in records)

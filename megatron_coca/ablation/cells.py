@@ -8,13 +8,13 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_coca.ablation.plan import Cell, DataRecord
+from megatron_coca.ablation.grid import Cell, DataRecord
 from megatron_coca.checkpoints import CheckpointError, native
 from megatron_coca.evaluation.report.curves import CURVE, Curve, curve_points, metrics
 from megatron_coca.evaluation.results import EvaluationError, Record, read_costs, read_record, write_record
 from megatron_coca.evaluation.suite import Command
+from megatron_coca.markdown_tables import format_table
 from megatron_coca.model.cost import flops_per_token
-from megatron_coca.tables import format_table
 from megatron_coca.training.estimate import estimate
 
 logger = logging.getLogger(__name__)
@@ -144,8 +144,8 @@ def is_trained(cell: Cell) -> bool:
     try:
         if cell.steps not in native.steps(cell.run):
             return False
-        meta = native.read_json(native.step_folder(cell.run, cell.steps) / native.META)
-        return not meta["progress"].get("unvalidated", False)
+        meta = native.read_meta(native.step_folder(cell.run, cell.steps))
+        return not (meta.get("progress") or {}).get("unvalidated", False)
     except CheckpointError as error:
         logger.warning("%s", error)
         return False

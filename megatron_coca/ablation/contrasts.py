@@ -1,20 +1,35 @@
 """Figures of an ablation over its seeds, and their differences paired by seed, for the sentences of a page."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from statistics import fmean
+from typing import Any, NamedTuple, TypeVar
 
 from megatron_coca.ablation.cells import measured_files, read_cell, read_curve
-from megatron_coca.ablation.plan import AblationFile, Cell
+from megatron_coca.ablation.grid import AblationFile, Cell, DeclaredContrast
 from megatron_coca.evaluation.options import full_label, slug
 from megatron_coca.evaluation.perplexity import PerplexityResult, WindowResult
 from megatron_coca.evaluation.report.charts import Figure, Line, Panel, panels, size_with_legend
-from megatron_coca.evaluation.report.intervals import Estimate, geometric_estimate
-from megatron_coca.evaluation.report.published import LENGTHS, TABLES
-from megatron_coca.evaluation.results import EvaluationError, read_record
+from megatron_coca.evaluation.report.intervals import Estimate, estimate, geometric_estimate, holm, p_value
+from megatron_coca.evaluation.report.retrieval_sections import SHARES
+from megatron_coca.evaluation.results import EvaluationError, Result, read_record
+from megatron_coca.evaluation.retrieval.recall import RecallCell, RecallResult, retrieving_head, scores_of
 
 BySeed = Mapping[int, float]
+Kind = TypeVar("Kind", bound=Result)
+
+
+class Declared(NamedTuple):
+    """A declared contrast: its mean difference over seeds (of logarithms for perplexities), p-value of the paired t
+    test (NaN for one seed), and that corrected for all contrasts of the file.
+    """
+
+    contrast: DeclaredContrast
+    difference: Estimate
+    p: float
+    holm: float
 
 
 @dataclass(frozen=True)
@@ -41,25 +56,84 @@ class Figures:
     def __init__(self, file: AblationFile, cells: Sequence[Cell]) -> None:
         self._file, self._cells = file, cells
 
-    @cached_property
-    def _windows(self) -> dict[str, dict[int, dict[float, WindowResult]]]:
-        found: dict[str, dict[int, dict[float, WindowResult]]] = {}
+    def _results(self, task: str, kind: type[Kind]) -> Iterator[tuple[str, Cell, Kind]]:
+        """Yield label, cell and content of every result file of a task."""
         for cell in self._cells:
             measured = {path.name: path for path in measured_files(cell, read_cell(cell))}
             for variant in self._file.models[cell.model].variants:
                 label = full_label(cell.model, variant)
-                path = measured.get(f"perplexity_{slug(label)}.json")
+                path = measured.get(f"{task}_{slug(label)}.json")
                 if path is not None:
-                    result = read_record(path, PerplexityResult, "a result of perplexity")
-                    length = cell.config.model.seq_length
-                    windows = {window.window / length: window for window in result.results}
-                    found.setdefault(label, {})[cell.seed] = windows
+                    yield label, cell, read_record(path, kind, f"a result of {task}")
+
+    @cached_property
+    def _windows(self) -> dict[str, dict[int, dict[float, WindowResult]]]:
+        found: dict[str, dict[int, dict[float, WindowResult]]] = {}
+        for label, cell, result in self._results("perplexity", PerplexityResult):
+            length = cell.config.model.seq_length
+            windows = {window.window / length: window for window in result.results}
+            found.setdefault(label, {})[cell.seed] = windows
+        return found
+
+    @cached_property
+    def _recalls(self) -> dict[str, dict[int, dict[tuple[float, int], RecallCell]]]:
+        found: dict[str, dict[int, dict[tuple[float, int], RecallCell]]] = {}
+        for label, cell, result in self._results("recall", RecallResult):
+            length = cell.config.model.seq_length
+            cells = {(asked.length / length, asked.shift): asked for asked in result.results}
+            found.setdefault(label, {})[cell.seed] = cells
         return found
 
     @property
     def labels(self) -> list[str]:
-        """The labels that have perplexities, in the order of the file."""
-        return list(self._windows)
+        """The labels that have perplexities or recall, in the order of the file."""
+        return list(self._windows | self._recalls)
+
+    def accuracies(self, label: str, multiple: float = 1, shift: int = 0, side: str = "") -> BySeed:
+        """Return recall by seed at a multiple of the training length; `side` is "inside", "beyond" or empty for all
+        facts. Raises EvaluationError for what was not measured.
+        """
+        found = {}
+        for seed, cells in self._recalls.get(label, {}).items():
+            cell = cells.get((multiple, shift))
+            tally = cell if cell is None or not side else getattr(cell, side)
+            if tally is not None:
+                found[seed] = tally.accuracy
+        if not found:
+            raise EvaluationError(f"recall of {label}: was not measured at {multiple:g}L, shift {shift}")
+        return found
+
+    def recall(self, label: str, multiple: float = 1, shift: int = 0, side: str = "") -> Estimate:
+        """Return the mean accuracy over seeds with its t interval."""
+        return estimate(list(self.accuracies(label, multiple, shift, side).values()))
+
+    def declared(self) -> list[Declared]:
+        """Return the contrasts that the file declares; see `tested`."""
+        return self.tested(self._file.contrasts)
+
+    def compared(self, quantity: str, pairs: Sequence[tuple[str, str]], multiples: Sequence[float]) -> list[Declared]:
+        """Return the contrasts of pairs of labels at several lengths, tested together; the smallest p-values first."""
+        contrasts = [
+            DeclaredContrast(label=label, other=other, at=multiple, quantity=quantity)
+            for label, other in pairs
+            for multiple in multiples
+        ]
+        return sorted(self.tested(contrasts), key=lambda each: each.p)
+
+    def tested(self, contrasts: Sequence[DeclaredContrast]) -> list[Declared]:
+        """Return those of the contrasts that two seeds or more have on both sides, corrected for the number of all."""
+        found = []
+        for contrast in contrasts:
+            if not {contrast.label, contrast.other} <= set(self.labels):
+                continue
+            values = self.accuracies if contrast.quantity == "recall" else partial(self.logarithms, contrast.quantity)
+            ours, theirs = (values(label, contrast.at) for label in (contrast.label, contrast.other))
+            differences = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
+            if len(differences) > 1:
+                found.append((contrast, estimate(differences), p_value(differences)))
+        missing = len(contrasts) - len(found)  # count, so that a part of the study claims no more
+        corrected = holm([p for _, _, p in found] + [1.0] * missing)
+        return [Declared(*each, own) for each, own in zip(found, corrected, strict=False)]
 
     def logarithms(self, quantity: str, label: str, multiple: float = 1) -> BySeed:
         """Return the logarithm of a quantity by seed. Raises EvaluationError for an unknown quantity or label.
@@ -108,30 +182,41 @@ class Figures:
         return sorted(labels, key=lambda label: self.estimate(quantity, label, multiple).mean)
 
     def chart(self, labels: Sequence[str]) -> Figure:
-        """Return a plot of the perplexity of labels against the window, with intervals over seeds."""
+        """Return a plot of the perplexity, or the recall, of labels against the length, with intervals over seeds."""
         lines = []
         for label in labels:
-            multiples = sorted(set.intersection(*(set(windows) for windows in self._windows[label].values())))
-            found = [self.estimate("perplexity", label, multiple) for multiple in multiples]
+            recall = label in self._recalls
+            by_seed = self._recalls[label].values() if recall else self._windows[label].values()
+            multiples = sorted(set.intersection(*(set(_lengths(cells)) for cells in by_seed)))
+            of = self.recall if recall else partial(self.estimate, "perplexity")
+            found = [of(label, multiple) for multiple in multiples]
             means, low, high = (tuple(getattr(each, end) for each in found) for end in ("mean", "low", "high"))
             lines.append(Line(label, tuple(multiples), means, low, high))
         panel = Panel(tuple(lines), "window as a multiple of the training length L", "perplexity", log_y=True)
+        if labels[0] in self._recalls:
+            panel = Panel(tuple(lines), "length as a multiple of the training length L", "accuracy", y_range=SHARES)
         return Figure("perplexity", "", "", panels([panel]), size_with_legend(labels))
 
+    def heads(self, labels: Sequence[str]) -> Figure:
+        """Return a plot of the scores of the retrieving heads of labels against the length, means over seeds."""
+        drawn = []
+        for title, number in (("score of the fact", "fact"), ("log-sum-exp of all other keys", "rest")):
+            lines = []
+            for label in labels:
+                found: dict[float, list[float]] = {}
+                for by_length in self._recalls[label].values():
+                    cells = [cell for (_, shift), cell in sorted(by_length.items()) if not shift]
+                    place = retrieving_head(cells)
+                    for multiple, cell in zip(_lengths(by_length), cells, strict=True):
+                        head = None if place is None else scores_of(cell, place)
+                        if head is not None and getattr(head, number) is not None:
+                            found.setdefault(multiple, []).append(getattr(head, number))
+                lines.append(Line(label, tuple(found), tuple(map(fmean, found.values()))))
+            drawn.append(Panel(tuple(lines), "length as a multiple of L", "score", title=title))
+        return Figure("heads", "", "", panels(drawn, columns=2), size_with_legend(labels, 3.6, 9.0))
 
-def published_order(table: str, names: Mapping[str, str], multiple: int) -> list[str]:
-    """Return our labels in the order of a published table at a multiple of its training length, the lowest first.
 
-    `names` has our labels by the names of the rows; rows without a number there are left out. Raises EvaluationError
-    for what the table does not have.
-    """
-    found = next((each for each in TABLES if each.name == table), None)
-    length = found.training_length * multiple if found is not None else 0
-    if found is None or length not in found.columns:
-        raise EvaluationError(f"{table} at {multiple}L: is not among the published tables of lengths {LENGTHS}")
-    column = found.columns.index(length)
-    values = {row.name: row.numbers[column] for row in found.rows}
-    if unknown := sorted(names.keys() - values.keys()):
-        raise EvaluationError(f"{table}: has no row {', '.join(unknown)}; it has {', '.join(values)}")
-    measured = [name for name in names if not math.isnan(values[name])]
-    return [names[name] for name in sorted(measured, key=values.__getitem__)]
+def _lengths(cells: Mapping[Any, object]) -> list[float]:
+    """The multiples of the training length among the keys of cells: numbers, or pairs with a shift of 0."""
+    pairs = [key if isinstance(key, tuple) else (key, 0) for key in cells]
+    return sorted(multiple for multiple, shift in pairs if not shift)

@@ -8,19 +8,20 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateSyntaxError
 
+from megatron_coca.ablation.archive import unpack
 from megatron_coca.ablation.cells import State, measured_files, read_cell, read_curve, recorded_data, state_of
-from megatron_coca.ablation.contrasts import Figures, published_order
-from megatron_coca.ablation.plan import AblationFile, Cell, expand, read_ablation
+from megatron_coca.ablation.contrasts import Figures
+from megatron_coca.ablation.grid import AblationFile, Cell, expand, read_ablation
 from megatron_coca.evaluation.options import slug
 from megatron_coca.evaluation.report import build_report
 from megatron_coca.evaluation.report.charts import svg
 from megatron_coca.evaluation.report.curves import Curve
 from megatron_coca.evaluation.report.document import ReportDocument, Table, markdown_table
 from megatron_coca.evaluation.report.reading import read_results
+from megatron_coca.evaluation.report.result_tables import ReportOptions
 from megatron_coca.evaluation.report.sections import report_document
-from megatron_coca.evaluation.report.tables import ReportOptions
 from megatron_coca.evaluation.results import EvaluationError, write_atomically
-from megatron_coca.tables import escaped, format_table
+from megatron_coca.markdown_tables import escaped, format_table
 
 
 def curves(cells: Sequence[Cell]) -> dict[str, list[Curve]]:
@@ -62,6 +63,7 @@ def _measured(file: AblationFile, cells: Sequence[Cell]) -> tuple[list[Path], st
 def figures_of_scale(path: Path, scale: str) -> Figures:
     """Return the figures of the finished cells of another scale of the file `path`. Raises EvaluationError."""
     file = read_ablation(path, scale)
+    unpack(file.results)
     recorded = recorded_data(file.results)
     cells = expand(file, recorded=recorded) if recorded else []
     return Figures(file, [cell for cell in cells if state_of(cell) is State.DONE])
@@ -111,8 +113,8 @@ def render(
             raise EvaluationError(f"{template}: table {table_name}: the report has {', '.join(tables) or 'none'}")
         return tables[table_name]
 
-    def chart(plot_name: str, labels: Sequence[str], alt: str) -> str:
-        plots[plot_name] = svg(known["figures"].chart(labels), "print")
+    def chart(plot_name: str, labels: Sequence[str], alt: str, kind: str = "chart") -> str:
+        plots[plot_name] = svg(getattr(known["figures"], kind)(labels), "print")
         return f"![{alt}](figures/{name}/{plot_name}.svg)"
 
     loader = FileSystemLoader(template.parent)
@@ -123,7 +125,9 @@ def render(
         "plot": plot,
         "chart": chart,
         "costs": lambda: _costs(done),
-        "published_order": published_order,
+        "hours": lambda: (
+            sum(record.training_seconds + record.evaluation_seconds for record in map(read_cell, done)) / 3600
+        ),
         **known,
         "missing": [cell.name for cell in cells if cell not in done],
     }

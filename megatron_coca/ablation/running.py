@@ -15,7 +15,7 @@ from typing import NoReturn, Self
 from megatron_coca import console
 from megatron_coca.ablation import cells as files
 from megatron_coca.ablation.cells import CellRecord, State
-from megatron_coca.ablation.plan import Cell
+from megatron_coca.ablation.grid import Cell
 from megatron_coca.atomic_write import exclusive_lock, write_file
 from megatron_coca.checkpoints import native
 from megatron_coca.evaluation.results import EvaluationError, check_writable

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_coca.ablation.cells import State, state_of
-from megatron_coca.ablation.plan import Cell
+from megatron_coca.ablation.grid import Cell
 from megatron_coca.evaluation.results import EvaluationError, check_writable, write_atomically
 
 ARRAY, COLLECT, SUBMIT = "cells.sbatch", "collect.sbatch", "submit.sh"

@@ -8,7 +8,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from megatron_coca.attention.inputs import DistanceBias, PackedDocuments
-from megatron_coca.attention.positions.distance_maps import Band
+from megatron_coca.attention.positions.distance_maps import Band, MapPositions
 from megatron_coca.attention.positions.forms import RotaryTables, check_range, growth, rotary_tables
 
 Bias = TypeVar("Bias", bound=DistanceBias | None)
@@ -121,12 +121,14 @@ class PositionContext:
             contain it for those that are), or None.
         bias: the bias shared by all layers, or None.
         documents: boundaries of packed documents, or None.
+        of_new_keys: the tables are those of the new keys only, in decoding.
     """
 
     segments: tuple[SegmentTables, ...]
     query_factor: Tensor | None = None
     bias: DistanceBias | None = None
     documents: PackedDocuments | None = None
+    of_new_keys: bool = False
 
 
 def segment_tables(
@@ -144,8 +146,8 @@ def segment_tables(
     """
     if rotary is None:
         return SegmentTables(None, None, band)
-    at_query = band.query_positions(queries.positions, queries.first)
-    at_key = band.key_positions(keys.positions, keys.first)
+    at_query = mapped(queries.positions, queries.first, band.query_positions)
+    at_key = mapped(keys.positions, keys.first, band.key_positions)
     theta = rotary.inverse_frequencies
     if at_query is at_key and factor is None and rotary.multiplier == 1.0 and not rotary.decay:
         tables = rotary_tables(at_query, theta, dtype)
@@ -156,13 +158,18 @@ def segment_tables(
         # Read from the device the host would wait for it; maps keep the order of positions.
         last = float(keys.positions.max()) if keys.reached is None else keys.reached - 1
         furthest = torch.tensor([last], dtype=torch.float64)
-        centre = band.key_positions(furthest, torch.zeros_like(furthest)).tolist()[0] / 2
+        centre = mapped(furthest, torch.zeros_like(furthest), band.key_positions).tolist()[0] / 2
         check_range(centre, dtype)
         query_scale = query_scale * growth(at_query, rotary.dim, centre)
         key_scale = 1.0 / growth(at_key, rotary.dim, centre)
     return SegmentTables(
         rotary_tables(at_query, theta, dtype, query_scale), rotary_tables(at_key, theta, dtype, key_scale), band
     )
+
+
+def mapped(positions: Tensor, first: Tensor, to: MapPositions | None) -> Tensor:
+    """Where a band rotates tokens at `positions`; `first` as in TokenPositions."""
+    return positions if to is None else to(positions, first)
 
 
 def column(factor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,42 +1,20 @@
 """The interface between position methods and attention backends: every value that changes the result of attention."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from itertools import pairwise
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from megatron_coca.attention.positions.bias import DistanceBias as DistanceBias
 from megatron_coca.attention.positions.distance_maps import CAUSAL as CAUSAL
 from megatron_coca.attention.positions.distance_maps import Band as Band
 from megatron_coca.program import InputError
 
-Formula = Literal["linear", "log", "power", "buckets"]
 Made = TypeVar("Made")
-
-
-class DistanceBias(Protocol):
-    """A score bias given as a formula of the distance r between query and key."""
-
-    @property
-    def formula(self) -> Formula:
-        """Name for kernels: linear -c0 r; log -c0 ln(1 + c1 r); power -c0 r^c1; buckets a step function."""
-        ...
-
-    @property
-    def coefficients(self) -> Tensor:
-        """c0, c1 per query head, [heads, 1 or 2] float32 (buckets: [heads, buckets]); differentiable if learned."""
-        ...
-
-    def at(self, distance: Tensor) -> Tensor:
-        """[heads, ...] for `distance` [...] >= 0 of a floating type, in the dtype and on the device of `distance`."""
-        ...
-
-    def part(self, index: int, count: int) -> "DistanceBias":
-        """The bias of part `index` of `count` equal parts of the heads."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -62,10 +40,12 @@ class PackedDocuments:
     Attributes:
         starts: [batch, key_length] int64, the index of the first token of each token's document.
         spans: the same on the host: for each row its documents as (start, stop) of token indices, in order.
+        masks: what a backend makes of the documents once for all layers, by what else it depends on.
     """
 
     starts: Tensor
     spans: tuple[tuple[tuple[int, int], ...], ...]
+    masks: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -124,13 +104,19 @@ class Needs:
         bias: the formula of the distance bias, or None.
         bands: the bands of the segments.
         dropout: the attention dropout in training.
+        packed: samples hold several documents, which do not see each other.
+        length: tokens of a sample in training; 0 in evaluation, where lengths vary.
+        deterministic: gradients must have the same bits in every run.
     """
 
     device_type: str
     head_dim: int = 64
-    bias: Formula | None = None
+    bias: str | None = None
     bands: tuple[Band, ...] = (CAUSAL,)
     dropout: float = 0.0
+    packed: bool = False
+    length: int = 0
+    deterministic: bool = False
 
 
 class Backend(Protocol):

@@ -1,6 +1,6 @@
 """Self-attention: project, prepare, attend, project."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -79,35 +79,54 @@ def _rows_of(packed: nn.Linear, numbers: Tensor) -> nn.Linear:
 
 
 class LayerCache:
-    """Keys and values of one layer, in buffers for `reserved` tokens that double when full."""
+    """Keys (or K' of every segment) and values of one layer, in buffers for `reserved` tokens that double when full.
 
-    def __init__(self, reserved: int = 0) -> None:
-        self.length, self._reserved = 0, reserved
+    With a `window` of tokens that a query sees, its own included, older tokens are dropped.
+    """
+
+    def __init__(self, reserved: int = 0, window: int | None = None) -> None:
+        self.length, self._window = 0, window
+        self._reserved = reserved if window is None else min(reserved, 2 * window)
         self._buffers: list[Tensor] = []
+        self._dropped = 0  # tokens before the first one in the buffers
 
     def append(self, *new: Tensor) -> list[Tensor]:
-        """Add tensors [batch, kv_heads, tokens, width]; returns views of all cached tokens, in the same order."""
+        """Add tensors [batch, kv_heads, tokens, width]; returns views of the cached tokens, in the same order: all of
+        them, or with a window those that the first new token sees and the new ones.
+        """
         if self._buffers and self._buffers[0].shape[0] != new[0].shape[0]:
             raise ValueError(
                 f"the cache holds {self._buffers[0].shape[0]} sequences, the new tokens have {new[0].shape[0]}"
             )
         start, self.length = self.length, self.length + new[0].shape[2]
-        if not self._buffers or self.length > self._buffers[0].shape[2]:
-            self._buffers = [self._grown(index, x) for index, x in enumerate(new)]
+        seen = 0 if self._window is None else max(start - self._window + 1, 0)
+        if not self._buffers or self.length - self._dropped > self._capacity():
+            self._buffers = [self._moved(index, x, seen, start) for index, x in enumerate(new)]
+            self._dropped = seen
+        first, begin, end = (token - self._dropped for token in (seen, start, self.length))
         for buffer, x in zip(self._buffers, new, strict=True):
-            buffer[:, :, start : self.length] = x
-        return [buffer[:, :, : self.length] for buffer in self._buffers]
+            buffer[:, :, begin:end] = x
+        return [buffer[:, :, first:end] for buffer in self._buffers]
 
     def cut(self, length: int) -> None:
-        """Drop all tokens from index `length` on."""
+        """Drop all tokens from index `length` on.
+
+        Raises:
+            ValueError: a window has dropped tokens that the next one would see.
+        """
+        if self._window is not None and self._dropped > max(length - self._window + 1, 0):
+            raise ValueError(f"the cache holds the last tokens of a window and cannot return to token {length}")
         self.length = min(self.length, length)
 
-    def _grown(self, index: int, new: Tensor) -> Tensor:
+    def _moved(self, index: int, new: Tensor, seen: int, start: int) -> Tensor:
+        """New buffers whose first token is number `seen`, with the old tokens up to `start`."""
         batch, heads, _, width = new.shape
-        grown = new.new_empty(batch, heads, max(self.length, 2 * self._capacity(), self._reserved), width)
-        if self._buffers:
-            grown[:, :, : self._capacity()] = self._buffers[index]
-        return grown
+        needed = self.length - seen
+        spare = 2 * self._capacity() if self._window is None else needed + self._window
+        moved = new.new_empty(batch, heads, max(needed, spare, self._reserved), width)
+        if start > seen:
+            moved[:, :, : start - seen] = self._buffers[index][:, :, seen - self._dropped : start - self._dropped]
+        return moved
 
     def _capacity(self) -> int:
         return self._buffers[0].shape[2] if self._buffers else 0
@@ -125,11 +144,13 @@ class Cache:
         reached: the largest cached position + 1.
     """
 
-    def __init__(self, num_layers: int, length: int | None = None, capacity: int | None = None) -> None:
-        """`capacity` is the number of tokens to allocate for, by default `length`; the cache grows beyond it."""
+    def __init__(self, windows: Sequence[int | None], length: int | None = None, capacity: int | None = None) -> None:
+        """`windows` are those of the layers' methods. `capacity` is the number of tokens to allocate for, by default
+        `length`; the cache grows beyond it.
+        """
         if length is not None and length < 1:
             raise ValueError(f"the generation length must be at least 1, not {length}")
-        self.layers = [LayerCache(capacity or length or 0) for _ in range(num_layers)]
+        self.layers = [LayerCache(capacity or length or 0, window) for window in windows]
         self.positions: Tensor | None = None
         self.length, self.reached = length, 0
 
@@ -155,9 +176,15 @@ class Cache:
             raise
 
 
-def bytes_per_token(method: PositionMethod, num_kv_heads: int, num_layers: int, dtype: torch.dtype) -> int:
-    """Cache memory in bytes for one token of one sequence."""
-    return (method.cached_width + method.head_dim) * num_kv_heads * num_layers * dtype.itemsize
+def cache_bytes(methods: Iterable[PositionMethod], num_kv_heads: int, length: int, dtype: torch.dtype) -> int:
+    """Bytes that layers with these methods keep of one sequence of `length` tokens, with a fixed length for extensions
+    that depend on it.
+    """
+    total = 0
+    for method in methods:
+        keys = len(method.bands) if method.keys_stay(1) else 1
+        total += min(length, method.window or length) * (keys + 1) * method.head_dim
+    return total * num_kv_heads * dtype.itemsize
 
 
 class SelfAttention(ShardedModule):
@@ -179,7 +206,9 @@ class SelfAttention(ShardedModule):
         backend: Backend,
         bias: bool = True,
         dropout: float = 0.0,
+        qk_norm: nn.Module | None = None,
     ) -> None:
+        """`qk_norm` is applied to queries and to keys, [batch, length, heads, head_dim], before the position method."""
         super().__init__()
         self.head_dim, self.queries_per_key = hidden_size // num_heads, num_heads // num_kv_heads
         self.method, self.backend, self.dropout = method, backend, dropout
@@ -187,6 +216,7 @@ class SelfAttention(ShardedModule):
             hidden_size, (num_heads + 2 * num_kv_heads) * self.head_dim, bias=bias
         )
         self.dense = nn.Linear(hidden_size, hidden_size, bias=bias)
+        self.qk_layernorm = qk_norm
         self.position_bias = method.layer_bias()
 
     def split_projection(self) -> None:
@@ -212,8 +242,7 @@ class SelfAttention(ShardedModule):
         bias = self.share.bias(self.position_bias.distance_bias()) if self.position_bias is not None else None
         if cache is None:
             return self.method.prepare(q, k, v, context, self.dropout if self.training else 0.0, bias)
-        cached, values = cache.append(self.method.cached(k), v)
-        return self.method.prepare_cached(q, cached, values, context, bias)
+        return self.method.prepare_cached(q, k, v, context, cache.append, bias)
 
     def _heads(self, projected: Tensor | tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """[batch, length, rows], packed or each -> q [batch, heads, length, head_dim], k and v [batch, kv_heads,
@@ -223,6 +252,8 @@ class SelfAttention(ShardedModule):
             q, k, v = self.share.gather(projected.unflatten(-1, (-1, 3 * self.head_dim))).chunk(3, dim=-1)
         else:
             q, k, v = (self.share.gather(part) for part in self._parts(projected))
+        if self.qk_layernorm is not None:
+            q, k = self.qk_layernorm(q), self.qk_layernorm(k)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def _parts(self, projected: Tensor | tuple[Tensor, Tensor, Tensor]) -> Sequence[Tensor]:

@@ -1,11 +1,12 @@
 """Position methods: score form, frequency extension, distance map, logit scaling and bias, chosen independently."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
+import torch.nn as nn
 from torch import Tensor
 
 from megatron_coca.attention.context import (
@@ -21,13 +22,12 @@ from megatron_coca.attention.inputs import (
     AttentionInputs,
     BackendError,
     DistanceBias,
-    Formula,
     Needs,
     PackedDocuments,
     Segment,
     made_once,
 )
-from megatron_coca.attention.positions.bias import AlibiBias, LearnedBias
+from megatron_coca.attention.positions.bias import BiasSource, LearnedBias
 from megatron_coca.attention.positions.clex import Clex
 from megatron_coca.attention.positions.distance_maps import UNMAPPED, Band
 from megatron_coca.attention.positions.forms import LogitScaling, ScoreForm
@@ -103,19 +103,6 @@ def check_kernel(key: str, name: str, device_type: str) -> None:
 
 
 @dataclass(frozen=True)
-class BiasSource:
-    """A method's score bias: at most one of a fixed bias, one learned for all layers, and one learned per layer.
-
-    `formula` is its kind; `shared` and `by_layer` make the learned modules.
-    """
-
-    formula: Formula | None = None
-    fixed: AlibiBias | None = None
-    shared: Callable[[], LearnedBias] | None = None
-    by_layer: Callable[[], LearnedBias] | None = None
-
-
-@dataclass(frozen=True)
 class PositionMethod:
     """The use of positions in a model's attention.
 
@@ -130,7 +117,6 @@ class PositionMethod:
         clex: makes the network of learned frequencies, or None.
         bands, trained_bands: the relative-position map in evaluation and in training.
         logit_scaling: factor on a row's logits by its position, or None.
-        decay: xPos's exponential factors on queries and keys.
         operands: computes Q' and K' of every segment.
     """
 
@@ -140,12 +126,11 @@ class PositionMethod:
     num_heads: int
     head_dim: int
     training_length: int
-    bias: BiasSource = BiasSource()
+    bias: BiasSource = field(default_factory=BiasSource)
     clex: Callable[[], Clex] | None = None
     bands: tuple[Band, ...] = UNMAPPED
     trained_bands: tuple[Band, ...] = UNMAPPED
     logit_scaling: LogitScaling | None = None
-    decay: bool = False
     operands: OperandMaker = with_torch
 
     @property
@@ -158,10 +143,17 @@ class PositionMethod:
         """Rotated features of a head."""
         return self.rotary.dim if self.rotary is not None else 0
 
+    def keys_stay(self, length: int | None) -> bool:
+        """True if K' of a token stays the same while the sequence grows, so that a cache can hold it. `length` is that
+        of length-dependent frequencies at every step, None if it grows too.
+        """
+        by_length = self.clex is not None or (self.rotary is not None and self.rotary.depends_on_length)
+        return not self.form.decay and (length is not None or not by_length)
+
     @property
-    def cached_width(self) -> int:
-        """Features of each key in a cache; values have `head_dim`."""
-        return self.form.cached_width(self.head_dim, self.rotary_dim)
+    def window(self) -> int | None:
+        """Tokens that a query sees, its own included, or None for all; a cache keeps as many."""
+        return self.bands[0].high if len(self.bands) == 1 else None
 
     def layer_bias(self) -> LearnedBias | None:
         """A new module for one layer's own bias, or None."""
@@ -191,36 +183,42 @@ class PositionMethod:
             segments, v, self.scale, context.bias if bias is None else bias, dropout, context.documents
         )
 
-    def cached(self, k: Tensor) -> Tensor:
-        """The part of k [..., head_dim] that a cache keeps: [..., cached_width], before any rotation."""
-        return self.form.cached(k, self.rotary_dim)
-
     def prepare_cached(
-        self, q: Tensor, cached: Tensor, v: Tensor, context: PositionContext, bias: DistanceBias | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        context: PositionContext,
+        append: Callable[..., list[Tensor]],
+        bias: DistanceBias | None = None,
     ) -> AttentionInputs:
-        """As `prepare`, for q of the last tokens of a sequence whose keys come from `cached`."""
-        segments = tuple(
-            Segment(
-                self.form.query_operand(q, tables.query, context.query_factor),
-                self.form.key_operand_of_cached(cached, tables.key, self.head_dim),
-                tables.band,
-            )
-            for tables in context.segments
-        )
-        return AttentionInputs(segments, v, self.scale, context.bias if bias is None else bias)
+        """As `prepare`, for the tokens that follow cached ones.
+
+        `append` adds tensors of the new tokens to the cache and returns those of all: K' of every segment and v, or k
+        and v where the context has the tables of all keys.
+        """
+        if not context.of_new_keys:
+            keys, values = append(k, v)
+            return self.prepare(q, keys, values, context, bias=bias)
+        inputs = self.prepare(q, k, v, context, bias=bias)
+        *rotated, values = append(*(segment.key for segment in inputs.segments), v)
+        segments = tuple(replace(segment, key=key) for segment, key in zip(inputs.segments, rotated, strict=True))
+        return inputs.replace(segments=segments, value=values)
 
 
 class PositionEncoding(ShardedModule):
-    """Computes the PositionContext that all layers share.
+    """Computes the PositionContext that all layers of one type share.
 
-    Learned modules, if the method has them: `bias` (T5 buckets), `clex` (the network of CLEX's frequencies).
+    Learned modules, if the method has them: `bias` (T5 buckets), `clex` (the network of CLEX's frequencies). `others`
+    are the encodings of further types of layers, by name.
     """
 
-    def __init__(self, method: PositionMethod) -> None:
+    def __init__(self, method: PositionMethod, others: Mapping[str, PositionMethod] | None = None) -> None:
         super().__init__()
         self.method = method
         self.bias = method.bias.shared() if method.bias.shared is not None else None
         self.clex = method.clex() if method.clex is not None else None
+        self.others = nn.ModuleDict({name: PositionEncoding(other) for name, other in (others or {}).items()})
 
     def forward(
         self,
@@ -230,6 +228,7 @@ class PositionEncoding(ShardedModule):
         key_positions: Tensor | None = None,
         documents: PackedDocuments | None = None,
         reached: int | None = None,
+        of_new_keys: bool = False,
     ) -> PositionContext:
         """The context of tokens at `positions` ([length] or [batch, length], integer) for operands of `dtype`.
 
@@ -238,6 +237,7 @@ class PositionEncoding(ShardedModule):
             key_positions: of all cached and new tokens, if `positions` are those of the new ones only.
             documents: boundaries of packed documents.
             reached: the largest position + 1, cached tokens included; without it xPos waits for the device.
+            of_new_keys: make tables of the keys at `positions` only, because the cache holds K' of the others.
         """
         method, drawing = self.method, self.clex is not None and self.training
         rotary, positions = (
@@ -249,6 +249,7 @@ class PositionEncoding(ShardedModule):
         if key_positions is not None:
             first = keys.first if keys.first.shape[-1] == 1 else keys.first[..., -positions.shape[-1] :]
             queries = TokenPositions(positions.to(torch.float64), first)
+            keys = queries if of_new_keys else keys
         factor = method.logit_scaling(queries.positions, method.training_length) if method.logit_scaling else None
         bias: DistanceBias | None = None
         if self.bias is not None:
@@ -261,10 +262,11 @@ class PositionEncoding(ShardedModule):
             None if factor is None else column(factor, dtype),
             self.share.bias(bias),
             documents,
+            of_new_keys,
         )
 
     def _frequencies(self, length: int, device: torch.device) -> RotaryFrequencies | None:
-        rotary, decay = self.method.rotary, self.method.decay
+        rotary, decay = self.method.rotary, self.method.form.decay
         if rotary is None:
             return None
         if self.clex is not None:
@@ -276,7 +278,7 @@ class PositionEncoding(ShardedModule):
         """CLEX in training: a random extension, and random positions in the extended length, the same for all rows."""
         assert self.clex is not None
         factor, drawn = self.share.agreed(self.clex.training_draw(positions.shape[-1]), positions.device)
-        rotary = RotaryFrequencies(self.clex.inverse_frequencies(factor), 1.0, self.method.decay)
+        rotary = RotaryFrequencies(self.clex.inverse_frequencies(factor), 1.0, self.method.form.decay)
         return rotary, drawn.to(positions.device)
 
 

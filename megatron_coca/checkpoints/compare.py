@@ -6,25 +6,22 @@ from pathlib import Path
 from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.config import KEYS, Config
 from megatron_coca.config.load import Overrides
-from megatron_coca.config.model import ROTATED_METHODS
+from megatron_coca.config.model import GLOBAL
+from megatron_coca.config.position import LayerType, PositionConfig
 from megatron_coca.config.source import given_values
 
-EVALUATION_KEYS = frozenset(
-    ("rope_scaling", "rotary_emb_base", "relative_positions", "logit_scaling", "attention_backend", "operand_kernel")
-) | {"trainable"}
+LAYER_KEYS = frozenset(
+    ("rope_scaling", "rotary_emb_base", "relative_positions", "logit_scaling", "sliding_window_width")
+) | {"attention_backend"}
+"""Position keys that may differ at evaluation, also in one type of layers."""
+EVALUATION_KEYS = LAYER_KEYS | {"operand_kernel", "trainable", "layer_types", "imports"}
 EVALUATION_GROUPS = frozenset({"data", "batch", "checkpoint", "logging", "launch"})
 """Keys, and groups of keys, that may differ at evaluation; any other difference makes it another model."""
 
-TRAINED_CHOICES = {
-    "rope_scaling": ("rope_type", frozenset({"clex"})),
-    "relative_positions": ("type", frozenset({"inv_leaky_rerope"})),
-    "logit_scaling": (None, frozenset({"log_n_trained"})),
-}
-"""Learned values of those keys: key, option (or None), values. They are used at evaluation if and only if they were in
-training, with the same options and training length.
+TRAINED_CHOICES = ("rope_scaling", "relative_positions", "logit_scaling")
+"""Keys with choices that are part of the training, as their declarations say: these are used at evaluation if and only
+if they were in training, with the same options and training length.
 """
-LEARNED_WITH = {"rope_scaling": ("rotary_emb_base",)}
-"""Further keys that must be the same for such a value."""
 
 FIXED_BY_WEIGHTS = frozenset(
     ("num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "no_weight_tying", "activation")
@@ -56,7 +53,18 @@ def changes_of(overrides: Overrides, saved: Config, config: Config) -> tuple[str
 def refuse_other_model(folder: Path, saved: Config, wanted: Config, also_free: frozenset[str] = frozenset()) -> None:
     """Raise CheckpointError, naming all keys, if weights trained as `saved` cannot be evaluated as `wanted`."""
     differing = differing_keys(saved, wanted, EVALUATION_KEYS | also_free, EVALUATION_GROUPS)
-    differing += [problem for key in TRAINED_CHOICES if (problem := _learned_difference(key, saved, wanted))]
+    for name, before in saved.layer_types.items():
+        after, where = wanted.position.of_type(name), "" if name == GLOBAL else f"layer_types.{name}."
+        if name != GLOBAL:
+            own, used = before.model_dump(), after.model_dump()
+            differing += [
+                f"{where}{key} (saved {own[key]!r}, now {used[key]!r})"
+                for key in LayerType.model_fields
+                if own[key] != used[key] and key not in LAYER_KEYS | also_free
+            ]
+        lengths = [config.position.original_length(config.model.seq_length) for config in (saved, wanted)]
+        found = (_learned_difference(key, before, after, lengths) for key in TRAINED_CHOICES)
+        differing += [f"{where}{problem}" for problem in found if problem]
     if differing:
         raise CheckpointError(f"{folder}: its weights cannot be evaluated with another {', '.join(differing)}")
 
@@ -69,7 +77,7 @@ def refuse_other_architecture(folder: Path, saved: Config, wanted: Config) -> No
     fixed = set(FIXED_BY_WEIGHTS)
     if saved.model.norm in NORM_EPSILONS:
         fixed.add(NORM_EPSILONS[saved.model.norm])
-    if {saved.position.pos_emb, wanted.position.pos_emb} <= ROTATED_METHODS:
+    if saved.position.embedding.rotary and wanted.position.embedding.rotary:
         fixed.add("rotary_pct")
     differing = differing_keys(saved, wanted, frozenset(KEYS) - fixed)
     if differing:
@@ -78,20 +86,17 @@ def refuse_other_architecture(folder: Path, saved: Config, wanted: Config) -> No
         )
 
 
-def _learned_difference(key: str, saved: Config, wanted: Config) -> str | None:
-    """The difference in a key of `TRAINED_CHOICES`, None if there is none."""
-    before, after = saved.flat(), wanted.flat()
-    option, learned = TRAINED_CHOICES[key]
+def _learned_difference(key: str, before: PositionConfig, after: PositionConfig, lengths: list[int]) -> str | None:
+    """The difference in a choice that belongs to the training, None if there is none; `lengths` are L of both."""
     trained, used = (
-        value if value in learned else None
-        for value in (values[key] if option is None else (values[key] or {}).get(option) for values in (before, after))
+        next((choice.name for choice, _ in position.choices() if choice.key == key and choice.trained), None)
+        for position in (before, after)
     )
     if trained != used and trained is not None:
         return f"{key} (trained with {trained}, which belongs to the weights)"
     if trained != used:
         return f"{key} ({used} is learned in training, and these weights were trained without it)"
-    lengths = {config.position.original_length(config.model.seq_length) for config in (saved, wanted)}
-    same = all(before[name] == after[name] for name in (key, *LEARNED_WITH.get(key, ())))
-    if trained is None or (same and len(lengths) == 1):
+    same = getattr(before, key) == getattr(after, key) and lengths[0] == lengths[1]
+    if trained is None or (same and (key != "rope_scaling" or before.rotary_emb_base == after.rotary_emb_base)):
         return None
     return f"{key} (trained with other options, base or training length of {trained})"

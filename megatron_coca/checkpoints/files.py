@@ -8,12 +8,14 @@ import hashlib
 import json
 import os
 import threading
+from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Self
 
-from megatron_coca.program import InputError
+from megatron_coca.program import UNAVAILABLE, InputError
+from megatron_coca.regular_files import read_regular
 
 BLOCK = 1 << 20
 """Bytes per read."""
@@ -33,6 +35,12 @@ class UnreadableError(CheckpointError):
         """The error for `path`, with the reason that the file system gave."""
         reason = error.strerror or str(error)
         return cls(f"{path}: cannot be read ({reason}); check the disk and the permissions. It is left unchanged")
+
+
+class ServiceError(CheckpointError):
+    """An object store does not answer. Nothing is wrong with the input: the same command works when it is back."""
+
+    status = UNAVAILABLE
 
 
 _LFS_HEADER = b"version https://git-lfs"
@@ -71,7 +79,7 @@ def files(folder: Path) -> list[str]:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON mapping. Raises CheckpointError, or UnreadableError if the file system fails."""
     try:
-        content = path.read_bytes()
+        content = read_regular(path)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(f"{path}: cannot be read as JSON: {error}") from error
     except OSError as error:
@@ -87,11 +95,20 @@ def read_json_if_present(path: Path) -> dict[str, Any]:
 def parse_json(content: bytes, source: str | Path) -> dict[str, Any]:
     """The JSON mapping in `content`. Raises CheckpointError, naming `source`."""
     try:
-        mapping = json.loads(content)
+        mapping = json.loads(content, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{source}: cannot be read as JSON: {error}") from error
     if not isinstance(mapping, dict):
         raise CheckpointError(f"{source}: is not a mapping")
+    return mapping
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON mapping, of whose repeated keys json would keep the last."""
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
+        ((repeated, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"the key {repeated!r:.80} is given twice")
     return mapping
 
 

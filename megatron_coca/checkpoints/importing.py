@@ -13,7 +13,7 @@ from megatron_coca.atomic_write import atomic_dir, refuse_existing
 from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.compare import changes_of
 from megatron_coca.checkpoints.files import CheckpointError, read_json_if_present
-from megatron_coca.checkpoints.huggingface import CONFIG, GENERATION, is_huggingface_folder
+from megatron_coca.checkpoints.huggingface_import import CONFIG, GENERATION, is_huggingface_folder
 from megatron_coca.checkpoints.load import Overrides, load_weights, open_checkpoint
 from megatron_coca.checkpoints.weights import DTYPES, Weights, write_safetensors
 from megatron_coca.config import Config

@@ -13,7 +13,8 @@ from megatron_coca.checkpoints.object_store import fetch, is_url
 from megatron_coca.checkpoints.state import StateReader
 from megatron_coca.checkpoints.weights import open_safetensors_file
 from megatron_coca.config import ConfigError, load_config
-from megatron_coca.tables import format_table
+from megatron_coca.markdown_tables import format_table
+from megatron_coca.regular_files import open_regular
 
 SHOWN_KEYS = (
     *("num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "seq_length", "vocab_size", "pos_emb"),
@@ -78,7 +79,8 @@ def describe(folder: Path, verify: bool = True) -> Description:
     try:
         found.unlisted = native.unlisted(folder)
         found.holds = native.read_json(folder / native.MANIFEST).get("holds", native.EVERYTHING)
-        found.meta = native.read_json(folder / native.META)
+        found.meta = native.read_meta(folder)
+        open_regular(folder / native.CONFIG).close()
         flat = load_config([folder / native.CONFIG]).flat()
         found.keys = {name: flat[name] for name in SHOWN_KEYS}
         if found.holds == native.WEIGHTS_ONLY:
@@ -108,7 +110,7 @@ def describe_text(found: Description) -> str:
     lines = [f"{found.folder}: step {meta.get('step', '?')}, {status}"]
     lines += [f"  not listed in {native.MANIFEST}: {name}" for name in found.unlisted]
     lines += [f"  {name}: {value}" for name, value in found.keys.items() if value is not None]
-    lines += [f"  imported, {name}: {value}" for name, value in meta.get("imported", {}).items()]
+    lines += [f"  imported, {name}: {value}" for name, value in (meta.get("imported") or {}).items()]
     if found.parameters is not None:
         lines.append(f"  parameters: {found.parameters:,}")
     if found.holds == native.WEIGHTS_ONLY:
@@ -117,9 +119,9 @@ def describe_text(found: Description) -> str:
         lines.append("  no optimizer state")
     shown = ("dtype", "batch", "topology", "zero_stage", "versions")
     lines += [f"  {name}: {meta[name]}" for name in shown if name in meta]
-    lines += [f"  {name}: {value}" for name, value in meta.get("progress", {}).items() if name != "guard" and value]
+    lines += [f"  {name}: {value}" for name, value in (meta.get("progress") or {}).items() if name != "guard" and value]
     columns = ("source", "samples", "tokens", "epochs")
-    read = [tuple(share[column] for column in columns) for share in meta.get("mixture", ())]
+    read = [tuple(share[column] for column in columns) for share in meta.get("mixture") or ()]
     lines += ["", format_table(("state", "elements"), sorted(found.stored.items())) if found.stored else ""]
     lines += [format_table(("file", "bytes"), sorted(found.sizes.items()))]
     lines += [format_table(("read", *columns[1:]), read) if read else ""]

@@ -13,7 +13,13 @@ import torch.nn as nn
 from megatron_coca.checkpoints import native, neox
 from megatron_coca.checkpoints.compare import refuse_other_model
 from megatron_coca.checkpoints.files import CheckpointError
-from megatron_coca.checkpoints.huggingface import CONFIG, is_huggingface_folder, may_be_coca, open_weights, read_config
+from megatron_coca.checkpoints.huggingface_import import (
+    CONFIG,
+    is_huggingface_folder,
+    may_be_coca,
+    open_weights,
+    read_config,
+)
 from megatron_coca.checkpoints.object_store import fetch, is_url
 from megatron_coca.checkpoints.tokenizer import Found, find_tokenizer, largest_named_id
 from megatron_coca.checkpoints.weights import Weights, open_safetensors_file
@@ -60,7 +66,7 @@ def load_model(path: str | Path, overrides: Overrides = (), device: str = "cpu")
 
 def load_checkpoint(path: str | Path, overrides: Overrides = (), device: str = "cpu") -> LoadedModel:
     """As `load_model`, with the configuration, tokenizer and identity."""
-    return open_checkpoint(path).load(overrides, device=device)
+    return open_checkpoint(path, overrides=overrides).load(overrides, device=device)
 
 
 @dataclass(frozen=True)
@@ -127,20 +133,24 @@ class OpenedCheckpoint:
         return LoadedModel(model.eval(), config, self.tokenizer_folder, self.step, self.identity)
 
 
-def open_checkpoint(path: str | Path, verify: bool = True, step: int | None = None) -> OpenedCheckpoint:
+def open_checkpoint(
+    path: str | Path, verify: bool = True, step: int | None = None, overrides: Overrides = ()
+) -> OpenedCheckpoint:
     """Open our checkpoint (also by URL, then it is downloaded), a Hugging Face folder or a GPT-NeoX checkpoint.
 
     Args:
         verify: compare our files with their checksums; otherwise their sizes only.
         step: one of a save folder's steps; by default the newest.
+        overrides: only `imports` is read, in place of the files that the checkpoint's configuration names.
 
-    Raises CheckpointError.
+    Raises CheckpointError, or ConfigError where a file of `imports` is missing or has changed.
     """
     folder = _local_folder(path, step)
     if is_huggingface_folder(folder):
         return _open_huggingface(folder)
     neox_folder = neox.find_step(folder)
-    return _open_native(folder, verify) if neox_folder is None else _open_neox(neox_folder)
+    imports = {name: value for name, value in given_values(overrides).items() if name == "imports"}
+    return _open_native(folder, verify, imports) if neox_folder is None else _open_neox(neox_folder)
 
 
 def find_native(path: str | Path, step: int | None = None) -> Path | None:
@@ -163,15 +173,15 @@ def _local_folder(path: str | Path, step: int | None) -> Path:
     return folder if neox.is_step(folder) else native.locate(path, step)
 
 
-def _open_native(path: Path, verify: bool) -> OpenedCheckpoint:
+def _open_native(path: Path, verify: bool, imports: Overrides) -> OpenedCheckpoint:
     folder = native.locate(path)
     manifest = native.verify(folder, contents=verify, links=True)
     tokenizer = folder / native.TOKENIZER
     return OpenedCheckpoint(
         folder=folder,
-        trained=load_config([folder / native.CONFIG]),
+        trained=load_config([folder / native.CONFIG], imports),
         tokenizer_folder=tokenizer if f"{native.TOKENIZER}/{DESCRIPTION}" in manifest["files"] else None,
-        step=native.read_json(folder / native.META)["step"],
+        step=native.read_meta(folder)["step"],
         identity=manifest["files"][native.WEIGHTS]["sha256"],
         weights=partial(open_safetensors_file, folder / native.WEIGHTS, folder),
     )

@@ -21,7 +21,7 @@ import re
 import shutil
 import stat
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from itertools import chain, count
@@ -40,11 +40,15 @@ from megatron_coca.checkpoints.files import (
     read_json,
     write_json,
 )
+from megatron_coca.checkpoints.meta import META as META
+from megatron_coca.checkpoints.meta import checked_meta as checked_meta
+from megatron_coca.checkpoints.meta import read_meta as read_meta
 from megatron_coca.console import Progress
+from megatron_coca.regular_files import read_regular
 
 logger = logging.getLogger(__name__)
 
-CONFIG, META, MANIFEST, WEIGHTS = "config.yml", "meta.json", "manifest.json", "model.safetensors"
+CONFIG, MANIFEST, WEIGHTS = "config.yml", "manifest.json", "model.safetensors"
 TOKENIZER, STATE, RNG = "tokenizer", "state", "rng"
 LATEST, LOCK, QUARANTINE = "latest", ".lock", "quarantine"
 FORMAT = 2
@@ -140,8 +144,7 @@ def is_step_folder(folder: Path) -> bool:
 def read_latest(save: Path) -> str | None:
     """The folder name in `latest`, None if the file is missing or holds no plain name."""
     try:
-        with (save / LATEST).open(errors="replace") as file:
-            text = file.read(_LONGEST_NAME + 2).strip()
+        text = read_regular(save / LATEST, limit=2 * _LONGEST_NAME).decode(errors="replace").strip()
     except OSError:
         return None
     plain = text not in ("", ".", "..") and "/" not in text and "\0" not in text
@@ -226,11 +229,11 @@ def abandon(save: Path, step: int) -> None:
     shutil.rmtree(partial_folder(save, step), ignore_errors=True)
 
 
-def prune(save: Path, keep_last: int | None, keep_every: int | None = None) -> None:
-    """Remove superseded checkpoints, except the one that `latest` names."""
+def prune(save: Path, keep_last: int | None, keep_every: int | None = None, keep: Container[int] = ()) -> None:
+    """Remove superseded checkpoints, except those of the steps in `keep` and the one that `latest` names."""
     for step in superseded(steps(save), keep_last, keep_every):
         folder, to_delete = step_folder(save, step), partial_folder(save, step)
-        if folder.name != read_latest(save):
+        if step not in keep and folder.name != read_latest(save):
             folder.rename(to_delete)
             remove(to_delete)
 
@@ -263,14 +266,18 @@ def _unused_name(path: Path) -> Path:
     return next(name for name in chain([path], numbered) if not os.path.lexists(name))
 
 
-def copy(folder: Path, target: Path) -> Path:
-    """Copy a complete checkpoint into the save folder `target` atomically. Returns the copy."""
+def copy(folder: Path, target: Path, beat: Callable[[], None] = lambda: None) -> Path:
+    """Copy a complete checkpoint into the save folder `target` atomically. Returns the copy.
+
+    `beat` is called after each file.
+    """
     step, manifest = step_of(folder), _read_manifest(folder)
     partial = begin(target, step)
     for name in manifest["files"]:
         (partial / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(folder / name, partial / name)
         flush(partial / name)
+        beat()
     return commit(target, step, manifest["files"], manifest["holds"], manifest["format"])
 
 
@@ -296,16 +303,11 @@ def verify(folder: Path, contents: bool = True, links: bool = False) -> dict[str
                         progress.advance(comparison.bytes_read - progress.done)
             if comparison.failure is not None:
                 raise comparison.failure
-    meta = read_json(folder / META)
+    meta = read_meta(folder)
     if manifest["format"] == FORMAT and manifest["holds"] == EVERYTHING:
-        topology = meta.get("topology") or {}
-        if not isinstance(topology, dict) or not all(isinstance(size, int) for size in topology.values()):
-            raise CheckpointError(f"{folder / META}: topology {topology!r} is not a mapping of numbers")
-        ranks = range(prod(topology.values()))
-        _require([f"{RNG}/rank_{rank}.pt" for rank in ranks], manifest["files"], folder / MANIFEST)
-    step, named = meta.get("step"), parse_step(folder.absolute().name)
-    if type(step) is not int or step < 0:
-        raise CheckpointError(f"{folder / META}: step {step!r} is not a step number; the checkpoint is damaged")
+        ranks = range(prod((meta.get("topology") or {}).values()))
+        _require((f"{RNG}/rank_{rank}.pt" for rank in ranks), manifest["files"], folder / MANIFEST)
+    step, named = meta["step"], parse_step(folder.absolute().name)
     if named not in (None, step):
         raise CheckpointError(
             f"{folder}: is named after another step ({META} says {step}); rename it to {step_folder(Path(), step)}"
@@ -372,13 +374,16 @@ def _is_inside(name: str) -> bool:
     """Return whether a manifest's file name is a plain relative path without `..`."""
     path = PurePosixPath(name)
     plain = not path.is_absolute() and ".." not in path.parts and str(path) == name != "." and "\0" not in name
-    return plain and all(len(part.encode(errors="replace")) <= _LONGEST_NAME for part in path.parts)
+    try:
+        return plain and all(len(part.encode()) <= _LONGEST_NAME for part in path.parts)
+    except UnicodeEncodeError:
+        return False
 
 
-def _require(names: Iterable[str], listed: Iterable[str], source: str | Path) -> None:
+def _require(names: Iterable[str], listed: Collection[str], source: str | Path) -> None:
     """Raise CheckpointError if one of `names` is not in `listed`; a name with a final slash needs any file in it."""
     for name in names:
-        if not any(file == name or (name.endswith("/") and file.startswith(name)) for file in listed):
+        if name not in listed and not (name.endswith("/") and any(file.startswith(name) for file in listed)):
             raise CheckpointError(f"{source}: does not list {name}; the checkpoint is damaged")
 
 

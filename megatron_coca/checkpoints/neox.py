@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_coca.checkpoints import native
-from megatron_coca.checkpoints.files import CheckpointError
+from megatron_coca.checkpoints.files import CheckpointError, UnreadableError
 from megatron_coca.checkpoints.neox_layout import (
     CONFIGS,
     EMBEDDING,
@@ -29,6 +29,7 @@ from megatron_coca.checkpoints.neox_layout import (
 from megatron_coca.checkpoints.weights import RANDOM_STATE, WeightEntry, Weights, load_pickle
 from megatron_coca.config import Config
 from megatron_coca.neox_plugin.checkpoints import plain_name
+from megatron_coca.regular_files import open_regular
 
 DOCUMENT_END = "<|endoftext|>"
 """End of document of GPT-NeoX's tokenizers except the byte-level one; SentencePiece without it gives its unknown
@@ -89,20 +90,26 @@ class NeoxFiles:
 
     Attributes:
         paths: all of them, by name.
+        by_layer: whether each layer has files of its own.
         from_plugin: whether a block opened so far was saved by the GPT-NeoX plugin, under its names.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Raises CheckpointError if the step was saved under ZeRO 3."""
+        """Raises CheckpointError if the step was saved under ZeRO 3, or one of the files is no regular file."""
         self._folder = folder
         by_layer, by_rank = _matching(folder, LAYER_FILE), _matching(folder, RANK_FILE)
         if not by_layer and not by_rank:
             raise CheckpointError(
                 f"{folder}: was saved under ZeRO 3, which partitions weights; save it with ZeRO 2 or lower"
             )
-        self._by_layer = bool(by_layer)
+        self.by_layer = bool(by_layer)
         self._numbers = (by_layer or by_rank).values()
         self.paths, self.from_plugin = list(by_layer or by_rank), False
+        for path in self.paths:
+            try:
+                open_regular(path).close()
+            except OSError as error:
+                raise UnreadableError.of(path, error) from error
         self._opened: dict[int, dict[int, dict[str, Tensor]]] = {}
 
     def ranks(self) -> set[int]:
@@ -111,11 +118,11 @@ class NeoxFiles:
 
     def layers(self) -> set[int]:
         """Return the numbers of the layers that are present."""
-        return {layer for layer, _ in self._numbers} if self._by_layer else set(self._rank(min(self.ranks())))
+        return {layer for layer, _ in self._numbers} if self.by_layer else set(self._rank(min(self.ranks())))
 
     def path(self, layer: int, rank: int) -> Path:
         """Return the file of a layer, present or not."""
-        stem = f"layer_{layer:02}-model_{rank:02}-" if self._by_layer else f"mp_rank_{rank:02}_"
+        stem = f"layer_{layer:02}-model_{rank:02}-" if self.by_layer else f"mp_rank_{rank:02}_"
         return self._folder / f"{stem}model_states.pt"
 
     def state(self, layer: int, rank: int) -> Mapping[str, Tensor]:
@@ -123,7 +130,7 @@ class NeoxFiles:
 
         Raises CheckpointError if the file is missing or damaged.
         """
-        if not self._by_layer:
+        if not self.by_layer:
             return self._rank(rank).get(layer, {})
         path = self._present(layer, rank)
         saved = _tensors(load_pickle(path), path)
@@ -191,7 +198,7 @@ def configure(folder: Path, files: NeoxFiles) -> tuple[Config, int]:
         raise CheckpointError(
             f"{folder}: has files of {ranks} tensor ranks, its configuration says model_parallel_size: {expected}"
         )
-    if reasons := computed_differently(config):
+    if reasons := computed_differently(config, ranks):
         raise CheckpointError(f"{folder}: GPT-NeoX computes a different function: {'; '.join(reasons)}")
     present, needed = files.layers(), {location.layer for location in table(config)}
     head = "untied" if config.model.no_weight_tying else "tied"
@@ -206,6 +213,12 @@ def configure(folder: Path, files: NeoxFiles) -> tuple[Config, int]:
             f"{folder}: its weights were trained with the attention of the GPT-NeoX plugin, but its {CONFIGS} say "
             f"pos_emb: {config.position.pos_emb}, and no other position keys; put the YAML files that it was trained "
             "with there"
+        )
+    ignored = not files.by_layer and not files.from_plugin and "flash" not in str(config.model.attention_config)
+    if config.position.sliding_window_width is not None and ignored:
+        raise CheckpointError(
+            f"{folder}: sliding_window_width: GPT-NeoX's global attention ignored it in training, because all layers "
+            f"are in one file (pipe_parallel_size 0); remove the key from {CONFIGS} to read the model as it was trained"
         )
     return config, ranks
 

@@ -18,10 +18,11 @@ from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.checkpoints.state import TensorShard, layer_shards
 from megatron_coca.checkpoints.tokenizer import KEYS as TOKENIZER_KEYS
 from megatron_coca.config import KEYS, Config, ConfigError, ModelConfig, load_config
-from megatron_coca.config.model import GATED_ACTIVATIONS, ROTATED_METHODS
+from megatron_coca.config.base import shown
+from megatron_coca.config.model import GATED_ACTIVATIONS
 from megatron_coca.config.neox_keys import ALIASES, INERT, UNSUPPORTED
 from megatron_coca.config.source import OVERRIDES, dump, merge, read_file
-from megatron_coca.neox_plugin.keys import EXTENDING, LEARNING
+from megatron_coca.neox_plugin.keys import EXTENDING
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ SUFFIXES = (".yml", ".yaml", ".json")
 
 NETWORK_FEATURES = frozenset(
     {
-        *("sliding_window_width", "sparsity_config", "sparse_attention", "opt_pos_emb_offset", "use_qk_layernorm"),
+        *("sparsity_config", "sparse_attention", "opt_pos_emb_offset"),
         *("num_unique_layers", "gmlp_attn_dim", "soft_prompt_tuning", "dim_att", "head_size", "ffn_dim"),
         *("te_layernorm_mlp", "te_mha", "te_fp8_mha", "moe_num_experts", "use_mup"),
     }
@@ -51,10 +52,11 @@ NEOX_KEYS = (
     *("max_position_embeddings", "no_weight_tying", "activation", "bias_gelu_fusion", "use_bias_in_attn_linear"),
     *("use_bias_in_mlp", "gpt_j_residual", "gpt_j_tied", "norm", "layernorm_epsilon", "rms_norm_epsilon"),
     *("scalenorm_epsilon", "hidden_dropout", "attention_dropout", "pos_emb", "rotary_pct", "rotary_emb_base"),
-    *("rpe_num_buckets", "rpe_max_distance"),
+    *("rpe_num_buckets", "rpe_max_distance", "sliding_window_width", "use_qk_layernorm"),
 )
 """Keys of the network that GPT-NeoX has too."""
-NEOX_POSITIONS = frozenset({"learned", "rotary", "sinusoidal", "rpe", "alibi", "none"})
+ABSENT = {"use_qk_layernorm": False}
+"""Values that are not written."""
 
 
 def read_config(folder: Path, vocab_size: int) -> tuple[Config, int]:
@@ -82,7 +84,10 @@ def read_config(folder: Path, vocab_size: int) -> tuple[Config, int]:
     except ConfigError as error:
         listed = "; ".join(line.removeprefix(f"{OVERRIDES}: ") for line in error.problems)
         raise CheckpointError(f"{configs}: {listed}") from error
-    return config, int(values.get("model_parallel_size") or 1)
+    ranks = values.get("model_parallel_size") or 1
+    if type(ranks) is not int:
+        raise CheckpointError(f"{configs}: model_parallel_size: expected an integer, got {shown(ranks)}")
+    return config, ranks
 
 
 def model_yaml(config: Config, ranks: int, pipe: int) -> str:
@@ -92,7 +97,8 @@ def model_yaml(config: Config, ranks: int, pipe: int) -> str:
     tokenizer counts.
     """
     flat, model, foreign = config.flat(), config.model, foreign_keys(config)
-    values = {name: flat[name] for name in NEOX_KEYS}
+    # Older versions do not have the keys of features that are off.
+    values = {name: flat[name] for name in NEOX_KEYS if flat[name] is not None and flat[name] != ABSENT.get(name)}
     values["max_position_embeddings"] = max(model.max_position_embeddings, model.seq_length)  # GPT-NeoX requires it
     values["intermediate_size"] = (3 if model.activation in GATED_ACTIVATIONS else 1) * model.ffn_hidden_size
     values["rotary_emb_base"] = int(config.position.rotary_emb_base)
@@ -111,11 +117,13 @@ def foreign_keys(config: Config) -> dict[str, Any]:
         if value not in (None, "none"):
             options = isinstance(value, dict)
             keys[name] = {option: v for option, v in value.items() if v is not None} if options else value
-    return keys | ({} if config.position.pos_emb in NEOX_POSITIONS else {"pos_emb": config.position.pos_emb})
+    return keys | ({} if config.position.embedding.neox == "upstream" else {"pos_emb": config.position.pos_emb})
 
 
-def computed_differently(config: Config) -> list[str]:
-    """Return what GPT-NeoX's forward pass (megatron/model/transformer.py) computes differently; these are refused."""
+def computed_differently(config: Config, ranks: int) -> list[str]:
+    """Return what GPT-NeoX's forward pass (megatron/model/transformer.py) computes differently with `ranks` tensor
+    ranks; these are refused.
+    """
     model, position = config.model, config.position
     gated = model.activation in GATED_ACTIVATIONS
     trained, distances = model.seq_length, position.relative_positions
@@ -133,6 +141,10 @@ def computed_differently(config: Config) -> list[str]:
             "without use_bias_in_mlp GPT-NeoX computes gated activations only",
         ),
         (
+            model.use_qk_layernorm and model.norm in ("layernorm", "non_parametric_layernorm") and ranks > 1,
+            f"with use_qk_layernorm each of GPT-NeoX's {ranks} tensor ranks normalizes its own heads together",
+        ),
+        (
             original != trained and by_length,
             "logit_scaling and the defaults of relative_positions measure against seq_length, and with the plugin in "
             "GPT-NeoX against rope_scaling.original_max_position_embeddings, which is another length here; set the "
@@ -145,16 +157,14 @@ def computed_differently(config: Config) -> list[str]:
 def cannot_hold(config: Config, ranks: int) -> list[str]:
     """Return why GPT-NeoX's configuration or `ranks` tensor ranks' files cannot hold a model; empty where they can."""
     model, position = config.model, config.position
-    scaling, gated = position.rope_scaling, model.activation in GATED_ACTIVATIONS
+    gated = model.activation in GATED_ACTIVATIONS
     limits = (
         (
             model.norm == "layernorm" and not model.use_bias_in_norms,
             "its layernorm always has a bias (use_bias_in_norms is false)",
         ),
-        (position.pos_emb in LEARNING, "it cannot store the learned parameters of KERPLE"),
-        (scaling is not None and scaling.rope_type == "clex", "it cannot store the learned parameters of CLEX"),
         (
-            position.pos_emb in ROTATED_METHODS and position.rotary_emb_base % 1 != 0,
+            position.embedding.rotary and position.rotary_emb_base % 1 != 0,
             "its rotary_emb_base is a whole number",
         ),
         (not gated and model.ffn_hidden_size % 2 != 0, "its inner width is even"),
@@ -167,6 +177,8 @@ def cannot_hold(config: Config, ranks: int) -> list[str]:
         "the padded vocabulary": model.padded_vocab_size,
     }
     reasons = [reason for applies, reason in limits if applies]
+    choices = (choice.not_expressed("neox", ("upstream", "plugin")) for choice, _ in position.choices())
+    reasons += [reason for reason in choices if reason is not None]
     if ranks >= 1:
         reasons += [
             f"{name} ({value}) is not a multiple of {ranks}" for name, value in divided.items() if value % ranks
@@ -321,6 +333,9 @@ def _block(config: Config, number: int) -> dict[str, NeoxWeight]:
             sharding = NeoxSharding("sum")
         entries[name] = NeoxWeight(f"{ours}.{name}", sharding)
     by_head = (model.num_attention_heads,)
+    for parameter, theirs in NORMS[model.norm].items() if model.use_qk_layernorm else ():
+        split = COPY if model.norm == "scalenorm" else NeoxSharding("cut", 0, by_head)
+        entries[f"attention.qk_layernorm.{theirs}"] = NeoxWeight(f"{ours}.attention.qk_layernorm.{parameter}", split)
     if method == "rpe":  # one table for all blocks; GPT-NeoX writes it into each of them
         entries["attention.rpe.weight"] = NeoxWeight("positions.bias.weight", NeoxSharding("cut", 1, by_head))
     if method == "alibi":

@@ -9,8 +9,10 @@ An object store cannot rename a folder: checkpoints are written to a local folde
 they are read. Endpoint, credentials and other options are configured in fsspec and the store's own library.
 """
 
+import errno
 import logging
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,18 +20,25 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import fsspec
+from fsspec.callbacks import Callback
 
 from megatron_coca.atomic_write import exclusive_lock, flush
 from megatron_coca.checkpoints import native
-from megatron_coca.checkpoints.files import CheckpointError, describe, parse_json, read_json
+from megatron_coca.checkpoints.files import CheckpointError, ServiceError, describe, parse_json, read_json
 from megatron_coca.config import CheckpointConfig
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-RETRY_AFTER = (1.0, 4.0, 16.0)
-"""Seconds before the second, third and fourth attempt of a transfer."""
+TIMEOUT = 20.0
+"""Seconds for which a failed transfer is repeated by commands that only read."""
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
+"""Seconds before the second attempt of a transfer, doubled up to the second value."""
+REFUSALS = {errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EROFS}
+"""Errors that do not pass by themselves: of the store, which answers, or of the local disk."""
+REFUSED = {"FileNotFoundError", "PermissionError", "NotImplementedError", "NoCredentialsError"}
+"""The same, of libraries that set no number."""
 TRANSFERS = 8
 """Concurrent transfers."""
 DEFAULT_CACHE: str = CheckpointConfig.model_fields["checkpoint_cache"].default
@@ -68,17 +77,20 @@ def split_step(url: str) -> tuple[str, int | None]:
     return (url, None) if step is None else (run, step)
 
 
-def fetch(url: str, step: int | None = None, cache: str | Path = DEFAULT_CACHE) -> Path:
+def fetch(
+    url: str, step: int | None = None, cache: str | Path = DEFAULT_CACHE, remote: "RemoteFolder | None" = None
+) -> Path:
     """Download a checkpoint to read it, unless it was downloaded before and has not changed.
 
     Args:
         url: of one step's folder, or of a run's folder: its newest checkpoint or that of `step`.
         cache: local folder; the checkpoint is stored below `cache`/read.
+        remote: the run's folder, if it is opened already.
 
     Returns the step's local folder. Raises CheckpointError.
     """
     run, named = split_step(url)
-    save, remote = read_folder(run, cache), RemoteFolder(run)
+    save, remote = read_folder(run, cache), remote or RemoteFolder(run)
     wanted = step if named is None else named
     try:
         save.mkdir(parents=True, exist_ok=True)
@@ -103,12 +115,19 @@ def fetch(url: str, step: int | None = None, cache: str | Path = DEFAULT_CACHE) 
 class RemoteFolder:
     """The `save` folder of one run on an object store.
 
-    Failed transfers are repeated after `RETRY_AFTER`; then a CheckpointError names the URL.
+    A failed transfer is repeated until it succeeds, `timeout` seconds have passed since it first failed, or `hurry` is
+    set; then a ServiceError names the URL.
+
+    Attributes:
+        hurry: set to give up at the next failure.
+        activity: a number that grows while bytes are transferred or attempts are made.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, timeout: float = TIMEOUT) -> None:
         """Raises CheckpointError if no installed library supports the scheme of `url`."""
-        self.url = url.rstrip("/")
+        self.url, self._timeout = url.rstrip("/"), timeout
+        self.hurry, self.activity = threading.Event(), 0
+        self._progress = Callback(hooks={"activity": lambda *_, **__: self._moved()})
         # The local file system of fsspec creates a file's folders only on request.
         options = {"auto_mkdir": True} if self.url.partition("://")[0] in ("file", "local") else {}
         try:
@@ -156,7 +175,8 @@ class RemoteFolder:
         manifest = native.checked_manifest(self.read_json(step, native.MANIFEST), f"{url}/{native.MANIFEST}")
         if resumable:
             native.refuse_weights_only(url, manifest)
-        if (saved := self.read_json(step, native.META).get("step")) != step:
+        meta = native.checked_meta(self.read_json(step, native.META), f"{url}/{native.META}")
+        if (saved := meta["step"]) != step:
             raise CheckpointError(f"{url}: is named after another step ({native.META} says {saved})")
         listed = manifest["files"]
         partial = native.begin(save, step)
@@ -171,12 +191,16 @@ class RemoteFolder:
         logger.info("downloaded %s to %s", url, folder)
         return folder
 
-    def download_newest(self, save: Path, resumable: bool = False) -> Path:
-        """Download the newest valid checkpoint, see `download`. Raises CheckpointError if there is none."""
-        steps = self.steps()
+    def download_newest(self, save: Path, resumable: bool = False, above: int = -1) -> Path:
+        """Download the newest valid checkpoint of a step > `above`, see `download`. Raises CheckpointError if there is
+        none.
+        """
+        steps = [step for step in self.steps() if step > above]
         for step in reversed(steps):
             try:
                 return self.download(step, save, resumable)
+            except ServiceError:
+                raise
             except CheckpointError as error:
                 if step == steps[0]:
                     raise
@@ -238,7 +262,7 @@ class RemoteFolder:
         target = f"{self._root}/{name}"
 
         def put() -> None:
-            self._fs.put_file(str(source), target)
+            self._fs.put_file(str(source), target, callback=self._progress)
             if self._fs.size(target) != source.stat().st_size:
                 raise OSError("the uploaded object and the file differ in size")
 
@@ -246,7 +270,10 @@ class RemoteFolder:
 
     def _get(self, name: str, target: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
-        self._attempt(f"{name} cannot be downloaded", lambda: self._fs.get_file(f"{self._root}/{name}", str(target)))
+        self._attempt(
+            f"{name} cannot be downloaded",
+            lambda: self._fs.get_file(f"{self._root}/{name}", str(target), callback=self._progress),
+        )
         flush(target)
 
     def _remove_object(self, name: str) -> None:
@@ -265,17 +292,34 @@ class RemoteFolder:
                 pass
 
     def _attempt(self, problem: str, action: Callable[[], T]) -> T:
-        """The result of `action`, repeated after `RETRY_AFTER`. Raises CheckpointError with the `problem`."""
-        for wait in (*RETRY_AFTER, None):
+        """The result of `action`, repeated while the store does not answer.
+
+        Raises:
+            ServiceError: it did not answer for the timeout.
+            CheckpointError: it refused, or the local disk is full or read-only.
+        """
+        pause, first_failure = FIRST_PAUSE, None
+        while True:
+            self._moved()
             try:
                 return action()
             except Exception as error:  # each store's library has its own exception classes
                 reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-                if wait is None or isinstance(error, (FileNotFoundError, PermissionError)):
+                if getattr(error, "errno", None) in REFUSALS or type(error).__name__ in REFUSED:
                     raise CheckpointError(f"{self.url}: {problem} ({reason})") from error
-                logger.warning("%s: %s (%s); retrying in %g s", self.url, problem, reason, wait)
-                time.sleep(wait)
-        raise AssertionError("unreachable: the last attempt returns or raises")
+                now = time.monotonic()
+                first_failure = now if first_failure is None else first_failure
+                left = first_failure + self._timeout - now
+                if left <= 0 or self.hurry.is_set():
+                    since = f"for {now - first_failure:.0f} s" if first_failure < now else "now"
+                    raise ServiceError(f"{self.url}: {problem} {since} ({reason})") from error
+                pause = min(pause, left)
+                logger.warning("%s: %s (%s); retrying in %.3g s", self.url, problem, reason, pause)
+                self.hurry.wait(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _moved(self) -> None:
+        self.activity += 1
 
 
 def _folder(step: int) -> str:

@@ -22,7 +22,9 @@ from torch import Tensor
 
 from megatron_coca.checkpoints.files import CheckpointError, UnreadableError
 from megatron_coca.checkpoints.weights import WeightEntry, Weights
+from megatron_coca.config.base import shown
 from megatron_coca.config.model import GATED_ACTIVATIONS, ModelConfig
+from megatron_coca.regular_files import open_regular
 
 WEIGHT = "weight"
 """Kind of the pieces of the weights; other kinds are names of optimizer states."""
@@ -69,11 +71,16 @@ class ParameterSlice(NamedTuple):
 
     @classmethod
     def from_json(cls, values: Sequence[Any]) -> "ParameterSlice":
-        """The inverse of its JSON form, nested lists."""
+        """The inverse of its JSON form, nested lists. Raises ValueError or TypeError for anything else."""
         shape, shard = values
+        numbers = [*shape, *(() if shard is None else (*shard[:3], *shard[3]))]
+        if not all(type(number) is int and 0 <= number < 2**40 for number in numbers):
+            raise ValueError(f"{shown(values)} is not the shape and shard of a parameter")
         if shard is None:
             return cls(tuple(shape))
         dim, rank, ranks, blocks = shard
+        if not (dim < len(shape) and rank < ranks <= 2**20):
+            raise ValueError(f"{shown(shard)} is not a shard of a parameter")
         return cls(tuple(shape), TensorShard(dim, rank, ranks, tuple(blocks)))
 
 
@@ -161,8 +168,13 @@ class PieceReader:
     def fill(self, piece: StatePiece, place: ParameterSlice) -> None:
         """Copy saved values into `piece`, of a parameter that is now at `place`.
 
-        Raises CheckpointError if the state does not hold all of it.
+        Raises CheckpointError if the state does not hold all of it, or is of another shape.
         """
+        saved = self._place(piece.name).full_shape
+        if saved != place.full_shape:
+            raise CheckpointError(
+                f"{self._folder}: {piece.name} is {list(saved)}, the model wants {list(place.full_shape)}"
+            )
         stop = piece.start + piece.tensor.numel()
         same = [part for part in self._ranges[piece.kind, piece.name] if part.shard == place.shard]
         if same:
@@ -263,23 +275,32 @@ class StateReader(PieceReader):
 
     def _open(self, path: Path) -> None:
         try:
+            open_regular(path).close()
             file = self._files.enter_context(safe_open(path, "pt"))
             recorded = json.loads(file.metadata()["places"])
             places = {name: ParameterSlice.from_json(values) for name, values in recorded.items()}
+            ranges = [self._range(file, key, places) for key in file.keys()]  # noqa: SIM118 - it is no mapping
         except OSError as error:
             raise UnreadableError.of(path, error) from error
-        except (SafetensorError, ValueError, KeyError, TypeError) as error:
+        except (SafetensorError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path}: cannot be read as a rank's state: {error}") from error
         self._add_places(places)
-        for key in file.keys():  # noqa: SIM118 - a safetensors file is no mapping
-            kind, name, start = key.split(":")
-            (numel,) = file.get_slice(key).get_shape()
+        for kind, name, found in ranges:
+            self._ranges[kind, name].append(found)
 
-            def read(begin: int, stop: int, file: Any = file, key: str = key, numel: int = numel) -> Tensor:
-                # get_tensor maps the file, get_slice copies
-                return file.get_tensor(key) if stop - begin == numel else file.get_slice(key)[begin:stop]
+    @staticmethod
+    def _range(file: Any, key: str, places: Mapping[str, ParameterSlice]) -> tuple[str, str, _Range]:
+        """Kind, parameter and range of one tensor of a file."""
+        kind, name, first = key.split(":")
+        (numel,), start, place = file.get_slice(key).get_shape(), int(first), places[name]
+        if not 0 <= start <= start + numel <= prod(place.shape):
+            raise ValueError(f"{key} has {numel} elements of a parameter of shape {list(place.shape)}")
 
-            self._ranges[kind, name].append(_Range(read, int(start), numel, places[name].shard))
+        def read(begin: int, stop: int) -> Tensor:
+            # get_tensor maps the file, get_slice copies
+            return file.get_tensor(key) if stop - begin == numel else file.get_slice(key)[begin:stop]
+
+        return kind, name, _Range(read, start, numel, place.shard)
 
 
 class LocalWeight(NamedTuple):

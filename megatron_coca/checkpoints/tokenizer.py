@@ -12,6 +12,7 @@ The first must be readable and fit; the others are skipped with a note if they a
 """
 
 import hashlib
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -179,7 +180,7 @@ def largest_named_id(folder: Path) -> int:
     """Largest token id in the JSON files of a Hugging Face folder other than the vocabulary; -1 if there is none."""
     ids: list[Any] = list(read_json_if_present(folder / "added_tokens.json").values())
     declared = read_json_if_present(folder / "tokenizer_config.json").get("added_tokens_decoder") or {}
-    ids += map(int, filter(str.isdecimal, declared))
+    ids += [int(number) for number in declared if isinstance(number, str) and re.fullmatch("[0-9]{1,9}", number)]
     for name in CONFIGS:
         content = read_json_if_present(folder / name)
         for key in ("bos_token_id", "eos_token_id", "pad_token_id"):

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megatron_coca.checkpoints.files import CheckpointError, pointer
 from megatron_coca.console import Progress
+from megatron_coca.regular_files import open_regular
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """dtypes for saving and computing."""
@@ -178,6 +179,7 @@ def names_in(path: Path) -> list[str]:
 
 def _opened(path: Path) -> safe_open:
     try:
+        open_regular(path).close()
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
         problem = pointer(path) or f"is not a readable safetensors file ({error}); fetch it again"
@@ -242,7 +244,7 @@ RANDOM_STATE: tuple[Any, ...] = (
 def is_archive(path: Path) -> bool:
     """Return whether one weight can be read from the file without the others. Raises CheckpointError."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return file.read(len(ZIP_MAGIC)) == ZIP_MAGIC
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error

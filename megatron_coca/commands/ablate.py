@@ -57,6 +57,8 @@ def parser() -> ArgumentParser:
     instead.add_argument("--report", action="store_true", help=report)
     page = "render a Jinja2 template with the tables and plots of what is done, and run nothing; see docs/ablations.md"
     instead.add_argument("--page", type=Path, nargs=2, metavar=("TEMPLATE", "PAGE"), help=page)
+    pack = "write all results into one file RESULTS.jsonl.zst beside their folder, and run nothing"
+    instead.add_argument("--pack", action="store_true", help=pack)
     instead.add_argument("--slurm", type=Path, metavar="DIR", help="write a Slurm job array into DIR, and run nothing")
     peak = "--dry-run: peak of a device, of which 40%% is assumed, where no cell is finished"
     add("--peak-flops", type=positive_float, metavar="FLOPS", help=peak)
@@ -67,15 +69,19 @@ def parser() -> ArgumentParser:
 
 def run(options: Namespace) -> int:
     """Do what the options say. Raises EvaluationError, Stopped, KeyboardInterrupt."""
+    from megatron_coca.ablation import archive, grid, reporting, running, slurm
     from megatron_coca.ablation import cells as files
-    from megatron_coca.ablation import plan, reporting, running, slurm
     from megatron_coca.evaluation.options import resolve_device
     from megatron_coca.evaluation.results import EvaluationError
 
-    file = plan.read_ablation(options.file, options.scale, options.output, options.runs)
+    file = grid.read_ablation(options.file, options.scale, options.output, options.runs)
+    archive.unpack(file.results)
+    if options.pack:
+        print(f"{archive.pack(file.results)} is written")
+        return 0
     recorded = files.recorded_data(file.results) if options.report or options.page else None
-    everything = plan.expand(file, options.device, options.dtype, recorded)
-    cells = plan.select(everything, options.only)
+    everything = grid.expand(file, options.device, options.dtype, recorded)
+    cells = grid.select(everything, options.only)
     if options.dry_run:
         print(files.dry_run(cells, options.peak_flops, everything))
         return 0

@@ -61,22 +61,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     gpus = options.gpus or _configured_gpus(config)
     from megatron_coca.model.cost import peak_flops
     from megatron_coca.training.estimate import changes_that_fit, estimate, fits
-    from megatron_coca.training.step_time import DEVICES, scaling, step_time
+    from megatron_coca.training.step_time import DEVICES, mfu_range, scaling, step_time
 
     if options.scaling:
         print("\n".join(_scaling_lines(scaling(config, gpus, options.links))))
         return 0
     gpu = GPUS[options.gpu]
     step = step_time(config, gpus, options.gpu, options.links) if options.gpu in DEVICES else None
-    mfu = options.mfu or (step.mfu if step else DEFAULT_MFU)
+    expected = mfu_range(config, gpus, options.gpu, options.links) if step else None
+    mfu = options.mfu or (sum(expected) / 2 if expected else DEFAULT_MFU)
     result = estimate(config, gpus, peak_flops(gpu.device) or 0.0, mfu)
     fitting = fits(result.memory, gpu.memory)
     changes = [] if fitting else changes_that_fit(config, gpus, gpu.memory)
     if options.json:
-        print(json.dumps(_record(result, options.gpu, mfu, step, fitting, changes)))
+        record = _record(result, options.gpu, mfu, step, fitting, changes)
+        print(json.dumps(record | {"mfu_range": expected}))
     else:
         print("\n".join(_lines(config, result, options.gpu)))
-        print("\n".join([*_step_lines(step), *_time_lines(config, result, mfu, options.mfu is not None)]))
+        times = _time_lines(config, result, mfu, None if options.mfu else expected)
+        print("\n".join([*_step_lines(step), *times]))
         print("\n".join(_verdict(result, gpu.memory, fitting, changes)))
     return 0 if fitting else 1
 
@@ -164,9 +167,12 @@ def _step_lines(step: "StepTime | None") -> Iterator[str]:
     for part, text in parts.items():
         yield f"  {part:<16} {1e3 * getattr(step, part):>15.1f} ms   {text}"
     yield f"  {'overlapped':<16} {1e3 * step.hidden:>15.1f} ms   communication beside the backward pass"
-    yield "  assumed of the peak FLOP/s, in matrix products and in attention:"
-    rows = (f"{gpu} {device.products:.0%} and {device.attention:.0%}" for gpu, device in DEVICES.items())
-    yield f"    {', '.join(rows)}"
+    yield "  above with the faster of two attention kernels and hosts; below with both"
+    yield "  shares of the peak FLOP/s in products and in attention, error against published steps:"
+    for gpu, device in DEVICES.items():
+        shares = f"{device.products:.0%}, {device.slow_attention:.0%} to {device.attention:.0%}"
+        error = "not calibrated" if device.error is None else f"at most {device.error:.0%}"
+        yield f"    {gpu:<14} {shares}, {error}"
     for name, (value, text) in ASSUMPTIONS.items():
         yield f"    {name:<14} {value:>8g}   {text}"
     yield ""
@@ -182,13 +188,17 @@ def _scaling_lines(rows: "Iterable[tuple[int, dict[str, StepTime]]]") -> Iterato
         yield f"{gpus:>6,}" + "".join(f"{cell:>28}" for cell in cells)
 
 
-def _time_lines(config: Config, result: "Estimate", mfu: float, given: bool) -> Iterator[str]:
-    source = "given" if given else "predicted"
-    yield f"tokens per second  {result.tokens_per_second:>18,.0f}   at {mfu:.1%} MFU, {source}"
+def _time_lines(config: Config, result: "Estimate", mfu: float, expected: tuple[float, float] | None) -> Iterator[str]:
+    """Speed and duration at `mfu`, the middle of the `expected` range if there is one."""
+    speed, days = result.tokens_per_second, (result.seconds or 0.0) / 86400
+    source = "given" if expected is None else f"in the middle of {expected[0]:.0%} to {expected[1]:.0%}, predicted"
+    yield f"tokens per second  {speed:>18,.0f}   at {mfu:.1%} MFU, {source}"
     if result.total_tokens is not None and result.seconds is not None:
         yield f"steps              {config.schedule.train_iters:>18,}"
         yield f"tokens             {result.total_tokens:>18,}"
-        yield f"days               {result.seconds / 86400:>18.2f}"
+        yield f"days               {days:>18.2f}" + (
+            f"   {days * mfu / expected[1]:.2f} to {days * mfu / expected[0]:.2f}" if expected else ""
+        )
     if config.precision.dtype == "fp32":
         yield "precision fp32: the peak is that of bfloat16; expect a fraction of this speed"
 

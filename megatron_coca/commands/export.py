@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def write_huggingface(args: Namespace) -> list[str]:
     """Write a Hugging Face folder and return notes about it."""
-    from megatron_coca.checkpoints.exports.huggingface import export
+    from megatron_coca.checkpoints.exports.huggingface_export import export
 
     changes = args.overrides, args.dtype
     done = export(

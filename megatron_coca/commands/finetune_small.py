@@ -17,7 +17,7 @@ from megatron_coca.commands.configs import shipped
 from megatron_coca.commands.quickstart import DYNAMIC_NTK, run
 from megatron_coca.config import load_config
 from megatron_coca.evaluation.options import slug
-from megatron_coca.tables import format_table
+from megatron_coca.markdown_tables import format_table
 
 RUNS = Path("runs/finetune")
 WINDOWS, STRIDE = (64, 128, 256, 512), 64

@@ -29,7 +29,7 @@ from megatron_coca.data.shards import Shard
 from megatron_coca.data.tokenizers import TOKENIZERS, load_tokenizer
 from megatron_coca.data.tokenizers.kinds import Tokenizer
 from megatron_coca.data.verify import CHECKS, verify_shards
-from megatron_coca.tables import excerpt, format_table, percent
+from megatron_coca.markdown_tables import excerpt, format_table, percent
 from megatron_coca.training.corpus import SPLITS, Corpus, open_corpus, open_split
 
 
@@ -45,6 +45,8 @@ def _open_blend(options: argparse.Namespace) -> tuple[Corpus, Blend]:
     corpus = open_corpus(load_config(*split_inputs(options.inputs)))
     opened = {"train": corpus.train, "valid": corpus.valid}
     blend = opened[options.split] if options.split in opened else open_split(corpus.config, options.split)
+    if not isinstance(blend, Blend | None):
+        raise DataError("A synthetic task has no shards to look into; docs/recall.md describes its samples.")
     if blend is None:
         raise DataError(f"The configuration names no data for {options.split}.")
     return corpus, blend

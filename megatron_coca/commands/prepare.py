@@ -19,8 +19,16 @@ from megatron_coca.commands import command_parser
 from megatron_coca.data.builtin import VOCAB_SIZE, prepare_builtin
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.preparation.manifest import RUN_CONFIG, empty_splits, read_manifest
-from megatron_coca.data.preparation.plan import SPLITS, CorpusSource, Execution, Rules, training_texts
+from megatron_coca.data.preparation.preparation_plan import (
+    MAX_RECORD_MIB,
+    SPLITS,
+    CorpusSource,
+    Execution,
+    Rules,
+    training_texts,
+)
 from megatron_coca.data.preparation.recipe import (
+    MAX_VOCAB_SIZE,
     Recipe,
     TokenizerTraining,
     check_tokenizer_files,
@@ -39,10 +47,10 @@ _READING = ("documents", "max_record_mib")
 _OF_INPUT = (*_TOKENIZER_FILES, "train_tokenizer", "text_field", *_READING, "duplicates", *_FRACTIONS)
 
 
-def _at_least(lowest: int) -> Callable[[str], int]:
+def _between(lowest: int, highest: int) -> Callable[[str], int]:
     def number(text: str) -> int:
-        if (value := int(text)) < lowest:
-            raise argparse.ArgumentTypeError(f"{value} is less than {lowest}")
+        if not lowest <= (value := int(text)) <= highest:
+            raise argparse.ArgumentTypeError(f"{text:.20} does not lie in {lowest} to {highest}")
         return value
 
     return number
@@ -56,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, help="output folder (with --builtin: its parent, default data)")
     cores = len(os.sched_getaffinity(0))
     parser.add_argument(
-        "--workers", type=_at_least(0), default=cores, help="worker processes; 0 works in the main process"
+        "--workers", type=_between(0, 1024), default=cores, help="worker processes; 0 works in the main process"
     )
     parser.add_argument(
         "--save-seconds", type=float, default=10.0, help="seconds between saved positions, the most work lost by a kill"
@@ -72,7 +80,7 @@ def parser() -> argparse.ArgumentParser:
     plain.add_argument("--merge-file")
     plain.add_argument(
         "--train-tokenizer",
-        type=_at_least(1),
+        type=_between(1, MAX_VOCAB_SIZE),
         metavar="VOCAB_SIZE",
         help="train a SentencePiece tokenizer on the input",
     )
@@ -80,7 +88,9 @@ def parser() -> argparse.ArgumentParser:
     plain.add_argument(
         "--documents", choices=["file", "line", "paragraph"], help="unit of a document in text files (file)"
     )
-    plain.add_argument("--max-record-mib", type=_at_least(1), metavar="MIB", help="skip and report longer records (64)")
+    plain.add_argument(
+        "--max-record-mib", type=_between(1, MAX_RECORD_MIB), metavar="MIB", help="skip and report longer records (64)"
+    )
     plain.add_argument("--duplicates", metavar="{exact,keep}", help="duplicates to remove (exact)")
     plain.add_argument(
         "--valid-fraction", type=float, help="held-out fraction of the documents, by a hash of their key (0.01)"

@@ -1,13 +1,14 @@
-"""Whole workflow on a laptop: train two position methods from one seed, kill and resume one, evaluate both far beyond
-the training length.
+"""Whole workflow on a laptop: train four position methods to retrieve, measure them far beyond the training length;
+then train one on text, kill and resume it, and measure its perplexity.
 
     megatron-coca quickstart
-    megatron-coca quickstart train_iters=1000 # any key of the configuration, for both methods
+    megatron-coca quickstart train_iters=1000 # any key of the configurations, for all runs
 
 Everything is done by the project's own commands, which are printed as they run. Results in runs/quickstart are reused.
 """
 
 import json
+import os
 import shlex
 import signal
 import subprocess
@@ -18,39 +19,66 @@ from pathlib import Path
 
 from megatron_coca.commands import command_parser
 from megatron_coca.commands.configs import shipped
+from megatron_coca.evaluation.options import slug
 from megatron_coca.program import PROGRAM
 
 # PyTorch takes seconds to import: that is done after the options are read.
 
 RUNS = Path("runs/quickstart")
-METHODS = {"roformer": "RoFormer", "roformer_coca": "RoFormer + CoCA"}
+RECALL = {"rotary": "RoFormer", "coca": "CoCA-Slack", "coca_strict": "CoCA-Strict", "alibi": "ALiBi"}
+"""Methods that are trained on key-value recall, by `pos_emb`."""
+RECALL_KEYS = ("train_iters=400", "warmup=0.125", "checkpoint_factor=400")
 DYNAMIC_NTK = ("rope_scaling.rope_type=dynamic", "rope_scaling.factor=4")
+REPAIRS = {" + dynamic NTK": DYNAMIC_NTK, " + ReRoPE, log n": ("relative_positions.type=rerope", "logit_scaling=log_n")}
+TEXT, TEXT_LABEL = "roformer_coca", "RoFormer + CoCA"
+"""The run on text, which is killed halfway."""
 EXTENSIONS: dict[str, tuple[str, Sequence[str]]] = {"plain": ("", ()), "dynamic_ntk": (" + dynamic NTK", DYNAMIC_NTK)}
 """By the end of the result file's name: the end of the label, and keys."""
 WINDOWS, STRIDE = "64,128,256,512,1024", "64"
-KILLED = "roformer_coca"
-"""The run that is killed, halfway."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return 0. Raises ConfigError, EvaluationError, and SystemExit where a command fails."""
     parser = command_parser("quickstart", __doc__)
-    parser.add_argument("keys", nargs="*", metavar="KEY=VALUE", help="changes of both configurations")
+    parser.add_argument("keys", nargs="*", metavar="KEY=VALUE", help="changes of all configurations")
     keys = parser.parse_args(arguments).keys
     from megatron_coca.evaluation import build_report
 
     start = time.perf_counter()
-    for name in METHODS:
-        train(name, keys)
-    results = [evaluate(name, extension) for name in METHODS for extension in EXTENSIONS]
-    table = build_report(results, RUNS, "Quickstart: perplexity beyond the training length of 64")
+    recalled = recall(keys)
+    train(TEXT, keys)
+    results = [evaluate(TEXT, extension) for extension in EXTENSIONS]
+    table = build_report([*recalled, *results], RUNS, "Quickstart: beyond the training length of 64")
     seconds = time.perf_counter() - start
     print(f"\n{table}\n\nWrote {RUNS}/report.html, report.png, report.md and report.json; {seconds:.0f} s in total.")
     return 0
 
 
+def recall(keys: Sequence[str]) -> list[Path]:
+    """Train every method of RECALL on the recall task, and return the result files of it with its repairs."""
+    from megatron_coca.checkpoints import native
+    from megatron_coca.config import load_config
+
+    file, settings = shipped("recall/model.yml"), [*RECALL_KEYS, *keys]
+    last = load_config([file], settings).schedule.train_iters
+    saves = {name: RUNS / f"recall_{name}" for name in RECALL}
+    missing = [name for name, save in saves.items() if last not in native.steps(save)]
+    train_recall = ["train", file, *settings, "auto_resume=true"]
+    run_together([[*train_recall, f"pos_emb={name}", f"save={saves[name]}"] for name in missing])
+    files, measures = [], []
+    for name, label in RECALL.items():
+        repairs = REPAIRS if name != "alibi" else {" + log n": ("logit_scaling=log_n",)}
+        variants = {label: (), **{f"{label}{end}": changes for end, changes in repairs.items()}}
+        given = (part for variant, changes in variants.items() for part in ("--variant", variant, *changes))
+        command = ["evaluate", "recall", "--checkpoint", str(saves[name]), "--cases", "192", "--shifts", "0"]
+        measures.append([*command, "--output", str(RUNS), "--overwrite", *given])
+        files += [RUNS / f"recall_{slug(variant)}.json" for variant in variants]
+    run_together(measures)
+    return files
+
+
 def train(name: str, keys: Sequence[str]) -> None:
-    """Train one method to its last step; KILLED is killed midway and resumed from its latest checkpoint."""
+    """Train on text to the last step; the run is killed midway and resumed from its latest checkpoint."""
     from megatron_coca.checkpoints import native
     from megatron_coca.config import load_config
 
@@ -62,7 +90,7 @@ def train(name: str, keys: Sequence[str]) -> None:
         print(f"# {save}: step {last} is already saved")
         return
     command = ["train", file, *keys, f"load={save}"]
-    if name == KILLED and not native.steps(save):
+    if not native.steps(save):
         kill_after_step(command, save, last // 2)
     run(command)
 
@@ -106,7 +134,7 @@ def evaluate(name: str, extension: str) -> Path:
     command = ["evaluate", "perplexity", "--checkpoint", str(checkpoint)]
     command += ["--windows", WINDOWS, "--stride", STRIDE, "--overwrite"]
     label, keys = EXTENSIONS[extension]
-    command += ["--label", METHODS[name] + label, "--output", str(output), *(("--set", *keys) if keys else ())]
+    command += ["--label", TEXT_LABEL + label, "--output", str(output), *(("--set", *keys) if keys else ())]
     run(command)
     return output
 
@@ -129,6 +157,16 @@ def run(command: Sequence[str]) -> None:
     """Print and run one command of the project; end with its exit status if it fails."""
     show(command)
     if status := subprocess.run([*PROGRAM, *command], check=False).returncode:
+        sys.exit(status)
+
+
+def run_together(commands: Sequence[Sequence[str]]) -> None:
+    """Run commands at the same time, each with one thread; end with the exit status of one that fails."""
+    for command in commands:
+        show(command)
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
+    processes = [subprocess.Popen([*PROGRAM, *command], env=one_thread) for command in commands]
+    if status := max((process.wait() for process in processes), default=0):
         sys.exit(status)
 
 

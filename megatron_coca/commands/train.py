@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Return the exit status: 0 after training, else one of those in docs/faults.md."""
     watchdog.install()  # before other imports: a file of the user's may shadow a module that they import
     from megatron_coca.config import option_hint
-    from megatron_coca.training.exit_status import INTERRUPTED, UNUSABLE, Stopped
+    from megatron_coca.training.exit_status import INTERRUPTED, Stopped
 
     given = sys.argv[1:] if arguments is None else arguments
     options, unknown = parser().parse_known_intermixed_args(given)
@@ -56,10 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser().error(f"unrecognized arguments: {' '.join(unknown)}{option_hint(unknown, given)}")
     try:
         return run(*read_config(options), given)
-    except InputError as error:
-        watchdog.tell(error)
-        return UNUSABLE
-    except Stopped as error:
+    except (InputError, Stopped) as error:
         watchdog.tell(error)
         return error.status
     except KeyboardInterrupt:

@@ -99,7 +99,7 @@ def refuse_other_run(stage: Stage) -> None:
             f"{folder}: belongs to a different run from {stage.name}: {', '.join(problems)}; restore these, or move "
             f"{stage.save} away"
         )
-    origin = native.read_json(folder / native.META).get("origin")
+    origin = native.read_meta(folder).get("origin")
     if origin is None or keys.load is None or not Path(keys.load).exists():
         return
     if origin != open_checkpoint(keys.load, verify=False, step=keys.iteration).identity:

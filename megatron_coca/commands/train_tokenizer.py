@@ -14,12 +14,12 @@ from pathlib import Path
 from megatron_coca.atomic_write import atomic_dir
 from megatron_coca.commands import command_parser, count
 from megatron_coca.data.errors import DataError
-from megatron_coca.data.preparation.plan import CorpusSource, Rules, check, training_texts
+from megatron_coca.data.preparation.preparation_plan import CorpusSource, Rules, check, training_texts
 from megatron_coca.data.preparation.recipe import named_paths, read_recipe
 from megatron_coca.data.readers.source import SourceSpec
 from megatron_coca.data.tokenizers import TOKENIZERS
 from megatron_coca.data.tokenizers.training import TRAINERS, HeldOut, check_vocabulary, measure
-from megatron_coca.tables import format_table
+from megatron_coca.markdown_tables import format_table
 
 REPORT = "training.json"
 CLEARLY_FEWER = 0.7

@@ -2,7 +2,8 @@
 
 from megatron_coca.config.base import ConfigError
 from megatron_coca.config.load import Config, keys_without_effect, load_config, option_hint, split_inputs
-from megatron_coca.config.model import ModelConfig, PositionConfig
+from megatron_coca.config.model import ModelConfig
+from megatron_coca.config.position import PositionConfig
 from megatron_coca.config.schema import COMPUTE_KEYS, KEYS
 from megatron_coca.config.training import (
     BatchSizes,

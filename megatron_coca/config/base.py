@@ -1,12 +1,15 @@
 """Base of all groups of keys: the error class, value ranges, and the declaration of keys."""
 
 import difflib
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
+from pydantic_core import PydanticCustomError
 
 from megatron_coca.program import InputError
+from megatron_coca.safe_yaml import NOT_IN_TEXT
 
 
 class ConfigError(InputError, ValueError):
@@ -31,16 +34,74 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"; did you mean `{lowered[match[0]]}`?" if match else ""
 
 
+def shown(value: Any) -> str:
+    """Return a value for a message, abbreviated."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
 class ConfigGroup(BaseModel):
     """A frozen group of keys. A field's alias, if it has one, is its dotted path in YAML."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _usable(cls, value: Any) -> Any:
+        for path, reason in unusable(value, ""):
+            raise PydanticCustomError("unusable", "{reason}", {"path": path, "reason": reason})
+        return value
 
-Count = Annotated[int, Field(ge=1)]
-WholeNumber = Annotated[int, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0.0)]
-NotNegative = Annotated[float, Field(ge=0.0)]
+
+def unusable(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    """Yield the parts of a value, by their paths in it, that libraries or the operating system cannot hold, and why."""
+    reason, parts = None, []
+    match value:
+        case None | bool():
+            pass
+        case int():
+            reason = "expected an integer below 2^63" if abs(value) >= 2**63 else None
+        case float():
+            reason = None if math.isfinite(value) else f"expected a finite number, got {value}"
+        case str():
+            refused = NOT_IN_TEXT.search(value)
+            reason = None if refused is None else f"the character U+{ord(refused[0]):04X} is not allowed"
+        case list() | tuple():
+            parts = [(f"[{index}]", part) for index, part in enumerate(value)]
+        case Mapping():
+            parts = [*(("", name) for name in value), *((f".{name}", part) for name, part in value.items())]
+        case BaseModel():  # validated already
+            pass
+        case _:
+            reason = f"expected a value of YAML, got a {type(value).__name__}"
+    if reason is not None:
+        yield path, reason
+    for name, part in parts:
+        yield from unusable(part, path + name)
+
+
+def _path(name: str) -> str:
+    """Refuse a path that no file system takes, so that using it fails for reasons of the disk only."""
+    if not name:
+        raise PydanticCustomError("unusable", "empty path; leave the key out")
+    if len(name.encode()) > 4095 or any(len(part.encode()) > 255 for part in name.split("/")):
+        raise PydanticCustomError("unusable", "a path of more than 4095 bytes, or with a name of more than 255")
+    return name
+
+
+PathName = Annotated[str, AfterValidator(_path)]
+"""File, folder, prefix of files, or URL."""
+
+MAX_COUNT = 2**31 - 1
+Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
+"""Steps, tokens, rows. The product of any two fits into 64 bits."""
+WholeNumber = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+Size = Annotated[int, Field(ge=1, le=2**20)]
+"""Features, heads, samples, ranks: what a machine allocates or loops over."""
+Positive = Annotated[float, Field(gt=0.0, le=1.0e30)]
+NotNegative = Annotated[float, Field(ge=0.0, le=1.0e30)]
+Seconds = Annotated[float, Field(gt=0.0, le=1.0e9)]
+"""A time that timers of the operating system and of collectives accept, also doubled."""
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
 

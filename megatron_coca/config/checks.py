@@ -1,22 +1,16 @@
 """Checks between keys: a function for each, and a table of the keys that it reads."""
 
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
-from megatron_coca.config.base import ConfigGroup
-from megatron_coca.config.model import MAP_OPTIONS, MAP_REQUIRED, ROTATED_METHODS, SCALING_OPTIONS, SCALING_REQUIRED
-from megatron_coca.config.schema import Settings
+from megatron_coca import methods
+from megatron_coca.config.base import shown
+from megatron_coca.config.model import GLOBAL
+from megatron_coca.config.position import PositionConfig
+from megatron_coca.config.schema import SELECTORS, Settings
 from megatron_coca.config.training import POLICIES, split_shares, window_tokens
-
-BASE_CHANGING = frozenset({"ntk", "dynamic", "dynamic_max"})
-FULL_ATTENTION = frozenset({"global", "flash"})
-ABSOLUTE_METHODS = frozenset({"learned", "sinusoidal"})
-"""Position methods that do not depend on distances, so that positions may restart within the attended tokens."""
-
-LEARNED_POSITIONS = frozenset({"learned", "rpe", "kerple_log", "kerple_power"})
-"""Position methods with weights; the frequency extension CLEX has some too."""
 
 
 class Check(NamedTuple):
@@ -42,9 +36,25 @@ def _kv_heads(settings: Settings) -> str | None:
     return f"{kv_heads} key/value heads do not divide num_attention_heads {heads}" if heads % kv_heads else None
 
 
+def _qk_layernorm(settings: Settings) -> str | None:
+    model, parallel = settings.model, settings.parallel
+    if not model.use_qk_layernorm:
+        return None
+    if model.num_kv_heads != model.num_attention_heads:
+        return "GPT-NeoX's norm has a weight for every query head, so num_kv_heads must be num_attention_heads"
+    for key in ("model_parallel_size", "sequence_parallel_size"):
+        if getattr(parallel, key) > 1:
+            return f"not available with {key}: the norm of all heads together would need their sums over ranks"
+    return None
+
+
 def _inner_width(settings: Settings) -> str | None:
     both = settings.model.intermediate_size is not None and settings.model.expansion_factor is not None
     return "contradicts intermediate_size; set only one of the two" if both else None
+
+
+def _inner_features(settings: Settings) -> str | None:
+    return None if settings.model.ffn_hidden_size else "the MLP has no features; raise it, or expansion_factor"
 
 
 def _length(settings: Settings) -> str | None:
@@ -55,157 +65,83 @@ def _length(settings: Settings) -> str | None:
 
 
 def _attention_types(settings: Settings) -> str | None:
-    config, layers = settings.model.attention_config, settings.model.num_layers
-    if config is None:
-        return None
-    total = 0
-    types: set[str] = set()
-    for item in config:
-        match item:
-            case str():
-                names, count = [item], 1
-            case [[*names], "all"] if names and layers % len(names) == 0:
-                count = layers
-            case [[*names], int(repeats)] if names:
-                count = repeats * len(names)
-            case _:
-                return 'expected a list such as [[["global"], 12]]'
-        types |= {str(name) for name in names}
-        total += count
-    absent = sorted(types - FULL_ATTENTION)
+    try:
+        named = settings.model.layer_names
+    except ValueError as error:
+        return str(error)
+    absent = sorted(set(named) - {GLOBAL, *settings.position.layer_types})
     if absent:
-        return f"attention type {absent[0]} is not supported yet (global | flash)"
-    return None if total == layers else f"covers {total} layers, but num_layers is {layers}; leave it out"
+        return f"attention type {absent[0]:.80} is not supported yet (global | flash) and not named by layer_types"
+    return None
+
+
+def _layer_types(settings: Settings) -> str | None:
+    reserved = sorted({GLOBAL, "flash"} & settings.position.layer_types.keys())
+    if reserved:
+        return f"{reserved[0]} is the type with the model's own keys; give yours another name"
+    odd = [name for name in settings.position.layer_types if not name.isidentifier()]
+    if odd:
+        return f"{shown(odd[0])} is not a name of letters, digits and underscores"
+    unused = sorted(settings.position.layer_types.keys() - _types(settings).keys())
+    if unused:
+        return f"no layer has the type {unused[0]}; name it in attention_config or leave it out"
+    used = {settings.position.pos_emb, *(position.pos_emb for position in _types(settings).values())}
+    added = sorted(name for name in used if not methods.find("pos_emb", name).by_distance)
+    if added and len(used) > 1:
+        return f"pos_emb {added[0]} adds vectors to the embedding, which all layers share; no layer can have another"
+    return None
+
+
+def _types(settings: Settings) -> dict[str, PositionConfig]:
+    """The position keys of every type of layers; of the model alone where the types themselves are not valid."""
+    try:
+        return settings.position.of_types(settings.model.layer_names)
+    except ValueError:
+        return settings.position.of_types([GLOBAL])
 
 
 # Position method
 
 
-def _options(
-    given: ConfigGroup, named: str, known: dict[str, tuple[str, ...]], required: dict[str, tuple[str, ...]], choice: str
-) -> str | None:
-    """Return an error for an option that `choice` does not read, or one that it requires."""
-    always = {"rope_type", "type", "original_max_position_embeddings"}
-    for name in sorted(given.model_fields_set - always - set(known[choice])):
-        if getattr(given, name) != type(given).model_fields[name].default:
-            readers = [other for other, names in known.items() if name in names]
-            return f"{name} has no effect with {named}; it is an option of {' | '.join(readers)}"
-    for name in required.get(choice, ()):
-        if name not in given.model_fields_set or getattr(given, name) is None:
-            return f"{named} needs {name}"
-    return None
-
-
 def _rotary_dims(settings: Settings) -> str | None:
-    model, position = settings.model, settings.position
-    dims = int(model.head_dim * position.rotary_pct)
-    if position.pos_emb not in ROTATED_METHODS or (dims >= 2 and dims % 2 == 0):
-        return None
-    return (
-        f"{position.rotary_pct} of {model.head_dim} features per head (hidden_size / num_attention_heads) is {dims};"
-        " the number of rotated features must be even and at least 2"
+    for position in _types(settings).values():
+        dims = int(settings.model.head_dim * position.rotary_pct)
+        if position.embedding.rotary and (dims < 2 or dims % 2):
+            return (
+                f"{position.rotary_pct} of {settings.model.head_dim} features per head (hidden_size /"
+                f" num_attention_heads) is {dims}; the number of rotated features must be even and at least 2"
+            )
+    return None
+
+
+def _choice(key: str, settings: Settings) -> str | None:
+    """The requirements that the declaration of the choice states, in every type of layers."""
+    for name, position in _types(settings).items():
+        reason = position.refusal(key, settings.model.seq_length, settings.model.head_dim)
+        if reason is not None:
+            return reason if name == GLOBAL else f"layers of type {name}: {reason}"
+    return None
+
+
+def _window(settings: Settings) -> str | None:
+    both = any(
+        position.sliding_window_width is not None and position.relative_positions is not None
+        for position in _types(settings).values()
     )
-
-
-def _scaling(settings: Settings) -> str | None:
-    scaling, method = settings.position.rope_scaling, settings.position.pos_emb
-    if scaling is None:
-        return None
-    if scaling.rope_type != "default" and method not in ROTATED_METHODS:
-        return (
-            f"rope_type {scaling.rope_type} is not available with pos_emb {method}, which has no frequencies to scale;"
-            " set rope_scaling to null"
-        )
-    return _options(scaling, f"rope_type {scaling.rope_type}", SCALING_OPTIONS, SCALING_REQUIRED, scaling.rope_type)
-
-
-def _scaling_dims(settings: Settings) -> str | None:
-    scaling = settings.position.rope_scaling
-    dims = int(settings.model.head_dim * settings.position.rotary_pct)
-    if scaling is None or scaling.rope_type not in BASE_CHANGING or dims >= 4:
-        return None
-    return f"rope_type {scaling.rope_type} needs at least 4 rotated features per head"
-
-
-def _longrope_lists(settings: Settings) -> str | None:
-    scaling, pairs = settings.position.rope_scaling, int(settings.model.head_dim * settings.position.rotary_pct) // 2
-    for name in ("short_factor", "long_factor"):
-        values = getattr(scaling, name, None)
-        if values is not None and len(values) != pairs:
-            return f"{name} has {len(values)} numbers, but there are {pairs} frequencies; give one number for each"
-    return None
-
-
-def _exceeds(high: str, low: str, settings: Settings) -> str | None:
-    scaling = settings.position.rope_scaling
-    if scaling is None or getattr(scaling, high) > getattr(scaling, low):
-        return None
-    return f"{high} {getattr(scaling, high)} must exceed {low} {getattr(scaling, low)}"
-
-
-def _target_length(settings: Settings) -> str | None:
-    scaling, length = settings.position.rope_scaling, settings.position.original_length(settings.model.seq_length)
-    if scaling is None or scaling.target_length is None or scaling.target_length >= length:
-        return None
-    return f"target_length {scaling.target_length} is below the training length L = {length}"
-
-
-def _longrope_length(settings: Settings) -> str | None:
-    scaling, length = settings.position.rope_scaling, settings.position.original_length(settings.model.seq_length)
-    if scaling is None or scaling.rope_type != "longrope" or length >= 2:
-        return None
-    return "longrope divides by ln L, which is 0 for a training length of 1"
-
-
-def _map(settings: Settings) -> str | None:
-    given, method = settings.position.relative_positions, settings.position.pos_emb
-    if given is None:
-        return None
-    if method not in ROTATED_METHODS:
-        return (
-            f"{given.type} needs rotary positions, and pos_emb is {method}; set relative_positions to null or pos_emb "
-            f"to one of {' | '.join(sorted(ROTATED_METHODS))}"
-        )
-    if given.type == "streaming" and method == "coca":
-        return (
-            "streaming shifts positions as the cache moves, and the scores of coca are not shift-invariant; use"
-            " pos_emb coca_strict or type lm_infinite"
-        )
-    return _options(given, f"type {given.type}", MAP_OPTIONS, MAP_REQUIRED, given.type)
-
-
-def _map_lengths(settings: Settings) -> str | None:
-    given, length = settings.position.relative_positions, settings.model.seq_length
-    if given is None:
-        return None
-    if given.type == "streaming" and given.window is None and (given.sinks or 0) >= length:
-        return f"{given.sinks} sinks leave no window within the training length {length}; set window"
-    if given.type == "inv_leaky_rerope" and given.target_length is not None and 2 * given.target_length <= length:
-        return f"target_length {given.target_length} must exceed {length // 2}, half of the training length"
-    return None
-
-
-def _map_and_clex(settings: Settings) -> str | None:
-    scaling, given = settings.position.rope_scaling, settings.position.relative_positions
-    both = scaling is not None and scaling.rope_type == "clex" and given is not None
-    return "not available with rope_type clex, which draws positions at random in training" if both else None
-
-
-def _logit_scaling(settings: Settings) -> str | None:
-    scaled = settings.position.logit_scaling != "none" and settings.model.seq_length < 2
-    return "divides by ln L, which is 0 for a training length of 1" if scaled else None
+    return "contradicts relative_positions, which has a window of its own; set one of them to null" if both else None
 
 
 def _operand_kernel(settings: Settings) -> str | None:
-    position = settings.position
-    if position.operand_kernel != "triton":
+    rotary = [position for position in _types(settings).values() if position.embedding.rotary]
+    if settings.position.operand_kernel != "triton":
         return None
-    if position.pos_emb not in ROTATED_METHODS:
-        return f"triton needs rotary positions, and pos_emb is {position.pos_emb}; set torch"
-    if position.rope_scaling is not None and position.rope_scaling.rope_type == "clex":
-        return "triton has no gradient for learned frequencies (rope_type clex); set torch"
-    if position.logit_scaling != "none" and position.rotary_pct < 1.0:
-        return "triton does not support logit_scaling with partial rotation (rotary_pct below 1); set torch"
+    if not rotary:
+        return f"triton needs rotary positions, and pos_emb is {settings.position.pos_emb}; set torch"
+    for position in rotary:
+        if position.extension.learned:
+            return f"triton has no gradient for learned frequencies (rope_type {position.extension.name}); set torch"
+        if position.scaling.name != "none" and position.rotary_pct < 1.0:
+            return "triton does not support logit_scaling with partial rotation (rotary_pct below 1); set torch"
     return None
 
 
@@ -235,8 +171,7 @@ def _trainable_once(settings: Settings) -> str | None:
 
 def _trainable_weights(settings: Settings) -> str | None:
     parts = settings.optimizer.trainable or []
-    scaling = settings.position.rope_scaling
-    learned = settings.position.pos_emb in LEARNED_POSITIONS or (scaling is not None and scaling.rope_type == "clex")
+    learned = any(kind.embedding.weights is not None or kind.extension.learned for kind in _types(settings).values())
     if "output_head" in parts and not settings.model.no_weight_tying:
         return "output_head is tied to the embedding (no_weight_tying is false); use embedding"
     if "norms" in parts and settings.model.norm == "non_parametric_layernorm":
@@ -267,7 +202,7 @@ def _precision(settings: Settings) -> str | None:
 def _zero_stage(settings: Settings) -> str | None:
     stage = (settings.parallel.zero_optimization or {}).get("stage", 0)
     valid = isinstance(stage, int) and not isinstance(stage, bool) and 0 <= stage <= 3
-    return None if valid else f"stage {stage!r} is not one of 0 | 1 | 2 | 3"
+    return None if valid else f"stage {shown(stage)} is not one of 0 | 1 | 2 | 3"
 
 
 def _zero_reduce_scatter(settings: Settings) -> str | None:
@@ -384,9 +319,8 @@ def _recomputed_dropout(settings: Settings) -> str | None:
 
 
 def _drawn_positions(settings: Settings) -> str | None:
-    scaling = settings.position.rope_scaling
-    drawn = scaling is not None and scaling.rope_type == "clex"
-    return "clex draws a factor and positions on the host in every forward pass" if drawn else None
+    drawn = next((kind.extension for kind in _types(settings).values() if kind.extension.learned), None)
+    return f"{drawn.name} draws a factor and positions on the host in every forward pass" if drawn else None
 
 
 def _outside_of_graph(settings: Settings) -> str | None:
@@ -414,6 +348,9 @@ GRAPH_REFUSALS: Refusals = {
     "reset_position_ids": lambda settings: _BOUNDARIES if settings.data.reset_position_ids else None,
     "checkpoint_activations": _recomputed_dropout,
     "rope_scaling": _drawn_positions,
+    "training_positions": lambda settings: (
+        "the host reads the positions of every batch" if settings.general.training_positions is not None else None
+    ),
 }
 """By key, the reason why a micro-batch cannot be captured as a CUDA graph, or None."""
 
@@ -441,10 +378,6 @@ def _checkpoint_factor(settings: Settings) -> str | None:
     return "must be at least 2 with `checkpoint_scale: log`" if endless else None
 
 
-def _empty_path(key: str, settings: Settings) -> str | None:
-    return "empty path; leave the key out" if getattr(settings.checkpoint, key) == "" else None
-
-
 def _needs_load(key: str, settings: Settings) -> str | None:
     value = getattr(settings.checkpoint, key)
     unused = value is not None and value is not False and not settings.checkpoint.load
@@ -455,7 +388,7 @@ def _iteration(settings: Settings) -> str | None:
     keys = settings.checkpoint
     if not (keys.auto_resume and keys.iteration is not None and keys.save and keys.load):
         return None
-    ignored = Path(keys.load).resolve() == Path(keys.save).resolve()
+    ignored = os.path.realpath(keys.load) == os.path.realpath(keys.save)
     return "contradicts auto_resume, which resumes from the latest step; leave one of them out" if ignored else None
 
 
@@ -465,7 +398,7 @@ def _save_copy(settings: Settings) -> str | None:
         return None
     if not keys.save:
         return "has no effect without save; set save"
-    same = Path(keys.save_copy).resolve() == Path(keys.save).resolve()
+    same = os.path.realpath(keys.save_copy) == os.path.realpath(keys.save)
     return "same folder as save; use another one, preferably on a different disk" if same else None
 
 
@@ -487,8 +420,8 @@ def _eval_windows(settings: Settings) -> str | None:
     ranks = settings.parallel.sequence_parallel_size
     for window in keys.eval_windows or ():
         tokens = window_tokens(window, length)
-        if tokens is None or tokens < 2:
-            return f"{window!r} is neither a number of tokens above 1 nor a multiple of seq_length such as 4L"
+        if tokens is None:
+            return f"{shown(window)} is neither a number of tokens above 1 nor a multiple of seq_length such as 4L"
         if settings.position.pos_emb == "learned" and tokens > rows:
             return f"{window}: pos_emb learned has vectors for {rows} positions (max_position_embeddings)"
         if tokens % ranks:
@@ -534,17 +467,51 @@ def _weights(name: str, settings: Settings) -> str | None:
 
 def _split(settings: Settings) -> str | None:
     split = settings.data.split
-    return None if split_shares(split) else f"{split!r} is not a list of up to three numbers such as `969, 30, 1`"
+    return None if split_shares(split) else f"{shown(split)} is not a list of up to three numbers such as `969, 30, 1`"
 
 
 def _positions(settings: Settings) -> str | None:
-    data, method = settings.data, settings.position.pos_emb
-    if not data.reset_position_ids or data.reset_attention_mask or method in ABSOLUTE_METHODS:
+    data, embedding = settings.data, settings.position.embedding
+    if not data.reset_position_ids or data.reset_attention_mask or not embedding.by_distance:
         return None
-    return f"with pos_emb {method}, attention must not cross documents; set reset_attention_mask=true"
+    return f"with pos_emb {embedding.name}, attention must not cross documents; set reset_attention_mask=true"
+
+
+def _synthetic(settings: Settings) -> str | None:
+    task, data = settings.data.synthetic, settings.data
+    if task is None:
+        return None
+    if task.task in ("recall", "multi_query") and task.facts > task.keys:
+        return f"{task.facts} facts need as many different keys, and there are {task.keys}"
+    packed = [name for name in ("reset_attention_mask", "reset_position_ids", "eod_mask_loss") if getattr(data, name)]
+    if packed:
+        return f"not available with {packed[0]}: the samples have no documents; set it to false"
+    if settings.logging.eval_windows:
+        return "not available with eval_windows, which reads documents; leave it out, or measure with evaluate.py"
+    return None
+
+
+def _training_positions(settings: Settings) -> str | None:
+    given, position, length = settings.general.training_positions, settings.position, settings.model.seq_length
+    if given is None:
+        return None
+    largest = window_tokens(given.max, length)
+    if largest is None or largest < length:
+        return f"max {given.max!r} is neither a number of at least seq_length {length} nor a multiple such as 16L"
+    types = _types(settings).values()
+    if not any(kind.embedding.rotary or not kind.embedding.by_distance for kind in types):
+        return f"no effect with pos_emb {position.pos_emb}, which reads the order of tokens and no positions; remove it"
+    if position.embedding.weights == "table" and largest > settings.model.max_position_embeddings:
+        return f"max {given.max} exceeds max_position_embeddings {settings.model.max_position_embeddings}; raise that"
+    counting = (f"{choice.key} {choice.name}" for kind in types for choice, _ in kind.choices() if choice.trained)
+    if found := next(counting, None):
+        return f"not available with {found}, which reads the number of tokens from the positions in training"
+    return None
 
 
 _HEADS = ("num_attention_heads", "num_kv_heads", "hidden_size")
+_LAYERS = ("attention_config", "layer_types", "num_layers")
+_CHOICE_KEYS = (*_LAYERS, "pos_emb", *SELECTORS, "seq_length", "rotary_pct", "hidden_size", "num_attention_heads")
 _ROTATED = ("rotary_pct", "hidden_size", "num_attention_heads")
 _RECOMPUTED = ("checkpoint_activations", "hidden_dropout", "attention_dropout")
 _DATA_PATHS = tuple(f"{name}_data_paths" for name in SETS)
@@ -552,27 +519,24 @@ _DATA_PATHS = tuple(f"{name}_data_paths" for name in SETS)
 CHECKS: tuple[Check, ...] = (
     Check(("num_attention_heads", "hidden_size"), _heads),
     Check(("num_kv_heads", "num_attention_heads"), _kv_heads),
+    Check(
+        ("use_qk_layernorm", "num_kv_heads", "num_attention_heads", "model_parallel_size", "sequence_parallel_size"),
+        _qk_layernorm,
+    ),
     Check(("expansion_factor", "intermediate_size"), _inner_width),
+    Check(("intermediate_size", "expansion_factor", "hidden_size", "activation", "mlp_multiple_of"), _inner_features),
     Check(("seq_length", "max_position_embeddings", "pos_emb"), _length),
-    Check((*_ROTATED, "pos_emb"), _rotary_dims),
-    Check(("rope_scaling", "pos_emb"), _scaling),
-    Check(("rope_scaling", *_ROTATED), _scaling_dims),
-    Check(("rope_scaling", *_ROTATED), _longrope_lists),
-    Check(("rope_scaling",), partial(_exceeds, "beta_fast", "beta_slow")),
-    Check(("rope_scaling",), partial(_exceeds, "high_freq_factor", "low_freq_factor")),
-    Check(("rope_scaling", "seq_length"), _target_length),
-    Check(("rope_scaling", "seq_length"), _longrope_length),
-    Check(("relative_positions", "pos_emb"), _map),
-    Check(("relative_positions", "seq_length"), _map_lengths),
-    Check(("relative_positions", "rope_scaling"), _map_and_clex),
-    Check(("logit_scaling", "seq_length"), _logit_scaling),
+    Check((*_ROTATED, "pos_emb", *_LAYERS), _rotary_dims),
+    *(Check((key, *_CHOICE_KEYS), partial(_choice, key)) for key in SELECTORS),
     Check(("loss_kernel", "loss_chunk_size"), _loss_kernel),
-    Check(("operand_kernel", "pos_emb", "rope_scaling", "logit_scaling", "rotary_pct"), _operand_kernel),
+    Check(("operand_kernel", "pos_emb", "rope_scaling", "logit_scaling", "rotary_pct", *_LAYERS), _operand_kernel),
     Check(("rpe_max_distance", "rpe_num_buckets"), _buckets),
-    Check(("attention_config", "num_layers"), _attention_types),
+    Check(("attention_config", "num_layers", "layer_types"), _attention_types),
+    Check(("layer_types", "attention_config", "num_layers", "pos_emb"), _layer_types),
+    Check(("sliding_window_width", "relative_positions", *_LAYERS), _window),
     *(Check((key, "optimizer.params.lr"), partial(_learning_rate, key)) for key in ("min_lr", "lr_warmup_init")),
     Check(("trainable",), _trainable_once),
-    Check(("trainable", "no_weight_tying", "norm", "pos_emb", "rope_scaling"), _trainable_weights),
+    Check(("trainable", "no_weight_tying", "norm", "pos_emb", "rope_scaling", *_LAYERS), _trainable_weights),
     Check(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), _batch),
     Check(("precision", "fp16", "bf16"), _precision),
     Check(("zero_optimization",), _zero_stage),
@@ -595,7 +559,6 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check(("checkpoint_policy", "checkpoint_activations", "zero_optimization", "model_parallel_size"), _selective),
     Check(("checkpoint_factor", "checkpoint_scale"), _checkpoint_factor),
-    *(Check((key,), partial(_empty_path, key)) for key in ("save", "save_copy", "load")),
     *(Check((key, "load"), partial(_needs_load, key)) for key in ("finetune", "iteration")),
     Check(("iteration", "load", "save", "auto_resume"), _iteration),
     Check(("save_copy", "save"), _save_copy),
@@ -611,6 +574,11 @@ CHECKS: tuple[Check, ...] = (
     *(Check((f"{name}_data_weights", *_DATA_PATHS), partial(_weights, name)) for name in SETS),
     Check(("split",), _split),
     Check(("reset_position_ids", "reset_attention_mask", "pos_emb"), _positions),
+    Check(("synthetic", "reset_attention_mask", "reset_position_ids", "eod_mask_loss", "eval_windows"), _synthetic),
+    Check(
+        ("training_positions", "seq_length", "max_position_embeddings", "pos_emb", *SELECTORS, *_LAYERS),
+        _training_positions,
+    ),
 )
 
 

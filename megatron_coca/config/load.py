@@ -9,7 +9,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from typing_extensions import Self
 
-from megatron_coca.config.base import ConfigError, ConfigGroup, nearest
+from megatron_coca import methods
+from megatron_coca.config.base import ConfigError, ConfigGroup, nearest, shown
 from megatron_coca.config.checks import find_faults
 from megatron_coca.config.neox_keys import (
     ALIAS_VALUES,
@@ -22,7 +23,8 @@ from megatron_coca.config.neox_keys import (
     UNSUPPORTED_CHOICES,
     is_inert,
 )
-from megatron_coca.config.schema import CLOSED, GROUPS, KEYS, NESTED, SECTIONS, Settings
+from megatron_coca.config.position import PositionConfig
+from megatron_coca.config.schema import CLOSED, GROUPS, KEYS, SECTIONS, SELECTORS, Settings, nested_names
 from megatron_coca.config.source import (
     Layer,
     Overrides,
@@ -46,14 +48,19 @@ EXPECTED: dict[str, str] = {
     "model_type": "expected a mapping",
     "finite_number": "expected a finite number",
 }
+"""By pydantic's error; of other errors pydantic's own words are kept."""
 UNQUOTED: dict[str, tuple[type, ...]] = {"int_type": (int,), "float_type": (int, float), "bool_type": (bool,)}
 """Types that a string would have without its quotes, by pydantic's error."""
 SYNONYMS: dict[str, str] = {"bf16": "bfloat16", "float16": "fp16", "float32": "fp32", "rope": "rotary"}
 SUFFIXES = (".yml", ".yaml", ".json")
-KNOWN = (*KEYS, *INERT, *ALIASES, *(f"{key}.{name}" for key, names in NESTED.items() for name in names))
 MISSING = "required, but missing"
 NO_MODEL = "put it after a model's file, for example `configs/350M/roformer_coca.yml`"
 _PLACEHOLDERS = {"num_layers": 1, "hidden_size": 1, "num_attention_heads": 1, "seq_length": 1}
+
+
+def known_keys() -> tuple[str, ...]:
+    """Every key that may be set, and `key.name` of mappings with known names."""
+    return (*KEYS, *INERT, *ALIASES, *(f"{key}.{name}" for key in KEYS for name in nested_names(key)))
 
 
 class Problems:
@@ -77,19 +84,25 @@ class Problems:
         around = (where[path[:end]] for end in range(len(path), 0, -1) if path[:end] in where and path[end:][:1] == ".")
         return where.get(path) or next(inside, None) or next(around, self.source.label)
 
-    def add_from_pydantic(self, error: ErrorDetails) -> None:
-        """Reword an error of pydantic and add it."""
-        key, value, kind = _path_of(error), error["input"], error["type"]
+    def add_from_pydantic(self, key: str, errors: Sequence[ErrorDetails]) -> None:
+        """Reword the errors of pydantic for one value, of which a union of types has several, and add them as one."""
+        error = errors[0]
+        value, kind = error["input"], error["type"]
         if kind == "missing":
             message = MISSING
         elif kind == "extra_forbidden":
             message = unknown_key(key)
+        elif kind == "option":
+            message = "; ".join(each["msg"] for each in errors)
+        elif kind == "unusable":
+            message = error["msg"]
+            key += error.get("ctx", {}).get("path", "")
         elif kind == "literal_error":
             names = [str(choice) for choice in _choices_of(key)]
-            hint = nearest(SYNONYMS.get(str(value), str(value)), names)
-            message = f"`{value}` is not one of {' | '.join(names)}{hint}"
+            text = value if isinstance(value, str) else shown(value)
+            message = f"`{text:.80}` is not one of {' | '.join(names)}{nearest(SYNONYMS.get(text, text), names)}"
         else:
-            expected = EXPECTED.get(kind) or error["msg"].replace("Input should be", "expected a value")
+            expected = [EXPECTED.get(each["type"]) or _expectation(each["msg"]) for each in errors]
             hint = ""
             if kind == "int_type" and isinstance(value, float) and value.is_integer():
                 hint = f"; write {int(value)}"
@@ -97,35 +110,55 @@ class Problems:
                 hint = "; remove the quotes"
             elif key in ("fp16", "bf16"):
                 hint = f"; for the dtype alone, set precision={key}"
-            message = f"{expected}, got {value!r}{hint}"
+            message = f"{' or '.join(dict.fromkeys(expected))}, got {shown(value)}{hint}"
         self.add(key, message)
+
+
+def _expectation(message: str) -> str:
+    """Reword pydantic's message: `Input should be greater than 0`, and `Input should be 'auto'` of a union."""
+    expected = message.removeprefix("Input should be ")
+    return expected.replace("'", "`") if expected.startswith("'") else f"expected a value {expected}"
 
 
 def unknown_key(key: str) -> str:
     """Return the error of an unknown key, with the key that is meant or the nearest one."""
     meant = HUGGING_FACE.get(key)
-    return f"unknown key{f'; did you mean `{meant}`?' if meant else nearest(key, KNOWN)}"
+    return f"unknown key{f'; did you mean `{meant}`?' if meant else nearest(key, known_keys())}"
 
 
 def _owner_of(path: str) -> str:
     """Return the key of the schema that a path such as `rope_scaling.factor` or `a[0]` belongs to."""
     path = path.partition("[")[0]
-    return path if path in KEYS else path.rpartition(".")[0] if "." in path else path
+    owner = path
+    while owner not in KEYS and "." in owner:
+        owner = owner.rpartition(".")[0]
+    return owner if owner in KEYS else path
 
 
-def _path_of(error: ErrorDetails) -> str:
-    """Return the dotted path of the value that pydantic rejects."""
-    first, *rest = error["loc"]
-    return str(first) + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in rest)
+def _path_of(error: ErrorDetails, values: Any) -> str:
+    """Return the dotted path of the value within `values` that pydantic rejects, without the members of unions."""
+    path = ""
+    for part in error["loc"]:
+        try:
+            values = values[part]
+        except (LookupError, TypeError):
+            if error["type"] != "missing":
+                continue
+        path += f"[{part}]" if isinstance(part, int) else f".{part}"
+    return path.removeprefix(".")
 
 
 def _choices_of(key: str) -> tuple[Any, ...]:
     """Return the choices of a key, of a key in a mapping such as `rope_scaling.rope_type`, or of a list's items."""
-    owner = _owner_of(key)
+    if key.startswith("layer_types."):
+        return _choices_of(key.split(".", 2)[2])
+    owner, option = _owner_of(key), key.partition("[")[0].rpartition(".")[2]
+    if owner in methods.TABLES and option in (owner, SELECTORS.get(owner)):
+        return tuple(methods.TABLES[owner])
+    if owner in methods.TABLES:
+        declared = (choice.option(option) for choice in methods.TABLES[owner].values())
+        return next(each.choices for each in declared if each is not None)
     annotation: Any = GROUPS[KEYS[owner].group].model_fields[KEYS[owner].field].annotation
-    if "." in key.removeprefix(owner):
-        nested = next(kind for kind in get_args(annotation) if kind is not type(None))
-        annotation = nested.model_fields[key.rpartition(".")[2]].annotation
     return literal_values(annotation)
 
 
@@ -144,6 +177,7 @@ def validate(source: Layer) -> tuple[dict[str, ConfigGroup], list[str]]:
     _resolve_aliases(flat, problems)
     _translate_fp16(flat, problems)
     known = _known_values(flat, problems)
+    _run_imports(known, problems)
     absent = {key: value for key, value in _PLACEHOLDERS.items() if key not in known}
     if len(absent) > 2:  # an overlay: most checks between keys would compare with a model that is not there
         problems.lines.append(f"{source.label}: describes no model ({', '.join(absent)} missing); {NO_MODEL}")
@@ -164,7 +198,7 @@ def _flatten(values: Mapping[str, Any], path: str, problems: Problems) -> dict[s
         if key in SECTIONS and isinstance(value, Mapping):
             flat |= _flatten(value, key, problems)
         elif key in SECTIONS and value is not None:
-            problems.add(key, f"expected a mapping, got {value!r}")
+            problems.add(key, f"expected a mapping, got {shown(value)}")
         elif key in CLOSED and isinstance(value, Mapping):
             flat[key] = {inner: item for inner, item in value.items() if item is not None}
         elif key not in SECTIONS:
@@ -180,7 +214,7 @@ def _resolve_aliases(flat: dict[str, Any], problems: Problems) -> None:
             continue
         if choices is not None:
             if not isinstance(value, bool):
-                problems.add(alias, f"expected true or false, got {value!r}")
+                problems.add(alias, f"expected true or false, got {shown(value)}")
                 continue
             value = choices[value]
         mapping, name = flat, target
@@ -197,7 +231,7 @@ def _resolve_aliases(flat: dict[str, Any], problems: Problems) -> None:
             mapping[name] = value
             problems.source.where[target] = problems.source.where.get(alias, problems.source.label)
         elif current.lower() != value.lower() if both_text else current != value:
-            problems.add(alias, f"{value} contradicts {target} {current}; set only {target}")
+            problems.add(alias, f"{value!s:.80} contradicts {target} {current!s:.80}; set only {target}")
 
 
 def _translate_fp16(flat: dict[str, Any], problems: Problems) -> None:
@@ -208,7 +242,7 @@ def _translate_fp16(flat: dict[str, Any], problems: Problems) -> None:
     section.pop("fp16", None)
     kind = section.pop("type", "fp16")
     if kind not in ("fp16", "bfloat16"):
-        problems.add("fp16.type", f"`{kind}` is not one of fp16 | bfloat16")
+        problems.add("fp16.type", f"`{kind!s:.80}` is not one of fp16 | bfloat16")
     if kind == "bfloat16":
         enabled = {"enabled": True} if section.get("enabled") is True else {}
         flat["fp16"] = None
@@ -240,6 +274,21 @@ def _known_values(flat: dict[str, Any], problems: Problems) -> dict[str, Any]:
     return known
 
 
+def _run_imports(known: dict[str, Any], problems: Problems) -> None:
+    """Run the files that declare position methods, before anything is validated by these; replace their names by
+    absolute ones with a digest of the contents.
+    """
+    names = known.get("imports")
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        return  # validation says what is wrong
+    file = problems.source.where.get("imports", "").rpartition(":")[0]
+    folder = Path(file).parent if file and os.path.isfile(file) else Path()
+    try:
+        known["imports"] = [methods.import_file(name, folder) for name in names]
+    except methods.ImportedFileError as error:
+        problems.add("imports", str(error))
+
+
 def _group(name: str, kind: type[ConfigGroup], known: dict[str, Any], problems: Problems) -> ConfigGroup:
     """Build one group; invalid keys are reported and replaced by their defaults."""
     values = {key: value for key, value in known.items() if KEYS[key].group == name}
@@ -247,9 +296,12 @@ def _group(name: str, kind: type[ConfigGroup], known: dict[str, Any], problems: 
         return kind.model_validate(values)
     except ValidationError as error:
         errors = [details for details in error.errors() if details["type"] != "default_factory_not_called"]
+    by_path: dict[str, list[ErrorDetails]] = {}
     for details in errors:
-        problems.add_from_pydantic(details)
-    invalid = {_owner_of(_path_of(details)) for details in errors}
+        by_path.setdefault(_path_of(details, values), []).append(details)
+    for path, same in by_path.items():
+        problems.add_from_pydantic(path, same)
+    invalid = {_owner_of(path) for path in by_path}
     valid = {key: value for key, value in values.items() if key not in invalid}
     placeholders = {key: value for key, value in _PLACEHOLDERS.items() if KEYS[key].group == name}
     return kind.model_validate(placeholders | valid)
@@ -257,6 +309,16 @@ def _group(name: str, kind: type[ConfigGroup], known: dict[str, Any], problems: 
 
 class Config(Settings):
     """A resolved configuration: frozen groups of typed values."""
+
+    @property
+    def seed(self) -> int:
+        """Seed of initialization, dropout and data order."""
+        return self.general.seed
+
+    @property
+    def layer_types(self) -> dict[str, PositionConfig]:
+        """The position keys of every type of layers, in the order of their first layers."""
+        return self.position.of_types(self.model.layer_names)
 
     @property
     def gpu_keys(self) -> tuple[str, ...]:
@@ -363,7 +425,7 @@ def option_hint(unknown: Sequence[str], arguments: Sequence[str]) -> str:
     hints = []
     for option in unknown:
         name, _, value = option.lstrip("-").partition("=")
-        key = normalise(name) if normalise(name) in KNOWN else HUGGING_FACE.get(normalise(name))
+        key = normalise(name) if normalise(name) in known_keys() else HUGGING_FACE.get(normalise(name))
         following = arguments[arguments.index(option) + 1 :][:1]
         if not value and following and not following[0].startswith("-") and not following[0].endswith(SUFFIXES):
             value = following[0].partition("=")[0]

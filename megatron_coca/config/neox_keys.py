@@ -149,11 +149,9 @@ def _names(feature: str, names: str, default: Any = None) -> dict[str, tuple[Any
 
 UNSUPPORTED: dict[str, tuple[Any, str]] = {
     # attention and model
-    "sliding_window_width": (None, "sliding-window attention"),
     "sparsity_config": (None, "sparse attention"),
     "sparse_attention": (None, "sparse attention"),
     "opt_pos_emb_offset": (0, "offset of learned positions"),
-    "use_qk_layernorm": (False, "normalization of queries and keys"),
     "num_unique_layers": (None, "layer sharing"),
     "param_sharing_style": ("grouped", "layer sharing"),
     "gmlp_attn_dim": (64, "gMLP"),

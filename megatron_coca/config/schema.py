@@ -4,8 +4,10 @@ from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
+from megatron_coca import methods
 from megatron_coca.config.base import ConfigGroup
-from megatron_coca.config.model import ModelConfig, PositionConfig, RelativePositions, RopeScaling
+from megatron_coca.config.model import ModelConfig
+from megatron_coca.config.position import ORIGINAL, PositionConfig
 from megatron_coca.config.training import (
     BatchConfig,
     Bf16,
@@ -20,6 +22,8 @@ from megatron_coca.config.training import (
     ParallelConfig,
     PrecisionConfig,
     ScheduleConfig,
+    SyntheticConfig,
+    TrainingPositions,
 )
 
 
@@ -41,11 +45,6 @@ class Settings(BaseModel):
     logging: LoggingConfig
     launch: LaunchConfig
     general: GeneralConfig
-
-    @property
-    def seed(self) -> int:
-        """Seed of initialization, dropout and data order."""
-        return self.general.seed
 
 
 class KeyLocation(NamedTuple):
@@ -84,13 +83,20 @@ COMPUTE_KEYS = frozenset(
 SECTIONS = frozenset(key[:end] for key in KEYS for end, letter in enumerate(key) if letter == ".")
 """Mappings of keys that are themselves keys of the schema: `optimizer` and `optimizer.params`."""
 
-NESTED: dict[str, tuple[str, ...]] = {
-    "rope_scaling": tuple(RopeScaling.model_fields),
-    "relative_positions": tuple(RelativePositions.model_fields),
-    "fp16": tuple(Fp16.__annotations__),
-    "bf16": tuple(Bf16.__annotations__),
-}
-"""Keys whose value is a mapping with a fixed set of names."""
+SELECTORS: dict[str, str] = {"rope_scaling": "rope_type", "relative_positions": "type", "logit_scaling": "type"}
+"""Keys whose value selects a declared choice, and the name that selects it in their mapping."""
+MAPPINGS: dict[str, type[ConfigGroup]] = {"synthetic": SyntheticConfig, "training_positions": TrainingPositions}
+"""Keys whose value is a mapping with the same names for every choice."""
 
-CLOSED = SECTIONS | frozenset(NESTED)
+CLOSED = SECTIONS | SELECTORS.keys() | MAPPINGS.keys() | {"fp16", "bf16"}
 """Mappings in which every name is known; all others are passed through unchanged."""
+
+
+def nested_names(key: str) -> tuple[str, ...]:
+    """Every name that the mapping of a key may hold; empty for keys whose value is no mapping of known names."""
+    if key in SELECTORS:
+        options = (option.name for choice in methods.TABLES[key].values() for option in choice.options)
+        return (SELECTORS[key], *[ORIGINAL] * (key == "rope_scaling"), *dict.fromkeys(options))
+    if key in MAPPINGS:
+        return tuple(MAPPINGS[key].model_fields)
+    return tuple({"fp16": Fp16, "bf16": Bf16}[key].__annotations__) if key in ("fp16", "bf16") else ()

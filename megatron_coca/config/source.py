@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from megatron_coca.config.schema import CLOSED
+from megatron_coca.config.position import ORIGINAL
+from megatron_coca.config.schema import CLOSED, SELECTORS
 from megatron_coca.safe_yaml import MAX_DEPTH, LimitedLoader, YamlFault, fault, read_text
 
 Overrides = Mapping[str, Any] | Sequence[str]
@@ -73,6 +74,7 @@ class YamlReader:
         self.problems: list[str] = []
         self.failed = False
         self._path_characters = 0
+        self._scalars: dict[str, yaml.Node] = {}
 
     def read(self) -> Any:
         """Return the document's value, or None if it is not valid YAML; errors are added to `problems`."""
@@ -103,11 +105,14 @@ class YamlReader:
     def _mapping(self, node: yaml.MappingNode, path: str) -> dict[str, Any]:
         self._check_duplicates(node, path)
         self._loader.flatten_mapping(node)
+        entries = {normalise(_name(name_node), path): (name_node, value_node) for name_node, value_node in node.value}
         values: dict[str, Any] = {}
-        for name_node, value_node in node.value:
-            name = normalise(_name(name_node), path)
+        for name, (name_node, value_node) in entries.items():  # a key of the mapping replaces a merged one
             inner = _join(path, name)
             self._check_path(inner, name_node)
+            first = self._scalars.setdefault(inner, name_node) if isinstance(value_node, yaml.ScalarNode) else name_node
+            if first is not name_node:  # `optimizer.params.lr` beside `optimizer: {params: {lr: ...}}`
+                self._add_duplicate(inner, first, name_node)
             self.where[inner] = self._location(name_node)
             values[name] = self._value(value_node, inner)
         return values
@@ -129,11 +134,14 @@ class YamlReader:
             name = normalise(_name(name_node), path)
             first = seen.setdefault(name, name_node)
             if first is not name_node and name_node.tag != "tag:yaml.org,2002:merge":
-                spellings = f", as `{first.value}` and `{name_node.value}`" if first.value != name_node.value else ""
-                self.problems.append(
-                    f"{self._location(name_node)}: {_join(path, name)}: given twice, on lines"
-                    f" {first.start_mark.line + 1} and {name_node.start_mark.line + 1}{spellings}; remove one of them"
-                )
+                self._add_duplicate(_join(path, name), first, name_node)
+
+    def _add_duplicate(self, path: str, first: yaml.Node, second: yaml.Node) -> None:
+        spellings = f", as `{first.value}` and `{second.value}`" if first.value != second.value else ""
+        self.problems.append(
+            f"{self._location(second)}: {path}: given twice, on lines"
+            f" {first.start_mark.line + 1} and {second.start_mark.line + 1}{spellings}; remove one of them"
+        )
 
 
 def yaml_value(text: str) -> Any:
@@ -159,7 +167,7 @@ def read_file(path: str | Path, problems: list[str]) -> Layer | None:
     """Return the values of a YAML or JSON file, or None if it cannot be read; errors are added to `problems`."""
     try:
         text = read_text(Path(path))
-    except (YamlFault, OSError, UnicodeDecodeError) as error:
+    except (YamlFault, OSError, ValueError) as error:
         problems.append(_unreadable(Path(path), error))
         return None
     reader = YamlReader(str(path), text.replace("\t", " ") if str(path).endswith(".json") else text)
@@ -173,7 +181,7 @@ def read_file(path: str | Path, problems: list[str]) -> Layer | None:
     return None
 
 
-def _unreadable(path: Path, error: YamlFault | OSError | UnicodeDecodeError) -> str:
+def _unreadable(path: Path, error: YamlFault | OSError | ValueError) -> str:
     if isinstance(error, YamlFault):
         return error.at(str(path))
     if isinstance(error, UnicodeDecodeError):
@@ -181,7 +189,7 @@ def _unreadable(path: Path, error: YamlFault | OSError | UnicodeDecodeError) -> 
     if isinstance(error, IsADirectoryError):
         return f"{path}: is a folder; name a YAML file in it"
     if not isinstance(error, FileNotFoundError):
-        return f"{path}: cannot be read: {error.strerror}"
+        return f"{str(path)!r}: cannot be read: {getattr(error, 'strerror', None) or error}"
     names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     match = difflib.get_close_matches(path.name, names, n=1, cutoff=0.75)
     return f"{path}: no such file" + (f"; did you mean `{path.parent / match[0]}`?" if match else "")
@@ -254,12 +262,9 @@ def _normalised(value: Any, path: str) -> Any:
     return {names[name]: _normalised(inner, _join(path, names[name])) for name, inner in value.items()}
 
 
-CHOICE_KEYS = {"rope_scaling": "rope_type", "relative_positions": "type"}
-"""Mappings in which one name selects the method and the others are its options. A later layer that selects another
-method discards the earlier options, except KEPT_OPTIONS.
+KEPT_OPTIONS = frozenset({ORIGINAL})
+"""Options that describe the weights and not the method: a later layer that selects another method discards the others.
 """
-KEPT_OPTIONS = frozenset({"original_max_position_embeddings"})
-"""Options that describe the weights and not the method."""
 
 
 def merge(layers: Sequence[Layer]) -> Layer:
@@ -267,7 +272,7 @@ def merge(layers: Sequence[Layer]) -> Layer:
     values: dict[str, Any] = {}
     where: dict[str, str] = {}
     for layer in layers:
-        for key, name in CHOICE_KEYS.items():
+        for key, name in {**SELECTORS, "training_positions": "type"}.items():
             old, new = values.get(key), layer.values.get(key)
             if not isinstance(old, Mapping) or not isinstance(new, Mapping) or old.get(name) is None:
                 continue

@@ -1,13 +1,27 @@
 """Training keys: optimizer, schedule, batch, precision, parallelism, data, checkpoints, faults, logging, launch."""
 
 import math
+import re
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import BeforeValidator, ConfigDict, Field, Strict
 from typing_extensions import TypedDict
 
-from megatron_coca.config.base import ConfigError, ConfigGroup, Count, Fraction, NotNegative, Positive, WholeNumber, key
+from megatron_coca.config.base import (
+    MAX_COUNT,
+    ConfigError,
+    ConfigGroup,
+    Count,
+    Fraction,
+    NotNegative,
+    PathName,
+    Positive,
+    Seconds,
+    Size,
+    WholeNumber,
+    key,
+)
 
 OPTIMIZER_TYPES = {"adam": "Adam", "adamw": "AdamW", "cpu_adam": "cpu_adam", "sgd": "sgd"}
 Dtype = Literal["fp32", "bf16", "fp16"]
@@ -122,9 +136,9 @@ class BatchSizes(NamedTuple):
 class BatchConfig(ConfigGroup):
     """Batch sizes in samples. Set the micro-batch, the total, or both."""
 
-    train_micro_batch_size_per_gpu: Count | None = key(None, "Samples per micro-batch on each rank.")
-    train_batch_size: Count | None = key(None, "Samples per optimizer step over all ranks.")
-    gradient_accumulation_steps: Count | None = key(
+    train_micro_batch_size_per_gpu: Size | None = key(None, "Samples per micro-batch on each rank.")
+    train_batch_size: Size | None = key(None, "Samples per optimizer step over all ranks.")
+    gradient_accumulation_steps: Size | None = key(
         None, "Micro-batches per optimizer step; null derives it from the two batch sizes, else 1."
     )
 
@@ -160,7 +174,7 @@ class Fp16(TypedDict, total=False):
     enabled: bool
     auto_cast: bool
     loss_scale: NotNegative
-    initial_scale_power: WholeNumber
+    initial_scale_power: Annotated[int, Field(ge=0, le=127)]
     loss_scale_window: Positive
     hysteresis: Count
     min_loss_scale: NotNegative
@@ -202,16 +216,18 @@ class ParallelConfig(ConfigGroup):
     """Data, tensor, pipeline and sequence parallelism."""
 
     zero_optimization: dict[str, Any] | None = key(None, "DeepSpeed's section, passed through; stage is 0 to 3.")
-    pipe_parallel_size: WholeNumber = key(0, "Pipeline stages; 0 and 1 both disable the pipeline.")
+    pipe_parallel_size: Annotated[int, Field(ge=0, le=2**20)] = key(
+        0, "Pipeline stages; 0 and 1 both disable the pipeline."
+    )
     pipe_partition_method: Literal["type:transformer|mlp", "parameters", "uniform"] = key(
         "type:transformer|mlp",
         "Balance pipeline stages by number of blocks, by parameters, or by layers "
         "(embedding and head count as one each).",
     )
-    model_parallel_size: Count = key(
+    model_parallel_size: Size = key(
         1, "Tensor-parallel ranks (DeepSpeed's AutoTP); must divide the heads and the inner width of the MLP."
     )
-    sequence_parallel_size: Count = key(
+    sequence_parallel_size: Size = key(
         1, "Sequence-parallel ranks (DeepSpeed-Ulysses); must divide the heads and seq_length."
     )
     sequence_parallel: bool = key(
@@ -241,11 +257,36 @@ class ParallelConfig(ConfigGroup):
         return int((self.zero_optimization or {}).get("stage", 0))
 
 
-Paths = Annotated[list[str], Field(min_length=1)]
+Paths = Annotated[list[PathName], Field(min_length=1)]
 Weights = Annotated[list[Positive], Field(min_length=1)]
 TokenizerType = Literal[
     "GPT2BPETokenizer", "HFTokenizer", "HFGPT2Tokenizer", "SPMTokenizer", "CharLevelTokenizer", "TiktokenTokenizer"
 ]
+
+
+class SyntheticConfig(ConfigGroup):
+    """A synthetic task as training data; docs/recall.md describes the tasks."""
+
+    task: Literal["recall", "multi_query", "copy", "reverse", "ngram"] = key("recall", "Task.")
+    facts: Count = key(8, "recall: facts in a sample; multi_query: at most.")
+    keys: Count = key(16, "recall, multi_query: different keys, at least `facts`.")
+    values: Count = key(16, "recall, multi_query: different values.")
+    ngram: int = Field(default=3, ge=2, description="ngram: tokens of the repeated n-gram.")
+    filler_tokens: Count = key(
+        32, "Ids of filler tokens, from 0; with `text` at least the vocabulary of the text. Facts have the next ids."
+    )
+    text: bool = key(False, "Fill with the text of the data paths instead of independent random tokens.")
+    loss: Literal["answers", "all"] = key("answers", "Tokens that count in the loss.")
+
+
+class TrainingPositions(ConfigGroup):
+    """Positions of training samples other than 0, 1, ...; evaluation always has those."""
+
+    type: Literal["randomized", "shifted", "pose"] = Field(
+        description="randomized: a sorted random subset of 0 .. max-1; shifted: one random offset; pose: two chunks,"
+        " the second at a random offset (PoSE)."
+    )
+    max: Count | str = Field(description="Positions are below it: a number, or a multiple of seq_length such as 16L.")
 
 
 def _join(split: Any) -> Any:
@@ -255,10 +296,10 @@ def _join(split: Any) -> Any:
 class DataConfig(ConfigGroup):
     """Training data and tokenizer."""
 
-    data_path: str | None = key(None, "Prefix of one shard, divided by `split`.")
+    data_path: PathName | None = key(None, "Prefix of one shard, divided by `split`.")
     train_data_paths: Paths | None = key(None, "Prefixes of the training shards.")
-    valid_data_paths: list[str] | None = key(None, "Prefixes of the validation shards; `[]` for none.")
-    test_data_paths: list[str] | None = key(None, "Prefixes of the test shards; `[]` for none.")
+    valid_data_paths: list[PathName] | None = key(None, "Prefixes of the validation shards; `[]` for none.")
+    test_data_paths: list[PathName] | None = key(None, "Prefixes of the test shards; `[]` for none.")
     train_data_weights: Weights | None = key(None, "Weights of the training shards; null means equal.")
     valid_data_weights: Weights | None = key(None, "Weights of the validation shards; null means equal.")
     test_data_weights: Weights | None = key(None, "Weights of the test shards; null means equal.")
@@ -266,21 +307,26 @@ class DataConfig(ConfigGroup):
         "969, 30, 1", "Proportions of train, validation and test documents in data_path; a string or a list."
     )
     data_impl: Literal["infer", "mmap"] = key("infer", "Format of the shards; both mean memory-mapped.")
-    num_workers: WholeNumber = key(2, "Prefetch threads per process, one step each; 0 disables prefetching.")
+    num_workers: Annotated[int, Field(ge=0, le=1024)] = key(
+        2, "Prefetch threads per process, one step each; 0 disables prefetching."
+    )
     reset_attention_mask: bool = key(False, "Restrict attention to the document of each token in packed samples.")
     reset_position_ids: bool = key(False, "Restart positions at 0 in every document of a packed sample.")
     eod_mask_loss: bool = key(False, "Mask the loss where the input is the end-of-document token.")
     tokenizer_type: TokenizerType = key("GPT2BPETokenizer", "Tokenizer type.")
-    vocab_file: str | None = key(None, "Vocabulary or model file of the tokenizer.")
-    merge_file: str | None = key(None, "Merges file of the tokenizer, if it has one.")
-    data_root: str = key("data", "Folder of the built-in corpus, used if no data path is set.")
+    vocab_file: PathName | None = key(None, "Vocabulary or model file of the tokenizer.")
+    merge_file: PathName | None = key(None, "Merges file of the tokenizer, if it has one.")
+    data_root: PathName = key("data", "Folder of the built-in corpus, used if no data path is set.")
+    synthetic: SyntheticConfig | None = key(
+        None, "Train on a synthetic task instead of the data paths; with `text`, on one mixed into their text."
+    )
 
 
 class CheckpointConfig(ConfigGroup):
     """Saving and loading checkpoints."""
 
-    save: str | None = key(None, "Save folder or URL (s3://, gs://); null disables checkpoints.")
-    load: str | None = key(None, "Folder or URL to resume from.")
+    save: PathName | None = key(None, "Save folder or URL (s3://, gs://); null disables checkpoints.")
+    load: PathName | None = key(None, "Folder or URL to resume from.")
     checkpoint_factor: Count | None = key(
         None, "linear: steps between checkpoints; log: ratio of the steps of two checkpoints."
     )
@@ -291,13 +337,18 @@ class CheckpointConfig(ConfigGroup):
         None, "Never delete checkpoints whose step is a multiple of this, regardless of keep_last_n_checkpoints."
     )
     async_save: bool = key(True, "Write checkpoints in the background during training.")
-    save_copy: str | None = key(
+    save_copy: PathName | None = key(
         None, "Folder or URL to copy every complete checkpoint to, for example on a different disk."
     )
-    checkpoint_cache: str = key(
+    checkpoint_cache: PathName = key(
         "runs/object_store",
         "Local folder for checkpoints before upload to a URL and after download; with several hosts it must be on a"
         " shared file system.",
+    )
+    object_store_timeout: Annotated[float, Field(ge=0, le=7 * 86400)] = key(
+        1800.0,
+        "Seconds for which a transfer to or from an object store that does not answer is repeated; then the run exits"
+        " with status 69.",
     )
     auto_resume: bool = key(
         False, "Resume from the latest valid checkpoint in `save`; start at step 0 if there is none."
@@ -313,7 +364,7 @@ POLICIES = ("nonfinite_policy", "loss_spike_policy", "skip_limit_policy")
 class FaultConfig(ConfigGroup):
     """Hanging processes and bad steps. A skipped step leaves the weights unchanged."""
 
-    watchdog_timeout: Positive | None = key(
+    watchdog_timeout: Seconds | None = key(
         1200.0, "Seconds without progress before the run logs its stacks and exits; null disables the watchdog."
     )
     nonfinite_policy: Literal["stop", "skip", "rollback"] = key(
@@ -325,7 +376,7 @@ class FaultConfig(ConfigGroup):
     loss_spike_factor: Positive = key(
         6.0, "Threshold of a spike, in standard deviations above the median of the window."
     )
-    loss_spike_window: Annotated[int, Field(ge=4)] = key(
+    loss_spike_window: Annotated[int, Field(ge=4, le=2**20)] = key(
         128, "Number of recent steps in the window; no spikes are detected before it is half full."
     )
     max_consecutive_skips: WholeNumber = key(10, "Maximum consecutive skipped steps.")
@@ -364,8 +415,10 @@ class LoggingConfig(ConfigGroup):
         None, "Prompts to continue greedily, by up to 64 tokens, at every validation."
     )
     exit_interval: Count | None = key(None, "Save and exit at this step.")
-    log_dir: str | None = key(None, "Folder for log files; null means `save`, or runs/unsaved if `save` is not set.")
-    tensorboard_dir: str | None = key(None, "Folder for TensorBoard files.")
+    log_dir: PathName | None = key(
+        None, "Folder for log files; null means `save`, or runs/unsaved if `save` is not set."
+    )
+    tensorboard_dir: PathName | None = key(None, "Folder for TensorBoard files.")
     use_wandb: bool = key(False, "Log to Weights & Biases.")
     wandb_project: str = key("neox", "Weights & Biases project.")
     wandb_group: str | None = key(None, "Weights & Biases group.")
@@ -380,39 +433,46 @@ class LoggingConfig(ConfigGroup):
     profile_step_stop: Count = key(12, "Optimizer steps after launch at which the trace ends.")
     profile_ranks: list[WholeNumber] = key([0], "Ranks to profile.")
     memory_profiling: bool = key(False, "Record GPU memory allocations over the same steps.")
-    memory_profiling_path: str | None = key(None, "Folder for the recorded allocations; null means that of the trace.")
+    memory_profiling_path: PathName | None = key(
+        None, "Folder for the recorded allocations; null means that of the trace."
+    )
 
 
 def window_tokens(window: int | str, seq_length: int) -> int | None:
-    """Return the tokens of an entry of `eval_windows`; None unless it is a number or a multiple such as `4L`."""
-    if isinstance(window, int):
-        return window
-    factor = window.removesuffix("L")
-    return int(factor) * seq_length if window.endswith("L") and factor.isdecimal() else None
+    """Return the tokens of a number above 1 or of a multiple of seq_length such as `4L`; None for anything else."""
+    multiple = re.fullmatch("([0-9]{1,10})L", window) if isinstance(window, str) else None
+    tokens = int(multiple[1]) * seq_length if multiple else window
+    return tokens if isinstance(tokens, int) and 2 <= tokens <= MAX_COUNT else None
+
+
+MOST_SLOTS = 9999
+"""Processes of one host."""
 
 
 class LaunchConfig(ConfigGroup):
     """Starting the processes; see docs/launch.md."""
 
-    hostfile: str | None = key(
+    hostfile: PathName | None = key(
         None, "File of host names and slots; if it does not exist, the run warns and uses this host, as in GPT-NeoX."
     )
     include: str | None = key(None, "Hosts and devices to use, in DeepSpeed's notation.")
     exclude: str | None = key(None, "Hosts and devices to exclude, in DeepSpeed's notation.")
-    num_nodes: int = Field(default=-1, ge=-1, description="Number of hosts to use; -1 means all of the hostfile.")
-    num_gpus: Count | None = key(
+    num_nodes: int = Field(
+        default=-1, ge=-1, le=2**20, description="Number of hosts to use; -1 means all of the hostfile."
+    )
+    num_gpus: Annotated[int, Field(ge=1, le=MOST_SLOTS)] | None = key(
         None,
         "Processes per host, one on each GPU (on the CPU with distributed_backend gloo); null means one, or one per"
         " slot with a hostfile.",
     )
     master_addr: str | None = key(None, "Address of rank 0.")
     master_port: int = Field(default=29500, ge=1, le=65535, description="Port of rank 0.")
-    join_timeout: Positive = key(600.0, "Seconds to wait at start for all processes.")
+    join_timeout: Seconds = key(600.0, "Seconds to wait at start for all processes.")
     max_restarts: WholeNumber = key(
         0,
         "Maximum restarts after a crash or hang without a new checkpoint in between; each resumes as with auto_resume.",
     )
-    restart_delay: NotNegative = key(
+    restart_delay: Annotated[float, Field(ge=0.0, le=1.0e9)] = key(
         5.0, "Seconds before the first restart; doubled for each further one, up to 300 seconds."
     )
     launcher: Literal["pdsh", "openmpi", "mvapich", "slurm"] = key(
@@ -429,6 +489,12 @@ class GeneralConfig(ConfigGroup):
     """Keys of the whole run."""
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] = key(1234, "Seed of initialization, dropout and data order.")
+    deterministic: bool = key(
+        False, "Compute the same bits in every run on the same GPUs; slower, and refused where nothing can."
+    )
+    training_positions: TrainingPositions | None = key(
+        None, "Positions of training samples, drawn anew for each sample; null: 0, 1, ... (docs/recall.md)."
+    )
 
 
 def split_shares(split: str) -> tuple[float, float, float] | None:
@@ -437,4 +503,4 @@ def split_shares(split: str) -> tuple[float, float, float] | None:
     if len(numbers) > 3 or not all(text.replace(".", "", 1).isdecimal() for text in numbers):
         return None
     train, valid, test = ([float(text) for text in numbers] + [0.0, 0.0])[:3]
-    return (train, valid, test) if train + valid + test > 0 else None
+    return (train, valid, test) if 0 < train + valid + test < math.inf else None

@@ -21,7 +21,7 @@ from megatron_coca.atomic_write import atomic_dir, exclusive_lock
 from megatron_coca.console import Progress
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.preparation.manifest import MANIFEST, RUN_CONFIG, read_manifest
-from megatron_coca.data.preparation.plan import SPLITS, CorpusSource, Execution, Rules, training_texts
+from megatron_coca.data.preparation.preparation_plan import SPLITS, CorpusSource, Execution, Rules, training_texts
 from megatron_coca.data.preparation.run import prepare
 from megatron_coca.data.readers.source import ReadingProblems, SourceSpec
 from megatron_coca.data.shards import token_dtype

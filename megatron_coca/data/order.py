@@ -7,7 +7,8 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -30,6 +31,14 @@ def _mix(values: np.ndarray, key: int) -> np.ndarray:
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return mixed ^ (mixed >> np.uint64(31))
+
+
+def random_words(numbers: np.ndarray, count: int, key: int, first: int = 0) -> np.ndarray:
+    """Random uint64 [n, count], a function of the 64-bit `key`, the `numbers` int64 [n], and the columns from `first`
+    on.
+    """
+    rows = _mix(numbers.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15), key)
+    return _mix(rows[:, None] + np.arange(first, first + count, dtype=np.uint64) * np.uint64(0xD1B54A32D192ED03), key)
 
 
 def _feistel(values: np.ndarray, bits: int, key: int) -> np.ndarray:
@@ -95,6 +104,16 @@ class SourceSamples:
     starts: np.ndarray
 
 
+class UncheckedBatch(NamedTuple):
+    """Samples as read: tokens int64 [n, seq_length + 1]; where documents begin, and which inputs count in the loss,
+    bool [n, seq_length] or None.
+    """
+
+    tokens: np.ndarray
+    begins: np.ndarray | None = None
+    loss_mask: np.ndarray | None = None
+
+
 class _SampledShard:
     """One shard, cut into samples."""
 
@@ -143,7 +162,8 @@ class Blend:
         if seq_length < 1:
             raise DataError(f"seq_length must be at least 1, not {seq_length}.")
         self.seq_length, self.seed = seq_length, seed
-        self.shards, self.weights = tuple(shards), tuple(float(weight) for weight in weights)
+        self.shards: tuple[Shard, ...] = tuple(shards)
+        self.weights = tuple(float(weight) for weight in weights)
         self._sources = [_SampledShard(shard, number, seq_length, seed) for number, shard in enumerate(shards)]
         # Slots per source in proportion to the weights, by largest remainder: int64 [sources].
         exact = np.asarray(weights, dtype=np.float64) / math.fsum(weights) * PATTERN_SLOTS
@@ -190,6 +210,15 @@ class Blend:
             begins[samples.rows] = self.shards[samples.source].document_begins(samples.starts, self.seq_length)
         return begins
 
+    def read(self, indices: np.ndarray, boundaries: bool = False) -> UncheckedBatch:
+        """Samples by global number, with the beginnings of documents if ``boundaries``."""
+        located = self.by_source(indices)
+        return UncheckedBatch(self.tokens(located), self.document_begins(located) if boundaries else None)
+
+    def origin(self, index: int) -> str:
+        """Name the source of a sample."""
+        return str(self.shards[self.by_source([index])[0].source].prefix)
+
     def batch(self, indices: np.ndarray | Sequence[int]) -> np.ndarray:
         """Samples by global number: int64 [len(indices), seq_length + 1]."""
         return self.tokens(self.by_source(indices))
@@ -213,6 +242,21 @@ class Blend:
             )
             for source, weight, count in zip(self._sources, self.weights, counts.tolist(), strict=True)
         ]
+
+
+class Samples(Protocol):
+    """The order of training data: `Blend`, or `SyntheticSamples`."""
+
+    seq_length: int
+    seed: int
+
+    @property
+    def shards(self) -> Sequence[Shard]: ...
+    @property
+    def weights(self) -> Sequence[float]: ...
+    def read(self, indices: np.ndarray, boundaries: bool = False) -> UncheckedBatch: ...
+    def origin(self, index: int) -> str: ...
+    def mixture(self, n_samples: int) -> list[SourceShare]: ...
 
 
 @dataclass(frozen=True)
@@ -261,11 +305,13 @@ class Packing:
         """A batch depends on the document boundaries."""
         return self.reset_attention_mask or self.reset_position_ids
 
-    def batch(self, tokens: np.ndarray, begins: np.ndarray | None) -> Batch:
+    def batch(self, tokens: np.ndarray, begins: np.ndarray | None, mask: np.ndarray | None = None) -> Batch:
         """The batch of samples [samples, seq_length + 1] whose documents begin at ``begins``, bool [samples,
-        seq_length], which may be None without ``needs_documents``.
+        seq_length], which may be None without ``needs_documents``; ``mask`` is the loss mask of the data, if any.
         """
-        mask = None if self.masked_token is None else tokens[:, :-1] != self.masked_token
+        if self.masked_token is not None:
+            kept = tokens[:, :-1] != self.masked_token
+            mask = kept if mask is None else kept & mask
         if begins is None or not self.needs_documents:
             return Batch(tokens, loss_mask=mask)
         documents = np.cumsum(begins, axis=1, dtype=np.int32) if self.reset_attention_mask else None
@@ -277,6 +323,13 @@ class Packing:
         return Batch(tokens, documents, positions, mask)
 
 
+class PositionDraw(Protocol):
+    """Draws positions of samples: `DrawnPositions`."""
+
+    def draw(self, numbers: np.ndarray, length: int, begins: np.ndarray | None = None) -> np.ndarray:
+        """Positions int64 [n, length] of samples by number int64 [n], for each document that ``begins`` marks."""
+
+
 class Loader:
     """Cuts the global batch of each step into this rank's micro-batches. A context manager.
 
@@ -284,7 +337,7 @@ class Loader:
     micro_batch + i`` of the blend: all ranks together read the same samples regardless of their number.
 
     Args:
-        blend: the order of the data.
+        blend: the order of the data, or the samples of a synthetic task.
         global_batch: samples per step, over all ranks and accumulation steps.
         micro_batch: samples per rank and accumulation step.
         rank: of this process among the data-parallel ones.
@@ -293,6 +346,7 @@ class Loader:
         packing: treatment of document boundaries; by default they have no effect.
         num_workers: threads, each of which reads one step ahead; with 0 a step is read when it is requested.
         length: inputs of each sample, its last ones; None for all.
+        positions: draws the positions of the inputs; None for those of ``packing``.
 
     Raises ``DataError`` if the global batch is not a multiple of ``micro_batch * world_size``, or if the rank
     is not below ``world_size``.
@@ -300,7 +354,7 @@ class Loader:
 
     def __init__(
         self,
-        blend: Blend,
+        blend: Samples,
         global_batch: int,
         micro_batch: int,
         rank: int,
@@ -309,6 +363,7 @@ class Loader:
         packing: Packing | None = None,
         num_workers: int = 1,
         length: int | None = None,
+        positions: PositionDraw | None = None,
     ) -> None:
         if min(global_batch, micro_batch, world_size) < 1 or global_batch % (micro_batch * world_size):
             raise DataError(
@@ -319,7 +374,7 @@ class Loader:
             raise DataError(f"Rank {rank} does not exist among {world_size}.")
         self._blend, self._global_batch, self._micro_batch = blend, global_batch, micro_batch
         self._rank, self._world_size, self._vocab_size = rank, world_size, vocab_size
-        self._packing, self._num_workers = packing or Packing(), num_workers
+        self._packing, self._num_workers, self._positions = packing or Packing(), num_workers, positions
         self._first = blend.seq_length - (length or blend.seq_length)
         self._threads = ThreadPoolExecutor(max_workers=max(1, num_workers), thread_name_prefix="loader")
         self._ahead: dict[int, Future[list[Batch]]] = {}
@@ -362,20 +417,23 @@ class Loader:
         return self._ahead[step]
 
     def _read(self, step: int) -> list[Batch]:
-        located = self._blend.by_source(self.indices(step).ravel())
-        tokens = self._blend.tokens(located)
+        numbers, first = self.indices(step).ravel(), self._first
+        tokens, begins, mask = self._blend.read(numbers, self._packing.needs_documents)
         # As unsigned numbers, so that one comparison finds negative ids as well.
         if self._vocab_size is not None and tokens.view(np.uint64).max() >= self._vocab_size:
-            raise self._outside(located, tokens, self._vocab_size)
-        begins = self._blend.document_begins(located) if self._packing.needs_documents else None
-        own_begins = None if begins is None else begins[:, self._first :]
-        return list(self._packing.batch(tokens[:, self._first :], own_begins).split(self._micro_batch))
+            raise self._outside(numbers, tokens, self._vocab_size)
+        tokens, begins = tokens[:, first:], None if begins is None else begins[:, first:]
+        batch = self._packing.batch(tokens, begins, None if mask is None else mask[:, first:])
+        if self._positions is not None:
+            restarts = begins if self._packing.reset_position_ids else None
+            batch = replace(batch, positions=self._positions.draw(numbers, tokens.shape[1] - 1, restarts))
+        return list(batch.split(self._micro_batch))
 
-    def _outside(self, located: Sequence[SourceSamples], tokens: np.ndarray, vocab_size: int) -> DataError:
+    def _outside(self, numbers: np.ndarray, tokens: np.ndarray, vocab_size: int) -> DataError:
         wrong = (tokens < 0) | (tokens >= vocab_size)
-        samples = next(samples for samples in located if wrong[samples.rows].any())
-        token = tokens[samples.rows][wrong[samples.rows]][0]
+        row = int(np.flatnonzero(wrong.any(axis=1))[0])
         return DataError(
-            f"{self._blend.shards[samples.source].prefix}: token id {token} lies outside the model's vocabulary of "
-            f"vocab_size={vocab_size}. Use shards made with the model's tokenizer, or a larger vocab_size."
+            f"{self._blend.origin(int(numbers[row]))}: token id {tokens[row][wrong[row]][0]} lies outside the model's "
+            f"vocabulary of vocab_size={vocab_size}. Use shards made with the model's tokenizer, or a larger "
+            "vocab_size."
         )

@@ -21,22 +21,24 @@ def imported(module: str, function: str = "run") -> Callable[[Namespace], int]:
 
 PERPLEXITY = "sliding-window perplexity of a checkpoint"
 NEEDLE = "a sentence hidden in text, by length and depth"
+RECALL = "key-value recall by length and shift, and the scores of the heads that retrieve"
 RULER = "RULER-style tasks: several facts, chains of facts, frequent words"
 ANALYSE = "angles, borders, decay and entropy of a checkpoint's attention"
 SPEED = "time and memory of position methods, side by side"
 REPORT = "tables, plots and one page of many results, next to published ones"
 SUITE = "all tasks of a file over all its checkpoints, and the report"
-RETRIEVAL = "retrieval.measuring"
+RETRIEVAL = "retrieval.retrieval_tasks"
 MEASUREMENTS = {
     "perplexity": Task(PERPLEXITY, options.add_perplexity_options, imported("perplexity")),
     "passkey": Task(
         "a number hidden in filler, by length", options.add_passkey_options, imported(RETRIEVAL, "passkey")
     ),
+    "recall": Task(RECALL, options.add_recall_options, imported("retrieval.recall")),
     "needle": Task(NEEDLE, options.add_needle_options, imported(RETRIEVAL, "needle")),
     "ruler": Task(RULER, options.add_ruler_options, imported(RETRIEVAL, "ruler")),
-    "lm-eval": Task("tasks of lm-evaluation-harness", options.add_lm_eval_options, imported("harness.measuring")),
-    "analyse": Task(ANALYSE, options.add_analyse_options, imported("analysis.measuring")),
-    "speed": Task(SPEED, options.add_speed_options, imported("speed.measuring"), of_checkpoint=False),
+    "lm-eval": Task("tasks of lm-evaluation-harness", options.add_lm_eval_options, imported("harness.harness_tasks")),
+    "analyse": Task(ANALYSE, options.add_analyse_options, imported("analysis.length_analysis")),
+    "speed": Task(SPEED, options.add_speed_options, imported("speed.speed_rounds"), of_checkpoint=False),
 }
 """Tasks that write result files; a suite may run any of them."""
 
@@ -51,6 +53,7 @@ CHECKPOINT = "--checkpoint runs/350M_roformer_coca"
 EXAMPLES = {
     "perplexity": f"{CHECKPOINT} --windows 512,1024,2048 --stride 512 --output results",
     "passkey": f"{CHECKPOINT} --lengths 512,1024,2048 --output results",
+    "recall": "--checkpoint runs/recall --output results",
     "needle": f"{CHECKPOINT} --lengths 512,1024,2048 --output results",
     "ruler": f"{CHECKPOINT} --tasks multi_key,variable_tracking --output results",
     "lm-eval": f"{CHECKPOINT} --tasks piqa,lambada_openai --output results",

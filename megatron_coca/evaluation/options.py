@@ -92,6 +92,10 @@ def int_list(text: str) -> list[int]:
     return [positive_int(part) for part in text.split(",")]
 
 
+def shift_list(text: str) -> list[int]:
+    return [whole_number(part) for part in text.split(",")]
+
+
 def percent_list(text: str) -> list[int]:
     parts = text.split(",")
     if not all(part.strip().isdecimal() and int(part) <= 100 for part in parts):
@@ -224,6 +228,19 @@ def add_passkey_options(parser: ArgumentParser) -> None:
     add_retrieval_options(parser, cases=100, has_haystack=False)
 
 
+def add_recall_options(parser: ArgumentParser) -> None:
+    add_subject_options(parser)
+    add = parser.add_argument
+    add("--lengths", type=int_list, metavar="N,N,...", help="input lengths in tokens; default: 1 to 16 times L")
+    shifts = "positions added to all of an input of the training length; default: 0,16,64,192,960"
+    add("--shifts", type=shift_list, default=[0, 16, 64, 192, 960], metavar="N,N,...", help=shifts)
+    add("--cases", type=positive_int, default=512, metavar="N", help="questions at each length; default: 512")
+    text = "questions whose attention heads are scored; default: 128"
+    add("--diagnosed", type=whole_number, default=128, metavar="N", help=text)
+    add("--seed", type=whole_number, default=0, metavar="N", help="seed of the questions; default: 0")
+    add_batch_option(parser, 32768)
+
+
 def add_needle_options(parser: ArgumentParser) -> None:
     add_retrieval_options(parser, cases=5)
     text = "percentage of the text before the needle; default: 0,10,..100"
@@ -272,6 +289,8 @@ def add_analyse_options(parser: ArgumentParser) -> None:
     add = parser.add_argument
     lengths = "tokens that the model reads at a time; may be beyond the training length"
     add("--lengths", required=True, type=int_list, metavar="N,N,...", help=lengths)
+    layers = "type of layers, for a model with layer_types; default: global, or the first"
+    add("--layers", metavar="TYPE", help=layers)
     pairs = "pairs of tokens whose angles are taken, over all documents; default 1024"
     add("--pairs", type=positive_int, default=1024, metavar="N", help=pairs)
     queries = "positions in a document whose entropy and scores are taken; default 128"

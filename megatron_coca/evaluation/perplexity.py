@@ -15,7 +15,7 @@ from megatron_coca.evaluation.documents import DocumentsRecord, read_subject_doc
 from megatron_coca.evaluation.options import subject_options
 from megatron_coca.evaluation.results import Cell, Cost, EvaluationError, Record, Result, measured
 from megatron_coca.evaluation.subject import Evaluation, noting_missing
-from megatron_coca.tables import format_table
+from megatron_coca.markdown_tables import format_table
 
 PROTOCOL = (
     "sliding window: the model reads exactly W tokens at a time, positions counted from the window's start, no "

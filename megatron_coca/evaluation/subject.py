@@ -17,7 +17,6 @@ from megatron_coca.checkpoints import CheckpointError, open_checkpoint
 from megatron_coca.checkpoints.compare import EVALUATION_KEYS, TRAINED_CHOICES
 from megatron_coca.checkpoints.weights import DTYPES
 from megatron_coca.config import Config, ConfigError, PositionConfig
-from megatron_coca.config.model import ROTATED_METHODS
 from megatron_coca.data import Tokenizer
 from megatron_coca.evaluation import results
 from megatron_coca.evaluation.options import SubjectOptions, resolve_device
@@ -168,8 +167,12 @@ def environment_record(dtype: str, backend: str | None, device: str) -> results.
 def trained_with(trained: Config) -> dict[str, Any]:
     values = trained.flat()
     choices = {key: values[key] for key in TRAINED_CHOICES if values[key] not in (None, "none")}
+    if trained.position.layer_types:
+        choices |= {key: values[key] for key in ("attention_config", "layer_types")}
+    if trained.position.sliding_window_width is not None:
+        choices["sliding_window_width"] = trained.position.sliding_window_width
     base = trained.position.rotary_emb_base
-    if trained.position.pos_emb in ROTATED_METHODS and base != PositionConfig.model_fields["rotary_emb_base"].default:
+    if trained.position.embedding.rotary and base != PositionConfig.model_fields["rotary_emb_base"].default:
         choices["rotary_emb_base"] = base
     return choices
 

@@ -8,7 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_coca.kernels.attention_backward import backward
-from megatron_coca.kernels.plan import WIDEST, Blocks, Launch, Operands, Plan, blocks_for
+from megatron_coca.kernels.launch_constants import WIDEST, Blocks, Launch, Operands, Plan, blocks_for
+from megatron_coca.kernels.operation import operation
 from megatron_coca.kernels.tiles import (
     block_and_head,
     constant_rows,
@@ -35,17 +36,18 @@ def forward(operands: Operands, plan: Plan) -> tuple[Tensor, Tensor]:
     query, launch = operands.query, plan.blocks.forward
     batch, heads, query_length, _ = query.shape
     out, lse = empty_results(query)
-    _attend[(triton.cdiv(query_length, launch.rows) * batch * heads,)](
-        operands.tuples,
-        operand(out),
-        lse,
-        operands.filled(operands.coefficients),
-        operands.filled(operands.starts),
-        operands.sizes,
-        plan.limits,
-        plan.scale,
-        **plan.options(launch, operands),
-    )
+    with torch.cuda.device_of(query):
+        _attend[(triton.cdiv(query_length, launch.rows) * batch * heads,)](
+            operands.tuples,
+            operand(out),
+            lse,
+            operands.filled(operands.coefficients),
+            operands.filled(operands.starts),
+            operands.sizes,
+            plan.limits,
+            plan.scale,
+            **plan.options(launch, operands),
+        )
     return out, lse
 
 
@@ -232,8 +234,7 @@ def _two_columns(coefficients: Tensor) -> Tensor:
     return torch.nn.functional.pad(table, (0, 2 - table.shape[1])).contiguous()
 
 
-@torch.library.custom_op("megatron_coca::flash_attention", mutates_args=())
-def _attention(
+def _run(
     query: Tensor,
     key: Tensor,
     far_query: Tensor | None,
@@ -247,13 +248,12 @@ def _attention(
     formula: str,
     blocks: list[int],
 ) -> tuple[Tensor, Tensor]:
-    """(output, log-sum-exp to the base 2), one operation to torch.compile. `blocks`: of a `Blocks`, 0 for None."""
+    """(output, log-sum-exp to the base 2). `blocks`: of a `Blocks`, 0 for None."""
     operands = Operands(query, key, far_query, far_key, value, coefficients, starts)
     return forward(operands, _plan(operands, scale, window, first_keys, formula, blocks))
 
 
-@torch.library.custom_op("megatron_coca::flash_attention_gradients", mutates_args=())
-def _attention_gradients(
+def _run_gradients(
     grad: Tensor,
     out: Tensor,
     lse: Tensor,
@@ -291,13 +291,11 @@ def _plan(
     )
 
 
-@_attention.register_fake
-def _(query: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _fake(query: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     return empty_results(query)
 
 
-@_attention_gradients.register_fake
-def _(grad: Tensor, out: Tensor, lse: Tensor, learned: bool, *inputs: Any) -> list[Tensor]:
+def _fake_gradients(grad: Tensor, out: Tensor, lse: Tensor, learned: bool, *inputs: Any) -> list[Tensor]:
     query, key, far_query, far_key, value, coefficients = inputs[:6]
     found = (query, key, value, far_query, far_key, coefficients if learned else None)
     return [torch.empty_like(x) for x in found if x is not None]
@@ -317,4 +315,16 @@ def _backward(ctx: Any, grad: Tensor, lse_grad: None) -> tuple[Tensor | None, ..
     return query, key, far_query, far_key, value, table, None, *(None for _ in ctx.options)
 
 
-_attention.register_autograd(_backward, setup_context=_keep)
+_GIVEN = (
+    "Tensor query, Tensor key, Tensor? far_query, Tensor? far_key, Tensor value, Tensor? coefficients, Tensor? starts, "
+    "float scale, int? window, int? first_keys, str formula, int[] blocks"
+)
+_attention = operation(
+    "flash_attention", f"({_GIVEN}) -> (Tensor, Tensor)", _run, _fake, keep=_keep, backward=_backward
+)
+_attention_gradients = operation(
+    "flash_attention_gradients",
+    f"(Tensor grad, Tensor out, Tensor lse, bool learned, {_GIVEN}) -> Tensor[]",
+    _run_gradients,
+    _fake_gradients,
+)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_coca.kernels.plan import Operands, Plan, padded
+from megatron_coca.kernels.launch_constants import Operands, Plan, padded
 from megatron_coca.kernels.tiles import (
     OPTIONS,
     add_bias,
@@ -339,9 +339,10 @@ def backward(
         coefficients=None,
         starts=None,
     )
-    saved = grad, lse, _output_products(out, grad)
-    key_gradients(operands, plan, results, saved)
-    return results, query_gradients(operands, plan, results, saved, with_coefficients)
+    with torch.cuda.device_of(grad):
+        saved = grad, lse, _output_products(out, grad)
+        key_gradients(operands, plan, results, saved)
+        return results, query_gradients(operands, plan, results, saved, with_coefficients)
 
 
 def _output_products(out: Tensor, grad: Tensor) -> Tensor:

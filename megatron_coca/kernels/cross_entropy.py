@@ -31,9 +31,10 @@ def cross_entropy_in_place(logits: Tensor, labels: Tensor, ignored: int) -> Tens
         raise ValueError(f"cross_entropy_in_place: logits must be contiguous and one of {DTYPES}, not {logits.dtype}")
     losses = torch.empty(len(labels), dtype=torch.float32, device=logits.device)
     columns = min(COLUMNS, triton.next_power_of_2(logits.shape[1]))
-    _cross_entropy[(len(labels),)](
-        logits, labels, losses, logits.shape[1], ignored, COLUMNS=columns, num_warps=WARPS, **OPTIONS
-    )
+    with torch.cuda.device_of(logits):
+        _cross_entropy[(len(labels),)](
+            logits, labels, losses, logits.shape[1], ignored, COLUMNS=columns, num_warps=WARPS, **OPTIONS
+        )
     return losses
 
 

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_coca.kernels.operation import operation
 from megatron_coca.kernels.tiles import OPTIONS, load_tile, operand, plane, store_tile, unit_stride
 
 
@@ -218,16 +219,13 @@ def unsupported(q: Tensor, k: Tensor, tables: Sequence[Tensor], form: str) -> st
     return None
 
 
-# PyTorch's cache of compiled code knows an operation by its name: results of other strides need another name.
-@torch.library.custom_op("megatron_coca::segment_operands", mutates_args=())
-def _operands(q: Tensor, k: Tensor, tables: list[Tensor], form: str) -> list[Tensor]:
+def _make_operands(q: Tensor, k: Tensor, tables: list[Tensor], form: str) -> list[Tensor]:
     made = _empty_operands(q, k, tables)
     _launch(forward_kernel, (q, *made[::2]), (k, *made[1::2]), tables, form)
     return made
 
 
-@_operands.register_fake
-def _(q: Tensor, k: Tensor, tables: list[Tensor], form: str) -> list[Tensor]:
+def _fake(q: Tensor, k: Tensor, tables: list[Tensor], form: str) -> list[Tensor]:
     return _empty_operands(q, k, tables)
 
 
@@ -241,10 +239,7 @@ def _empty_operand(x: Tensor) -> Tensor:
     return torch.empty((batch, length, heads, head_dim), dtype=x.dtype, device=x.device).transpose(1, 2)
 
 
-@torch.library.custom_op("megatron_coca::segment_operand_gradients", mutates_args=())
-def _operand_gradients(
-    made: list[Tensor], q: Tensor, k: Tensor, tables: list[Tensor], form: str
-) -> tuple[Tensor, Tensor]:
+def _make_gradients(made: list[Tensor], q: Tensor, k: Tensor, tables: list[Tensor], form: str) -> tuple[Tensor, Tensor]:
     """The gradients of q and k from those of the operands `made`."""
     grads = torch.empty_like(q), torch.empty_like(k)
     of_queries, of_keys = ([unit_stride(grad) for grad in made[first::2]] for first in (0, 1))
@@ -252,8 +247,7 @@ def _operand_gradients(
     return grads
 
 
-@_operand_gradients.register_fake
-def _(made: list[Tensor], q: Tensor, k: Tensor, tables: list[Tensor], form: str) -> tuple[Tensor, Tensor]:
+def _fake_gradients(made: list[Tensor], q: Tensor, k: Tensor, tables: list[Tensor], form: str) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k)
 
 
@@ -267,7 +261,16 @@ def _backward(ctx: Any, made: list[Tensor]) -> tuple[Tensor, Tensor, list[None],
     return *_operand_gradients(made, q, k, tables, ctx.form), [None for _ in tables], None
 
 
-_operands.register_autograd(_backward, setup_context=_keep)
+_GIVEN = "Tensor q, Tensor k, Tensor[] tables, str form"
+_operands = operation(
+    "segment_operands", f"({_GIVEN}) -> Tensor[]", _make_operands, _fake, keep=_keep, backward=_backward
+)
+_operand_gradients = operation(
+    "segment_operand_gradients",
+    f"(Tensor[] made, {_GIVEN}) -> (Tensor, Tensor)",
+    _make_gradients,
+    _fake_gradients,
+)
 
 
 def _launch(
@@ -281,17 +284,18 @@ def _launch(
     layout = _layout(form, len(tables) // 4, head_dim, half, longest)
     # The tables of all segments: cos and sin of queries and of keys in turn.
     pairs = [_table(*pair, batch) for pair in zip(tables[::2], tables[1::2], strict=True)]
-    kernel[(heads + kv_heads, triton.cdiv(longest, layout.rows), batch)](
-        tuple(operand(x) for x in query),
-        tuple(operand(x) for x in key),
-        tuple(pairs[::2]),
-        tuple(pairs[1::2]),
-        heads,
-        query_length,
-        key_length,
-        LAYOUT=layout,
-        **OPTIONS,
-    )
+    with torch.cuda.device_of(query[0]):
+        kernel[(heads + kv_heads, triton.cdiv(longest, layout.rows), batch)](
+            tuple(operand(x) for x in query),
+            tuple(operand(x) for x in key),
+            tuple(pairs[::2]),
+            tuple(pairs[1::2]),
+            heads,
+            query_length,
+            key_length,
+            LAYOUT=layout,
+            **OPTIONS,
+        )
 
 
 def _layout(form: str, segments: int, head_dim: int, half: int, longest: int) -> Layout:

@@ -17,7 +17,7 @@ from triton.runtime.errors import OutOfResources, PTXASError
 from triton.testing import do_bench
 
 from megatron_coca.kernels.attention import flash_attention
-from megatron_coca.kernels.plan import Blocks, Launch, architecture, blocks_for, row_class
+from megatron_coca.kernels.launch_constants import Blocks, Launch, architecture, blocks_for, row_class
 
 SIZES = (32, 64, 128)
 WARPS = (4, 8)

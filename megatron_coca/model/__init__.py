@@ -3,7 +3,7 @@
 from megatron_coca.model.build import (
     assemble_model,
     build_model,
-    choose_backend,
+    choose_backends,
     draw_learned_positions,
     empty_model,
     keep_freed_memory,
@@ -33,7 +33,7 @@ __all__ = [
     "Sampling",
     "assemble_model",
     "build_model",
-    "choose_backend",
+    "choose_backends",
     "draw_learned_positions",
     "empty_model",
     "equal_length_batches",

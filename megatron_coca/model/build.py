@@ -5,15 +5,16 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from megatron_coca.attention.build import LEARNED_MODULES, build_method, find_backend, select_backend
-from megatron_coca.attention.inputs import BackendError
-from megatron_coca.attention.method import check_kernel
+from megatron_coca.attention.build import LEARNED_MODULES, build_methods, find_backend, select_backend
+from megatron_coca.attention.inputs import BackendError, Needs
+from megatron_coca.attention.method import PositionMethod, check_kernel
 from megatron_coca.config import Config, ModelConfig
 from megatron_coca.config.checks import COMPILE_REFUSALS
 from megatron_coca.model.gpt import GPT
@@ -162,7 +163,7 @@ def initialize(module: nn.Module, model: ModelConfig, seed: int) -> None:
         for name, parameter in module.named_parameters():
             if id(parameter) in apart:
                 continue
-            if parameter.dim() >= 2:
+            if parameter.dim() >= 2 and ".qk_layernorm." not in name:
                 (output if name.endswith(OUTPUT_LAYERS) else inner)(parameter)
             elif name.endswith(("linear1.bias", "linear2.bias", "dense.bias", "query_key_value.bias")):
                 parameter.zero_()
@@ -184,17 +185,33 @@ def draw_learned_positions(module: nn.Module, model: ModelConfig, seed: int) -> 
     return [f"{name}.{weight}" for name, part in (tables | parts).items() for weight, _ in part.named_parameters()]
 
 
-def choose_backend(config: Config, device: str) -> str:
-    """Return the name of the attention backend of a model in training on `device`.
+def backend_needs(config: Config, method: PositionMethod, device_type: str, training: bool = True) -> Needs:
+    """Requirements of a model on its attention backend."""
+    needs = method.needs(device_type, config.model.attention_dropout, training)
+    if not training:
+        return needs
+    return replace(
+        needs,
+        packed=config.data.reset_attention_mask,
+        length=config.model.seq_length,
+        deterministic=config.general.deterministic,
+    )
+
+
+def choose_backends(config: Config, device: str) -> dict[str, str]:
+    """Return the name of the attention backend of every type of layers of a model in training on `device`.
 
     Raises:
-        BackendError: none serves it, or its micro-batches cannot be captured and `cuda_graphs` asks for that.
+        BackendError: none serves a type, or micro-batches cannot be captured and `cuda_graphs` asks for that.
     """
-    method, device_type = build_method(config.position, config.model), device.partition(":")[0]
-    name, _ = find_backend(config.position.attention_backend, method.needs(device_type, config.model.attention_dropout))
-    if config.model.cuda_graphs:
+    device_type, types = device.partition(":")[0], config.layer_types
+    names = {
+        name: find_backend(types[name].attention_backend, backend_needs(config, method, device_type))[0]
+        for name, method in build_methods(config).items()
+    }
+    for name in names.values() if config.model.cuda_graphs else ():
         check_graphs(name, device_type)
-    return name
+    return names
 
 
 def build_model(config: Config, device: str = "cpu", training: bool = True) -> GPT:
@@ -233,22 +250,26 @@ def empty_model(
 
 def _compose(config: Config, device: str, training: bool) -> GPT:
     with torch.device("cpu"):
-        method = build_method(config.position, config.model)
+        methods = build_methods(config)
     device_type = device.partition(":")[0]
     check_kernel("operand_kernel", config.position.operand_kernel, device_type)
     check_kernel("loss_kernel", config.model.loss_kernel, device_type)
-    needs = method.needs(device_type, config.model.attention_dropout, training)
-    name, backend = select_backend(config.position.attention_backend, needs)
-    if training and config.model.cuda_graphs:
-        check_graphs(name, device_type)
-    return GPT(config.model, method, backend)
+    backends = {}
+    for name, position in config.layer_types.items():
+        needs = backend_needs(config, methods[name], device_type, training)
+        chosen, backends[name] = select_backend(position.attention_backend, needs)
+        if training and config.model.cuda_graphs:
+            check_graphs(chosen, device_type)
+    return GPT(config.model, methods, backends)
 
 
 def _compiled(model: GPT, config: Config, device: str, training: bool) -> GPT:
     wanted, device_type = config.model.torch_compile, device.partition(":")[0]
     if not training or not wanted or (wanted == "auto" and device_type != "cuda"):
         return model
-    reason = refuses_compilation(config, choose_backend(config, device), device_type)
+    backends = dict.fromkeys(choose_backends(config, device).values())
+    reasons = (refuses_compilation(config, backend, device_type) for backend in backends)
+    reason = next((reason for reason in reasons if reason is not None), None)
     if reason is None:
         compile_blocks(model.blocks)
     elif wanted == "auto":

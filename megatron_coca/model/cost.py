@@ -1,10 +1,12 @@
 """Cost of a model from its configuration: parameters, FLOPs per token, memory; peak FLOP/s of GPUs."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron_coca.attention.build import build_method
 from megatron_coca.config import Config, ModelConfig, PositionConfig
-from megatron_coca.config.model import GATED_ACTIVATIONS, LOSS_CHUNK_BYTES, LOSS_CHUNK_TOKENS, ROTATED_METHODS
+from megatron_coca.config.model import GATED_ACTIVATIONS, LOSS_CHUNK_BYTES, LOSS_CHUNK_TOKENS
 from megatron_coca.config.training import TrainablePart
 
 NORM_VECTORS: dict[str, int] = {"layernorm": 2, "rmsnorm": 1, "non_parametric_layernorm": 0}
@@ -67,8 +69,9 @@ def parameter_count(config: Config) -> ParameterCount:
         embedding=table,
         attention=model.num_layers * _attention(model),
         mlp=model.num_layers * _mlp(model),
-        norms=(model.num_layers * norms_per_block(model) + 1) * norm_parameters(model),
-        position=_position(config.position, model),
+        norms=(model.num_layers * norms_per_block(model) + 1) * norm_parameters(model)
+        + model.num_layers * model.use_qk_layernorm * norm_parameters(model),
+        position=_position(config),
         head=table if model.no_weight_tying else 0,
     )
 
@@ -92,7 +95,7 @@ def trained_count(config: Config) -> ParameterCount:
 
 
 def flops_per_token(config: Config, length: int | None = None) -> Flops:
-    """The cost of one token in samples of `length` tokens (default: seq_length); see `Flops`.
+    """The mean cost of one token in samples of `length` tokens (default: seq_length); see `Flops`.
 
     Counts matrix products and attention only: norms, activations, rotations and the loss add a few percent, and
     relative-position maps with several bands cost more.
@@ -105,10 +108,16 @@ def flops_per_token(config: Config, length: int | None = None) -> Flops:
     blocks = model.num_layers * _weights_per_block(model)
     head = model.padded_vocab_size * model.hidden_size
     square = 4.0 * model.num_layers * model.hidden_size * length  # q k^T and its product with v
-    causal = square * (length + 1) / (2 * length)
+    causal = 4.0 * model.num_layers * model.hidden_size * _mean_over_layers(config, lambda p: p.mean_keys(length))
     forward = 2.0 * (blocks + head) + causal
     again = 2.0 * (blocks - _not_repeated(model)) + causal if recomputes_blocks(model) else 0.0
     return Flops(model=3 * (2.0 * (blocks + head) + square), executed=3 * forward + again, forward=forward)
+
+
+def _mean_over_layers(config: Config, value: Callable[[PositionConfig], float]) -> float:
+    """The mean over all layers of what the position keys of each one give."""
+    values, names = {name: value(position) for name, position in config.layer_types.items()}, config.model.layer_names
+    return sum(values[name] for name in names) / len(names)
 
 
 def recomputes_blocks(model: ModelConfig) -> bool:
@@ -169,17 +178,16 @@ def norm_parameters(model: ModelConfig) -> int:
     return model.hidden_size * (NORM_VECTORS[model.norm] - without_bias)
 
 
-def _position(position: PositionConfig, model: ModelConfig) -> int:
-    heads = model.num_attention_heads
-    learned = {
-        "learned": model.max_position_embeddings * model.hidden_size,
-        "rpe": position.rpe_num_buckets * heads,
-        "kerple_log": 2 * heads * model.num_layers,
-        "kerple_power": 2 * heads * model.num_layers,
-    }
-    clex = position.rope_scaling is not None and position.rope_scaling.rope_type == "clex"
-    dim = int(model.head_dim * position.rotary_pct) if clex else 0
-    return learned.get(position.pos_emb, 0) + dim // 2 * dim * 2
+def _position(config: Config) -> int:
+    """Learned numbers of the position methods: of each layer, and those that layers of one type share."""
+    model, total = config.model, 0
+    if config.position.embedding.weights == "table":
+        total += model.max_position_embeddings * model.hidden_size
+    for name, position in config.layer_types.items():
+        method = build_method(position, model)
+        makers = [method.bias.by_layer] * model.layer_names.count(name) + [method.bias.shared, method.clex]
+        total += sum(weight.numel() for make in makers if make is not None for weight in make().parameters())
+    return total
 
 
 PEAKS: tuple[tuple[str, float], ...] = (
@@ -303,12 +311,15 @@ def _mlp_numbers(model: ModelConfig) -> int:
 
 
 def _operand_bytes(config: Config, size: int) -> float:
-    """Rotated queries and keys and the activations of forming them; 0 for non-rotary methods."""
-    model, method = config.model, config.position.pos_emb
-    if method not in ROTATED_METHODS:
-        return 0.0
+    """Rotated queries and keys and the activations of forming them, mean over layers; 0 for non-rotary ones."""
+    model = config.model
     operands = (2 * model.num_attention_heads + model.num_kv_heads) * model.head_dim * size
-    return operands + COEFFICIENTS.get(method, 0.0) * model.hidden_size * config.position.rotary_pct * 4
+
+    def of_type(position: PositionConfig) -> float:
+        coefficients = COEFFICIENTS.get(position.pos_emb, 0.0) * position.rotary_pct
+        return (operands + coefficients * model.hidden_size * 4) * position.embedding.rotary
+
+    return _mean_over_layers(config, of_type)
 
 
 def _kept_products(model: ModelConfig, size: int, tensor: int) -> float:
@@ -363,16 +374,23 @@ def pass_counts(config: Config, micro: int, tensor: int = 1, sequence: int = 1) 
     """
     model, size = config.model, BYTES[config.precision.dtype]
     tokens, triton = micro * model.seq_length / sequence, config.position.operand_kernel != "torch"
-    kernel, method = "triton" if triton else "torch", config.position.pos_emb
-    row = (kernel, "coca" if method in COEFFICIENTS else "rotated")
-    rotated = method in ROTATED_METHODS
-    widths = _block_widths(model, tensor) + rotated * OPERAND_WIDTHS[row] / tensor
+    kernel = "triton" if triton else "torch"
+
+    def operands(table: dict[tuple[str, str], float]) -> float:
+        return _mean_over_layers(
+            config,
+            lambda position: (
+                position.embedding.rotary * table[kernel, "coca" if position.pos_emb in COEFFICIENTS else "rotated"]
+            ),
+        )
+
+    widths = _block_widths(model, tensor) + operands(OPERAND_WIDTHS) / tensor
     again = 4 / 3 if recomputes_blocks(model) else 1.0  # a backward pass moves about twice the bytes of a forward pass
     logits, loss = tokens * model.padded_vocab_size, "torch" if model.loss_kernel == "torch" else "triton"
     return PassCounts(
         block_bytes=again * tokens * model.hidden_size * widths * size,
         loss_bytes=logits * LOSS_BYTES_PER_LOGIT[loss],
-        block_launches=again * (BLOCK_LAUNCHES + rotated * OPERAND_LAUNCHES[row]),
+        block_launches=again * (BLOCK_LAUNCHES + operands(OPERAND_LAUNCHES)),
         other_launches=OTHER_LAUNCHES[loss],
     )
 

@@ -1,9 +1,9 @@
 """The language model: embedding, blocks, final norm, output head."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn as nn
@@ -27,7 +27,7 @@ from megatron_coca.model.layers import (
     next_token_loss,
 )
 
-Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+Recomputing = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
 EXPENSIVE = frozenset(
     packet.default
@@ -48,13 +48,15 @@ def _choose(context: object, op: object, *args: object, **kwargs: object) -> Che
     return CheckpointPolicy.MUST_SAVE if op in EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-CONTEXTS: dict[str, Contexts] = {
+CONTEXTS: dict[str, Recomputing] = {
     "full": noop_context_fn,
     "selective": partial(create_selective_checkpoint_contexts, _choose),
 }
 """By `checkpoint_policy`."""
 
-Step = Callable[[Tensor, PositionContext], Tensor]
+Contexts = Mapping[str, PositionContext]
+"""By the type of a layer."""
+Step = Callable[[Tensor, Contexts], Tensor]
 
 
 def trained_steps(blocks: nn.ModuleList, model: ModelConfig) -> Iterator[Step]:
@@ -62,36 +64,44 @@ def trained_steps(blocks: nn.ModuleList, model: ModelConfig) -> Iterator[Step]:
     `checkpoint_num_layers` blocks. Results are identical bit for bit, because recomputation restores the random state.
     """
     if not model.checkpoint_activations:
-        yield from blocks
+        yield from (partial(_through, [block]) for block in blocks)
         return
-    contexts, size = CONTEXTS[model.checkpoint_policy], model.checkpoint_num_layers
+    recomputing, size = CONTEXTS[model.checkpoint_policy], model.checkpoint_num_layers
     random = bool(model.hidden_dropout or model.attention_dropout)  # else no state is read, which no capture allows
     for first in range(0, len(blocks), size):
         group = list(blocks)[first : first + size]
         through = partial(_through, group)
-        yield partial(checkpoint, through, use_reentrant=False, context_fn=contexts, preserve_rng_state=random)
+        yield partial(checkpoint, through, use_reentrant=False, context_fn=recomputing, preserve_rng_state=random)
 
 
-def _through(group: Sequence[nn.Module], x: Tensor, context: PositionContext) -> Tensor:
+def _through(group: Sequence[nn.Module], x: Tensor, contexts: Contexts) -> Tensor:
     for block in group:
-        x = block(x, context)
+        x = block(x, contexts[str(block.layer_type)])
     return x
 
 
 class GPT(ShardedModule):
     """A causal language model; `model(input_ids)` gives logits [batch, length, padded vocabulary].
 
-    Lengths beyond the training length are allowed. `vocab_size` is the number of rows of the output head, padding
-    included.
+    Lengths beyond the training length are allowed.
+
+    Attributes:
+        methods: the position method of every type of layers.
+        vocab_size: rows of the output head, padding included.
     """
 
-    def __init__(self, model: ModelConfig, method: PositionMethod, backend: Backend) -> None:
+    def __init__(
+        self, model: ModelConfig, methods: Mapping[str, PositionMethod], backends: Mapping[str, Backend]
+    ) -> None:
+        """`methods` and `backends` are by type of layers, in the order of their first layers."""
         super().__init__()
-        self.method, self.vocab_size = method, model.padded_vocab_size
+        self.methods, self.vocab_size = dict(methods), model.padded_vocab_size
         self._config = model
-        self.embedding = Embedding(self.vocab_size, model.hidden_size, model.hidden_dropout, absolute(method, model))
-        self.positions = PositionEncoding(method)
-        self.blocks = nn.ModuleList(Block(model, method, backend) for _ in range(model.num_layers))
+        positions = absolute(methods.values(), model)
+        self.embedding = Embedding(self.vocab_size, model.hidden_size, model.hidden_dropout, positions)
+        (_, first), *others = methods.items()
+        self.positions = PositionEncoding(first, dict(others))
+        self.blocks = nn.ModuleList(Block(model, methods[name], backends[name], name) for name in model.layer_names)
         self.norm = build_norm(model)
         self.final_linear = OutputHead(model.hidden_size, self.vocab_size) if model.no_weight_tying else None
 
@@ -123,23 +133,57 @@ class GPT(ShardedModule):
             documents: integer [batch, length]: adjacent tokens with the same number form one document, and attention
                 stays within it.
             cache: from `new_cache`; the tokens are added to it.
-            length: for length-dependent extensions; by default the largest position + 1.
+            length: for length-dependent extensions, without a cache; by default the largest position + 1.
             last: return only the last tokens, [batch, last, hidden_size] (evaluation only; the last block then computes
                 only these).
         """
         if last is not None and self.training:
             raise ValueError("the argument `last` is for evaluation: call model.eval()")
         if cache is not None:
-            self._check_cache(cache, documents)
+            self._check_cache(cache, documents, length)
         positions, reached, packed = resolve_positions(input_ids, positions, documents, cache)
         length = length or (cache.length if cache is not None else None) or reached
         with nullcontext() if cache is None else cache.advanced(positions, reached) as seen:
             x = self.embedding(self.share.split(input_ids), self.share.split(positions), reached)
             furthest = reached if cache is None else cache.reached
-            context = self.positions(positions, length, x.dtype, seen, packed, furthest)
-            return self.through_blocks(x, context, cache, last)
+            contexts = self.contexts(positions, length, x.dtype, seen, packed, furthest, cache)
+            return self.through_blocks(x, contexts, cache, last)
 
-    def _check_cache(self, cache: Cache, documents: Tensor | None) -> None:
+    @property
+    def layer_types(self) -> list[str]:
+        """The type of every block."""
+        return [str(block.layer_type) for block in self.blocks]
+
+    def encodings(self) -> dict[str, PositionEncoding]:
+        """The modules that compute the contexts, by type of layers."""
+        others = cast(list[PositionEncoding], list(self.positions.others.values()))
+        return dict(zip(self.methods, (self.positions, *others), strict=True))
+
+    def contexts(
+        self,
+        positions: Tensor,
+        length: int,
+        dtype: torch.dtype,
+        seen: Tensor | None = None,
+        documents: PackedDocuments | None = None,
+        reached: int | None = None,
+        cache: Cache | None = None,
+    ) -> Contexts:
+        """What the layers of each type share; the arguments are those of `PositionEncoding`, with the positions `seen`
+        of all tokens where a `cache` holds earlier ones.
+        """
+        found, encodings = {}, self.encodings()
+        for name in dict.fromkeys(self.layer_types):  # a pipeline stage may lack layers of some types
+            method, keys = self.methods[name], seen
+            if keys is not None and method.window is not None:
+                keys = keys[..., -(method.window - 1 + positions.shape[-1]) :]
+            new_keys = cache is not None and method.keys_stay(cache.length)
+            found[name] = encodings[name](positions, length, dtype, keys, documents, reached, new_keys)
+        return found
+
+    def _check_cache(self, cache: Cache, documents: Tensor | None, length: int | None) -> None:
+        if length is not None:
+            raise ValueError("the cache has the length: new_cache(length)")
         if documents is not None:
             raise ValueError("documents cannot be combined with a cache: generation continues one document")
         if self.training or torch.is_grad_enabled():
@@ -148,24 +192,25 @@ class GPT(ShardedModule):
             raise ValueError(f"this cache has {len(cache.layers)} layers, the model has {len(self.blocks)}")
 
     def through_blocks(
-        self, x: Tensor, context: PositionContext, cache: Cache | None = None, last: int | None = None
+        self, x: Tensor, contexts: Contexts, cache: Cache | None = None, last: int | None = None
     ) -> Tensor:
         """Hidden states [batch, length, hidden_size] through the blocks and the final norm; of the `last` tokens only
         if given.
         """
         if self.training:
             for step in trained_steps(self.blocks, self._config):
-                x = step(x, context)
+                x = step(x, contexts)
             return self.norm(x)
         layers = cache.layers if cache is not None else [None] * len(self.blocks)
         wanted = [None] * (len(self.blocks) - 1) + [last]
-        for block, layer, tokens in zip(self.blocks, layers, wanted, strict=True):
-            x = block._call_impl(x, context, layer, tokens)  # not compiled: lengths vary, and every one would be anew
+        for block, name, layer, tokens in zip(self.blocks, self.layer_types, layers, wanted, strict=True):
+            # Not compiled: lengths vary, and every one would be compiled.
+            x = block._call_impl(x, contexts[name], layer, tokens)
         return self.norm(x)
 
     def new_cache(self, length: int | None = None, capacity: int | None = None) -> Cache:
         """An empty cache with memory for `capacity` tokens; `length` as in `Cache`."""
-        return Cache(len(self.blocks), length, capacity)
+        return Cache([self.methods[name].window for name in self.layer_types], length, capacity)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of any slice of `hidden_states`, in its dtype."""
@@ -235,7 +280,8 @@ class LanguageModelLoss(ShardedModule):
     ) -> Tensor:
         if next_logits:
             return self.model.logits(self.model.hidden_states(samples, last=1)[:, -1])
-        hidden = self.model.hidden_states(samples[:, :-1], positions=positions, documents=documents)
+        length = None if positions is None else samples.shape[1] - 1  # drawn positions do not count tokens
+        hidden = self.model.hidden_states(samples[:, :-1], positions=positions, documents=documents, length=length)
         labels = self.share.split(samples[:, 1:])
         own_mask = None if loss_mask is None else self.share.split(loss_mask)
         return self.share.mean(self.model.loss(hidden, labels, own_mask), loss_mask)

@@ -1,6 +1,6 @@
 """Embedding, norms, MLP, transformer block and output head of GPT-NeoX and LLaMA."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Literal
 
@@ -61,9 +61,10 @@ ABSOLUTE: dict[str, Callable[[ModelConfig], nn.Module]] = {
 }
 
 
-def absolute(method: PositionMethod, model: ModelConfig) -> nn.Module | None:
-    """The module of absolute positions of this method, or None."""
-    return ABSOLUTE[method.name](model) if method.name in ABSOLUTE else None
+def absolute(methods: Iterable[PositionMethod], model: ModelConfig) -> nn.Module | None:
+    """The module of absolute positions that the layers' methods name, which then is the same for all, or None."""
+    named = next((method.name for method in methods if method.name in ABSOLUTE), None)
+    return ABSOLUTE[named](model) if named is not None else None
 
 
 class Embedding(nn.Module):
@@ -109,6 +110,33 @@ NORMS: dict[str, Callable[[ModelConfig], nn.Module]] = {
 def build_norm(model: ModelConfig) -> nn.Module:
     """A new norm of the configured kind for hidden states [..., hidden_size]."""
     return NORMS[model.norm](model)
+
+
+class HeadRMSNorm(nn.Module):
+    """RMSNorm of every head by itself, x [..., heads, head_dim], with a weight for each head and feature."""
+
+    def __init__(self, heads: int, head_dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(heads, head_dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], eps=self.eps) * self.weight
+
+
+QK_NORMS: dict[str, Callable[[ModelConfig], nn.Module]] = {
+    "layernorm": lambda m: nn.LayerNorm(_heads(m), m.layernorm_epsilon, bias=m.use_bias_in_norms),
+    "rmsnorm": lambda m: HeadRMSNorm(*_heads(m), m.rms_norm_epsilon),
+    "scalenorm": lambda m: ScaleNorm(m.head_dim, m.scalenorm_epsilon),
+    "non_parametric_layernorm": lambda m: nn.LayerNorm(_heads(m), m.layernorm_epsilon, elementwise_affine=False),
+}
+"""`use_qk_layernorm` by `norm`: one norm for queries and keys, as GPT-NeoX has it. Its layernorm has the mean and the
+variance of all heads together, the others of each head.
+"""
+
+
+def _heads(model: ModelConfig) -> tuple[int, int]:
+    return model.num_attention_heads, model.head_dim
 
 
 Activation = Callable[[Tensor], Tensor]
@@ -174,8 +202,9 @@ class Block(nn.Module):
     mlp(norm2 x), with `gpt_j_tied` norm1 in place of norm2.
     """
 
-    def __init__(self, model: ModelConfig, method: PositionMethod, backend: Backend) -> None:
+    def __init__(self, model: ModelConfig, method: PositionMethod, backend: Backend, layer_type: str) -> None:
         super().__init__()
+        self.layer_type = layer_type
         self.parallel, self.tied_norm, self.dropout = model.gpt_j_residual, model.gpt_j_tied, model.hidden_dropout
         self.input_layernorm = build_norm(model)
         self.attention = SelfAttention(
@@ -186,6 +215,7 @@ class Block(nn.Module):
             backend,
             model.use_bias_in_attn_linear,
             model.attention_dropout,
+            QK_NORMS[model.norm](model) if model.use_qk_layernorm else None,
         )
         if not (self.parallel and self.tied_norm):
             self.post_attention_layernorm = build_norm(model)

@@ -16,9 +16,8 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from megatron_coca.attention.context import PositionContext
 from megatron_coca.attention.inputs import PackedDocuments
-from megatron_coca.model.gpt import GPT, resolve_positions
+from megatron_coca.model.gpt import GPT, Contexts, resolve_positions
 
 TOKEN_TABLE = "embedding.word_embeddings"
 """The token embedding; with tied weights also the output head."""
@@ -135,19 +134,20 @@ class Stage(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch = self._fed.popleft()
         input_ids = batch.samples[:, :-1]
-        positions, length, packed = resolve_positions(input_ids, batch.positions, batch.documents)
+        positions, reached, packed = resolve_positions(input_ids, batch.positions, batch.documents)
         if self.span.has_embedding:
-            x = self.model.embedding(input_ids, positions, length)
+            x = self.model.embedding(input_ids, positions, reached)
         if self.span.blocks:
-            x = self.model.through_blocks(x, self._context(batch.samples, positions, length, x.dtype, packed))
+            x = self.model.through_blocks(x, self._contexts(batch.samples, positions, reached, x.dtype, packed))
         return self._loss(x, batch) if self.span.has_head else x
 
-    def _context(
-        self, samples: Tensor, positions: Tensor, length: int, dtype: torch.dtype, documents: PackedDocuments | None
-    ) -> PositionContext:
-        drawing = self.training and self.model.method.clex is not None
+    def _contexts(
+        self, samples: Tensor, positions: Tensor, reached: int, dtype: torch.dtype, documents: PackedDocuments | None
+    ) -> Contexts:
+        length = min(reached, samples.shape[1] - 1)  # drawn positions do not count tokens
+        drawing = self.training and any(method.clex is not None for method in self.model.methods.values())
         with _draws_of(samples) if drawing else nullcontext():
-            return self.model.positions(positions, length, dtype, documents=documents, reached=length)
+            return self.model.contexts(positions, length, dtype, documents=documents, reached=reached)
 
     def _loss(self, x: Tensor, batch: StageInput) -> Tensor:
         hidden = x if self.span.blocks else self.model.norm(x)
@@ -155,11 +155,16 @@ class Stage(nn.Module):
 
 
 def _sharing(model: GPT, spans: Sequence[Span]) -> Iterator[Sharing]:
-    holders = {"positions": tuple(index for index, span in enumerate(spans) if span.blocks)}
+    types, holders = model.layer_types, {}
+    for name, encoding in model.encodings().items():
+        path = "positions" if encoding is model.positions else f"positions.others.{name}"
+        holding = (index for index, span in enumerate(spans) if name in {types[block] for block in span.blocks})
+        holders[path] = tuple(holding)
     if model.final_linear is None:
         holders[TOKEN_TABLE] = (0, len(spans) - 1)
     for path, stages in holders.items():
-        weights = tuple(name for name, _ in model.get_submodule(path).named_parameters())
+        names = (name for name, _ in model.get_submodule(path).named_parameters())
+        weights = tuple(name for name in names if not name.startswith("others."))
         if weights and len(stages) > 1:
             yield Sharing(path, weights, stages)
 
@@ -176,6 +181,9 @@ def _keep(model: GPT, span: Span) -> None:
     if not span.blocks:
         del model.positions
     model.blocks = nn.ModuleList(model.blocks[number] for number in span.blocks)
+    for name, encoding in model.encodings().items() if span.blocks else ():
+        if name not in model.layer_types:
+            encoding.bias = encoding.clex = None
 
 
 @contextmanager

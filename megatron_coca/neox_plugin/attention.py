@@ -41,9 +41,7 @@ class PluginAttention:
         """
         context = self._context(len(q), len(k), q, training)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-        if q.shape[2] == k.shape[2]:
-            return self._backend.attend(self._method.prepare(q, k, v, context, dropout))
-        return self._backend.attend(self._method.prepare_cached(q, self._method.cached(k), v, context))
+        return self._backend.attend(self._method.prepare(q, k, v, context, dropout))
 
     def _context(self, queries: int, keys: int, like: Tensor, training: bool) -> PositionContext:
         """Return the context shared by all layers; only the latest one is kept."""

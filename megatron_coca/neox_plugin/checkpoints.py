@@ -24,9 +24,6 @@ logger = logging.getLogger(__name__)
 SAVED_LENGTH = "max_position_embeddings"
 """GPT-NeoX requires the checkpoint's value, although weights depend on it only with a learned position table."""
 
-ANY_LENGTH = frozenset({"default", "linear", "ntk", "ntk_fixed", "ntk_mixed"})
-"""Frequency extensions that do not depend on the training length."""
-
 PLAIN, PROJECTION = "query_key_value.", "megatron_coca_query_key_value."
 """Prefix of the projection within attention: GPT-NeoX's, and that of checkpoints of the plugin's attention."""
 
@@ -229,7 +226,7 @@ def _check_training_length(neox_args: Any, saved: int | None) -> None:
     scaling, distance_map = position.rope_scaling, position.relative_positions
     if scaling is not None and scaling.original_max_position_embeddings:
         return
-    if scaling is not None and scaling.rope_type not in ANY_LENGTH:
+    if position.extension.measures_length:
         key = "rope_scaling"
     elif position.logit_scaling != "none":
         key = "logit_scaling"

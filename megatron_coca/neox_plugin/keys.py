@@ -16,26 +16,28 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 import yaml
 
+from megatron_coca import methods
 from megatron_coca.config import KEYS, Config, ConfigError, load_config
 from megatron_coca.config.base import nearest
-from megatron_coca.config.model import PositionConfig
+from megatron_coca.config.position import PositionConfig
+from megatron_coca.config.schema import SELECTORS
 
 logger = logging.getLogger(__name__)
 
-METHODS = ("coca", "coca_strict", "xpos")
+METHODS = methods.names("pos_emb", neox="plugin")
 """Values of `pos_emb` that GPT-NeoX does not have."""
 
-BIASED = ("alibi", "rpe")
+BIASED = methods.names("pos_emb", biased=True, neox="upstream")
 """Values of `pos_emb` that only GPT-NeoX's own attention computes."""
 
-LEARNING = ("kerple_log", "kerple_power")
-"""Values of `pos_emb` with weights that GPT-NeoX's model does not have."""
-
-EXTENDING = ("rope_scaling", "relative_positions", "logit_scaling")
+EXTENDING = tuple(SELECTORS)
 """Keys that select the plugin's attention for any `pos_emb`."""
 
 SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "seq_length", "attention_dropout")
-POSITION = ("pos_emb", "rotary_pct", "rotary_emb_base", *EXTENDING, "attention_backend", "operand_kernel")
+POSITION = (
+    *("pos_emb", "rotary_pct", "rotary_emb_base", *EXTENDING, "sliding_window_width"),
+    *("attention_backend", "operand_kernel"),
+)
 """Keys of the position method; with the plugin all of them are fields of NeoXArgs."""
 
 GROUPS_WITHOUT_EFFECT = frozenset({"faults", "checkpoint", "logging", "launch"})
@@ -47,7 +49,6 @@ KEYS_WITHOUT_EFFECT = frozenset(
 BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "sliding_window_width": (None, "not supported with the plugin's attention; leave it out"),
     "use_mup": (
         False,
         "not supported with the plugin's attention, which divides scores by sqrt(head_dim); leave it out",
@@ -56,6 +57,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "te_fp8_mha": (False, "Transformer Engine's attention does not support these positions; leave it out"),
 }
 """Keys of GPT-NeoX that contradict the plugin's attention: their default, and the error message."""
+
+NO_POSITIONS = (
+    "GPT-NeoX's data path carries tokens only, and its model counts positions from 0 on the device; use train.py"
+)
 
 REPLACEABLE = (*POSITION, "seq_length", "max_position_embeddings", "attention_config", *REFUSED)
 """Keys that an overlay may replace: positions, lengths, and keys that contradict the plugin's attention."""
@@ -76,7 +81,7 @@ def _choices(name: str) -> Any:
 FIELDS: dict[str, NewField] = {
     "rope_scaling": NewField("NeoXArgsModel", dict, None),
     "relative_positions": NewField("NeoXArgsModel", dict, None),
-    "logit_scaling": NewField("NeoXArgsModel", _choices("logit_scaling"), "none"),
+    "logit_scaling": NewField("NeoXArgsModel", Literal[tuple(methods.TABLES["logit_scaling"])], "none"),
     "attention_backend": NewField("NeoXArgsModel", _choices("attention_backend"), "auto"),
     "operand_kernel": NewField("NeoXArgsModel", _choices("operand_kernel"), "auto"),
     "lr_warmup_init": NewField("NeoXArgsLRScheduler", float, 0.0),
@@ -136,10 +141,9 @@ def resolve(neox_args: Any) -> Config:
     kinds = set(neox_args.attention_config or ()) - {"global", "flash"}
     problems += [f"attention_config: {', '.join(sorted(kinds))} is not supported; use global or flash"] if kinds else []
     scaling = neox_args.rope_scaling or {}
-    if scaling.get("rope_type", scaling.get("type")) == "clex":
-        problems.append(
-            "rope_scaling: clex learns frequencies shared by all layers, which GPT-NeoX's model does not have"
-        )
+    extension = methods.TABLES["rope_scaling"].get(str(scaling.get("rope_type", scaling.get("type"))))
+    if extension is not None and extension.neox != "plugin":
+        problems.append(f"rope_scaling: {extension.name}: {extension.neox}")
     if neox_args.pos_emb.lower() in BIASED:
         problems.append(
             f"pos_emb: {neox_args.pos_emb} is a bias of GPT-NeoX's own attention, which supports none of"
@@ -180,8 +184,9 @@ def translated(values: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str,
 
 def problems_of(values: Mapping[str, Any], known: Mapping[str, Any]) -> list[str]:
     """Return a line for each invalid key or choice of one file; `known` are the fields of NeoXArgs with their types."""
-    if values.get("pos_emb") in LEARNING:
-        return [f"pos_emb: {values['pos_emb']} has weights that GPT-NeoX's model does not have; use train.py"]
+    embedding = methods.TABLES["pos_emb"].get(str(values.get("pos_emb")))
+    if embedding is not None and embedding.neox not in ("upstream", "plugin"):
+        return [f"pos_emb: {embedding.name}: {embedding.neox}"]
     problems = [
         f"{name}: not a key of GPT-NeoX or the plugin{nearest(name, known)}"
         for name in values
@@ -193,7 +198,10 @@ def problems_of(values: Mapping[str, Any], known: Mapping[str, Any]) -> list[str
             continue
         if not isinstance(value, str) or value.lower() not in {choice.lower() for choice in choices}:
             problems.append(f"{name}: `{value}` is not one of {' | '.join(choices)}{nearest(str(value), choices)}")
+    if values.get("training_positions") is not None:
+        problems.append(f"training_positions: {NO_POSITIONS}")
     refused = [name for name in values if name not in known and name in KEYS and not _without_effect(name)]
+    refused = [name for name in refused if name != "training_positions"]
     if refused:
         problems.append(f"{', '.join(refused)}: supported by train.py of megatron_coca, not by GPT-NeoX; leave it out")
     return problems

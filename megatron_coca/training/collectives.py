@@ -10,10 +10,14 @@ from typing import Any
 
 from megatron_coca.atomic_write import exclusive_lock
 from megatron_coca.checkpoints import CheckpointError, native
-from megatron_coca.checkpoints.files import UnreadableError
+from megatron_coca.checkpoints.files import ServiceError, UnreadableError
 from megatron_coca.config import Config
 from megatron_coca.training.engine import group as dist
 
+KINDS: dict[str, type[CheckpointError]] = {
+    kind.__name__: kind for kind in (CheckpointError, UnreadableError, ServiceError)
+}
+"""The errors that keep their class on the way to other ranks."""
 Errors = type[Exception] | tuple[type[Exception], ...]
 """Exceptions that count as a failure of an action; others end the process."""
 
@@ -40,7 +44,7 @@ def from_main(action: Callable[[], Any]) -> Any:
     """Run `action` on rank 0 and return its JSON-serializable result on every rank. Every rank must call it.
 
     Raises:
-        CheckpointError, UnreadableError: on every rank, if `action` raised it on rank 0.
+        CheckpointError: on every rank, if `action` raised it on rank 0; of the same class if that is one of `KINDS`.
     """
     result, failure = None, None
     if dist.is_main():
@@ -58,13 +62,13 @@ def from_main(action: Callable[[], Any]) -> Any:
 
 def encode_failure(failure: CheckpointError | None) -> str:
     """Encode an error as text for another rank; empty for None."""
-    return "" if failure is None else json.dumps([isinstance(failure, UnreadableError), str(failure)])
+    return "" if failure is None else json.dumps([type(failure).__name__, str(failure)])
 
 
 def decode_failure(text: str) -> CheckpointError:
     """Decode the text of `encode_failure`, which must not be empty."""
-    unreadable, message = json.loads(text)
-    return (UnreadableError if unreadable else CheckpointError)(message)
+    kind, message = json.loads(text)
+    return KINDS.get(kind, CheckpointError)(message)
 
 
 def require_writable(config: Config) -> None:

@@ -9,24 +9,29 @@ from pathlib import Path
 from typing import Any
 
 from megatron_coca.config import Config, ConfigError, split_shares
+from megatron_coca.config.training import SyntheticConfig, window_tokens
 from megatron_coca.data import (
     Blend,
     DataError,
+    DrawnPositions,
     Loader,
     Packing,
+    Samples,
     Shard,
     SourceShare,
+    SyntheticSamples,
+    TaskSettings,
     Tokenizer,
     ensure_builtin,
     load_saved_tokenizer,
     load_tokenizer,
 )
 from megatron_coca.data.inspection import shard_entry
-from megatron_coca.data.preparation.plan import SPLITS
+from megatron_coca.data.preparation.preparation_plan import SPLITS
 from megatron_coca.data.shards import read_header, sampled_digest
 from megatron_coca.data.tokenizers import needs_files
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION, agree
-from megatron_coca.tables import format_table
+from megatron_coca.markdown_tables import format_table
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +59,8 @@ class Corpus:
     """
 
     config: Config
-    train: Blend
-    valid: Blend | None
+    train: Samples
+    valid: Samples | None
     tokenizer: Tokenizer | None
     packing: Packing = Packing()
     unverified: tuple[str, ...] = ()
@@ -66,7 +71,8 @@ class Corpus:
         identity = data_identity(self.train) | {"tokenizer": self.tokenizer.fingerprint if self.tokenizer else None}
         # Left out if nothing is changed, so that checkpoints from before these keys can be resumed.
         changed = [name for name in PACKING_KEYS if getattr(self.config.data, name)]
-        return identity | ({"documents": changed} if changed else {})
+        identity |= {"documents": changed} if changed else {}
+        return identity | ({"task": self.train.description} if isinstance(self.train, SyntheticSamples) else {})
 
 
 def open_corpus(config: Config) -> Corpus:
@@ -79,6 +85,11 @@ def open_corpus(config: Config) -> Corpus:
         DataError: a shard is missing, damaged, too short, or made with another tokenizer than the rest.
         ConfigError: the tokenizer has more tokens than the model's vocabulary; `eod_mask_loss` without a tokenizer.
     """
+    task = config.data.synthetic
+    if task is not None:
+        config = _with_task_vocabulary(config, task_settings(task))
+        if not task.text:
+            return Corpus(config, synthetic_samples(config, "train"), synthetic_samples(config, "valid"), None)
     config = _with_paths(config)
     train, valid = _open_shards(config, ("train", "valid"))
     for prefix in config.data.test_data_paths or ():
@@ -100,12 +111,38 @@ def open_corpus(config: Config) -> Corpus:
     masked = tokenizer.eod if data.eod_mask_loss and tokenizer is not None else None
     return Corpus(
         config,
-        _blend(config, "train", train),
-        _blend(config, "valid", valid) if valid else None,
+        _samples(config, "train", train),
+        _samples(config, "valid", valid) if valid else None,
         tokenizer,
         Packing(data.reset_attention_mask, data.reset_position_ids, masked),
         tuple(prefix for prefix in _prefixes(config) if not (Path(prefix).parent / DESCRIPTION).is_file()),
     )
+
+
+def task_settings(task: SyntheticConfig) -> TaskSettings:
+    """Return the settings of a configured task."""
+    return TaskSettings(**task.model_dump())
+
+
+def synthetic_samples(config: Config, split: str, text: Blend | None = None) -> SyntheticSamples:
+    """Return the samples of the configured synthetic task; `text` is its filler, if it has one."""
+    assert config.data.synthetic is not None
+    return SyntheticSamples(task_settings(config.data.synthetic), config.model.seq_length, config.seed, split, text)
+
+
+def _with_task_vocabulary(config: Config, task: TaskSettings) -> Config:
+    """The configuration with the vocabulary of a synthetic task, if it has none."""
+    vocab_size = config.model.vocab_size
+    if vocab_size is not None and vocab_size < task.vocab_size:
+        raise ConfigError(
+            f"vocab_size: {vocab_size}, but the synthetic task has {task.vocab_size} token ids; leave vocab_size out"
+        )
+    return config if vocab_size is not None else config.override({"vocab_size": task.vocab_size})
+
+
+def _samples(config: Config, split: str, shards: Sequence[Shard]) -> Samples:
+    blend = _blend(config, split, shards)
+    return blend if config.data.synthetic is None else synthetic_samples(config, split, blend)
 
 
 def open_split(config: Config, split: str) -> Blend | None:
@@ -119,14 +156,20 @@ def open_split(config: Config, split: str) -> Blend | None:
     return _blend(config, split, shards) if shards else None
 
 
-def open_loader(corpus: Corpus, blend: Blend, layout: Layout, length: int | None = None) -> Loader:
-    """Open a loader of one of the corpus's blends; of the last `length` inputs of each sample if given.
+def open_loader(corpus: Corpus, blend: Samples, layout: Layout, length: int | None = None) -> Loader:
+    """Open a loader of samples of the corpus; of the last `length` inputs of each if given.
 
-    It refuses ids in the embedding's padding too: no tokenizer of the configured vocabulary produces them.
+    Training samples get the configured `training_positions`. The loader refuses ids in the embedding's padding too: no
+    tokenizer of the configured vocabulary produces them.
     """
     data, vocab_size = corpus.config.data, corpus.config.model.vocab_size
+    given, drawn = corpus.config.general.training_positions, None
+    if given is not None and blend is corpus.train:
+        largest = window_tokens(given.max, corpus.config.model.seq_length)
+        assert largest is not None, "the configuration has checked it"
+        drawn = DrawnPositions(given.type, largest, corpus.config.seed)
     packing, workers = corpus.packing, data.num_workers
-    return Loader(blend, *layout, vocab_size=vocab_size, packing=packing, num_workers=workers, length=length)
+    return Loader(blend, *layout, vocab_size, packing, num_workers=workers, length=length, positions=drawn)
 
 
 def _with_paths(config: Config) -> Config:
@@ -193,7 +236,7 @@ def _common_tokenizer(config: Config) -> Tokenizer | None:
     return next(iter(tokenizers.values()), None)
 
 
-def data_identity(blend: Blend) -> dict[str, list[Any]]:
+def data_identity(blend: Samples) -> dict[str, list[Any]]:
     """Return the identity that is compared at resume, for JSON: lists over the sources.
 
     `sha256` is the manifest's checksum of the tokens' file, or None: it covers every token without reading them.
@@ -255,6 +298,8 @@ def differing_data(saved: Mapping[str, Any], now: Mapping[str, Any], names: Sequ
     if saved.get("documents", []) != now.get("documents", []):
         old, new = (" and ".join(identity.get("documents", [])) or "as one text" for identity in (saved, now))
         differences.append(f"treatment of documents (saved {old}, now {new})")
+    if saved.get("task") != now.get("task"):
+        differences.append(f"synthetic task (saved {saved.get('task')}, now {now.get('task')})")
     return differences
 
 

@@ -7,16 +7,17 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any, Self
 
+from megatron_coca.program import UNAVAILABLE, UNUSABLE
+
 DONE = 0  # the last step is done and saved
 FAILED = 1  # an error of the program or of the machine, with a traceback
-UNUSABLE = 2  # input that cannot be used, or files that cannot be written
 PREEMPTED = 75  # preempted by a signal, after saving; EX_TEMPFAIL of sysexits.h: try again later
 HUNG = 76  # no progress for `watchdog_timeout` seconds
 DIVERGED = 77  # too many bad steps, by the configured policies
 UNSAVED = 78  # preempted by a signal, nothing saved
 UNJOINED = 79  # some processes did not join within `join_timeout`
-INTERRUPTED = 130  # Ctrl-C
-EXIT_STATUSES = (DONE, FAILED, UNUSABLE, PREEMPTED, HUNG, DIVERGED, UNSAVED, UNJOINED, INTERRUPTED)
+INTERRUPTED = 130  # Ctrl-C (SIGINT), after saving if training had begun
+EXIT_STATUSES = (DONE, FAILED, UNUSABLE, UNAVAILABLE, PREEMPTED, HUNG, DIVERGED, UNSAVED, UNJOINED, INTERRUPTED)
 """Every exit status of a training process; docs/faults.md says what to do after each."""
 
 
@@ -36,6 +37,12 @@ class Unsaved(Stopped):
     """Preempted by a signal without a `save` folder: requeued, the run would start from step 0 each time."""
 
     status = UNSAVED
+
+
+class Interrupted(Stopped):
+    """Ctrl-C, after saving: whoever pressed it wants no restart."""
+
+    status = INTERRUPTED
 
 
 class Diverged(Stopped):
@@ -81,6 +88,11 @@ class CaughtSignals:
             self._before = {number: signal.signal(number, self._note) for number in heard}
         return self
 
+    def save_on_interrupt(self) -> None:
+        """Record SIGINT too from now on; a second one ends the process at once."""
+        if self._before and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+            self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupt)
+
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             # None stands for a handler that was not set by Python and cannot be restored.
@@ -91,6 +103,10 @@ class CaughtSignals:
         """Return the signals received since the last call."""
         pending, self._pending = self._pending, []
         return pending
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        self._note(number, frame)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:

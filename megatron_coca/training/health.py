@@ -163,6 +163,9 @@ def measure(config: Config, step: int) -> Health:
     return Health(tuple(disks), writing, reducing, gradients, skew, clocks)
 
 
+MOST_COUNTED = 100_000
+
+
 def checkpoint_bytes(config: Config) -> int:
     """Estimate the size of a checkpoint: weights in the training dtype, and the state to resume from. The tokenizer and
     random states come on top.
@@ -173,10 +176,14 @@ def checkpoint_bytes(config: Config) -> int:
 
 
 def added_checkpoints(config: Config, folder: str, step: int) -> int:
-    """Return by how many checkpoints `folder` grows at most, from `step` to the end of this launch."""
+    """Return by how many checkpoints `folder` grows at most, from `step` to the end of this launch; regular ones are
+    counted up to `MOST_COUNTED`.
+    """
     keys, schedule = config.checkpoint, config.schedule
     assert schedule.train_iters is not None
     last = min(schedule.train_iters, config.logging.exit_interval or schedule.train_iters)
+    if keys.checkpoint_factor is not None and keys.checkpoint_scale == "linear":
+        last = min(last, step + MOST_COUNTED * keys.checkpoint_factor)
     saved, due = set(native.steps(Path(folder))), due_steps(keys, step, last)
     if keys.keep_last_n_checkpoints is None or not due:
         return len(due - saved)

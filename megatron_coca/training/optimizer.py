@@ -91,8 +91,9 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> Groups:
     """Group parameters that require gradients: matrices and embeddings decay; biases and norms do not (GPT-NeoX)."""
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    decayed = [parameter for parameter in trainable if parameter.dim() >= 2]
-    undecayed = [parameter for parameter in trainable if parameter.dim() < 2]
+    trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    matrices = {name for name, parameter in trainable.items() if parameter.dim() >= 2 and "norm." not in name}
+    decayed = [parameter for name, parameter in trainable.items() if name in matrices]
+    undecayed = [parameter for name, parameter in trainable.items() if name not in matrices]
     groups: Groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": undecayed, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]

@@ -8,6 +8,7 @@ to resume from, `initial_model` builds the model.
 import heapq
 import logging
 import os
+import re
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 from megatron_coca.checkpoints import CheckpointError, OpenedCheckpoint, native, open_checkpoint
 from megatron_coca.checkpoints.compare import POSITION_WEIGHTS, differing_keys, refuse_other_architecture
 from megatron_coca.checkpoints.files import Comparison, UnreadableError
-from megatron_coca.checkpoints.huggingface import is_huggingface_folder
+from megatron_coca.checkpoints.huggingface_import import is_huggingface_folder
 from megatron_coca.checkpoints.load import load_weights
 from megatron_coca.checkpoints.neox import find_step
 from megatron_coca.checkpoints.tokenizer import made_of
@@ -42,12 +43,17 @@ state does not depend on the parallel layout.
 ALIASED_KEYS = frozenset({"optimizer.type"})
 """Keys with several values for one meaning; the meanings are compared."""
 POSITION_KEYS = ("seq_length", *(key for key, place in KEYS.items() if place.group == "position"))
-CLEX_WEIGHTS = "positions.clex."
-"""Prefix of the weights of a learned frequency extension; other position weights belong to `pos_emb`."""
+CLEX_WEIGHTS = re.compile(r"positions\.(others\.\w+\.)?clex\..+")
+"""Weights of a learned frequency extension; other position weights belong to `pos_emb`."""
 AGREE_SECONDS, REPORT_SECONDS = 1.0, 30.0
 """Intervals at which ranks agree on the progress of a verification, and log it."""
 MOST_THREADS = 16
 """Verification threads per process; more do not read faster."""
+
+
+def _real(path: str | Path) -> Path:
+    """As `Path.resolve`, which before Python 3.13 raises for a loop of links."""
+    return Path(os.path.realpath(path))
 
 
 def candidates(config: CheckpointConfig) -> list[Path]:
@@ -66,7 +72,7 @@ def candidates(config: CheckpointConfig) -> list[Path]:
     if not folders:
         folders, save = _named_by_load(config), Path(config.save) if config.save is not None else None
         steps = native.begun_steps(save) if save is not None else []
-        if save is not None and steps and (not folders or folders[0].resolve().parent != save.resolve()):
+        if save is not None and steps and (not folders or _real(folders[0]).parent != _real(save)):
             raise CheckpointError(
                 f"{save}: already holds a run, up to step {steps[-1]}; resume it with load={save} or auto_resume=true, "
                 "or choose another save folder"
@@ -99,7 +105,7 @@ def _named_by_load(config: CheckpointConfig) -> list[Path]:
             f"{load}: the optimizer state of a GPT-NeoX checkpoint cannot be read; set finetune=true to start from"
             " its weights"
         )
-    if config.save is not None and load.resolve() == Path(config.save).resolve() and not native.begun_steps(load):
+    if config.save is not None and _real(load) == _real(config.save) and not native.begun_steps(load):
         return []
     try:
         named = native.locate(load, config.iteration)
@@ -126,7 +132,7 @@ def _refuse_copies_of_another_run(copies: Path, folders: Sequence[Path]) -> None
             f"{remedy}, or resume that run with auto_resume=true"
         )
     copied = runs_of(native.step_folder(copies, step) for step in steps)
-    own = runs_of(folder for folder in folders if folder.resolve().parent != copies.resolve()) or copied
+    own = runs_of(folder for folder in folders if _real(folder).parent != _real(copies)) or copied
     if None in copied or len(copied) > 1 or not copied <= own:
         raise CheckpointError(
             f"{copies}: holds copies of a different run from the one to resume ({folders[0].parent}), or of one that "
@@ -139,7 +145,7 @@ def runs_of(folders: Iterable[Path]) -> set[str | None]:
     runs: set[str | None] = set()
     for folder in folders:
         with suppress(CheckpointError):
-            runs.add(native.read_json(folder / native.META).get("run"))
+            runs.add(native.read_meta(folder).get("run"))
     return runs
 
 
@@ -260,7 +266,7 @@ def refuse_other_run(folder: Path, corpus: Corpus, layout: Mapping[str, Any]) ->
 
     `layout` is compared with meta.json: size of the batch, dtype. Free keys that changed are logged.
     """
-    saved, meta = load_config([folder / native.CONFIG]), native.read_json(folder / native.META)
+    saved, meta = load_config([folder / native.CONFIG]), native.read_meta(folder)
     problems = differing_run(saved, corpus.config)
     problems += differing_data(meta.get("data") or {}, corpus.identity, [str(s.prefix) for s in corpus.train.shards])
     problems += [
@@ -301,13 +307,13 @@ def quarantine_newer(keys: CheckpointConfig, chosen: Choice) -> None:
             native.sweep(folder)
             if chosen.folder is None:
                 continue
-            resumed = int(native.read_json(chosen.folder / native.META)["step"])
-            unreadable = {path.resolve() for path in chosen.unreadable}
+            resumed = int(native.read_meta(chosen.folder)["step"])
+            unreadable = {_real(path) for path in chosen.unreadable}
             # At the same step a start prefers `save` to `save_copy`.
-            same_step = name == keys.save and chosen.folder.resolve().parent != folder.resolve()
+            same_step = name == keys.save and _real(chosen.folder).parent != _real(folder)
             for step in native.begun_steps(folder):
                 path = native.step_folder(folder, step)
-                if (step > resumed or (step == resumed and same_step)) and path.resolve() not in unreadable:
+                if (step > resumed or (step == resumed and same_step)) and _real(path) not in unreadable:
                     logger.warning("%s: moved to %s", path, native.set_aside(path))
 
     failure = attempt(move, OSError, main_only=True)
@@ -349,7 +355,8 @@ def initial_model(config: Config, device: str, tokenizer: Tokenizer | None = Non
     _refuse_other_tokenizer(source, config, tokenizer)
 
     # Position weights are taken only from the same method, and those of CLEX from the same frequencies.
-    same_method = saved.position.pos_emb == config.position.pos_emb
+    kinds = [[(name, p.pos_emb, p.pos_emb_options) for name, p in each.layer_types.items()] for each in (saved, config)]
+    same_method = kinds[0] == kinds[1] and saved.model.layer_names == config.model.layer_names
     lengths = {each.position.original_length(each.model.seq_length) for each in (saved, config)}
     same_frequencies = (
         saved.position.rope_scaling == config.position.rope_scaling
@@ -363,7 +370,7 @@ def initial_model(config: Config, device: str, tokenizer: Tokenizer | None = Non
         name
         for name in weights.entries
         if POSITION_WEIGHTS.fullmatch(name)
-        and (name not in own or not (same_frequencies if name.startswith(CLEX_WEIGHTS) else same_method))
+        and (name not in own or not (same_frequencies if CLEX_WEIGHTS.fullmatch(name) else same_method))
     ]
     taken = weights.only(name for name in weights.entries if name not in dropped)
     load_weights(model, taken, learned)

@@ -1,6 +1,7 @@
 """Saving and restoring checkpoints: a snapshot is taken between two steps and written by a background thread."""
 
 import hashlib
+import io
 import json
 import logging
 import os
@@ -34,21 +35,19 @@ from megatron_coca.checkpoints.state import (
     weights,
     write_pieces,
 )
-from megatron_coca.checkpoints.weights import write_safetensors
+from megatron_coca.checkpoints.weights import load_pickle, write_safetensors
 from megatron_coca.config import CheckpointConfig
 from megatron_coca.training.collectives import attempt
 from megatron_coca.training.corpus import Corpus
 from megatron_coca.training.engine import Engine
 from megatron_coca.training.engine import group as dist
 from megatron_coca.training.loss_guard import DataSkips
-from megatron_coca.training.remote_checkpoints import RemoteCheckpoints
+from megatron_coca.training.remote_checkpoints import LAST_SECONDS, RemoteCheckpoints
 from megatron_coca.training.topology import Topology
 from megatron_coca.training.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
-LAST_SECONDS = 5.0
-"""Time that a failed run gives the save in progress: exiting while its thread is in a collective aborts the process."""
 SLOW_SECONDS = 60.0
 """Time after which a stage of a save is logged as slow; logged again after twice that time, and so on."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -59,6 +58,14 @@ def seed_everything(seed: int, stream: int) -> None:
     random.seed(seed + stream)
     np.random.seed((seed + stream) % 2**32)
     torch.manual_seed(seed + stream)
+
+
+def compute_deterministically(wanted: bool) -> None:
+    """Make PyTorch's operations choose algorithms that give the same bits in every run, or fail where there is none."""
+    if wanted and torch.cuda.is_available():
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS may sum in another order
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(wanted and torch.cuda.is_available())
 
 
 def rng_states() -> dict[str, Any]:
@@ -73,15 +80,20 @@ def rng_states() -> dict[str, Any]:
 
 
 def load_rng_states(path: Path) -> None:
-    """Restore the generators from a file that holds `rng_states`."""
-    states = torch.load(path, weights_only=True, map_location="cpu")
-    version, internal, gauss = json.loads(states["python"])
-    random.setstate((version, tuple(internal), gauss))
-    kind, keys, *rest = json.loads(states["numpy"])
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
-    torch.set_rng_state(states["torch"])
-    if states["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
+    """Restore the generators from a file that holds `rng_states`. Raises CheckpointError if it holds anything else."""
+    states = load_pickle(path)
+    try:
+        version, internal, gauss = json.loads(states["python"])
+        random.setstate((version, tuple(internal), gauss))
+        kind, keys, position, *rest = json.loads(states["numpy"])
+        if not 0 <= position <= len(keys):  # NumPy does not check it
+            raise ValueError(f"position {position} in {len(keys)} numbers")
+        np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, *rest))
+        torch.set_rng_state(states["torch"])
+        if states["cuda"] is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(states["cuda"])
+    except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(f"{path}: is no random state of a rank ({error}); the checkpoint is damaged") from error
 
 
 def is_due(step: int, config: CheckpointConfig) -> bool:
@@ -154,16 +166,16 @@ class Checkpoints:
 
     @property
     def failed(self) -> bool:
-        """True if the last save failed; `wait` raises its error."""
-        return self._error is not None
+        """True if the last save or an upload failed; `wait` raises its error."""
+        return self._error is not None or self._remotes.failed
 
     def restore(self, folder: Path) -> dict[str, Any]:
         """Restore engine and random state from a checkpoint; returns its `meta.json`. Every rank must call it.
 
         Raises:
-            CheckpointError: the checkpoint lacks state that this rank needs.
+            CheckpointError: the checkpoint lacks state that this rank needs, or has something else in its place.
         """
-        meta = native.read_json(folder / native.META)
+        meta = native.read_meta(folder, resumable=True)
         self._run, self._origin = meta.get("run", self._run), meta.get("origin")
         places = self._engine.places()
         try:
@@ -192,7 +204,7 @@ class Checkpoints:
         """
         if self._keys.save is None:
             return
-        self.wait()  # its buffers are reused
+        self._wait_for_save()  # its buffers are reused
         # A daemon thread does not keep a failed process alive.
         job = Path(self._keys.save), self._snapshot(step, progress)
         self._thread = threading.Thread(target=self._write, args=job, name="background", daemon=True)
@@ -200,12 +212,23 @@ class Checkpoints:
         if not self._keys.async_save:
             self.wait()
 
-    def wait(self) -> None:
-        """Wait until the save in progress is complete.
+    def catch_up(self, step: int) -> None:
+        """Begin to bring the checkpoint of `step`, which the run resumes from, to where the last launch did not."""
+        self._remotes.deliver(step, catch_up=True)
+
+    def wait(self, last: bool = False, hurry: bool = False) -> None:
+        """Wait until the save in progress is complete, and uploaded and copied. Every rank must call it.
+
+        Arguments as of `RemoteCheckpoints.wait`.
 
         Raises:
-            CheckpointError: it could not be written; raised once.
+            ServiceError: the object store does not answer.
+            CheckpointError: it could not be written, or uploaded; raised once.
         """
+        self._wait_for_save()
+        self._remotes.wait(last, hurry)
+
+    def _wait_for_save(self) -> None:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -214,9 +237,12 @@ class Checkpoints:
             raise error
 
     def leave(self) -> None:
-        """Give the save in progress a few seconds to complete: the training loop has failed."""
+        """Give the save in progress a few seconds to complete: the training loop has failed. Exiting while its thread
+        is in a collective aborts the process.
+        """
         if self._thread is not None:
             self._thread.join(LAST_SECONDS)
+        self._remotes.leave()
 
     def warn_if_slow(self) -> None:
         """Log the stage of a save in progress that takes very long: it may hang."""
@@ -296,26 +322,19 @@ class Checkpoints:
             if dist.is_main():
                 self._on_all_ranks(lambda: self._complete(root, snapshot, described, transfer), root, step)
                 logger.info("saved %s", native.step_folder(root, step))
-                self._prune_and_copy(root, step)
+                self._remotes.deliver(step)
+                self._prune(root)
             else:
                 self._on_all_ranks(transfer.send, root, step)
-            if self._remotes:
-                self._enter(f"step {step}: uploading", watched=False)
-                failure = attempt(lambda: self._remotes.upload(step), CheckpointError, True, self._group)
-                if failure is not None:
-                    raise CheckpointError(
-                        f"{native.step_folder(root, step)}: is complete, but could not be uploaded ({failure}); "
-                        "the same command with auto_resume=true resumes from it"
-                    ) from failure
         except BaseException as error:  # raised in the training thread
             self._error = error
         finally:
             self._watchdog.follow(None)
 
-    def _enter(self, stage: str, watched: bool = True) -> None:
-        """Enter the next stage of a save. A `watched` one that hangs makes the watchdog end the run."""
+    def _enter(self, stage: str) -> None:
+        """Enter the next stage of a save; one that hangs makes the watchdog end the run."""
         self._stage, self._stage_start, self._warn_after = stage, time.monotonic(), SLOW_SECONDS
-        self._watchdog.follow(f"saving {stage}" if watched else None)
+        self._watchdog.follow(f"saving {stage}")
 
     def _on_all_ranks(self, action: Callable[[], Any], root: Path, step: int, main_only: bool = False) -> None:
         """Run `action` on every rank (or rank 0), and fail on all of them if it fails on one."""
@@ -352,21 +371,13 @@ class Checkpoints:
             self._corpus.tokenizer.save(folder / native.TOKENIZER)
         native.commit(root, snapshot.step, {**described, native.WEIGHTS: weights_entry})
 
-    def _prune_and_copy(self, root: Path, step: int) -> None:
-        """Remove old checkpoints and copy to `save_copy`. Failures are logged, and the next save tries again."""
-        for folder in [root] if self._keys.save_copy is None else [root, Path(self._keys.save_copy)]:
-            if folder is not root:
-                self._enter(f"step {step}: copying to {folder}", watched=False)  # a run does not need its copies
-                try:
-                    native.copy(native.step_folder(root, step), folder)
-                except (OSError, CheckpointError) as error:
-                    native.abandon(folder, step)
-                    logger.warning("%s: step %d could not be copied (%s)", folder, step, error)
-                    return
-            try:
-                native.prune(folder, self._keys.keep_last_n_checkpoints, self._keys.keep_every_n_steps)
-            except OSError as error:
-                logger.warning("%s: an old checkpoint could not be removed (%s)", folder, error)
+    def _prune(self, root: Path) -> None:
+        """Remove old checkpoints, except those that are still to be uploaded or copied."""
+        keys = self._keys
+        try:
+            native.prune(root, keys.keep_last_n_checkpoints, keys.keep_every_n_steps, self._remotes.owed())
+        except OSError as error:
+            logger.warning("%s: an old checkpoint could not be removed (%s)", root, error)
 
 
 class WeightTransfer:
@@ -425,7 +436,9 @@ def _write_own(folder: Path, snapshot: Snapshot) -> dict[str, Any]:
     state = folder / native.STATE / file_name(dist.rank())
     for path in (rng, state):
         path.parent.mkdir(exist_ok=True)
-    torch.save(snapshot.rng, rng)
+    buffer = io.BytesIO()
+    torch.save(snapshot.rng, buffer)  # which reports a full disk without saying so
+    rng.write_bytes(buffer.getvalue())
     if snapshot.pieces:
         write_pieces(state, snapshot.pieces, snapshot.places)
     files = [rng, state] if snapshot.pieces else [rng]

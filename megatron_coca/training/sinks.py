@@ -14,6 +14,7 @@ from megatron_coca.atomic_write import write_file
 from megatron_coca.checkpoints import CheckpointError
 from megatron_coca.config import Config, ConfigError
 from megatron_coca.console import Progress, duration, on_terminal, short, write
+from megatron_coca.regular_files import read_regular
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +27,8 @@ Samples = Sequence[tuple[str, str]]
 UNSAVED = Path("runs/unsaved")
 """The folder for the figures of a run without `log_dir` and `save`."""
 METRICS, OLDER_FILES = "metrics.jsonl", 10
+_LARGEST = 1 << 32
+"""Bytes of metrics that are read at the start."""
 WANDB_RUN = "wandb.json"
 
 
@@ -148,7 +151,8 @@ class Console(Sink):
 class JsonLines(Sink):
     """One JSON object per report in `metrics.jsonl`; a note is one with its text as `event`.
 
-    A resumed run drops the lines of steps that it will repeat. A fresh one keeps those of an older run in one of at
+    A resumed run drops the lines of steps that it will repeat, and does not repeat notes of the step that it resumes
+    from, such as that of a rollback to it. A fresh one keeps those of an older run in one of at
     most ``OLDER_FILES`` numbered files. NaN and infinity, which JSON lacks, become null.
     """
 
@@ -160,13 +164,15 @@ class JsonLines(Sink):
             _keep_older(path)
         write_file(path, "".join(json.dumps(line) + "\n" for line in kept))
         self._path, self._file = path, path.open("a")
+        self._noted = [(line["step"], line["event"]) for line in kept if "event" in line]
 
     def report(self, step: int, figures: Figures) -> None:
         finite = {name: value if value is None or math.isfinite(value) else None for name, value in figures.items()}
         self._write({"step": step} | finite)
 
     def note(self, step: int, message: str) -> None:
-        self._write({"step": step, "event": message})
+        if (step, message) not in self._noted:
+            self._write({"step": step, "event": message})
 
     def samples(self, step: int, pairs: Samples) -> None:
         self._write({"step": step, "samples": [{"prompt": prompt, "text": text} for prompt, text in pairs]})
@@ -185,10 +191,23 @@ class JsonLines(Sink):
             ) from error
 
 
+VALIDATED = ("validation_loss", "share/")
+"""Figures of a validation that was reported: every one has the first, the last one of a run has the second."""
+
+
+def is_validated(folder: Path, step: int) -> bool:
+    """Whether the metrics file in a run's folder has the validation of a step."""
+    return any(line["step"] == step and any(map(_of_validation, line)) for line in _read_lines(folder / METRICS))
+
+
+def _of_validation(name: str) -> bool:
+    return name.startswith(VALIDATED)
+
+
 def _read_lines(path: Path) -> list[dict[str, Any]]:
     """The valid lines of a metrics file; invalid ones are logged, except half a line at the end, left by a kill."""
     lines = []
-    texts = path.read_text(errors="replace").split("\n") if path.is_file() else []
+    texts = read_regular(path, _LARGEST).decode(errors="replace").split("\n") if path.is_file() else []
     for number, text in enumerate(texts, start=1):
         try:
             line = json.loads(text)

@@ -2,7 +2,8 @@
 
 A step takes the longer of what its kernels take one after the other (matrix products and attention by their FLOPs, all
 other kernels by their bytes) and what the host takes to launch them, and in addition the communication that does not
-run beside the backward pass. Nothing here was measured on a GPU; docs/launch.md compares it with published runs.
+run beside the backward pass. The shares are fitted to published runs (docs/launch.md). No step of this project has run
+on a GPU, so a range is predicted.
 """
 
 import math
@@ -25,6 +26,8 @@ class Device(NamedTuple):
         nvlink: bytes per second and direction to the other GPUs of a host.
         products: share of the peak FLOP/s in matrix products.
         attention: share of the peak in fused attention, of the FLOPs that a causal kernel executes.
+        slow_attention: the same of slower kernels.
+        error: largest relative error of MFU against the published runs that the shares are fitted to; None without.
     """
 
     name: str
@@ -32,22 +35,28 @@ class Device(NamedTuple):
     nvlink: float
     products: float
     attention: float
+    slow_attention: float
+    error: float | None = None
 
 
 DEVICES: dict[str, Device] = {
-    "A100-80": Device("NVIDIA A100-SXM4-80GB", 2.039e12, 300e9, 0.70, 0.40),
-    "H100": Device("NVIDIA H100 80GB HBM3", 3.35e12, 450e9, 0.60, 0.35),
-    "H200": Device("NVIDIA H200", 4.8e12, 450e9, 0.60, 0.35),
-    "B200": Device("NVIDIA B200", 8.0e12, 900e9, 0.55, 0.25),
+    "A100-80": Device("NVIDIA A100-SXM4-80GB", 2.039e12, 300e9, 0.69, 0.40, 0.26, 0.04),
+    "H100": Device("NVIDIA H100 80GB HBM3", 3.35e12, 450e9, 0.54, 0.35, 0.14, 0.11),
+    "H200": Device("NVIDIA H200", 4.8e12, 450e9, 0.54, 0.35, 0.14),
+    "B200": Device("NVIDIA B200", 8.0e12, 900e9, 0.50, 0.25, 0.10),
 }
 """Memory and NVLink from NVIDIA's data sheets: A100 80GB SXM (600 GB/s in both directions), H100 SXM and H200 (900),
-DGX B200 (1,800). The shares are assumptions: of cuBLAS on matrices of 1,024 to 4,096 columns and FlashAttention with
-64 features a head; NVIDIA's own figures for large matrices are higher.
+DGX B200 (1,800). On A100 and H100 the shares of products and of slow attention are fitted to published steps of MPT,
+whose attention is a Triton kernel (tests/golden/step_calibration.py). The faster attention is an assumption for the
+library kernels, FlashAttention-2 and cuDNN with 64 features a head, as are all shares of B200; H200 has those of H100.
 """
+ERROR = 0.15
+"""Relative error that is assumed of the GPUs without published runs."""
 
 ASSUMPTIONS: dict[str, tuple[float, str]] = {
     "memory": (0.85, "share of the memory bandwidth that other kernels reach"),
-    "launch": (8e-6, "seconds of the host for a kernel, PyTorch's autograd included"),
+    "launch": (8e-6, "seconds of the host for a kernel, PyTorch's autograd included, on a fast host"),
+    "slow launch": (26e-6, "the same on a slow host: 67.8 ms for 2,564 kernels on the stand-in device"),
     "nvlink": (0.78, "share of NVLink's bandwidth in NCCL's collectives; 230 of 300 GB/s are reported for A100"),
     "infiniband": (0.90, "share of InfiniBand's bandwidth in NCCL's collectives"),
     "nvlink hop": (1e-6, "seconds for a message to reach the next GPU of a host"),
@@ -63,6 +72,8 @@ OPTIMIZER_BYTES = 52.0
 """Per parameter of a rank: norm (4), clipping (8), AdamW in float32 (28), gradient to and weight from float32 (12)."""
 COPIED_BYTES = 8.0
 """Per parameter: each gradient is copied into a bucket and divided, in half precision."""
+GRAPH_LAUNCHES = 2
+"""Launches of the host for a micro-batch that is captured as a CUDA graph."""
 OPTIMIZER_LAUNCHES = 72
 """Kernels of a step besides those of `model.cost.pass_counts`; counted at one of 8 simulated ranks."""
 
@@ -173,17 +184,28 @@ class StepTime:
         return max(parts, key=lambda part: getattr(self, part))
 
 
-def step_time(config: Config, gpus: int, gpu: str, links: int = GPUS_PER_HOST) -> StepTime:
-    """Predict the step on `gpus` GPUs of the kind `gpu`, a key of `DEVICES`, with `links` InfiniBand links a host.
+def mfu_range(config: Config, gpus: int, gpu: str, links: int = GPUS_PER_HOST) -> tuple[float, float]:
+    """Lowest and highest MFU to expect: with slow and fast attention and host, and the error of the calibration."""
+    error = DEVICES[gpu].error or ERROR
+    low, high = (step_time(config, gpus, gpu, links, slow).mfu for slow in (True, False))
+    return low * (1 - error), high * (1 + error)
+
+
+def step_time(config: Config, gpus: int, gpu: str, links: int = GPUS_PER_HOST, slow: bool = False) -> StepTime:
+    """Predict the step on `gpus` GPUs of the kind `gpu`, a key of `DEVICES`, with `links` InfiniBand links a host, with
+    `slow` attention kernels and host or fast ones.
 
     Raises:
         ConfigError: the processes or the batch cannot be divided, or vocab_size is not known.
     """
     device, topology = DEVICES[gpu], Topology.of(config.parallel, gpus)
+    launch = assumption("slow launch" if slow else "launch")
+    if slow:
+        device = device._replace(attention=device.slow_attention)
     sizes = config.batch.resolve(topology.data)
     trained = zip(stage_trained(config, topology), stage_parameters(config, topology), strict=True)
     stages = [
-        _stage_time(config, topology, sizes, numbers, blocks, Network(device, links))
+        _stage_time(config, topology, sizes, numbers, blocks, Network(device, links), launch)
         for numbers, (_, blocks) in trained
     ]
     slowest = max(stages, key=lambda stage: stage.total)
@@ -208,7 +230,13 @@ def scaling(config: Config, gpus: int, links: int = GPUS_PER_HOST) -> Iterator[t
 
 
 def _stage_time(
-    config: Config, topology: Topology, sizes: BatchSizes, numbers: int, blocks: int, network: Network
+    config: Config,
+    topology: Topology,
+    sizes: BatchSizes,
+    numbers: int,
+    blocks: int,
+    network: Network,
+    launch: float,
 ) -> StepTime:
     """The time of one pipeline stage, without waiting for others and without its MFU."""
     model, passes = config.model, sizes.accumulation
@@ -224,9 +252,10 @@ def _stage_time(
     own = numbers / ranks if zero_section(config, ranks, cuda=True)["stage"] else numbers
     moved = passes * (counts.block_bytes * blocks + counts.loss_bytes * parts)
     memory = (moved + OPTIMIZER_BYTES * own + COPIED_BYTES * numbers) / device.memory / assumption("memory")
-    kernels = passes * (counts.block_launches * blocks + counts.other_launches) + OPTIMIZER_LAUNCHES
+    of_a_pass = GRAPH_LAUNCHES if model.cuda_graphs else counts.block_launches * blocks + counts.other_launches
+    kernels = passes * of_a_pass + OPTIMIZER_LAUNCHES
     exposed, hidden = _network_time(config, topology, sizes, numbers, blocks, network, compute + memory)
-    return StepTime(compute, memory, kernels * assumption("launch"), exposed, hidden, 0.0)
+    return StepTime(compute, memory, kernels * launch, exposed, hidden, 0.0)
 
 
 def _attention_flops(config: Config) -> float:

@@ -6,18 +6,18 @@ import socket
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from megatron_coca.checkpoints import CheckpointError, native
-from megatron_coca.checkpoints.files import UnreadableError
+from megatron_coca.checkpoints.files import ServiceError, UnreadableError
 from megatron_coca.checkpoints.load import find_native
 from megatron_coca.config import BatchSizes, Config
 from megatron_coca.config.training import learning_rate
 from megatron_coca.console import set_up_logging
 from megatron_coca.data import Batch, Loader
-from megatron_coca.model import assemble_model, choose_backend, keep_freed_memory
+from megatron_coca.model import assemble_model, choose_backends, keep_freed_memory
 from megatron_coca.training import launch, saving
 from megatron_coca.training.collectives import FolderLocks, from_main, require_writable
 from megatron_coca.training.corpus import (
@@ -31,7 +31,7 @@ from megatron_coca.training.corpus import (
 )
 from megatron_coca.training.engine import Engine, build_engine
 from megatron_coca.training.engine import group as dist
-from megatron_coca.training.exit_status import CaughtSignals, Diverged, Preempted, Unsaved
+from megatron_coca.training.exit_status import CaughtSignals, Diverged, Interrupted, Preempted, Unsaved
 from megatron_coca.training.health import check_health
 from megatron_coca.training.loss_guard import DataSkips, LossGuard, Verdict
 from megatron_coca.training.monitor import Monitor
@@ -47,7 +47,7 @@ from megatron_coca.training.resume import (
     verify_distributed,
 )
 from megatron_coca.training.saving import Checkpoints, is_due
-from megatron_coca.training.sinks import run_folder
+from megatron_coca.training.sinks import is_validated, run_folder
 from megatron_coca.training.topology import Topology
 from megatron_coca.training.validation import check_validation, samples, validate
 from megatron_coca.training.watchdog import Watchdog
@@ -73,13 +73,15 @@ def fit(config: Config, without_effect: Sequence[str] = ()) -> None:
     dist.init_distributed(config.faults.collective_timeout, config.launch.join_timeout)
     try:
         set_up_logging(dist.is_main())
-        logger.info(launch.describe_devices(config, dist.world_size(), choose_backend(config, dist.local_device())))
+        backends = ", ".join(dict.fromkeys(choose_backends(config, dist.local_device()).values()))
+        logger.info(launch.describe_devices(config, dist.world_size(), backends))
         if without_effect:
             logger.info("no effect here (docs/config.md): %s", ", ".join(without_effect))
         config, remotes = use_local_folders(config)
         watchdog = Watchdog(config.faults.watchdog_timeout, run_folder(config), dist.rank())
-        answer = "stopping after this step, with a checkpoint if `save` is set; SIGKILL ends the run at once"
+        answer = "stopping after this step, with a checkpoint if `save` is set; a second Ctrl-C ends the run at once"
         with CaughtSignals(answer=answer if dist.is_main() else None) as preemption, watchdog:
+            remotes.attend(watchdog.beat, lambda: preemption.requested is not None)
             _train(config, remotes, preemption, watchdog)
     except Exception as error:
         error.add_note(f"on rank {dist.rank()} of {dist.world_size()}, {socket.gethostname()}")
@@ -106,7 +108,7 @@ def _train(config: Config, remotes: RemoteCheckpoints, preemption: CaughtSignals
         if (note := validation_note(corpus)) is not None:
             logger.log(logging.WARNING if corpus.valid is None else logging.INFO, note)
         check_validation(corpus)
-        chosen = first_valid(folders, watchdog.beat)
+        chosen = _choose(folders, remotes, watchdog)
         if chosen.folder is not None:
             refuse_other_run(chosen.folder, corpus, required)
         require_writable(config)
@@ -121,15 +123,32 @@ def _train(config: Config, remotes: RemoteCheckpoints, preemption: CaughtSignals
         trainer = Trainer(corpus, engine, checkpoints, sizes, topology, preemption, watchdog)
         if chosen.folder is not None:
             trainer.restore(chosen.folder)
+            checkpoints.catch_up(trainer.step)
         _log_summary(corpus, sizes, trainer.step)
         watchdog.beat("measuring disk, clocks and network")
         health = check_health(config, trainer.step) if config.faults.health_check else {}
         watchdog.beat("disk, clocks and network are measured")
+        preemption.save_on_interrupt()  # before, there is nothing to save
         try:
             trainer.run(health)
         except BaseException:
             checkpoints.leave()
             raise
+
+
+def _choose(folders: Sequence[Path], remotes: RemoteCheckpoints, watchdog: Watchdog) -> Choice:
+    """The highest valid checkpoint of the local `folders` and of the object stores. Raises CheckpointError."""
+    try:
+        chosen = first_valid(folders, watchdog.beat)
+    except UnreadableError:
+        raise
+    except CheckpointError:  # all local ones are damaged
+        newer = remotes.download_newer(None)
+        if newer is None:
+            raise
+        return Choice(newer)
+    newer = remotes.download_newer(chosen.folder)
+    return chosen if newer is None else Choice(newer, chosen.unreadable)
 
 
 def _build_engine(
@@ -147,6 +166,7 @@ def _build_engine(
         model, origin = initial_model(config, device, corpus.tokenizer, verify=False)
     train_only_parts(model, config.optimizer)
     saving.seed_everything(config.seed, topology.random_stream(dist.rank()))
+    saving.compute_deterministically(config.general.deterministic)
     model.train()
     optimizer = partial(build_optimizer, config=config.optimizer)
     return build_engine(model, optimizer, config, sizes, topology.coordinates(dist.rank()).pipe), origin
@@ -213,7 +233,9 @@ class Trainer:
     def _restore_engine(self, folder: Path) -> dict[str, Any]:
         meta = self._checkpoints.restore(folder)
         self.step = self._saved = int(meta["step"])
-        self._unvalidated = bool(meta["progress"].get("unvalidated", False))
+        # The checkpoint was written before its validation, which a later launch may have made up for.
+        postponed = bool(meta["progress"].get("unvalidated", False))
+        self._unvalidated = postponed and not from_main(lambda: is_validated(run_folder(self._config), self.step))
         return meta["progress"]
 
     def run(self, health: Mapping[str, float] | None = None) -> None:
@@ -249,7 +271,12 @@ class Trainer:
             finally:
                 monitor.close()
         self._save()
-        self._checkpoints.wait()
+        try:
+            self._checkpoints.wait(last=True)
+        except ServiceError:
+            if not dist.anyone((self._asked_to_stop(),))[0]:
+                raise
+            self._leave()
 
     def _train_step(self, loader: Loader, monitor: Monitor) -> bool:
         """One optimizer step: read, train, judge, report, and validate and save if due. False after a rollback."""
@@ -286,12 +313,13 @@ class Trainer:
         if dist.is_main() and self.step % self._config.logging.log_interval == 0:
             self._checkpoints.warn_if_slow()
             lost, occupied = self._checkpoints.folder_lost()
-        preempted = self._preemption.requested is not None
-        preempted, failed, lost, occupied = dist.anyone((preempted, self._checkpoints.failed, lost, occupied))
+        preempted, failed, lost, occupied = dist.anyone(
+            (self._asked_to_stop(), self._checkpoints.failed, lost, occupied)
+        )
         if lost:
             self._save_into_new_folder(occupied)
         if failed:
-            self._checkpoints.wait()  # raises its error
+            self._checkpoints.wait(hurry=True)  # raises its error
 
         if self._unvalidated and not preempted:
             try:
@@ -302,21 +330,40 @@ class Trainer:
                 preempted = True  # the resumed run validates first
             else:
                 self._unvalidated = False
+                figures = dict(losses)
                 if self._finished():
                     read = self._skips.position(self.step) * self._sizes.total
-                    monitor.report(self.step, mixture_figures(self._corpus.train.mixture(read)))
-                monitor.report(self.step, losses)
+                    figures |= mixture_figures(self._corpus.train.mixture(read))
                 monitor.samples(self.step, continued)
+                if figures:  # together, so that a kill leaves all of them or none
+                    monitor.report(self.step, figures)
 
         if preempted or is_due(self.step, self._config.checkpoint):
             with monitor.during("saving"):
                 self._save()
         if preempted:
             with monitor.during("saving"):
-                self._checkpoints.wait()
-            signal = self._preemption.requested or "on another rank"
-            error = Unsaved if self._config.checkpoint.save is None else Preempted
-            raise error(f"preempted ({signal}); {self._newest()}")
+                self._leave()
+
+    def _asked_to_stop(self) -> bool:
+        return self._preemption.requested is not None
+
+    def _leave(self) -> NoReturn:
+        """End the run after a signal to any rank. Uploads that fail are left to the next start.
+
+        Raises:
+            Interrupted, Preempted, Unsaved: always.
+        """
+        try:
+            self._checkpoints.wait()
+        except ServiceError as failure:
+            if dist.is_main():
+                logger.warning("%s", failure)
+        signal, newest = self._preemption.requested, self._newest()
+        if dist.anyone((signal == "SIGINT",))[0]:
+            raise Interrupted(f"interrupted ({signal or 'on another rank'}); {newest}")
+        error = Unsaved if self._config.checkpoint.save is None else Preempted
+        raise error(f"preempted ({signal or 'on another rank'}); {newest}")
 
     def _save_into_new_folder(self, occupied: bool) -> None:
         """Save the state, of which no checkpoint is left, unless other checkpoints are in the folder; then stop.
@@ -346,7 +393,7 @@ class Trainer:
         return self.step == self._config.schedule.train_iters
 
     def _mean_loss(self, micro_batches: Sequence[Batch]) -> float:
-        if dist.anyone((self._preemption.requested is not None,))[0]:
+        if dist.anyone((self._asked_to_stop(),))[0]:
             raise _PreemptedDuringValidationError
         self._watchdog.beat("validation")
         return self._engine.mean_loss(micro_batches)
@@ -392,8 +439,12 @@ class Trainer:
         # The same steps on the same data would lead to the same weights before a spike again, so PaLM leaves out data
         # from before it too (Chowdhery et al. 2022, section 5.1).
         self._skips = self._skips.skip(max(self.step, first_bad - config.faults.rollback_margin), last_bad)
-        self._rollback_note = f"rolled back from step {from_step} to step {self.step}: {verdict.reason}"
+        number = self._guard.state()["rollbacks"]  # no two rollbacks have the same note, see JsonLines
+        steps = f"from step {from_step} to step {self.step}"
+        self._rollback_note = f"rolled back {steps} (rollback {number} of the run): {verdict.reason}"
         quarantine_newer(config.checkpoint, chosen)
+        self._checkpoints.catch_up(self.step)  # which moves newer ones in an object store to quarantine
+        self._checkpoints.wait()
 
     def _newest(self) -> str:
         save = self._config.checkpoint.save

@@ -11,7 +11,7 @@ from megatron_coca.attention.positions import PositionRangeError
 from megatron_coca.attention.positions.forms import check_range
 from megatron_coca.config import Config, ConfigError
 from megatron_coca.config.training import window_tokens
-from megatron_coca.data import Batch, Blend, DataError
+from megatron_coca.data import Batch, Blend, DataError, Samples
 from megatron_coca.text_generation import Continuation, texts
 from megatron_coca.training.corpus import Corpus, Layout, open_loader, source_names
 from megatron_coca.training.engine import Engine
@@ -80,7 +80,7 @@ def validate(corpus: Corpus, mean_loss: MeanLoss, layout: Layout) -> dict[str, f
     return losses | window_perplexities(corpus, valid, mean_loss, layout)
 
 
-def window_perplexities(corpus: Corpus, valid: Blend, mean_loss: MeanLoss, layout: Layout) -> dict[str, float]:
+def window_perplexities(corpus: Corpus, valid: Samples, mean_loss: MeanLoss, layout: Layout) -> dict[str, float]:
     """Return `validation_perplexity_W` for every window W of `eval_windows`.
 
     Each sample of the longest window ends with S tokens, half of the shortest window, that all windows score: each

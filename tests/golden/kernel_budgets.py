@@ -24,7 +24,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from megatron_coca.kernels import operands, plan
+from megatron_coca.kernels import launch_constants, operands
 from megatron_coca.kernels.attention import flash_attention
 
 ROOT = Path(__file__).parents[2]
@@ -103,7 +103,7 @@ class Case:
             formula=self.formula,
             coefficients=torch.ones(4, 2, requires_grad=learned) if self.formula else None,
             starts=torch.zeros(2, LENGTH, dtype=torch.int64) if self.documents else None,
-            blocks=plan.CONFIGS[capability][1 + self.two, plan.row_class(query)],
+            blocks=launch_constants.CONFIGS[capability][1 + self.two, launch_constants.row_class(query)],
         ).sum().backward()
 
 
@@ -122,7 +122,11 @@ no configuration has two segments and a bias.
 """
 OPERANDS = (("coca", 64, 64, 1), ("coca", 64, 64, 2), ("coca_strict", 32, 128, 1), ("rotary", 64, 64, 1))
 """Forms of operands, rotated features of the head's, and segments."""
-OTHERS = [Case(256), Case(256, two=True), Case(64, dtype="float32"), Case(80, formula="log")]
+OTHERS = [
+    *(Case(256, two=two) for two in (False, True)),
+    *(Case(head_dim, dtype="float32") for head_dim in (64, 256)),
+    Case(80, formula="log"),
+]
 
 
 class AbsentGpu:
@@ -193,7 +197,7 @@ def _operands(form: Any, rotated: int, head_dim: int, segments: int) -> None:
 
 def broken_rules(figures: Figures, capability: int, ruled: bool) -> list[str]:
     """What no kernel may do, and what attention at head_dim 64 and 128 must."""
-    largest = SMALLEST if capability == 80 and ruled else SHARED[capability] - 1
+    largest = SMALLEST if capability == 80 else SHARED[capability] - 1
     rules = {f"more than {largest} KiB of shared memory": figures.shared > largest * 1024}
     if ruled:
         rules |= {

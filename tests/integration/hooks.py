@@ -2,6 +2,7 @@
 
 import errno
 import importlib
+import math
 import os
 import random
 import signal
@@ -58,6 +59,7 @@ POINTS: dict[str, Point] = {
     "copy": Point(NATIVE, "copy"),
     "copied file": Point("shutil", "copyfile", after=True),
     "uploaded file": Point("megatron_coca.checkpoints.object_store", "RemoteFolder._put", after=True),
+    "transfer": Point("megatron_coca.checkpoints.object_store", "RemoteFolder._attempt"),
     "set aside": Point("megatron_coca.training.trainer", "quarantine_newer"),
     "clock": Point("time", "time", after=True),
     "host": Point("socket", "gethostname", after=True),
@@ -86,6 +88,25 @@ def _changes(change: Callable[[Any], Any]) -> Action:
         if point.after:
             return change(function(*given, **named))
         return function(given[0], change(given[1]), *given[2:], **named)
+
+    return act
+
+
+def _away(attempts: float) -> Action:
+    """Uploads that fail for a number of attempts each, as if the object store did not answer."""
+
+    def act(function: Callable[..., Any], point: Point, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        store, problem, transfer = given
+        failures = 0
+
+        def fail_first() -> Any:
+            nonlocal failures
+            failures += 1
+            if failures <= attempts:
+                raise TimeoutError("no answer")
+            return transfer()
+
+        return function(store, problem, fail_first if "cannot be uploaded" in problem else transfer)
 
     return act
 
@@ -120,6 +141,8 @@ ACTIONS: dict[str, Action] = {
     "ask to leave": _signals(signal.SIGUSR1),
     "raise": _does(_fail),
     "full disk": _does(_fill_disk),
+    "no answer": _away(math.inf),
+    "late answer": _away(2),
     "spin": _does(_spin),
     "wait": _does(_wait),
     "nan": _changes(lambda value: value * float("nan")),

@@ -1,14 +1,18 @@
-"""A run resumes with another number of processes or ZeRO stage: the same samples, the same losses up to rounding."""
+"""A run resumes with another number of processes or ZeRO stage: the same samples, the same losses up to rounding.
+
+`pytest -rP` shows the largest differences, of which docs/training.md has a table.
+"""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-STEPS, STOP = 8, 4
-RELATIVE = 1e-5
-"""As in test_processes.py: sums in another order. 4e-8 was seen."""
+STEPS, STOP = 60, 12
+RELATIVE = {"loss": 1e-6, "grad_norm": 2e-5}
+"""Sums in another order, whose rounding grows while training goes on: see the table in docs/training.md."""
 PLAIN = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "train_iters": STEPS, "train_batch_size": 8}
+PLAIN |= {"num_layers": 4, "hidden_size": 64, "seq_length": 64, "eval_interval": 60}
 """Without dropout, whose masks are drawn anew where the division among processes changes."""
 
 
@@ -51,10 +55,11 @@ def test_the_layout_may_change(
     live(keys | before[1] | {"exit_interval": STOP}, ranks=before[0])
     assert f"resuming at step {STOP}" in live(keys | after[1], ranks=after[0]).output
     run = open_run(tmp_path)
-    assert run.losses == pytest.approx(unstopped.losses, rel=RELATIVE), "each step's loss is that of its samples"
-    assert [record["grad_norm"] for record in run.records if "loss" in record] == pytest.approx(
-        [record["grad_norm"] for record in unstopped.records if "loss" in record], rel=RELATIVE
-    )
+    for name in ("loss", "grad_norm"):
+        found, wanted = ([record[name] for record in each.records if name in record] for each in (run, unstopped))
+        differences = [abs(one / other - 1) for one, other in zip(found, wanted, strict=True)]
+        print(f"{name}: {max(differences[:STOP]):.1e} before, {max(differences[STOP:]):.1e} after the change")
+        assert max(differences) <= RELATIVE[name], "each step's loss is that of its samples"
 
 
 @pytest.mark.slow

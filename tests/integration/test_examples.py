@@ -15,7 +15,7 @@ from tests.examples import ABSENT, PRELUDES, QUICK, make_workspace, treatment
 
 pytestmark = pytest.mark.slow
 
-IN_ORDER = ("docs/tutorial.md",)
+IN_ORDER = ("docs/tutorial.md", "docs/recall.md")
 """Pages whose commands build on each other."""
 MAY_MISS = {
     "python evaluate.py passkey": 2,  # prompts shorter than the text around the key

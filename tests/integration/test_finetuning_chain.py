@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_coca import load_model
 from megatron_coca.checkpoints import open_checkpoint
-from megatron_coca.checkpoints.exports.huggingface import export
+from megatron_coca.checkpoints.exports.huggingface_export import export
 from megatron_coca.checkpoints.importing import import_checkpoint
 from megatron_coca.commands.train_stages import plan, run_stages, run_train
 from megatron_coca.data import CorpusSource, Execution, Rules, SourceSpec, load_tokenizer, prepare

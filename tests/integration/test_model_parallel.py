@@ -80,6 +80,10 @@ METHODS: Runs = {
     "learned positions": {"pos_emb": "learned"},
     "a relative map": {"relative_positions": {"type": "rerope", "window": 8}},
     "learned frequencies": {"rope_scaling": {"rope_type": "clex", "max_factor": 4}},
+    "layers that differ": {
+        "attention_config": [[["sliding", "global"], "all"]],
+        "layer_types": {"sliding": {"pos_emb": "rpe", "sliding_window_width": 5}},
+    },
     "ZeRO 3, coca": {"zero_stage": 3, "pos_emb": "coca"},
 }
 TENSOR_ONLY: Runs = {"hidden dropout": {"hidden_dropout": 0.1}}

@@ -16,7 +16,7 @@ import torch
 import yaml
 
 from megatron_coca.checkpoints import load_model, open_checkpoint
-from megatron_coca.checkpoints.exports.huggingface import export
+from megatron_coca.checkpoints.exports.huggingface_export import export
 from megatron_coca.checkpoints.exports.neox import export_neox
 from megatron_coca.config import load_config
 from megatron_coca.model import GPT, build_model

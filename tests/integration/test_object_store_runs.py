@@ -106,6 +106,69 @@ def test_a_kill_inside_an_upload_costs_one_checkpoint(train: Train, uninterrupte
     assert RemoteFolder(url).steps() == [2, 4, 6] and digest(url, STEPS) == local_digest(uninterrupted, STEPS)
 
 
+AWAY = Hook("transfer", "no answer", [])
+
+
+def test_what_a_kill_before_the_last_upload_leaves_behind_is_uploaded_by_the_next_start(
+    train: Train, tmp_path: Path
+) -> None:
+    url = "s3://bucket/owed"
+    keys = {"save": url, "checkpoint_cache": str(tmp_path), "async_save": False, "keep_last_n_checkpoints": 2}
+    train(keys, [Hook("uploaded file", "kill", [16])], expected=-9)
+    assert RemoteFolder(url).steps() == [2, 4] and native.steps(tmp_path / "s3/bucket/owed") == [4, 6]
+    assert "nothing to do" in train(keys).output
+    assert RemoteFolder(url).steps() == [4, 6], "uploaded, and pruned"
+    assert "uploaded" not in train(keys).output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_outage_has_a_status_of_its_own_and_loses_nothing(train: Train, tmp_path: Path, ranks: int) -> None:
+    url = f"s3://bucket/away{ranks}"
+    keys = {"save": url, "checkpoint_cache": str(tmp_path), "object_store_timeout": 3.0}
+    away = train(keys, [AWAY], ranks, expected=69)
+    assert f"could not be uploaded ({url}: " in away.output and "Traceback" not in away.output
+    last = native.steps(tmp_path / f"s3/bucket/away{ranks}")[-1]
+    assert f"resuming at step {last}" in train(keys, ranks=ranks).output
+    assert RemoteFolder(url).steps() == [2, 4, 6]
+
+
+def test_training_goes_on_while_the_store_is_away(train: Train, tmp_path: Path) -> None:
+    url = "s3://bucket/back"
+    steps = {"train_iters": 40, "checkpoint_factor": 10}
+    output = train(steps | {"save": url, "checkpoint_cache": str(tmp_path)}, [Hook("transfer", "late answer", [])])
+    lines = output.output.splitlines()
+    first_upload = next(number for number, line in enumerate(lines) if f"uploaded {url}/global_step10" in line)
+    assert any("step 30/40" in line for line in lines[:first_upload])
+    assert RemoteFolder(url).steps() == [10, 20, 30, 40]
+
+
+def test_a_run_that_is_preempted_during_an_outage_does_not_wait_for_it(train: Train, tmp_path: Path) -> None:
+    url = "s3://bucket/preempted"
+    keys = {"save": url, "checkpoint_cache": str(tmp_path), "object_store_timeout": 1e4}
+    assert "step 5 is saved" in train(keys, [AWAY, Hook("step", "terminate twice", [5])], expected=75).output
+    train(keys | {"exit_interval": 5})
+    assert RemoteFolder(url).steps() == [2, 4, 5]
+
+
+def test_a_cache_that_is_behind_the_store_costs_nothing(train: Train, uninterrupted: Path, tmp_path: Path) -> None:
+    url, keys = "s3://bucket/caches", {"save": "s3://bucket/caches", "keep_last_n_checkpoints": 9}
+    for cache, end in (("a", 2), ("b", 4)):
+        train(keys | {"checkpoint_cache": str(tmp_path / cache), "exit_interval": end})
+    assert "resuming at step 4" in train(keys | {"checkpoint_cache": str(tmp_path / "a")}).output
+    assert RemoteFolder(url).steps() == [2, 4, 6] and digest(url, STEPS) == local_digest(uninterrupted, STEPS)
+    assert not RemoteFolder(f"{url}/quarantine").steps()
+
+
+def test_a_damaged_cache_is_made_good_by_the_store(train: Train, tmp_path: Path) -> None:
+    url = "s3://bucket/damaged_cache"
+    keys = {"save": url, "checkpoint_cache": str(tmp_path)}
+    train(keys | {"exit_interval": 4})
+    for step in (2, 4):
+        (native.step_folder(tmp_path / "s3/bucket/damaged_cache", step) / native.WEIGHTS).write_bytes(b"x")
+    assert "resuming at step 4" in train(keys).output
+
+
 @pytest.mark.slow
 def test_two_ranks_upload_what_both_have_written(train: Train, tmp_path: Path) -> None:
     url = "s3://bucket/ranks"

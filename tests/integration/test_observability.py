@@ -48,7 +48,7 @@ def test_every_sink_over_a_resume(server: Any, small: dict[str, Any], tmp_path: 
         line.keys() >= TIMINGS and line["mfu"] > 0 and line["data_wait"] < 1 for line in reports if "loss" in line
     )
     names = {"step", "validation_loss", "validation_loss/words_train", "validation_loss/words_test"}
-    assert [line["step"] for line in reports if line.keys() == names] == [6, 12]
+    assert [line["step"] for line in reports if line.keys() >= names] == [6, 12]
     assert len(list((run / "profile").glob("trace_steps_*_rank_0.json"))) == 2
     assert json.loads((run / "profile" / "trace_steps_3-4_rank_0.json").read_text())["traceEvents"]
     check_tensorboard(board)

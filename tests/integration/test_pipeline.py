@@ -71,6 +71,12 @@ METHODS: dict[str, dict[str, Any]] = {
         "no_weight_tying": False,
         "loss_chunk_size": 5,
     },
+    "layers that differ, normalized queries": {
+        "pos_emb": "coca",
+        "attention_config": [[["sliding", "global"], "all"]],
+        "layer_types": {"sliding": {"pos_emb": "rpe", "sliding_window_width": 5}},
+        "use_qk_layernorm": True,
+    },
     "bfloat16, tied weights": {"precision": "bfloat16", "no_weight_tying": False},
 }
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}

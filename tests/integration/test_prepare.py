@@ -172,8 +172,9 @@ def test_a_recipe_is_prepared_and_its_faults_are_named(tmp_path: Path) -> None:
             ("--input", "c=x", "--output", "o", "--tokenizer-type", "CharLevelTokenizer", "--duplicates", "near"),
             "c: near duplicates are no longer removed during preparation. Deduplicate the corpus with datatrove",
         ),
-        (("--input", "c=x", "--workers", -1), "-1 is less than 0"),
-        (("--input", "c=x", "--train-tokenizer", 0), "0 is less than 1"),
+        (("--input", "c=x", "--workers", -1), "-1 does not lie in 0 to 1024"),
+        (("--input", "c=x", "--train-tokenizer", 0), "0 does not lie in 1 to 16777216"),
+        (("--input", "c=x", "--train-tokenizer", 10**32), "10000000000000000000 does not lie in 1"),
     ],
 )
 def test_bad_commands_end_with_status_2(

@@ -38,7 +38,7 @@ def test_four_times_the_training_length(whole: Any) -> None:
     logits = extended(long)
     assert logits.shape == (2, 4 * TRAINED, 512) and torch.isfinite(logits).all()
     assert float((logits - plain(long)).abs().max()) > 1e-5
-    assert extended.method.rotary.original_length == TRAINED
+    assert extended.methods["global"].rotary.original_length == TRAINED
 
 
 @torch.no_grad()

@@ -41,7 +41,12 @@ def layout(name: str, ranks: int, stops: Sequence[int] = (5,), slow: bool = True
 
 CLEX = {"rope_scaling": {"rope_type": "clex"}}
 PLAIN = {"zero_stage": 3, "attention_dropout": 0.0}
+SYNTHETIC = {
+    "synthetic": {"task": "recall", "facts": 2, "keys": 4, "values": 4, "filler_tokens": 8},
+    "training_positions": {"type": "randomized", "max": "16L"},
+}
 LAYOUTS = [
+    layout("a synthetic task with drawn positions", 1, STOPS, slow=False, **SYNTHETIC),
     layout("ZeRO 3, learned frequencies", 1, slow=False, zero_stage=3, **CLEX),
     layout("ZeRO 1 in two processes", 2, slow=False, zero_stage=1),
     layout("ZeRO 2, learned frequencies, three stops", 1, STOPS, zero_stage=2, **CLEX),

@@ -61,14 +61,52 @@ def test_a_signal_that_comes_late_in_a_validation_or_without_a_place_to_save(liv
     assert "validation" not in (tmp_path / "metrics.jsonl").read_text()
 
 
-@pytest.mark.parametrize("point", ["backward", "evaluation", "own files", "commit", "restore"])
-def test_ctrl_c(point: str, live: Any, tmp_path: Path) -> None:
-    keys = {"auto_resume": True, "save": str(tmp_path), "checkpoint_factor": 2, "exit_interval": 6}
-    live(keys | {"exit_interval": 2})
-    finished = live(keys, [Hook(point, "interrupt")], expected=130)
+@pytest.mark.parametrize("hook", [Hook("evaluation", "terminate twice", [2]), Hook("step", "ask to leave", [12])])
+def test_a_validation_that_was_due_at_the_end_is_made_up_for_once(
+    hook: Hook, live: Any, whole: Any, open_run: Any, tmp_path: Path
+) -> None:
+    keys = {"auto_resume": True, "save": str(tmp_path)}
+    live(keys, [hook], expected=75)
+    live(keys)
+    assert open_run(tmp_path).records == whole.records
+    assert "nothing to do" in live(keys).output and open_run(tmp_path).records == whole.records
+
+
+def test_a_kill_after_a_validation_does_not_report_it_twice(
+    live: Any, whole: Any, open_run: Any, tmp_path: Path
+) -> None:
+    keys = {"auto_resume": True, "save": str(tmp_path)}
+    live(keys, [Hook("evaluation", "terminate twice")], expected=75)
+    live(keys, [Hook("step", "kill", [2])], expected=-9)
+    live(keys)
+    assert open_run(tmp_path).records == whole.records
+
+
+@pytest.mark.parametrize(("point", "ranks"), [("backward", 1), ("evaluation", 1), ("own files", 1), ("step", 2)])
+def test_ctrl_c_saves(point: str, ranks: int, live: Any, tmp_path: Path) -> None:
+    """Also where one rank alone gets it."""
+    keys = {"auto_resume": True, "save": str(tmp_path), "checkpoint_factor": 100, "train_batch_size": 8}
+    live(keys | {"exit_interval": 2}, ranks=ranks)
+    hooks = [Hook(point, "interrupt", ranks=[ranks - 1])]
+    finished = live(keys | {"extra_save_iters": [4]}, hooks, ranks, expected=130)
     assert "Traceback" not in finished.output, finished.output
-    assert finished.output.splitlines()[-1].startswith("interrupted; --auto-resume resumes")
+    last = native.steps(tmp_path)[-1]
+    assert last > 2 and f"interrupted (SIGINT); step {last} is saved" in finished.output
     native.verify(native.locate(tmp_path))
+
+
+def test_ctrl_c_before_there_is_anything_to_save(live: Any, tmp_path: Path) -> None:
+    keys = {"auto_resume": True, "save": str(tmp_path), "checkpoint_factor": 2, "exit_interval": 2}
+    live(keys)
+    finished = live(keys | {"exit_interval": 6}, [Hook("restore", "interrupt")], expected=130)
+    assert finished.output.splitlines()[-1].startswith("interrupted; --auto-resume resumes")
+    assert native.steps(tmp_path) == [2]
+
+
+def test_a_second_ctrl_c_ends_at_once(live: Any, tmp_path: Path) -> None:
+    keys = {"auto_resume": True, "save": str(tmp_path)}
+    live(keys, [Hook("step", "interrupt", [3]), Hook("snapshot", "interrupt")], expected=-signal.SIGINT)
+    assert not native.steps(tmp_path)
 
 
 @pytest.fixture
@@ -100,4 +138,5 @@ def test_a_signal_to_the_launcher_of_two_processes(number: int, status: int, sta
     process.send_signal(number)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == status and "Traceback" not in output, output
+    assert f"; step {native.steps(tmp_path)[-1]} is saved" in output
     assert not left_alive(tmp_path)

@@ -23,7 +23,7 @@ from tests.reference.frequencies import frequencies, multiplier
 
 HEADS, HEAD_DIM, TRAINING_LENGTH = 4, 16, 32
 ROTATED = ("rotary", "coca", "coca_strict")
-BIASED = ("alibi", "kerple_log", "kerple_power", "rpe")
+BIASED = ("alibi", "kerple_log", "kerple_power", "rpe", "sandwich")
 CLEX_STEP = 0.004
 """Of the oracle's integration, in t: its own error is then below 1e-10."""
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_coca.checkpoints.exports.huggingface import MODELLING_FILE, export
+from megatron_coca.checkpoints.exports.huggingface_export import MODELLING_FILE, export
+from megatron_coca.checkpoints.exports.modelling_file import modelling_file
 from megatron_coca.config import load_config
 from megatron_coca.data import Tokenizer
 from megatron_coca.model import build_model
@@ -73,8 +74,9 @@ def remote(checkpoint: Path, folder: Path, *overrides: str, attention: str = "sd
     return loaded.eval()
 
 
-def names_in_the_file() -> dict[str, Any]:
-    """What the modelling file defines, loaded as transformers does."""
+def names_in_the_file(folder: Path) -> dict[str, Any]:
+    """What the modelling file, written to `folder`, defines, loaded as transformers does."""
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-    return get_class_from_dynamic_module("modeling_coca.Positions", str(MODELLING_FILE.parent)).__init__.__globals__
+    (folder / MODELLING_FILE).write_text(modelling_file())
+    return get_class_from_dynamic_module("modeling_coca.Positions", str(folder)).__init__.__globals__

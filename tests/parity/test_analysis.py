@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron_coca.config import load_config
-from megatron_coca.evaluation.analysis import measuring
-from megatron_coca.evaluation.analysis.measuring import analyse, draw_pairs, observed
+from megatron_coca.evaluation.analysis import length_analysis
+from megatron_coca.evaluation.analysis.length_analysis import analyse, draw_pairs, observed
 from megatron_coca.evaluation.analysis.records import AnalysisProtocol, LengthAnalysis
 from megatron_coca.model import GPT, build_model
 from tests.reference import dense
@@ -188,7 +188,7 @@ def test_scores_and_entropy_are_the_oracles(
     pos_emb: str, keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of every pair and every query; with memory for three queries at a time."""
-    monkeypatch.setattr(measuring, "SCORES_AT_ONCE", 3 * HEADS * LENGTH)
+    monkeypatch.setattr(length_analysis, "SCORES_AT_ONCE", 3 * HEADS * LENGTH)
     model = build(pos_emb, **keys)
     cell = analyse(model, documents(), LENGTH, EVERYTHING)
     by_distance: dict[int, list[float]] = {}
@@ -307,7 +307,8 @@ def test_watching_changes_nothing() -> None:
     with torch.no_grad():
         before = model(ids)
         seen: list[Tensor] = []
-        with pytest.raises(RuntimeError, match="stop"), observed(model, lambda q, k, inputs: seen.append(q)):
+        watching = observed(model, lambda q, k, inputs: seen.append(q), model.methods["global"])
+        with pytest.raises(RuntimeError, match="stop"), watching:
             assert torch.equal(model(ids), before)
             raise RuntimeError("stop")
         assert torch.equal(model(ids), before)

@@ -42,6 +42,7 @@ EXTENSIONS: dict[str, dict[str, Any]] = {
     "dynamic_yarn": {"rope_type": "dynamic_yarn", "beta_fast": 3.0, "beta_slow": 0.25},
     "longrope": {"rope_type": "longrope", "factor": 4.0, "short_factor": SHORT, "long_factor": LONG},
     "llama3": {"rope_type": "llama3", "factor": 8.0},
+    "proportional": {"rope_type": "proportional", "proportion": 0.4, "factor": 2.0},
     "clex": {"rope_type": "clex", "ode_step": 0.01},
 }
 COMBINED = {

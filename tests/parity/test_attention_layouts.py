@@ -23,11 +23,12 @@ from attention_cases import (
     with_window,
 )
 
+from megatron_coca import methods
+from megatron_coca.attention.layer import LayerCache
 from megatron_coca.attention.method import PositionEncoding
-from megatron_coca.attention.positions.forms import SCORE_FORMS
 
 EXACT = [(name, backend) for name, backend in CHOSEN if backend != "flex"]
-ROTATED = [(name, backend) for name, backend in CHOSEN if SCORE_FORMS[CASES[name].pos_emb].rotary]
+ROTATED = [(name, backend) for name, backend in CHOSEN if methods.find("pos_emb", CASES[name].pos_emb).rotary]
 MAPPED = [(name, backend) for name, backend in SERVED if name in MAPS]
 DOCUMENTS = ((0,) * 30 + (1,) * 1 + (2,) * 50, (4,) * 64 + (3,) * 17)
 
@@ -87,7 +88,7 @@ def test_positions_that_do_not_start_at_zero(name: str) -> None:
     for what in ("out", "q", "k", "v"):
         assert error(moved.all[what], true.all[what]) < 1e-9, what
     unmoved = production(case, Layout(60), torch.float64, attend)
-    by_distance = SCORE_FORMS[case.pos_emb].shift_invariant and case.relative.get("type") != "self_extend"
+    by_distance = methods.find("pos_emb", case.pos_emb).shift_invariant and case.relative.get("type") != "self_extend"
     assert (error(moved.out, unmoved.out) < 1e-9) == by_distance
 
 
@@ -131,15 +132,23 @@ def test_sinks(name: str, backend: str, sinks: int, length: int) -> None:
     check(case, backend, Layout(length))
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_cached_keys_give_the_operands_of_a_full_pass(name: str) -> None:
-    """What a cache keeps of the keys is enough for the last rows of the oracle, under every map."""
+STAYING = [name for name in CASES if CASES[name].method.keys_stay(1)]
+
+
+@pytest.mark.parametrize(("name", "rotated"), [*((name, False) for name in CASES), *((name, True) for name in STAYING)])
+def test_cached_keys_give_the_operands_of_a_full_pass(name: str, rotated: bool) -> None:
+    """Keys of earlier tokens, or K' of theirs where that stays, give the last rows of the oracle, under every map."""
     case, layout = CASES[name], Layout(63, queries=5)
     method, true = case.method, exact(case, layout, torch.float64)
     q, k, v = layout.operands(torch.float64)
-    frame = PositionEncoding(method).train(case.training)(layout.place[-5:], layout.scored, q.dtype, layout.place)
+    encoding, layer = PositionEncoding(method).train(case.training), LayerCache()
     bias = inputs_of(case, layout, (q, k, v), {}).bias
-    cached = method.prepare_cached(q, method.cached(k), v, frame, bias)
+    cached = None
+    for start, stop in ((0, 58), (58, 63)):  # the queries of the first part do not count
+        new, seen = layout.place[start:stop], layout.place[:stop]
+        frame = encoding(new, layout.scored, q.dtype, seen, of_new_keys=rotated)
+        part = (k[:, :, start:stop], v[:, :, start:stop])
+        cached = method.prepare_cached(q if start else part[0], *part, frame, layer.append, bias)
     assert error(BACKENDS["reference"].attend(cached), true.out) < 1e-9
 
 

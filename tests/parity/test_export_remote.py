@@ -10,9 +10,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
+from megatron_coca import methods
 from megatron_coca.checkpoints import CheckpointError, load_model, open_checkpoint
-from megatron_coca.checkpoints.exports.huggingface import MODELLING_FILE, export
-from megatron_coca.checkpoints.huggingface import REMOTE_TYPES
+from megatron_coca.checkpoints.exports.huggingface_export import MODELLING_FILE, export
+from megatron_coca.checkpoints.huggingface_import import REMOTE_TYPES
 from megatron_coca.checkpoints.importing import import_checkpoint
 from megatron_coca.config.model import Activation, Norm
 from tests.parity.exported import (
@@ -35,7 +36,7 @@ UNTRAINED = dict.fromkeys(("make_vocab_size_divisible_by", "intermediate_size"))
 """What a folder says in another way: rows of the vocabulary and the inner width as such."""
 SHAPES = {"neox": NEOX, "grouped llama": GROUPED}
 ROTATED = ("coca", "coca_strict", "xpos")
-PLAIN = ("alibi", "kerple_log", "kerple_power", "rpe", "learned", "sinusoidal", "none")
+PLAIN = ("alibi", "kerple_log", "kerple_power", "rpe", "learned", "sinusoidal", "none", "sandwich")
 LONGROPE = {"factor": 4.0, "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0]}
 EXTENSIONS: dict[str, dict[str, Any]] = {
     "linear": {"factor": 4.0},
@@ -48,6 +49,7 @@ EXTENSIONS: dict[str, dict[str, Any]] = {
     "dynamic_yarn": {"truncate": False, "beta_fast": 4.0},
     "longrope": LONGROPE,
     "llama3": {"factor": 8.0},
+    "proportional": {"proportion": 0.5, "factor": 2.0},
     "clex": {"max_factor": 4},
 }
 MAPS: dict[str, dict[str, Any]] = {
@@ -157,12 +159,14 @@ def test_logits_and_weights(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(again(tokens(3 * TRAINED)), ours(tokens(3 * TRAINED)), rtol=0, atol=1e-6)
 
 
-def test_every_choice_is_covered() -> None:
+def test_every_choice_is_covered(tmp_path: Path) -> None:
     """The modelling file's tables have no row that no case above uses, nor a case that they lack."""
-    tables = names_in_the_file()
-    assert set(tables["FORMS"]) == {*ROTATED, *PLAIN, "rotary"}
-    assert set(tables["EXTENSIONS"]) == {*EXTENSIONS, "default"}
-    assert set(tables["MAPS"]) == set(MAPS)
+    tables = names_in_the_file(tmp_path)
+    declared = {key: set(rows) for key, rows in tables["CHOICES"].items()}
+    assert declared == {key: set(rows) for key, rows in methods.TABLES.items()}
+    assert declared["pos_emb"] == {*ROTATED, *PLAIN, "rotary"}
+    assert declared["rope_scaling"] == {*EXTENSIONS, "default"}
+    assert declared["relative_positions"] == set(MAPS)
     used = {key: {keys.get(key, "") for keys in BLOCKS.values()} for key in ("norm", "activation")}
     assert set(tables["NORMS"]) - {"layernorm"} <= used["norm"] and set(tables["NORMS"]) == set(get_args(Norm))
     activations = tables["PLAIN_ACTIVATIONS"] | tables["GATED_ACTIVATIONS"]
@@ -215,7 +219,7 @@ def test_save_pretrained_loads_again(name: str, tmp_path: Path) -> None:
     """By transformers and by us; the modelling file goes with it."""
     theirs = remote(random_checkpoint(tmp_path / "run", **CASES[name]), tmp_path / "exported")
     theirs.save_pretrained(tmp_path / "saved")
-    assert (tmp_path / "saved" / MODELLING_FILE.name).is_file()
+    assert (tmp_path / "saved" / MODELLING_FILE).is_file()
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", trust_remote_code=True).eval()
     with torch.no_grad():
         assert torch.equal(again(tokens(50)).logits, theirs(tokens(50)).logits)
@@ -293,7 +297,7 @@ def test_what_a_dense_network_has_to_say(network: Any, message: str, tmp_path: P
 
 def test_stock_stays_stock(tmp_path: Path) -> None:
     done = export(random_checkpoint(tmp_path / "run", **LLAMA), tmp_path / "exported")
-    assert not done.remote and not (done.folder / MODELLING_FILE.name).exists()
+    assert not done.remote and not (done.folder / MODELLING_FILE).exists()
     assert "auto_map" not in json.loads((done.folder / "config.json").read_text())
 
 

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from megatron_coca import methods
 from tests.parity.exported import (
     DENSE,
     GROUPED,
@@ -124,11 +125,11 @@ PROJECTIONS = {"CocaLlamaAttention": ("q_proj", "k_proj", "v_proj"), "CocaGPTNeo
 
 
 @pytest.mark.parametrize("name", PROJECTIONS)
-def test_what_vllm_reads_in_the_source(name: str) -> None:
+def test_what_vllm_reads_in_the_source(name: str, tmp_path: Path) -> None:
     """vLLM 0.32, fusers/attention.py and fusers/qkv.py: one call of a name that is assigned from the table of attention
     functions, with the scale; and each projection called once. All of it in `forward` itself.
     """
-    forward = textwrap.dedent(inspect.getsource(names_in_the_file()[name].forward))
+    forward = textwrap.dedent(inspect.getsource(names_in_the_file(tmp_path)[name].forward))
     nodes = list(ast.walk(ast.parse(forward)))
     looked_up = [
         node.targets[0].id
@@ -156,7 +157,7 @@ def from_the_host(*_: Any, **__: Any) -> None:
     raise AssertionError("a tensor is made of numbers on the host")
 
 
-SERVED = ("linear", "ntk", "ntk_fixed", "ntk_mixed", "yarn", "llama3")
+SERVED = tuple(name for name in methods.names("rope_scaling", length_dependent=False) if name != "default")
 
 
 @torch.no_grad()
@@ -173,12 +174,17 @@ SERVED = ("linear", "ntk", "ntk_fixed", "ntk_mixed", "yarn", "llama3")
     ],
 )
 def test_tables_are_made_where_the_positions_are(
-    form: str, scaling: str | None, logit_scaling: str, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    form: str,
+    scaling: str | None,
+    logit_scaling: str,
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     """The meta device stands for a GPU; it does not show tensors that are made of the host's numbers."""
-    names = names_in_the_file()
+    names = names_in_the_file(tmp_path)
     position: dict[str, Any] = {"pos_emb": form, "logit_scaling": logit_scaling}
-    position["rope_scaling"] = None if scaling is None else {"rope_type": scaling, "factor": 4.0}
+    position["rope_scaling"] = None if scaling is None else {"rope_type": scaling, "factor": 4.0, "proportion": 0.5}
     shape = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": 8}
     config = names["CocaLlamaConfig"](**shape, intermediate_size=8, max_position_embeddings=TRAINED, position=position)
     with torch.device("meta"):

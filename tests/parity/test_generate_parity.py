@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, PreTrainedConfig
 
-from megatron_coca import load_model
-from megatron_coca.attention.positions.forms import SCORE_FORMS
+from megatron_coca import load_model, methods
 from megatron_coca.config import load_config
 from megatron_coca.model import DYNAMIC_LENGTHS, GPT, Sampling, build_model, generate
 
@@ -39,7 +38,7 @@ EXTENSIONS: list[dict[str, Any]] = [
     | {"logit_scaling": "log_n"},
 ]
 ROTATED = ("rotary", "coca", "coca_strict", "xpos")
-CASES = [{"pos_emb": name} for name in SCORE_FORMS]
+CASES = [{"pos_emb": name} for name in methods.names("pos_emb")]
 CASES += [{"pos_emb": ROTATED[number % 4]} | extension for number, extension in enumerate(EXTENSIONS)]
 CASES += [{"pos_emb": "coca"} | extension for extension in EXTENSIONS[2::2]]
 CASES += [

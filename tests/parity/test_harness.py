@@ -8,7 +8,7 @@ import torch
 from lm_eval.models.huggingface import HFLM
 
 from megatron_coca.checkpoints import load_checkpoint
-from megatron_coca.checkpoints.exports.huggingface import export
+from megatron_coca.checkpoints.exports.huggingface_export import export
 from megatron_coca.evaluation.harness.loading import Selection, load_tasks
 from megatron_coca.evaluation.results import EvaluationError
 from tests.parity.exported import LLAMA, NEOX, modules_cache, random_checkpoint

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import GPTNeoXConfig, LlamaConfig
 
-from megatron_coca.checkpoints.huggingface import FAMILIES
+from megatron_coca.checkpoints.huggingface_import import FAMILIES
 
 CLASSES = {"gpt_neox": GPTNeoXConfig, "llama": LlamaConfig}
 BESIDE: tuple[dict[str, Any], ...] = (

@@ -48,7 +48,7 @@ def prepare(ranks: int = 1) -> None:
     `in_known_order` compares values that kernels would have computed: the only check of the training path that fails on
     the stand-in device, because the copies of the weights in other dtypes were never filled.
     """
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
     state.in_known_order = lambda optimizer: True
     if ranks > 1:  # no other process answers: nothing to join, no barrier over the store
         group.join = lambda *arguments: torch.distributed.HashStore()  # type: ignore[assignment]
@@ -146,18 +146,57 @@ def layers(inputs: Sequence[str]) -> Counters:
     }
 
 
+def decode(inputs: Sequence[str]) -> Counters:
+    """One generated token of a row after 64 cached ones."""
+    prepare()
+    config = load(inputs)
+    model = build_model(config, "cuda", training=False).to(torch.bfloat16).eval()
+    ids = torch.zeros(1, 64, dtype=torch.int64, device="cuda")
+    cache = model.new_cache(capacity=128)
+    with torch.no_grad():
+        model(ids, cache=cache)
+        record, milliseconds = recorded(lambda: model(ids[:, :1], cache=cache))
+    print(record.text())
+    planned = sum(count for (_, name), count in record.counts.items() if "cudnn" in name.lower())
+    return {"launches per token": record.total("launch"), "cuDNN calls": planned, "host ms": round(milliseconds, 2)} | {
+        f"{name} per token": value for name, value in waits(record).items()
+    }
+
+
+def second_gpu(inputs: Sequence[str]) -> Counters:
+    """Training and evaluation of a model on the second of two GPUs while the first one is current."""
+    os.environ["PRETEND_GPUS"] = "2"
+    torch._C._cuda_getDeviceCount = lambda: 2
+    prepare()
+    config = load(inputs)
+    model = LanguageModelLoss(build_model(config, "cuda:1")).to(torch.bfloat16).train()
+    samples = torch.zeros(2, config.model.seq_length + 1, dtype=torch.int64, device="cuda:1")
+    torch.cuda.set_device(0)
+    with recording() as record:
+        model(samples).backward()
+        model.eval()
+        with torch.no_grad():
+            model(samples)
+    print(record.text())
+    return {"launches on another GPU": record.total("place", "0"), "missing": float(not record.total("place", "1"))}
+
+
 def _print_traffic(traffic: Mapping[str, float]) -> None:
     for name, value in sorted(traffic.items(), key=lambda item: -item[1]):
         print(f"{value / GB:8.3f} GB {name}")
 
 
 def model_pass(config: Config) -> Callable[[], None]:
-    """Return forward and backward of the model alone for a micro-batch; the gradients are dropped."""
+    """Return forward and backward of the model alone for a micro-batch; the gradients are dropped. Packed samples have
+    three or four documents each.
+    """
     model = LanguageModelLoss(build_model(config, "cuda")).to(torch.bfloat16).train()
     samples = torch.randint(config.model.vocab_size, (MICRO, LENGTH + 1)).cuda()
+    places = torch.arange(LENGTH) + 7 * torch.arange(MICRO)[:, None]  # of tokens, each row's boundaries elsewhere
+    packed = places // (LENGTH // 3 + 1) if config.data.reset_attention_mask else None
 
     def call() -> None:
-        model(samples).backward()
+        model(samples, documents=packed).backward()
         for parameter in model.parameters():
             parameter.grad = None
 

@@ -42,6 +42,9 @@ TRAINED = {
     "offload": ("zero_optimization={stage: 2, offload_optimizer: {device: cpu}}",),
     "overlap": ("zero_optimization={stage: 2, overlap_comm: true}",),
     "packed": ("reset_attention_mask=true", "reset_position_ids=true"),
+    "deterministic": ("deterministic=true",),
+    "deterministic, fp32": ("deterministic=true", "precision=fp32", "pos_emb=kerple_log"),
+    "deterministic, dropout": ("deterministic=true", "attention_dropout=0.1", "hidden_dropout=0.1", "pos_emb=rotary"),
     "grouped queries": ("num_kv_heads=2",),
     "clex": ("pos_emb=rotary", "rope_scaling={rope_type: clex, max_factor: 4}"),
     "graphs": ("cuda_graphs=true",),
@@ -86,7 +89,13 @@ SCENARIOS: dict[str, Scenario] = {
     **{f"step: {name}": Scenario("step", (*MODEL, *keys)) for name, keys in METHODS.items() if name != "none"},
     "step: coca, graphs": Scenario("step", (*MODEL, "cuda_graphs=true")),
     **{f"layer: {name}": Scenario("layers", (*MODEL, *keys)) for name, keys in METHODS.items()},
+    "layer: packed": Scenario("layers", (*MODEL, "reset_attention_mask=true")),
     "loss head": Scenario("loss_head", MODEL),
+    **{f"decode: {name}": Scenario("decode", (*MODEL, *keys)) for name, keys in METHODS.items()},
+    **{
+        f"second GPU: {name}": Scenario("second_gpu", (*SMALL, "torch_compile=false", "vocab_size=512", *keys))
+        for name, keys in (METHODS | {"kerple": ("pos_emb=kerple_log",), "rpe": ("pos_emb=rpe",)}).items()
+    },
     "training loop": Scenario("loop", SMALL),
     "overlap: 8 ranks": Scenario("overlap", MODEL),
     "overlap: 8 ranks, graphs": Scenario("overlap", (*MODEL, "cuda_graphs=true")),

@@ -286,7 +286,7 @@ SCORES: dict[str, Scores] = {
     "coca": _coca_scores,
     "coca_strict": _coca_strict_scores,
     **dict.fromkeys(
-        ("alibi", "kerple_log", "kerple_power", "rpe", "learned", "sinusoidal", "none"),
+        ("alibi", "kerple_log", "kerple_power", "sandwich", "rpe", "learned", "sinusoidal", "none"),
         _plain_scores,
     ),
 }
@@ -336,9 +336,23 @@ def _rpe(distance: Tensor, heads: int, head_dim: int, bias: Mapping[str, Tensor]
     return rows.permute(2, 0, 1) * math.sqrt(head_dim)
 
 
+def _sandwich(distance: Tensor, heads: int, head_dim: int, bias: Mapping[str, Tensor]) -> Tensor:
+    """Inner products of sinusoidal embeddings of 128 features at distance r, as the paper has them (64 at r = 0)."""
+
+    def embedding(position: int) -> list[float]:
+        phases = [position / 10000 ** (2 * i / 128) for i in range(64)]
+        return [math.sin(x) for x in phases] + [math.cos(x) for x in phases]
+
+    origin = embedding(0)
+    products = [sum(a * b for a, b in zip(embedding(r), origin, strict=True)) for r in range(int(distance.max()) + 1)]
+    inner = torch.tensor(products, dtype=distance.dtype, device=distance.device)[distance.long()]
+    return torch.stack([inner / (8 * (head + 1) / heads) for head in range(heads)])
+
+
 BIASES: dict[str, Bias] = {
     "alibi": _alibi,
     "kerple_log": _kerple_log,
     "kerple_power": _kerple_power,
     "rpe": _rpe,
+    "sandwich": _sandwich,
 }

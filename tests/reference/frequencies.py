@@ -33,6 +33,7 @@ class Extension:
     high_freq_factor: float = 4.0
     short_factor: Sequence[float] | None = None
     long_factor: Sequence[float] | None = None
+    proportion: float = 1.0
 
     def theta(self, j: int, alpha: float = 1.0) -> float:
         """theta_j of the base B alpha^(d/(d-2)); the only frequency of a block of two dimensions is kept."""
@@ -135,6 +136,11 @@ def _llama3(e: Extension, j: int) -> float:
     return (1 - t) * theta / e.factor + t * theta
 
 
+def _proportional(e: Extension, j: int) -> float:
+    """The first share of the pairs rotates, each as if all did; the others stand still."""
+    return e.theta(j) / e.factor if 2 * j + 2 <= e.proportion * e.dim else 0.0
+
+
 def _temperature(e: Extension, factor: float) -> float:
     return 0.1 * math.log(factor) + 1 if e.attention_factor is None else e.attention_factor
 
@@ -157,6 +163,7 @@ FREQUENCY: dict[str, Callable[[Extension, int], float]] = {
     "dynamic_yarn": _dynamic_yarn,
     "longrope": _longrope,
     "llama3": _llama3,
+    "proportional": _proportional,
 }
 
 MULTIPLIER: dict[str, Callable[[Extension], float]] = {

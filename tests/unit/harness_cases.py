@@ -13,7 +13,7 @@ from megatron_coca.checkpoints import LoadedModel
 from megatron_coca.data import load_saved_tokenizer
 from megatron_coca.evaluation.cli import TASKS
 from megatron_coca.evaluation.harness.adapter import HarnessModel
-from megatron_coca.evaluation.harness.measuring import HarnessResult
+from megatron_coca.evaluation.harness.harness_tasks import HarnessResult
 
 LENGTH = 48
 """Tokens read at most: beyond the training length, and less than some documents have."""

@@ -8,16 +8,17 @@ from typing import Any
 
 from megatron_coca.evaluation import PerplexityResult
 from megatron_coca.evaluation.analysis.records import AnalysisResult
-from megatron_coca.evaluation.harness.measuring import HarnessResult
+from megatron_coca.evaluation.harness.harness_tasks import HarnessResult
 from megatron_coca.evaluation.report.curves import Curve, CurvePoint
 from megatron_coca.evaluation.report.document import Section
 from megatron_coca.evaluation.report.reading import read_results
+from megatron_coca.evaluation.report.result_tables import ReportOptions
 from megatron_coca.evaluation.report.sections import report_document
-from megatron_coca.evaluation.report.tables import ReportOptions
 from megatron_coca.evaluation.results import Cost, Costs, Result, cost_path, write_record
-from megatron_coca.evaluation.retrieval.measuring import NeedleResult, PasskeyResult, RulerResult, wilson_interval
+from megatron_coca.evaluation.retrieval.recall import RecallResult
+from megatron_coca.evaluation.retrieval.retrieval_tasks import NeedleResult, PasskeyResult, RulerResult, wilson_interval
 from megatron_coca.evaluation.speed import WHATS
-from megatron_coca.evaluation.speed.measuring import SpeedResult
+from megatron_coca.evaluation.speed.speed_rounds import SpeedResult
 
 NTK = {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0, "target_length": None}}
 REROPE = {"relative_positions": {"type": "rerope", "window": None}}
@@ -142,6 +143,22 @@ def passkey(label: str, accuracies: dict[int, float], **more: Any) -> PasskeyRes
     return PasskeyResult.model_validate(
         {**header(label, pos_emb, overrides), "protocol": RETRIEVAL, "results": cells, **more}
     )
+
+
+def recall(label: str, accuracies: dict[int, float]) -> RecallResult:
+    """At the training length also with a shift; the score of the fact falls and the rest grows."""
+    pos_emb, overrides, _ = USES.get(label, ("rotary", {}, 0.0))
+    cells = []
+    for number, (length, accuracy) in enumerate(accuracies.items()):
+        scores = {"layer": 0, "fact": 5.0 - number, "rest": 5.0 + number}
+        heads = [scores | {"head": head, "weight": 0.5 - 0.1 * head} for head in (0, 1)]
+        for shift in (0, 16) if length == 512 else (0,):
+            sides = {"inside": tally(50, 50), "beyond": tally(20, 50) if length > 512 else None}
+            own = {"length": length, "shift": shift, "nll": 1.0, "heads": heads if shift == 0 else []}
+            cells.append({**tally(round(100 * accuracy), 100), **sides, **own})
+    protocol = {"text": "recall", "cases": 100, "diagnosed": 10, "seed": 0, "prompts": "synthetic", "chance": 0.0625}
+    content = {**header(label, pos_emb, overrides), "protocol": protocol, "results": cells, "missing": []}
+    return RecallResult.model_validate(content)
 
 
 def needle(label: str, lengths: Sequence[int], depths: Sequence[int] = range(0, 101, 10)) -> NeedleResult:
@@ -330,6 +347,7 @@ def every_result() -> dict[str, Result]:
         files[f"perplexity_{place}"] = perplexity(label, nlls, missing=missing, **common)
         accuracies = {size: max(0.02, 1 - 0.2 * slope * at * (0.5 + 0.2 * at)) for at, size in enumerate(lengths[:6])}
         files[f"passkey_{place}"] = passkey(label, accuracies)
+    files["recall"] = recall("RoFormer", {512: 1.0, 1024: 0.5, 2048: 0.1})
     refused = [lacking("all", "refused", REFUSED)]
     extended = {
         "overrides": NTK,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron_coca.ablation.plan import RUN_KEYS, Cell, cell_hash, expand, read_ablation, select
+from megatron_coca.ablation.grid import RUN_KEYS, Cell, cell_hash, expand, read_ablation, select
 from megatron_coca.config import load_config
 from megatron_coca.evaluation import EvaluationError
 from megatron_coca.training.resume import FREE_KEYS

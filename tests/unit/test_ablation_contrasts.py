@@ -10,7 +10,8 @@ import pytest
 from scipy import stats
 
 from megatron_coca.ablation.cells import CellRecord, read_cell
-from megatron_coca.ablation.contrasts import Figures, published_order
+from megatron_coca.ablation.contrasts import Figures
+from megatron_coca.ablation.grid import DeclaredContrast
 from megatron_coca.evaluation import EvaluationError
 from megatron_coca.evaluation.report.curves import Curve, CurvePoint
 from megatron_coca.evaluation.results import write_record
@@ -65,7 +66,20 @@ def figures(tmp_path: Path) -> Figures:
                 folder / "cell.json", CellRecord.model_validate(record.model_dump() | {"evaluated": evaluated})
             )
             cells.append(cell)
-    return Figures(SimpleNamespace(models=models), cells)  # type: ignore[arg-type]
+    declared = [
+        DeclaredContrast(label=label, other="RoFormer", at=2, quantity="perplexity")
+        for label in ("RoFormer + NTK", "CoCA", "not measured")
+    ]
+    return Figures(SimpleNamespace(models=models, contrasts=declared), cells)  # type: ignore[arg-type]
+
+
+def test_declared_contrasts_are_corrected_for_all_that_the_file_declares(figures: Figures) -> None:
+    found = figures.declared()
+    assert [each.contrast.label for each in found] == ["RoFormer + NTK", "CoCA"]
+    for each, differences in zip(found, ([-0.8, -1.0, -1.1], [-0.1, -0.4]), strict=True):
+        assert each.difference.mean == pytest.approx(np.mean(differences))
+        assert each.p == pytest.approx(stats.ttest_1samp(differences, 0).pvalue)
+    assert [each.holm for each in found] == pytest.approx([3 * found[0].p, min(1, 2 * found[1].p)])
 
 
 def test_a_mean_over_seeds_with_its_t_interval(figures: Figures) -> None:
@@ -93,10 +107,6 @@ def test_differences_are_of_the_seeds_that_both_have(figures: Figures) -> None:
 def test_orders(figures: Figures) -> None:
     assert figures.ordered("perplexity", 1, ["CoCA", "RoFormer"]) == ["RoFormer", "CoCA"]
     assert figures.ordered("perplexity", 2, figures.labels) == ["RoFormer + NTK", "CoCA", "RoFormer"]
-    names = {"RoFormer": "A", "ALiBi": "B", "RoFormer + CoCA": "C"}
-    assert published_order("Table 1", names, 1) == ["B", "A", "C"]
-    assert published_order("Table 1", names, 16) == ["B", "C", "A"]
-    assert published_order("Table 1", names, 64) == ["C", "A"], "ALiBi ran out of memory; RoFormer's is infinite"
 
 
 @pytest.mark.parametrize(
@@ -108,8 +118,6 @@ def test_orders(figures: Figures) -> None:
         ),
         (lambda figures: figures.estimate("speed", "CoCA", 2), "the quantities are perplexity, ratio, validation"),
         (lambda figures: figures.estimate("ratio", "CoCA", 4), "ratio of CoCA: was not measured at 4L"),
-        (lambda figures: published_order("Table 1", {"NoPE": "NoPE"}, 1), "Table 1: has no row NoPE; it has ALiBi"),
-        (lambda figures: published_order("Table 1", {}, 3), "Table 1 at 3L: is not among"),
     ],
 )
 def test_what_was_not_measured_is_an_error(figures: Figures, call: Any, message: str) -> None:

@@ -3,14 +3,13 @@
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import get_args
 
 import pytest
 
-from megatron_coca.ablation import plan
-from megatron_coca.ablation.plan import configured, expand, read_ablation
+from megatron_coca import methods
+from megatron_coca.ablation import grid
+from megatron_coca.ablation.grid import configured, expand, read_ablation
 from megatron_coca.config import Config, load_config
-from megatron_coca.config.model import MAP_OPTIONS, SCALING_OPTIONS, PositionMethod
 from megatron_coca.evaluation.cli import parser
 from megatron_coca.evaluation.options import full_label
 from megatron_coca.evaluation.suite import changes_in_tokens, option_arguments, read_suite, task_variants
@@ -47,8 +46,8 @@ def models(file: Path, scale: str | None) -> dict[str, tuple[Config, dict[str, C
 def _without_data(monkeypatch: pytest.MonkeyPatch) -> None:
     """The configurations name prepared corpora, which are not there."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(plan, "open_corpus", lambda config: SimpleNamespace(config=config, identity={}))
-    monkeypatch.setattr(plan, "find_sources", lambda names: [])
+    monkeypatch.setattr(grid, "open_corpus", lambda config: SimpleNamespace(config=config, identity={}))
+    monkeypatch.setattr(grid, "find_sources", lambda names: [])
 
 
 @pytest.mark.parametrize(("file", "scale"), GRID)
@@ -141,7 +140,7 @@ def test_scale_350m_is_the_published_recipe() -> None:
     recipes = [each.override({"save": None}) for each in published if not each.model.gpt_j_residual]
     trained = [config for config, _ in models(ROOT / "configs/ablations/methods.yml", "350M").values()]
     plain = {"save": None, "max_position_embeddings": 512}
-    assert {each.position.pos_emb for each in trained} == set(get_args(PositionMethod))
+    assert {each.position.pos_emb for each in trained} == set(methods.names("pos_emb", compute=None)) - {"sandwich"}
     assert all(each.override(plain) in recipes for each in trained) and len(trained) == len(recipes)
 
 
@@ -168,6 +167,6 @@ def test_every_extension_and_map_is_measured() -> None:
     found = models(ROOT / "configs/ablations/extensions.yml", "small")
     positions = [config.position for _, variants in found.values() for config in variants.values()]
     scaled = {each.rope_scaling.rope_type for each in positions if each.rope_scaling}
-    assert scaled == SCALING_OPTIONS.keys() - {"default", "longrope"}
+    assert scaled == set(methods.names("rope_scaling", compute=None)) - {"default", "longrope", "proportional"}
     mapped = {each.relative_positions.type for each in positions if each.relative_positions}
-    assert mapped == MAP_OPTIONS.keys() - {"inv_leaky_rerope"}
+    assert mapped == set(methods.names("relative_positions", compute=None)) - {"inv_leaky_rerope"}

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_coca.ablation import plan
+from megatron_coca.ablation import grid
+from megatron_coca.ablation.archive import unpack
 from megatron_coca.ablation.cells import recorded_data
 from megatron_coca.ablation.reporting import figures_of_scale, render, write_page
 from megatron_coca.evaluation.report.charts import Figure
@@ -69,16 +70,25 @@ def test_what_the_results_do_not_have_is_an_error(
         rendered(text, report, tmp_path)
 
 
-@pytest.mark.parametrize(("scale", "page"), [("1M", "study.md"), ("250k", "study_250k.md")])
-def test_a_page_of_the_study_is_what_its_results_say(
-    scale: str, page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+PAGES = [
+    ("study/methods.yml", "1M", "study/page.md.j2", "study.md"),
+    ("study/methods.yml", "250k", "study/page.md.j2", "study_250k.md"),
+    ("recall/grid.yml", "answers", "recall/page.md.j2", "recall_study.md"),
+    ("recall/grid.yml", "answers", "recall/findings.md.j2", "findings.md"),
+]
+
+
+@pytest.mark.parametrize(("name", "scale", "template", "page"), PAGES, ids=[page for *_, page in PAGES])
+def test_a_page_of_a_study_is_what_its_results_say(
+    name: str, scale: str, template: str, page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the corpus, which is not part of the repository."""
     monkeypatch.chdir(ROOT)
-    path = Path("configs/study/methods.yml")
-    file = plan.read_ablation(path, scale)
-    cells = plan.expand(file, recorded=recorded_data(file.results))
-    write_page(file, cells, Path("configs/study/page.md.j2"), tmp_path / page, partial(figures_of_scale, path))
+    path, configs = Path("configs") / name, Path("configs")
+    file = grid.read_ablation(path, scale)
+    unpack(file.results)
+    cells = grid.expand(file, recorded=recorded_data(file.results))
+    write_page(file, cells, configs / template, tmp_path / page, partial(figures_of_scale, path))
     assert (tmp_path / page).read_text() == (ROOT / "docs" / page).read_text()
 
 

@@ -18,7 +18,7 @@ import pytest
 from megatron_coca.ablation import cells as files
 from megatron_coca.ablation import running, slurm
 from megatron_coca.ablation.cells import CellRecord, State, dry_run, read_cell, state_of, write_cell
-from megatron_coca.ablation.plan import Cell, DataRecord
+from megatron_coca.ablation.grid import Cell, DataRecord
 from megatron_coca.ablation.reporting import curves
 from megatron_coca.ablation.running import Machine, divide, run_cells
 from megatron_coca.config import load_config
@@ -50,7 +50,7 @@ if config["pos_emb"] == "none":
     time.sleep(60)
 folder = save / "global_step6"
 folder.mkdir()
-(folder / "meta.json").write_text(json.dumps({"progress": {}}))
+(folder / "meta.json").write_text(json.dumps({"step": 6, "progress": {}}))
 (folder / "manifest.json").write_text("{}")
 """
 EVALUATE = """
@@ -93,9 +93,9 @@ def test_states_from_files(tmp_path: Path, small: dict[str, Any]) -> None:
     assert state_of(one) is State.STARTED
     folder.mkdir()
     (folder / "manifest.json").write_text("{}")
-    (folder / "meta.json").write_text('{"progress": {"unvalidated": true}}')
+    (folder / "meta.json").write_text('{"step": 6, "progress": {"unvalidated": true}}')
     assert state_of(one) is State.STARTED, "it was stopped in its last validation"
-    (folder / "meta.json").write_text('{"progress": {"unvalidated": false}}')
+    (folder / "meta.json").write_text('{"step": 6, "progress": {"unvalidated": false}}')
     assert state_of(one) is State.TRAINED
     write_cell(one, read_cell(one).model_copy(update={"status": "failed"}))
     assert state_of(one) is State.FAILED

@@ -13,9 +13,9 @@ from matplotlib.figure import Figure
 from megatron_coca import load_model
 from megatron_coca.attention.inputs import AttentionInputs, Segment
 from megatron_coca.config import load_config
-from megatron_coca.evaluation.analysis import measuring
+from megatron_coca.evaluation.analysis import length_analysis
 from megatron_coca.evaluation.analysis.distance_sweep import BINS, SweptScores, summarise_angles
-from megatron_coca.evaluation.analysis.measuring import (
+from megatron_coca.evaluation.analysis.length_analysis import (
     draw_pairs,
     log_distances,
     row_entropies,
@@ -70,7 +70,7 @@ def test_order_and_interruption_change_no_byte(
         ("length 16", 32),
         ("length 48", 96),
     ]
-    monkeypatch.setattr(measuring, "analyse", lambda *given: pytest.fail("it was measured already"))
+    monkeypatch.setattr(length_analysis, "analyse", lambda *given: pytest.fail("it was measured already"))
     assert analyse(checkpoints["rotary"], "one.json", "--lengths", "16") == 0
 
 
@@ -107,7 +107,7 @@ def test_every_figure_has_what_its_result_has(tmp_path: Path, checkpoints: dict[
     model = load_model(checkpoints["coca"])
     documents = [np.arange(32) * 7 % 512]
     protocol = AnalysisProtocol(text="", quantiles=[], pairs=40, queries=9, seed=1234)
-    cells = [measuring.analyse(model, documents, length, protocol) for length in (16, 32)]
+    cells = [length_analysis.analyse(model, documents, length, protocol) for length in (16, 32)]
     result = analysis("CoCA").model_copy(update={"results": cells})
     for name, expected in {"angles": 3, "reach": 3, "decay": 4, "entropy": 4}.items():
         axes = Figure().subplots()
@@ -170,8 +170,8 @@ def test_entropy_takes_no_more_memory_than_it_may(monkeypatch: pytest.MonkeyPatc
     length, heads, sizes = 400, 2, []
     x = torch.randn(1, heads, length, 8)
     inputs = AttentionInputs((Segment(x, x),), x, 0.3)
-    whole, original = row_entropies(inputs, torch.arange(length)), measuring.row_scores
-    monkeypatch.setattr(measuring, "SCORES_AT_ONCE", 7 * heads * length + 1)
-    monkeypatch.setattr(measuring, "row_scores", lambda *given: sizes.append(len(given[1])) or original(*given))
+    whole, original = row_entropies(inputs, torch.arange(length)), length_analysis.row_scores
+    monkeypatch.setattr(length_analysis, "SCORES_AT_ONCE", 7 * heads * length + 1)
+    monkeypatch.setattr(length_analysis, "row_scores", lambda *given: sizes.append(len(given[1])) or original(*given))
     torch.testing.assert_close(row_entropies(inputs, torch.arange(length)), whole)
     assert max(sizes) == 7 and sum(sizes) == length

@@ -115,12 +115,14 @@ def test_the_mask_lists_its_blocks() -> None:
     assert whole.kv_indices[0, 0, :, 0].tolist() == [0, 1, 2, 3]
 
 
-def test_masks_of_bands_are_kept() -> None:
-    """From layer to layer; those of documents are made for each batch."""
+def test_masks_are_kept() -> None:
+    """From layer to layer; those of documents for one batch."""
     given = inputs(63, 63, CAUSAL, None, packed=False)
     assert flex._block_mask(given, CAUSAL) is flex._block_mask(given, CAUSAL)
-    packed = inputs(63, 63, CAUSAL, None, packed=True)
-    assert flex._block_mask(packed, CAUSAL) is not flex._block_mask(packed, CAUSAL)
+    packed, other = (inputs(63, 63, CAUSAL, None, packed=True) for _ in range(2))
+    assert flex._block_mask(packed, CAUSAL) is flex._block_mask(packed.replace(bias=biases()["linear"]), CAUSAL)
+    assert flex._block_mask(packed, CAUSAL) is not flex._block_mask(packed, Band(0, 7))
+    assert flex._block_mask(packed, CAUSAL) is not flex._block_mask(other, CAUSAL)
 
 
 @pytest.mark.parametrize(
@@ -145,6 +147,31 @@ def test_one_query_needs_no_kernel() -> None:
     (segment,) = given.segments
     half = given.replace(segments=(Segment(segment.query.half(), segment.key.half()),), value=given.value.half())
     assert FlexBackend().attend(half).dtype == torch.float16
+
+
+@torch.no_grad()
+def test_two_hundred_lengths_of_evaluation_compile_few_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = set()
+
+    def counted(query: Tensor, key: Tensor, value: Tensor, **options: object) -> Tensor:
+        shapes.add((query.shape, key.shape))
+        return query
+
+    monkeypatch.setattr(flex, "_compiled", counted)
+    for number in range(200):
+        length, batch = 33 + 41 * number, 1 + number % 3
+        q, k = (torch.zeros(batch, heads, length, 8) for heads in (HEADS, KV_HEADS))
+        for queries in (length, length // 2):
+            given = AttentionInputs((Segment(q[:, :, :queries], k),), k, 0.3, biases()["buckets"])
+            assert FlexBackend().attend(given).shape == (batch, HEADS, queries, 8)
+    assert len(shapes) == 3 * 20, "three batch sizes, of which 3 is padded to 4, and 20 lengths"
+
+
+@pytest.mark.parametrize(
+    ("size", "padded"), [(1, 128), (128, 128), (129, 256), (1025, 1280), (5000, 5120), (8192, 8192)]
+)
+def test_padding_is_at_most_a_quarter_from_512_on(size: int, padded: int) -> None:
+    assert flex.padded_size(size, BLOCK) == padded
 
 
 @pytest.mark.slow

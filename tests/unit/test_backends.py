@@ -2,11 +2,14 @@
 
 import math
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_coca.attention.backends import merge
 from megatron_coca.attention.backends.merge import MergeBackend, Piece, cover
 from megatron_coca.attention.backends.reference import ReferenceBackend
 from megatron_coca.attention.backends.sdpa import CudaCudnn, CudaFlash, FlashOp, SdpaBackend, flash_op
@@ -211,6 +214,57 @@ def test_merge_says_what_it_cannot_do() -> None:
         (Needs("mps"), "mps"),
     ):
         assert word in (merge.supports(needs) or "")
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1, 40), (40, 40)])
+def test_cudnn_is_left_to_training(queries: int, keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shapes of evaluation and decoding vary, and cuDNN's kernel plans every shape: only training may take it."""
+    seen: list[bool] = []
+    called = F.scaled_dot_product_attention
+
+    def recorded(*operands: Tensor, **options: Any) -> Tensor:
+        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return called(*operands, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", recorded)
+    q, k = torch.randn(1, 4, queries, 8), torch.randn(1, 2, keys, 8)
+    given = AttentionInputs((Segment(q, k),), k, 0.3)
+    trained = SdpaBackend().attend(given)
+    with torch.no_grad():
+        evaluated = SdpaBackend().attend(given)
+    assert seen == [True, False] and torch.backends.cuda.cudnn_sdp_enabled()
+    torch.testing.assert_close(evaluated, trained, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_merge_plans_shapes_that_are_repeated(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+
+    def recorded(x: Tensor, repeated: bool = True) -> FlashOp:
+        asked.append(repeated)
+        return flash_op(x, repeated)
+
+    monkeypatch.setattr(merge, "flash_op", recorded)
+    q = torch.randn(1, 2, 40, 8, requires_grad=True)
+    with torch.set_grad_enabled(training):
+        out = MergeBackend().attend(AttentionInputs((Segment(q, q, Band(0, 9)), Segment(q, q, Band(9))), q, 0.3))
+    if training:
+        out.sum().backward()
+    assert asked == ([True, True] if training else [False])
+
+
+def test_the_kernels_of_cuda_by_shape_and_determinism() -> None:
+    like = torch.empty(1, dtype=torch.bfloat16, device="meta")
+    for repeated, kind in ((True, CudaCudnn), (False, CudaFlash)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.Tensor, "device", property(lambda self: torch.device("cuda")))
+            assert type(flash_op(like, repeated)) is kind
+    operands = [torch.empty(1, 2, 512, 64, device="meta") for _ in range(3)]
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not CudaCudnn().serves(*operands, True), "cuDNN's gradients differ between runs"
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_no_kernel_for_the_dtype_is_named() -> None:

@@ -1,15 +1,16 @@
 """Cached decoding: the logits of the full forward pass, whatever the method, and the bytes that it takes."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_coca.attention.layer import Cache, LayerCache, bytes_per_token
-from megatron_coca.attention.positions.forms import SCORE_FORMS
+from megatron_coca import methods
+from megatron_coca.attention.layer import Cache, LayerCache, cache_bytes
 from megatron_coca.config import load_config
-from megatron_coca.config.model import MAP_OPTIONS, ROTATED_METHODS, SCALING_OPTIONS
 from megatron_coca.model import GPT, build_model
 
 TRAINED, LENGTH, PROMPT = 16, 45, 20
@@ -24,6 +25,7 @@ SHAPE = {
 REQUIRED: dict[str, dict[str, Any]] = {
     "dynamic_max": {"target_length": 64},
     "longrope": {"short_factor": [1.0] * 8, "long_factor": [1.0 + 0.5 * j for j in range(8)], "factor": 4.0},
+    "proportional": {"proportion": 0.5},
     "inv_leaky_rerope": {"target_length": 64},
 }
 
@@ -48,16 +50,16 @@ def decoded(model: GPT, ids: Tensor, cache: Cache, *sizes: int) -> Tensor:
 
 
 def scaling(rope_type: str) -> dict[str, Any]:
-    factor = {"factor": 4.0} if "factor" in SCALING_OPTIONS[rope_type] else {}
+    factor = {"factor": 4.0} if methods.find("rope_scaling", rope_type).option("factor") else {}
     return {"rope_type": rope_type} | factor | REQUIRED.get(rope_type, {})
 
 
-FORMS = [{"pos_emb": name} for name in SCORE_FORMS]
-EXTENDED = [{"pos_emb": "coca", "rope_scaling": scaling(name)} for name in SCALING_OPTIONS]
+FORMS = [{"pos_emb": name} for name in methods.names("pos_emb")]
+EXTENDED = [{"pos_emb": "coca", "rope_scaling": scaling(name)} for name in methods.names("rope_scaling")]
 MAPPED = [
     {"pos_emb": name, "relative_positions": {"type": kind, "window": 6} | REQUIRED.get(kind, {})}
-    for kind in MAP_OPTIONS
-    for name in sorted(ROTATED_METHODS)
+    for kind in methods.names("relative_positions")
+    for name in sorted(methods.names("pos_emb", rotary=True))
     if (kind, name) != ("streaming", "coca")
 ]
 COMBINED = [
@@ -106,18 +108,87 @@ def test_documents_and_a_cache_are_refused_together() -> None:
         model(tokens(4), documents=torch.zeros(2, 4, dtype=torch.int64), cache=model.new_cache())
 
 
+REROPE = {"relative_positions": {"type": "rerope", "window": 6}}
+
+
+@pytest.mark.parametrize(
+    ("keys", "tensors"), [({}, 2), ({"pos_emb": "rotary"}, 2), (REROPE, 3), (REROPE | {"pos_emb": "xpos"}, 2)]
+)
 @torch.no_grad()
-def test_coca_keeps_three_quarters_of_the_bytes() -> None:
-    sizes = {}
-    for name in ("rotary", "coca", "coca_strict"):
-        model = make(pos_emb=name)
-        sizes[name] = bytes_per_token(model.method, 2, 2, torch.float32)
+def test_a_cache_takes_the_bytes_that_it_says(keys: dict[str, Any], tensors: int) -> None:
+    """Values and K' of every segment; or keys where K' changes with every token."""
+    model = make(**keys)
+    cache = model.new_cache(LENGTH)
+    model(tokens(), cache=cache)
+    held = [view for layer in cache.layers for view in layer.append(*_nothing(layer))]
+    assert len(held) == 2 * tensors
+    size = cache_bytes([model.methods["global"]] * 2, 2, 1, torch.float32)
+    assert size == tensors * 16 * 2 * 2 * 4 and sum(view.numel() for view in held) * 4 == size * 2 * LENGTH
+
+
+@pytest.mark.parametrize(
+    ("keys", "length", "rotated"),
+    [
+        *(({"pos_emb": name}, None, 1) for name in methods.TABLES["pos_emb"] if name != "xpos"),
+        ({"pos_emb": "xpos"}, LENGTH, PROMPT + 1),
+        (REROPE, None, 1),
+        ({"rope_scaling": scaling("dynamic")}, LENGTH, 1),
+        ({"rope_scaling": scaling("dynamic")}, None, PROMPT + 1),
+        ({"rope_scaling": scaling("clex")}, None, PROMPT + 1),
+    ],
+)
+@torch.no_grad()
+def test_a_token_rotates_its_own_key_alone(keys: dict[str, Any], length: int | None, rotated: int) -> None:
+    """Unless frequencies or factors change with every token: then all keys in one call."""
+    model, seen = make(**keys), []
+    cache = model.new_cache(length)
+    model(tokens(PROMPT), cache=cache)
+    method = model.methods["global"]
+    original = method.operands
+
+    def counted(form: Any, q: Tensor, k: Tensor, *rest: Any) -> list[Tensor]:
+        seen.append((q.shape[2], k.shape[2]))
+        return original(form, q, k, *rest)
+
+    for block in model.blocks:
+        block.attention.method = replace(method, operands=counted)
+    model(tokens(1), cache=cache)
+    assert seen == [(1, rotated)] * 2
+
+
+class Counted(TorchDispatchMode):
+    """Counts dispatched operations."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def test_a_decoded_token_of_coca_takes_the_operations_of_rope() -> None:
+    """Besides the formulas of its own query and key, for which the CPU has no fused kernel."""
+    counts = {}
+    for name in ("rotary", "coca"):
+        model, one = make(pos_emb=name), torch.zeros(2, 2, 1, 16)
+        method = model.methods["global"]
+        context = model.positions(torch.zeros(1, dtype=torch.int64), 1, torch.float32)
+        with Counted() as operands:
+            method.operands(method.form, one, one, context.segments, None)
         cache = model.new_cache()
-        model(tokens(), cache=cache)
-        held = [view for layer in cache.layers for view in layer.append(*_nothing(layer))]
-        assert sum(view.numel() for view in held) * 4 == sizes[name] * 2 * LENGTH, "as much as it says"
-    assert sizes["coca"] == sizes["coca_strict"] == 0.75 * sizes["rotary"]
-    assert bytes_per_token(make(pos_emb="coca", rotary_pct=0.5).method, 1, 1, torch.bfloat16) == 2 * (4 + 8 + 16)
+        model(tokens(PROMPT), cache=cache)
+        with Counted() as decoding:
+            model(tokens(1), cache=cache)
+        counts[name] = decoding.count - 2 * operands.count
+    assert counts["coca"] == counts["rotary"]
+
+
+@torch.no_grad()
+def test_the_length_is_the_cache_s() -> None:
+    model = make(rope_scaling=scaling("dynamic"))
+    with pytest.raises(ValueError, match="the cache has the length"):
+        model.hidden_states(tokens(3), cache=model.new_cache(), length=40)
 
 
 @torch.no_grad()
@@ -157,7 +228,7 @@ def test_a_cache_is_for_generation() -> None:
     with torch.no_grad(), pytest.raises(ValueError, match="model.eval"):
         model.train()(tokens(4), cache=model.new_cache())
     with torch.no_grad(), pytest.raises(ValueError, match="has 1 layers, the model has 2"):
-        model.eval()(tokens(4), cache=Cache(1))
+        model.eval()(tokens(4), cache=Cache([None]))
     with pytest.raises(ValueError, match="at least 1"):
         model.new_cache(length=0)
 

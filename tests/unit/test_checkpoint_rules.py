@@ -355,7 +355,7 @@ def test_what_is_saved_is_the_state_when_it_was_asked_for(opened: Corpus, tmp_pa
     folder = native.locate(tmp_path / "run")
     native.verify(folder)
     assert load_file(folder / native.WEIGHTS)["w"].tolist() == [0, 1, 2, 3, 4]
-    assert run.restore(folder)["progress"] == {"skips": []} and weight.tolist() == [0, 1, 2, 3, 4]
+    assert run.restore(folder)["progress"]["skips"] == [] and weight.tolist() == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.usefixtures("alone")
@@ -410,6 +410,25 @@ def test_a_copy_that_fails_does_not_stop_the_run(
 
 
 @pytest.mark.usefixtures("alone")
+def test_a_disk_that_fills_up_under_the_random_state_is_named(
+    opened: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = native.begin
+
+    def begin_on_a_full_disk(save: Path, step: int) -> Path:
+        folder = begin(save, step)
+        (folder / native.RNG).mkdir()
+        (folder / native.RNG / "rank_0.pt").symlink_to("/dev/full")
+        return folder
+
+    monkeypatch.setattr(native, "begin", begin_on_a_full_disk)
+    run = checkpoints_of(opened, engine_of(torch.zeros(5)), save=str(tmp_path / "run"))
+    run.save(1, {})
+    with pytest.raises(CheckpointError, match="step 1 could not be written .*No space left on device"):
+        run.wait()
+
+
+@pytest.mark.usefixtures("alone")
 def test_a_disk_that_fills_up_under_the_weights_leaves_nothing_half_written(
     opened: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -445,9 +464,17 @@ def test_weights_are_put_together_without_reading_the_state_again(
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize(
-    ("name", "method"), [("state/rank_00000.safetensors", "open"), (native.MANIFEST, "read_bytes")]
-)
+def test_a_loop_of_links_beside_a_checkpoint_is_left_alone(tmp_path: Path) -> None:
+    folder, loop = checkpoint(tmp_path, 4), native.step_folder(tmp_path, 9)
+    loop.symlink_to(loop.name)
+    chosen = first_valid([loop, folder])
+    assert chosen == Choice(folder, (loop,))
+    quarantine_newer(keys(save=str(tmp_path)), chosen)
+    assert loop.is_symlink()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(("name", "method"), [("state/rank_00000.safetensors", "open"), (native.MANIFEST, "open")])
 def test_an_unreadable_checkpoint_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, method: str
 ) -> None:

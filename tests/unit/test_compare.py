@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from megatron_coca import methods
 from megatron_coca.checkpoints import CheckpointError
 from megatron_coca.checkpoints.compare import TRAINED_CHOICES, refuse_other_model
 from megatron_coca.config import KEYS, Config, load_config
@@ -49,8 +50,11 @@ def test_another_form_is_another_model() -> None:
         refuse_other_model(Path("run"), make(), make(pos_emb="rotary"))
 
 
-def test_the_table_names_keys() -> None:
-    assert TRAINED_CHOICES.keys() <= KEYS.keys()
+def test_the_choices_of_training_are_these() -> None:
+    trained = {(key, name) for key in methods.TABLES for name in methods.names(key, trained=True, compute=None)}
+    cases = (CLEX["rope_scaling"]["rope_type"], INV_LEAKY["relative_positions"]["type"], LOG_N["logit_scaling"])
+    assert trained == set(zip(TRAINED_CHOICES, cases, strict=True))
+    assert set(TRAINED_CHOICES) <= KEYS.keys()
 
 
 @pytest.mark.parametrize(

@@ -1,30 +1,23 @@
-"""From configuration to method: the tables agree with the schema, and every default is the documented one."""
+"""From configuration to method: every declared choice has a formula, and every default is the documented one."""
 
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 
-from megatron_coca.attention.build import BIASES, build_method
+from megatron_coca import methods
+from megatron_coca.attention.build import build_method
 from megatron_coca.attention.inputs import Band, documents_from_ids, positions_within
 from megatron_coca.attention.method import PositionEncoding, PositionMethod
+from megatron_coca.attention.positions.bias import BIASES
+from megatron_coca.attention.positions.clex import Clex
 from megatron_coca.attention.positions.distance_maps import DISTANCE_MAPS, UNMAPPED
-from megatron_coca.attention.positions.forms import LOGIT_SCALINGS, SCORE_FORMS
-from megatron_coca.attention.positions.frequencies import EXTENSIONS
-from megatron_coca.config import load_config
-from megatron_coca.config import model as keys
-from megatron_coca.config.model import (
-    BIASED_METHODS,
-    MAP_OPTIONS,
-    ROTATED_METHODS,
-    SCALING_OPTIONS,
-    MapType,
-    PositionConfig,
-    RelativePositions,
-    RopeScaling,
-    RopeType,
-)
+from megatron_coca.attention.positions.forms import LOGIT_SCALINGS, PLAIN, SCORE_FORMS
+from megatron_coca.attention.positions.frequencies import EXTENSIONS, MULTIPLIERS
+from megatron_coca.config import ConfigError, load_config
+from megatron_coca.config.position import ORIGINAL, read_choice
 from megatron_coca.model.gpt import resolve_positions
+from megatron_coca.model.layers import ABSOLUTE
 
 TRAINED = 64
 
@@ -35,20 +28,61 @@ def make(**keys: Any) -> PositionMethod:
     return build_method(config.position, config.model)
 
 
-def test_schema_and_tables_name_the_same_choices() -> None:
-    assert set(get_args(keys.PositionMethod)) == SCORE_FORMS.keys()
-    assert set(get_args(RopeType)) == EXTENSIONS.keys() | {"clex"} == SCALING_OPTIONS.keys()
-    assert set(get_args(MapType)) == DISTANCE_MAPS.keys() == MAP_OPTIONS.keys()
-    assert set(get_args(PositionConfig.model_fields["logit_scaling"].annotation)) == LOGIT_SCALINGS.keys()
-    assert {name for name, form in SCORE_FORMS.items() if form.rotary} == ROTATED_METHODS
-    assert BIASES.keys() == BIASED_METHODS
+def declared(key: str, **attributes: Any) -> set[str]:
+    """Names of the package's own choices; other tests declare choices of their own."""
+    return set(methods.names(key, compute=None, **attributes))
 
 
-def test_every_option_belongs_to_a_choice() -> None:
-    scaling = {name for names in SCALING_OPTIONS.values() for name in names}
-    assert scaling | {"rope_type", "original_max_position_embeddings"} == RopeScaling.model_fields.keys()
-    maps = {name for names in MAP_OPTIONS.values() for name in names}
-    assert maps | {"type"} == RelativePositions.model_fields.keys()
+def test_every_choice_has_a_formula_and_every_formula_a_choice() -> None:
+    rotary, biased, added = (
+        declared("pos_emb", **which) for which in ({"rotary": True}, {"biased": True}, {"by_distance": False})
+    )
+    assert (SCORE_FORMS.keys(), BIASES.keys(), ABSOLUTE.keys()) == (rotary, biased, added)
+    assert rotary | biased | added == declared("pos_emb") - {"none"}
+    assert len(rotary) + len(biased) + len(added) + 1 == len(declared("pos_emb")), "one formula each"
+    assert EXTENSIONS.keys() == declared("rope_scaling", learned=False)
+    assert declared("rope_scaling", learned=True) == {"clex"} and MULTIPLIERS.keys() <= EXTENSIONS.keys()
+    assert DISTANCE_MAPS.keys() == declared("relative_positions")
+    assert LOGIT_SCALINGS.keys() == declared("logit_scaling") - {"none"}
+
+
+@pytest.mark.parametrize("name", methods.names("pos_emb"))
+def test_a_method_rotates_biases_and_decays_as_declared(name: str) -> None:
+    method, embedding = make(pos_emb=name), methods.find("pos_emb", name)
+    assert method.form.rotary == (method.rotary is not None) == embedding.rotary
+    assert (method.form is PLAIN) == (not embedding.rotary)
+    assert (method.bias.formula is not None) == embedding.biased
+    assert (method.bias.by_layer is not None) == (embedding.weights == "layer")
+    assert (method.bias.shared is not None) == (embedding.weights == "shared")
+
+
+def test_learned_frequencies_are_those_of_the_declared_extension() -> None:
+    learned = make(pos_emb="rotary", rope_scaling={"rope_type": "clex"}).clex
+    assert learned is not None and isinstance(learned(), Clex)
+    assert make(pos_emb="rotary", rope_scaling={"rope_type": "ntk", "factor": 2.0}).clex is None
+
+
+REQUIRED = {"factor": 2.0, "target_length": 256, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "proportion": 0.5}
+CHOICES = [(key, name) for key in ("rope_scaling", "relative_positions") for name in methods.names(key)]
+
+
+@pytest.mark.parametrize(("key", "name"), CHOICES)
+def test_every_option_belongs_to_a_choice(key: str, name: str) -> None:
+    """A choice has its own options and no others, and needs the required ones."""
+    choice, others = methods.find(key, name), [methods.find(key, other) for other in methods.names(key)]
+    own = {option.name for option in choice.options}
+    extra = {ORIGINAL} if key == "rope_scaling" else set()
+    assert type(read_choice(key, {choice.selector: name})).model_fields.keys() == own | extra | {choice.selector}
+    required = {option.name: REQUIRED[option.name] for option in choice.options if option.required}
+    make(pos_emb="rotary", **{key: {choice.selector: name} | required})
+    for option in required:
+        with pytest.raises(ConfigError, match=f"{choice.selector} {name} needs {option}"):
+            make(pos_emb="rotary", **{key: {choice.selector: name} | required | {option: None}})
+    foreign = {option.name: option for other in others for option in other.options if option.name not in own}
+    for option, declaration in foreign.items():
+        other = REQUIRED.get(option) or {"flag": False, "choice": "rotations"}.get(declaration.kind, 3)
+        with pytest.raises(ConfigError, match=f"{option} has no effect with {choice.selector} {name}"):
+            make(pos_emb="rotary", **{key: {choice.selector: name} | required | {option: other}})
 
 
 @pytest.mark.parametrize(

@@ -222,9 +222,9 @@ def test_another_choice_drops_the_options_of_the_first(tmp_path: Path) -> None:
     shape = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 2, "seq_length": 16, "pos_emb": "rotary"}
     config = load_config([first, second], shape)
     scaling, relative = config.position.rope_scaling, config.position.relative_positions
-    assert (scaling.rope_type, scaling.factor, scaling.beta_fast) == ("dynamic_yarn", 1.0, 32.0)
+    assert (scaling.rope_type, scaling.beta_fast) == ("dynamic_yarn", 32.0) and "factor" not in scaling.given
     assert scaling.original_max_position_embeddings == 9, "that is said of the weights"
-    assert (relative.type, relative.leak) == ("rerope", 16.0)
+    assert (relative.type, relative.given) == ("rerope", {"window": None})
     kept = load_config([first], shape).override(["rope_scaling.rope_type=yarn", "rope_scaling.factor=8"])
     assert (kept.position.rope_scaling.factor, kept.position.rope_scaling.beta_fast) == (8.0, 8.0)
 

@@ -262,7 +262,7 @@ class CountingBlend(Blend):
     fails_at = -1
 
     def by_source(self, indices: np.ndarray) -> list[SourceSamples]:
-        self.read = [*getattr(self, "read", []), *map(int, indices)]
+        self.seen = [*getattr(self, "seen", []), *map(int, indices)]
         if self.fails_at in indices:
             raise DataError(f"sample {self.fails_at} cannot be read")
         return super().by_source(indices)
@@ -273,11 +273,11 @@ def test_the_next_step_is_read_ahead_and_only_once(shards: list[Shard]) -> None:
     with Loader(blend, 2, 2, 0, 1) as loader:
         loader.micro_batches(0)
         deadline = time.monotonic() + 10
-        while blend.read != [0, 1, 2, 3] and time.monotonic() < deadline:
+        while blend.seen != [0, 1, 2, 3] and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert blend.read == [0, 1, 2, 3]
+        assert blend.seen == [0, 1, 2, 3]
         loader.micro_batches(1)
-    assert blend.read[:4] == [0, 1, 2, 3] and blend.read.count(2) == 1
+    assert blend.seen[:4] == [0, 1, 2, 3] and blend.seen.count(2) == 1
 
 
 def test_an_error_while_reading_ahead_is_raised_at_its_step(shards: list[Shard]) -> None:

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from megatron_coca.checkpoints import open_checkpoint
-from megatron_coca.checkpoints.exports.huggingface import describe_position, export
-from megatron_coca.checkpoints.huggingface import position_keys
+from megatron_coca.checkpoints.exports.huggingface_export import describe_position, export
+from megatron_coca.checkpoints.huggingface_import import position_keys
 from megatron_coca.config import load_config
 from tests.parity.exported import GROUPED, LLAMA, NEOX, SHAPE, random_checkpoint
 

@@ -11,7 +11,7 @@ import tokenizers
 
 from megatron_coca import cli
 from megatron_coca.checkpoints import CheckpointError, open_checkpoint
-from megatron_coca.checkpoints.exports.huggingface import export
+from megatron_coca.checkpoints.exports.huggingface_export import export
 from megatron_coca.checkpoints.exports.tokenizer import THEIRS
 from megatron_coca.checkpoints.importing import behaviour_note, import_checkpoint
 from megatron_coca.commands import export as export_command

@@ -10,7 +10,8 @@ import torch
 from megatron_coca import cli
 from megatron_coca.checkpoints import CheckpointError, weight_map
 from megatron_coca.checkpoints.exports import tokenizer as export_tokenizer
-from megatron_coca.checkpoints.exports.huggingface import MODELLING_FILE, export
+from megatron_coca.checkpoints.exports.huggingface_export import MODELLING_FILE, export
+from megatron_coca.checkpoints.exports.modelling_file import modelling_file
 from megatron_coca.commands.export import main
 from megatron_coca.data import train_sentencepiece
 from tests.parity.exported import LLAMA, NEOX, random_checkpoint
@@ -42,9 +43,9 @@ def test_what_it_is_written_as(name: str, tmp_path: Path) -> None:
     done = export(random_checkpoint(tmp_path / "run", **keys), tmp_path / "model")
     config = json.loads((done.folder / "config.json").read_text())
     assert done.model_type == config["model_type"] == kind
-    assert done.remote == (done.folder / MODELLING_FILE.name).is_file() == ("position" in config)
+    assert done.remote == (done.folder / MODELLING_FILE).is_file() == ("position" in config)
     if done.remote:
-        assert (done.folder / MODELLING_FILE.name).read_bytes() == MODELLING_FILE.read_bytes()
+        assert (done.folder / MODELLING_FILE).read_text() == modelling_file()
 
 
 def test_an_extension_can_be_left_out(tmp_path: Path) -> None:
@@ -75,7 +76,7 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("megatron_coca.checkpoints.exports.huggingface.write_safetensors", full)
+    monkeypatch.setattr("megatron_coca.checkpoints.exports.huggingface_export.write_safetensors", full)
     checkpoint = random_checkpoint(tmp_path / "run", **NEOX)
     with pytest.raises(CheckpointError, match="model: cannot be written .No space left"):
         export(checkpoint, tmp_path / "model")
@@ -111,9 +112,8 @@ def test_the_tool(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     changes = ["rope_scaling.rope_type=dynamic", "rope_scaling.factor=4"]
     assert main(["huggingface", str(run), str(tmp_path / "model"), "--dtype", "bfloat16", "--set", *changes]) == 0
     said = capsys.readouterr()
-    assert (
-        "model for transformers\n  set rope_scaling (saved None, now {'rope_type': 'dynamic', 'factor': 4.0" in said.out
-    )
+    scaling = "{'rope_type': 'dynamic', 'factor': 4.0}"
+    assert f"model for transformers\n  set rope_scaling (saved None, now {scaling})\n" in said.out
     assert "model: a llama model" in said.out and "carries no tokenizer" in said.err
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     assert "trust_remote_code" not in said.out

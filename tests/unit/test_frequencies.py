@@ -1,6 +1,7 @@
 """Extensions against hand-computed values, their definitions and Hugging Face's functions."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -8,23 +9,21 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from megatron_coca.attention.positions.frequencies import (
-    CHECKS,
-    EXTENSIONS,
-    LENGTH_DEPENDENT,
-    MULTIPLIERS,
-    Rotary,
-    Scaling,
-    geometric,
-)
+from megatron_coca import methods
+from megatron_coca.attention.positions.frequencies import EXTENSIONS, MULTIPLIERS, Rotary, Scaling, geometric
 
 
 def complete(rope_type: str, dim: int, factor: float = 4.0) -> Scaling:
     """A scaling that fits rotary dimension `dim` and any training length up to 128."""
-    growing = tuple(1 + j / 2 for j in range(dim // 2))
-    return Scaling(
-        rope_type, factor, target_length=128, short_factor=growing, long_factor=tuple(2 * x for x in growing)
-    )
+    short = tuple(1 + j / 2 for j in range(dim // 2))
+    long = tuple(2 * x for x in short)
+    return chosen(rope_type, factor=factor, target_length=128, short_factor=short, long_factor=long, proportion=0.5)
+
+
+def chosen(rope_type: str, **options: Any) -> Scaling:
+    """The extension with those of the options that it has."""
+    own = {option.name for option in methods.find("rope_scaling", rope_type).options}
+    return Scaling(rope_type, **{name: value for name, value in options.items() if name in own})
 
 
 def rotary(rope_type: str, dim: int = 64, length: int = 512, **scaling: object) -> Rotary:
@@ -32,8 +31,23 @@ def rotary(rope_type: str, dim: int = 64, length: int = 512, **scaling: object) 
 
 
 def test_the_tables_agree() -> None:
-    assert EXTENSIONS.keys() >= LENGTH_DEPENDENT and MULTIPLIERS.keys() <= EXTENSIONS.keys()
-    assert CHECKS.keys() <= EXTENSIONS.keys()
+    declared = methods.names("rope_scaling", compute=None)
+    assert EXTENSIONS.keys() == set(declared) - {"clex"} and MULTIPLIERS.keys() <= EXTENSIONS.keys()
+    with_attention = {name for name in declared if methods.find("rope_scaling", name).option("attention_factor")}
+    assert with_attention == MULTIPLIERS.keys(), "an option that replaces the multiplier"
+
+
+@pytest.mark.parametrize("rope_type", methods.names("rope_scaling"))
+def test_an_extension_takes_its_own_options_alone(rope_type: str) -> None:
+    options = methods.find("rope_scaling", rope_type).options
+    scaling = complete(rope_type, 32)
+    assert [getattr(scaling, option.name) for option in options] == list(scaling.options.values())
+    assert scaling == complete(rope_type, 32) and hash(scaling) == hash(complete(rope_type, 32))
+    assert (scaling == complete(rope_type, 32, 5.0)) == ("factor" not in scaling.options)
+    with pytest.raises(TypeError, match=f"rope_type {rope_type} has no option window"):
+        Scaling(rope_type, window=3)
+    with pytest.raises(AttributeError, match="window"):
+        scaling.window  # noqa: B018
 
 
 def test_dynamic_ntk_at_64_times_the_training_length() -> None:
@@ -48,7 +62,7 @@ def test_dynamic_ntk_at_64_times_the_training_length() -> None:
 
 @pytest.mark.parametrize("rope_type", ["dynamic", "dynamic_yarn"])
 def test_dynamic_extensions_are_plain_up_to_the_training_length(rope_type: str) -> None:
-    extended, plain = rotary(rope_type, 32, factor=4.0), geometric(32, 1e4)
+    extended, plain = Rotary(32, 1e4, 512, chosen(rope_type, factor=4.0)), geometric(32, 1e4)
     for length in (1, 511, 512):
         torch.testing.assert_close(extended.inverse_frequencies(length), plain, rtol=1e-15, atol=0)
         assert extended.multiplier(length) == 1.0
@@ -112,12 +126,12 @@ def test_dynamic_yarn_takes_its_factor_from_the_length() -> None:
 
 TURNS = 16 / (2 * math.pi)
 RAMPED_AT_TWO = {"llama3": (1 - (TURNS - 1) / 3) / 4 + (TURNS - 1) / 3}
-DIVIDED_BY_FOUR = {"linear", "ntk_fixed", "ntk_mixed", "longrope"}
+DIVIDED_BY_FOUR = {"linear", "ntk_fixed", "ntk_mixed", "longrope", "proportional"}
 
 
 @pytest.mark.parametrize("rope_type", EXTENSIONS)
 def test_a_rotary_dimension_of_two_has_one_frequency_which_a_new_base_keeps(rope_type: str) -> None:
-    scaling = Scaling(rope_type, 4.0, target_length=128, short_factor=(2.0,), long_factor=(4.0,))
+    scaling = chosen(rope_type, factor=4.0, target_length=128, short_factor=(2.0,), long_factor=(4.0,), proportion=1.0)
     theta = Rotary(2, 1e4, 16, scaling).inverse_frequencies(64)
     blended = RAMPED_AT_TWO.get(rope_type)
     assert theta.tolist() == pytest.approx([blended or (0.25 if rope_type in DIVIDED_BY_FOUR else 1.0)], rel=1e-15)
@@ -128,7 +142,7 @@ def test_length_dependence_is_declared(rope_type: str) -> None:
     extended = Rotary(16, 1e4, 64, complete(rope_type, 16, 2.0))
     assert extended.inverse_frequencies(64).dtype == torch.float64
     differs = not torch.equal(extended.inverse_frequencies(64), extended.inverse_frequencies(256))
-    assert differs == extended.depends_on_length == (rope_type in LENGTH_DEPENDENT)
+    assert differs == extended.depends_on_length == methods.find("rope_scaling", rope_type).length_dependent
 
 
 HUGGING_FACE = {
@@ -171,7 +185,9 @@ def test_frequencies_and_multiplier_are_those_of_hugging_face(
 
 
 def test_multipliers() -> None:
-    assert rotary("default").multiplier(9) == rotary("ntk", factor=8.0, attention_factor=3.0).multiplier(9) == 1.0
+    with pytest.raises(TypeError, match="rope_type ntk has no option attention_factor"):
+        Scaling("ntk", factor=8.0, attention_factor=3.0)
+    assert rotary("default").multiplier(9) == rotary("ntk", factor=8.0).multiplier(9) == 1.0
     assert rotary("yarn", factor=0.5).multiplier(9) == 1.0
     growing = tuple(range(1, 33))
     longrope = rotary("longrope", factor=8.0, short_factor=growing, long_factor=growing)
@@ -181,9 +197,9 @@ def test_multipliers() -> None:
 @pytest.mark.parametrize(
     ("scaling", "names"),
     [
-        ({"rope_type": "dynamic_max"}, ["target_length", "512", "None"]),
+        ({"rope_type": "dynamic_max"}, ["target_length", "dynamic_max needs"]),
         ({"rope_type": "dynamic_max", "target_length": 100}, ["512", "100"]),
-        ({"rope_type": "longrope", "short_factor": (1.0,) * 32}, ["long_factor", "32", "none"]),
+        ({"rope_type": "longrope", "short_factor": (1.0,) * 32}, ["long_factor", "longrope needs"]),
         (
             {"rope_type": "longrope", "short_factor": (1.0,) * 31, "long_factor": (1.0,) * 32},
             ["short_factor", "32", "31"],

@@ -39,7 +39,7 @@ class Counting:
         self.size, self.asked = size, 0
 
     def new_cache(self, length: int | None = None, capacity: int | None = None) -> Cache:
-        return Cache(1, length, capacity)
+        return Cache([None], length, capacity)
 
     def hidden_states(
         self, input_ids: Tensor, *, cache: Cache | None = None, length: int | None = None, last: int | None = None

@@ -1,44 +1,71 @@
 """The report of the first measurements on a GPU, with quick stand-ins for the measurements."""
 
 import json
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from megatron_coca.training.step_time import DEVICES
 from tests.documents import ROOT
 from tools import gpu_expected, gpu_report
-from tools.gpu_report import PARTS, SENSES, main, read_speed, read_step, read_tests, read_tuner, rows
+from tools.gpu_report import (
+    PARTS,
+    SENSES,
+    main,
+    measure,
+    read_speed,
+    read_step,
+    read_tests,
+    read_tuner,
+    reusable,
+    rows,
+)
 
+SUITE = '<testsuites><testsuite tests="{}" failures="{}" errors="{}" skipped="{}"/></testsuites>'
+WRITE = "-c 'import sys, pathlib; pathlib.Path(sys.argv[1]).write_text(sys.argv[2])' FILE '{}'"
+STEP = {"method": "coca", "tokens_per_second": 9.0, "ratio": 0.9, "ratio_to": "transformers", "mfu": 0.51}
 RESULTS = {
-    "tests": "-c 'print(\"7 passed, 2 skipped in 1.00s\")'",
-    "step": "-c 'import sys, pathlib; pathlib.Path(sys.argv[1]).write_text(sys.argv[2])' FILE '"
-    + json.dumps({"method": "coca", "tokens_per_second": 9.0, "ratio": 0.9, "ratio_to": "transformers", "mfu": 0.51})
-    + "'",
+    "tests": WRITE.format(SUITE.format(9, 0, 0, 2)),
+    "step": WRITE.format(json.dumps(STEP)),
     "neox": "-c 'raise SystemExit(\"no memory left\")'",
     "attention": "-c 'print(\"no file\")'",
+}
+HERE = {
+    "gpu": DEVICES["A100-80"].name,
+    "versions": {"torch": "2.13.0", "commit": "abc"},
+    "nvidia-smi": [{"uuid": "GPU-1", "driver_version": "580.1", "power.limit": "400 W"}],
 }
 
 
 @pytest.fixture
 def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts that take no time, on a device that PyTorch would call an A100."""
-    monkeypatch.setattr(gpu_report, "gpu_name", lambda: DEVICES["A100-80"].name)
+    """Parts that take no time, on a device that PyTorch would call an A100 of 79 GiB."""
+    monkeypatch.setattr(gpu_report, "gpu", lambda: (HERE, 79.2))
+    monkeypatch.setattr(gpu_report, "preflight", list)
     parts = {name: PARTS[name]._replace(command=command) for name, command in RESULTS.items()}
     monkeypatch.setattr(gpu_report, "PARTS", parts)
 
 
 @pytest.mark.usefixtures("stand_ins")
-def test_parts_are_resumed_and_a_failed_one_stops_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_are_resumed_and_a_failed_one_stops_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["--output", str(tmp_path)]) == 1
+    assert "4 of 4 parts to run, 55 minutes at most" in capsys.readouterr().err
     records = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in RESULTS}
     assert [record["status"] for record in records.values()] == ["done", "done", "failed", "failed"]
+    assert all(record["machine"] == HERE for record in records.values())
     assert records["neox"]["reason"] == "exit status 1" and records["neox"]["output"] == ["no memory left"]
     assert records["attention"]["reason"].startswith("its result cannot be read: FileNotFoundError")
     page = (tmp_path / "gpu_report.md").read_text()
-    assert "| coca, MFU % | about | 50.33 | 51 | yes |" in page and "neox | failed: exit status 1" in page
+    assert re.search(r"\| coca, MFU % \| about \| [\d.]+ \| 51 \| (yes|NO) \|", page)
+    assert "neox | failed: exit status 1" in page and "driver_version 580.1" in page and "commit abc" in page
     assert "| failed | exactly | 0 | 0 | yes | all tests pass |" in page and "no memory left" in page
     assert "| coca, ratio to transformers |  | - | 0.9 | - |  |" in page, "what was not expected is shown too"
 
@@ -51,10 +78,80 @@ def test_parts_are_resumed_and_a_failed_one_stops_no_other(tmp_path: Path, monke
     assert changed["neox"]["status"] == "done" and changed["attention"]["reason"] == "exit status 3"
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"gpu": "NVIDIA H100 80GB HBM3"},
+        {"versions": {"torch": "2.13.0", "commit": "def"}},
+        {"nvidia-smi": [{"uuid": "GPU-1", "driver_version": "590.1"}]},
+        {"nvidia-smi": [{"uuid": "GPU-2", "driver_version": "580.1"}]},
+    ],
+)
+def test_records_of_another_machine_or_code_are_not_reused(other: dict[str, Any]) -> None:
+    record = {"status": "done", "machine": HERE}
+    assert reusable(record, HERE | {"nvidia-smi": [HERE["nvidia-smi"][0] | {"power.limit": "350 W"}]})
+    assert not reusable(record, HERE | other) and not reusable({"status": "done"}, HERE)
+    assert not reusable(record | {"status": "skipped"}, HERE)
+
+
+def test_a_part_ends_at_its_limit_with_what_it_started(tmp_path: Path) -> None:
+    started = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    part = PARTS["step"]._replace(command=f'-c "print(1, flush=True); {started}"', minutes=0.03)
+    before = time.monotonic()
+    record = measure(part, tmp_path / "result", 79.2)
+    assert time.monotonic() - before < 30
+    assert record["status"] == "failed" and record["reason"] == "ended at its limit of 0.03 minutes"
+    assert record["output"] == ["1"]
+
+
+def test_a_part_that_does_not_fit_is_skipped(tmp_path: Path) -> None:
+    record = measure(PARTS["step"], tmp_path / "result", 23.6)
+    assert (record["status"], record["reason"]) == ("skipped", "needs 70 GiB, the GPU has 24")
+
+
+@pytest.mark.parametrize(
+    ("cuda", "available", "header", "compiler", "status", "said"),
+    [
+        (None, False, True, True, 0, "not a CUDA build"),
+        ("13.0", False, True, True, 0, "its driver is older than CUDA 13.0 needs"),
+        ("13.0", True, False, True, 0, "Python.h; install it"),
+        ("13.0", True, True, False, 0, "install gcc, or set CC"),
+        ("13.0", True, True, True, 1, "a Triton kernel does not run here"),
+        ("13.0", True, True, True, 0, None),
+    ],
+)
+def test_what_is_missing_is_said_first(
+    cuda: str | None,
+    available: bool,
+    header: bool,
+    compiler: bool,
+    status: int,
+    said: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    monkeypatch.setattr(gpu_report.sysconfig, "get_path", lambda name: str(tmp_path))
+    if header:
+        (tmp_path / "Python.h").touch()
+    monkeypatch.setattr(gpu_report.shutil, "which", lambda name: name if compiler else None)
+    monkeypatch.setattr(gpu_report, "run_limited", lambda command, seconds: (status, "ptxas: error"))
+    problems = gpu_report.preflight()
+    assert problems == [] if said is None else len(problems) == 1 and said in problems[0]
+
+
+def test_the_kernel_of_the_preflight_is_right() -> None:
+    """In Triton's interpreter."""
+    pytest.importorskip("triton")
+    exec(gpu_report.KERNEL.replace('device="cuda"', 'device="cpu"'), {})
+
+
 def test_without_a_gpu_it_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(gpu_report, "gpu_name", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert main(["--output", str(tmp_path / "none")]) == 2
     assert "nvidia-smi" in capsys.readouterr().err and not (tmp_path / "none").exists()
 
@@ -77,8 +174,11 @@ def test_expectations_are_those_of_the_estimate() -> None:
 
 def test_figures_are_read_from_results(tmp_path: Path) -> None:
     file = tmp_path / "result"
-    assert read_tests(file, "...\n1 failed, 7 passed, 2 errors in 3.1s\n") == {"passed": 7.0, "failed": 3.0}
-    assert read_tests(file, "no tests ran in 0.1s") == {"passed": 0.0, "failed": 0.0}
+    file.write_text(SUITE.format(12, 1, 2, 2))
+    assert read_tests(file, "") == {"passed": 7.0, "failed": 3.0, "skipped": 2.0}
+    file.write_text(SUITE.format(5, 0, 0, 5))
+    with pytest.raises(ValueError, match=r"no test passed \(0 failed, 5 skipped\)"):
+        read_tests(file, "")
     assert read_tuner(file, "# Launch(...): 1 ms\n(1, 128): Blocks(...),\n(2, 128): Blocks(...),\n") == {"rows": 2.0}
     line = {"method": "coca", "tokens_per_second": 5.0, "ratio": 1.5, "ratio_to": "rotary", "mfu": None}
     file.write_text(json.dumps(line) + "\n")

@@ -12,7 +12,7 @@ from megatron_coca.attention.inputs import BackendError, made_once
 from megatron_coca.config import Config, ConfigError, load_config
 from megatron_coca.config.checks import GRAPH_REFUSALS
 from megatron_coca.model import build_model
-from megatron_coca.model.build import UNCAPTURED, check_graphs, choose_backend
+from megatron_coca.model.build import UNCAPTURED, check_graphs, choose_backends
 from megatron_coca.training.engine import graphs
 from megatron_coca.training.topology import zero_section
 
@@ -45,6 +45,7 @@ REFUSED: dict[str, list[dict[str, Any]]] = {
     "reset_attention_mask": [{"reset_attention_mask": True}],
     "reset_position_ids": [{"pos_emb": "learned", "reset_position_ids": True}],
     "checkpoint_activations": [{"checkpoint_activations": True, "hidden_dropout": 0.1}],
+    "training_positions": [{"pos_emb": "rotary", "training_positions": {"type": "shifted", "max": "4L"}}],
     "rope_scaling": [{"pos_emb": "rotary", "rope_scaling": {"rope_type": "clex"}}],
 }
 
@@ -61,7 +62,7 @@ def test_every_refusal_is_tested() -> None:
 
 
 def test_a_cpu_and_what_was_not_captured_are_refused() -> None:
-    for refused in (build_model, partial(choose_backend, device="cpu")):
+    for refused in (build_model, partial(choose_backends, device="cpu")):
         with pytest.raises(BackendError, match="cuda_graphs: needs a GPU; set cuda_graphs=false"):
             refused(configured())
     build_model(configured(), training=False)

@@ -69,7 +69,7 @@ def test_without_the_harness(checkpoint: Path, tasks: Path, monkeypatch: pytest.
     def absent(name: str) -> str:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr("megatron_coca.evaluation.harness.measuring.version", absent)
+    monkeypatch.setattr("megatron_coca.evaluation.harness.harness_tasks.version", absent)
     with pytest.raises(EvaluationError, match="pip install 'lm-eval==0.4.13'"):
         command(checkpoint, tasks, "local_choice")
 

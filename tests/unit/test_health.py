@@ -71,6 +71,14 @@ def test_checkpoints_that_a_launch_adds(
     assert added_checkpoints(config(train_iters=100, **keys), str(tmp_path), step) == added
 
 
+def test_checkpoints_of_a_run_without_end_are_counted_at_once(tmp_path: Path) -> None:
+    last = 2**31 - 1
+    assert added_checkpoints(config(train_iters=last, checkpoint_factor=1), str(tmp_path), 5) == 100_000
+    assert added_checkpoints(config(train_iters=last, checkpoint_factor=10**9), str(tmp_path), 5) == 3
+    logarithmic = config(train_iters=last, checkpoint_factor=2, checkpoint_scale="log")
+    assert added_checkpoints(logarithmic, str(tmp_path), 0) == 32
+
+
 GOOD = Health(
     (Disk("runs", 100 * MIB, 10 * MIB, 10),), Bandwidth(64 * MIB, 1e9), Bandwidth(32 * MIB, 1e9), MIB, 0.1, ("a", "b")
 )

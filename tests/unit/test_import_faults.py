@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_coca.checkpoints import CheckpointError, load_model
+from megatron_coca.checkpoints.huggingface_import import read_config
 from megatron_coca.checkpoints.importing import import_checkpoint
 from megatron_coca.config import ConfigError
 
@@ -309,6 +310,16 @@ def test_faults_are_named_and_nothing_is_written(name: str, folder: Path) -> Non
     assert list(folder.parent.iterdir()) == [folder]
 
 
+def test_a_key_that_may_change_the_model_is_refused_by_name(folder: Path) -> None:
+    for change in ({"sliding_window": 512}, {"attn_logit_softcapping": 50.0}, {"no_rope_layers": [0, 1]}):
+        config(**change)(folder)
+        with pytest.raises(CheckpointError, match=f"config.json: {next(iter(change))}: not understood here"):
+            load_model(folder)
+        config(**dict.fromkeys(change))(folder)
+    config(bos_token_id=1, transformers_version="5.0", use_cache=True, pretraining_tp=1)(folder)
+    load_model(folder)
+
+
 def test_loading_an_evil_pickle_runs_nothing_either(folder: Path) -> None:
     evil()(folder)
     with pytest.raises(CheckpointError, match="nothing in it was run"):
@@ -376,3 +387,36 @@ def test_a_disk_that_is_full_leaves_nothing(folder: Path, monkeypatch: pytest.Mo
     with pytest.raises(CheckpointError, match="imported: cannot be written .No space left on device"):
         import_checkpoint(folder, folder.parent / "imported")
     assert list(folder.parent.iterdir()) == [folder]
+
+
+STRANGE = (0, -1, 2**63 - 1, 10**32, -(10**400), 1e308, 5e-324, math.nan, math.inf, True, "", "a\0b", "\ud800", [], {})
+SIZES = (
+    *("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size"),
+    *("vocab_size", "max_position_embeddings"),
+)
+
+
+@pytest.mark.parametrize("key", [*SIZES, "rms_norm_eps", "rope_theta", "rope_scaling", "head_dim", "attention_dropout"])
+def test_strange_values_of_a_foreign_config(key: str, folder: Path) -> None:
+    (folder / "generation_config.json").write_text('{"suppress_tokens": [5, 10]}')  # as of padding
+    for value in STRANGE:
+        config(**{key: value})(folder)
+        try:
+            read_config(folder)
+        except CheckpointError as error:
+            text = str(error)
+            assert "config.json: " in text and len(text) < 1000, f"{key} {value!r}: {text[:1000]}"
+        else:
+            assert value not in (-1, 10**32, -(10**400)) or key not in SIZES, f"{key} {value!r}"
+    for value in (10**32, 2**63 - 1):
+        if key in SIZES:
+            config(**{key: value})(folder)
+            with pytest.raises(CheckpointError, match=r"config.json: (.*expected a|.*supported)"):
+                read_config(folder)
+
+
+def test_a_foreign_config_repeats_no_key(folder: Path) -> None:
+    text = (folder / "config.json").read_text().replace('"hidden_size"', '"hidden_size": 3, "hidden_size"', 1)
+    (folder / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match="config.json: cannot be read as JSON: the key 'hidden_size' is given"):
+        read_config(folder)

@@ -14,7 +14,8 @@ PACKAGE = "megatron_coca"
 ENTRY_POINTS = ("train.py", "evaluate.py", "tools")
 
 LAYERS = (
-    {"atomic_write", "console", "program", "safe_yaml", "tables"},
+    {"regular_files"},
+    {"atomic_write", "console", "methods", "program", "safe_yaml", "markdown_tables"},
     {"config", "kernels"},
     {"attention", "data"},
     {"model", "neox_plugin"},

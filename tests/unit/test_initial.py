@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_coca.checkpoints import CheckpointError, open_checkpoint
-from megatron_coca.checkpoints.exports.huggingface import export
+from megatron_coca.checkpoints.exports.huggingface_export import export
 from megatron_coca.checkpoints.exports.neox import export_neox
 from megatron_coca.checkpoints.importing import import_checkpoint
 from megatron_coca.config import Config, load_config

@@ -31,7 +31,7 @@ from megatron_coca.data.preparation.manifest import FORMAT
 from megatron_coca.data.shards import HEADER, MAGIC, Shard
 from megatron_coca.data.tokenizers import load_tokenizer
 from megatron_coca.data.tokenizers.training import train_sentencepiece
-from megatron_coca.tables import excerpt, format_table, percent
+from megatron_coca.markdown_tables import excerpt, format_table, percent
 
 TEXT = load_tokenizer("CharLevelTokenizer")
 

@@ -15,8 +15,17 @@ pytest.importorskip("triton")
 
 from megatron_coca.kernels import attention, attention_backward, tune
 from megatron_coca.kernels.attention import flash_attention
+from megatron_coca.kernels.launch_constants import (
+    CONFIGS,
+    SMALL,
+    Launch,
+    Operands,
+    Plan,
+    architecture,
+    blocks_for,
+    row_class,
+)
 from megatron_coca.kernels.operands import FORMS, fused_operands, unsupported
-from megatron_coca.kernels.plan import CONFIGS, SMALL, Launch, Operands, Plan, architecture, blocks_for, row_class
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -270,3 +279,24 @@ def test_grids_beyond_what_the_second_dimension_holds(monkeypatch: pytest.Monkey
 def test_launches_by_compute_capability() -> None:
     """Hopper and the Blackwell of data centers have their own; the launches of the A100 fit every other GPU."""
     assert [architecture(x) for x in ((8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0))] == [80, 80, 90, 100, 100, 80]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "expected"),
+    [
+        (torch.bfloat16, 16, 32),
+        (torch.bfloat16, 80, 256),
+        (torch.bfloat16, 256, 512),
+        (torch.float32, 64, 512),
+        (torch.float32, 128, 512),
+        (torch.float32, 256, 2048),
+    ],
+)
+def test_every_operand_has_a_row_of_block_sizes(dtype: torch.dtype, head_dim: int, expected: int) -> None:
+    """float32 with 256 features has small ones of its own, on every GPU."""
+    row = row_class(torch.empty(1, 1, 1, head_dim, dtype=dtype))
+    assert row == expected
+    for capability in ((7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)):
+        for segments in (1, 2):
+            for launch in CONFIGS[architecture(capability)][segments, row]:
+                assert row < 2048 or launch.rows * launch.keys <= 512

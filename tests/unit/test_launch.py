@@ -194,3 +194,29 @@ def test_threads_are_shared_among_the_processes_of_a_host(monkeypatch: pytest.Mo
     monkeypatch.setattr(variables.os, "sched_getaffinity", lambda _: set(range(8)))
     assert [launch.threads_per_process({"LOCAL_WORLD_SIZE": str(count)}) for count in (1, 2, 3, 16)] == [8, 4, 2, 1]
     assert launch.threads_per_process({}) == 8
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT: 99999 is not a port; ports are 1 to 65535"),
+        ({"MASTER_PORT": "0"}, "MASTER_PORT: 0 is not a port"),
+        ({"MASTER_PORT": "9" * 5000}, "MASTER_PORT: '9{79}.* is not a whole number of at most 18 digits"),
+        ({"MASTER_PORT": "-1"}, "MASTER_PORT: '-1' is not a whole number"),
+        ({"MASTER_ADDR": "a..b"}, "MASTER_ADDR: 'a..b' is not a host name"),
+        ({"MASTER_ADDR": "x" * 70}, "MASTER_ADDR: 'x{70}' is not a host name"),
+        ({"MASTER_ADDR": "a\udcff"}, r"MASTER_ADDR: 'a.udcff' is not a host name"),
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR: not set although WORLD_SIZE is 4"),
+        ({"WORLD_SIZE": "9" * 18}, "a world size of 999999999999999999 exceeds 1048576"),
+        ({"WORLD_SIZE": "9" * 32}, "WORLD_SIZE: .* is not a whole number of at most 18 digits"),
+        ({"LOCAL_WORLD_SIZE": "1" * 5000}, "LOCAL_WORLD_SIZE: .* is not a whole number"),
+    ],
+)
+def test_variables_that_no_launcher_sets(given: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        launch.complete_environment(TORCHRUN | given)
+
+
+def test_tasks_of_absurd_hosts() -> None:
+    assert variables.tasks_on_node("8(x999999999),4", 5) == 8
+    assert variables.tasks_on_node("8(x999999999),4", 2 * 10**9) == 4

@@ -61,6 +61,11 @@ def test_a_missing_hostfile_means_this_host(capsys: pytest.CaptureFixture[str]) 
         ({"hostfile": "nowhere", "num_nodes": 2}, "hostfile: nowhere: no such file"),
         ({"num_nodes": 2}, "num_nodes: 2 hosts need a hostfile"),
         ({"text": "a slots=2\nb\n"}, "hosts:2: 'b' is not of the form"),
+        ({"text": "a slots=2\nb slots=99999999999999\n"}, "hosts:2: a host has at most 9999 slots"),
+        ({"text": f"a slots={'9' * 5000}\n"}, "hosts:1: a host has at most 9999 slots"),
+        ({"text": "a slots=2\n", "include": "a:99999999999"}, "'a:99999999999' is not of the form .* up to 9999"),
+        ({"exclude": "localhost:99999999999"}, "'localhost:99999999999' is not of the form"),
+        ({"text": "a\udcff slots=2\n"}, r"hosts: not UTF-8 text \(byte 1\); save it as UTF-8"),
         ({"text": "a slots=2\na slots=3\n"}, "hosts:2: a is listed twice"),
         ({"text": "# none\n"}, "names no host"),
         ({"text": "a slots=2\n", "num_nodes": 3}, "num_nodes: 3, but there are 1 hosts"),
@@ -86,7 +91,7 @@ def test_a_missing_hostfile_means_this_host(capsys: pytest.CaptureFixture[str]) 
 def test_hosts_that_cannot_be_used(tmp_path: Path, keys: dict[str, Any], message: str) -> None:
     text = keys.pop("text", None) if (keys := dict(keys)) else None
     if text is not None:
-        (tmp_path / "hosts").write_text(text)
+        (tmp_path / "hosts").write_bytes(text.encode(errors="surrogateescape"))
         keys["hostfile"] = str(tmp_path / "hosts")
     with pytest.raises(ConfigError, match=message):
         chosen_hosts(configured(**keys))

@@ -185,15 +185,37 @@ def test_a_second_ctrl_c_kills(launch: Launch, tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     assert eventually(lambda: len(list(tmp_path.glob("asked.*"))) == 2)
     process.send_signal(signal.SIGINT)
-    assert finish(process)[0] == 137
+    assert finish(process)[0] == 130
 
 
-def test_a_killed_launcher_leaves_nobody_behind(launch: Launch, tmp_path: Path) -> None:
-    process = launch("signal.signal(signal.SIGTERM, signal.SIG_IGN)\nwait()")
+def test_a_rank_that_was_interrupted_alone_is_the_cause_of_what_the_others_report(
+    launch: Launch, tmp_path: Path
+) -> None:
+    body = """
+    write("ready")
+    sys.exit(1) if rank else time.sleep(0.5)
+    sys.exit(130)
+    """
+    assert finish(launch(body))[0] == 130
+
+
+def test_a_failure_after_ctrl_c_is_a_failure(launch: Launch, tmp_path: Path) -> None:
+    body = SAVING.replace("signal.SIGTERM", "signal.SIGINT")
+    process = launch(body.replace("sys.exit(75)", "sys.exit(130 if rank == 0 else 2)"))
+    all_ready(tmp_path)
+    process.send_signal(signal.SIGINT)
+    assert finish(process)[0] == 2
+
+
+def test_a_killed_launcher_leaves_nobody_and_no_file_behind(launch: Launch, tmp_path: Path) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    process = launch("signal.signal(signal.SIGTERM, signal.SIG_IGN)\nwait()", TMPDIR=str(temporary))
     all_ready(tmp_path)
     process.kill()
     numbers = [int(path.read_text()) for path in tmp_path.glob("ready.*")]
     assert eventually(lambda: not any(map(alive, numbers)), 5)
+    assert not list(temporary.iterdir())
 
 
 def test_what_is_ignored_stays_ignored(launch: Launch, tmp_path: Path) -> None:

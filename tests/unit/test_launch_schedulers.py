@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from megatron_coca.config import load_config
-from megatron_coca.training.exit_status import EXIT_STATUSES, PREEMPTED
+from megatron_coca.training.exit_status import EXIT_STATUSES, PREEMPTED, UNAVAILABLE
 from megatron_coca.training.launch.environment import find_location
 from megatron_coca.training.launch.start import ranks_of_host
 
@@ -23,7 +23,9 @@ def executable(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
-@pytest.mark.parametrize(("status", "requeued"), [(0, False), (1, False), (2, False), (PREEMPTED, True)])
+@pytest.mark.parametrize(
+    ("status", "requeued"), [(0, False), (1, False), (2, False), (UNAVAILABLE, True), (PREEMPTED, True)]
+)
 def test_the_batch_script_requeues_what_was_preempted(tmp_path: Path, status: int, requeued: bool) -> None:
     executable(tmp_path / "srun", f'printf "%s\\n" "$@" > "{tmp_path}/arguments"; exit {status}')
     executable(tmp_path / "scontrol", f'echo "$@" > "{tmp_path}/requeued"')
@@ -77,5 +79,5 @@ def test_the_pods_of_the_manifest_find_each_other(job: dict[str, Any]) -> None:
 
 def test_the_manifest_knows_the_exit_statuses(job: dict[str, Any]) -> None:
     rules = {rule["action"]: rule for rule in job["podFailurePolicy"]["rules"] if "onExitCodes" in rule}
-    assert rules["Ignore"]["onExitCodes"]["values"] == [PREEMPTED]
+    assert rules["Ignore"]["onExitCodes"]["values"] == [UNAVAILABLE, PREEMPTED]
     assert set(rules["FailJob"]["onExitCodes"]["values"]) < set(EXIT_STATUSES)

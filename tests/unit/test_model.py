@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_coca.attention.positions.forms import SCORE_FORMS
+from megatron_coca import methods
 from megatron_coca.config import load_config
 from megatron_coca.config.model import Activation, Norm
 from megatron_coca.model import GPT, LanguageModelLoss, build_model, keep_freed_memory, layers, next_token_loss
@@ -158,7 +158,7 @@ def test_gelu_fusion_is_the_tanh_approximation() -> None:
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
-@pytest.mark.parametrize("pos_emb", SCORE_FORMS)
+@pytest.mark.parametrize("pos_emb", methods.names("pos_emb"))
 @torch.no_grad()
 def test_no_token_changes_what_comes_before_it(pos_emb: str, kv_heads: int) -> None:
     model = shake(make(pos_emb=pos_emb, num_kv_heads=kv_heads, rotary_pct=0.5)).eval()
@@ -180,7 +180,7 @@ def test_given_positions_are_used(pos_emb: str) -> None:
     torch.testing.assert_close(model(tokens(), torch.arange(LENGTH)), plain)
     torch.testing.assert_close(model(tokens(), torch.arange(LENGTH).expand(2, -1)), plain)
     shifted = model(tokens(), torch.arange(LENGTH) + 5)
-    assert torch.allclose(shifted, plain, atol=1e-4) == SCORE_FORMS[pos_emb].shift_invariant
+    assert torch.allclose(shifted, plain, atol=1e-4) == methods.find("pos_emb", pos_emb).shift_invariant
     stretched = model(tokens(), torch.arange(LENGTH) * 3)
     assert not torch.allclose(stretched, plain, atol=1e-3)
     rows = torch.stack((torch.arange(LENGTH), torch.arange(LENGTH) * 3))

@@ -214,7 +214,7 @@ def test_a_manifest_that_lists_too_little_is_damaged(tmp_path: Path, name: str) 
 
 def test_every_rank_of_the_division_has_random_states(tmp_path: Path) -> None:
     folder = save(tmp_path, 3)
-    native.write_json(folder / native.META, {"topology": {"data": 2, "pipe": 1}})
+    native.write_json(folder / native.META, {"step": 3, "topology": {"data": 2, "pipe": 1}})
     rewrite_manifest(
         folder, lambda manifest: manifest["files"].update({native.META: native.describe(folder / native.META)})
     )
@@ -317,7 +317,18 @@ def test_the_manifest_lists_every_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["/etc/hostname", "../global_step2/config.yml", "state/../../x", ".", "", "state//x", "./x", "a\0b", "n" * 300],
+    [
+        "/etc/hostname",
+        "../global_step2/config.yml",
+        "state/../../x",
+        ".",
+        "",
+        "state//x",
+        "./x",
+        "a\0b",
+        "n" * 300,
+        "\ud800",
+    ],
 )
 def test_a_manifest_names_nothing_outside_the_checkpoint(tmp_path: Path, name: str) -> None:
     folder = save(tmp_path, 3)
@@ -348,8 +359,8 @@ def test_what_the_manifest_does_not_list_is_found(tmp_path: Path) -> None:
 UNREADABLE = {
     "state": (STATE_FILE, "open", errno.EIO, "Input/output error"),
     "size": (STATE_FILE, "stat", errno.EACCES, "Permission denied"),
-    "manifest": (native.MANIFEST, "read_bytes", errno.EIO, "Input/output error"),
-    "meta": (native.META, "read_bytes", errno.EACCES, "Permission denied"),
+    "manifest": (native.MANIFEST, "open", errno.EIO, "Input/output error"),
+    "meta": (native.META, "open", errno.EACCES, "Permission denied"),
 }
 
 

@@ -59,7 +59,8 @@ NEWER_THAN_PYTHON_3_10 = {
 }
 
 IN_TORCH_2_3 = {
-    *("Generator", "Tensor", "__version__.split", "addmm", "addmv", "arange", "autograd.Function", "baddbmm"),
+    *("Generator", "Tensor", "__version__.split", "addmm", "addmv", "arange", "are_deterministic_algorithms_enabled"),
+    *("autograd.Function", "baddbmm", "nn.ModuleDict"),
     *("autograd.function.FunctionCtx", "autograd.function.once_differentiable", "bfloat16", "bool", "bucketize", "cat"),
     *("device", "dropout", "ones_like"),
     *("compiler.is_compiling", "cuda.get_device_capability", "cuda.is_available", "distributed.ReduceOp.MAX"),
@@ -68,7 +69,7 @@ IN_TORCH_2_3 = {
     *("empty_like", "equal", "exp", "finfo", "float16", "float32", "float64", "full_like", "inf", "inference_mode"),
     *("int32", "int64", "is_grad_enabled", "log", "log1p", "logaddexp", "long", "mul", "nn.Module", "nn.Parameter"),
     *("nn.attention.bias.causal_lower_right", "nn.functional.pad", "nn.functional.scaled_dot_product_attention"),
-    *("nn.init.xavier_normal_", "no_grad", "ops.aten._scaled_dot_product_efficient_attention", "pow", "promote_types"),
+    *("nn.init.xavier_normal_", "no_grad", "ops.aten._scaled_dot_product_efficient_attention", "promote_types"),
     *("ops.aten._scaled_dot_product_efficient_attention_backward", "ops.aten._scaled_dot_product_flash_attention"),
     *("ops.aten._scaled_dot_product_flash_attention_backward", "randint", "randperm", "relu", "sigmoid", "softmax"),
     *("ops.aten._scaled_dot_product_flash_attention_for_cpu", "square", "stack", "tanh", "tensor", "uint64", "where"),
@@ -80,6 +81,7 @@ OPTIONAL = {
     *(f"nn.attention.flex_attention.{name}" for name in ("BlockMask", "BlockMask.from_kv_blocks", "flex_attention")),
     *("_dynamo.config.patch", "compile", "library.custom_op"),
     *("backends.cuda.SDPAParams", "backends.cuda.can_use_cudnn_attention"),
+    *("backends.cuda.cudnn_sdp_enabled", "backends.cuda.enable_cudnn_sdp"),
     *("ops.aten._scaled_dot_product_cudnn_attention", "ops.aten._scaled_dot_product_cudnn_attention_backward"),
 }
 """Names behind a check that PyTorch has them, FlexAttention or attention by cuDNN."""

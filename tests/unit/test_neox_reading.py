@@ -182,7 +182,6 @@ def test_a_table_that_is_not_one(tmp_path: Path) -> None:
     ("extra", "message"),
     [
         ({"use-qk-layernorm": True}, "use_qk_layernorm"),
-        ({"sliding_window_width": 8}, "sliding_window_width"),
         ({"norm": "te_layernorm"}, "norm.*te_layernorm"),
         ({"num-layers": 1, "new_feature": 1}, "new_feature"),
         ({"gpt_j_residual": True, "use_bias_in_mlp": False}, "GPT-NeoX leaves attention out of the sum"),
@@ -191,6 +190,12 @@ def test_a_table_that_is_not_one(tmp_path: Path) -> None:
 def test_networks_that_are_not_here(run: Path, extra: dict[str, Any], message: str) -> None:
     (run / "configs" / "z.yml").write_text("".join(f"{name}: {value}\n" for name, value in extra.items()))
     refused(run, message)
+
+
+def test_a_window_is_that_of_every_layer(run: Path) -> None:
+    (run / "configs" / "z.yml").write_text("sliding_window_width: 8\n")
+    model = load_model(run)
+    assert [block.attention.method.window for block in model.blocks] == [9, 9]
 
 
 @pytest.mark.parametrize("keys", [KEYS, SEQUENTIAL], ids=["layers", "ranks"])
@@ -263,3 +268,13 @@ def test_identities(tmp_path: Path) -> None:
     tensor[40, 7] += 1
     change(layer(second, 3), mlp__linear1__weight=tensor)
     assert opened.identity != open_checkpoint(second).identity
+
+
+@pytest.mark.parametrize("value", ["abc", "[1]", "{a: 1}", "1.5", "9" * 32, "-3"])
+@pytest.mark.parametrize("key", ["model_parallel_size", "num_layers", "vocab_size", "make_vocab_size_divisible_by"])
+def test_strange_values_of_a_configuration(key: str, value: str, run: Path) -> None:
+    (run / "configs/z.yml").write_text(f"{key}: {value}\n")
+    if key in ("vocab_size", "make_vocab_size_divisible_by"):  # the embedding's rows count
+        open_checkpoint(run)
+    else:
+        refused(run, rf"(configs: {key}: expected|its configuration says {key}: {value})")

@@ -10,7 +10,7 @@ from deepspeed.runtime.zero import stage_1_and_2
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
-from megatron_coca.training.engine import norms
+from megatron_coca.training.engine.deepspeed_internals import stay_on_device
 
 SHAPES = ((1,), (7, 33), (64, 1021), (5,))
 
@@ -21,15 +21,15 @@ class Optimizer(DeepSpeedZeroOptimizer):
     loss_scale = 1.0
 
     def __init__(self, dtype: torch.dtype, limit: float, model_parallel_rank: int = 0) -> None:
-        self.cpu_offload, self.dtype, self.clip_grad, self.device = False, dtype, limit, torch.device("cpu")
+        self.cpu_offload = self.overlap_comm = False
+        self.dtype, self.clip_grad, self.device = dtype, limit, torch.device("cpu")
         self.dp_process_group = self.model_parallel_group = None
         self.model_parallel_rank = model_parallel_rank
 
 
 @pytest.fixture(autouse=True)
 def _one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (norms.dist, stage_1_and_2.dist):
-        monkeypatch.setattr(module, "all_reduce", lambda *_, **__: None)
+    monkeypatch.setattr(stage_1_and_2.dist, "all_reduce", lambda *_, **__: None)
 
 
 def gradients(dtype: torch.dtype, value: float = 1.0) -> tuple[list[Tensor], list[nn.Parameter]]:
@@ -49,7 +49,7 @@ def test_norms_have_deepspeeds_bits(dtype: torch.dtype, model_parallel_rank: int
     optimizer = Optimizer(dtype, 1.0, model_parallel_rank)
     own, parameters = gradients(dtype, value)
     expected = optimizer.get_grad_norm_direct(own, parameters)
-    norms.keep_norms_on_device(optimizer)
+    stay_on_device(optimizer)
     got = optimizer.get_grad_norm_direct(own, parameters)
     assert got.dtype == expected.dtype and got.shape == expected.shape and torch.equal(got, expected)
     assert (float(got) == -1.0) == (not math.isfinite(value) and model_parallel_rank == 0)
@@ -62,7 +62,7 @@ def test_clipping_has_deepspeeds_bits(limit: float) -> None:
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients(torch.float32)[0]])
     expected, got = flat.clone(), flat.clone()
     optimizer.unscale_and_clip_grads([expected], norm)
-    norms.keep_norms_on_device(optimizer)
+    stay_on_device(optimizer)
     optimizer.unscale_and_clip_grads([got], norm)
     assert torch.equal(got, expected) and torch.equal(got, flat) == (limit != 0.5)
 
@@ -70,8 +70,8 @@ def test_clipping_has_deepspeeds_bits(limit: float) -> None:
 def test_fp16_keeps_deepspeeds_clipping_and_others_everything() -> None:
     half, offloaded = Optimizer(torch.float16, 1.0), Optimizer(torch.float32, 1.0)
     offloaded.cpu_offload = True
-    norms.keep_norms_on_device(half)
+    stay_on_device(half)
     assert "get_grad_norm_direct" in vars(half) and "unscale_and_clip_grads" not in vars(half)
     for other in (offloaded, torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)):
-        norms.keep_norms_on_device(other)
+        stay_on_device(other)
         assert not {"get_grad_norm_direct", "unscale_and_clip_grads"} & vars(other).keys()

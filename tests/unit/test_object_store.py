@@ -2,6 +2,7 @@
 
 import json
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,16 +11,19 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from megatron_coca.checkpoints import CheckpointError, native, object_store
+from megatron_coca.checkpoints.files import ServiceError
 from megatron_coca.checkpoints.object_store import RemoteFolder, local_folder, save_folder
 from megatron_coca.config import CheckpointConfig, load_config
-from megatron_coca.training.remote_checkpoints import use_local_folders
+from megatron_coca.training.remote_checkpoints import RemoteCheckpoints, use_local_folders
+from tests.checkpoint_files import run_alone
 
 URL = "memory://bucket/run"
 
 
 @pytest.fixture(autouse=True)
 def empty_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryFileSystem]:
-    monkeypatch.setattr(object_store, "RETRY_AFTER", (0.0, 0.0))
+    monkeypatch.setattr(object_store, "FIRST_PAUSE", 0.01)
+    run_alone(monkeypatch)
     store = fsspec.filesystem("memory")
     store.store.clear()
     store.pseudo_dirs[:] = [""]
@@ -130,10 +134,42 @@ def test_a_transfer_that_keeps_failing_names_url_and_file(tmp_path: Path, monkey
         raise TimeoutError("no answer")
 
     monkeypatch.setattr(MemoryFileSystem, "put_file", refuse)
-    remote = RemoteFolder(URL)
-    with pytest.raises(CheckpointError, match=f"{URL}: .* cannot be uploaded .TimeoutError: no answer"):
+    remote = RemoteFolder(URL, timeout=0.1)
+    with pytest.raises(ServiceError, match=f"{URL}: .* cannot be uploaded for .* s .TimeoutError: no answer"):
         remote.upload(checkpoint(tmp_path, 3))
-    assert remote.steps() == []
+    assert remote.steps() == [] and ServiceError.status == 69 != CheckpointError.status
+
+
+def test_a_transfer_in_a_hurry_is_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that was preempted during an outage must exit before the grace period is over."""
+    remote, calls = RemoteFolder(URL, timeout=1e6), []
+
+    def refuse(self: MemoryFileSystem, path: str, value: bytes, **more: object) -> None:
+        calls.append(path)
+        if len(calls) == 2:
+            remote.hurry.set()
+        raise TimeoutError("no answer")
+
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", refuse)
+    with pytest.raises(ServiceError):
+        remote.require_writable()
+    assert len(calls) == 2
+
+
+def test_a_store_that_does_not_answer_is_not_a_damaged_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An older checkpoint must not be taken instead: what is newer would be lost."""
+    remote = RemoteFolder(URL, timeout=0.0)
+    for step in (9, 10):
+        remote.upload(checkpoint(tmp_path / "a", step))
+
+    def refuse(self: MemoryFileSystem, source: str, target: str, **more: object) -> None:
+        raise TimeoutError("no answer")
+
+    monkeypatch.setattr(MemoryFileSystem, "get_file", refuse)
+    with pytest.raises(ServiceError, match="global_step10/.* cannot be downloaded now"):
+        remote.download_newest(tmp_path / "b")
 
 
 def test_denied_access_is_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,7 +310,8 @@ def test_a_checkpoint_of_the_same_step_that_was_passed_over_is_kept_aside(
     change_json(empty_store, "global_step10/manifest.json", format=99)
     assert config.checkpoint.save is not None
     checkpoint(Path(config.checkpoint.save), 10, "written again")
-    remotes.upload(10)
+    remotes.deliver(10)
+    remotes.wait()
     assert RemoteFolder(URL).read_json(10, native.MANIFEST)["format"] == native.FORMAT
     kept = json.loads(empty_store.cat_file("/bucket/run/quarantine/global_step10/manifest.json"))
     assert kept["format"] == 99
@@ -289,3 +326,88 @@ def test_an_address_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatc
         CheckpointError, match="ftp://nowhere/run: cannot be opened .*check the address and the network"
     ):
         RemoteFolder("ftp://nowhere/run")
+
+
+def remotes_of(folder: Path, **keys: object) -> tuple[Path, RemoteCheckpoints]:
+    """The local folder of a run that saves to `URL`, and its object store."""
+    given = {"save": URL, "checkpoint_cache": str(folder), "auto_resume": True, "object_store_timeout": 1e4}
+    config, remotes = use_local_folders(load_config(["configs/350M/roformer.yml"], given | keys))
+    return Path(str(config.checkpoint.save)), remotes
+
+
+def test_checkpoints_stay_on_the_disk_and_in_order_while_the_store_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save, remotes = remotes_of(tmp_path, keep_last_n_checkpoints=None)
+    put, away = MemoryFileSystem.put_file, threading.Event()
+    order: list[str] = []
+
+    def refuse(self: MemoryFileSystem, source: str, target: str, **more: object) -> None:
+        if not away.is_set():
+            raise TimeoutError("no answer")
+        order.append(target)
+        put(self, source, target, **more)
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", refuse)
+    for step in (2, 4, 6, 8):
+        checkpoint(save, step)
+        remotes.deliver(step)
+        native.prune(save, 1, keep=remotes.owed())
+    assert native.steps(save) == [2, 4, 6, 8] and not remotes.failed
+    away.set()
+    remotes.wait()
+    assert RemoteFolder(URL).steps() == [2, 4, 6, 8] and not remotes.owed()
+    manifests = [native.parse_step(name.split("/")[-2]) for name in order if name.endswith(native.MANIFEST)]
+    assert manifests == [2, 4, 6, 8]
+
+
+def test_a_start_uploads_and_prunes_what_the_last_launch_left_behind(tmp_path: Path) -> None:
+    save, remotes = remotes_of(tmp_path, keep_last_n_checkpoints=2)
+    for step in (2, 4, 6, 8):
+        RemoteFolder(URL).upload(checkpoint(save, step)) if step < 6 else checkpoint(save, step)
+    remotes.deliver(8, catch_up=True)
+    remotes.wait()
+    assert RemoteFolder(URL).steps() == [6, 8]
+
+
+def test_a_copy_that_is_missing_at_the_end_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    keys = CheckpointConfig(save=str(tmp_path / "run"), save_copy=str(tmp_path / "file/copy"))
+    remotes = RemoteCheckpoints(keys, keys)
+    checkpoint(tmp_path / "run", 2)
+    remotes.deliver(2)
+    remotes.wait()
+    with pytest.raises(CheckpointError, match="copy: step 2 could not be copied"):
+        remotes.wait(last=True)
+    (tmp_path / "file").unlink()
+    remotes.deliver(2, catch_up=True)
+    remotes.wait(last=True)
+    assert native.steps(tmp_path / "file/copy") == [2]
+
+
+def test_the_highest_complete_step_wins_wherever_it_is(tmp_path: Path, empty_store: MemoryFileSystem) -> None:
+    save, remotes = remotes_of(tmp_path / "cache")
+    for step in (4, 8, 12):
+        RemoteFolder(URL).upload(checkpoint(tmp_path / "elsewhere", step))
+    old = checkpoint(save, 4)
+    change_json(empty_store, "global_step12/manifest.json", format=99)
+    remotes.prepare()
+    assert remotes.download_newer(old) == save / "global_step8", "12 cannot be read"
+    newest = checkpoint(save, 14)
+    assert remotes.download_newer(newest) is None
+    remotes.deliver(14, catch_up=True)
+    remotes.wait()
+    assert RemoteFolder(URL).steps() == [4, 8, 12, 14], "those below are of the same branch"
+    (old / native.META).write_text(json.dumps({"step": 4, "run": "another"}))
+    with pytest.raises(CheckpointError, match="was written by a different run"):
+        remotes.download_newer(old)
+
+
+def test_the_store_loses_what_a_rollback_leaves(tmp_path: Path) -> None:
+    save, remotes = remotes_of(tmp_path / "cache")
+    for step in (4, 8, 12):
+        RemoteFolder(URL).upload(checkpoint(save, step))
+    remotes.deliver(4)
+    remotes.wait()
+    assert RemoteFolder(URL).steps() == [4]
+    assert remotes.download_newer(save / "global_step4") is None

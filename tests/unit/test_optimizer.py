@@ -11,7 +11,7 @@ from torch import nn
 
 from megatron_coca.config import Config, load_config
 from megatron_coca.model import build_model
-from megatron_coca.training.engine.engine import _order_on_device
+from megatron_coca.training.engine.deepspeed_internals import stay_on_device
 from megatron_coca.training.optimizer import OPTIMIZERS, build_optimizer, parameter_groups
 
 SHAPE = {
@@ -77,11 +77,12 @@ def test_overlapped_reductions_are_awaited_by_a_stream(monkeypatch: pytest.Monke
     monkeypatch.setattr(accelerator, "synchronize", lambda: waited.append("host"))
     monkeypatch.setattr(accelerator, "current_stream", lambda: SimpleNamespace(wait_stream=waited.append))
     optimizer.overlap_comm, optimizer.cpu_offload, optimizer.reduction_stream = True, True, "reductions"
+    optimizer.dtype, optimizer.clip_grad = torch.bfloat16, 1.0
     epilogue = optimizer.independent_gradient_partition_epilogue = lambda: accelerator.synchronize()
-    _order_on_device(optimizer)
+    stay_on_device(optimizer)
     assert optimizer.independent_gradient_partition_epilogue is epilogue, "the host reads offloaded gradients"
     optimizer.cpu_offload = False
-    _order_on_device(optimizer)
+    stay_on_device(optimizer)
     optimizer.independent_gradient_partition_epilogue()
     assert waited == ["reductions"]
     accelerator.synchronize()

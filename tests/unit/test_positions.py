@@ -57,6 +57,6 @@ def test_a_short_input_is_the_same_after_a_long_one(pos_emb: str, rope_type: str
 
 def test_imported_models_extend_from_the_length_of_their_weights() -> None:
     scaling = {"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 64}
-    rotary = tiny(pos_emb="rotary", rope_scaling=scaling).method.rotary
+    rotary = tiny(pos_emb="rotary", rope_scaling=scaling).methods["global"].rotary
     assert rotary.original_length == 64
     assert torch.equal(rotary.inverse_frequencies(64), Rotary(16).inverse_frequencies(64))

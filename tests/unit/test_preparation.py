@@ -1,8 +1,11 @@
 """Preparation: the same shards whatever the processes and the interruptions; duplicates, splits, faults, weights."""
 
+import io
 import json
+import os
 import random
 import sqlite3
+import tarfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ from megatron_coca.config import load_config
 from megatron_coca.data import DataError, Shard, SourceSpec, load_saved_tokenizer, load_tokenizer
 from megatron_coca.data.preparation.journal import Journal
 from megatron_coca.data.preparation.manifest import read_manifest, training_weights
-from megatron_coca.data.preparation.plan import CorpusSource, Execution, Rules, find_inputs, split_of
+from megatron_coca.data.preparation.preparation_plan import CorpusSource, Execution, Rules, find_inputs, split_of
 from megatron_coca.data.preparation.run import Outputs, prepare
 from megatron_coca.data.readers.files import FileReader
 from megatron_coca.data.shards import ShardWriter
@@ -628,3 +631,30 @@ def test_split_is_stable_and_near_its_fractions() -> None:
     assert [s for s in splits if s == "test"] == [
         s for i in range(20000) if (s := split_of(f"document {i}", Rules(0, 0.03))) == "test"
     ]
+
+
+def test_names_that_are_not_utf8_do_not_end_a_preparation(tmp_path: Path) -> None:
+    """In a folder of files they are skipped and named; repositories, and files in archives, are read."""
+    files, code = tmp_path / "files", tmp_path / "code"
+    (code / "fine" / ".git").mkdir(parents=True)
+    files.mkdir()
+    write_jsonl(files / "a.jsonl", ["a text"])
+    write_jsonl(Path(os.fsdecode(os.fsencode(files) + b"/b\xff.jsonl")), ["another text"])
+    odd = Path(os.fsdecode(os.fsencode(code) + b"/odd\xff"))
+    (odd / ".git").mkdir(parents=True)
+    (odd / "a.py").write_text("print(1)\n")
+    (odd / "b.py").write_bytes(b"\xff\xfe\xff\n")
+    with tarfile.open(files / "c.tar", "w", errors="surrogateescape") as archive:
+        for name, content in {"x\udcff.txt": b"in an archive", "y\udcff.txt": b"\xff"}.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    repositories = CorpusSource(SourceSpec("code", [code], reader="repositories"))
+    output = tmp_path / "out"
+    prepare([source("files", files), repositories], output, CHARACTERS, Rules(0, 0), QUIET)
+    inputs = {entry["name"]: entry for entry in read_manifest(output / "manifest.json")["inputs"]}
+    assert inputs["files"]["unread"] == {f"name that is not UTF-8 ({files}/b\\xff.jsonl)": 1}
+    assert inputs["files"]["problems_named"] == [f"{files}/c.tar!y\\xff.txt: invalid UTF-8 (byte 0)"]
+    assert inputs["code"]["problems_named"] == [f"{code}/odd\\xff/b.py: invalid UTF-8 (byte 0)"]
+    assert texts_of(output / "files_train") == ["a text", "in an archive"]
+    assert texts_of(output / "code_train") == ["print(1)\n"]

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.readers import open_reader
-from megatron_coca.data.readers.huggingface import HuggingFaceReader
+from megatron_coca.data.readers.huggingface_datasets import HuggingFaceReader
 from megatron_coca.data.readers.source import Document, ReadingProblems, SourceSpec
 
 datasets = pytest.importorskip("datasets")

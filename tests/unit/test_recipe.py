@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from megatron_coca.data import DataError
-from megatron_coca.data.preparation.plan import Rules, shard_name
+from megatron_coca.data.preparation.preparation_plan import Rules, shard_name
 from megatron_coca.data.preparation.recipe import read_recipe
 from megatron_coca.data.readers.source import Filters
 

@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_coca.config import ConfigError
+from megatron_coca.training.engine import group
 from megatron_coca.training.engine.group import Rendezvous, join, ranks_text
 from megatron_coca.training.exit_status import EXIT_STATUSES, NotJoined
 from megatron_coca.training.launch.environment import free_port
@@ -108,6 +109,29 @@ def test_a_port_that_is_taken() -> None:
                 join(Rendezvous(0, 2, address, port, False), 5.0)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_address_that_does_not_resolve(rank: int) -> None:
+    began = time.monotonic()
+    with pytest.raises(NotJoined, match=r"no-such-host.invalid.* within 1 s \(`join_timeout`\)") as error:
+        join(Rendezvous(rank, 2, "no-such-host.invalid", free_port(), False), 1.0)
+    assert time.monotonic() - began < 10.0 and error.value.status == 79
+
+
+def test_an_address_that_resolves_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names of pods appear after these."""
+    resolve, began = socket.getaddrinfo, time.monotonic()
+
+    def late(host: str, *arguments: object, **keywords: object) -> object:
+        if host == "a-pod" and time.monotonic() - began < 0.5:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return resolve("localhost" if host == "a-pod" else host, *arguments, **keywords)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(socket, "getaddrinfo", late)
+    waiting = Rendezvous(0, 2, "a-pod", free_port(), False)
+    group._resolved(waiting, began + 20.0, "20 s")
+    assert 0.5 <= time.monotonic() - began < 10.0
+
+
 @pytest.mark.parametrize(
     ("ranks", "text"), [([3], "rank 3"), ([0, 1], "ranks 0-1"), ([0, 1, 2, 5, 7, 8], "ranks 0-2, 5, 7-8")]
 )
@@ -127,3 +151,15 @@ def test_ranks_exchange_no_pickles() -> None:
     for path in (ROOT / "megatron_coca").rglob("*.py"):
         text = path.read_text()
         assert not [name for name in pickling if name in text], path
+
+
+def test_flags_go_through_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With NCCL as the default group too, so that no step waits for the device; its group is made once."""
+    made, reduced = [], []
+    monkeypatch.setattr(group, "world_size", lambda: 2)
+    monkeypatch.setattr(group, "_host_groups", [])
+    monkeypatch.setattr(group.dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(group.dist, "new_group", lambda backend: made.append(backend) or "hosts")
+    monkeypatch.setattr(group.dist, "all_reduce", lambda values, op, group: reduced.append((values.device.type, group)))
+    assert group.anyone((True, False)) == (True, False) and group.everyone_succeeded(True)
+    assert made == ["gloo"] and reduced == [("cpu", "hosts")] * 2

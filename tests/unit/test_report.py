@@ -31,7 +31,7 @@ from megatron_coca.evaluation.report.document import ReportDocument, console_tex
 from megatron_coca.evaluation.report.reading import RESULT_TYPES, read_results
 from megatron_coca.evaluation.report.sections import SECTIONS
 from megatron_coca.evaluation.results import read_record, write_atomically
-from megatron_coca.tables import escaped
+from megatron_coca.markdown_tables import escaped
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 

@@ -31,9 +31,9 @@ from megatron_coca.evaluation.report.curves import find_curves
 from megatron_coca.evaluation.report.document import ReportBlock, Section, TableCell, TableRow
 from megatron_coca.evaluation.report.intervals import Estimate, difference_interval
 from megatron_coca.evaluation.report.reading import read_results
-from megatron_coca.evaluation.report.tables import mark_best
+from megatron_coca.evaluation.report.result_tables import mark_best
 from megatron_coca.evaluation.results import Result
-from megatron_coca.evaluation.retrieval.measuring import wilson_interval
+from megatron_coca.evaluation.retrieval.retrieval_tasks import wilson_interval
 
 
 def sections(folder: Path, results: dict[str, Result], **options: Any) -> dict[str, Section]:
@@ -247,7 +247,7 @@ def test_curves_of_the_run_that_was_measured(tmp_path: Path) -> None:
     step = run / "global_step20"
     step.mkdir(parents=True)
     (step / "manifest.json").write_text(json.dumps({"files": {"model.safetensors": {"sha256": "aa"}}}))
-    (step / "meta.json").write_text('{"batch": 4}')
+    (step / "meta.json").write_text('{"step": 4, "batch": 4}')
     lines = [{"step": at, "loss": 5 - at / 10} for at in (10, 20, 30)] + [{"step": 20, "validation_loss": 3.5}]
     (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     place = {"checkpoint__path": str(run), "checkpoint__step": 20, "checkpoint__identity": "aa"}

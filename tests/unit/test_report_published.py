@@ -101,8 +101,8 @@ def test_use_of_a_result(changes: dict[str, Any], expected: MethodKey) -> None:
 @pytest.mark.parametrize(
     ("overrides", "place"),
     [
-        ({"relative_positions": {"type": "rerpe"}}, "type"),
-        ({"rope_scaling": {"rope_type": "linear", "fctor": 2.0}}, "fctor"),
+        ({"relative_positions": {"type": "rerpe"}}, "relative_positions.type"),
+        ({"rope_scaling": {"rope_type": "linear", "fctor": 2.0}}, "rope_scaling.fctor"),
     ],
 )
 def test_a_use_that_nothing_has_is_named(overrides: dict[str, Any], place: str) -> None:

@@ -110,6 +110,13 @@ def test_half_a_line_is_dropped(tmp_path: Path, warnings: Any) -> None:
     assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4, 5, 6]
 
 
+def test_metrics_that_no_memory_holds_are_named(tmp_path: Path) -> None:
+    with (tmp_path / "metrics.jsonl").open("wb") as file:
+        file.truncate(1 << 36)
+    with pytest.raises(OSError, match="68,719,476,736 bytes, more than"):
+        JsonLines(tmp_path, 3)
+
+
 def test_lines_are_on_disk_at_once(tmp_path: Path) -> None:
     sink = JsonLines(tmp_path, 0)
     sink.report(1, {"loss": 2.0})

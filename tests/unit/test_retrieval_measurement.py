@@ -17,7 +17,7 @@ from megatron_coca.data import load_tokenizer
 from megatron_coca.evaluation.cli import TASKS
 from megatron_coca.evaluation.options import SubjectOptions
 from megatron_coca.evaluation.results import CheckpointRecord, EnvironmentRecord, EvaluationError, Store, read_costs
-from megatron_coca.evaluation.retrieval import measuring
+from megatron_coca.evaluation.retrieval import retrieval_tasks
 from megatron_coca.evaluation.subject import Evaluation, Header, Subject
 from megatron_coca.model.generate import equal_length_batches
 
@@ -80,8 +80,8 @@ def run(task: str, model: Subject, *options: object, path: Path | None = None, t
             assert table(stores[0].result).startswith("a model: ")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measuring, "Evaluation", OneSubject)
-        assert getattr(measuring, task)(args) == 0
+        patch.setattr(retrieval_tasks, "Evaluation", OneSubject)
+        assert getattr(retrieval_tasks, task)(args) == 0
     return stores[0].result
 
 

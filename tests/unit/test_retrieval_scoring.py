@@ -4,7 +4,13 @@ import math
 
 import pytest
 
-from megatron_coca.evaluation.retrieval.measuring import CaseRecord, FactRecord, passkey_cell, tally, wilson_interval
+from megatron_coca.evaluation.retrieval.retrieval_tasks import (
+    CaseRecord,
+    FactRecord,
+    passkey_cell,
+    tally,
+    wilson_interval,
+)
 from megatron_coca.evaluation.retrieval.tasks import first_run, passkey_score, share_found
 
 

@@ -122,3 +122,11 @@ def test_what_is_within_the_limits_is_read(tmp_path: Path) -> None:
     assert values["a"] is values["b"] and len(values["c"]) == items
     path.write_bytes(b"\xef\xbb\xbfa: 1\r\nb: |\r\n  x\r\n" + b"#" * (MAX_BYTES - 40))
     assert read_yaml(path) == {"a": 1, "b": "x\n"}
+
+
+@pytest.mark.parametrize("text", [r'a: ["x\0y"]', r'"k\uD800": 1', r'a: {b: "\uDFFF"}'])
+def test_characters_that_no_name_may_hold_are_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "a.yml"
+    path.write_text(text)
+    with pytest.raises(safe_yaml.YamlFault, match=r"the character U\+[0-9A-F]{4} is not allowed"):
+        read_yaml(path)

@@ -10,8 +10,8 @@ import pytest
 import zstandard
 
 from megatron_coca.data import CorpusSource, DataError, Rules, SourceSpec
-from megatron_coca.data.preparation import plan
-from megatron_coca.data.preparation.plan import split_of, training_texts
+from megatron_coca.data.preparation import preparation_plan
+from megatron_coca.data.preparation.preparation_plan import split_of, training_texts
 from megatron_coca.data.readers.files import FileReader
 
 
@@ -48,7 +48,7 @@ def test_nothing_that_is_held_out(tmp_path: Path) -> None:
 def test_the_share_is_filled_from_the_whole_file_whatever_the_compression(
     tmp_path: Path, compress: Callable[[bytes], bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "open_reader", lambda spec: FileReader(spec, block=20_000))
+    monkeypatch.setattr(preparation_plan, "open_reader", lambda spec: FileReader(spec, block=20_000))
     plain, chosen = tmp_path / "s.jsonl", random.Random(0)
     rows = ({"text": f"s {i:05} {chosen.randbytes(460).hex()}"} for i in range(3000))  # hardly compressible
     plain.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -76,8 +76,8 @@ def test_damage_is_an_error_unless_it_is_to_be_skipped(tmp_path: Path) -> None:
 
 
 def test_a_large_corpus_is_not_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "PARSED_BYTES", 40_000)
-    monkeypatch.setattr(plan, "open_reader", lambda spec: FileReader(spec, block=2000))
+    monkeypatch.setattr(preparation_plan, "PARSED_BYTES", 40_000)
+    monkeypatch.setattr(preparation_plan, "open_reader", lambda spec: FileReader(spec, block=2000))
     parsed = []
     documents = FileReader.documents
 

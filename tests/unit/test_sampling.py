@@ -56,7 +56,7 @@ class Fixed:
         self._logits = torch.tensor(logits)
 
     def new_cache(self, length: int | None = None, capacity: int | None = None) -> Cache:
-        return Cache(1, length, capacity)
+        return Cache([None], length, capacity)
 
     def hidden_states(
         self, input_ids: Tensor, *, cache: Cache | None = None, length: int | None = None, last: int | None = None

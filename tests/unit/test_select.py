@@ -2,32 +2,34 @@
 
 import logging
 import sys
-from pathlib import Path
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 
+from docs.generate import CPU_COLUMNS, refusal
+from docs.generate import needs as rows_of_the_page
+from megatron_coca import methods
 from megatron_coca.attention.backends.flex import FlexBackend
 from megatron_coca.attention.backends.merge import MergeBackend
 from megatron_coca.attention.build import (
     AUTOMATIC,
     BACKENDS,
-    CPU_COLUMNS,
-    NEEDS,
-    SUMMARIES,
+    LONG,
     BackendError,
     build_method,
-    page,
-    refusal,
     select_backend,
+    varies,
 )
 from megatron_coca.attention.inputs import AttentionInputs, Backend, Band, Needs, Segment
 from megatron_coca.config import load_config
-from megatron_coca.config.model import MapType, PositionConfig, PositionMethod
+from megatron_coca.config.position import PositionConfig
 from megatron_coca.model import build_model
+from megatron_coca.model.build import backend_needs
 
+NEEDS = rows_of_the_page()
 NEAR_AND_FAR = (Band(0, 8), Band(8))
 SHAPE = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 16, "vocab_size": 64}
 
@@ -41,7 +43,8 @@ SHAPE = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "seq_leng
         (Needs("cpu", bands=(Band(0, 8),)), "merge"),
         (Needs("cuda", dropout=0.1), "sdpa"),
         (Needs("cuda", bands=NEAR_AND_FAR), "triton"),
-        (Needs("cuda", bias="log"), "flex"),
+        (Needs("cuda", bias="log"), "triton"),
+        (Needs("cuda", bias="buckets"), "flex"),
     ],
 )
 def test_automatic_choice(needs: Needs, expected: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -52,6 +55,59 @@ def test_automatic_choice(needs: Needs, expected: str, caplog: pytest.LogCapture
     assert (f"attention backend {expected}; not" in caplog.text) == (before[0] != expected)
     for candidate in before[: before.index(expected)]:
         assert f"not {candidate}: {BACKENDS[candidate].supports(needs)}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("needs", "expected"),
+    [
+        (Needs("cuda", packed=True), "triton"),
+        (Needs("cuda", packed=True, dropout=0.1), "sdpa"),
+        (Needs("cuda", packed=True, bias="buckets"), "flex"),
+        (Needs("cpu", packed=True), "sdpa"),
+        (Needs("cuda", deterministic=True), "triton"),
+        (Needs("cuda", deterministic=True, dropout=0.1), "sdpa"),
+        (Needs("cuda", bands=NEAR_AND_FAR, length=LONG), "merge"),
+        (Needs("cuda", bands=NEAR_AND_FAR, length=LONG - 1), "triton"),
+        (Needs("cuda", bands=NEAR_AND_FAR, length=LONG, packed=True), "triton"),
+        (Needs("cuda", bands=NEAR_AND_FAR, length=LONG, deterministic=True), "triton"),
+        (Needs("cuda", length=LONG), "sdpa"),
+    ],
+)
+def test_what_goes_first_on_a_hopper(needs: Needs, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert select_backend("auto", needs)[0] == expected
+
+
+def test_long_maps_elsewhere_stay_with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    assert select_backend("auto", Needs("cuda", bands=NEAR_AND_FAR, length=LONG))[0] == "triton"
+
+
+def test_gradients_that_vary_are_refused() -> None:
+    needs = Needs("cuda", bias="buckets", deterministic=True)
+    refused = {name for name in BACKENDS if varies(name, needs)}
+    assert refused == {"flex", "flash"} and not any(
+        varies(name, replace(needs, deterministic=False)) for name in BACKENDS
+    )
+    with pytest.raises(BackendError, match="not flex: deterministic: its kernels add the gradients of a bias"):
+        select_backend("auto", needs)
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, Needs("cuda", 16, length=16)),
+        ({"reset_attention_mask": True}, Needs("cuda", 16, packed=True, length=16)),
+        ({"deterministic": True}, Needs("cuda", 16, length=16, deterministic=True)),
+    ],
+)
+def test_a_run_asks_for_what_its_keys_say(keys: dict[str, Any], expected: Needs) -> None:
+    config = load_config([], SHAPE | {"pos_emb": "rotary"} | keys)
+    method = build_method(config.position, config.model)
+    assert backend_needs(config, method, "cuda") == expected
+    assert backend_needs(config, method, "cuda", training=False) == Needs("cuda", 16)
 
 
 def test_two_segments_on_cuda_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,30 +161,23 @@ def row(choice: str, key: str) -> Needs:
     return next(needs for label, needs in NEEDS.items() if label.startswith(f"`{key}: ") and f"{choice}`" in label)
 
 
-@pytest.mark.parametrize("pos_emb", get_args(PositionMethod))
+@pytest.mark.parametrize("pos_emb", methods.names("pos_emb"))
 def test_the_page_knows_every_method(pos_emb: str) -> None:
     assert outline(needs_of(pos_emb=pos_emb)) == outline(row(pos_emb, "pos_emb"))
 
 
-@pytest.mark.parametrize("kind", get_args(MapType))
+@pytest.mark.parametrize("kind", methods.names("relative_positions"))
 def test_the_page_knows_every_map(kind: str) -> None:
     given = {"type": kind, "window": 8} | ({"target_length": 64} if kind == "inv_leaky_rerope" else {})
     assert outline(needs_of(relative_positions=given)) == outline(row(kind, "relative_positions"))
 
 
 def test_the_page_knows_a_window_alone() -> None:
-    given = {"type": "streaming", "window": 8, "sinks": 0}
-    assert outline(needs_of(relative_positions=given)) == outline(
-        row("streaming` with `sinks: 0", "relative_positions")
-    )
-
-
-def test_the_page_is_what_the_backends_say() -> None:
-    """Write it anew with: python -m megatron_coca.attention.build > docs/backends.md"""
-    pytest.importorskip("triton")
-    written = Path(__file__).parents[2].joinpath("docs", "backends.md").read_text()
-    assert page() == written
-    assert set(SUMMARIES) == set(BACKENDS)
+    shown = outline(NEEDS["`sliding_window_width`, or `relative_positions: streaming` with `sinks: 0`"])
+    assert outline(needs_of(relative_positions={"type": "streaming", "window": 8, "sinks": 0})) == shown
+    assert outline(needs_of(sliding_window_width=7)) == shown
+    biased = outline(NEEDS["`sliding_window_width` with `alibi`"])
+    assert outline(needs_of(pos_emb="alibi", sliding_window_width=7)) == biased
 
 
 def test_what_the_page_leaves_out_cannot_train_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,10 @@ METHODS = {
     "learned positions": {"pos_emb": "learned"},
     "tied weights": {"no_weight_tying": False},
     "tied weights, learned positions": {"no_weight_tying": False, "pos_emb": "learned"},
+    "layers that differ": {
+        "attention_config": [[["sliding", "global"], "all"]],
+        "layer_types": {"sliding": {"pos_emb": "rpe", "sliding_window_width": 5}},
+    },
     "learned frequencies": {"rope_scaling": {"rope_type": "clex", "max_factor": 4}},
 }
 

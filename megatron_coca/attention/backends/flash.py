@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_coca.attention.inputs import AttentionInputs, Band, Formula, Needs
+from megatron_coca.attention.inputs import AttentionInputs, Band, Needs
 
 DEVICE = "cuda"
 DTYPES = (torch.float16, torch.bfloat16)
@@ -38,7 +38,7 @@ class Library:
     package: str
     oldest: tuple[int, int] | None
     architectures: range
-    formulas: tuple[Formula | None, ...]
+    formulas: tuple[str | None, ...]
     dropout: bool
 
     def lacks(self, needs: Needs) -> str | None:

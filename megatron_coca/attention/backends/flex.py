@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_coca.attention.backends.reference import ReferenceBackend, missing_einsum
@@ -16,8 +17,8 @@ if TYPE_CHECKING:  # imported where it is used: it imports TorchDynamo, which ta
 
 BLOCK = 128
 """Queries and keys per block of the mask."""
-MOST_SHAPES = 64
-"""Limit of compiled shapes per process; PyTorch's default is 8."""
+MOST_SHAPES = 256
+"""Limit of compiled shapes per process; PyTorch's default is 8. In evaluation `padded_size` keeps them few."""
 
 
 class FlexBackend:
@@ -51,7 +52,15 @@ class FlexBackend:
         (segment,) = inputs.segments
         if self._compiled and segment.query.shape[2] == 1:
             return _attend_one_query(inputs)
+        if not torch.is_grad_enabled() and inputs.documents is None:
+            padded = _padded(inputs)
+            rows = slice(inputs.past, inputs.value.shape[2])
+            return self._call(padded)[: inputs.value.shape[0], :, rows]
+        return self._call(inputs)
+
+    def _call(self, inputs: AttentionInputs) -> Tensor:
         kernel: Any = _compiled if self._compiled else _flex_attention()
+        (segment,) = inputs.segments
         return kernel(
             segment.query,
             segment.key,
@@ -61,6 +70,27 @@ class FlexBackend:
             scale=inputs.scale,
             enable_gqa=segment.query.shape[1] != segment.key.shape[1],
         )
+
+
+def padded_size(size: int, smallest: int) -> int:
+    """The least of four sizes per octave, from `smallest` on, that is not below `size`."""
+    step = max(smallest, 1 << max(0, (size - 1).bit_length() - 3))
+    return -(-size // step) * step
+
+
+def _padded(inputs: AttentionInputs) -> AttentionInputs:
+    """As many queries as keys, rows and tokens padded by zeros: evaluation brings any length, and each would compile.
+
+    Queries are padded in front, where cached tokens are, and both behind, where no token sees them.
+    """
+    (segment,), (batch, _, length, _) = inputs.segments, inputs.value.shape
+    behind = padded_size(length, BLOCK) - length
+    rows = (1 << (batch - 1).bit_length()) - batch
+    query, key, value = (
+        F.pad(x, (0, 0, front, behind, 0, 0, 0, rows))
+        for x, front in ((segment.query, inputs.past), (segment.key, 0), (inputs.value, 0))
+    )
+    return inputs.replace(segments=(Segment(query, key, segment.band),), value=value)
 
 
 def _flex_attention() -> Any:
@@ -116,7 +146,10 @@ def _block_mask(inputs: AttentionInputs, band: Band) -> "BlockMask":
     query_length, key_length = inputs.query.shape[2], inputs.value.shape[2]
     if inputs.documents is None:
         return _band_mask(query_length, key_length, band, None, inputs.value.device)
-    return _mask(query_length, key_length, band, inputs.documents.starts, inputs.value.device)
+    masks = inputs.documents.masks
+    if (query_length, band) not in masks:  # the same in every layer
+        masks[query_length, band] = _mask(query_length, key_length, band, inputs.documents.starts, inputs.value.device)
+    return masks[query_length, band]
 
 
 def _mask(query_length: int, key_length: int, band: Band, starts: Tensor | None, device: torch.device) -> "BlockMask":

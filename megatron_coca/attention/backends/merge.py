@@ -13,11 +13,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_coca.attention.backends.sdpa import flash_op
 from megatron_coca.attention.inputs import AttentionInputs, Band, Needs, attend_by_document
-from megatron_coca.attention.operation import operation
+from megatron_coca.kernels.operation import operation
 
 Shape = Literal["full", "lower", "upper"]
 
@@ -150,10 +149,8 @@ class MergeBackend:
 
 def _attend_row(inputs: AttentionInputs) -> Tensor:
     operands = [x for segment in inputs.segments for x in (segment.query, segment.key)]
-    bands = _numbers([segment.band for segment in inputs.segments])
-    if torch.compiler.is_compiling():
-        return _operation(inputs.scale, bands, inputs.value, operands)[0]
-    return _Merged.apply(inputs.scale, bands, inputs.value, *operands)
+    bands, repeated = _numbers([segment.band for segment in inputs.segments]), torch.is_grad_enabled()
+    return _operation(inputs.scale, bands, repeated, inputs.value, operands)[0]
 
 
 def _view(x: Tensor, piece: Piece, start: int, size: int) -> Tensor:
@@ -222,12 +219,15 @@ class _Accumulator:
             low = end
 
 
-def merge(scale: float, bands: Sequence[int], value: Tensor, operands: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def merge(
+    scale: float, bands: Sequence[int], repeated: bool, value: Tensor, operands: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
     """(output in the query's dtype, log-sum-exp [batch, heads, query_length] in float32 or better).
 
-    `operands` are query and key of each segment; `bands` three numbers of each, as `_numbers` gives them.
+    `operands` are query and key of each segment; `bands` three numbers of each, as `_numbers` gives them; `repeated` as
+    in `flash_op`.
     """
-    op, query = flash_op(value), operands[0]
+    op, query = flash_op(value, repeated), operands[0]
     out, lse = (_Accumulator(x) for x in _results(value, query))
     for index, piece in _pieces(bands, query, value):
         q, k = operands[2 * index : 2 * index + 2]
@@ -301,23 +301,9 @@ def _numbers(bands: Sequence[Band]) -> list[int]:
     return [-1 if number is None else number for number in numbers]
 
 
-class _Merged(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, scale: float, bands: list[int], value: Tensor, *operands: Tensor) -> Tensor:
-        out, lse = merge(scale, bands, value, operands)
-        ctx.save_for_backward(out, lse, value, *operands)
-        ctx.options = scale, bands
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        out, lse, value, *operands = ctx.saved_tensors
-        scale, bands = ctx.options
-        return None, None, *merge_gradients(scale, bands, grad, out, lse, value, operands)
-
-
-def _fake(scale: float, bands: Sequence[int], value: Tensor, operands: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def _fake(
+    scale: float, bands: Sequence[int], repeated: bool, value: Tensor, operands: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
     out, lse = _results(value, operands[0])
     return out.to(value.dtype), lse
 
@@ -329,7 +315,7 @@ def _fake_gradients(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    scale, bands, value, operands = inputs
+    scale, bands, _, value, operands = inputs
     ctx.save_for_backward(*output, value, *operands)
     ctx.options = scale, bands
 
@@ -337,7 +323,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _backward(ctx: Any, grad: Tensor, lse_grad: None) -> tuple[Any, ...]:
     out, lse, value, *operands = ctx.saved_tensors
     value_grad, *grads = _gradient_operation(*ctx.options, grad, out, lse, value, operands)
-    return None, None, value_grad, grads
+    return None, None, None, value_grad, grads
 
 
 _GIVEN = "float scale, int[] bands"
@@ -348,5 +334,10 @@ _gradient_operation = operation(
     _fake_gradients,
 )
 _operation = operation(
-    "merge", f"({_GIVEN}, Tensor value, Tensor[] operands) -> (Tensor, Tensor)", merge, _fake, _keep, _backward
+    "merge",
+    f"({_GIVEN}, bool repeated, Tensor value, Tensor[] operands) -> (Tensor, Tensor)",
+    merge,
+    _fake,
+    _keep,
+    _backward,
 )

@@ -1,15 +1,16 @@
 """PyTorch's scaled_dot_product_attention: flash kernels in O(N) memory, on CPU and, without a bias, on CUDA."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from megatron_coca.attention.inputs import CAUSAL, AttentionInputs, DistanceBias, Needs, attend_by_document
-from megatron_coca.attention.operation import operation
+from megatron_coca.attention.inputs import CAUSAL, AttentionInputs, Band, DistanceBias, Needs, attend_by_document
+from megatron_coca.kernels.operation import operation
 
 aten = torch.ops.aten
 GROUPED = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 5)
@@ -85,19 +86,22 @@ class EqualHeads:
 class CudaCudnn:
     """cuDNN's kernel where PyTorch offers it for these operands, from Hopper on, and FlashAttention-2 elsewhere.
 
-    cuDNN plans each shape anew, so few queries, as decoding has them with ever more keys, are not for it. Both kernels
-    have the same log-sum-exp, so a backward pass need not know which was used.
+    Both kernels have the same log-sum-exp, so a backward pass need not know which was used. cuDNN's gradients differ
+    in bits between runs, so `deterministic: true` leaves it out.
     """
 
     OLDEST = (9, 0)
     ROWS = 128
+    """Queries of the smallest call: below it cuDNN gains nothing."""
 
     def __init__(self) -> None:
         self._flash = CudaFlash()
 
     def serves(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
         """cuDNN is preferred, and nothing speaks against it: its library's version, a shape, `enable_cudnn_sdp`."""
-        if q.shape[2] < self.ROWS or torch.cuda.get_device_capability(q.device) < self.OLDEST:
+        if q.shape[2] < self.ROWS or torch.are_deterministic_algorithms_enabled():
+            return False
+        if torch.cuda.get_device_capability(q.device) < self.OLDEST:
             return False
         if not hasattr(torch.backends.cuda, "can_use_cudnn_attention"):  # PyTorch 2.3, with which the plugin runs too
             return False
@@ -136,19 +140,20 @@ class CudaCudnn:
 
 
 _HALF: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
-_OPS: dict[tuple[str, torch.dtype], FlashOp] = {
-    **{("cpu", dtype): CpuFlash() for dtype in (torch.float64, torch.float32, *_HALF)},
-    **{("cuda", dtype): CudaCudnn() for dtype in _HALF},
+_CPU: dict[tuple[str, torch.dtype], FlashOp] = {
+    ("cpu", dtype): CpuFlash() for dtype in (torch.float64, torch.float32, *_HALF)
 }
+_PLANNED = _CPU | {("cuda", dtype): CudaCudnn() for dtype in _HALF}
+_UNPLANNED = _CPU | {("cuda", dtype): CudaFlash() for dtype in _HALF}
 
 
-def flash_op(x: Tensor) -> FlashOp:
-    """The kernel for the device and dtype of `x`.
+def flash_op(x: Tensor, repeated: bool = True) -> FlashOp:
+    """The kernel for the device and dtype of `x`, for shapes that are `repeated` (see `varying_lengths`) or not.
 
     Raises:
         TypeError: there is none.
     """
-    kernel = _OPS.get((x.device.type, x.dtype))
+    kernel = (_PLANNED if repeated else _UNPLANNED).get((x.device.type, x.dtype))
     if kernel is None:
         raise TypeError(
             f"attention_backend merge has no kernel for {x.dtype} on {x.device.type}; "
@@ -163,23 +168,27 @@ KEY_BLOCK = 1024
 """Key columns of a tile of score gradients: with QUERY_BLOCK rows 2 MiB, which fits the cache of a core."""
 
 
-def biased_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, bias: DistanceBias) -> Tensor:
-    """softmax(scale * Q' K'^T + b(r)) V, causal, [batch, heads, query_length, head_dim] in the query's dtype.
+def biased_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, bias: DistanceBias, window: int | None = None
+) -> Tensor:
+    """softmax(scale * Q' K'^T + b(r)) V, causal, [batch, heads, query_length, head_dim] in the query's dtype; with a
+    window for r < window only.
 
     The operands are those of `AttentionInputs`, on the CPU. Gradients flow to them and to the bias's coefficients.
     """
     rows = min(QUERY_BLOCK, query.shape[2])
-    along = diagonals(bias, key.shape[2], rows, query).contiguous()
-    if torch.compiler.is_compiling():
-        return _operation(query, key, value, along, scale)[0]
-    return _Biased.apply(query, key, value, along, scale)
+    along = diagonals(bias, key.shape[2], rows, query, window).contiguous()
+    return _operation(query, key, value, along, scale)[0]
 
 
-def diagonals(bias: DistanceBias, key_length: int, rows: int, query: Tensor) -> Tensor:
-    """The bias at distances key_length - 1, ..., 0 and then `rows - 1` times -inf (keys to come), [heads, ...]."""
+def diagonals(bias: DistanceBias, key_length: int, rows: int, query: Tensor, window: int | None = None) -> Tensor:
+    """The bias at distances key_length - 1, ..., 0 and then `rows - 1` times -inf (keys to come), [heads, ...]; -inf
+    too from the distance `window` on.
+    """
     dtype = torch.promote_types(query.dtype, torch.float32)
     distance = torch.arange(key_length - 1, -rows, -1)
-    return bias.at(distance.clamp(min=0).to(dtype)).masked_fill(distance < 0, -math.inf)
+    hidden = (distance < 0) if window is None else (distance < 0) | (distance >= window)
+    return bias.at(distance.clamp(min=0).to(dtype)).masked_fill(hidden, -math.inf)
 
 
 def reversed_mask(along: Tensor, rows: int, columns: int, key_length: int) -> Tensor:
@@ -246,21 +255,6 @@ def biased_gradients(
             dq = _flash_backward(rows, keys, values, mask, scale, sums)
         query_grad[:, :, start:stop] = dq.flip(2)
     return query_grad, key_grad.to(key.dtype), value_grad.to(value.dtype), along_grad
-
-
-class _Biased(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
-        results = attend_biased(*inputs)
-        _keep(ctx, inputs, results)
-        return results[0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (out, lse, query, key, value, along), learned = ctx.saved_tensors, ctx.needs_input_grad[3]
-        *grads, along_grad = biased_gradients(grad, out, lse, query, key, value, along, ctx.scale, learned)
-        return *grads, along_grad if learned else None, None
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -369,7 +363,7 @@ class SdpaBackend:
 
     def supports(self, needs: Needs) -> str | None:
         """None, or the reason why the model is not supported."""
-        if needs.bands != (CAUSAL,):
+        if not _served(needs.bands, needs.bias is not None and needs.device_type == "cpu"):
             return BANDS_REASON
         if needs.bias and needs.device_type != "cpu":
             return "off the CPU its kernels take a bias only as a dense mask in the operands' dtype"
@@ -383,7 +377,7 @@ class SdpaBackend:
                 was built for evaluation.
             RuntimeError: there is a bias, off the CPU.
         """
-        if tuple(segment.band for segment in inputs.segments) != (CAUSAL,):
+        if not _served(tuple(segment.band for segment in inputs.segments), inputs.bias is not None):
             raise ValueError(
                 f"attention_backend sdpa: {BANDS_REASON}; a training-only relative-position map needs a "
                 "model built with training=True, or attention_backend: reference"
@@ -395,9 +389,15 @@ class SdpaBackend:
         return attend_by_document(_attend_row, inputs)
 
 
+def _served(bands: tuple[Band, ...], biased: bool) -> bool:
+    """Whether the bands are all distances, or with a bias, which can hide keys, those below a window."""
+    return bands == (CAUSAL,) or (biased and len(bands) == 1 and bands[0].low == 0 and bands[0].first_keys is None)
+
+
 def _attend_row(inputs: AttentionInputs) -> Tensor:
+    window = inputs.segments[0].band.high
     if inputs.bias is not None and inputs.dropout == 0:
-        return biased_attention(inputs.query, inputs.key, inputs.value, inputs.scale, inputs.bias)
+        return biased_attention(inputs.query, inputs.key, inputs.value, inputs.scale, inputs.bias, window)
     if inputs.bias is not None:
         return _sdpa(inputs, mask=_dense_mask(inputs, inputs.bias))
     if inputs.past == 0:
@@ -412,10 +412,33 @@ def _attend_row(inputs: AttentionInputs) -> Tensor:
 def _dense_mask(inputs: AttentionInputs, bias: DistanceBias) -> Tensor:
     """The bias of every pair: with dropout, PyTorch's CPU attention is dense in any case."""
     rows, columns = inputs.query.shape[2], inputs.key.shape[2]
-    return reversed_mask(diagonals(bias, columns, rows, inputs.query), rows, columns, columns).flip(2)
+    along = diagonals(bias, columns, rows, inputs.query, inputs.segments[0].band.high)
+    return reversed_mask(along, rows, columns, columns).flip(2)
+
+
+@contextmanager
+def varying_lengths() -> Iterator[None]:
+    """Keep PyTorch from cuDNN, its first choice from Hopper on, for the shapes of evaluation and decoding.
+
+    cuDNN plans every shape anew, which in decoding is every token, and was reported to give wrong results there with
+    few key heads (github.com/pytorch/pytorch/issues/193893).
+    """
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def _sdpa(inputs: AttentionInputs, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or not GROUPED:  # without the switch before 2.5
+        return _call_sdpa(inputs, mask, causal)
+    with varying_lengths():
+        return _call_sdpa(inputs, mask, causal)
+
+
+def _call_sdpa(inputs: AttentionInputs, mask: Tensor | None, causal: bool) -> Tensor:
     key, value, options = inputs.key, inputs.value, {}
     groups = inputs.query.shape[1] // key.shape[1]
     if groups > 1 and GROUPED:

@@ -1,21 +1,47 @@
 """Additive score biases as formulas of the distance r = m - n, without an N x N tensor.
 
-A bias has a `formula`, its `coefficients` ([heads, k] float32) and `at`, which evaluates it. Distances must be float32
-or better: bfloat16 has 4 or 5 different values for 512 adjacent distances at 32k. Learned biases are modules whose
-weights may have any floating dtype.
+A bias has a `formula`, its `coefficients` ([heads, k] float32) and `at`, which evaluates it. Kernels know some formulas
+by name; other backends evaluate any bias at the distances. Distances must be float32 or better: bfloat16 has 4 or 5
+different values for 512 adjacent distances at 32k. Learned biases are modules whose weights may have any dtype.
 """
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from typing_extensions import Self
+
+
+class DistanceBias(Protocol):
+    """A score bias given as a formula of the distance r between query and key."""
+
+    @property
+    def formula(self) -> str:
+        """Name for kernels: linear -c0 r; log -c0 ln(1 + c1 r); power -c0 r^c1; buckets a step function; any other."""
+        ...
+
+    @property
+    def coefficients(self) -> Tensor:
+        """c0, c1 per query head, [heads, 1 or 2] float32 (buckets: [heads, buckets]); differentiable if learned.
+        Formulas that no kernel knows have none, [heads, 0].
+        """
+        ...
+
+    def at(self, distance: Tensor) -> Tensor:
+        """[heads, ...] for `distance` [...] >= 0 of a floating type, in the dtype and on the device of `distance`."""
+        ...
+
+    def part(self, index: int, count: int) -> "DistanceBias":
+        """The bias of part `index` of `count` equal parts of the heads."""
+        ...
+
 
 CPU = torch.device("cpu")
 SMALLEST = 0.01
@@ -36,7 +62,7 @@ class AlibiBias:
 
     slopes: tuple[float, ...]
     device: torch.device = CPU
-    formula: ClassVar[Literal["linear"]] = "linear"
+    formula: ClassVar[str] = "linear"
 
     @property
     def coefficients(self) -> Tensor:
@@ -58,6 +84,33 @@ class AlibiBias:
         return replace(self, slopes=self.slopes[index * heads : (index + 1) * heads])
 
 
+@dataclass(frozen=True)
+class FixedBias:
+    """A bias without weights: `function` gives it for all heads, distance [...] -> [heads, ...]."""
+
+    function: Callable[[Tensor], Tensor]
+    formula: str
+    index: int = 0
+    count: int = 1
+
+    @property
+    def coefficients(self) -> Tensor:
+        """None, [heads, 0]."""
+        return self.at(torch.zeros(1))[:, :0]
+
+    def to(self, device: torch.device) -> Self:
+        """The same bias: the function computes on the device of the distances."""
+        return self
+
+    def at(self, distance: Tensor) -> Tensor:
+        """The bias at `distance` [...]: [heads, ...]."""
+        return self.function(distance).to(distance).chunk(self.count)[self.index]
+
+    def part(self, index: int, count: int) -> Self:
+        """The bias of part `index` of `count` equal parts of the heads."""
+        return replace(self, index=self.index * count + index, count=self.count * count)
+
+
 @cache  # a CUDA graph reads it at the same address
 def _column(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     with torch.inference_mode(False):  # the cached tensor may be saved for a later backward
@@ -77,7 +130,7 @@ class _OfCoefficients:
 class KerpleLogBias(_OfCoefficients):
     """-p ln(1 + a r) with `coefficients` [heads, 2] = (p, a), both positive (Chi et al. 2022, "KERPLE", section 4)."""
 
-    formula: ClassVar[Literal["log"]] = "log"
+    formula: ClassVar[str] = "log"
 
     def at(self, distance: Tensor) -> Tensor:
         """The bias at `distance` [...]: [heads, ...]."""
@@ -89,7 +142,7 @@ class KerpleLogBias(_OfCoefficients):
 class KerplePowerBias(_OfCoefficients):
     """-a r^p with `coefficients` [heads, 2] = (a, p), a positive, 0 < p <= 2 (Chi et al. 2022, "KERPLE", section 4)."""
 
-    formula: ClassVar[Literal["power"]] = "power"
+    formula: ClassVar[str] = "power"
 
     def at(self, distance: Tensor) -> Tensor:
         """The bias at `distance` [...]: [heads, ...]; 0 at r = 0, with zero gradients there."""
@@ -106,7 +159,7 @@ class BucketBias(_OfCoefficients):
     """
 
     max_distance: int = 128
-    formula: ClassVar[Literal["buckets"]] = "buckets"
+    formula: ClassVar[str] = "buckets"
 
     def at(self, distance: Tensor) -> Tensor:
         """The bias at `distance` [...]: [heads, ...]."""
@@ -189,7 +242,7 @@ class LearnedBias(nn.Module, ABC):
         """Initialise the weights."""
 
     @abstractmethod
-    def distance_bias(self) -> "KerpleLogBias | KerplePowerBias | BucketBias":
+    def distance_bias(self) -> DistanceBias:
         """The bias with the current weights."""
 
 
@@ -257,3 +310,51 @@ class LearnedBuckets(LearnedBias):
 
     def distance_bias(self) -> BucketBias:
         return BucketBias(self(), self.max_distance)
+
+
+@dataclass(frozen=True)
+class BiasSource:
+    """A method's score bias: at most one of a fixed bias, one learned for all layers, and one learned per layer.
+
+    `formula` is its kind; `shared` and `by_layer` make the learned modules.
+    """
+
+    formula: str | None = None
+    fixed: AlibiBias | FixedBias | None = None
+    shared: Callable[[], LearnedBias] | None = None
+    by_layer: Callable[[], LearnedBias] | None = None
+
+
+def fixed_bias(formula: str, function: Callable[[Tensor, int], Tensor], heads: int) -> BiasSource:
+    """The source of a bias without weights; `function(distance [...], heads)` -> [heads, ...]."""
+    return BiasSource(formula, fixed=FixedBias(lambda distance: function(distance, heads), formula))
+
+
+def sandwich(distance: Tensor, heads: int) -> Tensor:
+    """H/(8h) sum_j (cos(r theta_j) - 1), h = 1..H: inner products of sinusoidal embeddings of 128 features over the
+    authors' compression ratio of each head (Chi et al. 2023, "Dissecting Transformer Length Extrapolation via the Lens
+    of Receptive Field Analysis"). Softmax does not see the constant that makes it 0 at r = 0.
+    """
+    theta = 10000.0 ** (-torch.arange(64, dtype=torch.float64, device=distance.device) / 64)
+    profile = (distance.double()[..., None] * theta).cos().sum(-1) - 64
+    ratios = torch.arange(1, heads + 1, dtype=torch.float64, device=distance.device) * 8 / heads
+    return profile / ratios.view(-1, *[1] * distance.dim())
+
+
+Builder = Callable[[int, int, Mapping[str, Any]], BiasSource]
+"""(query heads, features of a head, options) -> the bias."""
+
+
+def _rpe(heads: int, head_dim: int, options: Mapping[str, Any]) -> BiasSource:
+    buckets, furthest = options["rpe_num_buckets"], options["rpe_max_distance"]
+    return BiasSource("buckets", shared=lambda: LearnedBuckets(heads, head_dim, buckets, furthest))
+
+
+BIASES: dict[str, Builder] = {
+    "alibi": lambda heads, *_: BiasSource("linear", fixed=AlibiBias(alibi_slopes(heads))),
+    "kerple_log": lambda heads, *_: BiasSource("log", by_layer=lambda: LearnedKerpleLog(heads)),
+    "kerple_power": lambda heads, *_: BiasSource("power", by_layer=lambda: LearnedKerplePower(heads)),
+    "rpe": _rpe,
+    "sandwich": lambda heads, *_: fixed_bias("sandwich", sandwich, heads),
+}
+"""By `pos_emb`. GPT-NeoX learns one T5 table for all layers; KERPLE's authors learn a kernel for each."""

@@ -223,12 +223,12 @@ class ScoreForm:
 
     Attributes:
         query: q of the rotary block -> Q'; linear in the tables. None for non-rotary forms.
-        kept: k of the rotary block -> the values that a cache keeps, before any rotation.
+        kept: k of the rotary block -> its values before any rotation.
         key: those -> K'; linear in the tables.
         query_rest: q -> Q' on the dimensions beyond `rotary_pct`.
         key_rest: k -> K' on them.
         kernel: the form's name among the fused kernels, or None.
-        shift_invariant: scores depend only on differences of positions.
+        decay: the tables carry xPos's exponential factors.
     """
 
     query: Operand | None = None
@@ -237,7 +237,7 @@ class ScoreForm:
     query_rest: Callable[[Tensor], Tensor] = _identity
     key_rest: Callable[[Tensor], Tensor] = _identity
     kernel: Kernel | None = None
-    shift_invariant: bool = True
+    decay: bool = False
 
     @property
     def rotary(self) -> bool:
@@ -262,29 +262,8 @@ class ScoreForm:
         if self.key is None or tables is None:
             return k
         block, rest = _split(k, 2 * tables.cos.shape[-1], tables.cos.dtype)
-        return self._turn_key(self.kept(block), rest, tables).to(k.dtype)
-
-    def cached(self, k: Tensor, rotary_dim: int) -> Tensor:
-        """Cached values of k, unrotated and in its dtype; for CoCA the rotary block has half the width."""
-        block, rest = _split(k, rotary_dim, torch.promote_types(k.dtype, torch.float32))
-        return torch.cat((self.kept(block), rest), dim=-1).to(k.dtype)
-
-    def cached_width(self, head_dim: int, rotary_dim: int) -> int:
-        """Features that `cached` keeps for each key head."""
-        return self.cached(torch.empty(0, head_dim), rotary_dim).shape[-1]
-
-    def key_operand_of_cached(self, cached: Tensor, tables: RotaryTables | None, head_dim: int) -> Tensor:
-        """K' of what `cached` kept of keys with `head_dim` features."""
-        if self.key is None or tables is None:
-            return cached
-        rest_dim = head_dim - 2 * tables.cos.shape[-1]
-        block, rest = _split(cached, cached.shape[-1] - rest_dim, tables.cos.dtype)
-        return self._turn_key(block, rest, tables).to(cached.dtype)
-
-    def _turn_key(self, kept: Tensor, rest: Tensor, tables: RotaryTables) -> Tensor:
-        assert self.key is not None
-        rotated = self.key(kept, tables)
-        return torch.cat((rotated, self.key_rest(rest)), dim=-1) if rest.shape[-1] else rotated
+        rotated = self.key(self.kept(block), tables)
+        return (torch.cat((rotated, self.key_rest(rest)), dim=-1) if rest.shape[-1] else rotated).to(k.dtype)
 
 
 def _split(x: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -324,23 +303,15 @@ PLAIN = ScoreForm()
 """Q' = q, K' = k: position enters through a bias, the embedding, or not at all."""
 
 ROTATED = ScoreForm(query=rotate, key=rotate, kernel="rotary")
-"""R_m q and R_n k (Su et al. 2021, "RoFormer", section 3.2.2); with xPos's growing and shrinking tables, xPos."""
+"""R_m q and R_n k (Su et al. 2021, "RoFormer", section 3.2.2)."""
 
 SCORE_FORMS: dict[str, ScoreForm] = {
     "rotary": ROTATED,
-    "xpos": ROTATED,
-    "coca": ScoreForm(
-        _slack_query, coefficients, _slack_key, torch.square, torch.relu, kernel="coca", shift_invariant=False
-    ),
+    "xpos": ScoreForm(query=rotate, key=rotate, kernel="rotary", decay=True),
+    "coca": ScoreForm(_slack_query, coefficients, _slack_key, torch.square, torch.relu, kernel="coca"),
     "coca_strict": ScoreForm(_strict_query, coefficients, _strict_key, torch.square, torch.relu, kernel="coca_strict"),
-    "alibi": PLAIN,
-    "kerple_log": PLAIN,
-    "kerple_power": PLAIN,
-    "rpe": PLAIN,
-    "learned": PLAIN,
-    "sinusoidal": PLAIN,
-    "none": PLAIN,
 }
+"""The rotary values of `pos_emb`; all others are PLAIN."""
 
 LogitScaling = Callable[[Tensor, int], Tensor]
 """(float64 positions [...], training length L) -> factors [...]."""
@@ -358,4 +329,4 @@ def _log_n_trained(positions: Tensor, training_length: int) -> Tensor:
     return positions.log1p() / math.log(training_length)
 
 
-LOGIT_SCALINGS: dict[str, LogitScaling | None] = {"none": None, "log_n": _log_n, "log_n_trained": _log_n_trained}
+LOGIT_SCALINGS: dict[str, LogitScaling] = {"log_n": _log_n, "log_n_trained": _log_n_trained}

@@ -7,10 +7,13 @@ its own module.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+
+from megatron_coca import methods
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ def kept_by_dimension(theta: Tensor, base: float, original_length: int, ramp: Ra
     if ramp.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
-    index = torch.arange(dim // 2, dtype=theta.dtype)
+    index = torch.arange(dim // 2, dtype=theta.dtype, device=theta.device)
     return 1 - ((index - low) / max(high - low, 0.001)).clamp(0, 1)  # a ramp of no width is a step
 
 
@@ -60,76 +63,82 @@ def temperature(factor: float) -> float:
     return 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-@dataclass(frozen=True)
 class Scaling:
-    """An extension and its parameters, named as in Hugging Face's `rope_scaling`; each extension reads only its own.
+    """A declared extension with its options as attributes; hashable.
 
-    Attributes:
-        rope_type: a key of EXTENSIONS.
-        factor: s. Not read by `dynamic_max` and `dynamic_yarn`, which take it from lengths.
-        target_length: L' of `dynamic_max`, in tokens.
-        beta_fast, beta_slow: rotations within L above which YaRN keeps, and below which it interpolates, a frequency.
-        attention_factor: replaces the multiplier that YaRN and LongRoPE compute.
-        ramp: the variable in which YaRN's transition is linear, a key of `RAMPS`.
-        truncate: round the ends of the ramp over dimensions to integers.
-        b: exponent of `ntk_mixed`.
-        low_freq_factor, high_freq_factor: as beta_slow and beta_fast, for `llama3`.
-        short_factor, long_factor: divisors lambda_j of LongRoPE up to L and beyond it, d/2 numbers each.
+    Raises:
+        ValueError: a required option is missing.
+        TypeError: the extension has no such option.
     """
 
-    rope_type: str = "default"
-    factor: float = 1.0
-    target_length: int | None = None
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    ramp: str = "dimension"
-    truncate: bool = True
-    b: float = 0.625
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    short_factor: tuple[float, ...] | None = None
-    long_factor: tuple[float, ...] | None = None
+    def __init__(self, rope_type: str = "default", **given: Any) -> None:
+        self.declaration: methods.FrequencyExtension = methods.find("rope_scaling", rope_type)
+        self.rope_type = rope_type
+        for name in given:
+            if self.declaration.option(name) is None:
+                raise TypeError(f"rope_type {rope_type} has no option {name}")
+        for option in self.declaration.options:
+            if option.required and option.default is None and given.get(option.name) is None:
+                raise ValueError(f"rope_type {rope_type} needs {option.name}")
+        self.options = self.declaration.resolved(given, 0)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["options"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Scaling) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def _key(self) -> tuple[Any, ...]:
+        return (self.rope_type, *self.options.items())
 
 
 @dataclass(frozen=True)
 class Rotary:
     """The frequencies of a model: rotary dimension d (even), base, L in tokens (the length that the scaling's
-    formula measures against) and scaling.
+    formula measures against) and scaling. Formulas compute on `device`.
 
     Raises:
-        ValueError: a number that the scaling's `rope_type` needs is missing or does not fit.
+        ValueError: the scaling's options do not fit.
     """
 
     dim: int
     base: float = 10000.0
     original_length: int = 2048
-    scaling: Scaling = Scaling()
+    scaling: Scaling = field(default_factory=Scaling)
+    device: ClassVar[torch.device] = torch.device("cpu")
 
     def __post_init__(self) -> None:
-        if check := CHECKS.get(self.scaling.rope_type):
-            check(self)
+        rotary = methods.find("pos_emb", "rotary")
+        length = self.original_length
+        use = methods.Use(self.scaling.options, length, length, self.dim, rotary, {})
+        if reason := next((found for check in self.scaling.declaration.checks if (found := check(use))), None):
+            raise ValueError(reason)
 
     def inverse_frequencies(self, length: int) -> Tensor:
         """The frequencies for an input of `length` tokens, shape [dim/2], float64, in radians per position."""
-        return EXTENSIONS[self.scaling.rope_type](self, length)
+        compute = self.scaling.declaration.compute or EXTENSIONS[self.scaling.rope_type]
+        return compute(self, length)
 
     def multiplier(self, length: int) -> float:
         """Factor on cos and sin; the logits of the rotated block get its square."""
-        multiplier = MULTIPLIERS.get(self.scaling.rope_type)
-        if multiplier is None:
-            return 1.0
-        return multiplier(self, length) if self.scaling.attention_factor is None else self.scaling.attention_factor
+        return multiplier(self, length)
 
     @property
     def depends_on_length(self) -> bool:
         """True if the frequencies depend on the length (then cached rotated keys would be wrong)."""
-        return self.scaling.rope_type in LENGTH_DEPENDENT
+        return self.scaling.declaration.length_dependent
 
 
-def geometric(dim: int, base: float) -> Tensor:
+def geometric(dim: int, base: float, device: torch.device | None = None) -> Tensor:
     """theta_j = base^(-2j/dim), shape [dim/2], float64 (Su et al. 2021, "RoFormer", section 3.2.2)."""
-    return torch.pow(torch.tensor(base, dtype=torch.float64), -torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    return base ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim)
 
 
 def ntk_base(dim: int, base: float, alpha: float) -> float:
@@ -141,12 +150,12 @@ def ntk_base(dim: int, base: float, alpha: float) -> float:
 
 
 def _theta(rotary: Rotary) -> Tensor:
-    return geometric(rotary.dim, rotary.base)
+    return geometric(rotary.dim, rotary.base, rotary.device)
 
 
 def _ordinal(rotary: Rotary) -> Tensor:
     """1 .. d/2, float64."""
-    return torch.arange(1, rotary.dim // 2 + 1, dtype=torch.float64)
+    return torch.arange(1, rotary.dim // 2 + 1, dtype=torch.float64, device=rotary.device)
 
 
 def _default(rotary: Rotary, length: int) -> Tensor:
@@ -161,7 +170,7 @@ def _linear(rotary: Rotary, length: int) -> Tensor:
 
 def _ntk(rotary: Rotary, length: int) -> Tensor:
     """NTK-aware interpolation (bloc97 2023; Peng et al. 2023, "YaRN", section 3.1): base' = base * s^(d/(d-2))."""
-    return geometric(rotary.dim, ntk_base(rotary.dim, rotary.base, rotary.scaling.factor))
+    return geometric(rotary.dim, ntk_base(rotary.dim, rotary.base, rotary.scaling.factor), rotary.device)
 
 
 def _ntk_fixed(rotary: Rotary, length: int) -> Tensor:
@@ -184,7 +193,7 @@ def _dynamic(rotary: Rotary, length: int) -> Tensor:
     """
     factor = rotary.scaling.factor
     alpha = factor * max(length, rotary.original_length) / rotary.original_length - (factor - 1)
-    return geometric(rotary.dim, ntk_base(rotary.dim, rotary.base, alpha))
+    return geometric(rotary.dim, ntk_base(rotary.dim, rotary.base, alpha), rotary.device)
 
 
 def _dynamic_max(rotary: Rotary, length: int) -> Tensor:
@@ -193,10 +202,9 @@ def _dynamic_max(rotary: Rotary, length: int) -> Tensor:
     Every input of at most L' tokens, short ones included, sees the frequencies of L'.
     """
     target, trained = rotary.scaling.target_length, rotary.original_length
-    assert target is not None, "the constructor has checked it"
     factor = target / (2 * trained)
     alpha = factor * max(target, length) / trained - (factor - 1)
-    return geometric(rotary.dim, ntk_base(rotary.dim, rotary.base, alpha))
+    return geometric(rotary.dim, ntk_base(rotary.dim, rotary.base, alpha), rotary.device)
 
 
 def _by_parts(rotary: Rotary, factor: float) -> Tensor:
@@ -224,7 +232,8 @@ def _longrope(rotary: Rotary, length: int) -> Tensor:
     """LongRoPE (Ding et al. 2024, section 3): theta_j / lambda_j with the searched short or long factors."""
     scaling = rotary.scaling
     factors = scaling.long_factor if length > rotary.original_length else scaling.short_factor
-    return _theta(rotary) / torch.tensor(factors, dtype=torch.float64)
+    theta = _theta(rotary)
+    return theta / theta.new_tensor(factors)
 
 
 def _llama3(rotary: Rotary, length: int) -> Tensor:
@@ -235,6 +244,12 @@ def _llama3(rotary: Rotary, length: int) -> Tensor:
     theta, ramp = _theta(rotary), Ramp(rotary.scaling.low_freq_factor, rotary.scaling.high_freq_factor)
     kept = kept_by_rotations(theta, rotary.base, rotary.original_length, ramp)
     return interpolate(theta, rotary.scaling.factor, kept)
+
+
+def _proportional(rotary: Rotary, length: int) -> Tensor:
+    """p-RoPE (Barbero et al. 2025, "Round and Round We Go!", section 6): theta_j / s for j < floor(p d/2), else 0."""
+    rotated = _ordinal(rotary) <= int(rotary.scaling.proportion * rotary.dim // 2)
+    return _theta(rotary) / rotary.scaling.factor * rotated
 
 
 EXTENSIONS: dict[str, Callable[[Rotary, int], Tensor]] = {
@@ -249,8 +264,9 @@ EXTENSIONS: dict[str, Callable[[Rotary, int], Tensor]] = {
     "dynamic_yarn": _dynamic_yarn,
     "longrope": _longrope,
     "llama3": _llama3,
+    "proportional": _proportional,
 }
-LENGTH_DEPENDENT = frozenset({"dynamic", "dynamic_max", "dynamic_yarn", "longrope"})
+"""By `rope_type`; those of other choices are their declarations' `compute`."""
 
 
 def _longrope_multiplier(rotary: Rotary, length: int) -> float:
@@ -267,41 +283,10 @@ MULTIPLIERS: dict[str, Callable[[Rotary, int], float]] = {
 """By `rope_type`; 1 for the others."""
 
 
-def _check_target(rotary: Rotary) -> None:
-    target, trained = rotary.scaling.target_length, rotary.original_length
-    if target is None or target < trained:
-        raise ValueError(f"dynamic_max needs target_length of at least the training length {trained}, got {target}")
-
-
-def _check_factors(rotary: Rotary) -> None:
-    for name in ("short_factor", "long_factor"):
-        factors = getattr(rotary.scaling, name)
-        if factors is None or len(factors) != rotary.dim // 2:
-            found = "none" if factors is None else len(factors)
-            raise ValueError(
-                f"longrope needs {rotary.dim // 2} numbers in {name} (half the rotary dimension), got {found}"
-            )
-
-
-def _check_betas(rotary: Rotary) -> None:
-    slow, fast = rotary.scaling.beta_slow, rotary.scaling.beta_fast
-    if not 0 < slow < fast:
-        raise ValueError(f"yarn needs 0 < beta_slow < beta_fast, got beta_slow {slow} and beta_fast {fast}")
-
-
-def _check_wavelengths(rotary: Rotary) -> None:
-    low, high = rotary.scaling.low_freq_factor, rotary.scaling.high_freq_factor
-    if not 0 < low < high:
-        raise ValueError(
-            f"llama3 needs 0 < low_freq_factor < high_freq_factor, got low_freq_factor {low} and high_freq_factor "
-            f"{high}"
-        )
-
-
-CHECKS: dict[str, Callable[[Rotary], None]] = {
-    "dynamic_max": _check_target,
-    "yarn": _check_betas,
-    "dynamic_yarn": _check_betas,
-    "longrope": _check_factors,
-    "llama3": _check_wavelengths,
-}
+def multiplier(rotary: Rotary, length: int) -> float:
+    """Factor on cos and sin: `attention_factor`, else by its formula."""
+    compute = MULTIPLIERS.get(rotary.scaling.rope_type)
+    if compute is None:
+        return 1.0
+    given = rotary.scaling.attention_factor
+    return compute(rotary, length) if given is None else given

@@ -10,30 +10,13 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from megatron_coca.attention.positions.distance_maps import TRAINING_ONLY
-from megatron_coca.checkpoints.huggingface import REMOTE_TYPES
+from megatron_coca.checkpoints.huggingface_import import REMOTE_TYPES
 from megatron_coca.checkpoints.load import OpenedCheckpoint
 from megatron_coca.checkpoints.weights import Weights
 from megatron_coca.config import Config
-from megatron_coca.config.model import ROTATED_METHODS
 
 CARD = "README.md"
-METHODS = {
-    "rotary": "rotary position embedding (RoPE)",
-    "coca": "Collinear Constrained Attention (CoCA), in the form that its paper trains",
-    "coca_strict": "Collinear Constrained Attention (CoCA), with the constraint on queries too",
-    "xpos": "xPos",
-    "alibi": "ALiBi",
-    "kerple_log": "KERPLE, logarithmic",
-    "kerple_power": "KERPLE, power",
-    "rpe": "T5's relative position bias",
-    "learned": "learned absolute positions",
-    "sinusoidal": "sinusoidal absolute positions",
-    "none": "no position encoding",
-}
 SHAPES = {"llama": "LLaMA", "gpt_neox": "GPT-NeoX"}
-BY_THE_LONGEST = frozenset({"dynamic", "longrope"})
-"""Extensions for which transformers takes the length of the longest text; our modelling file takes each one's."""
 
 
 def model_card(opened: OpenedCheckpoint, config: Config, kind: str, weights: Weights, name: str) -> str:
@@ -58,15 +41,15 @@ def model_card(opened: OpenedCheckpoint, config: Config, kind: str, weights: Wei
         name=name,
         facts=facts,
         trust=", trust_remote_code=True" if remote else "",
-        by_the_longest=not remote and scaling in BY_THE_LONGEST,
+        by_the_longest=not remote and position.extension.stock.by_longest,
         scaling=scaling,
-        max_factor=position.rope_scaling.max_factor if position.rope_scaling is not None else None,
+        max_factor=getattr(position.rope_scaling, "max_factor", None),
         length=length,
         original=position.original_length(length),
         remote=remote,
-        rotates=position.pos_emb in ROTATED_METHODS,
+        rotates=position.embedding.rotary,
         map=distance_map,
-        training_map=distance_map in TRAINING_ONLY,
+        training_map=position.distance_map is not None and position.distance_map.training_only,
         coca=coca,
     )
 
@@ -80,10 +63,10 @@ def _facts(opened: OpenedCheckpoint, config: Config, kind: str, weights: Weights
     grouped = f", {model.num_kv_heads} of keys" if model.num_kv_heads != model.num_attention_heads else ""
     facts = {
         "architecture": f"a causal language model {architecture}",
-        "positions": METHODS[position.pos_emb],
+        "positions": position.embedding.description,
         "extension": position.rope_scaling.rope_type if position.rope_scaling is not None else None,
         "relative positions": position.relative_positions.type if position.relative_positions is not None else None,
-        "logit scaling": position.logit_scaling if position.logit_scaling != "none" else None,
+        "logit scaling": position.scaling.name if position.scaling.name != "none" else None,
         "training length": f"{model.seq_length:,} tokens",
         "parameters": f"{sum(prod(entry.shape) for entry in weights.entries.values()):,}",
         "shape": f"{model.num_layers} layers, width {model.hidden_size}, {model.num_attention_heads} heads{grouped}",

@@ -5,14 +5,13 @@ The position method is the mapping `position` in config.json. `coca_dense` is LL
 MLP and residual the mapping `network` describes.
 
 Every method is ordinary attention, softmax(Q' K'^T / sqrt(head_dim) + bias) V. Q' and K' are formed here and passed to
-the attention function that transformers is configured with. Notation: m position of a query, n of a key, r = m - n, R_p
-the rotation by position p of feature i with feature i + d/2, theta_j the frequencies, L the length that extensions
-measure against (the training length, unless original_max_position_embeddings is given), l the length of a row so far,
-u (of CoCA: Zhu et al. 2024, arXiv 2309.08646) relu of the mean of each pair of a key.
+the attention function that transformers is configured with. Notation: m position of a query, n of a key, r = m - n,
+theta_j the frequencies, L the length that extensions measure against (the training length, unless
+original_max_position_embeddings is given), l the length of a row so far.
 
-The cache keeps keys before any rotation, of CoCA only u, and all of them are rotated at every step: frequencies that
-depend on the length are right while a sequence grows. Positions and lengths of a row begin at its first token that is
-not padding. Nothing is kept between calls.
+The cache keeps keys before any rotation, and all of them are rotated at every step: frequencies
+that depend on the length are right while a sequence grows. Positions and lengths of a row begin at its first token that
+is not padding. Nothing is kept between calls.
 """
 
 import math
@@ -31,6 +30,14 @@ from transformers.models.llama.modeling_llama import (
     LlamaRMSNorm,
     eager_attention_forward,
 )
+
+from megatron_coca.attention.context import RotaryFrequencies, SegmentTables, TokenPositions, column, segment_tables
+from megatron_coca.attention.positions.bias import BIASES, BiasSource, LearnedBias
+from megatron_coca.attention.positions.distance_maps import DISTANCE_MAPS, UNMAPPED
+from megatron_coca.attention.positions.forms import LOGIT_SCALINGS, PLAIN, SCORE_FORMS
+from megatron_coca.attention.positions.frequencies import EXTENSIONS, multiplier
+from megatron_coca.checkpoints.exports.modelling_file import CHOICES
+from megatron_coca.model.layers import LearnedPositions, ScaleNorm, SinusoidalPositions
 
 
 class CocaLlamaConfig(LlamaConfig):
@@ -54,251 +61,34 @@ class CocaDenseConfig(CocaLlamaConfig):
     network: dict | None = None
 
 
-# Operands -------------------------------------------------------------------------------------------------------------
+# Formulas -------------------------------------------------------------------------------------------------------------
 
 
-class Tables(NamedTuple):
-    """cos and sin of position times frequency, including all factors on scores; [batch or 1, 1, length, d/2]."""
-
-    cos: Tensor
-    sin: Tensor
-
-
-def rotate(x: Tensor, tables: Tables) -> Tensor:
-    """R_p x."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * tables.cos - second * tables.sin, second * tables.cos + first * tables.sin), dim=-1)
-
-
-def slack_query(q: Tensor, tables: Tables) -> Tensor:
-    """q * (R_m q)."""
-    return q * rotate(q, tables)
-
-
-def coefficients(t: Tensor) -> Tensor:
-    """u, [..., d] -> [..., d/2]."""
-    first, second = t.chunk(2, dim=-1)
-    return ((first + second) / 2).relu()
-
-
-def slack_key(u: Tensor, tables: Tables) -> Tensor:
-    """R_n (u, u)."""
-    return torch.cat((u * (tables.cos - tables.sin), u * (tables.cos + tables.sin)), dim=-1)
-
-
-def strict_query(q: Tensor, tables: Tables) -> Tensor:
-    """R_m (|q|^2, 0), |q|^2 pair by pair."""
-    first, second = q.chunk(2, dim=-1)
-    return strict_key(first.square() + second.square(), tables)
-
-
-def strict_key(u: Tensor, tables: Tables) -> Tensor:
-    """R_n (u, 0)."""
-    return torch.cat((u * tables.cos, u * tables.sin), dim=-1)
-
-
-def identity(x: Tensor, *_: Any) -> Tensor:
-    return x
-
-
-class Form(NamedTuple):
-    """A score form: Q' of q, what a cache keeps of k, K' of that, and Q' and K' on features that are not rotated."""
-
-    query: Callable[[Tensor, Tables], Tensor] = identity
-    kept: Callable[[Tensor], Tensor] = identity
-    key: Callable[[Tensor, Tables], Tensor] = identity
-    query_rest: Callable[[Tensor], Tensor] = identity
-    key_rest: Callable[[Tensor], Tensor] = identity
-
-
-PLAIN, ROTATED = Form(), Form(rotate, identity, rotate)
-FORMS = {
-    "rotary": ROTATED,
-    "xpos": ROTATED,
-    "coca": Form(slack_query, coefficients, slack_key, torch.square, torch.relu),
-    "coca_strict": Form(strict_query, coefficients, strict_key, torch.square, torch.relu),
-    **dict.fromkeys(("alibi", "kerple_log", "kerple_power", "rpe", "learned", "sinusoidal", "none"), PLAIN),
-}
-
-
-def split(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Return the first `width` features and the others, in float32 or better."""
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
-    return x[..., :width], x[..., width:]
-
-
-# Frequencies ----------------------------------------------------------------------------------------------------------
+class MissingOption(AttributeError, ValueError):
+    """A formula reads an option that config.json does not have."""
 
 
 class Options(dict):
-    """A section of config.json whose errors name a missing key."""
+    """A section of config.json, its keys also as attributes."""
 
     def __missing__(self, name: str) -> Any:
-        raise ValueError(f"config.position: {dict(self)} has no {name}")
+        raise MissingOption(f"config.position: {dict(self)} has no {name}")
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
 
 
-class Frequencies(NamedTuple):
-    """theta_j, float64 [d/2], and what cos and sin are multiplied by."""
+class Rotary(NamedTuple):
+    """What formulas of frequencies read: the rotary dimension d, the base, L, and the extension's options."""
 
-    theta: Tensor
-    multiplier: float = 1.0
-
-
-def geometric(dim: int, base: float, device: Any) -> Tensor:
-    """theta_j = base^(-2j/d)."""
-    return base ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim)
+    dim: int
+    base: float
+    original_length: int
+    scaling: Options
+    device: Any = None
 
 
-def ntk(p: "Positions", theta: Tensor, alpha: float) -> Frequencies:
-    """NTK-aware: base' = base * alpha^(d/(d-2)) divides the slowest frequency by alpha and keeps the fastest."""
-    d = p.rotary_dim
-    return Frequencies(geometric(d, p.base * alpha ** (d / (d - 2)), theta.device) if d > 2 else theta)
-
-
-def ntk_mixed(p: "Positions", theta: Tensor, exponent: float) -> Frequencies:
-    """theta_j / factor^(((j+1) / (d/2))^exponent)."""
-    share = (torch.ones_like(theta).cumsum(0) / len(theta)) ** exponent
-    return Frequencies(theta * torch.exp(-math.log(p.scaling["factor"]) * share))
-
-
-def kept_by_rotations(p: "Positions", theta: Tensor, low: float, high: float) -> Tensor:
-    """1 for frequencies with at least `high` rotations within L, 0 with at most `low`, linear between."""
-    return ((p.length * theta / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
-
-
-def kept_by_dimension(p: "Positions", theta: Tensor, low: float, high: float) -> Tensor:
-    """The same, linear in the number of the pair (the YaRN authors' code)."""
-    d = p.rotary_dim
-    first, last = (d * math.log(p.length / (2 * math.pi * turns)) / (2 * math.log(p.base)) for turns in (high, low))
-    if p.scaling.get("truncate", True):
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, d - 1)
-    pair = torch.arange(d // 2, dtype=torch.float64, device=theta.device)
-    return 1 - ((pair - first) / max(last - first, 0.001)).clamp(0, 1)
-
-
-RAMPS = {"dimension": kept_by_dimension, "rotations": kept_by_rotations}
-
-
-def yarn(p: "Positions", theta: Tensor, factor: float) -> Frequencies:
-    """Peng et al. 2023: slow frequencies divided by the factor, fast ones kept."""
-    s = p.scaling
-    kept = RAMPS[s.get("ramp") or "dimension"](p, theta, s.get("beta_slow") or 1.0, s.get("beta_fast") or 32.0)
-    temperature = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
-    return Frequencies((1 - kept) * theta / factor + kept * theta, s.get("attention_factor") or temperature)
-
-
-def longrope(p: "Positions", theta: Tensor, length: int) -> Frequencies:
-    """Ding et al. 2024: a divisor for each frequency, one list up to L and one beyond."""
-    s = p.scaling
-    factors = theta.new_tensor(s["long_factor" if length > p.length else "short_factor"])
-    default = math.sqrt(1 + math.log(s["factor"]) / math.log(p.length)) if s["factor"] > 1 else 1.0
-    return Frequencies(theta / factors, s.get("attention_factor") or default)
-
-
-def llama3(p: "Positions", theta: Tensor, length: int) -> Frequencies:
-    """Llama 3.1: by its rotations within L a frequency is kept, mixed, or divided by the factor."""
-    s = p.scaling
-    kept = kept_by_rotations(p, theta, s.get("low_freq_factor") or 1.0, s.get("high_freq_factor") or 4.0)
-    return Frequencies((1 - kept) * theta / s["factor"] + kept * theta)
-
-
-def dynamic(p: "Positions", theta: Tensor, length: int) -> Frequencies:
-    """Dynamic NTK: theta_j up to L, beyond it alpha = factor * l/L - (factor - 1)."""
-    return ntk(p, theta, p.scaling["factor"] * (max(length, p.length) / p.length - 1) + 1)
-
-
-def dynamic_max(p: "Positions", theta: Tensor, length: int) -> Frequencies:
-    """Dynamic NTK made for a target length, which shorter inputs see too."""
-    target = p.scaling["target_length"]
-    factor = target / (2 * p.length)
-    return ntk(p, theta, factor * max(target, length) / p.length - (factor - 1))
-
-
-def clex(p: "Positions", theta: Tensor, length: int) -> Frequencies:
-    """Chen et al. 2024: the learned equation, solved when the model was exported, at t = ceil(l/L)."""
-    solved = p.given["clex_frequencies"]
-    return Frequencies(theta.new_tensor(solved[min(max(length - 1, 0) // p.length, len(solved) - 1)]))
-
-
-EXTENSIONS: dict[str, Callable[["Positions", Tensor, int], Frequencies]] = {
-    "default": lambda p, theta, _: Frequencies(theta),
-    "linear": lambda p, theta, _: Frequencies(theta / p.scaling["factor"]),
-    "ntk": lambda p, theta, _: ntk(p, theta, p.scaling["factor"]),
-    "ntk_fixed": lambda p, theta, _: ntk_mixed(p, theta, 1.0),
-    "ntk_mixed": lambda p, theta, _: ntk_mixed(p, theta, p.scaling.get("b") or 0.625),
-    "dynamic": dynamic,
-    "dynamic_max": dynamic_max,
-    "yarn": lambda p, theta, _: yarn(p, theta, p.scaling["factor"]),
-    "dynamic_yarn": lambda p, theta, length: yarn(p, theta, max(1.0, length / p.length)),
-    "longrope": longrope,
-    "llama3": llama3,
-    "clex": clex,
-}
-"""From theta_j of the training length and the length of a row to the frequencies that are used."""
-LENGTH_DEPENDENT = frozenset({"dynamic", "dynamic_max", "dynamic_yarn", "longrope", "clex"})
-
-
-# Maps, logit scaling, biases ------------------------------------------------------------------------------------------
-
-
-class Segment(NamedTuple):
-    """Pairs at distances low <= r < high, of the first `first_keys` keys, and where query and key are rotated to."""
-
-    low: float = 0
-    high: float = math.inf
-    first_keys: float = math.inf
-    query: Callable[[Tensor], Tensor] = identity
-    key: Callable[[Tensor], Tensor] = identity
-
-
-def leaky(s: Options, leak: float) -> Segment:
-    """Leaky ReRoPE (Su 2023): distance (r - w)/k + w."""
-    return Segment(s["window"], query=lambda m: (m + s["window"] * (leak - 1)) / leak, key=lambda n: n / leak)
-
-
-def rerope(s: Options, first_keys: float = math.inf) -> Segment:
-    """ReRoPE (Su 2023) and LM-Infinite (Han et al. 2023): distance w."""
-    return Segment(s["window"], math.inf, first_keys, lambda m: torch.full_like(m, s["window"]), torch.zeros_like)
-
-
-MAPS: dict[str, Callable[[Options, "Positions"], Segment]] = {
-    "rerope": lambda s, p: rerope(s),
-    "leaky_rerope": lambda s, p: leaky(s, s["leak"]),
-    "inv_leaky_rerope": lambda s, p: leaky(s, p.trained / (2 * s["target_length"])),
-    "self_extend": lambda s, p: Segment(
-        s["window"],
-        query=lambda m: (m / s["group_size"]).floor() + s["window"] - s["window"] // s["group_size"],
-        key=lambda n: (n / s["group_size"]).floor(),
-    ),
-    "lm_infinite": lambda s, p: rerope(s, s["sinks"]),
-    "streaming": lambda s, p: Segment(
-        s["window"], math.inf, s["sinks"], lambda m: m.clamp(max=s["sinks"] + s["window"] - 1)
-    ),
-}
-"""The far segment of each relative-position map; the near one, r < window, is as without it."""
-TRAINED_MAPS = frozenset({"inv_leaky_rerope"})
-"""Maps that a model is trained with and evaluated without."""
-
-LOGIT_SCALINGS: dict[str, Callable[[Tensor, int], Tensor] | None] = {
-    "none": None,
-    "log_n": lambda m, length: (m.log1p() / math.log(length)).clamp(min=1.0),
-    "log_n_trained": lambda m, length: m.log1p() / math.log(length),
-}
-
-
-class KerpleBias(nn.Module):
-    """KERPLE's two numbers for each head of a layer (Chi et al. 2022): -p ln(1 + a r), or -a r^p."""
-
-    def __init__(self, heads: int, power: bool) -> None:
-        super().__init__()
-        self.power = power
-        self.bias_p, self.bias_a = nn.Parameter(torch.ones(heads)), nn.Parameter(torch.ones(heads))
-
-    def forward(self, distance: Tensor) -> Tensor:
-        """[batch, 1, queries, keys] -> [batch, heads, queries, keys]."""
-        p, a = (x.float().clamp(0.01)[:, None, None] for x in (self.bias_p, self.bias_a))
-        return -a * distance.pow(p.clamp(max=2.0)) if self.power else -p * torch.log1p(a * distance)
+# ASSEMBLED
 
 
 # Positions ------------------------------------------------------------------------------------------------------------
@@ -309,6 +99,13 @@ def choose(table: dict[str, Any], name: str, key: str, section: str = "position"
     if name not in table:
         raise ValueError(f"config.{section}: {key} {name!r} is not known; known are {', '.join(table)}")
     return table[name]
+
+
+def read_choice(key: str, given: Any, selector: str = "type") -> tuple[Options, Options]:
+    """Return the declaration of a choice and its options; `given` is its name, or a mapping with name and options."""
+    given = {selector: given} if isinstance(given, str) else given
+    declared = Options(choose(CHOICES[key], given.get(selector, "default"), selector if selector != "type" else key))
+    return declared, Options(declared.options | {name: value for name, value in given.items() if value is not None})
 
 
 class TokenPlaces(NamedTuple):
@@ -324,20 +121,20 @@ class SharedPositions(NamedTuple):
     """Values shared by all layers of one forward pass.
 
     Attributes:
-        tables: for each segment the tables of queries and keys; empty for non-rotary forms.
+        segments: for each band the tables of queries and keys; None for non-rotary forms.
         factor: logit scaling of features that are not rotated, [batch or 1, 1, queries, 1], or None.
-        distance: m - n, float32 [batch or 1, 1, queries, keys], where a bias or a map needs it, else None.
+        distance: m - n, float32 or better [batch or 1, queries, keys], where a bias or a map needs it, else None.
         causal: True where a key comes no later than the query, bool [queries, keys]; likewise.
         inside: True for the pairs that each segment scores, bool [segments, batch or 1, 1, queries, keys], or None.
-        bias_table: the table of a bias that all layers share, [buckets, heads], or None.
+        bias: the bias that all layers share, a module if it is learned, or None.
     """
 
-    tables: tuple[tuple[Tables, Tables], ...]
+    segments: tuple[SegmentTables, ...]
     factor: Tensor | None
     distance: Tensor | None
     causal: Tensor | None
     inside: Tensor | None
-    bias_table: Tensor | None
+    bias: Any
 
 
 class Positions:
@@ -350,87 +147,75 @@ class Positions:
         theirs = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
         if theirs.get("rope_type", "default") != "default":
             raise ValueError("an extension is set as config.position['rope_scaling'], not as rope_scaling")
-        self.method = given["pos_emb"]
-        self.form = choose(FORMS, self.method, "pos_emb")
-        self.scaling = Options(given.get("rope_scaling") or {})
-        self.extension = choose(EXTENSIONS, self.scaling.get("rope_type", "default"), "rope_type")
-        self.trained = config.max_position_embeddings
-        self.length = self.scaling.get("original_max_position_embeddings") or self.trained
-        self.heads, self.base = config.num_attention_heads, float(given.get("rotary_emb_base", 10000.0))
-        head_dim, rotates = config.hidden_size // self.heads, self.form is not PLAIN
-        self.rotary_dim = int(head_dim * given.get("rotary_pct", 1.0)) if rotates else 0
-        self.by_length = rotates and self.scaling.get("rope_type") in LENGTH_DEPENDENT
-        self.logit_scaling = choose(LOGIT_SCALINGS, given.get("logit_scaling", "none"), "logit_scaling")
-        far = Options(given.get("relative_positions") or {})
-        self.trained_map = far.get("type") in TRAINED_MAPS
-        self.far = choose(MAPS, far["type"], "relative_positions.type")(far, self) if far else None
-        self.biased = self.method in ("alibi", "kerple_log", "kerple_power", "rpe")
-        self.bias_scale = math.sqrt(head_dim)
+        self.method, self.trained = given["pos_emb"], config.max_position_embeddings
+        heads, head_dim = config.num_attention_heads, config.hidden_size // config.num_attention_heads
+        embedding, options = read_choice("pos_emb", {"type": self.method, **(given.get("pos_emb_options") or {})})
+        self.form = SCORE_FORMS[self.method] if embedding.rotary else PLAIN
+        self.biased, make_bias = embedding.biased, BIASES.get(self.method)
+        self.bias = make_bias(heads, head_dim, Options(given | options)) if self.biased else BiasSource()
+        self.extension, scaling = read_choice("rope_scaling", given.get("rope_scaling") or {}, "rope_type")
+        scaling.setdefault("rope_type", "default")
+        original = scaling.get("original_max_position_embeddings") or self.trained
+        rotated = int(head_dim * given.get("rotary_pct", 1.0)) if self.form.rotary else 0
+        self.rotary = Rotary(rotated, float(given.get("rotary_emb_base", 10000.0)), original, scaling)
+        self.by_length = self.form.rotary and self.extension.length_dependent
+        factor, _ = read_choice("logit_scaling", given.get("logit_scaling") or "none")
+        self.logit_scaling = LOGIT_SCALINGS.get(factor.name)
+        self.bands = self.trained_bands = UNMAPPED
+        if given.get("relative_positions"):
+            distances, options = read_choice("relative_positions", given["relative_positions"])
+            self.trained_bands = DISTANCE_MAPS[distances.name](options, self.trained)
+            self.bands = UNMAPPED if distances.training_only else self.trained_bands
 
-    def shared(
-        self, where: TokenPlaces, dtype: torch.dtype, bias_table: Tensor | None, training: bool
-    ) -> SharedPositions:
+    @property
+    def mapped(self) -> bool:
+        """True if a map or a window is used, in training at least."""
+        return self.trained_bands != UNMAPPED
+
+    def shared(self, where: TokenPlaces, dtype: torch.dtype, bias: Any, training: bool) -> SharedPositions:
         """Return what the layers of a forward pass share, for operands of `dtype`."""
-        far = self.far if training or not self.trained_map else None
-        segments = (Segment(),) if far is None else (Segment(high=far.low), far)
-        queries, keys, past = where.queries, where.keys, where.past
-        factor = distance = causal = inside = None
-        if self.logit_scaling is not None:
-            factor = self.logit_scaling(queries.double(), self.trained)[..., None]
-        if self.biased or far is not None:
-            distance = (queries[:, None, :, None] - keys[:, None, None, :]).clamp(min=0).float()
-            causal = torch.ones(queries.shape[1], keys.shape[1], dtype=torch.bool, device=keys.device).tril(past)
-        if far is not None:
-            index = keys[:, None, None, :]
-            bands = [(distance >= s.low) & (distance < s.high) & (index < s.first_keys) for s in segments]
-            inside = torch.stack(bands)
-        tables = self._tables(segments, where, factor, dtype) if self.rotary_dim else ()
-        factor = None if factor is None else factor[:, None].to(torch.promote_types(dtype, torch.float32))
-        return SharedPositions(tables, factor, distance, causal, inside, bias_table)
+        bands, wide = self.trained_bands if training else self.bands, torch.promote_types(dtype, torch.float32)
+        queries, keys = where.queries.double(), where.keys.double()
+        start = torch.zeros_like(queries[:, :1])
+        at_query, at_key = TokenPositions(queries, start), TokenPositions(keys, start)
+        if where.keys is where.queries:
+            at_key = at_query
+        factor = self.logit_scaling(queries, self.trained) if self.logit_scaling is not None else None
+        rotary, scaled = self._frequencies(where, factor) if self.form.rotary else (None, factor)
+        distance = causal = inside = None
+        if self.biased or bands != UNMAPPED:
+            distance = (queries[..., None] - keys[:, None]).clamp(min=0).to(wide)
+            causal = torch.ones(distance.shape[1:], dtype=torch.bool, device=keys.device).tril(where.past)
+        if bands != UNMAPPED:
+            ends = [(b.low, *(math.inf if end is None else end for end in (b.high, b.first_keys))) for b in bands]
+            index = keys[:, None]
+            inside = [(distance >= low) & (distance < high) & (index < first) for low, high, first in ends]
+            inside = torch.stack(inside)[:, :, None]
+        segments = tuple(segment_tables(band, at_query, at_key, rotary, scaled, dtype) for band in bands)
+        factor = None if factor is None else column(factor, dtype)
+        return SharedPositions(segments, factor, distance, causal, inside, bias)
 
-    def _tables(
-        self, segments: tuple[Segment, ...], where: TokenPlaces, factor: Tensor | None, dtype: torch.dtype
-    ) -> tuple[tuple[Tables, Tables], ...]:
-        """Make tables where the positions are: a CUDA graph may copy nothing from the host."""
-        m, n, wide = where.queries.double(), where.keys.double(), torch.promote_types(dtype, torch.float32)
-        plain = geometric(self.rotary_dim, self.base, m.device)
-        lengths = where.lengths.tolist() if self.by_length else [self.length]
-        known = {length: self.extension(self, plain, length) for length in set(lengths)}
-        theta = torch.stack([known[length].theta for length in lengths])[:, None]
-        multipliers = [torch.full_like(plain[:1], known[length].multiplier ** 2) for length in lengths]
-        scale = torch.stack(multipliers)[:, None]
-        scale = scale if factor is None else scale * factor
+    def _frequencies(self, where: TokenPlaces, factor: Tensor | None) -> tuple[RotaryFrequencies, Tensor | None]:
+        """Return the frequencies of each row, [rows or 1, 1, d/2], and `factor` times the multiplier's square.
 
-        def table(positions: Tensor, amplitude: Any) -> Tables:
-            """Phases are float64 and rounded once, to float32 at least."""
-            phases = positions[..., None] * theta
-            return Tables(*((wave * amplitude)[:, None].to(wide) for wave in (phases.cos(), phases.sin())))
+        They are made where the positions are: a CUDA graph may copy nothing from the host.
+        """
+        rotary = self.rotary._replace(device=where.queries.device)
+        lengths = where.lengths.tolist() if self.by_length else [rotary.original_length]
+        theta = {length: self._theta(rotary, length).to(rotary.device) for length in set(lengths)}
+        squares = [multiplier(rotary, length) ** 2 for length in lengths]
+        if set(squares) != {1.0}:
+            square = squares[0] if len(lengths) == 1 else where.queries.new_tensor(squares, dtype=torch.double)[:, None]
+            factor = (torch.ones_like(where.queries, dtype=torch.double) if factor is None else factor) * square
+        rows = torch.stack([theta[length] for length in lengths])[:, None]
+        return RotaryFrequencies(rows, 1.0, self.form.decay), factor
 
-        made = []
-        for segment in segments:
-            to, at = segment.query(m), segment.key(n)
-            growing, shrinking = self._decay(to, at, dtype)
-            made.append((table(to, scale * growing), table(at, shrinking)))
-        return tuple(made)
-
-    def _decay(self, m: Tensor, n: Tensor, dtype: torch.dtype) -> tuple[Any, Any]:
-        """xPos (Sun et al. 2022): queries grow by zeta_j^((m - c)/512), keys shrink; c keeps both small."""
-        if self.method != "xpos":
-            return 1.0, 1.0
-        pair = torch.arange(self.rotary_dim // 2, dtype=torch.float64, device=m.device)
-        zeta = (2 * pair / self.rotary_dim + 0.4) / 1.4
-        centre = n.amax(dim=-1, keepdim=True) / 2
-        reach = 512 * math.log(torch.finfo(dtype).max / 100) / math.log(1.4 / 0.4)
-        if float(centre.max()) > reach:
-            raise ValueError(f"xpos reaches {2 * reach:.0f} tokens in {dtype}; load the model in another dtype")
-        return tuple(zeta ** ((x - centre)[..., None] / 512) for x in (m, -n + 2 * centre))
-
-
-def sinusoids(positions: Tensor, width: int) -> Tensor:
-    """sin and cos of position * 10000^(-2j/width), all sines first, in float64."""
-    pair = torch.arange(0, width, 2, dtype=torch.float64, device=positions.device)
-    phases = positions.double()[..., None] * 10000.0 ** (-pair / width)
-    return torch.cat((phases.sin(), phases.cos()), dim=-1)[..., :width]
+    def _theta(self, rotary: Rotary, length: int) -> Tensor:
+        if not self.extension.learned:
+            return EXTENSIONS[self.extension.name](rotary, length)
+        solved = self.given["clex_frequencies"]  # of the lengths L, 2 L, ...
+        solved = solved[min(max(length - 1, 0) // rotary.original_length, len(solved) - 1)]
+        return torch.tensor(solved, dtype=torch.double)
 
 
 def token_places(
@@ -449,7 +234,7 @@ def token_places(
     keys = (real.cumsum(-1) - 1).clamp(min=0)
     queries = keys[:, past : past + new] if position_ids is None else position_ids.to(device)
     if past == 0:
-        keys = nn.functional.pad(queries, (0, total - new))
+        keys = queries if total == new else nn.functional.pad(queries, (0, total - new))
     return TokenPlaces(queries, keys, (queries * real[:, past : past + new]).amax(dim=-1) + 1, past)
 
 
@@ -470,7 +255,7 @@ def mapped_attention(
     """
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     segments = zip(q.chunk(len(mask), dim=-1), k.chunk(len(mask), dim=-1), mask, strict=True)
-    scores = torch.stack([(query @ key.transpose(2, 3)).float() * scaling + hidden for query, key, hidden in segments])
+    scores = torch.stack([(a @ b.transpose(2, 3)).to(hidden) * scaling + hidden for a, b, hidden in segments])
     weights = nn.functional.dropout(scores.amax(dim=0).softmax(dim=-1).to(v.dtype), dropout, module.training)
     return (weights @ v).transpose(1, 2), weights
 
@@ -481,8 +266,8 @@ class CocaAttention:
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         self.positions = Positions(config)
-        if self.positions.method in ("kerple_log", "kerple_power"):
-            self.position_bias = KerpleBias(self.positions.heads, self.positions.method == "kerple_power")
+        if self.positions.bias.by_layer is not None:
+            self.position_bias = self.positions.bias.by_layer()
 
     def prepare(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Any, shared: SharedPositions, cache: Any, cache_position: Any
@@ -491,20 +276,15 @@ class CocaAttention:
 
         `cache_position` is of transformers 4, whose static cache reads it.
         """
-        positions, width = self.positions, q.shape[-1]
-        block, rest = split(k, positions.rotary_dim)
-        k = torch.cat((positions.form.kept(block), rest), dim=-1).to(q.dtype)
+        form = self.positions.form
         if cache is not None:
             now = [] if cache_position is None else [{"cache_position": cache_position}]
             k, v = cache.update(k, v, self.layer_idx, *now)
-        if positions.biased or shared.inside is not None:
+        if shared.distance is not None:
             mask = self._additive_mask(mask, shared, q.dtype)
-        if shared.tables:
-            queries = [self._query(q, tables, shared.factor) for tables, _ in shared.tables]
-            keys = [self._key(k, tables, width) for _, tables in shared.tables]
-            q, k = (operands[0] if len(operands) == 1 else torch.cat(operands, dim=-1) for operands in (queries, keys))
-        elif shared.factor is not None:
-            q = (q * shared.factor).to(q.dtype)
+        queries = [form.query_operand(q, segment.query, shared.factor) for segment in shared.segments]
+        keys = [form.key_operand(k, segment.key) for segment in shared.segments]
+        q, k = (operands[0] if len(operands) == 1 else torch.cat(operands, dim=-1) for operands in (queries, keys))
         return q, k, v, mask
 
     def own_function(self, shared: SharedPositions, mask: Any, dtype: torch.dtype) -> Any:
@@ -515,33 +295,20 @@ class CocaAttention:
         eager = self.config._attn_implementation == "eager" or (self.positions.biased and mask.dtype != dtype)
         return eager_attention_forward if eager else None
 
-    def _query(self, q: Tensor, tables: Tables, factor: Tensor | None) -> Tensor:
-        """Q', formed in float32 at least and rounded once."""
-        form, (block, rest) = self.positions.form, split(q, self.positions.rotary_dim)
-        rest = form.query_rest(rest) if factor is None else form.query_rest(rest) * factor
-        return torch.cat((form.query(block, tables), rest), dim=-1).to(q.dtype)
-
-    def _key(self, kept: Tensor, tables: Tables, head_dim: int) -> Tensor:
-        """K' of what the cache kept."""
-        form = self.positions.form
-        block, rest = split(kept, kept.shape[-1] - (head_dim - self.positions.rotary_dim))
-        return torch.cat((form.key(block, tables), form.key_rest(rest)), dim=-1).to(kept.dtype)
-
     def _additive_mask(self, mask: Tensor | None, shared: SharedPositions, dtype: torch.dtype) -> Tensor:
-        """Return what is added to the scores, float32: the bias, and a large negative number for hidden keys."""
-        mask, hidden = shared.causal if mask is None else mask, torch.finfo(dtype).min
-        mask = torch.where(mask, 0.0, hidden) if mask.dtype == torch.bool else mask.float()
-        return mask + self._bias(shared) if shared.inside is None else torch.where(shared.inside, mask, hidden)
+        """Return what is added to scores, in float32 or better: the bias, and a large negative number for hidden keys.
 
-    def _bias(self, shared: SharedPositions) -> Tensor:
-        """Return the bias of every pair, float32 [batch or 1, heads, queries, keys]."""
-        distance, given = shared.distance, self.positions.given
-        if self.positions.method == "alibi":
-            return -distance.new_tensor(given["alibi_slopes"])[:, None, None] * distance
-        if self.positions.method != "rpe":
-            return self.position_bias(distance)
-        bucket = torch.bucketize(distance[:, 0], distance.new_tensor(given["bucket_starts"]), right=True) - 1
-        return (shared.bias_table.float() * self.positions.bias_scale)[bucket].permute(0, 3, 1, 2)
+        It is a number of float32 for float64 too, because `eager` computes the softmax in float32.
+        """
+        mask = shared.causal if mask is None else mask
+        hidden = max(torch.finfo(dtype).min, torch.finfo(torch.float32).min)
+        mask = torch.where(mask, 0.0, hidden) if mask.dtype == torch.bool else mask.clamp(min=hidden)
+        mask = mask.to(shared.distance)
+        if self.positions.biased:
+            bias = self.position_bias if shared.bias is None else shared.bias
+            bias = bias.distance_bias() if isinstance(bias, LearnedBias) else bias
+            mask = mask + bias.at(shared.distance).transpose(0, 1)
+        return mask if shared.inside is None else torch.where(shared.inside, mask, hidden)
 
 
 # vLLM reads the source of the two methods `forward`: the attention function has to be looked up and called there, and
@@ -601,22 +368,10 @@ class CocaGPTNeoXAttention(CocaAttention, GPTNeoXAttention):
 # Other blocks ---------------------------------------------------------------------------------------------------------
 
 
-class CocaScaleNorm(nn.Module):
-    """g x / |x| with one learned g (Nguyen and Salazar 2019), the norm in float32."""
-
-    def __init__(self, eps: float) -> None:
-        super().__init__()
-        self.g, self.eps = nn.Parameter(torch.ones(1)), eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., hidden_size] -> the same."""
-        return self.g * (x / x.float().norm(dim=-1, keepdim=True).clamp(min=self.eps)).to(x.dtype)
-
-
 NORMS: dict[str, Callable[[int, dict], nn.Module]] = {
     "layernorm": lambda size, n: nn.LayerNorm(size, n["layernorm_epsilon"], bias=n["use_bias_in_norms"]),
     "rmsnorm": lambda size, n: LlamaRMSNorm(size, n["rms_norm_epsilon"]),
-    "scalenorm": lambda size, n: CocaScaleNorm(n["scalenorm_epsilon"]),
+    "scalenorm": lambda size, n: ScaleNorm(size, n["scalenorm_epsilon"]),
     "non_parametric_layernorm": lambda size, n: nn.LayerNorm(size, n["layernorm_epsilon"], elementwise_affine=False),
 }
 PLAIN_ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
@@ -707,10 +462,9 @@ class InitWeights:
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, KerpleBias):
-            nn.init.uniform_(module.bias_p, 0, 2)
-            nn.init.uniform_(module.bias_a, 0, 1)
-        if isinstance(module, CocaScaleNorm):
+        if isinstance(module, LearnedBias):
+            module.reset_parameters()
+        if isinstance(module, ScaleNorm):
             nn.init.ones_(module.g)
 
 
@@ -726,15 +480,16 @@ class CocaModel(InitWeights):
         self.rotary_emb = NoTables()
         for number, layer in enumerate(self.layers):
             setattr(layer, self.attention_name, self.attention(config, number))
-        self.position_bias = self.clex = self.position_embeddings = None
-        if positions.method == "rpe":
-            self.position_bias = nn.Embedding(len(positions.given["bucket_starts"]), config.num_attention_heads)
-        if positions.rotary_dim and positions.extension is clex:
+        self.position_bias = positions.bias.shared() if positions.bias.shared is not None else None
+        self.clex = self.position_embeddings = None
+        if positions.form.rotary and positions.extension.learned:
             # Its solved frequencies are in config.json; the weights are only kept.
-            up = torch.zeros(positions.rotary_dim // 2, positions.rotary_dim)
+            up = torch.zeros(positions.rotary.dim // 2, positions.rotary.dim)
             self.clex = nn.ParameterDict({"up": up, "down": up.T.clone()}).requires_grad_(False)
         if positions.method == "learned":
-            self.position_embeddings = nn.Embedding(positions.given["max_position_embeddings"], config.hidden_size)
+            self.position_embeddings = LearnedPositions(positions.given["max_position_embeddings"], config.hidden_size)
+        if positions.method == "sinusoidal":
+            self.position_embeddings = SinusoidalPositions(config.hidden_size)
         self.post_init()
 
     def forward(
@@ -756,34 +511,31 @@ class CocaModel(InitWeights):
             size = getattr(past_key_values, "get_max_length", None) or past_key_values.get_max_cache_shape
             total = max(past + new, size(0))
         where = token_places(attention_mask, position_ids, past, new, total, embeds.device)
-        bias_table = None if self.position_bias is None else self.position_bias.weight
-        kwargs |= {"shared": self.positions.shared(where, embeds.dtype, bias_table, self.training)}
+        bias = self.positions.bias.fixed if self.position_bias is None else self.position_bias
+        kwargs |= {"shared": self.positions.shared(where, embeds.dtype, bias, self.training)}
         kwargs |= {"inputs_embeds": self._embedded(embeds, where.queries), "position_ids": where.queries}
         return super().forward(attention_mask=attention_mask, past_key_values=past_key_values, **kwargs)
 
     def _embedded(self, embeds: Tensor, queries: Tensor) -> Tensor:
         """Add absolute positions to the embedding."""
-        if self.positions.method == "sinusoidal":
-            return embeds + sinusoids(queries, embeds.shape[-1]).to(embeds.dtype)
-        if self.positions.method != "learned":
+        if self.position_embeddings is None:
             return embeds
-        rows = self.position_embeddings.num_embeddings
-        if not torch.compiler.is_compiling() and int(queries.max()) >= rows:
-            raise ValueError(f"this model has learned {rows} positions; position {int(queries.max())} is beyond them")
-        return embeds + self.position_embeddings(queries).to(embeds.dtype)
+        reached = 0 if torch.compiler.is_compiling() else None  # compiled code cannot wait for the largest position
+        return embeds + self.position_embeddings(queries, reached).to(embeds.dtype)
 
     def _check(self, cache: Any) -> None:
         """Raise a ValueError where the configured attention function would give wrong numbers."""
         name, method = self.config._attn_implementation or "eager", self.positions
-        if (method.biased or method.far is not None) and name not in WITH_MASK:
+        scaling = dict(method.rotary.scaling)
+        if (method.biased or method.mapped) and name not in WITH_MASK:
             raise ValueError(
                 f"pos_emb {method.method}, or relative_positions, needs attn_implementation eager or sdpa, not {name}"
             )
         kept_elsewhere = name not in STOCK and cache is None and "/" not in name
-        if kept_elsewhere and (method.by_length or method.method == "xpos"):
+        if kept_elsewhere and (method.by_length or method.form.decay):
             raise ValueError(
                 f"{name} keeps keys that are rotated already, and here rotations change with the length (pos_emb "
-                f"{method.method}, rope_scaling {dict(method.scaling)}); set a rope_scaling that does not depend on "
+                f"{method.method}, rope_scaling {scaling}); set a rope_scaling that does not depend on "
                 "the length"
             )
 

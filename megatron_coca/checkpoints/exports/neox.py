@@ -15,12 +15,14 @@ from torch import Tensor
 from megatron_coca.atomic_write import atomic_dir, refuse_existing
 from megatron_coca.checkpoints import native
 from megatron_coca.checkpoints.compare import changes_of
+from megatron_coca.checkpoints.exports.refusals import SHAPE_KEYS, lost_keys
 from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.checkpoints.importing import check_fit
 from megatron_coca.checkpoints.load import Overrides, open_checkpoint
 from megatron_coca.checkpoints.neox_layout import (
     CONFIGS,
     MODEL_FILE,
+    NEOX_KEYS,
     cannot_hold,
     computed_differently,
     foreign_keys,
@@ -31,6 +33,7 @@ from megatron_coca.checkpoints.neox_layout import (
 from megatron_coca.checkpoints.weights import DTYPES, Weights
 from megatron_coca.config import Config
 from megatron_coca.neox_plugin.checkpoints import NOTE, RECORD, note, record_of, saved_name
+from megatron_coca.neox_plugin.keys import EXTENDING
 
 
 @dataclass(frozen=True)
@@ -77,10 +80,13 @@ def export_neox(
         ConfigError: an override that is not valid.
         DataError: the tokenizer that overrides name, or that the checkpoint carries, cannot be opened.
     """
-    opened, folder, ranks = open_checkpoint(checkpoint), Path(folder), model_parallel_size
+    opened, folder, ranks = open_checkpoint(checkpoint, overrides=overrides), Path(folder), model_parallel_size
     config = opened.configure(overrides)
     refuse_existing(folder, CheckpointError)
-    if reasons := computed_differently(config) + cannot_hold(config, ranks):
+    lost = [*lost_keys(config, SHAPE_KEYS | {*NEOX_KEYS, *EXTENDING, "use_bias_in_norms"})]
+    if config.position.sliding_window_width is not None and pipe_parallel_size == 0:
+        lost.append("sliding_window_width: GPT-NeoX ignores it with pipe_parallel_size 0; set that to 1")
+    if reasons := lost + computed_differently(config, ranks) + cannot_hold(config, ranks):
         raise CheckpointError(f"{opened.folder}: GPT-NeoX's layout cannot hold it: {'; '.join(reasons)}")
     weights = opened.weights()
     check_fit(config, weights)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_coca.checkpoints.files import CheckpointError, read_json_if_present
-from megatron_coca.checkpoints.huggingface import CONFIG, GENERATION
+from megatron_coca.checkpoints.huggingface_import import CONFIG, GENERATION
 from megatron_coca.checkpoints.tokenizer import largest_named_id, read_tokenizer
 from megatron_coca.data import Tokenizer
 from megatron_coca.data.tokenizers.kinds import PROBES, GPT2BPETokenizer, first_difference

@@ -5,6 +5,7 @@ so far. The shards are flushed before it commits; what they contain beyond it is
 """
 
 import json
+import os
 import sqlite3
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -94,7 +95,7 @@ class Journal:
         """
         state, unit_begin = self._state("state"), self._state("unit_begin")
         rows = self._database.execute("SELECT source, path, size, stamp FROM units ORDER BY number")
-        known = [(source, ReadUnit(path, size, stamp)) for source, path, size, stamp in rows]
+        known = [(source, ReadUnit(os.fsdecode(path), size, stamp)) for source, path, size, stamp in rows]
         for number in range(state.unit):
             if number >= len(units) or known[number] != units[number]:
                 raise DataError(
@@ -111,7 +112,10 @@ class Journal:
             state = unit_begin
             self._database.execute("DELETE FROM digests WHERE unit >= ?", (state.unit,))
         self._database.execute("DELETE FROM units")
-        values = [(number, source, unit.path, unit.size, unit.stamp) for number, (source, unit) in enumerate(units)]
+        values = [  # paths as bytes, since SQLite's text is UTF-8 and names of files need not be
+            (number, source, os.fsencode(unit.path), unit.size, unit.stamp)
+            for number, (source, unit) in enumerate(units)
+        ]
         self._database.executemany("INSERT INTO units VALUES (?, ?, ?, ?, ?)", values)
         self.save(state, unit_begin)
         return state, unit_begin

@@ -12,9 +12,10 @@ import yaml
 
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.preparation.journal import ShardState, State
-from megatron_coca.data.preparation.plan import SPLITS, CorpusSource, Inputs, shard_name
+from megatron_coca.data.preparation.preparation_plan import SPLITS, CorpusSource, Inputs, shard_name
 from megatron_coca.data.shards import Shard
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION, Tokenizer
+from megatron_coca.regular_files import read_regular
 
 FORMAT = 2  # of the manifest and the split; to be raised when either changes meaning
 MANIFEST = "manifest.json"
@@ -87,7 +88,7 @@ def _shard_facts(folder: Path, name: str, state: ShardState) -> dict[str, Any]:
 def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest that ``prepare`` wrote. ``DataError`` where it is missing, damaged or of another format."""
     try:
-        manifest = json.loads(Path(path).read_text())
+        manifest = json.loads(read_regular(path))
         version_read = manifest["format"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: cannot read the manifest ({error}). Prepare the corpus again.") from error

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from megatron_coca.data.errors import DataError
-from megatron_coca.data.preparation.plan import MAX_RECORD_MIB, NEAR_DUPLICATES, CorpusSource, Rules
+from megatron_coca.data.preparation.preparation_plan import MAX_RECORD_MIB, NEAR_DUPLICATES, CorpusSource, Rules
 from megatron_coca.data.readers.source import Filters, SourceSpec
 from megatron_coca.data.tokenizers import TOKENIZERS
 from megatron_coca.data.tokenizers.training import TRAINERS
@@ -78,13 +78,16 @@ class _Source(_Strict):
         return CorpusSource(spec, self.weight, weights, self.duplicates, self.fraction, self.split)
 
 
+MAX_VOCAB_SIZE = 2**24
+
+
 class TokenizerTraining(_Strict):
     """Settings of a tokenizer to be trained on the corpus itself."""
 
-    vocab_size: int = Field(gt=0)
+    vocab_size: int = Field(gt=0, le=MAX_VOCAB_SIZE)
     tokenizer_type: Literal["SPMTokenizer", "HFTokenizer"] = "SPMTokenizer"
     model: Literal["bpe", "unigram"] = "bpe"
-    characters: int = Field(default=50_000_000, gt=0)
+    characters: int = Field(default=50_000_000, gt=0, le=10**12)
 
     @model_validator(mode="after")
     def _known_model(self) -> Self:

@@ -19,7 +19,7 @@ from megatron_coca.console import Progress
 from megatron_coca.data.errors import DataError, OutOfMemory
 from megatron_coca.data.preparation import manifest
 from megatron_coca.data.preparation.journal import JOURNAL, Journal, ShardState, State
-from megatron_coca.data.preparation.plan import (
+from megatron_coca.data.preparation.preparation_plan import (
     CorpusSource,
     Execution,
     Inputs,

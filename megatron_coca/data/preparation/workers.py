@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_coca.data.errors import DataError, OutOfMemory
-from megatron_coca.data.preparation.plan import CorpusSource, Rules, hash_fraction, split_of
+from megatron_coca.data.preparation.preparation_plan import CorpusSource, Rules, hash_fraction, split_of
 from megatron_coca.data.readers import open_reader
 from megatron_coca.data.readers.files import place_of
 from megatron_coca.data.readers.source import Chunk, Document, ReadingProblems

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.readers.files import FileReader, read_documents
 from megatron_coca.data.readers.folders import corpus_files
-from megatron_coca.data.readers.huggingface import HuggingFaceReader
+from megatron_coca.data.readers.huggingface_datasets import HuggingFaceReader
 from megatron_coca.data.readers.repositories import RepositoryReader
 from megatron_coca.data.readers.source import Reader, SourceSpec
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_coca.data.errors import DataError, OutOfMemory
+from megatron_coca.data.readers.columnar_files import TABLE_FORMATS, packed, table_rows
 from megatron_coca.data.readers.compression import COMPRESSIONS, WINDOW, decompressed, members
 from megatron_coca.data.readers.fields import Fields
 from megatron_coca.data.readers.folders import (
@@ -24,7 +25,6 @@ from megatron_coca.data.readers.folders import (
 )
 from megatron_coca.data.readers.source import Chunk, Document, Reader, ReadingProblems, ReadUnit, SourceSpec, check_keys
 from megatron_coca.data.readers.streams import BLOCK, TEXT_FORMATS, StreamFormat, TooLong, pieces, raw_blocks
-from megatron_coca.data.readers.tables import TABLE_FORMATS, packed, table_rows
 from megatron_coca.data.readers.wikipedia import settled
 
 _UNREAD, _TOO_LONG = "unread", "too long"  # forms of a ``TypedChunk`` without records: its payload is the reason

@@ -11,10 +11,12 @@ from pathlib import Path, PurePath
 from typing import NoReturn
 
 from megatron_coca.data.errors import DataError
+from megatron_coca.data.readers.columnar_files import TABLE_FORMATS
 from megatron_coca.data.readers.compression import COMPRESSIONS
+from megatron_coca.data.readers.source import printable
 from megatron_coca.data.readers.streams import JSON_LINES, StreamFormat
-from megatron_coca.data.readers.tables import TABLE_FORMATS
 from megatron_coca.data.readers.wikipedia import EXTRACT, EXTRACT_NAME, WIKI_EXTRACT, WIKIPEDIA
+from megatron_coca.regular_files import read_regular
 
 TEXT_SUFFIXES = (".txt", ".text", ".md")
 # A name with no suffix but the compression's ("wiki.zst") is taken for JSON lines, the usual content of such files.
@@ -37,6 +39,7 @@ _DESCRIPTION = re.compile(
     r"(.*[-_.])?(md5|sha\d+)sums?\.txt"
 )
 _SHOWN_ENDING = re.compile(r"(\.[a-z]\w{0,7})?\.[a-z]\w{0,7}$")
+_NAMED = 20  # of the files whose names are not UTF-8
 _STATE = "state.json"
 _SAVED = {_STATE, "dataset_info.json"}
 _SPLITS = "dataset_dict.json"
@@ -130,35 +133,44 @@ def saved_splits(folder: Path) -> list[str]:
     if not listing.is_file():
         return []
     try:
-        return list(json.loads(listing.read_text())["splits"])
+        return list(json.loads(read_regular(listing))["splits"])
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise DataError(f"{listing}: cannot be read ({error!r}). Save the data set again.") from error
 
 
 def _listing(path: Path) -> tuple[list[Path], Counter[str]]:
     """(files to read, counts of the others by reason)."""
+    if printable(str(path)) != str(path):
+        raise DataError(f"{printable(str(path))}: the name is not UTF-8. Rename it.")
     if not path.exists():
         raise DataError(f"{path}: no such file or folder. Check the path of the corpus.")
     if not path.is_dir():
         if kind_of(path.name) is None:
             raise DataError(f"{path}: {unknown_type(path.name)}")
         return [path], Counter()
-    files, unread, visited = list[Path](), Counter[str](), {os.path.realpath(path)}
+    files, misnamed, unread, visited = list[Path](), list[str](), Counter[str](), {os.path.realpath(path)}
     for folder, folders, names in os.walk(path, followlinks=True, onerror=_unreadable):
         unread["hidden folder"] += sum(name.startswith(".") for name in folders)
         # A link may lead to a folder above it, or to one that is read anyway; real folders come first.
         entered: dict[str, str] = {}
         for name in sorted(folders, key=lambda name: (os.path.islink(os.path.join(folder, name)), name)):
             real = os.path.realpath(os.path.join(folder, name))
-            if not name.startswith(".") and real not in visited:
+            if printable(name) != name:
+                misnamed.append(printable(os.path.join(folder, name, "")))
+            elif not name.startswith(".") and real not in visited:
                 entered.setdefault(real, name)
         visited |= entered.keys()
         folders[:] = entered.values()
         for name, reason in _reasons(Path(folder), names).items():
-            if reason is None:
+            if printable(name) != name:
+                misnamed.append(printable(os.path.join(folder, name)))
+            elif reason is None:
                 files.append(Path(folder) / name)
             else:
                 unread[reason] += 1
+    if misnamed:
+        named = ", ".join(sorted(misnamed)[:_NAMED]) + ", ..." * (len(misnamed) > _NAMED)
+        unread[f"name that is not UTF-8 ({named})"] = len(misnamed)
     unread = +unread
     if not files:
         most = sorted(unread.items(), key=lambda counted: (-counted[1], counted[0]))[:3]
@@ -177,7 +189,7 @@ def _reasons(folder: Path, names: list[str]) -> dict[str, str | None]:
     if set(names) >= _SAVED:
         state = folder / _STATE
         try:
-            saved = [entry["filename"] for entry in json.loads(state.read_text())["_data_files"]]
+            saved = [entry["filename"] for entry in json.loads(read_regular(state))["_data_files"]]
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise DataError(f"{state}: cannot be read ({error!r}). Save the data set again.") from error
         # The other Arrow files are caches with the same rows. A saved file that is missing is reported when opened.

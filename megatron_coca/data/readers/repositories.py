@@ -37,6 +37,7 @@ from megatron_coca.data.readers.source import (
     RejectedRecord,
     SourceSpec,
     check_keys,
+    printable,
 )
 from megatron_coca.data.readers.streams import BYTE_ORDER_MARK, decode
 
@@ -150,15 +151,15 @@ class RepositoryReader(Reader):
         for reason, count in files.left_out.items():
             problems.leave_out(reason, count)
         for folder, error in files.unreadable:
-            problems.add(_printable(folder), "unreadable", error)
+            problems.add(folder, "unreadable", error)
         known = self._metadata.get(files.repository.lower(), Facts())
         for name in files.names:
             path = os.path.join(chunk.path, name)
-            facts = replace(known, language=language_of_path(name), path=_printable(name))
+            facts = replace(known, language=language_of_path(name), path=printable(name))
             try:
                 text = _read(path, facts, self._spec)
             except RejectedRecord as fault:
-                problems.add(_printable(path), fault.kind, fault.detail)
+                problems.add(path, fault.kind, fault.detail)
             except LeftOut as left_out:
                 problems.leave_out(left_out.reason)
             else:
@@ -168,12 +169,12 @@ class RepositoryReader(Reader):
         """Name of the repository at ``path``; None for a folder of repositories."""
         if path in self._roots:
             if any(entry.name in _VERSION_CONTROL for entry in _entries(path)):
-                return _printable(os.path.basename(os.path.abspath(path)))
+                return printable(os.path.basename(os.path.abspath(path)))
             return None
         owner = os.path.dirname(path)
         for root in (owner, os.path.dirname(owner)):
             if root in self._roots:
-                return _printable(os.path.relpath(path, root))
+                return printable(os.path.relpath(path, root))
         raise DataError(f"{path}: not a repository of {self._spec.name}. Use the units that `units` returned.")
 
     @functools.cached_property
@@ -206,11 +207,6 @@ def _load_metadata(path: Path) -> dict[str, Facts]:
                     f'{path}:{number}: needs {{"repository": "owner/name", "stars": 3, "licence": "MIT"}} ({error!r}).'
                 ) from error
     return metadata
-
-
-def _printable(path: str) -> str:
-    """A path as valid UTF-8: file systems allow any bytes."""
-    return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def _entries(folder: str) -> list[os.DirEntry[str]]:
@@ -312,7 +308,7 @@ def _read(path: str, facts: Facts, spec: SourceSpec) -> str:
     except OSError as error:
         raise RejectedRecord("unreadable", error.strerror or str(error)) from error
     except MemoryError as error:
-        raise OutOfMemory(_printable(path)) from error
+        raise OutOfMemory(printable(path)) from error
     if len(raw) > spec.max_record:
         raise RejectedRecord("record too long", f"more than max_record_mib: {spec.max_record_mib}")
     if b"\0" in raw:

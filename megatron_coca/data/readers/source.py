@@ -1,6 +1,7 @@
 """Types shared by all readers: sources, units, chunks, documents and the count of problems."""
 
 import hashlib
+import os
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -61,7 +62,7 @@ class ReadingProblems:
 
     def add(self, place: str, kind: str, detail: str = "") -> None:
         """Report a fault at ``place`` ("file:line")."""
-        line = f"{place}: {kind}" + (f" ({detail})" if detail else "")
+        line = f"{printable(place)}: {kind}" + (f" ({detail})" if detail else "")
         if self.strict:
             raise DataError(f"{line}. Correct or remove the record.")
         self.counts[kind] += 1
@@ -92,6 +93,11 @@ class ReadingProblems:
     def total(self) -> int:
         """Number of faults."""
         return sum(self.counts.values())
+
+
+def printable(path: str) -> str:
+    """A path as valid UTF-8: file systems and archives allow any bytes in names."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def content_key(text: str) -> str:

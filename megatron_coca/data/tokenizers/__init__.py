@@ -17,6 +17,7 @@ from megatron_coca.data.tokenizers.kinds import (
 )
 from megatron_coca.data.tokenizers.sentencepiece_kind import SentencePieceTokenizer
 from megatron_coca.data.tokenizers.training import train_sentencepiece
+from megatron_coca.regular_files import read_regular
 
 __all__ = ["TOKENIZERS", "load_saved_tokenizer", "load_tokenizer", "needs_files", "train_sentencepiece"]
 
@@ -60,7 +61,7 @@ def load_saved_tokenizer(folder: str | Path) -> Tokenizer:
     """Open what ``Tokenizer.save(folder)`` wrote. ``DataError`` where it is missing, damaged or changed since."""
     path = Path(folder) / DESCRIPTION
     try:
-        saved = json.loads(path.read_text())
+        saved = json.loads(read_regular(path))
         names = {argument: saved.get(argument) for argument in ("vocab_file", "merge_file")}
         tokenizer_type, fingerprint, eod = saved["tokenizer_type"], saved["fingerprint"], saved.get("eod_symbol")
     except (OSError, ValueError, KeyError, AttributeError) as error:
@@ -92,7 +93,7 @@ def _read_files(tokenizer_type: str, given: Mapping[str, str | Path | None]) -> 
         if path is None:
             raise DataError(f"{tokenizer_type} needs {argument}: set it to the tokenizer's file.")
         try:
-            files[argument] = (name, Path(path).read_bytes())
+            files[argument] = (name, read_regular(path))
         except OSError as error:
             raise DataError(
                 f"{path}: cannot read the tokenizer ({error.strerror}). Set {argument} to a file for {tokenizer_type}."

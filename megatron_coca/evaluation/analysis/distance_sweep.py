@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_coca import methods
+from megatron_coca.attention.context import mapped
 from megatron_coca.attention.inputs import Band, DistanceBias
 from megatron_coca.attention.method import PositionEncoding, PositionMethod
 from megatron_coca.evaluation.analysis.records import Angles, Border, Borders, Quantiles, Share
@@ -24,7 +26,7 @@ BINS = 24
 """Bins of the histograms: 15 degrees each, one centred on 0, so that rounding cannot split a peak there."""
 FULL_CIRCLE = 2 * math.pi
 COCA_FORMS = ("coca", "coca_strict")
-ROTATED_FORMS = ("rotary", "xpos", *COCA_FORMS)
+ROTATED_FORMS = methods.names("pos_emb", rotary=True)
 
 
 def share(holds: np.ndarray, among: np.ndarray | None = None) -> Share:
@@ -159,14 +161,14 @@ class DistanceSweep:
         self.keys = distances[-1] - ascending.flip(0)  # positions of the keys, ascending as in a sequence
         self.last = torch.tensor([distances[-1]], device=device)  # the position of the query
         self.frame = encoding(self.last, length, torch.float64, key_positions=self.keys)
-        bounded = self.method.name in ROTATED_FORMS and not self.method.decay
+        bounded = self.method.name in ROTATED_FORMS and not self.method.form.decay
         self.partial_sums = self._partial_sums(encoding, length) if bounded else None
 
     def scores(self, q: Tensor, k: Tensor, bias: DistanceBias | None) -> SweptScores:
         """Scores of q and k [pairs, heads, head_dim], unrotated, with the layer's bias."""
         q, k = q.double(), k.double()
-        cached = self.method.cached(k)[:, :, None].expand(-1, -1, len(self.keys), -1)
-        inputs = self.method.prepare_cached(q[:, :, None], cached, cached, self.frame, bias)
+        everywhere = k[:, :, None].expand(-1, -1, len(self.keys), -1)
+        inputs = self.method.prepare(q[:, :, None], everywhere, everywhere, self.frame, bias=bias)
         width = self.method.rotary_dim or self.method.head_dim
         scores = torch.full((*inputs.key.shape[:3],), math.nan, dtype=torch.float64, device=self.keys.device)
         visible = torch.zeros(len(self.keys), dtype=torch.bool, device=self.keys.device)
@@ -199,9 +201,9 @@ class DistanceSweep:
         last, keys = self.last.double(), self.keys.double()
         relative = torch.zeros_like(keys)  # the positions that the distance map makes of the distances
         for band in method.bands:
-            mapped = band.query_positions(last, keys[:1]) - band.key_positions(keys, keys[:1])
+            distance = mapped(last, keys[:1], band.query_positions) - mapped(keys, keys[:1], band.key_positions)
             relative = torch.where(
-                in_band(Band(band.low, band.high), self.last - self.keys, self.keys), mapped, relative
+                in_band(Band(band.low, band.high), self.last - self.keys, self.keys), distance, relative
             )
         phases = relative.flip(0)[:, None] * rotary_frequencies(encoding, length).to(keys.device)
         rotations = torch.polar(torch.ones_like(phases), phases).cumsum(-1).abs().sum(-1)

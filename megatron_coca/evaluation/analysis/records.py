@@ -114,6 +114,7 @@ class AnalysisProtocol(Record):
     queries: int  # of one document: positions for entropy, for scores at each distance, and pairs of the sweep
     seed: int  # of the drawn pairs
     quantiles: list[float]
+    layers: str | None = None  # the type of layers, where they differ
 
 
 class AnalysisResult(Result):

@@ -121,11 +121,12 @@ class HarnessModel(TemplateLM):
         """Yield the inputs longest first, so that exhausted memory shows at once; at most `tokens_per_batch` tokens
         with padding. Inputs with different frequencies of a length-dependent extension are in different batches.
         """
-        rotary = self.model.method.rotary
-        depends_on_length = rotary is not None and (self.model.method.clex is not None or rotary.depends_on_length)
+        rotary = [method.rotary for method in self.model.methods.values() if method.rotary is not None]
+        learned = any(method.clex is not None for method in self.model.methods.values())
+        lengths = [each.original_length for each in rotary if learned or each.depends_on_length]
 
         def frequencies(row: tuple[int, ...]) -> int:
-            return max(len(row), rotary.original_length) if rotary is not None and depends_on_length else 0
+            return max(len(row), min(lengths)) if lengths else 0
 
         batch: list[tuple[int, ...]] = []
         for row in sorted(inputs, key=lambda tokens: (-len(tokens), tokens)):

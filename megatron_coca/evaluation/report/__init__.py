@@ -16,8 +16,8 @@ from megatron_coca.evaluation.report.document import (
     table_record,
 )
 from megatron_coca.evaluation.report.reading import REPORT_FILE, read_results
+from megatron_coca.evaluation.report.result_tables import ReportOptions
 from megatron_coca.evaluation.report.sections import report_document
-from megatron_coca.evaluation.report.tables import ReportOptions
 from megatron_coca.evaluation.results import check_writable, write_atomically, write_record
 
 

@@ -52,7 +52,7 @@ def _of_run(checkpoint: CheckpointRecord) -> Curve | None:
     try:
         folder = native.locate(checkpoint.path, checkpoint.step)
         weights = native.read_json(folder / native.MANIFEST)["files"][native.WEIGHTS]["sha256"]
-        tokens = native.read_json(folder / native.META)["batch"] * checkpoint.seq_length
+        tokens = native.read_meta(folder)["batch"] * checkpoint.seq_length
     except (CheckpointError, KeyError, TypeError):  # no checkpoint of a run
         return None
     points = curve_points(folder.parent, tokens, checkpoint.step) if weights == checkpoint.identity else []

@@ -16,7 +16,7 @@ from pydantic import SerializeAsAny
 from megatron_coca.evaluation.report.charts import Figure
 from megatron_coca.evaluation.report.curves import Curve
 from megatron_coca.evaluation.results import Record, Result
-from megatron_coca.tables import escaped, format_table, in_cell
+from megatron_coca.markdown_tables import escaped, format_table, in_cell
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,24 @@ def estimate(values: Sequence[float]) -> Estimate:
     return Estimate(mean, mean - reach, mean + reach, len(values))
 
 
+def p_value(values: Sequence[float]) -> float:
+    """The two-sided p-value of Student's t test that the mean of at least two values is 0; 1 if all are 0."""
+    spread, mean = stdev(values) / math.sqrt(len(values)), fmean(values)
+    if spread == 0.0:
+        return float(mean == 0.0)
+    degrees = len(values) - 1
+    return 1.0 - _two_sided(math.atan(abs(mean) / spread / math.sqrt(degrees)), degrees)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """p-values corrected for their number (Holm 1979), in the given order."""
+    corrected, largest = [0.0] * len(p_values), 0.0
+    for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
+        corrected[index] = largest
+    return corrected
+
+
 def difference_interval(one: Estimate, other: Estimate) -> tuple[float, float]:
     """The 95% interval of one mean less another, from those of two independent estimates: the distances to the ends are
     added in quadrature (Newcombe 1998, method 10, for proportions; Zou and Donner 2008 for other estimates).

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from megatron_coca.evaluation.perplexity import PerplexityResult, WindowResult
-from megatron_coca.evaluation.report import tables as shared
+from megatron_coca.evaluation.report import result_tables as shared
 from megatron_coca.evaluation.report.charts import Figure
 from megatron_coca.evaluation.report.document import EMPTY, ReportBlock, Table, TableCell, TableRow
 from megatron_coca.evaluation.report.intervals import FEWEST_DOCUMENTS, RESAMPLES, differ
@@ -21,10 +21,10 @@ from megatron_coca.evaluation.report.reading import (
     Series,
     group_results,
 )
+from megatron_coca.evaluation.report.result_tables import ReportOptions
 from megatron_coca.evaluation.report.retrieval_sections import RETRIEVAL_COMPARABLE, accuracy_at
-from megatron_coca.evaluation.report.tables import ReportOptions
 from megatron_coca.evaluation.results import Result
-from megatron_coca.evaluation.retrieval.measuring import PasskeyResult
+from megatron_coca.evaluation.retrieval.retrieval_tasks import PasskeyResult
 
 PERPLEXITY_COMPARABLE: Comparable = {
     "documents (sha256)": "documents.sha256",

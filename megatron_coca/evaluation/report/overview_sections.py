@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from megatron_coca.evaluation.axes import widened
-from megatron_coca.evaluation.report import tables as shared
+from megatron_coca.evaluation.report import result_tables as shared
 from megatron_coca.evaluation.report.charts import FEW_POINTS, MOST_BANDS, Figure, Line, Panel, panels, size_with_legend
 from megatron_coca.evaluation.report.curves import Curve, CurvePoint
 from megatron_coca.evaluation.report.document import EMPTY, ReportBlock, Table, TableCell, TableRow
@@ -18,8 +18,8 @@ from megatron_coca.evaluation.report.length_sections import (
     with_baseline_note,
 )
 from megatron_coca.evaluation.report.reading import LoadedResult, Replicate, ResultGroup, Series, group_results
+from megatron_coca.evaluation.report.result_tables import ReportOptions
 from megatron_coca.evaluation.report.retrieval_sections import RETRIEVAL_COMPARABLE, passkey_cell
-from megatron_coca.evaluation.report.tables import ReportOptions
 
 # Summary
 

@@ -3,20 +3,16 @@
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from megatron_coca.config.base import ConfigGroup
-from megatron_coca.config.model import SCALING_OPTIONS, RelativePositions, RopeScaling
+from megatron_coca.config.position import Selected, read_choice
 from megatron_coca.evaluation.results import EvaluationError, Result
 
-G = TypeVar("G", bound=ConfigGroup)
 SOURCE = "CoCA paper, arXiv:2309.08646v3"
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 DEFAULT_BASE = 10000.0
-LEAKY_MAPS = frozenset({"leaky_rerope", "inv_leaky_rerope"})
-"""Maps whose distances beyond the window grow by 1/leak per token."""
 
 
 @dataclass(frozen=True)
@@ -39,47 +35,53 @@ class MethodKey:
 
 
 def method_key(result: Result) -> MethodKey | None:
-    """The method that a result was measured with; None for a refused variant, for which nothing was computed.
+    """The method that a result was measured with; None for a refused variant, for which nothing was computed, and for
+    layers that differ.
 
     Raises EvaluationError where the file has an option that no position method has.
     """
     if result.environment.backend is None:
         return None
     before = result.checkpoint.trained_with
-    trained, used = _key(before, result), _key({**before, **result.overrides}, result)
+    settings = {**before, **result.overrides}
+    if settings.keys() & {"layer_types", "sliding_window_width"}:
+        return None  # no paper's table has such models
+    trained, used = _key(before, result), _key(settings, result)
     return replace(used, trained=trained if trained != MethodKey(trained.pos_emb) else None)
 
 
 def _key(settings: Mapping[str, Any], result: Result) -> MethodKey:
     """The method of the settings in a result file, without what the weights were trained with."""
-    scaling = _options(RopeScaling, settings.get("rope_scaling"), result)
-    relative = _options(RelativePositions, settings.get("relative_positions"), result)
-    known = SCALING_OPTIONS[scaling.rope_type] if scaling is not None else ()
+    scaling = _selected("rope_scaling", settings, result)
+    relative = _selected("relative_positions", settings, result)
+    extended = scaling.given if scaling is not None else {}
     length = result.checkpoint.seq_length
     mapped = relative.settings(length) if relative is not None else {}
+    if "target_length" in mapped:
+        mapped["leak"] = length / (2 * mapped["target_length"])
     return MethodKey(
         pos_emb=result.checkpoint.pos_emb,
         rope=scaling.rope_type if scaling is not None else "default",
-        factor=scaling.factor if scaling is not None and "factor" in known else None,
-        exponent=scaling.b if scaling is not None and "b" in known else None,
+        factor=extended.get("factor"),
+        exponent=extended.get("b"),
         base=float(settings.get("rotary_emb_base", DEFAULT_BASE)),
         positions=relative.type if relative is not None else "none",
         window=mapped["window"] / length if mapped else None,
-        leak=mapped["leak"] if relative is not None and relative.type in LEAKY_MAPS else None,
+        leak=mapped.get("leak"),
         logits=str(settings.get("logit_scaling", "none")),
     )
 
 
-def _options(kind: type[G], value: Any, result: Result) -> G | None:
-    if not isinstance(value, Mapping):
+def _selected(key: str, settings: Mapping[str, Any], result: Result) -> Selected | None:
+    if not isinstance(settings.get(key), Mapping):
         return None
     try:
-        return kind.model_validate(value)
+        return read_choice(key, settings[key])
     except ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
+        name = ".".join(map(str, (key, *first["loc"])))
         raise EvaluationError(
-            f"label `{result.label}` of {result.task}: {key}: {first['msg']}; measure it again"
+            f"label `{result.label}` of {result.task}: {name}: {first['msg']}; measure it again"
         ) from error
 
 

@@ -11,17 +11,19 @@ from typing import Any
 
 from megatron_coca.evaluation import results
 from megatron_coca.evaluation.analysis.records import AnalysisResult
-from megatron_coca.evaluation.harness.measuring import HarnessResult
+from megatron_coca.evaluation.harness.harness_tasks import HarnessResult
 from megatron_coca.evaluation.perplexity import PerplexityResult
 from megatron_coca.evaluation.results import Cell, Cost, EvaluationError, Missing, Result
-from megatron_coca.evaluation.retrieval.measuring import NeedleResult, PasskeyResult, RulerResult
-from megatron_coca.evaluation.speed.measuring import SpeedResult
+from megatron_coca.evaluation.retrieval.recall import RecallResult
+from megatron_coca.evaluation.retrieval.retrieval_tasks import NeedleResult, PasskeyResult, RulerResult
+from megatron_coca.evaluation.speed.speed_rounds import SpeedResult
 
 logger = logging.getLogger(__name__)
 
 RESULT_TYPES: dict[str, type[Result]] = {
     "perplexity": PerplexityResult,
     "passkey": PasskeyResult,
+    "recall": RecallResult,
     "needle": NeedleResult,
     "ruler": RulerResult,
     "lm-eval": HarnessResult,

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from megatron_coca.evaluation.options import dynamic_length_text
-from megatron_coca.evaluation.report import tables as shared
+from megatron_coca.evaluation.report import result_tables as shared
 from megatron_coca.evaluation.report.charts import (
     Figure,
     HeatMap,
@@ -21,8 +21,8 @@ from megatron_coca.evaluation.report.charts import (
 )
 from megatron_coca.evaluation.report.document import ReportBlock, Table, TableCell, TableRow
 from megatron_coca.evaluation.report.reading import Comparable, Replicate, ResultGroup, Series
-from megatron_coca.evaluation.report.tables import ReportOptions
-from megatron_coca.evaluation.retrieval.measuring import RetrievalProtocol, Tally, wilson_interval
+from megatron_coca.evaluation.report.result_tables import ReportOptions
+from megatron_coca.evaluation.retrieval.retrieval_tasks import RetrievalProtocol, Tally, wilson_interval
 
 RETRIEVAL_COMPARABLE: Comparable = {
     "cases": "protocol.cases",

@@ -12,9 +12,9 @@ from matplotlib.figure import Figure as Canvas
 
 from megatron_coca.evaluation.analysis.records import FIGURES, LengthAnalysis
 from megatron_coca.evaluation.report import length_sections as by_length
+from megatron_coca.evaluation.report import result_tables as shared
 from megatron_coca.evaluation.report import retrieval_sections as retrieval
 from megatron_coca.evaluation.report import short_sections as short
-from megatron_coca.evaluation.report import tables as shared
 from megatron_coca.evaluation.report.charts import Figure, Line, Panel, panels, size_with_legend
 from megatron_coca.evaluation.report.document import (
     EMPTY,
@@ -34,10 +34,11 @@ from megatron_coca.evaluation.report.reading import (
     ResultGroup,
     Series,
 )
-from megatron_coca.evaluation.report.tables import ReportOptions
+from megatron_coca.evaluation.report.recall_section import recall_blocks
+from megatron_coca.evaluation.report.result_tables import ReportOptions
 from megatron_coca.evaluation.results import Cost, EvaluationError, Missing, Result
 from megatron_coca.evaluation.speed import CONTRACTION, WHATS, WHOLE_SEQUENCES
-from megatron_coca.evaluation.speed.measuring import SpeedCell, SpeedResult
+from megatron_coca.evaluation.speed.speed_rounds import SpeedCell, SpeedResult
 
 # Speed and memory
 
@@ -299,6 +300,7 @@ NOT_PRINTED = ("summary", "training", "models", "costs")
 """Sections that do not appear on the console."""
 SECTIONS: dict[str, tuple[str, tuple[str, ...], shared.Builder]] = {
     "summary": ("Summary", ("perplexity", "passkey"), summary_blocks),
+    "recall": ("Key-value recall", ("recall",), recall_blocks),
     "training": ("Learning curves", tuple(RESULT_TYPES), curve_blocks),
     "perplexity": ("Perplexity beyond the training length", ("perplexity",), by_length.perplexity_blocks),
     "rerope": ("Loss with windowed relative positions", ("perplexity",), by_length.map_blocks),

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import NormalDist, fmean
 
-from megatron_coca.evaluation.harness.measuring import Score
+from megatron_coca.evaluation.harness.harness_tasks import Score
 from megatron_coca.evaluation.options import dynamic_length_text
-from megatron_coca.evaluation.report import tables as shared
+from megatron_coca.evaluation.report import result_tables as shared
 from megatron_coca.evaluation.report.document import ReportBlock, Table, TableCell, TableRow
 from megatron_coca.evaluation.report.published import AVERAGED_GROUPS, SHORT_CONTEXT, TASKS_BY_GROUP
 from megatron_coca.evaluation.report.reading import Comparable, Replicate, ResultGroup, Series
-from megatron_coca.evaluation.report.tables import ReportOptions
+from megatron_coca.evaluation.report.result_tables import ReportOptions
 
 HARNESS_COMPARABLE: Comparable = {
     "version of lm-eval": "protocol.lm_eval",

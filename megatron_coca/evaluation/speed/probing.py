@@ -59,7 +59,8 @@ def layer_work(model: GPT, length: int, batch: int, backward: bool) -> Workload:
     generator = torch.Generator().manual_seed(length)
     hidden = torch.randn(batch, length, weight.shape[0], generator=generator).to(weight).requires_grad_(backward)
     with torch.no_grad():
-        frame = model.positions(torch.arange(length, device=weight.device), length, weight.dtype, reached=length)
+        contexts = model.contexts(torch.arange(length, device=weight.device), length, weight.dtype, reached=length)
+        frame = contexts[model.layer_types[0]]
     gradient = torch.ones_like(hidden) if backward else None
 
     def call() -> object:
@@ -94,16 +95,18 @@ def model_work(model: GPT, length: int, batch: int, backward: bool) -> Workload:
 def decode(model: GPT, length: int, batch: int) -> Workload:
     """Tokens one by one after `length` cached ones, which are random numbers; afterwards the cache is cut back."""
     model.eval()
-    cache, method = model.new_cache(length=length + DECODED), model.method
+    cache = model.new_cache(length=length + DECODED)
     first = first_layer(model)
     weight = first.dense.weight
     packed = first.query_key_value.weight
     assert isinstance(packed, Tensor)
     kv_heads = packed.shape[0] // first.head_dim // (first.queries_per_key + 2)
     generator = torch.Generator().manual_seed(length)
-    for layer in cache.layers:
-        widths = method.cached_width, method.head_dim
-        layer.append(*(torch.randn(batch, kv_heads, length, width, generator=generator).to(weight) for width in widths))
+    for layer, name in zip(cache.layers, model.layer_types, strict=True):
+        method = model.methods[name]
+        tensors = 1 + (len(method.bands) if method.keys_stay(cache.length) else 1)
+        shape = batch, kv_heads, min(length, method.window or length), method.head_dim
+        layer.append(*(torch.randn(shape, generator=generator).to(weight) for _ in range(tensors)))
     positions = torch.arange(length, device=weight.device)
     ids = token_ids(model, DECODED, batch)
 
@@ -112,8 +115,9 @@ def decode(model: GPT, length: int, batch: int) -> Workload:
         with torch.no_grad():
             for step in range(DECODED):
                 model(ids[:, step : step + 1], cache=cache)
-        for layer in cache.layers:
-            layer.cut(length)
+        for layer, name in zip(cache.layers, model.layer_types, strict=True):
+            if length < (model.methods[name].window or length + 1):  # a full window holds as much after any token
+                layer.cut(length)
 
     return Workload(call, batch, DECODED)
 

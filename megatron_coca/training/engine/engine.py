@@ -4,7 +4,7 @@ import contextlib
 import io
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,16 +12,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
-from deepspeed.runtime.config import DeepSpeedConfigError
-from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
-from deepspeed.runtime.sequence_parallel import parallel_state_sp
-from deepspeed.runtime.utils import partition_balanced
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from deepspeed.sequence.layer import _SeqAllToAll
-from deepspeed.utils import groups
-from pydantic import ValidationError
 from torch import Tensor
 
 from megatron_coca.attention.context import WHOLE, Draw, HeadShard, assign_shard
@@ -31,39 +22,26 @@ from megatron_coca.config import BatchSizes, Config, ConfigError
 from megatron_coca.data import Batch
 from megatron_coca.model import GPT, LanguageModelLoss
 from megatron_coca.model.stages import Stage, StageInput, layer_weights
+from megatron_coca.training.engine import deepspeed_internals as internals
 from megatron_coca.training.engine import state
 from megatron_coca.training.engine.graphs import CapturedMicroBatch
 from megatron_coca.training.engine.group import everyone_succeeded, local_device, mean_over_ranks, world_size
-from megatron_coca.training.engine.norms import clip_gradients, keep_norms_on_device
 from megatron_coca.training.loss_guard import Limits, bad_reason
 from megatron_coca.training.topology import zero_section
 
 logger = logging.getLogger(__name__)
 
-RESERVED = frozenset(
-    {
-        "train_batch_size",
-        "tensor_parallel",
-        "sequence_parallel_size",
-        "data_parallel_size",
-        "bf16",
-        "bfloat16",
-        "fp16",
-        "torch_autocast",
-        "optimizer",
-        "scheduler",
-        "checkpoint",
-    }
-)
+RESERVED = {
+    *("train_batch_size", "tensor_parallel", "sequence_parallel_size", "data_parallel_size", "checkpoint"),
+    *("bf16", "bfloat16", "fp16", "torch_autocast", "optimizer", "scheduler"),
+}
 """DeepSpeed keys that have a key of ours. The total batch is left to DeepSpeed's arithmetic, which counts
 tensor-parallel ranks as data-parallel ones in some places and uses the product for nothing.
 """
-PER_HEAD = r".*\.(position_bias|positions\.bias|positions\.clex)\..*"
+PER_HEAD = r".*\.(position_bias|positions\.(others\.\w+\.)?(bias|clex))\..*"
 """Learned parameters that every tensor-parallel rank holds whole but uses for its own heads only, so that each computes
 a part of their gradient.
 """
-DEEPSPEED_ERRORS = (ValidationError, DeepSpeedConfigError, AssertionError, ValueError, NotImplementedError)
-"""Exceptions of DeepSpeed for options that it does not support."""
 
 
 def deepspeed_config(config: Config, sizes: BatchSizes) -> dict[str, Any]:
@@ -118,22 +96,14 @@ def _tensor_parallel_section(config: Config) -> dict[str, Any]:
     }
 
 
-def _order_on_device(optimizer: Any) -> None:
-    """Let the optimizer's stream wait for overlapped reductions (ZeRO 1, 2), where DeepSpeed waits on the host."""
-    overlaps = isinstance(optimizer, DeepSpeedZeroOptimizer) and optimizer.overlap_comm and not optimizer.cpu_offload
-    if not overlaps or optimizer.reduction_stream is None:
-        return
-    epilogue, accelerator = optimizer.independent_gradient_partition_epilogue, get_accelerator()
+def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
+    """Clip gradients in place to the norm `limit`, unless it is 0; returns their norm before, a scalar on the device.
 
-    def ordered_epilogue() -> None:
-        host_wait = accelerator.synchronize
-        accelerator.synchronize = lambda: accelerator.current_stream().wait_stream(optimizer.reduction_stream)
-        try:
-            epilogue()
-        finally:
-            accelerator.synchronize = host_wait
-
-    optimizer.independent_gradient_partition_epilogue = ordered_epilogue
+    For training without ZeRO, where the gradients, reduced already, are in the parameters.
+    """
+    if limit > 0:
+        return nn.utils.clip_grad_norm_(parameters, limit)
+    return nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
 
 
 class StepResult(NamedTuple):
@@ -185,21 +155,17 @@ class Engine:
             return apply(closure) if self._accepts_step() else None
 
         optimizer.step = step  # type: ignore[method-assign]
-        grid = parallel_state_sp if config.parallel.sequence_parallel_size > 1 else None
         try:
-            if grid is not None and grid._SEQUENCE_PARALLEL_GROUP is None:  # it refuses to make the same groups twice
-                grid.initialize_sequence_parallel(config.parallel.sequence_parallel_size)
+            grid = internals.sequence_grid(config.parallel.sequence_parallel_size)
             self._engine: Any = deepspeed.initialize(model=model, optimizer=optimizer, config=section, mpu=grid)[0]
-        except DEEPSPEED_ERRORS as error:
+        except internals.DEEPSPEED_ERRORS as error:
             raise ConfigError(
                 f"zero_optimization, fp16, bf16 or deepspeed_extra_args: DeepSpeed says: {error}"
             ) from error
-        _order_on_device(self._engine.optimizer)
         assign_shard(model, _head_shard(config))
         if world_size() == 1 and not self.partitioned:
-            # DeepSpeed would flatten all gradients, reduce them over one rank and copy them back.
-            self._engine.enable_backward_allreduce = False
-        keep_norms_on_device(self._engine.optimizer)
+            internals.skip_reduction(self._engine)
+        internals.stay_on_device(self._engine.optimizer)
         if not everyone_succeeded(state.in_known_order(self._engine.optimizer)):
             raise ConfigError(
                 "zero_optimization: DeepSpeed keeps optimizer states in an order that checkpoints do not support; "
@@ -277,7 +243,7 @@ class Engine:
     def places(self) -> dict[str, ParameterSlice]:
         """Return the shape of every parameter on this rank, and its slice of the whole parameter."""
         packed = state.packed_places(self._names, self._config.model)
-        shapes = {name: state.local_shape(parameter) for parameter, name in self._names.items() if name not in packed}
+        shapes = {name: internals.whole_shape(weight) for weight, name in self._names.items() if name not in packed}
         shapes |= {projection.name: projection.shape for projection in packed.values()}
         return {name: ParameterSlice(shape, self._tensor_shard(name)) for name, shape in shapes.items()}
 
@@ -295,7 +261,7 @@ class Engine:
         size = self._config.parallel.model_parallel_size
         if size == 1:
             return None
-        rank = groups.get_tensor_model_parallel_rank()
+        rank = internals.get_tensor_model_parallel_rank()
         return next((cut.shard(rank, size) for cut in layer_shards(self._config.model) if cut.holds(name)), None)
 
     def _begin_step(self, learning_rate: float, limits: Limits | None) -> None:
@@ -320,7 +286,7 @@ class Engine:
         DeepSpeed reduces the gradients, as at the end of its own backward pass.
         """
         if self._captured is None:
-            if getattr(self._engine.optimizer, "use_grad_accum_attribute", False):
+            if internals.sums_beside_gradients(self._engine.optimizer):
                 raise ConfigError("cuda_graphs: DeepSpeed sums gradients in another dtype; set cuda_graphs=false")
             self._captured = CapturedMicroBatch(self._engine.module, inputs)
         if first:
@@ -328,16 +294,13 @@ class Engine:
         loss = self._captured(inputs)
         if last:
             self._captured.set_gradients()
-            if self.partitioned:
-                self._engine.optimizer.setup_buckets()
-            if self._engine.enable_backward_allreduce:
-                self._engine.allreduce_gradients()
+            internals.reduce_gradients(self._engine)
         return loss
 
     def _accepts_step(self) -> bool:
         """Decide if the optimizer may change weights; called once for each of ZeRO's parameter groups."""
         if self._norm is None:
-            self._read_step(self._engine.optimizer._global_grad_norm)
+            self._read_step(internals.gradient_norm(self._engine.optimizer))
         self._applied = bad_reason(self._step_loss(), self._norm, self._limits) is None
         return self._applied
 
@@ -345,7 +308,7 @@ class Engine:
         """Read loss and gradient norm from the device: the only wait for it in a step."""
         both = torch.stack((self._mean_loss().to(self.device), torch.as_tensor(norm, device=self.device).double()))
         self._loss, reported = both.tolist()
-        self._norm = reported if reported >= 0 else math.nan  # DeepSpeed has -1 for a norm that is not finite
+        self._norm = reported if reported >= 0 else math.nan  # ZeRO has -1 for a norm that is not finite
 
     def _mean_loss(self) -> Tensor:
         """The mean loss of the current step over all ranks, a float64 scalar on the device."""
@@ -378,10 +341,10 @@ class SequenceShard(HeadShard):
         return tokens.chunk(self.count, -1)[self.index]
 
     def gather(self, x: Tensor) -> Tensor:
-        return _SeqAllToAll.apply(self.group, x, 2, 1, 0)  # [batch, length, heads, width]: heads for tokens
+        return internals.all_to_all(self.group, x, 2, 1)  # [batch, length, heads, width]: heads for tokens
 
     def scatter(self, x: Tensor) -> Tensor:
-        return _SeqAllToAll.apply(self.group, x, 1, 2, 0)
+        return internals.all_to_all(self.group, x, 1, 2)
 
     def mean(self, loss: Tensor, loss_mask: Tensor | None) -> Tensor:
         weight: Tensor | float = 1 / self.count
@@ -415,9 +378,9 @@ def _head_shard(config: Config) -> HeadShard:
     """This rank's heads and tokens, once DeepSpeed is initialized; the configuration allows at most one kind."""
     tensor, sequence = config.parallel.model_parallel_size, config.parallel.sequence_parallel_size
     if tensor > 1:
-        return HeadShard(groups.get_tensor_model_parallel_rank(), tensor)
+        return HeadShard(internals.get_tensor_model_parallel_rank(), tensor)
     if sequence > 1:
-        group = parallel_state_sp.get_sequence_parallel_group()
+        group = internals.get_sequence_parallel_group()
         return SequenceShard(dist.get_rank(group), sequence, group, averaged=config.parallel.stage == 3)
     return WHOLE
 
@@ -470,7 +433,7 @@ class PipelineEngine(Engine):
 
     def _mean_loss(self) -> Tensor:
         """The mean loss of the last micro-batches, on every rank."""
-        losses: list[Tensor] = self._engine.fwd_outputs
+        losses = internals.stage_losses(self._engine)
         mean = torch.stack(losses).double().mean() if losses else torch.zeros((), dtype=torch.float64)
         return mean_over_ranks(mean.to(self.device)) * len(self._stage.spans)
 
@@ -478,7 +441,7 @@ class PipelineEngine(Engine):
 def cut(model: GPT, config: Config, index: int) -> Stage:
     """Return stage `index` of `pipe_parallel_size`. Its layers are taken out of `model`, the others are dropped."""
     weights = layer_weights(model, config.parallel.pipe_partition_method)
-    bounds = partition_balanced(weights, config.parallel.pipe_parallel_size)
+    bounds = internals.partition_balanced(weights, config.parallel.pipe_parallel_size)
     return Stage(model, [int(bound) for bound in bounds], index)
 
 
@@ -505,7 +468,7 @@ def _pipeline_module(stage: Stage) -> PipelineModule:
     with contextlib.redirect_stdout(io.StringIO()), torch.no_grad():
         return PipelineModule(
             layers,
-            topology=PipeDataParallelTopology(num_pp=stages, num_dp=world_size() // stages),
+            topology=internals.PipeDataParallelTopology(num_pp=stages, num_dp=world_size() // stages),
             partition_method="uniform",
         )
 

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.constants import default_pg_timeout
 from torch import Tensor
 
 from megatron_coca.config import ConfigError
+from megatron_coca.training.engine import deepspeed_internals as internals
 from megatron_coca.training.exit_status import NotJoined
 
 LOOPBACK = "127.0.0.1"
@@ -49,7 +49,8 @@ def join(rendezvous: Rendezvous, timeout: float) -> dist.Store:
         return dist.HashStore()
     deadline, limit = time.monotonic() + timeout, f"{timeout:g} s (`join_timeout`)"
     this_rank = f"rank {rank} on {socket.gethostname()}"
-    store = _serve(rendezvous, timeout) if rank == 0 and not agent else _connect(rendezvous, deadline, limit)
+    connect = _serve if rank == 0 and not agent else _connect
+    store = connect(rendezvous, deadline, limit)
     store.set(f"joined/{rank}", socket.gethostname())
     if rank == 0:
         _publish_missing(store, world_size, deadline)
@@ -89,9 +90,31 @@ def _wait_until(condition: Callable[[], bool], deadline: float) -> bool:
     return True
 
 
-def _serve(rendezvous: Rendezvous, timeout: float) -> dist.TCPStore:
+def _resolved(rendezvous: Rendezvous, deadline: float, limit: str) -> None:
+    """Wait until the address of rank 0 has a meaning here: names of pods appear some time after these."""
+    reason: OSError | None = None
+
+    def resolvable() -> bool:
+        nonlocal reason
+        try:
+            socket.getaddrinfo(rendezvous.address, rendezvous.port)
+        except OSError as error:
+            reason = error
+            return False
+        return True
+
+    if not _wait_until(resolvable, deadline):
+        raise NotJoined(
+            f"rank {rendezvous.rank} on {socket.gethostname()}: MASTER_ADDR {rendezvous.address} did not resolve within"
+            f" {limit} ({reason}); set it to a name or address of rank 0's host (`master_addr` in a configuration)"
+        )
+
+
+def _serve(rendezvous: Rendezvous, deadline: float, limit: str) -> dist.TCPStore:
+    _resolved(rendezvous, deadline, limit)
     address, port = rendezvous.address, rendezvous.port
-    options: dict[str, Any] = {"timeout": timedelta(seconds=timeout + GRACE_SECONDS)}
+    left = max(0.0, deadline - time.monotonic())
+    options: dict[str, Any] = {"timeout": timedelta(seconds=left + GRACE_SECONDS)}
     try:
         if address == LOOPBACK:  # by default the store would listen on every interface
             with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
@@ -101,7 +124,11 @@ def _serve(rendezvous: Rendezvous, timeout: float) -> dist.TCPStore:
         return dist.TCPStore(address, port, rendezvous.world_size, is_master=True, wait_for_workers=False, **options)
     except (OSError, dist.DistNetworkError) as error:
         if getattr(error, "errno", None) != errno.EADDRINUSE and "EADDRINUSE" not in str(error):
-            raise
+            reason = str(error).splitlines()[0]
+            raise NotJoined(
+                f"rank 0 on {socket.gethostname()} cannot be reached at {address}:{port} ({reason}); MASTER_ADDR and"
+                " MASTER_PORT must be of its host"
+            ) from error
         raise ConfigError(
             f"MASTER_PORT: port {port} of this host is in use; set another (`master_port` in a configuration)"
         ) from error
@@ -165,13 +192,12 @@ def init_distributed(timeout: float | None = None, join_timeout: float = 600.0) 
         NotJoined, ConfigError: as `join`.
     """
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    # On the CPU DeepSpeed would compile a shared-memory all-reduce; gloo needs no compiler on the machine.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    internals.use_gloo()
     variables, agent = os.environ, os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     rank, world_size = int(variables["RANK"]), int(variables["WORLD_SIZE"])
     rendezvous = Rendezvous(rank, world_size, variables["MASTER_ADDR"], int(variables["MASTER_PORT"]), agent)
     store = join(rendezvous, join_timeout)
-    limit = default_pg_timeout if timeout is None else timedelta(seconds=timeout)
+    limit = internals.default_pg_timeout if timeout is None else timedelta(seconds=timeout)
     store.set_timeout(limit)
     cuda = torch.cuda.is_available()
     backend = "nccl" if cuda else "gloo"
@@ -187,8 +213,23 @@ def init_distributed(timeout: float | None = None, join_timeout: float = 600.0) 
     deepspeed.init_distributed(backend, verbose=False)
 
 
+_host_groups: list[dist.ProcessGroup] = []
+
+
+def _host_group() -> dist.ProcessGroup | None:
+    """The group of all ranks for what the host decides, so that it does not wait for the device; None is the default
+    group, if that is on the host. Made in the first call, which all ranks make.
+    """
+    if dist.get_backend() == "gloo":
+        return None
+    if not _host_groups:
+        _host_groups.append(dist.new_group(backend="gloo"))
+    return _host_groups[0]
+
+
 def shut_down() -> None:
     """Leave the process group."""
+    _host_groups.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -238,10 +279,10 @@ def everyone_succeeded(succeeded: bool, group: dist.ProcessGroup | None = None) 
 
 
 def anyone(flags: Sequence[bool], group: dist.ProcessGroup | None = None) -> tuple[bool, ...]:
-    """Return for each flag if it is set on any rank. `group` is a background group."""
-    values = torch.tensor(flags, dtype=torch.int32, device="cpu" if group is not None else local_device())
+    """Return for each flag if it is set on any rank. `group` is a background group. The device is not asked."""
+    values = torch.tensor(flags, dtype=torch.int32)
     if world_size() > 1:
-        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group or _host_group())
     return tuple(bool(value) for value in values.tolist())
 
 

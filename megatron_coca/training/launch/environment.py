@@ -12,14 +12,18 @@ import struct
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial
 from glob import glob
+from itertools import accumulate
 from typing import NamedTuple
 
 from megatron_coca.config import Config, ConfigError
+from megatron_coca.config.base import shown
 
 logger = logging.getLogger(__name__)
 
 Variables = Mapping[str, str]
 DEFAULT_PORT = 29500
+LARGEST_PORT = 65535
+MOST_PROCESSES = 2**20
 LOOPBACK = "127.0.0.1"
 FIRST_PORT, LAST_PORT = 20000, 32767
 """Below Linux's ephemeral ports: seconds pass until rank 0 listens, and an outgoing connection could take the port."""
@@ -181,20 +185,19 @@ def first_host(nodelist: str) -> str:
 
 def tasks_on_node(tasks: str, node: int) -> int:
     """Return the tasks on host number `node` by Slurm's list: "8(x3),4" -> 8 for the first three, 4 for the last."""
-    counts: list[int] = []
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks):
-        counts += [int(count)] * int(times or 1)
+    counts = [(int(count), int(times or 1)) for count, times in re.findall(r"(\d{1,9})(?:\(x(\d{1,9})\))?", tasks)]
     if not counts:
         raise ConfigError(f"SLURM_STEP_TASKS_PER_NODE: cannot read {tasks!r}; set LOCAL_WORLD_SIZE")
-    return counts[min(node, len(counts) - 1)]
+    ends = accumulate(times for _, times in counts)
+    return next((count for (count, _), end in zip(counts, ends, strict=True) if node < end), counts[-1][0])
 
 
 def _number(environment: Variables, *names: str, default: int | None = None) -> int:
     """Return the value of the first of `names` that is set."""
     for name in names:
         if name in environment:
-            if not re.fullmatch(r"\s*\d+\s*", environment[name]):
-                raise ConfigError(f"{name}: {environment[name]!r} is not a whole number")
+            if not re.fullmatch(r"\s*\d{1,18}\s*", environment[name]):
+                raise ConfigError(f"{name}: {shown(environment[name])} is not a whole number of at most 18 digits")
             return int(environment[name])
     if default is None:
         raise ConfigError(f"{names[0]}: not set in the environment; the launcher must set it for every process")
@@ -202,10 +205,15 @@ def _number(environment: Variables, *names: str, default: int | None = None) -> 
 
 
 def _port(environment: Variables) -> int | None:
-    return _number(environment, "MASTER_PORT") if "MASTER_PORT" in environment else None
+    port = _number(environment, "MASTER_PORT", default=DEFAULT_PORT)
+    if not 1 <= port <= LARGEST_PORT:
+        raise ConfigError(f"MASTER_PORT: {port} is not a port; ports are 1 to {LARGEST_PORT}")
+    return port if "MASTER_PORT" in environment else None
 
 
 def _check(location: RankLocation, name: str, environment: Variables) -> None:
+    if location.world_size > MOST_PROCESSES:
+        raise ConfigError(f"{name}: a world size of {location.world_size} exceeds {MOST_PROCESSES}")
     if not 0 <= location.rank < location.world_size:
         raise ConfigError(f"{name}: rank {location.rank} is not below the world size {location.world_size}")
     if not 0 <= location.local_rank < location.local_world_size:
@@ -215,8 +223,14 @@ def _check(location: RankLocation, name: str, environment: Variables) -> None:
     given = _number(environment, "WORLD_SIZE", default=location.world_size)
     if given != location.world_size:
         raise ConfigError(f"WORLD_SIZE: {given}, but {name} started {location.world_size} processes; unset WORLD_SIZE")
-    if location.master is None and location.world_size > location.local_world_size:
+    if not location.master and location.world_size > location.local_world_size:
         raise ConfigError(f"MASTER_ADDR: not set; {name} started processes on several hosts: set it to the first one")
+    try:
+        (location.master or LOOPBACK).encode("idna")  # as resolving it does
+    except UnicodeError:
+        raise ConfigError(
+            f"MASTER_ADDR: {shown(location.master)} is not a host name; set it to that of rank 0"
+        ) from None
 
 
 def _by_rank(environment: Variables) -> RankLocation:
@@ -225,7 +239,7 @@ def _by_rank(environment: Variables) -> RankLocation:
     local_world = _number(environment, "LOCAL_WORLD_SIZE", "LOCAL_SIZE", default=1 if sole else world)
     local = _number(environment, "LOCAL_RANK", default=0)
     master = environment.get("MASTER_ADDR")
-    if master is None and world > 1:
+    if not master and world > 1:
         raise ConfigError(f"MASTER_ADDR: not set although WORLD_SIZE is {world}; set it to the host of rank 0")
     return RankLocation(_number(environment, "RANK"), world, local, local_world, master, _port(environment), sole)
 

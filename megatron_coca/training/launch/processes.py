@@ -32,7 +32,7 @@ FORWARDED = (*SIGNALS, signal.SIGINT)
 SETTLE = 5.0
 """Seconds the other processes have to end after one failed: long enough to print their own errors."""
 PREEMPTED_SETTLE = 300.0
-"""The same where the first one exited with PREEMPTED: the others may still be saving."""
+"""The same where the first one ended as it was asked to: the others may still be saving."""
 NAMED = 4
 """Ranks listed by name when many report the same error."""
 INTERVAL = 0.05
@@ -43,8 +43,8 @@ class LocalProcess:
     """A child process in its own session that is killed when this process dies.
 
     The terminal's Ctrl-C does not reach it, so it receives every signal exactly once, through `send`. `translated` maps
-    signals that mean something else to this command; the process may write its error to `error_file`. What it prints
-    is appended to `log`, if given.
+    signals that mean something else to this command. If it `reports`, it may write its error to a file in memory, which
+    ends with this process. What it prints is appended to `log`, if given.
     """
 
     def __init__(
@@ -53,12 +53,15 @@ class LocalProcess:
         command: Sequence[str],
         environment: Mapping[str, str],
         translated: Mapping[int, int] | None = None,
-        error_file: Path | None = None,
+        reports: bool = False,
         log: Path | None = None,
     ) -> None:
-        self.label, self._translated, self._error_file = label, dict(translated or {}), error_file
-        variables = dict(environment) | ({ERROR_FILE: str(error_file)} if error_file is not None else {})
+        self.label, self._translated = label, dict(translated or {})
         prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
+        self._error = open(os.memfd_create("error"), "rb") if reports else None  # noqa: SIM115 - open as long as this
+        variables = dict(environment)
+        if self._error is not None:
+            variables[ERROR_FILE] = f"/proc/{parent}/fd/{self._error.fileno()}"
 
         def die_with_parent() -> None:
             prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -92,34 +95,40 @@ class LocalProcess:
 
     def report(self) -> ErrorReport | None:
         """The error that the process wrote, None where it wrote none."""
-        return None if self._error_file is None else ErrorReport.read(self._error_file)
+        return None if self._error is None else ErrorReport.read(Path(f"/proc/self/fd/{self._error.fileno()}"))
 
 
 def supervise(processes: Sequence[LocalProcess], signals: CaughtSignals, settle: float = SETTLE) -> int:
     """Wait for all processes and return the exit status of the run: 0, or that of the process that failed first.
 
     Signals are forwarded without a time limit of our own: the scheduler that sent one has its own. A second Ctrl-C
-    kills. After a failure the others have `settle` seconds before they are killed. PREEMPTED is the status only if no
-    process failed otherwise. The first error is printed in full, the others in one line each.
+    kills. The status is then INTERRUPTED, and PREEMPTED after other signals, unless a process failed. After a failure
+    the others have `settle` seconds before they are killed. The first error is printed in full, the others in one line
+    each.
     """
-    running, sent, status = list(processes), list[int](), DONE
+    running, sent, status, heaviest = list(processes), list[int](), DONE, 0
     deadline, shown = math.inf, None
     while running:
         for number in signals.take():
             kill = number == signal.SIGINT and number in sent
-            sent.append(number)
+            sent.append(signal.SIGKILL if kill else number)
             for process in running:
-                process.send(signal.SIGKILL if kill else number)
+                process.send(sent[-1])
         ended = {process.label: code for process in running if (code := process.poll()) is not None}
         running = [process for process in running if process.label not in ended]
         # Of several that ended at once, one killed by a signal caused the others.
         for label, code in sorted(ended.items(), key=lambda item: -item[1]):
             # A process without a handler yet dies of the stop signal; nothing is lost by that.
-            code = PREEMPTED if code - 128 in sent and code - 128 in SIGNALS else code
-            if code == DONE or not (status == DONE or status == PREEMPTED != code):
-                continue  # the first failure counts, and any goes before PREEMPTED
-            status, deadline = code, time.monotonic() + (PREEMPTED_SETTLE if code == PREEMPTED else settle)
-            if code not in (PREEMPTED, UNSAVED, INTERRUPTED) and code - 128 not in sent:
+            asked = code == PREEMPTED or (bool(sent) and (code == INTERRUPTED or code - 128 in sent))
+            if asked:
+                code = INTERRUPTED if signal.SIGINT in sent else PREEMPTED
+            # A failure goes before an end that was asked for. A rank that was interrupted alone makes others fail.
+            weight = 0 if code == DONE else 1 if asked else 3 if code == INTERRUPTED else 2
+            if weight <= heaviest:
+                continue
+            status, heaviest = code, weight
+            deadline = time.monotonic() + (PREEMPTED_SETTLE if asked else settle)
+            if weight == 2 and code != UNSAVED:
                 _print_error(f"{label} {describe(code)}{'; stopping the others' if running else ''}")
             shown = shown or _show_first_error(_reports(processes, running), finished=False)
         if time.monotonic() > deadline:
@@ -170,7 +179,7 @@ def describe(status: int) -> str:
 
 FINAL = frozenset({DONE, UNUSABLE, PREEMPTED, DIVERGED, UNSAVED, INTERRUPTED})
 """Exit statuses after which the run is not restarted: success, refused input, signals, and divergence, which would
-repeat. All others are crashes, hangs, killed ranks and hosts that were lost or did not join.
+repeat. All others are crashes, hangs, killed ranks, hosts that were lost or did not join, and services that are away.
 """
 LONGEST_DELAY = 300.0
 

@@ -9,10 +9,12 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from megatron_coca.config import ConfigError, LaunchConfig
+from megatron_coca.config.base import shown
+from megatron_coca.config.training import MOST_SLOTS
+from megatron_coca.regular_files import read_regular
 from megatron_coca.training.exit_status import CaughtSignals
 from megatron_coca.training.launch.environment import (
     DEFAULT_PORT,
@@ -57,14 +59,14 @@ class LocalRanks:
     master: str
     port: int
 
-    def start(self, script: Script, environment: Mapping[str, str], errors: Path) -> list[LocalProcess]:
-        """Start one process per rank; each writes its error to a file in the folder `errors`."""
+    def start(self, script: Script, environment: Mapping[str, str]) -> list[LocalProcess]:
+        """Start one process per rank."""
         return [
             LocalProcess(
                 f"rank {self.first_rank + local}",
                 _python(script),
                 {**environment, **self.variables(environment, local)},
-                error_file=errors / f"rank_{self.first_rank + local}.json",
+                reports=True,
             )
             for local in range(len(self.slots))
         ]
@@ -87,8 +89,8 @@ class LocalRanks:
         return own
 
 
-Starter = Callable[[Script, Path], list[LocalProcess]]
-"""Starts the processes of a script, which write errors to files in the given folder."""
+Starter = Callable[[Script], list[LocalProcess]]
+"""Starts the processes of a script."""
 
 
 def start(
@@ -116,9 +118,7 @@ def start(
     signals = CaughtSignals(FORWARDED)
 
     def run(restarted: bool = False) -> int:
-        with TemporaryDirectory(prefix="errors-") as errors:
-            resuming = ["--auto-resume"] if restarted else []
-            return supervise(starter([*script, *resuming], Path(errors)), signals)
+        return supervise(starter([*script, *(["--auto-resume"] if restarted else [])]), signals)
 
     try:
         with signals:  # before the first process exists, so that none is left running
@@ -146,17 +146,17 @@ def _choose_starter(launch: LaunchConfig, environment: Mapping[str, str], gpu_ke
             return None
         _require_gpu(gpu_keys)
         ranks = ranks_of_host(location, count)
-        return lambda script, errors: ranks.start(script, environment, errors)
+        return lambda script: ranks.start(script, environment)
     launch = without_missing_hostfile(launch)
     if launch.launcher == "slurm" or launch.deepspeed_slurm:
         if is_slurm_task(environment):
             return None
-        return lambda script, _: [
+        return lambda script: [
             LocalProcess("srun", srun_command(launch, environment, script), environment, SIGNALS_OF_SRUN)
         ]
     hosts = chosen_hosts(launch)
     if len(hosts) > 1 or launch.force_multi:
-        return lambda script, _: [
+        return lambda script: [
             LocalProcess("DeepSpeed's launcher", deepspeed_command(launch, hosts, script), environment)
         ]
     slots = hosts[0].slots
@@ -164,9 +164,7 @@ def _choose_starter(launch: LaunchConfig, environment: Mapping[str, str], gpu_ke
     one = launch.hostfile is None and len(slots) == 1 and not (launch.include or launch.exclude)
     if one and not launch.max_restarts:  # a process that was killed cannot restart itself
         return None
-    return lambda script, errors: LocalRanks(slots, 0, len(slots), "127.0.0.1", free_port()).start(
-        script, environment, errors
-    )
+    return lambda script: LocalRanks(slots, 0, len(slots), "127.0.0.1", free_port()).start(script, environment)
 
 
 def _require_gpu(keys: Sequence[str]) -> None:
@@ -238,18 +236,26 @@ def read_hostfile(path: Path) -> list[Host]:
     if not path.is_file():
         raise ConfigError(f"hostfile: {path}: no such file; write one line a host, `name slots=8`")
     hosts: dict[str, Host] = {}
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    try:
+        lines = read_regular(path).decode().splitlines()
+    except OSError as error:
+        raise ConfigError(f"hostfile: {path}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"hostfile: {path}: not UTF-8 text (byte {error.start}); save it as UTF-8") from error
+    for number, line in enumerate(lines, 1):
         text = line.partition("#")[0].strip()
         if not text:
             continue
         match = re.fullmatch(r"(\S+)\s+slots\s*=\s*([1-9]\d*)", text)
         if match is None:
-            raise ConfigError(f"hostfile: {path}:{number}: {text!r} is not of the form `name slots=8`")
+            raise ConfigError(f"hostfile: {path}:{number}: {shown(text)} is not of the form `name slots=8`")
         name = match[1]
         if not _is_host_name(name):
             raise ConfigError(f"hostfile: {path}:{number}: {name!r} {NO_NAME}")
         if name in hosts:
             raise ConfigError(f"hostfile: {path}:{number}: {name} is listed twice; give each host one line")
+        if len(match[2]) > 4:
+            raise ConfigError(f"hostfile: {path}:{number}: a host has at most {MOST_SLOTS} slots")
         hosts[name] = Host(name, tuple(range(int(match[2]))))
     if not hosts:
         raise ConfigError(f"hostfile: {path}: names no host; write one line a host, `name slots=8`")
@@ -264,9 +270,10 @@ def _selections(text: str | None) -> list[tuple[str, tuple[int, ...]]]:
     """Parse DeepSpeed's "a@b:0,2": all slots of host a (an empty tuple), two of b."""
     selections = []
     for selection in text.split("@") if text else ():
-        match = re.fullmatch(r"([^:]+)(?::(\d+(?:,\d+)*))?", selection.strip())
+        match = re.fullmatch(r"([^:]+)(?::(\d{1,4}(?:,\d{1,4})*))?", selection.strip())
         if match is None:
-            raise ConfigError(f"include or exclude: {selection!r} is not of the form `host:0,1`; join several with @")
+            form = f"is not of the form `host:0,1` with slots up to {MOST_SLOTS}; join several with @"
+            raise ConfigError(f"include or exclude: {shown(selection)} {form}")
         slots = tuple(sorted({int(slot) for slot in match[2].split(",")})) if match[2] else ()
         selections.append((match[1], slots))
     return selections
@@ -299,7 +306,7 @@ def _selected(hosts: list[Host], launch: LaunchConfig) -> list[Host]:
 
 SIGNALS_OF_SRUN: dict[int, int] = {
     signal.SIGTERM: signal.SIGUSR1,
-    signal.SIGINT: signal.SIGTERM,
+    signal.SIGINT: signal.SIGUSR1,
     signal.SIGHUP: signal.SIGUSR1,
 }
 """srun forwards SIGUSR1 to its tasks, kills them on SIGTERM, and answers SIGINT with a report."""

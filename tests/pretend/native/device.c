@@ -24,8 +24,15 @@ const struct gpu *gpu(void) {
 }
 
 static __thread int device;
+int current_device(void) { return device; }
 
-cudaError_t cudaGetDeviceCount(int *count) { return *count = 1, cudaSuccess; }
+// PRETEND_GPUS devices of the same kind, 1 by default.
+static int device_count(void) {
+    const char *count = getenv("PRETEND_GPUS");
+    return count ? atoi(count) : 1;
+}
+
+cudaError_t cudaGetDeviceCount(int *count) { return *count = device_count(), cudaSuccess; }
 cudaError_t cudaSetDevice(int index) { return device = index, cudaSuccess; }
 cudaError_t cudaGetDevice(int *index) { return *index = device, cudaSuccess; }
 cudaError_t cudaDriverGetVersion(int *version) { return *version = CUDART_VERSION, cudaSuccess; }
@@ -141,7 +148,7 @@ cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned flags) { return cudaSu
 
 CUresult cuInit(unsigned flags) { return CUDA_SUCCESS; }
 CUresult cuDriverGetVersion(int *version) { return *version = CUDART_VERSION, CUDA_SUCCESS; }
-CUresult cuDeviceGetCount(int *count) { return *count = 1, CUDA_SUCCESS; }
+CUresult cuDeviceGetCount(int *count) { return *count = device_count(), CUDA_SUCCESS; }
 CUresult cuDeviceGet(CUdevice *handle, int index) { return *handle = index, CUDA_SUCCESS; }
 CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute number, CUdevice index) {
     return *value = attribute((int)number), CUDA_SUCCESS;

@@ -22,6 +22,8 @@ struct gpu {
     int clock_khz, memory_clock_khz, memory_bus_bits;
 };
 const struct gpu *gpu(void);
+#define GPUS 8
+int current_device(void);
 #define DEVICE_MEMORY (80ull << 30)
 #define SHARED_WITHOUT_REQUEST 49152 // bytes; a kernel that uses more must ask for it by an attribute
 

@@ -17,6 +17,7 @@ struct counter {
 
 #define LAUNCH "launch"         // of a kernel, a matrix product, a memset or a whole CUDA graph by the host
 #define CAPTURED "captured"     // a launch into a CUDA graph; replays count as one launch of the graph
+#define PLACE "place"           // a launch, under the number of the device that was current
 #define WAIT "wait"             // of the host for the device, a stream or an event
 #define PAGEABLE "pageable"     // a copy to or from pageable memory, for which the host waits unless it is small
 #define COPY "copy"             // between host and device, or on the device

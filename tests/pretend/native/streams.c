@@ -41,6 +41,10 @@ void record_launch(struct counter *launch, struct counter *in_graph, const void 
     if (graph) graph->launches++;
     else if (captures) refuse("a launch that a capture in progress does not contain: %s", launch->name); // a replay lacks it
     record(graph ? in_graph : launch, stream, 0);
+    static struct counter *places[GPUS];
+    int device = current_device();
+    if (!places[device]) places[device] = counter_of(PLACE, (char[]){(char)('0' + device), 0});
+    record(places[device], stream, 0);
 }
 
 cudaError_t forbid_in_capture(const char *call, const void *stream, bool whole_device) {

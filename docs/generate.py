@@ -1,0 +1,395 @@
+"""Write the pages, and the tables in pages, that follow from the code: `python docs/generate.py`.
+
+`--check` writes nothing and names those that are not current, as a test does.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+
+import yaml
+from pydantic.fields import FieldInfo
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from megatron_coca import methods
+from megatron_coca.attention.backends.flash import FlashBackend
+from megatron_coca.attention.build import AUTOMATIC, BACKENDS, automatic, build_method
+from megatron_coca.attention.inputs import Band, Needs
+from megatron_coca.config import load_config
+from megatron_coca.config.base import ConfigGroup
+from megatron_coca.config.load import literal_values
+from megatron_coca.config.neox_keys import ALIASES, INERT, UNSUPPORTED, UNSUPPORTED_CHOICES
+from megatron_coca.config.position import DEFAULTS, ORIGINAL
+from megatron_coca.config.schema import GROUPS, MAPPINGS, SELECTORS
+from megatron_coca.methods import Option
+
+# Keys -----------------------------------------------------------------------------------------------------------------
+
+CONFIG_INTRODUCTION = """\
+# Configuration
+
+<!-- Written by `python docs/generate.py`; edit the schema instead. -->
+
+A run is one or several YAML or JSON files, merged left to right, and then `key=value` overrides:
+
+    python train.py configs/350M/roformer_coca.yml configs/cluster/cpu.yml train_iters=1000 \\
+        rope_scaling.rope_type=dynamic rope_scaling.factor=4.0
+
+```python
+from megatron_coca.config import load_config
+
+config = load_config(["configs/350M/roformer.yml", "configs/extend/dynamic_ntk.yml"], ["optimizer.params.lr=3e-4"])
+config.model.head_dim                          # 64
+config.override({"rope_scaling": None})        # a new, validated Config
+config.to_yaml()                               # every resolved key, flat
+```
+
+- Later values win. Mappings are merged key by key: `optimizer: {params: {lr: 1e-3}}` keeps the betas.
+- `null` means "not set": the default applies, even if an earlier file set the key.
+- Hyphens and underscores in keys are equivalent. Dots reach into mappings. `1e-4` is a number.
+- A duplicate key in one file, an unknown key, a wrong type, an invalid choice and an invalid combination are errors.
+  All errors are reported at once, one line each, as `file:line: key: message`.
+- Types are strict: an integer is accepted for a number, a string or boolean is not. Numbers have a range
+  that a machine can hold, for example at most 2^31 - 1 steps or tokens and 2^20 features, samples or ranks.
+- GPT-NeoX's dense configurations load unchanged. The end of this page lists its keys that have no effect here and those
+  of unsupported features, which may only be set to GPT-NeoX's default.
+
+Differences from GPT-NeoX: choices are case-sensitive (except optimizer types), `gradient_clipping: 1.0` clips,
+`gradient_accumulation_steps` is derived if both batch sizes are set, and the nominal MLP width is rounded so that
+both matrices have the same inner width.
+
+## Keys
+"""
+
+
+OPTION_TYPES = {
+    "count": "int",
+    "whole": "int",
+    "positive": "number",
+    "share": "number",
+    "factor": "number",
+    "flag": "true \\| false",
+    "positives": "list",
+}
+"""Names of the types of declared options."""
+CHOSEN = ("pos_emb", "logit_scaling")
+"""Keys whose value is the name of a declared choice."""
+
+
+def config_page() -> str:
+    """Every key: docs/config.md."""
+    return "\n".join([CONFIG_INTRODUCTION, *_groups(), *_other_keys()]) + "\n"
+
+
+def _groups() -> Iterator[str]:
+    for name, kind in GROUPS.items():
+        yield f"### {name}\n\n{(kind.__doc__ or '').strip()}\n"
+        yield _table(("key", "type", "default", "meaning"), _rows(kind, ""))
+    for key, selector in SELECTORS.items():
+        choices = methods.TABLES[key]
+        if any(choice.options for choice in choices.values()):
+            yield f"### {key}\n\nOptions of the choices that `{key}.{selector}` names; attention.md has the formulas.\n"
+            named = " \\| ".join(choices)
+            first = (f"`{key}.{selector}`", "", named, f"`{DEFAULTS[key]}`" if key in DEFAULTS else "required", "")
+            yield _table(("key", "of", "type", "default", "meaning"), [first, *_options(key)])
+    for key, kind in MAPPINGS.items():
+        yield f"### {key}\n\n{(kind.__doc__ or '').strip()} Inside the key `{key}`:\n"
+        yield _table(("key", "type", "default", "meaning"), _rows(kind, f"{key}."))
+
+
+def _options(key: str) -> Iterator[tuple[str, ...]]:
+    """A row for every option, with the choices that read it; those of equal meaning together."""
+    if key == "rope_scaling":
+        meaning = "L in the formula; null uses seq_length. For a model fine-tuned at seq_length, its length before."
+        yield f"`{key}.{ORIGINAL}`", "all", "int", "`null`", meaning
+    readers: dict[Option, list[str]] = {}
+    for choice in methods.TABLES[key].values():
+        for option in choice.options:
+            readers.setdefault(option, []).append(choice.name)
+    for option, names in readers.items():
+        kind = " \\| ".join(option.choices) or OPTION_TYPES[option.kind]
+        default = "required" if option.required else option.shown or _value(option.default)
+        yield f"`{key}.{option.name}`", ", ".join(names), kind, default, option.meaning
+
+
+def _rows(kind: type[ConfigGroup], prefix: str) -> Iterator[tuple[str, ...]]:
+    for name, field in kind.model_fields.items():
+        yield (
+            f"`{prefix}{field.alias or name}`",
+            _type(name, field.annotation),
+            _default(field),
+            field.description or "",
+        )
+
+
+def _type(name: str, annotation: Any) -> str:
+    """Return the type in YAML's terms: `int`, `number`, `string`, ..., or the choices."""
+    if name in CHOSEN:
+        return " \\| ".join(methods.TABLES[name])
+    names = {int: "int", float: "number", str: "string", bool: "true \\| false", list: "list", tuple: "list"}
+    kind = get_origin(annotation) or annotation
+    if kind is Annotated:
+        return _type("", get_args(annotation)[0])
+    if kind in (Union, UnionType):
+        members = (_type("", member) for member in get_args(annotation) if member is not type(None))
+        return " \\| ".join(dict.fromkeys(members))
+    choices = literal_values(annotation)
+    return " \\| ".join(_escaped(choice) for choice in choices) or names.get(kind, "mapping")
+
+
+def _default(field: FieldInfo) -> str:
+    extra = field.json_schema_extra
+    if isinstance(extra, dict) and "follows" in extra:
+        return f"`{extra['follows']}`"
+    if field.is_required():
+        return "required"
+    return _value(list(field.default) if isinstance(field.default, tuple) else field.default)
+
+
+def _value(value: Any) -> str:
+    text = yaml.safe_dump(value, default_flow_style=True, width=1000).replace("\n...", "").strip()
+    return f"`{_escaped(text)}`"
+
+
+def _escaped(value: Any) -> str:
+    """Escape a value for a table cell."""
+    return str(value).replace("|", "\\|")
+
+
+def _other_keys() -> Iterator[str]:
+    yield "## Aliases\n"
+    yield _table(("alias", "key"), ((f"`{alias}`", f"`{key}`") for alias, key in ALIASES.items()))
+    yield "## GPT-NeoX's keys without effect\n"
+    yield _table(("key", "reason"), ((f"`{key}`", reason) for key, reason in INERT.items()))
+    yield "## GPT-NeoX's values that are not supported yet\n"
+    choices = (
+        (f"`{key}: {choice}`", why)
+        for key, unsupported in UNSUPPORTED_CHOICES.items()
+        for choice, why in unsupported.items()
+    )
+    yield _table(("value", "feature"), choices)
+    yield "## GPT-NeoX's keys that are not supported yet\n"
+    unsupported = ((f"`{key}`", f"`{default!r}`", feature) for key, (default, feature) in UNSUPPORTED.items())
+    yield _table(("key", "accepted value", "feature"), unsupported)
+
+
+def _table(head: tuple[str, ...], rows: Any) -> str:
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+# Attention backends ---------------------------------------------------------------------------------------------------
+
+_WINDOW = 256
+_NEAR = Band(0, _WINDOW)
+
+FURTHER: dict[str, Needs] = {
+    "`sliding_window_width`, or `relative_positions: streaming` with `sinks: 0`": Needs("cuda", bands=(_NEAR,)),
+    "`attention_dropout` above 0, with `rotary` and its like": Needs("cuda", dropout=0.1),
+    "`attention_dropout` above 0, with `alibi`": Needs("cuda", bias="linear", dropout=0.1),
+    "`attention_dropout` above 0, with `rerope` and its like": Needs("cuda", bands=(_NEAR, Band(_WINDOW)), dropout=0.1),
+    "`sliding_window_width` with `alibi`": Needs("cuda", bias="linear", bands=(_NEAR,)),
+    "`reset_attention_mask`, with `rotary` and its like": Needs("cuda", packed=True),
+    "heads of 60 features, with `rotary` and its like": Needs("cuda", head_dim=60),
+}
+"""Rows of the tables beside those of the declared choices."""
+
+
+def needs() -> dict[str, Needs]:
+    """Rows of the tables: keys of the configuration and what they need; choices that need the same share a row."""
+    named: dict[Needs, list[str]] = {}
+    labels: dict[Needs, str] = {}
+    for key in ("pos_emb", "relative_positions"):
+        for name, choice in methods.TABLES[key].items():
+            if choice.compute is None:
+                found = _needs_of(choice)
+                labels.setdefault(found, f"{key}: {name}")
+                named.setdefault(found, []).append(name)
+    rows = {}
+    for found, (_, *others) in named.items():
+        rows[", ".join([f"`{labels[found]}`", *(f"`{name}`" for name in others)])] = found
+    return rows | FURTHER
+
+
+def _needs_of(choice: methods.Choice) -> Needs:
+    """What a model with this choice and otherwise defaults needs; windows and sinks have one size."""
+    shape = {"num_layers": 1, "hidden_size": 256, "num_attention_heads": 4, "seq_length": 2 * _WINDOW}
+    if choice.key == "pos_emb":
+        config = load_config([], shape | {"pos_emb": choice.name})
+    else:
+        wanted = {"window": _WINDOW, "sinks": 4, "target_length": 8 * _WINDOW}
+        options = {option.name: wanted[option.name] for option in choice.options if option.name in wanted}
+        config = load_config([], shape | {"pos_emb": "rotary", choice.key: {"type": choice.name} | options})
+    return build_method(config.position, config.model).needs("cuda", 0.0)
+
+
+CPU_COLUMNS = tuple(name for name in BACKENDS if name not in ("flash", "flex", "triton"))
+
+BACKENDS_INTRODUCTION = """\
+# Attention backends
+
+<!-- Written by `python docs/generate.py`; change the code, not this page. -->
+
+`attention_backend` names one of these, or `auto`, which takes the first that serves the model:
+{automatic}. Where samples hold several documents that do not see each other, `triton` goes first: one launch for
+all documents. A backend that is named and cannot serve is
+an error with the reason; nothing is replaced silently. A number in a table is the reason below it.
+
+| backend | description |
+| --- | --- |
+{summaries}
+
+All of them serve grouped queries, packed documents, and queries that are the last tokens of longer keys. `flash`
+computes in float16 or bfloat16 alone. `rope_scaling`, `logit_scaling` and the frequencies change the operands, not
+what a backend must do, so they are in no row. `flash` runs only by name: nothing has been measured on a GPU yet that
+would prefer it. It and `triton` must also be installed: `pip install flash-attn`, `pip install triton`.
+"""
+
+SUMMARIES = {
+    "sdpa": "PyTorch's scaled_dot_product_attention, cuDNN's from Hopper on; a bias on the CPU without an N x N tensor",
+    "merge": "cuDNN or flash calls of half precision merged by log-sum-exp; on the CPU of any precision",
+    "flash": "the flash-attn libraries, FlashAttention-3 where it can and FlashAttention-2 otherwise",
+    "flex": "PyTorch's FlexAttention, compiled",
+    "triton": "the kernels of megatron_coca.kernels",
+    "reference": "dense, O(N^2) memory, any precision: the measure of the others",
+}
+
+Reason = Callable[[Needs], str | None]
+
+
+def backends_page() -> str:
+    """What each attention backend supports: docs/backends.md."""
+    candidates = "; ".join(
+        f"on {device_type} {', '.join(f'`{name}`' for name in names)}" for device_type, names in AUTOMATIC.items()
+    )
+    summaries = "\n".join(f"| `{name}` | {SUMMARIES[name]} |" for name in BACKENDS)
+    parts = [
+        BACKENDS_INTRODUCTION.format(automatic=candidates, summaries=summaries),
+        "## On CUDA\n",
+        _support("cuda", tuple(BACKENDS)),
+        "## On the CPU\n\n`flash`, `flex` and `triton` train on CUDA alone.\n",
+        _support("cpu", CPU_COLUMNS),
+    ]
+    return "\n".join(parts)
+
+
+def refusal(name: str) -> Reason:
+    """The `supports` of a backend, independent of the libraries installed here."""
+    independent: dict[str, Reason] = {"flash": FlashBackend().refuses}
+    return independent.get(name, BACKENDS[name].supports)
+
+
+def _support(device_type: str, columns: tuple[str, ...]) -> str:
+    """One row per entry of `needs`, with numbered reasons below."""
+    numbers: dict[str, int] = {}
+    rows = [("needed", "auto", *columns), ("---",) * (len(columns) + 2)]
+    for label, wanted in needs().items():
+        asked = replace(wanted, device_type=device_type)
+        said = {name: refusal(name)(asked) for name in columns}
+        cells = [_cell(name, reason, numbers) for name, reason in said.items()]
+        chosen = next((f"`{name}`" for name in automatic(asked) if said[name] is None), "an error")
+        rows.append((label, chosen, *cells))
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([*lines, "", *_notes(numbers)]) + "\n"
+
+
+def _cell(name: str, reason: str | None, numbers: dict[str, int]) -> str:
+    """ "yes", or the number of the reason, new ones at the end."""
+    return "yes" if reason is None else str(numbers.setdefault(f"`{name}`: {reason}", len(numbers) + 1))
+
+
+def _notes(numbers: dict[str, int]) -> Iterable[str]:
+    return (f"{number}. {reason}" for reason, number in numbers.items())
+
+
+# Tables of methods ----------------------------------------------------------------------------------------------------
+
+
+def forms_table() -> str:
+    rows = [
+        (f"`{name}`", choice.query, choice.key_operand, choice.bias, choice.source)
+        for name, choice in methods.TABLES["pos_emb"].items()
+    ]
+    return _table(("`pos_emb`", "`Q'`", "`K'`", "bias", "source"), rows)
+
+
+def choices_table(key: str, head: tuple[str, ...]) -> str:
+    """A row for every choice of a key: its name, its rule, its options with defaults, and its source."""
+    rows = []
+    for name, choice in methods.TABLES[key].items():
+        given = (f"`{option.name}`{f' {shown}' if (shown := _shown(option)) else ''}" for option in choice.options)
+        rows.append((f"`{name}`", choice.rule, ", ".join(given), choice.source))
+    return _table(head, [row for row in rows if row[1]])
+
+
+def _shown(option: Option) -> str:
+    return option.shown or ("" if option.required or option.default is None else str(option.default))
+
+
+def readme_table() -> str:
+    def listed(key: str) -> str:
+        names = []
+        for name, choice in methods.TABLES[key].items():
+            if name not in ("default", "none") or key == "pos_emb":
+                names.append(f"`{name}`{' (trained)' if choice.trained else ''}")
+        return ", ".join(names)
+
+    rows = [
+        ("score form or bias", "`pos_emb`", listed("pos_emb")),
+        ("frequency extension", "`rope_scaling`", listed("rope_scaling")),
+        ("relative-position map", "`relative_positions`", listed("relative_positions")),
+        ("logit scaling", "`logit_scaling`", listed("logit_scaling")),
+        ("layers that differ", "`layer_types`", "any of these by type of layer, `sliding_window_width`"),
+    ]
+    return _table(("choice", "key", "values"), rows)
+
+
+PAGES: dict[str, Callable[[], str]] = {"docs/config.md": config_page, "docs/backends.md": backends_page}
+"""Pages that are written whole."""
+TABLES: dict[tuple[str, str], Callable[[], str]] = {
+    ("README.md", "methods"): readme_table,
+    ("docs/attention.md", "forms"): forms_table,
+    ("docs/attention.md", "extensions"): lambda: choices_table(
+        "rope_scaling", ("`rope_type`", "frequencies", "options", "source")
+    ),
+    ("docs/attention.md", "maps"): lambda: choices_table(
+        "relative_positions", ("`type`", "far pairs", "options and defaults", "source")
+    ),
+    ("docs/attention.md", "scalings"): lambda: choices_table(
+        "logit_scaling", ("`logit_scaling`", "factor on the logits of position `m`", "options", "source")
+    ),
+}
+"""Tables in pages, between `<!-- NAME -->` and `<!-- end -->`."""
+
+
+def generated() -> Iterator[tuple[Path, str]]:
+    """Every file with generated text, as it has to be."""
+    for name, write in PAGES.items():
+        yield ROOT / name, write()
+    for name in dict.fromkeys(name for name, _ in TABLES):
+        text = (ROOT / name).read_text(encoding="utf-8")
+        for (page, mark), table in TABLES.items():
+            if page == name:
+                begin, end = f"<!-- {mark} -->\n\n", "\n<!-- end -->"
+                before, found, rest = text.partition(begin)
+                assert found and end in rest, f"{name}: has no {begin.strip()} with {end.strip()} after it"
+                text = before + begin + table() + end + rest.partition(end)[2]
+        yield ROOT / name, text
+
+
+def main() -> int:
+    stale = [(path, text) for path, text in generated() if path.read_text(encoding="utf-8") != text]
+    for path, text in stale:
+        print(path.relative_to(ROOT))
+        if "--check" not in sys.argv:
+            path.write_text(text, encoding="utf-8")
+    return int(bool(stale) and "--check" in sys.argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

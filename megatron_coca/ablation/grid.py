@@ -1,0 +1,401 @@
+"""The file of an ablation and its cells: a cell is one training run with its evaluations."""
+
+import json
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NoReturn
+
+from pydantic import Field, JsonValue, field_validator
+
+from megatron_coca.checkpoints import CheckpointError, open_checkpoint
+from megatron_coca.checkpoints.compare import refuse_other_model
+from megatron_coca.config import COMPUTE_KEYS, KEYS, Config, ConfigError, load_config, split_inputs
+from megatron_coca.config.schema import GROUPS
+from megatron_coca.data import DataError
+from megatron_coca.evaluation.cli import MEASUREMENTS
+from megatron_coca.evaluation.documents import find_sources
+from megatron_coca.evaluation.options import full_label, slug, subject_options
+from megatron_coca.evaluation.results import EvaluationError, Record
+from megatron_coca.evaluation.suite import (
+    CheckpointEntry,
+    Command,
+    SuiteFile,
+    changes_in_tokens,
+    check_variants,
+    option_arguments,
+    plan_commands,
+    read_yaml_file,
+    task_variants,
+    validated,
+)
+from megatron_coca.model.cost import ParameterCount, parameter_count
+from megatron_coca.training.corpus import open_corpus
+from megatron_coca.training.launch.start import configured_ranks
+from megatron_coca.training.topology import Topology
+
+Plan = Callable[[Mapping[str, dict[str, Any] | None], Path, Path], list[Command]]
+"""(tasks, folder of the run, folder of the results) -> the evaluations of a model."""
+
+RUN_GROUPS = frozenset({"data", "batch", "precision", "parallel", "checkpoint", "logging", "launch"})
+RUN_KEYS = COMPUTE_KEYS | {"watchdog_timeout"} | {key for key in KEYS if key.startswith("health_")}
+"""Groups and keys that do not name a cell: they say how and where a run is computed. The content of the data, the batch
+size and the dtype do name it.
+"""
+RESULTS = Path("results")
+SHARED_PATHS = ("save_copy", "log_dir", "tensorboard_dir")
+"""Folders that all cells would write into."""
+
+
+class ModelEntry(Record):
+    """A model of the file: its files and keys after those of `base`, and the variants that are evaluated."""
+
+    set: list[str] = []
+    variants: dict[str, list[str] | None] = {"": None}
+
+
+class DataRecord(Record):
+    """The training data of a cell: what in the configuration chose them, and what they were.
+
+    Attributes:
+        chosen_by: as JSON, the group `data` of the configuration with the keys that decide on the samples.
+        vocab_size: of the model, which the tokenizer sets where the configuration does not.
+        identity: of shards and samples, as compared at resume.
+    """
+
+    chosen_by: str
+    vocab_size: int | None
+    identity: dict[str, JsonValue]
+
+
+class DeclaredContrast(Record):
+    """A comparison of two labels that a file declares before its runs.
+
+    Attributes:
+        at: the length as a multiple of the training length.
+        quantity: "recall" (accuracy, differences), or a quantity of perplexity (ratios).
+    """
+
+    label: str
+    other: str
+    at: float = 1
+    quantity: str = "recall"
+
+
+class AblationFile(Record):
+    """An ablation; see docs/ablations.md. `tasks` are those of a suite."""
+
+    title: str
+    base: list[str] = Field(min_length=1)
+    seeds: list[int] = Field(min_length=1)
+    baseline: str | None = None
+    results: Path
+    runs: Path
+    models: dict[str, ModelEntry] = Field(min_length=1)
+    tasks: dict[str, dict[str, Any] | None] = Field(min_length=1)
+    contrasts: list[DeclaredContrast] = []
+
+    @field_validator("models", mode="before")
+    @classmethod
+    def _lists(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping):
+            return given
+        return {name: {"set": entry} if isinstance(entry, list) else entry or {} for name, entry in given.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class Cell:
+    """One model with one seed.
+
+    Attributes:
+        name: also the name of the folders `run` and `results`.
+        config: what train.py gets.
+        ranks: processes that train it.
+        batch: samples per step over all ranks.
+        data: what it is trained on.
+        commands: the evaluations.
+        measurements: for each result file, by its path in `results`, a digest of all that its numbers depend on besides
+            the weights.
+    """
+
+    model: str
+    seed: int
+    name: str
+    config: Config
+    ranks: int
+    batch: int
+    data: DataRecord
+    run: Path
+    results: Path
+    commands: Sequence[Command]
+    measurements: Mapping[Path, str]
+
+    @property
+    def steps(self) -> int:
+        assert self.config.schedule.train_iters is not None, "expand has checked it"
+        return self.config.schedule.train_iters
+
+    @property
+    def tokens(self) -> int:
+        return self.steps * self.batch * self.config.model.seq_length
+
+    @cached_property
+    def parameters(self) -> ParameterCount:
+        return parameter_count(self.config)
+
+
+def read_ablation(
+    path: Path, scale: str | None = None, results: Path | None = None, runs: Path | None = None
+) -> AblationFile:
+    """Read and validate a file at one of its scales (None: the first); `results` and `runs` replace its folders.
+
+    Raises EvaluationError.
+    """
+    content = read_yaml_file(path)
+    if isinstance(content, Mapping):
+        scales = content.get("scales") or {}
+        if not isinstance(scales, Mapping) or (scale is not None and scale not in scales):
+            known = ", ".join(map(str, scales)) or "none"
+            raise EvaluationError(f"{path}: --scale {scale}: unknown; the file has {known}")
+        name = scale or next(iter(scales), None)
+        chosen = scales[name] if name is not None else {}
+        if not isinstance(chosen, Mapping):
+            raise EvaluationError(f"{path}: scales.{name}: is not a mapping of keys to values")
+        folders = {"results": results, "runs": runs}
+        content = _merged({key: value for key, value in content.items() if key != "scales"}, chosen)
+        content |= {key: folder for key, folder in folders.items() if folder is not None}
+    return validated(path, content, AblationFile, "an ablation")
+
+
+def _merged(first: Any, second: Any) -> Any:
+    """Mappings key by key; of other values the second."""
+    if not isinstance(first, Mapping) or not isinstance(second, Mapping):
+        return second
+    return {**first, **{key: _merged(first.get(key), value) for key, value in second.items()}}
+
+
+def expand(
+    file: AblationFile,
+    device: str = "auto",
+    dtype: str = "float32",
+    recorded: Mapping[str, DataRecord] | None = None,
+) -> list[Cell]:
+    """Return all cells, model by model. Raises EvaluationError with every fault of the file, a line each.
+
+    `recorded` has the data of finished cells by what chose them, for a report where the data are no longer there.
+    """
+    problems = []
+    if file.baseline is not None and file.baseline not in file.models:
+        problems.append(f"baseline: {file.baseline}: unknown; models are {', '.join(file.models)}")
+    elif file.baseline is not None and "" not in file.models[file.baseline].variants:
+        problems.append(f'baseline: {file.baseline}: has no variant "", which the others are compared with; add it')
+    labels = {full_label(model, variant) for model, entry in file.models.items() for variant in entry.variants}
+    for contrast in file.contrasts:
+        problems += [f"contrasts: {name}: unknown" for name in (contrast.label, contrast.other) if name not in labels]
+    try:
+        check_variants(file.tasks, (entry.variants for entry in file.models.values()))
+    except EvaluationError as error:
+        problems.append(str(error))
+    try:
+        base = load_config(*split_inputs(file.base))
+    except ConfigError as error:
+        raise EvaluationError("\n".join([*problems, *(f"base: {line}" for line in error.problems)])) from error
+    cells: list[Cell] = []
+    known = dict(recorded or {})
+    for label, entry in file.models.items():
+        try:
+            config = configured(base, entry)
+            plan = partial(_commands, label, entry, config.model.seq_length, device, dtype)
+            digests, refused = _check_tasks(file, entry, config, dtype, plan, check_data=recorded is None)
+            problems += refused
+            data = _data_of(config, known)
+            config = config if data.vocab_size is None else config.override({"vocab_size": data.vocab_size})
+            if not refused:
+                cells += [_cell(file, label, config, seed, data, plan, digests) for seed in file.seeds]
+        except ConfigError as error:
+            problems += [f"models.{label}: {line}" for line in error.problems]
+        except (CheckpointError, DataError, EvaluationError) as error:
+            problems.append(f"models.{label}: {error}")
+    names = [cell.name for cell in cells]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        same = " and ".join(f"{cell.model} with seed {cell.seed}" for cell in cells if cell.name == name)
+        problems.append(f"{name}: the name of two cells, {same}; give them more distinct names, and each seed once")
+    if problems:
+        raise EvaluationError("\n".join(dict.fromkeys(problems)))
+    return cells
+
+
+def configured(base: Config, entry: ModelEntry) -> Config:
+    """Return the configuration of a model without its seed and folders. Raises ConfigError, EvaluationError."""
+    config = _changed(base, entry.set)
+    problems = [f"{key}: all cells would share this folder; remove it" for key in SHARED_PATHS if config.flat()[key]]
+    set_here = {text.partition("=")[0].strip() for text in entry.set if "=" in text}
+    problems += [f"{key}: is set for every cell; remove it" for key in ("seed", "save") if key in set_here]
+    if "load" in set_here and not config.checkpoint.finetune:
+        problems.append("load: only initial weights may be loaded; set finetune=true as well, or remove it")
+    needed = {"train_iters": config.schedule.train_iters, "optimizer.params.lr": config.optimizer.lr}
+    problems += [f"{key}: not set; training needs it" for key, value in needed.items() if value is None]
+    for variant, changes in entry.variants.items():
+        try:
+            refuse_other_model(Path("the model"), config, _changed(config, changes))
+        except ConfigError as error:
+            problems += [f"variants.{variant}: {line}" for line in error.problems]
+        except CheckpointError as error:
+            problems.append(f"variants.{variant}: {error}")
+    if problems:
+        raise ConfigError(*problems)
+    return config
+
+
+def select(cells: Sequence[Cell], only: Sequence[str]) -> list[Cell]:
+    """Return the cells that `--only` names, and of the models that it names those with its seeds.
+
+    Raises EvaluationError for an unknown name.
+    """
+    if not only:
+        return list(cells)
+    seeds = {f"s{cell.seed}" for cell in cells}
+    names = {cell.name for cell in cells} | {cell.model for cell in cells}
+    if unknown := [word for word in only if word not in seeds | names]:
+        known = [*dict.fromkeys(cell.model for cell in cells), *sorted(seeds), *(cell.name for cell in cells)]
+        raise EvaluationError(f"--only {unknown[0]}: unknown; known: {', '.join(known)}")
+    models, of_seeds = {cell.model for cell in cells} & set(only), seeds & set(only)
+    return [
+        cell
+        for cell in cells
+        if cell.name in only
+        or (
+            (models or of_seeds)
+            and (not models or cell.model in models)
+            and (not of_seeds or f"s{cell.seed}" in of_seeds)
+        )
+    ]
+
+
+def cell_hash(config: Config, batch: int, data: Mapping[str, Any], weights: str | None = None) -> str:
+    """Return 8 hexadecimal digits of what the trained weights depend on, seed included.
+
+    Keys at their default are left out, so that a key that is added later does not rename earlier cells. `weights` is
+    the identity of those that a run with `finetune` starts from.
+    """
+    flat = config.flat()
+    named = {
+        key: flat[key]
+        for key, (group, field) in KEYS.items()
+        if group not in RUN_GROUPS and key not in RUN_KEYS and flat[key] != _default(flat, group, field)
+    }
+    content = named | {"batch": batch, "dtype": config.precision.dtype, "data": data, "weights": weights}
+    return sha256(json.dumps(_without_none(content), sort_keys=True).encode()).hexdigest()[:8]
+
+
+def _default(flat: Mapping[str, Any], group: str, field: str) -> Any:
+    declared = GROUPS[group].model_fields[field]
+    extra = declared.json_schema_extra
+    return flat[str(extra["follows"])] if isinstance(extra, dict) and "follows" in extra else declared.default
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _without_none(inner) for name, inner in value.items() if inner is not None}
+    return value
+
+
+def _data_of(config: Config, known: dict[str, DataRecord]) -> DataRecord:
+    """Return the training data; `known` has earlier answers by what chose them, and gets this one."""
+    flat = config.flat()
+    keys = {key: flat[key] for key, (group, _) in KEYS.items() if group == "data" and flat[key] is not None}
+    chosen_by = json.dumps(keys | {key: flat[key] for key in ("vocab_size", "seq_length")}, sort_keys=True)
+    if chosen_by not in known:
+        corpus = open_corpus(config)
+        vocab_size, identity = corpus.config.model.vocab_size, dict(corpus.identity)
+        known[chosen_by] = DataRecord(chosen_by=chosen_by, vocab_size=vocab_size, identity=identity)
+    return known[chosen_by]
+
+
+def _changed(config: Config, changes: Sequence[str] | None) -> Config:
+    files, keys = split_inputs(changes_in_tokens(changes or [], config.model.seq_length))
+    return config.override(keys, files)
+
+
+class _Parser(ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise EvaluationError(message)
+
+
+def _check_tasks(
+    file: AblationFile, entry: ModelEntry, config: Config, dtype: str, plan: Plan, check_data: bool
+) -> tuple[dict[Path, str], list[str]]:
+    """Return the digest of every result file, in a folder `results`, and a line for each task that evaluate.py would
+    refuse.
+    """
+    problems, digests, trained = [], {}, config.flat()
+    variants = {name: _changed(config, changes).flat() for name, changes in entry.variants.items()}
+    changed = {
+        name: {key: value for key, value in flat.items() if value != trained[key]} for name, flat in variants.items()
+    }
+    for name, options in file.tasks.items():
+        try:
+            only, others = task_variants(options)
+            measured = [changes for variant, changes in changed.items() if only is None or variant in only]
+            if not measured:
+                continue
+            (command,) = plan({name: options}, Path("run"), RESULTS)
+            if command.checkpoint is None:
+                raise EvaluationError(f"tasks.{name}: measures no checkpoint; run it with `evaluate.py suite`")
+            _check_arguments(command, check_data)
+            common = [name, dtype, option_arguments(name, others, config.model.seq_length)]
+            for result, changes in zip(command.files, measured, strict=True):
+                text = json.dumps([*common, changes], sort_keys=True)
+                digests[result.relative_to(RESULTS)] = sha256(text.encode()).hexdigest()[:16]
+        except (EvaluationError, DataError) as error:
+            problems.append(str(error) if str(error).startswith("tasks.") else f"tasks.{name}: {error}")
+    return digests, problems
+
+
+def _check_arguments(command: Command, check_data: bool) -> None:
+    """Raise EvaluationError or DataError for what a call of evaluate.py would refuse before it loads a model."""
+    parser = _Parser(allow_abbrev=False)
+    MEASUREMENTS[command.arguments[0]].add_arguments(parser)
+    args: Namespace = parser.parse_args(command.arguments[1:])
+    subject_options(args)
+    if check_data and (data := getattr(args, "data", None)):
+        find_sources(data)
+
+
+def _commands(
+    label: str,
+    entry: ModelEntry,
+    length: int,
+    device: str,
+    dtype: str,
+    tasks: Mapping[str, dict[str, Any] | None],
+    run: Path,
+    results: Path,
+) -> list[Command]:
+    checkpoint = CheckpointEntry(path=str(run), variants=entry.variants)
+    suite = SuiteFile(title="", checkpoints={label: checkpoint}, tasks=dict(tasks))
+    return plan_commands(suite, {label: length}, results, device, dtype)
+
+
+def _cell(
+    file: AblationFile,
+    label: str,
+    config: Config,
+    seed: int,
+    data: DataRecord,
+    plan: Plan,
+    digests: Mapping[Path, str],
+) -> Cell:
+    given = config.checkpoint.load if config.checkpoint.finetune else None
+    config = config.override({"seed": seed, "load": given})
+    ranks = configured_ranks(config.launch)
+    batch = config.batch.resolve(Topology.of(config.parallel, ranks).data).total
+    weights = open_checkpoint(given, verify=False).identity if given is not None else None
+    name = f"{slug(label)}-s{seed}-{cell_hash(config, batch, data.identity, weights)}"
+    run, results = file.runs / name, file.results / name
+    commands = plan(file.tasks, run, results)
+    config = config.override({"save": str(run)})
+    return Cell(label, seed, name, config, ranks, batch, data, run, results, commands, digests)

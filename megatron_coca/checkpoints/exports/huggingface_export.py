@@ -1,0 +1,372 @@
+"""Write checkpoints as folders that Hugging Face transformers loads, with the same logits.
+
+A stock architecture is used where it computes what the model does. Otherwise one of the same shape is, whose positions
+are computed by a modelling file saved with the weights (modelling_file.py).
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron_coca.atomic_write import atomic_dir, refuse_existing
+from megatron_coca.attention.positions.clex import Clex
+from megatron_coca.checkpoints import native, weight_map
+from megatron_coca.checkpoints.compare import changes_of
+from megatron_coca.checkpoints.exports.model_card import CARD, model_card
+from megatron_coca.checkpoints.exports.modelling_file import TEMPLATE, NotCarriedError, modelling_file
+from megatron_coca.checkpoints.exports.refusals import SHAPE_KEYS, lost_keys
+from megatron_coca.checkpoints.exports.tokenizer import (
+    TokenIds,
+    TokenizerFiles,
+    original_files,
+    own_files,
+    suppress_tokens,
+    tokenizer_files,
+)
+from megatron_coca.checkpoints.files import CheckpointError
+from megatron_coca.checkpoints.huggingface_import import (
+    CONFIG,
+    EMBEDDING,
+    GENERATION,
+    HEAD,
+    INDEX,
+    LEARNED_ROWS,
+    MAXIMUM,
+    NETWORK,
+    NETWORK_KEYS,
+    POSITION,
+    POSITION_KEYS,
+    REMOTE_TYPES,
+    SINGLE,
+    TRAINING_LENGTH,
+    dense_rows,
+    is_huggingface_folder,
+    remote_rows,
+)
+from megatron_coca.checkpoints.load import OpenedCheckpoint, Overrides, open_checkpoint
+from megatron_coca.checkpoints.tokenizer import KEYS as TOKENIZER_KEYS
+from megatron_coca.checkpoints.weights import DTYPES, Weights, write_safetensors
+from megatron_coca.config import Config
+from megatron_coca.config.position import ORIGINAL
+from megatron_coca.config.source import given_values
+
+MODELLING_FILE = TEMPLATE.name
+SHARD_BYTES = 5_000_000_000
+"""Largest size of one weights file, unless a single weight is larger; transformers' own limit."""
+
+# Architectures --------------------------------------------------------------------------------------------------------
+
+NEOX_ACTIVATIONS = {"gelu": "gelu", "relu": "relu", "silu": "silu", "swish": "silu"}
+"""Ours to theirs; only those that are read back as well."""
+CLASS_PREFIXES = {"coca_gpt_neox": "CocaGPTNeoX", "coca_llama": "CocaLlama", "coca_dense": "CocaDense"}
+"""Names of the classes in the modelling file, by `model_type`."""
+
+
+def _stock_positions(config: Config) -> bool:
+    stock = all(choice.huggingface == "stock" for choice, _ in config.position.choices())
+    return stock and getattr(config.position.rope_scaling, "ramp", None) in (None, "dimension")
+
+
+def _is_neox(config: Config) -> bool:
+    model = config.model
+    return (
+        model.norm == "layernorm"
+        and model.activation in NEOX_ACTIVATIONS
+        and model.use_bias_in_norms
+        and model.use_bias_in_mlp
+        and model.num_kv_heads == model.num_attention_heads
+        and not (model.gpt_j_residual and model.gpt_j_tied)
+    )
+
+
+def _is_llama(config: Config) -> bool:
+    model = config.model
+    return model.norm == "rmsnorm" and model.activation == "swiglu" and not model.gpt_j_residual
+
+
+def _neox_keys(config: Config) -> dict[str, Any]:
+    model = config.model
+    tanh = model.activation == "gelu" and model.bias_gelu_fusion
+    return {
+        "hidden_act": "gelu_new" if tanh else NEOX_ACTIVATIONS[model.activation],
+        "layer_norm_eps": model.layernorm_epsilon,
+        "use_parallel_residual": model.gpt_j_residual,
+        "attention_bias": model.use_bias_in_attn_linear,
+        "hidden_dropout": model.hidden_dropout,
+    }
+
+
+def _dense_keys(config: Config) -> dict[str, Any]:
+    model, flat = config.model, config.flat()
+    return {
+        "num_key_value_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+        "attention_bias": model.use_bias_in_attn_linear,
+        "mlp_bias": model.use_bias_in_mlp,
+        NETWORK: {name: flat[name] for name in NETWORK_KEYS},
+    }
+
+
+def _llama_keys(config: Config) -> dict[str, Any]:
+    keys = {"hidden_act": "silu", "rms_norm_eps": config.model.rms_norm_epsilon} | _dense_keys(config)
+    return {name: value for name, value in keys.items() if name != NETWORK}
+
+
+class Exporter(NamedTuple):
+    """One architecture of transformers: if it expresses a model, our names -> its weights, its config.json keys."""
+
+    fits: Callable[[Config], bool]
+    rows: Callable[[Config], tuple[weight_map.Row, ...]]
+    shape: Callable[[Config], dict[str, Any]]
+
+
+EXPORTERS: dict[str, Exporter] = {
+    "gpt_neox": Exporter(
+        lambda config: _stock_positions(config) and _is_neox(config), lambda config: weight_map.GPT_NEOX, _neox_keys
+    ),
+    "llama": Exporter(
+        lambda config: _stock_positions(config) and config.position.rotary_pct == 1 and _is_llama(config),
+        lambda config: weight_map.llama("k_proj"),
+        _llama_keys,
+    ),
+    "coca_gpt_neox": Exporter(_is_neox, lambda config: remote_rows("coca_gpt_neox"), _neox_keys),
+    "coca_llama": Exporter(_is_llama, lambda config: remote_rows("coca_llama"), _llama_keys),
+    "coca_dense": Exporter(lambda config: True, lambda config: dense_rows(config.flat()), _dense_keys),
+}
+"""By `model_type`; the first that expresses a model is used."""
+WRITTEN = SHAPE_KEYS | set(NETWORK_KEYS) | set(POSITION_KEYS)
+"""Keys that the last of them writes."""
+
+
+# config.json ----------------------------------------------------------------------------------------------------------
+
+
+def describe(config: Config, kind: str, ids: TokenIds, weights: Weights) -> dict[str, dict[str, Any]]:
+    """Return the contents of config.json and generation_config.json, by these names.
+
+    `weights` are those that are written, by our names.
+    """
+    model = config.model
+    if kind in REMOTE_TYPES:
+        classes = {"AutoConfig": "Config", "AutoModel": "Model", "AutoModelForCausalLM": "ForCausalLM"}
+        auto_map = {name: f"{TEMPLATE.stem}.{CLASS_PREFIXES[kind]}{end}" for name, end in classes.items()}
+        architecture = auto_map["AutoModelForCausalLM"].rpartition(".")[2]
+        plain = {
+            "rope_type": "default",
+            "rope_theta": config.position.rotary_emb_base,
+        }  # stock code must extend nothing
+        positions = {"auto_map": auto_map, "rope_parameters": plain, POSITION: describe_position(config, weights)}
+    elif kind == "gpt_neox":
+        rope = _rope_parameters(config) | {"partial_rotary_factor": config.position.rotary_pct}
+        # Transformers ignores `pos_emb`; without it, such a folder could be one of the CoCA authors'.
+        architecture, positions = "GPTNeoXForCausalLM", {"rope_parameters": rope, "pos_emb": config.position.pos_emb}
+    else:
+        architecture, positions = "LlamaForCausalLM", {"rope_parameters": _rope_parameters(config)}
+    settings = {
+        "model_type": kind,
+        "architectures": [architecture],
+        "dtype": str(next(iter(weights.entries.values())).dtype).removeprefix("torch."),
+        "vocab_size": model.padded_vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.ffn_hidden_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "max_position_embeddings": _max_position_embeddings(config, kind),
+        "tie_word_embeddings": not model.no_weight_tying,
+        "attention_dropout": model.attention_dropout,
+        "initializer_range": model.init_method_std,
+        **{f"{name}_token_id": value for name, value in ids._asdict().items()},
+        **EXPORTERS[kind].shape(config),
+        **positions,
+    }
+    if settings["max_position_embeddings"] != model.seq_length:
+        settings[TRAINING_LENGTH] = model.seq_length
+    # The end of text stands in for a pad token here alone: in config.json it would freeze that row of the embedding.
+    end = ids.eos[0] if isinstance(ids.eos, list) else ids.eos
+    generation = {"do_sample": False, "eos_token_id": ids.eos, "pad_token_id": end if ids.pad is None else ids.pad}
+    generation |= {"bos_token_id": ids.bos} if ids.bos is not None else {}
+    padding = list(range(model.vocab_size or model.padded_vocab_size, model.padded_vocab_size))
+    generation |= {"suppress_tokens": padding} if padding else {}
+    return {CONFIG: settings, GENERATION: generation}
+
+
+def _max_position_embeddings(config: Config, kind: str) -> int:
+    """Return the training length, except where stock transformers measures the extension by this key."""
+    trained, original = config.model.seq_length, config.position.original_length(config.model.seq_length)
+    measured = config.position.extension.stock.length if kind not in REMOTE_TYPES else None
+    return {ORIGINAL: max(trained, original), MAXIMUM: original, None: trained}[measured]
+
+
+def _rope_parameters(config: Config) -> dict[str, Any]:
+    position, extension = config.position, config.position.extension
+    parameters: dict[str, Any] = {"rope_type": extension.name, "rope_theta": position.rotary_emb_base}
+    for name, value in position.rope_scaling.given.items() if position.rope_scaling is not None else ():
+        if value is not None and name != "ramp":  # transformers has no name for it
+            parameters[name] = list(value) if isinstance(value, tuple) else value
+    if extension.stock.length == ORIGINAL:
+        parameters[ORIGINAL] = position.original_length(config.model.seq_length)
+    return parameters
+
+
+@torch.no_grad()
+def describe_position(config: Config, weights: Weights) -> dict[str, Any]:
+    """Return config.json's section on positions; the inverse of `position_keys`. `weights` have our names.
+
+    Defaults that follow from the training length are written out, because the modelling file does not know how.
+    CLEX's solved frequencies are for the modelling file alone.
+    """
+    position, length = config.position, config.model.seq_length
+    section = {name: value for name, value in position.model_dump().items() if name in POSITION_KEYS}
+    if (scaling := position.rope_scaling) is not None:
+        section["rope_scaling"] = _without_none(scaling.model_dump() | scaling.settings(length))
+    if (distances := position.relative_positions) is not None:
+        section["relative_positions"] = _without_none({"type": distances.type} | distances.settings(length))
+    if position.pos_emb == "learned":
+        section[LEARNED_ROWS] = config.model.max_position_embeddings
+    if scaling is not None and position.extension.learned:
+        dim = int(config.model.head_dim * position.rotary_pct)
+        original = position.original_length(length)
+        clex = Clex(dim, position.rotary_emb_base, original, scaling.max_factor, scaling.ode_step)
+        clex.up.copy_(weights.read("positions.clex.up"))
+        clex.down.copy_(weights.read("positions.clex.down"))
+        factors = range(1, scaling.max_factor + 1)
+        section["clex_frequencies"] = [clex.inverse_frequencies(t).tolist() for t in factors]
+    return section
+
+
+def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+# Export ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Exported:
+    """Result of an export: the folder, its `model_type`, a note on lost tokenizer behaviour, or None, and what the
+    overrides changed, one line for each key.
+    """
+
+    folder: Path
+    model_type: str
+    tokenizer_note: str | None
+    changes: tuple[str, ...]
+
+    @property
+    def remote(self) -> bool:
+        """True if it is loaded with `trust_remote_code=True`, by the modelling file saved with the weights."""
+        return self.model_type in REMOTE_TYPES
+
+
+def export(
+    checkpoint: str | Path,
+    folder: str | Path,
+    overrides: Overrides = (),
+    dtype: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    tokenizer: str | Path | None = None,
+    without_padding: bool = False,
+) -> Exported:
+    """Write a checkpoint as a folder for `transformers.AutoModelForCausalLM.from_pretrained`.
+
+    Args:
+        checkpoint: a run's save folder, one step of it, or a Hugging Face folder.
+        folder: to write; must not exist. It is complete or absent.
+        overrides: config overrides, as for `load_model`; an extension becomes part of the export.
+        dtype: of the weights; by default as saved, then they are equal bit by bit.
+        shard_bytes: larger models are written in several files.
+        tokenizer: the model's original, a Hugging Face folder whose tokenizer and generation files are copied, with its
+            ids of bos, eos and pad; it has to give the ids of the checkpoint's tokenizer.
+        without_padding: omit the padding rows of the vocabulary, so that no program counts them
+            in a softmax. By default they are kept, and log-likelihoods are those that the checkpoint has here.
+
+    Raises:
+        CheckpointError: the checkpoint is not valid, the format cannot express the model, `tokenizer` is another one,
+            or `folder` exists or cannot be written. Nothing is written then.
+        ConfigError: an override that is not valid.
+        DataError: the checkpoint's tokenizer is damaged.
+    """
+    opened, folder = open_checkpoint(checkpoint, overrides=overrides), Path(folder)
+    config = opened.configure(overrides)
+    reasons = [*lost_keys(config, WRITTEN)]
+    choices = [choice for choice, _ in config.position.choices()]
+    reasons += filter(None, (choice.not_expressed("huggingface", ("stock", "file"), ("file",)) for choice in choices))
+    if reasons:
+        raise CheckpointError(f"{opened.folder}: a Hugging Face folder cannot express it: {'; '.join(reasons)}")
+    kind = next(name for name, exporter in EXPORTERS.items() if exporter.fits(config))
+    modelling = _modelling_file(config) if kind in REMOTE_TYPES else None
+    refuse_existing(folder, CheckpointError)
+    files, ids, note = _select_tokenizer(opened, config, overrides, Path(tokenizer) if tokenizer is not None else None)
+    ours = opened.weights() if dtype is None else opened.weights().to(DTYPES[dtype])
+    if without_padding:
+        known = config.model.vocab_size or config.model.padded_vocab_size
+        config = config.override({"make_vocab_size_divisible_by": 1, "model_parallel_size": 1})
+        ours = ours.first_rows((EMBEDDING, HEAD), known)
+    heads = weight_map.Heads(config.model.num_attention_heads, config.model.num_kv_heads)
+    rows = weight_map.expand(EXPORTERS[kind].rows(config), config.model.num_layers)
+    weights = weight_map.to_foreign_weights(ours, rows, heads)
+    contents = describe(config, kind, ids, ours)
+    written = dict(files)
+    unused = contents[GENERATION].get("suppress_tokens", [])
+    if GENERATION in written and unused:
+        written[GENERATION] = suppress_tokens(written[GENERATION], unused)
+    written[CARD] = model_card(opened, config, kind, weights, folder.name).encode()
+    if modelling is not None:
+        written[MODELLING_FILE] = modelling
+    with atomic_dir(folder, CheckpointError) as partial:
+        for name, content in contents.items():
+            native.write_json(partial / name, content)
+        for name, data in written.items():
+            (partial / name).write_bytes(data)
+        with weights.shown(f"exporting {folder}") as shown:
+            _write_weights(partial, shown, shard_bytes)
+    return Exported(folder, kind, note, changes_of(overrides, opened.trained, config))
+
+
+def _modelling_file(config: Config) -> bytes:
+    try:
+        return modelling_file(choice for choice, _ in config.position.choices()).encode()
+    except NotCarriedError as error:
+        raise CheckpointError(f"a Hugging Face folder cannot express it: {error}") from error
+
+
+def _select_tokenizer(
+    opened: OpenedCheckpoint, config: Config, overrides: Overrides, original: Path | None
+) -> TokenizerFiles:
+    """Return tokenizer and generation files.
+
+    They are the original's where one is given, those of a Hugging Face folder itself unless overrides name a tokenizer,
+    otherwise files made from the checkpoint's tokenizer.
+    """
+    tokenizer, note = opened.tokenizer(overrides)
+    if original is not None:
+        return original_files(original, tokenizer, config.model.vocab_size or config.model.padded_vocab_size)
+    if is_huggingface_folder(opened.folder) and not set(given_values(overrides)).intersection(TOKENIZER_KEYS):
+        own = own_files(opened.folder)
+        if own.ids.eos is None and tokenizer is not None:
+            return own._replace(ids=own.ids._replace(eos=tokenizer.eod))
+        return own
+    if tokenizer is None:
+        missing = (
+            "the checkpoint carries no tokenizer, so the export has none, and nothing in it ends a text: generate() "
+            f"runs to its limit ({note})"
+        )
+        return TokenizerFiles({}, TokenIds(), missing)
+    files, differing = tokenizer_files(tokenizer)
+    return TokenizerFiles(files, TokenIds(eos=tokenizer.eod), "; ".join(filter(None, (note, differing))) or None)
+
+
+def _write_weights(folder: Path, weights: Weights, shard_bytes: int) -> None:
+    shards = list(weights.shards(shard_bytes))
+    index: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        name = SINGLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        write_safetensors(folder / name, shard, {"format": "pt"})
+        index |= dict.fromkeys(shard.entries, name)
+    if len(shards) > 1:
+        size = {"total_size": sum(entry.nbytes for entry in weights.entries.values())}
+        (folder / INDEX).write_text(json.dumps({"metadata": size, "weight_map": index}, indent=1) + "\n")

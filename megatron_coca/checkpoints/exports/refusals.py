@@ -1,0 +1,34 @@
+"""What a model has that another project's format cannot express: an export refuses it instead of leaving it out."""
+
+from collections.abc import Iterator
+
+from megatron_coca.config import COMPUTE_KEYS, KEYS, Config
+from megatron_coca.config.model import GLOBAL
+from megatron_coca.config.schema import GROUPS
+
+WITHOUT_EFFECT = COMPUTE_KEYS | {"init_method", "output_layer_init_method", "init_method_std", "imports"}
+"""Keys of the network and its positions that do not change what trained weights compute."""
+SHAPE_KEYS = frozenset(
+    {
+        *("num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "intermediate_size", "mlp_multiple_of"),
+        *("expansion_factor", "seq_length", "max_position_embeddings", "vocab_size", "make_vocab_size_divisible_by"),
+        *("no_weight_tying", "use_bias_in_attn_linear", "use_bias_in_mlp", "attention_dropout"),
+    }
+)
+"""Keys of the shape, which every format has under one name or another."""
+
+
+def lost_keys(config: Config, written: frozenset[str]) -> Iterator[str]:
+    """Yield a reason for every key whose value would be lost in a format that has only the keys `written`.
+
+    These are all keys of the network and of the position method with another value than the default, so a key that is
+    new to the schema is refused until a format is taught to write it.
+    """
+    if [*config.layer_types] != [GLOBAL]:
+        yield f"layer_types: the layers differ ({', '.join(config.layer_types)}), and it has one method for all of them"
+    known = written | WITHOUT_EFFECT | {"attention_config", "layer_types"}
+    flat = config.flat()
+    for key, place in KEYS.items():
+        field = GROUPS[place.group].model_fields[place.field]
+        if place.group in ("model", "position") and key not in known and flat[key] != field.default:
+            yield f"{key} {flat[key]!r}: it has no such key"

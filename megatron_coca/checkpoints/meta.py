@@ -1,0 +1,146 @@
+"""The schema of a checkpoint's meta.json, and reading it."""
+
+from math import prod
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from megatron_coca.checkpoints.files import CheckpointError, read_json
+from megatron_coca.config.base import Count, Size, shown
+
+META = "meta.json"
+MAX_RANKS = 2**20
+Index = Annotated[int, Field(ge=0, lt=10**18)]
+"""Steps, samples or tokens of a whole run."""
+NotNegative = Annotated[float, Field(ge=0.0)]
+Counter = Annotated[float, Field(ge=0.0, le=1.0e18)]
+Texts = list[str | None] | None
+
+
+def _ranks(sizes: dict[str, int]) -> dict[str, int]:
+    if prod(sizes.values()) > MAX_RANKS:
+        raise ValueError(f"more than {MAX_RANKS:,} ranks")
+    return sizes
+
+
+def _has_step(counters: dict[str, float]) -> dict[str, float]:
+    if "step" not in counters:
+        raise ValueError("has no step")
+    return counters
+
+
+def _whole_step(counters: dict[str, float]) -> dict[str, float]:
+    if counters.get("step", 0.0) % 1:
+        raise ValueError("step is no whole number")
+    return counters
+
+
+Counters = Annotated[dict[str, Counter], AfterValidator(_whole_step)]
+
+
+class _Part(BaseModel):
+    """Entries that other versions write are ignored."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="ignore")
+
+
+class GuardState(_Part):
+    """Of `LossGuard.state`; values are logarithmised."""
+
+    losses: list[Annotated[float, Field(gt=0.0)]] = []
+    norms: list[Annotated[float, Field(gt=0.0)]] = []
+    consecutive: Index = 0
+    first_bad: Index | None = None
+    bad_steps: Index = 0
+    rollbacks: Index = 0
+
+
+class Progress(_Part):
+    """The training loop; `skips` has the gaps [begin, steps] of `DataSkips`."""
+
+    guard: GuardState = GuardState()
+    skips: list[Annotated[list[Index], Field(min_length=2, max_length=2)]] = []
+    skipped: Index = 0
+    unvalidated: bool = False
+
+
+class Share(_Part):
+    """What was read of one source; a `SourceShare`."""
+
+    source: str
+    weight: NotNegative
+    samples: Index
+    fraction: NotNegative
+    tokens: Index
+    epochs: NotNegative
+
+
+class DataIdentity(_Part):
+    """Of `Corpus.identity`: lists over the sources; earlier versions wrote fewer."""
+
+    tokens: list[Index] | None = None
+    document_counts: list[Index] | None = None
+    weights: list[NotNegative] | None = None
+    sha256: Texts = None
+    sampled: Texts = None
+    tokenizer: str | None = None
+    documents: list[str] = []
+
+
+def _equal_lists(data: DataIdentity) -> DataIdentity:
+    lists = (data.tokens, data.document_counts, data.weights, data.sha256, data.sampled)
+    if len({len(values) for values in lists if values}) > 1:
+        raise ValueError("has lists over different numbers of sources")
+    return data
+
+
+class Meta(_Part):
+    """All of meta.json. Checkpoints that hold weights only have no state of a run."""
+
+    step: Index
+    run: str | None = None
+    origin: str | None = None
+    data: Annotated[DataIdentity, AfterValidator(_equal_lists)] | None = None
+    batch: Count | None = None
+    dtype: str | None = None
+    topology: Annotated[dict[str, Size], AfterValidator(_ranks)] | None = None
+    zero_stage: Annotated[int, Field(ge=0, le=3)] | None = None
+    counters: Counters | None = None
+    progress: Progress | None = None
+    mixture: list[Share] | None = None
+    versions: dict[str, str] | None = None
+    imported: dict[str, Any] | None = None
+
+
+class RunMeta(Meta):
+    """Meta of a checkpoint that a run can be resumed from."""
+
+    topology: Annotated[dict[str, Size], AfterValidator(_ranks)]
+    counters: Annotated[Counters, AfterValidator(_has_step)]
+    progress: Progress
+
+
+def read_meta(folder: Path, resumable: bool = False) -> dict[str, Any]:
+    """Read and validate the meta.json of a checkpoint; with `resumable` also that it has the state of a run.
+
+    Raises CheckpointError, naming the entry; UnreadableError if the file system fails.
+    """
+    return checked_meta(read_json(folder / META), folder / META, resumable)
+
+
+def checked_meta(content: dict[str, Any], source: str | Path, resumable: bool = False) -> dict[str, Any]:
+    """Return the `content` of a meta.json, with the defaults of what `progress` lacks.
+
+    Raises CheckpointError, naming `source` and the entry, if it is invalid.
+    """
+    try:
+        meta = (RunMeta if resumable else Meta).model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"]))
+        problem = first["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
+        given = "" if first["type"] == "missing" else f", got {shown(first['input'])}"
+        raise CheckpointError(f"{source}: {name}: {problem}{given}; the checkpoint is damaged") from error
+    filled = {"progress": meta.progress.model_dump() | content["progress"]} if meta.progress is not None else {}
+    return content | filled

@@ -1,0 +1,287 @@
+"""Keys of the position method: choices that `megatron_coca.methods` declares, and layers that differ."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache, partial
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import (
+    BeforeValidator,
+    Field,
+    SerializeAsAny,
+    ValidationError,
+    ValidationInfo,
+    create_model,
+    model_serializer,
+)
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from megatron_coca import methods
+from megatron_coca.config.base import MAX_COUNT, ConfigGroup, Count, PathName, Positive, WholeNumber, key
+
+ORIGINAL = "original_max_position_embeddings"
+KINDS: dict[str, Any] = {
+    "count": Count,
+    "whole": WholeNumber,
+    "positive": Positive,
+    "share": Annotated[float, Field(gt=0.0, le=1.0)],
+    "factor": Annotated[float, Field(ge=1.0, le=1.0e6)],
+    "flag": bool,
+    "positives": list[Positive],
+}
+"""The types of declared options."""
+DEFAULTS = {"rope_scaling": "default"}
+"""Choices of mappings that name none."""
+
+
+class Selected(ConfigGroup):
+    """A choice with its options, by the name of the choice as `rope_type` or `type`."""
+
+    declaration: ClassVar[methods.Choice]
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    @model_serializer(mode="wrap")
+    def _only_set(self, handler: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        return {name: value for name, value in handler(self).items() if value is not None}
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The options by name, with lists as tuples; None where one is not set."""
+        values = {option.name: getattr(self, option.name) for option in self.declaration.options}
+        return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+
+    def settings(self, training_length: int) -> dict[str, Any]:
+        """The options with the defaults for the training length."""
+        return self.declaration.resolved(self.given, training_length)
+
+
+@cache
+def _model_of(choice: methods.Choice) -> type[Selected]:
+    fields: dict[str, Any] = {choice.selector: (Literal[choice.name], ...)}
+    if choice.key == "rope_scaling":
+        fields[ORIGINAL] = (Count | None, None)
+    for option in choice.options:
+        kind = Literal[option.choices] if option.kind == "choice" else KINDS[option.kind]
+        if option.least is not None or option.most is not None:
+            kind = Annotated[kind, Field(ge=option.least, le=option.most)]
+        default = None if option.required else option.default
+        fields[option.name] = (kind | None if default is None else kind, default)
+    model = create_model(choice.name, __base__=Selected, **fields)
+    model.declaration = choice
+    return model
+
+
+def _fault(kind: str, message: str, value: Any, *loc: str) -> InitErrorDetails:
+    error = PydanticCustomError(kind, "{message}", {"message": message})
+    return InitErrorDetails(type=error, loc=loc, input=value)
+
+
+def _error(*faults: InitErrorDetails) -> ValidationError:
+    return ValidationError.from_exception_data("choice", list(faults))
+
+
+def read_choice(key: str, value: Any) -> Any:
+    """Validate a choice given as a mapping, or by its name alone.
+
+    Options of other choices that have their defaults are dropped: configurations of earlier versions have them.
+
+    Raises:
+        ValidationError: the choice is not declared, or an option is unknown, out of range, or of another choice.
+    """
+    if value is None or isinstance(value, Selected):
+        return value
+    table = methods.TABLES[key]
+    selector = next(iter(table.values())).selector
+    values = {selector: value} if isinstance(value, str) else value
+    if not isinstance(values, Mapping):
+        raise _error(_fault("dict_type", "expected a mapping", value))
+    name = values.get(selector, DEFAULTS.get(key))
+    if name is None:
+        raise _error(_fault("missing", "required", values, selector))
+    if not isinstance(name, str) or name not in table:
+        raise _error(_fault("literal_error", "unknown", name, *[selector] * (values is value)))
+    choice, kept, faults = table[name], {selector: name}, []
+    for option, given in values.items():
+        readers = [other for other in table.values() if other.option(option) is not None]
+        if given is None and readers:
+            continue  # not set
+        if option in (selector, ORIGINAL) or choice.option(option) is not None or not readers:
+            kept[option] = given
+        elif any(given != reader.option(option).default for reader in readers):
+            listed = " | ".join(reader.name for reader in readers)
+            message = f"{option} has no effect with {selector} {name}; it is an option of {listed}"
+            faults.append(_fault("option", message, given))
+    if faults:
+        raise _error(*faults)
+    return _model_of(choice).model_validate(kept)
+
+
+def _name(key: str, value: Any) -> Any:
+    if isinstance(value, str) and value not in methods.TABLES[key]:
+        raise PydanticCustomError("literal_error", "unknown")
+    return value
+
+
+def _scaling(value: Any) -> Any:
+    """A scaling without options is its name."""
+    chosen = read_choice("logit_scaling", "none" if value is None else value)
+    return chosen if chosen.declaration.options else chosen.type
+
+
+def _options(value: Any, info: ValidationInfo) -> Any:
+    """Options of the position embedding, which is an earlier field."""
+    if value is None or isinstance(value, Selected) or "pos_emb" not in info.data:
+        return value if isinstance(value, Selected) else None
+    if not isinstance(value, Mapping):
+        raise PydanticCustomError("dict_type", "expected a mapping")
+    return read_choice("pos_emb", {**value, "type": info.data["pos_emb"]})
+
+
+Optional = SerializeAsAny[Selected] | None
+
+
+class PositionKeys(ConfigGroup):
+    """The position keys that may differ between layers."""
+
+    pos_emb: Annotated[str, BeforeValidator(partial(_name, "pos_emb"))] = key(
+        "learned",
+        "Position method. Positions count from 0, as in the CoCA authors' code (from 1 in their paper). Among the "
+        "rotary methods only `coca` (CoCA-Slack) is not shift-invariant: its scores depend on the first position.",
+    )
+    pos_emb_options: Annotated[Optional, BeforeValidator(_options)] = key(
+        None, "Options of a position method that one of `imports` declares."
+    )
+    rotary_pct: float = Field(default=1.0, gt=0.0, le=1.0, description="Fraction of each head's features to rotate.")
+    rotary_emb_base: float = Field(default=10000.0, gt=1.0, le=1.0e30, description="Base of the rotary frequencies.")
+    rope_scaling: Annotated[Optional, BeforeValidator(partial(read_choice, "rope_scaling"))] = key(
+        None, "Frequency extension beyond the training length."
+    )
+    relative_positions: Annotated[Optional, BeforeValidator(partial(read_choice, "relative_positions"))] = key(
+        None, "Distance map beyond a window."
+    )
+    logit_scaling: Annotated[str | SerializeAsAny[Selected], BeforeValidator(_scaling)] = key(
+        "none", "Factor on the logits of position m, for the training length L."
+    )
+    sliding_window_width: WholeNumber | None = key(
+        None, "Largest distance that a query attends to, as in GPT-NeoX: a query sees this many tokens before itself."
+    )
+    attention_backend: Literal["auto", "sdpa", "merge", "flash", "flex", "triton", "reference"] = key(
+        "auto", "Attention backend."
+    )
+
+
+class LayerType(PositionKeys):
+    """What one type of layers changes; keys that are not set are those of the model."""
+
+    @model_serializer(mode="wrap")
+    def _only_given(self, handler: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        return {name: value for name, value in handler(self).items() if name in self.model_fields_set}
+
+
+class PositionConfig(PositionKeys):
+    """The position method and the attention backend."""
+
+    rpe_num_buckets: int = Field(default=32, ge=4, le=2**20, description="rpe: number of distance buckets.")
+    rpe_max_distance: int = Field(
+        default=128, ge=2, le=MAX_COUNT, description="rpe: distances from this one on share the last bucket."
+    )
+    operand_kernel: Literal["auto", "torch", "triton"] = key(
+        "auto",
+        "Rotate queries and keys with PyTorch operations or one fused Triton kernel; auto: triton on a GPU where it"
+        " can, torch otherwise.",
+    )
+    layer_types: dict[str, LayerType] = key(
+        {},
+        "Types of layers that `attention_config` names, each with the position keys that differ there:"
+        " `{sliding: {sliding_window_width: 511, rotary_emb_base: 1.0e+6}}`.",
+    )
+    imports: list[PathName] = key(
+        [], "Files of Python that declare position methods, relative to the file that sets the key (CONTRIBUTING.md)."
+    )
+
+    def of_type(self, name: str) -> "PositionConfig":
+        """Return the keys of one type of layers: those of the model with the type's own.
+
+        A type without rotation, or with a window, does not inherit choices that need rotation or have a window.
+        """
+        own = self.layer_types.get(name, LayerType())
+        values = {key: getattr(own, key) for key in own.model_fields_set}
+        dropped = set()
+        if "pos_emb" in values:
+            dropped |= {"pos_emb_options"}
+            if not methods.find("pos_emb", values["pos_emb"]).rotary:
+                dropped |= {"rope_scaling", "relative_positions"}
+        if values.get("sliding_window_width") is not None:
+            dropped.add("relative_positions")
+        return self.model_copy(update=dict.fromkeys(dropped) | values | {"layer_types": {}})
+
+    def of_types(self, layer_names: Iterable[str]) -> dict[str, "PositionConfig"]:
+        """Return the keys of every type of layers, in the order of their first layers."""
+        return {name: self.of_type(name) for name in dict.fromkeys(layer_names)}
+
+    def original_length(self, seq_length: int) -> int:
+        """Return L of the frequency extension: rope_scaling.original_max_position_embeddings or seq_length.
+
+        Distance maps, logit scaling and evaluation always use seq_length, the last training length.
+        """
+        return (self.rope_scaling and self.rope_scaling.original_max_position_embeddings) or seq_length
+
+    @property
+    def embedding(self) -> methods.PositionEmbedding:
+        """The declaration of `pos_emb`."""
+        return methods.find("pos_emb", self.pos_emb)
+
+    @property
+    def extension(self) -> methods.FrequencyExtension:
+        """The declaration of the frequency extension; `default` if there is none."""
+        return methods.find("rope_scaling", self.rope_scaling.rope_type if self.rope_scaling else "default")
+
+    @property
+    def distance_map(self) -> methods.DistanceMap | None:
+        """The declaration of the distance map, or None."""
+        return methods.find("relative_positions", self.relative_positions.type) if self.relative_positions else None
+
+    @property
+    def scaling(self) -> methods.LogitScaling:
+        """The declaration of the logit scaling; `none` if there is none."""
+        return methods.find("logit_scaling", str(getattr(self.logit_scaling, "type", None) or self.logit_scaling))
+
+    @property
+    def _embedding_options(self) -> dict[str, Any]:
+        """Those of GPT-NeoX are keys of this group, others are in `pos_emb_options`."""
+        given = self.pos_emb_options.given if self.pos_emb_options is not None else {}
+        return given | {name: getattr(self, name) for name in ("rpe_num_buckets", "rpe_max_distance")}
+
+    def mean_keys(self, length: int) -> float:
+        """Keys that a query attends to on average over a sequence of `length` tokens."""
+        seen = length if self.sliding_window_width is None else min(self.sliding_window_width + 1, length)
+        return seen * (length - (seen - 1) / 2) / length
+
+    def choices(self) -> Iterator[tuple[methods.Choice, dict[str, Any]]]:
+        """Every choice with the options that it was given."""
+        yield self.embedding, self._embedding_options
+        for choice, selected in (
+            (self.extension, self.rope_scaling),
+            (self.distance_map, self.relative_positions),
+            (self.scaling, self.logit_scaling),
+        ):
+            if choice is not None:
+                yield choice, selected.given if isinstance(selected, Selected) else {}
+
+    def refusal(self, key: str, seq_length: int, head_dim: int) -> str | None:
+        """Why the choice of a key cannot be used with the others in a model of this shape, or None."""
+        chosen = {choice.key: (choice, given) for choice, given in self.choices()}
+        if key not in chosen:
+            return None
+        choice, given = chosen[key]
+        use = methods.Use(
+            options=choice.resolved(given, seq_length) if not choice.lacking(given) else given,
+            seq_length=seq_length,
+            original_length=self.original_length(seq_length),
+            rotated=int(head_dim * self.rotary_pct),
+            pos_emb=self.embedding,
+            others={name: other.name for name, (other, _) in chosen.items()},
+        )
+        return choice.refusal(use)

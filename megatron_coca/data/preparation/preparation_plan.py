@@ -1,0 +1,239 @@
+"""Plan of a preparation: sources, the rules that apply to all of them, their splits, and text to train a tokenizer
+on.
+"""
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megatron_coca.data.errors import DataError, OutOfMemory
+from megatron_coca.data.readers import open_reader
+from megatron_coca.data.readers.source import Chunk, Reader, ReadingProblems, ReadUnit, SourceSpec
+
+SPLITS = ("train", "valid", "test")
+MAX_RECORD_MIB = 2048
+"""The largest ``SourceSpec.max_record_mib``: larger records do not fit an index of 32-bit lengths."""
+NEAR_DUPLICATES = (
+    "near duplicates are no longer removed during preparation. Deduplicate the corpus with datatrove before (see "
+    "docs/data.md), and use exact or keep here."
+)
+
+
+@dataclass(frozen=True)
+class CorpusSource:
+    """A source, and the treatment of its documents.
+
+    Attributes:
+        spec: its files and how they are read.
+        weight: share of the training tokens, relative to the other sources; None counts by tokens.
+        set_weights: relative weights of its sets, for a source that is divided into them.
+        duplicates: drop documents whose text occurred before (``exact``), or none (``keep``).
+        fraction: of the documents, chosen by a hash of their text.
+        split: put all documents into one split instead of splitting by the hash of their key.
+    """
+
+    spec: SourceSpec
+    weight: float | None = None
+    set_weights: Mapping[str, float] = field(default_factory=dict)
+    duplicates: Literal["exact", "keep"] = "exact"
+    fraction: float = 1.0
+    split: str | None = None
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Rules for all sources.
+
+    Attributes:
+        valid_fraction, test_fraction: of the documents, held out by a hash of their key.
+        strict: the first unusable record is an error; otherwise it is skipped, counted and named.
+        skip_damaged: a file that cannot be read to its end is counted and named, and what precedes the damage is kept;
+            otherwise it is an error.
+    """
+
+    valid_fraction: float = 0.01
+    test_fraction: float = 0.01
+    strict: bool = False
+    skip_damaged: bool = False
+
+
+@dataclass(frozen=True)
+class Execution:
+    """Settings without effect on the result.
+
+    Attributes:
+        workers: worker processes; 0 works in this process.
+        save_seconds: between saved positions, the most work lost by a kill.
+        progress: show a bar.
+    """
+
+    workers: int = 0
+    save_seconds: float = 10.0
+    progress: bool = True
+
+
+def hash_fraction(key: str) -> float:
+    """A number in [0, 1) from the SHA-256 of a key, the same on every machine and in every run."""
+    digest = hashlib.sha256(key.encode(errors="surrogatepass")).digest()  # the name of a file may not be UTF-8
+    return int.from_bytes(digest[:8], "big") / 2**64
+
+
+def split_of(key: str, rules: Rules) -> str:
+    """The split of a document: "test" below ``test_fraction``, then "valid", else "train"."""
+    fraction = hash_fraction(key)
+    if fraction < rules.test_fraction:
+        return "test"
+    return "valid" if fraction < rules.test_fraction + rules.valid_fraction else "train"
+
+
+def shard_name(source: str, part: str, split: str) -> str:
+    """Name of a shard's files: the source, the set in lower case with ``-`` for all but letters and digits, the split.
+
+    >>> shard_name("pile", "OpenWebText2", "train"), shard_name("pile", "PubMed Central", "test")
+    ('pile_openwebtext2_train', 'pile_pubmed-central_test')
+    """
+    slug = re.sub(r"[^a-z0-9]+", "-", part.lower()).strip("-")
+    return "_".join(filter(None, (source, slug, split)))
+
+
+def shard_label(source: str, part: str) -> str:
+    """A source, or one of its sets, in messages about shards."""
+    return f"{source}, set {part!r}," if part else source
+
+
+def check(sources: Sequence[CorpusSource], rules: Rules) -> None:
+    """Raise ``DataError`` for sources and rules that cannot be prepared."""
+    names = [source.spec.name for source in sources]
+    if not names or len(set(names)) != len(names):
+        raise DataError(f"Sources need unique names; given are {names}.")
+    for source in sources:
+        _check_source(source)
+    # Sets that are not listed are checked when they occur.
+    owners: dict[str, str] = {}
+    for source in sources:
+        for part in source.spec.sets if source.spec.divide else ("",):
+            name = shard_name(source.spec.name, part, "")
+            label = shard_label(source.spec.name, part)
+            if name in owners:
+                raise DataError(f"{owners[name]} and {label} would both be written to {name}_train. Rename a source.")
+            owners[name] = label
+    missing = [source.spec.name for source in sources if source.weight is None]
+    if missing and len(missing) != len(sources):
+        raise DataError(f"{', '.join(missing)}: no weight, where other sources have one. Weight all of them or none.")
+    held_out = rules.valid_fraction + rules.test_fraction
+    if not (rules.valid_fraction >= 0 and rules.test_fraction >= 0 and held_out <= 1):  # nor NaN
+        raise DataError(
+            f"valid_fraction {rules.valid_fraction} and test_fraction {rules.test_fraction} must lie in [0, 1], "
+            "and their sum as well."
+        )
+
+
+def _check_source(source: CorpusSource) -> None:
+    name = source.spec.name
+    if not name.replace("-", "").replace("_", "").isalnum() or not name.isascii():
+        raise DataError(f"Source name {name!r}: letters, digits, - and _ only, since it names files.")
+    if source.duplicates == "near":
+        raise DataError(f"{name}: {NEAR_DUPLICATES}")
+    if source.duplicates not in ("exact", "keep"):
+        raise DataError(f"{name}: duplicates must be exact or keep, not {source.duplicates!r}.")
+    if not 0 < source.fraction <= 1:
+        raise DataError(f"{name}: fraction must lie in (0, 1], not {source.fraction}.")
+    if not 1 <= source.spec.max_record_mib <= MAX_RECORD_MIB:
+        raise DataError(f"{name}: max_record_mib must lie in 1 to {MAX_RECORD_MIB}, not {source.spec.max_record_mib}.")
+    if source.split not in (None, *SPLITS):
+        raise DataError(f"{name}: split {source.split!r} is none of {', '.join(SPLITS)}.")
+    for owner, weight in {name: source.weight, **source.set_weights}.items():
+        if weight is not None and not 0 < weight < float("inf"):
+            raise DataError(f"{name}: the weight of {owner} must be a positive number, not {weight}.")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The inputs of all sources.
+
+    Attributes:
+        units: (number of the source, unit), in the order of reading.
+        unread: for each source, files in its folders that belong to no unit, counted by reason.
+    """
+
+    units: Sequence[tuple[int, ReadUnit]]
+    unread: Sequence[Counter[str]]
+
+    def of(self, source: int) -> list[ReadUnit]:
+        """The units of one source."""
+        return [unit for owner, unit in self.units if owner == source]
+
+
+def find_inputs(sources: Sequence[CorpusSource]) -> Inputs:
+    """List the inputs of the sources. ``DataError`` for a path that is missing or unreadable."""
+    readers = [open_reader(source.spec) for source in sources]
+    units = [(number, unit) for number, reader in enumerate(readers) for unit in reader.units()]
+    return Inputs(units, [reader.unread() for reader in readers])
+
+
+PARSED_BYTES = 1 << 30
+"""A source larger than this on disk is parsed only in part, about this much of it."""
+
+
+def training_texts(sources: Sequence[CorpusSource], rules: Rules, characters: int) -> Iterator[str]:
+    """Yield about ``characters`` characters of training text, an equal share per source, or all text if it is less.
+
+    The texts are spread evenly over all units of a source, by size on disk. Problems of records are not reported: the
+    preparation reads the same files. Raises ``DataError`` for a source without one usable document, where everything is
+    held out, and for a damaged file, unless the rules skip it.
+    """
+    held_out = True
+    for source in sources:
+        for text in _source_texts(source, rules, characters // len(sources)):
+            held_out = False
+            yield text
+    if held_out:
+        raise DataError("There is no text to train a tokenizer on: all documents are held out. Hold out fewer.")
+
+
+def _source_texts(source: CorpusSource, rules: Rules, share: int) -> Iterator[str]:
+    reader = open_reader(source.spec)
+    units = reader.units()
+    size = sum(unit.size for unit in units)
+    problems = ReadingProblems()
+    due, usable = 0.0, False  # characters that are due for what was read so far
+    for unit in units:
+        due += 0 if size else share / len(units)
+        for number, chunk in enumerate(_readable_chunks(reader, unit, rules)):
+            due += share * chunk.read / size if size else 0
+            if number and size > PARSED_BYTES and hash_fraction(f"{chunk.path}/{number}") >= PARSED_BYTES / size:
+                continue
+            documents = list(reader.documents(chunk, problems))
+            usable = usable or bool(documents)
+            if due <= 0:
+                continue
+            texts = [d.text for d in documents if (source.split or split_of(d.key, rules)) == "train"]
+            for text in sorted(texts, key=lambda text: hash_fraction(f"tokenizer/{text}")):  # a random choice
+                due -= len(text)
+                yield text
+                if due <= 0:
+                    break
+    if not usable:
+        raise DataError(no_usable_document(source, units, problems))
+
+
+def _readable_chunks(reader: Reader, unit: ReadUnit, rules: Rules) -> Iterator[Chunk]:
+    """The chunks of a unit; with ``skip_damaged`` those before the damage."""
+    try:
+        yield from reader.chunks(unit)
+    except DataError as error:
+        if isinstance(error, OutOfMemory) or not rules.skip_damaged:
+            raise
+
+
+def no_usable_document(source: CorpusSource, units: Sequence[ReadUnit], problems: ReadingProblems) -> str:
+    """The message for a source without a document."""
+    left_out = "; ".join(f"{count} left out: {reason}" for reason, count in problems.filtered.most_common(3))
+    reasons = "; ".join(filter(None, (*problems.named[:3], left_out))) or "the files are empty"
+    paths = ", ".join(unit.path for unit in units[:3])
+    return (
+        f"{source.spec.name}: no usable document in {paths} ({reasons}). Check the files, the fields and the filters."
+    )

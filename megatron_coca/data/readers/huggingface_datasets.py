@@ -1,0 +1,123 @@
+"""Reader of Hugging Face data sets: saved on disk, in folders of data files, or on the Hub, with ``datasets``."""
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatron_coca.data.errors import DataError
+from megatron_coca.data.readers.columnar_files import packed
+from megatron_coca.data.readers.compression import COMPRESSIONS
+from megatron_coca.data.readers.files import FileReader, file_unit
+from megatron_coca.data.readers.folders import corpus_files, is_saved_dataset, kind_of, saved_splits
+from megatron_coca.data.readers.source import Chunk, Document, Reader, ReadingProblems, ReadUnit, SourceSpec, check_keys
+from megatron_coca.data.readers.streams import BLOCK
+
+OPTIONS = ("name", "split", "revision")
+DEFAULT_SPLIT = "train"
+_ROWS = 100  # read at once: a few hundred KB of articles, tens of MB of books
+_FORM = ".arrow"
+_FILE_SUFFIXES = frozenset((*COMPRESSIONS, ".csv", ".tsv", ".zip", ".7z", ".rar", ".html", ".py"))
+
+
+class HuggingFaceReader(Reader):
+    """Reads one split of a data set with the ``datasets`` library.
+
+    ``spec.paths`` are folders written by ``save_to_disk`` (their Arrow files are read directly), other folders or files
+    of data, or names on the Hub; the last two are streamed, without a copy in the library's cache. ``spec.options``:
+    ``name`` of the configuration, ``split`` (train), ``revision`` on the Hub. Raises ``DataError`` for an unknown
+    option, a key that this reader does not use, and as ``FileReader``.
+    """
+
+    def __init__(self, spec: SourceSpec, block: int = BLOCK) -> None:
+        check_keys(spec, "huggingface")
+        if unknown := sorted(set(spec.options) - set(OPTIONS)):
+            raise DataError(f"{spec.name}: unknown options {unknown} of huggingface. Known are {', '.join(OPTIONS)}.")
+        self.spec, self._block = spec, block
+        self._files = FileReader(replace(spec, options={}), block)
+        self._split = spec.options.get("split", DEFAULT_SPLIT)
+
+    def units(self) -> list[ReadUnit]:
+        """List the Arrow files of saved data sets, and every other path as one unit of size 0.
+
+        ``DataError`` for a folder without this split, a name that is neither on disk nor on the Hub, and no network.
+        """
+        units = []
+        for name in map(str, self.spec.paths):
+            path = Path(name)
+            if path.is_dir() and (is_saved_dataset(path) or saved_splits(path)):
+                units += [file_unit(file) for file in corpus_files([self._saved_split(path)])]
+            elif path.exists():
+                files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+                stamps = [(unit.path, unit.stamp) for unit in map(file_unit, files)]
+                units.append(ReadUnit(name, 0, hashlib.sha256(json.dumps(stamps).encode()).hexdigest()[:16]))
+            else:
+                # A name on the Hub may contain dots, but does not end in the suffix of a data file.
+                is_file_name = kind_of(name) is not None or path.suffix.lower() in _FILE_SUFFIXES
+                if name.startswith((".", "/", "~")) or name.count("/") > 1 or is_file_name:
+                    raise DataError(
+                        f"{name}: no such file or folder. Check the path, or name a data set as owner/name."
+                    )
+                with _reported(name):
+                    from huggingface_hub import HfApi
+
+                    # The stamp is the commit that is read, also if the revision moves on.
+                    commit = HfApi().dataset_info(name, revision=self.spec.options.get("revision")).sha
+                units.append(ReadUnit(name, 0, str(commit)))
+        return units
+
+    def chunks(self, unit: ReadUnit) -> Iterator[Chunk]:
+        """Cut an Arrow file, or stream a data set. ``DataError`` if reading fails."""
+        if Path(unit.path).is_file() and unit.size:
+            yield from self._files.chunks(unit)
+            return
+        number = 1
+        with _reported(unit.path):
+            for table in self._stream(unit).with_format("arrow").iter(batch_size=_ROWS):
+                for batch in table.combine_chunks().to_batches():
+                    for rows, data in packed(batch, 2 * self._block, self.spec.max_record):
+                        payload = (self._files.typed_chunk(_FORM, unit.path, number, data),)
+                        yield Chunk(unit.path, number, payload, 0)
+                        number += rows
+
+    def documents(self, chunk: Chunk, problems: ReadingProblems) -> Iterator[Document]:
+        return self._files.documents(chunk, problems)
+
+    def _saved_split(self, folder: Path) -> Path:
+        if is_saved_dataset(folder):
+            return folder
+        splits = saved_splits(folder)
+        if self._split not in splits:
+            raise DataError(f"{folder}: no split {self._split!r}; there are {', '.join(splits)}. Set the option split.")
+        return folder / self._split
+
+    def _stream(self, unit: ReadUnit) -> Any:
+        import datasets
+
+        path = Path(unit.path)
+        source: dict[str, Any] = {"path": unit.path, "revision": unit.stamp}
+        if path.exists():
+            source = {"path": str(path)} if path.is_dir() else {"path": str(path.parent), "data_files": path.name}
+        stream = datasets.load_dataset(**source, name=self.spec.options.get("name"), split=self._split, streaming=True)
+        names = stream.column_names
+        return stream.select_columns(self._files.fields.columns(names, unit.path)) if names else stream
+
+
+@contextlib.contextmanager
+def _reported(path: str) -> Iterator[None]:
+    try:
+        import datasets  # noqa: F401
+    except ImportError as error:
+        raise DataError("Reading data sets of Hugging Face needs the library: pip install datasets") from error
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:  # the library's errors have no common base class
+        raise DataError(
+            f"{path}: datasets cannot read it ({type(error).__name__}: {error}). Check the name, the split, and the "
+            "network for a name on the Hub."
+        ) from error

@@ -1,0 +1,244 @@
+"""Synthetic tasks as training data: samples computed from the seed and the sample number, without files.
+
+Every task gives the tokens of a sample and a mask of the inputs whose next token is an answer. Random numbers are
+hashes of (seed, split, sample number), so that a resumed run reads the same samples.
+
+Token ids: filler, then one token for each pair of a key and a value (a fact), then keys, then values, or for the tasks
+without facts filler and one separator.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from megatron_coca.data.errors import DataError
+from megatron_coca.data.order import SourceShare, UncheckedBatch, derive_key, random_words
+
+
+class Filler(Protocol):
+    """Text that facts are mixed into: a `Blend`."""
+
+    def batch(self, indices: np.ndarray | Sequence[int]) -> np.ndarray:
+        """Samples int64 [n, seq_length + 1] by number."""
+
+
+@dataclass(frozen=True)
+class TaskSettings:
+    """A task and its sizes, as in the configuration; `filler_tokens` are ids 0, 1, ... of random filler or of text."""
+
+    task: str = "recall"
+    facts: int = 8
+    keys: int = 16
+    values: int = 16
+    ngram: int = 3
+    filler_tokens: int = 32
+    text: bool = False
+    loss: str = "answers"
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids of the task."""
+        return self.filler_tokens + (self.keys * self.values + self.keys + self.values if self.has_facts else 1)
+
+    @property
+    def has_facts(self) -> bool:
+        """True for tasks on facts, which need keys and values."""
+        return self.task in FACT_TASKS
+
+    def fact(self, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
+        """Tokens that name a key and its value."""
+        return self.filler_tokens + keys * self.values + values
+
+    def key(self, keys: np.ndarray) -> np.ndarray:
+        """Tokens that ask for the value of a key."""
+        return self.filler_tokens + self.keys * self.values + keys
+
+    def value(self, values: np.ndarray) -> np.ndarray:
+        """Tokens that answer."""
+        return self.filler_tokens + self.keys * self.values + self.keys + values
+
+
+class Draws:
+    """Random numbers of samples: each call gives new columns, a function of (seed, split, sample number, column)."""
+
+    def __init__(self, numbers: np.ndarray, seed: int, split: str) -> None:
+        self.numbers, self._key, self._column = numbers, derive_key("synthetic", seed, split), 0
+
+    def uniform(self, count: int) -> np.ndarray:
+        """float64 [samples, count] in [0, 1)."""
+        words = random_words(self.numbers, count, self._key, self._column)
+        self._column += count
+        return (words >> np.uint64(11)) * 2.0**-53
+
+    def integers(self, count: int, below: int | np.ndarray) -> np.ndarray:
+        """int64 [samples, count] in [0, below)."""
+        return (self.uniform(count) * below).astype(np.int64)
+
+    def subset(self, count: int, of: int) -> np.ndarray:
+        """`count` different integers of 0 .. of-1 in random order: int64 [samples, count]."""
+        return np.argsort(self.uniform(of), axis=1)[:, :count]
+
+
+Made = tuple[np.ndarray, np.ndarray]
+"""Tokens int64 [samples, length + 1], and a mask of the inputs that an answer follows, bool [samples, length]."""
+
+
+def _answers(shape: tuple[int, int], rows: np.ndarray, inputs: np.ndarray) -> np.ndarray:
+    mask = np.zeros((shape[0], shape[1] - 1), dtype=bool)
+    mask[rows, inputs] = True
+    return mask
+
+
+def recall(settings: TaskSettings, filler: np.ndarray, draws: Draws) -> Made:
+    """Facts in random places, each asked for once later: a key token, then its value.
+
+    The `facts` facts (one token) and as many questions (two tokens) take random slots between filler; slots are paired
+    at random, and the fact is in the earlier one of a pair. Keys are different within a sample.
+    """
+    samples, width = filler.shape
+    facts = settings.facts
+    keys, values = draws.subset(facts, settings.keys), draws.integers(facts, settings.values)
+    slots = np.sort(draws.subset(2 * facts, width - facts), axis=1)
+    pairs = np.sort(draws.subset(2 * facts, 2 * facts).reshape(samples, facts, 2), axis=2)
+    # A question takes one token more than its slot, which moves everything behind it.
+    asked = np.zeros((samples, 2 * facts), dtype=np.int64)
+    np.put_along_axis(asked, pairs[:, :, 1], 1, axis=1)
+    places = slots + np.cumsum(asked, axis=1) - asked
+    told, question = (np.take_along_axis(places, pairs[:, :, side], axis=1) for side in (0, 1))
+    tokens, rows = filler.copy(), np.arange(samples)[:, None]
+    tokens[rows, told] = settings.fact(keys, values)
+    tokens[rows, question], tokens[rows, question + 1] = settings.key(keys), settings.value(values)
+    return tokens, _answers(tokens.shape, rows, question)
+
+
+def recall_question(
+    settings: TaskSettings, filler: np.ndarray, draws: Draws
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Evaluation inputs of `recall`: facts in random places, and one question at the end.
+
+    Returns the inputs int64 [samples, length] of filler of that shape, the token that answers, and the place of the
+    fact, int64 [samples].
+    """
+    samples, length = filler.shape
+    keys, values = draws.subset(settings.facts, settings.keys), draws.integers(settings.facts, settings.values)
+    places = draws.subset(settings.facts, length - 1)
+    tokens = filler.copy()
+    tokens[np.arange(samples)[:, None], places] = settings.fact(keys, values)
+    tokens[:, -1] = settings.key(keys[:, 0])
+    return tokens, settings.value(values[:, 0]), places[:, 0]
+
+
+def multi_query(settings: TaskSettings, filler: np.ndarray, draws: Draws) -> Made:
+    """Between 1 and `facts` facts in random places, then questions on all of them, in random order, at the end.
+
+    With every further fact there is one more distractor for each question.
+    """
+    samples, width = filler.shape
+    counts, facts = 1 + draws.integers(1, settings.facts)[:, 0], settings.facts
+    keys, values = draws.subset(facts, settings.keys), draws.integers(facts, settings.values)
+    order = draws.uniform(width)
+    tokens, mask = filler.copy(), np.zeros((samples, width - 1), dtype=bool)
+    for row, count in enumerate(counts.tolist()):
+        first = width - 2 * count
+        tokens[row, np.argsort(order[row, :first])[:count]] = settings.fact(keys[row, :count], values[row, :count])
+        asked = np.argsort(order[row, first : first + count])
+        tokens[row, first::2] = settings.key(keys[row, asked])
+        tokens[row, first + 1 :: 2] = settings.value(values[row, asked])
+        mask[row, first::2] = True
+    return tokens, mask
+
+
+def _copied(settings: TaskSettings, filler: np.ndarray, draws: Draws, step: int) -> Made:
+    half = (filler.shape[1] - 1) // 2
+    tokens = filler.copy()
+    tokens[:, half] = settings.filler_tokens
+    tokens[:, half + 1 : 2 * half + 1] = tokens[:, :half][:, ::step]
+    return tokens, _answers(tokens.shape, np.arange(len(tokens))[:, None], np.arange(half, 2 * half)[None])
+
+
+def copy(settings: TaskSettings, filler: np.ndarray, draws: Draws) -> Made:
+    """Random tokens, a separator, the same tokens."""
+    return _copied(settings, filler, draws, 1)
+
+
+def reverse(settings: TaskSettings, filler: np.ndarray, draws: Draws) -> Made:
+    """Random tokens, a separator, the same tokens from last to first."""
+    return _copied(settings, filler, draws, -1)
+
+
+def ngram(settings: TaskSettings, filler: np.ndarray, draws: Draws) -> Made:
+    """Random tokens, then the first `ngram` - 1 tokens of an n-gram that occurred before, and its last one."""
+    samples, width = filler.shape
+    size = settings.ngram
+    source = draws.integers(1, width - 2 * size + 1) + np.arange(size)
+    tokens, rows = filler.copy(), np.arange(samples)[:, None]
+    tokens[:, width - size :] = tokens[rows, source]
+    return tokens, _answers(tokens.shape, rows, np.full((samples, 1), width - 2))
+
+
+TASKS: dict[str, Callable[[TaskSettings, np.ndarray, Draws], Made]] = {
+    "recall": recall,
+    "multi_query": multi_query,
+    "copy": copy,
+    "reverse": reverse,
+    "ngram": ngram,
+}
+"""By the name of the task: (settings, filler int64 [samples, length + 1], random numbers) -> samples."""
+
+FACT_TASKS = frozenset({"recall", "multi_query"})
+
+
+class SyntheticSamples:
+    """The samples of a synthetic task, with the interface of `Blend`: an order that depends only on the arguments.
+
+    Args:
+        settings: the task.
+        seq_length: tokens of a model's input; a sample has one more.
+        seed: with `split` selects the samples.
+        text: for `settings.text`, the filler.
+
+    Raises ``DataError`` if a sample has no room for the task.
+    """
+
+    shards, weights = (), ()
+
+    def __init__(
+        self, settings: TaskSettings, seq_length: int, seed: int, split: str = "train", text: Filler | None = None
+    ) -> None:
+        least = {"recall": 3 * settings.facts, "multi_query": 3 * settings.facts, "ngram": 2 * settings.ngram}
+        needed = least.get(settings.task, 3)
+        if seq_length + 1 < needed:
+            raise DataError(f"seq_length {seq_length}: a sample of {settings.task} needs {needed - 1}; raise it")
+        self.settings, self.seq_length, self.seed = settings, seq_length, seed
+        self._split, self._text = split, text
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """The settings, for the identity of a run's data."""
+        return asdict(self.settings)
+
+    def read(self, indices: np.ndarray, boundaries: bool = False) -> UncheckedBatch:
+        """Samples by global number, int64 [n]; there are no documents."""
+        draws = Draws(np.asarray(indices, dtype=np.int64), self.seed, self._split)
+        if self._text is not None:
+            filler = self._text.batch(indices)
+            if filler.max() >= self.settings.filler_tokens:
+                raise DataError(
+                    f"token id {filler.max()} of the text is not below filler_tokens {self.settings.filler_tokens}, "
+                    "where the ids of facts begin; set it to the vocabulary of the text"
+                )
+        else:
+            filler = draws.integers(self.seq_length + 1, self.settings.filler_tokens)
+        tokens, answers = TASKS[self.settings.task](self.settings, filler, draws)
+        return UncheckedBatch(tokens, None, answers if self.settings.loss == "answers" else None)
+
+    def origin(self, index: int) -> str:
+        """Name the source of a sample."""
+        return f"synthetic task {self.settings.task}"
+
+    def mixture(self, n_samples: int) -> list[SourceShare]:
+        """The one source of the first ``n_samples`` samples, which are all new."""
+        name = f"synthetic {self.settings.task}"
+        return [SourceShare(name, 1.0, n_samples, 1.0, n_samples * self.seq_length, 0.0)]

@@ -1,0 +1,70 @@
+"""Positions of training samples other than 0, 1, ..., so that a model meets larger ones than its training length.
+
+Randomised positions are those of Ruoss et al. (2023), "Randomized Positional Encodings Boost Length Generalization of
+Transformers", and `pose` those of Zhu et al. (2024), "PoSE: Efficient Context Window Extension of LLMs via Positional
+Skip-wise Training". They are drawn on the host, as a function of (seed, sample number) alone.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_coca.data.order import derive_key, random_words
+
+
+def _subset(words: np.ndarray, length: int, largest: int) -> np.ndarray:
+    """A sorted random subset of 0 .. largest-1; `words` is one row for each of these numbers."""
+    return np.sort(np.argpartition(words, length - 1)[:length] if length < largest else np.arange(largest))
+
+
+def _shifted(words: np.ndarray, length: int, largest: int) -> np.ndarray:
+    """One random offset: r, r+1, ..."""
+    return np.arange(length) + int(words[0] % np.uint64(largest - length + 1))
+
+
+def _pose(words: np.ndarray, length: int, largest: int) -> np.ndarray:
+    """Two chunks, cut at a random place; the second is shifted by a random offset."""
+    cut = 1 + int(words[0] % np.uint64(max(length - 1, 1)))
+    return np.arange(length) + (np.arange(length) >= cut) * int(words[1] % np.uint64(largest - length + 1))
+
+
+DRAWN: dict[str, tuple[Callable[[int], int], Callable[[np.ndarray, int, int], np.ndarray]]] = {
+    "randomized": (lambda largest: largest, _subset),
+    "shifted": (lambda largest: 1, _shifted),
+    "pose": (lambda largest: 2, _pose),
+}
+"""By `training_positions.type`: the random words needed for positions below a bound, and (words, tokens, bound) ->
+increasing positions int64 [tokens].
+"""
+
+
+@dataclass(frozen=True)
+class DrawnPositions:
+    """Draws the positions of samples.
+
+    Attributes:
+        type: a key of `DRAWN`.
+        largest: positions are below it; at least the length of a sample.
+        seed: of the run.
+    """
+
+    type: str
+    largest: int
+    seed: int
+
+    def draw(self, numbers: np.ndarray, length: int, begins: np.ndarray | None = None) -> np.ndarray:
+        """Positions int64 [n, length] of samples by global number, int64 [n].
+
+        With `begins`, bool [n, length], every document of a sample draws its own.
+        """
+        count, make = DRAWN[self.type][0](self.largest), DRAWN[self.type][1]
+        starts = np.zeros((len(numbers), length), dtype=bool) if begins is None else begins.copy()
+        starts[:, 0] = True
+        rows, firsts = np.nonzero(starts)
+        ends = np.append(np.where(np.diff(rows) == 0, firsts[1:], length), length)
+        words = random_words(numbers[rows] * length + firsts, count, derive_key("positions", self.seed))
+        drawn = np.empty((len(numbers), length), dtype=np.int64)
+        for row, first, end, own in zip(rows.tolist(), firsts.tolist(), ends.tolist(), words, strict=True):
+            drawn[row, first:end] = make(own, end - first, self.largest)
+        return drawn

@@ -1,0 +1,275 @@
+"""`evaluate.py recall`: accuracy of key-value recall by length and shift of positions, and the scores of its heads."""
+
+import math
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_coca.attention.inputs import AttentionInputs
+from megatron_coca.console import Progress
+from megatron_coca.data import Blend, Shard, TaskSettings
+from megatron_coca.data.synthetic import Draws, recall_question
+from megatron_coca.evaluation.analysis.distance_sweep import in_band
+from megatron_coca.evaluation.analysis.length_analysis import observed
+from megatron_coca.evaluation.options import subject_options
+from megatron_coca.evaluation.results import Cell, Cost, EvaluationError, Record, Result, measured
+from megatron_coca.evaluation.retrieval import tasks
+from megatron_coca.evaluation.retrieval.retrieval_tasks import Tally, noting_refusals, tally, tally_fields
+from megatron_coca.evaluation.subject import Evaluation, Subject, noting_missing
+from megatron_coca.markdown_tables import format_table
+from megatron_coca.model import GPT
+
+PROTOCOL = (
+    "recall: facts in random places between filler, and a question on one of them, drawn uniformly, as the last token "
+    "of an input of exactly l tokens; right if the likeliest of all tokens is the value; inside, beyond: the fact is "
+    "at most, or more than, the training length before the question; a shift adds to all positions and leaves the "
+    "length that an extension sees; score of the fact: of the last token with the fact's token in one head, rest: the "
+    "log-sum-exp of its scores with all other keys, both as softmax takes them; for models without the task the "
+    "passkey prompt with its answer stub, right if the likeliest token is the first of the key, and the score of the "
+    "fact is the log-sum-exp over the tokens of the key's first mention"
+)
+MULTIPLES = (1, 2, 4, 8, 16)
+"""Default lengths, as multiples of the training length."""
+
+
+class HeadScores(Record):
+    """Means over cases of one attention head at the question."""
+
+    layer: int
+    head: int
+    fact: float | None  # score of the fact; None where a distance map hides it in some case
+    rest: float  # log-sum-exp of the scores of all other keys
+    weight: float  # of the fact in softmax
+
+
+class RecallCell(Tally, Cell):
+    """Cases at one length and shift of all positions; `heads` only where diagnosed."""
+
+    length: int
+    shift: int
+    nll: float  # of the answer, nats
+    inside: Tally | None
+    beyond: Tally | None
+    heads: list[HeadScores]
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return (self.length, self.shift)
+
+
+class RecallProtocol(Record):
+    text: str
+    cases: int
+    diagnosed: int  # cases whose heads are scored
+    seed: int
+    prompts: str  # "synthetic recall" with its sizes, or "passkey"
+    chance: float | None  # accuracy of a random value; None for passkeys
+
+
+class RecallResult(Result):
+    task: Literal["recall"] = "recall"
+    protocol: RecallProtocol
+    results: list[RecallCell]
+
+
+class Questions(NamedTuple):
+    """Inputs int64 [n, length]; answers int64 [n]; the fact is at tokens [first, last) of each, int64 [n]."""
+
+    ids: np.ndarray
+    answers: np.ndarray
+    first: np.ndarray
+    last: np.ndarray
+
+    @property
+    def distances(self) -> np.ndarray:
+        """Tokens from the fact's first token to the question."""
+        return self.ids.shape[1] - 1 - self.first
+
+
+Maker = Callable[[int], list[Questions]]
+"""Makes the cases of a length in tokens, in groups of inputs that have one length."""
+
+
+def synthetic_questions(args: Namespace, evaluation: Evaluation, settings: TaskSettings) -> Maker:
+    """Return the maker of questions of the task that a model was trained on."""
+    data = evaluation.opened.trained.data
+
+    def make(length: int) -> list[Questions]:
+        draws = Draws(np.arange(args.cases), args.seed, f"evaluation {length}")
+        if settings.text:
+            text = Blend([Shard(path) for path in paths], data.test_data_weights or [1.0] * len(paths), length, 0)
+            filler = text.batch(np.arange(args.cases))[:, :length]
+        else:
+            filler = draws.integers(length, settings.filler_tokens)
+        ids, answers, places = recall_question(settings, filler, draws)
+        return [Questions(ids, answers, places, places + 1)]
+
+    paths = data.test_data_paths or []
+    if settings.text and not paths:
+        raise EvaluationError("recall: the run has no test_data_paths to fill questions with; name them in its YAML")
+    return make
+
+
+def passkey_questions(args: Namespace, evaluation: Evaluation) -> Maker:
+    """Return the maker of passkey prompts, for models that were not trained on the task."""
+    tokenizer, task = evaluation.needed_tokenizer(), tasks.passkey(answer_stub=True)
+    costs = tasks.TokenCosts(tokenizer)
+
+    def make(length: int) -> list[Questions]:
+        groups: dict[int, list[tuple[np.ndarray, int, int]]] = {}
+        for case in task.make_cases(tokenizer, length, args.cases, args.seed):
+            start = len(case.prompt) - case.facts[0].distance
+            group = groups.setdefault(len(case.prompt), [])
+            group.append((case.prompt.astype(np.int64), start, start + costs(case.expected[0])))
+        made = []
+        for group in groups.values():
+            ids, first, last = (np.stack(part) for part in zip(*group, strict=True))
+            made.append(Questions(ids, ids[np.arange(len(ids)), first], first, last))
+        return made
+
+    return make
+
+
+def run(args: Namespace) -> int:
+    evaluation = Evaluation(subject_options(args), "recall")
+    trained = evaluation.opened.trained
+    task, length = trained.data.synthetic, trained.model.seq_length
+    if task is not None and task.task != "recall":
+        raise EvaluationError(f"{args.checkpoint}: was trained on the task {task.task}; this measures recall alone")
+    settings = TaskSettings(**task.model_dump()) if task is not None else None
+    make = passkey_questions(args, evaluation) if settings is None else synthetic_questions(args, evaluation, settings)
+    chance = None if settings is None else 1 / settings.values
+    name = "passkey" if settings is None else f"synthetic recall, {settings.facts} facts, {settings.keys} keys"
+    protocol = RecallProtocol(
+        text=PROTOCOL, cases=args.cases, diagnosed=args.diagnosed, seed=args.seed, prompts=name, chance=chance
+    )
+    lengths = args.lengths or [multiple * length for multiple in MULTIPLES]
+    cells = [(tokens, 0) for tokens in sorted(set(lengths))]
+    cells += [(length, shift) for shift in sorted(set(args.shifts)) if (length, shift) not in cells]
+    remedy = f"lower --tokens-per-batch (it is {args.tokens_per_batch}) or use --dtype bfloat16"
+    made: dict[int, list[Questions]] = {}  # by length, the same for every variant
+    for subject, store in evaluation.variants(RecallResult, console_table, protocol=protocol):
+        with Progress(subject.label, len(cells), "cells") as progress:
+            for tokens, shift in cells:
+                progress.advance(1)
+                at = f"length {tokens}" + (f", shift {shift}" if shift else "")
+                if store.get((tokens, shift)) is not None:
+                    continue
+                with noting_missing(store, at, remedy), noting_refusals(store, at):
+                    if tokens not in made:
+                        made[tokens] = make(tokens)
+                    with measured(subject.device) as meter:
+                        diagnosed = 0 if shift else args.diagnosed
+                        cell = measure(subject, made[tokens], tokens, shift, diagnosed, args.tokens_per_batch)
+                    store.put(cell, Cost.of(at, meter, args.cases * tokens))
+    return evaluation.status
+
+
+def batches(questions: Sequence[Questions], tokens_per_batch: int) -> Iterator[Questions]:
+    for group in questions:
+        size = max(1, tokens_per_batch // group.ids.shape[1])
+        for begin in range(0, len(group.ids), size):
+            yield Questions(*(part[begin : begin + size] for part in group))
+
+
+@torch.inference_mode()
+def measure(
+    subject: Subject, questions: Sequence[Questions], length: int, shift: int, diagnosed: int, tokens_per_batch: int
+) -> RecallCell:
+    """Ask all `questions` with positions shifted by `shift`, and score the heads in the first `diagnosed`."""
+    model, scores, distances, nll = subject.model, [], [], 0.0
+    for batch in batches(questions, tokens_per_batch):
+        ids = torch.from_numpy(batch.ids).to(subject.device)
+        positions = None if shift == 0 else torch.arange(shift, shift + ids.shape[1])
+        hidden = model.hidden_states(ids, positions=positions, length=ids.shape[1], last=1)
+        logs = model.logits(hidden[:, -1])[:, : subject.vocab_size].double().log_softmax(dim=-1)
+        answers = torch.from_numpy(batch.answers).to(subject.device)[:, None]
+        nll -= float(logs.gather(1, answers).sum())
+        scores += (logs.argmax(dim=-1, keepdim=True) == answers)[:, 0].double().tolist()
+        distances += batch.distances.tolist()
+    cases, trained = list(zip(distances, scores, strict=True)), subject.training_length
+    return RecallCell(
+        **tally_fields(scores),
+        length=length,
+        shift=shift,
+        nll=nll / len(scores),
+        inside=tally([score for distance, score in cases if distance <= trained]),
+        beyond=tally([score for distance, score in cases if distance > trained]),
+        heads=head_scores(model, questions, diagnosed, tokens_per_batch) if diagnosed else [],
+    )
+
+
+def head_scores(model: GPT, questions: Sequence[Questions], count: int, tokens_per_batch: int) -> list[HeadScores]:
+    """Score the last token of `count` questions with their facts and with all other keys, in every head."""
+    device, layers = next(model.parameters()).device, len(model.blocks)
+    left, visited = count, list[Tensor]()
+
+    def visit(fact: Tensor, q: Tensor, k: Tensor, inputs: AttentionInputs) -> None:
+        row = last_row(inputs).double()
+        sides = [row.masked_fill(~side[:, None], -math.inf).logsumexp(dim=-1) for side in (fact, ~fact)]
+        visited.append(torch.stack([*sides, sides[0].sub(sides[1]).sigmoid()]).cpu())  # [3, batch, heads]
+
+    for batch in batches(questions, tokens_per_batch):
+        taken = Questions(*(part[:left] for part in batch))
+        left -= len(taken.ids)
+        if not len(taken.ids):
+            break
+        key = torch.arange(taken.ids.shape[1])
+        fact = (key >= torch.from_numpy(taken.first)[:, None]) & (key < torch.from_numpy(taken.last)[:, None])
+        with observed(model, partial(visit, fact.to(device))):
+            model.hidden_states(torch.from_numpy(taken.ids).to(device), length=taken.ids.shape[1])
+    found = []
+    for layer in range(layers):
+        means = torch.cat(visited[layer::layers], dim=1).mean(dim=1).T.tolist()
+        for head, (own, rest, weight) in enumerate(means):
+            score = own if math.isfinite(own) else None
+            found.append(HeadScores(layer=layer, head=head, fact=score, rest=rest, weight=weight))
+    return found
+
+
+def last_row(inputs: AttentionInputs) -> Tensor:
+    """Scores of the last query with all keys, [batch, heads, length], scaled and with the bias; -inf if hidden."""
+    length = inputs.value.shape[2]
+    key = torch.arange(length, device=inputs.value.device)
+    distance = length - 1 - key
+    wide = torch.promote_types(inputs.value.dtype, torch.float32)
+    batch, heads = inputs.query.shape[:2]
+    scores = torch.full((batch, heads, length), -math.inf, dtype=wide, device=key.device)
+    for segment in inputs.segments:
+        grouped = segment.query[:, :, -1].to(wide).unflatten(1, (segment.key.shape[1], -1))
+        product = torch.einsum("bghd,bgnd->bghn", grouped, segment.key.to(wide)).flatten(1, 2) * inputs.scale
+        scores = torch.where(in_band(segment.band, distance, key), product, scores)
+    return scores if inputs.bias is None else scores + inputs.bias.at(distance.to(wide))
+
+
+def retrieving_head(cells: Sequence[RecallCell]) -> tuple[int, int] | None:
+    """Return layer and head with the largest attention weight on the fact at the shortest length, if diagnosed."""
+    heads = next((cell.heads for cell in cells if cell.heads), [])
+    best = max(heads, key=lambda head: head.weight, default=None)
+    return None if best is None else (best.layer, best.head)
+
+
+def scores_of(cell: RecallCell, place: tuple[int, int]) -> HeadScores | None:
+    """Return the scores of one head."""
+    return next((head for head in cell.heads if (head.layer, head.head) == place), None)
+
+
+def console_table(result: RecallResult) -> str:
+    place, rows = retrieving_head(result.results), []
+    for cell in result.results:
+        sides = ["-" if side is None else f"{side.accuracy:.2f} ({side.count})" for side in (cell.inside, cell.beyond)]
+        head = scores_of(cell, place) if place is not None else None
+        numbers = [None, None, None] if head is None else [head.fact, head.rest, head.weight]
+        scores = ["-" if number is None else f"{number:.2f}" for number in numbers]
+        interval = f"{cell.low:.2f}-{cell.high:.2f}"
+        rows.append([str(cell.length), str(cell.shift), f"{cell.accuracy:.3f}", interval, *sides, *scores])
+    header = ["length", "shift", "accuracy", "95% interval", "inside", "beyond", "score of fact", "rest", "weight"]
+    chance = "" if result.protocol.chance is None else f", chance {result.protocol.chance:.3f}"
+    title = f"{result.label}: {result.protocol.prompts}, {result.protocol.cases} cases{chance}"
+    scored = "" if place is None else f"\n\nscores: layer {place[0]}, head {place[1]}, the retrieving one"
+    return f"{title}\n\n{format_table(header, rows)}{scored}\n"

@@ -1,0 +1,353 @@
+"""`evaluate.py passkey`, `needle` and `ruler`: their result files, and the measurement that they share."""
+
+import math
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+
+from megatron_coca.console import Progress
+from megatron_coca.data import Tokenizer
+from megatron_coca.evaluation.options import dynamic_length_text, subject_options
+from megatron_coca.evaluation.results import Cell, Cost, EvaluationError, Missing, Record, Result, Store, measured
+from megatron_coca.evaluation.retrieval import tasks
+from megatron_coca.evaluation.retrieval.prompts import (
+    FILLER_BLOCKS,
+    Case,
+    FactRecord,
+    Haystack,
+    HaystackRecord,
+    LengthError,
+    load_haystack,
+)
+from megatron_coca.evaluation.retrieval.tasks import RetrievalTask
+from megatron_coca.evaluation.subject import Evaluation, Subject, noting_missing
+from megatron_coca.markdown_tables import format_table
+from megatron_coca.model import NOT_GENERATED, DynamicLength, equal_length_batches, generate
+
+ANSWER_CHARACTERS = 160
+"""Characters of an answer in the result file; it is scored in full."""
+
+
+class Tally(Record):
+    """A number of cases: `accuracy` is their mean score, `low` .. `high` its 95% Wilson interval."""
+
+    accuracy: float
+    correct: int  # cases whose score is 1
+    count: int
+    low: float
+    high: float
+
+
+class CaseRecord(Record):
+    number: int
+    tokens: int  # of the prompt
+    facts: list[FactRecord]  # in the order of the text; none if the answer is a property of the whole text
+    expected: list[str]
+    answer: str  # its first 160 characters
+    score: float  # 0 .. 1
+
+
+class RangeTally(Record):
+    """Cases whose farthest fact is more than `above` and at most `up_to` tokens from the end of the prompt."""
+
+    above: int
+    up_to: int
+    tally: Tally | None  # None if no case is in the range
+
+
+class ScoredCell(Tally, Cell):
+    """Cases of one cell and their tally."""
+
+    length: int  # requested tokens; prompts are at most that long
+    cases: list[CaseRecord]
+
+
+class PasskeyCell(ScoredCell):
+    """One length. `inside` are cases whose key is within the training length of the end of the prompt."""
+
+    inside: Tally | None
+    beyond: Tally | None
+    ranges: list[RangeTally]  # quarters of the length, the nearest first
+
+    @property
+    def key(self) -> tuple[int]:
+        return (self.length,)
+
+
+class NeedleCell(ScoredCell):
+    depth: int  # percent of the filler units before the needle
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return (self.length, self.depth)
+
+
+class RulerCell(ScoredCell):
+    task: str
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return (self.task, self.length)
+
+
+class RetrievalProtocol(Record):
+    """The options; lengths and tasks are in the results."""
+
+    text: str
+    cases: int  # of each cell
+    max_new_tokens: int
+    seed: int
+    tokens_per_batch: int
+    answer_stub: bool
+    haystack: HaystackRecord
+    dynamic_length: DynamicLength = "total"  # the behaviour before the option existed
+
+
+class NeedleProtocol(RetrievalProtocol):
+    depths: list[int]  # percent
+
+
+class PasskeyResult(Result):
+    task: Literal["passkey"] = "passkey"
+    protocol: RetrievalProtocol
+    results: list[PasskeyCell]
+
+
+class NeedleResult(Result):
+    task: Literal["needle"] = "needle"
+    protocol: NeedleProtocol
+    results: list[NeedleCell]
+
+
+class RulerResult(Result):
+    task: Literal["ruler"] = "ruler"
+    protocol: RetrievalProtocol
+    results: list[RulerCell]
+
+
+RetrievalResult = PasskeyResult | NeedleResult | RulerResult
+
+
+def wilson_interval(fraction: float, count: int) -> tuple[float, float]:
+    """Return the 95% interval of a fraction of `count` trials (Wilson 1927); within 0 .. 1, nowhere empty.
+
+    For a mean of scores that are not all 0 or 1 it is wider than needed: no other scores of that mean vary as much.
+    """
+    z = 1.959963984540054  # standard normal quantile at 0.975
+    centre = fraction + z**2 / (2 * count)
+    reach = z * math.sqrt(fraction * (1 - fraction) / count + z**2 / (4 * count**2))
+    scale = 1 + z**2 / count
+    # At 0 and 1 the formula gives the bound itself only up to rounding.
+    low = (centre - reach) / scale if fraction > 0 else 0.0
+    high = (centre + reach) / scale if fraction < 1 else 1.0
+    return low, high
+
+
+def tally_fields(scores: Sequence[float]) -> dict[str, Any]:
+    accuracy = math.fsum(scores) / len(scores)
+    low, high = wilson_interval(accuracy, len(scores))
+    correct = sum(score == 1 for score in scores)
+    return {"accuracy": accuracy, "correct": correct, "count": len(scores), "low": low, "high": high}
+
+
+def tally(scores: Sequence[float]) -> Tally | None:
+    return Tally(**tally_fields(scores)) if scores else None
+
+
+def make_cell(task: str, key: tuple[Any, ...], cases: Sequence[CaseRecord], training_length: int) -> ScoredCell:
+    """Build the result cell of `evaluate.py TASK` with this key."""
+    fields = tally_fields([case.score for case in cases]) | {"cases": list(cases)}
+    if task == "needle":
+        return NeedleCell(**fields, length=key[0], depth=key[1])
+    if task == "ruler":
+        return RulerCell(**fields, length=key[1], task=key[0])
+    return passkey_cell(key[0], cases, training_length)
+
+
+def passkey_cell(length: int, cases: Sequence[CaseRecord], training_length: int) -> PasskeyCell:
+    scored = [(max(fact.distance for fact in case.facts), case.score) for case in cases]
+
+    def between(above: float, up_to: float) -> Tally | None:
+        return tally([score for distance, score in scored if above < distance <= up_to])
+
+    bounds = [length * quarter // 4 for quarter in range(5)]
+    return PasskeyCell(
+        **tally_fields([case.score for case in cases]),
+        length=length,
+        cases=list(cases),
+        inside=between(0, training_length),
+        beyond=between(training_length, math.inf),
+        ranges=[RangeTally(above=low, up_to=high, tally=between(low, high)) for low, high in pairwise(bounds)],
+    )
+
+
+class Unit(NamedTuple):
+    """Cells that are measured together because their prompts have one length; `at` names them if they are missing."""
+
+    at: str
+    length: int
+    tasks: dict[tuple[Any, ...], RetrievalTask]  # by the cell's key
+
+
+def passkey(args: Namespace) -> int:
+    units = [
+        Unit(f"length {length}", length, {(length,): tasks.passkey(args.answer_stub)})
+        for length in sorted(set(args.lengths))
+    ]
+    evaluation = Evaluation(subject_options(args), "passkey")
+    protocol = RetrievalProtocol(**protocol_fields(args, tasks.PASSKEY_PROTOCOL, FILLER_BLOCKS))
+    return measure(evaluation, units, protocol, PasskeyResult)
+
+
+def needle(args: Namespace) -> int:
+    evaluation = Evaluation(subject_options(args), "needle")
+    haystack = load_haystack(args.haystack, Path(evaluation.opened.trained.data.data_root))
+    protocol = NeedleProtocol(**protocol_fields(args, tasks.NEEDLE_PROTOCOL, haystack), depths=args.depths)
+    by_depth = {depth: tasks.needle(depth, haystack, args.answer_stub) for depth in args.depths}
+    units = [
+        Unit(f"length {length}", length, {(length, depth): task for depth, task in by_depth.items()})
+        for length in sorted(set(args.lengths))
+    ]
+    return measure(evaluation, units, protocol, NeedleResult)
+
+
+def ruler(args: Namespace) -> int:
+    evaluation = Evaluation(subject_options(args), "ruler")
+    haystack = load_haystack(args.haystack, Path(evaluation.opened.trained.data.data_root))
+    protocol = RetrievalProtocol(**protocol_fields(args, tasks.RULER_PROTOCOL, haystack))
+    by_name = {name: tasks.RULER_TASKS[name](haystack, args.answer_stub) for name in args.tasks}
+    units = [
+        Unit(f"{name}, length {length}", length, {(name, length): task})
+        for length in sorted(set(args.lengths))
+        for name, task in by_name.items()
+    ]
+    return measure(evaluation, units, protocol, RulerResult)
+
+
+def protocol_fields(args: Namespace, text: str, haystack: Haystack) -> dict[str, Any]:
+    options = ("cases", "max_new_tokens", "seed", "tokens_per_batch", "answer_stub", "dynamic_length")
+    return {"text": text, "haystack": haystack.record()} | {name: getattr(args, name) for name in options}
+
+
+def measure(
+    evaluation: Evaluation, units: Sequence[Unit], protocol: RetrievalProtocol, kind: type[RetrievalResult]
+) -> int:
+    """For each variant and unit: make the cases, generate the answers, score and store; returns the exit status."""
+    tokenizer = evaluation.needed_tokenizer()
+    cases: dict[str, list[tuple[RetrievalTask, Case]]] = {}  # by unit, the same for every variant
+    remedy = (
+        f"lower --tokens-per-batch (it is {protocol.tokens_per_batch}, one prompt at least) or use --dtype bfloat16"
+    )
+    for subject, store in evaluation.variants(kind, console_table, protocol=protocol):
+        for unit in units:
+            if all(store.get(key) is not None for key in unit.tasks):
+                continue
+            with noting_missing(store, unit.at, remedy), noting_refusals(store, unit.at):
+                if unit.at not in cases:
+                    cases[unit.at] = [
+                        (task, case)
+                        for task in unit.tasks.values()
+                        for case in task.make_cases(tokenizer, unit.length, protocol.cases, protocol.seed)
+                    ]
+                prompts = [case.prompt for _, case in cases[unit.at]]
+                with measured(subject.device) as meter:
+                    answers = generate_answers(subject, tokenizer, prompts, protocol, f"{subject.label}, {unit.at}")
+                answered = []
+                for (task, case), ids in zip(cases[unit.at], answers, strict=True):
+                    answer = tokenizer.decode(ids)
+                    record = CaseRecord(
+                        number=case.number,
+                        tokens=len(case.prompt),
+                        facts=list(case.facts),
+                        expected=list(case.expected),
+                        answer=answer[:ANSWER_CHARACTERS],
+                        score=task.score_answer(answer, case.expected),
+                    )
+                    answered.append(record)
+                cost = Cost.of(unit.at, meter, sum(map(len, answers)))
+                for number, key in enumerate(unit.tasks):
+                    own = answered[number * protocol.cases :][: protocol.cases]
+                    cell = make_cell(store.result.task, key, own, subject.training_length)
+                    store.put(cell, cost if number == len(unit.tasks) - 1 else None)
+    return evaluation.status
+
+
+@contextmanager
+def noting_refusals(store: Store[Any], at: str) -> Iterator[None]:
+    """Note prompts that do not fit, positions that the model lacks, and numbers that overflow."""
+    try:
+        yield
+    except ValueError as error:
+        if isinstance(error, EvaluationError) and not isinstance(error, LengthError):
+            raise
+        store.miss(Missing(at=at, kind="refused", reason=str(error)))
+    except FloatingPointError as error:
+        store.miss(Missing(at=at, kind="failed", reason=str(error)))
+
+
+def generate_answers(
+    subject: Subject, tokenizer: Tokenizer, prompts: Sequence[np.ndarray], protocol: RetrievalProtocol, title: str
+) -> list[list[int]]:
+    """Return the token ids of each answer without its end-of-document token, in the order of `prompts` (int32 [n]).
+
+    Prompts are not padded, because with CoCA a shift of all positions changes what a model computes. The batches follow
+    from the prompts alone, so the same prompts give the same bits.
+    """
+    answers: dict[int, list[int]] = {}
+    lengths = [len(prompt) for prompt in prompts]
+    with Progress(title, len(prompts), "cases") as progress:
+        for batch in equal_length_batches(lengths, protocol.max_new_tokens, protocol.tokens_per_batch):
+            ids = torch.from_numpy(np.stack([prompts[index] for index in batch])).long()
+            generated = generate(
+                subject.model,
+                ids.to(subject.device),
+                protocol.max_new_tokens,
+                finished=lambda answer: answer[-1] == tokenizer.eod,
+                vocab_size=min(subject.vocab_size, tokenizer.vocab_size),
+                dynamic_length=protocol.dynamic_length,
+            )
+            for index, row in zip(batch, generated.tolist(), strict=True):
+                answers[index] = [token for token in row if token not in (NOT_GENERATED, tokenizer.eod)]
+            progress.advance(len(batch))
+    return [answers[index] for index in range(len(prompts))]
+
+
+def console_table(result: RetrievalResult) -> str:
+    """Return lengths as rows for passkeys, and as columns for needles by depth and RULER by task."""
+    protocol, seen = result.protocol, dynamic_length_text(result.protocol.dynamic_length)
+    if isinstance(result, PasskeyResult):
+        quarters = [f"quarter {number}" for number in range(1, 5)]
+        header = ["length", "prompt tokens", "accuracy", "95% interval", "inside", "beyond", *quarters]
+        rows = [passkey_row(cell) for cell in result.results]
+        title = f"{result.label}: passkey, {protocol.cases} cases"
+        trained = result.checkpoint.seq_length
+        note = f"inside, beyond: the training length of {trained}; quarters: of the length, by distance from the end"
+        return f"{title}\n\n{format_table(header, rows)}\n\n{note}\n{seen}\n"
+    if isinstance(result, NeedleResult):
+        title, corner = f"{result.label}: needle in {protocol.haystack.name}, {protocol.cases} cases each", "depth"
+        accuracy = {(f"{cell.depth}%", cell.length): cell.accuracy for cell in result.results}
+        names = [f"{depth}%" for depth in result.protocol.depths]
+    else:
+        title, corner = f"{result.label}: RULER-style tasks, {protocol.cases} cases each", "task"
+        accuracy = {(cell.task, cell.length): cell.accuracy for cell in result.results}
+        names = sorted({cell.task for cell in result.results})
+    lengths = sorted({length for _, length in accuracy})
+    rows = [
+        [name, *(f"{accuracy[name, length]:.2f}" if (name, length) in accuracy else "-" for length in lengths)]
+        for name in names
+    ]
+    return f"{title}\n\n{format_table([corner, *map(str, lengths)], rows)}\n\n{seen}\n"
+
+
+def passkey_row(cell: PasskeyCell) -> list[str]:
+    tokens = sorted({case.tokens for case in cell.cases})  # prompts have whole blocks of filler
+    span = str(tokens[0]) if len(tokens) == 1 else f"{tokens[0]}-{tokens[-1]}"
+    tallies = [cell.inside, cell.beyond, *(quarter.tally for quarter in cell.ranges)]
+    shown = ["-" if part is None else f"{part.accuracy:.2f} ({part.count})" for part in tallies]
+    return [str(cell.length), span, f"{cell.accuracy:.2f}", f"{cell.low:.2f}-{cell.high:.2f}", *shown]

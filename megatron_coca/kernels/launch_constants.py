@@ -1,0 +1,201 @@
+"""Constants of a call of the attention kernels: scale, bands, formula, and the sizes of the blocks."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from megatron_coca.kernels.tiles import OPTIONS, operand
+
+LOG2_E = 1.4426950408889634
+WIDEST = 256
+"""The largest head_dim that CONFIGS serves."""
+
+
+class Launch(NamedTuple):
+    """Launch parameters of one kernel: `rows` queries and `keys` keys in a tile, warps of a program, pipeline stages,
+    and the most registers a thread may take (None: as the compiler likes).
+    """
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+    maxnreg: int | None = None
+
+
+class Blocks(NamedTuple):
+    """The launches of the three kernels."""
+
+    forward: Launch
+    key_gradients: Launch
+    query_gradients: Launch
+
+
+SMALL = Blocks(Launch(32, 32, 4, 1), Launch(32, 32, 4, 1), Launch(32, 32, 4, 1))
+"""For the interpreter, where a tile costs the same at any size, and tests want several of them."""
+
+_SINGLE = Launch(32, 16, 8, 1)
+"""For float32 and 256 features, of which wider tiles exceed 99 KiB or the registers; two segments spill at any size."""
+_WIDE = {
+    (1, 512): Blocks(Launch(64, 32, 8, 1), Launch(32, 32, 8, 1), Launch(32, 32, 8, 1)),
+    (2, 512): Blocks(Launch(32, 32, 8, 1), Launch(32, 32, 8, 1), Launch(32, 32, 8, 1)),
+    (1, 2048): Blocks(_SINGLE, _SINGLE, _SINGLE),
+    (2, 2048): Blocks(*(Launch(16, 16, 8, 1),) * 3),
+}
+_AMPERE_64 = Blocks(Launch(128, 32, 4, 3), Launch(32, 64, 4, 2), Launch(128, 32, 8, 2))
+_HOPPER_64 = Blocks(Launch(128, 64, 8, 3, 128), Launch(32, 64, 4, 2), Launch(128, 32, 8, 2))
+_TWO_64 = Blocks(Launch(128, 64, 8, 2), Launch(32, 64, 4, 2), Launch(128, 32, 8, 2))
+_TWO_BLACKWELL_64 = Blocks(Launch(128, 64, 8, 2), Launch(32, 64, 4, 2), Launch(64, 32, 8, 2))
+_BLACKWELL_64 = Blocks(Launch(128, 64, 8, 3), Launch(32, 64, 4, 2), Launch(128, 32, 8, 2))
+CONFIGS: dict[int, dict[tuple[int, int], Blocks]] = {
+    80: {
+        **{(1, row): _AMPERE_64 for row in (32, 64, 128)},
+        (1, 256): Blocks(Launch(128, 32, 8, 3), Launch(32, 64, 8, 2), Launch(64, 32, 8, 2)),
+        **{(2, row): _TWO_64 for row in (32, 64, 128)},
+        (2, 256): Blocks(Launch(64, 64, 8, 2), Launch(32, 64, 8, 2), Launch(64, 32, 8, 2)),
+        **_WIDE,
+    },
+    90: {
+        **{(1, row): _HOPPER_64 for row in (32, 64, 128)},
+        (1, 256): Blocks(Launch(128, 64, 8, 2), Launch(16, 128, 8, 2), Launch(128, 32, 8, 2)),
+        **{(2, row): _TWO_64 for row in (32, 64, 128)},
+        (2, 256): Blocks(Launch(64, 64, 8, 2), Launch(16, 128, 8, 2), Launch(64, 32, 8, 2)),
+        **_WIDE,
+    },
+    100: {
+        **{(1, row): _BLACKWELL_64 for row in (32, 64, 128)},
+        (1, 256): Blocks(Launch(128, 64, 8, 2), Launch(32, 32, 8, 2), Launch(128, 32, 8, 2)),
+        **{(2, row): _TWO_BLACKWELL_64 for row in (32, 64, 128)},
+        (2, 256): Blocks(Launch(64, 64, 8, 2), Launch(32, 32, 8, 2), Launch(128, 32, 8, 2)),
+        **_WIDE,
+    },
+}
+"""Architecture -> (number of segments, bytes of an operand's row as `row_class` counts them) -> block sizes on CUDA.
+
+Not yet timed on a GPU: chosen from what the compiler reports, which benchmarks/kernels/budgets.json records, so that
+no register spills and loads are pipelined. `python -m megatron_coca.kernels.tune` times candidates and prints rows.
+"""
+
+
+def architecture(capability: tuple[int, int]) -> int:
+    """The table in CONFIGS for a compute capability. The launches of 80 fit the 99 KiB of 8.6, 8.9 and 12.0 too."""
+    return {9: 90, 10: 100}.get(capability[0], 80)
+
+
+def padded(head_dim: int) -> int:
+    """The columns of a tile: the next power of two, at least the 16 that a matrix product needs."""
+    return max(16, triton.next_power_of_2(head_dim))
+
+
+def row_class(query: Tensor) -> int:
+    """Bytes of a padded row, twice as many in float32, whose products run without tensor cores and need more registers;
+    one class for 512 and 1,024.
+    """
+    factor = 2 if query.dtype == torch.float32 else 1
+    size = padded(query.shape[-1]) * query.element_size() * factor
+    return 512 if size == 1024 else size
+
+
+def blocks_for(query: Tensor, segments: int) -> Blocks:
+    """The row of CONFIGS for these operands; on the CPU, which is the interpreter, the small blocks."""
+    if query.device.type == "cpu":
+        return SMALL
+    return CONFIGS[architecture(torch.cuda.get_device_capability(query.device))][segments, row_class(query)]
+
+
+class Kind(NamedTuple):
+    """Compile-time constants of a kernel: presence of a far segment, a window, `first_keys`, documents;
+    the bias formula; the head_dim and its padding; the queries and keys of a tile.
+    """
+
+    far: bool
+    window: bool
+    first: bool
+    documents: bool
+    formula: str
+    width: int
+    columns: int
+    rows: int
+    keys: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A call's numbers.
+
+    Attributes:
+        scale: factor on the dot products.
+        window: distances below it belong to the first segment; None: all do.
+        first_keys: number of keys of the document that the second segment sees; None: all.
+        formula: of the bias, "none" without one.
+        blocks: the launches.
+    """
+
+    scale: float
+    window: int | None
+    first_keys: int | None
+    formula: str
+    blocks: Blocks
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        """(window, first_keys) as the kernels take them, 0 where there is none."""
+        return self.window or 0, self.first_keys or 0
+
+    def options(self, launch: Launch, operands: "Operands") -> dict[str, Any]:
+        """The compile-time argument KIND of a kernel and the options of its launch."""
+        width = operands.query.shape[3]
+        kind = Kind(
+            far=operands.far_query is not None,
+            window=self.window is not None,
+            first=self.first_keys is not None and operands.far_query is not None,
+            documents=operands.starts is not None,
+            formula=self.formula,
+            width=width,
+            columns=padded(width),
+            rows=launch.rows,
+            keys=launch.keys,
+        )
+        options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, **OPTIONS}
+        return {"KIND": kind, **options} | ({"maxnreg": launch.maxnreg} if launch.maxnreg else {})
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The tensors of a call, their last dimensions contiguous.
+
+    Attributes:
+        query, key: of the first segment, [batch, heads, query_length, head_dim] and [batch, kv_heads, key_length,
+            head_dim].
+        far_query, far_key: of the second segment, or None.
+        value: [batch, kv_heads, key_length, head_dim].
+        coefficients: of the bias, float32 [heads, 2], or None.
+        starts: of the documents, int64 [batch, key_length], or None.
+    """
+
+    query: Tensor
+    key: Tensor
+    far_query: Tensor | None
+    far_key: Tensor | None
+    value: Tensor
+    coefficients: Tensor | None
+    starts: Tensor | None
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """(heads, query heads per key head, query_length, key_length)."""
+        heads, query_length = self.query.shape[1:3]
+        return heads, heads // self.key.shape[1], query_length, self.key.shape[2]
+
+    def filled(self, x: Tensor | None) -> Tensor:
+        """`x`, or any tensor for a pointer that the kernel does not read."""
+        return self.value if x is None else x
+
+    @property
+    def tuples(self) -> tuple[tuple[Tensor, int, int, int], ...]:
+        """Query, key, far query, far key and value as kernel arguments (see `operand`)."""
+        tensors = (self.query, self.key, self.far_query, self.far_key, self.value)
+        return tuple(operand(self.filled(x)) for x in tensors)

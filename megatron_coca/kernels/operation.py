@@ -1,0 +1,82 @@
+"""Functions with gradients of their own that torch.compile takes as single operations, without looking into them."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def operation(
+    name: str,
+    schema: str,
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    keep: Callable[..., None] | None = None,
+    backward: Callable[..., Any] | None = None,
+) -> Callable[..., Any]:
+    """`run` with its gradients: in compiled code the operation `megatron_coca::name`, elsewhere an autograd.Function.
+
+    PyTorch's dispatcher takes several times the host's time of the latter. Its cache of compiled code knows an
+    operation by its name: results of other shapes, dtypes or strides need another name.
+
+    Args:
+        schema: of the arguments and results, in PyTorch's notation.
+        fake: empty results of the same shapes, dtypes and strides.
+        keep, backward: `setup_context` and `backward` as in `torch.library.register_autograd`; the context's
+            `needs_input_grad` has an entry for each tensor of a list.
+    """
+    plain = run if keep is None or backward is None else _differentiable(run, keep, backward)
+    if not hasattr(torch.library, "custom_op"):  # before PyTorch 2.4, with which the plugin runs too
+        return plain
+    registered = torch.library.custom_op(f"megatron_coca::{name}", run, mutates_args=(), schema=schema)
+    registered.register_fake(fake)
+    if backward is not None:
+        registered.register_autograd(backward, setup_context=keep)
+    return lambda *inputs: (registered if torch.compiler.is_compiling() else plain)(*inputs)
+
+
+def _differentiable(
+    run: Callable[..., Any], keep: Callable[..., None], backward: Callable[..., Any]
+) -> Callable[..., Any]:
+    class Plain(torch.autograd.Function):
+        """Takes lists of tensors flattened, because PyTorch looks for gradients among the arguments themselves."""
+
+        @staticmethod
+        def forward(ctx: Any, *flat: Any) -> Any:
+            *values, ctx.sizes = flat
+            inputs = _nested(values, ctx.sizes)
+            output = run(*inputs)
+            ctx.listed = isinstance(output, list)
+            ctx.set_materialize_grads(ctx.listed)
+            keep(ctx, inputs, output)
+            return tuple(output) if ctx.listed else output
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+            found = backward(ctx, list(grads)) if ctx.listed else backward(ctx, *grads)
+            return *_flat(found, ctx.sizes), None
+
+    def call(*inputs: Any) -> Any:
+        sizes = [len(value) if _is_tensors(value) else None for value in inputs]
+        return Plain.apply(*_flat(inputs, sizes), sizes)
+
+    return call
+
+
+def _is_tensors(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], Tensor)
+
+
+def _flat(values: Sequence[Any], sizes: Sequence[int | None]) -> list[Any]:
+    flat: list[Any] = []
+    for value, size in zip(values, sizes, strict=True):
+        flat += [value] if size is None else value or [None] * size
+    return flat
+
+
+def _nested(flat: Sequence[Any], sizes: Sequence[int | None]) -> tuple[Any, ...]:
+    rest = iter(flat)
+    return tuple(next(rest) if size is None else [next(rest) for _ in range(size)] for size in sizes)

@@ -1,0 +1,43 @@
+"""What position methods exist and what is known of each without computing it. Imports no PyTorch.
+
+Every choice is declared here once; its formula is the row of the same name in `megatron_coca.attention.positions`.
+"""
+
+from megatron_coca.methods import distance_maps, embeddings, frequency_extensions, logit_scalings  # declare the choices
+from megatron_coca.methods.declaration import (
+    TABLES,
+    Choice,
+    DistanceMap,
+    FrequencyExtension,
+    LogitScaling,
+    Option,
+    PositionEmbedding,
+    StockRope,
+    Use,
+    declare,
+    find,
+    names,
+)
+from megatron_coca.methods.outside import ImportedFileError, import_file, register
+
+__all__ = [
+    "TABLES",
+    "Choice",
+    "DistanceMap",
+    "FrequencyExtension",
+    "ImportedFileError",
+    "LogitScaling",
+    "Option",
+    "PositionEmbedding",
+    "StockRope",
+    "Use",
+    "declare",
+    "distance_maps",
+    "embeddings",
+    "find",
+    "frequency_extensions",
+    "import_file",
+    "logit_scalings",
+    "names",
+    "register",
+]

@@ -1,0 +1,103 @@
+"""Values of `relative_positions.type`: distant pairs are scored at another distance."""
+
+from functools import cache
+
+from megatron_coca.methods.declaration import DistanceMap, Option, Use, Values, declare
+
+
+@cache
+def _window(divisor: int) -> Option:
+    shown = "L" if divisor == 1 else f"L/{divisor}"
+    return Option(
+        "window",
+        "count",
+        "Distances below the window are unchanged.",
+        by_length=lambda length, _: max(length // divisor, 1),
+        shown=shown,
+    )
+
+
+def _sinks(default: int) -> Option:
+    return Option("sinks", "whole", "Initial tokens that every query attends to.", default=default)
+
+
+def _after_sinks(length: int, options: Values) -> int | None:
+    return length - options["sinks"] if options["sinks"] < length else None
+
+
+def _room_for_window(use: Use) -> str | None:
+    full, sinks = use.options["window"] is None, use.options["sinks"]
+    return f"{sinks} sinks leave no window within the training length {use.seq_length}; set window" if full else None
+
+
+def _beyond_half(use: Use) -> str | None:
+    target, length = use.options["target_length"], use.seq_length
+    if 2 * target > length:
+        return None
+    return f"target_length {target} must exceed {length // 2}, half of the training length"
+
+
+_TARGET = Option("target_length", "count", "Largest evaluation length L'.", required=True)
+
+declare(
+    (
+        DistanceMap(
+            "rerope", "ReRoPE", "Su 2023", rule="`m' = w`, `n' = 0`: all at distance `w`", options=(_window(2),)
+        ),
+        DistanceMap(
+            "leaky_rerope",
+            "Leaky ReRoPE",
+            "Su 2023",
+            rule="`m' = (m + w(k-1))/k`, `n' = n/k`: distance `(r-w)/k + w`",
+            options=(
+                _window(2),
+                Option("leak", "positive", "k; distances beyond the window grow by 1/k per token.", default=16.0),
+            ),
+        ),
+        DistanceMap(
+            "inv_leaky_rerope",
+            "InvLeaky ReRoPE",
+            "Su 2023",
+            rule="the same with `k = L/(2L')` in training; plain rotation in evaluation",
+            options=(_window(4), _TARGET),
+            trained=True,
+            training_only=True,
+            checks=(_beyond_half,),
+        ),
+        DistanceMap(
+            "self_extend",
+            "SelfExtend",
+            "Jin et al. 2024",
+            rule="`m' = floor(m/G) + w - floor(w/G)`, `n' = floor(n/G)`",
+            options=(
+                _window(4),
+                Option("group_size", "count", "Group size G of positions beyond the window.", default=8),
+            ),
+        ),
+        DistanceMap(
+            "lm_infinite",
+            "LM-Infinite",
+            "Han et al. 2023",
+            rule="only the first `sinks` keys, at distance `w`",
+            options=(_window(1), _sinks(10)),
+        ),
+        DistanceMap(
+            "streaming",
+            "StreamingLLM",
+            "Xiao et al. 2023",
+            rule="only the first `sinks` keys; positions are indices in a cache of the sinks and the last `w` keys",
+            options=(
+                Option(
+                    "window",
+                    "count",
+                    "Distances below the window are unchanged.",
+                    by_length=_after_sinks,
+                    shown="L - sinks",
+                ),
+                _sinks(4),
+            ),
+            shifts_positions=True,
+            checks=(_room_for_window,),
+        ),
+    )
+)

@@ -1,0 +1,28 @@
+"""Open regular files only: a FIFO, a device or a loop of links in the place of one is an error, not a hang."""
+
+import errno
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+LARGEST = 1 << 28
+"""Bytes of a file that is read whole, such as JSON or a vocabulary."""
+
+
+def open_regular(path: str | Path, limit: int | None = None) -> BinaryIO:
+    """Open a file for reading. Raises OSError, also if it is no regular file or has more than `limit` bytes."""
+    path = Path(path)
+    status = path.stat()
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, "Is a directory", str(path))
+    if not stat.S_ISREG(status.st_mode):  # opening a FIFO would wait for its writer
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    if limit is not None and status.st_size > limit:
+        raise OSError(errno.EFBIG, f"{status.st_size:,} bytes, more than {limit:,}", str(path))
+    return path.open("rb")
+
+
+def read_regular(path: str | Path, limit: int = LARGEST) -> bytes:
+    """Read a regular file of at most `limit` bytes. Raises OSError as `open_regular`."""
+    with open_regular(path, limit) as file:
+        return file.read(limit)

@@ -1,0 +1,246 @@
+"""Everything inside DeepSpeed that is not its public interface, and that the engine reads, calls or replaces.
+
+The other modules use this one and what DeepSpeed documents: `initialize`, `init_distributed`, `deepspeed.pipe`, and the
+methods of its engines. INTERNALS in tests/unit/test_deepspeed_internals.py lists each name, its use and the version in
+which its code was read; the test there names what an upgrade changed (docs/parallelism.md, "Versions of DeepSpeed").
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import deepspeed
+import deepspeed.comm
+import torch
+import torch.nn as nn
+from deepspeed.accelerator import get_accelerator
+from deepspeed.constants import default_pg_timeout as default_pg_timeout
+from deepspeed.runtime.config import DeepSpeedConfigError
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology as PipeDataParallelTopology
+from deepspeed.runtime.sequence_parallel import parallel_state_sp
+from deepspeed.runtime.utils import is_model_parallel_parameter
+from deepspeed.runtime.utils import partition_balanced as partition_balanced
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.sequence.layer import _SeqAllToAll
+from deepspeed.utils.groups import get_tensor_model_parallel_rank as get_tensor_model_parallel_rank
+from torch import Tensor
+
+DEEPSPEED_ERRORS = (DeepSpeedConfigError, AssertionError, ValueError, NotImplementedError)
+"""Exceptions of DeepSpeed for options that it does not support; pydantic's is a ValueError."""
+
+get_sequence_parallel_group = parallel_state_sp.get_sequence_parallel_group
+
+
+def use_gloo() -> None:
+    """Keep DeepSpeed from compiling a shared-memory all-reduce for the CPU; gloo needs no compiler on the machine."""
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def sequence_grid(size: int) -> Any:
+    """Return the grid of sequence-parallel ranks that `deepspeed.initialize` takes as `mpu`; None for a `size` of 1."""
+    if size > 1 and parallel_state_sp._SEQUENCE_PARALLEL_GROUP is None:  # it refuses to make the same groups twice
+        parallel_state_sp.initialize_sequence_parallel(size)
+    return parallel_state_sp if size > 1 else None
+
+
+def all_to_all(group: Any, x: Tensor, scattered: int, gathered: int) -> Tensor:
+    """Divide dimension `scattered` of x [batch, ...] among the ranks of `group`; concatenate `gathered` of theirs."""
+    return _SeqAllToAll.apply(group, x, scattered, gathered, 0)
+
+
+def skip_reduction(engine: Any) -> None:
+    """Let one rank keep its gradients: DeepSpeed would flatten all, reduce them over itself and copy them back."""
+    engine.enable_backward_allreduce = False
+
+
+def reduce_gradients(engine: Any) -> None:
+    """Reduce the gradients of the parameters as at the end of DeepSpeed's own backward pass."""
+    if isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
+        engine.optimizer.setup_buckets()
+    if engine.enable_backward_allreduce:
+        engine.allreduce_gradients()
+
+
+def sums_beside_gradients(optimizer: Any) -> bool:
+    """Return True if gradients of micro-batches are summed in another dtype, beside the parameters' own."""
+    return getattr(optimizer, "use_grad_accum_attribute", False)
+
+
+def gradient_norm(optimizer: Any) -> Any:
+    """Return the global norm that ZeRO computed before it calls PyTorch's optimizer; -1 if it is not finite."""
+    return optimizer._global_grad_norm
+
+
+def stage_losses(engine: Any) -> list[Tensor]:
+    """Return the losses of the last pass of a pipeline engine, one for each micro-batch; none before the last stage."""
+    return engine.fwd_outputs
+
+
+def stay_on_device(optimizer: Any) -> None:
+    """Let ZeRO 1 and 2 do without waits of the host in a step; other kinds, and offloaded states, are left as they are.
+
+    DeepSpeed reads the norm on the host three times for each parameter group, and launches two kernels for each
+    parameter; the functions here compute the same bits in a few launches. With fp16 DeepSpeed clips: loss scaling needs
+    the norm on the host anyway. Overlapped reductions are awaited by the optimizer's stream.
+    """
+    if not isinstance(optimizer, DeepSpeedZeroOptimizer) or optimizer.cpu_offload:
+        return
+    optimizer.get_grad_norm_direct = partial(_group_norm, optimizer)
+    if optimizer.dtype != torch.float16:
+        optimizer.unscale_and_clip_grads = partial(_clip, optimizer.clip_grad)
+    if not optimizer.overlap_comm or optimizer.reduction_stream is None:
+        return
+    epilogue, accelerator = optimizer.independent_gradient_partition_epilogue, get_accelerator()
+
+    def ordered_epilogue() -> None:
+        host_wait = accelerator.synchronize
+        accelerator.synchronize = lambda: accelerator.current_stream().wait_stream(optimizer.reduction_stream)
+        try:
+            epilogue()
+        finally:
+            accelerator.synchronize = host_wait
+
+    optimizer.independent_gradient_partition_epilogue = ordered_epilogue
+
+
+def _group_norm(
+    optimizer: DeepSpeedZeroOptimizer, gradients: Iterable[Tensor], params: Iterable[nn.Parameter], norm_type: int = 2
+) -> Tensor:
+    """The norm of a parameter group over all ranks, -1 if it is not finite, as `get_grad_norm_direct` returns it."""
+    own = [
+        gradient
+        for gradient, parameter in zip(
+            (gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False)), params, strict=False
+        )
+        # Of parameters that several ranks of a model hold, one counts.
+        if not getattr(parameter, "ds_pipe_replicated", False)
+        and (is_model_parallel_parameter(parameter) or optimizer.model_parallel_rank == 0)
+    ]
+    if own:
+        norms = torch.stack(torch._foreach_norm(own, norm_type, dtype=torch.float64))
+        total = norms.square().sum().float()
+    else:
+        total = torch.zeros((), device=optimizer.device)
+    deepspeed.comm.all_reduce(total, op=deepspeed.comm.ReduceOp.SUM, group=optimizer.dp_process_group)
+    optimizer._model_parallel_all_reduce(total, deepspeed.comm.ReduceOp.SUM)
+    total = total.sqrt()
+    return total.where(total.isfinite(), -1.0)
+
+
+def _clip(limit: float, gradients: Sequence[Tensor], norm: Tensor) -> None:
+    """Clip flat gradients in place to the global norm `limit`, unless it is 0, as `unscale_and_clip_grads` does."""
+    if limit > 0:
+        factor = 1.0 / torch.clamp((norm + 1e-6) / limit, min=1.0)
+        for gradient in gradients:
+            gradient.mul_(factor)
+
+
+def whole_shape(parameter: Any) -> tuple[int, ...]:
+    """Return the shape of a parameter on this rank, also if ZeRO 3 has partitioned it."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def trained_part(parameter: Any) -> tuple[int, Tensor]:
+    """Return where this rank's part of a flattened parameter begins, and the part, which ZeRO 3 pads at its end."""
+    if not hasattr(parameter, "ds_tensor"):
+        return 0, parameter.detach().view(-1)
+    size = parameter.ds_tensor.ds_numel
+    start = torch.distributed.get_rank(parameter.ds_process_group) * size
+    return start, parameter.ds_tensor.detach().narrow(0, 0, max(0, min(size, parameter.ds_numel - start)))
+
+
+class Stretch(NamedTuple):
+    """A stretch of a parameter in `flat`, the tensor that the optimizer steps: `begin` is its first element there, and
+    `start` that in the flattened parameter.
+    """
+
+    parameter: nn.Parameter
+    flat: Tensor
+    begin: int
+    numel: int
+    start: int
+
+    def of(self, values: Tensor) -> Tensor:
+        """This stretch of a tensor with the layout of `flat`."""
+        return values.view(-1).narrow(0, self.begin, self.numel)
+
+
+def _plain(optimizer: torch.optim.Optimizer) -> Iterator[Stretch]:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            yield Stretch(parameter, parameter, 0, parameter.numel(), 0)
+
+
+def _partitioned(optimizer: Any) -> Iterator[Stretch]:
+    """ZeRO 1 and 2: a rank's stretch of each concatenated parameter group is one float32 tensor."""
+    for group, flat in zip(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups, strict=True):
+        for parameter in group:
+            mapping = parameter._hp_mapping
+            if mapping is not None:
+                inner, outer = mapping.hp_fragment_address, mapping.lp_fragment_address
+                yield Stretch(parameter, flat, inner.start, inner.numel, outer.start)
+
+
+def _fully_partitioned(optimizer: Any) -> Iterator[Stretch]:
+    """ZeRO 3: a rank's stretch of each parameter, padded at its end, is part of a sub-group's float32 tensor."""
+    for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
+        for parameter in group:
+            _, begin, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
+            start, part = trained_part(parameter)
+            if part.numel():
+                yield Stretch(parameter, flat, begin, part.numel(), start)
+
+
+def _refresh_fully_partitioned(optimizer: Any) -> None:
+    optimizer.checkpoint_event_prologue()  # releases gathered copies of the parameters
+    for flat, trained in zip(
+        optimizer.fp32_partitioned_groups_flat, optimizer.fp16_partitioned_groups_flat, strict=True
+    ):
+        if flat.numel():
+            trained.data.copy_(flat.data)
+    optimizer.checkpoint_event_epilogue()  # gathers those again that always stay whole
+
+
+class OptimizerLayout(NamedTuple):
+    """Functions for one kind of DeepSpeed's optimizer: this rank's stretches, the tensors that PyTorch's optimizer
+    steps, and a copy of the float32 weights into the trained ones.
+    """
+
+    stretches: Callable[[Any], Iterator[Stretch]]
+    flat_tensors: Callable[[Any], list[Tensor]]
+    refresh: Callable[[Any], None]
+
+
+LAYOUTS = {
+    DeepSpeedZeroOptimizer: OptimizerLayout(
+        _partitioned, lambda zero: zero.single_partition_of_fp32_groups, lambda zero: zero.update_lp_params()
+    ),
+    DeepSpeedZeroOptimizer_Stage3: OptimizerLayout(
+        _fully_partitioned, lambda zero: zero.fp32_partitioned_groups_flat, _refresh_fully_partitioned
+    ),
+    torch.optim.Optimizer: OptimizerLayout(
+        _plain, lambda plain: [weight for group in plain.param_groups for weight in group["params"]], lambda plain: None
+    ),
+}
+"""By the kind of DeepSpeed's optimizer; without ZeRO it is PyTorch's, which steps the trained weights themselves."""
+
+
+def layout(optimizer: Any) -> OptimizerLayout:
+    """Return the functions for DeepSpeed's optimizer or, without ZeRO, PyTorch's."""
+    return next(functions for kind, functions in LAYOUTS.items() if isinstance(optimizer, kind))
+
+
+def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """Return PyTorch's optimizer inside DeepSpeed's."""
+    return optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer.optimizer
+
+
+def replica_group(optimizer: Any) -> Any:
+    """Return the ranks that all hold the whole weights beside partitioned states (ZeRO 1, 2); None for other kinds."""
+    return optimizer.dp_process_group if isinstance(optimizer, DeepSpeedZeroOptimizer) else None
+
+
+def loss_scaling(optimizer: Any) -> dict[str, Any]:
+    """Return the attributes of fp16's loss scaling, in the dictionary that it works on; empty without ZeRO."""
+    return vars(optimizer.loss_scaler) if hasattr(optimizer, "loss_scaler") else {}

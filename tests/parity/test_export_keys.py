@@ -1,0 +1,153 @@
+"""Exports cannot lie: every key of the network and its positions has its effect in an export, or is refused by name."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megatron_coca import build_model, load_config, load_model
+from megatron_coca.checkpoints.exports.huggingface_export import export
+from megatron_coca.checkpoints.exports.neox import export_neox
+from megatron_coca.checkpoints.exports.refusals import WITHOUT_EFFECT
+from megatron_coca.checkpoints.files import CheckpointError
+from megatron_coca.config import KEYS, Config
+from tests.checkpoint_files import write_checkpoint
+
+BASE: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "seq_length": 16,
+    "vocab_size": 48,
+    "pos_emb": "rotary",
+    "init_method_std": 0.3,
+    "output_layer_init_method": "normal",
+}
+LLAMA = BASE | {"norm": "rmsnorm", "activation": "swiglu", "use_bias_in_attn_linear": False, "use_bias_in_mlp": False}
+OTHER: dict[str, Any] = {
+    "num_layers": 3,
+    "hidden_size": 64,
+    "num_attention_heads": 2,
+    "num_kv_heads": 2,
+    "intermediate_size": 96,
+    "mlp_multiple_of": 40,
+    "expansion_factor": 2.0,
+    "seq_length": 24,
+    "max_position_embeddings": 40,
+    "vocab_size": 50,
+    "make_vocab_size_divisible_by": 7,
+    "no_weight_tying": True,
+    "attention_config": ["flash", "global"],
+    "activation": "relu",
+    "bias_gelu_fusion": True,
+    "use_bias_in_norms": False,
+    "use_bias_in_attn_linear": False,
+    "use_bias_in_mlp": False,
+    "gpt_j_residual": True,
+    "gpt_j_tied": True,
+    "norm": "scalenorm",
+    "use_qk_layernorm": True,
+    "layernorm_epsilon": 0.5,
+    "rms_norm_epsilon": 0.5,
+    "scalenorm_epsilon": 0.5,
+    "hidden_dropout": 0.1,
+    "attention_dropout": 0.1,
+    "pos_emb": "alibi",
+    "pos_emb_options": {},
+    "rotary_pct": 0.5,
+    "rotary_emb_base": 50.0,
+    "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    "relative_positions": {"type": "rerope", "window": 5},
+    "logit_scaling": "log_n",
+    "sliding_window_width": 4,
+    "rpe_num_buckets": 8,
+    "rpe_max_distance": 20,
+    "layer_types": {"nope": {"pos_emb": "none"}},
+}
+"""A value other than the default for every key that can change what the model computes."""
+WITH: dict[str, dict[str, Any]] = {
+    "gpt_j_tied": {"gpt_j_residual": True},
+    "rms_norm_epsilon": {"norm": "rmsnorm"},
+    "scalenorm_epsilon": {"norm": "scalenorm"},
+    "rpe_num_buckets": {"pos_emb": "rpe"},
+    "rpe_max_distance": {"pos_emb": "rpe", "rpe_num_buckets": 8},
+    "layer_types": {"attention_config": [[["nope", "global"], 1]]},
+    "max_position_embeddings": {"pos_emb": "learned"},
+}
+"""Further keys, without which a key has no effect or is not valid."""
+CHANGING = [name for name, place in KEYS.items() if place.group in ("model", "position") and name not in WITHOUT_EFFECT]
+
+
+def test_every_key_has_a_value_to_try() -> None:
+    assert sorted(OTHER) == sorted(CHANGING), "a key is new: give it a value above, or name it in WITHOUT_EFFECT"
+
+
+def configured(base: dict[str, Any], name: str) -> Config:
+    return load_config([], base | WITH.get(name, {}) | {name: OTHER[name]})
+
+
+def drawn(config: Config) -> torch.nn.Module:
+    """A model whose biases and norms are not at their initial values, which would hide that they are lost."""
+    model = build_model(config).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def check(config: Config, name: str, tmp_path: Path, write: Any, read: Any) -> None:
+    model, ids = drawn(config), torch.randint(48, (2, 30), generator=torch.Generator().manual_seed(0))
+    saved = write_checkpoint(tmp_path / "saved", config, model.state_dict(), tokenizer=None)
+    if config.position.pos_emb == "learned":
+        ids = ids[:, :16]
+    refused = None
+    try:
+        write(saved, tmp_path / "exported")
+    except CheckpointError as error:
+        refused = str(error)
+    assert (refused is None) == (tmp_path / "exported").exists()
+    if refused is not None:
+        assert name in refused
+        return
+    with torch.no_grad():
+        torch.testing.assert_close(read(tmp_path / "exported")(ids), model(ids), rtol=1e-4, atol=2e-4)
+
+
+def from_transformers(folder: Path) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).eval()
+    return lambda ids: model(ids).logits
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_hugging_face(name: str, tmp_path: Path) -> None:
+    check(configured(BASE, name), name, tmp_path, export, from_transformers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in CHANGING if name != "expansion_factor"])
+def test_hugging_face_llama(name: str, tmp_path: Path) -> None:
+    check(configured(LLAMA, name), name, tmp_path, export, from_transformers)
+
+
+@pytest.mark.parametrize("base", [BASE, LLAMA], ids=["neox", "llama"])
+@pytest.mark.parametrize("name", CHANGING)
+def test_gpt_neox(name: str, base: dict[str, Any], tmp_path: Path) -> None:
+    check(configured(base, name), name, tmp_path, export_neox, load_model)
+
+
+@pytest.mark.parametrize("write", [export, export_neox])
+def test_layers_that_differ_are_refused(write: Any, tmp_path: Path) -> None:
+    """A model with every fourth layer without positions was once written as a stock GPT-NeoX."""
+    config = load_config(
+        [],
+        BASE
+        | {"num_layers": 4, "attention_config": [[["global", "global", "global", "nope"], 1]]}
+        | {"layer_types": {"nope": {"pos_emb": "none"}}},
+    )
+    saved = write_checkpoint(tmp_path / "saved", config, tokenizer=None)
+    with pytest.raises(CheckpointError, match=r"layer_types: the layers differ \(global, nope\)"):
+        write(saved, tmp_path / "exported")
+    assert not (tmp_path / "exported").exists()

@@ -1,0 +1,45 @@
+"""The archive of results: what goes in comes out, what exists stays, and damage is reported."""
+
+import json
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from megatron_coca.ablation.archive import archive_of, pack, unpack
+from megatron_coca.evaluation import EvaluationError
+
+
+def write(path: Path, content: object) -> bytes:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    return path.read_bytes()
+
+
+def test_the_archive_stands_for_the_folder(tmp_path: Path) -> None:
+    results = tmp_path / "study"
+    files = {"a-s1-0/cell.json": {"seed": 1}, "a-s1-0/recall_a.json": {"x": [0.1, "Infinity", "\u00e9"], "n": 10**12}}
+    before = {name: write(results / name, content) for name, content in files.items()}
+    write(results / "report" / "report.json", {})
+    assert pack(results) == archive_of(results) == tmp_path / "study.jsonl.zst"
+    for name in files:
+        (results / name).unlink()
+    changed = write(results / "a-s1-0/cell.json", {"seed": 2})
+    unpack(results)
+    assert (results / "a-s1-0/cell.json").read_bytes() == changed, "what exists stays"
+    assert (results / "a-s1-0/recall_a.json").read_bytes() == before["a-s1-0/recall_a.json"]
+    assert len(zstandard.decompress(archive_of(results).read_bytes()).splitlines()) == 2, "no report"
+    unpack(tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
+def test_an_empty_folder_and_damage_are_reported(tmp_path: Path) -> None:
+    with pytest.raises(EvaluationError, match="holds no results to pack"):
+        pack(tmp_path / "study")
+    archive = archive_of(tmp_path / "study")
+    archive.write_bytes(b"no zstd")
+    with pytest.raises(EvaluationError, match="is damaged"):
+        unpack(tmp_path / "study")
+    archive.write_bytes(zstandard.compress(b'{"file": "../../x.json", "content": 1}\n'))
+    with pytest.raises(EvaluationError, match=r"names \.\./\.\./x\.json, which is outside"):
+        unpack(tmp_path / "study")

@@ -1,0 +1,146 @@
+"""Synthetic tasks: what a sample holds, what counts in the loss, and that samples depend on seed and number alone."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_coca.config import ConfigError, load_config
+from megatron_coca.data import DataError, Loader, SyntheticSamples, TaskSettings
+from megatron_coca.data.shards import ShardWriter
+from megatron_coca.data.synthetic import TASKS, Draws
+from megatron_coca.training.corpus import differing_data, open_corpus
+
+MODEL = "configs/recall/model.yml"
+NUMBERS = np.arange(300)
+
+
+def read(task: str, length: int = 64, **sizes: Any) -> tuple[TaskSettings, np.ndarray, np.ndarray]:
+    settings = TaskSettings(task, **sizes)
+    batch = SyntheticSamples(settings, length, seed=3).read(NUMBERS)
+    assert batch.loss_mask is not None
+    assert batch.tokens.shape == (len(NUMBERS), length + 1)
+    assert batch.tokens.min() >= 0 and batch.tokens.max() < settings.vocab_size
+    return settings, batch.tokens, batch.loss_mask
+
+
+@pytest.mark.parametrize("task", ["recall", "multi_query"])
+def test_every_question_follows_its_fact_and_is_answered_by_it(task: str) -> None:
+    settings, tokens, mask = read(task)
+    counts = mask.sum(axis=1)
+    assert set(counts) == ({8} if task == "recall" else set(range(1, 9)))
+    for row, asked in zip(tokens, mask, strict=True):
+        facts = {int(token): place for place, token in enumerate(row) if 32 <= token < 32 + 256}
+        assert len(facts) == asked.sum()
+        for place in np.flatnonzero(asked):
+            key, value = int(row[place]) - 288, int(row[place + 1]) - 304
+            assert 0 <= key < 16 and 0 <= value < 16
+            assert facts[int(settings.fact(np.array(key), np.array(value)))] < place
+
+
+def test_facts_of_recall_are_at_all_distances() -> None:
+    _, tokens, mask = read("recall")
+    questions = np.concatenate([np.flatnonzero(row) for row in mask])
+    facts = np.concatenate([np.flatnonzero((row >= 32) & (row < 288)) for row in tokens])
+    assert set(facts) == set(range(63)) and set(questions) == set(range(1, 64))
+    assert {int(value) for value in tokens[:, :-1][mask]} == set(range(288, 304))
+
+
+@pytest.mark.parametrize(("task", "step"), [("copy", 1), ("reverse", -1)])
+def test_copies_follow_the_separator(task: str, step: int) -> None:
+    _, tokens, mask = read(task)
+    assert (tokens[:, 32] == 32).all()
+    assert (tokens[:, 33:] == tokens[:, :32][:, ::step]).all()
+    assert mask[:, 32:].all() and not mask[:, :32].any()
+
+
+def test_the_last_ngram_occurred_before() -> None:
+    _, tokens, mask = read("ngram", ngram=4)
+    for row in tokens:
+        assert any((row[start : start + 4] == row[-4:]).all() for start in range(65 - 2 * 4 + 1))
+    assert mask.sum() == len(tokens) and mask[:, -1].all()
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_samples_depend_on_seed_split_and_number_alone(task: str) -> None:
+    def samples(seed: int, split: str, numbers: np.ndarray) -> np.ndarray:
+        return SyntheticSamples(TaskSettings(task), 64, seed, split).read(numbers).tokens
+
+    whole = samples(1, "train", NUMBERS)
+    assert (samples(1, "train", NUMBERS[::-1])[::-1] == whole).all()
+    assert (samples(1, "train", NUMBERS[7:9]) == whole[7:9]).all()
+    assert len(np.unique(whole, axis=0)) == len(whole)
+    for other in (samples(2, "train", NUMBERS), samples(1, "valid", NUMBERS)):
+        assert (other != whole).any(axis=1).all()
+
+
+def test_random_numbers_are_uniform_and_columns_differ() -> None:
+    draws = Draws(np.arange(4000), 0, "train")
+    first, second = draws.uniform(3), draws.uniform(3)
+    for column in (*first.T, *second.T):
+        assert abs(column.mean() - 0.5) < 0.03 and abs(np.histogram(column, 10, (0, 1))[0] - 400).max() < 100
+    correlations = np.corrcoef(np.hstack([first, second]).T) - np.eye(6)
+    assert np.abs(correlations).max() < 0.06
+
+
+def test_the_loss_counts_answers_or_all_tokens() -> None:
+    assert SyntheticSamples(TaskSettings(loss="all"), 64, 0).read(NUMBERS).loss_mask is None
+    with Loader(SyntheticSamples(TaskSettings(), 64, 0), 8, 4, 0, 1) as loader:
+        batches = loader.micro_batches(5)
+    assert [batch.loss_mask.sum() for batch in batches if batch.loss_mask is not None] == [32, 32]
+
+
+def test_a_sample_without_room_is_refused() -> None:
+    with pytest.raises(DataError, match="seq_length 22: a sample of recall needs 23"):
+        SyntheticSamples(TaskSettings(), 22, 0)
+    assert SyntheticSamples(TaskSettings(), 23, 0).read(NUMBERS).tokens.shape == (300, 24)
+
+
+def test_a_corpus_of_a_task_needs_no_files_and_sets_the_vocabulary() -> None:
+    corpus = open_corpus(load_config([MODEL]))
+    assert corpus.config.model.vocab_size == 320 and corpus.tokenizer is None
+    assert corpus.valid is not None
+    assert (corpus.train.read(NUMBERS).tokens != corpus.valid.read(NUMBERS).tokens).any()
+    assert corpus.train.mixture(10)[0].tokens == 640
+    other = open_corpus(load_config([MODEL], ["synthetic.facts=4"]))
+    assert not differing_data(corpus.identity, corpus.identity, [])
+    assert "synthetic task" in differing_data(corpus.identity, other.identity, [])[0]
+    with pytest.raises(ConfigError, match="vocab_size: 100, but the synthetic task has 320 token ids"):
+        open_corpus(load_config([MODEL], ["vocab_size=100"]))
+
+
+def write_shard(prefix: Path) -> Path:
+    """40 documents of 30 to 69 tokens; all tokens of a document are its number."""
+    writer = ShardWriter(prefix, 50)
+    for number in range(40):
+        writer.add(np.full(30 + number, number))
+    writer.finish()
+    return prefix
+
+
+def test_facts_are_mixed_into_text(tmp_path: Path) -> None:
+    prefix = write_shard(tmp_path / "text")
+    keys = {name: [str(prefix)] for name in ("train_data_paths", "valid_data_paths", "test_data_paths")}
+    task = {"synthetic": {"task": "recall", "facts": 4, "text": True, "filler_tokens": 50, "loss": "all"}}
+    config = load_config([MODEL], {**keys, **task})
+    corpus = open_corpus(config)
+    batch = corpus.train.read(NUMBERS)
+    assert batch.loss_mask is None and corpus.config.model.vocab_size == 50 + 288
+    assert ((batch.tokens < 50).sum(axis=1) == 65 - 4 * 3).all()
+    narrow = open_corpus(config.override({"synthetic.filler_tokens": 20, "vocab_size": 400}))
+    with pytest.raises(DataError, match="of the text is not below filler_tokens 20"):
+        narrow.train.read(NUMBERS)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("synthetic.facts=17", "17 facts need as many different keys, and there are 16"),
+        ("reset_attention_mask=true", "not available with reset_attention_mask"),
+        ("eval_windows=[1L]", "not available with eval_windows"),
+    ],
+)
+def test_contradictions_are_refused(change: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config([MODEL], [change])

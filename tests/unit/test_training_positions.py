@@ -1,0 +1,154 @@
+"""Positions drawn for training: their distribution, that they depend on seed and sample alone, and where they apply."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_coca.config import ConfigError, load_config
+from megatron_coca.data import DrawnPositions, Loader, Packing, SyntheticSamples, TaskSettings
+from megatron_coca.data.training_positions import DRAWN
+from megatron_coca.model import build_model
+from megatron_coca.model.gpt import LanguageModelLoss
+from megatron_coca.neox_plugin.keys import FIELDS, NEW_CHOICES, problems_of
+from megatron_coca.training.corpus import open_corpus, open_loader
+from tests.unit.test_synthetic import write_shard
+
+MODEL = "configs/recall/model.yml"
+NUMBERS = np.arange(500)
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_positions_increase_below_the_bound(name: str) -> None:
+    positions = DrawnPositions(name, 1024, 0).draw(NUMBERS, 64)
+    assert positions.shape == (500, 64) and positions.min() >= 0 and positions.max() < 1024
+    assert (np.diff(positions) > 0).all()
+    gaps = np.diff(positions) - 1
+    if name == "shifted":
+        assert not gaps.any() and len(set(positions[:, 0])) > 300 and positions[:, 0].max() > 940
+    if name == "pose":
+        assert (positions[:, 0] == 0).all() and ((gaps > 0).sum(axis=1) <= 1).all()
+        assert set(np.nonzero(gaps)[1]) == set(range(63)) and positions.max() > 1000
+    if name == "randomized":  # every position is as likely as any other: 31.25 of 500 samples have it
+        counts = np.bincount(positions.ravel(), minlength=1024)
+        assert abs(counts.mean() - 31.25) < 1e-9 and counts.std() < 8 and (gaps > 0).any(axis=1).all()
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_positions_depend_on_seed_and_sample_alone(name: str) -> None:
+    draw = DrawnPositions(name, 1024, 1)
+    whole = draw.draw(NUMBERS, 64)
+    assert (draw.draw(NUMBERS[::-1], 64)[::-1] == whole).all()
+    assert (draw.draw(NUMBERS[40:41], 64) == whole[40:41]).all()
+    assert (replace(draw, seed=2).draw(NUMBERS, 64) != whole).any(axis=1).mean() > 0.99
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_every_document_of_a_sample_draws_its_own(name: str) -> None:
+    begins = np.zeros((2, 20), dtype=bool)
+    begins[0, [5, 6, 15]] = begins[1, 0] = True
+    draw = DrawnPositions(name, 200, 0)
+    positions = draw.draw(np.array([3, 4]), 20, begins)
+    for first, end in ((0, 5), (6, 15), (15, 20)):
+        assert (np.diff(positions[0, first:end]) > 0).all()
+    assert (positions[1] == draw.draw(np.array([4]), 20)).all(), "one document draws what a whole sample does"
+    assert positions.max() < 200
+
+
+def test_the_bound_may_be_the_length() -> None:
+    for name in DRAWN:
+        assert (DrawnPositions(name, 64, 0).draw(NUMBERS[:5], 64) == np.arange(64)).all()
+        assert (DrawnPositions(name, 1, 0).draw(NUMBERS[:2], 1) == 0).all()
+
+
+def config(kind: str = "randomized", *changes: str) -> Any:
+    return load_config([MODEL], [f"training_positions={{type: {kind}, max: 16L}}", *changes])
+
+
+def test_all_layouts_of_ranks_read_the_same_positions() -> None:
+    samples, draw = SyntheticSamples(TaskSettings(), 64, 0), DrawnPositions("randomized", 1024, 0)
+
+    def positions(rank: int, ranks: int, micro: int) -> list[Any]:
+        with Loader(samples, 8, micro, rank, ranks, positions=draw) as loader:
+            return [batch.positions for batch in loader.micro_batches(3)]
+
+    (whole,) = positions(0, 1, 8)
+    divided = [positions(rank, 2, 2) for rank in (0, 1)]
+    assert (np.concatenate([divided[0][0], divided[1][0], divided[0][1], divided[1][1]]) == whole).all()
+
+
+def test_validation_keeps_the_plain_positions() -> None:
+    corpus = open_corpus(config())
+    assert corpus.valid is not None
+    for samples, drawn in ((corpus.train, True), (corpus.valid, False)):
+        with open_loader(corpus, samples, (8, 8, 0, 1)) as loader:
+            assert (loader.micro_batches(0)[0].positions is not None) is drawn
+
+
+def test_documents_with_reset_positions_restart_the_draw(tmp_path: Path) -> None:
+    prefix = write_shard(tmp_path / "text")
+    keys = {name: [str(prefix)] for name in ("train_data_paths", "valid_data_paths", "test_data_paths")}
+    drawn = {"synthetic": None, "vocab_size": 64, "training_positions": {"type": "shifted", "max": 1024}}
+    reset = {"reset_attention_mask": True, "reset_position_ids": True}
+    for packed in (False, True):
+        corpus = open_corpus(load_config([MODEL], {**keys, **drawn, **(reset if packed else {})}))
+        with open_loader(corpus, corpus.train, (32, 32, 0, 1)) as loader:
+            batch = loader.micro_batches(0)[0]
+        assert batch.positions is not None
+        jumps = np.diff(batch.positions) != 1
+        assert jumps.any() == packed
+        if batch.documents is not None:
+            assert (np.diff(batch.documents)[jumps] == 1).all(), "positions jump only where a document begins"
+
+
+def test_the_model_reads_drawn_positions_and_counts_tokens_for_dynamic_extensions() -> None:
+    """A shift changes nothing in RoFormer, and a dynamic extension stays that of L with positions beyond it."""
+    torch.manual_seed(0)
+    settings = open_corpus(config("shifted", "rope_scaling={rope_type: dynamic, factor: 4}")).config
+    loss = LanguageModelLoss(build_model(settings).double())
+    tokens = torch.from_numpy(SyntheticSamples(TaskSettings(), 64, 0).read(NUMBERS[:4]).tokens)
+    plain = loss(tokens)
+    shifted = loss(tokens, positions=torch.arange(64).expand(4, 64) + torch.tensor([[0], [7], [500], [900]]))
+    assert abs(plain.item() - shifted.item()) < 1e-6
+    spread = loss(tokens, positions=torch.from_numpy(DrawnPositions("randomized", 1024, 0).draw(NUMBERS[:4], 64)))
+    assert abs(plain.item() - spread.item()) > 1e-6
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["training_positions={type: shifted, max: 63}"], "max 63 is neither a number of at least seq_length 64"),
+        (["training_positions={type: shifted, max: 4K}"], "nor a multiple such as 16L"),
+        (["pos_emb=alibi"], "no effect with pos_emb alibi"),
+        (["pos_emb=none"], "no effect with pos_emb none"),
+        (["pos_emb=learned"], "max 16L exceeds max_position_embeddings 64"),
+        (["rope_scaling={rope_type: clex}"], "rope_scaling clex, which reads the number of tokens"),
+        (["logit_scaling=log_n_trained"], "logit_scaling log_n_trained, which reads the number of tokens"),
+        (
+            ["relative_positions={type: inv_leaky_rerope, target_length: 1024}"],
+            "inv_leaky_rerope, which reads the number",
+        ),
+        (["cuda_graphs=true"], "the host reads the positions of every batch"),
+    ],
+)
+def test_contradictions_are_refused(changes: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config("randomized", *changes)
+
+
+def test_gpt_neox_refuses_them_with_the_reason() -> None:
+    given = {"type": "randomized", "max": "16L"}
+    known = dict.fromkeys((*NEW_CHOICES, *FIELDS), str)
+    (problem,) = problems_of({"training_positions": given}, known)
+    assert problem.startswith("training_positions: GPT-NeoX's data path carries tokens only")
+    assert not problems_of({"training_positions": None}, known)
+
+
+def test_packing_adds_the_mask_of_the_data_to_its_own() -> None:
+    tokens, mask = np.array([[5, 6, 7]]), np.array([[True, True]])
+    batch = Packing(masked_token=6).batch(tokens, None, mask)
+    assert batch.loss_mask is not None and batch.loss_mask.tolist() == [[True, False]]
+    assert Packing().batch(tokens, None, ~mask).loss_mask is not None
