@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+
 from megatron_coca.attention.build import build_method
 from megatron_coca.config import Config, ModelConfig, PositionConfig
 from megatron_coca.config.model import GATED_ACTIVATIONS, LOSS_CHUNK_BYTES, LOSS_CHUNK_TOKENS
@@ -186,7 +188,9 @@ def _position(config: Config) -> int:
     for name, position in config.layer_types.items():
         method = build_method(position, model)
         makers = [method.bias.by_layer] * model.layer_names.count(name) + [method.bias.shared, method.clex]
-        total += sum(weight.numel() for make in makers if make is not None for weight in make().parameters())
+        # Counting must not draw random numbers: a resumed run counts after it has restored the generators.
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            total += sum(weight.numel() for make in makers if make is not None for weight in make().parameters())
     return total
 
 

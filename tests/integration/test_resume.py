@@ -61,7 +61,6 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("ranks", "stops", "changes"), LAYOUTS)
-@pytest.mark.slow
 def test_stopping_changes_no_bit_in_other_layouts(
     live: Any,
     open_run: Any,

@@ -58,7 +58,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_parameters_are_those_of_the_built_model(shape: dict[str, Any]) -> None:
     config = tiny(**shape)
+    state = torch.get_rng_state()
     count, sizes = parameter_count(config), built(config)
+    assert torch.equal(torch.get_rng_state(), state), "a resumed run counts after it has restored the generators"
     assert count.total == sum(sizes.values())
     parts = {
         "embedding": lambda name: "word_embeddings" in name,
