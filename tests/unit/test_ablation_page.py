@@ -82,8 +82,12 @@ PAGES = [
 def test_a_page_of_a_study_is_what_its_results_say(
     name: str, scale: str, template: str, page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the corpus, which is not part of the repository."""
-    monkeypatch.chdir(ROOT)
+    """Without the corpus, and from the archives alone: folders of results beside them may hold newer cells."""
+    monkeypatch.chdir(tmp_path)
+    Path("configs").symlink_to(ROOT / "configs")
+    Path("benchmarks").mkdir()
+    for archive in (ROOT / "benchmarks").glob("*.jsonl.zst"):
+        Path("benchmarks", archive.name).symlink_to(archive)
     path, configs = Path("configs") / name, Path("configs")
     file = grid.read_ablation(path, scale)
     unpack(file.results)
