@@ -4,6 +4,9 @@
     megatron-coca prepare configs/data/recipes/pile_books_wiki_code.yml --root /corpora
     megatron-coca prepare --input books=books.jsonl.zst code=src.jsonl.gz --train-tokenizer 32000 --output data/mine
 
+    megatron-coca prepare RECIPE.yml --part 3/16        # on one of 16 hosts; then, once, without --part
+    megatron-coca prepare RECIPE.yml --engine ray --address auto
+
 After a kill or an error, the same command resumes.
 """
 
@@ -15,9 +18,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron_coca.atomic_write import refuse_existing
 from megatron_coca.commands import command_parser
 from megatron_coca.data.builtin import VOCAB_SIZE, prepare_builtin
 from megatron_coca.data.errors import DataError
+from megatron_coca.data.preparation.engines import make_on_ray, make_part, open_blocks, plan
 from megatron_coca.data.preparation.manifest import RUN_CONFIG, empty_splits, read_manifest
 from megatron_coca.data.preparation.preparation_plan import (
     MAX_RECORD_MIB,
@@ -56,19 +61,39 @@ def _between(lowest: int, highest: int) -> Callable[[str], int]:
     return number
 
 
+def _part(text: str) -> tuple[int, int]:
+    """ "2/8" as the number of the part from 0, and of parts."""
+    part, _, parts = text.partition("/")
+    if not (part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
+        raise argparse.ArgumentTypeError(f"{text:.20} is not I/N with I in 1 to N")
+    return int(part) - 1, int(parts)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
 def parser() -> argparse.ArgumentParser:
     parser = command_parser("prepare", __doc__)
     parser.add_argument("recipe", nargs="?", type=Path, help="a YAML file that describes the corpus (docs/data.md)")
     parser.add_argument("--builtin", action="store_true", help="the corpus inside this Python installation")
     parser.add_argument("--input", nargs="+", metavar="NAME=PATH", help="files or folders; a name may be repeated")
     parser.add_argument("--output", type=Path, help="output folder (with --builtin: its parent, default data)")
-    cores = len(os.sched_getaffinity(0))
+    cores = _cores()
     parser.add_argument(
-        "--workers", type=_between(0, 1024), default=cores, help="worker processes; 0 works in the main process"
+        "--workers",
+        type=_between(0, 1024),
+        help=f"worker processes ({cores}, with --engine ray 0 in each task); 0 works in the main process",
     )
     parser.add_argument(
         "--save-seconds", type=float, default=10.0, help="seconds between saved positions, the most work lost by a kill"
     )
+    parser.add_argument(
+        "--part", type=_part, metavar="I/N", help="tokenize one of N shares and stop; without it afterwards: merge them"
+    )
+    parser.add_argument("--engine", choices=["local", "ray"], default="local", help="where to tokenize (local)")
+    parser.add_argument("--address", help="with --engine ray: of the cluster, such as auto; else one is started here")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be read and the expected time")
     parser.add_argument("--strict", action="store_true", help="stop at the first unusable record")
     parser.add_argument("--skip-damaged", action="store_true", help="keep the readable part of a damaged file")
     parser.add_argument("--root", type=Path, help="with a recipe: replaces its root folder")
@@ -128,34 +153,54 @@ def _recipe_from_options(arguments: argparse.Namespace) -> Recipe:
     return Recipe(sources, rules, None, files if training is None else None, training)
 
 
-def _run(arguments: argparse.Namespace) -> Path:
-    """Prepare what the command line describes; return the path of the manifest."""
-    if sum(map(bool, (arguments.builtin, arguments.input, arguments.recipe))) != 1:
-        raise DataError("Give one of: a recipe, --input, --builtin. See --help.")
-    if arguments.builtin:
-        others = (*_OF_INPUT, "root", "strict", "skip_damaged")
-        _refuse(arguments, [name for name in others if name != "train_tokenizer"], "does not go with --builtin")
-        return prepare_builtin(arguments.output or Path("data"), arguments.train_tokenizer or VOCAB_SIZE)
+def _recipe(arguments: argparse.Namespace) -> tuple[Recipe, Path]:
+    """The recipe that the command line names or describes, and the output folder."""
     if arguments.input:
         recipe = _recipe_from_options(arguments)
     else:
         _refuse(arguments, _OF_INPUT, "is for --input only; set it in the recipe")
         recipe = read_recipe(arguments.recipe, arguments.root)
-    output = arguments.output or recipe.output
-    if output is None:
+    if (output := arguments.output or recipe.output) is None:
         raise DataError("Give the output folder: --output, or `output` in the recipe.")
+    return recipe, output
+
+
+def _run(arguments: argparse.Namespace) -> str:
+    """Do what the command line describes; return what to print."""
+    if sum(map(bool, (arguments.builtin, arguments.input, arguments.recipe))) != 1:
+        raise DataError("Give one of: a recipe, --input, --builtin. See --help.")
+    if arguments.builtin:
+        others = (*_OF_INPUT, "root", "strict", "skip_damaged", "part", "address", "dry_run")
+        _refuse(arguments, [name for name in others if name != "train_tokenizer"], "does not go with --builtin")
+        return _summary(prepare_builtin(arguments.output or Path("data"), arguments.train_tokenizer or VOCAB_SIZE))
+    recipe, output = _recipe(arguments)
+    on_ray = arguments.engine == "ray"
+    if not on_ray:
+        _refuse(arguments, ["address"], "goes with --engine ray")
+    elif arguments.part:
+        raise DataError("--part: goes with --engine local; Ray divides the work itself")
     rules = replace(recipe.rules, strict=arguments.strict, skip_damaged=arguments.skip_damaged)
-    execution = Execution(arguments.workers, arguments.save_seconds)
-    training = recipe.training
-    if training is None:
-        assert recipe.tokenizer is not None, "a recipe has one of the two"
-        return prepare(recipe.sources, output, load_tokenizer(**recipe.tokenizer), rules, execution)
+    workers = arguments.workers if arguments.workers is not None else 0 if on_ray else _cores()
+    execution = Execution(workers, arguments.save_seconds)
+    training, tokenizer = recipe.training, recipe.tokenizer
 
     def train(folder: Path) -> Tokenizer:
+        assert training is not None, "a recipe has a tokenizer or its training"
         texts = training_texts(recipe.sources, recipe.rules, training.characters)
         return TRAINERS[training.tokenizer_type][training.model](texts, training.vocab_size, folder / "tokenizer")
 
-    return prepare(recipe.sources, output, train, rules, execution, {"train_tokenizer": training.model_dump()})
+    source = train if tokenizer is None else load_tokenizer(**tokenizer)
+    notes = None if training is None else {"train_tokenizer": training.model_dump()}
+    if arguments.dry_run:
+        return plan(recipe.sources, source, rules, execution.workers)
+    if arguments.part or on_ray:
+        refuse_existing(output, DataError)
+        blocks = open_blocks(recipe.sources, output, source, rules, notes)
+        if arguments.part:
+            part, parts = arguments.part
+            return make_part(blocks, part, parts, execution)
+        make_on_ray(blocks, arguments.address, execution)
+    return _summary(prepare(recipe.sources, output, source, rules, execution, notes))
 
 
 def _summary(path: Path) -> str:
@@ -191,7 +236,7 @@ def _sizes(facts: dict[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return 0, or 130 after Ctrl-C. Raises DataError."""
     try:
-        print(_summary(_run(parser().parse_args(arguments))))
+        print(_run(parser().parse_args(arguments)))
     except KeyboardInterrupt:
         print("megatron-coca prepare: stopped; the same command resumes", file=sys.stderr)
         return 130

@@ -6,9 +6,9 @@ import sqlite3
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from megatron_coca.atomic_write import complete_folder, exclusive_lock, lock_fil
 from megatron_coca.console import Progress
 from megatron_coca.data.errors import DataError, OutOfMemory
 from megatron_coca.data.preparation import manifest
+from megatron_coca.data.preparation.blocks import Blocks, TokenizerSource, settings_of
 from megatron_coca.data.preparation.journal import JOURNAL, Journal, ShardState, State
 from megatron_coca.data.preparation.preparation_plan import (
     CorpusSource,
@@ -36,9 +37,6 @@ from megatron_coca.data.readers.source import Chunk, ReadingProblems
 from megatron_coca.data.shards import LENGTHS_SUFFIX, SUFFIXES, ShardWriter
 from megatron_coca.data.tokenizers import load_saved_tokenizer
 from megatron_coca.data.tokenizers.kinds import Tokenizer
-
-TokenizerSource = Tokenizer | Callable[[Path], Tokenizer]
-"""A tokenizer, or a function that trains one in a folder; it is called once, and its result kept while interrupted."""
 
 
 def prepare(
@@ -71,45 +69,33 @@ def prepare(
     """
     rules, execution = rules or Rules(), execution or Execution()
     check(sources, rules)
-    output, settings = Path(output), _settings(sources, tokenizer, rules, notes)
+    output, settings = Path(output), settings_of(sources, tokenizer, rules, notes)
     path = output / manifest.MANIFEST
     # The same preparation was killed after the rename, before its working files were removed.
     if (output / JOURNAL).is_file() and manifest.read_manifest(path)["settings"] == settings:
         with _exclusive(output):
-            _remove_working_files(output)
+            _remove_working_files(output, Blocks(sources, output, rules, settings))
         return path
     refuse_existing(output, DataError)
     inputs = find_inputs(sources)
     with _partial(output) as folder:
         with closing(Journal(folder, settings)) as journal:
-            made = _make_tokenizer(tokenizer, journal, folder)
-            _Preparation(sources, made, rules, settings, inputs, folder, journal).run(execution, output)
+            blocks = Blocks(sources, output, rules, settings)
+            made = _make_tokenizer(blocks.tokenizer or tokenizer, journal, folder)
+            blocks.cut(inputs, made)
+            _Preparation(sources, made, rules, settings, inputs, folder, journal, blocks).run(execution, output)
         complete_folder(folder, output)
-        _remove_working_files(output)
+        _remove_working_files(output, blocks)
     return path
 
 
-def _settings(
-    sources: Sequence[CorpusSource], tokenizer: TokenizerSource, rules: Rules, notes: dict[str, Any] | None
-) -> dict[str, Any]:
-    """Everything that decides what is written, apart from the files, which the journal records one by one, and from the
-    treatment of problems, which may change on resuming.
-    """
-    fractions = {"valid_fraction": rules.valid_fraction, "test_fraction": rules.test_fraction}
-    by_name = {source.spec.name: asdict(replace(source, spec=replace(source.spec, paths=()))) for source in sources}
-    for values in by_name.values():
-        del values["spec"]["max_record_mib"]
-    fingerprint = None if callable(tokenizer) else tokenizer.fingerprint
-    settings = {"sources": by_name, "tokenizer": fingerprint, **fractions, **(notes or {})}
-    return json.loads(json.dumps(settings, default=str))
-
-
-def _remove_working_files(output: Path) -> None:
+def _remove_working_files(output: Path, blocks: Blocks) -> None:
     """Remove the files that only the preparation needs.
 
     Done after the rename, so that a kill in between costs no work; the journal goes last, as the mark that files are
     left to remove.
     """
+    blocks.remove()
     for pattern in (f"*{LENGTHS_SUFFIX}", f"{JOURNAL}?*", JOURNAL):
         for path in output.glob(pattern):
             path.unlink(missing_ok=True)
@@ -245,7 +231,7 @@ class _Step:
     unit: int
     source: int
     read: int = 0
-    chunk: Chunk | None = None
+    chunk: Chunk | TokenizedChunk | None = None
     ends_unit: bool = False
     damage: DataError | None = None
 
@@ -260,7 +246,9 @@ class _Preparation:
         inputs: Inputs,
         folder: Path,
         journal: Journal,
+        blocks: Blocks,
     ) -> None:
+        self._blocks = blocks
         self._sources, self._tokenizer, self._rules = sources, tokenizer, rules
         self._settings, self._inputs, self._folder = settings, inputs, folder
         self._units = inputs.units
@@ -290,7 +278,8 @@ class _Preparation:
             (self._folder / manifest.MANIFEST).write_text(json.dumps(record, indent=1) + "\n")
 
     def _read_all(self, execution: Execution) -> None:
-        pool = Pool(execution.workers, self._sources, self._folder, self._rules)
+        workers = execution.workers if self._blocks.missing() else 0
+        pool = Pool(workers, self._sources, self._folder, self._rules)
         by_size = any(unit.size for _, unit in self._units)
         sizes = [unit.size if by_size else 1 for _, unit in self._units]
         done, unit = sum(sizes[: self._state.unit]), "B" if by_size else "units"
@@ -325,7 +314,8 @@ class _Preparation:
             source, unit = self._units[number]
             damage = None
             try:
-                for index, chunk in enumerate(readers[source].chunks(unit)):
+                chunks: Iterable[Chunk | TokenizedChunk] = self._blocks.chunks(number) or readers[source].chunks(unit)
+                for index, chunk in enumerate(chunks):
                     skipped = number == first and index < done
                     yield _Step(number, source, chunk.read, None if skipped else chunk)
             except OutOfMemory:

@@ -40,6 +40,7 @@ class TokenizedChunk:
         digests: 16 bytes of BLAKE2b of each text.
         sets: the sets that occur.
         problems: unusable and filtered records.
+        read: ``Chunk.read``.
     """
 
     targets: list[tuple[str, str]]
@@ -50,6 +51,7 @@ class TokenizedChunk:
     digests: list[bytes]
     sets: frozenset[str]
     problems: ReadingProblems
+    read: int
 
 
 class ChunkTokenizer:
@@ -94,6 +96,7 @@ class ChunkTokenizer:
             digests=[hashlib.blake2b(text, digest_size=DIGEST_BYTES).digest() for text in encoded],
             sets=frozenset(document.part for document in documents if document.part),
             problems=problems,
+            read=chunk.read,
         )
 
 
@@ -147,8 +150,13 @@ class Pool:
         if self._executor is not None:
             self._executor.shutdown(wait=True, cancel_futures=True)
 
-    def submit(self, source: int, chunk: Chunk) -> Callable[[], TokenizedChunk]:
-        """Start work on a chunk; call the result to fetch it. Without workers the work is done in that call."""
+    def submit(self, source: int, chunk: Chunk | TokenizedChunk) -> Callable[[], TokenizedChunk]:
+        """Start work on a chunk, if it is not tokenized yet; call the result to fetch it.
+
+        Without workers the work is done in that call.
+        """
+        if isinstance(chunk, TokenizedChunk):
+            return lambda: chunk
         if self._executor is None:
             return lambda: self._local.tokenize(source, chunk)
         try:
