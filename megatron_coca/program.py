@@ -1,6 +1,9 @@
 """What all commands share: the errors that end one, and how it starts another."""
 
+import os
 import sys
+from argparse import ArgumentTypeError
+from multiprocessing import connection, parent_process
 from pathlib import Path
 
 MAIN = str(Path(__file__).with_name("__main__.py"))
@@ -22,3 +25,19 @@ def report(name: str, error: InputError) -> None:
     """Print why the command `name` ends; of several problems each begins a line."""
     text = str(error)
     print(f"megatron-coca {name}:", text, sep="\n" if "\n" in text else " ", file=sys.stderr)
+
+
+def part_of(text: str) -> tuple[int, int]:
+    """An argparse type: "2/8" as (1, 8), the part, counted from 0, and the number of parts."""
+    part, _, parts = text.partition("/")
+    if not (part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
+        raise ArgumentTypeError(f"{text:.20} is not I/N with I in 1 to N")
+    return int(part) - 1, int(parts)
+
+
+def exit_with_parent() -> None:
+    """End this process when its parent was killed; for a thread of a worker, which would wait for work forever."""
+    parent = parent_process()
+    if parent is not None:
+        connection.wait([parent.sentinel])
+        os._exit(1)

@@ -45,6 +45,7 @@ from megatron_coca.data.readers.source import SourceSpec
 from megatron_coca.data.tokenizers import TOKENIZERS, load_tokenizer
 from megatron_coca.data.tokenizers.kinds import Tokenizer
 from megatron_coca.data.tokenizers.training import TRAINERS
+from megatron_coca.program import part_of
 
 _TOKENIZER_FILES = ("tokenizer_type", "vocab_file", "merge_file")
 _FRACTIONS = ("valid_fraction", "test_fraction")
@@ -59,14 +60,6 @@ def _between(lowest: int, highest: int) -> Callable[[str], int]:
         return value
 
     return number
-
-
-def _part(text: str) -> tuple[int, int]:
-    """ "2/8" as the number of the part from 0, and of parts."""
-    part, _, parts = text.partition("/")
-    if not (part.isdecimal() and parts.isdecimal() and 1 <= int(part) <= int(parts)):
-        raise argparse.ArgumentTypeError(f"{text:.20} is not I/N with I in 1 to N")
-    return int(part) - 1, int(parts)
 
 
 def _cores() -> int:
@@ -89,7 +82,10 @@ def parser() -> argparse.ArgumentParser:
         "--save-seconds", type=float, default=10.0, help="seconds between saved positions, the most work lost by a kill"
     )
     parser.add_argument(
-        "--part", type=_part, metavar="I/N", help="tokenize one of N shares and stop; without it afterwards: merge them"
+        "--part",
+        type=part_of,
+        metavar="I/N",
+        help="tokenize one of N shares; then run it without this",
     )
     parser.add_argument("--engine", choices=["local", "ray"], default="local", help="where to tokenize (local)")
     parser.add_argument("--address", help="with --engine ray: of the cluster, such as auto; else one is started here")

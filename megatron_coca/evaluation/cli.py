@@ -95,8 +95,17 @@ def parser() -> ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one task; the exit status is 2 if the user can correct something, or if a requested result is missing."""
     args = parser().parse_args(arguments)
+    if getattr(args, "part", None):
+        return run_task(args, "run_part")
+    return run_task(args, "run_jobs" if getattr(args, "jobs", 1) > 1 else None)
+
+
+def run_task(args: Namespace, divided: str | None = None) -> int:
+    """Run the task of parsed options here, or by a function of `jobs`; returns the exit status, and reports errors."""
     os.environ.setdefault("TQDM_DISABLE", "1")  # bars of the libraries below, which write carriage returns into logs
     try:
+        if divided is not None:
+            return int(getattr(import_module("megatron_coca.evaluation.jobs"), divided)(args, run_task))
         return TASKS[args.task].run(args)
     except InputError as error:
         report("evaluate", error)

@@ -10,6 +10,7 @@ from pathlib import Path
 from megatron_coca.config import KEYS
 from megatron_coca.evaluation.results import EvaluationError
 from megatron_coca.evaluation.speed import CONTRACTION, METHODS, WHATS
+from megatron_coca.program import part_of
 
 DTYPES = ("float32", "bfloat16", "float16")
 """Keys of `checkpoints.weights.DTYPES`."""
@@ -168,6 +169,10 @@ def add_subject_options(parser: ArgumentParser) -> None:
     output = "the result: a file NAME.json, or a folder that gets one file for each variant"
     add("--output", type=Path, metavar="FILE|DIR", help=output)
     add("--overwrite", action="store_true", help="replace results of another measurement; the same one is resumed")
+    jobs = "processes that share the work, on all GPUs in turn; the result is that of one process; default: 1"
+    add("--jobs", type=positive_int, default=1, metavar="N", help=jobs)
+    part = "one of N shares of the work, for N hosts; then run the command without it, which prints the tables"
+    add("--part", type=part_of, metavar="I/N", help=part)
 
 
 def add_dynamic_length_option(parser: ArgumentParser) -> None:

@@ -8,15 +8,16 @@ import logging
 import tempfile
 import time
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
-from megatron_coca.atomic_write import write_file
+from megatron_coca.atomic_write import exclusive_lock, write_file
 from megatron_coca.program import InputError
 
 if TYPE_CHECKING:
@@ -248,7 +249,7 @@ class Store(Generic[ResultType]):
 
     A file of the same measurement is resumed: its cells are kept. A file of another measurement is replaced if
     `overwrite` or if it has no results, and is an EvaluationError otherwise. The file exists from the start, so a
-    killed process leaves one.
+    killed process leaves one. Several processes may fill one file: each reads what is there before it writes.
 
     Attributes:
         result: the content of the file.
@@ -262,44 +263,56 @@ class Store(Generic[ResultType]):
         if path is None:
             return
         check_writable(path)
-        if path.exists() and (earlier := _same_measurement(path, empty, overwrite)) is not None:
-            missing = [cell for cell in earlier.missing if cell.at != "all"]
-            self.result = empty.model_copy(update={"results": list(earlier.results), "missing": missing})
-            costs = read_costs(path)
-            self.costs = {cost.at: cost for cost in costs.costs} if costs is not None else {}
-        self.write()
+        with self._latest(lambda: _same_measurement(path, empty, overwrite)):
+            missing = [cell for cell in self.result.missing if cell.at != "all"]
+            self.result = self.result.model_copy(update={"missing": missing})
 
     def get(self, key: tuple[Any, ...]) -> Any:
         return next((cell for cell in self.result.results if cell.key == key), None)
 
     def put(self, cell: Cell, cost: Cost | None = None) -> None:
         """Add or replace a cell and write the files. A cost clears what was missing at its place."""
-        others = [other for other in self.result.results if other.key != cell.key]
-        missing = self.result.missing
-        if cost is not None:
-            earlier = self.costs.get(cost.at)
-            self.costs[cost.at] = cost if earlier is None else earlier.plus(cost)
-            missing = [other for other in missing if other.at != cost.at]
-        cells = sorted([*others, cell], key=lambda cell: cell.key)
-        self.result = self.result.model_copy(update={"results": cells, "missing": missing})
-        self.write()
+        with self._latest():
+            others = [other for other in self.result.results if other.key != cell.key]
+            missing = self.result.missing
+            if cost is not None:
+                earlier = self.costs.get(cost.at)
+                self.costs[cost.at] = cost if earlier is None else earlier.plus(cost)
+                missing = [other for other in missing if other.at != cost.at]
+            cells = sorted([*others, cell], key=lambda cell: cell.key)
+            self.result = self.result.model_copy(update={"results": cells, "missing": missing})
 
     def miss(self, missing: Missing) -> None:
         self.noted.append(missing)
-        others = [other for other in self.result.missing if other.at != missing.at]
-        ordered = sorted([*others, missing], key=lambda cell: (len(cell.at), cell.at))
-        self.result = self.result.model_copy(update={"missing": ordered})
-        self.write()
+        with self._latest():
+            others = [other for other in self.result.missing if other.at != missing.at]
+            ordered = sorted([*others, missing], key=lambda cell: (len(cell.at), cell.at))
+            self.result = self.result.model_copy(update={"missing": ordered})
 
-    def write(self) -> None:
+    @contextmanager
+    def _latest(self, read: Callable[[], ResultType | None] | None = None) -> Iterator[None]:
+        """Change `result` and `costs` as they are on disk, while no other process does, and write them."""
         if self.path is None:
+            yield
             return
-        write_record(self.path, self.result)
+        with exclusive_lock(self.path.with_name(f".{self.path.name}.lock"), EvaluationError, busy=None, temporary=True):
+            if self.path.exists():
+                read = read or partial(_same_measurement, self.path, self.result, overwrite=False)
+                if (found := read()) is not None:
+                    update = {"results": list(found.results), "missing": found.missing}
+                    self.result = self.result.model_copy(update=update)
+                    costs = read_costs(self.path)
+                    self.costs = {cost.at: cost for cost in costs.costs} if costs is not None else {}
+            yield
+            self._write(self.path)
+
+    def _write(self, path: Path) -> None:
+        write_record(path, self.result)
         if self.costs:
             result = self.result
             costs = sorted(self.costs.values(), key=lambda cost: (len(cost.at), cost.at))
             record = Costs(label=result.label, task=result.task, device=result.environment.device, costs=costs)
-            write_record(cost_path(self.path), record)
+            write_record(cost_path(path), record)
 
 
 def _same_measurement(path: Path, empty: ResultType, overwrite: bool) -> ResultType | None:

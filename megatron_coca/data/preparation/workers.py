@@ -1,14 +1,13 @@
 """Turn chunks of a corpus into tokens, in this process or in a pool of processes."""
 
 import hashlib
-import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing import connection, get_context, parent_process
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +20,7 @@ from megatron_coca.data.readers.source import Chunk, Document, ReadingProblems
 from megatron_coca.data.shards import token_dtype
 from megatron_coca.data.tokenizers import load_saved_tokenizer
 from megatron_coca.data.tokenizers.kinds import Tokenizer
+from megatron_coca.program import exit_with_parent
 
 DIGEST_BYTES = 16
 IN_FLIGHT = 4
@@ -105,21 +105,13 @@ _chunk_tokenizer: ChunkTokenizer | None = None  # one per worker process: openin
 
 def _start_worker(sources: Sequence[CorpusSource], tokenizer: Path, rules: Rules) -> None:
     global _chunk_tokenizer  # noqa: PLW0603 - a process pool has no other place for what its initializer makes
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    threading.Thread(target=exit_with_parent, daemon=True).start()
     _chunk_tokenizer = ChunkTokenizer(sources, load_saved_tokenizer(tokenizer), rules)
 
 
 def _tokenize_in_worker(number: int, chunk: Chunk) -> TokenizedChunk:
     assert _chunk_tokenizer is not None
     return _chunk_tokenizer.tokenize(number, chunk)
-
-
-def _exit_with_parent() -> None:
-    """End this process when its parent was killed; it would wait for work forever."""
-    parent = parent_process()
-    if parent is not None:
-        connection.wait([parent.sentinel])
-        os._exit(1)
 
 
 class Pool:

@@ -1,0 +1,121 @@
+"""Evaluations in several processes: the files of one process, whoever measured what and whoever was killed."""
+
+import json
+import os
+import signal
+import threading
+from argparse import Namespace
+from collections import deque
+from pathlib import Path
+
+import pytest
+
+from megatron_coca.config import load_config
+from megatron_coca.evaluation import PerplexityResult, cli, jobs
+from megatron_coca.evaluation.results import EvaluationError, Store
+from tests.checkpoint_files import write_checkpoint
+
+MODEL = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 16, "vocab_size": 512}
+MODEL |= {"no_weight_tying": True, "pos_emb": "coca", "tokenizer_type": "CharLevelTokenizer"}
+VARIANTS = ["--variant", "plain", "--variant", "NTK", "rope_scaling.rope_type=dynamic", "rope_scaling.factor=4"]
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("run")
+    checkpoint = write_checkpoint(folder, load_config([], MODEL))
+    text = folder / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": line * 5}) + "\n" for line in ("Call me Ishmael. ", "It is a truth. ")))
+    line = ["perplexity", "--checkpoint", checkpoint, "--data", text, "--windows", "16,64", "--stride", "8"]
+    return [*map(str, line), "--device", "cpu", *VARIANTS]
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if not path.name.endswith(".cost.json")}
+
+
+@pytest.fixture(scope="module")
+def whole(arguments: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    folder = tmp_path_factory.mktemp("whole")
+    assert cli.main([*arguments, "--output", str(folder)]) == 0
+    return files(folder)
+
+
+def parsed(arguments: list[str], folder: Path, *more: str) -> Namespace:
+    return cli.parser().parse_args([*arguments, "--output", str(folder), *more])
+
+
+def test_work_is_divided_by_variant_and_by_length_where_variants_are_few(arguments: list[str], tmp_path: Path) -> None:
+    few = jobs.shares(parsed(arguments, tmp_path, "--jobs", "2"), 2)
+    assert [(share.windows, share.variant[0][0]) for share in few] == [
+        ([window], name) for window in (64, 16) for name in ("plain", "NTK")
+    ]
+    assert {(share.max_length, share.jobs, share.part) for share in few} == {(64, 1, None)}
+    many = jobs.shares(parsed(arguments, tmp_path, "--jobs", "1"), 1)
+    assert [(share.windows, share.variant[0][0]) for share in many] == [([16, 64], "plain"), ([16, 64], "NTK")]
+
+
+def test_two_processes(arguments: list[str], whole: dict[str, bytes], tmp_path: Path) -> None:
+    assert cli.main([*arguments, "--output", str(tmp_path), "--jobs", "2"]) == 0
+    assert files(tmp_path) == whole
+
+
+def test_parts_of_hosts(
+    arguments: list[str], whole: dict[str, bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for part in ("3/4", "1/4", "4/4"):
+        assert cli.main([*arguments, "--output", str(tmp_path), "--part", part]) == 0
+    assert files(tmp_path) != whole, "the second part is not measured yet"
+    assert cli.main([*arguments, "--output", str(tmp_path)]) == 0
+    assert files(tmp_path) == whole
+
+
+def killed_once(args: Namespace) -> int:
+    """A task that kills its process at the first attempt of the longest window, in the middle of its work."""
+    mark = args.output / "killed"
+    if args.windows == [64] and not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return cli.run_task(args)
+
+
+def test_a_killed_process_gives_its_work_back(
+    arguments: list[str], whole: dict[str, bytes], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shares = jobs.shares(parsed(arguments, tmp_path, "--jobs", "2"), 2)
+    waiting = deque((share, 2) for share in shares if share.variant[0][0] == "plain")
+    jobs._run_shares(waiting, "cpu", killed_once)
+    assert "plain on cpu: killed by signal 9" in capfd.readouterr().err
+    assert files(tmp_path)["perplexity_plain.json"] == whole["perplexity_plain.json"]
+
+
+def always_killed(args: Namespace) -> int:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return 0
+
+
+def test_a_device_that_fails_leaves_the_work_to_others(arguments: list[str], tmp_path: Path) -> None:
+    shares = jobs.shares(parsed(arguments, tmp_path, "--jobs", "2"), 2)
+    waiting = deque((share, 2) for share in shares)
+    jobs._run_shares(waiting, "cpu", always_killed)
+    assert len(waiting) == len(shares), "two of them for the last time"
+
+
+def test_many_writers_of_one_file(tmp_path: Path, whole: dict[str, bytes]) -> None:
+    """Cells of several stores on one file all stay, whatever each had read before."""
+    found = PerplexityResult.model_validate_json(whole["perplexity_plain.json"])
+    empty = found.model_copy(update={"results": []})
+    stores = [Store(tmp_path / "one.json", empty) for _ in found.results]
+    threads = [
+        threading.Thread(target=store.put, args=(cell,)) for store, cell in zip(stores, found.results, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (tmp_path / "one.json").read_bytes() == whole["perplexity_plain.json"]
+
+
+def test_without_an_output_it_is_refused(arguments: list[str]) -> None:
+    with pytest.raises(EvaluationError, match="need --output"):
+        jobs.shares(cli.parser().parse_args([*arguments, "--jobs", "2"]), 2)
