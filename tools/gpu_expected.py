@@ -1,4 +1,4 @@
-"""Expectations of tools/gpu_report.py, from the counts and assumptions of tools/estimate.py.
+"""Expectations of tools/gpu_report.py, from the counts and assumptions of megatron-coca estimate.
 
 python tools/gpu_expected.py > benchmarks/gpu_expected.json
 """
@@ -16,10 +16,10 @@ sys.path.insert(0, str(ROOT))
 
 METHODS = ("rotary", "coca", "alibi")
 PYTHIA = "Pythia 410M with GPT-NeoX: 2,540 hours of A100 40GB for 299.9B tokens (Biderman et al. 2023)"
-PREDICTED = "tools/estimate.py: predicted step"
-LAYER = "FLOPs, bytes and launches of a layer's attention, as in tools/estimate.py"
+PREDICTED = "megatron-coca estimate: predicted step"
+LAYER = "FLOPs, bytes and launches of a layer's attention, as in megatron-coca estimate"
 DECODED = "the longer of reading all weights and of launching a third of a training pass's kernels"
-HELD = "tools/estimate.py: activations, loss and gradients"
+HELD = "megatron-coca estimate: activations, loss and gradients"
 FORWARD = 1 / 3
 """Share of a training pass's kernels in a forward pass."""
 

@@ -29,16 +29,8 @@ FRONTS = {  # in tools/ and the root, and what their command line begins with
     "tools/ablate.py": "ablate",
     "tools/convert_to_huggingface.py": "export huggingface",
     "tools/convert_to_neox.py": "export neox",
-    "tools/estimate.py": "estimate",
-    "tools/finetune_small.py": "finetune-small",
     "tools/generate.py": "generate",
-    "tools/import_checkpoint.py": "import",
-    "tools/inspect_checkpoint.py": "inspect checkpoint",
-    "tools/inspect_data.py": "inspect",
     "tools/prepare_data.py": "prepare",
-    "tools/quickstart.py": "quickstart",
-    "tools/train_stages.py": "train-stages",
-    "tools/train_tokenizer.py": "train-tokenizer",
 }
 NOT_FRONTS = {"records.py", "gpu_report.py", "gpu_expected.py", *(path.name for path in ROOT.glob("tools/bench_*.py"))}
 REFUSED = {
