@@ -43,7 +43,6 @@ RUN = {
     "megatron-coca train-stages configs/finetune": "num_nodes=-1",
     "megatron-coca estimate": "",
     "python tools/gpu_report.py --dry-run": "",
-    "python tools/gpu_expected.py > ": "",
     "python tools/generate.py": "--max-new-tokens 4",
     "python tools/prepare_data.py --builtin": "--output data/new",
     "python tools/prepare_data.py --input books": "--output data/new",
@@ -81,6 +80,7 @@ RUN = {
 ABSENT = {"megatron-coca train-stages": "runs/llama7b_coca_stage3"}
 """What a command makes, and others read: not in its workspace."""
 
+CHAIN = "takes ten minutes in all; tests/integration/test_finetuning_chain.py does the same"
 SUITE_ITSELF = "a part of the tests, or all of them"
 NEOX = "needs a checkout of GPT-NeoX; tests/integration/test_neox_plugin.py runs it where there is one"
 STORE = "needs an object store; tests/integration/test_object_store_runs.py has one"
@@ -128,7 +128,11 @@ NOT_RUN = {
     "python tools/prepare_data.py --input text=data/builtin": "tests/integration/test_prepare.py prepares others",
     "OMP_NUM_THREADS=1 nice -n 15 python train.py configs/study": DONE,
     "python evaluate.py perplexity --checkpoint runs/pilot": DONE,
-    "megatron-coca finetune-small": "takes ten minutes; tests/integration/test_finetuning_chain.py does the same",
+    "megatron-coca train configs/finetune/small": CHAIN,
+    "megatron-coca train-stages configs/finetune/small": CHAIN,
+    "megatron-coca export huggingface runs/finetune": CHAIN,
+    "megatron-coca import runs/finetune": CHAIN,
+    "megatron-coca evaluate perplexity --checkpoint runs/finetune": CHAIN,
     "python tools/bench_train.py": TIMED,
     "python tools/bench_evaluation.py": TIMED,
     "python tools/bench_prepare.py": "needs half a gigabyte of text",

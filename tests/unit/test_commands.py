@@ -32,7 +32,7 @@ FRONTS = {  # in tools/ and the root, and what their command line begins with
     "tools/generate.py": "generate",
     "tools/prepare_data.py": "prepare",
 }
-NOT_FRONTS = {"records.py", "gpu_report.py", "gpu_expected.py", *(path.name for path in ROOT.glob("tools/bench_*.py"))}
+NOT_FRONTS = {"records.py", "gpu_report.py", *(path.name for path in ROOT.glob("tools/bench_*.py"))}
 REFUSED = {
     "mistyped command": (["trian"], "'trian' is not a command; did you mean `train`?"),
     "no command": ([], "required: COMMAND"),
@@ -54,7 +54,6 @@ REFUSED = {
     "mistyped task": (["evaluate", "perplexty"], "invalid choice: 'perplexty'"),
     "estimate": (["estimate", *SHAPE, "num_layer=3"], "num_layer: unknown key; did you mean `num_layers`?"),
     "stages": (["train-stages", "none.yml"], "none.yml"),
-    "finetune": (["finetune-small", "train_iter=3"], "train_iter: unknown key; did you mean `train_iters`?"),
     "prepare": (["prepare", "--input", "a=b"], "--input needs either --tokenizer-type or --train-tokenizer."),
     "inspect": (["inspect", "sample", "none.yml", "--number", "3"], "none.yml"),
 }
