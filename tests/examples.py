@@ -67,7 +67,7 @@ RUN = {
     "python evaluate.py needle": f"--lengths 256 --depths 50 {RETRIEVAL}",
     "python evaluate.py ruler": f"--lengths 256 {RETRIEVAL}",
     "python evaluate.py analyse": "--lengths 64,128 --num-documents 1 --pairs 16 --queries 8",
-    "python evaluate.py speed": "--lengths 64 --rounds 1 --no-memory",
+    "python evaluate.py speed": "--lengths 64 --rounds 1",
     "python evaluate.py report": "",
     CHECKPOINT_SUITE: "",
     f'{CHECKPOINT_SUITE} --checkpoint "RoFormer=runs/tutorial': "--only perplexity",
