@@ -71,8 +71,6 @@ RUN = {
     "python evaluate.py report": "",
     CHECKPOINT_SUITE: "",
     f'{CHECKPOINT_SUITE} --checkpoint "RoFormer=runs/tutorial': "--only perplexity",
-    "python tools/bench_loader.py loader": "--megabytes 1 --steps 2",
-    "python tools/bench_loader.py open": "--documents 1000",
     "python tools/bench_checkpoint.py": "num_layers=1 hidden_size=64 --rounds 1",
 }
 """Commands that are executed in `make_workspace`, and what is appended to make them small."""
@@ -136,7 +134,6 @@ NOT_RUN = {
     "python tools/bench_train.py": TIMED,
     "python tools/bench_evaluation.py": TIMED,
     "python tools/bench_prepare.py": "needs half a gigabyte of text",
-    "python tools/bench_import.py": "writes several gigabytes",
 }
 """Commands that are not executed, and why. Arguments of this project's commands are parsed all the same."""
 
