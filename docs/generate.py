@@ -17,7 +17,6 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megatron_coca import methods
-from megatron_coca.attention.backends.flash import FlashBackend
 from megatron_coca.attention.build import AUTOMATIC, BACKENDS, automatic, build_method
 from megatron_coca.attention.inputs import Band, Needs
 from megatron_coca.config import load_config
@@ -228,7 +227,7 @@ def _needs_of(choice: methods.Choice) -> Needs:
     return build_method(config.position, config.model).needs("cuda", 0.0)
 
 
-CPU_COLUMNS = tuple(name for name in BACKENDS if name not in ("flash", "flex", "triton"))
+CPU_COLUMNS = tuple(name for name in BACKENDS if name not in ("flex", "triton"))
 
 BACKENDS_INTRODUCTION = """\
 # Attention backends
@@ -244,22 +243,18 @@ an error with the reason; nothing is replaced silently. A number in a table is t
 | --- | --- |
 {summaries}
 
-All of them serve grouped queries, packed documents, and queries that are the last tokens of longer keys. `flash`
-computes in float16 or bfloat16 alone. `rope_scaling`, `logit_scaling` and the frequencies change the operands, not
-what a backend must do, so they are in no row. `flash` runs only by name: nothing has been measured on a GPU yet that
-would prefer it. It and `triton` must also be installed: `pip install flash-attn`, `pip install triton`.
+All of them serve grouped queries, packed documents, and queries that are the last tokens of longer keys.
+`rope_scaling`, `logit_scaling` and the frequencies change the operands, not what a backend must do, so they are in no
+row. `triton` must be installed: `pip install triton`. Nothing has been measured on a GPU yet.
 """
 
 SUMMARIES = {
     "sdpa": "PyTorch's scaled_dot_product_attention, cuDNN's from Hopper on; a bias on the CPU without an N x N tensor",
     "merge": "cuDNN or flash calls of half precision merged by log-sum-exp; on the CPU of any precision",
-    "flash": "the flash-attn libraries, FlashAttention-3 where it can and FlashAttention-2 otherwise",
     "flex": "PyTorch's FlexAttention, compiled",
     "triton": "the kernels of megatron_coca.kernels",
     "reference": "dense, O(N^2) memory, any precision: the measure of the others",
 }
-
-Reason = Callable[[Needs], str | None]
 
 
 def backends_page() -> str:
@@ -272,16 +267,10 @@ def backends_page() -> str:
         BACKENDS_INTRODUCTION.format(automatic=candidates, summaries=summaries),
         "## On CUDA\n",
         _support("cuda", tuple(BACKENDS)),
-        "## On the CPU\n\n`flash`, `flex` and `triton` train on CUDA alone.\n",
+        "## On the CPU\n\n`flex` and `triton` train on CUDA alone.\n",
         _support("cpu", CPU_COLUMNS),
     ]
     return "\n".join(parts)
-
-
-def refusal(name: str) -> Reason:
-    """The `supports` of a backend, independent of the libraries installed here."""
-    independent: dict[str, Reason] = {"flash": FlashBackend().refuses}
-    return independent.get(name, BACKENDS[name].supports)
 
 
 def _support(device_type: str, columns: tuple[str, ...]) -> str:
@@ -290,7 +279,7 @@ def _support(device_type: str, columns: tuple[str, ...]) -> str:
     rows = [("needed", "auto", *columns), ("---",) * (len(columns) + 2)]
     for label, wanted in needs().items():
         asked = replace(wanted, device_type=device_type)
-        said = {name: refusal(name)(asked) for name in columns}
+        said = {name: BACKENDS[name].supports(asked) for name in columns}
         cells = [_cell(name, reason, numbers) for name, reason in said.items()]
         chosen = next((f"`{name}`" for name in automatic(asked) if said[name] is None), "an error")
         rows.append((label, chosen, *cells))

@@ -25,7 +25,6 @@ COMMANDS = {
     "ablate": ("commands.ablate", "train and evaluate a grid of models"),
     "train-stages": ("commands.train_stages", "train runs that start from each other's weights"),
     "quickstart": ("commands.quickstart", "train, kill, resume and evaluate two small models"),
-    "finetune-small": ("commands.finetune_small", "fine-tune CoCA into a small LLaMA"),
     "configs": ("commands.configs", "copy the configuration files"),
 }
 """Module with `main`, and help, of every subcommand."""

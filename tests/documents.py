@@ -16,7 +16,7 @@ PAGES = [
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 LANGUAGES = {"bash", "python", "text", "yaml"}
 FENCED = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
-INLINE = re.compile(r"`((?:[A-Z_]+=\S+ )?(?:python|make|pip|bash) [^`]+)`")
+INLINE = re.compile(r"`((?:[A-Z_]+=\S+ )?(?:(?:python|make|pip|bash) |megatron-coca [^`]*[/=])[^`]+)`")
 INDENTED = re.compile(r"\n\n(?: {4}| {7})(?=\S)(.*)")
 PLACEHOLDER = re.compile(r"\.\.\.|\b[A-Z]{4,}\b(?!=)")
 """Marks an inline command that shows a form: `python train.py ...`, `python evaluate.py TASK --help`."""

@@ -31,7 +31,6 @@ RUN = {
     "python docs/generate.py": "--check",
     "python train.py --help": "",
     "python train.py configs/350M/roformer_coca.yml": "save=runs/new",
-    "python train.py configs/350M/alibi.yml": "train_iters=4",
     "python train.py configs/350M/roformer_coca.yml model_parallel_size=2": TWO,
     RECALL: "train_iters=4 checkpoint_factor=2 eval_interval=4 save=runs/recall/coca",
     "python train.py configs/350M/roformer_coca.yml pipe_parallel_size=2": TWO,
@@ -41,22 +40,21 @@ RUN = {
     f"{QUICKSTART}/roformer_coca.yml {TUTORIAL}": "train_iters=4",
     f"{QUICKSTART}/roformer_coca.yml {TUTORIAL}/coca --auto-resume": "train_iters=6",
     "python train.py configs/finetune": "save=runs/new",
-    "python tools/train_stages.py configs/finetune": "num_nodes=-1",
-    "python tools/estimate.py": "",
+    "megatron-coca train-stages configs/finetune": "num_nodes=-1",
+    "megatron-coca estimate": "",
     "python tools/gpu_report.py --dry-run": "",
-    "python tools/gpu_expected.py > ": "",
     "python tools/generate.py": "--max-new-tokens 4",
     "python tools/prepare_data.py --builtin": "--output data/new",
     "python tools/prepare_data.py --input books": "--output data/new",
     "python tools/prepare_data.py --input books=books.jsonl.zst code=": "--train-tokenizer 512 --output data/new",
     "python tools/prepare_data.py --input books=books.jsonl.zst --train": "--train-tokenizer 512 --output data/new",
     "python tools/prepare_data.py --input mine": "",
-    "python tools/train_tokenizer.py": "--vocab-size 512 --characters 200000 --output data/new",
-    "python tools/inspect_data.py": "",
-    "python tools/inspect_checkpoint.py": "",
-    "python tools/import_checkpoint.py models/llama-7b": "",
-    "python tools/import_checkpoint.py downloads/llama-7b": "",
-    "python tools/import_checkpoint.py tests/golden/authors": "",
+    "megatron-coca train-tokenizer": "--vocab-size 512 --characters 200000 --output data/new",
+    "megatron-coca inspect": "",
+    "megatron-coca inspect checkpoint": "",
+    "megatron-coca import models/llama-7b": "",
+    "megatron-coca import downloads/llama-7b": "",
+    "megatron-coca import tests/golden/authors": "",
     "python tools/convert_to_huggingface.py": "",
     "python tools/convert_to_neox.py": "",
     "python tools/ablate.py configs/ablations/methods.yml --dry-run": "",
@@ -69,19 +67,18 @@ RUN = {
     "python evaluate.py needle": f"--lengths 256 --depths 50 {RETRIEVAL}",
     "python evaluate.py ruler": f"--lengths 256 {RETRIEVAL}",
     "python evaluate.py analyse": "--lengths 64,128 --num-documents 1 --pairs 16 --queries 8",
-    "python evaluate.py speed": "--lengths 64 --rounds 1 --no-memory",
+    "python evaluate.py speed": "--lengths 64 --rounds 1",
     "python evaluate.py report": "",
     CHECKPOINT_SUITE: "",
     f'{CHECKPOINT_SUITE} --checkpoint "RoFormer=runs/tutorial': "--only perplexity",
-    "python tools/bench_loader.py loader": "--megabytes 1 --steps 2",
-    "python tools/bench_loader.py open": "--documents 1000",
     "python tools/bench_checkpoint.py": "num_layers=1 hidden_size=64 --rounds 1",
 }
 """Commands that are executed in `make_workspace`, and what is appended to make them small."""
 
-ABSENT = {"python tools/train_stages.py": "runs/llama7b_coca_stage3"}
+ABSENT = {"megatron-coca train-stages": "runs/llama7b_coca_stage3"}
 """What a command makes, and others read: not in its workspace."""
 
+CHAIN = "takes ten minutes in all; tests/integration/test_finetuning_chain.py does the same"
 SUITE_ITSELF = "a part of the tests, or all of them"
 NEOX = "needs a checkout of GPT-NeoX; tests/integration/test_neox_plugin.py runs it where there is one"
 STORE = "needs an object store; tests/integration/test_object_store_runs.py has one"
@@ -119,7 +116,7 @@ NOT_RUN = {
     "python train.py configs/350M/roformer_coca.yml configs/cluster/slurm.yml": "needs srun",
     "python train.py configs/350M/roformer_coca.yml configs/data/pile_books_wiki_code.yml": PILE,
     "python tools/prepare_data.py configs/data/recipes/pile_books_wiki_code.yml": PILE,
-    "python tools/inspect_data.py lengths data/pile_books_wiki_code": PILE,
+    "megatron-coca inspect lengths data/pile_books_wiki_code": PILE,
     "python evaluate.py lm-eval": "its data are on the Hugging Face hub; test_harness_command.py has others",
     "python evaluate.py suite configs/evaluation/paper_350m.yml": "needs four trained models and PG-19",
     "python tools/ablate.py configs/ablations": HOURS,
@@ -129,11 +126,14 @@ NOT_RUN = {
     "python tools/prepare_data.py --input text=data/builtin": "tests/integration/test_prepare.py prepares others",
     "OMP_NUM_THREADS=1 nice -n 15 python train.py configs/study": DONE,
     "python evaluate.py perplexity --checkpoint runs/pilot": DONE,
-    "python tools/finetune_small.py": "takes ten minutes; tests/integration/test_finetuning_chain.py does the same",
+    "megatron-coca train configs/finetune/small": CHAIN,
+    "megatron-coca train-stages configs/finetune/small": CHAIN,
+    "megatron-coca export huggingface runs/finetune": CHAIN,
+    "megatron-coca import runs/finetune": CHAIN,
+    "megatron-coca evaluate perplexity --checkpoint runs/finetune": CHAIN,
     "python tools/bench_train.py": TIMED,
     "python tools/bench_evaluation.py": TIMED,
     "python tools/bench_prepare.py": "needs half a gigabyte of text",
-    "python tools/bench_import.py": "writes several gigabytes",
 }
 """Commands that are not executed, and why. Arguments of this project's commands are parsed all the same."""
 

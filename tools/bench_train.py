@@ -25,13 +25,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megatron_coca.config import Config, ConfigError
 from megatron_coca.data import Batch
+from megatron_coca.evaluation.speed.probing import measured_call
 from megatron_coca.model import LanguageModelLoss, build_model, keep_freed_memory
 from megatron_coca.model.cost import flops_per_token, parameter_count, peak_flops
 from megatron_coca.program import InputError
@@ -43,7 +44,6 @@ from tools.records import ChildProcess, append_records, benchmark_parser, load_i
 
 SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size", "no_weight_tying")
 RATE = 1e-4
-MEMORY_EVENT = "[memory]"
 
 
 @dataclass
@@ -153,24 +153,8 @@ def _peer_call(config: Config, device: str, compiled: bool, keeps_memory: bool) 
 
 def peak_of(step: Callable[[list[Tensor]], float]) -> Callable[[list[Tensor]], int]:
     """Return a function that runs `step` and returns the peak bytes of it."""
-    return lambda micro_batches: peak_bytes(lambda: step(micro_batches))
-
-
-def peak_bytes(call: Callable[[], object]) -> int:
-    """Return the most bytes of tensors held at once during a call, beyond those before it."""
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        call()
-        return torch.cuda.max_memory_allocated() - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
-        call()
-    events = [event for event in run.profiler.kineto_results.events() if event.name() == MEMORY_EVENT]
-    allocated = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        allocated += event.nbytes()
-        peak = max(peak, allocated)
-    return peak
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return lambda micro_batches: measured_call(lambda: step(micro_batches), device)[1]
 
 
 def transformers_step(config: Config, device: str, compiled: bool = False) -> Callable[[list[Tensor]], float]:

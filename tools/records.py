@@ -72,11 +72,6 @@ def _serve(
         connection.send(call(*received))
 
 
-def last_json(output: str) -> Any:
-    """Return the JSON value on the last line of a process's output."""
-    return json.loads(output.splitlines()[-1])
-
-
 def quartiles(values: list[float]) -> list[float] | None:
     """Return the quartiles of at least two values."""
     return statistics.quantiles(values, n=4) if len(values) > 1 else None

@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 import torch
 
-from megatron_coca.attention.backends.flash import FlashBackend
 from megatron_coca.attention.backends.flex import FlexBackend
 from megatron_coca.attention.backends.merge import MergeBackend
 from megatron_coca.attention.backends.reference import ReferenceBackend
@@ -80,7 +79,6 @@ logger = logging.getLogger(__name__)
 BACKENDS: dict[str, Backend] = {
     "sdpa": SdpaBackend(),
     "merge": MergeBackend(),
-    "flash": FlashBackend(),
     "flex": FlexBackend(),
     "triton": TritonBackend(),
     "reference": ReferenceBackend(),
@@ -88,8 +86,8 @@ BACKENDS: dict[str, Backend] = {
 AUTOMATIC = {"cuda": ("sdpa", "triton", "flex", "merge"), "cpu": ("sdpa", "merge")}
 """Device type -> candidates of `auto` in order of preference. `triton` goes before `merge` because it makes 5 launches
 where that makes 178 (docs/attention.md), and before `flex` because that is compiled for every length and its gradients
-of biases are summed in any order; on the CPU it is an interpreter. The others are used only by name: `flash` because
-nothing has been measured that would prefer it, `reference` because it needs O(N^2) memory.
+of biases are summed in any order; on the CPU it is an interpreter. `reference` is used only by name, because it needs
+O(N^2) memory.
 """
 LONG = 8192
 """Tokens from which `merge` is expected to be faster for several bands on Hopper (docs/attention.md)."""
@@ -150,7 +148,7 @@ def varies(name: str, needs: Needs) -> str | None:
         return None
     if name == "flex" and needs.bias:
         return "deterministic: its kernels add the gradients of a bias in any order"
-    return "deterministic: its backward pass was not made deterministic here" if name == "flash" else None
+    return None
 
 
 def _passed_over(reasons: dict[str, str]) -> str:

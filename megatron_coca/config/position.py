@@ -167,7 +167,7 @@ class PositionKeys(ConfigGroup):
     sliding_window_width: WholeNumber | None = key(
         None, "Largest distance that a query attends to, as in GPT-NeoX: a query sees this many tokens before itself."
     )
-    attention_backend: Literal["auto", "sdpa", "merge", "flash", "flex", "triton", "reference"] = key(
+    attention_backend: Literal["auto", "sdpa", "merge", "flex", "triton", "reference"] = key(
         "auto", "Attention backend."
     )
 

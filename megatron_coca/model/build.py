@@ -59,7 +59,6 @@ COMPILE_OPTIONS = {"triton.mix_order_reduction": False}
 """PyTorch fuses gradients of norms at the price of launches: 41 per layer of CoCA instead of 37."""
 
 UNCOMPILED = {
-    "flash": "its libraries have not been compiled within a block yet",
     "reference": "it is the measure of the others, one operation after the other",
     "flex": "its kernel is compiled by itself, and a compiled block would compute its mask anew in every layer",
 }
@@ -67,7 +66,6 @@ UNCOMPILED = {
 
 
 UNCAPTURED = {
-    "flash": "its libraries have not been captured yet",
     "reference": "it copies constants from the host in every layer",
 }
 """Attention backends with which a micro-batch is not captured as a CUDA graph, with the reason."""

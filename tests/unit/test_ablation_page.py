@@ -96,9 +96,20 @@ def test_a_page_of_a_study_is_what_its_results_say(
     assert (tmp_path / page).read_text() == (ROOT / "docs" / page).read_text()
 
 
-def test_the_readme_shows_the_table_of_the_study() -> None:
-    page, readme = ((ROOT / name).read_text() for name in ("docs/study_250k.md", "README.md"))
-    table = "".join(line for line in readme.splitlines(True) if " ratio at 64L " in line)
-    assert len(table.splitlines()) == 1
-    rows = readme.partition(table)[2].partition("\n\n")[0]
-    assert len(rows.splitlines()) > 4 and table + rows + "\n\n" in page, "run tools/ablate.py --page, and copy it"
+def rows_of(page: str, header: str) -> dict[str, list[str]]:
+    """The cells of the table with this column in its header, by the first cell of a row."""
+    table = next(part for part in (ROOT / page).read_text().split("\n\n") if f" {header} " in part.partition("\n")[0])
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line]
+    return {row[0]: row[1:] for row in [cells[0], *cells[2:]]}
+
+
+def test_the_readme_shows_numbers_of_the_studies() -> None:
+    readme = rows_of("README.md", "recall at 16L")
+    books, recall = rows_of("docs/study_250k.md", "ratio at 64L"), rows_of("docs/recall_study.md", "16L, beyond L only")
+    at_l, ratio = books["model"].index("perplexity at L"), books["model"].index("ratio at 16L")
+    assert 2 <= len(readme) - 1 <= 5
+    for name, numbers in list(readme.items())[1:]:
+        own, end, used = name.partition(" + ")
+        of_books = books[name.replace("log n", "log n*")]
+        of_recall = recall[f"{own}, shifted{end}{used}"]
+        assert numbers == [of_books[at_l], of_books[ratio], of_recall[recall["model"].index("16L")]], name

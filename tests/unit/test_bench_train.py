@@ -13,7 +13,6 @@ from tools.bench_train import (
     Contestant,
     draw,
     parse,
-    peak_bytes,
     peak_of,
     peer,
     peer_keys,
@@ -99,15 +98,6 @@ def test_the_peer_has_a_process_of_its_own() -> None:
 def test_a_shape_that_the_peer_lacks_is_refused(keys: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"{next(iter(keys))}=.*no such model; leave out --peer"):
         peer_keys(load_config([], SHAPE | keys))
-
-
-def test_peak_counts_what_is_held_at_once() -> None:
-    def grow(count: int) -> Any:
-        return lambda: [torch.empty(1000, 256) for _ in range(count)]
-
-    one, three = peak_bytes(grow(1)), peak_bytes(grow(3))
-    assert one == 1024_000 and three == 3 * one
-    assert peak_bytes(lambda: [torch.empty(1000, 256).sum() for _ in range(3)]) < 2 * one
 
 
 @pytest.mark.slow

@@ -29,18 +29,10 @@ FRONTS = {  # in tools/ and the root, and what their command line begins with
     "tools/ablate.py": "ablate",
     "tools/convert_to_huggingface.py": "export huggingface",
     "tools/convert_to_neox.py": "export neox",
-    "tools/estimate.py": "estimate",
-    "tools/finetune_small.py": "finetune-small",
     "tools/generate.py": "generate",
-    "tools/import_checkpoint.py": "import",
-    "tools/inspect_checkpoint.py": "inspect checkpoint",
-    "tools/inspect_data.py": "inspect",
     "tools/prepare_data.py": "prepare",
-    "tools/quickstart.py": "quickstart",
-    "tools/train_stages.py": "train-stages",
-    "tools/train_tokenizer.py": "train-tokenizer",
 }
-NOT_FRONTS = {"records.py", "gpu_report.py", "gpu_expected.py", *(path.name for path in ROOT.glob("tools/bench_*.py"))}
+NOT_FRONTS = {"records.py", "gpu_report.py", *(path.name for path in ROOT.glob("tools/bench_*.py"))}
 REFUSED = {
     "mistyped command": (["trian"], "'trian' is not a command; did you mean `train`?"),
     "no command": ([], "required: COMMAND"),
@@ -62,7 +54,6 @@ REFUSED = {
     "mistyped task": (["evaluate", "perplexty"], "invalid choice: 'perplexty'"),
     "estimate": (["estimate", *SHAPE, "num_layer=3"], "num_layer: unknown key; did you mean `num_layers`?"),
     "stages": (["train-stages", "none.yml"], "none.yml"),
-    "finetune": (["finetune-small", "train_iter=3"], "train_iter: unknown key; did you mean `train_iters`?"),
     "prepare": (["prepare", "--input", "a=b"], "--input needs either --tokenizer-type or --train-tokenizer."),
     "inspect": (["inspect", "sample", "none.yml", "--number", "3"], "none.yml"),
 }

@@ -24,12 +24,12 @@ LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)\s]+)\)")
 NAMED = re.compile(r"(?<![\w/.-])((?:configs|tools|tests|docs|docker|megatron_coca)/[\w./-]*\w)(?![*<{\w])")
 MARKERS = re.compile(r"[*<>{}]|NAME")
 COMMANDS = list(dict.fromkeys(command for _, command in everywhere()))
-SCRIPT = re.compile(r"(?:[A-Z_]+=\S+ )*(?:nice -n \d+ )?python ((?:train|evaluate|tools/\w+)\.py) ")
+SCRIPT = re.compile(r"(?:[A-Z_]+=\S+ )*(?:nice -n \d+ )?(?:python (?:train|evaluate|tools/\w+)\.py|megatron-coca) ")
 OURS = [command for command in COMMANDS if SCRIPT.match(command)]
 OF_RUNS = (
     "train.py",
-    "tools/estimate.py",
-    "tools/inspect_data.py",
+    "megatron-coca estimate",
+    "megatron-coca inspect",
     "tools/bench_train.py",
     "tools/bench_evaluation.py",
 )
@@ -93,14 +93,20 @@ class _ParsedError(Exception):
 @pytest.mark.parametrize("command", OURS)
 def test_arguments_are_accepted(command: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     stop_after_parsing(monkeypatch)
-    all_words = words(command)
-    script = all_words[all_words.index("python") + 1 :]
+    script, *arguments = called(command)
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "argv", list(script))
-    monkeypatch.setattr(sys, "path", [str((ROOT / script[0]).parent), *sys.path])
+    monkeypatch.setattr(sys, "argv", [script, *arguments])
+    monkeypatch.setattr(sys, "path", [str((ROOT / script).parent), *sys.path])
     with pytest.raises((_ParsedError, SystemExit)) as ended:
-        runpy.run_path(script[0], run_name="__main__")
+        runpy.run_path("megatron_coca" if script == "megatron-coca" else script, run_name="__main__")
     assert isinstance(ended.value, _ParsedError) or ended.value.code == 0, capsys.readouterr().err
+
+
+def called(command: str) -> tuple[str, ...]:
+    """The script or program of a command, and its arguments."""
+    found = words(command)
+    first = found.index("python") + 1 if "python" in found else found.index("megatron-coca")
+    return found[first:]
 
 
 def stop_after_parsing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,13 +138,13 @@ def stop_after_parsing(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("command", OURS)
 def test_configurations_load(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    _, *rest = words(command)[words(command).index("python") :]
-    script, *arguments = rest
+    script, *arguments = called(command)
+    script = " ".join([script, *arguments[:1]]) if script == "megatron-coca" else script
     files = [word for word in arguments if word.endswith(".yml") and Path(word).exists()]
     keys = [word for word in arguments if re.match(r"[a-z_.]+=", word)]
     if script in OF_RUNS and files:
         load_config(files, keys)
-    elif script == "tools/train_stages.py":
+    elif script == "megatron-coca train-stages":
         shared = [file for file in files if "cluster" in file]
         for file in files[: -len(shared)]:
             load_config([file, *shared])

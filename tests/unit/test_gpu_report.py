@@ -13,7 +13,7 @@ import torch
 
 from megatron_coca.training.step_time import DEVICES
 from tests.documents import ROOT
-from tools import gpu_expected, gpu_report
+from tools import gpu_report
 from tools.gpu_report import (
     PARTS,
     SENSES,
@@ -163,10 +163,9 @@ def test_a_dry_run_prints_commands_and_expectations(capsys: pytest.CaptureFixtur
     assert "coca, MFU %: about A100-80" in shown and "tools/bench_train.py configs/350M" in shown
 
 
-def test_expectations_are_those_of_the_estimate() -> None:
-    """After a change of counts or assumptions: python tools/gpu_expected.py > benchmarks/gpu_expected.json"""
+def test_every_part_has_expectations_that_can_be_judged() -> None:
     expected = json.loads((ROOT / "benchmarks/gpu_expected.json").read_text())
-    assert expected == gpu_expected.expectations() and expected.keys() == PARTS.keys()
+    assert expected.keys() == PARTS.keys()
     for part in expected.values():
         for row in part:
             assert row["sense"] in SENSES and row["values"].keys() <= {*DEVICES, "any"}
@@ -213,8 +212,7 @@ def test_commands_are_those_of_this_project() -> None:
 
 
 def test_help_needs_no_pytorch() -> None:
-    text = "import sys, runpy; sys.modules['torch'] = None; sys.argv = ['x', '--help']; runpy.run_path('tools/{}.py')"
-    for name in ("gpu_report", "gpu_expected"):
-        code = text.format(name) + "['main']()"
-        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-        assert "benchmarks/gpu_expected.json" in done.stdout
+    code = "import sys, runpy; sys.modules['torch'] = None; sys.argv = ['x', '--help']; "
+    code += "runpy.run_path('tools/gpu_report.py')['main']()"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "benchmarks/gpu_expected.json" in done.stdout

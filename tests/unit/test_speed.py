@@ -1,10 +1,8 @@
 """evaluate.py speed: that all methods do the same work side by side, and that what does not fit is never tried."""
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +13,7 @@ from megatron_coca.config import Config, load_config
 from megatron_coca.evaluation.cli import main
 from megatron_coca.evaluation.options import Variant, add_speed_options
 from megatron_coca.evaluation.results import EvaluationError, Missing, Store, read_record
-from megatron_coca.evaluation.speed import CONTRACTION, WHATS, probing
+from megatron_coca.evaluation.speed import CONTRACTION, WHATS, probing, speed_rounds
 from megatron_coca.evaluation.speed.cases import Case, build, build_all, choose, contract
 from megatron_coca.evaluation.speed.probing import WORKLOADS, Plan, Probe, Workload, probe
 from megatron_coca.evaluation.speed.speed_rounds import (
@@ -28,7 +26,6 @@ from megatron_coca.evaluation.speed.speed_rounds import (
     tables,
 )
 from megatron_coca.model import build_model
-from tools.bench_train import peak_bytes
 
 ROOT = Path(__file__).parents[2]
 MODEL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16, "vocab_size": 50}
@@ -97,13 +94,13 @@ def test_what_cannot_be_built_is_said_and_the_others_stay() -> None:
     built, later = build_all(
         [
             *cases,
-            Case("flash", config(attention_backend="flash")),
+            Case("masked", config(pos_emb="alibi", attention_backend="merge")),
             Case("part", config(pos_emb="coca", rotary_pct=0.5), True),
         ],
         "cpu",
         torch.float32,
     )
-    assert [(each.at, each.kind) for each in later] == [("flash", "refused"), ("part", "refused")]
+    assert [(each.at, each.kind) for each in later] == [("masked", "refused"), ("part", "refused")]
     assert all(isinstance(each, Missing) and each.reason for each in [*refused, *later])
     assert "rotary" in [each.label for each in built]
     with pytest.raises(EvaluationError, match="duplicate method"):
@@ -160,14 +157,12 @@ def timed(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float]) -> l
     def work(model: object, length: int, batch: int) -> Workload:
         return Workload(lambda: called.append(length), length)
 
-    @contextmanager
-    def meter(device: torch.device) -> Iterator[SimpleNamespace]:
-        found = SimpleNamespace(peak_memory_bytes=1, seconds=0.0)
-        yield found
-        found.seconds = seconds(called[-1])
+    def measured(call: Callable[[], object], device: torch.device) -> tuple[float, int]:
+        call()
+        return seconds(called[-1]), 1
 
     monkeypatch.setitem(WORKLOADS, "layer forward", work)
-    monkeypatch.setattr(probing, "measured", meter)
+    monkeypatch.setattr(probing, "measured_call", measured)
     return called
 
 
@@ -234,22 +229,25 @@ def test_memory_that_runs_out_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.kind == "out of memory" and "does not suffice" in found.reason
 
 
-def test_a_process_that_ended_early_leaves_no_gap() -> None:
-    plan, first = Plan(("decode",), (8, 16), 1, 2, 1.0), Probe("decode", 8, 5)
-    (killed,) = probing.lost_probes(plan, [first], -9, "")
-    (failed,) = probing.lost_probes(plan, [first], 1, "Traceback\nValueError: odd\n")
-    assert (killed.length, killed.kind, failed.kind) == (16, "out of memory", "failed") and "odd" in failed.reason
+def test_peak_counts_what_is_held_at_once() -> None:
+    def grow(count: int) -> Any:
+        return lambda: [torch.empty(1000, 256) for _ in range(count)]
+
+    (_, one), (_, three) = (probing.measured_call(grow(count), CPU) for count in (1, 3))
+    assert one == 1024_000 and three == 3 * one
+    assert probing.measured_call(lambda: [torch.empty(1000, 256).sum() for _ in range(3)], CPU)[1] < 2 * one
 
 
-@pytest.mark.serial
-def test_memory_is_what_the_allocator_gave() -> None:
-    """In a process of its own, where freed blocks that a call uses again are no memory for nothing."""
-    case = Case(CONTRACTION, config(pos_emb="coca"), True)
-    model = build(case, "cpu", torch.float32).model
-    for found in probing.probe_in_subprocess(case, Plan(("layer forward",), (512, 1024), 1, 1, 1e9), "float32"):
-        given = peak_bytes(WORKLOADS["layer forward"](model, found.length, 1).call)
-        assert found.peak is not None and given > 4 * 4 * found.length**2, found
-        assert given - 2**18 <= found.peak <= given + 3 * 2**20, (found, given)
+def test_memory_is_what_a_call_holds_at_once() -> None:
+    """The contraction holds at least four tensors of scores, and half precision half of their bytes."""
+    peaks = []
+    for dtype in (torch.float32, torch.bfloat16):
+        built = build(Case(CONTRACTION, config(pos_emb="coca"), True), "cpu", dtype)
+        short, long = probe(built, Plan(("layer forward",), (512, 1024), 1, 1, 1e9))
+        assert short.peak is not None and long.peak is not None
+        assert long.peak > 4 * dtype.itemsize * 1024**2 and 3 < long.peak / short.peak < 5
+        peaks.append(long.peak)
+    assert 1.5 < peaks[0] / peaks[1] < 2.5
 
 
 def parsed() -> Namespace:
@@ -261,7 +259,7 @@ def parsed() -> Namespace:
 def arguments(tmp_path: Path, *more: str) -> list[str]:
     path = tmp_path / "shape.yml"
     path.write_text("\n".join(f"{key}: {value}" for key, value in (MODEL | {"pos_emb": "rotary"}).items()))
-    given = ["speed", "--config", str(path), "--lengths", "8", "--rounds", "2", "--device", "cpu", "--no-memory"]
+    given = ["speed", "--config", str(path), "--lengths", "8", "--rounds", "2", "--device", "cpu"]
     return [*given, *more]
 
 
@@ -279,7 +277,7 @@ def test_the_command_measures_every_cell(tmp_path: Path, capsys: pytest.CaptureF
     for (what, _, method), cell in found.items():
         assert cell.to_rope.against == ("rotary by merge" if cell.backend == "merge" else "rotary")
         assert (cell.to_contraction is None) == (what == "decode") and cell.seconds > 0
-        assert cell.peak_memory_bytes is None, "--no-memory"
+        assert cell.peak_memory_bytes is not None and cell.peak_memory_bytes > 0
         assert cell.quartiles[0] <= cell.seconds <= cell.quartiles[1]
         if method == "contraction":
             assert cell.to_contraction.median == 1.0
@@ -313,7 +311,7 @@ def test_decoding_by_the_contraction_is_refused(tmp_path: Path, capsys: pytest.C
     assert "the contraction computes whole sequences only" in capsys.readouterr().err
 
 
-def test_only_rope_by_the_same_backend_is_a_measure() -> None:
+def test_only_rope_by_the_same_backend_is_a_measure(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where that has no time, there is no ratio, and the table says so; the contraction takes any RoPE."""
     rerope = Variant("rerope", (), ("relative_positions.type=rerope", "relative_positions.window=4"))
     cases, _ = choose(config(), ["rotary", "coca", CONTRACTION], [rerope])
@@ -322,7 +320,8 @@ def test_only_rope_by_the_same_backend_is_a_measure() -> None:
     found = {each.label: [Probe("layer forward", 8)] for each in built}
     found["rotary by merge"] = [Probe("layer forward", 8, kind="not run", reason="it is slow")]
     store = Store(None, empty_result(parsed(), config(), built, "cpu"))
-    measure(built, plan, CPU, store, lambda each: found[each.label])
+    monkeypatch.setattr(speed_rounds, "probe", lambda each, plan: found[each.label])
+    measure(built, plan, CPU, store)
     against = {cell.method: cell.to_rope.against if cell.to_rope else None for cell in store.result.results}
     assert against == {"rotary": "rotary", "coca": "rotary", "contraction": "rotary", "rerope": None}
     assert tables(store.result).rstrip().endswith("was not measured: rerope")

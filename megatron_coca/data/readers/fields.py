@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from megatron_coca.data.errors import DataError
@@ -17,50 +17,15 @@ from megatron_coca.data.readers.source import (
     content_key,
 )
 from megatron_coca.data.readers.streams import decode
+from megatron_coca.safe_yaml import read_yaml
 
 # Languages ------------------------------------------------------------------------------------------------------------
 
-# With the names of GitHub's Linguist, from file names and first lines. An ending of several languages stands for the
-# most common one. Notebooks are not included: they are JSON, and most of their bytes are pictures.
-
-
-def _table(text: str) -> dict[str, str]:
-    """Language by word, from "language: word word | language: word" in any number of lines."""
-    languages = (entry.split(":") for line in text.strip().splitlines() for entry in line.split("|"))
-    return {word: language.strip() for language, words in languages for word in words.split()}
-
-
-_BY_ENDING = _table("""
-    Ada: ada adb ads | Assembly: asm s nasm | AsciiDoc: adoc asciidoc | Awk: awk | Batchfile: bat cmd | C: c h
-    C#: cs csx | C++: cc cpp cxx c++ hh hpp hxx h++ inl ipp tcc tpp | CMake: cmake | COBOL: cob cbl cobol | CSS: css
-    Clojure: clj cljs cljc edn | CoffeeScript: coffee | Common Lisp: lisp lsp cl asd | Crystal: cr | Cuda: cu cuh
-    Cython: pyx pxd pxi | D: d | Dart: dart | Dockerfile: dockerfile | Elixir: ex exs | Elm: elm | Emacs Lisp: el
-    Erlang: erl hrl | F#: fs fsi fsx | Fortran: f f77 f90 f95 f03 f08 for | GLSL: glsl vert frag geom comp | Go: go
-    GraphQL: graphql gql | Groovy: groovy gradle gvy | HCL: hcl tf tfvars | HTML: html htm xhtml | Haskell: hs lhs
-    INI: ini cfg | JSON: json | Java: java | JavaScript: js mjs cjs jsx | Julia: jl | Kotlin: kt kts | Lean: lean
-    Less: less | Lua: lua | MLIR: mlir | Makefile: mk mak make | Markdown: md markdown mdx | Nim: nim nims
-    Nix: nix | OCaml: ml mli | Objective-C: m | Objective-C++: mm | PHP: php php5 phtml | Pascal: pas dpr pp lpr
-    Perl: pl pm t | PowerShell: ps1 psm1 psd1 | Prolog: pro prolog | Protocol Buffer: proto | Python: py pyi pyw
-    R: r | Racket: rkt | Raku: raku rakumod p6 pm6 | Ruby: rb rake gemspec | Rust: rs | SCSS: scss | SQL: sql
-    SWIG: swg i | Sass: sass | Scala: scala sbt sc | Scheme: scm ss sld | Shell: sh bash zsh ksh | Solidity: sol
-    Starlark: bzl star bazel | Stylus: styl | Svelte: svelte | Swift: swift | SystemVerilog: sv svh | TOML: toml
-    Tcl: tcl | TeX: tex sty cls bib | Text: txt | Thrift: thrift | TypeScript: ts tsx mts cts | VHDL: vhd vhdl
-    Verilog: v | Vim Script: vim | Visual Basic .NET: vb | Vue: vue | WebAssembly: wat wast | XML: xml xsd xsl xslt
-    YAML: yml yaml | Zig: zig | fish: fish | reStructuredText: rst
-""")
-_BY_NAME = _table("""
-    CMake: cmakelists.txt | Dockerfile: dockerfile containerfile | Groovy: jenkinsfile | JSON: .eslintrc .babelrc
-    Makefile: makefile gnumakefile makefile.am makefile.in kbuild
-    Meson: meson.build meson_options.txt meson.options | Python: sconstruct sconscript wscript
-    Ruby: rakefile gemfile vagrantfile podfile brewfile guardfile
-    Shell: .bashrc .bash_profile .profile .zshrc pkgbuild | Starlark: build build.bazel workspace | Text: readme
-    Vim Script: .vimrc
-""")
-_BY_INTERPRETER = _table("""
-    Awk: awk gawk mawk | JavaScript: node nodejs | Julia: julia | Lua: lua luajit | Makefile: make | Groovy: groovy
-    OCaml: ocaml | PHP: php | Perl: perl | PowerShell: pwsh | Python: python pypy | R: rscript | Ruby: ruby
-    Shell: sh bash dash zsh ksh ash | Tcl: tclsh wish expect | TypeScript: deno ts-node | fish: fish
-""")
+_CODE = read_yaml(Path(__file__).with_name("source_code.yaml"))
+_BY_ENDING, _BY_NAME, _BY_INTERPRETER = (
+    {word: language for language, words in _CODE[key].items() for word in words.split()}
+    for key in ("endings", "names", "interpreters")
+)
 PROSE = frozenset(("AsciiDoc", "Markdown", "TeX", "Text", "reStructuredText"))
 """A paragraph may be one line."""
 LANGUAGES = frozenset(_BY_ENDING.values()) | frozenset(_BY_NAME.values())
@@ -85,13 +50,7 @@ def language_of_script(text: str) -> str | None:
 
 # Filters --------------------------------------------------------------------------------------------------------------
 
-_PERMISSIVE_WORDS = (
-    "0bsd afl-3.0 apache-1.1 apache-2.0 artistic-2.0 blueoak-1.0.0 bsd-1-clause bsd-2-clause bsd-2-clause-patent "
-    "bsd-3-clause bsd-3-clause-clear bsd-3-clause-lbnl bsd-4-clause bsl-1.0 cc-by-3.0 cc-by-4.0 cc0-1.0 ecl-2.0 "
-    "fsfap isc mit mit-0 mit-modern-variant mulanpsl-2.0 ncsa postgresql psf-2.0 python-2.0 unicode-dfs-2016 "
-    "unlicense upl-1.0 vim w3c wtfpl x11 zlib zpl-2.1"
-)
-PERMISSIVE = frozenset(_PERMISSIVE_WORDS.split())
+PERMISSIVE = frozenset(_CODE["permissive"].split())
 """Licences that ``permissive`` in ``Filters.licences`` stands for: SPDX names in lower case, no copyleft."""
 
 # Codex left out files with lines of over 100 characters on average or over 1,000 at most (Chen et al. 2021, "Evaluating
@@ -99,32 +58,9 @@ PERMISSIVE = frozenset(_PERMISSIVE_WORDS.split())
 MEAN_LINE, LONGEST_LINE = 100, 1000
 
 _HEAD_CHARACTERS, _HEAD_LINES = 2000, 5
-_MARKERS = (  # written by generators, anywhere in the head: a licence may come first
-    *("@generated", "code generated by", "do not edit", "do not modify this file", "<auto-generated"),
-    *("generated by the protocol buffer compiler", "this file was generated", "this file is generated"),
-    *("this file was automatically generated", "this file is automatically generated", "machine generated"),
-)
-_FIRST_LINE_MARKERS = (  # CodeParrot's three words, and first comments of tools; common words further down
-    *("autogenerated", "auto-generated", "automatically generated"),
-    *("# generated by", "// generated by", "* generated by", "; generated by", "-- generated by", "<!-- generated by"),
-)
-_GENERATED_WORDS = (
-    "package-lock.json npm-shrinkwrap.json yarn.lock pnpm-lock.yaml composer.lock gemfile.lock poetry.lock pdm.lock "
-    "pipfile.lock uv.lock cargo.lock go.sum mix.lock flake.lock packages.lock.json podfile.lock gradle.lockfile "
-    "bun.lock deno.lock pubspec.lock package.resolved .terraform.lock.hcl gradlew gradlew.bat mvnw mvnw.cmd"
-)
-_GENERATED_ENDING_WORDS = (
-    "_pb2.py _pb2.pyi _pb2_grpc.py .pb.go .pb.cc .pb.h .pb.rb _pb.js _pb.d.ts .pb.dart .g.dart .freezed.dart "
-    ".designer.cs .g.cs .g.i.cs .generated.cs _generated.go .gen.go _pb.rb .pbobjc.h .pbobjc.m .pb.swift .bundle.js "
-    ".js.map .css.map"
-)
-_VENDORED_WORDS = (
-    "node_modules bower_components vendor vendors vendored third_party third-party thirdparty 3rdparty dist pods "
-    "site-packages .yarn carthage godeps"
-)
-_GENERATED_NAMES, _VENDORED_FOLDERS = frozenset(_GENERATED_WORDS.split()), frozenset(_VENDORED_WORDS.split())
-_GENERATED_ENDINGS = tuple(_GENERATED_ENDING_WORDS.split())
-_MINIFIED_ENDINGS = (".min.js", ".min.css", "-min.js", "-min.css", ".min.mjs")
+_MARKERS, _FIRST_LINE_MARKERS = _CODE["generated_markers"], _CODE["first_line_markers"]
+_GENERATED_NAMES, _VENDORED_FOLDERS = (frozenset(_CODE[key].split()) for key in ("generated_names", "vendored_folders"))
+_GENERATED_ENDINGS, _MINIFIED_ENDINGS = (tuple(_CODE[key].split()) for key in ("generated_endings", "minified_endings"))
 
 
 @dataclass(frozen=True, slots=True)

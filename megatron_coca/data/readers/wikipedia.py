@@ -10,11 +10,14 @@ parser (mwparserfromhell) takes quadratic time, or crashes, on the unbalanced ma
 import html
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
+from pathlib import Path
 from xml.etree import ElementTree
 
 from megatron_coca.data.readers.source import Chunk, ReadingProblems, RejectedRecord, Row
 from megatron_coca.data.readers.streams import Cut, StreamFormat, decode
+from megatron_coca.safe_yaml import read_yaml
 
 MAX_WIKITEXT = 1 << 21
 """Characters of a page. MediaWiki by default stores pages of at most 2 MiB (``$wgMaxArticleSize``)."""
@@ -26,6 +29,14 @@ Render = Callable[[Sequence[str]], str]
 
 _RANGES = {"to": "to", "-": "–", "–": "–", "and": "and", "or": "or", "by": "by", "x": "by", "+/-": "±"}
 _UNITS = {"sqmi": "square miles", "sqkm": "km²", "km2": "km²", "m2": "m²", "sqft": "square feet", "C": "°C", "F": "°F"}
+
+
+def _after(prefix: str, arguments: Sequence[str]) -> str:
+    return prefix + "".join(arguments[:1])
+
+
+def _constant(text: str, arguments: Sequence[str]) -> str:
+    return text
 
 
 def _fraction(arguments: Sequence[str]) -> str:
@@ -48,94 +59,32 @@ def _measure(arguments: Sequence[str]) -> str:
     return " ".join(shown)
 
 
-def _after(prefix: str) -> Render:
-    return lambda arguments: prefix + "".join(arguments[:1])
+def _words(text: str, separator: str | None = None) -> frozenset[str]:
+    return frozenset(word.strip() for word in text.split(separator))
 
 
-def _constant(text: str) -> Render:
-    return lambda arguments: text
-
-
+_WORDS = read_yaml(Path(__file__).with_name("wikitext.yaml"))
 _TEMPLATES: tuple[tuple[Render, str], ...] = (
-    (
-        _after(""),
-        "nowrap|nobr|nobreak|nbr|small|smaller|big|bigger|larger|large|em|strong|bold|italic|italics|i|b|u|var|mvar|"
-        "math|sic|typo|as written|proper name|abbr|tooltip|smallcaps|sc|allcaps|val|num|flag|flagcountry|flagu|ill|"
-        "interlanguage link|script|unicode|polytonic|respell|visible anchor|vanchor|quote|blockquote|bquote|cquote|"
-        "quotation|rquote|code|kbd|samp|tt|key|mono|nihongo|text|poem|poemquote|linktext|ruby|center|lang-",
-    ),
-    (lambda arguments: "".join(arguments[1:2]), "lang|langx|rtl-lang|color|colour|font color|fontcolor"),
-    (lambda arguments: "".join(arguments[-1:]), "transl|transliteration|translit"),
-    (lambda arguments: " ".join(filter(None, arguments)), "sortname|ship"),
-    ("".join, "chem|chem2|ce|gaps"),
-    (_fraction, "frac|fraction|sfrac|tfrac"),
-    (_measure, "convert|cvt|conv"),
-    (_after("c. "), "circa|c.|ca.|ca"),
-    (_after("fl. "), "floruit|fl.|fl"),
-    (_after("born "), "born|b."),
-    (_after("died "), "died|d."),
-    (_after("As of "), "as of"),
-    (_after("HMS "), "hms"),
-    (_after("USS "), "uss"),
-    (_after("US$"), "us$|usd"),
-    (_after("£"), "gbp|£"),
-    (_after("€"), "eur|€"),
-    (_after("10^"), "e|10^"),
-    (lambda arguments: "r. " + "–".join(filter(None, arguments[:2])), "reign|r."),
-    (_constant(" – "), "snd|spnd|spaced ndash|spaced en dash|dash"),
-    (_constant("–"), "ndash|en dash|endash|nsndns"),
-    (_constant("—"), "mdash|em dash|emdash"),
-    (_constant(" "), "nbsp|space|spaces|thinsp|thin space|hairsp|hsp|indent|pad|clear space"),
-    (_constant(" · "), "·|dot|middot|•|bullet|bull"),
-    (_constant("'"), "'|apostrophe"),
-    (_constant("°"), "deg|degree"),
-    (_constant("×"), "times"),
-    (_constant("−"), "minus"),
-    (_constant("π"), "pi"),
-    (_constant("'s"), "'s"),
+    (lambda arguments: "".join(arguments[1:2]), "lang | langx | rtl-lang | color | colour | font color | fontcolor"),
+    (lambda arguments: "".join(arguments[-1:]), "transl | transliteration | translit"),
+    (lambda arguments: " ".join(filter(None, arguments)), "sortname | ship"),
+    ("".join, "chem | chem2 | ce | gaps"),
+    (_fraction, "frac | fraction | sfrac | tfrac"),
+    (_measure, "convert | cvt | conv"),
+    (lambda arguments: "r. " + "–".join(filter(None, arguments[:2])), "reign | r."),
+    *((partial(_after, prefix), names) for prefix, names in _WORDS["templates_before_argument"].items()),
+    *((partial(_constant, text), names) for text, names in _WORDS["templates_alone"].items()),
 )
-TEMPLATES: Mapping[str, Render] = {name: render for render, names in _TEMPLATES for name in names.split("|")}
+TEMPLATES: Mapping[str, Render] = {name: render for render, names in _TEMPLATES for name in _words(names, "|")}
 """Templates that stand for words of a sentence; all others are removed."""
 
-_DISAMBIGUATION = re.compile(
-    r"\{\{\s*(?:disambig(?:uation|ua)?|disamb|dab|hndis|geodis|surname|given name|human name disambiguation|"
-    r"place name disambiguation|mathematical disambiguation|school disambiguation|begriffsklärung|homonymie|"
-    r"desambiguación|desambig|desambiguação|неоднозначность|многозначность|пояснение|ujednoznacznienie|dp|aimai)"
-    r"\s*[|}]",
-    re.IGNORECASE,
-)
-# Files and categories in the largest editions, besides the English names, which all editions accept.
-_HIDDEN_NAMES = (
-    "file image category media datei bild kategorie fichier catégorie archivo imagen categoría immagine categoria "
-    "ficheiro imagem bestand afbeelding categorie plik grafika kategoria файл изображение категория зображення "
-    "категорія картинка fil kategori soubor ファイル 画像 カテゴリ 文件 檔案 图像 分类 分類 "
-    "tập_tin thể_loại ملف صورة تصنيف קובץ קטגוריה dosya resim kategori fájl kép kategória fișier imagine"
-)
-_HIDDEN_LINKS = frozenset(_HIDDEN_NAMES.split())
+_DISAMBIGUATION_NAMES = "|".join(map(re.escape, sorted(_words(_WORDS["disambiguation"], "|"))))
+_DISAMBIGUATION = re.compile(rf"\{{\{{\s*(?:{_DISAMBIGUATION_NAMES})\s*[|}}]", re.IGNORECASE)
+_HIDDEN_LINKS = _words(_WORDS["hidden_links"])
+_SECTIONS_WITHOUT_PROSE = _words(_WORDS["sections_without_prose"], "|")
+_DROPPED_TAGS, _PLAIN_TAGS = _words(_WORDS["dropped_tags"]), _words(_WORDS["plain_tags"])
 _LANGUAGE_LINK = re.compile(r"(?:[a-z]{2,3}|simple|[a-z]{2,4}(?:-[a-z]+)+)$")
-_SECTION_NAMES = (
-    "references|notes|citations|footnotes|external links|see also|further reading|bibliography|sources|"
-    "notes and references|references and notes|works cited|gallery|general references|"
-    "einzelnachweise|weblinks|literatur|siehe auch|belege|anmerkungen|quellen|"
-    "références|notes et références|liens externes|voir aussi|bibliographie|articles connexes|"
-    "referencias|enlaces externos|véase también|bibliografía|notas|note|voci correlate|"
-    "collegamenti esterni|altri progetti|bibliografia|ligações externas|referências|ver também|"
-    "примечания|ссылки|литература|см. также|источники|przypisy|linki zewnętrzne|"
-    "zobacz też|externe links|zie ook|bronnen, noten en/of referenties|referenser|externa länkar|"
-    "脚注|注釈|出典|参考文献|関連項目|外部リンク|参见|參見|外部链接|外部連結|参考资料"
-)
-_SECTIONS_WITHOUT_PROSE = frozenset(_SECTION_NAMES.split("|"))
-# Tags removed with their content, tags kept verbatim, and what other tags become.
-_DROPPED_NAMES = (
-    "ref references gallery timeline score imagemap templatedata templatestyles graph hiero inputbox categorytree "
-    "mapframe maplink table style script del includeonly indicator"
-)
-_PLAIN_NAMES = (
-    "a abbr b bdi bdo big blockquote center cite code data dfn div dl em font h1 h2 h3 h4 h5 h6 i ins kbd mark "
-    "noinclude ol onlyinclude poem q rb rp rt ruby s samp section small span strike strong sub sup time tr td th tt u "
-    "ul var wbr caption nobr noindex langconvert"
-)
-_DROPPED_TAGS, _PLAIN_TAGS = frozenset(_DROPPED_NAMES.split()), frozenset(_PLAIN_NAMES.split())
+# Tags whose content is kept verbatim, and tags that become the start of a line.
 _VERBATIM: Mapping[str, Callable[[str], str]] = {
     "nowiki": html.unescape,
     "pre": lambda raw: f"\n{html.unescape(raw)}\n",

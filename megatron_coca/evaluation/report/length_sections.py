@@ -12,7 +12,7 @@ from megatron_coca.evaluation.report import result_tables as shared
 from megatron_coca.evaluation.report.charts import Figure
 from megatron_coca.evaluation.report.document import EMPTY, ReportBlock, Table, TableCell, TableRow
 from megatron_coca.evaluation.report.intervals import FEWEST_DOCUMENTS, RESAMPLES, differ
-from megatron_coca.evaluation.report.published import TABLES, method_key
+from megatron_coca.evaluation.report.published import method_key, tables_of
 from megatron_coca.evaluation.report.reading import (
     Comparable,
     LoadedResult,
@@ -172,7 +172,7 @@ def map_blocks(group: ResultGroup, name: str, options: ReportOptions) -> ReportB
     tables = [with_baseline_note(main, options.baseline), *others]
     caption, head = "Next-token accuracy in percent by window", "accuracy at window"
     tables += shared.length_table(f"{name}-accuracy", caption, head, group, accuracy_cell, metric="", lowest=False)
-    published = [table for table in TABLES if table.metric == "next-token accuracy"] if options.papers else []
+    published = tables_of("next-token accuracy") if options.papers else []
     tables += [shared.published_table(table, group, name) for table in published]
     text = (REPEATED,) if published else ()
     return ReportBlock(text, (), tuple(tables))
@@ -201,7 +201,7 @@ def strict_blocks(loaded: Sequence[LoadedResult], options: ReportOptions) -> lis
             if not pairs:
                 continue
             name, trained = f"{metric.replace(' ', '-')}-{index}", group.training_lengths()
-            theirs = [table for table in TABLES if table.metric == metric] if options.papers else []
+            theirs = tables_of(metric) if options.papers else []
             joined = [table for table in theirs if table.training_length in trained]
             measured = {length for pair in pairs for series in pair for (length,) in series.keys}
             lengths = sorted({*measured, *shared.published_lengths(joined)})

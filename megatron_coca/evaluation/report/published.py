@@ -3,12 +3,14 @@
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import ValidationError
 
 from megatron_coca.config.position import Selected, read_choice
 from megatron_coca.evaluation.results import EvaluationError, Result
+from megatron_coca.safe_yaml import read_yaml
 
 SOURCE = "CoCA paper, arXiv:2309.08646v3"
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -117,117 +119,38 @@ class PublishedTable:
     shown: Literal["always", "same length", "same method"] = "always"
     measured: bool = True  # False for a table of formulas
 
-    def with_rows(self, *rows: PublishedRow) -> "PublishedTable":
-        return replace(self, rows=rows)
-
     def is_shown_with(self, training_lengths: Collection[int], methods: Iterable[MethodKey]) -> bool:
         if self.shown == "same method":
             return any(row.method == method for row in self.rows for method in methods)
         return self.shown == "always" or self.training_length in training_lengths
 
 
-def row(name: str, values: str, method: MethodKey | None = None) -> PublishedRow:
-    return PublishedRow(name, tuple(values.split()), method)
+def _row(row: Mapping[str, Any]) -> PublishedRow:
+    fields = row.get("method")
+    method = None if fields is None else _method(fields)
+    return PublishedRow(row["name"], tuple(str(row["values"]).split()), method)
 
 
-SCRATCH = "350M parameters (24 layers, hidden size 1024, 16 heads), trained at 512 for two epochs of about 50B tokens"
-LLAMA = "LLaMA-7B, trained at 2048; with CoCA after three stages of 15k steps at 2048"
-PG19 = "100 documents of PG-19's test split, cut at 32,768 tokens, stride 512"
-PASSKEY = "100 cases a length, 64 new tokens"
-PAIRS = "the second row of each pair is the difference to the first"
+def _method(fields: Mapping[str, Any]) -> MethodKey:
+    trained = fields.get("trained")
+    own = MethodKey(**{name: value for name, value in fields.items() if name != "trained"})
+    return replace(own, trained=own if trained == "same" else MethodKey(**trained)) if trained else own
 
-PLAIN, NTK = MethodKey("rotary"), MethodKey("rotary", "dynamic", 4.0)
-COCA, COCA_NTK = MethodKey("coca"), MethodKey("coca", "dynamic", 4.0)
-COCA_NTK_2, COCA_NTK_8 = MethodKey("coca", "dynamic", 2.0), MethodKey("coca", "dynamic", 8.0)
 
-PERPLEXITY = PublishedTable("Table 1", "perplexity", f"{SCRATCH}; {PG19}", 512).with_rows(
-    row("ALiBi", "18.69 21.27 28.20 35.66 37.03 OOM OOM", MethodKey("alibi")),
-    row("RoFormer", "19.66 411.50 3276.00 3026.00 3028.00 inf inf", PLAIN),
-    row("RoFormer + dynamic NTK", "19.66 22.30 38.00 75.75 138.13 370.75 380.75", NTK),
-    row("RoFormer + CoCA", "20.11 33.47 69.06 113.19 157.38 141.00 171.63", COCA),
-    row("RoFormer + dynamic NTK & CoCA", "20.11 20.81 25.88 34.16 55.75 89.31 101.13", COCA_NTK),
-)
+def _table(table: Mapping[str, Any]) -> PublishedTable:
+    sequences = {"rows": tuple(map(_row, table["rows"])), "columns": tuple(table.get("columns", LENGTHS))}
+    return PublishedTable(**{**table, **sequences})
 
-PERPLEXITY_LLAMA = PublishedTable(
-    "Table 1 (LLaMA-7B)", "perplexity", f"{LLAMA}; {PG19}", 2048, shown="same length"
-).with_rows(
-    row("LLaMA-7B", "9.25 7.56 7.30 9673.14 inf inf inf", PLAIN),
-    row("LLaMA-7B + dynamic NTK", "9.25 7.56 7.30 9.40 14.40 63.62 133.87", NTK),
-    row("LLaMA-7B + CoCA", "9.91 8.49 8.27 24.23 42.00 23.83 29.95", COCA),
-    row("LLaMA-7B + dynamic NTK & CoCA", "9.91 8.49 8.27 8.61 9.56 11.10 13.98", COCA_NTK),
-)
 
-RETRIEVAL = PublishedTable("Table 2", "passkey", f"{SCRATCH}; {PASSKEY}", 512).with_rows(
-    row("ALiBi", "0.82 0.65 0.28 0.18 0.12 OOM OOM", MethodKey("alibi")),
-    row("RoFormer", "0.99 0.53 0.30 0.18 0.04 0.02 0.04", PLAIN),
-    row("RoFormer + dynamic NTK", "0.99 1.00 0.95 0.70 0.41 0.16 0.06", NTK),
-    row("RoFormer + CoCA", "1.00 0.64 0.33 0.19 0.06 0.02 0.04", COCA),
-    row("RoFormer + dynamic NTK & CoCA", "1.00 1.00 0.96 0.89 0.50 0.23 0.08", COCA_NTK),
-)
+TABLES = {table["name"]: _table(table) for table in read_yaml(Path(__file__).with_suffix(".yaml"))}
+"""Every published table by its name, in the order of a report."""
 
-RETRIEVAL_LLAMA = PublishedTable(
-    "Table 2 (LLaMA-7B)", "passkey", f"{LLAMA}; {PASSKEY}", 2048, shown="same length"
-).with_rows(
-    row("LLaMA-7B", "1.00 1.00 1.00 0.61 0.21 0.07 0.09", PLAIN),
-    row("LLaMA-7B + dynamic NTK", "1.00 1.00 1.00 0.81 0.26 0.06 0.03", NTK),
-    row("LLaMA-7B + CoCA", "1.00 1.00 1.00 0.71 0.28 0.11 0.10", COCA),
-    row("LLaMA-7B + dynamic NTK & CoCA", "1.00 1.00 1.00 1.00 0.85 0.51 0.30", COCA_NTK),
-)
 
-STRICT_PERPLEXITY = PublishedTable(
-    "Table 3 (perplexity)", "strict perplexity", f"{SCRATCH}; {PG19}; {PAIRS}", 512
-).with_rows(
-    row("CoCA-Slack, dynamic NTK 2", "20.11 19.02 24.92 40.53 68.38 92.75 103.44", COCA_NTK_2),
-    row("Strict less Slack", "+0.07 +0.61 -1.58 -4.03 +15.37 +12.38 +1.94"),
-    row("CoCA-Slack, dynamic NTK 4", "20.11 20.81 25.88 34.16 55.75 89.31 101.13", COCA_NTK),
-    row("Strict less Slack", "+0.07 -0.49 -0.66 -0.88 +3.16 -18.25 -2.57"),
-    row("CoCA-Slack, dynamic NTK 8", "20.11 23.66 29.05 37.47 55.5 88.88 111.38", COCA_NTK_8),
-    row("Strict less Slack", "+0.07 -1.74 -0.64 +1.16 +0.03 +0.5 +0.31"),
-)
+def tables_of(metric: str) -> list[PublishedTable]:
+    return [table for table in TABLES.values() if table.metric == metric]
 
-STRICT_RETRIEVAL = PublishedTable(
-    "Table 3 (passkey)", "strict passkey", f"{SCRATCH}; {PASSKEY}; {PAIRS}", 512
-).with_rows(
-    row("CoCA-Slack, dynamic NTK 2", "1.0 0.99 0.94 0.77 0.47 0.27 0.15", COCA_NTK_2),
-    row("Strict less Slack", "+0.0 -0.12 -0.3 -0.42 -0.34 -0.22 -0.07"),
-    row("CoCA-Slack, dynamic NTK 4", "1.0 1.0 0.96 0.89 0.5 0.23 0.08", COCA_NTK),
-    row("Strict less Slack", "+0.0 -0.11 -0.38 -0.46 -0.38 -0.19 -0.02"),
-    row("CoCA-Slack, dynamic NTK 8", "1.0 0.98 0.99 0.85 0.5 0.11 0.02", COCA_NTK_8),
-    row("Strict less Slack", "+0.0 -0.05 -0.34 -0.51 -0.4 -0.07 -0.01"),
-)
 
-PI_SETTING = "LLaMA-7B fine-tuned with position interpolation at 32,768 for 6,000 steps"
-PI, COCA_PI = (MethodKey(form, "linear", 16.0, trained=MethodKey(form, "linear", 16.0)) for form in ("rotary", "coca"))
-"""32,768 / 2,048 = 16; weights that were not fine-tuned with it are another method."""
-
-PI_PERPLEXITY = PublishedTable(
-    "Table 4 (perplexity)", "perplexity", f"{PI_SETTING}; {PG19}", 32768, shown="same method"
-).with_rows(
-    row("LLaMA-7B + PI", "9.06 7.55 7.74 7.16 7.04 6.93 7.11", PI),
-    row("LLaMA-7B + CoCA & PI", "9.65 8.19 8.37 7.87 7.84 7.83 7.96", COCA_PI),
-)
-
-PI_RETRIEVAL = PublishedTable(
-    "Table 4 (passkey)", "passkey", f"{PI_SETTING}; {PASSKEY}", 32768, shown="same method"
-).with_rows(
-    row("LLaMA-7B + PI", "1.0 1.0 1.0 1.0 1.0 1.0 0.99", PI),
-    row("LLaMA-7B + CoCA & PI", "1.0 1.0 1.0 1.0 1.0 0.99 0.99", COCA_PI),
-)
-
-SHORT_CONTEXT_SETTING = "LLaMA-7B and its variants on OpenCompass, means of its groups of tasks"
-SHORT_CONTEXT = PublishedTable(
-    "Table 5",
-    "short context",
-    SHORT_CONTEXT_SETTING,
-    2048,
-    columns=("Reasoning", "Understanding", "Language", "Examination", "Average"),
-).with_rows(
-    row("LLaMA-7B", "48.25 47.57 46.41 29.63 42.97", PLAIN),
-    row("LLaMA-7B + CoCA", "45.55 51.14 55.27 25.14 44.28", COCA),
-    row("LLaMA-7B + PI", "44.98 51.54 54.79 27.03 44.59", PI),
-    row("LLaMA-7B + CoCA & PI", "46.88 51.82 55.56 25.31 44.89", COCA_PI),
-)
-
+SHORT_CONTEXT = TABLES["Table 5"]
 TASKS_BY_GROUP: dict[str, tuple[str, ...]] = {
     "Reasoning": ("copa", "sglue_rte", "ax_b", "ax_g", "ocnli", "cmnli"),
     "Understanding": ("c3", "csl", "eprstmt"),
@@ -248,113 +171,3 @@ COST = (
     "self-attention at inference, and needs about 60 GB of GPU memory at a length of 32k with the opt_einsum "
     "contraction (350M parameters)."
 )
-
-COMPLEXITY_SETTING = "operations and memory of one attention block; N tokens, h heads of dimension d"
-COMPLEXITY = PublishedTable(
-    "Table 6",
-    "complexity",
-    COMPLEXITY_SETTING,
-    512,
-    columns=("vanilla: operations", "vanilla: memory", "CoCA: operations", "CoCA: memory"),
-    measured=False,
-).with_rows(
-    row("W_QK(T)V", "3Nd²h Nd 3Nd²h Nd"),
-    row("T half", "– – Ndh Nd"),
-    row("T ReLU", "– – Ndh Nd"),
-    row("QK(T) rotation", "2Ndh Nd 2Ndh Nd"),
-    row("K_rot = Q ∘ T_rot", "– – N²dh N²d"),
-    row("Q_rot K_rotᵀ", "N²dh N² N²dh N²"),
-    row("Mask", "N² N² N² N²"),
-    row("Softmax", "N² N² N² N²"),
-)
-
-REROPE_SOURCE = "Su's pages on extending RoPE, kexue.fm/archives/9675, 9706, 9708 and 9728"
-LENGTH, EXTENSION = 512, 8.0
-OLD = 10000.0 * EXTENSION
-
-
-def _rows(name: str, method: MethodKey, plain: str, at_evaluation: str, in_training: str) -> list[PublishedRow]:
-    """The rows of a method without and with log n scaling, at evaluation only (log n*) and in training; empty: none."""
-    trained = MethodKey("rotary", logits="log_n_trained")
-    variants = (
-        ("", plain, method),
-        (", log n*", at_evaluation, replace(method, logits="log_n")),
-        (", log n", in_training, replace(method, logits="log_n_trained", trained=trained)),
-    )
-    return [row(name + suffix, values, key) for suffix, values, key in variants if values]
-
-
-def _rerope(window: int, plain: str, at_evaluation: str, in_training: str) -> list[PublishedRow]:
-    method = MethodKey("rotary", positions="rerope", window=window / LENGTH)
-    return _rows(f"ReRoPE-w{window}", method, plain, at_evaluation, in_training)
-
-
-def _leaky(window: int, leak: int, values: str) -> PublishedRow:
-    method = MethodKey("rotary", positions="leaky_rerope", window=window / LENGTH, leak=float(leak))
-    return _rows(f"Leaky ReRoPE-w{window}-k{leak}", method, "", "", values)[0]
-
-
-def _inv_leaky(name: str, values: str, base: float) -> PublishedRow:
-    method = MethodKey("rotary", base=base, positions="inv_leaky_rerope", window=128 / LENGTH, leak=1 / (2 * EXTENSION))
-    trained = replace(method, logits="log_n_trained")
-    return row(f"{name}, log n", values, replace(trained, trained=trained))
-
-
-NTK_OLD = MethodKey("rotary", base=OLD)
-NTK_FIXED = MethodKey("rotary", "ntk_fixed", EXTENSION)
-NTK_MIXED = MethodKey("rotary", "ntk_mixed", EXTENSION, exponent=0.625)
-
-ACCURACY_SETTING = "GAU language model of 100M parameters, trained at 512, not fine-tuned"
-ACCURACY = PublishedTable(
-    "Next-token accuracy in percent",
-    "next-token accuracy",
-    ACCURACY_SETTING,
-    LENGTH,
-    columns=("512 (trained)", "4096, repeated", "4096, not repeated"),
-    source=REROPE_SOURCE,
-).with_rows(
-    *_rows("Baseline", PLAIN, "49.41 24.17 23.16", "", "49.40 24.60 24.02"),
-    *_rows("PI-RoPE", MethodKey("rotary", "linear", EXTENSION), "49.41 15.04 13.54", "", "49.40 14.99 16.51"),
-    *_rows("NTK-RoPE-old", NTK_OLD, "49.41 51.28 39.27", "", "49.40 61.71 43.75"),
-    *_rows("NTK-RoPE-fixed", NTK_FIXED, "49.41 51.86 39.61", "49.41 55.94 41.11", "49.40 62.85 44.14"),
-    *_rows("NTK-RoPE-mixed", NTK_MIXED, "49.41 53.09 40.12", "49.41 59.11 42.38", "49.40 68.91 45.41"),
-    *_rerope(64, "49.41 69.39 45.19", "49.41 78.58 47.42", "49.40 84.38 48.14"),
-    *_rerope(128, "49.41 76.11 47.82", "49.41 82.28 48.78", "49.40 85.47 48.87"),
-    *_rerope(256, "49.41 77.90 48.48", "49.41 82.40 48.85", "49.40 85.12 49.07"),
-    *_rerope(384, "49.41 70.72 48.15", "49.41 76.42 48.31", "49.40 83.24 48.62"),
-    *_rerope(512, "49.41 7.09 8.25", "49.41 7.08 8.25", "49.40 15.84 10.83"),
-    _leaky(128, 64, "49.40 85.29 48.96"),
-    _leaky(128, 32, "49.40 85.31 49.03"),
-    _leaky(128, 16, "49.40 85.15 49.10"),
-    _leaky(128, 8, "49.40 80.00 48.11"),
-    _leaky(256, 64, "49.40 84.60 49.03"),
-    _leaky(256, 32, "49.40 84.30 48.97"),
-    _leaky(256, 16, "49.40 83.59 48.87"),
-    _leaky(256, 8, "49.40 69.80 45.72"),
-    _inv_leaky("InvLeaky ReRoPE-w128", "49.38 82.25 48.32", 10000.0),
-    _inv_leaky("InvLeaky ReRoPE-w128-b8", "49.62 81.15 48.85", OLD),
-    row("HFWA", "48.70 80.84 48.15"),
-)
-
-LOSS_SETTING = (
-    "LLaMA-2-13B, trained at 4096, nats per token; in the code behind it NTK-RoPE is the mixed form with k = 12 and "
-    "b = 0.75, ReRoPE has a window of 1024, and both have log n*"
-)
-LOSS = PublishedTable(
-    "Loss of LLaMA-2-13B",
-    "loss",
-    LOSS_SETTING,
-    4096,
-    columns=(4096, 8192, 16384),
-    source="Su, kexue.fm/archives/9708 and github.com/bojone/rerope",
-).with_rows(
-    row("RoPE", "1.4967 8.8615 –", PLAIN),
-    row("NTK-RoPE", "1.6081 1.5417 1.5163", MethodKey("rotary", "ntk_mixed", 12.0, exponent=0.75, logits="log_n")),
-    row("ReRoPE", "1.4996 1.4267 1.4001", MethodKey("rotary", positions="rerope", window=0.25, logits="log_n")),
-)
-
-TABLES: tuple[PublishedTable, ...] = (
-    *(PERPLEXITY, PERPLEXITY_LLAMA, RETRIEVAL, RETRIEVAL_LLAMA, STRICT_PERPLEXITY, STRICT_RETRIEVAL),
-    *(PI_PERPLEXITY, PI_RETRIEVAL, SHORT_CONTEXT, COMPLEXITY, ACCURACY, LOSS),
-)
-"""Every published table, in the order of a report."""

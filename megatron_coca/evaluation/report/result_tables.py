@@ -15,7 +15,7 @@ from megatron_coca.evaluation.report.intervals import (
     estimate,
     geometric_estimate,
 )
-from megatron_coca.evaluation.report.published import TABLES, PublishedTable, method_key
+from megatron_coca.evaluation.report.published import PublishedTable, method_key, tables_of
 from megatron_coca.evaluation.report.reading import (
     Comparable,
     LoadedResult,
@@ -290,7 +290,7 @@ def length_figure(
 def matching_tables(group: ResultGroup, metric: str) -> tuple[list[PublishedTable], list[PublishedTable]]:
     trained = group.training_lengths()
     methods = [key for series in group.series if (key := method_key(series.header)) is not None]
-    shown = [table for table in TABLES if table.metric == metric and table.is_shown_with(trained, methods)]
+    shown = [table for table in tables_of(metric) if table.is_shown_with(trained, methods)]
     joined = [table for table in shown if table.training_length in trained]
     return joined, [table for table in shown if table not in joined]
 

@@ -26,7 +26,7 @@ from megatron_coca.evaluation.report.document import (
     TableRow,
 )
 from megatron_coca.evaluation.report.overview_sections import curve_blocks, summary_blocks
-from megatron_coca.evaluation.report.published import COST, TABLES
+from megatron_coca.evaluation.report.published import COST, tables_of
 from megatron_coca.evaluation.report.reading import (
     RESULT_TYPES,
     Comparable,
@@ -70,7 +70,7 @@ def speed_blocks(loaded: Sequence[LoadedResult], options: ReportOptions) -> list
         heading = f"{result.label} on {result.environment.device}" if len(loaded) > 1 else ""
         blocks.append(ReportBlock((text,), tuple(figures), tuple(tables), heading, (origin,)))
     if options.papers:
-        theirs = tuple(shared.published_table(table, None, "speed") for table in TABLES if table.metric == "complexity")
+        theirs = tuple(shared.published_table(table, None, "speed") for table in tables_of("complexity"))
         blocks.append(ReportBlock((COST,), (), theirs, "Published"))
     return blocks
 

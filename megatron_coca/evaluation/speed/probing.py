@@ -1,30 +1,22 @@
 """Probe each workload with one call: peak memory, and the expected time of longer inputs or why they do not fit."""
 
-import ctypes
-import itertools
-import json
 import math
-import resource
-import subprocess
-import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from megatron_coca.attention.layer import SelfAttention
-from megatron_coca.checkpoints.weights import DTYPES
-from megatron_coca.config import load_config
-from megatron_coca.evaluation.results import measured, out_of_memory, resident_memory
+from megatron_coca.evaluation.results import out_of_memory
 from megatron_coca.evaluation.speed import WHOLE_SEQUENCES, What
-from megatron_coca.evaluation.speed.cases import DENSE, Built, Case, build
+from megatron_coca.evaluation.speed.cases import DENSE, Built
 from megatron_coca.model import GPT
-from megatron_coca.model.build import M_MMAP_THRESHOLD
 
 DECODED = 8
 """Tokens decoded in one call; a single one takes too little time to be measured well."""
@@ -143,10 +135,6 @@ SCORES: dict[What, tuple[int, int]] = {
 pass. This estimate excludes only what is far beyond the memory."""
 FIRST_LENGTH, STEP = 256, 4
 """Tokens of a call that is made without an estimate, and the largest ratio of a length to the one called before."""
-SMALLEST_BLOCK = 64 << 10
-"""Bytes from which on glibc returns a freed block immediately, so that resident memory is memory in use."""
-ROOT = Path(__file__).parents[3]
-KILLED = -9
 
 
 @dataclass(frozen=True)
@@ -178,11 +166,31 @@ def free_bytes(device: torch.device) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) * 1024
 
 
-def probe(built: Built, plan: Plan, before_call: Callable[[], object] = lambda: None) -> Iterator[Probe]:
-    """Call all work of a method in this process, at longer and longer lengths, and yield the lengths of the plan.
+def measured_call(call: Callable[[], object], device: torch.device) -> tuple[float, int]:
+    """Return the seconds of a call, and the most bytes of tensors that it holds at once beyond those before it."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before, start = torch.cuda.memory_allocated(device), time.perf_counter()
+        call()
+        torch.cuda.synchronize(device)
+        return time.perf_counter() - start, torch.cuda.max_memory_allocated(device) - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
+        start = time.perf_counter()
+        call()
+        seconds = time.perf_counter() - start
+    assert run.profiler is not None and run.profiler.kineto_results is not None
+    events = [event for event in run.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return seconds, peak
 
-    `before_call` runs before each measurement. Calls that cannot fit, or whose rounds would exceed the budget, are not
-    made.
+
+def probe(built: Built, plan: Plan) -> Iterator[Probe]:
+    """Call all work of a method at longer and longer lengths, and yield the lengths of the plan.
+
+    Calls that cannot fit, or whose rounds would exceed the budget, are not made.
     """
     device = first_layer(built.model).dense.weight.device
     for what in plan.whats:
@@ -202,13 +210,9 @@ def probe(built: Built, plan: Plan, before_call: Callable[[], object] = lambda: 
             else:
                 try:
                     work = WORKLOADS[what](built.model, length, plan.batch)
-                    held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-                    before_call()
-                    with measured(device) as meter:
-                        work.call()
-                    called.append((length, meter.seconds))
-                    peak = meter.peak_memory_bytes
-                    result = Probe(what, length, None if peak is None else peak - held)
+                    taken, peak = measured_call(work.call, device)
+                    called.append((length, taken))
+                    result = Probe(what, length, peak)
                 except ValueError as error:
                     result = Probe(what, length, kind="refused", reason=str(error))
                 except (RuntimeError, MemoryError) as error:
@@ -264,56 +268,3 @@ def too_large(built: Built, what: What, length: int, batch: int) -> str:
 
 def gib(size: float) -> str:
     return f"{size / 2**30:.1f} GiB"
-
-
-def probe_in_subprocess(case: Case, plan: Plan, dtype: str) -> list[Probe]:
-    """All probes of a method, made on the CPU in a process of its own."""
-    with TemporaryDirectory() as folder:
-        config = Path(folder) / "config.yml"
-        config.write_text(case.config.to_yaml())
-        request = {"label": case.label, "config": str(config), "contracted": case.contracted, "dtype": dtype}
-        request |= {"plan": asdict(plan), "threads": torch.get_num_threads()}
-        command = [sys.executable, "-m", "megatron_coca.evaluation.speed.probing"]
-        answer = subprocess.run(
-            command, check=False, input=json.dumps(request), capture_output=True, text=True, cwd=ROOT
-        )
-    found = [Probe(**json.loads(line)) for line in answer.stdout.splitlines() if line.startswith("{")]
-    return found if answer.returncode == 0 else [*found, *lost_probes(plan, found, answer.returncode, answer.stderr)]
-
-
-def lost_probes(plan: Plan, known: Sequence[Probe], status: int, errors: str) -> Iterator[Probe]:
-    done = {(probe.what, probe.length) for probe in known}
-    last = (errors.strip().splitlines() or ["no message"])[-1]
-    for what, length in itertools.product(plan.whats, sorted(plan.lengths)):
-        if (what, length) not in done and status == KILLED:
-            reason = "the system killed its process, as it does when memory runs out"
-            yield Probe(what, length, kind="out of memory", reason=reason)
-        elif (what, length) not in done:
-            yield Probe(what, length, kind="failed", reason=f"its process ended with {status}: {last}")
-
-
-def main() -> None:
-    """Read a request of `probe_in_subprocess` from standard input, and write a line of JSON for each probe."""
-    request = json.load(sys.stdin)
-    torch.set_num_threads(request["threads"])
-    plan = Plan(**request["plan"])
-    case = Case(request["label"], load_config([request["config"]]), request["contracted"])
-    built = build(case, "cpu", DTYPES[request["dtype"]])
-    # Libraries allocate buffers of their own in the first call.
-    WORKLOADS["model forward+backward"](built.model, 8, 1).call()
-    library = ctypes.CDLL(None)
-    library.mallopt(M_MMAP_THRESHOLD, SMALLEST_BLOCK)
-    # Allocations beyond the free memory are to fail, instead of the system killing some process.
-    allocated = resident_memory("VmData")
-    assert allocated is not None, "only the CPU of a Linux system is probed in a subprocess"
-    limit = allocated + int(MAX_SHARE_OF_FREE * free_bytes(torch.device("cpu")))
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
-
-    # Without it, blocks that are used again would not make resident memory grow. Only glibc has it.
-    trim = getattr(library, "malloc_trim", lambda pad: None)
-    for result in probe(built, plan, lambda: trim(0)):
-        print(json.dumps(asdict(result)), flush=True)
-
-
-if __name__ == "__main__":
-    main()

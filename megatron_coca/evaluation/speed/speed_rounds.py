@@ -9,7 +9,6 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -26,7 +25,7 @@ from megatron_coca.evaluation.options import read_variants, resolve_device
 from megatron_coca.evaluation.results import Cell, Missing, Record, Result, Store
 from megatron_coca.evaluation.speed import WHATS, WHOLE_SEQUENCES, What
 from megatron_coca.evaluation.speed.cases import EINSUM, Built, build_all, choose
-from megatron_coca.evaluation.speed.probing import WORKLOADS, Plan, Probe, first_layer, probe, probe_in_subprocess
+from megatron_coca.evaluation.speed.probing import WORKLOADS, Plan, first_layer, probe
 from megatron_coca.evaluation.subject import environment_record
 from megatron_coca.markdown_tables import format_table
 from megatron_coca.model import keep_freed_memory
@@ -165,18 +164,12 @@ def ratio(own: list[float], other: list[float], against: str) -> Ratio:
     return Ratio(against=against, median=middle, low=low, high=high)
 
 
-def measure(
-    built: Sequence[Built],
-    plan: Plan,
-    device: torch.device,
-    store: Store[SpeedResult],
-    probe_one: Callable[[Built], Sequence[Probe]],
-) -> None:
-    """Probes every method by `probe_one`, then times all that fit, and puts cells and reasons into `store`."""
+def measure(built: Sequence[Built], plan: Plan, device: torch.device, store: Store[SpeedResult]) -> None:
+    """Probes every method, then times all that fit, and puts cells and reasons into `store`."""
     probes = {
         (item.label, found.what, found.length): found
         for item in track(built, "trying", len(built), "methods")
-        for found in probe_one(item)
+        for found in probe(item, plan)
     }
     for (label, what, length), found in probes.items():
         if found.kind is not None:
@@ -244,19 +237,10 @@ def run(args: Namespace) -> int:
         raise results.EvaluationError(f"no method can be measured: {'; '.join(missing.reason for missing in refused)}")
     whats = WHATS if args.what is None else tuple(args.what)
     plan = Plan(whats, tuple(args.lengths), args.batch_size, args.rounds, args.budget_seconds)
-
-    def probe_one(item: Built) -> Sequence[Probe]:
-        """Probe in this process, or on the CPU in a subprocess, where memory grows only by the call."""
-        if device != "cpu":
-            return list(probe(item, plan))
-        if args.no_memory:
-            return [replace(found, peak=None) for found in probe(item, plan)]
-        return probe_in_subprocess(item.case, plan, args.dtype)
-
     store = Store(args.output, empty_result(args, config, built, device), args.overwrite)
     for missing in refused:
         store.miss(missing)
-    measure(built, plan, torch.device(device), store, probe_one)
+    measure(built, plan, torch.device(device), store)
     print(tables(store.result))
     for missing in store.result.missing:
         print(
