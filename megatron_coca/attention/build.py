@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -32,6 +33,7 @@ def build_method(position: PositionConfig, model: ModelConfig) -> PositionMethod
     """The method that the position keys of a type of layers name, for the model's head shape and training length."""
     options = {choice.key: given for choice, given in position.choices()}
     embedding, distances, scaling = position.embedding, position.distance_map, position.scaling
+    scale = scaling.compute or LOGIT_SCALINGS.get(scaling.name)
     form = embedding.compute if embedding.rotary and embedding.compute else SCORE_FORMS.get(embedding.name, PLAIN)
     make_bias = embedding.compute or BIASES[embedding.name] if embedding.biased else None
     bands: tuple[Band, ...] = UNMAPPED
@@ -51,7 +53,7 @@ def build_method(position: PositionConfig, model: ModelConfig) -> PositionMethod
         clex=_clex(position, model) if position.extension.learned else None,
         bands=UNMAPPED if distances is not None and distances.training_only else bands,
         trained_bands=bands,
-        logit_scaling=scaling.compute or LOGIT_SCALINGS.get(scaling.name),
+        logit_scaling=partial(scale, **scaling.resolved(options[scaling.key], model.seq_length)) if scale else None,
         operands=operand_maker(position.operand_kernel),
     )
 

@@ -175,6 +175,8 @@ def layer_names(attention_config: list[Any] | None, num_layers: int) -> tuple[st
                 names.append(item)
             case [[*group], "all"] if group and num_layers % len(group) == 0:
                 names += group * (num_layers // len(group))
+            case [[*group], "all"] if group:
+                raise ValueError(f"the {len(group)} layers repeated by all do not divide num_layers {num_layers}")
             case [[*group], int(repeats)] if group:
                 names += group * max(min(repeats, num_layers + 1), 0)
             case _:

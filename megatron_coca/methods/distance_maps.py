@@ -37,6 +37,11 @@ def _beyond_half(use: Use) -> str | None:
     return f"target_length {target} must exceed {length // 2}, half of the training length"
 
 
+def _shifted_back(use: Use) -> str | None:
+    shift, local = use.options["shift"], use.options["local"]
+    return None if local <= shift else f"local {local} exceeds shift {shift}, so distances would grow"
+
+
 _TARGET = Option("target_length", "count", "Largest evaluation length L'.", required=True)
 
 declare(
@@ -73,6 +78,29 @@ declare(
                 _window(4),
                 Option("group_size", "count", "Group size G of positions beyond the window.", default=8),
             ),
+        ),
+        DistanceMap(
+            "string",
+            "STRING",
+            "An et al. 2024",
+            rule="`m' = m - S + w`, `n' = n`: distance `r - S + w` from `r = S` on",
+            options=(
+                Option(
+                    "shift",
+                    "count",
+                    "S; distances from S on are shifted.",
+                    by_length=lambda length, _: max(length // 3, 1),
+                    shown="L/3",
+                ),
+                Option(
+                    "local",
+                    "count",
+                    "Smallest distance w of the shifted pairs.",
+                    by_length=lambda _, given: min(128, max(given["shift"] // 2, 1)),
+                    shown="at most 128",
+                ),
+            ),
+            checks=(_shifted_back,),
         ),
         DistanceMap(
             "lm_infinite",

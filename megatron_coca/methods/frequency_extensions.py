@@ -1,5 +1,7 @@
 """Values of `rope_scaling.rope_type`: rotary frequencies beyond the training length."""
 
+from dataclasses import replace
+
 from megatron_coca.methods.declaration import FrequencyExtension, Option, StockRope, Use, declare
 
 MEASURED = "original_max_position_embeddings"
@@ -57,8 +59,16 @@ def _logarithm(use: Use) -> str | None:
     return "longrope divides by ln L, which is 0 for a training length of 1" if short else None
 
 
+_RESONANCE = Option(
+    "resonance",
+    "flag",
+    "Round wavelengths to whole tokens, after the extension (Wang et al. 2024).",
+    default=False,
+)
+
 declare(
-    (
+    choice if choice.learned else replace(choice, options=(*choice.options, _RESONANCE))
+    for choice in (
         FrequencyExtension(name="default", label="", rule="`theta_j`", source="RoFormer", huggingface="stock"),
         FrequencyExtension(
             "linear",

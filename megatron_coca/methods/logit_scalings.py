@@ -1,10 +1,14 @@
 """Values of `logit_scaling`: a factor on the logits of each query by its position."""
 
-from megatron_coca.methods.declaration import LogitScaling, Use, declare
+from megatron_coca.methods.declaration import LogitScaling, Option, Use, Values, declare
 
 
 def _logarithm(use: Use) -> str | None:
     return "divides by ln L, which is 0 for a training length of 1" if use.seq_length < 2 else None
+
+
+def _training(length: int, given: Values) -> int:
+    return length
 
 
 declare(
@@ -18,6 +22,17 @@ declare(
             rule="`ln(m+1)/ln L`, from the first step of training on",
             trained=True,
             checks=(_logarithm,),
+        ),
+        LogitScaling(
+            "temperature",
+            "temperature",
+            "Llama 4 (period 8,192, positions from 1), Ministral 3 (period L, positions from 0)",
+            rule="`1 + a ln(1 + floor(m'/p))`, `m'` the position counted from `first`",
+            options=(
+                Option("strength", "positive", "Factor a of the logarithm.", default=0.1),
+                Option("period", "count", "Tokens p after which the factor grows.", by_length=_training, shown="L"),
+                Option("first", "whole", "Number of the first position, 0 or 1.", default=0, most=1),
+            ),
         ),
     )
 )

@@ -47,7 +47,7 @@ class Case:
     pos_emb: str
     scaling: Mapping[str, Any] = field(default_factory=dict)
     relative: Mapping[str, Any] = field(default_factory=dict)
-    logit_scaling: str = "none"
+    logit_scaling: str | Mapping[str, Any] = "none"
     rotary_pct: float = 1.0
     training: bool = False
 
@@ -97,16 +97,24 @@ class Case:
             return clex_frequencies(learned["up"], learned["down"], t, step=CLEX_STEP)
         return frequencies(self.rotary_dim, training_length=TRAINING_LENGTH, length=length, **self.scaling)
 
+    def _factors(self) -> str | tuple[float, int, int]:
+        if isinstance(self.logit_scaling, str):
+            return self.logit_scaling
+        given = self.logit_scaling
+        return given.get("strength", 0.1), given.get("period", TRAINING_LENGTH), given.get("first", 0)
+
     def setting(self, length: int, learned: Mapping[str, Tensor], ids: Tensor | None) -> Setting:
         """What else the oracle needs to know."""
         scaling = {} if "up" in learned else dict(self.scaling)
         relative = dict(self.relative)
+        if "shift" in relative:
+            relative["window"] = relative.pop("shift")
         if target := relative.pop("target_length", None):
             relative["leak"] = TRAINING_LENGTH / (2 * target)
         return Setting(
             multiplier(self.rotary_dim, training_length=TRAINING_LENGTH, length=length, **scaling),
             RelativeMap(**relative) if relative else None,
-            self.logit_scaling,
+            self._factors(),
             TRAINING_LENGTH,
             learned,
             ids,
@@ -289,6 +297,7 @@ _MAPS: dict[str, dict[str, Any]] = {
     "leaky_rerope": {"type": "leaky_rerope", "window": 20, "leak": 4.0},
     "inv_leaky_rerope": {"type": "inv_leaky_rerope", "window": 8, "target_length": 128},
     "self_extend": {"type": "self_extend", "window": 21, "group_size": 4},
+    "string": {"type": "string", "shift": 20, "local": 7},
     "lm_infinite": {"type": "lm_infinite", "window": 20, "sinks": 10},
     "streaming": {"type": "streaming", "window": 20, "sinks": 4},
 }
@@ -312,6 +321,7 @@ _ONE_FORM_PER_MAP = (
     "leaky_rerope-rotary",
     "inv_leaky_rerope-coca_strict",
     "self_extend-coca",
+    "string-coca",
     "lm_infinite-rotary",
     "streaming-coca_strict",
 )

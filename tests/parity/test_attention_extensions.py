@@ -44,6 +44,8 @@ EXTENSIONS: dict[str, dict[str, Any]] = {
     "llama3": {"rope_type": "llama3", "factor": 8.0},
     "proportional": {"rope_type": "proportional", "proportion": 0.4, "factor": 2.0},
     "clex": {"rope_type": "clex", "ode_step": 0.01},
+    "resonance": {"rope_type": "default", "resonance": True},
+    "yarn_resonance": {"rope_type": "yarn", "factor": 4.0, "resonance": True},
 }
 COMBINED = {
     "coca-dynamic-rerope": Case("coca", EXTENSIONS["dynamic"], {"type": "rerope", "window": 20}),
@@ -56,6 +58,12 @@ COMBINED = {
     "coca-clex-log_n": Case("coca", EXTENSIONS["clex"], logit_scaling="log_n"),
     "rotary-dynamic_yarn-streaming-log_n_trained": Case(
         "rotary", EXTENSIONS["dynamic_yarn"], {"type": "streaming", "window": 20, "sinks": 4}, "log_n_trained"
+    ),
+    "rotary-dynamic-string-temperature": Case(
+        "rotary", EXTENSIONS["dynamic"], {"type": "string", "shift": 20, "local": 5}, {"type": "temperature"}
+    ),
+    "coca-temperature": Case(
+        "coca", logit_scaling={"type": "temperature", "period": 16, "first": 1, "strength": 0.4}, rotary_pct=0.5
     ),
     "rotary-longrope-lm_infinite": Case(
         "rotary", EXTENSIONS["longrope"], {"type": "lm_infinite", "window": 20, "sinks": 3}, "log_n"

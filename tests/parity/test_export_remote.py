@@ -57,12 +57,15 @@ MAPS: dict[str, dict[str, Any]] = {
     "leaky_rerope": {"leak": 4.0},
     "inv_leaky_rerope": {"target_length": 64},
     "self_extend": {"group_size": 3},
+    "string": {"shift": 9, "local": 3},
     "lm_infinite": {"window": 12, "sinks": 3},
     "streaming": {"window": 12},
 }
 OTHERS: dict[str, dict[str, Any]] = {
     "rotary, partial": LLAMA | {"rotary_pct": 0.5},
     "rotary, log n": NEOX | {"logit_scaling": "log_n"},
+    "coca, temperature": NEOX | {"pos_emb": "coca", "logit_scaling": {"type": "temperature", "period": 5}},
+    "rotary, resonance": LLAMA | {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0, "resonance": True}},
     "alibi, log n": LLAMA | {"pos_emb": "alibi", "logit_scaling": "log_n"},
     "coca, trained log n, partial": NEOX | {"pos_emb": "coca", "logit_scaling": "log_n_trained"},
     "coca, tied, biases": GROUPED

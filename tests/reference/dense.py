@@ -19,7 +19,8 @@ class RelativeMap:
     """Far pairs, whose tokens are `window` or more apart, are scored elsewhere than where they stand; lengths in
     tokens.
 
-    `leak` is k of Leaky ReRoPE, `group_size` G of SelfExtend, `sinks` the number of first keys that stay visible.
+    `leak` is k of Leaky ReRoPE, `group_size` G of SelfExtend, `sinks` the number of first keys that stay visible,
+    `local` the smallest distance of STRING's shifted pairs.
     """
 
     type: str
@@ -27,6 +28,7 @@ class RelativeMap:
     leak: float = 16.0
     group_size: int = 8
     sinks: int = 0
+    local: int = 0
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Setting:
     Attributes:
         multiplier: of cosine and sine each.
         map: the relative-position map, or None.
-        logit_scaling: "none", "log_n" (never below 1) or "log_n_trained".
+        logit_scaling: "none", "log_n" (never below 1), "log_n_trained", or (a, p, first) of the temperature.
         training_length: L of the logit scaling.
         bias: the learned parameters of the bias by name: p and a [heads], or table [buckets, heads].
         documents: the document of every token, [batch, length], one run of equal numbers for each; None: one a row.
@@ -44,7 +46,7 @@ class Setting:
 
     multiplier: float = 1.0
     map: RelativeMap | None = None
-    logit_scaling: str = "none"
+    logit_scaling: str | tuple[float, int, int] = "none"
     training_length: int = 1
     bias: Mapping[str, Tensor] = field(default_factory=dict)
     documents: Tensor | None = None
@@ -103,6 +105,10 @@ def _row_factors(positions: Tensor, setting: Setting) -> Tensor:
     """What the logits of row m are multiplied by, [batch or 1, 1, queries, 1]."""
     if setting.logit_scaling == "none":
         return torch.ones(1, dtype=torch.float64, device=positions.device)
+    if not isinstance(setting.logit_scaling, str):
+        strength, period, first = setting.logit_scaling
+        periods = torch.div(positions + first, period, rounding_mode="floor")
+        return (1 + strength * torch.log(1 + periods))[:, None, :, None]
     factors = torch.log(positions + 1) / math.log(setting.training_length)
     factors = factors.clamp(min=1.0) if setting.logit_scaling == "log_n" else factors
     return factors[:, None, :, None]
@@ -149,11 +155,17 @@ def _far_streaming(s: RelativeMap, m: Tensor, n: Tensor, m_inner: Tensor, n_inne
     return m_inner.clamp(max=s.sinks + s.window - 1), n_inner
 
 
+def _far_string(s: RelativeMap, m: Tensor, n: Tensor, m_inner: Tensor, n_inner: Tensor) -> tuple[Tensor, Tensor]:
+    """The distance m - n becomes m - n - S + w."""
+    return m - (s.window - s.local), n
+
+
 FAR: dict[str, Far] = {
     "rerope": _far_rerope,
     "leaky_rerope": _far_leaky,
     "inv_leaky_rerope": _far_leaky,
     "self_extend": _far_self_extend,
+    "string": _far_string,
     "lm_infinite": _far_rerope,
     "streaming": _far_streaming,
 }

@@ -34,6 +34,7 @@ class Extension:
     short_factor: Sequence[float] | None = None
     long_factor: Sequence[float] | None = None
     proportion: float = 1.0
+    resonance: bool = False
 
     def theta(self, j: int, alpha: float = 1.0) -> float:
         """theta_j of the base B alpha^(d/(d-2)); the only frequency of a block of two dimensions is kept."""
@@ -44,7 +45,10 @@ class Extension:
 def frequencies(dim: int, base: float = 10000.0, rope_type: str = "default", **settings: Any) -> Tensor:
     """The frequencies of `rope_type`, [dim/2] float64, in radians per position; `settings` as in `Extension`."""
     extension = Extension(dim, base, rope_type, **settings)
-    return torch.tensor([FREQUENCY[rope_type](extension, j) for j in range(dim // 2)], dtype=torch.float64)
+    theta = [FREQUENCY[rope_type](extension, j) for j in range(dim // 2)]
+    if extension.resonance:  # every wavelength a whole number of tokens
+        theta = [2 * math.pi / round(2 * math.pi / each) if each else 0.0 for each in theta]
+    return torch.tensor(theta, dtype=torch.float64)
 
 
 def multiplier(dim: int, base: float = 10000.0, rope_type: str = "default", **settings: Any) -> float:

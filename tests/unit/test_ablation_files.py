@@ -83,7 +83,12 @@ def test_every_variant_is_a_model(file: Path, scale: str | None) -> None:
         for label, config in variants.items():
             assert config not in seen, f"{name} {label}: measured twice"
             seen.append(config)
-            empty_model(config.override({"num_layers": 1}), device, training=config == trained, memory="meta")
+            empty_model(
+                config.override({"num_layers": 4 if config.position.layer_types else 1}),
+                device,
+                training=config == trained,
+                memory="meta",
+            )
 
 
 def test_the_first_scale_is_the_default() -> None:

@@ -80,7 +80,9 @@ def test_every_option_belongs_to_a_choice(key: str, name: str) -> None:
             make(pos_emb="rotary", **{key: {choice.selector: name} | required | {option: None}})
     foreign = {option.name: option for other in others for option in other.options if option.name not in own}
     for option, declaration in foreign.items():
-        other = REQUIRED.get(option) or {"flag": False, "choice": "rotations"}.get(declaration.kind, 3)
+        other = REQUIRED.get(option) or {"flag": not declaration.default, "choice": "rotations"}.get(
+            declaration.kind, 3
+        )
         with pytest.raises(ConfigError, match=f"{option} has no effect with {choice.selector} {name}"):
             make(pos_emb="rotary", **{key: {choice.selector: name} | required | {option: other}})
 

@@ -85,6 +85,17 @@ def _self_extend(s: Options, training_length: int) -> tuple[Band, ...]:
     return Band(high=s["window"]), Band(low=s["window"], query_positions=query, key_positions=key)
 
 
+def _string(s: Options, training_length: int) -> tuple[Band, ...]:
+    """STRING (An et al. 2024, "Why Does the Effective Context Length of LLMs Fall Short?", section 4): r below S, then
+    r - S + w, so that far pairs have the distances that training saw most.
+    """
+
+    def query(positions: Tensor, first: Tensor) -> Tensor:
+        return positions - s["shift"] + s["local"]
+
+    return Band(high=s["shift"]), Band(low=s["shift"], query_positions=query)
+
+
 def _lm_infinite(s: Options, training_length: int) -> tuple[Band, ...]:
     """LM-Infinite (Han et al. 2023, section 3): the near window, and the first keys at distance w."""
     return Band(high=s["window"]), Band(
@@ -115,6 +126,7 @@ DISTANCE_MAPS: dict[str, Callable[[Options, int], tuple[Band, ...]]] = {
     "leaky_rerope": _leaky_rerope,
     "inv_leaky_rerope": _inv_leaky_rerope,
     "self_extend": _self_extend,
+    "string": _string,
     "lm_infinite": _lm_infinite,
     "streaming": _streaming,
 }

@@ -313,8 +313,8 @@ SCORE_FORMS: dict[str, ScoreForm] = {
 }
 """The rotary values of `pos_emb`; all others are PLAIN."""
 
-LogitScaling = Callable[[Tensor, int], Tensor]
-"""(float64 positions [...], training length L) -> factors [...]."""
+LogitScaling = Callable[..., Tensor]
+"""(float64 positions [...], training length L, its options by name) -> factors [...]."""
 
 
 def _log_n(positions: Tensor, training_length: int) -> Tensor:
@@ -329,4 +329,15 @@ def _log_n_trained(positions: Tensor, training_length: int) -> Tensor:
     return positions.log1p() / math.log(training_length)
 
 
-LOGIT_SCALINGS: dict[str, LogitScaling] = {"log_n": _log_n, "log_n_trained": _log_n_trained}
+def _temperature(positions: Tensor, training_length: int, strength: float, period: int, first: int) -> Tensor:
+    """1 + a ln(1 + floor(m'/p)): constant within a period, so 1 in the first (Meta 2025, Llama 4's code; Mistral AI
+    2025, Ministral 3's code).
+    """
+    return 1 + strength * ((positions + first) / period).floor().log1p()
+
+
+LOGIT_SCALINGS: dict[str, LogitScaling] = {
+    "log_n": _log_n,
+    "log_n_trained": _log_n_trained,
+    "temperature": _temperature,
+}

@@ -124,7 +124,8 @@ class Rotary:
     def inverse_frequencies(self, length: int) -> Tensor:
         """The frequencies for an input of `length` tokens, shape [dim/2], float64, in radians per position."""
         compute = self.scaling.declaration.compute or EXTENSIONS[self.scaling.rope_type]
-        return compute(self, length)
+        theta = compute(self, length)
+        return resonant(theta) if self.scaling.options.get("resonance") else theta
 
     def multiplier(self, length: int) -> float:
         """Factor on cos and sin; the logits of the rotated block get its square."""
@@ -139,6 +140,13 @@ class Rotary:
 def geometric(dim: int, base: float, device: torch.device | None = None) -> Tensor:
     """theta_j = base^(-2j/dim), shape [dim/2], float64 (Su et al. 2021, "RoFormer", section 3.2.2)."""
     return base ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim)
+
+
+def resonant(theta: Tensor) -> Tensor:
+    """2 pi / round(2 pi / theta_j): wavelengths of whole tokens, so that a feature takes no value in a later period
+    that it did not take in the first (Wang et al. 2024, "Resonance RoPE", section 4). Frequencies of 0 stay.
+    """
+    return 2 * math.pi / (2 * math.pi / theta).round()
 
 
 def ntk_base(dim: int, base: float, alpha: float) -> float:

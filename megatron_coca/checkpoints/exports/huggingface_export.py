@@ -51,7 +51,7 @@ from megatron_coca.checkpoints.load import OpenedCheckpoint, Overrides, open_che
 from megatron_coca.checkpoints.tokenizer import KEYS as TOKENIZER_KEYS
 from megatron_coca.checkpoints.weights import DTYPES, Weights, write_safetensors
 from megatron_coca.config import Config
-from megatron_coca.config.position import ORIGINAL
+from megatron_coca.config.position import ORIGINAL, Selected
 from megatron_coca.config.source import given_values
 
 MODELLING_FILE = TEMPLATE.name
@@ -68,7 +68,8 @@ CLASS_PREFIXES = {"coca_gpt_neox": "CocaGPTNeoX", "coca_llama": "CocaLlama", "co
 
 def _stock_positions(config: Config) -> bool:
     stock = all(choice.huggingface == "stock" for choice, _ in config.position.choices())
-    return stock and getattr(config.position.rope_scaling, "ramp", None) in (None, "dimension")
+    scaling = config.position.rope_scaling
+    return stock and getattr(scaling, "ramp", None) in (None, "dimension") and not getattr(scaling, "resonance", False)
 
 
 def _is_neox(config: Config) -> bool:
@@ -205,7 +206,7 @@ def _rope_parameters(config: Config) -> dict[str, Any]:
     position, extension = config.position, config.position.extension
     parameters: dict[str, Any] = {"rope_type": extension.name, "rope_theta": position.rotary_emb_base}
     for name, value in position.rope_scaling.given.items() if position.rope_scaling is not None else ():
-        if value is not None and name != "ramp":  # transformers has no name for it
+        if value is not None and name not in ("ramp", "resonance"):  # transformers has no names for these
             parameters[name] = list(value) if isinstance(value, tuple) else value
     if extension.stock.length == ORIGINAL:
         parameters[ORIGINAL] = position.original_length(config.model.seq_length)
@@ -225,6 +226,8 @@ def describe_position(config: Config, weights: Weights) -> dict[str, Any]:
         section["rope_scaling"] = _without_none(scaling.model_dump() | scaling.settings(length))
     if (distances := position.relative_positions) is not None:
         section["relative_positions"] = _without_none({"type": distances.type} | distances.settings(length))
+    if isinstance(factor := position.logit_scaling, Selected):
+        section["logit_scaling"] = {"type": factor.type} | factor.settings(length)
     if position.pos_emb == "learned":
         section[LEARNED_ROWS] = config.model.max_position_embeddings
     if scaling is not None and position.extension.learned:

@@ -16,6 +16,7 @@ is not padding. Nothing is kept between calls.
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +36,7 @@ from megatron_coca.attention.context import RotaryFrequencies, SegmentTables, To
 from megatron_coca.attention.positions.bias import BIASES, BiasSource, LearnedBias
 from megatron_coca.attention.positions.distance_maps import DISTANCE_MAPS, UNMAPPED
 from megatron_coca.attention.positions.forms import LOGIT_SCALINGS, PLAIN, SCORE_FORMS
-from megatron_coca.attention.positions.frequencies import EXTENSIONS, multiplier
+from megatron_coca.attention.positions.frequencies import EXTENSIONS, multiplier, resonant
 from megatron_coca.checkpoints.exports.modelling_file import CHOICES
 from megatron_coca.model.layers import LearnedPositions, ScaleNorm, SinusoidalPositions
 
@@ -159,8 +160,9 @@ class Positions:
         rotated = int(head_dim * given.get("rotary_pct", 1.0)) if self.form.rotary else 0
         self.rotary = Rotary(rotated, float(given.get("rotary_emb_base", 10000.0)), original, scaling)
         self.by_length = self.form.rotary and self.extension.length_dependent
-        factor, _ = read_choice("logit_scaling", given.get("logit_scaling") or "none")
-        self.logit_scaling = LOGIT_SCALINGS.get(factor.name)
+        factor, options = read_choice("logit_scaling", given.get("logit_scaling") or "none")
+        options.pop("type", None)
+        self.logit_scaling = partial(LOGIT_SCALINGS[factor.name], **options) if factor.name != "none" else None
         self.bands = self.trained_bands = UNMAPPED
         if given.get("relative_positions"):
             distances, options = read_choice("relative_positions", given["relative_positions"])
@@ -212,7 +214,8 @@ class Positions:
 
     def _theta(self, rotary: Rotary, length: int) -> Tensor:
         if not self.extension.learned:
-            return EXTENSIONS[self.extension.name](rotary, length)
+            theta = EXTENSIONS[self.extension.name](rotary, length)
+            return resonant(theta) if rotary.scaling.get("resonance") else theta
         solved = self.given["clex_frequencies"]  # of the lengths L, 2 L, ...
         solved = solved[min(max(length - 1, 0) // rotary.original_length, len(solved) - 1)]
         return torch.tensor(solved, dtype=torch.double)
