@@ -71,7 +71,6 @@ RUN = {
     "python evaluate.py report": "",
     CHECKPOINT_SUITE: "",
     f'{CHECKPOINT_SUITE} --checkpoint "RoFormer=runs/tutorial': "--only perplexity",
-    "python tools/bench_checkpoint.py": "num_layers=1 hidden_size=64 --rounds 1",
 }
 """Commands that are executed in `make_workspace`, and what is appended to make them small."""
 
