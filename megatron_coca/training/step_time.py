@@ -7,7 +7,6 @@ on a GPU, so a range is predicted.
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -214,19 +213,6 @@ def step_time(config: Config, gpus: int, gpu: str, links: int = GPUS_PER_HOST, s
     peak = gpus * (peak_flops(device.name) or math.inf)
     flops = flops_per_token(config).model * sizes.total * config.model.seq_length
     return replace(slowest, network=slowest.network + idle, mfu=flops / (slowest.total + idle) / peak)
-
-
-def scaling(config: Config, gpus: int, links: int = GPUS_PER_HOST) -> Iterator[tuple[int, dict[str, StepTime]]]:
-    """Yield for 8 to 4,096 GPUs, doubling, the step of each kind; a GPU's micro-batch and accumulation stay those of
-    `gpus`, so that the batch grows. Numbers that the ranks of one model do not divide are left out.
-    """
-    topology = Topology.of(config.parallel, gpus)
-    sizes = config.batch.resolve(topology.data)
-    keys = {"train_batch_size": None, "gradient_accumulation_steps": sizes.accumulation}
-    config = config.override(keys | {"train_micro_batch_size_per_gpu": sizes.micro})
-    for number in (8 * 2**doublings for doublings in range(10)):
-        if number % (gpus // topology.data) == 0:
-            yield number, {gpu: step_time(config, number, gpu, links) for gpu in DEVICES}
 
 
 def _stage_time(
