@@ -253,7 +253,7 @@ def _attention_flops(config: Config) -> float:
 def _network_time(
     config: Config, topology: Topology, sizes: BatchSizes, numbers: int, blocks: int, network: Network, computing: float
 ) -> tuple[float, float]:
-    """Seconds of communication that nothing runs beside, and that run beside `computing` seconds of computation.
+    """Return the seconds of communication that the step waits for, and those hidden behind `computing` seconds.
 
     All gradients but the last bucket and the embedding's may be reduced during the backward pass, two thirds of a
     micro-batch; ZeRO 3's weights but the first ones may be gathered during both passes.

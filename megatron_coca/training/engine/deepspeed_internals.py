@@ -237,7 +237,7 @@ def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def replica_group(optimizer: Any) -> Any:
-    """Return the ranks that all hold the whole weights beside partitioned states (ZeRO 1, 2); None for other kinds."""
+    """Return the group whose ranks hold all weights and share the states (ZeRO 1, 2); None for other kinds."""
     return optimizer.dp_process_group if isinstance(optimizer, DeepSpeedZeroOptimizer) else None
 
 
