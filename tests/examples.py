@@ -29,7 +29,6 @@ TUTORIAL = "data/tutorial/data.yml vocab_size=2048 train_iters=600 save=runs/tut
 
 RUN = {
     "python docs/generate.py": "--check",
-    "python train.py --help": "",
     "python train.py configs/350M/roformer_coca.yml": "save=runs/new",
     "python train.py configs/350M/roformer_coca.yml model_parallel_size=2": TWO,
     RECALL: "train_iters=4 checkpoint_factor=2 eval_interval=4 save=runs/recall/coca",
@@ -71,7 +70,6 @@ RUN = {
     "python evaluate.py report": "",
     CHECKPOINT_SUITE: "",
     f'{CHECKPOINT_SUITE} --checkpoint "RoFormer=runs/tutorial': "--only perplexity",
-    "python tools/bench_checkpoint.py": "num_layers=1 hidden_size=64 --rounds 1",
 }
 """Commands that are executed in `make_workspace`, and what is appended to make them small."""
 

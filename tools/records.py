@@ -23,14 +23,13 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def benchmark_parser(
-    description: str | None, output: str, rounds: int | None = None, inputs: bool = False
+    description: str | None, output: str, rounds: int, inputs: bool = False
 ) -> argparse.ArgumentParser:
-    """Return a parser with --output, with --rounds if it has a default, and with config files and `key=value` pairs."""
+    """Return a parser with --output and --rounds, and with `inputs` for config files and `key=value` pairs."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     if inputs:
         parser.add_argument("inputs", nargs="+", metavar="CONFIG.yml | key=value")
-    if rounds is not None:
-        parser.add_argument("--rounds", type=int, default=rounds, help="counted measurements (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=rounds, help="counted measurements (default: %(default)s)")
     parser.add_argument("--output", type=Path, default=Path("benchmarks", output), help="default: %(default)s")
     return parser
 

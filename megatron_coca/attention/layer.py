@@ -30,7 +30,7 @@ class PackedRows(NamedTuple):
         """The packed row of every row of the part, int64."""
         return torch.arange(self.total).view(-1, self.period)[:, self.first : self.first + self.size].flatten()
 
-    def stretches(self, begin: int, stop: int, width: int) -> Iterator[tuple[int, int, int]]:
+    def ranges(self, begin: int, stop: int, width: int) -> Iterator[tuple[int, int, int]]:
         """Elements [begin, stop) of the flattened part (rows of `width` elements) as contiguous ranges of the packed
         tensor: (offset there, begin and stop in the part) of each.
         """

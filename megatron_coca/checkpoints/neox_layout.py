@@ -237,7 +237,7 @@ class NeoxSharding:
         if self.kind == "cut":
             whole = parts[0].new_empty(self._shard(0, len(parts)).full_shape(parts[0].shape))
             for rank, part in enumerate(parts):
-                self._shard(rank, len(parts)).place(part, whole)
+                self._shard(rank, len(parts)).copy_into(part, whole)
             return whole
         stacked = torch.stack([part.float() for part in parts])
         if self.kind == "sum":

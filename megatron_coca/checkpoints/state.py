@@ -30,6 +30,10 @@ WEIGHT = "weight"
 """Kind of the pieces of the weights; other kinds are names of optimizer states."""
 
 
+SLICES = "places"
+"""Key of the parameters' slices in a file's metadata: the name that earlier versions wrote."""
+
+
 class TensorShard(NamedTuple):
     """Shard `rank` of `ranks` of a tensor cut along `dim`. Each block of a packed projection is cut separately; a plain
     matrix is one block.
@@ -45,7 +49,7 @@ class TensorShard(NamedTuple):
         blocks = full.split(self.blocks, self.dim)
         return torch.cat([block.chunk(self.ranks, self.dim)[self.rank] for block in blocks], self.dim)
 
-    def place(self, shard: Tensor, full: Tensor) -> None:
+    def copy_into(self, shard: Tensor, full: Tensor) -> None:
         """Copy this shard into the whole tensor."""
         begin = taken = 0
         for block in self.blocks:
@@ -105,11 +109,11 @@ def file_name(rank: int) -> str:
     return f"rank_{rank:05d}.safetensors"
 
 
-def write_pieces(path: Path, pieces: Iterable[StatePiece], places: Mapping[str, ParameterSlice]) -> None:
+def write_pieces(path: Path, pieces: Iterable[StatePiece], slices: Mapping[str, ParameterSlice]) -> None:
     """Write a rank's file from tensors on the CPU."""
     tensors = {f"{piece.kind}:{piece.name}:{piece.start}": piece.tensor for piece in pieces}
     names = sorted({key.split(":")[1] for key in tensors})
-    save_file(tensors, path, metadata={"places": json.dumps({name: places[name] for name in names})})
+    save_file(tensors, path, metadata={SLICES: json.dumps({name: slices[name] for name in names})})
 
 
 class _Range(NamedTuple):
@@ -128,16 +132,16 @@ class PieceReader:
         """`folder` is named in errors."""
         self._folder = folder
         self._ranges: dict[tuple[str, str], list[_Range]] = defaultdict(list)
-        self._places: dict[str, ParameterSlice] = {}
+        self._slices: dict[str, ParameterSlice] = {}
         self._recent: tuple[tuple[str, str, TensorShard | None], tuple[Tensor, Tensor]] | None = None
 
-    def _add_places(self, places: Mapping[str, ParameterSlice]) -> None:
-        self._places |= {name: place for name, place in places.items() if name not in self._places}
+    def _add_slices(self, slices: Mapping[str, ParameterSlice]) -> None:
+        self._slices |= {name: parameter for name, parameter in slices.items() if name not in self._slices}
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Whole shape of every parameter."""
-        return {name: place.full_shape for name, place in self._places.items()}
+        return {name: parameter.full_shape for name, parameter in self._slices.items()}
 
     @property
     def stored(self) -> dict[str, int]:
@@ -153,7 +157,7 @@ class PieceReader:
         Raises CheckpointError if elements of a parameter are in no file, or only in some of the optimizer states.
         """
         states = sorted({kind for kind, _ in self._ranges} - {WEIGHT})
-        for name in self._places:
+        for name in self._slices:
             self._require_weight(name)
             covered = [
                 sorted((part.shard or (), part.start, part.numel) for part in self._ranges[kind, name])
@@ -165,29 +169,29 @@ class PieceReader:
                         f"{self._folder}: {kind} of {name} covers different elements from {states[0]}"
                     )
 
-    def fill(self, piece: StatePiece, place: ParameterSlice) -> None:
-        """Copy saved values into `piece`, of a parameter that is now at `place`.
+    def fill(self, piece: StatePiece, parameter: ParameterSlice) -> None:
+        """Copy saved values into `piece`; `parameter` is the slice of its parameter that this rank has now.
 
         Raises CheckpointError if the state does not hold all of it, or is of another shape.
         """
-        saved = self._place(piece.name).full_shape
-        if saved != place.full_shape:
+        saved = self._slice(piece.name).full_shape
+        if saved != parameter.full_shape:
             raise CheckpointError(
-                f"{self._folder}: {piece.name} is {list(saved)}, the model wants {list(place.full_shape)}"
+                f"{self._folder}: {piece.name} is {list(saved)}, the model wants {list(parameter.full_shape)}"
             )
         stop = piece.start + piece.tensor.numel()
-        same = [part for part in self._ranges[piece.kind, piece.name] if part.shard == place.shard]
+        same = [part for part in self._ranges[piece.kind, piece.name] if part.shard == parameter.shard]
         if same:
             for part, first, last in self._covering(same, piece.start, stop, piece.kind, piece.name):
                 values = part.read(first - part.start, last - part.start)
                 piece.tensor[first - piece.start : last - piece.start].copy_(values)
             return
         # The last parameter is kept: where only some of its rows are trained, it has many pieces in succession.
-        key = (piece.name, piece.kind, place.shard)
+        key = (piece.name, piece.kind, parameter.shard)
         if self._recent is None or self._recent[0] != key:
             whole, present = self._gathered(piece.name, piece.kind)
-            if place.shard is not None:
-                whole, present = place.shard.cut(whole), place.shard.cut(present)
+            if parameter.shard is not None:
+                whole, present = parameter.shard.cut(whole), parameter.shard.cut(present)
             self._recent = key, (whole.reshape(-1), present.reshape(-1))
         values, present = self._recent[1]
         missing = (~present[piece.start : stop]).nonzero()
@@ -203,33 +207,33 @@ class PieceReader:
         self._require_weight(name)
         return self._gathered(name, kind)[0]
 
-    def _place(self, name: str) -> ParameterSlice:
-        if name not in self._places:
+    def _slice(self, name: str) -> ParameterSlice:
+        if name not in self._slices:
             raise CheckpointError(f"{self._folder}: holds no parameter {name}")
-        return self._places[name]
+        return self._slices[name]
 
     def _require_weight(self, name: str) -> None:
-        place = self._place(name)
+        parameter = self._slice(name)
         for ranges in self._by_shard(name, WEIGHT).values():
-            self._covering(ranges, 0, prod(place.shape), WEIGHT, name)
+            self._covering(ranges, 0, prod(parameter.shape), WEIGHT, name)
 
     def _gathered(self, name: str, kind: str) -> tuple[Tensor, Tensor]:
         """A parameter or state from all files: values (float32), and where they are present (bool)."""
-        place = self._place(name)
-        values, present = torch.zeros(place.full_shape), torch.zeros(place.full_shape, dtype=torch.bool)
+        parameter = self._slice(name)
+        values, present = torch.zeros(parameter.full_shape), torch.zeros(parameter.full_shape, dtype=torch.bool)
         for shard, ranges in self._by_shard(name, kind).items():
-            local = values if shard is None else torch.zeros(place.shape)
-            local_present = present if shard is None else torch.zeros(place.shape, dtype=torch.bool)
+            local = values if shard is None else torch.zeros(parameter.shape)
+            local_present = present if shard is None else torch.zeros(parameter.shape, dtype=torch.bool)
             for part in ranges:
                 local.view(-1).narrow(0, part.start, part.numel).copy_(part.read(0, part.numel))
                 local_present.view(-1).narrow(0, part.start, part.numel).fill_(True)
             if shard is not None:
-                shard.place(local, values)
-                shard.place(local_present, present)
+                shard.copy_into(local, values)
+                shard.copy_into(local_present, present)
         return values, present
 
     def _by_shard(self, name: str, kind: str) -> dict[TensorShard | None, list[_Range]]:
-        shard = self._places[name].shard
+        shard = self._slices[name].shard
         shards = [None] if shard is None else [shard._replace(rank=rank) for rank in range(shard.ranks)]
         return {shard: [part for part in self._ranges[kind, name] if part.shard == shard] for shard in shards}
 
@@ -277,45 +281,45 @@ class StateReader(PieceReader):
         try:
             open_regular(path).close()
             file = self._files.enter_context(safe_open(path, "pt"))
-            recorded = json.loads(file.metadata()["places"])
-            places = {name: ParameterSlice.from_json(values) for name, values in recorded.items()}
-            ranges = [self._range(file, key, places) for key in file.keys()]  # noqa: SIM118 - it is no mapping
+            recorded = json.loads(file.metadata()[SLICES])
+            slices = {name: ParameterSlice.from_json(values) for name, values in recorded.items()}
+            ranges = [self._range(file, key, slices) for key in file.keys()]  # noqa: SIM118 - it is no mapping
         except OSError as error:
             raise UnreadableError.of(path, error) from error
         except (SafetensorError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path}: cannot be read as a rank's state: {error}") from error
-        self._add_places(places)
+        self._add_slices(slices)
         for kind, name, found in ranges:
             self._ranges[kind, name].append(found)
 
     @staticmethod
-    def _range(file: Any, key: str, places: Mapping[str, ParameterSlice]) -> tuple[str, str, _Range]:
+    def _range(file: Any, key: str, slices: Mapping[str, ParameterSlice]) -> tuple[str, str, _Range]:
         """Kind, parameter and range of one tensor of a file."""
         kind, name, first = key.split(":")
-        (numel,), start, place = file.get_slice(key).get_shape(), int(first), places[name]
-        if not 0 <= start <= start + numel <= prod(place.shape):
-            raise ValueError(f"{key} has {numel} elements of a parameter of shape {list(place.shape)}")
+        (numel,), start, parameter = file.get_slice(key).get_shape(), int(first), slices[name]
+        if not 0 <= start <= start + numel <= prod(parameter.shape):
+            raise ValueError(f"{key} has {numel} elements of a parameter of shape {list(parameter.shape)}")
 
         def read(begin: int, stop: int) -> Tensor:
             # get_tensor maps the file, get_slice copies
             return file.get_tensor(key) if stop - begin == numel else file.get_slice(key)[begin:stop]
 
-        return kind, name, _Range(read, start, numel, place.shard)
+        return kind, name, _Range(read, start, numel, parameter.shard)
 
 
 class LocalWeight(NamedTuple):
-    """A range of a weight in a rank's memory; `place` is a ParameterSlice or its JSON form."""
+    """A range of a weight in a rank's memory; `parameter` is a ParameterSlice or its JSON form."""
 
     name: str
     start: int
     numel: int
-    place: Any
+    parameter: Any
 
 
-def local_weights(pieces: Iterable[StatePiece], places: Mapping[str, ParameterSlice]) -> list[LocalWeight]:
+def local_weights(pieces: Iterable[StatePiece], slices: Mapping[str, ParameterSlice]) -> list[LocalWeight]:
     """The weights among a rank's pieces."""
     own = sorted((piece.name, piece.start, piece.tensor.numel()) for piece in pieces if piece.kind == WEIGHT)
-    return [LocalWeight(name, start, numel, places[name]) for name, start, numel in own]
+    return [LocalWeight(name, start, numel, slices[name]) for name, start, numel in own]
 
 
 class LocalWeightReader(PieceReader):
@@ -332,17 +336,17 @@ class LocalWeightReader(PieceReader):
         super().__init__(folder)
         fetched: dict[_Range, tuple[int, LocalWeight]] = {}
         for rank, weights in enumerate(held):
-            places = {weight.name: ParameterSlice.from_json(weight.place) for weight in weights}
-            self._add_places(places)
+            slices = {weight.name: ParameterSlice.from_json(weight.parameter) for weight in weights}
+            self._add_slices(slices)
             for weight in weights:
 
                 def fetch(begin: int, stop: int, rank: int = rank, weight: LocalWeight = weight) -> Tensor:
                     return read(rank, weight)[begin:stop]
 
-                part = _Range(fetch, weight.start, weight.numel, places[weight.name].shard)
+                part = _Range(fetch, weight.start, weight.numel, slices[weight.name].shard)
                 self._ranges[WEIGHT, weight.name].append(part)
                 fetched[part] = rank, weight
-        groups = (group for name in self._places for group in self._by_shard(name, WEIGHT).values())
+        groups = (group for name in self._slices for group in self._by_shard(name, WEIGHT).values())
         self.order = [fetched[part] for group in groups for part in group]
 
 

@@ -8,7 +8,7 @@ status 1 if the run does not fit, with config changes that make it fit; 2 if the
 
 import json
 from argparse import ArgumentParser
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -61,11 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     gpus = options.gpus or _configured_gpus(config)
     from megatron_coca.model.cost import peak_flops
     from megatron_coca.training.estimate import changes_that_fit, estimate, fits
-    from megatron_coca.training.step_time import DEVICES, mfu_range, scaling, step_time
+    from megatron_coca.training.step_time import DEVICES, mfu_range, step_time
 
-    if options.scaling:
-        print("\n".join(_scaling_lines(scaling(config, gpus, options.links))))
-        return 0
     gpu = GPUS[options.gpu]
     step = step_time(config, gpus, options.gpu, options.links) if options.gpu in DEVICES else None
     expected = mfu_range(config, gpus, options.gpu, options.links) if step else None
@@ -106,11 +103,6 @@ def parser() -> ArgumentParser:
         default=8,
         metavar="N",
         help="400 Gb/s InfiniBand links of a host with 8 GPUs (default: %(default)s, one for each GPU)",
-    )
-    parser.add_argument(
-        "--scaling",
-        action="store_true",
-        help="print the predicted step on 8 to 4,096 GPUs of each kind instead; the batch grows with their number",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     return parser
@@ -176,16 +168,6 @@ def _step_lines(step: "StepTime | None") -> Iterator[str]:
     for name, (value, text) in ASSUMPTIONS.items():
         yield f"    {name:<14} {value:>8g}   {text}"
     yield ""
-
-
-def _scaling_lines(rows: "Iterable[tuple[int, dict[str, StepTime]]]") -> Iterator[str]:
-    """A table of predicted steps: milliseconds, MFU and what binds."""
-    yield "predicted milliseconds of a step, MFU, and what it is bound by"
-    for number, (gpus, steps) in enumerate(rows):
-        if number == 0:
-            yield f"{'GPUs':>6}" + "".join(f"{gpu:>28}" for gpu in steps)
-        cells = (f"{1e3 * step.total:,.1f}  {step.mfu:.0%}  {step.bound}" for step in steps.values())
-        yield f"{gpus:>6,}" + "".join(f"{cell:>28}" for cell in cells)
 
 
 def _time_lines(config: Config, result: "Estimate", mfu: float, expected: tuple[float, float] | None) -> Iterator[str]:

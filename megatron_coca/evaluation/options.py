@@ -69,7 +69,7 @@ class Task:
 
 
 def whole_number(text: str, least: int = 0) -> int:
-    """An argparse type, as the functions below."""
+    """Parse a whole number; an argparse type, as the functions below."""
     if not text.strip().isdecimal() or int(text) < least:
         raise ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
     return int(text)

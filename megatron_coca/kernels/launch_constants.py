@@ -91,8 +91,10 @@ def padded(head_dim: int) -> int:
 
 
 def row_class(query: Tensor) -> int:
-    """Bytes of a padded row, twice as many in float32, whose products run without tensor cores and need more registers;
-    one class for 512 and 1,024.
+    """Class of the operands' rows, a key of `CONFIGS`: the bytes of a padded row.
+
+    float32 counts double, because its products run without tensor cores and need more registers; 1,024 bytes count as
+    512.
     """
     factor = 2 if query.dtype == torch.float32 else 1
     size = padded(query.shape[-1]) * query.element_size() * factor

@@ -41,7 +41,7 @@ def _differentiable(
     run: Callable[..., Any], keep: Callable[..., None], backward: Callable[..., Any]
 ) -> Callable[..., Any]:
     class Plain(torch.autograd.Function):
-        """Takes lists of tensors flattened, because PyTorch looks for gradients among the arguments themselves."""
+        """Takes every tensor as an argument of its own: PyTorch tracks no gradients of tensors inside lists."""
 
         @staticmethod
         def forward(ctx: Any, *flat: Any) -> Any:

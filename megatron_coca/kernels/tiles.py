@@ -180,8 +180,8 @@ def logits(
 
 @triton.jit
 def visible(r, n, start, limits, NEAR: tl.constexpr, FAR: tl.constexpr, KIND: tl.constexpr):
-    """Mask of the visible pairs of a tile: r >= 0, on the side of the window that the tile's one segment serves, among
-    the first keys where only those are seen from afar, and in one document.
+    """Mask of the visible pairs of a tile: keys not to come (r >= 0), at distances of the tile's segment (below the
+    window, or from it on), where a far segment has only the first keys of a document among these, and in one document.
     """
     seen = r >= 0
     if KIND.window and not FAR:

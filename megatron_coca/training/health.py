@@ -176,8 +176,9 @@ def checkpoint_bytes(config: Config) -> int:
 
 
 def added_checkpoints(config: Config, folder: str, step: int) -> int:
-    """Return by how many checkpoints `folder` grows at most, from `step` to the end of this launch; regular ones are
-    counted up to `MOST_COUNTED`.
+    """Return the largest number of checkpoints that this launch, which starts from `step`, adds to `folder`.
+
+    Of regular saves at most `MOST_COUNTED` are counted.
     """
     keys, schedule = config.checkpoint, config.schedule
     assert schedule.train_iters is not None

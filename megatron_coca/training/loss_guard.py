@@ -144,7 +144,7 @@ class LossGuard:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue as the guard whose `state` is given; an empty one is that of a new guard.
+        """Take over the saved `state` of a guard; an empty one is that of a new guard.
 
         Raises:
             CheckpointError: the state has unknown entries.

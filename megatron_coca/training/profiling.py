@@ -38,8 +38,8 @@ def peak_memory() -> tuple[float, float]:
 
 
 class ForwardTimer:
-    """Times the forward passes of a module, to find slow ranks: ranks do not wait for each other inside one
-    (except under ZeRO 3 and tensor or sequence parallelism). On a GPU it uses events, which do not block.
+    """Times the forward passes of a module, to find slow ranks: in a forward pass no rank waits for another, except
+    under ZeRO 3 and tensor or sequence parallelism. On a GPU it uses events, which do not block.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:

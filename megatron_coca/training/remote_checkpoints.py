@@ -213,8 +213,8 @@ class RemoteCheckpoints:
         return None if found is None else Path(found)
 
     def deliver(self, step: int, catch_up: bool = False) -> None:
-        """On rank 0, begin to bring the complete local checkpoint of `step` to all other places; at the start of a
-        launch, `catch_up` with what the last one left behind.
+        """On rank 0, start to upload or copy the complete local checkpoint of `step` to all other places. At the start
+        of a launch `catch_up` adds the checkpoints that the last launch did not deliver.
 
         Checkpoints in a store of a higher step, or of the same step with other files, are moved to its quarantine: the
         run has left their branch, or could not be resumed from them.

@@ -123,7 +123,7 @@ class Snapshot(NamedTuple):
 
     step: int
     pieces: list[StatePiece]
-    places: dict[str, ParameterSlice]
+    slices: dict[str, ParameterSlice]
     rng: dict[str, Any]
     meta: dict[str, Any]
 
@@ -177,11 +177,11 @@ class Checkpoints:
         """
         meta = native.read_meta(folder, resumable=True)
         self._run, self._origin = meta.get("run", self._run), meta.get("origin")
-        places = self._engine.places()
+        slices = self._engine.parameter_slices()
         try:
             with StateReader(folder / native.STATE, native.state_files(folder)) as reader:
                 for piece in self._engine.pieces():
-                    reader.fill(piece, places[piece.name])
+                    reader.fill(piece, slices[piece.name])
                     self._watchdog.beat(f"restoring {piece.name}")
             self._engine.restored(meta["counters"])
             if meta["topology"] == self._topology.layout():
@@ -267,8 +267,8 @@ class Checkpoints:
             return False, False
 
     def _snapshot(self, step: int, progress: Mapping[str, Any]) -> Snapshot:
-        places = self._engine.places()
-        pieces = [piece for piece in self._engine.pieces() if self._writes(piece.name, places[piece.name])]
+        slices = self._engine.parameter_slices()
+        pieces = [piece for piece in self._engine.pieces() if self._writes(piece.name, slices[piece.name])]
         if self._keys.async_save or torch.cuda.is_available():
             pieces = [piece._replace(tensor=self._copy(piece)) for piece in pieces]
         if torch.cuda.is_available():
@@ -288,11 +288,11 @@ class Checkpoints:
             "mixture": [asdict(share) for share in mixture],
             "versions": self._versions,
         }
-        return Snapshot(step, pieces, places, rng_states(), meta)
+        return Snapshot(step, pieces, slices, rng_states(), meta)
 
-    def _writes(self, name: str, place: ParameterSlice) -> bool:
+    def _writes(self, name: str, parameter: ParameterSlice) -> bool:
         """True if this rank writes its slice of a parameter: replicas are written once."""
-        first_tensor = place.shard is not None or self._coordinates.tensor == 0
+        first_tensor = parameter.shard is not None or self._coordinates.tensor == 0
         replica = not self._engine.partitioned and (self._coordinates.data or self._coordinates.sequence)
         return first_tensor and not replica and name not in self._engine.copies
 
@@ -316,7 +316,7 @@ class Checkpoints:
             self._enter(f"step {step}: writing the state")
             self._on_all_ranks(lambda: own_files.update(_write_own(folder, snapshot)), root, step)
             described = dist.merge_dicts(own_files, self._group)
-            by_rank = dist.merge_dicts({str(dist.rank()): local_weights(snapshot.pieces, snapshot.places)}, self._group)
+            by_rank = dist.merge_dicts({str(dist.rank()): local_weights(snapshot.pieces, snapshot.slices)}, self._group)
             held = [[LocalWeight(*weight) for weight in by_rank[str(rank)]] for rank in range(len(by_rank))]
             transfer = WeightTransfer(folder, held, snapshot.pieces, self._dtype, self._group, beat)
             if dist.is_main():
@@ -440,7 +440,7 @@ def _write_own(folder: Path, snapshot: Snapshot) -> dict[str, Any]:
     torch.save(snapshot.rng, buffer)  # which reports a full disk without saying so
     rng.write_bytes(buffer.getvalue())
     if snapshot.pieces:
-        write_pieces(state, snapshot.pieces, snapshot.places)
+        write_pieces(state, snapshot.pieces, snapshot.slices)
     files = [rng, state] if snapshot.pieces else [rng]
     for path in files:
         native.flush(path)

@@ -7,7 +7,6 @@ on a GPU, so a range is predicted.
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -216,19 +215,6 @@ def step_time(config: Config, gpus: int, gpu: str, links: int = GPUS_PER_HOST, s
     return replace(slowest, network=slowest.network + idle, mfu=flops / (slowest.total + idle) / peak)
 
 
-def scaling(config: Config, gpus: int, links: int = GPUS_PER_HOST) -> Iterator[tuple[int, dict[str, StepTime]]]:
-    """Yield for 8 to 4,096 GPUs, doubling, the step of each kind; a GPU's micro-batch and accumulation stay those of
-    `gpus`, so that the batch grows. Numbers that the ranks of one model do not divide are left out.
-    """
-    topology = Topology.of(config.parallel, gpus)
-    sizes = config.batch.resolve(topology.data)
-    keys = {"train_batch_size": None, "gradient_accumulation_steps": sizes.accumulation}
-    config = config.override(keys | {"train_micro_batch_size_per_gpu": sizes.micro})
-    for number in (8 * 2**doublings for doublings in range(10)):
-        if number % (gpus // topology.data) == 0:
-            yield number, {gpu: step_time(config, number, gpu, links) for gpu in DEVICES}
-
-
 def _stage_time(
     config: Config,
     topology: Topology,
@@ -267,7 +253,7 @@ def _attention_flops(config: Config) -> float:
 def _network_time(
     config: Config, topology: Topology, sizes: BatchSizes, numbers: int, blocks: int, network: Network, computing: float
 ) -> tuple[float, float]:
-    """Seconds of communication that nothing runs beside, and that run beside `computing` seconds of computation.
+    """Return the seconds of communication that the step waits for, and those hidden behind `computing` seconds.
 
     All gradients but the last bucket and the embedding's may be reduced during the backward pass, two thirds of a
     micro-batch; ZeRO 3's weights but the first ones may be gathered during both passes.

@@ -120,11 +120,11 @@ class Trained:
     def write(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         own = [piece for piece in self.engine.pieces() if piece.name not in self.engine.copies]
-        write_pieces(folder / file_name(dist.rank()), own, self.engine.places())
+        write_pieces(folder / file_name(dist.rank()), own, self.engine.parameter_slices())
         dist.barrier()
 
     def read(self, folder: Path, counters: dict[str, float]) -> None:
-        places = self.engine.places()
+        places = self.engine.parameter_slices()
         with open_state(folder) as reader:
             for piece in self.engine.pieces():
                 reader.fill(piece, places[piece.name])

@@ -167,7 +167,7 @@ class Run:
         return {f"{each.kind} {each.name} {each.start}": each.tensor.clone() for each in self.engine.pieces()}
 
     def write(self, folder: Path) -> None:
-        places, place = self.engine.places(), self.place
+        places, place = self.engine.parameter_slices(), self.place
         first = self.engine.partitioned or not (place.data or place.sequence)
         own = [
             piece
@@ -180,7 +180,7 @@ class Run:
         dist.barrier()
 
     def read(self, folder: Path, counters: dict[str, float]) -> None:
-        places = self.engine.places()
+        places = self.engine.parameter_slices()
         with open_state(folder) as reader:
             for piece in self.engine.pieces():
                 reader.fill(piece, places[piece.name])

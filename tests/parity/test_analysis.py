@@ -262,7 +262,7 @@ def turned_by_hand(
     ],
     ids=str,
 )
-def test_pairs_put_apart_and_their_bounds(pos_emb: str, keys: dict[str, Any], factor: float, furthest: int) -> None:
+def test_swept_pairs_and_their_bounds(pos_emb: str, keys: dict[str, Any], factor: float, furthest: int) -> None:
     model = build(pos_emb, **keys)
     protocol = AnalysisProtocol(text="", quantiles=[], pairs=6, queries=3, seed=9)
     decay = analyse(model, documents(), LENGTH, protocol).decay

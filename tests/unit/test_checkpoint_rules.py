@@ -332,7 +332,7 @@ def engine_of(weight: torch.Tensor) -> Any:
     """An engine with one parameter and no optimizer."""
     return SimpleNamespace(
         pieces=lambda: [StatePiece("w", WEIGHT, 0, weight)],
-        places=lambda: {"w": ParameterSlice((weight.numel(),))},
+        parameter_slices=lambda: {"w": ParameterSlice((weight.numel(),))},
         counters=lambda: {"step": 1.0},
         restored=lambda counters: None,
         partitioned=False,

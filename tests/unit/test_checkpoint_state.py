@@ -130,6 +130,6 @@ def test_parts_of_packed_blocks_make_the_whole_again() -> None:
         assert part is not None
         cut = part.cut(full)
         assert cut.shape == (6, 5) and part.full_shape(cut.shape) == (12, 5)
-        part.place(cut, again)
+        part.copy_into(cut, again)
     assert torch.equal(again, full)
     assert parts[0] is not None and parts[0].cut(full)[:, 0].tolist() == [0, 5, 10, 30, 35, 50], "a part of each block"

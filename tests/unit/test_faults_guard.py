@@ -135,7 +135,7 @@ def test_too_many_skips_in_a_row(policy: str, kind: str) -> None:
     assert verdicts[-1].first_bad == 8 and "3 steps in a row" in str(verdicts[-1].reason)
 
 
-def test_no_skip_is_borne() -> None:
+def test_zero_consecutive_skips_stops_at_the_first() -> None:
     assert guard(max_consecutive_skips=0).observe(0, NAN, None).kind == "stop"
 
 

@@ -126,7 +126,7 @@ def test_cuts_cover_the_matrices_of_a_block(keys: dict[str, Any], count: int) ->
         assert sum(cut.blocks) == weight.shape[cut.dim]
         whole = torch.full_like(weight, torch.nan)
         for index in range(count):
-            cut.shard(index, count).place(cut.shard(index, count).cut(weight), whole)
+            cut.shard(index, count).copy_into(cut.shard(index, count).cut(weight), whole)
         assert torch.equal(whole, weight)
 
 

@@ -174,7 +174,7 @@ def probe_layer(lengths: tuple[int, ...], budget: float) -> list[Probe]:
 @pytest.mark.parametrize(
     ("lengths", "kinds"), [((64, 65536), [None, None]), ((64, 1 << 20), [None, "not run"]), ((1 << 20,), ["not run"])]
 )
-def test_time_is_foretold_from_the_last_calls(
+def test_time_is_extrapolated_from_the_last_calls(
     lengths: tuple[int, ...], kinds: list[str | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half a millisecond that is the same at every length, then linear, then quadratic: 5 s a call at 65,536."""

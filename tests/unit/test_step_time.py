@@ -16,7 +16,6 @@ from megatron_coca.training.step_time import (
     assumption,
     communication,
     mfu_range,
-    scaling,
     step_time,
 )
 from megatron_coca.training.topology import Topology
@@ -136,16 +135,6 @@ def test_recomputing_and_other_parallelism_cost_time() -> None:
     for split in ("model_parallel_size", "sequence_parallel_size", "pipe_parallel_size"):
         parts = step_time(configured(**keys, **{split: 2}), 8, "H100")
         assert parts.mfu < step_time(configured(**keys), 8, "H100").mfu, split
-
-
-def test_scaling_keeps_the_work_of_a_gpu() -> None:
-    rows = dict(scaling(configured(), 8))
-    assert list(rows) == [8 * 2**doublings for doublings in range(10)] and rows[8].keys() == DEVICES.keys()
-    for gpu in DEVICES:
-        steps = [row[gpu] for row in rows.values()]
-        assert len({step.compute for step in steps}) == 1
-        assert steps[-1].total > steps[0].total and steps[-1].mfu < steps[0].mfu
-    assert next(scaling(configured(model_parallel_size=16, train_batch_size=32), 16))[0] == 16
 
 
 def test_devices_are_known() -> None:

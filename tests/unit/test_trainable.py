@@ -220,11 +220,11 @@ def test_stretches_of_a_part_lie_where_its_rows_do(queries: int, keys: int, widt
         flat = places[rows.numbers()].flatten()
         for begin in range(len(flat)):
             for stop in range(begin, len(flat) + 1):
-                stretches = list(rows.stretches(begin, stop, width))
-                found = [torch.arange(start, start + last - first) for start, first, last in stretches]
+                ranges = list(rows.ranges(begin, stop, width))
+                found = [torch.arange(start, start + last - first) for start, first, last in ranges]
                 assert torch.equal(torch.cat([*found, torch.tensor([], dtype=torch.long)]), flat[begin:stop])
-                assert [first for _, first, _ in stretches] == [begin, *(last for _, _, last in stretches[:-1])][
-                    : len(stretches)
+                assert [first for _, first, _ in ranges] == [begin, *(last for _, _, last in ranges[:-1])][
+                    : len(ranges)
                 ]
 
 

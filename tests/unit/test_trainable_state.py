@@ -11,7 +11,7 @@ from megatron_coca.attention.layer import PARTS, packed_rows
 from megatron_coca.checkpoints import CheckpointError
 from megatron_coca.checkpoints.state import WEIGHT, ParameterSlice, StatePiece, TensorShard, file_name, write_pieces
 from megatron_coca.config import load_config
-from megatron_coca.training.engine.state import packed_pieces, packed_places
+from megatron_coca.training.engine.state import packed_parameters, packed_pieces
 from tests.checkpoint_files import open_state
 
 HEAD_DIM = 2
@@ -49,7 +49,7 @@ def held(key_heads: int, data: int, tensor: int) -> Iterator[tuple[list[StatePie
         names = {
             torch.nn.Parameter(torch.empty(len(rows), WIDTH)): f"{NAME}.{part}.weight" for part, rows in local.items()
         }
-        places = packed_places(names, model(key_heads))  # type: ignore[arg-type]
+        places = packed_parameters(names, model(key_heads))  # type: ignore[arg-type]
         packed = next(iter(places.values()))
         for rank in range(data):
             pieces = []
@@ -108,7 +108,7 @@ def test_the_packed_weight_and_the_moments_of_what_trains(
 def test_pieces_are_the_same_memory() -> None:
     flat = torch.zeros(8 * WIDTH)
     names = {torch.nn.Parameter(torch.empty(8, WIDTH)): f"{NAME}.key.weight"}
-    places = packed_places(names, model(4))  # type: ignore[arg-type]
+    places = packed_parameters(names, model(4))  # type: ignore[arg-type]
     pieces = list(packed_pieces([StatePiece(f"{NAME}.key.weight", WEIGHT, 0, flat)], places))
     assert len(pieces) == 4, "a stretch for each head"
     for number, piece in enumerate(pieces):
@@ -118,7 +118,7 @@ def test_pieces_are_the_same_memory() -> None:
 
 def test_biases_are_packed_as_rows_are() -> None:
     names = {torch.nn.Parameter(torch.empty(8)): f"{NAME}.value.bias"}
-    (packed,) = packed_places(names, model(4)).values()  # type: ignore[arg-type]
+    (packed,) = packed_parameters(names, model(4)).values()  # type: ignore[arg-type]
     assert (packed.name, packed.shape) == (f"{NAME}.bias", (24,))
     pieces = list(packed.pieces(StatePiece("", WEIGHT, 1, torch.arange(1.0, 8.0))))
     assert [(piece.start, piece.tensor.tolist()) for piece in pieces] == [

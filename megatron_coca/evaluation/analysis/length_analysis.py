@@ -53,8 +53,8 @@ Visit = Callable[[Tensor, Tensor, AttentionInputs], None]
 
 @contextmanager
 def observed(model: nn.Module, visit: Visit, of: PositionMethod | None = None) -> Iterator[None]:
-    """Within the context, call `visit` for every layer, or those with the method `of`, in a forward pass without
-    a cache, layer after layer.
+    """A context in which a forward pass without a cache calls `visit` for one attention layer after the other; with
+    `of` only for the layers that have this method.
 
     Only one layer's tensors are alive at a time, unless `visit` keeps them.
     """

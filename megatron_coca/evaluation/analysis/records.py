@@ -72,7 +72,7 @@ class Curve(Record):
 
 
 class Decay(Record):
-    """Scores as softmax takes them, by distance in tokens."""
+    """Attention scores, scaled and with their bias, by the distance of query and key in tokens."""
 
     distances: list[int]
     measured: Curve  # between tokens of the text at that distance

@@ -210,7 +210,7 @@ def _draw_panel(axes: Axes, panel: Panel, columns: int) -> None:
 
 
 def _draw_line(axes: Axes, line: Line, style: int, bounds: tuple[float, float], count: int, linear_x: bool) -> None:
-    """One of `count` lines; `bounds` cut off its intervals."""
+    """Draw one of `count` lines; its intervals are cut off at `bounds`."""
     finite, places = [y if math.isfinite(y) else math.nan for y in line.y], line.x
     label = _in_legend(line.label)
     colour = f"C{(style if line.like is None else line.like) % len(LIGHT)}"

@@ -42,7 +42,7 @@ def t_quantile(degrees: int) -> float:
 
 
 def _two_sided(angle: float, degrees: int) -> float:
-    """The probability of values between -t and t, by the angle of t."""
+    """Student's probability of values between -t and t, where t = sqrt(degrees) * tan(angle)."""
     odd, cosine = degrees % 2, math.cos(angle)
     term = total = cosine if odd else 1.0
     for k in range(2 + odd, degrees - 1, 2):

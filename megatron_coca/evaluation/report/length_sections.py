@@ -1,11 +1,10 @@
 """The sections of numbers by window: perplexity, loss with maps, and CoCA-Strict against CoCA-Slack."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from statistics import fmean
-from typing import Any
 
 from megatron_coca.evaluation.perplexity import PerplexityResult, WindowResult
 from megatron_coca.evaluation.report import result_tables as shared
@@ -41,66 +40,73 @@ def interrupted(cell: WindowResult, series: Series) -> str:
     return f"interrupted: the first {cell.documents} of {count} documents" if cell.documents < count else ""
 
 
-def window_cell(
-    number: Callable[[WindowResult], float],
-    sums: Callable[[WindowResult], Sequence[float]],
-    show: shared.Show = shared.TWO_DIGITS,
-    log: bool = False,
-) -> shared.CellFunction:
-    """The table cell of a series at a window; `sums` are those of each document.
+@dataclass(frozen=True)
+class WindowMetric:
+    """A number of a window.
 
-    An interrupted window is left out of a mean over seeds; if all are, the number is marked and not compared.
+    Attributes:
+        number: of all scored tokens.
+        sums: of each document.
+        show: as text.
+        log: `number` is the logarithm of what is shown.
     """
 
-    def cell(series: Series, window: int) -> TableCell:
-        found = [replicate.cells[window,] for replicate in series.replicates if (window,) in replicate.cells]
-        notes = [interrupted(result, series) for result in found]
+    number: Callable[[WindowResult], float]
+    sums: Callable[[WindowResult], Sequence[float]]
+    show: shared.Show = shared.TWO_DIGITS
+    log: bool = False
+
+    def cell(self, series: Series, window: int) -> TableCell:
+        """The table cell of a series.
+
+        An interrupted window is left out of a mean over seeds; if all are, the number is marked and not compared.
+        """
+        notes = [interrupted(result, series) for result in results_at(series, window)]
         partial = bool(notes) and all(notes)
 
         def complete(replicate: Replicate) -> float | None:
             result = replicate.cells.get((window,))
-            return None if result is None or (interrupted(result, series) and not partial) else number(result)
+            return None if result is None or (interrupted(result, series) and not partial) else self.number(result)
 
-        value = shared.value_cell(series, f"window {window}", complete, show, log)
+        value = shared.value_cell(series, f"window {window}", complete, self.show, self.log)
         interruptions = "; ".join(dict.fromkeys(filter(None, notes)))
-        sample = document_means(series, (window,), sums)
-        return replace(value, note=interruptions or value.note, partial=partial, sample=sample)
+        return replace(
+            value, note=interruptions or value.note, partial=partial, sample=self.document_means(series, window)
+        )
 
-    return cell
+    def marked_cell(self, series: Series, window: int, reference: Series | None) -> TableCell:
+        """The table cell with MARK where the losses of documents differ from those of `reference`."""
+        found = self.cell(series, window)
+        if reference is None or series is reference:
+            return found
+        if not differ(found.sample, self.document_means(reference, window)):
+            return found
+        return replace(found, text=found.text + MARK)
+
+    def document_means(self, series: Series, window: int) -> tuple[float, ...]:
+        """The sums of every document, means over the seeds with all documents; empty without one."""
+        complete = [self.sums(result) for result in results_at(series, window) if not interrupted(result, series)]
+        return tuple(fmean(values) for values in zip(*complete, strict=True))
 
 
-def document_means(
-    series: Series, key: tuple[Any, ...], sums: Callable[[WindowResult], Sequence[float]]
-) -> tuple[float, ...]:
-    """The sums of every document, means over the seeds with all documents; empty without one."""
-    cells = [replicate.cells[key] for replicate in series.replicates if key in replicate.cells]
-    complete = [sums(cell) for cell in cells if cell.documents == series.header.documents.count]
-    return tuple(fmean(values) for values in zip(*complete, strict=True))
+def results_at(series: Series, window: int) -> list[WindowResult]:
+    return [replicate.cells[window,] for replicate in series.replicates if (window,) in replicate.cells]
 
 
 nll, losses = attrgetter("nll"), attrgetter("nll_by_document")
-perplexity_cell = window_cell(nll, losses, log=True)
-loss_cell = window_cell(nll, losses, "{:.4f}".format)
-accuracy_cell = window_cell(lambda cell: 100 * cell.accuracy, attrgetter("correct_by_document"))
+PERPLEXITY = WindowMetric(nll, losses, log=True)
+LOSS = WindowMetric(nll, losses, "{:.4f}".format)
+ACCURACY = WindowMetric(lambda cell: 100 * cell.accuracy, attrgetter("correct_by_document"))
 
 
 MARK = "†"
 """Not an asterisk, which marks training lengths."""
 
 
-def marked(cell: shared.CellFunction, group: ResultGroup, baseline: str | None) -> shared.CellFunction:
-    """`cell` with MARK where the losses of documents differ from those of the series with the baseline's label."""
+def marked(metric: WindowMetric, group: ResultGroup, baseline: str | None) -> shared.CellFunction:
+    """The cells of a metric, compared with those of the series with the baseline's label, if there is one."""
     reference = next((series for series in group.series if series.label == baseline), None)
-    if reference is None:
-        return cell
-
-    def marked_cell(series: Series, window: int) -> TableCell:
-        found = cell(series, window)
-        if series is reference or not differ(found.sample, cell(reference, window).sample):
-            return found
-        return replace(found, text=found.text + MARK)
-
-    return marked_cell
+    return partial(metric.marked_cell, reference=reference)
 
 
 def with_baseline_note(table: Table, baseline: str | None) -> Table:
@@ -123,7 +129,7 @@ def perplexity_blocks(group: ResultGroup, name: str, options: ReportOptions) -> 
     """CoCA Table 1 and Figure 1: perplexity against the window, both logarithmic."""
     protocol, documents = group.first.protocol, group.first.documents
     metric = "perplexity" if options.papers else ""
-    cell = marked(perplexity_cell, group, options.baseline)
+    cell = marked(PERPLEXITY, group, options.baseline)
     main, *others = shared.length_table(
         name, "Perplexity by window", "perplexity at window", group, cell, metric, lowest=True
     )
@@ -133,7 +139,7 @@ def perplexity_blocks(group: ResultGroup, name: str, options: ReportOptions) -> 
     main = replace(main, notes=(*main.notes, f"stride {protocol.stride}, {documents.count} documents{scored}"))
     main = with_baseline_note(main, options.baseline)
     figures: list[Figure] = []
-    drawn, lines = shared.length_lines(group, perplexity_cell)
+    drawn, lines = shared.length_lines(group, PERPLEXITY.cell)
     if drawn:
         theirs = shared.published_lines(group, drawn, metric)
         caption = (
@@ -163,7 +169,7 @@ def has_map(group: ResultGroup) -> bool:
 @shared.grouped("rerope", PERPLEXITY_COMPARABLE, has_map)
 def map_blocks(group: ResultGroup, name: str, options: ReportOptions) -> ReportBlock:
     """The tables of Su's pages on ReRoPE: loss and next-token accuracy by window."""
-    cell = marked(loss_cell, group, options.baseline)
+    cell = marked(LOSS, group, options.baseline)
     main, *others = shared.length_table(
         *(name, "Loss in nats per token by window", "loss at window", group, cell),
         metric="loss" if options.papers else "",
@@ -171,7 +177,7 @@ def map_blocks(group: ResultGroup, name: str, options: ReportOptions) -> ReportB
     )
     tables = [with_baseline_note(main, options.baseline), *others]
     caption, head = "Next-token accuracy in percent by window", "accuracy at window"
-    tables += shared.length_table(f"{name}-accuracy", caption, head, group, accuracy_cell, metric="", lowest=False)
+    tables += shared.length_table(f"{name}-accuracy", caption, head, group, ACCURACY.cell, metric="", lowest=False)
     published = tables_of("next-token accuracy") if options.papers else []
     tables += [shared.published_table(table, group, name) for table in published]
     text = (REPEATED,) if published else ()
@@ -182,7 +188,7 @@ def map_blocks(group: ResultGroup, name: str, options: ReportOptions) -> ReportB
 
 StrictMetric = tuple[str, str, type[Result], Comparable, shared.CellFunction]
 STRICT_METRICS: tuple[StrictMetric, ...] = (
-    ("strict perplexity", "Perplexity", PerplexityResult, PERPLEXITY_COMPARABLE, perplexity_cell),
+    ("strict perplexity", "Perplexity", PerplexityResult, PERPLEXITY_COMPARABLE, PERPLEXITY.cell),
     (
         *("strict passkey", "Passkey accuracy", PasskeyResult, RETRIEVAL_COMPARABLE),
         lambda series, length: shared.value_cell(series, "", partial(accuracy_at, (length,))),

@@ -11,10 +11,10 @@ from megatron_coca.evaluation.report.curves import Curve, CurvePoint
 from megatron_coca.evaluation.report.document import EMPTY, ReportBlock, Table, TableCell, TableRow
 from megatron_coca.evaluation.report.intervals import estimate
 from megatron_coca.evaluation.report.length_sections import (
+    PERPLEXITY,
     PERPLEXITY_COMPARABLE,
     interrupted,
     marked,
-    perplexity_cell,
     with_baseline_note,
 )
 from megatron_coca.evaluation.report.reading import LoadedResult, Replicate, ResultGroup, Series, group_results
@@ -61,7 +61,7 @@ def summary_blocks(loaded: Sequence[LoadedResult], options: ReportOptions) -> li
 
 def perplexity_columns(group: ResultGroup, options: ReportOptions) -> list[Column]:
     """Perplexity at the training length and the measured ratios to it; none where it was not measured."""
-    at_length = marked(perplexity_cell, group, options.baseline)
+    at_length = marked(PERPLEXITY, group, options.baseline)
     measured = {window / series.header.checkpoint.seq_length for series in group.series for (window,) in series.keys}
     if 1 not in measured:
         return []

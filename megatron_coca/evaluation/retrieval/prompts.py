@@ -64,8 +64,8 @@ class HaystackRecord(Record):
 class Haystack:
     """Filler sentences, repeated as often as needed.
 
-    With `restarts` every stretch of filler starts with the first sentence, as in the passkey task; otherwise a prompt
-    starts with any sentence and continues in their order.
+    With `restarts` the filler starts anew with the first sentence after every hidden one, as in the passkey task;
+    otherwise a prompt starts with any sentence and continues in their order.
     """
 
     name: str  # for result files
@@ -113,12 +113,12 @@ Gap = Callable[[int], int]
 
 
 def uniform_gap(fraction: float) -> Gap:
-    """Every gap with the same probability if `fraction` is uniform in [0, 1)."""
+    """Choose among all gaps, also those at the ends, with equal probability if `fraction` is uniform in [0, 1)."""
     return lambda units: min(units, int(fraction * (units + 1)))
 
 
 def inner_gap(fraction: float) -> Gap:
-    """Every gap between two units with the same probability if `fraction` is uniform in [0, 1)."""
+    """Choose among the gaps between two units with equal probability if `fraction` is uniform in [0, 1)."""
     return lambda units: min(units, 1 + int(fraction * max(units - 1, 0)))
 
 

@@ -97,7 +97,7 @@ class RulerCell(ScoredCell):
 
 
 class RetrievalProtocol(Record):
-    """The options; lengths and tasks are in the results."""
+    """Options of all cells of a result file; a cell has its own length and task."""
 
     text: str
     cases: int  # of each cell

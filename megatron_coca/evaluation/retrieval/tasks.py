@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ import numpy as np
 from megatron_coca.data import Tokenizer
 from megatron_coca.evaluation.retrieval import prompts
 from megatron_coca.evaluation.retrieval.prompts import Case, Draft, Haystack, HaystackDraft, Hidden, Text, TokenCosts
+from megatron_coca.safe_yaml import read_yaml
 
 PASSKEY_PROTOCOL = (
     "passkey: task, filler, passkey, filler, question, one piece a line; each stretch of filler repeats the block of "
@@ -36,44 +38,9 @@ RULER_PROTOCOL = (
 # The protocols are part of the identity of result files: another text would be another measurement.
 
 
-def words_of(text: str) -> tuple[str, ...]:
-    return tuple(text.split())
-
-
-CITIES = words_of(
-    """
-    Lisbon Oslo Vienna Cairo Lima Nairobi Dublin Prague Athens Seoul Quito Helsinki Warsaw Madrid Tokyo Havana Riga
-    Toronto Geneva Bergen Dakar Hanoi Accra Porto Tunis Zagreb Bogota Jakarta Sydney Boston Delhi Rome
-    """
+CITIES, ADJECTIVES, NOUNS = (
+    tuple(words.split()) for words in read_yaml(Path(__file__).with_name("words.yaml")).values()
 )
-
-ADJECTIVES = words_of(
-    """
-    amber ancient bitter blue bold brave bright broken brown busy calm cheap clean clever cold cool crisp curious
-    dark deep distant dry dusty early eager empty faint fair famous fancy fast fierce final flat foreign fresh
-    friendly frozen gentle giant glad golden grand gray green happy hard heavy hidden hollow honest huge humble idle
-    jolly keen kind large lazy light lively lonely long loud lucky mellow mild misty modern narrow neat new noble
-    odd orange pale plain polite proud pure purple quick quiet rapid rare rich rough round royal rusty sad
-    sharp shiny silent silver simple sleepy slow small smooth soft solid sour spare steady stern still strange
-    strong sudden sunny sweet swift tall tame tender thick thin tidy tiny tired tough vast violet warm wet white
-    wide wild wise wooden yellow young
-    """
-)
-
-NOUNS = words_of(
-    """
-    anchor apple arrow attic badger bakery barrel basket beach bell bench blanket bottle bridge brush bucket button
-    cabin camel candle canyon castle cellar chair cherry church circle clock cloud coat comet copper corner cottage
-    cradle crane creek curtain desert diamond dolphin door dragon drum eagle engine falcon farmer feather fence
-    ferry field flag flute forest fountain fox garden gate glacier glove guitar hammer harbor hill honey horse hotel
-    island jacket jewel kettle kitchen ladder lake lantern lemon letter library lion lizard lobster magnet maple
-    market meadow mirror monkey mountain museum needle nest ocean olive orchard otter oven owl palace panther paper
-    parrot pencil pepper piano pigeon pillow planet pocket pond potato rabbit raven ribbon river robin rocket saddle
-    sailor salmon school shadow shelf ship shovel signal spider spoon squirrel stable stone sugar table temple tiger
-    tower train trumpet tunnel turtle valley village violin wagon walnut whale wheel whistle window wolf zebra
-    """
-)
-
 COMPOUNDS = len(ADJECTIVES) * len(NOUNS)
 
 

@@ -150,8 +150,8 @@ def trained_part(parameter: Any) -> tuple[int, Tensor]:
     return start, parameter.ds_tensor.detach().narrow(0, 0, max(0, min(size, parameter.ds_numel - start)))
 
 
-class Stretch(NamedTuple):
-    """A stretch of a parameter in `flat`, the tensor that the optimizer steps: `begin` is its first element there, and
+class FlatRange(NamedTuple):
+    """A range of a parameter in `flat`, the tensor that the optimizer steps: `begin` is its first element there, and
     `start` that in the flattened parameter.
     """
 
@@ -162,34 +162,34 @@ class Stretch(NamedTuple):
     start: int
 
     def of(self, values: Tensor) -> Tensor:
-        """This stretch of a tensor with the layout of `flat`."""
+        """This range of a tensor with the layout of `flat`."""
         return values.view(-1).narrow(0, self.begin, self.numel)
 
 
-def _plain(optimizer: torch.optim.Optimizer) -> Iterator[Stretch]:
+def _plain(optimizer: torch.optim.Optimizer) -> Iterator[FlatRange]:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            yield Stretch(parameter, parameter, 0, parameter.numel(), 0)
+            yield FlatRange(parameter, parameter, 0, parameter.numel(), 0)
 
 
-def _partitioned(optimizer: Any) -> Iterator[Stretch]:
-    """ZeRO 1 and 2: a rank's stretch of each concatenated parameter group is one float32 tensor."""
+def _partitioned(optimizer: Any) -> Iterator[FlatRange]:
+    """ZeRO 1 and 2: a rank's range of each concatenated parameter group is one float32 tensor."""
     for group, flat in zip(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups, strict=True):
         for parameter in group:
             mapping = parameter._hp_mapping
             if mapping is not None:
                 inner, outer = mapping.hp_fragment_address, mapping.lp_fragment_address
-                yield Stretch(parameter, flat, inner.start, inner.numel, outer.start)
+                yield FlatRange(parameter, flat, inner.start, inner.numel, outer.start)
 
 
-def _fully_partitioned(optimizer: Any) -> Iterator[Stretch]:
-    """ZeRO 3: a rank's stretch of each parameter, padded at its end, is part of a sub-group's float32 tensor."""
+def _fully_partitioned(optimizer: Any) -> Iterator[FlatRange]:
+    """ZeRO 3: a rank's range of each parameter, padded at its end, is part of a sub-group's float32 tensor."""
     for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
         for parameter in group:
             _, begin, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
             start, part = trained_part(parameter)
             if part.numel():
-                yield Stretch(parameter, flat, begin, part.numel(), start)
+                yield FlatRange(parameter, flat, begin, part.numel(), start)
 
 
 def _refresh_fully_partitioned(optimizer: Any) -> None:
@@ -203,11 +203,11 @@ def _refresh_fully_partitioned(optimizer: Any) -> None:
 
 
 class OptimizerLayout(NamedTuple):
-    """Functions for one kind of DeepSpeed's optimizer: this rank's stretches, the tensors that PyTorch's optimizer
+    """Functions for one kind of DeepSpeed's optimizer: this rank's ranges, the tensors that PyTorch's optimizer
     steps, and a copy of the float32 weights into the trained ones.
     """
 
-    stretches: Callable[[Any], Iterator[Stretch]]
+    ranges: Callable[[Any], Iterator[FlatRange]]
     flat_tensors: Callable[[Any], list[Tensor]]
     refresh: Callable[[Any], None]
 
@@ -237,7 +237,7 @@ def torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def replica_group(optimizer: Any) -> Any:
-    """Return the ranks that all hold the whole weights beside partitioned states (ZeRO 1, 2); None for other kinds."""
+    """Return the group whose ranks hold all weights and share the states (ZeRO 1, 2); None for other kinds."""
     return optimizer.dp_process_group if isinstance(optimizer, DeepSpeedZeroOptimizer) else None
 
 

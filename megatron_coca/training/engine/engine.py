@@ -238,11 +238,11 @@ class Engine:
     def pieces(self) -> list[StatePiece]:
         """Return this rank's weights and optimizer states as views of the memory that the engine works on."""
         pieces = state.pieces(self._engine.optimizer, self._names)
-        return list(state.packed_pieces(pieces, state.packed_places(self._names, self._config.model)))
+        return list(state.packed_pieces(pieces, state.packed_parameters(self._names, self._config.model)))
 
-    def places(self) -> dict[str, ParameterSlice]:
+    def parameter_slices(self) -> dict[str, ParameterSlice]:
         """Return the shape of every parameter on this rank, and its slice of the whole parameter."""
-        packed = state.packed_places(self._names, self._config.model)
+        packed = state.packed_parameters(self._names, self._config.model)
         shapes = {name: internals.whole_shape(weight) for weight, name in self._names.items() if name not in packed}
         shapes |= {projection.name: projection.shape for projection in packed.values()}
         return {name: ParameterSlice(shape, self._tensor_shard(name)) for name, shape in shapes.items()}

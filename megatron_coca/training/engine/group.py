@@ -217,8 +217,9 @@ _host_groups: list[dist.ProcessGroup] = []
 
 
 def _host_group() -> dist.ProcessGroup | None:
-    """The group of all ranks for what the host decides, so that it does not wait for the device; None is the default
-    group, if that is on the host. Made in the first call, which all ranks make.
+    """Return a Gloo group of all ranks, for decisions of the host that must not wait for the device.
+
+    None stands for the default group, if that is Gloo. The first call creates the group: every rank must make it.
     """
     if dist.get_backend() == "gloo":
         return None

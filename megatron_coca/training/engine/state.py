@@ -1,7 +1,7 @@
 """Weights and optimizer states inside DeepSpeed's optimizers, as pieces of named parameters.
 
-DeepSpeed flattens parameters and gives each rank a stretch of the result, in a layout that depends on the ZeRO stage;
-`LAYOUTS` of deepspeed_internals.py finds the stretches.
+DeepSpeed flattens parameters and gives each rank a range of the result, in a layout that depends on the ZeRO stage;
+`LAYOUTS` of deepspeed_internals.py finds the ranges.
 """
 
 import re
@@ -43,13 +43,13 @@ class Packed(NamedTuple):
     def pieces(self, piece: StatePiece) -> Iterator[StatePiece]:
         """Divide a piece of this parameter into pieces of the packed one, without copying."""
         width, stop = self.row_shape[0] if self.row_shape else 1, piece.start + piece.tensor.numel()
-        for start, begin, last in self.rows.stretches(piece.start, stop, width):
+        for start, begin, last in self.rows.ranges(piece.start, stop, width):
             yield StatePiece(self.name, piece.kind, start, piece.tensor[begin - piece.start : last - piece.start])
 
 
-def packed_places(names: Names, model: ModelConfig) -> dict[str, Packed]:
+def packed_parameters(names: Names, model: ModelConfig) -> dict[str, Packed]:
     """Return the parameters of projections in three layers, by name, as rows of the packed ones."""
-    places = {}
+    found = {}
     for parameter, name in names.items():
         match = SPLIT.fullmatch(name)
         if match is not None:
@@ -58,15 +58,15 @@ def packed_places(names: Names, model: ModelConfig) -> dict[str, Packed]:
             group = model.num_attention_heads // model.num_kv_heads
             keys = rows // group if match["projection"] == "query" else rows
             packed = packed_rows(keys * group, keys, model.head_dim)[match["projection"]]
-            places[name] = Packed(f"{match['packed']}.{match['kind']}", packed, tuple(row_shape))
-    return places
+            found[name] = Packed(f"{match['packed']}.{match['kind']}", packed, tuple(row_shape))
+    return found
 
 
-def packed_pieces(pieces: Iterable[StatePiece], places: Mapping[str, Packed]) -> Iterator[StatePiece]:
-    """Replace pieces of parameters in `places` by pieces of the packed ones, without copying."""
+def packed_pieces(pieces: Iterable[StatePiece], packed: Mapping[str, Packed]) -> Iterator[StatePiece]:
+    """Replace pieces of parameters in `packed` by pieces of the packed ones, without copying."""
     for piece in pieces:
-        if piece.name in places:
-            yield from places[piece.name].pieces(piece)
+        if piece.name in packed:
+            yield from packed[piece.name].pieces(piece)
         else:
             yield piece
 
@@ -91,11 +91,11 @@ def pieces(optimizer: Any, names: Names) -> list[StatePiece]:
     is listed by one of the ranks that hold it, and `refresh` sends it to the others.
     """
     found: list[StatePiece] = []
-    for stretch in internals.layout(optimizer).stretches(optimizer):
-        state = _state(optimizer, stretch.flat)
-        values = {WEIGHT: stretch.flat.detach()} | {name: state[name] for name in _moments(optimizer)}
-        name = names[stretch.parameter]
-        found += [StatePiece(name, kind, stretch.start, stretch.of(tensor)) for kind, tensor in values.items()]
+    for flat_range in internals.layout(optimizer).ranges(optimizer):
+        state = _state(optimizer, flat_range.flat)
+        values = {WEIGHT: flat_range.flat.detach()} | {name: state[name] for name in _moments(optimizer)}
+        name = names[flat_range.parameter]
+        found += [StatePiece(name, kind, flat_range.start, flat_range.of(tensor)) for kind, tensor in values.items()]
     for parameter, owner in _frozen_owners(optimizer, names):
         start, part = internals.trained_part(parameter)
         if part.numel() and (owner is None or owner == torch.distributed.get_rank(internals.replica_group(optimizer))):
@@ -105,7 +105,7 @@ def pieces(optimizer: Any, names: Names) -> list[StatePiece]:
 
 def _frozen_owners(optimizer: Any, names: Names) -> Iterator[tuple[nn.Parameter, int | None]]:
     """The parameters that no optimizer steps, and which rank of the optimizer's group lists each under ZeRO 1 and 2;
-    None if all do, because each has its own stretch (ZeRO 3) or only the first is saved (without ZeRO).
+    None if all do, because each has its own range (ZeRO 3) or only the first is saved (without ZeRO).
     """
     group = internals.replica_group(optimizer)
     frozen = [parameter for parameter in names if not parameter.requires_grad]
@@ -114,13 +114,13 @@ def _frozen_owners(optimizer: Any, names: Names) -> Iterator[tuple[nn.Parameter,
 
 
 def in_known_order(optimizer: Any) -> bool:
-    """Return True if every stretch has the values of its parameter, before the first step: some DeepSpeed keys reorder
-    stretches silently.
+    """Return True if every range has the values of its parameter, before the first step: some DeepSpeed keys reorder
+    ranges silently.
     """
-    for stretch in internals.layout(optimizer).stretches(optimizer):
-        start, part = internals.trained_part(stretch.parameter)
-        trained = part.narrow(0, stretch.start - start, stretch.numel)
-        if not torch.equal(stretch.of(stretch.flat.detach()).to(trained), trained):
+    for flat_range in internals.layout(optimizer).ranges(optimizer):
+        start, part = internals.trained_part(flat_range.parameter)
+        trained = part.narrow(0, flat_range.start - start, flat_range.numel)
+        if not torch.equal(flat_range.of(flat_range.flat.detach()).to(trained), trained):
             return False
     return True
 

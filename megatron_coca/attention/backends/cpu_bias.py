@@ -1,0 +1,219 @@
+"""Attention with a bias by distance on the CPU, in linear memory: PyTorch's flash kernel with a strided view as mask.
+
+The bias b(r) depends on the distance r = m - n of query m and key n alone, so a mask of all pairs repeats along its
+diagonals. With the rows of a block of queries in reverse order, entry (row, column) is at row + column of one vector, b
+at falling distances and then -inf for keys to come. A view with strides (1, 1) of that vector is the mask, without
+its rows x columns numbers:
+
+    queries 3 to 5, keys 0 to 5               along = b5 b4 b3 b2 b1 b0 -- --       (--: -inf)
+
+                 key   0   1   2   3   4   5
+    query 5 (row 0)   b5  b4  b3  b2  b1  b0    along[0:6]
+    query 4 (row 1)   b4  b3  b2  b1  b0  --    along[1:7]
+    query 3 (row 2)   b3  b2  b1  b0  --  --    along[2:8]
+
+The gradient of b(r) is the sum of a diagonal of the score gradients. They are computed by tiles, each written through a
+view of a buffer with one more column for every row, so that a diagonal of the tile is a column of the buffer.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_coca.attention.inputs import DistanceBias
+from megatron_coca.kernels.operation import operation
+
+aten = torch.ops.aten
+QUERY_BLOCK = 512
+"""Query rows per call: longer blocks compute more masked pairs, shorter ones make more calls (docs/attention.md)."""
+KEY_BLOCK = 1024
+"""Key columns of a tile of score gradients: with QUERY_BLOCK rows 2 MiB, which fits the cache of a core."""
+
+
+def biased_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, bias: DistanceBias, window: int | None = None
+) -> Tensor:
+    """softmax(scale * Q' K'^T + b(r)) V, causal, [batch, heads, query_length, head_dim] in the query's dtype; with a
+    window for r < window only.
+
+    The operands are those of `AttentionInputs`, on the CPU. Gradients flow to them and to the bias's coefficients.
+    """
+    rows = min(QUERY_BLOCK, query.shape[2])
+    along = diagonals(bias, key.shape[2], rows, query, window).contiguous()
+    return _operation(query, key, value, along, scale)[0]
+
+
+def diagonals(bias: DistanceBias, key_length: int, rows: int, query: Tensor, window: int | None = None) -> Tensor:
+    """The bias at distances key_length - 1, ..., 0 and then `rows - 1` times -inf (keys to come), [heads, ...]; -inf
+    too from the distance `window` on.
+    """
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    distance = torch.arange(key_length - 1, -rows, -1)
+    hidden = (distance < 0) if window is None else (distance < 0) | (distance >= window)
+    return bias.at(distance.clamp(min=0).to(dtype)).masked_fill(hidden, -math.inf)
+
+
+def reversed_mask(along: Tensor, rows: int, columns: int, key_length: int) -> Tensor:
+    """The mask [1, heads, rows, columns] of a block whose last row sees `columns` keys, rows reversed."""
+    heads, length = along.shape
+    return along.as_strided((1, heads, rows, columns), (0, length, 1, 1), storage_offset=key_length - columns)
+
+
+class _Rows(NamedTuple):
+    """Saved values of a block of queries, rows reversed, [batch, heads, rows, ...]."""
+
+    grad: Tensor
+    query: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+class _Tile(NamedTuple):
+    """Weights and score gradients [rows, columns], and the buffer [rows, rows + columns] that `scores` is a view of."""
+
+    weights: Tensor
+    scores: Tensor
+    skewed: Tensor
+
+
+def attend_biased(query: Tensor, key: Tensor, value: Tensor, along: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """(output, log-sum-exp [batch, heads, query_length]) with the bias `along` the diagonals."""
+    out, lse = torch.empty_like(query), torch.empty(query.shape[:3], dtype=along.dtype)
+    for start, stop, visible in _blocks(query.shape[2], key.shape[2]):
+        mask = reversed_mask(along, stop - start, visible, key.shape[2])
+        block, keys, values = query[:, :, start:stop].flip(2), key[:, :, :visible], value[:, :, :visible]
+        part, part_lse = aten._scaled_dot_product_flash_attention_for_cpu(
+            block, keys, values, 0.0, False, attn_mask=mask, scale=scale
+        )
+        out[:, :, start:stop], lse[:, :, start:stop] = part.flip(2), part_lse.flip(2)
+    return out, lse
+
+
+def biased_gradients(
+    grad: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    along: Tensor,
+    scale: float,
+    learned: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of query, key, value and, where it is `learned`, `along`."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    query_grad = torch.empty_like(query)
+    key_grad, value_grad = (torch.zeros(x.shape, dtype=wide) for x in (key, value))
+    along_grad = torch.zeros_like(along)
+    for start, stop, visible in _blocks(query.shape[2], key.shape[2]):
+        rows = _Rows(*(x[:, :, start:stop].flip(2) for x in (grad, query, out, lse)))
+        keys, values = key[:, :, :visible], value[:, :, :visible]
+        mask = reversed_mask(along, stop - start, visible, key.shape[2])
+        sums = key_grad[:, :, :visible], value_grad[:, :, :visible]
+        if learned:
+            diagonal_sums = along_grad[:, key.shape[2] - visible :]
+            dq = _tiled_backward(rows, keys, values, mask, scale, sums, diagonal_sums)
+        else:
+            dq = _flash_backward(rows, keys, values, mask, scale, sums)
+        query_grad[:, :, start:stop] = dq.flip(2)
+    return query_grad, key_grad.to(key.dtype), value_grad.to(value.dtype), along_grad
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*output, *tensors)
+
+
+def _fake(query: Tensor, key: Tensor, value: Tensor, along: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(query), torch.empty(query.shape[:3], dtype=along.dtype)
+
+
+def _fake_gradients(grad: Tensor, out: Tensor, lse: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    query, key, value, along = rest[:4]
+    return torch.empty_like(query), key.new_empty(key.shape), value.new_empty(value.shape), torch.empty_like(along)
+
+
+def _backward(ctx: Any, grad: Tensor, lse_grad: None) -> tuple[Any, ...]:
+    learned = ctx.needs_input_grad[3]
+    *grads, along_grad = _gradient_operation(grad, *ctx.saved_tensors, ctx.scale, learned)
+    return *grads, along_grad if learned else None, None
+
+
+_GIVEN = "Tensor query, Tensor key, Tensor value, Tensor along, float scale"
+_gradient_operation = operation(
+    "biased_gradients",
+    f"(Tensor grad, Tensor out, Tensor lse, {_GIVEN}, bool learned) -> (Tensor, Tensor, Tensor, Tensor)",
+    biased_gradients,
+    _fake_gradients,
+)
+_operation = operation("attend_biased", f"({_GIVEN}) -> (Tensor, Tensor)", attend_biased, _fake, _keep, _backward)
+
+
+def _blocks(query_length: int, key_length: int) -> list[tuple[int, int, int]]:
+    """(first row, row after the last, keys that the last row sees) of every block of queries."""
+    stops = [min(start + QUERY_BLOCK, query_length) for start in range(0, query_length, QUERY_BLOCK)]
+    starts = range(0, query_length, QUERY_BLOCK)
+    return [(start, stop, key_length - query_length + stop) for start, stop in zip(starts, stops, strict=True)]
+
+
+def _flash_backward(
+    rows: _Rows, keys: Tensor, values: Tensor, mask: Tensor, scale: float, sums: tuple[Tensor, Tensor]
+) -> Tensor:
+    """The query gradient of a block; those of its keys and values are added to `sums`."""
+    dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        rows.grad, rows.query, keys, values, rows.out, rows.lse, 0.0, False, attn_mask=mask, scale=scale
+    )
+    sums[0].add_(dk)
+    sums[1].add_(dv)
+    return dq
+
+
+def _tiled_backward(
+    rows: _Rows,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    scale: float,
+    sums: tuple[Tensor, Tensor],
+    diagonal_sums: Tensor,
+) -> Tensor:
+    """As `_flash_backward`, and adds the gradient of entry (row, column) of the mask to `diagonal_sums` [heads, ...] at
+    row + column.
+    """
+    wide = diagonal_sums.dtype
+    query_grad = torch.zeros(rows.query.shape, dtype=wide)
+    shares = (rows.grad.to(wide) * rows.out.to(wide)).sum(-1, keepdim=True)
+    groups = rows.query.shape[1] // keys.shape[1]
+    for batch in range(keys.shape[0]):
+        for head in range(rows.query.shape[1]):
+            query, grad = rows.query[batch, head].to(wide), rows.grad[batch, head].to(wide)
+            share, lse = shares[batch, head], rows.lse[batch, head, :, None]
+            for first in range(0, keys.shape[2], KEY_BLOCK):
+                columns = slice(first, min(first + KEY_BLOCK, keys.shape[2]))
+                place = (batch, head // groups, columns)
+                seen, valued = keys[place].to(wide), values[place].to(wide)
+                tile = _tile(query, grad, share, lse, seen, valued, mask[0, head, :, columns], scale)
+                query_grad[batch, head].addmm_(tile.scores, seen, alpha=scale)
+                sums[0][place].addmm_(tile.scores.T, query, alpha=scale)
+                sums[1][place].addmm_(tile.weights.T, grad)
+                along = tile.skewed.sum(0)[:-1]
+                diagonal_sums[head, first : first + len(along)] += along
+    return query_grad.to(rows.query.dtype)
+
+
+def _tile(
+    query: Tensor, grad: Tensor, shares: Tensor, lse: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float
+) -> _Tile:
+    """The attention weights of a tile and the gradient of its scores, weight * (grad . value - share).
+
+    The gradient is written through a strided view of a wider buffer, in which entry (row, column) is in column
+    row + column: summing its columns sums the tile's diagonals.
+    """
+    rows, columns = len(query), len(keys)
+    weights = torch.baddbmm(mask[None], query[None], keys.T[None], alpha=scale)[0].sub_(lse).exp_()
+    skewed = weights.new_zeros(rows, rows + columns)
+    scores = skewed.as_strided((rows, columns), (rows + columns + 1, 1))
+    torch.mul(torch.addmm(-shares, grad, values.T), weights, out=scores)
+    return _Tile(weights, scores, skewed)
