@@ -24,8 +24,12 @@ if they were in training, with the same options and training length.
 """
 
 FIXED_BY_WEIGHTS = frozenset(
-    ("num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "no_weight_tying", "activation")
-) | {"bias_gelu_fusion", "gpt_j_residual", "gpt_j_tied", "norm"}
+    ("num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "kv_channels", "no_weight_tying", "activation")
+) | {
+    *("bias_gelu_fusion", "gpt_j_residual", "gpt_j_tied", "norm", "norm_position", "zero_centered_norms", "qk_norm"),
+    *("use_embedding_norm", "embedding_scale", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping"),
+    "final_logit_scale",
+}
 """Keys that finetuning must share with the run that trained the weights; the position method may differ."""
 NORM_EPSILONS = {"layernorm": "layernorm_epsilon", "rmsnorm": "rms_norm_epsilon", "scalenorm": "scalenorm_epsilon"}
 POSITION_WEIGHTS = re.compile(r"positions\..+|embedding\.position_embeddings\..+|.+\.position_bias\..+")

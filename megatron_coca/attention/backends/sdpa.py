@@ -1,4 +1,7 @@
-"""PyTorch's scaled_dot_product_attention: flash kernels in O(N) memory, on CPU and, without a bias, on CUDA."""
+"""PyTorch's scaled_dot_product_attention: flash kernels in O(N) memory, on CPU and, without a bias, on CUDA.
+
+Its kernels have no soft-capping: that is computed in blocks of dense scores.
+"""
 
 import math
 from collections.abc import Iterator
@@ -9,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_coca.attention.backends.reference import attend_in_blocks, missing_einsum
 from megatron_coca.attention.inputs import CAUSAL, AttentionInputs, Band, DistanceBias, Needs, attend_by_document
 from megatron_coca.kernels.operation import operation
 
@@ -363,6 +367,8 @@ class SdpaBackend:
 
     def supports(self, needs: Needs) -> str | None:
         """None, or the reason why the model is not supported."""
+        if needs.softcap is not None:
+            return missing_einsum()
         if not _served(needs.bands, needs.bias is not None and needs.device_type == "cpu"):
             return BANDS_REASON
         if needs.bias and needs.device_type != "cpu":
@@ -377,6 +383,8 @@ class SdpaBackend:
                 was built for evaluation.
             RuntimeError: there is a bias, off the CPU.
         """
+        if inputs.softcap is not None:
+            return attend_by_document(attend_in_blocks, inputs)
         if not _served(tuple(segment.band for segment in inputs.segments), inputs.bias is not None):
             raise ValueError(
                 f"attention_backend sdpa: {BANDS_REASON}; a training-only relative-position map needs a "
