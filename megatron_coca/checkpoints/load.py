@@ -81,6 +81,7 @@ class OpenedCheckpoint:
         also_free: keys that may differ from `trained`, in addition to those of any checkpoint.
         guessed: warnings by guessed keys of `trained`, each logged once unless overrides set the key.
         document_end: the token that ended documents in training, if it is known.
+        imported: what is known of the folder that ours was imported from.
     """
 
     folder: Path
@@ -92,6 +93,7 @@ class OpenedCheckpoint:
     also_free: frozenset[str] = frozenset()
     guessed: dict[str, str] = field(default_factory=dict)
     document_end: str | None = None
+    imported: Mapping[str, Any] = field(default_factory=dict)
 
     def configure(self, overrides: Overrides = (), files: Sequence[str | Path] = ()) -> Config:
         """The trained configuration with YAML files, then overrides, applied.
@@ -176,20 +178,20 @@ def _local_folder(path: str | Path, step: int | None) -> Path:
 def _open_native(path: Path, verify: bool, imports: Overrides) -> OpenedCheckpoint:
     folder = native.locate(path)
     manifest = native.verify(folder, contents=verify, links=True)
-    tokenizer = folder / native.TOKENIZER
+    tokenizer, meta = folder / native.TOKENIZER, native.read_meta(folder)
     return OpenedCheckpoint(
         folder=folder,
         trained=load_config([folder / native.CONFIG], imports),
         tokenizer_folder=tokenizer if f"{native.TOKENIZER}/{DESCRIPTION}" in manifest["files"] else None,
-        step=native.read_meta(folder)["step"],
+        step=meta["step"],
         identity=manifest["files"][native.WEIGHTS]["sha256"],
         weights=partial(open_safetensors_file, folder / native.WEIGHTS, folder),
+        imported=meta.get("imported", {}),
     )
 
 
 def _open_huggingface(folder: Path) -> OpenedCheckpoint:
     trained = read_config(folder)
-    shape = trained.model
     guessed = {}
     if may_be_coca(native.read_json(folder / CONFIG)):
         guessed["pos_emb"] = (
@@ -202,7 +204,7 @@ def _open_huggingface(folder: Path) -> OpenedCheckpoint:
         tokenizer_folder=None,
         step=None,
         identity=folder.resolve().name,
-        weights=partial(open_weights, folder, shape.num_layers, shape.num_attention_heads, not shape.no_weight_tying),
+        weights=partial(open_weights, folder, trained.model),
         also_free=frozenset({"pos_emb"}),
         guessed=guessed,
     )

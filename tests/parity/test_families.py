@@ -1,0 +1,188 @@
+"""Families of models: tiny random models of transformers, read, run in every way, extended, written again.
+
+A case is a class of transformers with odd sizes. In float64 transformers' own casts to float32 are widened, so that
+both sides compute in float64.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from megatron_coca import load_model
+from megatron_coca.checkpoints.exports.huggingface_export import export
+from megatron_coca.checkpoints.load import open_checkpoint
+
+TRAINED, LONG = 40, 100
+SHAPE = {"vocab_size": 96, "hidden_size": 36, "num_hidden_layers": 3, "num_attention_heads": 6, "intermediate_size": 44}
+SHAPE |= {"max_position_embeddings": TRAINED, "num_key_value_heads": 3, "pad_token_id": None}
+SHAPE |= {"bos_token_id": None, "eos_token_id": None}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 500.0}
+LLAMA3 = YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}
+DYNAMIC = LINEAR | {"rope_type": "dynamic"}
+BASE = {"rope_type": "default", "rope_theta": 300.0}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 500.0, "short_factor": [1.0, 1.5], "long_factor": [1.5, 4.0]}
+LONGROPE |= {"original_max_position_embeddings": 16, "partial_rotary_factor": 0.67}
+DROPLESS = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "n_embd": 36, "n_layer": 3, "n_head": 6}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("Qwen2", {}),
+    "qwen2 tied, windows": (
+        "Qwen2",
+        {
+            "tie_word_embeddings": True,
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "max_window_layers": 1,
+            "rope_parameters": YARN,
+        },
+    ),
+    "llama, free head width": ("Llama", {"head_dim": 10, "rope_parameters": LLAMA3}),
+    "mistral": ("Mistral", {"sliding_window": 9, "head_dim": 8}),
+    "mistral without a window": ("Mistral", {"sliding_window": None, "rope_parameters": DYNAMIC}),
+    "qwen3": ("Qwen3", {"head_dim": 10, "rope_parameters": YARN}),
+    "qwen3 tied, biases": ("Qwen3", {"head_dim": 6, "attention_bias": True, "tie_word_embeddings": True}),
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 5, "rope_parameters": YARN}),
+    "smollm3 windows, untied": (
+        "SmolLM3",
+        {
+            "num_hidden_layers": 5,
+            "tie_word_embeddings": False,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "no_rope_layer_interval": 2,
+            "mlp_bias": True,
+        },
+    ),
+    "olmo2": ("Olmo2", {"rope_parameters": LINEAR}),
+    "olmo2 tied, biases": ("Olmo2", {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 6}),
+    "olmo3": (
+        "Olmo3",
+        {
+            "sliding_window": 9,
+            "num_hidden_layers": 5,
+            "rope_parameters": {"full_attention": YARN, "sliding_attention": BASE},
+        },
+    ),
+    "phi3": ("Phi3", {"sliding_window": 11, "rope_parameters": BASE}),
+    "phi3 longrope, tied, partly rotated": (
+        "Phi3",
+        {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16, "tie_word_embeddings": True},
+    ),
+    "gemma2": (
+        "Gemma2",
+        {"head_dim": 10, "query_pre_attn_scalar": 7, "sliding_window": 9, "hidden_activation": "gelu_pytorch_tanh"}
+        | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    ),
+    "gemma2 untied, uncapped": (
+        "Gemma2",
+        {"head_dim": 6, "attn_logit_softcapping": None, "final_logit_softcapping": None, "tie_word_embeddings": False},
+    ),
+    "gemma3": (
+        "Gemma3Text",
+        {
+            "head_dim": 10,
+            "sliding_window": 9,
+            "num_hidden_layers": 7,
+            "query_pre_attn_scalar": 7,
+            "rope_parameters": {"full_attention": LINEAR, "sliding_attention": BASE},
+        },
+    ),
+    "cohere2": ("Cohere2", {"sliding_window": 9, "num_hidden_layers": 5, "rope_parameters": BASE}),
+    "cohere2 untied, biases": (
+        "Cohere2",
+        {"tie_word_embeddings": False, "attention_bias": True, "num_key_value_heads": 6},
+    ),
+    "gpt2": ("GPT2", {"n_positions": LONG, "n_inner": 50} | DROPLESS),
+    "gpt2 untied": ("GPT2", {"n_positions": LONG, "tie_word_embeddings": False} | DROPLESS),
+    "mpt": ("Mpt", {"d_model": 40, "n_heads": 4, "n_layers": 3, "max_seq_len": LONG}),
+    "mpt untied": (
+        "Mpt",
+        {"d_model": 40, "n_heads": 8, "n_layers": 2, "max_seq_len": LONG, "tie_word_embeddings": False}
+        | {"attn_config": {"softmax_scale": 0.3}},
+    ),
+    "bloom": ("Bloom", {"hidden_size": 36, "n_head": 6, "n_layer": 3}),
+    "bloom untied": ("Bloom", {"hidden_size": 40, "n_head": 4, "n_layer": 2, "tie_word_embeddings": False}),
+}
+
+
+OWN_NAMES = ("GPT2", "Mpt", "Bloom")
+"""Classes with other names of the shape."""
+FLOAT = torch.float32
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """Transformers in float64, where it would compute norms, rotations and softmax in float32."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "float32", torch.float64)
+        patch.setattr(torch, "float", torch.float64)
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        torch.set_default_dtype(torch.float64)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(FLOAT)
+
+
+def build(name: str) -> Any:
+    """A model with random weights, norms and biases included, in evaluation mode and the default dtype."""
+    kind, changes = CASES[name]
+    shape = SHAPE if kind not in OWN_NAMES else {name: SHAPE[name] for name in SHAPE if name.endswith(("id", "b_size"))}
+    config = getattr(transformers, f"{kind}Config")(**shape | changes)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape)
+    return model
+
+
+def tokens(length: int) -> Tensor:
+    return torch.randint(96, (2, length), generator=torch.Generator().manual_seed(length))
+
+
+@pytest.mark.parametrize("name", CASES)
+@torch.no_grad()
+def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """In float32 within and beyond the training length, in float64, and decoded with a cache."""
+    build(name).save_pretrained(tmp_path)
+    ours = load_model(tmp_path)
+    for length in (17, TRAINED, LONG):
+        expected = build(name)(tokens(length)).logits
+        assert expected.std() > 0.01
+        torch.testing.assert_close(ours(tokens(length)), expected, rtol=1e-4, atol=1e-4)
+    cache = ours.new_cache(length=LONG)
+    parts = [ours(part, cache=cache) for part in tokens(LONG).split([90, 1, 3, 6], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=1e-4, atol=1e-4)
+    with in_float64():
+        wide = build(name)
+        expected = wide(tokens(LONG)).logits
+        wide.save_pretrained(tmp_path / "wide")
+    found = open_checkpoint(tmp_path / "wide").load(dtype=torch.float64).model(tokens(LONG))
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_way_back_is_the_same_bit_by_bit(name: str, tmp_path: Path) -> None:
+    theirs = build(name)
+    theirs.save_pretrained(tmp_path / "source")
+    done = export(tmp_path / "source", tmp_path / "back")
+    assert done.model_type == theirs.config.model_type
+    expected, found = (load_file(tmp_path / side / "model.safetensors") for side in ("source", "back"))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    with torch.no_grad():
+        before, after = (
+            AutoModelForCausalLM.from_pretrained(tmp_path / side, attn_implementation="eager").eval()
+            for side in ("source", "back")
+        )
+        assert torch.equal(after(tokens(LONG)).logits, before(tokens(LONG)).logits)
