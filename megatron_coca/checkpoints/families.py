@@ -365,6 +365,32 @@ def _to_mpt(config: Config) -> dict[str, Any]:
     return {} if heads & (heads - 1) else {"attn_config": chosen}
 
 
+def _falcon(config: Json, keys: Json) -> dict[str, Any]:
+    heads, newer = config["num_attention_heads"], bool(config.get("new_decoder_architecture"))
+    norms, parallel = config.get("num_ln_in_parallel_attn") or 1 + newer, config.get("parallel_attn", True)
+    if (norms == 2 and not newer) or (newer and not parallel):
+        raise ValueError("num_ln_in_parallel_attn 2 and parallel_attn false exclude what new_decoder_architecture says")
+    one_key = config.get("multi_query", True) and not newer
+    given = config.get("num_key_value_heads") or heads if newer else heads
+    found = {"num_kv_heads": 1 if one_key else given, "gpt_j_residual": parallel, "gpt_j_tied": parallel and norms == 1}
+    found |= dict.fromkeys(("use_bias_in_attn_linear", "use_bias_in_mlp"), bool(config.get("bias")))
+    width = config["hidden_size"] // heads
+    return found | ({"pos_emb": "alibi", "alibi_slope_scale": width**-0.5} if config.get("alibi") else {})
+
+
+def _to_falcon(config: Config) -> dict[str, Any]:
+    model = config.model
+    parallel, two = model.gpt_j_residual, model.gpt_j_residual and not model.gpt_j_tied
+    return {
+        "new_decoder_architecture": two or 1 < model.num_kv_heads < model.num_attention_heads,
+        "num_ln_in_parallel_attn": 2 if two else 1,
+        "parallel_attn": parallel,
+        "multi_query": model.num_kv_heads == 1,
+        "bias": model.use_bias_in_mlp,
+        "alibi": config.position.pos_emb == "alibi",
+    }
+
+
 LAYERNORM = {
     "norm": "layernorm",
     "use_bias_in_attn_linear": True,
@@ -567,6 +593,19 @@ FAMILIES: dict[str, Family] = {
                 *("bias_dropout_fusion", "masked_softmax_fusion", "n_inner", "n_embed"),
             }
         ),
+    ),
+    "falcon": Family(
+        "FalconForCausalLM",
+        lambda model: weight_map.falcon(model.gpt_j_residual, 1 if model.gpt_j_residual and model.gpt_j_tied else 2),
+        LAYERNORM,
+        EPSILON | {"hidden_dropout": ("hidden_dropout", 0.0)},
+        {"apply_residual_connection_post_layernorm": False},
+        {"intermediate_size": "ffn_hidden_size", "num_key_value_heads": "num_kv_heads", "head_dim": None},
+        activation=("activation", "gelu"),
+        tied=True,
+        length=2048,
+        read=_falcon,
+        write=_to_falcon,
     ),
 }
 """By `model_type`, in the order of preference of an export."""

@@ -315,12 +315,12 @@ BLOOM = transformer(
 )
 
 
-def falcon(grouped: bool, two_norms: bool) -> tuple[Row, ...]:
-    """Falcon's table: with its newer `grouped` layout, and of that with two norms in a block."""
-    modules = dict(_BLOOM)
-    if grouped:
-        modules["attention.query_key_value"] = ("self_attention.query_key_value", GROUPED)
-    if two_norms:
+def falcon(parallel: bool, norms: int) -> tuple[Row, ...]:
+    """Falcon's table for parallel or sequential blocks with one norm or two."""
+    modules = _BLOOM | {"attention.query_key_value": ("self_attention.query_key_value", GROUPED)}
+    if norms == 1:
+        del modules["post_attention_layernorm"]
+    elif parallel:
         modules |= {"input_layernorm": ("ln_attn", ALONE), "post_attention_layernorm": ("ln_mlp", ALONE)}
     return transformer("h", "word_embeddings", modules, ("norm", "ln_f"))
 

@@ -75,6 +75,7 @@ OTHER: dict[str, Any] = {
     "sliding_window_width": 4,
     "rpe_num_buckets": 8,
     "rpe_max_distance": 20,
+    "alibi_slope_scale": 2.0,
     "layer_types": {"nope": {"pos_emb": "none"}},
 }
 """A value other than the default for every key that can change what the model computes."""
@@ -87,6 +88,7 @@ WITH: dict[str, dict[str, Any]] = {
     "rpe_max_distance": {"pos_emb": "rpe", "rpe_num_buckets": 8},
     "layer_types": {"attention_config": [[["nope", "global"], 1]]},
     "max_position_embeddings": {"pos_emb": "learned"},
+    "alibi_slope_scale": {"pos_emb": "alibi"},
 }
 """Further keys, without which a key has no effect or is not valid."""
 CHANGING = [name for name, place in KEYS.items() if place.group in ("model", "position") and name not in WITHOUT_EFFECT]

@@ -110,12 +110,35 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"attn_config": {"softmax_scale": 0.3}},
     ),
     "bloom": ("Bloom", {"hidden_size": 36, "n_head": 6, "n_layer": 3}),
+    "falcon": ("Falcon", {"rope_parameters": BASE, "num_kv_heads": None, "ffn_hidden_size": 50}),
+    "falcon sequential, ALiBi": (
+        "Falcon",
+        {
+            "alibi": True,
+            "parallel_attn": False,
+            "multi_query": False,
+            "bias": True,
+            "hidden_size": 40,
+            "num_kv_heads": 4,
+        }
+        | {"num_attention_heads": 4},
+    ),
+    "falcon grouped, untied": (
+        "Falcon",
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "tie_word_embeddings": False, "rope_parameters": DYNAMIC},
+    ),
+    "falcon grouped, one norm": (
+        "Falcon",
+        {"new_decoder_architecture": True, "num_kv_heads": 3, "num_ln_in_parallel_attn": 1},
+    ),
     "bloom untied": ("Bloom", {"hidden_size": 40, "n_head": 4, "n_layer": 2, "tie_word_embeddings": False}),
 }
 
 
-OWN_NAMES = ("GPT2", "Mpt", "Bloom")
-"""Classes with other names of the shape."""
+_SHAPE_NAMES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+OWN_NAMES = dict.fromkeys(("GPT2", "Mpt", "Bloom"), (*_SHAPE_NAMES, "intermediate_size", "num_key_value_heads"))
+OWN_NAMES["Falcon"] = ("intermediate_size", "num_key_value_heads")
+"""Names that a class does not have."""
 FLOAT = torch.float32
 
 
@@ -133,13 +156,18 @@ def in_float64() -> Iterator[None]:
             torch.set_default_dtype(FLOAT)
 
 
+def implementation(name: str) -> str:
+    """Eager attention, which has soft-capping; but for Falcon it adds ALiBi to the scores and to the mask."""
+    return "sdpa" if name.startswith("falcon") else "eager"
+
+
 def build(name: str) -> Any:
     """A model with random weights, norms and biases included, in evaluation mode and the default dtype."""
     kind, changes = CASES[name]
-    shape = SHAPE if kind not in OWN_NAMES else {name: SHAPE[name] for name in SHAPE if name.endswith(("id", "b_size"))}
+    shape = {name: value for name, value in SHAPE.items() if name not in OWN_NAMES.get(kind, ())}
     config = getattr(transformers, f"{kind}Config")(**shape | changes)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation(name)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn(parameter.shape)
@@ -182,7 +210,7 @@ def test_the_way_back_is_the_same_bit_by_bit(name: str, tmp_path: Path) -> None:
     assert all(torch.equal(found[key], expected[key]) for key in expected)
     with torch.no_grad():
         before, after = (
-            AutoModelForCausalLM.from_pretrained(tmp_path / side, attn_implementation="eager").eval()
+            AutoModelForCausalLM.from_pretrained(tmp_path / side, attn_implementation=implementation(name)).eval()
             for side in ("source", "back")
         )
         assert torch.equal(after(tokens(LONG)).logits, before(tokens(LONG)).logits)

@@ -355,15 +355,17 @@ def export(
 
 def _kind(opened: OpenedCheckpoint, config: Config) -> str:
     """Return the architecture to write: that of an imported folder where it fits, otherwise the first that does."""
-    stock = [name for name in EXPORTERS if name not in REMOTE_TYPES]
+    kinds = config.layer_types.values()
+    choices = dict.fromkeys(choice for kind in kinds for choice, _ in kind.choices())
+    unknown = (choice.not_expressed("huggingface", ("stock", "file"), ("file",)) for choice in choices)
+    positions = list(filter(None, unknown))
+    stock = [name for name in EXPORTERS if name not in REMOTE_TYPES] if not positions else []
     origin = native.read_json(opened.folder / CONFIG) if is_huggingface_folder(opened.folder) else opened.imported
     named = [name for name in stock if name == origin.get("model_type")]
     found = next((name for name in (*named, *stock) if EXPORTERS[name].fits(config)), None)
     if found is not None:
         return found
-    reasons = [*lost_keys(config, WRITTEN)]
-    choices = [choice for choice, _ in config.position.choices()]
-    reasons += filter(None, (choice.not_expressed("huggingface", ("stock", "file"), ("file",)) for choice in choices))
+    reasons = [*lost_keys(config, WRITTEN), *positions]
     if reasons:
         raise CheckpointError(f"{opened.folder}: a Hugging Face folder cannot express it: {'; '.join(reasons)}")
     return next(name for name in REMOTE_TYPES if EXPORTERS[name].fits(config))
