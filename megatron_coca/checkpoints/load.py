@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 
 from megatron_coca.checkpoints import native, neox
-from megatron_coca.checkpoints.compare import refuse_other_model
+from megatron_coca.checkpoints.compare import refuse_other_model, replaced_extension
 from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.checkpoints.huggingface_import import (
     CONFIG,
@@ -129,6 +129,8 @@ class OpenedCheckpoint:
     ) -> LoadedModel:
         """The model with config overrides and parameters in `dtype`. `show` shows progress. Raises as `load_model`."""
         config = self.configure(overrides, files)
+        if (replaced := replaced_extension(self.trained, config)) is not None:
+            logger.warning("%s: %s", self.folder, replaced)
         model = empty_model(config, device, training=False, dtype=dtype)
         with self.weights().shown(f"loading {self.folder}", show) as weights:
             load_weights(model, weights)

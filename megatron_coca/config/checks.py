@@ -29,7 +29,7 @@ Refusals = dict[str, Callable[[Settings], str | None]]
 def _heads(settings: Settings) -> str | None:
     width, heads = settings.model.hidden_size, settings.model.num_attention_heads
     uneven = width % heads and settings.model.kv_channels is None
-    return f"{heads} heads do not divide hidden_size {width}; set kv_channels" if uneven else None
+    return f"{heads} heads do not divide hidden_size {width}" if uneven else None
 
 
 def _kv_heads(settings: Settings) -> str | None:

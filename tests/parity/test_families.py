@@ -4,6 +4,7 @@ A case is a class of transformers with odd sizes. In float64 transformers' own c
 both sides compute in float64.
 """
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,8 +18,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megatron_coca import load_model
+from megatron_coca.checkpoints import CheckpointError, load_checkpoint
 from megatron_coca.checkpoints.exports.huggingface_export import export
 from megatron_coca.checkpoints.load import open_checkpoint
+from megatron_coca.commands.train import parser, read_config
+from megatron_coca.commands.train_stages import plan
+from megatron_coca.training.resume import initial_model
 
 TRAINED, LONG = 40, 100
 SHAPE = {"vocab_size": 96, "hidden_size": 36, "num_hidden_layers": 3, "num_attention_heads": 6, "intermediate_size": 44}
@@ -214,3 +219,71 @@ def test_the_way_back_is_the_same_bit_by_bit(name: str, tmp_path: Path) -> None:
             for side in ("source", "back")
         )
         assert torch.equal(after(tokens(LONG)).logits, before(tokens(LONG)).logits)
+
+
+STAGES = [f"configs/finetune/coca_stage{number}.yml" for number in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "smollm3", "cohere2"])
+def test_training_takes_the_network_from_the_folder(name: str, tmp_path: Path) -> None:
+    """The staged files for CoCA have no shape; layers without rotation keep theirs."""
+    folder = tmp_path / "source"
+    build(name).save_pretrained(folder)
+    trained = load_checkpoint(folder)
+    options = parser().parse_args([str(folder), STAGES[0], "save=runs/none", "zero_optimization=null"])
+    config, _ = read_config(options)
+    assert config.checkpoint.load == str(folder) and config.checkpoint.finetune
+    forms = {key: kind.pos_emb for key, kind in config.layer_types.items()}
+    before = {key: kind.pos_emb for key, kind in trained.config.layer_types.items()}
+    assert forms == {key: "none" if form == "none" else "coca" for key, form in before.items()}
+    begun, expected = initial_model(config, "cpu").model.state_dict(), trained.model.state_dict()
+    assert all(torch.equal(begun[key], expected[key]) for key in expected)
+    stages = plan(STAGES, ("train_iters=2",), str(folder))
+    loads = [stage.config.checkpoint.load for stage in stages]
+    assert loads == [str(folder), "runs/coca_stage1", "runs/coca_stage2"]
+    assert {stage.config.model.hidden_size for stage in stages} == {36}
+
+
+def test_a_wrong_shape_is_told_the_right_number(tmp_path: Path) -> None:
+    build("qwen3").save_pretrained(tmp_path / "source")
+    config, _ = read_config(parser().parse_args([str(tmp_path / "source"), STAGES[0], "intermediate_size=96"]))
+    with pytest.raises(CheckpointError, match=r"intermediate_size \(saved 132, now an inner width of 32\)"):
+        initial_model(config, "cpu")
+
+
+def test_another_extension_counts_from_the_training_length_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    build("llama, free head width").save_pretrained(tmp_path)
+    loaded = load_checkpoint(tmp_path, ["rope_scaling={rope_type: yarn, factor: 4}"])
+    assert loaded.config.position.original_length(TRAINED) == TRAINED
+    assert "llama3 already, of length 16; yarn replaces it and is of length 40" in caplog.text
+    caplog.clear()
+    load_checkpoint(tmp_path, ["rope_scaling.factor=8.0"])
+    assert not caplog.records
+
+
+UNREAD = {
+    "a key that is not known": ({"mystery": 3}, "mystery: not understood here"),
+    "a value of another model": ({"use_bidirectional_attention": True}, "use_bidirectional_attention True is not supp"),
+    "a type of layers": ({"layer_types": ["linear_attention"] * 7}, "layer_types has 'linear_attention'"),
+}
+
+
+@pytest.mark.parametrize("case", UNREAD)
+def test_what_changes_the_model_and_is_not_understood_is_refused(case: str, tmp_path: Path) -> None:
+    changes, message = UNREAD[case]
+    build("gemma3").save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | changes))
+    with pytest.raises(CheckpointError, match=message):
+        load_model(tmp_path)
+
+
+def test_a_folder_without_the_prefix_of_the_class_with_a_head(tmp_path: Path) -> None:
+    """GPT-2's published weights have no `transformer.` before their names."""
+    build("gpt2").save_pretrained(tmp_path / "whole")
+    build("gpt2").transformer.save_pretrained(tmp_path / "base")
+    with torch.no_grad():
+        whole, base = (load_model(tmp_path / name)(tokens(17)) for name in ("whole", "base"))
+    assert torch.equal(whole, base)
