@@ -1,6 +1,7 @@
 """Loading a checkpoint of any known layout as a model for evaluation."""
 
 import logging
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,6 +30,11 @@ from megatron_coca.data.tokenizers.kinds import DESCRIPTION
 from megatron_coca.model import GPT, empty_model
 
 logger = logging.getLogger(__name__)
+
+HUB = "hf://"
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+"""Models of the Hugging Face hub: the prefix of their names, its own names, and what is downloaded."""
 
 Overrides = Mapping[str, Any] | Sequence[str]
 
@@ -168,13 +174,33 @@ def find_native(path: str | Path, step: int | None = None) -> Path | None:
 
 def _local_folder(path: str | Path, step: int | None) -> Path:
     """The folder of a checkpoint, or of a run; one behind a URL is downloaded."""
+    if str(path).startswith(HUB):
+        return _from_hub(str(path).removeprefix(HUB))
     if is_url(path):
         return fetch(str(path), step)
     path = Path(path)
+    if not path.exists() and HUB_NAME.fullmatch(str(path)):
+        raise CheckpointError(
+            f"{path}: no such checkpoint folder; a model of the Hugging Face hub is downloaded by `hf download {path} "
+            f"--local-dir models/{path.name}`, or named as {HUB}{path}"
+        )
     if step is None:
         return path
     folder = native.step_folder(path, step)
     return folder if neox.is_step(folder) else native.locate(path, step)
+
+
+def _from_hub(name: str) -> Path:
+    """Download a model of the Hugging Face hub into the cache of huggingface_hub, unless it is there."""
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError
+    except ImportError as error:
+        raise CheckpointError(f"{HUB}{name}: needs huggingface_hub (pip install huggingface_hub)") from error
+    try:
+        return Path(snapshot_download(name, allow_patterns=HUB_FILES))
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise CheckpointError(f"{HUB}{name}: cannot be downloaded: {error}") from error
 
 
 def _open_native(path: Path, verify: bool, imports: Overrides) -> OpenedCheckpoint:

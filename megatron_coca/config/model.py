@@ -206,6 +206,16 @@ class ModelConfig(ConfigGroup):
             return _round_up(nominal, self.mlp_multiple_of)
         return _round_up(int(nominal * 2 / 3), 2 * self.mlp_multiple_of) // 2
 
+    @property
+    def narrow_mlp(self) -> str | None:
+        """A warning where a gated activation has the width that follows from GPT-NeoX's default, or None."""
+        if self.activation not in GATED_ACTIVATIONS or self.intermediate_size or self.expansion_factor:
+            return None
+        return (
+            f"activation {self.activation} without intermediate_size: by GPT-NeoX's rule the inner width is "
+            f"{self.ffn_hidden_size}, 4/3 of hidden_size; LLaMA's 8/3 is expansion_factor=8"
+        )
+
 
 def layer_names(attention_config: list[Any] | None, num_layers: int) -> tuple[str, ...]:
     """Return the type of every layer; `flash` is another name of `global`.

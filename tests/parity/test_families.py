@@ -4,6 +4,7 @@ A case is a class of transformers with odd sizes. In float64 transformers' own c
 both sides compute in float64.
 """
 
+import inspect
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ from megatron_coca.checkpoints.exports.huggingface_export import export
 from megatron_coca.checkpoints.load import open_checkpoint
 from megatron_coca.commands.train import parser, read_config
 from megatron_coca.commands.train_stages import plan
+from megatron_coca.config import load_config
+from megatron_coca.model.cost import parameter_count
 from megatron_coca.training.resume import initial_model
 
 TRAINED, LONG = 40, 100
@@ -186,7 +189,7 @@ def tokens(length: int) -> Tensor:
 @pytest.mark.parametrize("name", CASES)
 @torch.no_grad()
 def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
-    """In float32 within and beyond the training length, in float64, and decoded with a cache."""
+    """In float32 within and beyond the training length, decoded with a cache, with left padding, and in float64."""
     build(name).save_pretrained(tmp_path)
     ours = load_model(tmp_path)
     for length in (17, TRAINED, LONG):
@@ -196,6 +199,14 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     cache = ours.new_cache(length=LONG)
     parts = [ours(part, cache=cache) for part in tokens(LONG).split([90, 1, 3, 6], dim=1)]
     torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=1e-4, atol=1e-4)
+    padded, documents = tokens(50), torch.ones(2, 50, dtype=torch.long)
+    documents[0, :7] = 0
+    theirs = build(name)
+    places = {"position_ids": (documents.cumsum(1) - 1).clamp(min=0)}
+    taken = places if "position_ids" in inspect.signature(theirs.forward).parameters else {}
+    expected = theirs(padded, attention_mask=documents, **taken).logits
+    found = ours(padded, documents=documents)
+    torch.testing.assert_close(found[documents == 1], expected[documents == 1], rtol=1e-4, atol=1e-4)
     with in_float64():
         wide = build(name)
         expected = wide(tokens(LONG)).logits
@@ -287,3 +298,39 @@ def test_a_folder_without_the_prefix_of_the_class_with_a_head(tmp_path: Path) ->
     with torch.no_grad():
         whole, base = (load_model(tmp_path / name)(tokens(17)) for name in ("whole", "base"))
     assert torch.equal(whole, base)
+
+
+def test_names_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match="hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B"):
+        load_model("Qwen/Qwen3-0.6B")
+    build("qwen3").save_pretrained(tmp_path / "cache")
+    asked = []
+
+    def snapshot(name: str, allow_patterns: list[str]) -> str:
+        asked.append(name)
+        if name == "none/such":
+            raise OSError("offline")
+        return str(tmp_path / "cache")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    assert load_model("hf://Qwen/Qwen3-0.6B").vocab_size == 96 and asked == ["Qwen/Qwen3-0.6B"]
+    with pytest.raises(CheckpointError, match="hf://none/such: cannot be downloaded: offline"):
+        load_model("hf://none/such")
+
+
+BLOCKS = {"neox": 4.0} | dict.fromkeys(("llama", "qwen3", "olmo2", "gemma3"), 8 / 3)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_overlays_of_blocks_have_the_parameters_of_a_plain_block(name: str) -> None:
+    config = load_config(["configs/350M/roformer_coca.yml", f"configs/model/{name}.yml"])
+    plain = load_config("configs/350M/roformer_coca.yml")
+    assert 0 <= config.model.ffn_hidden_size - BLOCKS[name] * config.model.hidden_size < 16
+    share = parameter_count(config).non_embedding / parameter_count(plain).non_embedding
+    assert abs(share - 1) < 4e-3 and config.position == plain.position and config.model.narrow_mlp is None
+
+
+def test_a_narrow_gated_layer_is_warned_of_with_its_width() -> None:
+    config = load_config("configs/350M/roformer.yml", ["activation=swiglu"])
+    assert "inner width is 1365, 4/3 of hidden_size" in str(config.model.narrow_mlp)
