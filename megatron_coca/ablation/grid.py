@@ -14,7 +14,7 @@ from pydantic import Field, JsonValue, field_validator
 from megatron_coca.checkpoints import CheckpointError, open_checkpoint
 from megatron_coca.checkpoints.compare import refuse_other_model
 from megatron_coca.config import COMPUTE_KEYS, KEYS, Config, ConfigError, load_config, split_inputs
-from megatron_coca.config.schema import GROUPS
+from megatron_coca.config.schema import default_of
 from megatron_coca.data import DataError
 from megatron_coca.evaluation.cli import MEASUREMENTS
 from megatron_coca.evaluation.documents import find_sources
@@ -284,17 +284,11 @@ def cell_hash(config: Config, batch: int, data: Mapping[str, Any], weights: str 
     flat = config.flat()
     named = {
         key: flat[key]
-        for key, (group, field) in KEYS.items()
-        if group not in RUN_GROUPS and key not in RUN_KEYS and flat[key] != _default(flat, group, field)
+        for key, (group, _) in KEYS.items()
+        if group not in RUN_GROUPS and key not in RUN_KEYS and flat[key] != default_of(key, flat)
     }
     content = named | {"batch": batch, "dtype": config.precision.dtype, "data": data, "weights": weights}
     return sha256(json.dumps(_without_none(content), sort_keys=True).encode()).hexdigest()[:8]
-
-
-def _default(flat: Mapping[str, Any], group: str, field: str) -> Any:
-    declared = GROUPS[group].model_fields[field]
-    extra = declared.json_schema_extra
-    return flat[str(extra["follows"])] if isinstance(extra, dict) and "follows" in extra else declared.default
 
 
 def _without_none(value: Any) -> Any:

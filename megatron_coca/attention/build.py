@@ -55,6 +55,8 @@ def build_method(position: PositionConfig, model: ModelConfig) -> PositionMethod
         trained_bands=bands,
         logit_scaling=partial(scale, **scaling.resolved(options[scaling.key], model.seq_length)) if scale else None,
         operands=operand_maker(position.operand_kernel),
+        softmax_scale=model.softmax_scale,
+        softcap=model.attn_logit_softcapping,
     )
 
 
@@ -103,8 +105,13 @@ def _long_on_hopper(needs: Needs) -> bool:
 PREFERRED: dict[str, Callable[[Needs], bool]] = {
     "triton": lambda needs: needs.packed or needs.deterministic,
     "merge": _long_on_hopper,
+    "flex": lambda needs: needs.softcap is not None,
 }
-"""Backends that `auto` tries first, and when: `sdpa` takes a call per document, and has no deterministic float32."""
+"""Backends that `auto` tries first, and when: `sdpa` takes a call per document, has no deterministic float32, and has
+dense scores with soft-capping.
+"""
+CAPPED = frozenset({"sdpa", "flex", "reference"})
+"""Backends with soft-capping of scores."""
 
 
 def automatic(needs: Needs) -> list[str]:
@@ -122,7 +129,7 @@ def find_backend(name: str, needs: Needs) -> tuple[str, dict[str, str]]:
     """
     reasons: dict[str, str] = {}
     for candidate in automatic(needs) if name == "auto" else (name,):
-        reason = BACKENDS[candidate].supports(needs) or varies(candidate, needs)
+        reason = uncapped(candidate, needs) or BACKENDS[candidate].supports(needs) or varies(candidate, needs)
         if reason is None:
             return candidate, reasons
         reasons[candidate] = reason
@@ -142,6 +149,11 @@ def select_backend(name: str, needs: Needs) -> tuple[str, Backend]:
     if reasons:
         logger.info("attention backend %s%s", chosen, _passed_over(reasons))
     return chosen, BACKENDS[chosen]
+
+
+def uncapped(name: str, needs: Needs) -> str | None:
+    """None, or why the scores of the model cannot be capped."""
+    return None if needs.softcap is None or name in CAPPED else "its kernels have no attn_logit_softcapping"
 
 
 def varies(name: str, needs: Needs) -> str | None:

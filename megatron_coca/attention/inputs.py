@@ -63,6 +63,7 @@ class AttentionInputs:
         bias: added to the scaled scores, or None.
         dropout: of attention weights (0 in evaluation).
         documents: document boundaries, or None for one document per row.
+        softcap: scaled scores s are replaced by c tanh(s / c) for this c before the bias is added, or None.
 
     All operands share one dtype and device; the output has the shape and dtype of a segment's query.
     """
@@ -73,6 +74,7 @@ class AttentionInputs:
     bias: DistanceBias | None = None
     dropout: float = 0.0
     documents: PackedDocuments | None = None
+    softcap: float | None = None
 
     @property
     def query(self) -> Tensor:
@@ -107,6 +109,7 @@ class Needs:
         packed: samples hold several documents, which do not see each other.
         length: tokens of a sample in training; 0 in evaluation, where lengths vary.
         deterministic: gradients must have the same bits in every run.
+        softcap: the bound of the scores, or None.
     """
 
     device_type: str
@@ -117,6 +120,7 @@ class Needs:
     packed: bool = False
     length: int = 0
     deterministic: bool = False
+    softcap: float | None = None
 
 
 class Backend(Protocol):

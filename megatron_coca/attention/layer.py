@@ -1,6 +1,6 @@
 """Self-attention: project, prepare, attend, project."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -206,17 +206,24 @@ class SelfAttention(ShardedModule):
         backend: Backend,
         bias: bool = True,
         dropout: float = 0.0,
-        qk_norm: nn.Module | None = None,
+        qkv_bias: bool | None = None,
+        norms: Mapping[str, nn.Module] | None = None,
     ) -> None:
-        """`qk_norm` is applied to queries and to keys, [batch, length, heads, head_dim], before the position method."""
+        """`qkv_bias` is by default `bias`. `norms` of queries and keys [batch, length, heads, head_dim], before the
+        position method, are by name: `qk_layernorm` of both, or `query_layernorm` and `key_layernorm`.
+        """
         super().__init__()
-        self.head_dim, self.queries_per_key = hidden_size // num_heads, num_heads // num_kv_heads
+        self.head_dim, self.queries_per_key = method.head_dim, num_heads // num_kv_heads
         self.method, self.backend, self.dropout = method, backend, dropout
         self.query_key_value: nn.Module = nn.Linear(
-            hidden_size, (num_heads + 2 * num_kv_heads) * self.head_dim, bias=bias
+            hidden_size,
+            (num_heads + 2 * num_kv_heads) * self.head_dim,
+            bias=bias if qkv_bias is None else qkv_bias,
         )
-        self.dense = nn.Linear(hidden_size, hidden_size, bias=bias)
-        self.qk_layernorm = qk_norm
+        self.dense = nn.Linear(num_heads * self.head_dim, hidden_size, bias=bias)
+        norms = norms or {}
+        self.qk_layernorm = norms.get("qk_layernorm")
+        self.query_layernorm, self.key_layernorm = norms.get("query_layernorm"), norms.get("key_layernorm")
         self.position_bias = method.layer_bias()
 
     def split_projection(self) -> None:
@@ -254,6 +261,8 @@ class SelfAttention(ShardedModule):
             q, k, v = (self.share.gather(part) for part in self._parts(projected))
         if self.qk_layernorm is not None:
             q, k = self.qk_layernorm(q), self.qk_layernorm(k)
+        if self.query_layernorm is not None and self.key_layernorm is not None:
+            q, k = self.query_layernorm(q), self.key_layernorm(k)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def _parts(self, projected: Tensor | tuple[Tensor, Tensor, Tensor]) -> Sequence[Tensor]:

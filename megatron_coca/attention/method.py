@@ -118,6 +118,8 @@ class PositionMethod:
         bands, trained_bands: the relative-position map in evaluation and in training.
         logit_scaling: factor on a row's logits by its position, or None.
         operands: computes Q' and K' of every segment.
+        softmax_scale: factor on the dot products, None for 1 / sqrt(head_dim).
+        softcap: bound of the scores, as in `AttentionInputs`.
     """
 
     name: str
@@ -132,11 +134,13 @@ class PositionMethod:
     trained_bands: tuple[Band, ...] = UNMAPPED
     logit_scaling: LogitScaling | None = None
     operands: OperandMaker = with_torch
+    softmax_scale: float | None = None
+    softcap: float | None = None
 
     @property
     def scale(self) -> float:
-        """Factor on the dot products (Vaswani et al. 2017, section 3.2.1)."""
-        return 1.0 / math.sqrt(self.head_dim)
+        """Factor on the dot products, by default that of Vaswani et al. 2017, section 3.2.1."""
+        return 1.0 / math.sqrt(self.head_dim) if self.softmax_scale is None else self.softmax_scale
 
     @property
     def rotary_dim(self) -> int:
@@ -162,7 +166,9 @@ class PositionMethod:
     def needs(self, device_type: str, dropout: float, training: bool = True) -> Needs:
         """Requirements on a backend: for training and evaluation, or for evaluation only."""
         bands = max(self.bands, self.trained_bands, key=len) if training else self.bands
-        return Needs(device_type, self.head_dim, self.bias.formula, bands, dropout if training else 0.0)
+        return Needs(
+            device_type, self.head_dim, self.bias.formula, bands, dropout if training else 0.0, softcap=self.softcap
+        )
 
     def prepare(
         self,
@@ -180,7 +186,7 @@ class PositionMethod:
         made = iter(self.operands(self.form, q, k, context.segments, context.query_factor))
         segments = tuple(Segment(next(made), next(made), tables.band) for tables in context.segments)
         return AttentionInputs(
-            segments, v, self.scale, context.bias if bias is None else bias, dropout, context.documents
+            segments, v, self.scale, context.bias if bias is None else bias, dropout, context.documents, self.softcap
         )
 
     def prepare_cached(

@@ -3,10 +3,11 @@
 import re
 from pathlib import Path
 
+from megatron_coca import methods
 from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.config import KEYS, Config
 from megatron_coca.config.load import Overrides
-from megatron_coca.config.model import GLOBAL
+from megatron_coca.config.model import GATED_ACTIVATIONS, GLOBAL
 from megatron_coca.config.position import LayerType, PositionConfig
 from megatron_coca.config.source import given_values
 
@@ -24,10 +25,15 @@ if they were in training, with the same options and training length.
 """
 
 FIXED_BY_WEIGHTS = frozenset(
-    ("num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "no_weight_tying", "activation")
-) | {"bias_gelu_fusion", "gpt_j_residual", "gpt_j_tied", "norm"}
+    ("num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "kv_channels", "no_weight_tying", "activation")
+) | {
+    *("bias_gelu_fusion", "gpt_j_residual", "gpt_j_tied", "norm", "norm_position", "zero_centered_norms", "qk_norm"),
+    *("use_embedding_norm", "embedding_scale", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping"),
+    "final_logit_scale",
+}
 """Keys that finetuning must share with the run that trained the weights; the position method may differ."""
 NORM_EPSILONS = {"layernorm": "layernorm_epsilon", "rmsnorm": "rms_norm_epsilon", "scalenorm": "scalenorm_epsilon"}
+PLAIN_FREQUENCIES = methods.find("rope_scaling", "default")
 POSITION_WEIGHTS = re.compile(r"positions\..+|embedding\.position_embeddings\..+|.+\.position_bias\..+")
 """Names of weights that belong to a position method."""
 
@@ -48,6 +54,22 @@ def changes_of(overrides: Overrides, saved: Config, config: Config) -> tuple[str
     """A line for every key that overrides change from the configuration of a checkpoint."""
     kept = frozenset(key for key in KEYS if key.partition(".")[0] not in given_values(overrides))
     return tuple(differing_keys(saved, config, kept))
+
+
+def replaced_extension(saved: Config, wanted: Config) -> str | None:
+    """Say which extension of the saved model another one replaces, and from which lengths both measure; None if none
+    does.
+    """
+    before, after = saved.position, wanted.position
+    if before.extension in (after.extension, PLAIN_FREQUENCIES) or after.extension == PLAIN_FREQUENCIES:
+        return None
+    lengths = [
+        position.original_length(config.model.seq_length) for position, config in ((before, saved), (after, wanted))
+    ]
+    return (
+        f"the model has rope_scaling {before.extension.name} already, of length {lengths[0]:,}; {after.extension.name}"
+        f" replaces it and is of length {lengths[1]:,} (rope_scaling.original_max_position_embeddings sets another)"
+    )
 
 
 def refuse_other_model(folder: Path, saved: Config, wanted: Config, also_free: frozenset[str] = frozenset()) -> None:
@@ -80,6 +102,10 @@ def refuse_other_architecture(folder: Path, saved: Config, wanted: Config) -> No
     if saved.position.embedding.rotary and wanted.position.embedding.rotary:
         fixed.add("rotary_pct")
     differing = differing_keys(saved, wanted, frozenset(KEYS) - fixed)
+    inner = [config.model.ffn_hidden_size for config in (saved, wanted)]
+    if inner[0] != inner[1]:
+        gated = 3 if saved.model.activation in GATED_ACTIVATIONS else 1
+        differing.append(f"intermediate_size (saved {gated * inner[0]}, now an inner width of {inner[1]})")
     if differing:
         raise CheckpointError(
             f"{folder}: a run cannot start from its weights with another {', '.join(differing)}; set these as saved"

@@ -14,21 +14,18 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 
-from megatron_coca import methods
-from megatron_coca.checkpoints import weight_map
+from megatron_coca.checkpoints import families, weight_map
 from megatron_coca.checkpoints.files import CheckpointError, read_json, read_json_if_present
+from megatron_coca.checkpoints.huggingface_rope import MAXIMUM, TRAINING_LENGTH, rope_keys, rope_section
 from megatron_coca.checkpoints.weights import Weights, names_in, names_in_pickle, open_pickles, open_safetensors
-from megatron_coca.config import Config, ConfigError, load_config
+from megatron_coca.config import Config, ConfigError, ModelConfig, load_config
 from megatron_coca.config.model import GATED_ACTIVATIONS, Activation
-from megatron_coca.config.position import ORIGINAL
 from megatron_coca.config.source import OVERRIDES
 
 Json = Mapping[str, Any]
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-TRAINING_LENGTH = "training_length"
-"""Key of an exported config.json with the training length where max_position_embeddings is another number."""
 POSITION, NETWORK = "position", "network"
 """Keys of an exported config.json with the position method, and with the block of a `coca_dense` model."""
 REMOTE_TYPES = {"coca_llama": "llama", "coca_gpt_neox": "gpt_neox", "coca_dense": "llama"}
@@ -95,18 +92,39 @@ def read_config(folder: Path) -> Config:
     weights' files are invalid, or describe an unsupported model.
     """
     source = folder / CONFIG
-    config = _Read(read_json(source))
-    family = find_family(config, source)
+    generation = read_json_if_present(folder / GENERATION)
+    return parse_config(read_json(source), source, generation, lambda: find_weights(folder)[1])
+
+
+def parse_config(
+    values: Json, source: Path, generation: Json | None = None, weights: Callable[[], Collection[str]] = tuple
+) -> Config:
+    """Return the configuration of the model that the contents of config.json describe, as `read_config`.
+
+    `source` is for messages, `generation` is generation_config.json, and `weights` finds the names of the weights.
+    """
+    family = families.FAMILIES.get(str(values.get("model_type")))
+    # A section within config.json, MPT's, has its names behind that of the section.
+    inner = values.get("attn_config") if isinstance(values.get("attn_config"), Mapping) else {}
+    values = {name: value for name, value in values.items() if value is not inner}
+    values |= {f"attn_config.{name}": value for name, value in inner.items() if name not in HARMLESS}
+    config = _Read(values, family.names if family is not None else {})
+    older = None if family is not None else find_family(config, source)
     if config.get("quantization_config"):
         raise CheckpointError(f"{source}: has a quantization_config, and quantized weights are not supported")
     try:
-        keys = _common_keys(config, folder) | family.shape(config, source)
-        keys |= family.position(config, source, find_weights(folder)[1])
+        if family is not None:
+            keys = _common_keys(config, generation or {}, family.tied, family.length)
+            keys |= families.read_keys(family, config, source)
+        elif older is not None:
+            keys = _common_keys(config, generation or {}) | older.shape(config, source)
+            keys |= older.position(config, source, weights())
     except KeyError as missing:
         raise CheckpointError(f"{source}: has no {missing}") from missing
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(f"{source}: a value has the wrong type: {error}") from error
-    unread = sorted(name for name, value in config.items() if value is not None and name not in config.read | HARMLESS)
+    known = config.read | HARMLESS | (family.harmless if family is not None else frozenset())
+    unread = sorted(name for name, value in config.items() if value is not None and name not in known)
     if unread:
         raise CheckpointError(
             f"{source}: {', '.join(unread)}: not understood here, and it may change the model; remove it from {CONFIG}"
@@ -124,29 +142,34 @@ def read_config(folder: Path) -> Config:
 
 
 class _Read(dict[str, Any]):
-    """config.json, with the names that were asked for in `read`."""
+    """config.json, with the names that were asked for in `read`. `names` are those of an architecture for the names
+    that most have.
+    """
 
-    def __init__(self, values: Json) -> None:
+    def __init__(self, values: Json, names: Mapping[str, str | None]) -> None:
         super().__init__(values)
         self.read: set[str] = set()
+        self._names = names
+
+    def _own(self, name: str) -> str:
+        own = self._names.get(name, name) or ""
+        self.read.add(own)
+        return own
 
     def __getitem__(self, name: str) -> Any:
-        self.read.add(name)
-        return super().__getitem__(name)
+        return super().__getitem__(self._own(name))
 
     def __contains__(self, name: object) -> bool:
-        self.read.add(str(name))
-        return super().__contains__(name)
+        return super().__contains__(self._own(str(name)))
 
     def get(self, name: str, default: Any = None) -> Any:
-        self.read.add(name)
-        return super().get(name, default)
+        return super().get(self._own(name), default)
 
 
-def _common_keys(config: Json, folder: Path) -> dict[str, Any]:
+def _common_keys(config: Json, generation: Json, tied: bool = False, length: int | None = None) -> dict[str, Any]:
     rows = config["vocab_size"]
     # Padding of the vocabulary is the rows at its end that generation never chooses, as our export writes it.
-    listed = read_json_if_present(folder / GENERATION).get("suppress_tokens")
+    listed = generation.get("suppress_tokens")
     suppressed = {token for token in listed if isinstance(token, int)} if isinstance(listed, list) else set()
     first = min(suppressed, default=rows)
     padded = 0 < first < rows == max(suppressed) + 1 and len(suppressed) == rows - first
@@ -155,8 +178,8 @@ def _common_keys(config: Json, folder: Path) -> dict[str, Any]:
         "hidden_size": config["hidden_size"],
         "num_attention_heads": config["num_attention_heads"],
         "num_kv_heads": config.get("num_key_value_heads") or config["num_attention_heads"],
-        "seq_length": config.get(TRAINING_LENGTH) or config["max_position_embeddings"],
-        "no_weight_tying": not config.get("tie_word_embeddings", False),
+        "seq_length": config.get(TRAINING_LENGTH) or config.get(MAXIMUM) or length or config[MAXIMUM],
+        "no_weight_tying": not config.get("tie_word_embeddings", tied),
         "attention_dropout": float(config.get("attention_dropout") or 0),
         "vocab_size": first if padded else rows,
         "make_vocab_size_divisible_by": rows if padded else 1,
@@ -219,22 +242,29 @@ def _indexed(folder: Path, kind: WeightFormat) -> dict[str, Path]:
     return present | {name: folder / file for name, file in listed.items()}
 
 
-def open_weights(folder: Path, num_layers: int, num_heads: int, tied: bool) -> Weights:
-    """Open the weights by our names, in the dtype on disk and in the order of the files.
+def open_weights(folder: Path, model: ModelConfig) -> Weights:
+    """Open the weights of `model` by our names, in the dtype on disk and in the order of the files.
 
     Raises CheckpointError if a weight is missing, or one would be ignored, which would change the model.
     """
     config, (kind, files) = read_json(folder / CONFIG), find_weights(folder)
-    family = find_family(config, folder / CONFIG)
-    heads = weight_map.Heads(
-        num_heads, config.get("num_key_value_heads") or num_heads, config["hidden_size"] // num_heads
+    kind_of_model = str(config["model_type"])
+    if family := families.FAMILIES.get(kind_of_model):
+        table, unneeded = family.rows(model), UNNEEDED
+    else:
+        table, unneeded = FAMILIES[kind_of_model].rows(config, files), FAMILIES[kind_of_model].unneeded
+    heads, tied = (
+        weight_map.Heads(model.num_attention_heads, model.num_kv_heads, model.head_dim),
+        not model.no_weight_tying,
     )
 
     def open_files(names: Iterable[str]) -> Weights:
         chosen = set(names)
         return kind.open({name: path for name, path in files.items() if name in chosen}, folder)
 
-    rows = weight_map.expand(family.rows(config, files), num_layers)
+    rows = weight_map.expand(table, model.num_layers)
+    if not any(name in files for row in rows for name in row.theirs):  # saved by the class without the output head
+        rows = [replace(row, theirs=tuple(name.partition(".")[2] for name in row.theirs)) for row in rows]
     wanted = [row for row in rows if not OPTIONAL.fullmatch(row.ours) or any(name in files for name in row.theirs)]
     if tied:
         wanted = [row for row in wanted if row.ours != HEAD]
@@ -250,7 +280,7 @@ def open_weights(folder: Path, num_layers: int, num_heads: int, tied: bool) -> W
     wanted.sort(key=lambda row: min((order[files[name]] for name in row.theirs if name in files), default=0))
     weights = weight_map.joined(open_files(name for row in wanted for name in row.theirs), wanted, heads)
     read = {name for row in rows for name in row.theirs}
-    unread = sorted(name for name in files if name not in read and not family.unneeded.fullmatch(name))
+    unread = sorted(name for name in files if name not in read and not unneeded.fullmatch(name))
     if unread:
         more = f" and {len(unread) - NAMED} more" if len(unread) > NAMED else ""
         raise CheckpointError(
@@ -259,56 +289,6 @@ def open_weights(folder: Path, num_layers: int, num_heads: int, tied: bool) -> W
             "them would change the model, so the folder is refused"
         )
     return weights
-
-
-# Rotary settings ------------------------------------------------------------------------------------------------------
-
-MAXIMUM = "max_position_embeddings"
-NO_OPTIONS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor", ORIGINAL})
-"""Names in transformers' section that are no option of an extension."""
-
-
-def _rope_section(config: Json) -> Json:
-    """Return `rope_scaling` (transformers up to 4) or `rope_parameters` (from 5 on)."""
-    return config.get("rope_scaling") or config.get("rope_parameters") or {}
-
-
-def rope_keys(config: Json, source: Path, base_name: str) -> dict[str, Any]:
-    """Return our keys of the rotary base and the extension.
-
-    `base_name` is the architecture's top-level key of the base; transformers ignores the other architecture's. Raises
-    CheckpointError if a type or an option is not supported.
-    """
-    section = _rope_section(config)
-    base = {"rotary_emb_base": float(section.get("rope_theta") or config.get(base_name) or 10000)}
-    kind = section.get("rope_type") or section.get("type") or "default"
-    options = {name: value for name, value in section.items() if name not in NO_OPTIONS and value is not None}
-    known = methods.names("rope_scaling", huggingface="stock")
-    if kind not in known:
-        raise CheckpointError(f"{source}: rope_type {kind!r} is not supported; known: {', '.join(known)}")
-    extension = methods.find("rope_scaling", kind)
-    listed = [option.name for option in extension.options]
-    unread = sorted(options.keys() - set(listed))
-    if unread:
-        raise CheckpointError(
-            f"{source}: rope_type {kind!r} with {', '.join(unread)} is not supported; its options are "
-            f"{', '.join(listed) or 'none'}"
-        )
-    if kind == "default":
-        return base
-    scaling: dict[str, Any] = {"rope_type": kind}
-    original = config.get(ORIGINAL) or section.get(ORIGINAL)  # the top level goes first, as in transformers
-    if extension.stock.length == MAXIMUM and TRAINING_LENGTH in config:
-        scaling[ORIGINAL] = config[MAXIMUM]
-    elif extension.stock.length == ORIGINAL and original is not None:
-        scaling[ORIGINAL] = original
-        if extension.stock.derives_factor:
-            scaling["factor"] = config[MAXIMUM] / original
-    scaling |= options
-    lacking = [option.name for option in extension.options if option.required and option.name not in scaling]
-    if lacking:
-        raise CheckpointError(f"{source}: rope_type {kind!r} has no {' and no '.join(lacking)}")
-    return base | {"rope_scaling": scaling}
 
 
 # Architectures --------------------------------------------------------------------------------------------------------
@@ -359,7 +339,7 @@ def _neox_shape(config: Json, source: Path) -> dict[str, Any]:
 
 
 def _neox_rotary_pct(config: Json) -> float:
-    return float(_rope_section(config).get("partial_rotary_factor", config.get("rotary_pct", 0.25)))
+    return float(rope_section(config).get("partial_rotary_factor", config.get("rotary_pct", 0.25)))
 
 
 def _neox_position(config: Json, source: Path, names: Collection[str]) -> dict[str, Any]:
@@ -379,20 +359,18 @@ def may_be_coca(config: Json) -> bool:
     return config.get("model_type") == "gpt_neox" and "pos_emb" not in config and _neox_rotary_pct(config) == 1
 
 
-def _check_head_dim(config: Json, source: Path) -> None:
-    width = config["hidden_size"] // config["num_attention_heads"]
-    if (config.get("head_dim") or width) * config["num_attention_heads"] != config["hidden_size"]:
-        raise CheckpointError(f"{source}: head_dim other than hidden_size / num_attention_heads is not supported")
+def _head_dim(config: Json) -> dict[str, Any]:
+    given = config.get("head_dim")
+    return {} if given in (None, config["hidden_size"] // config["num_attention_heads"]) else {"kv_channels": given}
 
 
 def _llama_shape(config: Json, source: Path) -> dict[str, Any]:
-    _check_head_dim(config, source)
     if config.get("hidden_act", "silu") not in LLAMA_ACTIVATIONS:
         raise CheckpointError(
             f"{source}: hidden_act {config['hidden_act']!r} is not supported for LLaMA; known: "
             f"{', '.join(LLAMA_ACTIVATIONS)}"
         )
-    return {
+    return _head_dim(config) | {
         "activation": "swiglu",
         "intermediate_size": 3 * config["intermediate_size"],  # GPT-NeoX counts both halves of a gated layer, times 3/2
         "norm": "rmsnorm",
@@ -409,7 +387,7 @@ def _has_t_projection(names: Iterable[str]) -> bool:
 
 
 def _llama_position(config: Json, source: Path, names: Collection[str]) -> dict[str, Any]:
-    share = _rope_section(config).get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    share = rope_section(config).get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if share not in (None, 1):
         raise CheckpointError(
             f"{source}: partial_rotary_factor {share} is not supported for LLaMA, which rotates all features"
@@ -439,7 +417,8 @@ def _dense_shape(config: Json, source: Path) -> dict[str, Any]:
     for name, known in (("norm", weight_map.DENSE_NORMS), ("activation", get_args(Activation))):
         if network[name] not in known:
             raise CheckpointError(f"{source}: network.{name} {network[name]!r} is not one of {', '.join(known)}")
-    _check_head_dim(config, source)
+    if "kv_channels" in _head_dim(config):
+        raise CheckpointError(f"{source}: head_dim other than hidden_size / num_attention_heads is not supported")
     for name in ("hidden_act", "rms_norm_eps"):  # transformers saves LLaMA's own, which `network` replaces
         config.get(name)
     return network | {
@@ -472,6 +451,7 @@ NEOX_UNNEEDED = re.compile(
     r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias)"
     r"|gpt_neox\.(layers\.\d+\.attention\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)"
 )
+UNNEEDED = re.compile(r".*rotary_emb\.(inv_freq|cos_cached|sin_cached)|(transformer\.)?h\.\d+\.attn\.(masked_)?bias")
 LLAMA_UNNEEDED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)")
 
 FAMILIES: dict[str, Family] = {
@@ -495,9 +475,19 @@ FAMILIES: dict[str, Family] = {
 """Every architecture that is read, by `model_type`."""
 
 
+_EXPERTS = "its layers are mixtures of experts, and this package has dense MLPs only"
+_IMAGES = "it reads images too; save its language model as a folder of its own"
+REFUSED = dict.fromkeys(
+    ("gpt_oss", "llama4", "llama4_text", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe"), _EXPERTS
+) | dict.fromkeys(("gemma3", "mistral3", "qwen2_vl", "qwen3_vl"), _IMAGES)
+"""Architectures that are often asked for, and why they are refused."""
+
+
 def find_family(config: Json, source: Path) -> Family:
     """Return the architecture that config.json names. Raises CheckpointError where it is not supported."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        raise CheckpointError(f"{source}: model_type {kind!r} is not supported; known: {', '.join(sorted(FAMILIES))}")
+        known = ", ".join(sorted(FAMILIES.keys() | families.FAMILIES.keys()))
+        reason = REFUSED.get(str(kind), f"known: {known}")
+        raise CheckpointError(f"{source}: model_type {kind!r} is not supported; {reason}")
     return FAMILIES[kind]

@@ -15,8 +15,10 @@ from megatron_coca.checkpoints.compare import changes_of
 from megatron_coca.checkpoints.files import CheckpointError, read_json_if_present
 from megatron_coca.checkpoints.huggingface_import import CONFIG, GENERATION, is_huggingface_folder
 from megatron_coca.checkpoints.load import Overrides, load_weights, open_checkpoint
+from megatron_coca.checkpoints.tokenizer import KEYS as TOKENIZER_KEYS
 from megatron_coca.checkpoints.weights import DTYPES, Weights, write_safetensors
-from megatron_coca.config import Config
+from megatron_coca.config import COMPUTE_KEYS, KEYS, Config, load_config
+from megatron_coca.config.schema import default_of
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION
 from megatron_coca.model import empty_model
 
@@ -89,6 +91,25 @@ def import_checkpoint(
         native.commit(partial, 0, holds=native.WEIGHTS_ONLY)
     parameters = sum(prod(entry.shape) for entry in weights.entries.values())
     return Imported(folder, config, parameters, tokenizer_note, note, changes)
+
+
+def starting_config(folder: str | Path) -> Config:
+    """Return the configuration of a run that starts from the weights in `folder`: its network, positions and
+    tokenizer, with `load` and `finetune`.
+
+    Raises CheckpointError as `open_checkpoint`.
+    """
+    opened = open_checkpoint(folder, verify=False)
+    flat, vocabulary = opened.trained.flat(), opened.folder / "tokenizer.json"
+    keys = {
+        key: flat[key]
+        for key, place in KEYS.items()
+        if place.group in ("model", "position") and key not in COMPUTE_KEYS and flat[key] != default_of(key, flat)
+    }
+    keys |= {key: flat[key] for key in TOKENIZER_KEYS if flat[key] is not None}
+    if is_huggingface_folder(opened.folder) and vocabulary.is_file():
+        keys |= {"tokenizer_type": "HFTokenizer", "vocab_file": str(vocabulary)}
+    return load_config([], keys | {"load": str(folder), "finetune": True})
 
 
 def check_fit(config: Config, weights: Weights) -> None:

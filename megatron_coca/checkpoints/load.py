@@ -1,6 +1,7 @@
 """Loading a checkpoint of any known layout as a model for evaluation."""
 
 import logging
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,7 +12,7 @@ import torch
 import torch.nn as nn
 
 from megatron_coca.checkpoints import native, neox
-from megatron_coca.checkpoints.compare import refuse_other_model
+from megatron_coca.checkpoints.compare import refuse_other_model, replaced_extension
 from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.checkpoints.huggingface_import import (
     CONFIG,
@@ -29,6 +30,11 @@ from megatron_coca.data.tokenizers.kinds import DESCRIPTION
 from megatron_coca.model import GPT, empty_model
 
 logger = logging.getLogger(__name__)
+
+HUB = "hf://"
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+"""Models of the Hugging Face hub: the prefix of their names, its own names, and what is downloaded."""
 
 Overrides = Mapping[str, Any] | Sequence[str]
 
@@ -81,6 +87,7 @@ class OpenedCheckpoint:
         also_free: keys that may differ from `trained`, in addition to those of any checkpoint.
         guessed: warnings by guessed keys of `trained`, each logged once unless overrides set the key.
         document_end: the token that ended documents in training, if it is known.
+        imported: what is known of the folder that ours was imported from.
     """
 
     folder: Path
@@ -92,6 +99,7 @@ class OpenedCheckpoint:
     also_free: frozenset[str] = frozenset()
     guessed: dict[str, str] = field(default_factory=dict)
     document_end: str | None = None
+    imported: Mapping[str, Any] = field(default_factory=dict)
 
     def configure(self, overrides: Overrides = (), files: Sequence[str | Path] = ()) -> Config:
         """The trained configuration with YAML files, then overrides, applied.
@@ -127,6 +135,8 @@ class OpenedCheckpoint:
     ) -> LoadedModel:
         """The model with config overrides and parameters in `dtype`. `show` shows progress. Raises as `load_model`."""
         config = self.configure(overrides, files)
+        if (replaced := replaced_extension(self.trained, config)) is not None:
+            logger.warning("%s: %s", self.folder, replaced)
         model = empty_model(config, device, training=False, dtype=dtype)
         with self.weights().shown(f"loading {self.folder}", show) as weights:
             load_weights(model, weights)
@@ -164,32 +174,52 @@ def find_native(path: str | Path, step: int | None = None) -> Path | None:
 
 def _local_folder(path: str | Path, step: int | None) -> Path:
     """The folder of a checkpoint, or of a run; one behind a URL is downloaded."""
+    if str(path).startswith(HUB):
+        return _from_hub(str(path).removeprefix(HUB))
     if is_url(path):
         return fetch(str(path), step)
     path = Path(path)
+    if not path.exists() and HUB_NAME.fullmatch(str(path)):
+        raise CheckpointError(
+            f"{path}: no such checkpoint folder; a model of the Hugging Face hub is downloaded by `hf download {path} "
+            f"--local-dir models/{path.name}`, or named as {HUB}{path}"
+        )
     if step is None:
         return path
     folder = native.step_folder(path, step)
     return folder if neox.is_step(folder) else native.locate(path, step)
 
 
+def _from_hub(name: str) -> Path:
+    """Download a model of the Hugging Face hub into the cache of huggingface_hub, unless it is there."""
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError
+    except ImportError as error:
+        raise CheckpointError(f"{HUB}{name}: needs huggingface_hub (pip install huggingface_hub)") from error
+    try:
+        return Path(snapshot_download(name, allow_patterns=HUB_FILES))
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise CheckpointError(f"{HUB}{name}: cannot be downloaded: {error}") from error
+
+
 def _open_native(path: Path, verify: bool, imports: Overrides) -> OpenedCheckpoint:
     folder = native.locate(path)
     manifest = native.verify(folder, contents=verify, links=True)
-    tokenizer = folder / native.TOKENIZER
+    tokenizer, meta = folder / native.TOKENIZER, native.read_meta(folder)
     return OpenedCheckpoint(
         folder=folder,
         trained=load_config([folder / native.CONFIG], imports),
         tokenizer_folder=tokenizer if f"{native.TOKENIZER}/{DESCRIPTION}" in manifest["files"] else None,
-        step=native.read_meta(folder)["step"],
+        step=meta["step"],
         identity=manifest["files"][native.WEIGHTS]["sha256"],
         weights=partial(open_safetensors_file, folder / native.WEIGHTS, folder),
+        imported=meta.get("imported", {}),
     )
 
 
 def _open_huggingface(folder: Path) -> OpenedCheckpoint:
     trained = read_config(folder)
-    shape = trained.model
     guessed = {}
     if may_be_coca(native.read_json(folder / CONFIG)):
         guessed["pos_emb"] = (
@@ -202,7 +232,7 @@ def _open_huggingface(folder: Path) -> OpenedCheckpoint:
         tokenizer_folder=None,
         step=None,
         identity=folder.resolve().name,
-        weights=partial(open_weights, folder, shape.num_layers, shape.num_attention_heads, not shape.no_weight_tying),
+        weights=partial(open_weights, folder, trained.model),
         also_free=frozenset({"pos_emb"}),
         guessed=guessed,
     )

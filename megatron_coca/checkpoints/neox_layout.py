@@ -144,6 +144,7 @@ def computed_differently(config: Config, ranks: int) -> list[str]:
             model.use_qk_layernorm and model.norm in ("layernorm", "non_parametric_layernorm") and ranks > 1,
             f"with use_qk_layernorm each of GPT-NeoX's {ranks} tensor ranks normalizes its own heads together",
         ),
+        (model.activation == "geglu_tanh", "GPT-NeoX has no activation geglu_tanh"),
         (
             original != trained and by_length,
             "logit_scaling and the defaults of relative_positions measure against seq_length, and with the plugin in "

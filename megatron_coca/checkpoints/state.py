@@ -389,7 +389,7 @@ class LayerShards(NamedTuple):
 
 def layer_shards(model: ModelConfig) -> tuple[LayerShards, ...]:
     """Tensor-parallel sharding of the layers of a block."""
-    queries, keys = model.hidden_size, model.num_kv_heads * model.head_dim
+    queries, keys = model.attention_width, model.num_kv_heads * model.head_dim
     grouped, width = keys != queries, model.ffn_hidden_size
     return (
         # Head by head [q | k | v], or all queries, all keys, all values.

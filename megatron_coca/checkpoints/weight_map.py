@@ -3,8 +3,8 @@
 `{i}` is the block; a row with several names on their side packs them into one weight of ours.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -71,6 +71,80 @@ STACKED = Packing(
     wanted=lambda shapes, heads: [shapes[0] or (0,)] * len(shapes),
 )
 BY_HEAD = Packing(_join_heads, _split_heads, _shapes_by_head)
+
+
+def _in_halves(rows: Tensor, heads: int) -> Tensor:
+    """Rows of heads whose rotated pairs are neighbours (0, 1), (2, 3), ... as pairs (i, i + head_dim / 2)."""
+    pairs = rows.view(heads, -1, 2, *rows.shape[1:])
+    return pairs.transpose(1, 2).reshape(rows.shape)
+
+
+def _in_pairs(rows: Tensor, heads: int) -> Tensor:
+    halves = rows.view(heads, 2, -1, *rows.shape[1:])
+    return halves.transpose(1, 2).reshape(rows.shape)
+
+
+def _as_they_are(shapes: Sequence[Shape], heads: Heads) -> Sequence[Shape]:
+    return shapes
+
+
+def _turned(x: Tensor) -> Tensor:
+    """A matrix transposed; biases stay."""
+    return x.t() if x.dim() == 2 else x
+
+
+def _join_groups(parts: Sequence[Tensor], heads: Heads) -> Tensor:
+    """[queries of a key head | key | value] for every key head, as in Falcon 40B."""
+    (rows,) = parts
+    groups = rows.view(heads.key, heads.query // heads.key + 2, -1, *rows.shape[1:])
+    kinds = groups[:, :-2], groups[:, -2:-1], groups[:, -1:]
+    return _join_heads([kind.reshape(-1, *rows.shape[1:]) for kind in kinds], heads)
+
+
+def _split_groups(packed: Tensor, heads: Heads, count: int) -> Sequence[Tensor]:
+    parts = (part.view(heads.key, -1, *packed.shape[1:]) for part in _split_heads(packed, heads, 3))
+    return [torch.cat(list(parts), dim=1).reshape(packed.shape)]
+
+
+def _join_fused(parts: Sequence[Tensor], heads: Heads) -> Tensor:
+    """All queries, all keys, all values."""
+    width = len(parts[0]) // (heads.query + 2 * heads.key)
+    return _join_heads(parts[0].split([heads.query * width, heads.key * width, heads.key * width]), heads)
+
+
+def _split_fused(packed: Tensor, heads: Heads, count: int) -> Sequence[Tensor]:
+    return [torch.cat(list(_split_heads(packed, heads, 3)))]
+
+
+NEIGHBOURS = Packing(
+    lambda parts, heads: _join_heads(
+        [_in_halves(parts[0], heads.query), _in_halves(parts[1], heads.key), parts[2]], heads
+    ),
+    lambda packed, heads, count: [
+        turn(part)
+        for turn, part in zip(
+            (lambda q: _in_pairs(q, heads.query), lambda k: _in_pairs(k, heads.key), lambda v: v),
+            _split_heads(packed, heads, count),
+            strict=True,
+        )
+    ],
+    _shapes_by_head,
+)
+"""BY_HEAD, of a model that rotates neighbouring features together."""
+FUSED = Packing(_join_fused, _split_fused, _as_they_are)
+GROUPED = Packing(_join_groups, _split_groups, _as_they_are)
+TURNED = Packing(lambda parts, heads: _turned(parts[0]), lambda packed, heads, count: [_turned(packed)], _as_they_are)
+FUSED_TURNED = Packing(
+    lambda parts, heads: _join_fused([_turned(parts[0])], heads),
+    lambda packed, heads, count: [_turned(_split_fused(packed, heads, count)[0])],
+    _as_they_are,
+)
+GATE_FIRST = Packing(
+    lambda parts, heads: torch.cat(parts[0].chunk(2)[::-1]),
+    lambda packed, heads, count: [torch.cat(packed.chunk(2)[::-1])],
+    _as_they_are,
+)
+"""The gate and then the value in one matrix."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +223,106 @@ def dense(norm: str, gated: bool, one_norm: bool) -> tuple[Row, ...]:
         rows += [Row(f"blocks.{{i}}.{place}.{kind}", (f"model.layers.{{i}}.{place}.{kind}",)) for place in places]
         rows.append(Row(f"norm.{kind}", (f"model.norm.{kind}",)))
     return tuple(rows)
+
+
+PRE = {"input_layernorm": "input_layernorm", "post_attention_layernorm": "post_attention_layernorm"}
+POST = {"attention_output_layernorm": "post_attention_layernorm", "mlp_output_layernorm": "post_feedforward_layernorm"}
+SANDWICH = POST | {"input_layernorm": "input_layernorm", "post_attention_layernorm": "pre_feedforward_layernorm"}
+QK_HEAD = {"attention.query_layernorm": "self_attn.q_norm", "attention.key_layernorm": "self_attn.k_norm"}
+QK_PROJECTION = {f"{ours}.norm": theirs for ours, theirs in QK_HEAD.items()}
+"""Norms of a block, ours and theirs."""
+
+
+def like_llama(norms: Mapping[str, str], packing: Packing = BY_HEAD) -> tuple[Row, ...]:
+    """LLaMA's table with other norms in a block, and another packing of queries, keys and values."""
+    rows = [row for row in llama("k_proj") if not row.ours.startswith("blocks.") or "layernorm" not in row.ours]
+    rows = [replace(row, packing=packing) if "query_key_value" in row.ours else row for row in rows]
+    return (*rows, *_layer_rows("model.layers.{i}", {ours: (theirs, ALONE) for ours, theirs in norms.items()}))
+
+
+def _layer_rows(prefix: str, modules: Mapping[str, tuple[str, Packing]]) -> list[Row]:
+    """Weights and biases of a block's modules: ours -> theirs and the packing."""
+    return [
+        Row(f"blocks.{{i}}.{ours}.{kind}", (f"{prefix}.{theirs}.{kind}",), packing)
+        for ours, (theirs, packing) in modules.items()
+        for kind in ("weight", "bias")
+    ]
+
+
+_PHI3 = {
+    "attention.query_key_value": ("self_attn.qkv_proj", FUSED),
+    "mlp.linear1": ("mlp.gate_up_proj", GATE_FIRST),
+}
+PHI3 = (
+    *(row for row in like_llama(PRE) if not any(f".{ours}." in row.ours for ours in _PHI3)),
+    *_layer_rows("model.layers.{i}", _PHI3),
+)
+
+
+def transformer(
+    layers: str, embedding: str, modules: Mapping[str, tuple[str, Packing]], *ends: tuple[str, str]
+) -> tuple[Row, ...]:
+    """The table of a model whose weights begin with `transformer.`, as GPT-2, MPT, BLOOM and Falcon have them."""
+    rows = [Row("embedding.word_embeddings.weight", (f"transformer.{embedding}.weight",))]
+    rows += _layer_rows(f"transformer.{layers}.{{i}}", modules)
+    rows += [
+        Row(f"{ours}.{kind}", (f"transformer.{theirs}.{kind}",)) for ours, theirs in ends for kind in ("weight", "bias")
+    ]
+    return (*rows, Row("final_linear.weight", ("lm_head.weight",)))
+
+
+GPT2 = transformer(
+    "h",
+    "wte",
+    {
+        "input_layernorm": ("ln_1", ALONE),
+        "post_attention_layernorm": ("ln_2", ALONE),
+        "attention.query_key_value": ("attn.c_attn", FUSED_TURNED),
+        "attention.dense": ("attn.c_proj", TURNED),
+        "mlp.linear1": ("mlp.c_fc", TURNED),
+        "mlp.linear2": ("mlp.c_proj", TURNED),
+    },
+    ("embedding.position_embeddings", "wpe"),
+    ("norm", "ln_f"),
+)
+MPT = transformer(
+    "blocks",
+    "wte",
+    {
+        "input_layernorm": ("norm_1", ALONE),
+        "post_attention_layernorm": ("norm_2", ALONE),
+        "attention.query_key_value": ("attn.Wqkv", FUSED),
+        "attention.dense": ("attn.out_proj", ALONE),
+        "mlp.linear1": ("ffn.up_proj", ALONE),
+        "mlp.linear2": ("ffn.down_proj", ALONE),
+    },
+    ("norm", "norm_f"),
+)
+_BLOOM = {
+    "input_layernorm": ("input_layernorm", ALONE),
+    "post_attention_layernorm": ("post_attention_layernorm", ALONE),
+    "attention.query_key_value": ("self_attention.query_key_value", ALONE),
+    "attention.dense": ("self_attention.dense", ALONE),
+    "mlp.linear1": ("mlp.dense_h_to_4h", ALONE),
+    "mlp.linear2": ("mlp.dense_4h_to_h", ALONE),
+}
+BLOOM = transformer(
+    "h",
+    "word_embeddings",
+    _BLOOM,
+    ("embedding.embedding_layernorm", "word_embeddings_layernorm"),
+    ("norm", "ln_f"),
+)
+
+
+def falcon(parallel: bool, norms: int) -> tuple[Row, ...]:
+    """Falcon's table for parallel or sequential blocks with one norm or two."""
+    modules = _BLOOM | {"attention.query_key_value": ("self_attention.query_key_value", GROUPED)}
+    if norms == 1:
+        del modules["post_attention_layernorm"]
+    elif parallel:
+        modules |= {"input_layernorm": ("ln_attn", ALONE), "post_attention_layernorm": ("ln_mlp", ALONE)}
+    return transformer("h", "word_embeddings", modules, ("norm", "ln_f"))
 
 
 def learned_positions(kind: str) -> tuple[Row, ...]:

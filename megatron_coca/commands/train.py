@@ -19,13 +19,17 @@ if TYPE_CHECKING:
 EPILOG = """for example:
     megatron-coca train configs/350M/roformer_coca.yml
     megatron-coca train configs/350M/alibi.yml configs/cluster/cpu.yml train_iters=20 save=runs/try --num_gpus 2
+    megatron-coca train models/qwen3 finetune.yml   (a folder first: its network and weights, unless a key differs)
 
 All keys are in docs/config.md, exit statuses in docs/faults.md."""
 
 
+INPUTS = "merged in order, then the keys; a folder as the first gives the network and the initial weights"
+
+
 def parser() -> argparse.ArgumentParser:
     parser = command_parser("train", __doc__, EPILOG)
-    parser.add_argument("inputs", nargs="+", metavar="CONFIG.yml | key=value", help="merged in order, then the keys")
+    parser.add_argument("inputs", nargs="+", metavar="CONFIG.yml | key=value", help=INPUTS)
     parser.add_argument("-d", "--conf_dir", metavar="DIR", help="folder of the files, whose names need no .yml")
     parser.add_argument(
         "--num_gpus", type=int, metavar="N", help="processes on this machine (on the CPU with distributed_backend=gloo)"
@@ -68,12 +72,21 @@ def read_config(options: argparse.Namespace) -> tuple["Config", list[str]]:
     """Load the configuration of the command line, and list the given keys without effect; launch options win."""
     from megatron_coca.config import ConfigError, keys_without_effect, load_config, split_inputs
 
-    files, keys = split_inputs(options.inputs, options.conf_dir)
+    model, *rest = options.inputs
+    if options.conf_dir is not None or os.path.exists(f"{model}.yml") or not os.path.isdir(model):
+        model, rest = None, options.inputs
+    files, keys = split_inputs(rest, options.conf_dir)
     if options.hostfile is not None and not os.path.isfile(options.hostfile):
         raise ConfigError(f"--hostfile: {options.hostfile}: no such file; write one line a host, `name slots=8`")
     names = ("num_gpus", "hostfile", "max_restarts")
     keys += [f"{name}={getattr(options, name)}" for name in names if getattr(options, name) is not None]
-    config = load_config(files, [*keys, "auto_resume=true"] if options.auto_resume else keys)
+    given = [*keys, "auto_resume=true"] if options.auto_resume else keys
+    if model is None:
+        config = load_config(files, given)
+    else:
+        from megatron_coca.checkpoints.importing import starting_config
+
+        config = starting_config(model).override(given, files)
     if config.schedule.train_iters is None:
         raise ConfigError("train_iters: not set; training needs it, for example `train_iters=1000`")
     if config.optimizer.lr is None:

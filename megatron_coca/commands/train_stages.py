@@ -1,6 +1,7 @@
 """Trains several runs one after the other, each from the weights of an earlier one.
 
     megatron-coca train-stages configs/finetune/llama7b_coca_stage{1,2,3}.yml --with configs/cluster/a100x32.yml
+    megatron-coca train-stages configs/finetune/coca_stage{1,2,3}.yml --from models/qwen3 --with data.yml
 
 Rerunning the same command continues where it was interrupted. The exit status is that of `megatron-coca train`
 (docs/faults.md).
@@ -44,8 +45,9 @@ class Stage(NamedTuple):
         return max(native.steps(self.save), default=0)
 
 
-def plan(files: Sequence[str], shared: Sequence[str] = ()) -> list[Stage]:
-    """The stages in the order of their YAML `files`; `shared` files and `key=value` overrides apply to all.
+def plan(files: Sequence[str], shared: Sequence[str] = (), model: str | None = None) -> list[Stage]:
+    """The stages in the order of their YAML `files`; `shared` files and `key=value` overrides apply to all, and the
+    folder `model` has the network, and the weights of a stage that loads none.
 
     Raises:
         ConfigError: all problems at once: a config is not valid, or does not start from the weights of an earlier
@@ -54,10 +56,17 @@ def plan(files: Sequence[str], shared: Sequence[str] = ()) -> list[Stage]:
     stages: list[Stage] = []
     problems: list[str] = []
     more_files, keys = split_inputs(shared)
+    base = None
+    if model is not None:
+        from megatron_coca.checkpoints.importing import starting_config
+
+        base = starting_config(model)
     for file in files:
         try:
-            config = load_config([file, *more_files], keys)
-            stages.append(Stage(Path(file).stem, (file, *shared, "auto_resume=true"), config))
+            inputs = [file, *more_files]
+            config = load_config(inputs, keys) if base is None else base.override(keys, inputs)
+            first = () if model is None else (model,)
+            stages.append(Stage(Path(file).stem, (*first, file, *shared, "auto_resume=true"), config))
         except ConfigError as error:
             problems += [line if line.startswith(file) else f"{file}: {line}" for line in error.problems]
 
@@ -150,5 +159,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="MORE.yml | key=value",
         help="given to every run after its own file, for example num_gpus=8",
     )
+    parser.add_argument("--from", dest="model", metavar="FOLDER", help="the model that the first run starts from")
     args = parser.parse_args(arguments)
-    return run_stages(plan(args.stages, args.shared), run_train)
+    return run_stages(plan(args.stages, args.shared, args.model), run_train)

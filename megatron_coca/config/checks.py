@@ -28,7 +28,8 @@ Refusals = dict[str, Callable[[Settings], str | None]]
 
 def _heads(settings: Settings) -> str | None:
     width, heads = settings.model.hidden_size, settings.model.num_attention_heads
-    return f"{heads} heads do not divide hidden_size {width}" if width % heads else None
+    uneven = width % heads and settings.model.kv_channels is None
+    return f"{heads} heads do not divide hidden_size {width}" if uneven else None
 
 
 def _kv_heads(settings: Settings) -> str | None:
@@ -46,6 +47,29 @@ def _qk_layernorm(settings: Settings) -> str | None:
         if getattr(parallel, key) > 1:
             return f"not available with {key}: the norm of all heads together would need their sums over ranks"
     return None
+
+
+def _qk_norm(settings: Settings) -> str | None:
+    model, parallel = settings.model, settings.parallel
+    if model.qk_norm is None:
+        return None
+    if model.use_qk_layernorm:
+        return "contradicts use_qk_layernorm, GPT-NeoX's norm of queries and keys; set only one of the two"
+    for key in ("model_parallel_size", "sequence_parallel_size"):
+        if getattr(parallel, key) > 1:
+            return f"not available with {key}: gradients of its weights would need sums over the ranks of the heads"
+    return None
+
+
+def _zero_centered(settings: Settings) -> str | None:
+    other = settings.model.zero_centered_norms and settings.model.norm != "rmsnorm"
+    return f"needs norm rmsnorm, and norm is {settings.model.norm}" if other else None
+
+
+def _softcapping(settings: Settings) -> str | None:
+    model = settings.model
+    unfused = model.final_logit_softcapping is not None and model.loss_kernel == "triton"
+    return "not available with loss_kernel triton, which has no capping; set loss_kernel=torch" if unfused else None
 
 
 def _inner_width(settings: Settings) -> str | None:
@@ -509,20 +533,23 @@ def _training_positions(settings: Settings) -> str | None:
     return None
 
 
-_HEADS = ("num_attention_heads", "num_kv_heads", "hidden_size")
+_HEADS = ("num_attention_heads", "num_kv_heads", "hidden_size", "kv_channels")
 _LAYERS = ("attention_config", "layer_types", "num_layers")
-_CHOICE_KEYS = (*_LAYERS, "pos_emb", *SELECTORS, "seq_length", "rotary_pct", "hidden_size", "num_attention_heads")
-_ROTATED = ("rotary_pct", "hidden_size", "num_attention_heads")
+_ROTATED = ("rotary_pct", "hidden_size", "num_attention_heads", "kv_channels")
+_CHOICE_KEYS = (*_LAYERS, "pos_emb", *SELECTORS, "seq_length", *_ROTATED)
 _RECOMPUTED = ("checkpoint_activations", "hidden_dropout", "attention_dropout")
 _DATA_PATHS = tuple(f"{name}_data_paths" for name in SETS)
 
 CHECKS: tuple[Check, ...] = (
-    Check(("num_attention_heads", "hidden_size"), _heads),
+    Check(("num_attention_heads", "hidden_size", "kv_channels"), _heads),
     Check(("num_kv_heads", "num_attention_heads"), _kv_heads),
     Check(
         ("use_qk_layernorm", "num_kv_heads", "num_attention_heads", "model_parallel_size", "sequence_parallel_size"),
         _qk_layernorm,
     ),
+    Check(("qk_norm", "use_qk_layernorm", "model_parallel_size", "sequence_parallel_size"), _qk_norm),
+    Check(("zero_centered_norms", "norm"), _zero_centered),
+    Check(("final_logit_softcapping", "loss_kernel"), _softcapping),
     Check(("expansion_factor", "intermediate_size"), _inner_width),
     Check(("intermediate_size", "expansion_factor", "hidden_size", "activation", "mlp_multiple_of"), _inner_features),
     Check(("seq_length", "max_position_embeddings", "pos_emb"), _length),

@@ -17,7 +17,20 @@ from megatron_coca.config.base import (
     required,
 )
 
-Activation = Literal["gelu", "geglu", "relu", "softsign", "swish", "mish", "silu", "reglu", "swiglu", "bilinear", "glu"]
+Activation = Literal[
+    "gelu",
+    "geglu",
+    "geglu_tanh",
+    "relu",
+    "softsign",
+    "swish",
+    "mish",
+    "silu",
+    "reglu",
+    "swiglu",
+    "bilinear",
+    "glu",
+]
 Norm = Literal["layernorm", "rmsnorm", "non_parametric_layernorm", "scalenorm"]
 InitMethod = Literal[
     "normal",
@@ -29,7 +42,7 @@ InitMethod = Literal[
     "wang_init",
     "small_init",
 ]
-GATED_ACTIVATIONS = frozenset({"geglu", "reglu", "swiglu", "bilinear", "glu"})
+GATED_ACTIVATIONS = frozenset({"geglu", "geglu_tanh", "reglu", "swiglu", "bilinear", "glu"})
 
 GLOBAL = "global"
 """The type of layers with the model's own position keys."""
@@ -49,6 +62,9 @@ class ModelConfig(ConfigGroup):
     num_kv_heads: Size = follows(
         "num_attention_heads",
         "Number of key and value heads; fewer than num_attention_heads means grouped-query attention.",
+    )
+    kv_channels: Size | None = key(
+        None, "Features per attention head, as in Megatron; null: hidden_size / num_attention_heads."
     )
     intermediate_size: Size | None = key(
         None,
@@ -80,10 +96,34 @@ class ModelConfig(ConfigGroup):
     )
     use_bias_in_norms: bool = key(True, "Biases in the norms.")
     use_bias_in_attn_linear: bool = key(True, "Biases in the attention projections.")
+    use_bias_in_qkv: bool = follows(
+        "use_bias_in_attn_linear", "Biases of queries, keys and values, where they differ from the output projection's."
+    )
     use_bias_in_mlp: bool = key(True, "Biases in the MLP.")
     gpt_j_residual: bool = key(False, "Parallel residual: attention and MLP read the same input.")
     gpt_j_tied: bool = key(False, "With gpt_j_residual, one norm for attention and MLP.")
     norm: Norm = key("layernorm", "Normalization layer.")
+    norm_position: Literal["pre", "post", "sandwich"] = key(
+        "pre",
+        "pre: norms of the inputs of attention and MLP; post: of their outputs, before the residual sum, as in OLMo 2;"
+        " sandwich: of both, as in Gemma 2.",
+    )
+    zero_centered_norms: bool = key(
+        False, "With norm rmsnorm, multiply by 1 + weight instead of weight, as in Gemma; weights begin at 0."
+    )
+    qk_norm: Literal["head", "projection"] | None = key(
+        None,
+        "RMSNorm of queries and one of keys before rotation, of CoCA's T before u is formed. head: of every head, with"
+        " a weight for its features, as in Qwen 3; projection: of all heads together, as in OLMo 2.",
+    )
+    use_embedding_norm: bool = key(False, "A norm after the embedding, as in BLOOM.")
+    embedding_scale: Positive = key(1.0, "Factor on the embedding, rounded to its dtype, as in Gemma.")
+    softmax_scale: Positive | None = key(None, "Factor on the scores of attention; null: 1 / sqrt(features per head).")
+    attn_logit_softcapping: Positive | None = key(
+        None, "Replace scores s of attention by c tanh(s / c) for this c, as in Gemma 2."
+    )
+    final_logit_softcapping: Positive | None = key(None, "The same for the logits of the output head.")
+    final_logit_scale: Positive = key(1.0, "Factor on the logits of the output head, as in Cohere's models.")
     use_qk_layernorm: bool = key(
         False,
         "A norm of this kind on queries and keys before rotation, as in GPT-NeoX; of CoCA's T before u is formed.",
@@ -134,7 +174,12 @@ class ModelConfig(ConfigGroup):
     @property
     def head_dim(self) -> int:
         """Features per attention head."""
-        return self.hidden_size // self.num_attention_heads
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def attention_width(self) -> int:
+        """Features of all query heads together: the input width of the output projection."""
+        return self.num_attention_heads * self.head_dim
 
     @property
     def padded_vocab_size(self) -> int:
@@ -160,6 +205,16 @@ class ModelConfig(ConfigGroup):
         if self.activation not in GATED_ACTIVATIONS:
             return _round_up(nominal, self.mlp_multiple_of)
         return _round_up(int(nominal * 2 / 3), 2 * self.mlp_multiple_of) // 2
+
+    @property
+    def narrow_mlp(self) -> str | None:
+        """A warning where a gated activation has the width that follows from GPT-NeoX's default, or None."""
+        if self.activation not in GATED_ACTIVATIONS or self.intermediate_size or self.expansion_factor:
+            return None
+        return (
+            f"activation {self.activation} without intermediate_size: by GPT-NeoX's rule the inner width is "
+            f"{self.ffn_hidden_size}, 4/3 of hidden_size; LLaMA's 8/3 is expansion_factor=8"
+        )
 
 
 def layer_names(attention_config: list[Any] | None, num_layers: int) -> tuple[str, ...]:

@@ -187,6 +187,7 @@ class PositionConfig(PositionKeys):
     rpe_max_distance: int = Field(
         default=128, ge=2, le=MAX_COUNT, description="rpe: distances from this one on share the last bucket."
     )
+    alibi_slope_scale: Positive = key(1.0, "alibi: factor on the slopes; Falcon's models have 1 / sqrt(head_dim).")
     operand_kernel: Literal["auto", "torch", "triton"] = key(
         "auto",
         "Rotate queries and keys with PyTorch operations or one fused Triton kernel; auto: triton on a GPU where it"
@@ -252,7 +253,8 @@ class PositionConfig(PositionKeys):
     def _embedding_options(self) -> dict[str, Any]:
         """Those of GPT-NeoX are keys of this group, others are in `pos_emb_options`."""
         given = self.pos_emb_options.given if self.pos_emb_options is not None else {}
-        return given | {name: getattr(self, name) for name in ("rpe_num_buckets", "rpe_max_distance")}
+        names = ("rpe_num_buckets", "rpe_max_distance", "alibi_slope_scale")
+        return given | {name: getattr(self, name) for name in names}
 
     def mean_keys(self, length: int) -> float:
         """Keys that a query attends to on average over a sequence of `length` tokens."""

@@ -1,6 +1,7 @@
 """All groups of keys in one model, and the location of every key in them."""
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
@@ -65,6 +66,14 @@ KEYS: dict[str, KeyLocation] = {
     for name, field in kind.model_fields.items()
 }
 """Every key by its dotted path in YAML, for example `num_layers` and `optimizer.params.lr`."""
+
+
+def default_of(key: str, flat: Mapping[str, Any]) -> Any:
+    """Return the default of a key in a configuration with the values `flat`, which it may follow."""
+    declared = GROUPS[KEYS[key].group].model_fields[KEYS[key].field]
+    extra = declared.json_schema_extra
+    return flat[str(extra["follows"])] if isinstance(extra, dict) and "follows" in extra else declared.default
+
 
 COMPUTE_KEYS = frozenset(
     {

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from megatron_coca.config.position import ORIGINAL
 from megatron_coca.config.schema import CLOSED, SELECTORS
 from megatron_coca.safe_yaml import MAX_DEPTH, LimitedLoader, YamlFault, fault, read_text
 
@@ -262,11 +261,6 @@ def _normalised(value: Any, path: str) -> Any:
     return {names[name]: _normalised(inner, _join(path, names[name])) for name, inner in value.items()}
 
 
-KEPT_OPTIONS = frozenset({ORIGINAL})
-"""Options that describe the weights and not the method: a later layer that selects another method discards the others.
-"""
-
-
 def merge(layers: Sequence[Layer]) -> Layer:
     """Merge layers into one: later values win, mappings are merged key by key."""
     values: dict[str, Any] = {}
@@ -277,7 +271,7 @@ def merge(layers: Sequence[Layer]) -> Layer:
             if not isinstance(old, Mapping) or not isinstance(new, Mapping) or old.get(name) is None:
                 continue
             if new.get(name, old[name]) != old[name]:
-                values[key] = {option: value for option, value in old.items() if option in KEPT_OPTIONS}
+                del values[key]  # another choice has other options, and measures from its own length
         _merge_into(values, layer.values)
         where |= layer.where
     files = list(dict.fromkeys(layer.label for layer in layers if layer.label not in (COMMAND_LINE, OVERRIDES)))

@@ -14,9 +14,10 @@ from megatron_coca.attention.inputs import BackendError
 from megatron_coca.attention.layer import SelfAttention
 from megatron_coca.attention.positions import PositionRangeError
 from megatron_coca.checkpoints import CheckpointError, open_checkpoint
-from megatron_coca.checkpoints.compare import EVALUATION_KEYS, TRAINED_CHOICES
+from megatron_coca.checkpoints.compare import EVALUATION_KEYS, TRAINED_CHOICES, replaced_extension
 from megatron_coca.checkpoints.weights import DTYPES
 from megatron_coca.config import Config, ConfigError, PositionConfig
+from megatron_coca.config.position import ORIGINAL
 from megatron_coca.data import Tokenizer
 from megatron_coca.evaluation import results
 from megatron_coca.evaluation.options import SubjectOptions, resolve_device
@@ -114,6 +115,10 @@ class Evaluation:
                 yield Refused(self._header(variant.label, trained, overrides, None, device), str(error))
                 continue
             overrides = changed_keys(trained, loaded.config)
+            if replaced_extension(trained, loaded.config) is not None:
+                position = loaded.config.position
+                length = {ORIGINAL: position.original_length(loaded.config.model.seq_length)}
+                overrides["rope_scaling"] = overrides["rope_scaling"] | length
             header = self._header(variant.label, loaded.config, overrides, backend_name(loaded.model), device)
             yield Subject(header, loaded.model, loaded.config, self.tokenizer)
 

@@ -71,8 +71,8 @@ def parameter_count(config: Config) -> ParameterCount:
         embedding=table,
         attention=model.num_layers * _attention(model),
         mlp=model.num_layers * _mlp(model),
-        norms=(model.num_layers * norms_per_block(model) + 1) * norm_parameters(model)
-        + model.num_layers * model.use_qk_layernorm * norm_parameters(model),
+        norms=(model.num_layers * norms_per_block(model) + 1 + model.use_embedding_norm) * norm_parameters(model)
+        + model.num_layers * _qk_norm_parameters(model),
         position=_position(config),
         head=table if model.no_weight_tying else 0,
     )
@@ -109,8 +109,8 @@ def flops_per_token(config: Config, length: int | None = None) -> Flops:
     length = length or model.seq_length
     blocks = model.num_layers * _weights_per_block(model)
     head = model.padded_vocab_size * model.hidden_size
-    square = 4.0 * model.num_layers * model.hidden_size * length  # q k^T and its product with v
-    causal = 4.0 * model.num_layers * model.hidden_size * _mean_over_layers(config, lambda p: p.mean_keys(length))
+    square = 4.0 * model.num_layers * model.attention_width * length  # q k^T and its product with v
+    causal = 4.0 * model.num_layers * model.attention_width * _mean_over_layers(config, lambda p: p.mean_keys(length))
     forward = 2.0 * (blocks + head) + causal
     again = 2.0 * (blocks - _not_repeated(model)) + causal if recomputes_blocks(model) else 0.0
     return Flops(model=3 * (2.0 * (blocks + head) + square), executed=3 * forward + again, forward=forward)
@@ -136,8 +136,9 @@ def _not_repeated(model: ModelConfig) -> int:
 
 
 def norms_per_block(model: ModelConfig) -> int:
-    """One where attention and MLP share theirs, else two."""
-    return 1 if model.gpt_j_residual and model.gpt_j_tied else 2
+    """Norms of the inputs of attention and MLP, one if they share theirs, and of their outputs."""
+    inputs = 1 if model.gpt_j_residual and model.gpt_j_tied else 2
+    return inputs * (model.norm_position != "post") + 2 * (model.norm_position != "pre")
 
 
 def packed_mlp_width(model: ModelConfig) -> int:
@@ -153,7 +154,9 @@ def packed_attention_width(model: ModelConfig) -> int:
 def _weights_per_block(model: ModelConfig) -> int:
     """Numbers in the matrices of one block: what a token is multiplied with."""
     h = model.hidden_size
-    return h * (packed_attention_width(model) + h) + h * (packed_mlp_width(model) + model.ffn_hidden_size)
+    return h * (packed_attention_width(model) + model.attention_width) + h * (
+        packed_mlp_width(model) + model.ffn_hidden_size
+    )
 
 
 def _attention(model: ModelConfig) -> int:
@@ -162,9 +165,18 @@ def _attention(model: ModelConfig) -> int:
 
 def _projections(model: ModelConfig) -> dict[TrainablePart, int]:
     """Numbers of one layer's attention by part; each of its matrices has hidden_size numbers for every row."""
-    keys, h, bias = model.num_kv_heads * model.head_dim, model.hidden_size, int(model.use_bias_in_attn_linear)
-    rows: dict[TrainablePart, int] = {"query": h, "key": keys, "value": keys, "attention_output": h}
-    return {part: count * (h + bias) for part, count in rows.items()}
+    keys, h, bias = model.num_kv_heads * model.head_dim, model.hidden_size, int(model.use_bias_in_qkv)
+    rows: dict[TrainablePart, int] = {"query": model.attention_width, "key": keys, "value": keys}
+    numbers = {part: count * (h + bias) for part, count in rows.items()}
+    return numbers | {"attention_output": h * (model.attention_width + model.use_bias_in_attn_linear)}
+
+
+def _qk_norm_parameters(model: ModelConfig) -> int:
+    """Parameters of the norms of queries and keys of one layer."""
+    if model.use_qk_layernorm:
+        return 1 if model.norm == "scalenorm" else norm_parameters(model) * model.attention_width // model.hidden_size
+    heads = {None: 0, "head": 2, "projection": model.num_attention_heads + model.num_kv_heads}[model.qk_norm]
+    return heads * model.head_dim
 
 
 def _mlp(model: ModelConfig) -> int:
@@ -295,8 +307,8 @@ def _kept_by_block(config: Config, size: int, tensor: int) -> float:
     model, norms = config.model, norms_per_block(config.model)
     hidden = model.hidden_size
     # The input of every norm and its output; in parallel blocks both norms see one input.
-    streams = norms + (1 if model.gpt_j_residual else norms)
-    inner = packed_attention_width(model) + hidden + _mlp_numbers(model)
+    streams = norms + (norms - 1 if model.gpt_j_residual and norms > 1 else norms)
+    inner = packed_attention_width(model) + model.attention_width + _mlp_numbers(model)
     dropout = 2 * hidden * size if model.hidden_dropout else 0
     saved = hidden * streams * size + norms * hidden * _norm_extra(model, size) + dropout
     return saved + (inner * size + _operand_bytes(config, size)) / tensor
@@ -321,14 +333,14 @@ def _operand_bytes(config: Config, size: int) -> float:
 
     def of_type(position: PositionConfig) -> float:
         coefficients = COEFFICIENTS.get(position.pos_emb, 0.0) * position.rotary_pct
-        return (operands + coefficients * model.hidden_size * 4) * position.embedding.rotary
+        return (operands + coefficients * model.attention_width * 4) * position.embedding.rotary
 
     return _mean_over_layers(config, of_type)
 
 
 def _kept_products(model: ModelConfig, size: int, tensor: int) -> float:
     """Bytes per token that selective checkpointing keeps: results of matrix products and attention."""
-    shared = packed_attention_width(model) + model.hidden_size + packed_mlp_width(model)
+    shared = packed_attention_width(model) + model.attention_width + packed_mlp_width(model)
     return (shared / tensor + 2 * model.hidden_size) * size
 
 

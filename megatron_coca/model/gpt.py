@@ -25,6 +25,7 @@ from megatron_coca.model.layers import (
     build_norm,
     linear_cross_entropy,
     next_token_loss,
+    soft_capped,
 )
 
 Recomputing = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
@@ -98,7 +99,7 @@ class GPT(ShardedModule):
         self.methods, self.vocab_size = dict(methods), model.padded_vocab_size
         self._config = model
         positions = absolute(methods.values(), model)
-        self.embedding = Embedding(self.vocab_size, model.hidden_size, model.hidden_dropout, positions)
+        self.embedding = Embedding(model, positions)
         (_, first), *others = methods.items()
         self.positions = PositionEncoding(first, dict(others))
         self.blocks = nn.ModuleList(Block(model, methods[name], backends[name], name) for name in model.layer_names)
@@ -214,9 +215,13 @@ class GPT(ShardedModule):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits of any slice of `hidden_states`, in its dtype."""
-        if self.final_linear is not None:
-            return self.final_linear(hidden)
-        return F.linear(hidden, self.embedding.word_embeddings.weight)
+        head, hidden = self.final_linear, self._scaled(hidden)
+        logits = F.linear(hidden, self.embedding.word_embeddings.weight) if head is None else head(hidden)
+        return soft_capped(logits, self._config.final_logit_softcapping)
+
+    def _scaled(self, hidden: Tensor) -> Tensor:
+        scale = self._config.final_logit_scale
+        return hidden if scale == 1.0 else hidden * scale
 
     def loss(self, hidden: Tensor, labels: Tensor, loss_mask: Tensor | None = None) -> Tensor:
         """Mean cross-entropy in nats per token, float32, of labels int64 [batch, length] for `hidden_states` [batch,
@@ -228,11 +233,11 @@ class GPT(ShardedModule):
         if chunk == 0:
             return next_token_loss(self.logits(hidden), labels, loss_mask)
         kept = labels if loss_mask is None else labels.masked_fill(~loss_mask, IGNORED)
-        states, targets = hidden.flatten(0, -2), kept.flatten()
+        states, targets = self._scaled(hidden).flatten(0, -2), kept.flatten()
+        options = chunk, self._config.loss_kernel, self._config.final_logit_softcapping
         if self.final_linear is not None:
-            return self.final_linear(states, targets, chunk, self._config.loss_kernel)
-        weight = self.embedding.word_embeddings.weight
-        return linear_cross_entropy(states, weight, targets, chunk, self._config.loss_kernel)
+            return self.final_linear(states, targets, *options)
+        return linear_cross_entropy(states, self.embedding.word_embeddings.weight, targets, *options)
 
 
 def resolve_positions(

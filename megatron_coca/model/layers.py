@@ -74,14 +74,20 @@ class Embedding(nn.Module):
     takes 2 seconds.
     """
 
-    def __init__(self, vocab_size: int, hidden_size: int, dropout: float, positions: nn.Module | None = None) -> None:
+    def __init__(self, model: ModelConfig, positions: nn.Module | None = None) -> None:
         super().__init__()
-        self.word_embeddings = nn.Embedding(vocab_size, hidden_size, _weight=torch.empty(vocab_size, hidden_size))
-        self.position_embeddings, self.dropout = positions, dropout
+        rows, width = model.padded_vocab_size, model.hidden_size
+        self.word_embeddings = nn.Embedding(rows, width, _weight=torch.empty(rows, width))
+        self.position_embeddings, self.dropout, self.scale = positions, model.hidden_dropout, model.embedding_scale
+        self.embedding_layernorm = build_norm(model) if model.use_embedding_norm else None
 
     def forward(self, input_ids: Tensor, positions: Tensor, reached: int | None = None) -> Tensor:
         """`positions` [length] or [batch, length]; `reached` is the largest + 1, if known."""
         x = self.word_embeddings(input_ids)
+        if self.scale != 1.0:
+            x = x * torch.tensor(self.scale, dtype=x.dtype, device=x.device)
+        if self.embedding_layernorm is not None:
+            x = self.embedding_layernorm(x)
         if self.position_embeddings is not None:
             x = x + self.position_embeddings(positions, reached).to(x.dtype)
         return F.dropout(x, self.dropout, self.training) if self.dropout else x
@@ -99,9 +105,26 @@ class ScaleNorm(nn.Module):
         return self.g * (x / x.float().norm(dim=-1, keepdim=True).clamp(min=self.eps)).to(x.dtype)
 
 
+class ZeroCenteredRMSNorm(nn.RMSNorm):
+    """RMSNorm times 1 + weight, in float32 or better (Gemma)."""
+
+    def reset_parameters(self) -> None:
+        """Set the weight to 0, which is the factor 1."""
+        nn.init.zeros_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return F.rms_norm(wide, self.normalized_shape, 1.0 + self.weight.to(wide.dtype), self.eps).to(x.dtype)
+
+
+def _rms_norm(model: ModelConfig, width: int) -> nn.RMSNorm:
+    kind = ZeroCenteredRMSNorm if model.zero_centered_norms else nn.RMSNorm
+    return kind(width, model.rms_norm_epsilon)
+
+
 NORMS: dict[str, Callable[[ModelConfig], nn.Module]] = {
     "layernorm": lambda m: nn.LayerNorm(m.hidden_size, m.layernorm_epsilon, bias=m.use_bias_in_norms),
-    "rmsnorm": lambda m: nn.RMSNorm(m.hidden_size, m.rms_norm_epsilon),
+    "rmsnorm": lambda m: _rms_norm(m, m.hidden_size),
     "scalenorm": lambda m: ScaleNorm(m.hidden_size, m.scalenorm_epsilon),
     "non_parametric_layernorm": lambda m: nn.LayerNorm(m.hidden_size, m.layernorm_epsilon, elementwise_affine=False),
 }
@@ -139,6 +162,29 @@ def _heads(model: ModelConfig) -> tuple[int, int]:
     return model.num_attention_heads, model.head_dim
 
 
+class AllHeadsNorm(nn.Module):
+    """A norm of all heads of a token together, x [..., heads, head_dim]."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x.flatten(-2)).view(x.shape)
+
+
+def qk_norms(model: ModelConfig) -> dict[str, nn.Module]:
+    """The norms of queries and keys [..., heads, head_dim] by their names in SelfAttention: none, one or two."""
+    if model.use_qk_layernorm:
+        return {"qk_layernorm": QK_NORMS[model.norm](model)}
+    if model.qk_norm == "head":
+        return {name: _rms_norm(model, model.head_dim) for name in ("query_layernorm", "key_layernorm")}
+    if model.qk_norm == "projection":
+        heads = {"query_layernorm": model.num_attention_heads, "key_layernorm": model.num_kv_heads}
+        return {name: AllHeadsNorm(_rms_norm(model, count * model.head_dim)) for name, count in heads.items()}
+    return {}
+
+
 Activation = Callable[[Tensor], Tensor]
 
 PLAIN: dict[str, Activation] = {
@@ -152,6 +198,7 @@ PLAIN: dict[str, Activation] = {
 GATED: dict[str, Activation] = {
     "swiglu": F.silu,
     "geglu": F.gelu,
+    "geglu_tanh": partial(F.gelu, approximate="tanh"),
     "reglu": F.relu,
     "glu": torch.sigmoid,
     "bilinear": lambda gate: gate,
@@ -199,14 +246,16 @@ class Block(nn.Module):
     """Hidden states [batch, length, hidden_size] -> the same.
 
     Sequential: x += attention(norm1 x); x += mlp(norm2 x). Parallel (`gpt_j_residual`): x + attention(norm1 x) +
-    mlp(norm2 x), with `gpt_j_tied` norm1 in place of norm2.
+    mlp(norm2 x), with `gpt_j_tied` norm1 in place of norm2. `norm_position: post` has norms of the outputs of attention
+    and MLP instead, and `sandwich` both.
     """
 
     def __init__(self, model: ModelConfig, method: PositionMethod, backend: Backend, layer_type: str) -> None:
         super().__init__()
         self.layer_type = layer_type
         self.parallel, self.tied_norm, self.dropout = model.gpt_j_residual, model.gpt_j_tied, model.hidden_dropout
-        self.input_layernorm = build_norm(model)
+        before, after = model.norm_position != "post", model.norm_position != "pre"
+        self.input_layernorm = build_norm(model) if before else nn.Identity()
         self.attention = SelfAttention(
             model.hidden_size,
             model.num_attention_heads,
@@ -215,24 +264,30 @@ class Block(nn.Module):
             backend,
             model.use_bias_in_attn_linear,
             model.attention_dropout,
-            QK_NORMS[model.norm](model) if model.use_qk_layernorm else None,
+            qkv_bias=model.use_bias_in_qkv,
+            norms=qk_norms(model),
         )
+        self.attention_output_layernorm = build_norm(model) if after else nn.Identity()
         if not (self.parallel and self.tied_norm):
-            self.post_attention_layernorm = build_norm(model)
+            self.post_attention_layernorm = build_norm(model) if before else nn.Identity()
         self.mlp = MLP(model)
+        self.mlp_output_layernorm = build_norm(model) if after else nn.Identity()
 
     def forward(
         self, x: Tensor, context: PositionContext, cache: LayerCache | None = None, last: int | None = None
     ) -> Tensor:
         """With `last`, only the hidden states of the last tokens: [batch, last, hidden_size]."""
         normed = self.input_layernorm(x)
-        attended = self._drop(self.attention(normed, context, cache))
+        attended = self._drop(self.attention_output_layernorm(self.attention(normed, context, cache)))
         if last is not None:
             x, normed, attended = x[:, -last:], normed[:, -last:], attended[:, -last:]
         if self.parallel:
-            return x + attended + self._drop(self.mlp(normed if self.tied_norm else self.post_attention_layernorm(x)))
+            return x + attended + self._feed(normed if self.tied_norm else self.post_attention_layernorm(x))
         x = x + attended
-        return x + self._drop(self.mlp(self.post_attention_layernorm(x)))
+        return x + self._feed(self.post_attention_layernorm(x))
+
+    def _feed(self, x: Tensor) -> Tensor:
+        return self._drop(self.mlp_output_layernorm(self.mlp(x)))
 
     def _drop(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.dropout, self.training) if self.dropout else x
@@ -257,29 +312,41 @@ def next_token_loss(logits: Tensor, labels: Tensor, loss_mask: Tensor | None = N
     return total / loss_mask.sum().clamp(min=1)
 
 
+def soft_capped(logits: Tensor, cap: float | None) -> Tensor:
+    """cap * tanh(logits / cap), or the logits without a cap."""
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int | Literal["auto"] | None, kernel: str = "auto"
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    chunk: int | Literal["auto"] | None,
+    kernel: str = "auto",
+    cap: float | None = None,
 ) -> Tensor:
     """Mean cross-entropy in nats of the logits hidden @ weight^T, computed for `chunk` tokens at a time (None: all).
 
     `hidden` is [tokens, width], `weight` [vocabulary, width] of the same dtype, `labels` int64 [tokens]; labels of
     `IGNORED` do not count, and the loss is 0 if all are. Logits have the dtype of `hidden`; softmax, losses, their sum
     and the sum of the weight's gradient over chunks are in float32 (float64 if `hidden` is). `kernel` is `loss_kernel`.
-    A chunk of "auto" is 1,024 tokens, for the Triton kernel as many as have 1 GiB of logits if these are more.
+    A chunk of "auto" is 1,024 tokens, for the Triton kernel as many as have 1 GiB of logits if these are more. `cap`
+    is that of `soft_capped`, with the kernel "torch".
     """
     count = (labels != IGNORED).sum().clamp(min=1)
     trained = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     if kernel == "auto" or not trained:
-        fused = trained and hidden.is_cuda and hidden.dtype != torch.float64 and missing_compiler("cuda") is None
+        fused = trained and hidden.is_cuda and hidden.dtype != torch.float64 and cap is None
+        fused = fused and missing_compiler("cuda") is None
         kernel = "triton" if fused else "torch"
     if chunk == "auto":
         fitting = LOSS_CHUNK_BYTES // (len(weight) * weight.element_size())
         chunk = max(fitting, LOSS_CHUNK_TOKENS) if kernel == "triton" else LOSS_CHUNK_TOKENS
     size = min(chunk or len(labels), len(labels))
     if trained:
-        return _SummedLoss.apply(hidden, weight, labels, size, kernel) / count
+        return _SummedLoss.apply(hidden, weight, labels, size, kernel, cap) / count
     chunks = zip(hidden.split(size), labels.split(size), strict=True)
-    return sum(_losses(states @ weight.t(), targets)[0].sum() for states, targets in chunks) / count
+    return sum(_losses(soft_capped(states @ weight.t(), cap), targets)[0].sum() for states, targets in chunks) / count
 
 
 def _losses(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -312,14 +379,19 @@ class _SummedLoss(torch.autograd.Function):
     """The sum of the losses; the forward pass computes both gradients up to a factor."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, size: int, kernel: str) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, size: int, kernel: str, cap: float | None
+    ) -> Tensor:
         wide, trained = torch.promote_types(weight.dtype, torch.float32), ctx.needs_input_grad[1]
         weight_grad = torch.empty(weight.shape if trained else (0,), dtype=wide, device=weight.device)
         total, hidden_grad = torch.zeros((), dtype=wide, device=weight.device), torch.empty_like(hidden)
         for start in range(0, len(labels), size):
             tokens = slice(start, start + size)
             states = hidden[tokens]
-            losses, logit_grad = LOSS_KERNELS[kernel](states @ weight.t(), labels[tokens])
+            logits = soft_capped(states @ weight.t(), cap)
+            slope = None if cap is None else 1 - (logits / cap).square()
+            losses, logit_grad = LOSS_KERNELS[kernel](logits, labels[tokens])
+            logit_grad = logit_grad if slope is None else logit_grad * slope
             total = total + losses.sum()
             torch.mm(logit_grad, weight, out=hidden_grad[tokens])
             if trained:
@@ -336,9 +408,9 @@ class _SummedLoss(torch.autograd.Function):
         factor, rounded = grad.view(1, 1), torch.empty_like(hidden_grad)
         torch.mul(hidden_grad, factor, out=rounded)
         if not ctx.needs_input_grad[1]:
-            return rounded, None, None, None, None
+            return rounded, None, None, None, None, None
         weight_rounded = torch.empty_like(weight_grad, dtype=ctx.dtype)
-        return rounded, torch.mul(weight_grad, factor, out=weight_rounded), None, None, None
+        return rounded, torch.mul(weight_grad, factor, out=weight_rounded), None, None, None, None
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
@@ -372,8 +444,9 @@ class OutputHead(nn.Linear):
         labels: Tensor | None = None,
         chunk: int | Literal["auto"] | None = None,
         kernel: str = "auto",
+        cap: float | None = None,
     ) -> Tensor:
         """Logits, or with `labels` [tokens] and `hidden` [tokens, width] the loss of `linear_cross_entropy`."""
         if labels is None:
             return super().forward(hidden)
-        return linear_cross_entropy(hidden, self.weight, labels, chunk, kernel)
+        return linear_cross_entropy(hidden, self.weight, labels, chunk, kernel, cap)

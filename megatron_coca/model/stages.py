@@ -173,7 +173,7 @@ def _keep(model: GPT, span: Span) -> None:
     """Delete the layers of other stages."""
     tied_head = span.has_head and model.final_linear is None
     if not span.has_embedding and tied_head:
-        model.embedding.position_embeddings = None
+        model.embedding.position_embeddings = model.embedding.embedding_layernorm = None
     elif not span.has_embedding:
         del model.embedding
     if not span.has_head:

@@ -77,6 +77,8 @@ def fit(config: Config, without_effect: Sequence[str] = ()) -> None:
         logger.info(launch.describe_devices(config, dist.world_size(), backends))
         if without_effect:
             logger.info("no effect here (docs/config.md): %s", ", ".join(without_effect))
+        if (note := config.model.narrow_mlp) is not None:
+            logger.warning(note)
         config, remotes = use_local_folders(config)
         watchdog = Watchdog(config.faults.watchdog_timeout, run_folder(config), dist.rank())
         answer = "stopping after this step, with a checkpoint if `save` is set; a second Ctrl-C ends the run at once"

@@ -31,6 +31,7 @@ OTHER: dict[str, Any] = {
     "hidden_size": 64,
     "num_attention_heads": 2,
     "num_kv_heads": 2,
+    "kv_channels": 12,
     "intermediate_size": 96,
     "mlp_multiple_of": 40,
     "expansion_factor": 2.0,
@@ -44,7 +45,17 @@ OTHER: dict[str, Any] = {
     "bias_gelu_fusion": True,
     "use_bias_in_norms": False,
     "use_bias_in_attn_linear": False,
+    "use_bias_in_qkv": False,
     "use_bias_in_mlp": False,
+    "norm_position": "post",
+    "zero_centered_norms": True,
+    "qk_norm": "head",
+    "use_embedding_norm": True,
+    "embedding_scale": 2.0,
+    "softmax_scale": 0.5,
+    "attn_logit_softcapping": 2.0,
+    "final_logit_softcapping": 2.0,
+    "final_logit_scale": 0.5,
     "gpt_j_residual": True,
     "gpt_j_tied": True,
     "norm": "scalenorm",
@@ -64,17 +75,20 @@ OTHER: dict[str, Any] = {
     "sliding_window_width": 4,
     "rpe_num_buckets": 8,
     "rpe_max_distance": 20,
+    "alibi_slope_scale": 2.0,
     "layer_types": {"nope": {"pos_emb": "none"}},
 }
 """A value other than the default for every key that can change what the model computes."""
 WITH: dict[str, dict[str, Any]] = {
     "gpt_j_tied": {"gpt_j_residual": True},
     "rms_norm_epsilon": {"norm": "rmsnorm"},
+    "zero_centered_norms": {"norm": "rmsnorm"},
     "scalenorm_epsilon": {"norm": "scalenorm"},
     "rpe_num_buckets": {"pos_emb": "rpe"},
     "rpe_max_distance": {"pos_emb": "rpe", "rpe_num_buckets": 8},
     "layer_types": {"attention_config": [[["nope", "global"], 1]]},
     "max_position_embeddings": {"pos_emb": "learned"},
+    "alibi_slope_scale": {"pos_emb": "alibi"},
 }
 """Further keys, without which a key has no effect or is not valid."""
 CHANGING = [name for name, place in KEYS.items() if place.group in ("model", "position") and name not in WITHOUT_EFFECT]
@@ -85,7 +99,8 @@ def test_every_key_has_a_value_to_try() -> None:
 
 
 def configured(base: dict[str, Any], name: str) -> Config:
-    return load_config([], base | WITH.get(name, {}) | {name: OTHER[name]})
+    value = not base.get("use_bias_in_attn_linear", True) if name == "use_bias_in_qkv" else OTHER[name]
+    return load_config([], base | WITH.get(name, {}) | {name: value})
 
 
 def drawn(config: Config) -> torch.nn.Module:

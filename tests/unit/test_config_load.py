@@ -223,7 +223,7 @@ def test_another_choice_drops_the_options_of_the_first(tmp_path: Path) -> None:
     config = load_config([first, second], shape)
     scaling, relative = config.position.rope_scaling, config.position.relative_positions
     assert (scaling.rope_type, scaling.beta_fast) == ("dynamic_yarn", 32.0) and "factor" not in scaling.given
-    assert scaling.original_max_position_embeddings == 9, "that is said of the weights"
+    assert scaling.original_max_position_embeddings is None, "another extension is of the training length"
     assert (relative.type, relative.given) == ("rerope", {"window": None})
     kept = load_config([first], shape).override(["rope_scaling.rope_type=yarn", "rope_scaling.factor=8"])
     assert (kept.position.rope_scaling.factor, kept.position.rope_scaling.beta_fast) == (8.0, 8.0)

@@ -27,7 +27,7 @@ WRITTEN: dict[str, tuple[dict[str, Any], str]] = {
     "logits": (LLAMA | {"logit_scaling": "log_n"}, "coca_llama"),
     "ntk": (LLAMA | {"rope_scaling": {"rope_type": "ntk", "factor": 2.0}}, "coca_llama"),
     "ramp": (LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "ramp": "rotations"}}, "coca_llama"),
-    "partial": (LLAMA | {"rotary_pct": 0.5}, "coca_llama"),
+    "partial": (LLAMA | {"rotary_pct": 0.5}, "phi3"),
     "layernorm in LLaMA": (LLAMA | {"norm": "layernorm"}, "coca_dense"),
     "activation": (NEOX | {"activation": "softsign"}, "coca_dense"),
     "one norm": (NEOX | {"gpt_j_tied": True}, "coca_dense"),

@@ -140,9 +140,12 @@ def rope(**section: Any) -> Callable[[Path], None]:
 OLD = {"_use_new_zipfile_serialization": False}
 FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "architecture": (
-        config(model_type="mistral"),
-        "config.json: model_type 'mistral' is not supported; known: coca_dense, coca_gpt_neox, coca_llama, gpt_neox, "
-        "llama",
+        config(model_type="mamba"),
+        "config.json: model_type 'mamba' is not supported; known: bloom, coca_dense, coca_gpt_neox, coca_llama,",
+    ),
+    "mixture of experts": (
+        config(model_type="gpt_oss"),
+        "model_type 'gpt_oss' is not supported; its layers are mixtures",
     ),
     "no size": (config(hidden_size=None), "config.json: has no 'hidden_size'"),
     "size of another kind": (config(num_attention_heads="four"), "config.json: a value has the wrong type"),
@@ -165,7 +168,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "not JSON": (lambda f: (f / "config.json").write_text("{"), "config.json: cannot be read as JSON"),
     "activation": (config(hidden_act="relu2"), "hidden_act 'relu2' is not supported for LLaMA; known: silu"),
-    "head size": (config(head_dim=32), "head_dim other than"),
+    "head size": (config(head_dim=32), "the shapes of .*q_proj.weight.* do not match"),
     "quantized": (config(quantization_config={"bits": 4}), "quantized weights are not supported"),
     "rope type": (
         rope(rope_type="spiral", factor=2.0),

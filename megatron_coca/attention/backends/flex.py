@@ -65,7 +65,7 @@ class FlexBackend:
             segment.query,
             segment.key,
             inputs.value,
-            score_mod=None if inputs.bias is None else _score_mod(inputs.bias, inputs),
+            score_mod=_score_mod(inputs),
             block_mask=_block_mask(inputs, segment.band),
             scale=inputs.scale,
             enable_gqa=segment.query.shape[1] != segment.key.shape[1],
@@ -121,7 +121,20 @@ def _attend_one_query(inputs: AttentionInputs) -> Tensor:
     return out.to(segment.query.dtype)
 
 
-def _score_mod(bias: DistanceBias, inputs: AttentionInputs) -> Callable[..., Tensor]:
+def _score_mod(inputs: AttentionInputs) -> Callable[..., Tensor] | None:
+    """Soft-capping, then the bias."""
+    add, cap = None if inputs.bias is None else _bias_mod(inputs.bias, inputs), inputs.softcap
+    if cap is None:
+        return add
+
+    def capped(score: Tensor, *place: Tensor) -> Tensor:
+        bounded = cap * torch.tanh(score / cap)
+        return bounded if add is None else add(bounded, *place)
+
+    return capped
+
+
+def _bias_mod(bias: DistanceBias, inputs: AttentionInputs) -> Callable[..., Tensor]:
     """A linear bias is computed in the kernel; any other is looked up in a vector [heads, key_length], because
     gradients of learned coefficients would need an atomic addition per pair, and tensors created in a score_mod
     miscompile.

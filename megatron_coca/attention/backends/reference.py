@@ -1,10 +1,12 @@
 """Dense attention with an N x N score tensor: slow, any dtype, the reference for the other backends."""
 
 import math
+from dataclasses import replace
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from megatron_coca.attention.inputs import AttentionInputs, Band, Needs
 
@@ -27,6 +29,31 @@ class ReferenceBackend:
         return opt_einsum.contract("bghmn,bgnd->bghmd", grouped, inputs.value).flatten(1, 2)
 
 
+QUERY_ROWS = 256
+"""Queries whose scores `attend_in_blocks` has in memory at once."""
+
+
+def attend_in_blocks(inputs: AttentionInputs) -> Tensor:
+    """The same for inputs without documents, for blocks of queries in turn: memory is linear in the length, and the
+    backward pass computes the scores again.
+    """
+    block_of, (band, *others) = ReferenceBackend().attend, (segment.band for segment in inputs.segments)
+    window = band.high if not others and band.first_keys is None else None
+    outputs = []
+    for start in range(0, inputs.query.shape[2], QUERY_ROWS):
+        stop = min(start + QUERY_ROWS, inputs.query.shape[2])
+        first = 0 if window is None else max(inputs.past + start - window + 1, 0)
+        queries, keys = slice(start, stop), slice(first, inputs.past + stop)
+        segments = tuple(
+            replace(segment, query=segment.query[:, :, queries], key=segment.key[:, :, keys])
+            for segment in inputs.segments
+        )
+        block = inputs.replace(segments=segments, value=inputs.value[:, :, keys])
+        again = torch.is_grad_enabled() and inputs.query.requires_grad
+        outputs.append(checkpoint(block_of, block, use_reentrant=False) if again else block_of(block))
+    return torch.cat(outputs, dim=2)
+
+
 def missing_einsum() -> str | None:
     """None, or the reason why the contractions cannot run here."""
     return None if find_spec("opt_einsum") else "opt_einsum is not installed (pip install opt_einsum)"
@@ -42,6 +69,8 @@ def _scores(inputs: AttentionInputs) -> Tensor:
     for segment in inputs.segments:
         query = segment.query.unflatten(1, (segment.key.shape[1], -1))
         product = opt_einsum.contract("bghmd,bgnd->bghmn", query, segment.key).flatten(1, 2) * inputs.scale
+        if inputs.softcap is not None:
+            product = inputs.softcap * torch.tanh(product / inputs.softcap)
         scores = torch.where(_visible(segment.band, distance, first), product, scores)
     if inputs.bias is None:
         return scores

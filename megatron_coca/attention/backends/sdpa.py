@@ -1,4 +1,7 @@
-"""PyTorch's scaled_dot_product_attention: flash kernels in O(N) memory, on CPU and, without a bias, on CUDA."""
+"""PyTorch's scaled_dot_product_attention: flash kernels in O(N) memory, on CPU and, without a bias, on CUDA.
+
+Its kernels have no soft-capping: that is computed in blocks of dense scores.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_coca.attention.backends.cpu_bias import biased_attention, diagonals, reversed_mask
+from megatron_coca.attention.backends.reference import attend_in_blocks, missing_einsum
 from megatron_coca.attention.inputs import CAUSAL, AttentionInputs, Band, DistanceBias, Needs, attend_by_document
 
 aten = torch.ops.aten
@@ -169,6 +173,8 @@ class SdpaBackend:
 
     def supports(self, needs: Needs) -> str | None:
         """None, or the reason why the model is not supported."""
+        if needs.softcap is not None:
+            return missing_einsum()
         if not _served(needs.bands, needs.bias is not None and needs.device_type == "cpu"):
             return BANDS_REASON
         if needs.bias and needs.device_type != "cpu":
@@ -183,6 +189,8 @@ class SdpaBackend:
                 was built for evaluation.
             RuntimeError: there is a bias, off the CPU.
         """
+        if inputs.softcap is not None:
+            return attend_by_document(attend_in_blocks, inputs)
         if not _served(tuple(segment.band for segment in inputs.segments), inputs.bias is not None):
             raise ValueError(
                 f"attention_backend sdpa: {BANDS_REASON}; a training-only relative-position map needs a "

@@ -345,13 +345,18 @@ Builder = Callable[[int, int, Mapping[str, Any]], BiasSource]
 """(query heads, features of a head, options) -> the bias."""
 
 
+def _alibi(heads: int, head_dim: int, options: Mapping[str, Any]) -> BiasSource:
+    factor = options.get("alibi_slope_scale", 1.0)
+    return BiasSource("linear", fixed=AlibiBias(tuple(factor * slope for slope in alibi_slopes(heads))))
+
+
 def _rpe(heads: int, head_dim: int, options: Mapping[str, Any]) -> BiasSource:
     buckets, furthest = options["rpe_num_buckets"], options["rpe_max_distance"]
     return BiasSource("buckets", shared=lambda: LearnedBuckets(heads, head_dim, buckets, furthest))
 
 
 BIASES: dict[str, Builder] = {
-    "alibi": lambda heads, *_: BiasSource("linear", fixed=AlibiBias(alibi_slopes(heads))),
+    "alibi": _alibi,
     "kerple_log": lambda heads, *_: BiasSource("log", by_layer=lambda: LearnedKerpleLog(heads)),
     "kerple_power": lambda heads, *_: BiasSource("power", by_layer=lambda: LearnedKerplePower(heads)),
     "rpe": _rpe,

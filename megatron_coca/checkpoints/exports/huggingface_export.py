@@ -27,6 +27,7 @@ from megatron_coca.checkpoints.exports.tokenizer import (
     suppress_tokens,
     tokenizer_files,
 )
+from megatron_coca.checkpoints.families import FAMILIES, comparable, write_keys
 from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.checkpoints.huggingface_import import (
     CONFIG,
@@ -35,18 +36,18 @@ from megatron_coca.checkpoints.huggingface_import import (
     HEAD,
     INDEX,
     LEARNED_ROWS,
-    MAXIMUM,
     NETWORK,
     NETWORK_KEYS,
     POSITION,
     POSITION_KEYS,
     REMOTE_TYPES,
     SINGLE,
-    TRAINING_LENGTH,
     dense_rows,
     is_huggingface_folder,
+    parse_config,
     remote_rows,
 )
+from megatron_coca.checkpoints.huggingface_rope import MAXIMUM, TRAINING_LENGTH, rope_parameters
 from megatron_coca.checkpoints.load import OpenedCheckpoint, Overrides, open_checkpoint
 from megatron_coca.checkpoints.tokenizer import KEYS as TOKENIZER_KEYS
 from megatron_coca.checkpoints.weights import DTYPES, Weights, write_safetensors
@@ -118,25 +119,55 @@ def _llama_keys(config: Config) -> dict[str, Any]:
 
 
 class Exporter(NamedTuple):
-    """One architecture of transformers: if it expresses a model, our names -> its weights, its config.json keys."""
+    """One architecture of transformers: if it expresses a model, our names -> its weights, config.json from what all
+    architectures have in it.
+    """
 
     fits: Callable[[Config], bool]
     rows: Callable[[Config], tuple[weight_map.Row, ...]]
-    shape: Callable[[Config], dict[str, Any]]
+    keys: Callable[[Config, dict[str, Any]], dict[str, Any]]
+
+
+def _with(shape: Callable[[Config], dict[str, Any]]) -> Callable[[Config, dict[str, Any]], dict[str, Any]]:
+    return lambda config, shared: shared | shape(config)
+
+
+def _is_stock(config: Config, *also: str) -> bool:
+    """Whether GPT-NeoX or LLaMA, which have no types of layers, have every key of the model and compute its positions;
+    `also` are keys that one of them has.
+    """
+    return _stock_positions(config) and next(lost_keys(config, WRITTEN.union(also)), None) is None
+
+
+def _family(kind: str) -> Exporter:
+    """An architecture of the table: it fits a model if what is written of it is read as the same model."""
+    family = FAMILIES[kind]
+
+    def fits(config: Config) -> bool:
+        written = {"model_type": kind} | write_keys(family, config, _shared_keys(config, kind))
+        try:
+            return comparable(parse_config(written, Path(CONFIG))) == comparable(config)
+        except CheckpointError:
+            return False
+
+    return Exporter(
+        fits, lambda config: family.rows(config.model), lambda config, shared: write_keys(family, config, shared)
+    )
 
 
 EXPORTERS: dict[str, Exporter] = {
     "gpt_neox": Exporter(
-        lambda config: _stock_positions(config) and _is_neox(config), lambda config: weight_map.GPT_NEOX, _neox_keys
+        lambda config: _is_stock(config) and _is_neox(config), lambda config: weight_map.GPT_NEOX, _with(_neox_keys)
     ),
     "llama": Exporter(
-        lambda config: _stock_positions(config) and config.position.rotary_pct == 1 and _is_llama(config),
+        lambda config: _is_stock(config, "kv_channels") and config.position.rotary_pct == 1 and _is_llama(config),
         lambda config: weight_map.llama("k_proj"),
-        _llama_keys,
+        _with(_llama_keys),
     ),
-    "coca_gpt_neox": Exporter(_is_neox, lambda config: remote_rows("coca_gpt_neox"), _neox_keys),
-    "coca_llama": Exporter(_is_llama, lambda config: remote_rows("coca_llama"), _llama_keys),
-    "coca_dense": Exporter(lambda config: True, lambda config: dense_rows(config.flat()), _dense_keys),
+    **{kind: _family(kind) for kind in FAMILIES},
+    "coca_gpt_neox": Exporter(_is_neox, lambda config: remote_rows("coca_gpt_neox"), _with(_neox_keys)),
+    "coca_llama": Exporter(_is_llama, lambda config: remote_rows("coca_llama"), _with(_llama_keys)),
+    "coca_dense": Exporter(lambda config: True, lambda config: dense_rows(config.flat()), _with(_dense_keys)),
 }
 """By `model_type`; the first that expresses a model is used."""
 WRITTEN = SHAPE_KEYS | set(NETWORK_KEYS) | set(POSITION_KEYS)
@@ -162,30 +193,24 @@ def describe(config: Config, kind: str, ids: TokenIds, weights: Weights) -> dict
         }  # stock code must extend nothing
         positions = {"auto_map": auto_map, "rope_parameters": plain, POSITION: describe_position(config, weights)}
     elif kind == "gpt_neox":
-        rope = _rope_parameters(config) | {"partial_rotary_factor": config.position.rotary_pct}
+        rope = rope_parameters(config.position, model.seq_length)
+        rope |= {"partial_rotary_factor": config.position.rotary_pct}
         # Transformers ignores `pos_emb`; without it, such a folder could be one of the CoCA authors'.
         architecture, positions = "GPTNeoXForCausalLM", {"rope_parameters": rope, "pos_emb": config.position.pos_emb}
+    elif kind == "llama":
+        rope = rope_parameters(config.position, model.seq_length)
+        architecture, positions = "LlamaForCausalLM", {"rope_parameters": rope}
     else:
-        architecture, positions = "LlamaForCausalLM", {"rope_parameters": _rope_parameters(config)}
+        architecture, positions = FAMILIES[kind].architecture, {}
     settings = {
         "model_type": kind,
         "architectures": [architecture],
         "dtype": str(next(iter(weights.entries.values())).dtype).removeprefix("torch."),
-        "vocab_size": model.padded_vocab_size,
-        "hidden_size": model.hidden_size,
-        "intermediate_size": model.ffn_hidden_size,
-        "num_hidden_layers": model.num_layers,
-        "num_attention_heads": model.num_attention_heads,
-        "max_position_embeddings": _max_position_embeddings(config, kind),
-        "tie_word_embeddings": not model.no_weight_tying,
-        "attention_dropout": model.attention_dropout,
         "initializer_range": model.init_method_std,
         **{f"{name}_token_id": value for name, value in ids._asdict().items()},
-        **EXPORTERS[kind].shape(config),
         **positions,
+        **EXPORTERS[kind].keys(config, _shared_keys(config, kind)),
     }
-    if settings["max_position_embeddings"] != model.seq_length:
-        settings[TRAINING_LENGTH] = model.seq_length
     # The end of text stands in for a pad token here alone: in config.json it would freeze that row of the embedding.
     end = ids.eos[0] if isinstance(ids.eos, list) else ids.eos
     generation = {"do_sample": False, "eos_token_id": ids.eos, "pad_token_id": end if ids.pad is None else ids.pad}
@@ -195,22 +220,28 @@ def describe(config: Config, kind: str, ids: TokenIds, weights: Weights) -> dict
     return {CONFIG: settings, GENERATION: generation}
 
 
+def _shared_keys(config: Config, kind: str) -> dict[str, Any]:
+    """Return the keys of config.json that all architectures have under one name or another."""
+    model, length = config.model, _max_position_embeddings(config, kind)
+    return {
+        "vocab_size": model.padded_vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.ffn_hidden_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "max_position_embeddings": length,
+        "tie_word_embeddings": not model.no_weight_tying,
+        "attention_dropout": model.attention_dropout,
+    } | ({TRAINING_LENGTH: model.seq_length} if length != model.seq_length else {})
+
+
 def _max_position_embeddings(config: Config, kind: str) -> int:
     """Return the training length, except where stock transformers measures the extension by this key."""
     trained, original = config.model.seq_length, config.position.original_length(config.model.seq_length)
+    if config.position.embedding.weights == "table" and kind in FAMILIES:
+        return config.model.max_position_embeddings
     measured = config.position.extension.stock.length if kind not in REMOTE_TYPES else None
     return {ORIGINAL: max(trained, original), MAXIMUM: original, None: trained}[measured]
-
-
-def _rope_parameters(config: Config) -> dict[str, Any]:
-    position, extension = config.position, config.position.extension
-    parameters: dict[str, Any] = {"rope_type": extension.name, "rope_theta": position.rotary_emb_base}
-    for name, value in position.rope_scaling.given.items() if position.rope_scaling is not None else ():
-        if value is not None and name not in ("ramp", "resonance"):  # transformers has no names for these
-            parameters[name] = list(value) if isinstance(value, tuple) else value
-    if extension.stock.length == ORIGINAL:
-        parameters[ORIGINAL] = position.original_length(config.model.seq_length)
-    return parameters
 
 
 @torch.no_grad()
@@ -295,12 +326,7 @@ def export(
     """
     opened, folder = open_checkpoint(checkpoint, overrides=overrides), Path(folder)
     config = opened.configure(overrides)
-    reasons = [*lost_keys(config, WRITTEN)]
-    choices = [choice for choice, _ in config.position.choices()]
-    reasons += filter(None, (choice.not_expressed("huggingface", ("stock", "file"), ("file",)) for choice in choices))
-    if reasons:
-        raise CheckpointError(f"{opened.folder}: a Hugging Face folder cannot express it: {'; '.join(reasons)}")
-    kind = next(name for name, exporter in EXPORTERS.items() if exporter.fits(config))
+    kind = _kind(opened, config)
     modelling = _modelling_file(config) if kind in REMOTE_TYPES else None
     refuse_existing(folder, CheckpointError)
     files, ids, note = _select_tokenizer(opened, config, overrides, Path(tokenizer) if tokenizer is not None else None)
@@ -309,7 +335,7 @@ def export(
         known = config.model.vocab_size or config.model.padded_vocab_size
         config = config.override({"make_vocab_size_divisible_by": 1, "model_parallel_size": 1})
         ours = ours.first_rows((EMBEDDING, HEAD), known)
-    heads = weight_map.Heads(config.model.num_attention_heads, config.model.num_kv_heads)
+    heads = weight_map.Heads(config.model.num_attention_heads, config.model.num_kv_heads, config.model.head_dim)
     rows = weight_map.expand(EXPORTERS[kind].rows(config), config.model.num_layers)
     weights = weight_map.to_foreign_weights(ours, rows, heads)
     contents = describe(config, kind, ids, ours)
@@ -328,6 +354,24 @@ def export(
         with weights.shown(f"exporting {folder}") as shown:
             _write_weights(partial, shown, shard_bytes)
     return Exported(folder, kind, note, changes_of(overrides, opened.trained, config))
+
+
+def _kind(opened: OpenedCheckpoint, config: Config) -> str:
+    """Return the architecture to write: that of an imported folder where it fits, otherwise the first that does."""
+    kinds = config.layer_types.values()
+    choices = dict.fromkeys(choice for kind in kinds for choice, _ in kind.choices())
+    unknown = (choice.not_expressed("huggingface", ("stock", "file"), ("file",)) for choice in choices)
+    positions = list(filter(None, unknown))
+    stock = [name for name in EXPORTERS if name not in REMOTE_TYPES] if not positions else []
+    origin = native.read_json(opened.folder / CONFIG) if is_huggingface_folder(opened.folder) else opened.imported
+    named = [name for name in stock if name == origin.get("model_type")]
+    found = next((name for name in (*named, *stock) if EXPORTERS[name].fits(config)), None)
+    if found is not None:
+        return found
+    reasons = [*lost_keys(config, WRITTEN), *positions]
+    if reasons:
+        raise CheckpointError(f"{opened.folder}: a Hugging Face folder cannot express it: {'; '.join(reasons)}")
+    return next(name for name in REMOTE_TYPES if EXPORTERS[name].fits(config))
 
 
 def _modelling_file(config: Config) -> bytes:

@@ -59,7 +59,7 @@ def _facts(opened: OpenedCheckpoint, config: Config, kind: str, weights: Weights
     residual = "a parallel" if model.gpt_j_residual else "a sequential"
     architecture = f"with {model.norm}, {model.activation} and {residual} residual"
     if kind != "coca_dense":
-        architecture = f"of {SHAPES[REMOTE_TYPES.get(kind, kind)]} shape"
+        architecture = f"of {SHAPES.get(REMOTE_TYPES.get(kind, kind), kind)} shape"
     grouped = f", {model.num_kv_heads} of keys" if model.num_kv_heads != model.num_attention_heads else ""
     facts = {
         "architecture": f"a causal language model {architecture}",

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from megatron_coca.config import COMPUTE_KEYS, KEYS, Config
 from megatron_coca.config.model import GLOBAL
-from megatron_coca.config.schema import GROUPS
+from megatron_coca.config.schema import default_of
 
 WITHOUT_EFFECT = COMPUTE_KEYS | {"init_method", "output_layer_init_method", "init_method_std", "imports"}
 """Keys of the network and its positions that do not change what trained weights compute."""
@@ -29,6 +29,5 @@ def lost_keys(config: Config, written: frozenset[str]) -> Iterator[str]:
     known = written | WITHOUT_EFFECT | {"attention_config", "layer_types"}
     flat = config.flat()
     for key, place in KEYS.items():
-        field = GROUPS[place.group].model_fields[place.field]
-        if place.group in ("model", "position") and key not in known and flat[key] != field.default:
+        if place.group in ("model", "position") and key not in known and flat[key] != default_of(key, flat):
             yield f"{key} {flat[key]!r}: it has no such key"

@@ -81,7 +81,7 @@ def deepspeed_config(config: Config, sizes: BatchSizes) -> dict[str, Any]:
 def _tensor_parallel_section(config: Config) -> dict[str, Any]:
     """DeepSpeed's AutoTP section: how the matrices of a block are sharded, and which gradients are summed."""
     model = config.model
-    queries, keys = model.hidden_size, model.num_kv_heads * model.head_dim
+    queries, keys = model.attention_width, model.num_kv_heads * model.head_dim
     # A projection in three layers has the same rows as the packed one.
     projections = [
         LayerShards(f"attention.query_key_value.{name}", 0, (size,))

@@ -1,0 +1,72 @@
+"""The rotary base and the extension in config.json: read as our keys, and written."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_coca import methods
+from megatron_coca.checkpoints.files import CheckpointError
+from megatron_coca.config import PositionConfig
+from megatron_coca.config.position import ORIGINAL
+
+Json = Mapping[str, Any]
+TRAINING_LENGTH = "training_length"
+"""Key of an exported config.json with the training length where max_position_embeddings is another number."""
+MAXIMUM = "max_position_embeddings"
+NO_OPTIONS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor", ORIGINAL})
+"""Names in transformers' section that are no option of an extension."""
+
+
+def rope_section(config: Json) -> Json:
+    """Return `rope_scaling` (transformers up to 4) or `rope_parameters` (from 5 on)."""
+    return config.get("rope_scaling") or config.get("rope_parameters") or {}
+
+
+def rope_keys(config: Json, source: Path, base_name: str) -> dict[str, Any]:
+    """Return our keys of the rotary base and the extension.
+
+    `base_name` is the architecture's top-level key of the base; transformers ignores the other architecture's. Raises
+    CheckpointError if a type or an option is not supported.
+    """
+    section = rope_section(config)
+    base = {"rotary_emb_base": float(section.get("rope_theta") or config.get(base_name) or 10000)}
+    kind = section.get("rope_type") or section.get("type") or "default"
+    options = {name: value for name, value in section.items() if name not in NO_OPTIONS and value is not None}
+    known = methods.names("rope_scaling", huggingface="stock")
+    if kind not in known:
+        raise CheckpointError(f"{source}: rope_type {kind!r} is not supported; known: {', '.join(known)}")
+    extension = methods.find("rope_scaling", kind)
+    listed = [option.name for option in extension.options]
+    unread = sorted(options.keys() - set(listed))
+    if unread:
+        raise CheckpointError(
+            f"{source}: rope_type {kind!r} with {', '.join(unread)} is not supported; its options are "
+            f"{', '.join(listed) or 'none'}"
+        )
+    if kind == "default":
+        return base
+    scaling: dict[str, Any] = {"rope_type": kind}
+    original = config.get(ORIGINAL) or section.get(ORIGINAL)  # the top level goes first, as in transformers
+    if extension.stock.length == MAXIMUM and TRAINING_LENGTH in config:
+        scaling[ORIGINAL] = config[MAXIMUM]
+    elif extension.stock.length == ORIGINAL and original is not None:
+        scaling[ORIGINAL] = original
+        if extension.stock.derives_factor:
+            scaling["factor"] = config[MAXIMUM] / original
+    scaling |= options
+    lacking = [option.name for option in extension.options if option.required and option.name not in scaling]
+    if lacking:
+        raise CheckpointError(f"{source}: rope_type {kind!r} has no {' and no '.join(lacking)}")
+    return base | {"rope_scaling": scaling}
+
+
+def rope_parameters(position: PositionConfig, seq_length: int) -> dict[str, Any]:
+    """Return transformers' section; the inverse of `rope_keys`."""
+    extension = position.extension
+    parameters: dict[str, Any] = {"rope_type": extension.name, "rope_theta": position.rotary_emb_base}
+    for name, value in position.rope_scaling.given.items() if position.rope_scaling is not None else ():
+        if value is not None and name not in ("ramp", "resonance"):  # transformers has no names for these
+            parameters[name] = list(value) if isinstance(value, tuple) else value
+    if extension.stock.length == ORIGINAL:
+        parameters[ORIGINAL] = position.original_length(seq_length)
+    return parameters

@@ -1,0 +1,336 @@
+"""Families of models: tiny random models of transformers, read, run in every way, extended, written again.
+
+A case is a class of transformers with odd sizes. In float64 transformers' own casts to float32 are widened, so that
+both sides compute in float64.
+"""
+
+import inspect
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from megatron_coca import load_model
+from megatron_coca.checkpoints import CheckpointError, load_checkpoint
+from megatron_coca.checkpoints.exports.huggingface_export import export
+from megatron_coca.checkpoints.load import open_checkpoint
+from megatron_coca.commands.train import parser, read_config
+from megatron_coca.commands.train_stages import plan
+from megatron_coca.config import load_config
+from megatron_coca.model.cost import parameter_count
+from megatron_coca.training.resume import initial_model
+
+TRAINED, LONG = 40, 100
+SHAPE = {"vocab_size": 96, "hidden_size": 36, "num_hidden_layers": 3, "num_attention_heads": 6, "intermediate_size": 44}
+SHAPE |= {"max_position_embeddings": TRAINED, "num_key_value_heads": 3, "pad_token_id": None}
+SHAPE |= {"bos_token_id": None, "eos_token_id": None}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 500.0}
+LLAMA3 = YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}
+DYNAMIC = LINEAR | {"rope_type": "dynamic"}
+BASE = {"rope_type": "default", "rope_theta": 300.0}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 500.0, "short_factor": [1.0, 1.5], "long_factor": [1.5, 4.0]}
+LONGROPE |= {"original_max_position_embeddings": 16, "partial_rotary_factor": 0.67}
+DROPLESS = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "n_embd": 36, "n_layer": 3, "n_head": 6}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("Qwen2", {}),
+    "qwen2 tied, windows": (
+        "Qwen2",
+        {
+            "tie_word_embeddings": True,
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "max_window_layers": 1,
+            "rope_parameters": YARN,
+        },
+    ),
+    "llama, free head width": ("Llama", {"head_dim": 10, "rope_parameters": LLAMA3}),
+    "mistral": ("Mistral", {"sliding_window": 9, "head_dim": 8}),
+    "mistral without a window": ("Mistral", {"sliding_window": None, "rope_parameters": DYNAMIC}),
+    "qwen3": ("Qwen3", {"head_dim": 10, "rope_parameters": YARN}),
+    "qwen3 tied, biases": ("Qwen3", {"head_dim": 6, "attention_bias": True, "tie_word_embeddings": True}),
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 5, "rope_parameters": YARN}),
+    "smollm3 windows, untied": (
+        "SmolLM3",
+        {
+            "num_hidden_layers": 5,
+            "tie_word_embeddings": False,
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "no_rope_layer_interval": 2,
+            "mlp_bias": True,
+        },
+    ),
+    "olmo2": ("Olmo2", {"rope_parameters": LINEAR}),
+    "olmo2 tied, biases": ("Olmo2", {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 6}),
+    "olmo3": (
+        "Olmo3",
+        {
+            "sliding_window": 9,
+            "num_hidden_layers": 5,
+            "rope_parameters": {"full_attention": YARN, "sliding_attention": BASE},
+        },
+    ),
+    "phi3": ("Phi3", {"sliding_window": 11, "rope_parameters": BASE}),
+    "phi3 longrope, tied, partly rotated": (
+        "Phi3",
+        {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16, "tie_word_embeddings": True},
+    ),
+    "gemma2": (
+        "Gemma2",
+        {"head_dim": 10, "query_pre_attn_scalar": 7, "sliding_window": 9, "hidden_activation": "gelu_pytorch_tanh"}
+        | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    ),
+    "gemma2 untied, uncapped": (
+        "Gemma2",
+        {"head_dim": 6, "attn_logit_softcapping": None, "final_logit_softcapping": None, "tie_word_embeddings": False},
+    ),
+    "gemma3": (
+        "Gemma3Text",
+        {
+            "head_dim": 10,
+            "sliding_window": 9,
+            "num_hidden_layers": 7,
+            "query_pre_attn_scalar": 7,
+            "rope_parameters": {"full_attention": LINEAR, "sliding_attention": BASE},
+        },
+    ),
+    "cohere2": ("Cohere2", {"sliding_window": 9, "num_hidden_layers": 5, "rope_parameters": BASE}),
+    "cohere2 untied, biases": (
+        "Cohere2",
+        {"tie_word_embeddings": False, "attention_bias": True, "num_key_value_heads": 6},
+    ),
+    "gpt2": ("GPT2", {"n_positions": LONG, "n_inner": 50} | DROPLESS),
+    "gpt2 untied": ("GPT2", {"n_positions": LONG, "tie_word_embeddings": False} | DROPLESS),
+    "mpt": ("Mpt", {"d_model": 40, "n_heads": 4, "n_layers": 3, "max_seq_len": LONG}),
+    "mpt untied": (
+        "Mpt",
+        {"d_model": 40, "n_heads": 8, "n_layers": 2, "max_seq_len": LONG, "tie_word_embeddings": False}
+        | {"attn_config": {"softmax_scale": 0.3}},
+    ),
+    "bloom": ("Bloom", {"hidden_size": 36, "n_head": 6, "n_layer": 3}),
+    "falcon": ("Falcon", {"rope_parameters": BASE, "num_kv_heads": None, "ffn_hidden_size": 50}),
+    "falcon sequential, ALiBi": (
+        "Falcon",
+        {
+            "alibi": True,
+            "parallel_attn": False,
+            "multi_query": False,
+            "bias": True,
+            "hidden_size": 40,
+            "num_kv_heads": 4,
+        }
+        | {"num_attention_heads": 4},
+    ),
+    "falcon grouped, untied": (
+        "Falcon",
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "tie_word_embeddings": False, "rope_parameters": DYNAMIC},
+    ),
+    "falcon grouped, one norm": (
+        "Falcon",
+        {"new_decoder_architecture": True, "num_kv_heads": 3, "num_ln_in_parallel_attn": 1},
+    ),
+    "bloom untied": ("Bloom", {"hidden_size": 40, "n_head": 4, "n_layer": 2, "tie_word_embeddings": False}),
+}
+
+
+_SHAPE_NAMES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+OWN_NAMES = dict.fromkeys(("GPT2", "Mpt", "Bloom"), (*_SHAPE_NAMES, "intermediate_size", "num_key_value_heads"))
+OWN_NAMES["Falcon"] = ("intermediate_size", "num_key_value_heads")
+"""Names that a class does not have."""
+FLOAT = torch.float32
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """Transformers in float64, where it would compute norms, rotations and softmax in float32."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "float32", torch.float64)
+        patch.setattr(torch, "float", torch.float64)
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        torch.set_default_dtype(torch.float64)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(FLOAT)
+
+
+def implementation(name: str) -> str:
+    """Eager attention, which has soft-capping; but for Falcon it adds ALiBi to the scores and to the mask."""
+    return "sdpa" if name.startswith("falcon") else "eager"
+
+
+def build(name: str) -> Any:
+    """A model with random weights, norms and biases included, in evaluation mode and the default dtype."""
+    kind, changes = CASES[name]
+    shape = {name: value for name, value in SHAPE.items() if name not in OWN_NAMES.get(kind, ())}
+    config = getattr(transformers, f"{kind}Config")(**shape | changes)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation(name)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape)
+    return model
+
+
+def tokens(length: int) -> Tensor:
+    return torch.randint(96, (2, length), generator=torch.Generator().manual_seed(length))
+
+
+@pytest.mark.parametrize("name", CASES)
+@torch.no_grad()
+def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """In float32 within and beyond the training length, decoded with a cache, with left padding, and in float64."""
+    build(name).save_pretrained(tmp_path)
+    ours = load_model(tmp_path)
+    for length in (17, TRAINED, LONG):
+        expected = build(name)(tokens(length)).logits
+        assert expected.std() > 0.01
+        torch.testing.assert_close(ours(tokens(length)), expected, rtol=1e-4, atol=1e-4)
+    cache = ours.new_cache(length=LONG)
+    parts = [ours(part, cache=cache) for part in tokens(LONG).split([90, 1, 3, 6], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=1e-4, atol=1e-4)
+    padded, documents = tokens(50), torch.ones(2, 50, dtype=torch.long)
+    documents[0, :7] = 0
+    theirs = build(name)
+    places = {"position_ids": (documents.cumsum(1) - 1).clamp(min=0)}
+    taken = places if "position_ids" in inspect.signature(theirs.forward).parameters else {}
+    expected = theirs(padded, attention_mask=documents, **taken).logits
+    found = ours(padded, documents=documents)
+    torch.testing.assert_close(found[documents == 1], expected[documents == 1], rtol=1e-4, atol=1e-4)
+    with in_float64():
+        wide = build(name)
+        expected = wide(tokens(LONG)).logits
+        wide.save_pretrained(tmp_path / "wide")
+    found = open_checkpoint(tmp_path / "wide").load(dtype=torch.float64).model(tokens(LONG))
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_way_back_is_the_same_bit_by_bit(name: str, tmp_path: Path) -> None:
+    theirs = build(name)
+    theirs.save_pretrained(tmp_path / "source")
+    done = export(tmp_path / "source", tmp_path / "back")
+    assert done.model_type == theirs.config.model_type
+    expected, found = (load_file(tmp_path / side / "model.safetensors") for side in ("source", "back"))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    with torch.no_grad():
+        before, after = (
+            AutoModelForCausalLM.from_pretrained(tmp_path / side, attn_implementation=implementation(name)).eval()
+            for side in ("source", "back")
+        )
+        assert torch.equal(after(tokens(LONG)).logits, before(tokens(LONG)).logits)
+
+
+STAGES = [f"configs/finetune/coca_stage{number}.yml" for number in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "smollm3", "cohere2"])
+def test_training_takes_the_network_from_the_folder(name: str, tmp_path: Path) -> None:
+    """The staged files for CoCA have no shape; layers without rotation keep theirs."""
+    folder = tmp_path / "source"
+    build(name).save_pretrained(folder)
+    trained = load_checkpoint(folder)
+    options = parser().parse_args([str(folder), STAGES[0], "save=runs/none", "zero_optimization=null"])
+    config, _ = read_config(options)
+    assert config.checkpoint.load == str(folder) and config.checkpoint.finetune
+    forms = {key: kind.pos_emb for key, kind in config.layer_types.items()}
+    before = {key: kind.pos_emb for key, kind in trained.config.layer_types.items()}
+    assert forms == {key: "none" if form == "none" else "coca" for key, form in before.items()}
+    begun, expected = initial_model(config, "cpu").model.state_dict(), trained.model.state_dict()
+    assert all(torch.equal(begun[key], expected[key]) for key in expected)
+    stages = plan(STAGES, ("train_iters=2",), str(folder))
+    loads = [stage.config.checkpoint.load for stage in stages]
+    assert loads == [str(folder), "runs/coca_stage1", "runs/coca_stage2"]
+    assert {stage.config.model.hidden_size for stage in stages} == {36}
+
+
+def test_a_wrong_shape_is_told_the_right_number(tmp_path: Path) -> None:
+    build("qwen3").save_pretrained(tmp_path / "source")
+    config, _ = read_config(parser().parse_args([str(tmp_path / "source"), STAGES[0], "intermediate_size=96"]))
+    with pytest.raises(CheckpointError, match=r"intermediate_size \(saved 132, now an inner width of 32\)"):
+        initial_model(config, "cpu")
+
+
+def test_another_extension_counts_from_the_training_length_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    build("llama, free head width").save_pretrained(tmp_path)
+    loaded = load_checkpoint(tmp_path, ["rope_scaling={rope_type: yarn, factor: 4}"])
+    assert loaded.config.position.original_length(TRAINED) == TRAINED
+    assert "llama3 already, of length 16; yarn replaces it and is of length 40" in caplog.text
+    caplog.clear()
+    load_checkpoint(tmp_path, ["rope_scaling.factor=8.0"])
+    assert not caplog.records
+
+
+UNREAD = {
+    "a key that is not known": ({"mystery": 3}, "mystery: not understood here"),
+    "a value of another model": ({"use_bidirectional_attention": True}, "use_bidirectional_attention True is not supp"),
+    "a type of layers": ({"layer_types": ["linear_attention"] * 7}, "layer_types has 'linear_attention'"),
+}
+
+
+@pytest.mark.parametrize("case", UNREAD)
+def test_what_changes_the_model_and_is_not_understood_is_refused(case: str, tmp_path: Path) -> None:
+    changes, message = UNREAD[case]
+    build("gemma3").save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | changes))
+    with pytest.raises(CheckpointError, match=message):
+        load_model(tmp_path)
+
+
+def test_a_folder_without_the_prefix_of_the_class_with_a_head(tmp_path: Path) -> None:
+    """GPT-2's published weights have no `transformer.` before their names."""
+    build("gpt2").save_pretrained(tmp_path / "whole")
+    build("gpt2").transformer.save_pretrained(tmp_path / "base")
+    with torch.no_grad():
+        whole, base = (load_model(tmp_path / name)(tokens(17)) for name in ("whole", "base"))
+    assert torch.equal(whole, base)
+
+
+def test_names_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match="hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B"):
+        load_model("Qwen/Qwen3-0.6B")
+    build("qwen3").save_pretrained(tmp_path / "cache")
+    asked = []
+
+    def snapshot(name: str, allow_patterns: list[str]) -> str:
+        asked.append(name)
+        if name == "none/such":
+            raise OSError("offline")
+        return str(tmp_path / "cache")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    assert load_model("hf://Qwen/Qwen3-0.6B").vocab_size == 96 and asked == ["Qwen/Qwen3-0.6B"]
+    with pytest.raises(CheckpointError, match="hf://none/such: cannot be downloaded: offline"):
+        load_model("hf://none/such")
+
+
+BLOCKS = {"neox": 4.0} | dict.fromkeys(("llama", "qwen3", "olmo2", "gemma3"), 8 / 3)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_overlays_of_blocks_have_the_parameters_of_a_plain_block(name: str) -> None:
+    config = load_config(["configs/350M/roformer_coca.yml", f"configs/model/{name}.yml"])
+    plain = load_config("configs/350M/roformer_coca.yml")
+    assert 0 <= config.model.ffn_hidden_size - BLOCKS[name] * config.model.hidden_size < 16
+    share = parameter_count(config).non_embedding / parameter_count(plain).non_embedding
+    assert abs(share - 1) < 4e-3 and config.position == plain.position and config.model.narrow_mlp is None
+
+
+def test_a_narrow_gated_layer_is_warned_of_with_its_width() -> None:
+    config = load_config("configs/350M/roformer.yml", ["activation=swiglu"])
+    assert "inner width is 1365, 4/3 of hidden_size" in str(config.model.narrow_mlp)

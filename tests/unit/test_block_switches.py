@@ -1,0 +1,161 @@
+"""Switches of the block: norms, biases, head width, scales and soft-capping, one by one against a plain computation."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_coca import build_model, load_config
+from megatron_coca.config import ConfigError
+from megatron_coca.model import GPT
+from megatron_coca.model.cost import parameter_count
+
+LENGTH = 300
+"""More than a block of queries with soft-capping."""
+SHAPE = {"num_layers": 2, "hidden_size": 24, "num_attention_heads": 3, "num_kv_heads": 1, "seq_length": 16}
+SHAPE |= {"vocab_size": 50, "make_vocab_size_divisible_by": 1, "init_method_std": 0.2, "pos_emb": "rotary"}
+SHAPE |= {"output_layer_init_method": "normal", "norm": "rmsnorm", "activation": "swiglu", "intermediate_size": 60}
+CASES: dict[str, dict[str, Any]] = {
+    "head width": {"kv_channels": 6},
+    "biases of queries, keys and values": {"use_bias_in_attn_linear": False, "use_bias_in_qkv": True},
+    "norms of outputs": {"norm_position": "post"},
+    "norms of both": {"norm_position": "sandwich", "zero_centered_norms": True, "activation": "geglu_tanh"},
+    "parallel": {"norm_position": "sandwich", "gpt_j_residual": True},
+    "heads": {"qk_norm": "head", "zero_centered_norms": True},
+    "projections": {"qk_norm": "projection", "pos_emb": "coca"},
+    "scales": {"embedding_scale": 3.0, "softmax_scale": 0.7, "final_logit_scale": 0.25, "use_embedding_norm": True},
+    "capping": {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0, "sliding_window_width": 40},
+    "capping with a map": {
+        "attn_logit_softcapping": 1.5,
+        "relative_positions": {"type": "rerope", "window": 9},
+    },
+    "capping with a bias": {"attn_logit_softcapping": 1.5, "pos_emb": "alibi"},
+}
+
+
+def configured(**keys: Any) -> Any:
+    return load_config([], SHAPE | keys)
+
+
+def random_model(config: Any) -> GPT:
+    torch.manual_seed(0)
+    model = build_model(config).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.3 * torch.randn(parameter.shape)
+    return model
+
+
+def norm(x: Tensor, weight: Tensor, config: Any) -> Tensor:
+    weight = 1 + weight if config.model.zero_centered_norms else weight
+    return x / (x.square().mean(-1, keepdim=True) + config.model.rms_norm_epsilon).sqrt() * weight
+
+
+def rotated(x: Tensor, config: Any) -> Tensor:
+    """x [length, heads, head_dim]"""
+    half = x.shape[-1] // 2
+    phases = torch.arange(len(x)).double()[:, None] * 10000.0 ** (-torch.arange(half).double() / half)
+    cos, sin = phases.cos()[:, None], phases.sin()[:, None]
+    first, second = x.chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+def plain_logits(model: GPT, config: Any, ids: Tensor) -> Tensor:
+    """Logits [length, vocabulary] of ids [length] of a sequential model with rotary positions, written out."""
+    keys, weights = config.model, dict(model.state_dict())
+    width = keys.kv_channels or keys.hidden_size // keys.num_attention_heads
+    x = weights["embedding.word_embeddings.weight"][ids] * keys.embedding_scale
+    if keys.use_embedding_norm:
+        x = norm(x, weights["embedding.embedding_layernorm.weight"], config)
+
+    def normed(name: str, x: Tensor) -> Tensor:
+        return norm(x, weights[f"{name}.weight"], config) if f"{name}.weight" in weights else x
+
+    def linear(name: str, x: Tensor) -> Tensor:
+        return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+
+    for i in range(keys.num_layers):
+        own = f"blocks.{i}."
+        packed = linear(f"{own}attention.query_key_value", normed(f"{own}input_layernorm", x))
+        q, k, v = packed.unflatten(-1, (-1, width)).split([3, 1, 1], dim=1)
+        if keys.qk_norm == "head":
+            q, k = (normed(f"{own}attention.{n}_layernorm", part) for n, part in (("query", q), ("key", k)))
+        q, k = rotated(q, config), rotated(k, config)
+        scores = torch.einsum("mhd,nd->hmn", q, k[:, 0]) * (keys.softmax_scale or width**-0.5)
+        if keys.attn_logit_softcapping:
+            scores = keys.attn_logit_softcapping * torch.tanh(scores / keys.attn_logit_softcapping)
+        distance = torch.arange(len(ids))[:, None] - torch.arange(len(ids))
+        window = config.position.sliding_window_width
+        hidden = (distance < 0) | (distance > (len(ids) if window is None else window))
+        out = torch.einsum("hmn,nd->mhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v[:, 0]).flatten(1)
+        x = x + normed(f"{own}attention_output_layernorm", linear(f"{own}attention.dense", out))
+        value, gate = linear(f"{own}mlp.linear1", normed(f"{own}post_attention_layernorm", x)).chunk(2, -1)
+        act = F.gelu(gate, approximate="tanh") if keys.activation == "geglu_tanh" else F.silu(gate)
+        x = x + normed(f"{own}mlp_output_layernorm", linear(f"{own}mlp.linear2", value * act))
+    logits = norm(x, weights["norm.weight"], config) @ weights["embedding.word_embeddings.weight"].T
+    logits = logits * keys.final_logit_scale
+    cap = keys.final_logit_softcapping
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def tokens() -> Tensor:
+    return torch.randint(50, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+
+
+WRITTEN_OUT = [name for name in CASES if name not in ("parallel", "projections", "capping with a map")]
+
+
+@pytest.mark.parametrize("name", [name for name in WRITTEN_OUT if name != "capping with a bias"])
+@torch.no_grad()
+def test_logits_are_those_of_the_formulas(name: str) -> None:
+    config = configured(**CASES[name])
+    model, ids = random_model(config).eval(), tokens()
+    torch.testing.assert_close(model(ids)[0], plain_logits(model, config, ids[0]), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", CASES)
+@torch.no_grad()
+def test_backends_and_cached_decoding_agree_and_parameters_are_counted(name: str) -> None:
+    config = configured(**CASES[name])
+    model, ids = random_model(config).eval(), tokens()
+    full = model(ids)
+    dense = build_model(config.override({"attention_backend": "reference"})).double().eval()
+    dense.load_state_dict(model.state_dict())
+    torch.testing.assert_close(full, dense(ids), rtol=1e-9, atol=1e-9)
+    cache = model.new_cache(length=LENGTH)
+    parts = [model(part, cache=cache) for part in ids.split([290, 3, 1, 1, 1, 4], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), full, rtol=1e-9, atol=1e-9)
+    assert parameter_count(config).total == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["norms of both", "capping", "capping with a map", "projections", "scales"])
+def test_gradients_are_those_of_dense_attention_and_an_unchunked_loss(name: str) -> None:
+    config = configured(**CASES[name], loss_chunk_size=128)
+    model, ids = random_model(config), tokens()
+    dense = build_model(config.override({"attention_backend": "reference", "loss_chunk_size": 0})).double()
+    dense.load_state_dict(model.state_dict())
+    for either in (model, dense):
+        either.loss(either.hidden_states(ids[:, :-1]), ids[:, 1:]).backward()
+    for (key, one), other in zip(model.named_parameters(), dense.parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None and one.grad.abs().max() > 0, key
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-8, atol=1e-10)
+
+
+REFUSED = {
+    "zero_centered_norms": {"zero_centered_norms": True, "norm": "layernorm"},
+    "qk_norm": {"qk_norm": "head", "model_parallel_size": 1, "use_qk_layernorm": True, "num_kv_heads": 3},
+    "final_logit_softcapping": {"final_logit_softcapping": 3.0, "loss_kernel": "triton"},
+}
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_refusals(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key}:"):
+        configured(**REFUSED[key])
+
+
+def test_backends_without_capping_say_so() -> None:
+    with pytest.raises(ValueError, match="attention_backend merge .* no attn_logit_softcapping"):
+        build_model(configured(attn_logit_softcapping=3.0, attention_backend="merge"))
