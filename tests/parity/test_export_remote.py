@@ -61,7 +61,7 @@ MAPS: dict[str, dict[str, Any]] = {
     "streaming": {"window": 12},
 }
 OTHERS: dict[str, dict[str, Any]] = {
-    "rotary, partial": LLAMA | {"rotary_pct": 0.5},
+    "rotary, partial, log n": LLAMA | {"rotary_pct": 0.5, "logit_scaling": "log_n"},
     "rotary, log n": NEOX | {"logit_scaling": "log_n"},
     "alibi, log n": LLAMA | {"pos_emb": "alibi", "logit_scaling": "log_n"},
     "coca, trained log n, partial": NEOX | {"pos_emb": "coca", "logit_scaling": "log_n_trained"},
