@@ -244,7 +244,10 @@ def _written_layers(family: Family, config: Config) -> dict[str, Any]:
     if full.rotary_pct != 1 and not family.by_type:
         settings["rope_parameters"]["partial_rotary_factor"] = full.rotary_pct
     if family.layers is not None:
-        settings["sliding_window"] = windows[0].sliding_window_width + 1 if windows else None  # type: ignore[operator]
+        # Classes with a list of types make a mask of the window even where no layer has one.
+        unused = None if family.layers in (_all_layers, _from_layer, _smollm3_layers) else length
+        width = windows[0].sliding_window_width if windows else None
+        settings["sliding_window"] = unused if width is None else width + 1
     if family.layers not in (None, _all_layers):
         slides = [kinds[name].sliding_window_width is not None for name in names]
         settings["layer_types"] = [SLIDING if flag else FULL for flag in slides]
@@ -259,7 +262,7 @@ def comparable(config: Config) -> dict[str, Any]:
     """Return what a model computes, in one form for equal models: to compare a model with what was written of it."""
     flat, model = config.flat(), config.model
     names = ("num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "head_dim", "ffn_hidden_size")
-    names += ("seq_length", "padded_vocab_size")
+    lengths = ("seq_length", "padded_vocab_size")
     kinds = config.layer_types
     positions = []
     for name in model.layer_names:
@@ -279,7 +282,7 @@ def comparable(config: Config) -> dict[str, Any]:
         *("embedding_scale", "attn_logit_softcapping", "final_logit_softcapping", "final_logit_scale", epsilon),
         *("hidden_dropout", "attention_dropout"),
     )
-    shown: dict[str, Any] = {name: getattr(model, name) for name in names} | {key: flat[key] for key in keys}
+    shown: dict[str, Any] = {name: getattr(model, name) for name in names + lengths} | {key: flat[key] for key in keys}
     shown["activation"] = "silu" if model.activation == "swish" else model.activation
     shown["tanh"] = model.activation == "gelu" and model.bias_gelu_fusion
     shown["one_norm"] = model.gpt_j_residual and model.gpt_j_tied

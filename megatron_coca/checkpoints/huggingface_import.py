@@ -105,9 +105,11 @@ def parse_config(
     """
     family = families.FAMILIES.get(str(values.get("model_type")))
     # A section within config.json, MPT's, has its names behind that of the section.
-    inner = values.get("attn_config") if isinstance(values.get("attn_config"), Mapping) else {}
-    values = {name: value for name, value in values.items() if value is not inner}
-    values |= {f"attn_config.{name}": value for name, value in inner.items() if name not in HARMLESS}
+    inner = values.get("attn_config")
+    if isinstance(inner, Mapping):
+        values = {name: value for name, value in values.items() if name != "attn_config"} | {
+            f"attn_config.{name}": value for name, value in inner.items() if name not in HARMLESS
+        }
     config = _Read(values, family.names if family is not None else {})
     older = None if family is not None else find_family(config, source)
     if config.get("quantization_config"):

@@ -114,12 +114,11 @@ class Evaluation:
                 overrides = {"variant": " ".join([*variant.files, *variant.overrides])}
                 yield Refused(self._header(variant.label, trained, overrides, None, device), str(error))
                 continue
-            overrides = changed_keys(trained, loaded.config)
+            changed = changed_keys(trained, loaded.config)
             if replaced_extension(trained, loaded.config) is not None:
-                position = loaded.config.position
-                length = {ORIGINAL: position.original_length(loaded.config.model.seq_length)}
-                overrides["rope_scaling"] = overrides["rope_scaling"] | length
-            header = self._header(variant.label, loaded.config, overrides, backend_name(loaded.model), device)
+                length = loaded.config.position.original_length(loaded.config.model.seq_length)
+                changed["rope_scaling"] = {**changed["rope_scaling"], ORIGINAL: length}
+            header = self._header(variant.label, loaded.config, changed, backend_name(loaded.model), device)
             yield Subject(header, loaded.model, loaded.config, self.tokenizer)
 
     def _header(

@@ -62,7 +62,7 @@ MAPS: dict[str, dict[str, Any]] = {
     "streaming": {"window": 12},
 }
 OTHERS: dict[str, dict[str, Any]] = {
-    "rotary, partial": LLAMA | {"rotary_pct": 0.5},
+    "rotary, partial, log n": LLAMA | {"rotary_pct": 0.5, "logit_scaling": "log_n"},
     "rotary, log n": NEOX | {"logit_scaling": "log_n"},
     "coca, temperature": NEOX | {"pos_emb": "coca", "logit_scaling": {"type": "temperature", "period": 5}},
     "rotary, resonance": LLAMA | {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0, "resonance": True}},
@@ -93,6 +93,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "layernorm, grouped, sequential": {"num_kv_heads": 1, "layernorm_epsilon": 1e-3, "hidden_dropout": 0.1},
     "layernorm without bias, geglu, parallel": {"use_bias_in_norms": False, "activation": "geglu"}
     | {"gpt_j_residual": True, "use_bias_in_attn_linear": False},
+    "layernorm, geglu_tanh": {"num_kv_heads": 1, "activation": "geglu_tanh"},
     "rmsnorm, tanh gelu, no biases": LLAMA | {"activation": "gelu", "bias_gelu_fusion": True},
     "scalenorm, mish, rotary": {"norm": "scalenorm", "activation": "mish", "scalenorm_epsilon": 1e-3}
     | {"pos_emb": "rotary", "rope_scaling": {"rope_type": "linear", "factor": 4.0}},

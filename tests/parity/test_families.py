@@ -25,8 +25,10 @@ from megatron_coca.checkpoints.load import open_checkpoint
 from megatron_coca.commands.train import parser, read_config
 from megatron_coca.commands.train_stages import plan
 from megatron_coca.config import load_config
+from megatron_coca.evaluation.cli import main as evaluate
 from megatron_coca.model.cost import parameter_count
 from megatron_coca.training.resume import initial_model
+from tests.parity.exported import random_checkpoint
 
 TRAINED, LONG = 40, 100
 SHAPE = {"vocab_size": 96, "hidden_size": 36, "num_hidden_layers": 3, "num_attention_heads": 6, "intermediate_size": 44}
@@ -334,3 +336,36 @@ def test_overlays_of_blocks_have_the_parameters_of_a_plain_block(name: str) -> N
 def test_a_narrow_gated_layer_is_warned_of_with_its_width() -> None:
     config = load_config("configs/350M/roformer.yml", ["activation=swiglu"])
     assert "inner width is 1365, 4/3 of hidden_size" in str(config.model.narrow_mlp)
+
+
+SMALL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 32, "pos_emb": "rotary"}
+BLOCK_KEYS = {
+    *("norm", "rms_norm_epsilon", "norm_position", "zero_centered_norms", "qk_norm", "activation", "expansion_factor"),
+    *("mlp_multiple_of", "use_bias_in_attn_linear", "use_bias_in_mlp", "use_bias_in_norms", "gpt_j_residual"),
+}
+WRITTEN = {"neox": "gpt_neox", "llama": "llama", "qwen3": "qwen3", "olmo2": "olmo2", "gemma3": "gemma3_text"}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_model_of_ours_is_written_as_the_class_that_has_its_block(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    block = load_config([f"configs/model/{name}.yml"], SMALL).flat()
+    keys = {key: value for key, value in block.items() if key in BLOCK_KEYS}
+    keys |= {"embedding_scale": 32.0**0.5} if name == "gemma3" else {}  # of this width
+    saved = random_checkpoint(tmp_path / "run", **keys)
+    done = export(saved, tmp_path / "exported")
+    assert done.model_type == WRITTEN[name] and not done.remote
+    theirs = AutoModelForCausalLM.from_pretrained(done.folder, attn_implementation="eager", dtype=FLOAT).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(load_model(saved)(tokens(LONG)), theirs(tokens(LONG)).logits, rtol=1e-4, atol=1e-4)
+    if name == "qwen3":
+        (tmp_path / "text.txt").write_text("a small boat lay near its shore until morning came over the hills. " * 3)
+        command = ["perplexity", "--checkpoint", str(done.folder), "--data", str(tmp_path / "text.txt")]
+        command += ["--windows", "32,96", "--stride", "16", "--device", "cpu", "--output", str(tmp_path / "results")]
+        variants = ("configs/extend/yarn.yml", "configs/extend/rerope.yml", "configs/extend/dynamic_ntk.yml")
+        for file in variants:
+            command += ["--variant", Path(file).stem, file]
+        assert evaluate(command) == 0
+        shown = capsys.readouterr().out
+        assert all(Path(file).stem in shown for file in variants)

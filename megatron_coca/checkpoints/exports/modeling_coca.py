@@ -388,6 +388,7 @@ PLAIN_ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
 GATED_ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "swiglu": nn.SiLU,
     "geglu": nn.GELU,
+    "geglu_tanh": lambda: nn.GELU("tanh"),
     "reglu": nn.ReLU,
     "glu": nn.Sigmoid,
     "bilinear": nn.Identity,
