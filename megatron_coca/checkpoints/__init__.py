@@ -2,5 +2,3 @@
 
 from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.checkpoints.load import LoadedModel, OpenedCheckpoint, load_checkpoint, load_model, open_checkpoint
-
-__all__ = ["CheckpointError", "LoadedModel", "OpenedCheckpoint", "load_checkpoint", "load_model", "open_checkpoint"]

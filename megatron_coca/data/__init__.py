@@ -13,33 +13,3 @@ from megatron_coca.data.synthetic import SyntheticSamples, TaskSettings
 from megatron_coca.data.tokenizers import load_saved_tokenizer, load_tokenizer, train_sentencepiece
 from megatron_coca.data.tokenizers.kinds import Tokenizer
 from megatron_coca.data.training_positions import DrawnPositions
-
-__all__ = [
-    "Batch",
-    "Blend",
-    "CorpusSource",
-    "DataError",
-    "Document",
-    "DrawnPositions",
-    "Execution",
-    "Loader",
-    "Packing",
-    "ReadingProblems",
-    "Rules",
-    "Samples",
-    "Shard",
-    "SourceShare",
-    "SourceSpec",
-    "SyntheticSamples",
-    "TaskSettings",
-    "Tokenizer",
-    "corpus_files",
-    "ensure_builtin",
-    "load_saved_tokenizer",
-    "load_tokenizer",
-    "prepare",
-    "prepare_builtin",
-    "read_documents",
-    "read_manifest",
-    "train_sentencepiece",
-]

@@ -19,25 +19,3 @@ from megatron_coca.methods.declaration import (
     names,
 )
 from megatron_coca.methods.outside import ImportedFileError, import_file, register
-
-__all__ = [
-    "TABLES",
-    "Choice",
-    "DistanceMap",
-    "FrequencyExtension",
-    "ImportedFileError",
-    "LogitScaling",
-    "Option",
-    "PositionEmbedding",
-    "StockRope",
-    "Use",
-    "declare",
-    "distance_maps",
-    "embeddings",
-    "find",
-    "frequency_extensions",
-    "import_file",
-    "logit_scalings",
-    "names",
-    "register",
-]

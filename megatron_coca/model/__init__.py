@@ -21,25 +21,3 @@ from megatron_coca.model.generate import (
     row_seeds,
 )
 from megatron_coca.model.gpt import GPT, LanguageModelLoss, next_token_loss
-
-__all__ = [
-    "DYNAMIC_LENGTH",
-    "DYNAMIC_LENGTHS",
-    "GPT",
-    "GREEDY",
-    "NOT_GENERATED",
-    "DynamicLength",
-    "LanguageModelLoss",
-    "Sampling",
-    "assemble_model",
-    "build_model",
-    "choose_backends",
-    "draw_learned_positions",
-    "empty_model",
-    "equal_length_batches",
-    "generate",
-    "generate_tokens",
-    "keep_freed_memory",
-    "next_token_loss",
-    "row_seeds",
-]

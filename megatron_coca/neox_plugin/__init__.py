@@ -7,5 +7,3 @@ only then.
 
 from megatron_coca.neox_plugin.activation import activate
 from megatron_coca.neox_plugin.upstream import IncompatibleError
-
-__all__ = ["IncompatibleError", "activate"]

@@ -8,5 +8,3 @@ import torch
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 
 from megatron_coca.training.engine.engine import Engine, StepResult, build_engine, deepspeed_config
-
-__all__ = ["Engine", "StepResult", "build_engine", "deepspeed_config"]

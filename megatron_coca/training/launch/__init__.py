@@ -7,11 +7,3 @@ from megatron_coca.training.launch.environment import (
     threads_per_process,
 )
 from megatron_coca.training.launch.start import start
-
-__all__ = [
-    "check_devices",
-    "complete_environment",
-    "describe_devices",
-    "start",
-    "threads_per_process",
-]
