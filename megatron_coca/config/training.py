@@ -90,6 +90,9 @@ class ScheduleConfig(ConfigGroup):
     )
     warmup: Fraction = key(0.01, "Linear warm-up as a fraction of the horizon.")
     lr_warmup_init: NotNegative = key(0.0, "Learning rate at step 0 of the warm-up.")
+    stages: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = key(
+        None, "Consecutive stages of the run, each with the keys that differ in it (docs/stages.md)."
+    )
 
     @property
     def decay_iters(self) -> int:

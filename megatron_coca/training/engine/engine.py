@@ -1,6 +1,7 @@
 """The training engine: one model trained by DeepSpeed (ZeRO 0 to 3, tensor and sequence parallel, pipeline stages)."""
 
 import contextlib
+import gc
 import io
 import logging
 import math
@@ -255,6 +256,14 @@ class Engine:
         """Continue from the pieces, which were overwritten, and `counters`. Every rank must call it."""
         state.set_counters(self._engine.optimizer, counters)
         state.refresh(self._engine.optimizer, self._names)
+
+    def close(self) -> None:
+        """Free the memory of DeepSpeed's engine, so that another can be built."""
+        self._engine.destroy()
+        self._captured, self._engine, self._names = None, None, {}
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
     def _tensor_shard(self, name: str) -> TensorShard | None:
         """This rank's part of the named parameter under tensor parallelism; None for all of it."""
