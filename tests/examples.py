@@ -37,6 +37,7 @@ RUN = {
     "python train.py configs/350M/roformer_coca.yml pipe_parallel_size=2": TWO,
     "python train.py configs/350M/roformer_coca.yml seq_length=65536": f"{TWO} seq_length=128 sequence_parallel_size=2",
     QUICKSTART: "save=runs/new",
+    f"{QUICKSTART}/roformer_coca.yml configs/train/stages.yml": "save=runs/new",
     f"{QUICKSTART}/roformer.yml {TUTORIAL}": "train_iters=4",
     f"{QUICKSTART}/roformer_coca.yml {TUTORIAL}": "train_iters=4",
     f"{QUICKSTART}/roformer_coca.yml {TUTORIAL}/coca --auto-resume": "train_iters=6",

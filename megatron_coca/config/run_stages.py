@@ -120,7 +120,8 @@ def stage_faults(config: Settings, override: Override[Settings]) -> Iterator[tup
         try:
             override(_changes(entry) | {"stages": None})
         except ConfigError as error:
-            faults += [(f"stages[{number}]", line.removeprefix("overrides: ")) for line in error.problems]
+            lines = [line.removeprefix("overrides: ").removeprefix("configuration: ") for line in error.problems]
+            faults += [(f"stages[{number}]", line) for line in lines]
     if not faults:
         faults += _differences(config, resolve_stages(config, override))
     yield from faults

@@ -102,8 +102,7 @@ def _train(config: Config, remotes: RemoteCheckpoints, preemption: CaughtSignals
         remotes.prepare()
         folders = [Path(text) for text in from_main(lambda: [str(folder) for folder in candidates(keys)])]
         stages = open_stages(config, topology)
-        for opened in stages:
-            _check_corpus(opened.corpus)
+        _check_corpora([opened.corpus for opened in stages])
         chosen, number = _choose(folders, remotes, watchdog), 0
         if chosen.folder is not None:
             meta = native.read_meta(chosen.folder, resumable=True)
@@ -126,14 +125,17 @@ def _train(config: Config, remotes: RemoteCheckpoints, preemption: CaughtSignals
             folder = None if keys.save is None else native.step_folder(Path(keys.save), step)
 
 
-def _check_corpus(corpus: Corpus) -> None:
+def _check_corpora(corpora: Sequence[Corpus]) -> None:
     """Check what validation needs, and log what is not known of the data."""
-    if dist.is_main() and corpus.unverified:
-        names = ", ".join(corpus.unverified)
+    unverified = dict.fromkeys(name for corpus in corpora for name in corpus.unverified)
+    if dist.is_main() and unverified:
+        names = ", ".join(unverified)
         logger.warning("no tokenizer saved with %s; cannot verify that it matches this run", names)
-    if (note := validation_note(corpus)) is not None:
-        logger.log(logging.WARNING if corpus.valid is None else logging.INFO, note)
-    check_validation(corpus)
+    for note, absent in {validation_note(corpus): corpus.valid is None for corpus in corpora}.items():
+        if note is not None:
+            logger.log(logging.WARNING if absent else logging.INFO, note)
+    for corpus in corpora:
+        check_validation(corpus)
 
 
 def _train_stage(
