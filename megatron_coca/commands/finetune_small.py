@@ -63,8 +63,8 @@ def train_coca(keys: Sequence[str]) -> None:
     for name, changes in (("imported", ()), ("imported_coca", ("--set", "pos_emb=coca"))):
         if not (RUNS / name).exists():
             command("import", RUNS / "llama_hf", RUNS / name, *changes)
-    stages = [shipped(f"finetune/small/coca_stage{number}.yml") for number in (1, 2, 3)]
-    command("train-stages", *stages, *(("--with", *keys) if keys else ()))
+    for number in (1, 2, 3):
+        command("train", shipped(f"finetune/small/coca_stage{number}.yml"), *keys, "--auto-resume")
     if not (RUNS / "llama_coca_hf").exists():
         command("export", "huggingface", RUNS / "stage3", RUNS / "llama_coca_hf")
 

@@ -37,7 +37,6 @@ FRONTS = {  # in tools/ and the root, and what their command line begins with
     "tools/inspect_data.py": "inspect",
     "tools/prepare_data.py": "prepare",
     "tools/quickstart.py": "quickstart",
-    "tools/train_stages.py": "train-stages",
     "tools/train_tokenizer.py": "train-tokenizer",
 }
 NOT_FRONTS = {"records.py", "gpu_report.py", "gpu_expected.py", *(path.name for path in ROOT.glob("tools/bench_*.py"))}
@@ -61,7 +60,8 @@ REFUSED = {
     "a folder and a name": (["train", "-d", "nowhere", "125M"], "nowhere/125M.yml: no such file"),
     "mistyped task": (["evaluate", "perplexty"], "invalid choice: 'perplexty'"),
     "estimate": (["estimate", *SHAPE, "num_layer=3"], "num_layer: unknown key; did you mean `num_layers`?"),
-    "stages": (["train-stages", "none.yml"], "none.yml"),
+    "stages": (["train", *TRAINABLE, "stages=[{until: 1}, {}]"], "stages[0].until: step 1 leaves no step"),
+    "stages without a folder": (["train", *TRAINABLE, "stages=[{}]"], "stages: need a folder"),
     "finetune": (["finetune-small", "train_iter=3"], "train_iter: unknown key; did you mean `train_iters`?"),
     "prepare": (["prepare", "--input", "a=b"], "--input needs either --tokenizer-type or --train-tokenizer."),
     "inspect": (["inspect", "sample", "none.yml", "--number", "3"], "none.yml"),

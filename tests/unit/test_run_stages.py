@@ -150,3 +150,14 @@ def test_the_resolved_configuration_reads_back(tmp_path: Any) -> None:
     file = tmp_path / "config.yml"
     file.write_text(config.to_yaml())
     assert load_config(file) == config and load_config(file).run_stages() == config.run_stages()
+
+
+def test_the_stages_of_coca_for_llama() -> None:
+    first, second, third = load_config("configs/finetune/llama7b_coca.yml").run_stages()
+    assert (first.last, second.last, third.last) == (15000, 30000, 45000)
+    parts = [stage.config.optimizer.trainable for stage in (first, second, third)]
+    assert parts == [["key"], ["query", "key", "value"], None]
+    assert [stage.reset_optimizer for stage in (first, second, third)] == [False, True, True]
+    rates = [(stage.learning_rate(stage.first + 149), stage.learning_rate(stage.last - 1)) for stage in (first, second)]
+    assert rates[0] == rates[1] == (pytest.approx(1e-4), pytest.approx(1e-5))
+    assert {third.learning_rate(step) for step in (30000, 44999)} == {2e-5}
