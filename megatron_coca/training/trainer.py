@@ -120,7 +120,7 @@ def _train(config: Config, remotes: RemoteCheckpoints, preemption: CaughtSignals
         for opened in stages[number:]:
             health = config.faults.health_check and step < 0  # once
             step = _train_stage(opened, topology, folder, health, remotes, preemption, watchdog)
-            if step < opened.stage.last:  # exit_interval
+            if step < opened.stage.last or step == config.logging.exit_interval:
                 break
             folder = None if keys.save is None else native.step_folder(Path(keys.save), step)
 

@@ -9,6 +9,7 @@ import pytest
 
 from megatron_coca.checkpoints import native
 from megatron_coca.config import load_config
+from tests.integration.hooks import Hook
 from tests.integration.killing import ForkServer, kill_randomly, run_to_end
 from tests.integration.test_kills import final_hashes
 
@@ -116,6 +117,16 @@ def test_parts_are_trained_in_turn(live: Any, open_run: Any, tmp_path: Path) -> 
     assert whole.records == run.records and whole.weights(STEPS) == run.weights(STEPS)
     counters = [native.read_meta(tmp_path / "run" / f"global_step{step}")["counters"] for step in (4, 7)]
     assert [each["step"] for each in counters] == [4, 3], "the second stage has an optimizer of its own"
+
+
+def test_a_signal_in_the_validation_at_a_border(live: Any, open_run: Any, tmp_path: Path) -> None:
+    live(KEYS | {"save": str(tmp_path / "whole")})
+    keys = KEYS | {"save": str(tmp_path / "run")}
+    live(keys | {"eval_iters": 2}, [Hook("evaluation", "ask to leave")], expected=75)
+    assert native.steps(tmp_path / "run") == [4]
+    live(keys)
+    whole, run = open_run(tmp_path / "whole"), open_run(tmp_path / "run")
+    assert whole.records == run.records and whole.weights(STEPS) == run.weights(STEPS)
 
 
 def test_other_numbers_of_processes_across_a_border(live: Any, open_run: Any, tmp_path: Path) -> None:

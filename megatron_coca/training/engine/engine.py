@@ -1,7 +1,6 @@
 """The training engine: one model trained by DeepSpeed (ZeRO 0 to 3, tensor and sequence parallel, pipeline stages)."""
 
 import contextlib
-import gc
 import io
 import logging
 import math
@@ -258,12 +257,10 @@ class Engine:
         state.refresh(self._engine.optimizer, self._names)
 
     def close(self) -> None:
-        """Free the memory of DeepSpeed's engine, so that another can be built."""
+        """Free the memory of model and optimizer, so that another engine can be built."""
+        self._captured, self._names = None, {}
         self._engine.destroy()
-        self._captured, self._engine, self._names = None, None, {}
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        internals.release(self._engine.optimizer, list(self.module.parameters()))
 
     def _tensor_shard(self, name: str) -> TensorShard | None:
         """This rank's part of the named parameter under tensor parallelism; None for all of it."""
