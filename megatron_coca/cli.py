@@ -23,7 +23,6 @@ COMMANDS = {
     "export": ("commands.export", "write checkpoints for Hugging Face or GPT-NeoX"),
     "estimate": ("commands.estimate", "parameters, memory, step time and days of a run"),
     "ablate": ("commands.ablate", "train and evaluate a grid of models"),
-    "train-stages": ("commands.train_stages", "train runs that start from each other's weights"),
     "quickstart": ("commands.quickstart", "train, kill, resume and evaluate two small models"),
     "configs": ("commands.configs", "copy the configuration files"),
 }

@@ -35,11 +35,12 @@ RUN = {
     "python train.py configs/350M/roformer_coca.yml pipe_parallel_size=2": TWO,
     "python train.py configs/350M/roformer_coca.yml seq_length=65536": f"{TWO} seq_length=128 sequence_parallel_size=2",
     QUICKSTART: "save=runs/new",
+    f"{QUICKSTART}/roformer_coca.yml configs/train/stages.yml": "save=runs/new",
     f"{QUICKSTART}/roformer.yml {TUTORIAL}": "train_iters=4",
     f"{QUICKSTART}/roformer_coca.yml {TUTORIAL}": "train_iters=4",
     f"{QUICKSTART}/roformer_coca.yml {TUTORIAL}/coca --auto-resume": "train_iters=6",
     "python train.py configs/finetune": "save=runs/new",
-    "megatron-coca train-stages configs/finetune": "num_nodes=-1",
+    "python train.py configs/finetune/llama7b_coca.yml": "num_nodes=-1 save=runs/new",
     "megatron-coca estimate": "",
     "python tools/gpu_report.py --dry-run": "",
     "python tools/generate.py": "--max-new-tokens 4",
@@ -72,9 +73,6 @@ RUN = {
     f'{CHECKPOINT_SUITE} --checkpoint "RoFormer=runs/tutorial': "--only perplexity",
 }
 """Commands that are executed in `make_workspace`, and what is appended to make them small."""
-
-ABSENT = {"megatron-coca train-stages": "runs/llama7b_coca_stage3"}
-"""What a command makes, and others read: not in its workspace."""
 
 CHAIN = "takes ten minutes in all; tests/integration/test_finetuning_chain.py does the same"
 SUITE_ITSELF = "a part of the tests, or all of them"
@@ -125,7 +123,6 @@ NOT_RUN = {
     "OMP_NUM_THREADS=1 nice -n 15 python train.py configs/study": DONE,
     "python evaluate.py perplexity --checkpoint runs/pilot": DONE,
     "megatron-coca train configs/finetune/small": CHAIN,
-    "megatron-coca train-stages configs/finetune/small": CHAIN,
     "megatron-coca export huggingface runs/finetune": CHAIN,
     "megatron-coca import runs/finetune": CHAIN,
     "megatron-coca evaluate perplexity --checkpoint runs/finetune": CHAIN,
@@ -163,13 +160,14 @@ BATCH: dict[str, Any] = {"train_batch_size": 8, "train_micro_batch_size_per_gpu"
 STEPS: dict[str, Any] = {"train_iters": 4, "checkpoint_factor": 2, "eval_interval": 4, "eval_iters": 1}
 LOCAL: dict[str, Any] = {"distributed_backend": "gloo", "hostfile": None, "launcher": None}
 LLAMA: dict[str, Any] = SHAPE | BATCH | STEPS | {"intermediate_size": 192, "sequence_parallel_size": 1}
+SHORT_STAGES = [{"until": 2, "trainable": ["key"]}, {"reset_optimizer": True}]
 EXTENDED = {"rope_type": "linear", "factor": 2.0, "original_max_position_embeddings": 64}
 SMALLER: dict[str, dict[str, Any]] = {
     "350M/*.yml": SHAPE | BATCH | STEPS | {"seq_length": 64},
     "quickstart/*.yml": SHAPE | STEPS | {"train_micro_batch_size_per_gpu": 4},
     "cluster/a100x8.yml": BATCH | LOCAL | {"num_gpus": 2, "gradient_accumulation_steps": 1},
     "cluster/a100x32.yml": BATCH | LOCAL | {"num_gpus": None, "gradient_accumulation_steps": 2},
-    "finetune/llama7b_coca_stage*.yml": LLAMA | {"seq_length": 64},
+    "finetune/llama7b_coca.yml": LLAMA | {"seq_length": 64, "stages": SHORT_STAGES},
     "finetune/llama7b_*pi_32k.yml": LLAMA | {"seq_length": 128, "rope_scaling": EXTENDED},
     "evaluation/checkpoint.yml": {
         "tasks": {
@@ -227,10 +225,9 @@ def make_workspace(folder: Path) -> None:
     for name in ("350M_roformer", "350M_roformer_coca"):
         write_model(f"configs/350M/{name.removeprefix('350M_')}.yml", f"runs/{name}", vocab_file=pieces)
     write_model("configs/quickstart/roformer_coca.yml", "runs/quickstart/roformer_coca", vocab_file=pieces)
-    for name in ("llama7b_coca", "llama7b_coca_stage3"):
-        write_model("configs/finetune/llama7b_coca_stage3.yml", f"runs/{name}", vocab_file=pieces)
-    llama = "configs/finetune/llama7b_coca_stage1.yml"
-    write_model(llama, "runs/llama", {"pos_emb": "rotary", "trainable": None}, pieces)
+    llama = "configs/finetune/llama7b_coca.yml"
+    write_model(llama, "runs/llama7b_coca", {"stages": None}, pieces)
+    write_model(llama, "runs/llama", {"pos_emb": "rotary", "stages": None}, pieces)
     for name in ("models/llama-7b", "downloads/llama-7b"):
         export("runs/llama", name)
         shutil.copy(pieces, folder / name)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from megatron_coca.ablation.grid import Cell, DataRecord
 from megatron_coca.checkpoints import CheckpointError, native
-from megatron_coca.evaluation.report.curves import CURVE, Curve, curve_points, metrics
+from megatron_coca.evaluation.report.curves import CURVE, Curve, TrainedStage, metrics, run_curve, trained_stages
 from megatron_coca.evaluation.results import EvaluationError, Record, read_costs, read_record, write_record
 from megatron_coca.evaluation.suite import Command
 from megatron_coca.markdown_tables import format_table
@@ -176,8 +176,10 @@ def evaluation_seconds(cell: Cell) -> float:
 
 def write_curve(cell: Cell) -> None:
     """Write the learning curve with the results, from the run's metrics."""
-    points = curve_points(cell.run, cell.batch * cell.config.model.seq_length)
-    write_record(cell.results / CURVE, Curve(seed=cell.seed, points=points))
+    stages = [TrainedStage(0, cell.batch * cell.config.model.seq_length)]
+    if cell.config.schedule.stages:
+        stages = trained_stages(native.read_meta(native.locate(cell.run)), cell.config.model.seq_length)
+    write_record(cell.results / CURVE, run_curve(cell.run, cell.seed, stages))
 
 
 def read_curve(cell: Cell) -> Curve | None:

@@ -76,6 +76,15 @@ class Share(_Part):
     epochs: NotNegative
 
 
+class StageRecord(_Part):
+    """A stage of the run, see `OpenedStage`: `read` has the tokens of every source at its end."""
+
+    last: Index
+    tokens_per_step: Index
+    changes: dict[str, Any] = {}
+    read: dict[str, Index] = {}
+
+
 class DataIdentity(_Part):
     """Of `Corpus.identity`: lists over the sources; earlier versions wrote fewer."""
 
@@ -109,6 +118,7 @@ class Meta(_Part):
     counters: Counters | None = None
     progress: Progress | None = None
     mixture: list[Share] | None = None
+    stages: list[StageRecord] | None = None
     versions: dict[str, str] | None = None
     imported: dict[str, Any] | None = None
 

@@ -3,14 +3,15 @@
     megatron-coca estimate configs/350M/roformer_coca.yml configs/cluster/a100x8.yml --gpus 8 --gpu A100-80
 
 Starts nothing and needs no GPU. Times are predictions from counts and printed assumptions, not measurements. Exit
-status 1 if the run does not fit, with config changes that make it fit; 2 if the configuration is invalid.
+status 1 if the run, or one of its stages, does not fit, with config changes that make it fit; 2 if the configuration
+is invalid.
 """
 
 import json
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_coca.commands import command_parser
 from megatron_coca.config import Config, ConfigError, load_config, split_inputs
@@ -59,6 +60,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser().error(f"--links {options.links}: must be at least 1")
     config = load_config(*split_inputs(options.inputs))
     gpus = options.gpus or _configured_gpus(config)
+    records = []
+    for stage in config.run_stages():
+        if config.schedule.stages and not options.json:
+            print(f"steps {stage.first:,} to {stage.last:,}: {stage.text}\n")
+        steps = stage.config.schedule.train_iters and stage.last - stage.first
+        schedule = stage.config.schedule.model_copy(update={"train_iters": steps})
+        records.append(_estimate(stage.config.model_copy(update={"schedule": schedule}), gpus, options))
+        if config.schedule.stages and not options.json:
+            print()
+    fitting = all(record["fits"] for record in records)
+    tokens, seconds = (sum(record[key] or 0 for record in records) for key in ("tokens", "seconds"))
+    if options.json:
+        staged = {"stages": records, "tokens": tokens, "seconds": seconds, "fits": fitting}
+        print(json.dumps(staged if config.schedule.stages else records[0]))
+    elif config.schedule.stages:
+        print(f"all stages: {tokens:,} tokens, {seconds / 86400:.2f} days")
+    return 0 if fitting else 1
+
+
+def _estimate(config: Config, gpus: int, options: Namespace) -> dict[str, Any]:
+    """Estimate a run with one configuration; printed, unless JSON is wanted."""
     from megatron_coca.model.cost import peak_flops
     from megatron_coca.training.estimate import changes_that_fit, estimate, fits
     from megatron_coca.training.step_time import DEVICES, mfu_range, step_time
@@ -70,15 +92,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     result = estimate(config, gpus, peak_flops(gpu.device) or 0.0, mfu)
     fitting = fits(result.memory, gpu.memory)
     changes = [] if fitting else changes_that_fit(config, gpus, gpu.memory)
-    if options.json:
-        record = _record(result, options.gpu, mfu, step, fitting, changes)
-        print(json.dumps(record | {"mfu_range": expected}))
-    else:
+    if not options.json:
         print("\n".join(_lines(config, result, options.gpu)))
         times = _time_lines(config, result, mfu, None if options.mfu else expected)
         print("\n".join([*_step_lines(step), *times]))
         print("\n".join(_verdict(result, gpu.memory, fitting, changes)))
-    return 0 if fitting else 1
+    return _record(result, options.gpu, mfu, step, fitting, changes) | {"mfu_range": expected}
 
 
 def parser() -> ArgumentParser:
@@ -204,7 +223,7 @@ def _verdict(result: "Estimate", gib: float, fitting: bool, changes: list["Chang
 
 def _record(
     result: "Estimate", gpu: str, mfu: float, step: "StepTime | None", fitting: bool, changes: list["Change"]
-) -> dict[str, object]:
+) -> dict[str, Any]:
     parameters = asdict(result.parameters) | {
         "total": result.parameters.total,
         "non_embedding": result.parameters.non_embedding,

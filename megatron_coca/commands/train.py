@@ -91,6 +91,8 @@ def read_config(options: argparse.Namespace) -> tuple["Config", list[str]]:
         raise ConfigError("train_iters: not set; training needs it, for example `train_iters=1000`")
     if config.optimizer.lr is None:
         raise ConfigError("optimizer.params.lr: not set; training needs it, for example `optimizer.params.lr=1e-4`")
+    if config.schedule.stages is not None and config.checkpoint.save is None:
+        raise ConfigError("stages: need a folder, because a stage starts from the checkpoint at its border; set save")
     return config, keys_without_effect(files, keys)
 
 

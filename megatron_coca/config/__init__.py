@@ -4,6 +4,7 @@ from megatron_coca.config.base import ConfigError
 from megatron_coca.config.load import Config, keys_without_effect, load_config, option_hint, split_inputs
 from megatron_coca.config.model import ModelConfig
 from megatron_coca.config.position import PositionConfig
+from megatron_coca.config.run_stages import RunStage, stage_at
 from megatron_coca.config.schema import COMPUTE_KEYS, KEYS
 from megatron_coca.config.training import (
     BatchSizes,
@@ -29,10 +30,12 @@ __all__ = [
     "OptimizerConfig",
     "ParallelConfig",
     "PositionConfig",
+    "RunStage",
     "ScheduleConfig",
     "keys_without_effect",
     "load_config",
     "option_hint",
     "split_inputs",
     "split_shares",
+    "stage_at",
 ]

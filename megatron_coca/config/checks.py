@@ -187,6 +187,14 @@ def _learning_rate(key: str, settings: Settings) -> str | None:
     return f"{rate} exceeds the learning rate {peak}" if peak is not None and rate > peak else None
 
 
+def _wsd_decay(settings: Settings) -> str | None:
+    schedule = settings.schedule
+    if schedule.lr_wsd_decay_iters is None or (schedule.train_iters is None and schedule.lr_decay_iters is None):
+        return None
+    steps, stable = schedule.lr_wsd_decay_iters, int(schedule.decay_iters * (1 - schedule.warmup))
+    return f"{steps} exceeds the {stable} steps between the warm-up and the horizon" if steps > stable else None
+
+
 def _trainable_once(settings: Settings) -> str | None:
     parts = settings.optimizer.trainable or []
     repeated = sorted({part for part in parts if parts.count(part) > 1})
@@ -561,6 +569,10 @@ CHECKS: tuple[Check, ...] = (
     Check(("attention_config", "num_layers", "layer_types"), _attention_types),
     Check(("layer_types", "attention_config", "num_layers", "pos_emb"), _layer_types),
     Check(("sliding_window_width", "relative_positions", *_LAYERS), _window),
+    Check(
+        ("lr_wsd_decay_iters", "train_iters", "lr_decay_iters", "lr_decay_fraction", "warmup"),
+        _wsd_decay,
+    ),
     *(Check((key, "optimizer.params.lr"), partial(_learning_rate, key)) for key in ("min_lr", "lr_warmup_init")),
     Check(("trainable",), _trainable_once),
     Check(("trainable", "no_weight_tying", "norm", "pos_emb", "rope_scaling", *_LAYERS), _trainable_weights),

@@ -24,6 +24,7 @@ from megatron_coca.config.neox_keys import (
     is_inert,
 )
 from megatron_coca.config.position import PositionConfig
+from megatron_coca.config.run_stages import RunStage, resolve_stages, stage_faults
 from megatron_coca.config.schema import CLOSED, GROUPS, KEYS, SECTIONS, SELECTORS, Settings, nested_names
 from megatron_coca.config.source import (
     Layer,
@@ -346,6 +347,10 @@ class Config(Settings):
         layers = [layer for file in files if (layer := read_file(file, problems)) is not None]
         return self._from_layers([own, *layers, *read_overrides(overrides, problems)], problems)
 
+    def run_stages(self) -> list[RunStage[Self]]:
+        """Return the stages of the run; one, with this configuration, where `stages` gives none."""
+        return resolve_stages(self, self.override)
+
     def to_yaml(self) -> str:
         """Return every key with its resolved value as YAML; load_config reads it back as an equal Config."""
         return dump(self._nested(only_set=False))
@@ -373,10 +378,16 @@ class Config(Settings):
 
     @classmethod
     def _from_layers(cls, layers: Sequence[Layer], problems: list[str]) -> Self:
-        groups, errors = validate(merge(layers))
+        source = merge(layers)
+        groups, errors = validate(source)
         if problems or errors:
             raise ConfigError(*problems, *errors)
-        return cls.model_validate(groups)
+        config, faults = cls.model_validate(groups), Problems(source)
+        for key, message in stage_faults(config, config.override):
+            faults.add(key, message)
+        if faults.lines:
+            raise ConfigError(*faults.lines)
+        return config
 
 
 def load_config(paths: str | Path | Sequence[str | Path], overrides: Overrides = ()) -> Config:

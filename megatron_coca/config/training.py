@@ -73,17 +73,26 @@ class ScheduleConfig(ConfigGroup):
 
     train_iters: Count | None = key(None, "Number of optimizer steps.")
     min_lr: NotNegative = key(0.0, "Minimum learning rate after the warm-up.")
-    lr_decay_style: Literal["constant", "linear", "cosine", "exponential", "linear_to_min_lr"] = key(
+    lr_decay_style: Literal["constant", "linear", "cosine", "exponential", "linear_to_min_lr", "wsd"] = key(
         "linear",
         "linear: towards 0, but not below min_lr; linear_to_min_lr: linear to min_lr at the horizon; exponential:"
-        " halved at the horizon.",
+        " halved at the horizon; wsd: constant, then to min_lr over the last steps before the horizon.",
     )
     lr_decay_iters: Count | None = key(None, "Horizon of the decay in steps; null means train_iters.")
     lr_decay_fraction: Annotated[float, Field(gt=0.0, le=1.0)] | None = key(
         None, "Horizon as a fraction of train_iters; used if lr_decay_iters is null."
     )
+    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = key(
+        "linear", "wsd: shape of the decay, as in Megatron-LM."
+    )
+    lr_wsd_decay_iters: Count | None = key(
+        None, "wsd: steps of the decay, which ends at the horizon; null means a tenth of the horizon."
+    )
     warmup: Fraction = key(0.01, "Linear warm-up as a fraction of the horizon.")
     lr_warmup_init: NotNegative = key(0.0, "Learning rate at step 0 of the warm-up.")
+    stages: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = key(
+        None, "Consecutive stages of the run, each with the keys that differ in it (docs/stages.md)."
+    )
 
     @property
     def decay_iters(self) -> int:
@@ -109,6 +118,13 @@ DECAYS: dict[str, Callable[[float, float, float], float]] = {
 """(progress from 0 at the end of the warm-up to 1 at the horizon, peak, minimum) -> learning rate, before it is limited
 to the minimum.
 """
+WSD_DECAYS: dict[str, Callable[[float, float, float], float]] = {
+    "linear": DECAYS["linear_to_min_lr"],
+    "cosine": DECAYS["cosine"],
+    "exponential": lambda progress, peak, low: low + (peak - low) * (2.0 * 0.5**progress - 1.0),
+    "minus_sqrt": lambda progress, peak, low: low + (peak - low) * (1.0 - math.sqrt(progress)),
+}
+"""As DECAYS, of the last steps of `wsd` (Megatron-LM's shapes)."""
 
 
 def learning_rate(step: int, peak: float, schedule: ScheduleConfig) -> float:
@@ -121,6 +137,10 @@ def learning_rate(step: int, peak: float, schedule: ScheduleConfig) -> float:
     warmup = schedule.warmup * horizon
     if count < warmup:
         return schedule.lr_warmup_init + (peak - schedule.lr_warmup_init) * count / warmup
+    if schedule.lr_decay_style == "wsd":
+        decay = schedule.lr_wsd_decay_iters or max(1.0, horizon / 10)
+        progress = min(1.0, max(0.0, 1.0 - (horizon - count) / decay))
+        return max(WSD_DECAYS[schedule.lr_wsd_decay_style](progress, peak, schedule.min_lr), schedule.min_lr)
     progress = min(1.0, (count - warmup) / max(horizon - warmup, 1.0))
     return max(DECAYS[schedule.lr_decay_style](progress, peak, schedule.min_lr), schedule.min_lr)
 

@@ -5,8 +5,9 @@ Everything follows from the step, so there is no state to save.
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -162,6 +163,7 @@ class Blend:
         if seq_length < 1:
             raise DataError(f"seq_length must be at least 1, not {seq_length}.")
         self.seq_length, self.seed = seq_length, seed
+        self.first, self._read = 0, np.zeros(len(shards), dtype=np.int64)
         self.shards: tuple[Shard, ...] = tuple(shards)
         self.weights = tuple(float(weight) for weight in weights)
         self._sources = [_SampledShard(shard, number, seq_length, seed) for number, shard in enumerate(shards)]
@@ -181,14 +183,21 @@ class Blend:
         order = np.lexsort((source, (number + 0.5) / self._quotas[source]))
         self._slot_source, self._slot_number = source[order], number[order]
 
+    def after(self, first: int, tokens: Mapping[str, int]) -> "Blend":
+        """Return the same blend with numbers from ``first`` on, each source behind the ``tokens`` read by prefix."""
+        later = copy(self)
+        read = [-(-tokens.get(str(shard.prefix), 0) // self.seq_length) for shard in self.shards]
+        later.first, later._read = first, np.asarray(read, dtype=np.int64)
+        return later
+
     def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Map global sample numbers int64 [n] to sources and sample numbers within them, two int64 [n]."""
         indices = np.asarray(indices, dtype=np.int64)
-        if indices.size and indices.min() < 0:
-            raise DataError(f"Sample numbers start at 0, not {indices.min()}.")
-        blocks, slots = np.divmod(indices, PATTERN_SLOTS)
+        if indices.size and indices.min() < self.first:
+            raise DataError(f"Sample numbers start at {self.first}, not {indices.min()}.")
+        blocks, slots = np.divmod(indices - self.first, PATTERN_SLOTS)
         source = self._slot_source[slots]
-        return source, blocks * self._quotas[source] + self._slot_number[slots]
+        return source, self._read[source] + blocks * self._quotas[source] + self._slot_number[slots]
 
     def by_source(self, indices: np.ndarray | Sequence[int]) -> list[SourceSamples]:
         """Locate samples by global number; one entry for each source that has any of them."""
@@ -228,7 +237,7 @@ class Blend:
         return self.batch([index])[0]
 
     def mixture(self, n_samples: int) -> list[SourceShare]:
-        """Shares of the sources in the first ``n_samples`` samples."""
+        """Shares of the sources in ``n_samples`` samples from ``first`` on."""
         blocks, rest = divmod(n_samples, PATTERN_SLOTS)
         counts = blocks * self._quotas + np.bincount(self._slot_source[:rest], minlength=len(self._quotas))
         return [
@@ -245,10 +254,11 @@ class Blend:
 
 
 class Samples(Protocol):
-    """The order of training data: `Blend`, or `SyntheticSamples`."""
+    """The order of training data: `Blend`, or `SyntheticSamples`. Samples have numbers from ``first`` on."""
 
     seq_length: int
     seed: int
+    first: int
 
     @property
     def shards(self) -> Sequence[Shard]: ...
@@ -256,6 +266,7 @@ class Samples(Protocol):
     def weights(self) -> Sequence[float]: ...
     def read(self, indices: np.ndarray, boundaries: bool = False) -> UncheckedBatch: ...
     def origin(self, index: int) -> str: ...
+    def after(self, first: int, tokens: Mapping[str, int]) -> "Samples": ...
     def mixture(self, n_samples: int) -> list[SourceShare]: ...
 
 
@@ -334,7 +345,8 @@ class Loader:
     """Cuts the global batch of each step into this rank's micro-batches. A context manager.
 
     Sample ``i`` of accumulation step ``a`` on rank ``r`` is number ``step * global_batch + (a * world_size + r) *
-    micro_batch + i`` of the blend: all ranks together read the same samples regardless of their number.
+    micro_batch + i`` of the blend: all ranks together read the same samples regardless of their number. With ``start``
+    (a step and its first sample) the steps before it do not exist, and had other batches.
 
     Args:
         blend: the order of the data, or the samples of a synthetic task.
@@ -364,6 +376,7 @@ class Loader:
         num_workers: int = 1,
         length: int | None = None,
         positions: PositionDraw | None = None,
+        start: tuple[int, int] = (0, 0),
     ) -> None:
         if min(global_batch, micro_batch, world_size) < 1 or global_batch % (micro_batch * world_size):
             raise DataError(
@@ -372,6 +385,7 @@ class Loader:
             )
         if not 0 <= rank < world_size:
             raise DataError(f"Rank {rank} does not exist among {world_size}.")
+        self._start = start
         self._blend, self._global_batch, self._micro_batch = blend, global_batch, micro_batch
         self._rank, self._world_size, self._vocab_size = rank, world_size, vocab_size
         self._packing, self._num_workers, self._positions = packing or Packing(), num_workers, positions
@@ -387,9 +401,10 @@ class Loader:
 
     def indices(self, step: int) -> np.ndarray:
         """Global sample numbers of this rank at ``step``: int64 [accumulation, micro_batch]."""
-        if step < 0:
-            raise DataError(f"Step {step} must be at least 0.")
-        samples = np.arange(self._global_batch, dtype=np.int64) + step * self._global_batch
+        first, sample = self._start
+        if step < first:
+            raise DataError(f"Step {step} must be at least {first}.")
+        samples = np.arange(self._global_batch, dtype=np.int64) + sample + (step - first) * self._global_batch
         return samples.reshape(-1, self._world_size, self._micro_batch)[:, self._rank]
 
     def micro_batches(self, step: int) -> list[Batch]:

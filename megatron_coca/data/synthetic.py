@@ -7,7 +7,7 @@ Token ids: filler, then one token for each pair of a key and a value (a fact), t
 without facts filler and one separator.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -202,7 +202,7 @@ class SyntheticSamples:
     Raises ``DataError`` if a sample has no room for the task.
     """
 
-    shards, weights = (), ()
+    shards, weights, first = (), (), 0
 
     def __init__(
         self, settings: TaskSettings, seq_length: int, seed: int, split: str = "train", text: Filler | None = None
@@ -238,7 +238,13 @@ class SyntheticSamples:
         """Name the source of a sample."""
         return f"synthetic task {self.settings.task}"
 
+    def after(self, first: int, tokens: Mapping[str, int]) -> "SyntheticSamples":
+        """Return the same samples, for numbers from ``first`` on."""
+        later = type(self)(self.settings, self.seq_length, self.seed, self._split, self._text)
+        later.first = first
+        return later
+
     def mixture(self, n_samples: int) -> list[SourceShare]:
-        """The one source of the first ``n_samples`` samples, which are all new."""
+        """The one source of ``n_samples`` samples, which are all new."""
         name = f"synthetic {self.settings.task}"
         return [SourceShare(name, 1.0, n_samples, 1.0, n_samples * self.seq_length, 0.0)]

@@ -60,10 +60,7 @@ def _logarithm(use: Use) -> str | None:
 
 
 _RESONANCE = Option(
-    "resonance",
-    "flag",
-    "Round wavelengths to whole tokens, after the extension (Wang et al. 2024).",
-    default=False,
+    "resonance", "flag", "Round wavelengths to whole tokens, after the extension (Wang et al. 2024); null: no."
 )
 
 declare(

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -56,6 +56,8 @@ class Corpus:
         valid: None if there is no validation data.
         tokenizer: the one of the shards, or None if it is not known (shards of another program, no tokenizer named).
         unverified: prefixes of shards without a saved tokenizer.
+        start: for a stage of a run, its first step and the number of its first sample.
+        earlier: for a stage, what the run read before its samples.
     """
 
     config: Config
@@ -64,6 +66,13 @@ class Corpus:
     tokenizer: Tokenizer | None
     packing: Packing = Packing()
     unverified: tuple[str, ...] = ()
+    start: tuple[int, int] = (0, 0)
+    earlier: tuple[SourceShare, ...] = ()
+
+    def mixture(self, position: int, batch: int) -> list[SourceShare]:
+        """Return what the run reads of every source before the data of step `position`, in steps of `batch`."""
+        step, sample = self.start
+        return joined(self.earlier, self.train.mixture(sample + (position - step) * batch - self.train.first))
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -164,12 +173,13 @@ def open_loader(corpus: Corpus, blend: Samples, layout: Layout, length: int | No
     """
     data, vocab_size = corpus.config.data, corpus.config.model.vocab_size
     given, drawn = corpus.config.general.training_positions, None
+    start = corpus.start if blend is corpus.train else (0, 0)
     if given is not None and blend is corpus.train:
         largest = window_tokens(given.max, corpus.config.model.seq_length)
         assert largest is not None, "the configuration has checked it"
         drawn = DrawnPositions(given.type, largest, corpus.config.seed)
     packing, workers = corpus.packing, data.num_workers
-    return Loader(blend, *layout, vocab_size, packing, num_workers=workers, length=length, positions=drawn)
+    return Loader(blend, *layout, vocab_size, packing, workers, length, drawn, start)
 
 
 def _with_paths(config: Config) -> Config:
@@ -301,6 +311,19 @@ def differing_data(saved: Mapping[str, Any], now: Mapping[str, Any], names: Sequ
     if saved.get("task") != now.get("task"):
         differences.append(f"synthetic task (saved {saved.get('task')}, now {now.get('task')})")
     return differences
+
+
+def joined(earlier: Sequence[SourceShare], later: Sequence[SourceShare]) -> list[SourceShare]:
+    """Return what two parts of a run read of every source together: `fraction` counts tokens, `weight` is the later."""
+    if not earlier:
+        return list(later)
+    total = sum(share.tokens for share in (*earlier, *later))
+    shares = {share.source: replace(share, weight=0.0) for share in earlier}
+    for share in later:
+        before = shares.get(share.source, SourceShare(share.source, 0.0, 0, 0.0, 0, 0.0))
+        samples, tokens = before.samples + share.samples, before.tokens + share.tokens
+        shares[share.source] = replace(share, samples=samples, tokens=tokens, epochs=before.epochs + share.epochs)
+    return [replace(share, fraction=share.tokens / max(1, total)) for share in shares.values()]
 
 
 def mixture_table(shares: Sequence[SourceShare]) -> str:

@@ -32,6 +32,7 @@ from megatron_coca.training.corpus import Corpus, differing_data
 from megatron_coca.training.engine import group as dist
 from megatron_coca.training.launch import threads_per_process
 from megatron_coca.training.optimizer import OPTIMIZERS
+from megatron_coca.training.run_stages import differing_stages
 
 logger = logging.getLogger(__name__)
 
@@ -264,14 +265,17 @@ def _compare(folder: Path, own: Mapping[Path, str], total: int, beat: Callable[[
 def refuse_other_run(folder: Path, corpus: Corpus, layout: Mapping[str, Any]) -> None:
     """Raise a CheckpointError naming all differences between the run of `folder` and the configured one.
 
-    `layout` is compared with meta.json: size of the batch, dtype. Free keys that changed are logged.
+    `layout` is compared with meta.json: size of the batch, dtype, finished stages. Free keys that changed are logged.
     """
     saved, meta = load_config([folder / native.CONFIG]), native.read_meta(folder)
     problems = differing_run(saved, corpus.config)
     problems += differing_data(meta.get("data") or {}, corpus.identity, [str(s.prefix) for s in corpus.train.shards])
     problems += [
-        f"{key} (saved {meta.get(key)!r}, now {value!r})" for key, value in layout.items() if meta.get(key) != value
+        f"{key} (saved {meta.get(key)!r}, now {value!r})"
+        for key, value in layout.items()
+        if meta.get(key) != value and key != "stages"
     ]
+    problems += differing_stages(meta.get("stages") or [], layout.get("stages", []))
     if problems:
         raise CheckpointError(
             f"{folder}: cannot be resumed with another {', '.join(problems)}; "

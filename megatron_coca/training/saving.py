@@ -169,8 +169,10 @@ class Checkpoints:
         """True if the last save or an upload failed; `wait` raises its error."""
         return self._error is not None or self._remotes.failed
 
-    def restore(self, folder: Path) -> dict[str, Any]:
+    def restore(self, folder: Path, weights_only: bool = False) -> dict[str, Any]:
         """Restore engine and random state from a checkpoint; returns its `meta.json`. Every rank must call it.
+
+        `weights_only` leaves the optimizer's states as they are before its first step.
 
         Raises:
             CheckpointError: the checkpoint lacks state that this rank needs, or has something else in its place.
@@ -181,9 +183,12 @@ class Checkpoints:
         try:
             with StateReader(folder / native.STATE, native.state_files(folder)) as reader:
                 for piece in self._engine.pieces():
+                    if weights_only and piece.kind != WEIGHT:
+                        piece.tensor.zero_()
+                        continue
                     reader.fill(piece, slices[piece.name])
                     self._watchdog.beat(f"restoring {piece.name}")
-            self._engine.restored(meta["counters"])
+            self._engine.restored(meta["counters"] | ({"step": 0.0} if weights_only else {}))
             if meta["topology"] == self._topology.layout():
                 load_rng_states(folder / native.RNG / f"rank_{dist.rank()}.pt")
                 return meta
@@ -274,7 +279,7 @@ class Checkpoints:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         position = DataSkips.restore(progress.get("skips", ())).position(step)
-        mixture = self._corpus.train.mixture(position * self._layout["batch"])
+        mixture = self._corpus.mixture(position, self._layout["batch"])
         meta = {
             "step": step,
             "run": self._run,

@@ -13,8 +13,7 @@ import torch
 from megatron_coca.checkpoints import CheckpointError, native
 from megatron_coca.checkpoints.files import ServiceError, UnreadableError
 from megatron_coca.checkpoints.load import find_native
-from megatron_coca.config import BatchSizes, Config
-from megatron_coca.config.training import learning_rate
+from megatron_coca.config import BatchSizes, Config, RunStage, stage_at
 from megatron_coca.console import set_up_logging
 from megatron_coca.data import Batch, Loader
 from megatron_coca.model import assemble_model, choose_backends, keep_freed_memory
@@ -24,7 +23,6 @@ from megatron_coca.training.corpus import (
     Corpus,
     mixture_figures,
     mixture_table,
-    open_corpus,
     open_loader,
     repeated_sources,
     validation_note,
@@ -46,6 +44,7 @@ from megatron_coca.training.resume import (
     refuse_other_run,
     verify_distributed,
 )
+from megatron_coca.training.run_stages import OpenedStage, open_stages
 from megatron_coca.training.saving import Checkpoints, is_due
 from megatron_coca.training.sinks import is_validated, run_folder
 from megatron_coca.training.topology import Topology
@@ -73,7 +72,8 @@ def fit(config: Config, without_effect: Sequence[str] = ()) -> None:
     dist.init_distributed(config.faults.collective_timeout, config.launch.join_timeout)
     try:
         set_up_logging(dist.is_main())
-        backends = ", ".join(dict.fromkeys(choose_backends(config, dist.local_device()).values()))
+        chosen = [choose_backends(stage.config, dist.local_device()) for stage in config.run_stages()]
+        backends = ", ".join(dict.fromkeys(name for names in chosen for name in names.values()))
         logger.info(launch.describe_devices(config, dist.world_size(), backends))
         if without_effect:
             logger.info("no effect here (docs/config.md): %s", ", ".join(without_effect))
@@ -93,49 +93,88 @@ def fit(config: Config, without_effect: Sequence[str] = ()) -> None:
 
 
 def _train(config: Config, remotes: RemoteCheckpoints, preemption: CaughtSignals, watchdog: Watchdog) -> None:
-    """Open the data, choose the checkpoint to resume from, build the engine and train."""
+    """Open the data, choose the checkpoint to resume from, and train the stages that are left."""
     topology = Topology.of(config.parallel, dist.world_size())
-    sizes = config.batch.resolve(topology.data)
-    keys, required = config.checkpoint, {"batch": sizes.total, "dtype": config.precision.dtype}
+    for stage in config.run_stages():
+        stage.config.batch.resolve(topology.data)
+    keys = config.checkpoint
     remotes.make_local_folder()
     with FolderLocks(keys.save, keys.save_copy) as locks:
         locks.take()  # folders that exist, so that no other run changes them after they are read
         remotes.prepare()
         folders = [Path(text) for text in from_main(lambda: [str(folder) for folder in candidates(keys)])]
-        corpus = open_corpus(config)
-        config = corpus.config
-        if dist.is_main() and corpus.unverified:
-            names = ", ".join(corpus.unverified)
-            logger.warning("no tokenizer saved with %s; cannot verify that it matches this run", names)
-        if (note := validation_note(corpus)) is not None:
-            logger.log(logging.WARNING if corpus.valid is None else logging.INFO, note)
-        check_validation(corpus)
-        chosen = _choose(folders, remotes, watchdog)
+        stages = open_stages(config, topology)
+        _check_corpora([opened.corpus for opened in stages])
+        chosen, number = _choose(folders, remotes, watchdog), 0
         if chosen.folder is not None:
-            refuse_other_run(chosen.folder, corpus, required)
-        require_writable(config)
+            meta = native.read_meta(chosen.folder, resumable=True)
+            number = stage_at([opened.stage for opened in stages], max(0, meta["step"] - 1))
+            refuse_other_run(chosen.folder, stages[number].corpus, stages[number].shared)
+            # A validation that was postponed at a border belongs to the stage that ends there.
+            finished = meta["step"] >= stages[number].stage.last and not meta["progress"]["unvalidated"]
+            number += finished and number + 1 < len(stages)
+        require_writable(stages[number].corpus.config)
         locks.take()  # folders that were just made
         watchdog.beat("data and checkpoint are checked")
         quarantine_newer(keys, chosen)
 
-        watchdog.beat("building the model")
-        engine, origin = _build_engine(corpus, sizes, topology, chosen.folder is not None, watchdog)
-        watchdog.beat("the model is built")
-        checkpoints = Checkpoints(corpus, engine, topology, required, origin, watchdog, remotes)
-        trainer = Trainer(corpus, engine, checkpoints, sizes, topology, preemption, watchdog)
-        if chosen.folder is not None:
-            trainer.restore(chosen.folder)
-            checkpoints.catch_up(trainer.step)
-        _log_summary(corpus, sizes, trainer.step)
-        watchdog.beat("measuring disk, clocks and network")
-        health = check_health(config, trainer.step) if config.faults.health_check else {}
-        watchdog.beat("disk, clocks and network are measured")
-        preemption.save_on_interrupt()  # before, there is nothing to save
-        try:
-            trainer.run(health)
-        except BaseException:
-            checkpoints.leave()
-            raise
+        folder, step = chosen.folder, -1
+        for opened in stages[number:]:
+            health = config.faults.health_check and step < 0  # once
+            step = _train_stage(opened, topology, folder, health, remotes, preemption, watchdog)
+            if step < opened.stage.last or step == config.logging.exit_interval:
+                break
+            folder = None if keys.save is None else native.step_folder(Path(keys.save), step)
+
+
+def _check_corpora(corpora: Sequence[Corpus]) -> None:
+    """Check what validation needs, and log what is not known of the data."""
+    unverified = dict.fromkeys(name for corpus in corpora for name in corpus.unverified)
+    if dist.is_main() and unverified:
+        names = ", ".join(unverified)
+        logger.warning("no tokenizer saved with %s; cannot verify that it matches this run", names)
+    for note, absent in {validation_note(corpus): corpus.valid is None for corpus in corpora}.items():
+        if note is not None:
+            logger.log(logging.WARNING if absent else logging.INFO, note)
+    for corpus in corpora:
+        check_validation(corpus)
+
+
+def _train_stage(
+    opened: OpenedStage,
+    topology: Topology,
+    folder: Path | None,
+    health_check: bool,
+    remotes: RemoteCheckpoints,
+    preemption: CaughtSignals,
+    watchdog: Watchdog,
+) -> int:
+    """Build the engine, from the checkpoint in `folder` if there is one, and train; returns the step that was reached.
+
+    A stage starts from the checkpoint at its border as a resumed run does, so that both compute the same.
+    """
+    corpus, sizes = opened.corpus, opened.sizes
+    watchdog.beat("building the model")
+    engine, origin = _build_engine(corpus, sizes, topology, folder is not None, watchdog)
+    watchdog.beat("the model is built")
+    checkpoints = Checkpoints(corpus, engine, topology, opened.shared, origin, watchdog, remotes)
+    trainer = Trainer(corpus, engine, checkpoints, sizes, topology, preemption, watchdog, opened.stage)
+    if folder is not None:
+        trainer.restore(folder)
+        checkpoints.catch_up(trainer.step)
+    _log_summary(opened, trainer.step)
+    watchdog.beat("measuring disk, clocks and network")
+    health = check_health(corpus.config, trainer.step) if health_check else {}
+    watchdog.beat("disk, clocks and network are measured")
+    preemption.save_on_interrupt()  # before, there is nothing to save
+    try:
+        trainer.run(health)
+    except BaseException:
+        checkpoints.leave()
+        raise
+    if trainer.step == opened.stage.last:
+        engine.close()
+    return trainer.step
 
 
 def _choose(folders: Sequence[Path], remotes: RemoteCheckpoints, watchdog: Watchdog) -> Choice:
@@ -174,21 +213,20 @@ def _build_engine(
     return build_engine(model, optimizer, config, sizes, topology.coordinates(dist.rank()).pipe), origin
 
 
-def _log_summary(corpus: Corpus, sizes: BatchSizes, step: int) -> None:
-    """Log the model, the batch, the start, and what the whole run reads of each source."""
-    config = corpus.config
-    assert config.schedule.train_iters is not None
+def _log_summary(opened: OpenedStage, step: int) -> None:
+    """Log the model, the batch, the start, and what the run reads of each source until the end of the stage."""
+    stage, corpus, total = opened.stage, opened.corpus, opened.sizes.total
     logger.info(
         "%s: %s, %s, %d process(es), %d x %d tokens a step; %s",
-        config.position.pos_emb,
-        trainable_share(config).text(),
-        config.precision.dtype,
+        stage.config.position.pos_emb,
+        trainable_share(corpus.config).text(),
+        stage.config.precision.dtype,
         dist.world_size(),
-        sizes.total,
-        config.model.seq_length,
+        total,
+        stage.config.model.seq_length,
         f"resuming at step {step}" if step else "from step 0",
     )
-    shares = corpus.train.mixture(config.schedule.train_iters * sizes.total)
+    shares = corpus.mixture(stage.last, total)
     logger.info(mixture_table(shares))
     for line in repeated_sources(shares) if dist.is_main() else ():
         logger.warning(line)
@@ -214,7 +252,10 @@ class Trainer:
         topology: Topology,
         preemption: CaughtSignals,
         watchdog: Watchdog,
+        stage: RunStage[Config] | None = None,
     ) -> None:
+        """`stage` is what the corpus belongs to, by default the whole run."""
+        self._stage = stage or corpus.config.run_stages()[0]
         self._corpus, self._engine, self._checkpoints = corpus, engine, checkpoints
         self._config, self._sizes = corpus.config, sizes
         # Ranks that share a model read the same samples.
@@ -233,23 +274,25 @@ class Trainer:
         self._skips, self._skipped = DataSkips.restore(progress["skips"]), int(progress["skipped"])
 
     def _restore_engine(self, folder: Path) -> dict[str, Any]:
-        meta = self._checkpoints.restore(folder)
+        begins = native.read_meta(folder)["step"] == self._stage.first
+        meta = self._checkpoints.restore(folder, begins and self._stage.reset_optimizer)
         self.step = self._saved = int(meta["step"])
+        if begins:  # losses at another length or on other data are no measure of a spike
+            meta["progress"]["guard"] |= {"losses": [], "norms": []}
         # The checkpoint was written before its validation, which a later launch may have made up for.
         postponed = bool(meta["progress"].get("unvalidated", False))
         self._unvalidated = postponed and not from_main(lambda: is_validated(run_folder(self._config), self.step))
         return meta["progress"]
 
     def run(self, health: Mapping[str, float] | None = None) -> None:
-        """Train to the last step of this launch, and save. `health` are figures to report first.
+        """Train to the last step of the stage or of this launch, and save. `health` are figures to report first.
 
         Raises:
             Stopped: by a signal or by the loss guard, after saving what is valid.
             CheckpointError: a checkpoint could not be written.
         """
-        train_iters, exit_interval = self._config.schedule.train_iters, self._config.logging.exit_interval
-        assert train_iters is not None
-        last = min(train_iters, exit_interval or train_iters)
+        exit_interval = self._config.logging.exit_interval
+        last = min(self._stage.last, exit_interval or self._stage.last)
         tokens, hosts = self._sizes.total * self._config.model.seq_length, dist.gather_texts(dist.host_name())
         if self.step >= last and not self._unvalidated:
             logger.info(
@@ -261,6 +304,8 @@ class Trainer:
             if health:
                 monitor.report(self.step, health)
                 health = None
+            if self.step == self._stage.first > 0:
+                monitor.note(self.step, f"stage begins: {self._stage.text}")
             if self._rollback_note is not None:
                 monitor.note(self.step, self._rollback_note)
                 self._rollback_note = None
@@ -283,10 +328,9 @@ class Trainer:
     def _train_step(self, loader: Loader, monitor: Monitor) -> bool:
         """One optimizer step: read, train, judge, report, and validate and save if due. False after a rollback."""
         config = self._config
-        assert config.optimizer.lr is not None
         with monitor.during("waiting"):
             micro_batches = loader.micro_batches(self._skips.position(self.step))
-        rate = learning_rate(self.step, config.optimizer.lr, config.schedule)
+        rate = self._stage.learning_rate(self.step)
         result = self._engine.train_step(micro_batches, rate, self._guard.limits())
         verdict = self._guard.observe(self.step, result.loss, result.grad_norm)
 
@@ -334,8 +378,8 @@ class Trainer:
                 self._unvalidated = False
                 figures = dict(losses)
                 if self._finished():
-                    read = self._skips.position(self.step) * self._sizes.total
-                    figures |= mixture_figures(self._corpus.train.mixture(read))
+                    position = self._skips.position(self.step)
+                    figures |= mixture_figures(self._corpus.mixture(position, self._sizes.total))
                 monitor.samples(self.step, continued)
                 if figures:  # together, so that a kill leaves all of them or none
                     monitor.report(self.step, figures)
@@ -392,7 +436,7 @@ class Trainer:
         )
 
     def _finished(self) -> bool:
-        return self.step == self._config.schedule.train_iters
+        return self.step == self._stage.last
 
     def _mean_loss(self, micro_batches: Sequence[Batch]) -> float:
         if dist.anyone((self._asked_to_stop(),))[0]:
@@ -423,7 +467,7 @@ class Trainer:
         save = Path(config.checkpoint.save)
         self._watchdog.beat("rolling back")
         # Rank 0 lists the steps for all: a shared file system may show others an older list.
-        steps = from_main(lambda: rollback_order(native.begun_steps(save), first_bad, last_bad))
+        steps = from_main(lambda: rollback_order(self._own_steps(save), first_bad, last_bad))
         try:
             chosen = first_valid([native.step_folder(save, step) for step in steps], self._watchdog.beat)
         except UnreadableError:
@@ -447,6 +491,10 @@ class Trainer:
         quarantine_newer(config.checkpoint, chosen)
         self._checkpoints.catch_up(self.step)  # which moves newer ones in an object store to quarantine
         self._checkpoints.wait()
+
+    def _own_steps(self, save: Path) -> list[int]:
+        """Steps of the checkpoints of this stage: those before it belong to another model and order of data."""
+        return [step for step in native.begun_steps(save) if step >= self._stage.first]
 
     def _newest(self) -> str:
         save = self._config.checkpoint.save

@@ -11,7 +11,7 @@ import pytest
 
 from tests.conftest import clean_environment
 from tests.documents import NAMES, blocks, commands, everywhere, languages
-from tests.examples import ABSENT, PRELUDES, QUICK, make_workspace, treatment
+from tests.examples import PRELUDES, QUICK, make_workspace, treatment
 
 pytestmark = pytest.mark.slow
 
@@ -48,9 +48,6 @@ def workspace(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def execute(command: str, folder: Path) -> None:
     """Run a documented command with what its row appends; it must succeed."""
-    for beginning, made in ABSENT.items():
-        if command.startswith(beginning):
-            shutil.rmtree(folder / made)
     line = f"{command} {treatment(command)[1]}"
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(

@@ -5,6 +5,7 @@ by transformers.
 import json
 import os
 import random
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +21,13 @@ from megatron_coca import load_model
 from megatron_coca.checkpoints import open_checkpoint
 from megatron_coca.checkpoints.exports.huggingface_export import export
 from megatron_coca.checkpoints.importing import import_checkpoint
-from megatron_coca.commands.train_stages import plan, run_stages, run_train
 from megatron_coca.data import CorpusSource, Execution, Rules, SourceSpec, load_tokenizer, prepare
 from megatron_coca.evaluation import sliding_window_perplexity
+from megatron_coca.program import PROGRAM
 from tests.conftest import LAUNCHER_VARIABLES, ROOT, VOCABULARY, command_line
 from tests.plain_perplexity import plain_loop
 
-pytestmark = pytest.mark.slow  # test_chain.py has the stages, test_trained_parts.py what each of them trains
+pytestmark = pytest.mark.slow  # test_run_stages.py has them in one run, test_trained_parts.py what each of them trains
 
 CONFIGS = ROOT / "configs/finetune/small"
 RUNS = Path("runs/finetune")
@@ -81,14 +82,18 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chain]:
             patch.delenv(name)
         patch.setenv("OMP_NUM_THREADS", "1")
         base = command_line(keys | {"train_iters": STEPS["llama"], "checkpoint_factor": STEPS["llama"]})
-        assert run_train([str(CONFIGS / "llama.yml"), *base]) == 0
+        train("llama.yml", base)
         export(RUNS / "llama", RUNS / "llama_hf")
         import_checkpoint(RUNS / "llama_hf", RUNS / "imported")
-        stages = [str(CONFIGS / f"coca_stage{number}.yml") for number in (1, 2, 3)]
         short = command_line(keys | {"train_iters": STEPS["stage"], "checkpoint_factor": STEPS["stage"]})
-        assert run_stages(plan(stages, short), run_train) == 0
+        for number in (1, 2, 3):
+            train(f"coca_stage{number}.yml", short)
         export(RUNS / "stage3", RUNS / "llama_coca_hf")
         yield Chain(folder, held_out())
+
+
+def train(name: str, keys: list[str]) -> None:
+    subprocess.run([*PROGRAM, "train", str(CONFIGS / name), *keys], check=True)
 
 
 def text(generator: random.Random) -> str:

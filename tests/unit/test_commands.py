@@ -53,7 +53,8 @@ REFUSED = {
     "a folder and a name": (["train", "-d", "nowhere", "125M"], "nowhere/125M.yml: no such file"),
     "mistyped task": (["evaluate", "perplexty"], "invalid choice: 'perplexty'"),
     "estimate": (["estimate", *SHAPE, "num_layer=3"], "num_layer: unknown key; did you mean `num_layers`?"),
-    "stages": (["train-stages", "none.yml"], "none.yml"),
+    "stages": (["train", *TRAINABLE, "stages=[{until: 1}, {}]"], "stages[0].until: step 1 leaves no step"),
+    "stages without a folder": (["train", *TRAINABLE, "stages=[{}]"], "stages: need a folder"),
     "prepare": (["prepare", "--input", "a=b"], "--input needs either --tokenizer-type or --train-tokenizer."),
     "inspect": (["inspect", "sample", "none.yml", "--number", "3"], "none.yml"),
 }

@@ -81,7 +81,16 @@ PUBLIC_MODULES = {"deepspeed", "deepspeed.pipe"}
 PUBLIC = {
     "deepspeed": {"initialize", "init_distributed"},
     "self._engine": {
-        *("backward", "device", "eval", "eval_batch", "fp16_enabled", "gradient_accumulation_steps", "module"),
+        *(
+            "backward",
+            "destroy",
+            "device",
+            "eval",
+            "eval_batch",
+            "fp16_enabled",
+            "gradient_accumulation_steps",
+            "module",
+        ),
         *("optimizer", "reset_activation_shape", "step", "train", "train_batch"),
     },
     "self._engine.optimizer": {"loss_scale", "param_groups"},

@@ -144,10 +144,6 @@ def test_configurations_load(command: str, monkeypatch: pytest.MonkeyPatch) -> N
     keys = [word for word in arguments if re.match(r"[a-z_.]+=", word)]
     if script in OF_RUNS and files:
         load_config(files, keys)
-    elif script == "megatron-coca train-stages":
-        shared = [file for file in files if "cluster" in file]
-        for file in files[: -len(shared)]:
-            load_config([file, *shared])
     elif script == "tools/ablate.py":
         read_ablation(Path(files[0]))
     elif script == "evaluate.py" and arguments[0] == "suite":

@@ -138,6 +138,23 @@ def test_the_tool_prints_tables_and_objects(capsys: pytest.CaptureFixture[str]) 
     assert record["memory"]["total"] > 16 * GIB and record["gpus"] == 2
 
 
+def test_the_tool_estimates_every_stage(capsys: pytest.CaptureFixture[str]) -> None:
+    longer = "{seq_length: 4096, train_batch_size: 16, train_micro_batch_size_per_gpu: 1}"
+    keys = ["train_iters=1000", f"stages=[{{until: 90%}}, {longer}]"]
+    inputs = [str(MODEL), str(HOST)]
+    assert main([*inputs, "--json", "train_iters=900"]) == 0
+    first = json.loads(capsys.readouterr().out)
+    assert main([*inputs, *keys, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["stages"][0] == first and record["stages"][1]["tokens"] == 100 * 16 * 4096
+    assert record["tokens"] == sum(stage["tokens"] for stage in record["stages"])
+    assert record["seconds"] == pytest.approx(sum(stage["seconds"] for stage in record["stages"]))
+    assert main([*inputs, *keys]) == 0
+    shown = capsys.readouterr().out
+    assert "steps 0 to 900: the configuration unchanged" in shown and "steps 900 to 1,000: seq_length=4096" in shown
+    assert f"all stages: {record['tokens']:,} tokens, {record['seconds'] / 86400:.2f} days" in shown
+
+
 def test_the_tool_needs_hosts_or_a_number(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["estimate", str(MODEL), str(ROOT / "configs/cluster/a100x32.yml")]) == 2
     error = capsys.readouterr().err

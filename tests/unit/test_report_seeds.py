@@ -31,7 +31,7 @@ from report_cases import (
 from scipy import stats
 
 from megatron_coca.evaluation import EvaluationError, PerplexityResult, build_report
-from megatron_coca.evaluation.report.curves import Curve, CurvePoint
+from megatron_coca.evaluation.report.curves import Curve, CurvePoint, TrainedStage, run_curve, trained_stages
 from megatron_coca.evaluation.report.document import (
     ReportBlock,
     Table,
@@ -222,6 +222,20 @@ def test_learning_curves(tmp_path: Path) -> None:
     assert list(line.get_xdata()) == pytest.approx([0.001, 0.002, 0.003, 0.004]), "tokens that all seeds have"
     assert "Validation" in validation.caption
     assert not [section for section in sections_of([tmp_path]) if section.name == "training"]
+
+
+def test_learning_curves_mark_where_stages_begin(tmp_path: Path) -> None:
+    stages = trained_stages({"stages": [{"last": 2, "tokens_per_step": 500}, {"last": 9, "tokens_per_step": 4000}]}, 1)
+    assert trained_stages({"batch": 4}, 16) == [TrainedStage(0, 64)]
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "loss": 2.0}}\n' for step in range(1, 6)))
+    staged = run_curve(tmp_path, 0, stages, 4)
+    assert [point.tokens for point in staged.points] == [500, 1000, 5000, 9000] and staged.borders == [1000]
+    results: dict[str, Result] = {"one": perplexity("A", {512: 2.0})}
+    (block,) = blocks(tmp_path / "results", "training", results, curves={"A": [staged]})
+    canvas = Canvas()
+    block.figures[0].draw(canvas)
+    _, border = canvas.axes[0].lines
+    assert list(border.get_xdata()) == [0.001, 0.001] and border.get_label() == "stage begins"
 
 
 def test_many_labels_have_a_panel_for_each_model(tmp_path: Path) -> None:

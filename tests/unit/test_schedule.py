@@ -5,8 +5,8 @@ from itertools import pairwise
 
 import pytest
 
-from megatron_coca.config import ScheduleConfig
-from megatron_coca.config.training import DECAYS, learning_rate
+from megatron_coca.config import ConfigError, ScheduleConfig, load_config
+from megatron_coca.config.training import DECAYS, WSD_DECAYS, learning_rate
 
 PEAK, LOW, STEPS = 1e-3, 1e-4, 100
 
@@ -79,3 +79,31 @@ def test_warmup_may_fill_the_horizon() -> None:
 @pytest.mark.parametrize("style", DECAYS)
 def test_one_step_run(style: str) -> None:
     assert learning_rate(0, PEAK, schedule(style, train_iters=1, warmup=0.0)) == pytest.approx(AT_END[style])
+
+
+AT_HALF_OF_WSD = {
+    "linear": (PEAK + LOW) / 2,
+    "cosine": (PEAK + LOW) / 2,
+    "exponential": LOW + (PEAK - LOW) * (math.sqrt(2.0) - 1.0),
+    "minus_sqrt": LOW + (PEAK - LOW) * (1.0 - math.sqrt(0.5)),
+}
+
+
+@pytest.mark.parametrize("shape", WSD_DECAYS)
+def test_wsd_warms_up_stays_and_decays_to_the_minimum(shape: str) -> None:
+    found = rates(schedule("wsd", lr_wsd_decay_style=shape, lr_wsd_decay_iters=20), STEPS + 5)
+    assert found[4] == pytest.approx(PEAK / 2)
+    assert set(found[9:80]) == {PEAK}, "the step before the decay has the peak"
+    assert found[89] == pytest.approx(AT_HALF_OF_WSD[shape])
+    assert found[99:] == pytest.approx([LOW] * 6)
+    assert all(later < earlier for earlier, later in pairwise(found[79:100]))
+
+
+def test_wsd_decays_over_a_tenth_of_the_horizon_unless_told() -> None:
+    assert rates(schedule("wsd")) == rates(schedule("wsd", lr_wsd_decay_iters=STEPS // 10))
+
+
+def test_a_decay_of_wsd_that_does_not_fit_is_refused() -> None:
+    keys = {"lr_decay_style": "wsd", "train_iters": 100, "warmup": 0.1, "lr_wsd_decay_iters": 91}
+    with pytest.raises(ConfigError, match="lr_wsd_decay_iters: 91 exceeds the 90 steps between the warm-up"):
+        load_config("configs/350M/roformer.yml", keys)

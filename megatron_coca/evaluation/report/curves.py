@@ -1,9 +1,9 @@
 """Learning curves: their records, and where those of a run or of a result come from."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_coca.checkpoints import CheckpointError, native
 from megatron_coca.evaluation.report.reading import LoadedResult
@@ -24,10 +24,11 @@ class CurvePoint(Record):
 
 
 class Curve(Record):
-    """One training run."""
+    """One training run; `borders` are the tokens at which its stages but the first begin."""
 
     seed: int
     points: list[CurvePoint]
+    borders: list[int] = []
 
 
 def find_curves(loaded: Sequence[LoadedResult]) -> dict[str, list[Curve]]:
@@ -52,15 +53,38 @@ def _of_run(checkpoint: CheckpointRecord) -> Curve | None:
     try:
         folder = native.locate(checkpoint.path, checkpoint.step)
         weights = native.read_json(folder / native.MANIFEST)["files"][native.WEIGHTS]["sha256"]
-        tokens = native.read_meta(folder)["batch"] * checkpoint.seq_length
+        stages = trained_stages(native.read_meta(folder), checkpoint.seq_length)
     except (CheckpointError, KeyError, TypeError):  # no checkpoint of a run
         return None
-    points = curve_points(folder.parent, tokens, checkpoint.step) if weights == checkpoint.identity else []
-    return Curve(seed=checkpoint.seed or 0, points=points) if points else None
+    if weights != checkpoint.identity:
+        return None
+    curve = run_curve(folder.parent, checkpoint.seed or 0, stages, checkpoint.step)
+    return curve if curve.points else None
 
 
-def curve_points(run: Path, tokens: int, last: int | None = None) -> list[CurvePoint]:
-    """Return the losses in the metrics of a run up to step `last`, thinned; a step has so many `tokens`."""
+class TrainedStage(NamedTuple):
+    """A stage of a run: its first step, and the tokens of a step."""
+
+    first: int
+    tokens: int
+
+
+def trained_stages(meta: Mapping[str, Any], seq_length: int) -> list[TrainedStage]:
+    """Return the stages up to a checkpoint by its meta.json; one for a run without stages."""
+    records = meta.get("stages")
+    if not records:
+        return [TrainedStage(0, meta["batch"] * seq_length)]
+    firsts = [0, *(record["last"] for record in records)]
+    return [TrainedStage(first, record["tokens_per_step"]) for first, record in zip(firsts, records, strict=False)]
+
+
+def run_curve(run: Path, seed: int, stages: Sequence[TrainedStage], last: int | None = None) -> Curve:
+    """Return the curve of a run from its metrics, up to step `last`."""
+
+    def tokens(step: int) -> int:
+        ends = [*(stage.first for stage in stages[1:]), step]
+        return sum(max(0, min(step, end) - stage.first) * stage.tokens for stage, end in zip(stages, ends, strict=True))
+
     points: dict[int, dict[str, Any]] = {}
     for report in metrics(run):
         for key, name in (("loss", "train_loss"), ("validation_loss", "validation_loss")):
@@ -68,7 +92,8 @@ def curve_points(run: Path, tokens: int, last: int | None = None) -> list[CurveP
                 points.setdefault(int(report["step"]), {"train_loss": None, "validation_loss": None})[name] = report[
                     key
                 ]
-    return thinned([CurvePoint(step=step, tokens=step * tokens, **losses) for step, losses in sorted(points.items())])
+    found = [CurvePoint(step=step, tokens=tokens(step), **losses) for step, losses in sorted(points.items())]
+    return Curve(seed=seed, points=thinned(found), borders=[tokens(stage.first) for stage in stages[1:]])
 
 
 def metrics(run: Path, last: int | None = None) -> Iterator[dict[str, Any]]:

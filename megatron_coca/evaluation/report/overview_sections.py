@@ -143,7 +143,10 @@ def curve_blocks(loaded: Sequence[LoadedResult], options: ReportOptions) -> list
         rows.append(TableRow(label, (TableCell(f"{tokens:,}", float(tokens)), *cells)))
     header = ("label", "tokens", *(f"last {name}" for name in drawn))
     table = Table("training", "Loss at the end of training, nats per token", header, tuple(rows))
-    figures = [curve_figure(f"training-{name.split()[0]}", name, of_labels) for name, of_labels in drawn.items()]
+    borders = sorted({border for curves in options.curves.values() for curve in curves for border in curve.borders})
+    figures = [
+        curve_figure(f"training-{name.split()[0]}", name, of_labels, borders) for name, of_labels in drawn.items()
+    ]
     return [ReportBlock(figures=tuple(figures), tables=(table,))]
 
 
@@ -154,7 +157,9 @@ def losses_by_tokens(curves: Sequence[Curve], loss: Callable[[CurvePoint], float
     return {tokens: [value for run in runs if (value := run[tokens]) is not None] for tokens in sorted(common)}
 
 
-def curve_figure(name: str, loss: str, by_label: Mapping[str, Mapping[int, Sequence[float]]]) -> Figure:
+def curve_figure(
+    name: str, loss: str, by_label: Mapping[str, Mapping[int, Sequence[float]]], borders: Sequence[int] = ()
+) -> Figure:
     lines, settled = [], []
     for style, (label, by_tokens) in enumerate(by_label.items()):
         means = [estimate(values) for values in by_tokens.values()]
@@ -167,13 +172,19 @@ def curve_figure(name: str, loss: str, by_label: Mapping[str, Mapping[int, Seque
     margin = 0.04 * (max(finite) - min(finite))
     y_range = widened(min(finite) - margin, max(finite) + margin)
     lines = [line for line in lines if line.x]
-    panel = Panel(
-        tuple(lines), "training tokens (millions)", f"{loss} (nats per token)", y_range=y_range, linear_x=True
-    )
+    marks = {tokens / 1e6: "" if number else "stage begins" for number, tokens in enumerate(borders)}
+    y_label = f"{loss} (nats per token)"
+    panel = Panel(tuple(lines), "training tokens (millions)", y_label, marks=marks, y_range=y_range, linear_x=True)
     left_out = len(lines) > MOST_BANDS and any(len(line.x) > FEW_POINTS for line in lines)
     intervals = "; the table has its interval." if left_out else ", with its 95% t interval if there are several."
     caption = (
         f"{loss.capitalize()} against the tokens trained on, mean over seeds{intervals} The steep start is cut off."
     )
     alt = f"{loss.capitalize()} against tokens for {', '.join(by_label)}; the table has the last values"
-    return Figure(name, caption, alt, panels([panel]), size_with_legend([line.label for line in lines]))
+    return Figure(
+        name,
+        caption,
+        alt,
+        panels([panel]),
+        size_with_legend([*(line.label for line in lines), *filter(None, marks.values())]),
+    )

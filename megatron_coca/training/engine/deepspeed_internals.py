@@ -5,6 +5,7 @@ methods of its engines. INTERNALS in tests/unit/test_deepspeed_internals.py list
 which its code was read; the test there names what an upgrade changed (docs/parallelism.md, "Versions of DeepSpeed").
 """
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -134,6 +135,21 @@ def _clip(limit: float, gradients: Sequence[Tensor], norm: Tensor) -> None:
         factor = 1.0 / torch.clamp((norm + 1e-6) / limit, min=1.0)
         for gradient in gradients:
             gradient.mul_(factor)
+
+
+def release(optimizer: Any, weights: Iterable[nn.Parameter]) -> None:
+    """Free the `weights` and states of an engine that is not used again.
+
+    Hooks of gradients hold ZeRO 3's optimizer in cycles through PyTorch's C++ objects, which nothing collects.
+    """
+    for weight in weights:
+        weight.grad, weight.data = None, weight.data.new_empty(0)
+        vars(weight).clear()
+    for holder in (torch_optimizer(optimizer), optimizer):
+        vars(holder).clear()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def whole_shape(parameter: Any) -> tuple[int, ...]:

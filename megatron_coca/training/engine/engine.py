@@ -256,6 +256,12 @@ class Engine:
         state.set_counters(self._engine.optimizer, counters)
         state.refresh(self._engine.optimizer, self._names)
 
+    def close(self) -> None:
+        """Free the memory of model and optimizer, so that another engine can be built."""
+        self._captured, self._names = None, {}
+        self._engine.destroy()
+        internals.release(self._engine.optimizer, list(self.module.parameters()))
+
     def _tensor_shard(self, name: str) -> TensorShard | None:
         """This rank's part of the named parameter under tensor parallelism; None for all of it."""
         size = self._config.parallel.model_parallel_size

@@ -1,0 +1,195 @@
+"""Stages of a run: consecutive steps that differ in length, data, batch, rate or position extension.
+
+A stage is a difference from the rest of the configuration. Steps, learning rate and data order are functions of the
+step and the list alone.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, Generic, TypeVar, get_args
+
+from megatron_coca.config.base import ConfigError
+from megatron_coca.config.schema import COMPUTE_KEYS, KEYS, Settings
+from megatron_coca.config.training import ScheduleConfig, TrainablePart, learning_rate
+
+STAGE_GROUPS = frozenset({"data", "batch", "schedule"})
+STAGE_KEYS = (
+    COMPUTE_KEYS
+    | {"seq_length", "max_position_embeddings", "training_positions", "hidden_dropout", "attention_dropout"}
+    | {"rope_scaling", "rotary_emb_base", "relative_positions", "logit_scaling", "sliding_window_width", "layer_types"}
+    | {"optimizer.params.lr", "optimizer.params.betas", "optimizer.params.eps", "weight_decay", "gradient_clipping"}
+    | {"trainable", "eval_interval", "eval_iters", "eval_per_source", "eval_windows"}
+)
+"""Groups of keys, and keys, that a stage may change: those that leave weights and optimizer states as they are."""
+FIXED = frozenset({"train_iters", "stages", "tokenizer_type", "vocab_file", "merge_file"})
+"""Keys in these groups that it may not."""
+OWN_KEYS = ("until", "restart_schedule", "reset_optimizer")
+"""Keys that only stages have."""
+
+
+C = TypeVar("C", bound=Settings)
+Override = Callable[[Mapping[str, Any]], C]
+"""Returns a configuration with some keys changed."""
+
+
+@dataclass(frozen=True)
+class RunStage(Generic[C]):
+    """Consecutive steps with one configuration.
+
+    Attributes:
+        first, last: completed steps when it starts and when it ends.
+        config: the configuration of its steps, without `stages`.
+        schedule: that of its learning rate; `train_iters` is its own number of steps if the schedule restarts.
+        restart_schedule: the schedule counts from the start of the stage.
+        reset_optimizer: it starts with the weights alone.
+        changes: what it changes, as given, without `until`.
+    """
+
+    first: int
+    last: int
+    config: C
+    schedule: ScheduleConfig
+    restart_schedule: bool
+    reset_optimizer: bool
+    changes: Mapping[str, Any]
+
+    def learning_rate(self, step: int) -> float:
+        """Return the learning rate of the optimizer step after `step` completed ones of the run."""
+        assert self.config.optimizer.lr is not None
+        return learning_rate(step - self.first * self.restart_schedule, self.config.optimizer.lr, self.schedule)
+
+    @property
+    def text(self) -> str:
+        """The changes in one line."""
+        return ", ".join(f"{key}={value}" for key, value in self.changes.items()) or "the configuration unchanged"
+
+
+def stage_at(stages: Sequence[RunStage[C]], step: int) -> int:
+    """Return the index of the stage that trains step number `step` (the first is 0); the last one for later steps."""
+    return next((index for index, stage in enumerate(stages) if step < stage.last), len(stages) - 1)
+
+
+def resolve_stages(config: C, override: Override[C]) -> list[RunStage[C]]:
+    """Return the stages of a valid configuration; one, with the configuration itself, where none are given."""
+    train_iters, schedule = config.schedule.train_iters or 0, config.schedule
+    if schedule.stages is None:
+        return [RunStage(0, train_iters, config, schedule, False, False, {})]
+    stages: list[RunStage[C]] = []
+    for entry in schedule.stages:
+        first, last = stages[-1].last if stages else 0, _border(entry.get("until", "100%"), train_iters)
+        changes, restart = _changes(entry), bool(entry.get("restart_schedule"))
+        given = {key: value for key, value in entry.items() if key != "until"}
+        own = override(changes | {"stages": None})
+        schedule = (
+            override(changes | {"stages": None, "train_iters": last - first}).schedule if restart else own.schedule
+        )
+        stages.append(RunStage(first, last, own, schedule, restart, bool(entry.get("reset_optimizer")), given))
+    return stages
+
+
+def _changes(entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in entry.items() if key not in OWN_KEYS}
+
+
+def _border(until: Any, train_iters: int) -> int:
+    """The step of a border: a number of steps, or a share of `train_iters` such as `80%`, rounded.
+
+    Raises:
+        ValueError: `until` is neither.
+    """
+    if isinstance(until, str) and until.endswith("%"):
+        return round(Fraction(until[:-1].strip()) / 100 * train_iters)
+    if isinstance(until, bool) or not isinstance(until, int):
+        raise ValueError
+    return until
+
+
+def stage_faults(config: Settings, override: Override[Settings]) -> Iterator[tuple[str, str]]:
+    """Yield key and message of everything that is wrong with the stages of a configuration."""
+    given, iters = config.schedule.stages, config.schedule.train_iters
+    if given is None:
+        return
+    if iters is None:
+        yield "stages", "needs train_iters, of which `until` is a share or at most the number"
+        return
+    faults = [*_border_faults(given, iters)]
+    for number, entry in enumerate(given):
+        switches = [key for key in OWN_KEYS[1:] if not isinstance(entry.get(key, False), bool)]
+        faults += [(f"stages[{number}].{key}", "expected true or false") for key in switches]
+        try:
+            override(_changes(entry) | {"stages": None})
+        except ConfigError as error:
+            lines = [line.removeprefix("overrides: ").removeprefix("configuration: ") for line in error.problems]
+            faults += [(f"stages[{number}]", line) for line in lines]
+    if not faults:
+        faults += _differences(config, resolve_stages(config, override))
+    yield from faults
+
+
+def _border_faults(given: Sequence[Mapping[str, Any]], train_iters: int) -> Iterator[tuple[str, str]]:
+    before = 0
+    for number, entry in enumerate(given):
+        key, last = f"stages[{number}].until", number == len(given) - 1
+        if "until" not in entry and not last:
+            yield key, "required in every stage but the last"
+            continue
+        try:
+            border = _border(entry.get("until", "100%"), train_iters)
+        except (ValueError, ZeroDivisionError):
+            yield key, f"expected a number of steps or a share of train_iters such as 80%, got {entry['until']!r}"
+            continue
+        if border <= before:
+            yield key, f"step {border} is not after step {before}, where the stage begins"
+        elif last and border != train_iters:
+            yield key, f"step {border} is not train_iters {train_iters}, where the last stage ends; leave it out"
+        elif border >= train_iters and not last:
+            yield key, f"step {border} leaves no step of train_iters {train_iters} to the stages after it"
+        before = max(before, border)
+
+
+def _differences(config: Settings, stages: Sequence[RunStage[Settings]]) -> Iterator[tuple[str, str]]:
+    """Changes that are no business of a stage, or that weights or optimizer states do not survive."""
+    lengths = {stage.config.model.seq_length for stage in stages}
+    for number, stage in enumerate(stages):
+        fixed = [key for key in KEYS if _differs(key, config, stage.config)]
+        for key in fixed:
+            yield f"stages[{number}].{key}", "cannot differ between stages; set it for the whole run"
+        if not fixed and _learned(stage.config) != _learned(config):
+            yield (
+                f"stages[{number}]",
+                "changes what the weights of pos_emb or rope_scaling are learned for (seq_length, rotary_emb_base, "
+                "max_position_embeddings or their options); start another run from these weights with finetune=true",
+            )
+        scaling = stage.config.position.rope_scaling
+        if scaling is not None and scaling.original_max_position_embeddings is None and len(lengths) > 1:
+            yield (
+                f"stages[{number}].rope_scaling",
+                "set original_max_position_embeddings to the length that is extended: the stages have several",
+            )
+        before = stages[max(0, number - 1)].config.optimizer
+        added = [part for part in get_args(TrainablePart) if stage.config.optimizer.trains(part) > before.trains(part)]
+        if added and not stage.reset_optimizer:
+            yield (
+                f"stages[{number}].trainable",
+                f"the stage before does not train {', '.join(added)}, so there is no optimizer state; set "
+                "reset_optimizer: true in this stage",
+            )
+
+
+def _differs(key: str, config: Settings, own: Settings) -> bool:
+    """True if a key that stages may not change differs."""
+    group, field = KEYS[key]
+    if key == "stages" or key in STAGE_KEYS or (group in STAGE_GROUPS and key not in FIXED):
+        return False
+    return bool(getattr(getattr(config, group), field) != getattr(getattr(own, group), field))
+
+
+def _learned(config: Settings) -> list[Any]:
+    """What the learned parameters of the position methods depend on, by type of layers."""
+    found = []
+    for kind in config.position.of_types(config.model.layer_names).values():
+        rows = config.model.max_position_embeddings if kind.pos_emb == "learned" else None
+        extension = (kind.rope_scaling, kind.rotary_emb_base, kind.original_length(config.model.seq_length))
+        found.append((kind.pos_emb, kind.pos_emb_options, rows, extension if kind.extension.learned else None))
+    return found
