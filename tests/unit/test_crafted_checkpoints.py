@@ -20,6 +20,7 @@ from megatron_coca.checkpoints.state import WEIGHT, ParameterSlice, StatePiece, 
 from megatron_coca.config import load_config
 from megatron_coca.training.corpus import differing_data
 from megatron_coca.training.loss_guard import DataSkips, LossGuard
+from megatron_coca.training.run_stages import differing_stages
 from megatron_coca.training.saving import load_rng_states, rng_states
 from tests.checkpoint_files import NEEDED, TINY, write_checkpoint
 
@@ -38,6 +39,7 @@ WHOLE: dict[str, Any] = {
     "counters": {"step": 7.0, "loss_scaler.cur_scale": 1024.0},
     "progress": {"guard": GUARD, "skips": [[3, 2]], "skipped": 1, "unvalidated": False},
     "mixture": [SHARE],
+    "stages": [{"last": 9, "tokens_per_step": 64, "changes": {"seq_length": 16}, "read": {"a": 128}}],
     "versions": {"torch": "2"},
     "imported": {"model_type": "llama"},
 }
@@ -94,6 +96,7 @@ def use(meta: Mapping[str, Any]) -> None:
     assert int(meta["progress"]["skipped"]) >= 0 and math.isfinite(sum(meta["counters"].values()))
     assert math.prod(meta["topology"].values()) <= 2**20
     differing_data(meta.get("data") or {}, WHOLE["data"], ["a"])
+    differing_stages(meta.get("stages") or [], WHOLE["stages"])
 
 
 def refusal(action: Callable[[], object]) -> str:
