@@ -75,6 +75,7 @@ PAGES = [
     ("study/methods.yml", "250k", "study/page.md.j2", "study_250k.md"),
     ("recall/grid.yml", "answers", "recall/page.md.j2", "recall_study.md"),
     ("recall/grid.yml", "answers", "recall/findings.md.j2", "findings.md"),
+    ("recall/grid.yml", "text", "recall/text_page.md.j2", "recall_text.md"),
 ]
 
 
