@@ -168,6 +168,8 @@ def _rope(family: Family, config: Json, section: Json, source: Path) -> dict[str
         raise CheckpointError(
             f"{source}: partial_rotary_factor {share} is not supported: all features are rotated there"
         )
+    if family.architecture == "Phi3ForCausalLM" and (section.get("rope_type") or section.get("type")) in ("su", "yarn"):
+        section |= {"rope_type": "longrope"}  # names that its class takes for it
     if {"mscale", "mscale_all_dim"} <= section.keys():  # yarn of DeepSeek and Mistral
         scales = [0.1 * section.pop(name) * log(section["factor"]) + 1 for name in ("mscale", "mscale_all_dim")]
         section.setdefault("attention_factor", scales[0] / scales[1])
@@ -609,6 +611,7 @@ FAMILIES: dict[str, Family] = {
         length=2048,
         read=_falcon,
         write=_to_falcon,
+        harmless=frozenset({"n_embed"}),
     ),
 }
 """By `model_type`, in the order of preference of an export."""

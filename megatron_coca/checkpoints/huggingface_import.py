@@ -105,6 +105,8 @@ def parse_config(
     """
     family = families.FAMILIES.get(str(values.get("model_type")))
     # A section within config.json, MPT's, has its names behind that of the section.
+    if family is not None and "n_embed" in family.harmless and values.get("n_embed") is not None:
+        values = {**values, "hidden_size": values["n_embed"]}  # the name that goes first in its class
     inner = values.get("attn_config")
     if isinstance(inner, Mapping):
         values = {name: value for name, value in values.items() if name != "attn_config"} | {
