@@ -24,6 +24,8 @@ TANH_GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
 GATED = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "relu": "reglu"} | dict.fromkeys(TANH_GELU, "geglu_tanh")
 PLAIN = {"gelu": "gelu", "relu": "relu", "silu": "silu"} | dict.fromkeys(TANH_GELU, "gelu")
 """Their activations and ours; of several names of a function the family's own is written, or the first."""
+TEMPERATURE = "llama_4_scaling_beta"
+"""An option of rope_parameters: a factor on queries by position, which is supported as 0 only."""
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
@@ -162,7 +164,9 @@ def _ropes(family: Family, config: Json, source: Path) -> dict[str, dict[str, An
 
 
 def _rope(family: Family, config: Json, section: Json, source: Path) -> dict[str, Any]:
-    section = dict(section)
+    section = {name: value for name, value in section.items() if name != MAXIMUM}
+    if not section.get(TEMPERATURE):
+        section.pop(TEMPERATURE, None)
     share = section.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
     if share != 1 and not family.partial:
         raise CheckpointError(
@@ -357,6 +361,11 @@ def _to_phi3(config: Config) -> dict[str, Any]:
     return _both_dropouts(config) | {ORIGINAL: config.position.original_length(config.model.seq_length)}
 
 
+def _to_ministral3(config: Config) -> dict[str, Any]:
+    # Its class needs the option of its temperature, which is off.
+    return {"rope_parameters": rope_parameters(config.position, config.model.seq_length) | {TEMPERATURE: 0.0}}
+
+
 def _power_of_two(config: Json, keys: Json) -> dict[str, Any]:
     heads = config["num_attention_heads"]
     if heads & (heads - 1):
@@ -415,6 +424,15 @@ FAMILIES: dict[str, Family] = {
     ),
     "mistral": Family(
         "MistralForCausalLM", _rows(weight_map.like_llama(weight_map.PRE)), MODERN, RMS, layers=_all_layers
+    ),
+    "ministral3": Family(
+        "Ministral3ForCausalLM",
+        _rows(weight_map.like_llama(weight_map.PRE)),
+        MODERN,
+        {"rms_norm_eps": ("rms_norm_epsilon", 1e-5)},
+        head_dim=128,
+        layers=_all_layers,
+        write=_to_ministral3,
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM",

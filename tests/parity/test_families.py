@@ -73,6 +73,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_bias": True,
         },
     ),
+    "ministral3, no temperature": (
+        "Ministral3",
+        {"head_dim": 10, "rope_parameters": YARN | {"llama_4_scaling_beta": 0.0, "mscale": 1.0, "mscale_all_dim": 0.5}},
+    ),
     "olmo2": ("Olmo2", {"rope_parameters": LINEAR}),
     "olmo2 tied, biases": ("Olmo2", {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 6}),
     "olmo3": (
