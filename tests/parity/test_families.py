@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from megatron_coca import load_model
 from megatron_coca.checkpoints import CheckpointError, load_checkpoint
 from megatron_coca.checkpoints.exports.huggingface_export import export
-from megatron_coca.checkpoints.families import comparable
+from megatron_coca.checkpoints.family_keys import comparable
 from megatron_coca.checkpoints.load import open_checkpoint
 from megatron_coca.commands.train import parser, read_config
 from megatron_coca.commands.train_stages import plan
