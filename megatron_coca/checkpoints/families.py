@@ -1,299 +1,24 @@
-"""Architectures of transformers beside GPT-NeoX and LLaMA: the keys of config.json as ours, in both directions.
+"""Architectures of transformers beside GPT-NeoX and LLaMA, each a row of FAMILIES (see `family_keys.Family`)."""
 
-Each is a row of FAMILIES. A key with one meaning for all models of a family is in `fixed` (ours) or `only` (theirs); a
-key of config.json that neither these nor the functions here read is refused by the caller. What an export writes is
-read again and compared, so that a family is used for a model only if it expresses all of it.
-"""
-
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from math import log
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_coca.checkpoints import weight_map
-from megatron_coca.checkpoints.files import CheckpointError
-from megatron_coca.checkpoints.huggingface_rope import MAXIMUM, rope_keys, rope_parameters, rope_section
+from megatron_coca.checkpoints.family_keys import (
+    TEMPERATURE,
+    Family,
+    all_layers,
+    every,
+    from_layer,
+    smollm3_layers,
+    smollm3_rope,
+)
+from megatron_coca.checkpoints.huggingface_rope import MAXIMUM, rope_parameters
 from megatron_coca.checkpoints.weight_map import Row
 from megatron_coca.config import Config, ModelConfig
-from megatron_coca.config.model import GATED_ACTIVATIONS, GLOBAL
 from megatron_coca.config.position import ORIGINAL
 
 Json = Mapping[str, Any]
-TANH_GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
-GATED = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "relu": "reglu"} | dict.fromkeys(TANH_GELU, "geglu_tanh")
-PLAIN = {"gelu": "gelu", "relu": "relu", "silu": "silu"} | dict.fromkeys(TANH_GELU, "gelu")
-"""Their activations and ours; of several names of a function the family's own is written, or the first."""
-SLIDING, FULL = "sliding_attention", "full_attention"
-
-
-@dataclass(frozen=True)
-class Family:
-    """One architecture of transformers.
-
-    Attributes:
-        architecture: its class.
-        rows: the names of the weights, from our keys.
-        fixed: our keys that all its models share.
-        keys: theirs -> ours, and the default of its class.
-        only: keys that it has with this value only.
-        names: keys that most architectures share -> its own names of them, None where it has none.
-        activation: the key of the activation and its default; without a name, that of all its models.
-        tied: default of tie_word_embeddings.
-        length: default of the training length.
-        head_dim: default of head_dim; None for hidden_size / num_attention_heads.
-        rope: the rotary base without one in config.json; None for architectures without rotation.
-        layers: reads which layers have a window: config.json, layers -> for each a boolean; None without windows.
-        rope_layers: the same for rotation; None if all layers rotate.
-        by_type: rope_parameters has a section for each type of layers.
-        partial: some features of a head need not be rotated.
-        read, write: the rest: config.json and the keys read so far -> more of ours; our configuration -> more theirs.
-        harmless: keys of published folders that change nothing in its class.
-    """
-
-    architecture: str
-    rows: Callable[[ModelConfig], tuple[Row, ...]]
-    fixed: Mapping[str, Any]
-    keys: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
-    only: Mapping[str, Any] = field(default_factory=dict)
-    names: Mapping[str, str | None] = field(default_factory=dict)
-    activation: tuple[str | None, str] = ("hidden_act", "silu")
-    tied: bool = False
-    length: int | None = None
-    head_dim: int | None = None
-    rope: float | None = 10000.0
-    layers: Callable[[Json, int], list[bool]] | None = None
-    rope_layers: Callable[[Json, list[bool]], list[bool]] | None = None
-    by_type: bool = False
-    partial: bool = False
-    read: Callable[[Json, Json], dict[str, Any]] = lambda config, keys: {}
-    write: Callable[[Config], dict[str, Any]] = lambda config: {}
-    harmless: frozenset[str] = frozenset()
-
-
-# Which layers have a window -------------------------------------------------------------------------------------------
-
-
-def _all_layers(config: Json, count: int) -> list[bool]:
-    return [True] * count
-
-
-def _listed(config: Json, default: Iterable[bool]) -> list[bool]:
-    types = config.get("layer_types")
-    if types is None:
-        return list(default)
-    unknown = sorted(set(types) - {SLIDING, FULL})
-    if unknown:
-        raise ValueError(f"layer_types has {unknown[0]!r}; known: {SLIDING}, {FULL}")
-    return [kind == SLIDING for kind in types]
-
-
-def _every(period: int) -> Callable[[Json, int], list[bool]]:
-    """Every `period`-th layer is without a window, unless config.json says otherwise."""
-
-    def layers(config: Json, count: int) -> list[bool]:
-        given = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or period
-        return _listed(config, (bool((i + 1) % given) for i in range(count)))
-
-    return layers
-
-
-def _from_layer(config: Json, count: int) -> list[bool]:
-    """Qwen's: from layer `max_window_layers` on, if `use_sliding_window`."""
-    first, used = config.get("max_window_layers", 28), config.get("use_sliding_window", False)
-    listed = _listed(config, (i >= first for i in range(count)))
-    return listed if used else [False] * count
-
-
-def _smollm3_layers(config: Json, count: int) -> list[bool]:
-    used = config.get("use_sliding_window", False)
-    rotating = _smollm3_rope(config, [False] * count)
-    listed = _listed(config, (not rotates for rotates in rotating))
-    return listed if used else [False] * count
-
-
-def _smollm3_rope(config: Json, sliding: list[bool]) -> list[bool]:
-    interval, listed = config.get("no_rope_layer_interval", 4), config.get("no_rope_layers")
-    return [bool(flag) for flag in listed] if listed else [bool((i + 1) % interval) for i in range(len(sliding))]
-
-
-def _layer_keys(family: Family, config: Json, source: Path, count: int) -> dict[str, Any]:
-    """Our position keys of all layers. Layers of one kind have the model's own keys."""
-    window = config.get("sliding_window") if family.layers is not None else None
-    sliding = family.layers(config, count) if family.layers is not None else [False] * count
-    sliding = sliding if window is not None else [False] * count
-    rotating = [True] * count if family.rope_layers is None else family.rope_layers(config, sliding)
-    if len(sliding) != count or len(rotating) != count:
-        raise CheckpointError(f"{source}: layer_types or no_rope_layers is not of {count} layers")
-    changes: dict[str, dict[str, Any]] = {GLOBAL: {}}
-    ropes = _ropes(family, config, source)
-    if window is not None:
-        other = ropes.get(SLIDING, ropes[FULL])
-        own = {} if other == ropes[FULL] else {"rope_scaling": None} | other
-        changes["sliding"] = {"sliding_window_width": window - 1} | own
-        changes["sliding_nope"] = changes["sliding"] | {"pos_emb": "none", "rope_scaling": None}
-    changes["nope"] = {"pos_emb": "none"}
-    names = [
-        (("sliding" if slides else GLOBAL) if rotates else ("sliding_nope" if slides else "nope"))
-        for slides, rotates in zip(sliding, rotating, strict=True)
-    ]
-    keys = {"pos_emb": "rotary"} | ropes[FULL]
-    used = dict.fromkeys(names)
-    if len(used) == 1:
-        return keys | changes[names[0]]
-    return keys | {
-        "attention_config": [[names, 1]],
-        "layer_types": {name: changes[name] for name in used if name != GLOBAL},
-    }
-
-
-def _ropes(family: Family, config: Json, source: Path) -> dict[str, dict[str, Any]]:
-    """Our keys of rotation by type of layers."""
-    section = rope_section(config)
-    if not family.by_type:
-        return {FULL: _rope(family, config, section, source)}
-    if FULL in section or SLIDING in section:
-        parts = {kind: section.get(kind) or {} for kind in (FULL, SLIDING)}
-    else:  # as transformers 4 wrote it: the extension and the base are those of layers without a window
-        local = config.get("rope_local_base_freq")
-        base = family.rope if family.architecture.startswith("Olmo") else 10000.0
-        parts = {FULL: section, SLIDING: {"rope_theta": local or base}}
-    return {kind: _rope(family, config, part, source) for kind, part in parts.items()}
-
-
-def _rope(family: Family, config: Json, section: Json, source: Path) -> dict[str, Any]:
-    section = dict(section)
-    share = section.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
-    if share != 1 and not family.partial:
-        raise CheckpointError(
-            f"{source}: partial_rotary_factor {share} is not supported: all features are rotated there"
-        )
-    if {"mscale", "mscale_all_dim"} <= section.keys():  # yarn of DeepSeek and Mistral
-        scales = [0.1 * section.pop(name) * log(section["factor"]) + 1 for name in ("mscale", "mscale_all_dim")]
-        section.setdefault("attention_factor", scales[0] / scales[1])
-    values = {**config, "rope_parameters": section, "rope_scaling": None}
-    values.setdefault("rope_theta", family.rope)
-    return rope_keys(values, source, "rope_theta") | ({"rotary_pct": float(share)} if share != 1 else {})
-
-
-# Reading and writing --------------------------------------------------------------------------------------------------
-
-
-def read_keys(family: Family, config: Json, source: Path) -> dict[str, Any]:
-    """Return our keys of the network and its positions, without those that all architectures share.
-
-    `config` has the names that most architectures share. Raises CheckpointError where it differs from what the family
-    can be.
-    """
-    for name, value in family.only.items():
-        found = config.get(name)
-        if found is not None and found != value:
-            raise CheckpointError(f"{source}: {name} {found!r} is not supported, only {value!r}")
-    keys = dict(family.fixed) | {ours: config.get(theirs, default) for theirs, (ours, default) in family.keys.items()}
-    keys |= _mlp_keys(family, config, source)
-    width = config["hidden_size"] // config["num_attention_heads"]
-    given = config.get("head_dim", family.head_dim) if family.rope is not None else None
-    if given not in (None, width):
-        keys["kv_channels"] = given
-    if family.rope is not None:
-        keys |= _layer_keys(family, config, source, config["num_hidden_layers"])
-    return keys | family.read(config, keys)
-
-
-def _mlp_keys(family: Family, config: Json, source: Path) -> dict[str, Any]:
-    name, default = family.activation
-    named = config.get(name, default) if name is not None else default
-    gated = family.fixed.get("activation") == "gated"
-    known = GATED if gated else PLAIN
-    if named not in known:
-        raise CheckpointError(f"{source}: {name} {named!r} is not supported; known: {', '.join(known)}")
-    inner = config.get("intermediate_size") or 4 * config["hidden_size"]
-    return {
-        "activation": known[named],
-        "bias_gelu_fusion": not gated and named in TANH_GELU,
-        "intermediate_size": (3 if gated else 1) * inner,  # GPT-NeoX counts both halves of a gated layer, times 3/2
-    }
-
-
-def write_keys(family: Family, config: Config, shared: Mapping[str, Any]) -> dict[str, Any]:
-    """Return config.json: `shared` has what most architectures share, by the names of most. Inverse of `read_keys`."""
-    flat, model = config.flat(), config.model
-    settings = dict(shared) | {theirs: flat[ours] for theirs, (ours, _) in family.keys.items()} | dict(family.only)
-    activation, (name, default) = model.activation, family.activation
-    if name is not None:
-        known = GATED if activation in GATED_ACTIVATIONS else PLAIN
-        tanh = activation == "geglu_tanh" or (activation == "gelu" and model.bias_gelu_fusion)
-        named = [theirs for theirs, ours in known.items() if ours == activation and (theirs in TANH_GELU) == tanh]
-        settings[name] = default if default in named else next(iter(named), default)
-    if family.rope is not None:
-        settings |= {"num_key_value_heads": model.num_kv_heads, "head_dim": model.head_dim}
-        settings |= _written_layers(family, config)
-    settings |= family.write(config)
-    renamed = {family.names.get(name, name): value for name, value in settings.items()}
-    return {name: value for name, value in renamed.items() if name is not None}
-
-
-def _written_layers(family: Family, config: Config) -> dict[str, Any]:
-    kinds, names, length = config.layer_types, config.model.layer_names, config.model.seq_length
-    rotary = [kind for kind in kinds.values() if kind.embedding.rotary] or [config.position]
-    full = next((kind for kind in rotary if kind.sliding_window_width is None), rotary[0])
-    sections = {FULL: rope_parameters(full, length)}
-    windows = [kind for kind in kinds.values() if kind.sliding_window_width is not None]
-    sections[SLIDING] = rope_parameters(windows[0] if windows else full, length)
-    settings: dict[str, Any] = {"rope_parameters": sections if family.by_type else sections[FULL]}
-    if full.rotary_pct != 1 and not family.by_type:
-        settings["rope_parameters"]["partial_rotary_factor"] = full.rotary_pct
-    if family.layers is not None:
-        # Classes with a list of types make a mask of the window even where no layer has one.
-        unused = None if family.layers in (_all_layers, _from_layer, _smollm3_layers) else length
-        width = windows[0].sliding_window_width if windows else None
-        settings["sliding_window"] = unused if width is None else width + 1
-    if family.layers not in (None, _all_layers):
-        slides = [kinds[name].sliding_window_width is not None for name in names]
-        settings["layer_types"] = [SLIDING if flag else FULL for flag in slides]
-    if family.layers in (_from_layer, _smollm3_layers):
-        settings["use_sliding_window"] = bool(windows)
-    if family.rope_layers is _smollm3_rope:
-        settings["no_rope_layers"] = [int(kinds[name].embedding.rotary) for name in names]
-    return settings
-
-
-def comparable(config: Config) -> dict[str, Any]:
-    """Return what a model computes, in one form for equal models: to compare a model with what was written of it."""
-    flat, model = config.flat(), config.model
-    names = ("num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "head_dim", "ffn_hidden_size")
-    lengths = ("seq_length", "padded_vocab_size")
-    kinds = config.layer_types
-    positions = []
-    for name in model.layer_names:
-        kind = kinds[name]
-        own = kind.model_dump(exclude={"layer_types", "imports", "attention_backend", "operand_kernel"})
-        own["rope_scaling"] = None
-        if (scaling := kind.rope_scaling) is not None and kind.extension.name != "default":
-            measured = kind.original_length(model.seq_length) if kind.extension.measures_length else None
-            own["rope_scaling"] = scaling.settings(model.seq_length) | {"name": kind.extension.name, "L": measured}
-        if not kind.embedding.rotary:
-            own = {key: value for key, value in own.items() if not key.startswith(("rotary_", "rope_"))}
-        positions.append(own)
-    epsilon = {"layernorm": "layernorm_epsilon", "rmsnorm": "rms_norm_epsilon"}.get(model.norm, "scalenorm_epsilon")
-    keys = (
-        *("no_weight_tying", "use_bias_in_attn_linear", "use_bias_in_qkv", "use_bias_in_mlp", "gpt_j_residual", "norm"),
-        *("norm_position", "zero_centered_norms", "qk_norm", "use_qk_layernorm", "use_embedding_norm"),
-        *("embedding_scale", "attn_logit_softcapping", "final_logit_softcapping", "final_logit_scale", epsilon),
-        *("hidden_dropout", "attention_dropout"),
-    )
-    shown: dict[str, Any] = {name: getattr(model, name) for name in names + lengths} | {key: flat[key] for key in keys}
-    shown["activation"] = "silu" if model.activation == "swish" else model.activation
-    shown["tanh"] = model.activation == "gelu" and model.bias_gelu_fusion
-    shown["one_norm"] = model.gpt_j_residual and model.gpt_j_tied
-    shown["norm_bias"] = model.norm == "layernorm" and model.use_bias_in_norms
-    shown["softmax_scale"] = model.softmax_scale or model.head_dim**-0.5
-    shown["rows"] = model.max_position_embeddings if config.position.embedding.weights == "table" else None
-    return shown | {"positions": positions}
-
-
-# The table ------------------------------------------------------------------------------------------------------------
-
 MODERN = {
     "activation": "gated",
     "norm": "rmsnorm",
@@ -355,6 +80,11 @@ def _to_phi3(config: Config) -> dict[str, Any]:
     return _both_dropouts(config) | {ORIGINAL: config.position.original_length(config.model.seq_length)}
 
 
+def _to_ministral3(config: Config) -> dict[str, Any]:
+    # Its class needs the option of its temperature, which is off.
+    return {"rope_parameters": rope_parameters(config.position, config.model.seq_length) | {TEMPERATURE: 0.0}}
+
+
 def _power_of_two(config: Json, keys: Json) -> dict[str, Any]:
     heads = config["num_attention_heads"]
     if heads & (heads - 1):
@@ -409,10 +139,19 @@ FAMILIES: dict[str, Family] = {
         MODERN | {"use_bias_in_qkv": True},
         RMS,
         {"use_mrope": False},
-        layers=_from_layer,
+        layers=from_layer,
     ),
     "mistral": Family(
-        "MistralForCausalLM", _rows(weight_map.like_llama(weight_map.PRE)), MODERN, RMS, layers=_all_layers
+        "MistralForCausalLM", _rows(weight_map.like_llama(weight_map.PRE)), MODERN, RMS, layers=all_layers
+    ),
+    "ministral3": Family(
+        "Ministral3ForCausalLM",
+        _rows(weight_map.like_llama(weight_map.PRE)),
+        MODERN,
+        {"rms_norm_eps": ("rms_norm_epsilon", 1e-5)},
+        head_dim=128,
+        layers=all_layers,
+        write=_to_ministral3,
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
@@ -420,7 +159,7 @@ FAMILIES: dict[str, Family] = {
         MODERN | {"qk_norm": "head"},
         RMS | BIASES,
         head_dim=128,
-        layers=_from_layer,
+        layers=from_layer,
     ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
@@ -429,8 +168,8 @@ FAMILIES: dict[str, Family] = {
         RMS | BIASES | {"mlp_bias": ("use_bias_in_mlp", False)},
         tied=True,
         rope=2000000.0,
-        layers=_smollm3_layers,
-        rope_layers=_smollm3_rope,
+        layers=smollm3_layers,
+        rope_layers=smollm3_rope,
         harmless=frozenset({"no_rope_layer_interval", "max_window_layers"}),
     ),
     "olmo2": Family(
@@ -445,7 +184,7 @@ FAMILIES: dict[str, Family] = {
         MODERN | {"norm_position": "post", "qk_norm": "projection"},
         OLMO,
         rope=500000.0,
-        layers=_every(4),
+        layers=every(4),
         by_type=True,
     ),
     "phi3": Family(
@@ -454,7 +193,7 @@ FAMILIES: dict[str, Family] = {
         MODERN,
         {"rms_norm_eps": ("rms_norm_epsilon", 1e-5), "resid_pdrop": ("hidden_dropout", 0.0)},
         {"attention_bias": False, "mlp_bias": False, "lm_head_bias": False},
-        layers=_all_layers,
+        layers=all_layers,
         partial=True,
         read=_phi3,
         write=_to_phi3,
@@ -473,7 +212,7 @@ FAMILIES: dict[str, Family] = {
         activation=("hidden_activation", "gelu_pytorch_tanh"),
         tied=True,
         head_dim=256,
-        layers=_every(2),
+        layers=every(2),
         read=_gemma,
         write=_to_gemma,
         harmless=frozenset({"cache_implementation", "hidden_act"}),
@@ -489,7 +228,7 @@ FAMILIES: dict[str, Family] = {
         tied=True,
         head_dim=256,
         rope=1000000.0,
-        layers=_every(6),
+        layers=every(6),
         by_type=True,
         read=_gemma,
         write=_to_gemma,
@@ -502,7 +241,7 @@ FAMILIES: dict[str, Family] = {
         {"layer_norm_eps": ("layernorm_epsilon", 1e-5), "logit_scale": ("final_logit_scale", 0.0625)} | BIASES,
         {"use_parallel_block": True, "use_gated_activation": True, "use_qk_norm": False, "rotary_pct": 1.0},
         tied=True,
-        layers=_every(4),
+        layers=every(4),
         rope_layers=_cohere,
         harmless=frozenset(
             {
@@ -609,6 +348,7 @@ FAMILIES: dict[str, Family] = {
         length=2048,
         read=_falcon,
         write=_to_falcon,
+        harmless=frozenset({"n_embed"}),
     ),
 }
 """By `model_type`, in the order of preference of an export."""

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 
 from megatron_coca.checkpoints import families, weight_map
+from megatron_coca.checkpoints.family_keys import read_keys
 from megatron_coca.checkpoints.files import CheckpointError, read_json, read_json_if_present
 from megatron_coca.checkpoints.huggingface_rope import MAXIMUM, TRAINING_LENGTH, rope_keys, rope_section
 from megatron_coca.checkpoints.weights import Weights, names_in, names_in_pickle, open_pickles, open_safetensors
@@ -105,6 +106,8 @@ def parse_config(
     """
     family = families.FAMILIES.get(str(values.get("model_type")))
     # A section within config.json, MPT's, has its names behind that of the section.
+    if family is not None and "n_embed" in family.harmless and values.get("n_embed") is not None:
+        values = {**values, "hidden_size": values["n_embed"]}  # the name that goes first in its class
     inner = values.get("attn_config")
     if isinstance(inner, Mapping):
         values = {name: value for name, value in values.items() if name != "attn_config"} | {
@@ -117,7 +120,7 @@ def parse_config(
     try:
         if family is not None:
             keys = _common_keys(config, generation or {}, family.tied, family.length)
-            keys |= families.read_keys(family, config, source)
+            keys |= read_keys(family, config, source)
         elif older is not None:
             keys = _common_keys(config, generation or {}) | older.shape(config, source)
             keys |= older.position(config, source, weights())

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from megatron_coca import load_model
 from megatron_coca.checkpoints import CheckpointError, load_checkpoint
 from megatron_coca.checkpoints.exports.huggingface_export import export
+from megatron_coca.checkpoints.family_keys import comparable
 from megatron_coca.checkpoints.load import open_checkpoint
 from megatron_coca.commands.train import parser, read_config
 from megatron_coca.config import load_config
@@ -70,6 +71,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "no_rope_layer_interval": 2,
             "mlp_bias": True,
         },
+    ),
+    "ministral3, no temperature": (
+        "Ministral3",
+        {"head_dim": 10, "rope_parameters": YARN | {"llama_4_scaling_beta": 0.0, "mscale": 1.0, "mscale_all_dim": 0.5}},
     ),
     "olmo2": ("Olmo2", {"rope_parameters": LINEAR}),
     "olmo2 tied, biases": ("Olmo2", {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 6}),
@@ -366,3 +371,31 @@ def test_a_model_of_ours_is_written_as_the_class_that_has_its_block(
         assert evaluate(command) == 0
         shown = capsys.readouterr().out
         assert all(Path(file).stem in shown for file in variants)
+
+
+PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
+    "one base": ("qwen2", {"rope_theta": 10000.0, "use_mrope": False}),
+    "two bases": (
+        "gemma3",
+        {"rope_theta": 500.0, "rope_local_base_freq": 300.0, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+        | {"sliding_window_pattern": 6, "layer_types": None, "cache_implementation": "hybrid"},
+    ),
+    "longrope by its first name": (
+        "phi3 longrope, tied, partly rotated",
+        {"rope_theta": 500.0, "partial_rotary_factor": 0.67, "attention_bias": False}
+        | {"rope_scaling": {"type": "su", "short_factor": [1.0, 1.5], "long_factor": [1.5, 4.0]}},
+    ),
+    "width by another name": ("bloom", {"n_embed": 36, "hidden_size": None, "offset_alibi": 100, "seq_length": 2048}),
+}
+"""A model, and the keys of config.json as its authors published them."""
+
+
+@pytest.mark.parametrize("case", PUBLISHED)
+def test_published_spellings_are_the_same_model(case: str, tmp_path: Path) -> None:
+    name, spelled = PUBLISHED[case]
+    build(name).save_pretrained(tmp_path)
+    before = load_checkpoint(tmp_path).config
+    values = json.loads((tmp_path / "config.json").read_text())
+    values.pop("rope_parameters", None)
+    (tmp_path / "config.json").write_text(json.dumps(values | spelled))
+    assert comparable(load_checkpoint(tmp_path).config) == comparable(before)

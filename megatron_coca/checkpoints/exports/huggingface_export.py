@@ -27,7 +27,8 @@ from megatron_coca.checkpoints.exports.tokenizer import (
     suppress_tokens,
     tokenizer_files,
 )
-from megatron_coca.checkpoints.families import FAMILIES, comparable, write_keys
+from megatron_coca.checkpoints.families import FAMILIES
+from megatron_coca.checkpoints.family_keys import comparable, write_keys
 from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.checkpoints.huggingface_import import (
     CONFIG,
