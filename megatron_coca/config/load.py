@@ -383,7 +383,7 @@ class Config(Settings):
         if problems or errors:
             raise ConfigError(*problems, *errors)
         config, faults = cls.model_validate(groups), Problems(source)
-        for key, message in stage_faults(config, config.override):
+        for key, message in stage_faults(config, config.override) if config.schedule.stages else ():
             faults.add(key, message)
         if faults.lines:
             raise ConfigError(*faults.lines)

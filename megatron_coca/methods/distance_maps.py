@@ -38,8 +38,8 @@ def _beyond_half(use: Use) -> str | None:
 
 
 def _shifted_back(use: Use) -> str | None:
-    shift, local = use.options["shift"], use.options["local"]
-    return None if local <= shift else f"local {local} exceeds shift {shift}, so distances would grow"
+    window, local = use.options["window"], use.options["local"]
+    return None if local <= window else f"local {local} exceeds window {window}, so distances would grow"
 
 
 _TARGET = Option("target_length", "count", "Largest evaluation length L'.", required=True)
@@ -83,20 +83,14 @@ declare(
             "string",
             "STRING",
             "An et al. 2024",
-            rule="`m' = m - S + w`, `n' = n`: distance `r - S + w` from `r = S` on",
+            rule="`m' = m - w + local`, `n' = n`: distance `r - w + local`",
             options=(
-                Option(
-                    "shift",
-                    "count",
-                    "S; distances from S on are shifted.",
-                    by_length=lambda length, _: max(length // 3, 1),
-                    shown="L/3",
-                ),
+                _window(3),
                 Option(
                     "local",
                     "count",
                     "Smallest distance w of the shifted pairs.",
-                    by_length=lambda _, given: min(128, max(given["shift"] // 2, 1)),
+                    by_length=lambda _, given: min(128, max(given["window"] // 2, 1)),
                     shown="at most 128",
                 ),
             ),

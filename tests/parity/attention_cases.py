@@ -107,8 +107,6 @@ class Case:
         """What else the oracle needs to know."""
         scaling = {} if "up" in learned else dict(self.scaling)
         relative = dict(self.relative)
-        if "shift" in relative:
-            relative["window"] = relative.pop("shift")
         if target := relative.pop("target_length", None):
             relative["leak"] = TRAINING_LENGTH / (2 * target)
         return Setting(
@@ -297,7 +295,7 @@ _MAPS: dict[str, dict[str, Any]] = {
     "leaky_rerope": {"type": "leaky_rerope", "window": 20, "leak": 4.0},
     "inv_leaky_rerope": {"type": "inv_leaky_rerope", "window": 8, "target_length": 128},
     "self_extend": {"type": "self_extend", "window": 21, "group_size": 4},
-    "string": {"type": "string", "shift": 20, "local": 7},
+    "string": {"type": "string", "window": 20, "local": 7},
     "lm_infinite": {"type": "lm_infinite", "window": 20, "sinks": 10},
     "streaming": {"type": "streaming", "window": 20, "sinks": 4},
 }
@@ -311,7 +309,10 @@ MAPS = {
 
 def with_window(case: Case, window: int) -> Case:
     """The same map with another window."""
-    return replace(case, relative=dict(case.relative) | {"window": window})
+    relative = dict(case.relative) | {"window": window}
+    if "local" in relative:
+        relative["local"] = min(relative["local"], window)
+    return replace(case, relative=relative)
 
 
 CASES = FORMS | MAPS

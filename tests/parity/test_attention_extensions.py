@@ -60,7 +60,7 @@ COMBINED = {
         "rotary", EXTENSIONS["dynamic_yarn"], {"type": "streaming", "window": 20, "sinks": 4}, "log_n_trained"
     ),
     "rotary-dynamic-string-temperature": Case(
-        "rotary", EXTENSIONS["dynamic"], {"type": "string", "shift": 20, "local": 5}, {"type": "temperature"}
+        "rotary", EXTENSIONS["dynamic"], {"type": "string", "window": 20, "local": 5}, {"type": "temperature"}
     ),
     "coca-temperature": Case(
         "coca", logit_scaling={"type": "temperature", "period": 16, "first": 1, "strength": 0.4}, rotary_pct=0.5

@@ -57,7 +57,7 @@ MAPS: dict[str, dict[str, Any]] = {
     "leaky_rerope": {"leak": 4.0},
     "inv_leaky_rerope": {"target_length": 64},
     "self_extend": {"group_size": 3},
-    "string": {"shift": 9, "local": 3},
+    "string": {"window": 9, "local": 3},
     "lm_infinite": {"window": 12, "sinks": 3},
     "streaming": {"window": 12},
 }

@@ -135,7 +135,7 @@ def test_another_architecture_is_refused(tmp_path: Path, keys: dict[str, Any], n
 
 def test_another_shape_is_refused(tmp_path: Path) -> None:
     folder, _ = source(tmp_path / "run")
-    with pytest.raises(CheckpointError, match=r"mlp.linear1.weight is \[128, 32\], the model wants \[64, 32\]"):
+    with pytest.raises(CheckpointError, match=r"intermediate_size \(saved 128, now an inner width of 64\)"):
         begun(folder, intermediate_size=64)
 
 

@@ -62,7 +62,7 @@ IN_TORCH_2_3 = {
     *("Generator", "Tensor", "__version__.split", "addmm", "addmv", "arange", "are_deterministic_algorithms_enabled"),
     *("autograd.Function", "baddbmm", "nn.ModuleDict"),
     *("autograd.function.FunctionCtx", "autograd.function.once_differentiable", "bfloat16", "bool", "bucketize", "cat"),
-    *("device", "dropout", "ones_like"),
+    *("device", "dropout", "ones_like", "utils.checkpoint.checkpoint"),
     *("compiler.is_compiling", "cuda.get_device_capability", "cuda.is_available", "distributed.ReduceOp.MAX"),
     *("distributed.all_reduce", "distributed.get_backend"),
     *("distributed.get_rank", "distributed.get_world_size", "distributed.is_initialized", "dtype", "empty"),

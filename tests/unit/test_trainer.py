@@ -59,7 +59,7 @@ class CountingEngine:
     def pieces(self) -> list[StatePiece]:
         return [StatePiece("w", WEIGHT, 0, self.weight)]
 
-    def places(self) -> dict[str, ParameterSlice]:
+    def parameter_slices(self) -> dict[str, ParameterSlice]:
         return {"w": ParameterSlice((1,))}
 
     def counters(self) -> dict[str, float]:

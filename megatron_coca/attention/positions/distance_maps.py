@@ -86,14 +86,14 @@ def _self_extend(s: Options, training_length: int) -> tuple[Band, ...]:
 
 
 def _string(s: Options, training_length: int) -> tuple[Band, ...]:
-    """STRING (An et al. 2024, "Why Does the Effective Context Length of LLMs Fall Short?", section 4): r below S, then
-    r - S + w, so that far pairs have the distances that training saw most.
+    """STRING (An et al. 2024, "Why Does the Effective Context Length of LLMs Fall Short?", section 4): r below w, then
+    r - w + local, so that far pairs have the distances that training saw most.
     """
 
     def query(positions: Tensor, first: Tensor) -> Tensor:
-        return positions - s["shift"] + s["local"]
+        return positions - s["window"] + s["local"]
 
-    return Band(high=s["shift"]), Band(low=s["shift"], query_positions=query)
+    return Band(high=s["window"]), Band(low=s["window"], query_positions=query)
 
 
 def _lm_infinite(s: Options, training_length: int) -> tuple[Band, ...]:
