@@ -8,6 +8,8 @@
     megatron-coca inspect verify data/mine
     megatron-coca inspect checkpoint runs/350M_roformer_coca                  # all steps of a run
     megatron-coca inspect checkpoint runs/350M_roformer_coca/global_step5000 --no-verify
+    megatron-coca inspect method configs/350M/roformer.yml configs/350M/roformer_coca.yml configs/layers/gemma3.yml \
+        --variant plain --variant YaRN configs/extend/yarn.yml --output methods.html
 
 The exit status is 1 where verify finds a fault or a checkpoint is damaged, and 2 after input that cannot be used.
 """
@@ -17,11 +19,12 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_coca.commands import command_parser, count
-from megatron_coca.config import load_config, split_inputs
+from megatron_coca.config import ConfigError, load_config, split_inputs
 from megatron_coca.data import inspection
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.order import Blend
@@ -152,6 +155,53 @@ def _checkpoint(options: argparse.Namespace) -> Result:
     return Result(text, [each.facts() for each in found], any(each.damage for each in found))
 
 
+def _method(options: argparse.Namespace) -> Result:
+    from megatron_coca.attention.inputs import BackendError
+    from megatron_coca.evaluation.analysis import method_page
+    from megatron_coca.evaluation.options import read_variants
+    from megatron_coca.evaluation.report.document import console_text
+
+    files, overrides = split_inputs(options.inputs)
+    models = _models(files, overrides)
+    given = argparse.Namespace(variant=options.variant or [["plain"]], overrides=[], label=None)
+    variants = read_variants(given)
+    trained = [load_config(model, overrides) for model in models]
+    length = options.length or 4 * max(config.model.seq_length for config in trained)
+    shown, refused = [], []
+    for (model, config), variant in product(zip(models, trained, strict=True), variants):
+        name = " + ".join(Path(file).stem for file in model)
+        try:
+            changed = config
+            if variant.files or variant.overrides:
+                changed = load_config([*model, *variant.files], [*overrides, *variant.overrides])
+            shown += method_page.shown_methods(name, variant.label, config, changed, length)
+        except (BackendError, ConfigError) as error:
+            refused.append(f"left out: {name} with {variant.label}: {error}")
+    if not shown:
+        raise ConfigError("\n".join(refused))
+    page, drawn = method_page.method_page(shown)
+    written = method_page.write_page(page, options.output)
+    facts = {name: [asdict(panel) for panel in panels] for name, panels in drawn.items()}
+    return Result("\n".join([console_text(page), "", *refused, *map(str, written)]), facts)
+
+
+def _models(files: Sequence[str], overrides: Sequence[str]) -> list[list[str]]:
+    """The files of each model: one that describes a model alone begins the next, others are added to the last."""
+    models: list[list[str]] = []
+    for file in files:
+        try:
+            load_config([file], overrides)
+        except ConfigError:
+            if not models:
+                raise
+            models[-1].append(file)
+        else:
+            models.append([file])
+    if not models:
+        raise ConfigError("name at least one configuration file, such as configs/350M/roformer.yml")
+    return models
+
+
 def parser() -> argparse.ArgumentParser:
     options = command_parser("inspect", __doc__)
     commands = options.add_subparsers(required=True, metavar="COMMAND")
@@ -169,14 +219,20 @@ def parser() -> argparse.ArgumentParser:
     coverage = command("coverage", _coverage, "how the vocabulary is used, by source")
     verify = command("verify", _verify, "compare shards with their manifest, index and vocabulary; reads all tokens")
     checkpoint = command("checkpoint", _checkpoint, "describe checkpoints, and compare files with their checksums")
-    for added in (sample, mixture):
+    method = command("method", _method, "draw what the position methods of configurations do, side by side")
+    for added in (sample, mixture, method):
         added.add_argument(
             "inputs",
             nargs="+",
             metavar="CONFIG.yml | key=value",
             help="config files and key=value pairs, as for `megatron-coca train`",
         )
+    for added in (sample, mixture):
         added.add_argument("--split", choices=SPLITS, default="train")
+    method.add_argument("--length", type=count, help="tokens of the input that is drawn; default: 4 times L")
+    changed = "a label, then YAML overlays and KEY=VALUE that every configuration is evaluated with; may be repeated"
+    method.add_argument("--variant", nargs="+", action="append", default=[], metavar=("LABEL", "CHANGE"), help=changed)
+    method.add_argument("--output", type=Path, required=True, metavar="FILE.html", help="the page; figures beside it")
     sample.add_argument("--number", type=int, required=True, help="sample number in the run's order, from 0")
     mixture.add_argument("--samples", type=count, help="default: train_iters times the batch")
     mixture.add_argument("--ranks", type=count, default=1, help="number of processes, if train_batch_size is not set")

@@ -139,6 +139,15 @@ def in_band(band: Band, distance: Tensor, keys: Tensor) -> Tensor:
     return inside if band.first_keys is None else inside & (keys < band.first_keys)
 
 
+def rotated_distances(bands: tuple[Band, ...], last: Tensor, keys: Tensor) -> Tensor:
+    """The distances [keys] float64 by which a query at position `last` [1] and `keys` are rotated, after the map."""
+    relative = torch.zeros_like(keys)
+    for band in bands:
+        distance = mapped(last, keys[:1], band.query_positions) - mapped(keys, keys[:1], band.key_positions)
+        relative = torch.where(in_band(Band(band.low, band.high), last - keys, keys), distance, relative)
+    return relative
+
+
 @dataclass(frozen=True)
 class SweptScores:
     """Scores of pairs of tokens at all distances of a sweep, on the CPU.
@@ -199,13 +208,9 @@ class DistanceSweep:
         method, rotary = self.method, self.method.rotary
         assert rotary is not None
         last, keys = self.last.double(), self.keys.double()
-        relative = torch.zeros_like(keys)  # the positions that the distance map makes of the distances
-        for band in method.bands:
-            distance = mapped(last, keys[:1], band.query_positions) - mapped(keys, keys[:1], band.key_positions)
-            relative = torch.where(
-                in_band(Band(band.low, band.high), self.last - self.keys, self.keys), distance, relative
-            )
-        phases = relative.flip(0)[:, None] * rotary_frequencies(encoding, length).to(keys.device)
+        phases = rotated_distances(method.bands, last, keys).flip(0)[:, None] * rotary_frequencies(encoding, length).to(
+            keys.device
+        )
         rotations = torch.polar(torch.ones_like(phases), phases).cumsum(-1).abs().sum(-1)
         cosines = phases.cos().cumsum(-1).abs().sum(-1)
         factor = method.scale * (rotary.multiplier(length) ** 2 if encoding.clex is None else 1.0)

@@ -123,9 +123,12 @@ class Section:
 
 @dataclass(frozen=True)
 class ReportDocument:
+    """A report. Without `measured` it shows no results, and its page explains no marks of results."""
+
     title: str
     summary: str
     sections: tuple[Section, ...] = ()
+    measured: bool = True
 
     def tables(self) -> Iterator[Table]:
         return (table for section in self.sections for block in section.blocks for table in block.tables)

@@ -1,0 +1,104 @@
+"""`megatron-coca inspect method`: its numbers against formulas, what it leaves out, and its files."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_coca.commands import inspect
+from megatron_coca.config import ConfigError
+
+MODEL = """
+num_layers: 4
+hidden_size: 64
+num_attention_heads: 2
+seq_length: 64
+max_position_embeddings: 64
+train_micro_batch_size_per_gpu: 1
+train_iters: 1
+"""
+
+
+def write(folder: Path, name: str, text: str) -> str:
+    (folder / name).write_text(text)
+    return str(folder / name)
+
+
+@pytest.fixture
+def rotary(tmp_path: Path) -> str:
+    return write(tmp_path, "rotary.yml", MODEL + "pos_emb: rotary\n")
+
+
+def drawn(folder: Path, *arguments: str) -> dict:
+    page = folder / "page.html"
+    assert inspect.main(["method", *arguments, "--output", str(page), "--json", str(folder / "facts.json")]) == 0
+    facts = json.loads((folder / "facts.json").read_text())
+    assert {file.name for file in folder.glob("page*")} == {"page.html", *(f"page_{name}.svg" for name in facts)}
+    assert page.read_text().count("<figure") == len(facts)
+    return facts
+
+
+def values(facts: dict, figure: str, panel: int = 0, line: int = 0) -> np.ndarray:
+    return np.array(facts[figure][panel]["lines"][line]["y"], dtype=float)
+
+
+def test_wavelengths_and_phases_follow_the_formulas(tmp_path: Path, rotary: str) -> None:
+    linear = ["PI", "rope_scaling={rope_type: linear, factor: 4}"]
+    facts = drawn(tmp_path, rotary, "--variant", "plain", "--variant", *linear, "--length", "256")
+    theta = 10000.0 ** (-np.arange(16) / 16)
+    for line, factor in enumerate((1, 1, 4)):  # in training, plain, interpolated
+        np.testing.assert_allclose(values(facts, "wavelengths", line=line), factor * 2 * math.pi / theta)
+    circle = 2 * math.pi
+    unseen = (np.minimum(255 * theta, circle) - np.minimum(63 * theta, circle)) / circle
+    np.testing.assert_allclose(values(facts, "phases"), unseen, atol=1e-12)
+    interpolated = np.clip(np.minimum(255 / 4 * theta, circle) - np.minimum(63 * theta, circle), 0, None) / circle
+    np.testing.assert_allclose(values(facts, "phases", line=1), interpolated, atol=1e-12)
+    assert unseen.max() > 0.5 > 10 * interpolated.max()
+
+
+@pytest.mark.parametrize(("kind", "seen"), [("randomized", True), ("pose", True), ("shifted", False)])
+def test_training_positions_show_the_phases(tmp_path: Path, rotary: str, kind: str, seen: bool) -> None:
+    facts = drawn(tmp_path, rotary, f"training_positions={{type: {kind}, max: 4L}}", "--length", "256")
+    assert bool(values(facts, "phases").max() == 0) is seen
+
+
+def test_a_distance_map_reaches_no_new_phase(tmp_path: Path, rotary: str) -> None:
+    change = ["ReRoPE", "relative_positions={type: rerope, window: 32}", "logit_scaling=log_n"]
+    facts = drawn(tmp_path, rotary, "--variant", *change)
+    assert values(facts, "phases").max() == 0
+    score = values(facts, "scores")
+    factor = values(facts, "logits")
+    distance = np.array(facts["scores"][0]["lines"][0]["x"])
+    assert np.ptp(score[distance >= 32]) < 1e-12 < np.ptp(score[distance < 32])
+    np.testing.assert_allclose(factor, np.maximum(np.log(distance + 1) / math.log(64), 1), rtol=1e-12)
+
+
+def test_types_of_layers_and_biases_have_their_own_panels(tmp_path: Path, rotary: str) -> None:
+    pattern = "attention_config: [[[sliding, global], 2]]\nlayer_types: {sliding: {sliding_window_width: 15}}\n"
+    layers = write(tmp_path, "layers.yml", pattern)
+    alibi = write(tmp_path, "alibi.yml", MODEL + "pos_emb: alibi\n")
+    facts = drawn(tmp_path, rotary, layers, alibi, "--length", "65")
+    titles = [panel["title"] for panel in facts["scores"]]
+    assert titles == ["rotary + layers: sliding", "rotary + layers: global", "alibi"]
+    assert np.isfinite(values(facts, "scores")).sum() == 16
+    assert np.ptp(values(facts, "scores", panel=2)) < 1e-9  # without the bias
+    np.testing.assert_allclose(values(facts, "biases"), -np.arange(65) * 2.0**-4, rtol=1e-6)
+
+
+def test_what_cannot_be_built_is_left_out_with_its_reason(tmp_path: Path, rotary: str, capsys) -> None:
+    alibi = write(tmp_path, "alibi.yml", MODEL + "pos_emb: alibi\n")
+    yarn = ["YaRN", "rope_scaling={rope_type: yarn, factor: 4}"]
+    facts = drawn(tmp_path, rotary, alibi, "--variant", *yarn)
+    assert [panel["title"] for panel in facts["scores"]] == ["rotary"]
+    assert "left out: alibi with YaRN: " in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="no frequencies to scale"):
+        inspect.main(["method", alibi, "--variant", *yarn, "--output", str(tmp_path / "none.html")])
+    assert not (tmp_path / "none.html").exists()
+
+
+def test_an_overlay_alone_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    overlay = write(tmp_path, "yarn.yml", "rope_scaling: {rope_type: yarn, factor: 4}\n")
+    with pytest.raises(ConfigError, match="put it after a model's file"):
+        inspect.main(["method", overlay, "--output", str(tmp_path / "page.html")])
