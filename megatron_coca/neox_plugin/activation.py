@@ -7,6 +7,8 @@ from math import lcm
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from megatron_coca.config import ConfigError
 from megatron_coca.config.source import OVERRIDES
 from megatron_coca.config.training import ScheduleConfig, learning_rate
@@ -45,6 +47,7 @@ def activate() -> None:
     wrap(modules["megatron.checkpointing"], "check_checkpoint_args", checked_args)
     wrap(modules["megatron.checkpointing"], "save_ds_checkpoint", recorded_save)
     wrap(modules["megatron.training"], "get_learning_rate_scheduler", _with_own_schedule)
+    wrap(modules["megatron.training"], "forward_step", _with_metrics)
     wrap(modules["megatron.text_generation_utils"], "stream_tokens", _with_cleared_cache)
     setattr(arguments, ACTIVE, True)
 
@@ -152,6 +155,18 @@ def _with_own_schedule(original: Function) -> Function:
         return scheduler
 
     return get_learning_rate_scheduler
+
+
+def _with_metrics(original: Function) -> Function:
+    """Return a loss with its metrics from a pipeline too: validation reads both, and upstream's pipeline gives the loss
+    alone, which ended every run in a TypeError at its first validation.
+    """
+
+    def forward_step(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        return (result, {}) if isinstance(result, Tensor) else result
+
+    return forward_step
 
 
 def _with_cleared_cache(original: Function) -> Function:

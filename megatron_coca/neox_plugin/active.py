@@ -1,5 +1,12 @@
-"""Activate the plugin on import."""
+"""Activate the plugin on import; a checkout that it does not fit ends the program with status 2 and the reason."""
+
+import sys
 
 from megatron_coca.neox_plugin.activation import activate
+from megatron_coca.neox_plugin.upstream import IncompatibleError
 
-activate()
+try:
+    activate()
+except IncompatibleError as error:
+    print(f"megatron_coca.neox_plugin: {error}", file=sys.stderr)
+    sys.exit(2)

@@ -81,6 +81,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     Requirement("megatron.text_generation_utils", "stream_tokens", ("neox_args", "model", "context_tokens")),
     Requirement("megatron.training", "get_learning_rate_scheduler", ("optimizer", "neox_args")),
     Requirement("megatron.training", "get_model", ("neox_args",)),
+    Requirement("megatron.training", "forward_step", ("data_iterator", "model", "neox_args")),
     Requirement(
         _RATES,
         "AnnealingLR",
@@ -105,6 +106,11 @@ def import_upstream() -> Mapping[str, ModuleType]:
                 f"{name} cannot be imported ({error}): run from the root of a GPT-NeoX checkout, or put it on "
                 "PYTHONPATH, with its requirements installed; another package named `megatron` (megatron-core) must "
                 "not come before it"
+            ) from error
+        except SyntaxError as error:
+            raise IncompatibleError(
+                f"{error.filename}, line {error.lineno}: {error.msg}; this GPT-NeoX cannot be run by Python"
+                f" {sys.version_info.major}.{sys.version_info.minor}: use the tested commit, {TESTED_COMMIT}"
             ) from error
     problems = []
     for requirement in REQUIREMENTS:

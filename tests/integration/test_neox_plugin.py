@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -194,6 +195,31 @@ def test_a_small_file_after_a_stock_one(checkout: Checkout, runs: Runs, initial:
     assert open_checkpoint(folder / "save").trained.position.pos_emb == "coca"
 
 
+def test_the_first_command_validates_and_saves(checkout: Checkout, text: np.ndarray, tmp_path: Path) -> None:
+    """`350M local_setup coca` of docs/neox.md, with a smaller shape and on the CPU: upstream's pipeline of one stage
+    validates, which ends in a TypeError without the plugin.
+    """
+    model, machine = (yaml.safe_load((checkout.home / f"configs/{name}.yml").read_text()) for name in FIRST_COMMAND)
+    assert model["pipe_parallel_size"] == 1 and model["eval_iters"] > 0, "the page's command"
+    assert not {name.replace("-", "_") for name in SMALLER} - {name.replace("-", "_") for name in model}
+    model = {name: value for name, value in model.items() if name not in ("fp16", "wall_clock_breakdown")} | SMALLER
+    twin.write(tmp_path / "data", text, VOCABULARY)
+    machine = {"data_path": str(tmp_path / "data"), "tokenizer_type": "CharLevelTokenizer", "master_port": free_port()}
+    machine |= {"save": str(tmp_path / "checkpoints"), "load": str(tmp_path / "checkpoints")}
+    found = checkout.deepy("train.py", tmp_path, model, machine, {"pos_emb": "coca"})
+    assert [step.number for step in steps(found)] == [1, 2, 3, 4]
+    losses = [float(loss) for loss in re.findall(r"validation results at iteration \d+ \| lm_loss value: (\S+)", found)]
+    assert len(losses) == 2 and losses[1] < losses[0]
+    assert (tmp_path / "checkpoints/latest").read_text() == "global_step4"
+
+
+FIRST_COMMAND = ("350M", "local_setup")
+SMALLER: dict[str, Any] = {
+    **{"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": LENGTH},
+    **{"max_position_embeddings": LENGTH, "train_iters": 4, "lr_decay_iters": 4, "checkpoint_factor": 4},
+    **{"eval_interval": 2, "eval_iters": 2, "log_interval": 1, "distributed_backend": "gloo"},
+    "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1.0e-8}},
+}
 SMALL_FILES: dict[str, dict[str, Any]] = {
     "125M": {},
     "350M": {},

@@ -1,6 +1,10 @@
 """The plugin for GPT-NeoX against a stub of what it relies on: attention, schedule, lengths, activation."""
 
+import os
+import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +19,7 @@ from megatron_coca.config.training import ScheduleConfig, learning_rate
 from megatron_coca.neox_plugin import IncompatibleError, activate
 from megatron_coca.neox_plugin.keys import resolve
 from megatron_coca.neox_plugin.upstream import REQUIREMENTS, TESTED_COMMIT
+from tests.conftest import ROOT
 from tests.neox.stubbed import Upstream, stub
 
 __all__ = ["stub"]
@@ -278,6 +283,16 @@ def test_every_prompt_begins_with_an_empty_cache(stub: Upstream) -> None:
         assert model.cleared == min(count + 1, 2)
 
 
+@pytest.mark.parametrize("pipeline", [True, False])
+def test_validation_reads_a_loss_and_its_metrics(pipeline: bool, stub: Upstream) -> None:
+    """Upstream's pipeline gives the loss alone, and its validation unpacks two values."""
+    activate()
+    loss = torch.tensor(2.0)
+    given = SimpleNamespace(is_pipe_parallel=pipeline)
+    found, metrics = stub["training"].forward_step(iter([loss]), lambda batch: batch, given, None)
+    assert found is loss and metrics == ({} if pipeline else {"accuracy": loss})
+
+
 def test_activation_twice_is_activation_once(stub: Upstream) -> None:
     activate()
     transformer, training = stub["model.transformer"], stub["training"]
@@ -325,6 +340,18 @@ def test_a_missing_key_is_told(requirement: Any, stub: Upstream, monkeypatch: py
     monkeypatch.delitem(kind.__dataclass_fields__, requirement.fields[-1])
     with pytest.raises(IncompatibleError, match=f"{requirement.name} has no {requirement.fields[-1]}"):
         activate()
+
+
+def test_a_checkout_that_is_not_python_ends_an_import_by_hand(tmp_path: Path) -> None:
+    """v2.0 of upstream ends in a SyntaxError when it is imported."""
+    (tmp_path / "megatron").mkdir()
+    (tmp_path / "megatron/__init__.py").write_text("from . import neox_arguments\n")
+    (tmp_path / "megatron/neox_arguments.py").write_text("\nimport x as\n")
+    command = [sys.executable, "-c", "import megatron_coca.neox_plugin.active"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))}
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert f"{tmp_path}/megatron/neox_arguments.py, line 2: invalid syntax; this GPT-NeoX cannot be run" in done.stderr
 
 
 def test_another_package_in_its_place_is_told(stub: Upstream, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,12 @@ def get_model(neox_args, use_cache=False):
     return nn.ModuleDict({str(2 + number): nn.ModuleDict({"attention": layer}) for number, layer in enumerate(layers)})
 
 
+def forward_step(data_iterator, model, neox_args, timers, return_logits=False):
+    """The loss alone from a pipeline, as GPT-NeoX's."""
+    loss = model(next(data_iterator))
+    return loss if neox_args.is_pipe_parallel else (loss, {"accuracy": loss})
+
+
 def get_learning_rate_scheduler(optimizer, neox_args):
     iterations = neox_args.lr_decay_iters or neox_args.train_iters
     return AnnealingLR(
