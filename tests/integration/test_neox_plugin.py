@@ -204,7 +204,7 @@ def test_the_first_command_validates_and_saves(checkout: Checkout, text: np.ndar
     assert not {name.replace("-", "_") for name in SMALLER} - {name.replace("-", "_") for name in model}
     model = {name: value for name, value in model.items() if name not in ("fp16", "wall_clock_breakdown")} | SMALLER
     twin.write(tmp_path / "data", text, VOCABULARY)
-    machine = {"data_path": str(tmp_path / "data"), "tokenizer_type": "CharLevelTokenizer", "master_port": free_port()}
+    machine = paths(tmp_path / "data") | {"tokenizer_type": "CharLevelTokenizer", "master_port": free_port()}
     machine |= {"save": str(tmp_path / "checkpoints"), "load": str(tmp_path / "checkpoints")}
     found = checkout.deepy("train.py", tmp_path, model, machine, {"pos_emb": "coca"})
     assert [step.number for step in steps(found)] == [1, 2, 3, 4]
