@@ -1,6 +1,7 @@
 """Configuration keys that may differ between training and later use of the weights."""
 
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 from megatron_coca import methods
@@ -56,20 +57,31 @@ def changes_of(overrides: Overrides, saved: Config, config: Config) -> tuple[str
     return tuple(differing_keys(saved, config, kept))
 
 
-def replaced_extension(saved: Config, wanted: Config) -> str | None:
-    """Say which extension of the saved model another one replaces, and from which lengths both measure; None if none
-    does.
+def extension_note(saved: Config, wanted: Config, given: Collection[str] = ()) -> str | None:
+    """Say what becomes of the frequency extension that a model has already, with the lengths that both refer to.
+
+    `given` are the keys that were asked for. None if the model has no extension, or nothing concerns it.
     """
     before, after = saved.position, wanted.position
-    if before.extension in (after.extension, PLAIN_FREQUENCIES) or after.extension == PLAIN_FREQUENCIES:
+    if before.extension == PLAIN_FREQUENCIES:
         return None
-    lengths = [
-        position.original_length(config.model.seq_length) for position, config in ((before, saved), (after, wanted))
-    ]
-    return (
-        f"the model has rope_scaling {before.extension.name} already, of length {lengths[0]:,}; {after.extension.name}"
-        f" replaces it and is of length {lengths[1]:,} (rope_scaling.original_max_position_embeddings sets another)"
-    )
+    if before.extension != after.extension:
+        changed = "is dropped" if after.extension == PLAIN_FREQUENCIES else f"is replaced by {_with_length(wanted)}"
+    elif before.rope_scaling != after.rope_scaling:
+        old, new = (position.rope_scaling.model_dump() for position in (before, after) if position.rope_scaling)
+        options = [f"{name} {new.get(name)}" for name in old | new if old.get(name) != new.get(name)]
+        changed = f"becomes {_with_length(wanted)} with {', '.join(options)}"
+    else:
+        keys = [key for key in ("relative_positions", "logit_scaling") if getattr(before, key) != getattr(after, key)]
+        added = " and ".join(f"{choice.key} {choice.name}" for choice, _ in after.choices() if choice.key in keys)
+        unchanged = "is kept as it is" if "rope_scaling" in given else ""
+        changed = f"is used together with {added}" if added else unchanged
+    return f"the model's own rope_scaling {_with_length(saved)} {changed}" if changed else None
+
+
+def _with_length(config: Config) -> str:
+    extension, length = config.position.extension, config.position.original_length(config.model.seq_length)
+    return f"{extension.name} (from a length of {length:,})" if extension.measures_length else extension.name
 
 
 def refuse_other_model(folder: Path, saved: Config, wanted: Config, also_free: frozenset[str] = frozenset()) -> None:

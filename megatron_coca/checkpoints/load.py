@@ -12,7 +12,7 @@ import torch
 import torch.nn as nn
 
 from megatron_coca.checkpoints import native, neox
-from megatron_coca.checkpoints.compare import refuse_other_model, replaced_extension
+from megatron_coca.checkpoints.compare import extension_note, refuse_other_model
 from megatron_coca.checkpoints.files import CheckpointError
 from megatron_coca.checkpoints.huggingface_import import (
     CONFIG,
@@ -102,14 +102,17 @@ class OpenedCheckpoint:
     imported: Mapping[str, Any] = field(default_factory=dict)
 
     def configure(self, overrides: Overrides = (), files: Sequence[str | Path] = ()) -> Config:
-        """The trained configuration with YAML files, then overrides, applied.
+        """The trained configuration with YAML files, then overrides, applied; what becomes of an extension is logged.
 
         Raises CheckpointError if that is another model, ConfigError if it is invalid.
         """
         config = self.trained.override(overrides, files)
         refuse_other_model(self.folder, self.trained, config, self.also_free)
-        for key in self.guessed.keys() - given_values(overrides, files):
+        given = given_values(overrides, files).keys()
+        for key in self.guessed.keys() - given:
             logger.warning(self.guessed.pop(key))
+        if (note := extension_note(self.trained, config, given)) is not None:
+            logger.warning("%s: %s", self.folder, note)
         model = self.trained.model
         if model.make_vocab_size_divisible_by > 1:
             return config
@@ -135,8 +138,6 @@ class OpenedCheckpoint:
     ) -> LoadedModel:
         """The model with config overrides and parameters in `dtype`. `show` shows progress. Raises as `load_model`."""
         config = self.configure(overrides, files)
-        if (replaced := replaced_extension(self.trained, config)) is not None:
-            logger.warning("%s: %s", self.folder, replaced)
         model = empty_model(config, device, training=False, dtype=dtype)
         with self.weights().shown(f"loading {self.folder}", show) as weights:
             load_weights(model, weights)

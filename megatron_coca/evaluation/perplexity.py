@@ -106,7 +106,7 @@ def console_table(result: PerplexityResult) -> str:
         for cell in result.results
     ]
     measurement = f"{result.documents.count} documents, stride {result.protocol.stride}"
-    title = f"{result.label}: trained at {result.checkpoint.seq_length}, {measurement}"
+    title = f"{result.label}: {result.trained}, {measurement}"
     return f"{title}\n\n{format_table(('window', 'perplexity', 'nll', 'accuracy', 'tokens scored'), rows)}\n"
 
 

@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
+from megatron_coca import methods
 from megatron_coca.atomic_write import exclusive_lock, write_file
+from megatron_coca.config.position import ORIGINAL
 from megatron_coca.program import InputError
 
 if TYPE_CHECKING:
@@ -95,6 +97,17 @@ class Result(Record):
     environment: EnvironmentRecord
     results: Sequence[Cell]
     missing: list[Missing]
+
+    @property
+    def trained(self) -> str:
+        """The training length, and the frequency extension that was used with the length that it refers to."""
+        length = self.checkpoint.seq_length
+        scaling: Any = self.overrides.get("rope_scaling", self.checkpoint.trained_with.get("rope_scaling"))
+        if not scaling:
+            return f"trained at {length}"
+        extension = methods.find("rope_scaling", scaling["rope_type"])
+        origin = f" from {scaling.get(ORIGINAL) or length}" if extension.measures_length else ""
+        return f"trained at {length}, {extension.name}{origin}"
 
     def measurement(self) -> dict[str, Any]:
         """Return the content that identifies a measurement, equal in two files of the same one; without paths."""

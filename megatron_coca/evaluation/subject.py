@@ -14,7 +14,7 @@ from megatron_coca.attention.inputs import BackendError
 from megatron_coca.attention.layer import SelfAttention
 from megatron_coca.attention.positions import PositionRangeError
 from megatron_coca.checkpoints import CheckpointError, open_checkpoint
-from megatron_coca.checkpoints.compare import EVALUATION_KEYS, TRAINED_CHOICES, replaced_extension
+from megatron_coca.checkpoints.compare import EVALUATION_KEYS, TRAINED_CHOICES
 from megatron_coca.checkpoints.weights import DTYPES
 from megatron_coca.config import Config, ConfigError, PositionConfig
 from megatron_coca.config.position import ORIGINAL
@@ -115,9 +115,9 @@ class Evaluation:
                 yield Refused(self._header(variant.label, trained, overrides, None, device), str(error))
                 continue
             changed = changed_keys(trained, loaded.config)
-            if replaced_extension(trained, loaded.config) is not None:
-                length = loaded.config.position.original_length(loaded.config.model.seq_length)
-                changed["rope_scaling"] = {**changed["rope_scaling"], ORIGINAL: length}
+            used = loaded.config.position
+            if trained.position.rope_scaling and used.rope_scaling and trained.position.extension != used.extension:
+                changed["rope_scaling"] |= {ORIGINAL: used.original_length(loaded.config.model.seq_length)}
             header = self._header(variant.label, loaded.config, changed, backend_name(loaded.model), device)
             yield Subject(header, loaded.model, loaded.config, self.tokenizer)
 

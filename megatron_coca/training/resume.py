@@ -17,7 +17,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_coca.checkpoints import CheckpointError, OpenedCheckpoint, native, open_checkpoint
-from megatron_coca.checkpoints.compare import POSITION_WEIGHTS, differing_keys, refuse_other_architecture
+from megatron_coca.checkpoints.compare import (
+    POSITION_WEIGHTS,
+    differing_keys,
+    extension_note,
+    refuse_other_architecture,
+)
 from megatron_coca.checkpoints.files import Comparison, UnreadableError
 from megatron_coca.checkpoints.huggingface_import import is_huggingface_folder
 from megatron_coca.checkpoints.load import load_weights
@@ -389,8 +394,8 @@ def initial_model(config: Config, device: str, tokenizer: Tokenizer | None = Non
         for key in POSITION_KEYS
         if before[key] != after[key]
     ]
-    drawn = [name for name in learned if name not in taken.entries]
-    summary = [f"starts from the weights of {source.folder}"]
+    drawn, note = [name for name in learned if name not in taken.entries], extension_note(saved, config)
+    summary = [f"starts from the weights of {source.folder}", *[note] * (note is not None)]
     summary += [f"with another {', '.join(changed)}"] if changed else []
     summary += [f"without {', '.join(dropped)}"] if dropped else []
     summary += [f"{', '.join(drawn)} drawn"] if drawn else []

@@ -266,16 +266,27 @@ def test_a_wrong_shape_is_told_the_right_number(tmp_path: Path) -> None:
         initial_model(config, "cpu")
 
 
-def test_another_extension_counts_from_the_training_length_and_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+EXTENDED = {
+    "another": (["rope_scaling={rope_type: yarn, factor: 4}"], TRAINED, "is replaced by yarn (from a length of 40)"),
+    "another option": (["rope_scaling.factor=8.0"], 16, "becomes llama3 (from a length of 16) with factor 8.0"),
+    "the same": (["rope_scaling={rope_type: llama3, factor: 4}"], 16, "is kept as it is"),
+    "a map": (["relative_positions.type=rerope"], 16, "is used together with relative_positions rerope"),
+    "none": (["rope_scaling=null"], TRAINED, "is dropped"),
+    "nothing": ([], 16, None),
+}
+"""Overrides of a model with llama3 of length 16, trained at 40; the length of the extension in use; what is said."""
+
+
+@pytest.mark.parametrize("case", EXTENDED)
+def test_what_becomes_of_an_extension_is_said_with_its_length(
+    case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    overrides, length, message = EXTENDED[case]
     build("llama, free head width").save_pretrained(tmp_path)
-    loaded = load_checkpoint(tmp_path, ["rope_scaling={rope_type: yarn, factor: 4}"])
-    assert loaded.config.position.original_length(TRAINED) == TRAINED
-    assert "llama3 already, of length 16; yarn replaces it and is of length 40" in caplog.text
-    caplog.clear()
-    load_checkpoint(tmp_path, ["rope_scaling.factor=8.0"])
-    assert not caplog.records
+    loaded = load_checkpoint(tmp_path, overrides)
+    assert loaded.config.position.original_length(TRAINED) == length
+    said = f"{tmp_path}: the model's own rope_scaling llama3 (from a length of 16) {message}"
+    assert caplog.messages == ([said] if message is not None else [])
 
 
 UNREAD = {

@@ -304,6 +304,6 @@ def console_table(result: AnalysisResult) -> str:
         numbers = [anomalous, of_these, undefined, cell.decay.falling_mean, cell.entropy.mean]
         rows.append([str(cell.length), *("-" if number is None else f"{number:.3f}" for number in numbers)])
     samples = f"{result.documents.count} documents, {result.protocol.pairs} pairs of tokens"
-    title = f"{result.label}: trained at {result.checkpoint.seq_length}, {samples}"
+    title = f"{result.label}: {result.trained}, {samples}"
     header = ["length", "anomalous", "of these beyond training", "undefined", "score falls", "entropy, nats"]
     return f"{title}\n\n{format_table(header, rows)}\n"

@@ -230,6 +230,6 @@ def console_table(result: HarnessResult) -> str:
         for cell in result.results
         for score in cell.scores
     ]
-    title = f"{result.label}: trained at {result.checkpoint.seq_length}, up to {result.protocol.max_length} tokens"
+    title = f"{result.label}: {result.trained}, up to {result.protocol.max_length} tokens"
     names = ["task", "shots", "filter", "metric", "value", "stderr", "documents"]
     return f"{title}\n\n{format_table(names, rows)}\n\n{dynamic_length_text(result.protocol.dynamic_length)}\n"
