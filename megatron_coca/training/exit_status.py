@@ -89,8 +89,8 @@ class CaughtSignals:
         return self
 
     def save_on_interrupt(self) -> None:
-        """Record SIGINT too from now on; a second one ends the process at once."""
-        if self._before and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        """Record SIGINT too from now on; a second one ends the process at once. Repeated calls change nothing."""
+        if self._before and signal.SIGINT not in self._before and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
             self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupt)
 
     def __exit__(self, *_: object) -> None:

@@ -3,6 +3,7 @@
 import json
 import random
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -129,14 +130,41 @@ def test_ctrl_c_in_a_process_that_ends_as_python_does(point: str, train: Any, tm
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ctrl_c_is_heard")
+@pytest.mark.parametrize("options", [(), TWO], ids=["one process", "two"])
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGUSR1, 75)])
-def test_a_signal_to_the_launcher_of_two_processes(number: int, status: int, start: Any, tmp_path: Path) -> None:
-    process = start(PAIR | {"save": str(tmp_path), "train_iters": 5000, "checkpoint_factor": 20}, options=TWO)
-    metrics = tmp_path / "metrics.jsonl"
-    while process.poll() is None and not (metrics.is_file() and metrics.read_text().count("\n") >= 30):
-        time.sleep(0.01)
+def test_a_signal_before_the_first_checkpoint_saves(
+    number: int, status: int, options: tuple[str, ...], start: Any, tmp_path: Path
+) -> None:
+    process = _start_without_checkpoints(start, tmp_path, options)
     process.send_signal(number)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == status and "Traceback" not in output, output
-    assert f"; step {native.steps(tmp_path)[-1]} is saved" in output
+    (last,) = native.steps(tmp_path)
+    assert f"; step {last} is saved" in output
+    native.verify(native.locate(tmp_path))
     assert not left_alive(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ctrl_c_is_heard")
+@pytest.mark.parametrize(("options", "status"), [((), -signal.SIGINT), (TWO, 130)], ids=["one process", "two"])
+def test_a_second_ctrl_c_does_not_wait_for_the_save(
+    options: tuple[str, ...], status: int, start: Any, tmp_path: Path
+) -> None:
+    hooks = json.dumps([Hook("snapshot", "wait")])  # the first save never ends
+    process = _start_without_checkpoints(start, tmp_path, options, before=HOOKED, environment={"HOOKS": hooks})
+    process.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(3)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(10) == status
+    assert not native.steps(tmp_path) and not left_alive(tmp_path)
+
+
+def _start_without_checkpoints(start: Any, save: Path, options: tuple[str, ...], **how: Any) -> Any:
+    """A run that has trained 30 steps and saves none by itself."""
+    keys = PAIR | {"save": str(save), "train_iters": 5000, "checkpoint_factor": 5000}
+    process, metrics = start(keys, options=options, **how), save / "metrics.jsonl"
+    while process.poll() is None and not (metrics.is_file() and metrics.read_text().count("\n") >= 30):
+        time.sleep(0.01)
+    return process

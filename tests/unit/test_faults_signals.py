@@ -58,6 +58,14 @@ def test_handlers_are_restored_after_an_error_too() -> None:
     assert [signal.getsignal(number) for number in (*SIGNALS, signal.SIGINT)] == before
 
 
+def test_the_handler_of_ctrl_c_is_restored_after_two_stages() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with CaughtSignals() as preemption:
+        preemption.save_on_interrupt()
+        preemption.save_on_interrupt()
+    assert signal.getsignal(signal.SIGINT) == before
+
+
 def test_in_another_thread_it_notes_nothing() -> None:
     found = []
 
