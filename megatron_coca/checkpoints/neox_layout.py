@@ -47,6 +47,8 @@ RUN_KEYS = frozenset(
     | (UNSUPPORTED.keys() - NETWORK_FEATURES)
 )
 """Keys, and sections of keys, that do not change the network."""
+DATA_KEYS = frozenset({"data_path", "train_data_paths", "valid_data_paths", "test_data_paths"})
+"""Keys of the run that say what it was trained on, and what it is evaluated on by default."""
 NEOX_KEYS = (
     *("num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "intermediate_size", "seq_length"),
     *("max_position_embeddings", "no_weight_tying", "activation", "bias_gelu_fusion", "use_bias_in_attn_linear"),
@@ -62,9 +64,9 @@ ABSENT = {"use_qk_layernorm": False}
 def read_config(folder: Path, vocab_size: int) -> tuple[Config, int]:
     """Read the model's configuration from the YAML files in a step's folder, and its number of tensor ranks.
 
-    Keys of the run that trained it are ignored, except for those that name its tokenizer. `vocab_size` is the number
-    of rows of the embedding, padding included. Raises CheckpointError if there are no such files, or they describe a
-    network that this package does not have.
+    Keys of the run that trained it are ignored, except for those that name its tokenizer and its data. `vocab_size` is
+    the number of rows of the embedding, padding included. Raises CheckpointError if there are no such files, or they
+    describe a network that this package does not have.
     """
     configs = folder / CONFIGS
     files = sorted(path for path in configs.iterdir() if path.suffix in SUFFIXES) if configs.is_dir() else []
@@ -74,7 +76,9 @@ def read_config(folder: Path, vocab_size: int) -> tuple[Config, int]:
         )
     problems: list[str] = []
     values = merge([layer for path in files if (layer := read_file(path, problems)) is not None]).values
-    kept = {name: value for name, value in values.items() if name not in RUN_KEYS or name in TOKENIZER_KEYS}
+    kept = {name: value for name, value in values.items() if name not in RUN_KEYS - {*TOKENIZER_KEYS} - DATA_KEYS}
+    if "train_data_paths" in kept:
+        kept.pop("data_path", None)  # GPT-NeoX lets the paths by split win
     if kept.get("norm", "layernorm") == "layernorm":
         kept["use_bias_in_norms"] = True  # the key has no effect there: PyTorch's layer norm has a bias
     try:

@@ -395,7 +395,7 @@ def initial_model(config: Config, device: str, tokenizer: Tokenizer | None = Non
         if before[key] != after[key]
     ]
     drawn, note = [name for name in learned if name not in taken.entries], extension_note(saved, config)
-    summary = [f"starts from the weights of {source.folder}", *[note] * (note is not None)]
+    summary = [f"starts from the weights of {source.folder}", *([] if note is None else [note])]
     summary += [f"with another {', '.join(changed)}"] if changed else []
     summary += [f"without {', '.join(dropped)}"] if dropped else []
     summary += [f"{', '.join(drawn)} drawn"] if drawn else []

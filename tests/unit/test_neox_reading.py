@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import Tensor
 
 from megatron_coca.checkpoints import CheckpointError, load_model, neox, open_checkpoint
 from megatron_coca.config import load_config
+from megatron_coca.evaluation.documents import default_data
+from megatron_coca.evaluation.results import EvaluationError
 from megatron_coca.model import build_model
 from tests.checkpoint_files import write_checkpoint
 from tests.neox_files import write_neox
@@ -278,3 +281,27 @@ def test_strange_values_of_a_configuration(key: str, value: str, run: Path) -> N
         open_checkpoint(run)
     else:
         refused(run, rf"(configs: {key}: expected|its configuration says {key}: {value})")
+
+
+TRAINED_ON = {"train_data_paths": ["d"], "valid-data-paths": ["e"]}
+
+
+@pytest.mark.parametrize(
+    ("recorded", "found"),
+    [
+        ({"test-data-paths": ["a/b", "c"], **TRAINED_ON, "data_path": "unused"}, ["a/b", "c"]),
+        ({"data_path": "a/b", "split": "969, 30, 1"}, "no test_data_paths; name text files or shard prefixes"),
+        ({"test_data_paths": [], **TRAINED_ON}, "no test_data_paths; name text files or shard prefixes"),
+    ],
+)
+def test_evaluation_reads_the_test_data_of_the_run(recorded: dict[str, Any], found: Any, tmp_path: Path) -> None:
+    """Not the built-in corpus, whose tokenizer is another one."""
+    run = written(tmp_path / "run", KEYS)
+    file = next((run / "configs").iterdir())
+    file.write_text(file.read_text() + yaml.safe_dump(recorded))
+    trained = open_checkpoint(run).trained
+    if isinstance(found, list):
+        assert default_data(trained) == found
+    else:
+        with pytest.raises(EvaluationError, match=found):
+            default_data(trained)
