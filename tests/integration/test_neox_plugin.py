@@ -20,6 +20,7 @@ from megatron_coca.checkpoints import load_model, open_checkpoint
 from megatron_coca.checkpoints.exports.huggingface_export import export
 from megatron_coca.checkpoints.exports.neox import export_neox
 from megatron_coca.config import load_config
+from megatron_coca.data.tokenizers.training import train_bpe
 from megatron_coca.model import GPT, build_model
 from tests.checkpoint_files import write_checkpoint
 from tests.conftest import ROOT, Finished, clean_environment, command_line
@@ -211,6 +212,18 @@ def test_the_first_command_validates_and_saves(checkout: Checkout, text: np.ndar
     losses = [float(loss) for loss in re.findall(r"validation results at iteration \d+ \| lm_loss value: (\S+)", found)]
     assert len(losses) == 2 and losses[1] < losses[0]
     assert (tmp_path / "checkpoints/latest").read_text() == "global_step4"
+
+
+def test_a_tokenizer_trained_here_opens_there(checkout: Checkout, tmp_path: Path) -> None:
+    """tokenizers 0.15, which upstream pins, reads merges as strings only."""
+    texts = [(ROOT / "docs" / name).read_text() for name in ("attention.md", "config.md")]
+    ours = train_bpe(texts, 600, tmp_path / "tokenizer.json")
+    script = "import json, sys, tokenizers; opened = tokenizers.Tokenizer.from_file(sys.argv[1])"
+    script += "; print('IDS', json.dumps([opened.encode(text).ids for text in json.loads(sys.argv[2])]))"
+    given = [texts[0][:2000], "naïve\n\n    indented  code"]
+    done = checkout.run(["-c", script, str(tmp_path / "tokenizer.json"), json.dumps(given)], {})
+    assert done.status == 0, done.output
+    assert json.loads(done.output.partition("IDS ")[2]) == [list(ours.encode(text)) for text in given]
 
 
 FIRST_COMMAND = ("350M", "local_setup")

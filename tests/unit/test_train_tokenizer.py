@@ -29,6 +29,12 @@ def test_training_is_repeatable_and_exact(tmp_path: Path, kind: str, model: str)
     assert found.exact == found.documents == 61 and found.tokens < found.bytes
 
 
+def test_merges_are_strings_that_older_libraries_read(tmp_path: Path) -> None:
+    train_bpe(TEXTS, 400, tmp_path / "tokenizer.json")
+    merges = json.loads((tmp_path / "tokenizer.json").read_text())["model"]["merges"]
+    assert len(merges) > 50 and all(isinstance(merge, str) and merge.count(" ") == 1 for merge in merges)
+
+
 def test_unigram_is_not_bpe(tmp_path: Path) -> None:
     one, other = (train_sentencepiece(TEXTS, 500, tmp_path / model, model) for model in ("bpe", "unigram"))
     assert one.fingerprint != other.fingerprint

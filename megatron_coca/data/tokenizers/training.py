@@ -1,5 +1,6 @@
 """Train tokenizers on a corpus, and measure them. The same texts in the same order give the same file."""
 
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -156,7 +157,10 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> HFTokenizer:
             f"A byte-level BPE of {vocab_size} tokens cannot be trained on this text, which yields only "
             f"{model.get_vocab_size()}. Choose a smaller vocabulary or add text."
         )
-    path.write_text(model.to_str(pretty=True) + "\n", encoding="utf-8")
+    content = json.loads(model.to_str())
+    # As GPT-NeoX's tokenizers 0.15 reads them, and newer ones too: a byte-level token contains no space.
+    content["model"]["merges"] = [" ".join(pair) for pair in content["model"]["merges"]]
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return HFTokenizer({"vocab_file": ("tokenizer.json", path.read_bytes())})
 
 
