@@ -64,6 +64,7 @@ class AttentionInputs:
         dropout: of attention weights (0 in evaluation).
         documents: document boundaries, or None for one document per row.
         softcap: scaled scores s are replaced by c tanh(s / c) for this c before the bias is added, or None.
+        sinks: [heads] float32, the score of one more key of every head whose value is 0, or None.
 
     All operands share one dtype and device; the output has the shape and dtype of a segment's query.
     """
@@ -75,6 +76,7 @@ class AttentionInputs:
     dropout: float = 0.0
     documents: PackedDocuments | None = None
     softcap: float | None = None
+    sinks: Tensor | None = None
 
     @property
     def query(self) -> Tensor:
@@ -110,6 +112,7 @@ class Needs:
         length: tokens of a sample in training; 0 in evaluation, where lengths vary.
         deterministic: gradients must have the same bits in every run.
         softcap: the bound of the scores, or None.
+        sinks: heads have sink logits.
     """
 
     device_type: str
@@ -121,6 +124,7 @@ class Needs:
     length: int = 0
     deterministic: bool = False
     softcap: float | None = None
+    sinks: bool = False
 
 
 class Backend(Protocol):

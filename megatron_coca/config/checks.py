@@ -203,7 +203,10 @@ def _trainable_once(settings: Settings) -> str | None:
 
 def _trainable_weights(settings: Settings) -> str | None:
     parts = settings.optimizer.trainable or []
-    learned = any(kind.embedding.weights is not None or kind.extension.learned for kind in _types(settings).values())
+    learned = any(
+        kind.embedding.weights is not None or kind.extension.learned or kind.scaling.learned or kind.sink_logits
+        for kind in _types(settings).values()
+    )
     if "output_head" in parts and not settings.model.no_weight_tying:
         return "output_head is tied to the embedding (no_weight_tying is false); use embedding"
     if "norms" in parts and settings.model.norm == "non_parametric_layernorm":

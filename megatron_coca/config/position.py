@@ -167,6 +167,11 @@ class PositionKeys(ConfigGroup):
     sliding_window_width: WholeNumber | None = key(
         None, "Largest distance that a query attends to, as in GPT-NeoX: a query sees this many tokens before itself."
     )
+    sink_logits: bool | None = key(
+        None,
+        "Every head learns the score of one more key, whose value is 0, as in gpt-oss, so that it may attend to nothing"
+        " (not `streaming`, which keeps the first tokens).",
+    )
     attention_backend: Literal["auto", "sdpa", "merge", "flex", "triton", "reference"] = key(
         "auto", "Attention backend."
     )

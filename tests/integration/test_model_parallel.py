@@ -75,6 +75,7 @@ METHODS: Runs = {
         "gpt_j_residual": True,
     },
     "a bias by layer, grouped queries": LLAMA | {"pos_emb": "kerple_log"},
+    "sinks and learned factors": LLAMA | {"pos_emb": "coca", "sink_logits": True, "logit_scaling": "ssmax"},
     "a shared bias, tied weights": {"pos_emb": "rpe", "no_weight_tying": False},
     "a chunked loss, packed documents": PACKED | {"loss_chunk_size": 5, "pos_emb": "alibi"},
     "learned positions": {"pos_emb": "learned"},

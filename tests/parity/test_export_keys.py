@@ -72,6 +72,7 @@ OTHER: dict[str, Any] = {
     "rope_scaling": {"rope_type": "linear", "factor": 2.0},
     "relative_positions": {"type": "rerope", "window": 5},
     "logit_scaling": "log_n",
+    "sink_logits": True,
     "sliding_window_width": 4,
     "rpe_num_buckets": 8,
     "rpe_max_distance": 20,

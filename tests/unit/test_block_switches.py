@@ -32,6 +32,11 @@ CASES: dict[str, dict[str, Any]] = {
         "relative_positions": {"type": "rerope", "window": 9},
     },
     "capping with a bias": {"attn_logit_softcapping": 1.5, "pos_emb": "alibi"},
+    "sinks": {"sink_logits": True},
+    "sinks in a window": {"sink_logits": True, "sliding_window_width": 40},
+    "sinks with a map": {"sink_logits": True, "pos_emb": "coca", "relative_positions": {"type": "rerope", "window": 9}},
+    "learned factors": {"logit_scaling": {"type": "ssmax", "initial": 0.7}},
+    "learned factors and sinks": {"logit_scaling": "ssmax", "sink_logits": True, "pos_emb": "coca_strict"},
 }
 
 
@@ -84,12 +89,20 @@ def plain_logits(model: GPT, config: Any, ids: Tensor) -> Tensor:
             q, k = (normed(f"{own}attention.{n}_layernorm", part) for n, part in (("query", q), ("key", k)))
         q, k = rotated(q, config), rotated(k, config)
         scores = torch.einsum("mhd,nd->hmn", q, k[:, 0]) * (keys.softmax_scale or width**-0.5)
+        factors = weights.get(f"{own}attention.position_factor.weight")
+        if factors is not None:
+            scores = scores * factors[:, None, None] * torch.arange(1, len(ids) + 1).double().log()[:, None]
         if keys.attn_logit_softcapping:
             scores = keys.attn_logit_softcapping * torch.tanh(scores / keys.attn_logit_softcapping)
         distance = torch.arange(len(ids))[:, None] - torch.arange(len(ids))
         window = config.position.sliding_window_width
         hidden = (distance < 0) | (distance > (len(ids) if window is None else window))
-        out = torch.einsum("hmn,nd->mhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v[:, 0]).flatten(1)
+        powers, sinks = (
+            scores.masked_fill(hidden, -torch.inf).exp(),
+            weights.get(f"{own}attention.position_sinks.weight"),
+        )
+        total = powers.sum(-1, keepdim=True) + (0 if sinks is None else sinks.exp()[:, None, None])
+        out = torch.einsum("hmn,nd->mhd", powers / total, v[:, 0]).flatten(1)
         x = x + normed(f"{own}attention_output_layernorm", linear(f"{own}attention.dense", out))
         value, gate = linear(f"{own}mlp.linear1", normed(f"{own}post_attention_layernorm", x)).chunk(2, -1)
         act = F.gelu(gate, approximate="tanh") if keys.activation == "geglu_tanh" else F.silu(gate)
@@ -104,7 +117,8 @@ def tokens() -> Tensor:
     return torch.randint(50, (2, LENGTH), generator=torch.Generator().manual_seed(0))
 
 
-WRITTEN_OUT = [name for name in CASES if name not in ("parallel", "projections", "capping with a map")]
+OF_BACKENDS = ("parallel", "projections", "capping with a map", "sinks with a map", "learned factors and sinks")
+WRITTEN_OUT = [name for name in CASES if name not in OF_BACKENDS]
 
 
 @pytest.mark.parametrize("name", [name for name in WRITTEN_OUT if name != "capping with a bias"])
@@ -130,7 +144,12 @@ def test_backends_and_cached_decoding_agree_and_parameters_are_counted(name: str
     assert parameter_count(config).total == sum(parameter.numel() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("name", ["norms of both", "capping", "capping with a map", "projections", "scales"])
+DIFFERENTIATED = ["norms of both", "capping", "capping with a map", "projections", "scales", "sinks", "learned factors"]
+
+
+@pytest.mark.parametrize(
+    "name", [*DIFFERENTIATED, "sinks in a window", "sinks with a map", "learned factors and sinks"]
+)
 def test_gradients_are_those_of_dense_attention_and_an_unchunked_loss(name: str) -> None:
     config = configured(**CASES[name], loss_chunk_size=128)
     model, ids = random_model(config), tokens()
@@ -154,6 +173,39 @@ REFUSED = {
 def test_refusals(key: str) -> None:
     with pytest.raises(ConfigError, match=f"{key}:"):
         configured(**REFUSED[key])
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "flex"])
+def test_backends_without_sinks_say_so(backend: str) -> None:
+    with pytest.raises(ValueError, match=f"attention_backend {backend} .* no sink_logits"):
+        build_model(configured(sink_logits=True, attention_backend=backend))
+
+
+@pytest.mark.parametrize("pos_emb", ["rotary", "coca", "coca_strict", "none", "alibi"])
+def test_learned_factors_multiply_every_score_once(pos_emb: str) -> None:
+    """CoCA's scores are quadratic in the query; those of ALiBi get the factor without their bias."""
+    learned = configured(pos_emb=pos_emb, logit_scaling={"type": "ssmax", "initial": 0.5})
+    plain = configured(pos_emb=pos_emb)
+    scores = []
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, heads, 12, 8, dtype=torch.float64, generator=generator) for heads in (3, 1))
+    for config in (learned, plain):
+        model = build_model(config).double()
+        context = model.positions(torch.arange(12), 12, torch.float64)
+        factor = model.blocks[0].attention.position_factor
+        inputs = model.positions.method.prepare(q, k, k, context, factor=factor and torch.tensor([1.0, 2.0, 3.0]))
+        scores.append(inputs.query @ inputs.key.mT)
+    expected = torch.tensor([1.0, 2.0, 3.0])[:, None, None] * torch.arange(1, 13).double().log()[:, None] * scores[1]
+    torch.testing.assert_close(scores[0], expected, rtol=1e-12, atol=1e-12)
+
+
+def test_documents_count_their_own_tokens_and_have_their_own_sinks() -> None:
+    """Two packed documents have the outputs that each has alone."""
+    config = configured(sink_logits=True, logit_scaling="ssmax")
+    model, ids = random_model(config).eval(), tokens()[:1, :40]
+    packed = model(ids, documents=(torch.arange(40) >= 17).long()[None])
+    alone = torch.cat((model(ids[:, :17]), model(ids[:, 17:])), dim=1)
+    torch.testing.assert_close(packed, alone, rtol=1e-9, atol=1e-9)
 
 
 def test_backends_without_capping_say_so() -> None:

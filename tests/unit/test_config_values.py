@@ -39,6 +39,7 @@ OURS = {
     "synthetic",
     "training_positions",
     "logit_scaling",
+    "sink_logits",
     "attention_backend",
     "operand_kernel",
     "checkpoint_policy",
