@@ -17,12 +17,6 @@ from megatron_coca.data.readers import READERS, open_reader
 from megatron_coca.data.readers.files import FileReader
 from megatron_coca.data.readers.source import Document, content_key
 
-DUMP = "<mediawiki><siteinfo/>" + "".join(
-    f"<page><title>T{i}</title><ns>0</ns><id>{i}</id><revision><text>Prose number {i} of this page.</text>"
-    "</revision></page>\n"
-    for i in range(20)
-)
-
 
 def read(spec: SourceSpec, block: int = 1 << 20) -> tuple[list[Document], ReadingProblems]:
     reader, problems = FileReader(spec, block), ReadingProblems()
@@ -117,22 +111,13 @@ def test_a_text_is_one_document_or_lines_or_paragraphs(
     assert places == [f"{path}{at}" for at, text in expected.items() if "o" in text]
 
 
-@pytest.mark.parametrize("block", [1, 100])
-def test_a_dump_of_wikipedia_is_cut_between_pages(tmp_path: Path, block: int) -> None:
-    path = tmp_path / "wiki.xml.bz2"
-    path.write_bytes(bz2.compress(DUMP.replace("<title>T7</title>", "<title>T7<title>").encode() + b"</mediawiki>"))
-    documents, problems = read(SourceSpec("w", [path]), block)
-    assert [d.key for d in documents] == [f"T{i}" for i in range(20) if i != 7]
-    assert documents[3].text == "T3\n\nProse number 3 of this page."
-    assert problems.counts == {"invalid XML": 1} and problems.named[0].startswith(f"{path}:8: ")
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("absent.jsonl", None, "no such file"),
         ("a.csv", b"a,b", "unknown type"),
         ("a.parquet.gz", b"", "unknown type"),
+        ("enwiki-pages-articles1.xml-p1p41242.bz2", b"", "WikiExtractor --json"),
         ("jsonl", b"", r"unknown type of file \(no ending\)"),
         ("a.csv.gz", gzip.compress(b"a,b", mtime=0), r"unknown type of file \(\.csv\.gz\)"),
         ("a.html.zst", b"", r"unknown type of file \(\.html\.zst\)"),

@@ -19,11 +19,8 @@ from megatron_coca.data.readers.source import SourceSpec
         ("a/B.JSONL.ZST", ".jsonl", ".zst"),
         ("wiki.zst", "", ".zst"),
         ("a.tgz", ".tar", ".gz"),
-        ("enwiki-20240101-pages-articles1.xml-p1p41242.bz2", ".xml", ".bz2"),
-        ("enwiki-20240101-pages-articles-multistream27.xml-p76504171p77475910.bz2", ".xml", ".bz2"),
-        ("part-p1p2.parquet", ".parquet", ""),
-        ("AA/wiki_00", "wiki_", ""),
-        ("AA/wiki_123.bz2", "wiki_", ".bz2"),
+        ("AA/wiki_00", ".jsonl", ""),
+        ("AA/wiki_123.bz2", ".jsonl", ".bz2"),
         ("wiki_00.jsonl.gz", ".jsonl", ".gz"),
     ],
 )
@@ -67,7 +64,7 @@ def test_what_is_not_read_in_a_folder_is_counted(tmp_path: Path, monkeypatch: py
     inner = tmp_path / "inner"
     (inner / ".cache").mkdir(parents=True)
     names = ["a.zip", "B.ZIP", "c.htm", "d.csv.gz", "e.v2.zst", "f.0001", "g.00.zst", "LICENCE", ".h.txt", "README.md"]
-    others = ["enwiki-multistream-index1.txt-p1p41242.bz2", "SHA256SUMS.txt", "dataset_info.json", ".cache/i.txt"]
+    others = ["corpus-md5sum.txt", "SHA256SUMS.txt", "dataset_info.json", ".cache/i.txt"]
     for name in [*names, *others, "j.txt", "summary.txt"]:
         (inner / name).write_text("x")
     (inner / "gone.txt").symlink_to(inner / "nowhere.txt")

@@ -25,7 +25,6 @@ from megatron_coca.data.readers.folders import (
 )
 from megatron_coca.data.readers.source import Chunk, Document, Reader, ReadingProblems, ReadUnit, SourceSpec, check_keys
 from megatron_coca.data.readers.streams import BLOCK, TEXT_FORMATS, StreamFormat, TooLong, pieces, raw_blocks
-from megatron_coca.data.readers.wikipedia import settled
 
 _UNREAD, _TOO_LONG = "unread", "too long"  # forms of a ``TypedChunk`` without records: its payload is the reason
 _NAMED_FILES = 20  # damaged files of an archive in a message
@@ -175,23 +174,15 @@ class FileReader(Reader):
             raise DataError(f"{place}: {summary()} Replace the archive.")
 
     def _records(self, place: str, form: str, blocks: Iterator[bytes]) -> Iterator[TypedChunk]:
-        form, blocks = settled(form, blocks)
-        cut, _, ending = self._formats[form]
-        number, last = 1 if cut.ends else 0, b""
+        cut = self._formats[form].cut
+        number = 1 if cut.ends else 0
         try:
             for records in pieces(place, blocks, cut, self._block, self.spec.max_record):
                 yield self.typed_chunk(form, place, number, records)
-                if isinstance(records, TooLong):
-                    counted, last = records.counted, b""
-                else:
-                    counted, last = records.count(cut.counted), records
+                counted = records.counted if isinstance(records, TooLong) else records.count(cut.counted)
                 number += counted if cut.ends else 0
         except MemoryError as error:
             raise OutOfMemory(f"{place}:{number}" if number else place) from error
-        if ending and not last.rstrip().endswith(ending):
-            raise DataError(
-                f"{place}: cannot be read to its end (there is no {ending.decode()}). Is the file complete?"
-            )
 
 
 def place_of(chunk: Chunk) -> str:

@@ -15,28 +15,22 @@ from megatron_coca.data.readers.columnar_files import TABLE_FORMATS
 from megatron_coca.data.readers.compression import COMPRESSIONS
 from megatron_coca.data.readers.source import printable
 from megatron_coca.data.readers.streams import JSON_LINES, StreamFormat
-from megatron_coca.data.readers.wikipedia import EXTRACT, EXTRACT_NAME, WIKI_EXTRACT, WIKIPEDIA
 from megatron_coca.regular_files import read_regular
 
 TEXT_SUFFIXES = (".txt", ".text", ".md")
 # A name with no suffix but the compression's ("wiki.zst") is taken for JSON lines, the usual content of such files.
 _BARE = ""
-FORMATS: dict[str, StreamFormat] = {
-    **dict.fromkeys((".jsonl", ".json", ".ndjson", _BARE), JSON_LINES),
-    ".xml": WIKIPEDIA,
-    EXTRACT: WIKI_EXTRACT,
-}
+FORMATS: dict[str, StreamFormat] = dict.fromkeys((".jsonl", ".json", ".ndjson", _BARE), JSON_LINES)
+_EXTRACT = re.compile(r"wiki_\d\d+")  # files of WikiExtractor --json
 ARCHIVE = ".tar"
 READABLE = (
-    ".jsonl, .json, .ndjson, .txt, .text, .md, .xml (Wikipedia), wiki_00 (WikiExtractor) or .tar, each plain or with "
-    ".gz, .zst, .bz2 or .xz; .parquet, .arrow"
+    ".jsonl, .json, .ndjson, .txt, .text, .md, wiki_00 (WikiExtractor --json) or .tar, each plain or with .gz, .zst, "
+    ".bz2 or .xz; .parquet, .arrow"
 )
 _SHORT = {".tgz": ".tar.gz", ".tbz2": ".tar.bz2", ".txz": ".tar.xz", ".tzst": ".tar.zst"}
-_PART = re.compile(r"-p\d+p\d+$")  # page range of one part of a large Wikipedia dump
 # Files that describe the data next to them; read as documents they would be text, or reported as damaged.
 _DESCRIPTION = re.compile(
-    r"readme\.md|dataset_dict\.json|dataset_infos?\.json|state\.json|.*-multistream-index\d*\.txt.*|"
-    r"(.*[-_.])?(md5|sha\d+)sums?\.txt"
+    r"readme\.md|dataset_dict\.json|dataset_infos?\.json|state\.json|(.*[-_.])?(md5|sha\d+)sums?\.txt"
 )
 _SHOWN_ENDING = re.compile(r"(\.[a-z]\w{0,7})?\.[a-z]\w{0,7}$")
 _NAMED = 20  # of the files whose names are not UTF-8
@@ -61,7 +55,7 @@ class FileKind:
 def kind_of(name: str) -> FileKind | None:
     """Format of a file by the end of its name, case-insensitively; None for an unknown one."""
     base, compression = _split_name(name)
-    inner = EXTRACT if EXTRACT_NAME.fullmatch(base) else PurePath(base).suffix
+    inner = ".jsonl" if _EXTRACT.fullmatch(base) else PurePath(base).suffix
     if inner in TABLE_FORMATS:
         return None if compression else FileKind(inner, "")
     if inner == _BARE and not compression:
@@ -83,6 +77,8 @@ def unknown_type(name: str) -> str:
     """Error message for a file name without a known format."""
     base, compression = _split_name(name)
     example = f": {base}.jsonl{compression}, for example" if compression else ""
+    if ".xml" in base:
+        return "XML is not read. Convert a dump by WikiExtractor --json, or use wikimedia/wikipedia of the hub."
     return (
         f"unknown type of file ({_ending(name)}). Readable are {READABLE}. If it holds one of these, give it its "
         f"ending{example}."
@@ -90,11 +86,11 @@ def unknown_type(name: str) -> str:
 
 
 def _split_name(name: str) -> tuple[str, str]:
-    """(lower-case name without folder, compression and part number, compression)."""
+    """(lower-case name without folder and compression, compression)."""
     lower = PurePath(name).name.lower()
     lower = next((lower.removesuffix(short) + long for short, long in _SHORT.items() if lower.endswith(short)), lower)
     compression = PurePath(lower).suffix if PurePath(lower).suffix in COMPRESSIONS else ""
-    return _PART.sub("", lower.removesuffix(compression)), compression
+    return lower.removesuffix(compression), compression
 
 
 def _ending(name: str) -> str:

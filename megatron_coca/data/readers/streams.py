@@ -127,12 +127,10 @@ class StreamFormat(NamedTuple):
         cut: where.
         rows: gives ("path:number", record) of the records in a chunk's payload (bytes), numbered from ``chunk.first``.
             Invalid records go to the problems.
-        ending: without it a file cut off between two records would pass for complete.
     """
 
     cut: Cut
     rows: Callable[[Chunk, ReadingProblems], Iterator[tuple[str, Row]]]
-    ending: bytes = b""
 
 
 def _json_rows(chunk: Chunk, problems: ReadingProblems) -> Iterator[tuple[str, Row]]:
