@@ -60,6 +60,7 @@ def build_method(position: PositionConfig, model: ModelConfig) -> PositionMethod
         softmax_scale=model.softmax_scale,
         softcap=model.attn_logit_softcapping,
         sinks=bool(position.sink_logits),
+        chunk=position.attention_chunk_size,
         initial_factor=initial,
     )
 

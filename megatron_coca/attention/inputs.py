@@ -157,6 +157,19 @@ def documents_from_ids(ids: Tensor, device: torch.device | None = None) -> Packe
     return PackedDocuments(starts.to(device or ids.device, non_blocking=True), spans)
 
 
+def in_chunks(
+    documents: PackedDocuments | None, size: int, batch: int, length: int, device: torch.device
+) -> PackedDocuments:
+    """The documents of `batch` rows of `length` tokens, whole rows if None, divided into chunks of `size` tokens."""
+    index = torch.arange(length, device=device).expand(batch, -1)
+    begins = torch.zeros_like(index) if documents is None else documents.starts
+    whole = (((0, length),),) * batch if documents is None else documents.spans
+    spans = tuple(
+        tuple((cut, min(cut + size, stop)) for start, stop in row for cut in range(start, stop, size)) for row in whole
+    )
+    return PackedDocuments(index - (index - begins) % size, spans)
+
+
 def positions_within(documents: PackedDocuments) -> Tensor:
     """Positions [batch, length] that begin at 0 in every document."""
     length = documents.starts.shape[1]

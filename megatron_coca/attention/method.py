@@ -25,6 +25,7 @@ from megatron_coca.attention.inputs import (
     Needs,
     PackedDocuments,
     Segment,
+    in_chunks,
     made_once,
 )
 from megatron_coca.attention.positions.bias import BiasSource, HeadWeights, LearnedBias
@@ -121,6 +122,7 @@ class PositionMethod:
         softmax_scale: factor on the dot products, None for 1 / sqrt(head_dim).
         softcap: bound of the scores, as in `AttentionInputs`.
         sinks: whether every layer learns sink logits.
+        chunk: tokens of a chunk, within which a query attends, or None.
         initial_factor: the initial value of a learned factor of every head on its logits, or None.
     """
 
@@ -139,6 +141,7 @@ class PositionMethod:
     softmax_scale: float | None = None
     softcap: float | None = None
     sinks: bool = False
+    chunk: int | None = None
     initial_factor: float | None = None
 
     @property
@@ -186,6 +189,7 @@ class PositionMethod:
             *(device_type, self.head_dim, self.bias.formula, bands, dropout if training else 0.0),
             softcap=self.softcap,
             sinks=self.sinks,
+            packed=self.chunk is not None,
         )
 
     def prepare(
@@ -258,6 +262,7 @@ class PositionEncoding(ShardedModule):
         documents: PackedDocuments | None = None,
         reached: int | None = None,
         of_new_keys: bool = False,
+        batch: int = 1,
     ) -> PositionContext:
         """The context of tokens at `positions` ([length] or [batch, length], integer) for operands of `dtype`.
 
@@ -267,6 +272,7 @@ class PositionEncoding(ShardedModule):
             documents: boundaries of packed documents.
             reached: the largest position + 1, cached tokens included; without it xPos waits for the device.
             of_new_keys: make tables of the keys at `positions` only, because the cache holds K' of the others.
+            batch: rows, for chunks.
         """
         method, drawing = self.method, self.clex is not None and self.training
         rotary, positions = (
@@ -286,6 +292,9 @@ class PositionEncoding(ShardedModule):
         elif method.bias.fixed is not None:
             bias = method.bias.fixed.to(positions.device)
         bands = method.trained_bands if self.training else method.bands
+        if method.chunk is not None:
+            length = (positions if key_positions is None else key_positions).shape[-1]
+            documents = in_chunks(documents, method.chunk, batch, length, positions.device)
         return PositionContext(
             tuple(segment_tables(band, queries, keys, rotary, factor, dtype) for band in bands),
             None if factor is None else column(factor, dtype),

@@ -14,7 +14,7 @@ from megatron_coca.config.source import given_values
 
 LAYER_KEYS = frozenset(
     ("rope_scaling", "rotary_emb_base", "relative_positions", "logit_scaling", "sliding_window_width")
-) | {"attention_backend"}
+) | {"attention_chunk_size", "attention_backend"}
 """Position keys that may differ at evaluation, also in one type of layers."""
 EVALUATION_KEYS = LAYER_KEYS | {"operand_kernel", "trainable", "layer_types", "imports"}
 EVALUATION_GROUPS = frozenset({"data", "batch", "checkpoint", "logging", "launch"})

@@ -148,11 +148,14 @@ def _choice(key: str, settings: Settings) -> str | None:
 
 
 def _window(settings: Settings) -> str | None:
-    both = any(
-        position.sliding_window_width is not None and position.relative_positions is not None
-        for position in _types(settings).values()
-    )
-    return "contradicts relative_positions, which has a window of its own; set one of them to null" if both else None
+    for position in _types(settings).values():
+        windows = (position.sliding_window_width, position.attention_chunk_size, position.relative_positions)
+        if sum(given is not None for given in windows) > 1:
+            return (
+                "sliding_window_width, attention_chunk_size and relative_positions contradict each other: each says"
+                " which keys a query sees; set all but one to null"
+            )
+    return None
 
 
 def _operand_kernel(settings: Settings) -> str | None:
@@ -571,7 +574,7 @@ CHECKS: tuple[Check, ...] = (
     Check(("rpe_max_distance", "rpe_num_buckets"), _buckets),
     Check(("attention_config", "num_layers", "layer_types"), _attention_types),
     Check(("layer_types", "attention_config", "num_layers", "pos_emb"), _layer_types),
-    Check(("sliding_window_width", "relative_positions", *_LAYERS), _window),
+    Check(("sliding_window_width", "attention_chunk_size", "relative_positions", *_LAYERS), _window),
     Check(
         ("lr_wsd_decay_iters", "train_iters", "lr_decay_iters", "lr_decay_fraction", "warmup"),
         _wsd_decay,

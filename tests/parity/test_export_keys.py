@@ -73,6 +73,7 @@ OTHER: dict[str, Any] = {
     "relative_positions": {"type": "rerope", "window": 5},
     "logit_scaling": "log_n",
     "sink_logits": True,
+    "attention_chunk_size": 5,
     "sliding_window_width": 4,
     "rpe_num_buckets": 8,
     "rpe_max_distance": 20,

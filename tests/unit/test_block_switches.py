@@ -6,8 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.masking_utils import chunked_causal_mask_function
 
 from megatron_coca import build_model, load_config
+from megatron_coca.attention.inputs import in_chunks
 from megatron_coca.config import ConfigError
 from megatron_coca.model import GPT
 from megatron_coca.model.cost import parameter_count
@@ -35,6 +37,8 @@ CASES: dict[str, dict[str, Any]] = {
     "sinks": {"sink_logits": True},
     "sinks in a window": {"sink_logits": True, "sliding_window_width": 40},
     "sinks with a map": {"sink_logits": True, "pos_emb": "coca", "relative_positions": {"type": "rerope", "window": 9}},
+    "chunks": {"attention_chunk_size": 37},
+    "chunks with a bias": {"attention_chunk_size": 37, "pos_emb": "alibi", "attention_backend": "sdpa"},
     "learned factors": {"logit_scaling": {"type": "ssmax", "initial": 0.7}},
     "learned factors and sinks": {"logit_scaling": "ssmax", "sink_logits": True, "pos_emb": "coca_strict"},
 }
@@ -96,7 +100,8 @@ def plain_logits(model: GPT, config: Any, ids: Tensor) -> Tensor:
             scores = keys.attn_logit_softcapping * torch.tanh(scores / keys.attn_logit_softcapping)
         distance = torch.arange(len(ids))[:, None] - torch.arange(len(ids))
         window = config.position.sliding_window_width
-        hidden = (distance < 0) | (distance > (len(ids) if window is None else window))
+        chunk = torch.arange(len(ids)) // (config.position.attention_chunk_size or len(ids))
+        hidden = (distance < 0) | (chunk[:, None] != chunk) | (distance > (len(ids) if window is None else window))
         powers, sinks = (
             scores.masked_fill(hidden, -torch.inf).exp(),
             weights.get(f"{own}attention.position_sinks.weight"),
@@ -118,6 +123,7 @@ def tokens() -> Tensor:
 
 
 OF_BACKENDS = ("parallel", "projections", "capping with a map", "sinks with a map", "learned factors and sinks")
+OF_BACKENDS += ("chunks with a bias",)
 WRITTEN_OUT = [name for name in CASES if name not in OF_BACKENDS]
 
 
@@ -148,7 +154,7 @@ DIFFERENTIATED = ["norms of both", "capping", "capping with a map", "projections
 
 
 @pytest.mark.parametrize(
-    "name", [*DIFFERENTIATED, "sinks in a window", "sinks with a map", "learned factors and sinks"]
+    "name", [*DIFFERENTIATED, "chunks", "sinks in a window", "sinks with a map", "learned factors and sinks"]
 )
 def test_gradients_are_those_of_dense_attention_and_an_unchunked_loss(name: str) -> None:
     config = configured(**CASES[name], loss_chunk_size=128)
@@ -199,13 +205,25 @@ def test_learned_factors_multiply_every_score_once(pos_emb: str) -> None:
     torch.testing.assert_close(scores[0], expected, rtol=1e-12, atol=1e-12)
 
 
-def test_documents_count_their_own_tokens_and_have_their_own_sinks() -> None:
+@pytest.mark.parametrize("keys", [{"sink_logits": True, "logit_scaling": "ssmax"}, {"attention_chunk_size": 8}])
+def test_documents_have_their_own_sinks_factors_and_chunks(keys: dict[str, Any]) -> None:
     """Two packed documents have the outputs that each has alone."""
-    config = configured(sink_logits=True, logit_scaling="ssmax")
+    config = configured(**keys)
     model, ids = random_model(config).eval(), tokens()[:1, :40]
     packed = model(ids, documents=(torch.arange(40) >= 17).long()[None])
     alone = torch.cat((model(ids[:, :17]), model(ids[:, 17:])), dim=1)
     torch.testing.assert_close(packed, alone, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("length", [1, 5, 17])
+def test_chunks_are_those_of_transformers(length: int) -> None:
+    index = torch.arange(length)
+    theirs = chunked_causal_mask_function(5, torch.zeros(1, dtype=torch.long))(0, 0, index[:, None], index)
+    chunks = in_chunks(None, 5, 2, length, torch.device("cpu"))
+    torch.testing.assert_close((index <= index[:, None]) & (index >= chunks.starts[1][:, None]), theirs)
+    assert chunks.spans == (tuple((start, min(start + 5, length)) for start in range(0, length, 5)),) * 2
+    position = load_config([], SHAPE | {"attention_chunk_size": 5}).position
+    assert position.mean_keys(length) == pytest.approx(float(theirs.sum()) / length)
 
 
 def test_backends_without_capping_say_so() -> None:

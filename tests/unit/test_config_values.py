@@ -39,7 +39,7 @@ OURS = {
     "synthetic",
     "training_positions",
     "logit_scaling",
-    "sink_logits",
+    *("sink_logits", "attention_chunk_size"),
     "attention_backend",
     "operand_kernel",
     "checkpoint_policy",
