@@ -318,8 +318,6 @@ def add_speed_options(parser: ArgumentParser) -> None:
     add("--what", type=names_of(WHATS), help="some of " + ", ".join(WHATS) + "; default: all")
     add("--batch-size", type=positive_int, default=1, metavar="N", help="rows; default 1")
     add("--rounds", type=positive_int, default=9, metavar="N", help="timed rounds; default 9")
-    budget = "skip a method's lengths whose rounds would take longer; default 600"
-    add("--budget-seconds", type=positive_float, default=600.0, metavar="S", help=budget)
     add("--label", help="the name of the shape in reports; default: the configuration's or checkpoint's name")
     add_device_options(parser)
     add("--output", type=Path, metavar="FILE.json", help="the result file")

@@ -1,10 +1,9 @@
-"""Probe each workload with one call: peak memory, and the expected time of longer inputs or why they do not fit."""
+"""Probe each workload with one call: its peak memory, or why it is not measured."""
 
-import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Literal
 
@@ -133,19 +132,16 @@ SCORES: dict[What, tuple[int, int]] = {
 }
 """N x N tensors that a dense backend holds at most: while one layer is computed, and for each layer until the backward
 pass. This estimate excludes only what is far beyond the memory."""
-FIRST_LENGTH, STEP = 256, 4
-"""Tokens of a call that is made without an estimate, and the largest ratio of a length to the one called before."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Measurements of every method; `budget` in seconds is for all rounds of one method at one length."""
+    """Measurements of every method."""
 
     whats: Sequence[What]
     lengths: Sequence[int]
     batch: int
     rounds: int
-    budget: float
 
 
 @dataclass(frozen=True)
@@ -155,7 +151,7 @@ class Probe:
     what: What
     length: int
     peak: int | None = None
-    kind: Literal["refused", "out of memory", "not run", "failed"] | None = None
+    kind: Literal["refused", "out of memory"] | None = None
     reason: str = ""
 
 
@@ -166,91 +162,43 @@ def free_bytes(device: torch.device) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) * 1024
 
 
-def measured_call(call: Callable[[], object], device: torch.device) -> tuple[float, int]:
-    """Return the seconds of a call, and the most bytes of tensors that it holds at once beyond those before it."""
+def measured_peak(call: Callable[[], object], device: torch.device) -> int:
+    """Return the most bytes of tensors that a call holds at once beyond those before it."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-        before, start = torch.cuda.memory_allocated(device), time.perf_counter()
+        before = torch.cuda.memory_allocated(device)
         call()
-        torch.cuda.synchronize(device)
-        return time.perf_counter() - start, torch.cuda.max_memory_allocated(device) - before
+        return torch.cuda.max_memory_allocated(device) - before
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
-        start = time.perf_counter()
         call()
-        seconds = time.perf_counter() - start
     assert run.profiler is not None and run.profiler.kineto_results is not None
     events = [event for event in run.profiler.kineto_results.events() if event.name() == "[memory]"]
     held = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         held += event.nbytes()
         peak = max(peak, held)
-    return seconds, peak
+    return peak
 
 
 def probe(built: Built, plan: Plan) -> Iterator[Probe]:
-    """Call all work of a method at longer and longer lengths, and yield the lengths of the plan.
-
-    Calls that cannot fit, or whose rounds would exceed the budget, are not made.
-    """
+    """Call all work of a method at every length; calls whose scores cannot fit the memory are not made."""
     device = first_layer(built.model).dense.weight.device
-    for what in plan.whats:
+    for what, length in product(plan.whats, sorted(plan.lengths)):
         if what == "decode" and built.case.contracted:
-            yield from (Probe(what, length, kind="refused", reason=WHOLE_SEQUENCES) for length in sorted(plan.lengths))
-            continue
-        called: list[tuple[int, float]] = []  # lengths and seconds
-        for length in probe_lengths(plan.lengths):
-            calls = plan.rounds + 1 if length in plan.lengths else 1
-            seconds = calls * expected_seconds(called, length)
-            if reason := too_large(built, what, length, plan.batch):
-                result = Probe(what, length, kind="out of memory", reason=reason)
-            elif seconds > plan.budget:
-                rounded = f"{float(f'{seconds:.2g}'):.12g}"  # two digits without an exponent
-                reason = f"would take about {rounded} s, --budget-seconds allows {plan.budget:.12g}"
-                result = Probe(what, length, kind="not run", reason=reason)
-            else:
-                try:
-                    work = WORKLOADS[what](built.model, length, plan.batch)
-                    taken, peak = measured_call(work.call, device)
-                    called.append((length, taken))
-                    result = Probe(what, length, peak)
-                except ValueError as error:
-                    result = Probe(what, length, kind="refused", reason=str(error))
-                except (RuntimeError, MemoryError) as error:
-                    if not out_of_memory(error):
-                        raise
-                    reason = f"the memory of {device} does not suffice ({gib(free_bytes(device))} were free)"
-                    result = Probe(what, length, kind="out of memory", reason=reason)
-            if length in plan.lengths:
-                yield result
-
-
-def probe_lengths(lengths: Sequence[int]) -> list[int]:
-    """The lengths to call, ascending: the requested ones and others between, so that two calls precede any long one and
-    none is more than `STEP` times the one before.
-    """
-    first = min(FIRST_LENGTH, *lengths)
-    steps = [length for length in (first // 2, first) if length > 0]
-    for length in sorted(lengths):
-        while steps[-1] * STEP < length:
-            steps.append(steps[-1] * STEP)
-        if length > steps[-1]:
-            steps.append(length)
-    return steps
-
-
-def expected_seconds(called: Sequence[tuple[int, float]], length: int) -> float:
-    """The time of a call of `length` tokens, extrapolated from the last two calls (length, seconds).
-
-    The exponent of the growth is between 1 and 2, and 2 after a single call. 0 before any call.
-    """
-    if not called:
-        return 0.0
-    last, seconds = called[-1]
-    exponent = 2.0
-    if len(called) > 1:
-        before, faster = called[-2]
-        exponent = math.log(seconds / faster) / math.log(last / before)
-    return seconds * (length / last) ** min(2.0, max(1.0, exponent))
+            yield Probe(what, length, kind="refused", reason=WHOLE_SEQUENCES)
+        elif reason := too_large(built, what, length, plan.batch):
+            yield Probe(what, length, kind="out of memory", reason=reason)
+        else:
+            try:
+                work = WORKLOADS[what](built.model, length, plan.batch)
+                yield Probe(what, length, measured_peak(work.call, device))
+            except ValueError as error:
+                yield Probe(what, length, kind="refused", reason=str(error))
+            except (RuntimeError, MemoryError) as error:
+                if not out_of_memory(error):
+                    raise
+                reason = f"the memory of {device} does not suffice ({gib(free_bytes(device))} were free)"
+                yield Probe(what, length, kind="out of memory", reason=reason)
 
 
 def too_large(built: Built, what: What, length: int, batch: int) -> str:

@@ -236,7 +236,7 @@ def run(args: Namespace) -> int:
     if not built:
         raise results.EvaluationError(f"no method can be measured: {'; '.join(missing.reason for missing in refused)}")
     whats = WHATS if args.what is None else tuple(args.what)
-    plan = Plan(whats, tuple(args.lengths), args.batch_size, args.rounds, args.budget_seconds)
+    plan = Plan(whats, tuple(args.lengths), args.batch_size, args.rounds)
     store = Store(args.output, empty_result(args, config, built, device), args.overwrite)
     for missing in refused:
         store.miss(missing)
