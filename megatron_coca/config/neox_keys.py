@@ -209,12 +209,9 @@ UNSUPPORTED: dict[str, tuple[Any, str]] = {
     ),
     # data and training targets
     "train_epochs": (None, "training by epochs (set train_iters)"),
-    **_names("separate label data", "train_label_data_paths valid_label_data_paths test_label_data_paths"),
     "weight_by_num_documents": (False, "weighting by number of documents"),
     "weighted_sampler_alpha": (1.0, "weighting by number of documents"),
-    "pack_impl": ("packed", "another packing method"),
     "dataset_impl": ("gpt2", "another dataset type"),
-    "allow_chopped": (True, "dropping truncated documents"),
     "train_impl": ("normal", _ALIGNMENT),
     **_names(
         _ALIGNMENT,
