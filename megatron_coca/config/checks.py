@@ -508,6 +508,19 @@ def _split(settings: Settings) -> str | None:
     return None if split_shares(split) else f"{shown(split)} is not a list of up to three numbers such as `969, 30, 1`"
 
 
+def _labels(name: str, settings: Settings) -> str | None:
+    labels = getattr(settings.data, f"{name}_label_data_paths")
+    paths = getattr(settings.data, f"{name}_data_paths") or []
+    unequal = labels is not None and len(labels) != len(paths)
+    return f"{len(labels)} labels for {len(paths)} {name}_data_paths; give one for each, or null" if unequal else None
+
+
+def _pack_impl(settings: Settings) -> str | None:
+    if settings.data.pack_impl == "packed" or not settings.logging.eval_windows:
+        return None
+    return "not available with eval_windows, which reads the ends of full samples; set it to packed"
+
+
 def _positions(settings: Settings) -> str | None:
     data, embedding = settings.data, settings.position.embedding
     if not data.reset_position_ids or data.reset_attention_mask or not embedding.by_distance:
@@ -522,6 +535,8 @@ def _synthetic(settings: Settings) -> str | None:
     if task.task in ("recall", "multi_query") and task.facts > task.keys:
         return f"{task.facts} facts need as many different keys, and there are {task.keys}"
     packed = [name for name in ("reset_attention_mask", "reset_position_ids", "eod_mask_loss") if getattr(data, name)]
+    if data.pack_impl != "packed":
+        return "not available with pack_impl: the samples have no documents; set it to packed"
     if packed:
         return f"not available with {packed[0]}: the samples have no documents; set it to false"
     if settings.logging.eval_windows:
@@ -617,6 +632,8 @@ CHECKS: tuple[Check, ...] = (
     Check(("data_path", *_DATA_PATHS), _data_path),
     *(Check((f"{name}_data_paths", *_DATA_PATHS), partial(_paths, name)) for name in SETS),
     *(Check((f"{name}_data_weights", *_DATA_PATHS), partial(_weights, name)) for name in SETS),
+    *(Check((f"{name}_label_data_paths", *_DATA_PATHS), partial(_labels, name)) for name in SETS),
+    Check(("pack_impl", "eval_windows"), _pack_impl),
     Check(("split",), _split),
     Check(("reset_position_ids", "reset_attention_mask", "pos_emb"), _positions),
     Check(("synthetic", "reset_attention_mask", "reset_position_ids", "eod_mask_loss", "eval_windows"), _synthetic),

@@ -279,6 +279,7 @@ class ParallelConfig(ConfigGroup):
 
 Paths = Annotated[list[PathName], Field(min_length=1)]
 Weights = Annotated[list[Positive], Field(min_length=1)]
+Labels = list[PathName | None]
 TokenizerType = Literal[
     "GPT2BPETokenizer", "HFTokenizer", "HFGPT2Tokenizer", "SPMTokenizer", "CharLevelTokenizer", "TiktokenTokenizer"
 ]
@@ -323,6 +324,14 @@ class DataConfig(ConfigGroup):
     train_data_weights: Weights | None = key(None, "Weights of the training shards; null means equal.")
     valid_data_weights: Weights | None = key(None, "Weights of the validation shards; null means equal.")
     test_data_weights: Weights | None = key(None, "Weights of the test shards; null means equal.")
+    train_label_data_paths: Labels | None = key(None, "Prefix of the labels of each training shard; null for none.")
+    valid_label_data_paths: Labels | None = key(None, "The same for the validation shards.")
+    test_label_data_paths: Labels | None = key(None, "The same for the test shards.")
+    pack_impl: Literal["packed", "pack_until_overflow", "unpacked"] = key(
+        "packed",
+        "Samples: slices of the concatenated documents, as many whole documents as fit, or one document each.",
+    )
+    allow_chopped: bool = key(True, "Cut documents longer than a sample unless packed; false leaves them out.")
     split: Annotated[str, BeforeValidator(_join)] = key(
         "969, 30, 1", "Proportions of train, validation and test documents in data_path; a string or a list."
     )
