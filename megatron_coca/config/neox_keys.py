@@ -12,6 +12,11 @@ _LAUNCH = "set by the launcher"
 _UNUSED = "has no effect in GPT-NeoX either"
 _GENERATION = "read by GPT-NeoX's generate.py; here use `megatron-coca generate`"
 
+
+def _figures(names: str) -> str:
+    return f"GPT-NeoX writes {names}, to TensorBoard and Weights & Biases at every step; not written here"
+
+
 INERT: dict[str, str] = {
     "scaled_upper_triang_masked_softmax_fusion": _KERNEL,
     "scaled_masked_softmax_fusion": _KERNEL,
@@ -32,6 +37,7 @@ INERT: dict[str, str] = {
     "synchronize_each_layer": _RECOMPUTE,
     "profile_backward": _RECOMPUTE,
     "deepspeed_activation_checkpointing": _RECOMPUTE,
+    "activation_checkpointing": _RECOMPUTE,
     "mmap_warmup": "selects how files are read; results are the same",
     "use_shared_fs": "no index files are written",
     "s3_chunk_size": "s3_path is not supported",
@@ -39,10 +45,10 @@ INERT: dict[str, str] = {
     "steps_per_print": _CONSOLE,
     "wall_clock_breakdown": _CONSOLE,
     "dump_state": _CONSOLE,
-    "log_grad_norm": _CONSOLE,
-    "log_param_norm": _CONSOLE,
-    "log_grad_pct_zeros": _CONSOLE,
-    "log_optimizer_states": _CONSOLE,
+    "log_grad_norm": _figures("gradient_norms/NAME, the norm of the gradient of every parameter"),
+    "log_param_norm": _figures("parameter_norms/NAME, the norm of every parameter"),
+    "log_grad_pct_zeros": _figures("pct_grad_zeros/NAME, the percentage of zeros in the gradient of every parameter"),
+    "log_optimizer_states": _figures("optimizer_state_norms/NUMBER, the norm of every tensor of the optimizer"),
     "git_hash": "recorded by GPT-NeoX itself",
     "config_files": "recorded by GPT-NeoX itself",
     "user_script": "recorded by GPT-NeoX itself",
@@ -73,7 +79,13 @@ ALIASES: dict[str, str] = {
     "zero_reduce_bucket_size": "zero_optimization.reduce_bucket_size",
     "zero_allgather_bucket_size": "zero_optimization.allgather_bucket_size",
     "fp32_allreduce": "deepspeed_extra_args.communication_data_type",
-    "data_types": "deepspeed_extra_args.data_types",
+    **{
+        name: f"deepspeed_extra_args.{name}"
+        for name in (
+            *("data_types", "communication_data_type", "prescale_gradients", "gradient_predivide_factor"),
+            *("sparse_gradients", "flops_profiler", "comms_logger", "tensorboard", "csv_monitor", "wandb"),
+        )
+    },
 }
 """Aliases of keys; both may be set to the same value."""
 
@@ -139,7 +151,6 @@ _COMET = "Comet"
 _STATISTICS = "this statistic"
 _DERIVED = "setting this derived value directly"
 _LOSS_SCALE = "a top-level loss-scaling key (use the fp16 section)"
-_DEEPSPEED = "this DeepSpeed section at the top level (use deepspeed_extra_args)"
 
 
 def _names(feature: str, names: str, default: Any = None) -> dict[str, tuple[Any, str]]:
@@ -151,7 +162,6 @@ UNSUPPORTED: dict[str, tuple[Any, str]] = {
     # attention and model
     "sparsity_config": (None, "sparse attention"),
     "sparse_attention": (None, "sparse attention"),
-    "opt_pos_emb_offset": (0, "offset of learned positions"),
     "num_unique_layers": (None, "layer sharing"),
     "param_sharing_style": ("grouped", "layer sharing"),
     "gmlp_attn_dim": (64, "gMLP"),
@@ -199,13 +209,9 @@ UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "scheduler": (None, "DeepSpeed's learning-rate scheduler"),
     "curriculum_learning": (None, "curriculum learning"),
     "curriculum_seqlen": (0, "curriculum learning"),
-    "prescale_gradients": (False, _DEEPSPEED),
-    "sparse_gradients": (False, _DEEPSPEED),
-    "gradient_predivide_factor": (1.0, _DEEPSPEED),
     **_names(
-        _DEEPSPEED,
-        "amp flops_profiler communication_data_type activation_checkpointing data_efficiency tensorboard "
-        "wandb csv_monitor elasticity comms_logger compression_training checkpoint",
+        "a DeepSpeed section that needs DeepSpeed's own data loader, launcher or checkpoints",
+        "amp data_efficiency elasticity compression_training checkpoint",
     ),
     # data and training targets
     "train_epochs": (None, "training by epochs (set train_iters)"),
@@ -258,11 +264,8 @@ UNSUPPORTED: dict[str, tuple[Any, str]] = {
 
 UNSUPPORTED_CHOICES: dict[str, dict[Any, str]] = {
     "norm": {"te_rmsnorm": _TE, "te_layernorm": _TE},
-    "init_method": {"single_residual_scaled_normal": "this initialization"},
-    "output_layer_init_method": {"single_residual_scaled_normal": "this initialization"},
     "data_impl": {"cached": "the cached index format"},
-    "sequence_parallel": {True: "Megatron's sequence parallelism (set sequence_parallel_size instead)"},
-    "optimizer.type": dict.fromkeys(("onebitadam", "cpu_torch_adam", "sm3", "madgrad_wd", "lion"), "this optimizer"),
+    "optimizer.type": dict.fromkeys(("onebitadam", "cpu_torch_adam", "sm3", "madgrad_wd"), "this optimizer"),
 }
 """Unsupported values of supported keys, in lower case, with the feature."""
 
