@@ -83,8 +83,11 @@ def _inner_features(settings: Settings) -> str | None:
 
 def _length(settings: Settings) -> str | None:
     length, rows = settings.model.seq_length, settings.model.max_position_embeddings
-    if settings.position.pos_emb != "learned" or length <= rows:
+    offset = settings.model.opt_pos_emb_offset
+    if settings.position.pos_emb != "learned" or length + offset <= rows:
         return None
+    if offset:
+        return f"{length} + opt_pos_emb_offset {offset} exceeds max_position_embeddings {rows}; raise the latter"
     return f"{length} exceeds max_position_embeddings {rows}; raise it or leave it out"
 
 
@@ -460,7 +463,7 @@ def _eval_windows(settings: Settings) -> str | None:
         tokens = window_tokens(window, length)
         if tokens is None:
             return f"{shown(window)} is neither a number of tokens above 1 nor a multiple of seq_length such as 4L"
-        if settings.position.pos_emb == "learned" and tokens > rows:
+        if settings.position.pos_emb == "learned" and tokens + settings.model.opt_pos_emb_offset > rows:
             return f"{window}: pos_emb learned has vectors for {rows} positions (max_position_embeddings)"
         if tokens % ranks:
             return f"{window}: {tokens} tokens are not a multiple of sequence_parallel_size {ranks}"

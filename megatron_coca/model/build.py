@@ -136,6 +136,7 @@ def _normal(std: float) -> Initializer:
 INITIALIZERS: dict[str, Callable[[ModelConfig], Initializer]] = {
     "normal": lambda m: _normal(m.init_method_std),
     "scaled_normal": lambda m: _normal(m.init_method_std / math.sqrt(2.0 * m.num_layers)),
+    "single_residual_scaled_normal": lambda m: _normal(m.init_method_std / math.sqrt(m.num_layers)),
     "small_init": lambda m: _normal(math.sqrt(2.0 / (5.0 * m.hidden_size))),
     "wang_init": lambda m: _normal(2.0 / (m.num_layers * math.sqrt(m.hidden_size))),
     "xavier_uniform": lambda m: nn.init.xavier_uniform_,

@@ -10,6 +10,7 @@ from transformers.masking_utils import chunked_causal_mask_function
 
 from megatron_coca import build_model, load_config
 from megatron_coca.attention.inputs import in_chunks
+from megatron_coca.attention.positions import PositionRangeError
 from megatron_coca.config import ConfigError
 from megatron_coca.model import GPT
 from megatron_coca.model.cost import parameter_count
@@ -229,3 +230,19 @@ def test_chunks_are_those_of_transformers(length: int) -> None:
 def test_backends_without_capping_say_so() -> None:
     with pytest.raises(ValueError, match="attention_backend merge .* no attn_logit_softcapping"):
         build_model(configured(attn_logit_softcapping=3.0, attention_backend="merge"))
+
+
+def test_opt_positions_begin_at_the_offset() -> None:
+    """GPT-NeoX adds it to the positions before it looks them up, in OPT's way."""
+    shape = SHAPE | {"pos_emb": "learned", "max_position_embeddings": 20}
+    plain, shifted = (build_model(load_config([], shape | {"opt_pos_emb_offset": offset})) for offset in (0, 4))
+    weights = plain.state_dict()
+    table = weights["embedding.position_embeddings.weight"]
+    shifted.load_state_dict(weights | {"embedding.position_embeddings.weight": table.roll(4, 0)})
+    ids = tokens()[:, :16]
+    assert torch.equal(shifted.eval()(ids), plain.eval()(ids))
+    with pytest.raises(PositionRangeError, match="has 20 positions .*; position 20 is beyond them"):
+        shifted(tokens()[:, :17])
+    moved = build_model(configured(pos_emb="sinusoidal", opt_pos_emb_offset=4)).eval()
+    still = build_model(configured(pos_emb="sinusoidal")).eval()
+    assert torch.equal(moved(ids), still(ids, positions=torch.arange(4, 20)))
