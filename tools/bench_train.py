@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_coca.config import Config, ConfigError
 from megatron_coca.data import Batch
-from megatron_coca.evaluation.speed.probing import measured_call
+from megatron_coca.evaluation.speed.probing import measured_peak
 from megatron_coca.model import LanguageModelLoss, build_model, keep_freed_memory
 from megatron_coca.model.cost import flops_per_token, parameter_count, peak_flops
 from megatron_coca.program import InputError
@@ -154,7 +154,7 @@ def _peer_call(config: Config, device: str, compiled: bool, keeps_memory: bool) 
 def peak_of(step: Callable[[list[Tensor]], float]) -> Callable[[list[Tensor]], int]:
     """Return a function that runs `step` and returns the peak bytes of it."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return lambda micro_batches: measured_call(lambda: step(micro_batches), device)[1]
+    return lambda micro_batches: measured_peak(lambda: step(micro_batches), device)
 
 
 def transformers_step(config: Config, device: str, compiled: bool = False) -> Callable[[list[Tensor]], float]:

@@ -13,14 +13,14 @@ from megatron_coca.attention.backends.sdpa import SdpaBackend
 from megatron_coca.attention.backends.triton import TritonBackend
 from megatron_coca.attention.inputs import Backend, BackendError, Needs
 from megatron_coca.attention.method import PositionMethod, operand_maker
-from megatron_coca.attention.positions.bias import BIASES, BiasSource, LearnedBias
+from megatron_coca.attention.positions.bias import BIASES, BiasSource, HeadWeights, LearnedBias
 from megatron_coca.attention.positions.clex import Clex
 from megatron_coca.attention.positions.distance_maps import DISTANCE_MAPS, UNMAPPED, Band
 from megatron_coca.attention.positions.forms import LOGIT_SCALINGS, PLAIN, SCORE_FORMS
 from megatron_coca.attention.positions.frequencies import Rotary, Scaling
 from megatron_coca.config import Config, ModelConfig, PositionConfig
 
-LEARNED_MODULES = (LearnedBias, Clex)
+LEARNED_MODULES = (LearnedBias, HeadWeights, Clex)
 """Learned modules of position methods; each initialises its own parameters."""
 
 
@@ -32,6 +32,8 @@ def build_methods(config: Config) -> dict[str, PositionMethod]:
 def build_method(position: PositionConfig, model: ModelConfig) -> PositionMethod:
     """The method that the position keys of a type of layers name, for the model's head shape and training length."""
     options = {choice.key: given for choice, given in position.choices()}
+    factors = position.scaling.resolved(options["logit_scaling"], model.seq_length)
+    initial = factors.pop("initial", None) if position.scaling.learned else None
     embedding, distances, scaling = position.embedding, position.distance_map, position.scaling
     scale = scaling.compute or LOGIT_SCALINGS.get(scaling.name)
     form = embedding.compute if embedding.rotary and embedding.compute else SCORE_FORMS.get(embedding.name, PLAIN)
@@ -53,10 +55,13 @@ def build_method(position: PositionConfig, model: ModelConfig) -> PositionMethod
         clex=_clex(position, model) if position.extension.learned else None,
         bands=UNMAPPED if distances is not None and distances.training_only else bands,
         trained_bands=bands,
-        logit_scaling=partial(scale, **scaling.resolved(options[scaling.key], model.seq_length)) if scale else None,
+        logit_scaling=partial(scale, **factors) if scale else None,
         operands=operand_maker(position.operand_kernel),
         softmax_scale=model.softmax_scale,
         softcap=model.attn_logit_softcapping,
+        sinks=bool(position.sink_logits),
+        chunk=position.attention_chunk_size,
+        initial_factor=initial,
     )
 
 
@@ -112,6 +117,8 @@ dense scores with soft-capping.
 """
 CAPPED = frozenset({"sdpa", "flex", "reference"})
 """Backends with soft-capping of scores."""
+WITH_SINKS = frozenset({"merge", "reference"})
+"""Backends with sink logits: `merge` has the log-sum-exp of every row at hand."""
 
 
 def automatic(needs: Needs) -> list[str]:
@@ -129,7 +136,12 @@ def find_backend(name: str, needs: Needs) -> tuple[str, dict[str, str]]:
     """
     reasons: dict[str, str] = {}
     for candidate in automatic(needs) if name == "auto" else (name,):
-        reason = uncapped(candidate, needs) or BACKENDS[candidate].supports(needs) or varies(candidate, needs)
+        reason = (
+            uncapped(candidate, needs)
+            or without_sinks(candidate, needs)
+            or BACKENDS[candidate].supports(needs)
+            or varies(candidate, needs)
+        )
         if reason is None:
             return candidate, reasons
         reasons[candidate] = reason
@@ -154,6 +166,11 @@ def select_backend(name: str, needs: Needs) -> tuple[str, Backend]:
 def uncapped(name: str, needs: Needs) -> str | None:
     """None, or why the scores of the model cannot be capped."""
     return None if needs.softcap is None or name in CAPPED else "its kernels have no attn_logit_softcapping"
+
+
+def without_sinks(name: str, needs: Needs) -> str | None:
+    """None, or why the model's heads cannot have sinks."""
+    return None if not needs.sinks or name in WITH_SINKS else "its kernels have no sink_logits"
 
 
 def varies(name: str, needs: Needs) -> str | None:

@@ -33,6 +33,10 @@ class HeadShard:
             return bias
         return bias.part(self.index, self.count)  # type: ignore[return-value]
 
+    def of_heads(self, x: Tensor) -> Tensor:
+        """Select this rank's heads from x [heads, ...]."""
+        return x if self.count == 1 else x.chunk(self.count)[self.index]
+
     def split(self, tokens: Tensor) -> Tensor:
         """This rank's slice of tokens [..., length]."""
         return tokens

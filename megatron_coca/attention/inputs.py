@@ -64,6 +64,7 @@ class AttentionInputs:
         dropout: of attention weights (0 in evaluation).
         documents: document boundaries, or None for one document per row.
         softcap: scaled scores s are replaced by c tanh(s / c) for this c before the bias is added, or None.
+        sinks: [heads] float32, the score of one more key of every head whose value is 0, or None.
 
     All operands share one dtype and device; the output has the shape and dtype of a segment's query.
     """
@@ -75,6 +76,7 @@ class AttentionInputs:
     dropout: float = 0.0
     documents: PackedDocuments | None = None
     softcap: float | None = None
+    sinks: Tensor | None = None
 
     @property
     def query(self) -> Tensor:
@@ -110,6 +112,7 @@ class Needs:
         length: tokens of a sample in training; 0 in evaluation, where lengths vary.
         deterministic: gradients must have the same bits in every run.
         softcap: the bound of the scores, or None.
+        sinks: heads have sink logits.
     """
 
     device_type: str
@@ -121,6 +124,7 @@ class Needs:
     length: int = 0
     deterministic: bool = False
     softcap: float | None = None
+    sinks: bool = False
 
 
 class Backend(Protocol):
@@ -151,6 +155,19 @@ def documents_from_ids(ids: Tensor, device: torch.device | None = None) -> Packe
     starts = torch.where(begins, index, torch.zeros_like(index)).cummax(dim=1).values
     spans = tuple(_spans(row, length) for row in begins.cpu())
     return PackedDocuments(starts.to(device or ids.device, non_blocking=True), spans)
+
+
+def in_chunks(
+    documents: PackedDocuments | None, size: int, batch: int, length: int, device: torch.device
+) -> PackedDocuments:
+    """The documents of `batch` rows of `length` tokens, whole rows if None, divided into chunks of `size` tokens."""
+    index = torch.arange(length, device=device).expand(batch, -1)
+    begins = torch.zeros_like(index) if documents is None else documents.starts
+    whole = (((0, length),),) * batch if documents is None else documents.spans
+    spans = tuple(
+        tuple((cut, min(cut + size, stop)) for start, stop in row for cut in range(start, stop, size)) for row in whole
+    )
+    return PackedDocuments(index - (index - begins) % size, spans)
 
 
 def positions_within(documents: PackedDocuments) -> Tensor:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -192,7 +192,8 @@ class SelfAttention(ShardedModule):
 
     Parameter names and the packing of `query_key_value` are GPT-NeoX's: with as many key heads as query heads its
     rows are [q | k | v] head by head, with fewer (grouped-query attention) all queries, then all keys, then all
-    values. For CoCA the k rows are the T projection. A method with a learned bias per layer adds `position_bias`.
+    values. For CoCA the k rows are the T projection. A method with learned numbers per layer adds `position_bias`,
+    `position_sinks` or `position_factor`.
 
     The number of heads follows from the rows of the projection, which tensor parallelism divides among ranks.
     """
@@ -225,6 +226,7 @@ class SelfAttention(ShardedModule):
         self.qk_layernorm = norms.get("qk_layernorm")
         self.query_layernorm, self.key_layernorm = norms.get("query_layernorm"), norms.get("key_layernorm")
         self.position_bias = method.layer_bias()
+        self.position_sinks, self.position_factor = method.layer_sinks(), method.layer_factor()
 
     def split_projection(self) -> None:
         """Replace `query_key_value` by a SplitProjection with the same weights; call it before sharding them."""
@@ -246,10 +248,16 @@ class SelfAttention(ShardedModule):
     def _inputs(
         self, q: Tensor, k: Tensor, v: Tensor, context: PositionContext, cache: LayerCache | None
     ) -> AttentionInputs:
-        bias = self.share.bias(self.position_bias.distance_bias()) if self.position_bias is not None else None
+        of_layer: dict[str, Any] = {}
+        if self.position_bias is not None:
+            of_layer["bias"] = self.share.bias(self.position_bias.distance_bias())
+        if self.position_sinks is not None:
+            of_layer["sinks"] = self.share.of_heads(self.position_sinks())
+        if self.position_factor is not None:
+            of_layer["factor"] = self.share.of_heads(self.position_factor())
         if cache is None:
-            return self.method.prepare(q, k, v, context, self.dropout if self.training else 0.0, bias)
-        return self.method.prepare_cached(q, k, v, context, cache.append, bias)
+            return self.method.prepare(q, k, v, context, self.dropout if self.training else 0.0, **of_layer)
+        return self.method.prepare_cached(q, k, v, context, cache.append, **of_layer)
 
     def _heads(self, projected: Tensor | tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """[batch, length, rows], packed or each -> q [batch, heads, length, head_dim], k and v [batch, kv_heads,

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn as nn
@@ -25,9 +25,10 @@ from megatron_coca.attention.inputs import (
     Needs,
     PackedDocuments,
     Segment,
+    in_chunks,
     made_once,
 )
-from megatron_coca.attention.positions.bias import BiasSource, LearnedBias
+from megatron_coca.attention.positions.bias import BiasSource, HeadWeights, LearnedBias
 from megatron_coca.attention.positions.clex import Clex
 from megatron_coca.attention.positions.distance_maps import UNMAPPED, Band
 from megatron_coca.attention.positions.forms import LogitScaling, ScoreForm
@@ -120,6 +121,9 @@ class PositionMethod:
         operands: computes Q' and K' of every segment.
         softmax_scale: factor on the dot products, None for 1 / sqrt(head_dim).
         softcap: bound of the scores, as in `AttentionInputs`.
+        sinks: whether every layer learns sink logits.
+        chunk: tokens of a chunk, within which a query attends, or None.
+        initial_factor: the initial value of a learned factor of every head on its logits, or None.
     """
 
     name: str
@@ -136,6 +140,9 @@ class PositionMethod:
     operands: OperandMaker = with_torch
     softmax_scale: float | None = None
     softcap: float | None = None
+    sinks: bool = False
+    chunk: int | None = None
+    initial_factor: float | None = None
 
     @property
     def scale(self) -> float:
@@ -163,11 +170,26 @@ class PositionMethod:
         """A new module for one layer's own bias, or None."""
         return self.bias.by_layer() if self.bias.by_layer is not None else None
 
+    def layer_sinks(self) -> HeadWeights | None:
+        """A new module for one layer's sink logits, initially 0, or None."""
+        return HeadWeights(self.num_heads, 0.0) if self.sinks else None
+
+    def layer_factor(self) -> HeadWeights | None:
+        """A new module for one layer's factors on its heads' logits, or None."""
+        return None if self.initial_factor is None else HeadWeights(self.num_heads, self.initial_factor)
+
+    def learned(self) -> list[Callable[[], nn.Module | None]]:
+        """What makes the learned modules of one layer."""
+        return [self.layer_bias, self.layer_sinks, self.layer_factor]
+
     def needs(self, device_type: str, dropout: float, training: bool = True) -> Needs:
         """Requirements on a backend: for training and evaluation, or for evaluation only."""
         bands = max(self.bands, self.trained_bands, key=len) if training else self.bands
         return Needs(
-            device_type, self.head_dim, self.bias.formula, bands, dropout if training else 0.0, softcap=self.softcap
+            *(device_type, self.head_dim, self.bias.formula, bands, dropout if training else 0.0),
+            softcap=self.softcap,
+            sinks=self.sinks,
+            packed=self.chunk is not None,
         )
 
     def prepare(
@@ -178,16 +200,21 @@ class PositionMethod:
         context: PositionContext,
         dropout: float = 0.0,
         bias: DistanceBias | None = None,
+        factor: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> AttentionInputs:
         """Backend inputs from q [batch, heads, length, head_dim], k and v [batch, kv_heads, length, head_dim].
 
-        `bias` is the layer's own, if it has one.
+        `bias`, `factor` [heads] on the logits and `sinks` [heads] are the layer's own, if it has them.
         """
         made = iter(self.operands(self.form, q, k, context.segments, context.query_factor))
         segments = tuple(Segment(next(made), next(made), tables.band) for tables in context.segments)
-        return AttentionInputs(
-            segments, v, self.scale, context.bias if bias is None else bias, dropout, context.documents, self.softcap
-        )
+        if factor is not None:
+            # On Q' and not on q: the scores of CoCA are quadratic in q.
+            scaled = factor.to(torch.promote_types(q.dtype, torch.float32))[:, None, None]
+            segments = tuple(replace(each, query=(each.query * scaled).to(each.query.dtype)) for each in segments)
+        bias = context.bias if bias is None else bias
+        return AttentionInputs(segments, v, self.scale, bias, dropout, context.documents, self.softcap, sinks)
 
     def prepare_cached(
         self,
@@ -196,17 +223,17 @@ class PositionMethod:
         v: Tensor,
         context: PositionContext,
         append: Callable[..., list[Tensor]],
-        bias: DistanceBias | None = None,
+        **of_layer: Any,
     ) -> AttentionInputs:
         """As `prepare`, for the tokens that follow cached ones.
 
         `append` adds tensors of the new tokens to the cache and returns those of all: K' of every segment and v, or k
-        and v where the context has the tables of all keys.
+        and v where the context has the tables of all keys. `of_layer` are `bias`, `factor` and `sinks`.
         """
         if not context.of_new_keys:
             keys, values = append(k, v)
-            return self.prepare(q, keys, values, context, bias=bias)
-        inputs = self.prepare(q, k, v, context, bias=bias)
+            return self.prepare(q, keys, values, context, **of_layer)
+        inputs = self.prepare(q, k, v, context, **of_layer)
         *rotated, values = append(*(segment.key for segment in inputs.segments), v)
         segments = tuple(replace(segment, key=key) for segment, key in zip(inputs.segments, rotated, strict=True))
         return inputs.replace(segments=segments, value=values)
@@ -235,6 +262,7 @@ class PositionEncoding(ShardedModule):
         documents: PackedDocuments | None = None,
         reached: int | None = None,
         of_new_keys: bool = False,
+        batch: int = 1,
     ) -> PositionContext:
         """The context of tokens at `positions` ([length] or [batch, length], integer) for operands of `dtype`.
 
@@ -244,6 +272,7 @@ class PositionEncoding(ShardedModule):
             documents: boundaries of packed documents.
             reached: the largest position + 1, cached tokens included; without it xPos waits for the device.
             of_new_keys: make tables of the keys at `positions` only, because the cache holds K' of the others.
+            batch: rows, for chunks.
         """
         method, drawing = self.method, self.clex is not None and self.training
         rotary, positions = (
@@ -263,6 +292,9 @@ class PositionEncoding(ShardedModule):
         elif method.bias.fixed is not None:
             bias = method.bias.fixed.to(positions.device)
         bands = method.trained_bands if self.training else method.bands
+        if method.chunk is not None:
+            length = (positions if key_positions is None else key_positions).shape[-1]
+            documents = in_chunks(documents, method.chunk, batch, length, positions.device)
         return PositionContext(
             tuple(segment_tables(band, queries, keys, rotary, factor, dtype) for band in bands),
             None if factor is None else column(factor, dtype),

@@ -14,7 +14,7 @@ from megatron_coca.config.source import given_values
 
 LAYER_KEYS = frozenset(
     ("rope_scaling", "rotary_emb_base", "relative_positions", "logit_scaling", "sliding_window_width")
-) | {"attention_backend"}
+) | {"attention_chunk_size", "attention_backend"}
 """Position keys that may differ at evaluation, also in one type of layers."""
 EVALUATION_KEYS = LAYER_KEYS | {"operand_kernel", "trainable", "layer_types", "imports"}
 EVALUATION_GROUPS = frozenset({"data", "batch", "checkpoint", "logging", "launch"})
@@ -30,12 +30,12 @@ FIXED_BY_WEIGHTS = frozenset(
 ) | {
     *("bias_gelu_fusion", "gpt_j_residual", "gpt_j_tied", "norm", "norm_position", "zero_centered_norms", "qk_norm"),
     *("use_embedding_norm", "embedding_scale", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping"),
-    "final_logit_scale",
+    *("final_logit_scale", "opt_pos_emb_offset"),
 }
 """Keys that finetuning must share with the run that trained the weights; the position method may differ."""
 NORM_EPSILONS = {"layernorm": "layernorm_epsilon", "rmsnorm": "rms_norm_epsilon", "scalenorm": "scalenorm_epsilon"}
 PLAIN_FREQUENCIES = methods.find("rope_scaling", "default")
-POSITION_WEIGHTS = re.compile(r"positions\..+|embedding\.position_embeddings\..+|.+\.position_bias\..+")
+POSITION_WEIGHTS = re.compile(r"positions\..+|embedding\.position_embeddings\..+|.+\.position_(bias|sinks|factor)\..+")
 """Names of weights that belong to a position method."""
 
 

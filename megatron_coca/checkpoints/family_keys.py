@@ -284,7 +284,7 @@ def comparable(config: Config) -> dict[str, Any]:
         *("no_weight_tying", "use_bias_in_attn_linear", "use_bias_in_qkv", "use_bias_in_mlp", "gpt_j_residual", "norm"),
         *("norm_position", "zero_centered_norms", "qk_norm", "use_qk_layernorm", "use_embedding_norm"),
         *("embedding_scale", "attn_logit_softcapping", "final_logit_softcapping", "final_logit_scale", epsilon),
-        *("hidden_dropout", "attention_dropout"),
+        *("hidden_dropout", "attention_dropout", "opt_pos_emb_offset"),
     )
     shown: dict[str, Any] = {name: getattr(model, name) for name in names + lengths} | {key: flat[key] for key in keys}
     shown["activation"] = "silu" if model.activation == "swish" else model.activation

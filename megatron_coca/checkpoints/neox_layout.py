@@ -34,7 +34,7 @@ SUFFIXES = (".yml", ".yaml", ".json")
 
 NETWORK_FEATURES = frozenset(
     {
-        *("sparsity_config", "sparse_attention", "opt_pos_emb_offset"),
+        *("sparsity_config", "sparse_attention"),
         *("num_unique_layers", "gmlp_attn_dim", "soft_prompt_tuning", "dim_att", "head_size", "ffn_dim"),
         *("te_layernorm_mlp", "te_mha", "te_fp8_mha", "moe_num_experts", "use_mup"),
     }
@@ -54,10 +54,10 @@ NEOX_KEYS = (
     *("max_position_embeddings", "no_weight_tying", "activation", "bias_gelu_fusion", "use_bias_in_attn_linear"),
     *("use_bias_in_mlp", "gpt_j_residual", "gpt_j_tied", "norm", "layernorm_epsilon", "rms_norm_epsilon"),
     *("scalenorm_epsilon", "hidden_dropout", "attention_dropout", "pos_emb", "rotary_pct", "rotary_emb_base"),
-    *("rpe_num_buckets", "rpe_max_distance", "sliding_window_width", "use_qk_layernorm"),
+    *("rpe_num_buckets", "rpe_max_distance", "sliding_window_width", "use_qk_layernorm", "opt_pos_emb_offset"),
 )
 """Keys of the network that GPT-NeoX has too."""
-ABSENT = {"use_qk_layernorm": False}
+ABSENT = {"use_qk_layernorm": False, "opt_pos_emb_offset": 0}
 """Values that are not written."""
 
 

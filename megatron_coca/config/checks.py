@@ -83,8 +83,11 @@ def _inner_features(settings: Settings) -> str | None:
 
 def _length(settings: Settings) -> str | None:
     length, rows = settings.model.seq_length, settings.model.max_position_embeddings
-    if settings.position.pos_emb != "learned" or length <= rows:
+    offset = settings.model.opt_pos_emb_offset
+    if settings.position.pos_emb != "learned" or length + offset <= rows:
         return None
+    if offset:
+        return f"{length} + opt_pos_emb_offset {offset} exceeds max_position_embeddings {rows}; raise the latter"
     return f"{length} exceeds max_position_embeddings {rows}; raise it or leave it out"
 
 
@@ -148,11 +151,14 @@ def _choice(key: str, settings: Settings) -> str | None:
 
 
 def _window(settings: Settings) -> str | None:
-    both = any(
-        position.sliding_window_width is not None and position.relative_positions is not None
-        for position in _types(settings).values()
-    )
-    return "contradicts relative_positions, which has a window of its own; set one of them to null" if both else None
+    for position in _types(settings).values():
+        windows = (position.sliding_window_width, position.attention_chunk_size, position.relative_positions)
+        if sum(given is not None for given in windows) > 1:
+            return (
+                "sliding_window_width, attention_chunk_size and relative_positions contradict each other: each says"
+                " which keys a query sees; set all but one to null"
+            )
+    return None
 
 
 def _operand_kernel(settings: Settings) -> str | None:
@@ -203,7 +209,10 @@ def _trainable_once(settings: Settings) -> str | None:
 
 def _trainable_weights(settings: Settings) -> str | None:
     parts = settings.optimizer.trainable or []
-    learned = any(kind.embedding.weights is not None or kind.extension.learned for kind in _types(settings).values())
+    learned = any(
+        kind.embedding.weights is not None or kind.extension.learned or kind.scaling.learned or kind.sink_logits
+        for kind in _types(settings).values()
+    )
     if "output_head" in parts and not settings.model.no_weight_tying:
         return "output_head is tied to the embedding (no_weight_tying is false); use embedding"
     if "norms" in parts and settings.model.norm == "non_parametric_layernorm":
@@ -454,7 +463,7 @@ def _eval_windows(settings: Settings) -> str | None:
         tokens = window_tokens(window, length)
         if tokens is None:
             return f"{shown(window)} is neither a number of tokens above 1 nor a multiple of seq_length such as 4L"
-        if settings.position.pos_emb == "learned" and tokens > rows:
+        if settings.position.pos_emb == "learned" and tokens + settings.model.opt_pos_emb_offset > rows:
             return f"{window}: pos_emb learned has vectors for {rows} positions (max_position_embeddings)"
         if tokens % ranks:
             return f"{window}: {tokens} tokens are not a multiple of sequence_parallel_size {ranks}"
@@ -502,6 +511,19 @@ def _split(settings: Settings) -> str | None:
     return None if split_shares(split) else f"{shown(split)} is not a list of up to three numbers such as `969, 30, 1`"
 
 
+def _labels(name: str, settings: Settings) -> str | None:
+    labels = getattr(settings.data, f"{name}_label_data_paths")
+    paths = getattr(settings.data, f"{name}_data_paths") or []
+    unequal = labels is not None and len(labels) != len(paths)
+    return f"{len(labels)} labels for {len(paths)} {name}_data_paths; give one for each, or null" if unequal else None
+
+
+def _pack_impl(settings: Settings) -> str | None:
+    if settings.data.pack_impl == "packed" or not settings.logging.eval_windows:
+        return None
+    return "not available with eval_windows, which reads the ends of full samples; set it to packed"
+
+
 def _positions(settings: Settings) -> str | None:
     data, embedding = settings.data, settings.position.embedding
     if not data.reset_position_ids or data.reset_attention_mask or not embedding.by_distance:
@@ -516,6 +538,8 @@ def _synthetic(settings: Settings) -> str | None:
     if task.task in ("recall", "multi_query") and task.facts > task.keys:
         return f"{task.facts} facts need as many different keys, and there are {task.keys}"
     packed = [name for name in ("reset_attention_mask", "reset_position_ids", "eod_mask_loss") if getattr(data, name)]
+    if data.pack_impl != "packed":
+        return "not available with pack_impl: the samples have no documents; set it to packed"
     if packed:
         return f"not available with {packed[0]}: the samples have no documents; set it to false"
     if settings.logging.eval_windows:
@@ -568,7 +592,7 @@ CHECKS: tuple[Check, ...] = (
     Check(("rpe_max_distance", "rpe_num_buckets"), _buckets),
     Check(("attention_config", "num_layers", "layer_types"), _attention_types),
     Check(("layer_types", "attention_config", "num_layers", "pos_emb"), _layer_types),
-    Check(("sliding_window_width", "relative_positions", *_LAYERS), _window),
+    Check(("sliding_window_width", "attention_chunk_size", "relative_positions", *_LAYERS), _window),
     Check(
         ("lr_wsd_decay_iters", "train_iters", "lr_decay_iters", "lr_decay_fraction", "warmup"),
         _wsd_decay,
@@ -611,6 +635,8 @@ CHECKS: tuple[Check, ...] = (
     Check(("data_path", *_DATA_PATHS), _data_path),
     *(Check((f"{name}_data_paths", *_DATA_PATHS), partial(_paths, name)) for name in SETS),
     *(Check((f"{name}_data_weights", *_DATA_PATHS), partial(_weights, name)) for name in SETS),
+    *(Check((f"{name}_label_data_paths", *_DATA_PATHS), partial(_labels, name)) for name in SETS),
+    Check(("pack_impl", "eval_windows"), _pack_impl),
     Check(("split",), _split),
     Check(("reset_position_ids", "reset_attention_mask", "pos_emb"), _positions),
     Check(("synthetic", "reset_attention_mask", "reset_position_ids", "eod_mask_loss", "eval_windows"), _synthetic),

@@ -41,6 +41,7 @@ InitMethod = Literal[
     "xavier_normal",
     "wang_init",
     "small_init",
+    "single_residual_scaled_normal",
 ]
 GATED_ACTIVATIONS = frozenset({"geglu", "geglu_tanh", "reglu", "swiglu", "bilinear", "glu"})
 
@@ -81,6 +82,9 @@ class ModelConfig(ConfigGroup):
     max_position_embeddings: Count = follows(
         "seq_length",
         "Rows of the learned position table, at least seq_length; other position methods do not read it.",
+    )
+    opt_pos_emb_offset: WholeNumber = key(
+        0, "Added to the positions of pos_emb learned and sinusoidal, 2 in OPT; the table needs as many rows more."
     )
     vocab_size: Count | None = key(None, "Rows of the embedding before padding; null uses the tokenizer's size.")
     make_vocab_size_divisible_by: Size = key(128, "Pad the embedding to a multiple of this many rows.")

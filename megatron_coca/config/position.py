@@ -167,6 +167,16 @@ class PositionKeys(ConfigGroup):
     sliding_window_width: WholeNumber | None = key(
         None, "Largest distance that a query attends to, as in GPT-NeoX: a query sees this many tokens before itself."
     )
+    attention_chunk_size: Count | None = key(
+        None,
+        "Every document is divided into chunks of this many tokens, and a query attends within its own, as in Llama 4's"
+        " rotary layers.",
+    )
+    sink_logits: bool | None = key(
+        None,
+        "Every head learns the score of one more key, whose value is 0, as in gpt-oss, so that it may attend to nothing"
+        " (not `streaming`, which keeps the first tokens).",
+    )
     attention_backend: Literal["auto", "sdpa", "merge", "flex", "triton", "reference"] = key(
         "auto", "Attention backend."
     )
@@ -205,7 +215,8 @@ class PositionConfig(PositionKeys):
     def of_type(self, name: str) -> "PositionConfig":
         """Return the keys of one type of layers: those of the model with the type's own.
 
-        A type without rotation, or with a window, does not inherit choices that need rotation or have a window.
+        A type without rotation, or with a window or chunks, does not inherit choices that need rotation or have a
+        window.
         """
         own = self.layer_types.get(name, LayerType())
         values = {key: getattr(own, key) for key in own.model_fields_set}
@@ -214,7 +225,7 @@ class PositionConfig(PositionKeys):
             dropped |= {"pos_emb_options"}
             if not methods.find("pos_emb", values["pos_emb"]).rotary:
                 dropped |= {"rope_scaling", "relative_positions"}
-        if values.get("sliding_window_width") is not None:
+        if {values.get("sliding_window_width"), values.get("attention_chunk_size")} != {None}:
             dropped.add("relative_positions")
         return self.model_copy(update=dict.fromkeys(dropped) | values | {"layer_types": {}})
 
@@ -258,6 +269,10 @@ class PositionConfig(PositionKeys):
 
     def mean_keys(self, length: int) -> float:
         """Keys that a query attends to on average over a sequence of `length` tokens."""
+        if self.attention_chunk_size is not None:
+            whole, rest = divmod(length, self.attention_chunk_size)
+            chunk = self.attention_chunk_size
+            return (whole * chunk * (chunk + 1) + rest * (rest + 1)) / (2 * length)
         seen = length if self.sliding_window_width is None else min(self.sliding_window_width + 1, length)
         return seen * (length - (seen - 1) / 2) / length
 

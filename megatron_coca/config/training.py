@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
-from pydantic import BeforeValidator, ConfigDict, Field, Strict
+from pydantic import BeforeValidator, ConfigDict, Field, Strict, model_validator
 from typing_extensions import TypedDict
 
 from megatron_coca.config.base import (
@@ -23,7 +23,7 @@ from megatron_coca.config.base import (
     key,
 )
 
-OPTIMIZER_TYPES = {"adam": "Adam", "adamw": "AdamW", "cpu_adam": "cpu_adam", "sgd": "sgd"}
+OPTIMIZER_TYPES = {"adam": "Adam", "adamw": "AdamW", "cpu_adam": "cpu_adam", "sgd": "sgd", "lion": "lion"}
 Dtype = Literal["fp32", "bf16", "fp16"]
 TrainablePart = Literal[
     "query", "key", "value", "attention_output", "mlp", "norms", "embedding", "output_head", "positions"
@@ -46,12 +46,12 @@ def _sort_parts(parts: Any) -> Any:
 class OptimizerConfig(ConfigGroup):
     """The optimizer. Adam and AdamW both use decoupled weight decay, as in GPT-NeoX."""
 
-    type: Annotated[Literal["Adam", "AdamW", "cpu_adam", "sgd"], BeforeValidator(_normalise_optimizer)] = key(
+    type: Annotated[Literal["Adam", "AdamW", "cpu_adam", "sgd", "lion"], BeforeValidator(_normalise_optimizer)] = key(
         "Adam", "Optimizer; case-insensitive.", "optimizer.type"
     )
     lr: Positive | None = key(None, "Peak learning rate.", "optimizer.params.lr")
     betas: Annotated[tuple[Beta, Beta], Strict(False)] = key(
-        (0.9, 0.999), "Adam's beta1 and beta2.", "optimizer.params.betas"
+        (0.9, 0.999), "beta1 and beta2 of Adam and Lion; by default Lion has 0.9 and 0.99.", "optimizer.params.betas"
     )
     eps: Positive = key(1.0e-8, "Adam's epsilon.", "optimizer.params.eps")
     weight_decay: NotNegative = key(0.1, "Weight decay of matrices and embeddings; decoupled, except with sgd.")
@@ -62,6 +62,13 @@ class OptimizerConfig(ConfigGroup):
         " T projection, `attention_output` the output projection, `positions` the weights of the position method;"
         " `embedding` includes the output head if they are tied.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _betas_of_lion(cls, values: Any) -> Any:
+        if isinstance(values, dict) and _normalise_optimizer(values.get("optimizer.type")) == "lion":
+            return {"optimizer.params.betas": (0.9, 0.99)} | values
+        return values
 
     def trains(self, *parts: TrainablePart) -> bool:
         """Return whether all of these parts are trained."""
@@ -251,7 +258,9 @@ class ParallelConfig(ConfigGroup):
         1, "Sequence-parallel ranks (DeepSpeed-Ulysses); must divide the heads and seq_length."
     )
     sequence_parallel: bool = key(
-        False, "Megatron's sequence parallelism of norms and dropouts; not supported, see sequence_parallel_size."
+        False,
+        "Megatron's sequence parallelism of norms and dropouts: accepted, and each tensor rank keeps their activations"
+        " whole; results are the same. For long sequences see sequence_parallel_size.",
     )
     deepspeed_extra_args: dict[str, Any] | None = key(None, "Further DeepSpeed keys, passed through.")
     distributed_backend: Literal["nccl", "gloo"] | None = key(
@@ -279,6 +288,7 @@ class ParallelConfig(ConfigGroup):
 
 Paths = Annotated[list[PathName], Field(min_length=1)]
 Weights = Annotated[list[Positive], Field(min_length=1)]
+Labels = list[PathName | None]
 TokenizerType = Literal[
     "GPT2BPETokenizer", "HFTokenizer", "HFGPT2Tokenizer", "SPMTokenizer", "CharLevelTokenizer", "TiktokenTokenizer"
 ]
@@ -323,6 +333,14 @@ class DataConfig(ConfigGroup):
     train_data_weights: Weights | None = key(None, "Weights of the training shards; null means equal.")
     valid_data_weights: Weights | None = key(None, "Weights of the validation shards; null means equal.")
     test_data_weights: Weights | None = key(None, "Weights of the test shards; null means equal.")
+    train_label_data_paths: Labels | None = key(None, "Prefix of the labels of each training shard; null for none.")
+    valid_label_data_paths: Labels | None = key(None, "The same for the validation shards.")
+    test_label_data_paths: Labels | None = key(None, "The same for the test shards.")
+    pack_impl: Literal["packed", "pack_until_overflow", "unpacked"] = key(
+        "packed",
+        "Samples: slices of the concatenated documents, as many whole documents as fit, or one document each.",
+    )
+    allow_chopped: bool = key(True, "Cut documents longer than a sample unless packed; false leaves them out.")
     split: Annotated[str, BeforeValidator(_join)] = key(
         "969, 30, 1", "Proportions of train, validation and test documents in data_path; a string or a list."
     )

@@ -188,8 +188,11 @@ def view_sample(blend: Blend, number: int) -> SampleView:
     _check_sample_number(number)
     located = blend.by_source([number])[0]
     shard, start, count = blend.shards[located.source], int(located.starts[0]), blend.seq_length + 1
-    begins = shard.document_begins(located.starts, count)[0]
-    parts = np.split(shard.tokens(start, count), np.flatnonzero(begins[1:]) + 1)
+    if blend.pack_impl == "packed":
+        begins = shard.document_begins(located.starts, count)[0]
+    else:
+        begins = blend.document_begins([located])[0]
+    parts = np.split(blend.tokens([located])[0], np.flatnonzero(begins[1:]) + 1)
     epoch = math.ceil(blend.mixture(number + 1)[located.source].epochs)
     return SampleView(number, str(shard.prefix), epoch, start, parts, bool(begins[0]))
 

@@ -9,14 +9,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from megatron_coca.data.errors import DataError
-from megatron_coca.data.shards import Shard
+from megatron_coca.data.shards import MASKED, Shard
 
 ROUNDS = 8
+ANSWER_BLOCK = 1 << 22
+"""Labels read at once while documents without an answer are looked for."""
 PATTERN_SLOTS = 65536  # fixed: if it depended on the length of a run, a longer run would see another order
 _MASK64 = (1 << 64) - 1
 
@@ -98,7 +101,9 @@ class SourceShare:
 
 @dataclass(frozen=True)
 class SourceSamples:
-    """Samples of a batch that are read from one source: int64 [n] rows of the batch and first tokens in the shard."""
+    """Samples of a batch that are read from one source: int64 [n] rows of the batch and first tokens in the shard, or
+    numbers of samples of whole documents.
+    """
 
     source: int
     rows: np.ndarray
@@ -124,7 +129,7 @@ class _SampledShard:
                 f"{shard.prefix}: {shard.len_tokens} tokens do not fill a sample of seq_length + 1 = {seq_length + 1}. "
                 "Take a larger corpus or a smaller seq_length."
             )
-        self.shard, self._seq_length = shard, seq_length
+        self.shard, self._seq_length, self._stride = shard, seq_length, seq_length
         self._identity = (seed, number)
         # The same number in every epoch, at any offset, so that an epoch is found by one division.
         self.samples = max(1, (shard.len_tokens - seq_length) // seq_length)
@@ -138,8 +143,116 @@ class _SampledShard:
             chosen = epochs == epoch
             offset = derive_key("offset", *self._identity, int(epoch)) % self._offsets
             order = permute(within[chosen], self.samples, derive_key("order", *self._identity, int(epoch)))
-            starts[chosen] = offset + order * self._seq_length
+            starts[chosen] = offset + order * self._stride
         return starts
+
+    def tokens(self, starts: np.ndarray) -> np.ndarray:
+        """The samples at ``starts`` int64 [n]: [n, seq_length + 1]."""
+        return self.shard.windows(starts, self._seq_length + 1)
+
+    def begins(self, starts: np.ndarray) -> np.ndarray:
+        """Mask of their inputs that start a document: bool [n, seq_length]."""
+        return self.shard.document_begins(starts, self._seq_length)
+
+    def loss_mask(self, starts: np.ndarray, tokens: np.ndarray) -> np.ndarray | None:
+        """Mask of their inputs whose target counts in the loss, bool [n, seq_length], None for all; ``tokens`` is what
+        ``tokens(starts)`` returned.
+        """
+        labels = self.shard.labels
+        return None if labels is None else self._answers(labels.windows(starts, self._seq_length + 1), tokens)
+
+    def _answers(self, labels: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        kept = labels >= 0
+        if (labels != tokens)[kept].any():
+            assert self.shard.labels is not None
+            raise DataError(
+                f"{self.shard.labels.prefix}: a label is neither negative nor the token of {self.shard.prefix} at its "
+                "place. Labels only say which tokens count in the loss; prepare both shards together."
+            )
+        return kept[:, 1:]
+
+
+class _WholeDocuments(_SampledShard):
+    """One shard whose samples are whole documents: one each, or with ``together`` as many as fit, in a fixed random
+    order. Too long documents are cut, or left out without ``allow_chopped``, and so are those that are masked from
+    their second token on.
+    """
+
+    def __init__(
+        self, shard: Shard, number: int, seq_length: int, seed: int, together: bool, allow_chopped: bool
+    ) -> None:
+        self.shard, self._seq_length, self._stride, self._offsets = shard, seq_length, 1, 1
+        self._identity = (seed, number)
+        lengths = shard.document_lengths(0, shard.documents)
+        usable = lengths > 1 if allow_chopped else (lengths > 1) & (lengths <= seq_length + 1)
+        if shard.labels is not None:
+            usable &= _has_answer(shard.labels, lengths, seq_length + 1)
+        chosen = np.flatnonzero(usable)
+        if not chosen.size:
+            raise DataError(
+                f"{shard.prefix}: no document has a token to predict, fits seq_length {seq_length} and is not masked. "
+                "Set pack_impl=packed, allow_chopped=true or a larger seq_length."
+            )
+        self._documents = chosen[permute(np.arange(chosen.size), chosen.size, derive_key("pack", *self._identity))]
+        ends = np.concatenate(([0], np.cumsum(np.minimum(lengths[self._documents], seq_length + 1))))
+        edges = [0]
+        while edges[-1] < chosen.size:
+            fitting = np.searchsorted(ends, ends[edges[-1]] + seq_length + 1, side="right") - 1
+            edges.append(int(fitting) if together else edges[-1] + 1)
+        self._edges, self.samples = np.array(edges), len(edges) - 1
+
+    def _parts(self, starts: np.ndarray) -> Iterator[tuple[int, int, int, int]]:
+        """Yield row, first and last column, and document of each part of the samples ``starts``."""
+        for row, sample in enumerate(starts.tolist()):
+            column = 0
+            for document in self._documents[self._edges[sample] : self._edges[sample + 1]].tolist():
+                length = int(self.shard.document_lengths(document, document + 1)[0])
+                end = min(column + length, self._seq_length + 1)
+                yield row, column, end, document
+                column = end
+
+    def _filled(self, shard: Shard, starts: np.ndarray, padding: int) -> np.ndarray:
+        rows = np.full((len(starts), self._seq_length + 1), padding, dtype=np.int64)
+        for row, column, end, document in self._parts(starts):
+            rows[row, column:end] = shard.document(document)[: end - column]
+        return rows
+
+    def tokens(self, starts: np.ndarray) -> np.ndarray:
+        """The samples by number, with zeros behind their last document, as GPT-NeoX pads."""
+        return self._filled(self.shard, starts, 0)
+
+    def begins(self, starts: np.ndarray) -> np.ndarray:
+        """As of the base class; padding is a document of its own."""
+        begins = np.zeros((len(starts), self._seq_length + 2), dtype=bool)
+        for row, column, end, _ in self._parts(starts):
+            begins[row, [column, end]] = True
+        return begins[:, : self._seq_length]
+
+    def loss_mask(self, starts: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """As of the base class, without padding."""
+        if self.shard.labels is not None:
+            return self._answers(self._filled(self.shard.labels, starts, MASKED), tokens)
+        kept = np.zeros((len(starts), self._seq_length), dtype=bool)
+        for row, column, end, _ in self._parts(starts):
+            kept[row, max(0, column - 1) : end - 1] = True
+        return kept
+
+
+def _has_answer(labels: Shard, lengths: np.ndarray, longest: int) -> np.ndarray:
+    """Mask of the documents, bool [documents], with a label that is not negative among the first ``longest`` tokens
+    but the first.
+    """
+    ends = np.cumsum(lengths)
+    blocks = np.searchsorted(ends, np.arange(0, labels.len_tokens, ANSWER_BLOCK))  # of documents
+    found = np.zeros(len(lengths), dtype=bool)
+    for first, last in pairwise([*np.unique(blocks).tolist(), len(lengths)]):
+        begin = int(ends[first] - lengths[first])
+        kept = labels.tokens(begin, int(ends[last - 1]) - begin) >= 0
+        counts = np.concatenate(([0], np.cumsum(kept)))
+        start = ends[first:last] - lengths[first:last] - begin
+        length = lengths[first:last]
+        found[first:last] = counts[start + np.minimum(length, longest)] > counts[start + np.minimum(length, 1)]
+    return found
 
 
 class Blend:
@@ -150,12 +263,22 @@ class Blend:
         weights: positive, one per shard; normalised to sum 1.
         seq_length: tokens of a model's input; a sample has one more, the last target.
         seed: selects the order.
+        pack_impl, allow_chopped: GPT-NeoX's keys: ``packed`` cuts the concatenated documents into samples,
+            ``pack_until_overflow`` fills samples with whole documents, ``unpacked`` has a document in each.
 
     Raises ``DataError`` for a shard too short for one sample, and weights that are not positive, not as many as the
     shards, or too small to get one of the ``PATTERN_SLOTS`` slots.
     """
 
-    def __init__(self, shards: Sequence[Shard], weights: Sequence[float], seq_length: int, seed: int) -> None:
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        weights: Sequence[float],
+        seq_length: int,
+        seed: int,
+        pack_impl: str = "packed",
+        allow_chopped: bool = True,
+    ) -> None:
         if not shards or len(shards) != len(weights):
             raise DataError(f"A blend needs one weight per shard: {len(shards)} shards, {len(weights)} weights.")
         if not all(math.isfinite(w) and w > 0 for w in weights):
@@ -166,7 +289,14 @@ class Blend:
         self.first, self._read = 0, np.zeros(len(shards), dtype=np.int64)
         self.shards: tuple[Shard, ...] = tuple(shards)
         self.weights = tuple(float(weight) for weight in weights)
-        self._sources = [_SampledShard(shard, number, seq_length, seed) for number, shard in enumerate(shards)]
+        self.pack_impl, self.allow_chopped = pack_impl, allow_chopped
+        together = pack_impl == "pack_until_overflow"
+        self._sources = [
+            _SampledShard(shard, number, seq_length, seed)
+            if pack_impl == "packed"
+            else _WholeDocuments(shard, number, seq_length, seed, together, allow_chopped)
+            for number, shard in enumerate(shards)
+        ]
         # Slots per source in proportion to the weights, by largest remainder: int64 [sources].
         exact = np.asarray(weights, dtype=np.float64) / math.fsum(weights) * PATTERN_SLOTS
         self._quotas = np.floor(exact).astype(np.int64)
@@ -209,20 +339,34 @@ class Blend:
         """The ``located`` samples: int64 [samples, seq_length + 1]."""
         tokens = np.empty((sum(len(samples.rows) for samples in located), self.seq_length + 1), dtype=np.int64)
         for samples in located:
-            tokens[samples.rows] = self.shards[samples.source].windows(samples.starts, self.seq_length + 1)
+            tokens[samples.rows] = self._sources[samples.source].tokens(samples.starts)
         return tokens
 
     def document_begins(self, located: Sequence[SourceSamples]) -> np.ndarray:
         """Mask of the inputs of the ``located`` samples that start a document: bool [samples, seq_length]."""
         begins = np.empty((sum(len(samples.rows) for samples in located), self.seq_length), dtype=bool)
         for samples in located:
-            begins[samples.rows] = self.shards[samples.source].document_begins(samples.starts, self.seq_length)
+            begins[samples.rows] = self._sources[samples.source].begins(samples.starts)
         return begins
+
+    def loss_mask(self, located: Sequence[SourceSamples], tokens: np.ndarray) -> np.ndarray | None:
+        """Mask of the inputs whose target counts in the loss, bool [samples, seq_length], None for all of them;
+        ``tokens`` is what ``tokens(located)`` returned.
+        """
+        found = [self._sources[samples.source].loss_mask(samples.starts, tokens[samples.rows]) for samples in located]
+        if all(rows is None for rows in found):
+            return None
+        mask = np.ones((len(tokens), self.seq_length), dtype=bool)
+        for samples, rows in zip(located, found, strict=True):
+            mask[samples.rows] = True if rows is None else rows
+        return mask
 
     def read(self, indices: np.ndarray, boundaries: bool = False) -> UncheckedBatch:
         """Samples by global number, with the beginnings of documents if ``boundaries``."""
         located = self.by_source(indices)
-        return UncheckedBatch(self.tokens(located), self.document_begins(located) if boundaries else None)
+        tokens = self.tokens(located)
+        begins = self.document_begins(located) if boundaries else None
+        return UncheckedBatch(tokens, begins, self.loss_mask(located, tokens))
 
     def origin(self, index: int) -> str:
         """Name the source of a sample."""

@@ -19,6 +19,8 @@ MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, entries of the document index
 INTEGER_CODES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 SUFFIXES = (".bin", ".idx")
+MASKED = -100
+"""The label of a token that does not count in the loss, as in GPT-NeoX and PyTorch; any negative one means the same."""
 
 
 def shard_paths(prefix: str | Path) -> tuple[Path, Path]:
@@ -150,11 +152,12 @@ class Shard:
     Opening reads the whole index once, in blocks; after that index and tokens are memory maps. Of the ``.bin`` file
     only the size is checked: ``megatron-coca inspect verify`` finds altered tokens.
 
-    ``prefix`` is the path of the pair without ``.bin`` and ``.idx``. Raises ``DataError`` if a file is missing,
-    truncated, of another format, or the two do not belong together.
+    ``prefix`` is the path of the pair without ``.bin`` and ``.idx``; ``labels`` is that of a shard with the same
+    documents, whose negative ids mark the tokens that no loss is computed for. Raises ``DataError`` if a file is
+    missing, truncated, of another format, or the two do not belong together.
     """
 
-    def __init__(self, prefix: str | Path) -> None:
+    def __init__(self, prefix: str | Path, labels: str | Path | None = None) -> None:
         self.prefix = Path(prefix)
         header = read_header(prefix)
         self._one_sequence_each = _check_index(prefix, header)
@@ -169,6 +172,15 @@ class Shard:
         self.len_tokens = self._file_tokens = len(self._tokens)
         self.documents = self._file_documents = header.entries - 1
         self._first_document = self._first_token = 0
+        self.labels = None if labels is None else Shard(labels)
+        if self.labels is not None and not self._same_documents(self.labels):
+            raise DataError(f"{labels}: its documents are not as long as those of {prefix}. Prepare both together.")
+
+    def _same_documents(self, other: "Shard") -> bool:
+        if (self.documents, self.len_tokens) != (other.documents, other.len_tokens):
+            return False
+        every = (0, self.documents)
+        return np.array_equal(self.document_lengths(*every), other.document_lengths(*every))
 
     def part(self, first: int, last: int) -> Self:
         """Documents ``first`` to ``last``, exclusive, as a shard of their own on the same memory map."""
@@ -181,6 +193,7 @@ class Shard:
         view._first_document = self._first_document + first
         view._first_token = self._first_token + begin
         view.documents, view.len_tokens = last - first, end - begin
+        view.labels = None if self.labels is None else self.labels.part(first, last)
         return view
 
     def __repr__(self) -> str:
@@ -324,12 +337,17 @@ class ShardWriter:
         prefix: path of the pair without ``.bin`` and ``.idx``; a third file, ``.lengths``, is for writers only.
         vocab_size: decides the dtype; ids at or above it are refused.
         documents, tokens: sizes at the last ``sync`` of an earlier writer; what follows in its files is cut off.
+        labels: write int32 labels, which may be ``MASKED``.
     """
 
-    def __init__(self, prefix: str | Path, vocab_size: int, documents: int = 0, tokens: int = 0) -> None:
+    def __init__(
+        self, prefix: str | Path, vocab_size: int, documents: int = 0, tokens: int = 0, labels: bool = False
+    ) -> None:
         self._bin_path, self._idx_path = shard_paths(prefix)
         self._lengths_path = Path(f"{prefix}{LENGTHS_SUFFIX}")
-        self._vocab_size, self._dtype = vocab_size, np.dtype(token_dtype(vocab_size)).newbyteorder("<")
+        dtype = np.int32 if labels else token_dtype(vocab_size)
+        self._vocab_size, self._dtype = vocab_size, np.dtype(dtype).newbyteorder("<")
+        self._smallest = MASKED if labels else 0
         self.documents, self.tokens = documents, tokens
         self._bin = _open_at(self._bin_path, tokens * self._dtype.itemsize)
         self._lengths = _open_at(self._lengths_path, documents * _LENGTH.itemsize)
@@ -344,7 +362,7 @@ class ShardWriter:
 
         Raises ``DataError`` for an id outside the vocabulary, which the dtype could not hold.
         """
-        if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) >= self._vocab_size):
+        if tokens.size and (int(tokens.min()) < self._smallest or int(tokens.max()) >= self._vocab_size):
             raise DataError(f"{self._bin_path}: a token id lies outside the vocabulary of {self._vocab_size}.")
         self._bin.write(np.ascontiguousarray(tokens, dtype=self._dtype).data)
         self._lengths.write(np.ascontiguousarray(lengths, dtype=_LENGTH).data)

@@ -173,8 +173,9 @@ def trained_with(trained: Config) -> dict[str, Any]:
     choices = {key: values[key] for key in TRAINED_CHOICES if values[key] not in (None, "none")}
     if trained.position.layer_types:
         choices |= {key: values[key] for key in ("attention_config", "layer_types")}
-    if trained.position.sliding_window_width is not None:
-        choices["sliding_window_width"] = trained.position.sliding_window_width
+    for key in ("sliding_window_width", "attention_chunk_size", "sink_logits"):
+        if values[key]:
+            choices[key] = values[key]
     base = trained.position.rotary_emb_base
     if trained.position.embedding.rotary and base != PositionConfig.model_fields["rotary_emb_base"].default:
         choices["rotary_emb_base"] = base

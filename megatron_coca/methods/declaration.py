@@ -241,10 +241,12 @@ class LogitScaling(Choice):
 
     Attributes:
         rule: the factor, for tables.
+        learned: every head of every layer multiplies it by a learned number, which begins at the option `initial`.
     """
 
     key: ClassVar[str] = "logit_scaling"
     rule: str = ""
+    learned: bool = False
 
 
 TABLES: dict[str, dict[str, Any]] = {"pos_emb": {}, "rope_scaling": {}, "relative_positions": {}, "logit_scaling": {}}

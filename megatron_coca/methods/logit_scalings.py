@@ -24,6 +24,17 @@ declare(
             checks=(_logarithm,),
         ),
         LogitScaling(
+            "ssmax",
+            "SSMax",
+            "Nakanishi 2025",
+            rule="`s ln(m+1)`, `s` learned by every head of every layer",
+            options=(Option("initial", "positive", "Initial s; 0.43 is 1 / ln 10.", default=0.43),),
+            trained=True,
+            learned=True,
+            huggingface="its learned factors have no place in the modelling file",
+            neox="GPT-NeoX's model does not have its weights",
+        ),
+        LogitScaling(
             "temperature",
             "temperature",
             "Llama 4 (period 8,192, positions from 1), Ministral 3 (period L, positions from 0)",

@@ -95,6 +95,8 @@ def refuses_compilation(config: Config, backend: str, device_type: str) -> str |
         return f"attention_backend {backend}: {UNCOMPILED[backend]}"
     if config.data.reset_attention_mask and backend != "triton":
         return f"reset_attention_mask: {backend} is called once per document, and their lengths change with every batch"
+    if backend != "triton" and any(kind.attention_chunk_size for kind in config.layer_types.values()):
+        return f"attention_chunk_size: {backend} is called once per chunk, from Python"
     reasons = (refuse(config) for refuse in COMPILE_REFUSALS.values())
     return next((reason for reason in reasons if reason is not None), None) or missing_compiler(device_type)
 
@@ -134,6 +136,7 @@ def _normal(std: float) -> Initializer:
 INITIALIZERS: dict[str, Callable[[ModelConfig], Initializer]] = {
     "normal": lambda m: _normal(m.init_method_std),
     "scaled_normal": lambda m: _normal(m.init_method_std / math.sqrt(2.0 * m.num_layers)),
+    "single_residual_scaled_normal": lambda m: _normal(m.init_method_std / math.sqrt(m.num_layers)),
     "small_init": lambda m: _normal(math.sqrt(2.0 / (5.0 * m.hidden_size))),
     "wang_init": lambda m: _normal(2.0 / (m.num_layers * math.sqrt(m.hidden_size))),
     "xavier_uniform": lambda m: nn.init.xavier_uniform_,
@@ -190,7 +193,7 @@ def backend_needs(config: Config, method: PositionMethod, device_type: str, trai
         return needs
     return replace(
         needs,
-        packed=config.data.reset_attention_mask,
+        packed=config.data.reset_attention_mask or method.chunk is not None,
         length=config.model.seq_length,
         deterministic=config.general.deterministic,
     )

@@ -199,10 +199,11 @@ def _position(config: Config) -> int:
         total += model.max_position_embeddings * model.hidden_size
     for name, position in config.layer_types.items():
         method = build_method(position, model)
-        makers = [method.bias.by_layer] * model.layer_names.count(name) + [method.bias.shared, method.clex]
+        makers = method.learned() * model.layer_names.count(name) + [method.bias.shared, method.clex]
         # Counting must not draw random numbers: a resumed run counts after it has restored the generators.
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            total += sum(weight.numel() for make in makers if make is not None for weight in make().parameters())
+            made = [make() for make in makers if make is not None]
+        total += sum(weight.numel() for part in made if part is not None for weight in part.parameters())
     return total
 
 

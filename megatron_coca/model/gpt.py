@@ -147,7 +147,7 @@ class GPT(ShardedModule):
         with nullcontext() if cache is None else cache.advanced(positions, reached) as seen:
             x = self.embedding(self.share.split(input_ids), self.share.split(positions), reached)
             furthest = reached if cache is None else cache.reached
-            contexts = self.contexts(positions, length, x.dtype, seen, packed, furthest, cache)
+            contexts = self.contexts(positions, length, x.dtype, seen, packed, furthest, cache, len(input_ids))
             return self.through_blocks(x, contexts, cache, last)
 
     @property
@@ -169,6 +169,7 @@ class GPT(ShardedModule):
         documents: PackedDocuments | None = None,
         reached: int | None = None,
         cache: Cache | None = None,
+        batch: int = 1,
     ) -> Contexts:
         """What the layers of each type share; the arguments are those of `PositionEncoding`, with the positions `seen`
         of all tokens where a `cache` holds earlier ones.
@@ -179,7 +180,7 @@ class GPT(ShardedModule):
             if keys is not None and method.window is not None:
                 keys = keys[..., -(method.window - 1 + positions.shape[-1]) :]
             new_keys = cache is not None and method.keys_stay(cache.length)
-            found[name] = encodings[name](positions, length, dtype, keys, documents, reached, new_keys)
+            found[name] = encodings[name](positions, length, dtype, keys, documents, reached, new_keys, batch)
         return found
 
     def _check_cache(self, cache: Cache, documents: Tensor | None, length: int | None) -> None:

@@ -79,6 +79,7 @@ class Embedding(nn.Module):
         rows, width = model.padded_vocab_size, model.hidden_size
         self.word_embeddings = nn.Embedding(rows, width, _weight=torch.empty(rows, width))
         self.position_embeddings, self.dropout, self.scale = positions, model.hidden_dropout, model.embedding_scale
+        self.offset = model.opt_pos_emb_offset
         self.embedding_layernorm = build_norm(model) if model.use_embedding_norm else None
 
     def forward(self, input_ids: Tensor, positions: Tensor, reached: int | None = None) -> Tensor:
@@ -89,6 +90,8 @@ class Embedding(nn.Module):
         if self.embedding_layernorm is not None:
             x = self.embedding_layernorm(x)
         if self.position_embeddings is not None:
+            if self.offset:
+                positions, reached = positions + self.offset, None if reached is None else reached + self.offset
             x = x + self.position_embeddings(positions, reached).to(x.dtype)
         return F.dropout(x, self.dropout, self.training) if self.dropout else x
 

@@ -147,7 +147,9 @@ class Stage(nn.Module):
         length = min(reached, samples.shape[1] - 1)  # drawn positions do not count tokens
         drawing = self.training and any(method.clex is not None for method in self.model.methods.values())
         with _draws_of(samples) if drawing else nullcontext():
-            return self.model.contexts(positions, length, dtype, documents=documents, reached=reached)
+            return self.model.contexts(
+                positions, length, dtype, documents=documents, reached=reached, batch=len(samples)
+            )
 
     def _loss(self, x: Tensor, batch: StageInput) -> Tensor:
         hidden = x if self.span.blocks else self.model.norm(x)

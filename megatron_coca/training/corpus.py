@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,10 @@ class Corpus:
         """Values a resumed run must share: sizes, weights and content of the sources, tokenizer, document handling."""
         identity = data_identity(self.train) | {"tokenizer": self.tokenizer.fingerprint if self.tokenizer else None}
         # Left out if nothing is changed, so that checkpoints from before these keys can be resumed.
-        changed = [name for name in PACKING_KEYS if getattr(self.config.data, name)]
+        data = self.config.data
+        changed = [name for name in PACKING_KEYS if getattr(data, name)]
+        if data.pack_impl != "packed":
+            changed.append(data.pack_impl + ("" if data.allow_chopped else ", not chopped"))
         identity |= {"documents": changed} if changed else {}
         return identity | ({"task": self.train.description} if isinstance(self.train, SyntheticSamples) else {})
 
@@ -198,7 +201,11 @@ def _open_shards(config: Config, splits: Sequence[str]) -> list[list[Shard]]:
     """The shards of each split, in the order of the configuration."""
     data = config.data
     if data.train_data_paths:
-        return [[Shard(path) for path in getattr(data, f"{split}_data_paths") or ()] for split in splits]
+        return [
+            [Shard(path, labels) for path, labels in zip_longest(getattr(data, f"{split}_data_paths") or (), given)]
+            for split in splits
+            for given in [getattr(data, f"{split}_label_data_paths") or ()]
+        ]
     assert data.data_path is not None
     shares = split_shares(data.split)
     assert shares is not None, "the configuration has checked it"
@@ -218,7 +225,8 @@ def split_shard(shard: Shard, shares: Sequence[float]) -> list[Shard | None]:
 
 def _blend(config: Config, split: str, shards: Sequence[Shard]) -> Blend:
     weights = getattr(config.data, f"{split}_data_weights") or [1.0] * len(shards)
-    return Blend(shards, weights, config.model.seq_length, config.seed)
+    keys = config.data
+    return Blend(shards, weights, config.model.seq_length, config.seed, keys.pack_impl, keys.allow_chopped)
 
 
 def _prefixes(config: Config) -> list[str]:
@@ -266,7 +274,11 @@ def data_identity(blend: Samples) -> dict[str, list[Any]]:
         "weights": list(blend.weights),
         "sha256": recorded,
         "sampled": [sampled_digest(shard) for shard in blend.shards],
-    }
+    } | ({"labels": labels} if any(labels := [_label_digest(shard) for shard in blend.shards]) else {})
+
+
+def _label_digest(shard: Shard) -> str | None:
+    return None if shard.labels is None else sampled_digest(shard.labels)
 
 
 def _digest(value: str | None) -> str:
@@ -302,6 +314,8 @@ def differing_data(saved: Mapping[str, Any], now: Mapping[str, Any], names: Sequ
                 title, shown = COUNTS.get(key, ("content", _digest))
                 lines.append(f"{title} of {name} (saved {shown(old)}, now {shown(new)})")
         differences += lines
+    if saved.get("labels") != now.get("labels"):
+        differences.append("label shards, which decide the tokens that count in the loss")
     old, new = saved.get("tokenizer"), now.get("tokenizer")
     if old is not None and old != new:  # a tokenizer may be named for a run that started without one
         differences.append(f"tokenizer (saved {_digest(old)}, now {_digest(new)})")

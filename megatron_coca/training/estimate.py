@@ -19,7 +19,7 @@ from megatron_coca.model.cost import (
 )
 from megatron_coca.training.topology import Topology, effective_stage, zero_section
 
-STATES = {"Adam": 2, "AdamW": 2, "cpu_adam": 2, "sgd": 0}
+STATES = {"Adam": 2, "AdamW": 2, "cpu_adam": 2, "sgd": 0, "lion": 1}
 """Float32 moments that an optimizer keeps per parameter."""
 
 LIVE_PARAMETERS = 1e9

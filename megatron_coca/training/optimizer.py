@@ -21,7 +21,7 @@ PARTS: tuple[tuple[str, tuple[TrainablePart, ...]], ...] = (
     (r"(^|_layer|\.)norm\.", ("norms",)),
     (r"\bword_embeddings\.", ("embedding",)),
     (r"\bfinal_linear\.", ("output_head",)),
-    (r"\bposition_embeddings\.|attention\.position_bias\.|^positions\.", ("positions",)),
+    (r"\bposition_embeddings\.|attention\.position_(bias|sinks|factor)\.|^positions\.", ("positions",)),
 )
 """Patterns of parameter names, and the values of `trainable` that such a parameter belongs to."""
 
@@ -71,11 +71,36 @@ def trainable_share(config: Config) -> TrainableShare:
 Groups = list[dict[str, Any]]
 
 
+class Lion(torch.optim.Optimizer):
+    """Lion (Chen et al. 2023, arXiv:2302.06675): w -= lr (sign(beta1 m + (1 - beta1) g) + decay w), then
+    m = beta2 m + (1 - beta2) g.
+    """
+
+    def __init__(self, groups: Groups, lr: float, betas: tuple[float, float]) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Change the parameters that have gradients; `closure` is not supported."""
+        assert closure is None
+        for group in self.param_groups:
+            rate, (beta1, beta2) = group["lr"], group["betas"]
+            for weight in [weight for weight in group["params"] if weight.grad is not None]:
+                state = self.state[weight]
+                if not state:
+                    state.update(step=torch.zeros((), device=weight.device), exp_avg=torch.zeros_like(weight))
+                state["step"] += 1
+                weight.mul_(1 - rate * group["weight_decay"])
+                weight.sub_(torch.lerp(weight.grad, state["exp_avg"], beta1).sign_(), alpha=rate)
+                state["exp_avg"].lerp_(weight.grad, 1 - beta2)
+
+
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "Adam": torch.optim.AdamW,
     "AdamW": torch.optim.AdamW,
     "cpu_adam": torch.optim.AdamW,
     "sgd": torch.optim.SGD,
+    "lion": Lion,
 }
 """By GPT-NeoX's names: its Adam is decoupled too, and PyTorch's fused AdamW needs no compiler on the CPU."""
 
@@ -86,6 +111,8 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     groups = parameter_groups(model, config.weight_decay)
     if OPTIMIZERS[config.type] is torch.optim.SGD:
         return torch.optim.SGD(groups, lr=config.lr)
+    if config.type == "lion":
+        return Lion(groups, config.lr, config.betas)
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 

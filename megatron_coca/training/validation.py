@@ -68,11 +68,12 @@ def validate(corpus: Corpus, mean_loss: MeanLoss, layout: Layout) -> dict[str, f
     if valid is None or keys.eval_iters == 0:
         return {}
     blends = {VALIDATION_LOSS: (valid, keys.eval_iters)}
+    packing = corpus.config.data.pack_impl, corpus.config.data.allow_chopped
     if keys.eval_per_source and len(valid.shards) > 1:
         names, total = source_names([str(shard.prefix) for shard in valid.shards]), math.fsum(valid.weights)
         for name, shard, weight in zip(names, valid.shards, valid.weights, strict=True):
             batches = max(1, round(weight / total * keys.eval_iters))
-            blends[f"{VALIDATION_LOSS}/{name}"] = Blend([shard], [1.0], valid.seq_length, valid.seed), batches
+            blends[f"{VALIDATION_LOSS}/{name}"] = Blend([shard], [1.0], valid.seq_length, valid.seed, *packing), batches
     losses = {}
     for name, (blend, batches) in blends.items():
         with open_loader(corpus, blend, layout) as loader:

@@ -75,6 +75,8 @@ METHODS: Runs = {
         "gpt_j_residual": True,
     },
     "a bias by layer, grouped queries": LLAMA | {"pos_emb": "kerple_log"},
+    "sinks and learned factors": LLAMA | {"pos_emb": "coca", "sink_logits": True, "logit_scaling": "ssmax"},
+    "chunks": {"pos_emb": "coca", "attention_chunk_size": 7},
     "a shared bias, tied weights": {"pos_emb": "rpe", "no_weight_tying": False},
     "a chunked loss, packed documents": PACKED | {"loss_chunk_size": 5, "pos_emb": "alibi"},
     "learned positions": {"pos_emb": "learned"},

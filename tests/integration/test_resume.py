@@ -51,6 +51,7 @@ LAYOUTS = [
     layout("ZeRO 3, learned frequencies", 1, zero_stage=3, **CLEX),
     layout("ZeRO 1 in two processes", 2, zero_stage=1),
     layout("ZeRO 2, learned frequencies, three stops", 1, STOPS, zero_stage=2, **CLEX),
+    layout("Lion under ZeRO 1", 2, zero_stage=1, **{"optimizer.type": "lion", "optimizer.params.lr": 1e-4}),
     layout("a bias by layer", 2, pos_emb="kerple_log", **PLAIN),
     layout("a shared bias", 2, pos_emb="rpe", **PLAIN),
     layout("a map", 2, relative_positions={"type": "inv_leaky_rerope", "target_length": 256}, **PLAIN),

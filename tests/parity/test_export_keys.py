@@ -37,6 +37,7 @@ OTHER: dict[str, Any] = {
     "expansion_factor": 2.0,
     "seq_length": 24,
     "max_position_embeddings": 40,
+    "opt_pos_emb_offset": 2,
     "vocab_size": 50,
     "make_vocab_size_divisible_by": 7,
     "no_weight_tying": True,
@@ -72,6 +73,8 @@ OTHER: dict[str, Any] = {
     "rope_scaling": {"rope_type": "linear", "factor": 2.0},
     "relative_positions": {"type": "rerope", "window": 5},
     "logit_scaling": "log_n",
+    "sink_logits": True,
+    "attention_chunk_size": 5,
     "sliding_window_width": 4,
     "rpe_num_buckets": 8,
     "rpe_max_distance": 20,
@@ -88,6 +91,7 @@ WITH: dict[str, dict[str, Any]] = {
     "rpe_max_distance": {"pos_emb": "rpe", "rpe_num_buckets": 8},
     "layer_types": {"attention_config": [[["nope", "global"], 1]]},
     "max_position_embeddings": {"pos_emb": "learned"},
+    "opt_pos_emb_offset": {"pos_emb": "learned", "max_position_embeddings": 40},
     "alibi_slope_scale": {"pos_emb": "alibi"},
 }
 """Further keys, without which a key has no effect or is not valid."""

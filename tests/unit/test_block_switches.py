@@ -6,8 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.masking_utils import chunked_causal_mask_function
 
 from megatron_coca import build_model, load_config
+from megatron_coca.attention.inputs import in_chunks
+from megatron_coca.attention.positions import PositionRangeError
 from megatron_coca.config import ConfigError
 from megatron_coca.model import GPT
 from megatron_coca.model.cost import parameter_count
@@ -32,6 +35,13 @@ CASES: dict[str, dict[str, Any]] = {
         "relative_positions": {"type": "rerope", "window": 9},
     },
     "capping with a bias": {"attn_logit_softcapping": 1.5, "pos_emb": "alibi"},
+    "sinks": {"sink_logits": True},
+    "sinks in a window": {"sink_logits": True, "sliding_window_width": 40},
+    "sinks with a map": {"sink_logits": True, "pos_emb": "coca", "relative_positions": {"type": "rerope", "window": 9}},
+    "chunks": {"attention_chunk_size": 37},
+    "chunks with a bias": {"attention_chunk_size": 37, "pos_emb": "alibi", "attention_backend": "sdpa"},
+    "learned factors": {"logit_scaling": {"type": "ssmax", "initial": 0.7}},
+    "learned factors and sinks": {"logit_scaling": "ssmax", "sink_logits": True, "pos_emb": "coca_strict"},
 }
 
 
@@ -84,12 +94,21 @@ def plain_logits(model: GPT, config: Any, ids: Tensor) -> Tensor:
             q, k = (normed(f"{own}attention.{n}_layernorm", part) for n, part in (("query", q), ("key", k)))
         q, k = rotated(q, config), rotated(k, config)
         scores = torch.einsum("mhd,nd->hmn", q, k[:, 0]) * (keys.softmax_scale or width**-0.5)
+        factors = weights.get(f"{own}attention.position_factor.weight")
+        if factors is not None:
+            scores = scores * factors[:, None, None] * torch.arange(1, len(ids) + 1).double().log()[:, None]
         if keys.attn_logit_softcapping:
             scores = keys.attn_logit_softcapping * torch.tanh(scores / keys.attn_logit_softcapping)
         distance = torch.arange(len(ids))[:, None] - torch.arange(len(ids))
         window = config.position.sliding_window_width
-        hidden = (distance < 0) | (distance > (len(ids) if window is None else window))
-        out = torch.einsum("hmn,nd->mhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v[:, 0]).flatten(1)
+        chunk = torch.arange(len(ids)) // (config.position.attention_chunk_size or len(ids))
+        hidden = (distance < 0) | (chunk[:, None] != chunk) | (distance > (len(ids) if window is None else window))
+        powers, sinks = (
+            scores.masked_fill(hidden, -torch.inf).exp(),
+            weights.get(f"{own}attention.position_sinks.weight"),
+        )
+        total = powers.sum(-1, keepdim=True) + (0 if sinks is None else sinks.exp()[:, None, None])
+        out = torch.einsum("hmn,nd->mhd", powers / total, v[:, 0]).flatten(1)
         x = x + normed(f"{own}attention_output_layernorm", linear(f"{own}attention.dense", out))
         value, gate = linear(f"{own}mlp.linear1", normed(f"{own}post_attention_layernorm", x)).chunk(2, -1)
         act = F.gelu(gate, approximate="tanh") if keys.activation == "geglu_tanh" else F.silu(gate)
@@ -104,7 +123,9 @@ def tokens() -> Tensor:
     return torch.randint(50, (2, LENGTH), generator=torch.Generator().manual_seed(0))
 
 
-WRITTEN_OUT = [name for name in CASES if name not in ("parallel", "projections", "capping with a map")]
+OF_BACKENDS = ("parallel", "projections", "capping with a map", "sinks with a map", "learned factors and sinks")
+OF_BACKENDS += ("chunks with a bias",)
+WRITTEN_OUT = [name for name in CASES if name not in OF_BACKENDS]
 
 
 @pytest.mark.parametrize("name", [name for name in WRITTEN_OUT if name != "capping with a bias"])
@@ -130,7 +151,12 @@ def test_backends_and_cached_decoding_agree_and_parameters_are_counted(name: str
     assert parameter_count(config).total == sum(parameter.numel() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("name", ["norms of both", "capping", "capping with a map", "projections", "scales"])
+DIFFERENTIATED = ["norms of both", "capping", "capping with a map", "projections", "scales", "sinks", "learned factors"]
+
+
+@pytest.mark.parametrize(
+    "name", [*DIFFERENTIATED, "chunks", "sinks in a window", "sinks with a map", "learned factors and sinks"]
+)
 def test_gradients_are_those_of_dense_attention_and_an_unchunked_loss(name: str) -> None:
     config = configured(**CASES[name], loss_chunk_size=128)
     model, ids = random_model(config), tokens()
@@ -156,6 +182,67 @@ def test_refusals(key: str) -> None:
         configured(**REFUSED[key])
 
 
+@pytest.mark.parametrize("backend", ["sdpa", "flex"])
+def test_backends_without_sinks_say_so(backend: str) -> None:
+    with pytest.raises(ValueError, match=f"attention_backend {backend} .* no sink_logits"):
+        build_model(configured(sink_logits=True, attention_backend=backend))
+
+
+@pytest.mark.parametrize("pos_emb", ["rotary", "coca", "coca_strict", "none", "alibi"])
+def test_learned_factors_multiply_every_score_once(pos_emb: str) -> None:
+    """CoCA's scores are quadratic in the query; those of ALiBi get the factor without their bias."""
+    learned = configured(pos_emb=pos_emb, logit_scaling={"type": "ssmax", "initial": 0.5})
+    plain = configured(pos_emb=pos_emb)
+    scores = []
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, heads, 12, 8, dtype=torch.float64, generator=generator) for heads in (3, 1))
+    for config in (learned, plain):
+        model = build_model(config).double()
+        context = model.positions(torch.arange(12), 12, torch.float64)
+        factor = model.blocks[0].attention.position_factor
+        inputs = model.positions.method.prepare(q, k, k, context, factor=factor and torch.tensor([1.0, 2.0, 3.0]))
+        scores.append(inputs.query @ inputs.key.mT)
+    expected = torch.tensor([1.0, 2.0, 3.0])[:, None, None] * torch.arange(1, 13).double().log()[:, None] * scores[1]
+    torch.testing.assert_close(scores[0], expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("keys", [{"sink_logits": True, "logit_scaling": "ssmax"}, {"attention_chunk_size": 8}])
+def test_documents_have_their_own_sinks_factors_and_chunks(keys: dict[str, Any]) -> None:
+    """Two packed documents have the outputs that each has alone."""
+    config = configured(**keys)
+    model, ids = random_model(config).eval(), tokens()[:1, :40]
+    packed = model(ids, documents=(torch.arange(40) >= 17).long()[None])
+    alone = torch.cat((model(ids[:, :17]), model(ids[:, 17:])), dim=1)
+    torch.testing.assert_close(packed, alone, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("length", [1, 5, 17])
+def test_chunks_are_those_of_transformers(length: int) -> None:
+    index = torch.arange(length)
+    theirs = chunked_causal_mask_function(5, torch.zeros(1, dtype=torch.long))(0, 0, index[:, None], index)
+    chunks = in_chunks(None, 5, 2, length, torch.device("cpu"))
+    torch.testing.assert_close((index <= index[:, None]) & (index >= chunks.starts[1][:, None]), theirs)
+    assert chunks.spans == (tuple((start, min(start + 5, length)) for start in range(0, length, 5)),) * 2
+    position = load_config([], SHAPE | {"attention_chunk_size": 5}).position
+    assert position.mean_keys(length) == pytest.approx(float(theirs.sum()) / length)
+
+
 def test_backends_without_capping_say_so() -> None:
     with pytest.raises(ValueError, match="attention_backend merge .* no attn_logit_softcapping"):
         build_model(configured(attn_logit_softcapping=3.0, attention_backend="merge"))
+
+
+def test_opt_positions_begin_at_the_offset() -> None:
+    """GPT-NeoX adds it to the positions before it looks them up, in OPT's way."""
+    shape = SHAPE | {"pos_emb": "learned", "max_position_embeddings": 20}
+    plain, shifted = (build_model(load_config([], shape | {"opt_pos_emb_offset": offset})) for offset in (0, 4))
+    weights = plain.state_dict()
+    table = weights["embedding.position_embeddings.weight"]
+    shifted.load_state_dict(weights | {"embedding.position_embeddings.weight": table.roll(4, 0)})
+    ids = tokens()[:, :16]
+    assert torch.equal(shifted.eval()(ids), plain.eval()(ids))
+    with pytest.raises(PositionRangeError, match="has 20 positions .*; position 20 is beyond them"):
+        shifted(tokens()[:, :17])
+    moved = build_model(configured(pos_emb="sinusoidal", opt_pos_emb_offset=4)).eval()
+    still = build_model(configured(pos_emb="sinusoidal")).eval()
+    assert torch.equal(moved(ids), still(ids, positions=torch.arange(4, 20)))

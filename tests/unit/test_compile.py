@@ -28,7 +28,10 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {"pos_emb": "coca", "logit_scaling": "log_n_trained"},
         {"pos_emb": "coca", "hidden_dropout": 0.1},
     ],
-    "merge": [{"pos_emb": "coca"} | MAPS["rerope"], *({"pos_emb": "rotary"} | keys for keys in MAPS.values())],
+    "merge": [
+        {"pos_emb": "coca", "sink_logits": True} | MAPS["rerope"],
+        *({"pos_emb": "rotary"} | keys for keys in MAPS.values()),
+    ],
     "triton": [
         {"pos_emb": "coca", "operand_kernel": "triton"} | MAPS["rerope"],
         {"pos_emb": "rotary"} | MAPS["lm_infinite"],

@@ -42,7 +42,7 @@ optimizer: {type: adan, params: {lr: 1e-4, beta: 3}}
         " did you mean `rotary`?",
         "run.yml:6: hidden_dropout: expected a number, got True",
         "run.yml:7: train_iters: expected an integer, got 1000.0; write 1000",
-        "run.yml:8: optimizer.type: `adan` is not one of Adam | AdamW | cpu_adam | sgd; did you mean `Adam`?",
+        "run.yml:8: optimizer.type: `adan` is not one of Adam | AdamW | cpu_adam | sgd | lion; did you mean `Adam`?",
         "run.yml:8: optimizer.params.beta: unknown key; did you mean `optimizer.params.betas`?",
         "command line: seeed: unknown key; did you mean `seed`?",
     }
@@ -202,7 +202,7 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
         ('attention_config: [[["flash"], 3]]', "attention_config: covers 3 layers, but num_layers is 2"),
         ("lr: 1e-3\noptimizer: {params: {lr: 1e-4}}", "lr: 0.001 contradicts optimizer.params.lr 0.0001"),
         ("optimizer: {params: {weight_decay: 0.1}}", "optimizer.params.weight_decay: belongs at the top level"),
-        ("optimizer: {type: Lion}", "optimizer.type: `Lion`: this optimizer is not supported yet"),
+        ("optimizer: {type: SM3}", "optimizer.type: `SM3`: this optimizer is not supported yet"),
         ("lr: 1e-4\nmin_lr: 1e-3", "min_lr: 0.001 exceeds the learning rate 0.0001"),
         ("precision: fp32\nbf16: {enabled: true}", "precision: bf16 and fp32 are both enabled"),
         ("fp16: {enabled: true}\nbf16: {enabled: true}", "precision: bf16 and fp16 are both enabled"),
@@ -253,9 +253,8 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
             "zero_optimization: with sequence_parallel_size, stage 3 needs reduce_scatter",
         ),
         (
-            "sequence_parallel: true",
-            "sequence_parallel: `True`: Megatron's sequence parallelism (set sequence_parallel_size instead) is not "
-            "supported yet",
+            "pos_emb: learned\nopt_pos_emb_offset: 2\nmax_position_embeddings: 65",
+            "seq_length: 64 + opt_pos_emb_offset 2 exceeds max_position_embeddings 65; raise the latter",
         ),
         ("moe_num_experts: 8", "moe_num_experts: mixture of experts is not supported yet"),
         ("norm: te_rmsnorm", "norm: `te_rmsnorm`: Transformer Engine is not supported yet"),

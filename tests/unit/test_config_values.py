@@ -39,6 +39,7 @@ OURS = {
     "synthetic",
     "training_positions",
     "logit_scaling",
+    *("sink_logits", "attention_chunk_size"),
     "attention_backend",
     "operand_kernel",
     "checkpoint_policy",
@@ -199,6 +200,11 @@ def test_inert_values(value: object, default: object, inert: bool) -> None:
 
 def test_keys_without_effect_do_not_change_the_configuration() -> None:
     assert make(rope_fusion=True, partition_activations=True, steps_per_print=2, log_grad_norm=True) == make()
+
+
+def test_deepspeed_sections_at_the_top_level_reach_deepspeed() -> None:
+    sections = {"flops_profiler": {"enabled": True}, "prescale_gradients": True, "communication_data_type": "fp32"}
+    assert make(**sections) == make(deepspeed_extra_args=sections)
 
 
 def test_configs_are_shipped() -> None:

@@ -58,9 +58,10 @@ def test_offloaded_states_lie_on_the_host() -> None:
     assert states.host == pytest.approx((12 + 2) * numbers / 8)
 
 
-def test_sgd_keeps_no_moments() -> None:
-    config = configured(**{"optimizer.type": "sgd"})
-    assert states_bytes(config, Topology(1, 1, 1, 1), 100).optimizer == 400
+@pytest.mark.parametrize(("name", "size"), [("sgd", 400), ("lion", 800)])
+def test_sgd_keeps_no_moments_and_lion_one(name: str, size: int) -> None:
+    config = configured(**{"optimizer.type": name})
+    assert states_bytes(config, Topology(1, 1, 1, 1), 100).optimizer == size
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -21,6 +21,7 @@ SHAPE = {"num_layers": LAYERS, "hidden_size": HIDDEN, "num_attention_heads": 4, 
 STANDARD_DEVIATIONS = {
     "normal": 0.03,
     "scaled_normal": 0.03 / math.sqrt(2 * LAYERS),
+    "single_residual_scaled_normal": 0.03 / math.sqrt(LAYERS),
     "small_init": math.sqrt(2 / (5 * HIDDEN)),
     "wang_init": 2 / (LAYERS * math.sqrt(HIDDEN)),
 }

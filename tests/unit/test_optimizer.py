@@ -56,7 +56,8 @@ def test_numbers_of_the_configuration_arrive(name: str) -> None:
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.2, 0.0]
     assert all(group["lr"] == 0.01 for group in optimizer.param_groups)
     if name != "sgd":
-        assert all(group["betas"] == (0.8, 0.9) and group["eps"] == 1e-6 for group in optimizer.param_groups)
+        assert all(group["betas"] == (0.8, 0.9) for group in optimizer.param_groups)
+        assert name == "lion" or all(group["eps"] == 1e-6 for group in optimizer.param_groups)
 
 
 def test_weight_decay_is_decoupled() -> None:
@@ -68,6 +69,25 @@ def test_weight_decay_is_decoupled() -> None:
     optimizer.step()
     torch.testing.assert_close(layer.weight.detach(), before[0] * (1 - 0.01 * 0.5))
     assert torch.equal(layer.bias.detach(), before[1])
+
+
+def test_lion_takes_the_steps_of_its_formula() -> None:
+    """As GPT-NeoX's: decay, then the sign of a mean with beta1, and then the momentum with beta2."""
+    config = configured(**{"optimizer.type": "Lion"}, weight_decay=0.5)
+    assert config.optimizer.betas == (0.9, 0.99)
+    assert configured(**{"optimizer.type": "lion", "optimizer.params.betas": [0.8, 0.9]}).optimizer.betas == (0.8, 0.9)
+    layer = nn.Linear(4, 3, bias=False)
+    optimizer = build_optimizer(layer, config.optimizer)
+    generator = torch.Generator().manual_seed(0)
+    weight, momentum = layer.weight.detach().double(), torch.zeros(3, 4, dtype=torch.float64)
+    for _ in range(4):
+        layer.weight.grad = torch.randn(3, 4, generator=generator)
+        grad = layer.weight.grad.double()
+        optimizer.step()
+        weight = weight * (1 - 0.01 * 0.5) - 0.01 * torch.sign(0.9 * momentum + 0.1 * grad)
+        momentum = 0.99 * momentum + 0.01 * grad
+        torch.testing.assert_close(layer.weight.detach().double(), weight, rtol=0, atol=1e-6)
+    torch.testing.assert_close(optimizer.state[layer.weight]["exp_avg"].double(), momentum, rtol=0, atol=1e-7)
 
 
 def test_overlapped_reductions_are_awaited_by_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:

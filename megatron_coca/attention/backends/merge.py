@@ -150,7 +150,8 @@ class MergeBackend:
 def _attend_row(inputs: AttentionInputs) -> Tensor:
     operands = [x for segment in inputs.segments for x in (segment.query, segment.key)]
     bands, repeated = _numbers([segment.band for segment in inputs.segments]), torch.is_grad_enabled()
-    return _operation(inputs.scale, bands, repeated, inputs.value, operands)[0]
+    sinks = [] if inputs.sinks is None else [inputs.sinks]
+    return _operation(inputs.scale, bands, repeated, inputs.value, operands, sinks)[0]
 
 
 def _view(x: Tensor, piece: Piece, start: int, size: int) -> Tensor:
@@ -220,12 +221,17 @@ class _Accumulator:
 
 
 def merge(
-    scale: float, bands: Sequence[int], repeated: bool, value: Tensor, operands: Sequence[Tensor]
+    scale: float,
+    bands: Sequence[int],
+    repeated: bool,
+    value: Tensor,
+    operands: Sequence[Tensor],
+    sinks: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:
     """(output in the query's dtype, log-sum-exp [batch, heads, query_length] in float32 or better).
 
     `operands` are query and key of each segment; `bands` three numbers of each, as `_numbers` gives them; `repeated` as
-    in `flash_op`.
+    in `flash_op`; `sinks` none or one tensor [heads], which counts in the log-sum-exp.
     """
     op, query = flash_op(value, repeated), operands[0]
     out, lse = (_Accumulator(x) for x in _results(value, query))
@@ -244,6 +250,10 @@ def merge(
             # never NaN, because every row of a piece has a key.
             rows.lerp_(piece_out.to(rows.dtype), torch.sigmoid(piece_lse - totals)[..., None])
             totals.copy_(torch.logaddexp(totals, piece_lse))
+    for sink in sinks:  # one more piece, whose output is 0
+        score = sink.to(lse.tensor.dtype)[:, None]
+        out.tensor.mul_(torch.sigmoid(lse.tensor - score)[..., None])
+        lse.tensor.copy_(torch.logaddexp(lse.tensor, score))
     return out.tensor.to(value.dtype), lse.tensor
 
 
@@ -302,7 +312,12 @@ def _numbers(bands: Sequence[Band]) -> list[int]:
 
 
 def _fake(
-    scale: float, bands: Sequence[int], repeated: bool, value: Tensor, operands: Sequence[Tensor]
+    scale: float,
+    bands: Sequence[int],
+    repeated: bool,
+    value: Tensor,
+    operands: Sequence[Tensor],
+    sinks: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:
     out, lse = _results(value, operands[0])
     return out.to(value.dtype), lse
@@ -315,15 +330,19 @@ def _fake_gradients(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    scale, bands, _, value, operands = inputs
-    ctx.save_for_backward(*output, value, *operands)
-    ctx.options = scale, bands
+    scale, bands, _, value, operands, sinks = inputs
+    ctx.save_for_backward(*output, *sinks, value, *operands)
+    ctx.options, ctx.has_sinks = (scale, bands), bool(sinks)
 
 
 def _backward(ctx: Any, grad: Tensor, lse_grad: None) -> tuple[Any, ...]:
-    out, lse, value, *operands = ctx.saved_tensors
+    out, lse, *sinks = ctx.saved_tensors[: 2 + ctx.has_sinks]
+    value, *operands = ctx.saved_tensors[2 + ctx.has_sinks :]
     value_grad, *grads = _gradient_operation(*ctx.options, grad, out, lse, value, operands)
-    return None, None, None, value_grad, grads
+    # The gradient of a score is p (dp - sum_j p_j dp_j), here with dp = 0 because the sink's value is.
+    row = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    sink_grads = [-((sink.to(lse.dtype)[:, None] - lse).exp() * row).sum((0, 2)).to(sink.dtype) for sink in sinks]
+    return None, None, None, value_grad, grads, sink_grads
 
 
 _GIVEN = "float scale, int[] bands"
@@ -335,7 +354,7 @@ _gradient_operation = operation(
 )
 _operation = operation(
     "merge",
-    f"({_GIVEN}, bool repeated, Tensor value, Tensor[] operands) -> (Tensor, Tensor)",
+    f"({_GIVEN}, bool repeated, Tensor value, Tensor[] operands, Tensor[] sinks) -> (Tensor, Tensor)",
     merge,
     _fake,
     _keep,

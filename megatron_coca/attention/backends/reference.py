@@ -23,7 +23,8 @@ class ReferenceBackend:
         # Not at the top: GPT-NeoX does not install opt_einsum, and the plugin's other backends do not need it.
         import opt_einsum
 
-        weights = torch.softmax(_scores(inputs), dim=-1).to(inputs.value.dtype)
+        weights = torch.softmax(with_sinks(_scores(inputs), inputs.sinks), dim=-1)
+        weights = weights[..., : inputs.value.shape[2]].to(inputs.value.dtype)
         weights = torch.dropout(weights, inputs.dropout, train=inputs.dropout > 0)
         grouped = weights.unflatten(1, (inputs.value.shape[1], -1))
         return opt_einsum.contract("bghmn,bgnd->bghmd", grouped, inputs.value).flatten(1, 2)
@@ -52,6 +53,13 @@ def attend_in_blocks(inputs: AttentionInputs) -> Tensor:
         again = torch.is_grad_enabled() and inputs.query.requires_grad
         outputs.append(checkpoint(block_of, block, use_reentrant=False) if again else block_of(block))
     return torch.cat(outputs, dim=2)
+
+
+def with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Scores [..., heads, rows, keys] with those of the sinks [heads], if there are any, in one more column."""
+    if sinks is None:
+        return scores
+    return torch.cat((scores, sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)), dim=-1)
 
 
 def missing_einsum() -> str | None:

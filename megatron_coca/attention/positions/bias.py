@@ -246,6 +246,23 @@ class LearnedBias(nn.Module, ABC):
         """The bias with the current weights."""
 
 
+class HeadWeights(nn.Module):
+    """A learned number of every query head of a layer, `weight` [heads]; the forward returns it, as in LearnedBias."""
+
+    def __init__(self, heads: int, initial: float) -> None:
+        super().__init__()
+        self.initial, self.weight = initial, nn.Parameter(torch.empty(heads))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """The initial value; draws nothing."""
+        self.weight.fill_(self.initial)
+
+    def forward(self) -> Tensor:
+        return self.weight
+
+
 class _LearnedKerple(LearnedBias):
     def __init__(self, heads: int) -> None:
         super().__init__()

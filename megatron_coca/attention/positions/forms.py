@@ -329,6 +329,13 @@ def _log_n_trained(positions: Tensor, training_length: int) -> Tensor:
     return positions.log1p() / math.log(training_length)
 
 
+def _ssmax(positions: Tensor, training_length: int) -> Tensor:
+    """ln(m + 1), which a learned factor of every head multiplies: n^(s z) in place of e^z for the n = m + 1 keys that a
+    row sees (Nakanishi 2025, "Scalable-Softmax Is Superior for Attention", section 3).
+    """
+    return positions.log1p()
+
+
 def _temperature(positions: Tensor, training_length: int, strength: float, period: int, first: int) -> Tensor:
     """1 + a ln(1 + floor(m'/p)): constant within a period, so 1 in the first (Meta 2025, Llama 4's code; Mistral AI
     2025, Ministral 3's code).
@@ -339,5 +346,6 @@ def _temperature(positions: Tensor, training_length: int, strength: float, perio
 LOGIT_SCALINGS: dict[str, LogitScaling] = {
     "log_n": _log_n,
     "log_n_trained": _log_n_trained,
+    "ssmax": _ssmax,
     "temperature": _temperature,
 }

@@ -12,6 +12,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from megatron_coca.attention.backends.reference import with_sinks
 from megatron_coca.attention.inputs import AttentionInputs
 from megatron_coca.attention.layer import SelfAttention
 from megatron_coca.attention.method import PositionMethod
@@ -139,11 +140,13 @@ def row_scores(inputs: AttentionInputs, queries: Tensor) -> Tensor:
 
 
 def row_entropies(inputs: AttentionInputs, queries: Tensor) -> Tensor:
-    """Entropy in nats of the attention weights of each query, [heads, n], computed for some queries at a time."""
+    """Entropy in nats of the attention weights of each query, that of a sink among them, [heads, n], computed for some
+    queries at a time.
+    """
     scores_per_query = inputs.query.shape[1] * inputs.value.shape[2]
     entropies = []
     for chunk in queries.split(max(1, SCORES_AT_ONCE // scores_per_query)):
-        weights = row_scores(inputs, chunk).softmax(dim=-1)
+        weights = with_sinks(row_scores(inputs, chunk), inputs.sinks).softmax(dim=-1)
         entropies.append(torch.special.entr(weights).sum(dim=-1))
     return torch.cat(entropies, dim=1)
 

@@ -157,11 +157,11 @@ def _settings(shown: Sequence[ShownMethod]) -> Table:
             f"{position.rotary_emb_base:g}" if each.method.rotary is not None else "-",
             chosen(position.rope_scaling),
             chosen(position.relative_positions),
-            str(position.sliding_window_width or "-"),
+            str(position.sliding_window_width or position.attention_chunk_size or "-"),
             chosen(position.logit_scaling),
         )
         rows.append(TableRow(each.label, tuple(TableCell(text, wide=True) for text in texts)))
-    header = ("method", "layers", "pos_emb", "base", "extension", "distance map", "window", "logit scaling")
+    header = ("method", "layers", "pos_emb", "base", "extension", "distance map", "window or chunk", "logit scaling")
     return Table("methods", "What was compared", header, tuple(rows))
 
 

@@ -8,8 +8,10 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_coca.attention.backends.reference import with_sinks
 from megatron_coca.attention.inputs import AttentionInputs
 from megatron_coca.console import Progress
 from megatron_coca.data import Blend, Shard, TaskSettings
@@ -211,6 +213,8 @@ def head_scores(model: GPT, questions: Sequence[Questions], count: int, tokens_p
 
     def visit(fact: Tensor, q: Tensor, k: Tensor, inputs: AttentionInputs) -> None:
         row = last_row(inputs).double()
+        fact = fact if inputs.sinks is None else F.pad(fact, (0, 1))  # the sink is one of the other keys
+        row = with_sinks(row[:, :, None], inputs.sinks)[:, :, 0]
         sides = [row.masked_fill(~side[:, None], -math.inf).logsumexp(dim=-1) for side in (fact, ~fact)]
         visited.append(torch.stack([*sides, sides[0].sub(sides[1]).sigmoid()]).cpu())  # [3, batch, heads]
 

@@ -38,7 +38,7 @@ RESERVED = {
 """DeepSpeed keys that have a key of ours. The total batch is left to DeepSpeed's arithmetic, which counts
 tensor-parallel ranks as data-parallel ones in some places and uses the product for nothing.
 """
-PER_HEAD = r".*\.(position_bias|positions\.(others\.\w+\.)?(bias|clex))\..*"
+PER_HEAD = r".*\.(position_(bias|sinks|factor)|positions\.(others\.\w+\.)?(bias|clex))\..*"
 """Learned parameters that every tensor-parallel rank holds whole but uses for its own heads only, so that each computes
 a part of their gradient.
 """

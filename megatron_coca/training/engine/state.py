@@ -16,6 +16,7 @@ from megatron_coca.attention.layer import PackedRows, packed_rows
 from megatron_coca.checkpoints.state import WEIGHT, StatePiece
 from megatron_coca.config import ModelConfig
 from megatron_coca.training.engine import deepspeed_internals as internals
+from megatron_coca.training.optimizer import Lion
 
 Names = Mapping[nn.Parameter, str]
 SPLIT = re.compile(r"(?P<packed>.*\.query_key_value)\.(?P<projection>query|key|value)\.(?P<kind>weight|bias)")
@@ -23,6 +24,7 @@ SPLIT = re.compile(r"(?P<packed>.*\.query_key_value)\.(?P<projection>query|key|v
 MOMENTS: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
     torch.optim.AdamW: ("exp_avg", "exp_avg_sq"),
     torch.optim.SGD: (),
+    Lion: ("exp_avg",),
 }
 """The tensors that an optimizer keeps for each parameter."""
 STEP = "step"

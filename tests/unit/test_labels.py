@@ -1,0 +1,150 @@
+"""Label shards and samples of whole documents: every mask and sample against a loop by hand."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_coca.config import ConfigError, load_config
+from megatron_coca.data import Blend, DataError, Loader, Packing, Shard
+from megatron_coca.data.shards import MASKED, ShardWriter
+from megatron_coca.model import LanguageModelLoss, build_model
+from megatron_coca.training.corpus import differing_data, open_corpus, open_loader
+
+LENGTH = 16
+SHAPE = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "seq_length": LENGTH, "vocab_size": 512}
+SHAPE |= {"pos_emb": "coca", "train_iters": 4, "train_micro_batch_size_per_gpu": 4, "num_workers": 0}
+
+
+def write_chats(folder: Path, lengths: list[int], seed: int = 0) -> tuple[Path, Path]:
+    """Documents of random tokens; their labels count a random half of them, and none in every fifth document."""
+    draw = np.random.default_rng(seed)
+    texts, labels = ShardWriter(folder / "t", 512), ShardWriter(folder / "t_label", 512, labels=True)
+    for number, length in enumerate(lengths):
+        tokens = draw.integers(1, 512, length)
+        texts.add(tokens)
+        labels.add(np.where((draw.random(length) < 0.5) & (number % 5 > 0), tokens, MASKED))
+    texts.finish()
+    labels.finish()
+    return folder / "t", folder / "t_label"
+
+
+LENGTHS = np.random.default_rng(1).integers(2, 30, 60).tolist()
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Path, Path]:
+    return write_chats(tmp_path, LENGTHS)
+
+
+def test_packed_labels_mask_the_loss_of_a_loop_by_hand(pair: tuple[Path, Path]) -> None:
+    shard = Shard(*pair)
+    texts, labels = (shard.tokens(0, shard.len_tokens), Shard(pair[1]).tokens(0, shard.len_tokens))
+    model = build_model(load_config([], SHAPE))
+    with Loader(Blend([shard], [1], LENGTH, 3), 4, 4, 0, 1, packing=Packing(masked_token=7), num_workers=0) as loader:
+        (batch,) = loader.micro_batches(0)
+    assert batch.loss_mask is not None
+    losses = []
+    for row, mask in zip(batch.tokens, batch.loss_mask, strict=True):
+        (start,) = [s for s in range(len(texts) - LENGTH) if np.array_equal(texts[s : s + LENGTH + 1], row)]
+        logits = model(torch.from_numpy(row[None, :-1]))[0]
+        for place in range(LENGTH):
+            counts = labels[start + place + 1] >= 0 and row[place] != 7
+            assert mask[place] == counts
+            if counts:
+                losses.append(F.cross_entropy(logits[place], torch.tensor(row[place + 1])))
+    given = {"samples": torch.from_numpy(batch.tokens), "loss_mask": torch.from_numpy(batch.loss_mask)}
+    torch.testing.assert_close(LanguageModelLoss(model)(**given), torch.stack(losses).mean())
+
+
+@pytest.mark.parametrize("pack_impl", ["pack_until_overflow", "unpacked"])
+@pytest.mark.parametrize("chopped", [True, False])
+@pytest.mark.parametrize("labelled", [True, False])
+def test_whole_documents_by_hand(pair: tuple[Path, Path], pack_impl: str, chopped: bool, labelled: bool) -> None:
+    """An epoch has every usable document once; samples start with documents, end padded, and mask what is padded."""
+    shard, labels = Shard(pair[0], pair[1] if labelled else None), Shard(pair[1])
+    blend = Blend([shard], [1], LENGTH, 3, pack_impl, chopped)
+    wanted: dict[tuple[int, ...], int] = {}
+    for number in range(shard.documents):
+        document, label = shard.document(number)[: LENGTH + 1], labels.document(number)[: LENGTH + 1]
+        if (chopped or LENGTHS[number] <= LENGTH + 1) and (not labelled or (label[1:] >= 0).any()):
+            wanted[tuple(document.tolist())] = number
+    (share,) = blend.mixture(1)
+    per_epoch = round(1 / share.epochs)
+    for epoch in (0, 1):
+        tokens, begins, mask = blend.read(np.arange(per_epoch) + epoch * per_epoch, boundaries=True)
+        assert begins is not None and mask is not None
+        seen = []
+        for row, starts, counted in zip(tokens, begins, mask, strict=True):
+            edges = [*np.flatnonzero(starts).tolist(), LENGTH + 1]
+            assert edges[0] == 0
+            expected = np.zeros(LENGTH + 1, dtype=bool)
+            for first, last in pairwise(edges):
+                document = tuple(np.trim_zeros(row[first:last], "b").tolist())
+                last = first + len(document)
+                if not document:
+                    assert not row[first:].any(), "only padding is no document"
+                    continue
+                number = wanted[document]
+                seen.append(number)
+                label = labels.document(number)[: last - first] >= 0
+                expected[first:last] = label if labelled else True
+            assert np.array_equal(counted, expected[1:])
+        assert sorted(seen) == sorted(wanted.values())
+        assert pack_impl == "pack_until_overflow" or len(seen) == per_epoch
+    assert not np.array_equal(blend.batch(np.arange(per_epoch)), blend.batch(np.arange(per_epoch) + per_epoch))
+
+
+def test_samples_overflow_only_when_the_next_document_does_not_fit(tmp_path: Path) -> None:
+    shard = Shard(write_chats(tmp_path, [5] * 12)[0])
+    tokens, begins, _ = Blend([shard], [1], LENGTH, 0, "pack_until_overflow").read(np.arange(4), boundaries=True)
+    assert begins is not None and begins.sum(axis=1).tolist() == [4] * 4, "three of five tokens, and padding"
+    assert not tokens[:, 15:].any()
+
+
+def test_wrong_labels_are_refused(tmp_path: Path, pair: tuple[Path, Path]) -> None:
+    (tmp_path / "other").mkdir()
+    with pytest.raises(DataError, match="not as long as those of"):
+        Shard(pair[0], write_chats(tmp_path / "other", LENGTHS[::-1])[1])
+    other = Shard(pair[0], write_chats(tmp_path / "other", LENGTHS, seed=9)[1])
+    with pytest.raises(DataError, match="neither negative nor the token"):
+        Blend([other], [1], LENGTH, 0).read(np.arange(4))
+    with pytest.raises(DataError, match="no document has a token to predict"):
+        Blend([Shard(write_chats(tmp_path, [9, 9])[0])], [1], 4, 0, "unpacked", allow_chopped=False)
+
+
+def given(pair: tuple[Path, Path], **changes: Any) -> dict[str, Any]:
+    texts, labels = map(str, pair)
+    keys = {"train_data_paths": [texts, texts], "valid_data_paths": [texts], "test_data_paths": []}
+    return SHAPE | keys | {"train_label_data_paths": [labels, None], "valid_label_data_paths": [labels]} | changes
+
+
+def test_the_keys_reach_the_loader_and_the_identity(pair: tuple[Path, Path]) -> None:
+    corpus = open_corpus(load_config([], given(pair, pack_impl="pack_until_overflow", allow_chopped=False)))
+    assert corpus.valid is not None
+    with open_loader(corpus, corpus.valid, (4, 4, 0, 1)) as loader:
+        (batch,) = loader.micro_batches(0)
+    assert batch.loss_mask is not None and 0 < batch.loss_mask.mean() < 0.7
+    plain = open_corpus(load_config([], given(pair, train_label_data_paths=None)))
+    found = differing_data(plain.identity, corpus.identity, ["a", "b"])
+    assert found == [
+        "label shards, which decide the tokens that count in the loss",
+        "treatment of documents (saved as one text, now pack_until_overflow, not chopped)",
+    ]
+
+
+WRONG = [
+    ({"train_label_data_paths": ["a"]}, "train_label_data_paths: 1 labels for 2 train_data_paths"),
+    ({"pack_impl": "unpacked", "eval_windows": [32]}, "pack_impl: not available with eval_windows"),
+    ({"pack_impl": "greedy"}, "pack_impl"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG)
+def test_wrong_keys_are_refused(pair: tuple[Path, Path], changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config([], given(pair, **changes))
