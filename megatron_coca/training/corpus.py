@@ -268,13 +268,15 @@ def data_identity(blend: Samples) -> dict[str, list[Any]]:
         except DataError as error:  # the manifest.json next to a shard of another program may be of something else
             logger.info("%s; the shard is identified by a sample of its tokens instead", error)
             recorded.append(None)
-    return {
+    identity: dict[str, list[Any]] = {
         "tokens": [shard.len_tokens for shard in blend.shards],
         "document_counts": [shard.documents for shard in blend.shards],
         "weights": list(blend.weights),
         "sha256": recorded,
         "sampled": [sampled_digest(shard) for shard in blend.shards],
-    } | ({"labels": labels} if any(labels := [_label_digest(shard) for shard in blend.shards]) else {})
+    }
+    labels = [_label_digest(shard) for shard in blend.shards]
+    return identity | ({"labels": labels} if any(labels) else {})
 
 
 def _label_digest(shard: Shard) -> str | None:

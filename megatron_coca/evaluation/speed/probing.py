@@ -50,7 +50,8 @@ def layer_work(model: GPT, length: int, batch: int, backward: bool) -> Workload:
     generator = torch.Generator().manual_seed(length)
     hidden = torch.randn(batch, length, weight.shape[0], generator=generator).to(weight).requires_grad_(backward)
     with torch.no_grad():
-        contexts = model.contexts(torch.arange(length, device=weight.device), length, weight.dtype, reached=length)
+        tokens = torch.arange(length, device=weight.device)
+        contexts = model.contexts(tokens, length, weight.dtype, reached=length, batch=batch)
         frame = contexts[model.layer_types[0]]
     gradient = torch.ones_like(hidden) if backward else None
 
