@@ -1,5 +1,6 @@
 """Chats: rendered and masked as transformers does, prepared into label shards, and trained on as by a loop by hand."""
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,14 @@ import pytest
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from megatron_coca.commands import prepare
+from megatron_coca.commands import generate, prepare
 from megatron_coca.config import load_config
 from megatron_coca.data import DataError, Shard, Tokenizer, load_saved_tokenizer, load_tokenizer
 from megatron_coca.data.tokenizers.chat import ChatTemplate, find_template
+from megatron_coca.evaluation.results import EvaluationError
+from megatron_coca.text_generation import Continuation, load_generator
 from megatron_coca.training.corpus import open_corpus
+from tests.checkpoint_files import TINY, talkative_model, write_checkpoint
 
 CHATML = """\
 {{- bos_token }}{% for message in messages %}
@@ -172,3 +176,61 @@ def test_wrong_preparations_are_refused(folder: Path, tmp_path: Path) -> None:
     (shard,) = (tmp_path / "out").glob("*_label.bin")
     labels = Shard(shard.with_suffix("")).document(0)
     assert bytes(labels[labels >= 0].astype(np.uint8)) == b"Still.<|im_end|>\n\0"
+
+
+class Typed(io.StringIO):
+    """Standard input on a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of bytes with a template whose turns end with a full stop."""
+    folder = tmp_path_factory.mktemp("chat") / "run"
+    tokenizer = load_tokenizer("CharLevelTokenizer")
+    source = "{% for each in messages %}{{ each.role }}:{{ each.content }}.{% endfor %}"
+    tokenizer.chat = ChatTemplate(source + "{% if add_generation_prompt %}assistant:{% endif %}", {})
+    config = load_config([], TINY | {"vocab_size": 512, "max_position_embeddings": 256})
+    write_checkpoint(folder, config, talkative_model(config).state_dict(), tokenizer=tokenizer)
+    return folder
+
+
+def test_answers_continue_the_rendered_chat(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    generator = load_generator(checkpoint)
+    whole = generator.complete(["system:S.user:hello.assistant:"], 30)[0].text
+    wanted = whole.partition(".")[0]
+    given = ["--checkpoint", str(checkpoint), "--chat", "--prompt", "hello", "--max-new-tokens", "30"]
+    assert generate.main([*given, "--system", "S"]) == 0
+    assert capsys.readouterr().out == wanted + "\n"
+
+
+def test_a_typed_chat_remembers(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", Typed("one\ntwo\n"))
+    assert generate.main(["--checkpoint", str(checkpoint), "--chat", "--max-new-tokens", "10"]) == 0
+    shown = capsys.readouterr().out
+    generator = load_generator(checkpoint)
+    chat = [{"role": "user", "content": "one"}]
+    chat.append({"role": "assistant", "content": "".join(generator.answer(chat, 10))})
+    second = "".join(generator.answer([*chat, {"role": "user", "content": "two"}], 10))
+    assert shown == f"> {chat[1]['content']}\n> {second}\n> \n"
+
+
+def test_a_special_token_ends_an_answer(ours: Tokenizer) -> None:
+    """Its id ends it, because it is not in the text."""
+    end = ours.encode_rendered("<|im_end|>")[0]
+    row = Continuation(ours, [], (), end)
+    pieces = [row.push(token) for token in (*ours.encode("Hi"), *end)]
+    assert "".join(pieces) == "Hi" and row.finish == "eod"
+
+
+def test_a_model_without_a_template_does_not_chat(checkpoint: Path) -> None:
+    with pytest.raises(EvaluationError, match="--system: only with --chat"):
+        generate.main(["--checkpoint", str(checkpoint), "--prompt", "a", "--system", "b"])
+    generator = load_generator(checkpoint)
+    generator.tokenizer.chat = None
+    with pytest.raises(DataError, match="the tokenizer has no chat template"):
+        next(generator.answer(CHAT))
