@@ -12,7 +12,8 @@ from torch import Tensor
 from megatron_coca.checkpoints import CheckpointError, open_checkpoint
 from megatron_coca.checkpoints.load import Overrides
 from megatron_coca.console import Progress
-from megatron_coca.data import Tokenizer
+from megatron_coca.data import DataError, Tokenizer
+from megatron_coca.data.tokenizers.chat import Messages
 from megatron_coca.model import (
     GPT,
     GREEDY,
@@ -37,13 +38,15 @@ class Continuation:
     Attributes:
         text: the pieces so far; without the stop string that ended it and what follows that.
         tokens: all generated tokens.
-        finish: "eod" after the end-of-document token, "stop" after a stop string, else "length".
+        finish: "eod" after the end-of-document token or one of `ends`, "stop" after a stop string, else "length".
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = (), ends: Sequence[int] = ()
+    ) -> None:
         if "" in stops:
             raise ValueError("an empty stop string would end every text before its first token; leave it out")
-        self._tokenizer, self._stops = tokenizer, stops
+        self._tokenizer, self._stops, self._ends = tokenizer, stops, (tokenizer.eod, *ends)
         # The tokens of the last piece, `_known` of them, then those that gave no text yet.
         self._ids = list(prompt[-CONTEXT:])
         self._known, self._before = len(self._ids), len(tokenizer.decode(self._ids))
@@ -55,7 +58,7 @@ class Continuation:
     def push(self, token: int) -> str:
         """Add a token; returns the next piece of text, which may be empty."""
         self.tokens.append(token)
-        if token == self._tokenizer.eod:
+        if token in self._ends:
             self.finish = "eod"
             return self.flush()
         self._ids.append(token)
@@ -132,10 +135,33 @@ class TextGenerator:
     ) -> Iterator[str]:
         """Yield the text that `complete` would return for this prompt alone, piece by piece."""
         ids = self._encode(prompt)
+        continuation = Continuation(self.tokenizer, ids, stops)
         steps = self._tokens([ids], max_new_tokens, sampling=sampling, **options)
-        for (piece,) in texts([Continuation(self.tokenizer, ids, stops)], steps):
-            if piece:
-                yield piece
+        yield from filter(None, (piece for (piece,) in texts([continuation], steps)))
+
+    def answer(
+        self,
+        messages: Messages,
+        max_new_tokens: int = 64,
+        sampling: Sampling = GREEDY,
+        stops: Sequence[str] = (),
+        **options: Any,
+    ) -> Iterator[str]:
+        """Yield the next answer of a chat, piece by piece, to the end of the turn in the tokenizer's chat template.
+
+        Raises as `generate_tokens`; DataError without a template, and for messages that it refuses.
+        """
+        template = self.tokenizer.chat
+        if template is None:
+            raise DataError("the tokenizer has no chat template; prepare the training data with one, or continue text")
+        ids, end = self.tokenizer.encode_rendered(template.render(messages, prompt=True))[0], template.end_of_turn()
+        # A special token ends the turn by its id, as it is not in the text; other tokens by their text.
+        closing = self.tokenizer.encode_rendered(end)[0][:1]
+        ends = closing if not self.tokenizer.decode(closing) else []
+        text = [end.strip() or end] if end and not ends else []
+        continuation = Continuation(self.tokenizer, ids, [*stops, *text], ends)
+        steps = self._tokens([ids], max_new_tokens, sampling=sampling, **options)
+        yield from filter(None, (piece for (piece,) in texts([continuation], steps)))
 
     def _encode(self, prompt: str) -> list[int]:
         return self.tokenizer.encode(prompt) or [self.tokenizer.eod]

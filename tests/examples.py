@@ -49,6 +49,7 @@ RUN = {
     "python tools/prepare_data.py --input books=books.jsonl.zst code=": "--train-tokenizer 512 --output data/new",
     "python tools/prepare_data.py --input books=books.jsonl.zst --train": "--train-tokenizer 512 --output data/new",
     "python tools/prepare_data.py --input mine": "",
+    "python tools/prepare_data.py --input chats": "--output data/new",
     "megatron-coca train-tokenizer": "--vocab-size 512 --characters 200000 --output data/new",
     "megatron-coca inspect": "",
     "megatron-coca inspect checkpoint": "",
@@ -259,6 +260,11 @@ def make_data(folder: Path) -> None:
     Path("books.jsonl.zst").write_bytes(zstandard.ZstdCompressor().compress(text.read_bytes()))
     documents = [json.loads(line)["text"] for line in code.read_text().splitlines()[:20]]
     pyarrow.parquet.write_table(pyarrow.table({"text": documents}), "code.parquet")
+    chat = [{"role": "user", "content": "Who are you?"}, {"role": "assistant", "content": "A small model."}]
+    Path("chats.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
+    Path("chat.jinja").write_text(
+        "{% for message in messages %}{{ message.role + ': ' + message.content }}\n{% endfor %}"
+    )
     books = {"books": {"paths": ["books.jsonl.zst"]}}
     Path("data/recipe.yml").write_text(yaml.safe_dump({"train_tokenizer": {"vocab_size": 512}, "sources": books}))
     Path("book.txt").write_text("The sea was calm")

@@ -60,6 +60,9 @@ def parser() -> ArgumentParser:
     prompts.add_argument("--prompt", action="append", metavar="TEXT", help="may be repeated")
     file = "a prompt per line; in NAME.jsonl an object per line with the key prompt or text"
     prompts.add_argument("--file", metavar="FILE", help=file)
+    chat = "prompts are messages to a chat, rendered by the tokenizer's template; on a terminal it remembers them"
+    add("--chat", action="store_true", help=chat)
+    add("--system", metavar="TEXT", help="with --chat: the system message")
     add("--max-new-tokens", type=positive_int, default=64, metavar="N", help="default: 64")
     greedy = "divisor of the logits; default: 0, the likeliest token at every step"
     add("--temperature", type=float, default=0.0, metavar="T", help=greedy)
@@ -173,6 +176,10 @@ def run(args: Namespace, prompts: list[str] | None) -> int:
     from megatron_coca.model import Sampling
     from megatron_coca.text_generation import load_generator
 
+    if args.system is not None and not args.chat:
+        raise EvaluationError("--system: only with --chat")
+    if args.chat and (args.output is not None or args.num_samples > 1):
+        raise EvaluationError("--chat: prints one answer to each message; leave out --output and --num-samples")
     try:
         sampling = Sampling(args.temperature, args.top_k, args.top_p, args.repetition_penalty, args.seed)
         if "" in args.stop:
@@ -185,7 +192,9 @@ def run(args: Namespace, prompts: list[str] | None) -> int:
     device = resolve_device(args.device)
     try:
         generator = load_generator(args.checkpoint, overrides, files, device, DTYPES[args.dtype])
-        if prompts is None:
+        if args.chat:
+            chat(generator, prompts, args.system, sampling, options)
+        elif prompts is None:
             converse(generator, sampling, options)
         elif args.output is None and len(prompts) * args.num_samples == 1:
             show(generator, prompts[0], sampling, options)
@@ -212,6 +221,32 @@ def converse(generator: "TextGenerator", sampling: "Sampling", options: dict[str
             print()
             return
         show(generator, prompt, replace(sampling, seed=sampling.seed + number), options)
+
+
+def chat(
+    generator: "TextGenerator",
+    prompts: list[str] | None,
+    system: str | None,
+    sampling: "Sampling",
+    options: dict[str, Any],
+) -> None:
+    """Answer messages: each of `prompts` as a chat of its own, or those that a person types as one chat."""
+    opening = [] if system is None else [{"role": "system", "content": system}]
+    messages = list(opening)
+    for number in count() if prompts is None else range(len(prompts)):
+        try:
+            prompt = input("> ") if prompts is None else prompts[number]
+        except EOFError:
+            print()
+            return
+        messages = [*(messages if prompts is None else opening), {"role": "user", "content": prompt}]
+        pieces: list[str] = []
+        own = replace(sampling, seed=sampling.seed + number) if prompts is None else sampling
+        for piece in generator.answer(messages, sampling=own, **options):
+            print(piece, end="", flush=True)
+            pieces.append(piece)
+        print()
+        messages.append({"role": "assistant", "content": "".join(pieces)})
 
 
 def show(generator: "TextGenerator", prompt: str, sampling: "Sampling", options: dict[str, Any]) -> None:

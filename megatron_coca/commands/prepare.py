@@ -43,14 +43,15 @@ from megatron_coca.data.preparation.recipe import (
 from megatron_coca.data.preparation.run import prepare
 from megatron_coca.data.readers.source import SourceSpec
 from megatron_coca.data.tokenizers import TOKENIZERS, load_tokenizer
+from megatron_coca.data.tokenizers.chat import with_source
 from megatron_coca.data.tokenizers.kinds import Tokenizer
 from megatron_coca.data.tokenizers.training import TRAINERS
 from megatron_coca.program import part_of
 
 _TOKENIZER_FILES = ("tokenizer_type", "vocab_file", "merge_file")
 _FRACTIONS = ("valid_fraction", "test_fraction")
-_READING = ("documents", "max_record_mib")
-_OF_INPUT = (*_TOKENIZER_FILES, "train_tokenizer", "text_field", *_READING, "duplicates", *_FRACTIONS)
+_READING = ("messages", "documents", "max_record_mib")
+_OF_INPUT = (*_TOKENIZER_FILES, "train_tokenizer", "text_field", "chat_template", *_READING, "duplicates", *_FRACTIONS)
 
 
 def _between(lowest: int, highest: int) -> Callable[[str], int]:
@@ -106,6 +107,9 @@ def parser() -> argparse.ArgumentParser:
         help="train a SentencePiece tokenizer on the input",
     )
     plain.add_argument("--text-field", help="field of a record that contains its text (text)")
+    chats = "records are chats; which tokens count in the loss: of all answers, of the last one, or all"
+    plain.add_argument("--messages", choices=["answers", "last", "all"], help=chats)
+    plain.add_argument("--chat-template", type=Path, metavar="FILE", help="Jinja2 template, instead of the tokenizer's")
     plain.add_argument(
         "--documents", choices=["file", "line", "paragraph"], help="unit of a document in text files (file)"
     )
@@ -146,7 +150,7 @@ def _recipe_from_options(arguments: argparse.Namespace) -> Recipe:
     files = {name: getattr(arguments, name) for name in _TOKENIZER_FILES}
     training = TokenizerTraining(vocab_size=arguments.train_tokenizer) if arguments.train_tokenizer else None
     rules = Rules(**_given(arguments, _FRACTIONS))
-    return Recipe(sources, rules, None, files if training is None else None, training)
+    return Recipe(sources, rules, None, files if training is None else None, training, arguments.chat_template)
 
 
 def _recipe(arguments: argparse.Namespace) -> tuple[Recipe, Path]:
@@ -186,6 +190,10 @@ def _run(arguments: argparse.Namespace) -> str:
         return TRAINERS[training.tokenizer_type][training.model](texts, training.vocab_size, folder / "tokenizer")
 
     source = train if tokenizer is None else load_tokenizer(**tokenizer)
+    if recipe.chat_template is not None:
+        if callable(source):
+            raise DataError("chat_template: not available with train_tokenizer; train it first, then name its files")
+        source.chat = with_source(source.chat, recipe.chat_template)
     notes = None if training is None else {"train_tokenizer": training.model_dump()}
     if arguments.dry_run:
         return plan(recipe.sources, source, rules, execution.workers)

@@ -324,6 +324,8 @@ def sampled_digest(shard: Shard) -> str:
 
 
 LENGTHS_SUFFIX = ".lengths"
+LABELS_SUFFIX = "_label"
+"""Of the prefix of a label shard that is written beside a shard."""
 _LENGTH = np.dtype("<i4")
 
 

@@ -330,6 +330,8 @@ def add_report_options(parser: ArgumentParser) -> None:
     add("--output", required=True, type=Path, metavar="DIR", help="folder for report.html, .md, .json and the plots")
     add("--title", default="Evaluation", help="title of the report")
     add("--baseline", metavar="LABEL", help="mark perplexities that differ significantly from this label's")
+    figures = "also write PDF figures; the YAML file sets width, font_size and labels (choice and order)"
+    add("--figures", type=Path, metavar="FILE.yml", help=figures)
     papers = "add the published numbers of the CoCA paper and of Su's pages"
     add("--papers", action=BooleanOptionalAction, default=True, help=papers)
 

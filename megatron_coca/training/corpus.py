@@ -254,7 +254,7 @@ def _common_tokenizer(config: Config) -> Tokenizer | None:
     return next(iter(tokenizers.values()), None)
 
 
-def data_identity(blend: Samples) -> dict[str, list[Any]]:
+def data_identity(blend: Samples) -> dict[str, Any]:
     """Return the identity that is compared at resume, for JSON: lists over the sources.
 
     `sha256` is the manifest's checksum of the tokens' file, or None: it covers every token without reading them.

@@ -3,10 +3,12 @@
 import json
 import math
 import random
+import re
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Canvas
@@ -26,13 +28,14 @@ from report_cases import (
 
 from megatron_coca.evaluation import build_report
 from megatron_coca.evaluation.axes import LEAST_RATIO, log_ticks, tick_text, widened
-from megatron_coca.evaluation.report.charts import Figure, legend_columns
+from megatron_coca.evaluation.report import FigureOptions, read_figure_options
+from megatron_coca.evaluation.report.charts import Figure, Line, Panel, legend_columns, panels
 from megatron_coca.evaluation.report.curves import find_curves
 from megatron_coca.evaluation.report.document import ReportBlock, Section, TableCell, TableRow
 from megatron_coca.evaluation.report.intervals import Estimate, difference_interval
 from megatron_coca.evaluation.report.reading import read_results
 from megatron_coca.evaluation.report.result_tables import mark_best
-from megatron_coca.evaluation.results import Result
+from megatron_coca.evaluation.results import EvaluationError, Result
 from megatron_coca.evaluation.retrieval.retrieval_tasks import wilson_interval
 
 
@@ -284,3 +287,49 @@ def test_speed_and_analysis_have_labels_to_the_ends(tmp_path: Path) -> None:
         for block in built[name].blocks:
             for figure in block.figures:
                 check_labels(figure)
+
+
+# Figures for a document
+
+
+def test_pdf_figures_of_chosen_labels(tmp_path: Path) -> None:
+    files = write(tmp_path / "results", {name: perplexity(name, {512: 2.0, 1024: 3.0}) for name in "ABC"})
+    (tmp_path / "figures.yml").write_text("width: 5.5\nfont_size: 9\nlabels: [C, A]\n")
+    figures = read_figure_options(tmp_path / "figures.yml")
+    text = build_report(files, tmp_path / "out", papers=False, figures=figures)
+    assert text.index("C ") < text.index("A ") and "B " not in text
+    drawn = tmp_path / "out/figures/report.pdf"
+    content = drawn.read_bytes()
+    (box,) = re.findall(rb"/MediaBox \[ 0 0 ([0-9.]+) ", content)
+    assert float(box) == pytest.approx(5.5 * 72)
+    build_report(files, tmp_path / "again", papers=False, figures=figures)
+    assert (tmp_path / "again/figures" / drawn.name).read_bytes() == content, "the same figure gives the same bytes"
+    build_report(files, tmp_path / "plain", papers=False)
+    assert not list((tmp_path / "plain/figures").glob("*.pdf"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("widht: 3", "widht: Extra inputs.*\nknown keys are width"), ("width: 0", "width: ")],
+)
+def test_wrong_figure_options(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "figures.yml").write_text(text)
+    with pytest.raises(EvaluationError, match=message):
+        read_figure_options(tmp_path / "figures.yml")
+
+
+def test_labels_without_results_are_refused(tmp_path: Path) -> None:
+    files = write(tmp_path / "results", {"A": perplexity("A", {512: 2.0})})
+    with pytest.raises(EvaluationError, match="labels: Z: no such result; there are A"):
+        build_report(files, tmp_path / "out", figures=FigureOptions(labels=["Z"]))
+
+
+def test_ten_labels_with_intervals_stay_apart() -> None:
+    """Neighbours are a twentieth of an octave apart or so, and all lie nearer to their length than to the next."""
+    lengths = (512.0, 1024.0)
+    lines = tuple(Line(str(n), lengths, (1.0, 1.0), (0.9, 0.9), (1.1, 1.1)) for n in range(10))
+    canvas = Canvas()
+    panels([Panel(lines, "length", "loss")])(canvas)
+    drawn = [line.get_xdata() for line in canvas.axes[0].get_lines()]
+    octaves = np.log2(np.array(drawn)) - np.log2(lengths)
+    assert np.diff(octaves[:, 0]).min() > 0.04 and np.abs(octaves).max() < 0.5

@@ -50,8 +50,12 @@ def settings_of(
     by_name = {source.spec.name: asdict(replace(source, spec=replace(source.spec, paths=()))) for source in sources}
     for values in by_name.values():
         del values["spec"]["max_record_mib"]
+        if values["spec"]["messages"] is None:  # as in the settings of preparations from before this key
+            del values["spec"]["messages"]
     fingerprint = None if callable(tokenizer) else tokenizer.fingerprint
     settings = {"sources": by_name, "tokenizer": fingerprint, **fractions, **(notes or {})}
+    if not callable(tokenizer) and any(source.spec.messages for source in sources):
+        settings["chat"] = None if tokenizer.chat is None else asdict(tokenizer.chat)
     return json.loads(json.dumps(settings, default=str))
 
 
@@ -93,7 +97,15 @@ class Blocks:
         return load_saved_tokenizer(self._tokenizer) if self._tokenizer.is_dir() else None
 
     def cut(self, inputs: Inputs, tokenizer: Tokenizer) -> None:
-        """Cut the units into blocks, at least one unit each."""
+        """Cut the units into blocks, at least one unit each. ``DataError`` for chats without a template."""
+        chats = [source.spec.name for source in self._sources if source.spec.messages]
+        if chats and tokenizer.chat is None:
+            raise DataError(
+                f"{', '.join(chats)}: the tokenizer has no chat template; give one with chat_template in the recipe, "
+                "or --chat-template"
+            )
+        if chats:
+            tokenizer.encode_rendered("")
         self._inputs, first, size = inputs, 0, 0
         for number, (_, unit) in enumerate(inputs.units):
             size += unit.size
@@ -197,12 +209,15 @@ def _encoded(chunk: TokenizedChunk) -> bytes:
         "sets": sorted(chunk.sets),
         "problems": chunk.problems.facts(),
         "read": chunk.read,
+        "labels": chunk.labels is not None,
     }
     stream = BytesIO()
     text = np.frombuffer(json.dumps(facts).encode(), dtype=np.uint8)
     digests = np.frombuffer(b"".join(chunk.digests), dtype=np.uint8)
     for array in (text, chunk.target, chunk.lengths, chunk.text_bytes, chunk.tokens, digests):
         np.save(stream, array, allow_pickle=False)
+    if chunk.labels is not None:
+        np.save(stream, chunk.labels, allow_pickle=False)
     return stream.getvalue()
 
 
@@ -220,4 +235,5 @@ def _decoded(content: bytes) -> TokenizedChunk:
         sets=frozenset(facts["sets"]),
         problems=ReadingProblems.restored(facts["problems"], strict=False),
         read=facts["read"],
+        labels=np.load(stream, allow_pickle=False) if facts.get("labels") else None,
     )

@@ -12,8 +12,8 @@ import yaml
 
 from megatron_coca.data.errors import DataError
 from megatron_coca.data.preparation.journal import ShardState, State
-from megatron_coca.data.preparation.preparation_plan import SPLITS, CorpusSource, Inputs, shard_name
-from megatron_coca.data.shards import Shard
+from megatron_coca.data.preparation.preparation_plan import SPLITS, CorpusSource, Inputs, has_labels, shard_name
+from megatron_coca.data.shards import LABELS_SUFFIX, Shard, shard_paths
 from megatron_coca.data.tokenizers.kinds import DESCRIPTION, Tokenizer
 from megatron_coca.regular_files import read_regular
 
@@ -39,7 +39,10 @@ def build_manifest(
         spec = sources[shard.source].spec
         new = {"name": shard_name(spec.name, shard.part, ""), "source": spec.name, "part": shard.part}
         entry = entries.setdefault((shard.source, shard.part), new | {split: dict(_EMPTY) for split in SPLITS})
-        entry[shard.split] = _shard_facts(folder, shard_name(spec.name, shard.part, shard.split), shard)
+        name = shard_name(spec.name, shard.part, shard.split)
+        entry[shard.split] = _shard_facts(folder, name, shard)
+        if has_labels(sources[shard.source]):
+            entry[shard.split]["labels"] = f"{name}{LABELS_SUFFIX}"
     read = []
     for number, source in enumerate(sources):
         own = inputs.of(number)
@@ -76,7 +79,8 @@ def build_manifest(
 
 
 def _shard_facts(folder: Path, name: str, state: ShardState) -> dict[str, Any]:
-    shard = Shard(folder / name)  # checks the files
+    labels = folder / f"{name}{LABELS_SUFFIX}"
+    shard = Shard(folder / name, labels if shard_paths(labels)[1].exists() else None)  # checks the files
     if (shard.documents, shard.len_tokens) != (state.documents, state.tokens):
         raise DataError(f"{folder / name}: contains {shard}, but {state} was written. Remove {folder} and start over.")
     with (folder / f"{name}.bin").open("rb") as stream:
@@ -116,6 +120,9 @@ def write_run_config(
             keys[f"{split}_data_paths"] = [str(final / entry[split]["prefix"]) for entry in chosen]
         if chosen:
             keys[f"{split}_data_weights"] = [weights[entry["name"]] for entry in chosen]
+        labels = [entry[split].get("labels") for entry in chosen]
+        if any(labels):
+            keys[f"{split}_label_data_paths"] = [name and str(final / name) for name in labels]
     saved = json.loads((folder / DESCRIPTION).read_text())
     files = {argument: str(final / saved[argument]) for argument in ("vocab_file", "merge_file") if saved.get(argument)}
     keys |= {"tokenizer_type": tokenizer.tokenizer_type, **files, "vocab_size": tokenizer.vocab_size}

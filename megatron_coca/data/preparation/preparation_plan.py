@@ -99,6 +99,11 @@ def shard_name(source: str, part: str, split: str) -> str:
     return "_".join(filter(None, (source, slug, split)))
 
 
+def has_labels(source: CorpusSource) -> bool:
+    """True if label shards are written beside those of the source."""
+    return source.spec.messages in ("answers", "last")
+
+
 def shard_label(source: str, part: str) -> str:
     """A source, or one of its sets, in messages about shards."""
     return f"{source}, set {part!r}," if part else source

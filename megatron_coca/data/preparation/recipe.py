@@ -47,6 +47,7 @@ class _Source(_Strict):
     duplicates: Literal["exact", "keep"] = "exact"
     fraction: float = Field(default=1.0, gt=0, le=1)
     split: Literal["train", "valid", "test"] | None = None
+    messages: Literal["answers", "last", "all"] | None = None
     max_record_mib: int = Field(default=SourceSpec.max_record_mib, ge=1, le=MAX_RECORD_MIB)
 
     def resolve(self, name: str, root: Path) -> CorpusSource:
@@ -74,6 +75,7 @@ class _Source(_Strict):
             metadata=None if self.metadata is None else root / self.metadata,
             options=self.options,
             max_record_mib=self.max_record_mib,
+            messages=self.messages,
         )
         return CorpusSource(spec, self.weight, weights, self.duplicates, self.fraction, self.split)
 
@@ -103,6 +105,7 @@ class _Recipe(_Strict):
     vocab_file: str | None = None
     merge_file: str | None = None
     train_tokenizer: TokenizerTraining | None = None
+    chat_template: str | None = None
     valid_fraction: Share = Rules.valid_fraction
     test_fraction: Share = Rules.test_fraction
     sources: dict[str, _Source] = Field(min_length=1)
@@ -120,6 +123,7 @@ class Recipe:
     output: Path | None
     tokenizer: dict[str, Any] | None
     training: TokenizerTraining | None
+    chat_template: Path | None = None
 
 
 def read_recipe(path: Path, root: Path | None = None) -> Recipe:
@@ -149,6 +153,7 @@ def read_recipe(path: Path, root: Path | None = None) -> Recipe:
         output=None if recipe.output is None else Path(recipe.output),
         tokenizer=tokenizer,
         training=recipe.train_tokenizer,
+        chat_template=None if recipe.chat_template is None else base / recipe.chat_template,
     )
 
 

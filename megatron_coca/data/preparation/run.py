@@ -6,7 +6,7 @@ import sqlite3
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +27,7 @@ from megatron_coca.data.preparation.preparation_plan import (
     Rules,
     check,
     find_inputs,
+    has_labels,
     no_usable_document,
     shard_label,
     shard_name,
@@ -34,7 +35,7 @@ from megatron_coca.data.preparation.preparation_plan import (
 from megatron_coca.data.preparation.workers import Pool, TokenizedChunk
 from megatron_coca.data.readers import open_reader
 from megatron_coca.data.readers.source import Chunk, ReadingProblems
-from megatron_coca.data.shards import LENGTHS_SUFFIX, SUFFIXES, ShardWriter
+from megatron_coca.data.shards import LABELS_SUFFIX, LENGTHS_SUFFIX, SUFFIXES, ShardWriter
 from megatron_coca.data.tokenizers import load_saved_tokenizer
 from megatron_coca.data.tokenizers.kinds import Tokenizer
 
@@ -152,15 +153,24 @@ class Outputs:
         names: of the sources.
         vocab_size: of the tokenizer.
         shards: recorded in the journal; the files are cut to these sizes, and other shards in the folder removed.
+        labelled: numbers of the sources that get label shards.
     """
 
-    def __init__(self, folder: Path, names: Sequence[str], vocab_size: int, shards: Sequence[ShardState]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        names: Sequence[str],
+        vocab_size: int,
+        shards: Sequence[ShardState],
+        labelled: Collection[int] = (),
+    ) -> None:
+        self._labelled, self._labels = labelled, dict[tuple[int, str, str], ShardWriter]()
         self._folder, self._names, self._vocab_size = folder, names, vocab_size
         self._writers: dict[tuple[int, str, str], ShardWriter] = {}
         self._bytes: dict[tuple[int, str, str], int] = {}
         for shard in shards:
             self._open(shard)
-        known = {self._name(shard) for shard in shards}
+        known = {f"{self._name(shard)}{suffix}" for shard in shards for suffix in ("", LABELS_SUFFIX)}
         for path in [path for suffix in (*SUFFIXES, LENGTHS_SUFFIX) for path in folder.glob(f"*{suffix}")]:
             if path.stem not in known:
                 path.unlink()  # created after the last save
@@ -176,11 +186,14 @@ class Outputs:
                 self._open(ShardState(*key))
             tokens = chunk.tokens if chosen.all() else chunk.tokens[np.repeat(chosen, chunk.lengths)]
             self._writers[key].extend(tokens, chunk.lengths[chosen])
+            if key in self._labels:
+                assert chunk.labels is not None, "every document of a labelled source has labels"
+                self._labels[key].extend(chunk.labels[np.repeat(chosen, chunk.lengths)], chunk.lengths[chosen])
             self._bytes[key] += int(chunk.text_bytes[chosen].sum())
 
     def sync(self) -> None:
         """Flush everything, so that a later process can resume from ``states``."""
-        for writer in self._writers.values():
+        for writer in (*self._writers.values(), *self._labels.values()):
             writer.sync()
 
     @property
@@ -196,13 +209,13 @@ class Outputs:
 
     def finish(self) -> tuple[ShardState, ...]:
         """Write the indices and close; the shards in the order of the sources, then by set."""
-        for writer in self._writers.values():
+        for writer in (*self._writers.values(), *self._labels.values()):
             writer.finish()
         return tuple(sorted(self.states(), key=lambda state: (state.source, state.part)))
 
     def close(self) -> None:
         """Close all files without writing indices."""
-        for writer in self._writers.values():
+        for writer in (*self._writers.values(), *self._labels.values()):
             writer.close()
 
     def _name(self, state: ShardState) -> str:
@@ -217,7 +230,10 @@ class Outputs:
                     f"{labels[0]} and {labels[1]} would both be written to {name}. "
                     "Leave a set out with `sets`, or rename a source."
                 )
-        self._writers[key] = ShardWriter(self._folder / name, self._vocab_size, state.documents, state.tokens)
+        sizes = self._vocab_size, state.documents, state.tokens
+        self._writers[key] = ShardWriter(self._folder / name, *sizes)
+        if state.source in self._labelled:
+            self._labels[key] = ShardWriter(self._folder / f"{name}{LABELS_SUFFIX}", *sizes, labels=True)
         self._bytes[key] = state.bytes
 
 
@@ -268,7 +284,8 @@ class _Preparation:
             for name in self._names
         }
         vocab_size = self._tokenizer.vocab_size
-        with closing(Outputs(self._folder, self._names, vocab_size, self._state.shards)) as self._outputs:
+        labelled = {number for number, source in enumerate(self._sources) if has_labels(source)}
+        with closing(Outputs(self._folder, self._names, vocab_size, self._state.shards, labelled)) as self._outputs:
             self._read_all(execution)
             state = replace(self._current(), shards=self._outputs.finish())
             record = manifest.build_manifest(

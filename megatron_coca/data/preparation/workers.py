@@ -1,14 +1,16 @@
 """Turn chunks of a corpus into tokens, in this process or in a pool of processes."""
 
 import hashlib
+import json
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,7 +19,7 @@ from megatron_coca.data.preparation.preparation_plan import CorpusSource, Rules,
 from megatron_coca.data.readers import open_reader
 from megatron_coca.data.readers.files import place_of
 from megatron_coca.data.readers.source import Chunk, Document, ReadingProblems
-from megatron_coca.data.shards import token_dtype
+from megatron_coca.data.shards import MASKED, token_dtype
 from megatron_coca.data.tokenizers import load_saved_tokenizer
 from megatron_coca.data.tokenizers.kinds import Tokenizer
 from megatron_coca.program import exit_with_parent
@@ -41,6 +43,7 @@ class TokenizedChunk:
         sets: the sets that occur.
         problems: unusable and filtered records.
         read: ``Chunk.read``.
+        labels: of all tokens, int32 as in a label shard; None if every token counts in the loss.
     """
 
     targets: list[tuple[str, str]]
@@ -52,6 +55,15 @@ class TokenizedChunk:
     sets: frozenset[str]
     problems: ReadingProblems
     read: int
+    labels: np.ndarray | None = None
+
+
+class Tokenized(NamedTuple):
+    """A document with its separator: UTF-8 of its text, tokens in the dtype of the shard, and int32 labels or None."""
+
+    text: bytes
+    tokens: np.ndarray
+    labels: np.ndarray | None = None
 
 
 class ChunkTokenizer:
@@ -77,10 +89,12 @@ class ChunkTokenizer:
                 documents.append(document)
             else:
                 problems.leave_out("not in the fraction")
-        texts = [document.text for document in documents]
-        encoded = [text.encode() for text in texts]
-        tokenizer = self._tokenizer
-        tokens = [np.array([*tokenizer.encode(text), tokenizer.eod], dtype=self._dtype) for text in texts]
+        if source.spec.messages is None:
+            done = [self._text(document.text) for document in documents]
+        else:
+            documents, done = self._chats(documents, source.spec.messages, problems)
+        tokens = [each.tokens for each in done]
+        labels = [each.labels for each in done if each.labels is not None]
         targets: dict[tuple[str, str], int] = {}
         target = []
         for document in documents:
@@ -91,13 +105,52 @@ class ChunkTokenizer:
             targets=list(targets),
             target=np.array(target, dtype=np.int64),
             lengths=np.array([len(each) for each in tokens], dtype=np.int32),
-            text_bytes=np.array([len(text) for text in encoded], dtype=np.int64),
+            text_bytes=np.array([len(each.text) for each in done], dtype=np.int64),
             tokens=np.concatenate([np.empty(0, dtype=self._dtype), *tokens]),
-            digests=[hashlib.blake2b(text, digest_size=DIGEST_BYTES).digest() for text in encoded],
+            digests=[hashlib.blake2b(each.text, digest_size=DIGEST_BYTES).digest() for each in done],
             sets=frozenset(document.part for document in documents if document.part),
             problems=problems,
             read=chunk.read,
+            labels=np.concatenate(labels) if labels else None,
         )
+
+    def _text(self, text: str) -> Tokenized:
+        tokens = [*self._tokenizer.encode(text), self._tokenizer.eod]
+        return Tokenized(text.encode(), np.array(tokens, dtype=self._dtype))
+
+    def _chats(
+        self, documents: Sequence[Document], counted: str, problems: ReadingProblems
+    ) -> tuple[list[Document], list[Tokenized]]:
+        """The documents whose messages the template takes, and their tokens; the others go to ``problems``."""
+        kept, done = [], []
+        for document in documents:
+            try:
+                done.append(self._chat(json.loads(document.text), counted))
+                kept.append(document)
+            except DataError as error:
+                problems.add(document.key, "chat that cannot be rendered", str(error))
+        return kept, done
+
+    def _chat(self, record: Mapping[str, Any], counted: str) -> Tokenized:
+        template, tokenizer = self._tokenizer.chat, self._tokenizer
+        assert template is not None, "the sources have been checked"
+        if counted == "all":
+            text, spans = template.render(record["messages"], record["tools"]), None
+        else:
+            text, spans = template.answers(record["messages"], record["tools"])
+            spans = spans[-1:] if counted == "last" else spans
+        ids, places = tokenizer.encode_rendered(text)
+        tokens = np.array(ids if ids[-1:] == [tokenizer.eod] else [*ids, tokenizer.eod], dtype=self._dtype)
+        if spans is None:
+            return Tokenized(text.encode(), tokens)
+        begins, ends = np.array([*places, (0, 0)], dtype=np.int64).T
+        answers = np.zeros(len(places) + 1, dtype=bool)
+        for first, last in spans:
+            answers |= (begins < last) & (ends > first)
+        answers[-1] = bool(places) and answers[-2]  # the separator counts behind an answer
+        labels = tokens.astype(np.int32)
+        labels[~answers[: len(tokens)]] = MASKED
+        return Tokenized(text.encode(), tokens, labels)
 
 
 _chunk_tokenizer: ChunkTokenizer | None = None  # one per worker process: opening a tokenizer takes longer than a chunk

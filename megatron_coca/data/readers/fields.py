@@ -1,5 +1,6 @@
 """Records to documents: look up the text and metadata of a record, and filter by them."""
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -183,9 +184,13 @@ DEFAULTS: dict[str, tuple[str, ...]] = {
     "language": ("language", "lang"),
     "path": ("path", "max_stars_repo_path"),
     "repository": ("repository", "repo_name", "max_stars_repo_name"),
+    "messages": ("messages", "conversations"),
+    "tools": ("tools",),
 }
 """Paths of each field, in order of preference: the names of the Pile and of The Stack."""
 
+ROLES = {"human": "user", "gpt": "assistant"}
+"""Roles of ShareGPT's records in the field's present terms."""
 _ABSENT = object()
 
 
@@ -196,7 +201,7 @@ class Fields:
         if unknown := sorted(set(spec.fields) - set(DEFAULTS)):
             raise DataError(f"{spec.name}: unknown fields {unknown}. Known are {', '.join(DEFAULTS)}.")
         self._paths = DEFAULTS | {name: (path,) for name, path in spec.fields.items()}
-        self._named_key = spec.fields.get("key")
+        self._named_key, self._content = spec.fields.get("key"), "messages" if spec.messages else "text"
         self._sets, self._divide = frozenset(spec.sets), spec.divide
         self._filters = spec.filters if spec.filters != Filters() else None
 
@@ -205,7 +210,7 @@ class Fields:
         for place, row in rows:
             try:
                 set_name = self._set(row) if self._sets or self._divide else ""
-                text = self._text(row)
+                text = self._text(row) if self._content == "text" else self._chat(row)
                 if self._filters and (reason := admit(text, self._facts(row), self._filters)):
                     raise LeftOut(reason)
                 document = Document(text, self._key(row) or content_key(text), set_name)
@@ -218,14 +223,15 @@ class Fields:
 
     def columns(self, names: Sequence[str], place: str) -> list[str]:
         """The needed ones of a table's columns. ``DataError`` if none holds the text."""
-        needed = ["text", "key", "repository"]
+        needed = [self._content, "key", "repository"]
+        needed += ["tools"] if self._content == "messages" else []
         if self._sets or self._divide:
             needed.append("set")
         if self._filters:
             needed += ["stars", "licence", "language", "path"]
         roots = {field: {root for path in self._paths[field] for root in _roots(path)} for field in needed}
-        if not roots["text"] & set(names):
-            raise DataError(f"{place}: no column {self._paths['text'][0]!r}; the table has {list(names)[:20]}.")
+        if not roots[self._content] & set(names):
+            raise DataError(f"{place}: no column {self._paths[self._content][0]!r}; the table has {list(names)[:20]}.")
         wanted = set().union(*roots.values())
         return [name for name in names if name in wanted]
 
@@ -255,6 +261,21 @@ class Fields:
         if not text or text.isspace():
             raise RejectedRecord("empty text")
         return _valid(text)
+
+    def _chat(self, row: Row) -> str:
+        """The messages and tools of a chat as JSON; ``from`` and ``value`` become ``role`` and ``content``."""
+        messages, tools = self._look_up(row, "messages"), self._look_up(row, "tools")
+        if messages is None:
+            raise _missing(row, self._paths["messages"][0])
+        if not (isinstance(messages, list) and messages and all(isinstance(each, Mapping) for each in messages)):
+            raise RejectedRecord("messages are not a list of objects")
+        renamed = [
+            {"role": ROLES.get(each["from"], each["from"]), "content": each.get("value")} if "from" in each else each
+            for each in messages
+        ]
+        if not all(isinstance(each.get("role"), str) for each in renamed):
+            raise RejectedRecord("a message has no role")
+        return _valid(json.dumps({"messages": renamed, "tools": tools or None}, ensure_ascii=False, default=str))
 
     def _key(self, row: Row) -> str:
         """The record's key, else its repository, else an empty string."""

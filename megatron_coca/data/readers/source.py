@@ -143,7 +143,7 @@ class SourceSpec:
         paths: files or folders; for ``huggingface`` also names on the Hub.
         reader: a name in ``megatron_coca.data.readers.READERS``; ``files`` tells formats by file names.
         fields: paths in a record of ``text``, ``key``, ``set``, ``stars``, ``licence``, ``language``, ``path``,
-            ``repository``; dots reach into nested records. The others keep their defaults.
+            ``repository``, ``messages``, ``tools``; dots reach into nested records. The others keep their defaults.
         documents: unit of a document in a text file: the file, a line, or a paragraph between blank lines.
         sets: keep only the records of these sets; empty keeps all.
         divide: write each set to its own shards (``Document.part``).
@@ -153,6 +153,8 @@ class SourceSpec:
         options: further arguments of ``huggingface``: name, split, revision.
         max_record_mib: longer records (line, page, row, source file, text file that is one document) are skipped and
             named. Bounds the memory: tokenizing a record takes about twenty times its size.
+        messages: records are chats, and the loss counts the answers (``answers``), the last one (``last``) or every
+            token (``all``); None if they are texts.
     """
 
     name: str
@@ -166,6 +168,7 @@ class SourceSpec:
     metadata: Path | None = None
     options: Mapping[str, str] = field(default_factory=dict)
     max_record_mib: int = 64
+    messages: Literal["answers", "last", "all"] | None = None
 
     @property
     def max_record(self) -> int:
@@ -180,6 +183,7 @@ KEY_READERS: dict[str, tuple[str, ...]] = {
     "divide": ("files", "huggingface"),
     "metadata": ("repositories",),
     "options": ("huggingface",),
+    "messages": ("files", "huggingface"),
 }
 """Keys of a ``SourceSpec`` that only these readers use."""
 

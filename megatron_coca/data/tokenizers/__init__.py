@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron_coca.data.errors import DataError
+from megatron_coca.data.tokenizers.chat import ChatTemplate, find_template
 from megatron_coca.data.tokenizers.kinds import (
     DESCRIPTION,
     CharLevelTokenizer,
@@ -54,7 +55,10 @@ def load_tokenizer(
     if vocab_file is not None and Path(vocab_file).is_dir():
         for argument, name in _file_names(tokenizer_type).items():
             given[argument] = (merge_file if argument == "merge_file" else None) or Path(vocab_file) / name
-    return _open(tokenizer_type, _read_files(tokenizer_type, given), eod, str(vocab_file or tokenizer_type))
+    tokenizer = _open(tokenizer_type, _read_files(tokenizer_type, given), eod, str(vocab_file or tokenizer_type))
+    if vocab_file is not None:
+        tokenizer.chat = find_template(Path(vocab_file) if Path(vocab_file).is_dir() else Path(vocab_file).parent)
+    return tokenizer
 
 
 def load_saved_tokenizer(folder: str | Path) -> Tokenizer:
@@ -70,7 +74,10 @@ def load_saved_tokenizer(folder: str | Path) -> Tokenizer:
     # Before opening the files: the libraries' errors for changed files are misleading.
     if fingerprint_of(tokenizer_type, files, eod) != fingerprint:
         raise DataError(f"{folder}: the tokenizer's files have changed since they were saved. Restore the originals.")
-    return _open(tokenizer_type, files, eod, str(folder))
+    tokenizer = _open(tokenizer_type, files, eod, str(folder))
+    if "chat_template" in saved:
+        tokenizer.chat = ChatTemplate(saved["chat_template"], saved["chat_symbols"])
+    return tokenizer
 
 
 def needs_files(tokenizer_type: str) -> bool:

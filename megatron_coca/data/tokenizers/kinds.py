@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_coca.data.errors import DataError
+from megatron_coca.data.tokenizers.chat import ChatTemplate
 
 DESCRIPTION = "tokenizer_type.json"
 # In order of preference: ours, GPT-2's and GPT-NeoX's, LLaMA 3's, LLaMA's, Gemma's.
@@ -44,11 +45,13 @@ class Tokenizer(ABC):
         fingerprint: as ``fingerprint_of``.
         fallback_ids: tokens for single bytes of characters outside the vocabulary.
         unknown_id: the token for text that cannot be encoded, or None.
+        chat: the template of chats, or None. It changes no encoding, and so not the fingerprint.
     """
 
     tokenizer_type: str
     fallback_ids: frozenset[int] = frozenset()
     unknown_id: int | None = None
+    chat: ChatTemplate | None = None
 
     def __init__(self, files: Files, eod: str | None = None) -> None:
         self.files, self._eod_symbol = files, eod
@@ -87,6 +90,12 @@ class Tokenizer(ABC):
                 "is not a character: it was decoded incorrectly. Correct the text, or leave it out."
             ) from error
 
+    def encode_rendered(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Token ids of a rendered chat, in which the names of special tokens become these, and the first character and
+        end of each token. ``DataError`` for a type that cannot tell.
+        """
+        raise DataError(f"{self.tokenizer_type} does not encode chats; use the model's tokenizer.json, as HFTokenizer")
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids; ``eod`` is left out. ``DataError`` for an id outside the vocabulary."""
         listed = [int(i) for i in ids]
@@ -103,6 +112,8 @@ class Tokenizer(ABC):
         description = {"tokenizer_type": self.tokenizer_type, "vocab_size": self.vocab_size, "eod": self.eod}
         description |= {argument: name for argument, (name, _) in self.files.items()}
         description |= {"eod_symbol": self._eod_symbol} if self._eod_symbol else {}
+        if self.chat is not None:
+            description |= {"chat_template": self.chat.source, "chat_symbols": dict(self.chat.symbols)}
         description["fingerprint"] = self.fingerprint
         (folder / DESCRIPTION).write_text(json.dumps(description, indent=1) + "\n")
 
@@ -136,6 +147,10 @@ class CharLevelTokenizer(Tokenizer):
     def _encode(self, text: str) -> list[int]:
         data = text.encode("utf-8")
         return [byte or self._NUL for byte in data] if b"\0" in data else list(data)
+
+    def encode_rendered(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        spans = [(place, place + 1) for place, character in enumerate(text) for _ in character.encode()]
+        return self.encode(text), spans
 
     def _decode(self, ids: list[int]) -> str:
         return bytes(i % self._NUL for i in ids if i <= self._NUL).decode("utf-8", errors="replace")
@@ -223,6 +238,14 @@ class HFTokenizer(Tokenizer):
     def _encode(self, text: str) -> list[int]:
         # A batch of one has no offsets to compute, and uses one thread, regardless of TOKENIZERS_PARALLELISM.
         return self._model.encode_batch_fast([text], add_special_tokens=False)[0].ids
+
+    def encode_rendered(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        self._model.encode_special_tokens = False
+        try:
+            encoded = self._model.encode(text, add_special_tokens=False)
+        finally:
+            self._model.encode_special_tokens = True
+        return encoded.ids, encoded.offsets
 
     def _decode(self, ids: list[int]) -> str:
         return self._model.decode(ids)

@@ -4,7 +4,9 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron_coca.evaluation.report.charts import png, svg
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from megatron_coca.evaluation.report.charts import pdf, png, svg
 from megatron_coca.evaluation.report.curves import Curve, find_curves
 from megatron_coca.evaluation.report.document import (
     Report,
@@ -15,16 +17,51 @@ from megatron_coca.evaluation.report.document import (
     markdown,
     table_record,
 )
-from megatron_coca.evaluation.report.reading import REPORT_FILE, read_results
+from megatron_coca.evaluation.report.reading import REPORT_FILE, LoadedResult, read_results
 from megatron_coca.evaluation.report.result_tables import ReportOptions
 from megatron_coca.evaluation.report.sections import report_document
-from megatron_coca.evaluation.results import check_writable, write_atomically, write_record
+from megatron_coca.evaluation.results import EvaluationError, check_writable, write_atomically, write_record
+from megatron_coca.safe_yaml import YamlFault, read_yaml
+
+
+def chosen_labels(loaded: Sequence[LoadedResult], labels: Sequence[str]) -> list[LoadedResult]:
+    """The results with these labels, in their order. Raises EvaluationError for a label without a result."""
+    known = {item.result.label for item in loaded}
+    if missing := sorted(set(labels) - known):
+        raise EvaluationError(f"labels: {', '.join(missing)}: no such result; there are {', '.join(sorted(known))}")
+    chosen = [item for item in loaded if item.result.label in labels]
+    return sorted(chosen, key=lambda item: labels.index(item.result.label))
 
 
 def run(args: Namespace) -> int:
-    print(build_report(args.results, args.output, args.title, args.papers, baseline=args.baseline))
+    figures = None if args.figures is None else read_figure_options(args.figures)
+    print(build_report(args.results, args.output, args.title, args.papers, baseline=args.baseline, figures=figures))
     print(f"\n{args.output / 'report.html'} written, with report.md, report.json, plots and tables in the same folder.")
     return 0
+
+
+class FigureOptions(BaseModel):
+    """Figures for a document: inches, points, and the labels in the order of the report; the others are left out."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    width: float | None = Field(default=None, gt=0, le=50)
+    font_size: float | None = Field(default=None, gt=0, le=72)
+    labels: list[str] | None = Field(default=None, min_length=1)
+
+
+def read_figure_options(path: Path) -> FigureOptions:
+    """Read the file of `--figures`. Raises EvaluationError that names every wrong key."""
+    try:
+        return FigureOptions.model_validate(read_yaml(path))
+    except OSError as error:
+        raise EvaluationError(f"{path}: cannot be read ({error.strerror})") from error
+    except YamlFault as error:
+        raise EvaluationError(error.at(str(path))) from error
+    except ValidationError as error:
+        known = ", ".join(FigureOptions.model_fields)
+        faults = (f"{path}: {'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors())
+        raise EvaluationError("\n".join((*faults, f"known keys are {known}"))) from error
 
 
 def build_report(
@@ -34,8 +71,10 @@ def build_report(
     papers: bool = True,
     curves: Mapping[str, Sequence[Curve]] | None = None,
     baseline: str | None = None,
+    figures: FigureOptions | None = None,
 ) -> str:
-    """Write report.html, .md and .json, the plots (NAME.png, figures/NAME.svg) and the tables (tables/NAME.csv, .tex).
+    """Write report.html, .md and .json, the plots (NAME.png, figures/NAME.svg, with `figures` figures/NAME.pdf) and the
+    tables (tables/NAME.csv, .tex).
 
     `result_files` are files of `evaluate.py TASK --output`, or folders of them. `papers` adds published numbers;
     `curves` are learning curves by label, one for each seed, by default those that `find_curves` finds; `baseline` is
@@ -47,6 +86,8 @@ def build_report(
     folder = Path(output_dir)
     check_writable(folder / REPORT_FILE)
     loaded = read_results(result_files)
+    if figures is not None and figures.labels is not None:
+        loaded = chosen_labels(loaded, figures.labels)
     curves = find_curves(loaded) if curves is None else curves
     document = report_document(loaded, title, ReportOptions(papers, baseline, curves))
     report = Report(
@@ -62,6 +103,8 @@ def build_report(
     for figure in document.figures():
         write_atomically(folder / f"{figure.name}.png", png(figure))
         write_atomically(folder / "figures" / f"{figure.name}.svg", drawings[figure.name]["light"])
+        if figures is not None:
+            write_atomically(folder / "figures" / f"{figure.name}.pdf", pdf(figure, figures.width, figures.font_size))
     for table in document.tables():
         write_atomically(folder / "tables" / f"{table.name}.csv", csv_table(table).encode())
         write_atomically(folder / "tables" / f"{table.name}.tex", latex_table(table).encode())

@@ -3,7 +3,7 @@
 import io
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from textwrap import fill
 from typing import Any, cast
 
@@ -11,6 +11,7 @@ import matplotlib
 from matplotlib import cycler  # type: ignore[attr-defined]
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_pdf import FigureCanvasPdf
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import NullLocator
@@ -33,8 +34,10 @@ MOST_BEYOND = 3.0
 """Factor by which an interval on a logarithmic axis may exceed the lines: those of two seeds span many decades."""
 INCH, LABEL = 12, 28
 """Characters of a legend in one inch, about, and in one line of a label."""
-DODGE = 0.2
-"""Width over which lines with bars are spread: octaves, or a share of a tenth of a linear axis."""
+DODGE, MOST_DODGE = 0.05, 0.5
+"""Distance of neighbouring lines with bars, and of the outer ones at most: octaves, or shares of a tenth of a linear
+axis.
+"""
 SIZES: dict[str, Any] = {
     "font.size": 11,
     "axes.titlesize": 12,
@@ -97,6 +100,18 @@ def svg(figure: Figure, style: str) -> bytes:
     image = io.BytesIO()
     with matplotlib.rc_context(cast(Any, {**STYLES[style], "svg.hashsalt": figure.name})):
         FigureCanvasSVG(_drawn(figure)).print_svg(image, metadata={"Date": None, "Creator": None})
+    return image.getvalue()
+
+
+def pdf(figure: Figure, width: float | None, font_size: float | None) -> bytes:
+    """The plot for a document, `width` inches wide and in `font_size` points if given; text stays text."""
+    scale = 1.0 if font_size is None else font_size / SIZES["font.size"]
+    sizes = {name: size * scale for name, size in SIZES.items() if name.endswith("size")}
+    height = figure.size[1] * (width or figure.size[0]) / figure.size[0]
+    image = io.BytesIO()
+    with matplotlib.rc_context(cast(Any, {**STYLES["print"], **sizes, "pdf.fonttype": 42})):
+        canvas = _drawn(replace(figure, size=(width or figure.size[0], height)))
+        FigureCanvasPdf(canvas).print_pdf(image, metadata={"CreationDate": None, "Creator": None, "Producer": None})
     return image.getvalue()
 
 
@@ -222,7 +237,7 @@ def _draw_line(axes: Axes, line: Line, style: int, bounds: tuple[float, float], 
     look |= {"marker": MARKERS[style % len(MARKERS)]} if len(line.x) <= FEW_POINTS else {"linewidth": 1.3}
     barred = bool(line.low) and len(line.x) <= FEW_POINTS and (count > MOST_BANDS or len(line.x) == 1)
     if barred:
-        offset = DODGE * (style % count / max(1, count - 1) - 0.5)
+        offset = min(MOST_DODGE, DODGE * (count - 1)) * (style % count / max(1, count - 1) - 0.5)
         reach = 0.1 * (line.x[-1] - line.x[0])
         places = tuple(x + offset * reach if linear_x else x * 2**offset for x in line.x)
     axes.plot(places, finite, color=colour, label=label, zorder=3, **look)

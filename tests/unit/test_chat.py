@@ -1,0 +1,236 @@
+"""Chats: rendered and masked as transformers does, prepared into label shards, and trained on as by a loop by hand."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from megatron_coca.commands import generate, prepare
+from megatron_coca.config import load_config
+from megatron_coca.data import DataError, Shard, Tokenizer, load_saved_tokenizer, load_tokenizer
+from megatron_coca.data.tokenizers.chat import ChatTemplate, find_template
+from megatron_coca.evaluation.results import EvaluationError
+from megatron_coca.text_generation import Continuation, load_generator
+from megatron_coca.training.corpus import open_corpus
+from tests.checkpoint_files import TINY, talkative_model, write_checkpoint
+
+CHATML = """\
+{{- bos_token }}{% for message in messages %}
+{{- '<|im_start|>' + message['role'] + '\n' + message['content'] | trim + '<|im_end|>' + '\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+MARKED = """\
+{%- if tools %}{{ tools | tojson }}{% endif %}
+{% for message in messages %}
+    {%- if message.role == 'assistant' %}
+<|im_start|>assistant
+{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}
+
+    {%- else %}
+<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+    {%- endif %}
+    {%- if loop.last and message.role == 'tool' %}{{ raise_exception('unanswered') }}{% endif %}
+{% endfor %}"""
+FORGETS = """\
+{% for message in messages %}[{{ message.role }}]{% if loop.last %}{{ message.content }}{% endif %}{% endfor %}"""
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Who are you? <|im_end|> 😀"},
+    {"role": "assistant", "content": "A small model, naïve 😀."},
+    {"role": "user", "content": "  And now?"},
+    {"role": "assistant", "content": "Still."},
+]
+CHATS = [CHAT, CHAT[:3], CHAT[1:], [*CHAT, CHAT[1]], [{"role": "user", "content": "alone"}]]
+SYMBOLS = {"bos_token": "<s>", "eos_token": "<|endoftext|>"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder of a byte-level BPE with special tokens and a template."""
+    made = tokenizers.ByteLevelBPETokenizer()
+    special = ["<|endoftext|>", "<s>", "<|im_start|>", "<|im_end|>"]
+    texts = [message["content"] for message in CHAT] * 20
+    made.train_from_iterator(texts, vocab_size=300, min_frequency=2, special_tokens=special, show_progress=False)
+    folder = tmp_path_factory.mktemp("tokenizer")
+    fast = PreTrainedTokenizerFast(tokenizer_object=made._tokenizer, **SYMBOLS)
+    fast.chat_template = CHATML
+    fast.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ours(folder: Path) -> Tokenizer:
+    return load_tokenizer("HFTokenizer", folder)
+
+
+@pytest.mark.parametrize("source", [CHATML, MARKED], ids=["chatml", "marked"])
+@pytest.mark.parametrize("chat", CHATS)
+@pytest.mark.parametrize("prompt", [False, True])
+def test_rendered_and_encoded_as_by_transformers(
+    folder: Path, ours: Tokenizer, source: str, chat: list[dict[str, str]], prompt: bool
+) -> None:
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder)
+    tools = [{"name": "<clock>", "größe": 1}] if source == MARKED else None
+    template = ChatTemplate(source, SYMBOLS)
+    text = template.render(chat, tools, prompt)
+    options: dict[str, Any] = {"tools": tools, "add_generation_prompt": prompt, "chat_template": source}
+    assert text == theirs.apply_chat_template(chat, tokenize=False, **options)
+    assert ours.encode_rendered(text)[0] == theirs.apply_chat_template(chat, return_dict=True, **options)["input_ids"]
+
+
+def counted(tokenizer: Tokenizer, text: str, spans: list[tuple[int, int]]) -> list[int]:
+    return [
+        int(any(begin < last and end > first for first, last in spans))
+        for begin, end in tokenizer.encode_rendered(text)[1]
+    ]
+
+
+@pytest.mark.parametrize("chat", CHATS)
+def test_generation_blocks_are_the_assistant_mask_of_transformers(
+    folder: Path, ours: Tokenizer, chat: list[dict[str, str]]
+) -> None:
+    theirs = PreTrainedTokenizerFast.from_pretrained(folder).apply_chat_template(
+        chat, chat_template=MARKED, return_dict=True, return_assistant_tokens_mask=True
+    )
+    assert counted(ours, *ChatTemplate(MARKED, SYMBOLS).answers(chat)) == theirs["assistant_masks"]
+
+
+def test_prefix_rendering_finds_the_answers_by_hand() -> None:
+    text, spans = ChatTemplate(CHATML, SYMBOLS).answers(CHAT)
+    assert [text[first:last] for first, last in spans] == ["A small model, naïve 😀.<|im_end|>\n", "Still.<|im_end|>\n"]
+    with pytest.raises(DataError, match="renders a message otherwise when others follow"):
+        ChatTemplate(FORGETS, {}).answers(CHAT)
+    with pytest.raises(DataError, match="refuses the messages"):
+        ChatTemplate("{{ messages[0].content.missing.more }}", {}).render(CHAT)
+
+
+def test_templates_are_found_and_saved(folder: Path, ours: Tokenizer, tmp_path: Path) -> None:
+    assert ours.chat is not None and ours.chat.source == CHATML and ours.chat.symbols["bos_token"] == "<s>"
+    ours.save(tmp_path)
+    assert load_saved_tokenizer(tmp_path).chat == ours.chat
+    entry = {"name": "default", "template": MARKED}
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": [entry], "eos_token": {"content": "e"}})
+    )
+    assert find_template(tmp_path) == ChatTemplate(MARKED, {"eos_token": "e"})
+    assert ours.chat.end_of_turn() == "<|im_end|>\n"
+
+
+@pytest.mark.parametrize("messages", ["answers", "last", "all"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_prepared_labels_by_hand(folder: Path, ours: Tokenizer, tmp_path: Path, messages: str, workers: int) -> None:
+    """Token shard, label shard and data.yml; records without messages are counted, ShareGPT's are understood."""
+    shared = {"conversations": [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Hi"}]}
+    rows = [{"messages": CHAT}, {"text": "no chat"}, shared, {"messages": CHAT[:2]}]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    output = tmp_path / "out"
+    prepare.main(
+        [
+            *("--input", f"chats={tmp_path / 'chats.jsonl'}", "--output", str(output), "--messages", messages),
+            *("--tokenizer-type", "HFTokenizer", "--vocab-file", str(folder / "tokenizer.json")),
+            *("--valid-fraction", "0", "--test-fraction", "0", "--workers", str(workers)),
+        ]
+    )
+    hello = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
+    answers = {"answers": [2, 4], "last": [4], "all": []}[messages]
+    shape = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 8, "pos_emb": "none"}
+    corpus = open_corpus(load_config([output / "data.yml"], shape | {"train_iters": 1}))
+    (shard,) = corpus.train.shards
+    assert corpus.tokenizer is not None and corpus.tokenizer.chat == ours.chat
+    assert shard.documents == 3 and (shard.labels is None) == (messages == "all")
+    assert ours.chat is not None
+    for number, (chat, places) in enumerate([(CHAT, answers), (hello, [1]), (CHAT[:2], [])]):
+        ids = [*ours.encode_rendered(ours.chat.render(chat))[0], ours.eod]
+        assert shard.document(number).tolist() == ids
+        expected = np.full(len(ids), -100)
+        for place in places:
+            lengths = [
+                len(ours.encode_rendered(ours.chat.render(chat[:end], prompt=prompt))[0])
+                for end, prompt in ((place, True), (place + 1, False))
+            ]
+            expected[slice(*lengths)] = ids[slice(*lengths)]
+            expected[-1] = ids[-1] if place == len(chat) - 1 else expected[-1]
+        if shard.labels is not None:
+            assert shard.labels.document(number).tolist() == expected.tolist()
+    manifest = json.loads((output / "manifest.json").read_text())
+    assert manifest["inputs"][0]["problems"] == {"missing field": 1}
+
+
+def test_wrong_preparations_are_refused(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": CHAT}) + "\n")
+    given = ["--input", f"chats={tmp_path / 'chats.jsonl'}", "--output", str(tmp_path / "out"), "--messages", "last"]
+    given += ["--tokenizer-type", "CharLevelTokenizer", "--workers", "0"]
+    with pytest.raises(DataError, match="the tokenizer has no chat template"):
+        prepare.main(given)
+    (tmp_path / "broken.jinja").write_text("a\n{% if %}")
+    with pytest.raises(DataError, match=r"broken.jinja:2: "):
+        prepare.main([*given, "--chat-template", str(tmp_path / "broken.jinja")])
+    (tmp_path / "chatml.jinja").write_text(CHATML)
+    prepare.main([*given, "--chat-template", str(tmp_path / "chatml.jinja"), "--test-fraction", "0"])
+    (shard,) = (tmp_path / "out").glob("*_label.bin")
+    labels = Shard(shard.with_suffix("")).document(0)
+    assert bytes(labels[labels >= 0].astype(np.uint8)) == b"Still.<|im_end|>\n\0"
+
+
+class Typed(io.StringIO):
+    """Standard input on a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of bytes with a template whose turns end with a full stop."""
+    folder = tmp_path_factory.mktemp("chat") / "run"
+    tokenizer = load_tokenizer("CharLevelTokenizer")
+    source = "{% for each in messages %}{{ each.role }}:{{ each.content }}.{% endfor %}"
+    tokenizer.chat = ChatTemplate(source + "{% if add_generation_prompt %}assistant:{% endif %}", {})
+    config = load_config([], TINY | {"vocab_size": 512, "max_position_embeddings": 256})
+    write_checkpoint(folder, config, talkative_model(config).state_dict(), tokenizer=tokenizer)
+    return folder
+
+
+def test_answers_continue_the_rendered_chat(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    generator = load_generator(checkpoint)
+    whole = generator.complete(["system:S.user:hello.assistant:"], 30)[0].text
+    wanted = whole.partition(".")[0]
+    given = ["--checkpoint", str(checkpoint), "--chat", "--prompt", "hello", "--max-new-tokens", "30"]
+    assert generate.main([*given, "--system", "S"]) == 0
+    assert capsys.readouterr().out == wanted + "\n"
+
+
+def test_a_typed_chat_remembers(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", Typed("one\ntwo\n"))
+    assert generate.main(["--checkpoint", str(checkpoint), "--chat", "--max-new-tokens", "10"]) == 0
+    shown = capsys.readouterr().out
+    generator = load_generator(checkpoint)
+    chat = [{"role": "user", "content": "one"}]
+    chat.append({"role": "assistant", "content": "".join(generator.answer(chat, 10))})
+    second = "".join(generator.answer([*chat, {"role": "user", "content": "two"}], 10))
+    assert shown == f"> {chat[1]['content']}\n> {second}\n> \n"
+
+
+def test_a_special_token_ends_an_answer(ours: Tokenizer) -> None:
+    """Its id ends it, because it is not in the text."""
+    end = ours.encode_rendered("<|im_end|>")[0]
+    row = Continuation(ours, [], (), end)
+    pieces = [row.push(token) for token in (*ours.encode("Hi"), *end)]
+    assert "".join(pieces) == "Hi" and row.finish == "eod"
+
+
+def test_a_model_without_a_template_does_not_chat(checkpoint: Path) -> None:
+    with pytest.raises(EvaluationError, match="--system: only with --chat"):
+        generate.main(["--checkpoint", str(checkpoint), "--prompt", "a", "--system", "b"])
+    generator = load_generator(checkpoint)
+    generator.tokenizer.chat = None
+    with pytest.raises(DataError, match="the tokenizer has no chat template"):
+        next(generator.answer(CHAT))
