@@ -52,6 +52,7 @@ INERT: dict[str, str] = {
     "git_hash": "recorded by GPT-NeoX itself",
     "config_files": "recorded by GPT-NeoX itself",
     "user_script": "recorded by GPT-NeoX itself",
+    "z_loss": "in GPT-NeoX a term of the loss of reward models alone, which are not supported",
     "short_seq_prob": _UNUSED,
     "onnx_safe": _UNUSED,
     "lazy_mpu_init": _UNUSED,
@@ -191,7 +192,6 @@ UNSUPPORTED: dict[str, tuple[Any, str]] = {
     # optimizer, schedule, precision
     "use_bnb_optimizer": (False, "the bitsandbytes optimizer"),
     "use_checkpoint_lr_scheduler": (False, "loading the schedule from a checkpoint"),
-    "z_loss": (0.0, "z-loss"),
     "fp16_lm_cross_entropy": (False, "loss in float16"),
     "loss_scale": (None, _LOSS_SCALE),
     "loss_scale_window": (1000.0, _LOSS_SCALE),
@@ -214,10 +214,7 @@ UNSUPPORTED: dict[str, tuple[Any, str]] = {
         "amp data_efficiency elasticity compression_training checkpoint",
     ),
     # data and training targets
-    "train_epochs": (None, "training by epochs (set train_iters)"),
     **_names("separate label data", "train_label_data_paths valid_label_data_paths test_label_data_paths"),
-    "weight_by_num_documents": (False, "weighting by number of documents"),
-    "weighted_sampler_alpha": (1.0, "weighting by number of documents"),
     "pack_impl": ("packed", "another packing method"),
     "dataset_impl": ("gpt2", "another dataset type"),
     "allow_chopped": (True, "dropping truncated documents"),
