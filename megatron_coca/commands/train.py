@@ -87,7 +87,7 @@ def read_config(options: argparse.Namespace) -> tuple["Config", list[str]]:
         from megatron_coca.checkpoints.importing import starting_config
 
         config = starting_config(model).override(given, files)
-    if config.schedule.train_iters is None:
+    if config.schedule.train_iters is None and config.schedule.train_epochs is None:
         raise ConfigError("train_iters: not set; training needs it, for example `train_iters=1000`")
     if config.optimizer.lr is None:
         raise ConfigError("optimizer.params.lr: not set; training needs it, for example `optimizer.params.lr=1e-4`")

@@ -201,6 +201,21 @@ def _wsd_decay(settings: Settings) -> str | None:
     return f"{steps} exceeds the {stable} steps between the warm-up and the horizon" if steps > stable else None
 
 
+def _train_epochs(settings: Settings) -> str | None:
+    schedule, data = settings.schedule, settings.data
+    if schedule.train_epochs is None:
+        return None
+    if schedule.train_iters is not None or schedule.stages is not None:
+        return f"contradicts {'stages' if schedule.stages else 'train_iters'}; set only one of the two"
+    if data.synthetic is not None or (data.data_path is None and data.train_data_paths is None):
+        return "needs data_path or train_data_paths, whose samples it counts; set train_iters instead"
+    if data.weight_by_num_documents or len(set(data.train_data_weights or ())) > 1:
+        return "reads every shard equally often, so weights contradict it; leave them out or set train_iters"
+    if data.pack_impl != "packed":
+        return f"not available with pack_impl {data.pack_impl}, as in GPT-NeoX; set train_iters"
+    return None
+
+
 def _trainable_once(settings: Settings) -> str | None:
     parts = settings.optimizer.trainable or []
     repeated = sorted({part for part in parts if parts.count(part) > 1})
@@ -632,6 +647,11 @@ CHECKS: tuple[Check, ...] = (
         _eval_windows,
     ),
     Check(("sample_prompts", "pipe_parallel_size", "sequence_parallel_size"), _sample_prompts),
+    Check(
+        ("train_epochs", "train_iters", "stages", "synthetic", "data_path", "train_data_paths", "train_data_weights")
+        + ("weight_by_num_documents", "pack_impl"),
+        _train_epochs,
+    ),
     Check(("data_path", *_DATA_PATHS), _data_path),
     *(Check((f"{name}_data_paths", *_DATA_PATHS), partial(_paths, name)) for name in SETS),
     *(Check((f"{name}_data_weights", *_DATA_PATHS), partial(_weights, name)) for name in SETS),

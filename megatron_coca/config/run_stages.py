@@ -23,7 +23,7 @@ STAGE_KEYS = (
     | {"trainable", "eval_interval", "eval_iters", "eval_per_source", "eval_windows"}
 )
 """Groups of keys, and keys, that a stage may change: those that leave weights and optimizer states as they are."""
-FIXED = frozenset({"train_iters", "stages", "tokenizer_type", "vocab_file", "merge_file"})
+FIXED = frozenset({"train_iters", "train_epochs", "stages", "tokenizer_type", "vocab_file", "merge_file"})
 """Keys in these groups that it may not."""
 OWN_KEYS = ("until", "restart_schedule", "reset_optimizer")
 """Keys that only stages have."""

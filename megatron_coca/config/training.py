@@ -79,6 +79,9 @@ class ScheduleConfig(ConfigGroup):
     """Learning-rate schedule."""
 
     train_iters: Count | None = key(None, "Number of optimizer steps.")
+    train_epochs: Count | None = key(
+        None, "Passes over the training shards, from which train_iters follows when the run starts; instead of it."
+    )
     min_lr: NotNegative = key(0.0, "Minimum learning rate after the warm-up.")
     lr_decay_style: Literal["constant", "linear", "cosine", "exponential", "linear_to_min_lr", "wsd"] = key(
         "linear",
@@ -341,6 +344,12 @@ class DataConfig(ConfigGroup):
         "Samples: slices of the concatenated documents, as many whole documents as fit, or one document each.",
     )
     allow_chopped: bool = key(True, "Cut documents longer than a sample unless packed; false leaves them out.")
+    weight_by_num_documents: bool | None = key(
+        None, "Weight the shards of each set by GPT-NeoX's formula of their documents; replaces the weights."
+    )
+    weighted_sampler_alpha: NotNegative | None = key(
+        None, "Exponent of a shard's share of the documents in that formula; below 1 favours small shards. null: 1."
+    )
     split: Annotated[str, BeforeValidator(_join)] = key(
         "969, 30, 1", "Proportions of train, validation and test documents in data_path; a string or a list."
     )

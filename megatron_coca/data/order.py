@@ -380,6 +380,11 @@ class Blend:
         """One sample: int64 [seq_length + 1]."""
         return self.batch([index])[0]
 
+    @property
+    def epoch_samples(self) -> list[int]:
+        """Samples of each source in one pass over it."""
+        return [source.samples for source in self._sources]
+
     def mixture(self, n_samples: int) -> list[SourceShare]:
         """Shares of the sources in ``n_samples`` samples from ``first`` on."""
         blocks, rest = divmod(n_samples, PATTERN_SLOTS)

@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise, zip_longest
 from pathlib import Path
 from typing import Any
 
-from megatron_coca.config import Config, ConfigError, split_shares
+from megatron_coca.config import BatchSizes, Config, ConfigError, split_shares
 from megatron_coca.config.training import SyntheticConfig, window_tokens
 from megatron_coca.data import (
     Blend,
@@ -225,8 +225,42 @@ def split_shard(shard: Shard, shares: Sequence[float]) -> list[Shard | None]:
 
 def _blend(config: Config, split: str, shards: Sequence[Shard]) -> Blend:
     weights = getattr(config.data, f"{split}_data_weights") or [1.0] * len(shards)
+    if config.data.weight_by_num_documents:
+        alpha = config.data.weighted_sampler_alpha
+        weights = document_weights([shard.documents for shard in shards], 1.0 if alpha is None else alpha)
     keys = config.data
     return Blend(shards, weights, config.model.seq_length, config.seed, keys.pack_impl, keys.allow_chopped)
+
+
+def document_weights(documents: Sequence[int], alpha: float) -> list[float]:
+    """Return GPT-NeoX's weights of shards by their numbers of documents: with p the share of the documents, p^alpha
+    over the sum of these, times 1 - p. A single shard has the weight 1.
+    """
+    if len(documents) == 1:
+        return [1.0]
+    shares = [number / sum(documents) for number in documents]
+    raised = [share**alpha for share in shares]
+    weights = [power / sum(raised) * (1 - share) for power, share in zip(raised, shares, strict=True)]
+    return [weight / sum(weights) for weight in weights]
+
+
+def with_train_iters(config: Config, sizes: BatchSizes) -> Config:
+    """Return the configuration with the `train_iters` of `train_epochs`, if that is set.
+
+    As in GPT-NeoX the micro-batches of one pass are counted, so that no sample is read more often: the rest of a pass
+    that fills none is left out. Every shard gets the weight of its samples, so that all are read equally often.
+    """
+    epochs = config.schedule.train_epochs
+    if epochs is None:
+        return config
+    (shards,) = _open_shards(config, ("train",))
+    samples = _blend(config, "train", shards).epoch_samples
+    iters = sum(samples) * sizes.accumulation // sizes.total * epochs // sizes.accumulation
+    if iters == 0:
+        raise DataError(f"train_epochs: {sum(samples)} samples are fewer than a step of {sizes.total} reads; lower it")
+    logger.info("train_epochs %d: %d samples in %d steps", epochs, sum(samples), iters)
+    weights = [float(number) for number in samples] if config.data.train_data_paths else None
+    return config.override({"train_iters": iters, "train_epochs": None, "train_data_weights": weights})
 
 
 def _prefixes(config: Config) -> list[str]:

@@ -26,6 +26,7 @@ from megatron_coca.training.corpus import (
     open_loader,
     repeated_sources,
     validation_note,
+    with_train_iters,
 )
 from megatron_coca.training.engine import Engine, build_engine
 from megatron_coca.training.engine import group as dist
@@ -95,6 +96,8 @@ def fit(config: Config, without_effect: Sequence[str] = ()) -> None:
 def _train(config: Config, remotes: RemoteCheckpoints, preemption: CaughtSignals, watchdog: Watchdog) -> None:
     """Open the data, choose the checkpoint to resume from, and train the stages that are left."""
     topology = Topology.of(config.parallel, dist.world_size())
+    if config.schedule.train_epochs is not None:
+        config = with_train_iters(config, config.batch.resolve(topology.data))
     for stage in config.run_stages():
         stage.config.batch.resolve(topology.data)
     keys = config.checkpoint

@@ -125,7 +125,9 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
             "per_device_train_batch_size: unknown key; did you mean `train_micro_batch_size_per_gpu`?",
         ),
         ("distributed_backend: mpi", "distributed_backend: `mpi` is not one of nccl | gloo"),
-        ("z_loss: 1e-4", "z_loss: z-loss is not supported yet"),
+        ("train_epochs: 2\ntrain_iters: 4", "train_epochs: contradicts train_iters; set only one of the two"),
+        ("train_epochs: 2", "train_epochs: needs data_path or train_data_paths"),
+        ("train_epochs: 2\ndata_path: a\nweight_by_num_documents: true", "train_epochs: reads every shard equally"),
         ("sliding_window_width: -1", "sliding_window_width: expected a value greater than or equal to 0, got -1"),
         (
             "pipe_parallel_size: 2\nbf16: {enabled: true}\ndata_types: {grad_accum_dtype: fp32}",

@@ -1,5 +1,6 @@
 """From data keys to blends: splits of one shard, the tokenizer beside the shards, the vocabulary."""
 
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -7,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_coca.config import Config, ConfigError, load_config
+from megatron_coca.config import BatchSizes, Config, ConfigError, load_config
 from megatron_coca.data import Blend, DataError, Loader, Shard, load_tokenizer
 from megatron_coca.data.shards import ShardWriter
 from megatron_coca.data.tokenizers.training import train_bpe
 from megatron_coca.training.corpus import (
+    document_weights,
     mixture_figures,
     mixture_table,
     open_corpus,
@@ -20,6 +22,7 @@ from megatron_coca.training.corpus import (
     repeated_sources,
     split_shard,
     validation_note,
+    with_train_iters,
 )
 
 SHAPE = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "seq_length": 4}
@@ -237,3 +240,29 @@ def test_missing_validation_data_is_told(tmp_path: Path) -> None:
     assert validation_note(open_corpus(config(**lists | {"valid_data_paths": [other]}))) is None
     with pytest.raises(ConfigError, match="train_data_paths"):
         config(train_data_paths=[], valid_data_paths=[], test_data_paths=[])
+
+
+def test_weights_by_number_of_documents(tmp_path: Path) -> None:
+    """GPT-NeoX's numbers for 1, 2 and 5 documents: (p^alpha / sum) (1 - p), normalised."""
+    powers = [math.sqrt(number / 8) for number in (1, 2, 5)]
+    expected = [power / sum(powers) * rest / 8 for power, rest in zip(powers, (7, 6, 3), strict=True)]
+    assert document_weights([1, 2, 5], 0.5) == pytest.approx([value / sum(expected) for value in expected])
+    assert document_weights([1, 3], 1.0) == [0.5, 0.5] and document_weights([7], 0.3) == [1.0]
+    paths = [str(write_shard(tmp_path / name, documents)) for name, documents in (("a", 2), ("b", 4), ("c", 10))]
+    keys = dict.fromkeys(("train_data_paths", "valid_data_paths", "test_data_paths"), paths)
+    keys |= {"weight_by_num_documents": True, "weighted_sampler_alpha": 0.5, "train_data_weights": [5.0, 1.0, 1.0]}
+    corpus = open_corpus(config(**keys))
+    assert corpus.train.weights == pytest.approx(document_weights([2, 4, 10], 0.5))
+    assert corpus.valid is not None and corpus.valid.weights == corpus.train.weights
+
+
+def test_epochs_read_every_sample_as_often(tmp_path: Path) -> None:
+    paths = [str(write_shard(tmp_path / name, documents)) for name, documents in (("a", 2), ("b", 9))]
+    keys = dict.fromkeys(("train_data_paths", "valid_data_paths", "test_data_paths"), paths)
+    # 41 and 216 tokens in inputs of 4: 9 and 53 samples; 31 micro-batches of 2 in a pass, 93 in three.
+    resolved = with_train_iters(config(**keys, train_epochs=3), BatchSizes(1, 4, 8))
+    assert (resolved.schedule.train_iters, resolved.schedule.train_epochs) == (93 // 4, None)
+    shares = open_corpus(resolved).train.mixture(3 * 62)
+    assert [share.epochs for share in shares] == pytest.approx([3, 3], rel=0.04)
+    with pytest.raises(DataError, match="train_epochs: 62 samples are fewer than a step of 64 reads"):
+        with_train_iters(config(**keys, train_epochs=1), BatchSizes(64, 1, 64))
