@@ -83,8 +83,6 @@ ALIAS_VALUES: dict[str, dict[Any, Any]] = {"fp32_allreduce": {True: "fp32", Fals
 HUGGING_FACE: dict[str, str] = {
     "learning_rate": "optimizer.params.lr",
     "max_steps": "train_iters",
-    "num_train_epochs": "train_iters",
-    "epochs": "train_iters",
     "per_device_train_batch_size": "train_micro_batch_size_per_gpu",
     "per_gpu_train_batch_size": "train_micro_batch_size_per_gpu",
     "adam_beta1": "optimizer.params.betas",
@@ -115,10 +113,17 @@ HUGGING_FACE: dict[str, str] = {
     "rms_norm_eps": "rms_norm_epsilon",
     "layer_norm_eps": "layernorm_epsilon",
     "tie_word_embeddings": "no_weight_tying",
+    "sliding_window": "sliding_window_width",
+    "tensor_parallel_size": "model_parallel_size",
+    "tensor_model_parallel_size": "model_parallel_size",
 }
 """Hugging Face names of keys (TrainingArguments and model configurations), for the error of an unknown key."""
 
+_EPOCHS = "is not a key: training is counted in steps; set `train_iters` to epochs * tokens / (batch * seq_length)"
+
 MISPLACED: dict[str, str] = {
+    "epochs": _EPOCHS,
+    "num_train_epochs": _EPOCHS,
     "num_experts": "is not supported: there is no mixture of experts",
     "warmup_steps": "is a number of steps; set `warmup` to their share of train_iters",
     "optimizer.params.weight_decay": "belongs at the top level: set `weight_decay`",
@@ -187,7 +192,8 @@ UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "loss_scale_window": (1000.0, _LOSS_SCALE),
     "hysteresis": (2, _LOSS_SCALE),
     "min_scale": (1.0, _LOSS_SCALE),
-    **_names(_DERIVED, "dynamic_loss_scale padded_vocab_size batch_size do_train do_valid do_test"),
+    **_names(_DERIVED, "dynamic_loss_scale padded_vocab_size do_train do_valid do_test"),
+    "batch_size": (None, f"{_DERIVED} (set train_micro_batch_size_per_gpu or train_batch_size)"),
     "is_pipe_parallel": (False, _DERIVED),
     # DeepSpeed
     "deepspeed": (True, "training without DeepSpeed"),

@@ -187,6 +187,7 @@ DEFAULTS: dict[str, tuple[str, ...]] = {
 """Paths of each field, in order of preference: the names of the Pile and of The Stack."""
 
 _ABSENT = object()
+NAME_IT = "Name the field of the text: --text-field NAME, or `fields: {text: NAME}` in a recipe."
 
 
 class Fields:
@@ -225,7 +226,9 @@ class Fields:
             needed += ["stars", "licence", "language", "path"]
         roots = {field: {root for path in self._paths[field] for root in _roots(path)} for field in needed}
         if not roots["text"] & set(names):
-            raise DataError(f"{place}: no column {self._paths['text'][0]!r}; the table has {list(names)[:20]}.")
+            raise DataError(
+                f"{place}: no column {self._paths['text'][0]!r}; the table has {list(names)[:20]}. {NAME_IT}"
+            )
         wanted = set().union(*roots.values())
         return [name for name in names if name in wanted]
 
@@ -248,7 +251,7 @@ class Fields:
         path = self._paths["text"][0]
         text = row[path] if path in row else _nested(row, path)
         if text is _ABSENT:
-            raise _missing(row, path)
+            raise _missing(row, path, f". {NAME_IT}")
         text = decode(text) if isinstance(text, bytes) else text  # tables may hold strings as plain bytes
         if not isinstance(text, str):
             raise RejectedRecord("text is not a string", f"field {path!r} holds {type(text).__name__}")
@@ -303,8 +306,8 @@ def _roots(path: str) -> list[str]:
     return [".".join(names[:count]) for count in range(1, len(names) + 1)]
 
 
-def _missing(row: Row, path: str) -> RejectedRecord:
-    return RejectedRecord("missing field", f"no {path!r}; the record has {sorted(map(str, row))[:8]}")
+def _missing(row: Row, path: str, hint: str = "") -> RejectedRecord:
+    return RejectedRecord("missing field", f"no {path!r}; the record has {sorted(map(str, row))[:8]}{hint}")
 
 
 def _valid(text: str) -> str:
